@@ -44,7 +44,8 @@ def from_pretrained(
       weights: "as stored" keeps matrices that the files have in FP8 or GPTQ (`checkpoint.fp8`, `checkpoint.gptq`) as they are.
         "nf4" makes 4 bits of the experts' matrices (`layers.quantised`), "fp8" makes FP8 of them. A layer is whole where it is
         computed, except experts in FP8 after `model.set_precision("fp8")`. All parameters are frozen (`layers.lora.Frozen`):
-        such a model computes, and trains adapters (`adapters.add_lora`). It lies on one device.
+        such a model computes, and on one device trains adapters (`adapters.add_lora`). On a mesh quantised experts are split
+        along their own axis, and other quantised matrices are whole on each device.
       progress: show a progress bar when stderr is a terminal.
 
     Raises:

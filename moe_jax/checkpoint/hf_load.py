@@ -33,6 +33,7 @@ from moe_jax.models.decoder import Decoder, fp8_refusal
 from moe_jax.models.inputs import float_dtype
 from moe_jax.models.layers_in_pipe import layers_in_pipe
 from moe_jax.parallel.layout import parameter_sharding
+from moe_jax.parallel.mesh import refuse_pipe
 from moe_jax.parallel.pipeline.chunks import pipe_of, stacked_shape
 from moe_jax.runtime.processes import is_first_process
 
@@ -67,7 +68,8 @@ def from_pretrained(
       weights: "as stored" keeps matrices that the files have in FP8 or GPTQ (`checkpoint.fp8`, `checkpoint.gptq`) as they are.
         "nf4" makes 4 bits of the experts' matrices (`layers.quantised`), "fp8" makes FP8 of them. A layer is whole where it is
         computed, except experts in FP8 after `model.set_precision("fp8")`. All parameters are frozen (`layers.lora.Frozen`):
-        such a model computes, and trains adapters (`adapters.add_lora`). It lies on one device.
+        such a model computes, and on one device trains adapters (`adapters.add_lora`). On a mesh quantised experts are split
+        along their own axis, and other quantised matrices are whole on each device.
       progress: show a progress bar when stderr is a terminal.
 
     Raises:
@@ -84,7 +86,9 @@ def from_pretrained(
     param_dtype = dtype if param_dtype is None else float_dtype(param_dtype, "param_dtype")
     folder = find_checkpoint(folder_or_hub_id)
     config = load_config(folder)
-    check_form(folder, weights, 1 if mesh is None else mesh.size)
+    check_form(folder, weights)
+    if weights != "whole" and mesh is not None:
+        refuse_pipe(mesh, f"a model with weights={weights!r}")
     config, pieces, warnings = _checked_pieces(folder, config, mtp)
     layers = layers_in_pipe(config, pipe)
     for warning in warnings:
@@ -132,15 +136,15 @@ def read_config(folder_or_hub_id: str | Path, *, mtp: bool = True) -> ModelConfi
     return _checked_pieces(folder, load_config(folder), mtp).config
 
 
-def check_form(folder_or_hub_id: str | Path, weights: str, devices: int) -> None:
-    """Refuses a form of weights that `from_pretrained` would refuse on this number of devices; reads config.json alone.
+def check_form(folder_or_hub_id: str | Path, weights: str) -> None:
+    """Refuses a form of weights that `from_pretrained` would refuse; reads config.json alone.
 
     Raises:
       FileNotFoundError, ValueError: as `from_pretrained`.
     """
     folder = find_config(folder_or_hub_id)
     config = load_config(folder)
-    check_weights(weights, is_stored_quantised(folder), devices, config)
+    check_weights(weights, is_stored_quantised(folder), config)
     if weights == "fp8" and (reason := fp8_refusal(config, jnp.bfloat16)) is not None:
         raise ValueError(f"weights='fp8': {reason}; take 'whole' or 'nf4'")
 

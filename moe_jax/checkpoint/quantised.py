@@ -10,20 +10,21 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-from jax.sharding import Sharding
+from jax.sharding import NamedSharding, Sharding
 
 from moe_jax.checkpoint.streaming import Piece, load_parameter, pieces_by_layer, read_block
 from moe_jax.checkpoint.weights import Weights, form_problems
 from moe_jax.config import ModelConfig
 from moe_jax.layers.quantised import FP8_BLOCK, INT4_VALUES, NF4_BLOCK, BlockScaled, FourBits, Quantised
 from moe_jax.layers.tickets import EXPERT_MATRICES
+from moe_jax.parallel.layout import quantised_sharding
 
 _logger = logging.getLogger(__name__)
 
 
-def check_weights(weights: str, is_quantised: bool, devices: int, config: ModelConfig) -> None:
-    """Raises a ValueError for a form that does not exist, that the checkpoint cannot have, or that lies on several devices."""
-    if problems := form_problems(weights, devices):
+def check_weights(weights: str, is_quantised: bool, config: ModelConfig) -> None:
+    """Raises a ValueError for a form that does not exist, or that the checkpoint cannot have."""
+    if problems := form_problems(weights):
         raise ValueError("; ".join(problems))
     if weights == "as stored" and not is_quantised:
         raise ValueError("weights='as stored' keeps quantised matrices, and this checkpoint has none; take 'nf4', or 'whole'")
@@ -56,9 +57,11 @@ def load_quantised(
 
     Args:
       dtype: that of the whole matrices.
-      sharding: of one device.
+      sharding: of the whole matrices. On a mesh, quantised experts are split along their own axis alone, and others are whole.
     """
     is_of_experts = path[-2:-1] == ("experts",) and path[-1] in EXPERT_MATRICES
+    if isinstance(sharding, NamedSharding):
+        sharding = quantised_sharding(path, shape, sharding.mesh)
     stored = [piece.stored.quantised for piece in pieces]
     if weights == "as stored" and all(tensor is not None for tensor in stored):
         return _load_as_stored(path, pieces, shape, dtype, sharding, on_read)

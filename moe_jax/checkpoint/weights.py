@@ -8,8 +8,8 @@ FP8 or in GPTQ's 4 bits stay so. "nf4": the experts' matrices in NF4. "fp8": the
 them or rounded, and all others whole."""
 
 
-def form_problems(weights: str, devices: int) -> list[str]:
-    """Returns the reasons why weights cannot lie in this form, one clause each: no such form, or several devices."""
-    if weights not in get_args(Weights):
-        return [f"weights={weights!r} must be one of {', '.join(map(repr, get_args(Weights)))}"]
-    return [f"weights={weights!r} lie on one device; the mesh has {devices}"] if weights != "whole" and devices > 1 else []
+def form_problems(weights: str) -> list[str]:
+    """Returns the reasons why weights cannot lie in this form, one clause each: there is no such form."""
+    if weights in get_args(Weights):
+        return []
+    return [f"weights={weights!r} must be one of {', '.join(map(repr, get_args(Weights)))}"]

@@ -68,8 +68,7 @@ def checked_loading(
       mtp: True loads the modules that predict further tokens, for drafts.
 
     Raises:
-      FileNotFoundError, ValueError: as `from_pretrained` and `adapters.load_adapter`. Also FP8 on several devices, or an
-        adapter with drafts.
+      FileNotFoundError, ValueError: as `from_pretrained` and `adapters.load_adapter`. Also an adapter with drafts.
     """
     from moe_jax.adapters.load import check_adapter
     from moe_jax.checkpoint.hf_load import check_form, is_stored_quantised, read_config
@@ -77,14 +76,12 @@ def checked_loading(
 
     config = read_config(folder, mtp=mtp)
     if precision != "bf16":
-        if mesh is not None:
-            raise ValueError(f"--precision {precision} is for one device")
         if (reason := fp8_refusal(config, dtype)) is not None:
             raise ValueError(f"--precision {precision}: {reason}; take 'bf16'")
         if weights not in (None, "fp8"):
             raise ValueError(f"--precision {precision} multiplies weights in FP8: leave --weights {weights!r} out")
     form = weights or _default_form(precision, adapter is not None and mesh is None and is_stored_quantised(folder))
-    check_form(folder, form, 1 if mesh is None else mesh.size)
+    check_form(folder, form)
     if adapter is not None:
         if mtp:
             raise ValueError("--drafts is for a model without an adapter, whose file cannot hold the module that drafts")

@@ -102,10 +102,9 @@ class ServeCommand:
         limits = self.sizes.engine_limits(config, self.max_waiting)
         check_drafting(int(self.drafts), config, limits)
         defaults, mesh = model_defaults(folder, config, tokenizer), engine_mesh(self.devices, config)
-        in_fp8, has_adapter = self.precision != "bf16", source.adapter is not None
-        for_one = {"--drafts": self.drafts, "--adapter": has_adapter, "--precision fp8": in_fp8}
+        for_one = {"--drafts": self.drafts, "--adapter": source.adapter is not None}
         if mesh is not None and (wrong := [option for option, is_set in for_one.items() if is_set]):
-            raise ValueError(f"{' and '.join(wrong)} need --devices 1; got {self.devices}")
+            raise ValueError(f"{' and '.join(wrong)}: take --devices 1; got {self.devices}")
         check_config(config)
         options: dict[str, Any] = dict(precision=self.precision, weights=self.weights, dtype=self.dtype)
         loading = checked_loading(folder, source.adapter, **options, mtp=self.drafts, mesh=mesh)

@@ -27,12 +27,14 @@ from moe_jax.config import ModelConfig
 from moe_jax.generation.prompts import left_padded
 from moe_jax.generation.request import DecodeOptions
 from moe_jax.kernels.varying import vary_as
-from moe_jax.layers.lora import Frozen
+from moe_jax.layers.moe import Experts
+from moe_jax.layers.tickets import EXPERT_MATRICES
 from moe_jax.models.decoder import Decoder
 from moe_jax.parallel.choices import Hops
 from moe_jax.parallel.collectives.hops import COPIES, MANY_AT_ONCE, default_hops
 from moe_jax.parallel.expert import ExpertParallel
 from moe_jax.parallel.fsdp import ShardedParameters
+from moe_jax.parallel.layout import parameter_path
 from moe_jax.parallel.mesh import refuse_pipe
 from moe_jax.parallel.pipeline.chunks import refuse_chunks
 from moe_jax.parallel.spread import Spread
@@ -97,13 +99,13 @@ def decode_on_devices[Results: tuple](
         `options.overlap_prefill` is True and `overlap_refusal` has a reason against it.
     """
     graph, parameters, *rest = nnx.split(model, nnx.Param, ...)
-    mesh = generation_mesh(devices_of(model, "generation"), model.config, spread_experts=not _holds_frozen_experts(rest))
+    mesh = generation_mesh(devices_of(model, "generation"), model.config, spread_experts=not _adapts_experts(model))
     refuse_chunks(parameters, "generation")
     if options.overlap_prefill and (reason := overlap_refusal(mesh, model.config, len(prompts))):
         raise ValueError(f"overlap_prefill=True: {reason}")
     specs = ShardedParameters.of(parameters, mesh, dtype=model.dtype, token_axes=AXES).specs
     parameters = jax.tree.map(partial(_placed, mesh), parameters, specs)
-    (others,) = jax.tree.map(partial(_placed, mesh, spec=PartitionSpec()), rest)
+    (others,) = (jax.tree.map(partial(_placed, mesh), state, _specs_of_others(state, mesh)) for state in rest)
     tokens, segment_ids = left_padded(prompts, mesh.size)
     number = np.uint32(operator.index(seed) % 2**32)
     _announce_compilation((decode, options, mesh, graph), parameters, tokens, len(prompts))
@@ -118,7 +120,7 @@ def generation_mesh(devices: Sequence[jax.Device], config: ModelConfig, *, sprea
     A model that is loaded onto this mesh needs no other move than the gathering of the matrices that are not experts.
 
     Args:
-      spread_experts: False leaves all experts on each device, as frozen ones must lie.
+      spread_experts: False leaves all experts on each device, as those with adapters must lie.
     """
     has_experts = config.experts is not None and bool(config.moe_layers) and spread_experts
     experts = math.gcd(len(devices), config.experts.num_experts) if has_experts and config.experts else 1
@@ -148,11 +150,24 @@ def _whole_because(mesh: Mesh, config: ModelConfig) -> str:
     number = config.experts.num_experts
     if math.gcd(mesh.size, number) == 1:
         return f"the model has {number}, and a number of devices with a common divisor can share them; got {mesh.size}"
-    return "frozen ones lie whole on each device"
+    return "those with adapters lie whole on each device"
 
 
-def _holds_frozen_experts(states: Sequence[nnx.State]) -> bool:
-    return any("experts" in path and isinstance(leaf, Frozen) for state in states for path, leaf in nnx.to_flat_state(state))
+def _adapts_experts(model: Decoder) -> bool:
+    return any(isinstance(module, Experts) and module.adapter is not None for _, module in nnx.iter_modules(model))
+
+
+def _specs_of_others(others: nnx.State, mesh: Mesh | AbstractMesh) -> nnx.State:
+    """Returns the layout of arrays that are no parameters: frozen experts are spread as others are, all else is whole."""
+
+    def spec(path: tuple, array: Array) -> PartitionSpec:
+        names = parameter_path(path)
+        if mesh.shape["expert"] == 1 or names[-1] not in EXPERT_MATRICES or "experts" not in names:
+            return PartitionSpec()
+        # Codes and scales of quantised matrices have the axes of the matrices.
+        return PartitionSpec(*(None,) * (array.ndim - 3), "expert")
+
+    return jax.tree.map_with_path(spec, others)
 
 
 _announced: set[tuple] = set()
@@ -200,7 +215,7 @@ def program(decode: Callable, options: DecodeOptions, mesh: Mesh | AbstractMesh,
             return decode(options, DecodeInputs(devices, model, tokens, segment_ids, keys))
 
         rows, whole = PartitionSpec(AXES), PartitionSpec()
-        in_specs = sharded.specs, whole, rows, rows, whole
+        in_specs = sharded.specs, _specs_of_others(others, mesh), rows, rows, whole
         on_mesh = jax.shard_map(on_one, mesh=mesh, in_specs=in_specs, out_specs=rows)
         return on_mesh(parameters, others, tokens, segment_ids, seed)
 

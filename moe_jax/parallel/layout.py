@@ -66,6 +66,15 @@ def parameter_sharding(path: tuple, shape: tuple[int, ...], mesh: Mesh | None) -
     return NamedSharding(mesh, parameter_spec(path, shape, mesh))
 
 
+def quantised_sharding(path: tuple, shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> NamedSharding:
+    """Returns the sharding of the codes, and of the scales, of a quantised parameter whose whole has this shape.
+
+    Experts are split along their own axis alone, which both have. Other matrices are whole: axes cut their blocks.
+    """
+    of_experts = {axis: names for axis, names in _splits(path, shape, mesh).items() if axis == len(shape) - 3}
+    return NamedSharding(mesh, PartitionSpec(*(of_experts.get(axis) for axis in range(len(shape)))))
+
+
 def parameter_spec(path: tuple, shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> PartitionSpec:
     """Returns the mesh axes, or None, for each axis of the parameter."""
     splits = _splits(path, shape, mesh)

@@ -47,8 +47,7 @@ class Engine:
     Raises:
       ValueError: the model's positions scale with the longest text of a batch (rope type "dynamic"). Also drafts without such a
         module, or without room for two tokens of each sequence in a step. Also `strict` with drafts, an adapter or quantised
-        weights, or with a model that its kernels do not take. On several devices also drafts, `strict`, adapters and precision
-        "fp8".
+        weights, or with a model that its kernels do not take. On several devices also drafts, `strict` and adapters.
     """
 
     def __init__(

@@ -51,13 +51,13 @@ class Placement:
         return SingleDeviceSharding(self.devices[0]) if self.mesh is None else NamedSharding(self.mesh, PartitionSpec())
 
     def place(self, weights: Any) -> Any:
-        """Moves weights (a pytree) to their devices. A layer's experts are split where the mesh splits experts."""
+        """Moves weights (a pytree) to their devices. Stacks of layers of experts are split where the mesh splits experts."""
 
         def placed(path: tuple, array: jax.Array) -> jax.Array:
             if not splits_experts(self.mesh) or not is_expert_matrix(parameter_path(path)):
                 return jax.device_put(array, self.whole)
             assert self.mesh is not None
-            return jax.device_put(array, NamedSharding(self.mesh, PartitionSpec("expert")))
+            return jax.device_put(array, NamedSharding(self.mesh, PartitionSpec(None, "expert")))
 
         return jax.tree.map_with_path(placed, weights)
 

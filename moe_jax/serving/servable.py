@@ -56,8 +56,7 @@ def _check_several(model: Decoder, num_devices: int, *, drafts: int, strict: boo
     refuse_chunks(nnx.state(model, nnx.Param), "an engine")
     if any(not leaf.is_fully_addressable for leaf in jax.tree.leaves(nnx.state(model))):
         raise ValueError("an engine computes in one process; the model lies on devices of several")
-    options = {"drafts": bool(drafts), "strict": strict, "precision 'fp8'": model.precision is not None}
-    options["adapters"] = has_adapters(model)
+    options = {"drafts": bool(drafts), "strict": strict, "adapters": has_adapters(model)}
     if wrong := [name for name, is_set in options.items() if is_set]:
         raise ValueError(f"an engine on several devices has no {' and no '.join(wrong)}; the model lies on {num_devices}")
 

@@ -18,7 +18,7 @@ from moe_jax.layers.moe import Experts
 from moe_jax.layers.quantised import Quantised
 from moe_jax.models.decoder import Decoder
 from moe_jax.serving.adapted import unfused_reason, with_ready_adapters
-from moe_jax.serving.placement import is_expert_matrix, splits_experts
+from moe_jax.serving.placement import is_expert_matrix
 
 
 class ServedModel(NamedTuple):
@@ -45,9 +45,9 @@ class Weights(NamedTuple):
 
     frame: nnx.State
     layers: tuple[nnx.State, ...]
-    """Each layer's arrays, without its experts where these are in `experts`."""
+    """Each layer's arrays, without its experts."""
     experts: tuple[nnx.State, ...]
-    """Each stage's experts, stacked; empty for a dense stage, and where devices split the experts."""
+    """Each stage's experts, stacked; empty for a dense stage."""
 
 
 class LayerWeights(NamedTuple):
@@ -68,7 +68,7 @@ def take_apart(
     Args:
       drafts: 1 takes the first module that predicts further tokens too, as the last layer.
       take_over: deletes each stack once it is cut, unless its dtype was changed. The model is unusable afterwards.
-      mesh: of an engine on several devices. If it splits experts, they are cut too: tokens travel to those of one layer.
+      mesh: of an engine on several devices.
     """
     unfused, model = unfused_reason(model), with_ready_adapters(model)
     modules = {"embed_tokens": model.embed_tokens, "norm": model.norm}
@@ -76,9 +76,8 @@ def take_apart(
         modules["lm_head"] = model.lm_head
     frame_graph, frame = nnx.split(nnx.Dict(modules))
     graphs, layers, experts = [], [], []
-    stays_in_stack = not splits_experts(mesh)
     for stage in list(model.stages)[: len(model.config.stages) + drafts]:
-        graph, *states = nnx.split(stage, lambda path, _: stays_in_stack and is_expert_matrix(path), ...)
+        graph, *states = nnx.split(stage, lambda path, _: is_expert_matrix(path), ...)
         matrices, others = (_in_dtype(state, model.dtype) for state in states)
         others = _dequantised(others)
         graphs.append(graph)
@@ -112,7 +111,7 @@ def layer_module(served: ServedModel, stage: int, weights: LayerWeights) -> Any:
     """Returns the module of a layer of this stage. Behind the model's stages comes the module that drafts."""
     block = nnx.merge(served.stages[stage], weights.experts, weights.layer)
     for _, module in nnx.iter_modules(block):
-        if isinstance(module, Experts) and not splits_experts(served.mesh):
+        if isinstance(module, Experts):
             module.read_in_stack(weights.place)
     return block
 

@@ -284,7 +284,7 @@ def _config(settings: FinetuneSettings, model: Decoder | None) -> ModelConfig:
     if model is not None:
         jax.eval_shape(initial_low_halves, nnx.state(model, nnx.Param))
     else:
-        check_form(settings.model, settings.weights, settings.mesh.size)
+        check_form(settings.model, settings.weights)
     config = read_config(settings.model, mtp=settings.mtp) if model is None else model.config
     check_mtp_loss_coef(config, settings.mtp_loss_coef)
     return config

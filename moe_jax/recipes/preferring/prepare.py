@@ -97,7 +97,7 @@ def plan_preferences(settings: PreferSettings, model: Decoder | None, tokenizer:
     if model is None:
         # A misspelt model is named as such, before its tokenizer is looked for.
         find_config(settings.model)
-        check_form(settings.model, settings.weights, devices=1)
+        check_form(settings.model, settings.weights)
     tokenizer = load_tokenizer(settings.tokenizer or settings.model) if tokenizer is None else tokenizer
     of_pairs = settings.preference.of_pairs
     data, eval_data = (

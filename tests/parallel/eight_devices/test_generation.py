@@ -49,7 +49,7 @@ def test_equals_one_device(make, sizes, options):
 
 
 @pytest.mark.thorough
-def test_frozen_experts_lie_whole_on_each_device():
+def test_adapted_experts_lie_whole_on_each_device():
     model = tiny.model()
     add_lora(model, LoraSettings(rank=2), rngs=nnx.Rngs(0))
     expected = moe_jax.generate(model, PROMPTS, max_new_tokens=4)
