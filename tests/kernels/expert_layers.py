@@ -12,6 +12,12 @@ from moe_jax.kernels.experts.internal import Accumulators, experts_mlp_accumulat
 ARRAYS = ("y", "x", "w_gate_up", "w_down", "weights")
 """What `with_gradients` gives: the result, and the gradients."""
 
+ROUTINGS = ["random", "one_takes_all", "half_empty", "some_nobody"]
+"""The routings of `choose` where experts have rows."""
+
+SMALL = 37, 4, 2, 128, 128
+"""Tokens, experts, k, hidden, inter: where one size is as good as another, what is traced for it serves several tests."""
+
 
 def choose(rng, routing, tokens, experts, k):
     if routing == "random":
