@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import seeds
 import tiny
-from checkpoint_helpers import write_fp8
+from checkpoint_helpers import write_checkpoint, write_fp8
 from compiled_lazily import compiled_lazily
 from flax import nnx
 from jax.sharding import PartitionSpec
@@ -165,6 +165,18 @@ def test_as_stored_without_precision(stored):
         found = engine.generate(prompts, SamplingOptions(max_new_tokens=6, ignore_eos=True))
         engine.close()
     assert [one.tokens for (one,) in found] == expected
+
+
+@pytest.mark.thorough
+def test_nf4(tmp_path):
+    """Codes of 4 bits are split in the same way."""
+    write_checkpoint(tmp_path, hidden_size=128, moe_intermediate_size=128, num_hidden_layers=2)
+    options = dict(weights="nf4", dtype="float32")
+    spread = from_pretrained(tmp_path, mesh=make_mesh(fsdp=4), **options)
+    assert spread.stages[0].mlp.experts.down_proj.get_value().codes.addressable_shards[0].data.shape[:2] == (2, 1)
+    prompts = [[3, 4, 5], [7, 8]]
+    expected = moe_jax.generate(from_pretrained(tmp_path, **options), prompts, max_new_tokens=6)
+    assert moe_jax.generate(spread, prompts, max_new_tokens=6) == expected
 
 
 @pytest.mark.thorough

@@ -9,7 +9,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 from lowered import num_kernels
 
-from moe_jax.kernels import Precision
+from moe_jax.kernels import Precision, quantise_matrices
 from moe_jax.parallel import ExpertParallel, expert_parallel_mlp
 
 DEVICES, K = 4, 8
@@ -84,16 +84,33 @@ def test_tokens_in_fp8(transport):
     assert set(re.findall(travelling, text)) == ({"2112xui8"} if transport == "gather" else {"2112xui8", "2048xbf16"})
 
 
+@pytest.mark.parametrize("form", ["fp8", pytest.param("bf16", marks=pytest.mark.thorough)])
+def test_frozen_stack(form):
+    """Kernels read a layer inside each device's stack: no layer is cut out of it."""
+    precision = Precision() if form == "fp8" else None
+
+    def of_layer(x, w_gate_up, w_down, weights, ids):
+        # A device's 32 experts, as four layers of eight.
+        stacks = jax.tree.map(lambda a: a.reshape(4, -1, *a.shape[1:]), (w_gate_up, w_down))
+        return expert_parallel_mlp(x, *stacks, weights, ids, ExpertParallel(), layer=ids[0, 0], precision=precision)[0]
+
+    text = lowered(of_layer, False, **QWEN3_30B, form=form)
+    assert num_kernels(text) == 2 * (3 + (form == "fp8"))
+    assert not re.search(r"slice.*-> tensor<(?:\d+x)*(?:1536x2048|2048x768)x(?:bf16|f8)", text)
+
+
 def forward(settings, precision=None):
     return lambda *arguments: expert_parallel_mlp(*arguments, settings, precision=precision)[0]
 
 
-def lowered(f, check_vma, *, tokens, hidden, inter, experts):
+def lowered(f, check_vma, *, tokens, hidden, inter, experts, form="bf16"):
     """Returns the program of f on each device's part of a layer's arguments, over four H200s."""
     device = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
     mesh = AbstractMesh((DEVICES,), ("expert",), axis_types=(AxisType.Auto,), abstract_device=device)
     bf16 = [(DEVICES * tokens, hidden), (experts, 2 * inter, hidden), (experts, hidden, inter)]
     arrays = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in bf16]
+    if form == "fp8":
+        arrays[1:] = [jax.eval_shape(quantise_matrices, array) for array in arrays[1:]]
     arrays += [jax.ShapeDtypeStruct((DEVICES * tokens, K), dtype) for dtype in (jnp.float32, jnp.int32)]
     with jax.sharding.use_abstract_mesh(mesh):
         on_mesh = jax.shard_map(f, mesh=mesh, in_specs=P("expert"), out_specs=P("expert"), check_vma=check_vma)
