@@ -1,5 +1,6 @@
 """Text in, text out: continues prompts and answers messages, with the tokenizer and the defaults that lie beside a model."""
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypedDict, Unpack, overload
@@ -8,6 +9,7 @@ from moe_jax.checkpoint.companions import generation_config
 from moe_jax.checkpoint.hf_load import find_config, from_pretrained
 from moe_jax.checkpoint.messages import check_messages, check_template
 from moe_jax.checkpoint.tokenizer import beginning, load_tokenizer
+from moe_jax.checkpoint.tool_calls import as_template_wants
 from moe_jax.config import ModelConfig, load_config
 from moe_jax.generation.generate import generate
 from moe_jax.generation.request import checked_request
@@ -191,16 +193,20 @@ def chat_prompts(
     for conversation in conversations:
         messages: Any = [{"role": "user", "content": conversation}] if isinstance(conversation, str) else conversation
         check_messages(messages)
-        check_template(tokenizer.get_chat_template(tools=tools), messages, tools)
+        template = tokenizer.get_chat_template(tools=tools)
+        check_template(template, messages, tools)
         if not messages:
             raise ValueError("messages must hold at least one message; got an empty conversation")
         if messages[-1]["role"] == "assistant":
             raise ValueError("the conversation ends with the assistant's message; chat answers a user's, or a tool's")
-        if taken := sorted(set(template_options or {}) & {"add_generation_prompt", "return_dict", "tokenize", "tools"}):
+        # Another template, or another length, would come from whoever sends a request to a server.
+        own = {"messages", *inspect.signature(tokenizer.apply_chat_template).parameters} - {"documents"}
+        if taken := sorted(own & set(template_options or {})):
             raise ValueError(f"template_options are values for the chat template; {', '.join(taken)} cannot be among them")
         options = dict(template_options or {}, add_generation_prompt=True, return_dict=True)
+        messages = as_template_wants(template, messages)
         try:
-            tokens.append(list(tokenizer.apply_chat_template(list(messages), tools=tools, **options)["input_ids"]))
+            tokens.append(list(tokenizer.apply_chat_template(messages, tools=tools, **options)["input_ids"]))
         except Exception as error:  # templates raise whatever they like, jinja's TemplateError mostly
             raise ValueError(f"the tokenizer's chat template refuses the conversation: {error}") from error
     return tokens

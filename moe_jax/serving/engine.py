@@ -133,6 +133,11 @@ class Engine:
         loop.call(replace)
 
     @property
+    def capacity(self) -> int:
+        """The number of sequences that `submit` lets run or wait at one time, on all devices."""
+        return self._loop.capacity
+
+    @property
     def failed(self) -> bool:
         """True once the device or the engine's thread has failed: all requests have ended, and none is taken again."""
         return self._loop.failed

@@ -48,6 +48,12 @@ class EngineLoop:
         self._thread = threading.Thread(target=self._run, name="moe_jax engine", daemon=True)
         self._thread.start()
 
+    @property
+    def capacity(self) -> int:
+        """The number of sequences that may run or wait at one time, on all devices."""
+        limits = self.queues[0].limits
+        return limits.max_waiting + limits.max_sequences * len(self.queues)
+
     def add(self, sequences: list[Sequence], *, limited: bool) -> None:
         """Lets new sequences wait.
 
@@ -58,11 +64,10 @@ class EngineLoop:
           QueueFull: too many sequences run or wait.
           RuntimeError: the engine failed or was closed.
         """
-        limits = self.queues[0].limits
         with self._lock:
             # Under the lock: a request that came behind the failure would wait for ever.
             self._refuse_if_ended()
-            room = limits.max_waiting + limits.max_sequences * len(self.queues) - len(self._open)
+            room = self.capacity - len(self._open)
             if limited and len(sequences) > room:
                 raise QueueFull(f"{len(self._open)} sequences run or wait; the engine has room for {room} more")
             self._open.update(sequences)

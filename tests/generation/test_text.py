@@ -148,9 +148,10 @@ def test_a_tokenizer_and_its_template_must_fit(model):
         moe_jax.chat(model, "ab", tools=[{"name": "clock"}])
 
 
-def test_options_of_our_own_are_no_template_options(model):
-    with pytest.raises(ValueError, match="template_options are values for the chat template; tokenize cannot be among them"):
-        moe_jax.chat(model, "ab", template_options={"tokenize": False})
+@pytest.mark.parametrize("name", ["tokenize", "chat_template", "max_length", "messages", "return_tensors"])
+def test_options_of_our_own_are_no_template_options(model, name):
+    with pytest.raises(ValueError, match=f"template_options are values for the chat template; {name} cannot be among them"):
+        moe_jax.chat(model, "ab", template_options={name: 1})
 
 
 def test_a_missing_template_and_one_that_refuses_are_named(model):

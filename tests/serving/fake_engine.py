@@ -40,12 +40,16 @@ class FakeEngine:
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
+    @property
+    def capacity(self) -> int:
+        return self.limits.max_sequences + self.limits.max_waiting
+
     def submit(self, prompt, options=None) -> Handle:
         ids = checked(prompt, options, self.limits, VOCAB)
         if self.error is not None:
             raise RuntimeError("the engine failed")
         with self._lock:
-            if len(self._active) >= self.limits.max_sequences + self.limits.max_waiting:
+            if len(self._active) >= self.capacity:
                 raise QueueFull(f"{len(self._active)} sequences run or wait")
             sequences = [_Sequence(number, ids * self.repeats + [END], options) for number in range(options.n)]
             handle = Handle(ids, options, lambda numbers: self._abort([sequences[i] for i in numbers]), self.tokenizer)

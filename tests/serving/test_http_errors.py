@@ -62,6 +62,12 @@ WRONG = [
     (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "parts of the type text"),
     (CHAT, {"messages": MESSAGES, "tools": ["a"]}, "tools must be a list of objects"),
     (CHAT, {"messages": MESSAGES, "tools": [{"a": 1}]}, "the chat template would leave out tools"),
+    (
+        CHAT,
+        {"messages": MESSAGES, "chat_template_kwargs": {"chat_template": "x"}},
+        "kwargs are values .* chat_template cannot be",
+    ),
+    (CHAT, {"messages": MESSAGES, "chat_template_kwargs": {"mod": 1}}, "the model's chat template never mentions mod"),
     (CHAT, {"messages": MESSAGES, "tool_choice": "required"}, "tool_choice must be auto or none"),
     (CHAT, {"messages": MESSAGES, "response_format": {"type": "json_object"}}, "response_format must be of type text"),
     (CHAT, {"messages": MESSAGES, "top_logprobs": 3}, "top_logprobs needs logprobs: true"),

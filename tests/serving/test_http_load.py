@@ -60,6 +60,12 @@ def test_64_clients_with_a_thousand_requests():
         assert 'path="/v1/completions",status="200"} 500.0' in running.get("/metrics").text
 
 
+def test_more_texts_than_ever_wait_are_refused_for_good():
+    with served.serve(slow_engine(max_sequences=2, max_tokens_per_step=2, max_waiting=4)) as running:
+        with pytest.raises(openai.BadRequestError, match="n times the number of prompts must be at most 6"):
+            running.openai().completions.create(model="tiny", prompt=["x"] * 7)
+
+
 def test_a_flood_gets_429_and_hurts_no_other_request():
     with served.serve(slow_engine(max_sequences=4, max_tokens_per_step=4, max_waiting=4)) as running:
         client = running.openai()
@@ -85,8 +91,12 @@ def test_a_flood_gets_429_and_hurts_no_other_request():
 
 def test_several_prompts_are_taken_whole_or_not_at_all():
     with served.serve(slow_engine(max_sequences=2, max_tokens_per_step=2, max_waiting=2)) as running:
+        first = running.openai().completions.create(**LONG, stream=True)
+        next(first)
         with pytest.raises(openai.RateLimitError):
-            running.openai().completions.create(**LONG | {"prompt": ["a"] * 5})
+            running.openai().completions.create(**LONG | {"prompt": ["a"] * 4})
+        assert served.comes_true(lambda: sum(handle.completions[0] is None for handle in running.engine.handles) == 1)
+        first.response.close()
         assert served.comes_true(lambda: served.is_idle(running))
         assert running.openai().completions.create(**LONG | {"max_tokens": 3}).choices[0].text == "abc"
 

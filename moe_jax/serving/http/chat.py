@@ -66,7 +66,18 @@ def conversation_encoder(tokenizer: Any, body: dict[str, Any]):
         raise ApiError(400, "tools must be a list of objects", param="tools")
     values = take(body, "chat_template_kwargs", dict, {})
     conversation = [_with_joined_text(message) for message in messages]
-    return lambda: chat_prompts(tokenizer, [conversation], tools or None, values)
+
+    def encode() -> list[list[int]]:
+        try:
+            tokens = chat_prompts(tokenizer, [conversation], tools or None, values)
+        except ValueError as error:
+            raise ValueError(str(error).replace("template_options", "chat_template_kwargs")) from error
+        template = tokenizer.get_chat_template(tools=tools or None)
+        if unread := [name for name in values if name not in template]:
+            raise ValueError(f"chat_template_kwargs: the model's chat template never mentions {', '.join(unread):.200}")
+        return tokens
+
+    return encode
 
 
 def _with_joined_text(message: dict[str, Any]) -> dict[str, Any]:

@@ -68,6 +68,9 @@ class Service:
             raise ApiError(503, "the server is stopping")
         if options.n * len(prompts) > self.settings.max_choices:
             raise ApiError(400, f"n times the number of prompts must be at most {self.settings.max_choices}", param="n")
+        if options.n * len(prompts) > (most := self.engine.capacity):
+            # A full queue's 429 would make the client come again for ever.
+            raise ApiError(400, f"n times the number of prompts must be at most {most}: so many run or wait", param="prompt")
         choices: list[Choice] = []
         try:
             for prompt in prompts:

@@ -14,8 +14,8 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from moe_jax.checkpoint.messages import check_template
+from moe_jax.checkpoint.tool_calls import as_template_wants
 from moe_jax.train.data.reasoning import check_reasoning
-from moe_jax.train.data.tool_calls import as_template_wants
 
 GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
 

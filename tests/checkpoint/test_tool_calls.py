@@ -3,8 +3,9 @@
 import pytest
 import tiny
 
+from moe_jax.checkpoint.tool_calls import as_template_wants
+from moe_jax.generation.text import chat_prompts
 from moe_jax.train.data.chat import chat_tokens
-from moe_jax.train.data.tool_calls import as_template_wants
 
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] or '' }}"
@@ -23,6 +24,17 @@ def test_strings_are_objects_for_templates_that_write_json(arguments):
     tokenizer = tiny.tokenizer(TEMPLATE)
     tokens, learned = chat_tokens(tokenizer, chat(arguments))
     assert tokenizer.decode(tokens[learned]) == '{"a": 1}<|im_end|>'
+
+
+def test_a_prompt_has_the_text_that_was_learned():
+    tokenizer = tiny.tokenizer(TEMPLATE)
+    messages = [*chat('{"a": 1}'), {"role": "tool", "content": "1"}]
+    assert tokenizer.decode(chat_prompts(tokenizer, [messages])[0]).count('{"a": 1}') == 1
+
+
+@pytest.mark.parametrize("how", ["{% for k, v in c.arguments|items %}{{ k }}", "{% for k, v in c['arguments'].items() %}"])
+def test_templates_that_read_items_get_objects(how):
+    assert as_template_wants(how, chat('{"a": 1}')) == chat({"a": 1})
 
 
 @pytest.mark.parametrize(

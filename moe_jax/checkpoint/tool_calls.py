@@ -5,17 +5,18 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-_WRITES_JSON = re.compile(r"\barguments['\"\]]*\s*\|\s*tojson")
+_READS_OBJECT = re.compile(r"\barguments['\"\]]*\s*(\|\s*(tojson|items)|\.items\()")
+"""`tojson` would write a string as JSON once more, and `items` refuses it."""
 _TAKES_STRINGS = re.compile(r"\barguments['\"\]]*\s+is\s+(not\s+)?string")
 
 
 def as_template_wants(template: str, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns the messages with arguments as objects, if the template would write a string as JSON once more.
+    """Returns the messages with arguments as objects, if the template reads them so and does not ask whether they are strings.
 
     Raises:
       ValueError: such a string is no JSON.
     """
-    if not _WRITES_JSON.search(template) or _TAKES_STRINGS.search(template):
+    if not _READS_OBJECT.search(template) or _TAKES_STRINGS.search(template):
         return list(messages)
     return [
         {**message, "tool_calls": [_with_object(call, i) for call in message["tool_calls"]]}
