@@ -79,7 +79,7 @@ class BenchCommand:
         limits = self.sizes.engine_limits(config, max_waiting=max((1, *numbers)))
         check_loads(loads, limits, config.vocab_size)
 
-        print("loading ...", file=sys.stderr)
+        print("loading and compiling ...", file=sys.stderr)
         began = time.perf_counter()
         if folder is None:
             engine = random_engine(config, self.dtype, limits, self.seed, mesh=mesh)

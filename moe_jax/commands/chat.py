@@ -98,13 +98,13 @@ class ChatCommand:
         length = length_for(config, self.max_length)
         # A page holds 64 tokens, and page 0 none.
         limits = EngineLimits(
-            max_sequences=1, max_tokens_per_step=2048, max_length=length, num_pages=length // 64 + 2, max_waiting=1
+            max_sequences=1, max_tokens_per_step=min(2048, length), max_length=length, num_pages=length // 64 + 2, max_waiting=1
         )
         check_drafting(int(self.drafts), config, limits)
         check_config(config)
         in_form: dict[str, Any] = dict(precision=self.precision, weights=self.weights, dtype=self.dtype)
         loading = checked_loading(folder, source.adapter, **in_form, mtp=self.drafts)
-        print("loading ...", file=sys.stderr)
+        print("loading and compiling ...", file=sys.stderr)
         engine = Engine(loading.load(), limits=limits, tokenizer=tokenizer, drafts=int(self.drafts), take_over=True)
         if self.max_new_tokens is None:
             options = replace(options, max_new_tokens=0)

@@ -15,7 +15,7 @@ from moe_jax.serving.drawing import VARIANTS, Variant, draw_program
 from moe_jax.serving.limits import EngineLimits
 from moe_jax.serving.pages import pages_of
 from moe_jax.serving.placement import Placement
-from moe_jax.serving.programs import module_programs, step_programs
+from moe_jax.serving.programs import module_programs, num_copies, step_programs
 from moe_jax.serving.prompts import PIECE_TOKENS, PromptScores, score_piece, score_prompts
 from moe_jax.serving.request import SamplingOptions
 from moe_jax.serving.sampling import Sampled
@@ -93,6 +93,8 @@ class Device:
             for decodes in (0, limits.max_sequences)
         ]
         shapes = self._decode_shapes + self._chunk_shapes
+        num_programs = sum(map(num_copies, shapes)) + bool(drafts) * len(shapes)
+        _logger.info("compiling %d programs before the first request, some minutes for a large model", num_programs)
         arrays = self.served, self._weights_tree, self._weights, self.state
         self._programs = step_programs(*arrays, shapes)
         self._modules = module_programs(*arrays, shapes) if drafts else {}
