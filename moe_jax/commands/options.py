@@ -1,5 +1,6 @@
 """Options that several commands share."""
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -13,6 +14,8 @@ if TYPE_CHECKING:
     from jax.sharding import Mesh
 
     from moe_jax.serving.limits import EngineLimits
+
+_logger = logging.getLogger(__name__)
 
 Dtype = Literal["bfloat16", "float16", "float32"]
 
@@ -40,22 +43,41 @@ class LimitOptions:
         """Returns the limits of an engine for a model of this config.
 
         Raises:
-          ValueError: a size is below 1, or they contradict each other.
+          ValueError: a size is below 1, or they contradict each other, as a `max_length` beyond what the pages hold.
         """
         from moe_jax.serving.limits import EngineLimits
 
-        return EngineLimits(
+        limits = EngineLimits(
             max_sequences=self.max_sequences,
             max_tokens_per_step=self.max_tokens_per_step,
             max_length=length_for(config, self.max_length),
             num_pages=self.num_pages,
             max_waiting=max_waiting,
         )
+        if self.max_length is not None and self.max_length > limits.longest_in_pages:
+            raise ValueError(
+                f"--max-length {self.max_length} is more than the {limits.longest_in_pages} tokens that --num-pages "
+                f"{self.num_pages} holds"
+            )
+        return limits
 
 
 def length_for(config: ModelConfig, max_length: int | None) -> int:
-    """Returns the length that was asked for. Default: 8192, or fewer if the model has fewer."""
-    return min(8192, config.max_position_embeddings) if max_length is None else max_length
+    """Returns the length that was asked for; more than the model's positions give a warning, and are taken.
+
+    Default: 8192, or fewer if the model has fewer.
+    """
+    from moe_jax.generation.request import known_positions
+
+    if max_length is None:
+        return min(8192, config.max_position_embeddings)
+    if max_length > (known := known_positions(config)):
+        _logger.warning(
+            "--max-length %d is more than the %d positions of the model (max_position_embeddings): text behind them may make "
+            "no sense",
+            max_length, known,
+        )  # fmt: skip
+    return max_length
 
 
 def config_of(name_or_folder: str) -> ModelConfig:

@@ -81,7 +81,7 @@ def checked_request(
     problems += [f"eos_token_id {end} is outside the vocabulary of {config.vocab_size}" for end in outside]
     if problems:
         raise ValueError("; ".join(problems))
-    _warn_of_length(config, max(map(len, prompts)), max_new_tokens)
+    warn_of_length(config, max(map(len, prompts)), max_new_tokens)
     return Request(prompts, single, DecodeOptions(max_new_tokens, float(temperature), top_k, top_p, ends))
 
 
@@ -96,12 +96,18 @@ def padding_ids(model: Decoder) -> set[int]:
     return named or set(ends)
 
 
-def _warn_of_length(config: ModelConfig, prompt: int, new: int) -> None:
-    """Logs a warning if `prompt` + `new` tokens exceed the trained length; once per length in a process."""
-    rope, limit = config.rope_parameters, config.max_position_embeddings
+def known_positions(config: ModelConfig) -> int:
+    """Returns the number of positions that the model knows: max_position_embeddings, or more if yarn extends them."""
+    rope, known = config.rope_parameters, config.max_position_embeddings
     if rope.factor and rope.original_max_position_embeddings:
-        limit = max(limit, int(rope.factor * rope.original_max_position_embeddings))
-    if prompt + new <= limit or rope.rope_type == "dynamic" or limit in _warned_of:
+        known = max(known, int(rope.factor * rope.original_max_position_embeddings))
+    return known
+
+
+def warn_of_length(config: ModelConfig, prompt: int, new: int) -> None:
+    """Logs a warning if `prompt` + `new` tokens exceed the known positions; once per number of positions in a process."""
+    limit = known_positions(config)
+    if prompt + new <= limit or config.rope_parameters.rope_type == "dynamic" or limit in _warned_of:
         return
     _warned_of.add(limit)
     _logger.warning(

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from moe_jax.checkpoint.companions import generation_config
+from moe_jax.generation.request import warn_of_length
 from moe_jax.models.decoder import Decoder
 from moe_jax.serving.device import Device
 from moe_jax.serving.handle import Handle, results
@@ -160,6 +161,7 @@ class Engine:
             raise ValueError("return_experts needs a model with experts and Engine(..., keep_experts=True)")
         if options.stop and self.tokenizer is None:
             raise ValueError("stop texts need Engine(..., tokenizer=...)")
+        warn_of_length(self.config, len(ids), options.max_new_tokens)
         return ids
 
     def _submit(self, prompt: list[int], options: SamplingOptions, *, limited: bool) -> Handle:

@@ -55,6 +55,7 @@ def test_a_model_is_served_until_a_signal(folder, program_log, monkeypatch):
     with compiled_lazily():
         main(["serve", str(folder), "--port", "0", "--name", "small", "--dtype", "float32", *small])
     asking.join()
+    assert program_log().index("compiling") < program_log().index("serving small")
     assert "stopped: 0 requests finished, 0 were aborted" in program_log()
     model = moe_jax.from_pretrained(folder, dtype="float32")
     assert found == {
@@ -87,6 +88,7 @@ def test_a_model_answers_lines(folder, monkeypatch, capsys):
     "arguments, message",
     [
         ("serve {} --port 0 --num-pages 1", "num_pages must be at least 2"),
+        ("serve {} --port 0 --max-length 66 --num-pages 2", "--max-length 66 is more than the 65 tokens"),
         ("serve {} --port 0 --request-seconds 0", "request_seconds must be above 0"),
         ("serve {} --host 192.0.2.1", "the server cannot listen on 192.0.2.1:8000"),
         ("serve {} --api-key=", "api_key must be printable ASCII"),

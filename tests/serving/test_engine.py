@@ -310,6 +310,14 @@ def test_bad_requests_are_refused(engine, prompt, options, message):
         engine.submit(prompt, SamplingOptions(**options))
 
 
+def test_a_request_beyond_the_models_positions_warns_once(engine, caplog, monkeypatch):
+    monkeypatch.setattr("moe_jax.generation.request._warned_of", set())
+    monkeypatch.setattr(engine, "config", replace(engine.config, max_position_embeddings=6))
+    for new, warnings in ((3, 0), (4, 1), (4, 1)):
+        engine.generate([[1, 2, 3]], SamplingOptions(max_new_tokens=new))
+        assert caplog.text.count("more than the model's max_position_embeddings of 6") == warnings
+
+
 def test_a_failed_device_ends_everything(model, lazily, monkeypatch):
     """Requests that run and that wait, an abort and a call that come meanwhile, later requests, and `close`."""
     engine = Engine(model, limits=LIMITS)
