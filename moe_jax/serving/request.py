@@ -111,6 +111,7 @@ class Completion:
     experts: Any = None
     """Experts of each computed position, of shape (positions, layers, choices)."""
     weights_version: int = 0
+    """Number of updates of the engine's weights at the request's start. Its later tokens may come from later weights."""
     cached_tokens: int = 0
     """Number of the prompt's tokens whose keys and values were found in the cache."""
 
