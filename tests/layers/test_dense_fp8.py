@@ -64,6 +64,8 @@ def test_groups():
         tiny.model_for_fp8().set_precision("fp8", ("mlp",))
     with pytest.raises(ValueError, match="dense='head' must be of 'attention', 'shared_experts', 'mlp'"):
         Precision(dense=("head",))
+    model.set_precision("fp8", ("mlp", "attention", "attention"))
+    assert model.precision == Precision(dense=("attention", "mlp"))
     for wrong in ("attention", ["attention"]):
         with pytest.raises(ValueError, match=r"must be a tuple of groups, as \('attention',\)"):
             model.set_precision("fp8", wrong)

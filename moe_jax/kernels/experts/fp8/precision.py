@@ -21,8 +21,9 @@ class Precision:
     Attributes:
         kept: the form in which the backward pass finds h = [gate | up]. "fp8" halves its bytes, with a scale for 128 numbers.
             It is e3m4, since no product reads it.
-        dense: the groups of dense matrices whose products are in FP8 too (`fp8_matmul`). A model reads them, and `experts_mlp`
-            does not. Router, norms, scores of attention, embedding and head are in no group.
+        dense: the groups of dense matrices whose products are in FP8 too (`fp8_matmul`), each once, in the order of
+            `DenseGroup`. A model reads them, and `experts_mlp` does not. Router, norms, scores of attention, embedding and head
+            are in no group.
 
     Raises:
         ValueError: an unknown form of h, an unknown group, or groups that are no tuple.
@@ -38,6 +39,8 @@ class Precision:
             raise ValueError(f"dense={self.dense!r} must be a tuple of groups, as ('attention',)")
         if unknown := [group for group in self.dense if group not in get_args(DenseGroup)]:
             raise ValueError(f"dense={unknown[0]!r} must be of {', '.join(map(repr, get_args(DenseGroup)))}")
+        # Models with the same groups are equal, however they were named.
+        object.__setattr__(self, "dense", tuple(group for group in get_args(DenseGroup) if group in self.dense))
 
     @classmethod
     def named(cls, name: str, dense: tuple[DenseGroup, ...] = ()) -> Self | None:
