@@ -24,7 +24,7 @@ from moe_jax.serving.sequence import Sequence
 from moe_jax.serving.slots import DrawingSlots
 from moe_jax.serving.step import StepOutput, initial_state
 from moe_jax.serving.upload import StepRows, StepShape, empty_rows, filled, packed
-from moe_jax.serving.weights import Weights, frame_of, head_of, take_apart
+from moe_jax.serving.weights import Weights, first_difference, frame_of, head_of, take_apart
 
 _logger = logging.getLogger(__name__)
 
@@ -147,9 +147,11 @@ class Device:
         leaves, tree = jax.tree.flatten(weights)
         shapes, own = ([(leaf.shape, leaf.dtype) for leaf in some] for some in (leaves, self._weights))
         if (served, tree, shapes) != (self.served, self._weights_tree, own):
+            own_weights = jax.tree.unflatten(self._weights_tree, self._weights)
+            difference = first_difference((served, weights), (self.served, own_weights))
             raise ValueError(
                 "the new weights must be of a model with the same config and dtype as the engine's, in the same form, and with "
-                "an adapter of the same targets and ranks if that has one"
+                f"an adapter of the same targets and ranks if that has one: {difference}"
             )
         weights = self.placement.place(weights)
         self._weights, self._head = jax.tree.leaves(weights), self._head_of(weights)

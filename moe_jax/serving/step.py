@@ -154,4 +154,4 @@ def _fuses(served: ServedModel, batch: StepBatch) -> bool:
     """Returns True for a step of a model that `fused` takes, on one GPU that it is written for."""
     if served.unfused is not None or served.mesh is not None or target.compute_capability() != "9.0":
         return False
-    return refusal(served.config, served.dtype, len(batch.tokens), in_fp8=served.in_fp8) is None
+    return refusal(served.config, served.dtype, len(batch.tokens), in_fp8=served.precision is not None) is None

@@ -4,6 +4,7 @@ The step runs layers one by one. XLA would copy a layer's matrices out of a stac
 nearly all of a sparse model's bytes, stay where they are, because their kernels read a layer inside a stack.
 """
 
+from dataclasses import fields
 from typing import Any, NamedTuple
 
 import jax
@@ -13,6 +14,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from moe_jax.config import ModelConfig
+from moe_jax.kernels.experts.fp8.precision import Precision
 from moe_jax.layers.lora import Frozen
 from moe_jax.layers.moe import Experts
 from moe_jax.layers.quantised import Quantised
@@ -32,8 +34,8 @@ class ServedModel(NamedTuple):
     """The stages of layers; with drafts also the module that drafts."""
     strict: bool = False
     """True: steps run `strict.strict_layers`."""
-    in_fp8: bool = False
-    """True: experts multiply in FP8."""
+    precision: Precision | None = None
+    """The precision of the experts' matmuls."""
     mesh: Mesh | None = None
     """The mesh of an engine on several devices."""
     unfused: str | None = None
@@ -83,9 +85,18 @@ def take_apart(
         graphs.append(graph)
         layers += _cut(others, take_over=take_over)
         experts.append(matrices)
-    options: dict[str, Any] = dict(in_fp8=model.precision is not None, mesh=mesh, unfused=unfused)
+    options: dict[str, Any] = dict(precision=model.precision, mesh=mesh, unfused=unfused)
     served = ServedModel(model.config, model.dtype, frame_graph, tuple(graphs), **options)
     return served, Weights(_dequantised(_in_dtype(frame, model.dtype)), tuple(layers), tuple(experts))
+
+
+def first_difference(new: tuple[ServedModel, Weights], own: tuple[ServedModel, Weights]) -> str:
+    """Returns a clause that names the first thing but numbers in which a model differs from the engine's own."""
+    found, wanted = _described(*new), _described(*own)
+    for name in found | wanted:
+        if found.get(name) != wanted.get(name):
+            return f"{name} is {found.get(name, 'absent')}; the engine has {wanted.get(name, 'none')}"
+    return "its modules have other settings"
 
 
 def frame_of(served: ServedModel, weights: Weights) -> Any:
@@ -114,6 +125,21 @@ def layer_module(served: ServedModel, stage: int, weights: LayerWeights) -> Any:
         if isinstance(module, Experts):
             module.read_in_stack(weights.place)
     return block
+
+
+def _described(served: ServedModel, weights: Weights) -> dict[str, Any]:
+    """Returns the config's fields, dtype, precision, the adapter's places, and the form of each array, by name."""
+    config = served.config
+    named = {"architecture": config.architecture} | {field.name: getattr(config, field.name) for field in fields(config)}
+    forms = {}
+    for path, variable in jax.tree.leaves_with_path(weights, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable)):
+        arrays = (f"{leaf.dtype}{list(leaf.shape)}" for leaf in jax.tree.leaves(variable))
+        kinds = [type(each).__name__ for each in (variable, variable.get_value()) if not isinstance(each, Array)]
+        forms[jax.tree_util.keystr(path, simple=True, separator=".")] = " ".join([*kinds, *arrays])
+    adapted = {".".join(name.split(".")[-3:-1]) for name, form in forms.items() if form.startswith("LoRAParam")}
+    # Before the forms: an adapter changes those of the matrices beside it too.
+    named |= {"dtype": served.dtype, "precision": served.precision, "adapter": ", ".join(sorted(adapted)) or "none"}
+    return named | forms
 
 
 def _cut(stacked: nnx.State, *, take_over: bool) -> list[nnx.State]:

@@ -364,6 +364,8 @@ def test_new_weights_take_over(model, engine):
     ((before,),) = engine.generate([prompt], options)
     engine.update(other)
     ((found,),) = engine.generate([prompt], options)
+    with pytest.raises(ValueError, match="the new weights must be .*: num_hidden_layers is 2; the engine has 1"):
+        engine.update(moe_jax.from_config(replace(model.config, num_hidden_layers=2), dtype=model.dtype, rngs=nnx.Rngs(0)))
     engine.update(model)
     expected = greedy(other, [prompt], 4)[0]
     assert (found.tokens, found.weights_version, found.cached_tokens) == (expected, before.weights_version + 1, 0)
