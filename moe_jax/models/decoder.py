@@ -309,7 +309,7 @@ class Decoder(nnx.Module):
         """
         if dense and not isinstance(precision, str):
             raise ValueError(f"dense={dense!r} needs a precision that is named; else give it to Precision(dense=...)")
-        chosen = Precision.named(precision, dense) if isinstance(precision, str) else precision
+        chosen = precision if isinstance(precision, Precision | None) else Precision.named(precision, dense)
         if chosen is not None and (reason := fp8_refusal(self.config, self.dtype, chosen.dense)) is not None:
             raise ValueError(f"{reason}; take precision 'bf16'")
         set_precision(self, chosen)

@@ -15,9 +15,9 @@ from moe_jax.serving.limits import EngineLimits
 from moe_jax.serving.loop import EngineLoop
 from moe_jax.serving.queues import EngineQueues, change_weights
 from moe_jax.serving.records import Record
-from moe_jax.serving.request import Completion, SamplingOptions, checked, seeds_of
+from moe_jax.serving.request import Completion, SamplingOptions, check_prompts, checked, seeds_of
 from moe_jax.serving.sequence import Sequence
-from moe_jax.serving.servable import check_servable
+from moe_jax.serving.servable import check_model, check_servable
 from moe_jax.serving.stats import Stats, stats_of
 
 GREEDY = SamplingOptions()
@@ -46,9 +46,10 @@ class Engine:
         and not twice, and is unusable afterwards.
 
     Raises:
-      ValueError: the model's positions scale with the longest text of a batch (rope type "dynamic"). Also drafts without such a
-        module, or without room for two tokens of each sequence in a step. Also `strict` with drafts, an adapter or quantised
-        weights, or with a model that its kernels do not take. On several devices also drafts, `strict` and adapters.
+      ValueError: no model, or no `EngineLimits`; positions that scale with the longest text of a batch (rope type "dynamic").
+        Also drafts without such a module, or without room for two tokens of each sequence in a step. Also `strict` with drafts,
+        an adapter or quantised weights, or with a model that its kernels do not take. On several devices also drafts, `strict`
+        and adapters.
     """
 
     def __init__(
@@ -89,7 +90,8 @@ class Engine:
           ValueError: a prompt or its options are wrong; nothing was computed then.
           RuntimeError: the engine failed or was closed.
         """
-        each = [options] * len(prompts) if isinstance(options, SamplingOptions) else list(options)
+        check_prompts(prompts)
+        each = list(options) if isinstance(options, Many) else [options] * len(prompts)
         if len(each) != len(prompts):
             raise ValueError(f"options must be one for all prompts, or one for each of {len(prompts)}; got {len(each)}")
         ids = [self._checked(prompt, of_prompt) for prompt, of_prompt in zip(prompts, each, strict=True)]
@@ -120,10 +122,11 @@ class Engine:
         Requests that run go on, with the keys and values that the old weights gave their earlier tokens.
 
         Raises:
-          ValueError: the model has another config or dtype than the engine's, another form of weights, or an adapter of
-            another shape.
+          ValueError: no model, or one with another config or dtype than the engine's, another form of weights, or an adapter
+            of another shape. The error names the first difference.
         """
 
+        check_model(model)
         loop = self._loop
 
         def replace() -> None:

@@ -116,6 +116,18 @@ class Completion:
     """Number of the prompt's tokens whose keys and values were found in the cache."""
 
 
+def check_prompts(prompts: Any) -> None:
+    """Refuses what is no list of prompts: texts, or a single prompt.
+
+    Raises:
+        ValueError: It is none.
+    """
+    if not hasattr(prompts, "__len__") or isinstance(prompts, str) or any(isinstance(each, str | Integral) for each in prompts):
+        raise ValueError(
+            f"prompts must be a list of lists of token ids; got {_shortened(prompts)}; for text see moe_jax.complete"
+        )
+
+
 def checked(prompt: Any, options: SamplingOptions, limits: EngineLimits, vocab_size: int) -> list[int]:
     """Returns the prompt as a list of ints, if an engine of these limits can run the request.
 

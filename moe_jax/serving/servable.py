@@ -1,5 +1,7 @@
 """Refuses models that the engine cannot serve, before anything is made for them."""
 
+from typing import Any
+
 import jax
 from flax import nnx
 
@@ -20,6 +22,9 @@ def check_servable(model: Decoder, limits: EngineLimits, *, drafts: int, strict:
     Raises:
       ValueError: it cannot; the message says what is in the way.
     """
+    check_model(model)
+    if not isinstance(limits, EngineLimits):
+        raise ValueError(f"limits must be EngineLimits; got {limits!r}")
     check_config(model.config)
     if model.precision and not _has_experts_in_fp8(model):
         raise ValueError(
@@ -38,6 +43,17 @@ def check_servable(model: Decoder, limits: EngineLimits, *, drafts: int, strict:
         check_strict(model)
         if drafts:
             raise ValueError(f"strict=True needs drafts=0; got drafts={drafts}")
+
+
+def check_model(model: Any) -> None:
+    """Refuses what is no model, as the folder of one.
+
+    Raises:
+      ValueError: it is none.
+    """
+    if not isinstance(model, Decoder):
+        # Without its repr: a state of the model's arrays is easily given in its place.
+        raise ValueError(f"model must be a Decoder, as moe_jax.from_pretrained(folder) returns; got {type(model).__name__}")
 
 
 def check_config(config: ModelConfig) -> None:

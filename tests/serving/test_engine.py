@@ -1,6 +1,7 @@
 """The engine's tokens are those of `generate`, for any mix of requests; requests end, fail and are refused alone."""
 
 import asyncio
+import re
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -316,6 +317,32 @@ def test_a_request_beyond_the_models_positions_warns_once(engine, caplog, monkey
     for new, warnings in ((3, 0), (4, 1), (4, 1)):
         engine.generate([[1, 2, 3]], SamplingOptions(max_new_tokens=new))
         assert caplog.text.count("more than the model's max_position_embeddings of 6") == warnings
+
+
+@pytest.mark.parametrize(
+    "prompts, options, message",
+    [
+        *(
+            (prompts, GREEDY, f"prompts must be a list of lists of token ids; got {re.escape(repr(prompts))}; for text see")
+            for prompts in ("text", ["text"], [1, 2, 3], None)
+        ),
+        ([[1]], None, "options must be SamplingOptions; got None"),
+        ([[1], [2]], {"max_new_tokens": 4}, "options must be SamplingOptions; got {'max_new_tokens': 4}"),
+        ([[1], [2]], [GREEDY], "options must be one for all prompts, or one for each of 2; got 1"),
+    ],
+)
+def test_other_types_than_prompts_and_options_are_refused(engine, prompts, options, message):
+    with pytest.raises(ValueError, match=message):
+        engine.generate(prompts, options)
+
+
+def test_other_types_than_models_and_limits_are_refused(model, engine):
+    with pytest.raises(ValueError, match=r"model must be a Decoder, as moe_jax.from_pretrained\(folder\) returns; got str"):
+        Engine("folder")
+    with pytest.raises(ValueError, match="model must be a Decoder, .*; got NoneType"):
+        engine.update(None)
+    with pytest.raises(ValueError, match="limits must be EngineLimits; got {'max_length': 8}"):
+        Engine(model, limits={"max_length": 8})
 
 
 def test_a_failed_device_ends_everything(model, lazily, monkeypatch):

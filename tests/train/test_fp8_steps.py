@@ -128,6 +128,9 @@ def test_refusals():
     with pytest.raises(ValueError, match="this model has none"):
         tiny.dense(dtype=jnp.bfloat16).set_precision("fp8")
     model = _model()
+    for wrong in ("FP8", 8, True, jnp.float32, ["fp8"]):
+        with pytest.raises(ValueError, match="precision .* must be one of 'bf16', 'fp8', 'fp8_kept'"):
+            model.set_precision(wrong)
     assert model.precision == Precision()
     model.set_precision("bf16")
     assert model.precision is None

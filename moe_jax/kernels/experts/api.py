@@ -78,7 +78,7 @@ def experts_mlp(
         ValueError: shapes do not fit together; topk_experts is not an integer array; or chunk_tokens < 1. Also if the backend
             is unknown or does not take the input, or arrays are split over mesh axes of type Explicit. With `precision`, an
             x that is not bf16, sizes that are no multiples of 128, or quantised matrices that are differentiated. Without,
-            quantised matrices.
+            quantised matrices. A `precision` of another type.
     """
     matrices = matrices_of(w_gate_up, w_down)
     if precision is not None:

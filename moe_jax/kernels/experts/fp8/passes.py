@@ -73,6 +73,8 @@ class Fp8Options(NamedTuple):
     @classmethod
     def of(cls, precision: Precision, backend: str | None, dtype: jnp.dtype, hidden: int, inter: int) -> Self:
         """Chooses the backends of a call; arguments and errors as of `resolve_fp8_backend`."""
+        if not isinstance(precision, Precision):
+            raise ValueError(f"precision must be None or a Precision, as Precision(); got {precision!r}")
         chosen = resolve_fp8_backend(backend, dtype, hidden, inter)
         return cls(chosen.matmuls, chosen.sums, chosen.row_alignment, precision.kept)
 

@@ -50,7 +50,7 @@ class Precision:
             ValueError: an unknown name or group, or groups beside "bf16".
         """
         recipes = {"bf16": None, "fp8": cls(dense=dense), "fp8_kept": cls(kept="fp8", dense=dense)}
-        if name not in recipes:
+        if not isinstance(name, str) or name not in recipes:
             raise ValueError(f"precision {name!r} must be one of {', '.join(map(repr, recipes))}")
         if dense and recipes[name] is None:
             raise ValueError(f"dense matrices in FP8 need experts in FP8: give precision 'fp8'; got {name!r}")

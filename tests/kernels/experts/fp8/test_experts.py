@@ -206,6 +206,8 @@ def test_refusals():
         experts_mlp(x.astype(jnp.float32), w_gate_up, w_down, weights, chosen, precision=FP8)
     with pytest.raises(ValueError, match="inter is 64; it must be a multiple of 128"):
         experts_mlp(x, w_gate_up[:, :128], w_down[:, :, :64], weights, chosen, precision=FP8)
+    with pytest.raises(ValueError, match=r"precision must be None or a Precision, as Precision\(\); got 'fp8'"):
+        experts_mlp(x, w_gate_up, w_down, weights, chosen, precision="fp8")
     with pytest.raises(ValueError, match="need precision=Precision()"):
         experts_mlp(x, *quantised, weights, chosen)
     with pytest.raises(ValueError, match="got one of each"):
