@@ -3,6 +3,7 @@
     python benchmarks/engine.py                             # Qwen3-30B-A3B in bf16: 61 GB of weights
     python benchmarks/engine.py --cases 1x128 64x1024       # sequences x tokens of their prompts
     python benchmarks/engine.py --load 200 1000 2000        # also 200 requests at once, 1000 tokens in, 2000 out
+    python benchmarks/engine.py --prefix 8192 64            # also the first token of 64 tokens behind 8192 cached ones
     python benchmarks/engine.py --precision fp8             # experts in FP8
     python benchmarks/engine.py --cases 16x128 --update     # also new weights for the engine: 61 GB more
     python benchmarks/engine.py --small                     # sizes for a CPU, in f32, as a smoke test
@@ -48,6 +49,9 @@ def main() -> None:
     parser.add_argument("--short", type=int, default=16)
     parser.add_argument("--long", type=int, default=144)
     parser.add_argument("--load", type=int, nargs=3, metavar=("REQUESTS", "IN", "OUT"))
+    parser.add_argument(
+        "--prefix", type=int, nargs=2, metavar=("CACHED", "NEW"), help="tokens of a prompt behind a cached prefix"
+    )
     parser.add_argument("--step-tokens", type=int, help="tokens of the largest step, in place of 8192 (on a CPU 256)")
     parser.add_argument("--pages", type=int, help="pages of keys and values; default: as many as the cases need")
     parser.add_argument("--precision", choices=("bf16", "fp8"), default="bf16", help="of the experts' matmuls")
@@ -72,6 +76,7 @@ def main() -> None:
     cases = [(*map(int, case.split("x")), args.long) for case in args.cases]
     most = max([sequences for sequences, _, _ in cases] + [min(args.load[0], 256) if args.load else 1])
     loads = [*cases, tuple(args.load)] if args.load else cases
+    loads = [*loads, (1, sum(args.prefix), 1)] if args.prefix else loads
     limits = EngineLimits(
         max_sequences=most,
         max_tokens_per_step=args.step_tokens or (256 if args.small else 8192),
@@ -89,6 +94,8 @@ def main() -> None:
         time_steps(engine, model if args.with_generate else None, prompts, args.short, args.long)
     if args.load:
         time_load(engine, rng.integers(0, config.vocab_size, args.load[:2]).tolist(), args.load[2])
+    if args.prefix:
+        time_prefix(engine, rng, *args.prefix)
     if args.update:
         time_updates(engine, [random_model(config, dtype, seed=1), model])
     peak = (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0) / 2**30
@@ -126,6 +133,20 @@ def time_load(engine: Engine, prompts: list[list[int]], new: int) -> None:
     seconds = time.perf_counter() - began
     steps = engine.stats().num_steps - before.num_steps
     print(f"{len(prompts)} requests: {seconds:.1f} s, {len(prompts) * new / seconds:.0f} output tokens/s, {steps} steps")
+
+
+def time_prefix(engine: Engine, rng: np.random.Generator, cached: int, new: int) -> None:
+    """Prints the time to the first token of new tokens behind a cached prefix, and of as many tokens alone."""
+    vocab_size = engine.config.vocab_size
+    prefix, one_token = rng.integers(0, vocab_size, cached).tolist(), SamplingOptions(max_new_tokens=1, ignore_eos=True)
+
+    def answer(before: list[int]):
+        ((completion,),) = engine.generate([before + rng.integers(0, vocab_size, new).tolist()], one_token)
+        return completion
+
+    behind, alone = (1e3 * median_s(answer, before) for before in (prefix, []))
+    found = answer(prefix).cached_tokens
+    print(f"first token of {new} tokens behind {found} cached ones {behind:.1f} ms, of {new} tokens alone {alone:.1f} ms")
 
 
 def time_updates(engine: Engine, models: list) -> None:
