@@ -6,6 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
@@ -212,7 +213,7 @@ def test_experts_in_fp8(tmp_path):
     with pytest.raises(ValueError, match="precision: checkpoint 'fp8', now 'bf16'"):
         prefer(settings(tmp_path, **options | dict(precision="bf16")))
     with pytest.raises(ValueError, match="hidden is 16; it must be a multiple of 128"):
-        run(settings(tmp_path, precision="fp8", dtype="bfloat16", weights="fp8"), tiny.model)
+        run(settings(tmp_path, precision="fp8", dtype="bfloat16", weights="fp8"), lambda: tiny.model(dtype=jnp.bfloat16))
     with pytest.raises(ValueError, match="precision='fp8' needs dtype='bfloat16'"):
         settings(tmp_path, precision="fp8", weights="fp8")
 

@@ -39,7 +39,7 @@ main(["finetune", *options, "--output", folder + "/two"])
 
 APART = """
 import os, sys
-import moe_jax.train
+import moe_jax.recipes.finetuning.loop
 from moe_jax.cli import main
 sys.modules["moe_jax.recipes.finetuning.loop"].from_pretrained = None
 os.chdir(os.path.join(sys.argv[1], os.environ["MOE_JAX_PROCESS_ID"]))
