@@ -11,6 +11,8 @@ import transformers
 from flax import nnx
 from safetensors.torch import load_file, save_file
 
+from moe_jax.checkpoint.hf_load import from_pretrained
+
 SIZES = dict(
     vocab_size=61,
     hidden_size=16,
@@ -151,6 +153,13 @@ def write_fp8(folder, *, fused_layers=(), scale_dtype=torch.float32, **overrides
         stored[name] = tensor
     rewrite_weights(folder, stored)
     edit_config(folder, quantization_config=QUANTIZATION)
+
+
+def multiplying_in_fp8(folder, **options):
+    """Returns the model of a folder with its experts in FP8, multiplied so; options are those of `from_pretrained`."""
+    model = from_pretrained(folder, weights="fp8", **options)
+    model.set_precision("fp8")
+    return model
 
 
 def of_transformers(folder, dtype, monkeypatch) -> dict[str, torch.Tensor]:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import seeds
-from checkpoint_helpers import write_checkpoint, write_fp8
+from checkpoint_helpers import multiplying_in_fp8, write_checkpoint, write_fp8
 from flax import nnx
 
 import moe_jax
@@ -33,10 +33,7 @@ def stored(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def model(stored):
-    """The experts as stored, multiplied in FP8, and all else whole."""
-    made = from_pretrained(stored, weights="fp8")
-    made.set_precision("fp8")
-    return made
+    return multiplying_in_fp8(stored)
 
 
 def _run(model, tokens, expert_ids=None):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import seeds
 import tiny
-from checkpoint_helpers import write_checkpoint, write_fp8
+from checkpoint_helpers import multiplying_in_fp8, write_checkpoint, write_fp8
 from compiled_lazily import compiled_lazily
 from flax import nnx
 from jax.sharding import PartitionSpec
@@ -36,17 +36,13 @@ def stored(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def model(stored):
-    made = from_pretrained(stored, weights="fp8")
-    made.set_precision("fp8")
-    return made
+    return multiplying_in_fp8(stored)
 
 
 @pytest.fixture(scope="module")
 def spread(stored):
     """The same model on two devices."""
-    made = from_pretrained(stored, weights="fp8", mesh=make_mesh(fsdp=2))
-    made.set_precision("fp8")
-    return made
+    return multiplying_in_fp8(stored, mesh=make_mesh(fsdp=2))
 
 
 def codes_of(model):
