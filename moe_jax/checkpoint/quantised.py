@@ -16,7 +16,7 @@ from moe_jax.checkpoint.streaming import Piece, load_parameter, pieces_by_layer,
 from moe_jax.checkpoint.weights import Weights, form_problems
 from moe_jax.config import ModelConfig
 from moe_jax.layers.quantised import FP8_BLOCK, INT4_VALUES, NF4_BLOCK, BlockScaled, FourBits, Quantised
-from moe_jax.layers.tickets import EXPERT_MATRICES
+from moe_jax.layers.tickets import EXPERT_MATRICES, is_expert_matrix
 from moe_jax.parallel.layout import quantised_sharding
 
 _logger = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ def load_quantised(
       dtype: that of the whole matrices.
       sharding: of the whole matrices. On a mesh, quantised experts are split along their own axis alone, and others are whole.
     """
-    is_of_experts = path[-2:-1] == ("experts",) and path[-1] in EXPERT_MATRICES
+    is_of_experts = is_expert_matrix(path)
     if isinstance(sharding, NamedSharding):
         sharding = quantised_sharding(path, shape, sharding.mesh)
     stored = [piece.stored.quantised for piece in pieces]

@@ -28,7 +28,7 @@ from moe_jax.generation.prompts import left_padded
 from moe_jax.generation.request import DecodeOptions
 from moe_jax.kernels.varying import vary_as
 from moe_jax.layers.moe import Experts
-from moe_jax.layers.tickets import EXPERT_MATRICES
+from moe_jax.layers.tickets import is_expert_matrix
 from moe_jax.models.decoder import Decoder
 from moe_jax.parallel.choices import Hops
 from moe_jax.parallel.collectives.hops import COPIES, MANY_AT_ONCE, default_hops
@@ -161,8 +161,7 @@ def _specs_of_others(others: nnx.State, mesh: Mesh | AbstractMesh) -> nnx.State:
     """Returns the layout of arrays that are no parameters: frozen experts are spread as others are, all else is whole."""
 
     def spec(path: tuple, array: Array) -> PartitionSpec:
-        names = parameter_path(path)
-        if mesh.shape["expert"] == 1 or names[-1] not in EXPERT_MATRICES or "experts" not in names:
+        if mesh.shape["expert"] == 1 or not is_expert_matrix(parameter_path(path)):
             return PartitionSpec()
         # Codes and scales of quantised matrices have the axes of the matrices.
         return PartitionSpec(*(None,) * (array.ndim - 3), "expert")

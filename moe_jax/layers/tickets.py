@@ -64,6 +64,11 @@ EXPERT_MATRICES = ("gate_up_proj", "down_proj")
 """The names of the matrices that share `ExpertProducts`, in the order of `Matrices`."""
 
 
+def is_expert_matrix(path: tuple) -> bool:
+    """Returns True for the path of a matrix of experts, as the names of modules and parameter."""
+    return path[-2:-1] == ("experts",) and path[-1] in EXPERT_MATRICES
+
+
 class TicketHolder(nnx.Module):
     """A module with weight matrices, stacked along a leading axis of layers, that can take a ticket together.
 

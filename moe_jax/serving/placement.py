@@ -12,7 +12,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from moe_jax.generation.devices import AXES, devices_of, generation_mesh
-from moe_jax.layers.tickets import EXPERT_MATRICES
+from moe_jax.layers.tickets import is_expert_matrix
 from moe_jax.models.decoder import Decoder
 from moe_jax.parallel.expert import ExpertParallel
 from moe_jax.parallel.layout import parameter_path
@@ -60,11 +60,6 @@ class Placement:
             return jax.device_put(array, NamedSharding(self.mesh, PartitionSpec(None, "expert")))
 
         return jax.tree.map_with_path(placed, weights)
-
-
-def is_expert_matrix(path: tuple) -> bool:
-    """Returns True for the path of a matrix of experts, as the names of modules and parameter."""
-    return path[-1] in EXPERT_MATRICES and path[-2] == "experts"
 
 
 def splits_experts(mesh: Mesh | None) -> bool:

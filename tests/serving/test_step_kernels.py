@@ -102,7 +102,8 @@ from flax import nnx
 import moe_jax
 from moe_jax.config import NAMED_CONFIGS
 from moe_jax.parallel.layout import parameter_path
-from moe_jax.serving.placement import ROWS, is_expert_matrix, on_each, rows_like
+from moe_jax.layers.tickets import is_expert_matrix
+from moe_jax.serving.placement import ROWS, on_each, rows_like
 from moe_jax.serving.step import initial_state, step
 from moe_jax.serving.upload import StepShape, empty_rows, packed
 from moe_jax.serving.weights import take_apart
@@ -116,7 +117,7 @@ def weights():
     return apart[1]
 
 def placed(path, array):
-    spec = PartitionSpec("expert") if is_expert_matrix(parameter_path(path)) else PartitionSpec()
+    spec = PartitionSpec(None, "expert") if is_expert_matrix(parameter_path(path)) else PartitionSpec()
     return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=NamedSharding(mesh, spec))
 
 with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
