@@ -164,10 +164,10 @@ class Device:
         arguments = output, self.slots.options, self.state.last_token, penalties
         if self.state.drafting is None:
             draw = draw_program(variant, strict=self.served.strict, mesh=self.served.mesh)
-            sampled, last_token, new_penalties = draw(*arguments)
+            last_token, new_penalties, sampled = draw(*arguments)
             step = _Step(output.hidden, sampled)
         else:
-            first, second, accepted, last_token, new_penalties = check_program(variant)(*arguments)
+            last_token, new_penalties, first, second, accepted = check_program(variant)(*arguments)
             step = _Step(output.hidden, first, second, accepted)
             checked = first.tokens, second.tokens, accepted
             inputs = self.state.drafting, _without_logits(output), checked, upload

@@ -39,15 +39,15 @@ from moe_jax.serving.weights import LayerWeights, ServedModel, Weights, frame_of
 
 
 class Checked(NamedTuple):
-    """The results of checking drafts."""
+    """The results of checking drafts. What is changed in place comes first, as in `Drawn`."""
 
+    last_token: Int[Array, "slots"]
+    penalties: Penalties | None
     first: Sampled
     """The token behind each row's newest one; rows as in a step without drafts."""
     second: Sampled
     """The token behind each decoding row's draft; 0 where the draft was wrong."""
     accepted: Bool[Array, "decodes"]
-    last_token: Int[Array, "slots"]
-    penalties: Penalties | None
 
 
 class DraftLogits(NamedTuple):
@@ -99,7 +99,7 @@ def _check(
     second, penalties = draw_rows(variant, logits[seconds], slots_of_drafts, positions[seconds], options, penalties)
     last_token = with_last_tokens(last_token, slots, first.tokens)
     last_token = with_last_tokens(last_token, slots_of_drafts, second.tokens)
-    return Checked(first, second, accepted, last_token, penalties)
+    return Checked(last_token, penalties, first, second, accepted)
 
 
 def _draft(

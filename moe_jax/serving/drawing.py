@@ -24,12 +24,16 @@ VARIANTS: tuple[Variant, ...] = ("greedy", "plain", "full")
 
 
 class Drawn(NamedTuple):
-    """The results of drawing the tokens of a step."""
+    """The results of drawing the tokens of a step.
 
-    sampled: Sampled
+    What is changed in place comes first: JAX gives a donated array's memory to the first result of its shape. A last token at
+    a new address would change the CUDA graph of the next step.
+    """
+
     last_token: Int[Array, "slots"]
     penalties: Penalties | None
     """With the new tokens counted; None in variants without penalties."""
+    sampled: Sampled
 
 
 def variant_of(options: SamplingOptions) -> Variant:
@@ -83,4 +87,4 @@ def _draw(
 ) -> Drawn:
     of_rows = output.logits, output.slots, output.positions, options
     sampled, penalties = draw_rows(variant, *of_rows, penalties, strict=strict)
-    return Drawn(sampled, with_last_tokens(last_token, output.slots, sampled.tokens), penalties)
+    return Drawn(with_last_tokens(last_token, output.slots, sampled.tokens), penalties, sampled)
