@@ -11,6 +11,7 @@
 import argparse
 import collections
 import functools
+import itertools
 import re
 import statistics
 import tempfile
@@ -33,6 +34,7 @@ from moe_jax.kernels.hopper.launch import launch, operand_transforms
 from moe_jax.kernels.strict.matmul import matmul_in_parts
 from moe_jax.models.random_weights import random_model
 from moe_jax.serving.drawing import draw_program
+from moe_jax.serving.memory_gaps import leave_gaps
 from moe_jax.serving.pages import pages_of
 from moe_jax.serving.sampling import init_slots
 from moe_jax.serving.step import initial_state, output_like, step
@@ -139,23 +141,28 @@ def microseconds_of_kernels(run: Callable, calls: int = 3) -> collections.Counte
 def launches(small: bool) -> None:
     """Prints the time of a step whose tokens are read when the next one has been launched, as the engine reads them."""
     model = model_of(48, small, moe_intermediate_size=128)
-    for writes_over, copies in ((False, 1), (False, 2), (True, 1), (True, 2), (True, 3)):
-        run = DecodingStep(model, 1, copies=copies, writes_over=writes_over)
-        hosts: list[float] = []
+    for writes_over in (False, True):
+        run = DecodingStep(model, 1, copies=3, writes_over=writes_over)
+        programs = run.programs
+        for has_gaps, copies in itertools.product((False, True, False, True), (1, 2, 3)):
+            # Gaps last as long as this array lives.
+            borders = leave_gaps(jax.devices()[0]) if has_gaps else []
+            run.programs, run.turn = programs[:copies], 0
+            hosts: list[float] = []
 
-        def late(run=run, hosts=hosts, before=[None]):  # noqa: B006  the tokens of the step before
-            began = time.perf_counter()
-            tokens = run()
-            tokens.copy_to_host_async()
-            hosts.append(time.perf_counter() - began)
-            if before[0] is not None:
-                np.asarray(before[0])
-            before[0] = tokens
-            return tokens
+            def late(run=run, hosts=hosts, before=[None]):  # noqa: B006  the tokens of the step before
+                began = time.perf_counter()
+                tokens = run()
+                tokens.copy_to_host_async()
+                hosts.append(time.perf_counter() - began)
+                if before[0] is not None:
+                    np.asarray(before[0])
+                before[0] = tokens
+                return tokens
 
-        read_late = seconds_of(late)
-        how = "written over" if writes_over else "new arrays"
-        print(f"{how}, {copies} programs: {1e3 * read_late:.2f} ms, launch {1e3 * statistics.median(hosts):.2f} ms")
+            read_late = seconds_of(late)
+            how = f"{'written over' if writes_over else 'new arrays'}, {'gaps' if borders else 'no gaps'}, {copies} programs"
+            print(f"{how}: {1e3 * read_late:.2f} ms, launch {1e3 * statistics.median(hosts):.2f} ms", flush=True)
 
 
 def loads(small: bool) -> None:

@@ -13,6 +13,7 @@ from moe_jax.models.decoder import Decoder
 from moe_jax.serving.drafts import check_program, draft_program
 from moe_jax.serving.drawing import VARIANTS, Variant, draw_program
 from moe_jax.serving.limits import EngineLimits
+from moe_jax.serving.memory_gaps import leave_gaps
 from moe_jax.serving.pages import pages_of
 from moe_jax.serving.placement import Placement
 from moe_jax.serving.programs import module_programs, num_copies, step_programs
@@ -99,6 +100,8 @@ class Device:
         self._programs = step_programs(*arrays, shapes)
         self._modules = module_programs(*arrays, shapes) if drafts else {}
         self.slots = DrawingSlots(limits, self.served.config.vocab_size, self.placement)
+        self._gaps: list[Array] = []
+        """What leaves gaps for small arrays between the others."""
 
     def warm_up(self) -> None:
         """Runs every program once, on rows that are not used: the first run compiles it, or is the slow one."""
@@ -114,6 +117,8 @@ class Device:
         if self.state.experts is not None:
             self.experts_of(0, [], 0)
         jax.block_until_ready(self.state)
+        # Last: what lives on has its place then.
+        self._gaps = [array for device in self.placement.devices for array in leave_gaps(device)]
 
     def launch(self, plans: list[StepPlan]) -> Launched:
         """Starts a step with a plan for each device; the copies of its tokens to the host start with it."""

@@ -24,10 +24,7 @@ from moe_jax.serving.upload import StepShape, empty_rows, packed
 from moe_jax.serving.weights import ServedModel
 
 COPIES = 2
-"""Copies of the program of a step without chunks: one is launched while the other runs."""
-
-SHORT_STEP_ROWS, COPIES_OF_SHORT = 4, 3
-"""Rows of steps that last no longer than their launch, and their copies (docs/performance.md)."""
+"""Copies of the program of a step without chunks: one is launched while the other runs. A third gains nothing."""
 
 
 class StepProgram:
@@ -125,9 +122,7 @@ def _at_once[Program](
 
 def num_copies(shape: StepShape) -> int:
     """Returns the number of copies of a shape's program."""
-    if not _writes_over(shape):
-        return 1
-    return COPIES_OF_SHORT if shape.decodes <= SHORT_STEP_ROWS else COPIES
+    return COPIES if _writes_over(shape) else 1
 
 
 def _writes_over(shape: StepShape) -> bool:

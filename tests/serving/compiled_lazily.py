@@ -6,7 +6,7 @@ from functools import partial
 import jax
 import pytest
 
-from moe_jax.serving import device, programs
+from moe_jax.serving import device
 
 
 class Programs(dict):
@@ -25,10 +25,9 @@ class Programs(dict):
 
 @contextlib.contextmanager
 def compiled_lazily():
-    """Engines that are made in this context compile so, and steps of few rows have as many copies as others."""
+    """Engines that are made in this context compile so."""
     with pytest.MonkeyPatch.context() as patch:
         for name in ("step_programs", "module_programs"):
             patch.setattr(device, name, partial(Programs, getattr(device, name)))
         patch.setattr(device.Device, "warm_up", lambda self: None)
-        patch.setattr(programs, "COPIES_OF_SHORT", programs.COPIES)
         yield

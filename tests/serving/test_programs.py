@@ -8,12 +8,12 @@ import pytest
 import seeds
 from hf_reference import load_ours, reference
 
-from moe_jax.serving.programs import COPIES, COPIES_OF_SHORT, SHORT_STEP_ROWS, _at_once, step_programs
+from moe_jax.serving.programs import COPIES, _at_once, step_programs
 from moe_jax.serving.step import initial_state
 from moe_jax.serving.upload import StepShape, empty_rows, packed
 from moe_jax.serving.weights import take_apart
 
-SHORT, LONG, CHUNKS = StepShape(1, 0, 0, 2), StepShape(2 * SHORT_STEP_ROWS, 0, 0, 2), StepShape(0, 64, 1, 2)
+SHORT, LONG, CHUNKS = StepShape(1, 0, 0, 2), StepShape(8, 0, 0, 2), StepShape(0, 64, 1, 2)
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +27,7 @@ def programs_of_a_model():
 
 def test_copies(programs_of_a_model):
     programs, *_ = programs_of_a_model
-    assert [programs[shape].num_copies for shape in (SHORT, LONG, CHUNKS)] == [COPIES_OF_SHORT, COPIES, 1]
+    assert [programs[shape].num_copies for shape in (SHORT, LONG, CHUNKS)] == [COPIES, COPIES, 1]
 
 
 def test_turns_write_over_their_results(programs_of_a_model):
@@ -35,15 +35,15 @@ def test_turns_write_over_their_results(programs_of_a_model):
     rows = empty_rows(SHORT)
     rows.decode_slots[0] = 0
     outputs, logits = [], []
-    for position in range(2 * COPIES_OF_SHORT):
+    for position in range(2 * COPIES):
         rows.decode_positions[0], rows.decode_pages[0] = position, 1 if position == 0 else -1
         state, output = programs[SHORT](leaves, state, packed([rows]))
         outputs.append(output)
         logits.append(np.array(output.logits))
         state = state._replace(last_token=state.last_token.at[0].set(position + 1))
     # The arrays of the first turns were given away, and those of the last hold what they held.
-    assert [output.logits.is_deleted() for output in outputs] == [True] * COPIES_OF_SHORT + [False] * COPIES_OF_SHORT
-    for output, expected in zip(outputs[COPIES_OF_SHORT:], logits[COPIES_OF_SHORT:], strict=True):
+    assert [output.logits.is_deleted() for output in outputs] == [True] * COPIES + [False] * COPIES
+    for output, expected in zip(outputs[COPIES:], logits[COPIES:], strict=True):
         np.testing.assert_array_equal(output.logits, expected)
     assert len({array.tobytes() for array in logits}) == len(logits)
 
