@@ -17,8 +17,11 @@ WIDTHS = 128, 64
 SUMMANDS_PER_ROW = 8
 """Summands of a part for each row of its tile, at least. Partial sums have then at most a quarter of the weights' bytes."""
 
-FEWEST_CORES = 1 / 3
-"""Share of the cores that have a tile, at least. Fewer cores cannot read the weights at the memory's full rate."""
+FEWEST_CORES, FEWEST_CORES_OF_ONE_MATRIX = 1 / 3, 2 / 3
+"""Shares of the cores that have a tile, at least. XLA copies several matrices into one first, so it is slower at these."""
+
+MOST_TOKENS = 256
+"""Tokens of a projection that has more tiles than cores, at most: more were not timed."""
 
 TILES_AT_A_TIME = 330
 """Tiles of up to 128 x 64 on the 132 cores of a Hopper GPU. XLA would split the sums itself, and add them in a kernel more."""
@@ -40,34 +43,40 @@ def project(x: Float[Array, "tokens in"], *weights: Float[Array, "_ in"]) -> Flo
 
     Operands and sizes that the kernel does not take are left to `matmul_in_splits`.
     """
-    heights = [len(w) for w in weights]
+    heights = tuple(len(w) for w in weights)
     is_taken = target.compute_capability() == "9.0" and refusal(x, weights) is None
     is_taken = is_taken and not any(height % max(WIDTHS) for height in heights[:-1])
-    parts = parts_of(len(x), sum(heights), x.shape[1]) if is_taken else None
+    parts = parts_of(len(x), heights, x.shape[1]) if is_taken else None
     if parts is None:
         return matmul_in_splits(x, *weights)
     return split_matmul("project_tokens", x, weights, parts.tile, parts.splits)
 
 
-def parts_of(tokens: int, columns: int, summands: int) -> Parts | None:
+def parts_of(tokens: int, heights: tuple[int, ...], summands: int) -> Parts | None:
     """Returns the tiles and parts with which the most cores have one part of one tile; of equals, the fewest parts.
 
-    None leaves the projection to XLA. For one token it is as fast or faster: a reduction reads the weights once
-    (docs/performance.md). More tiles than cores, or far fewer, were not timed.
+    None leaves the projection to XLA, where that is as fast or faster (docs/performance.md). A reduction reads one token's
+    weights once. One matrix with more tiles than cores, or far fewer, needs no copy.
+
+    Args:
+        heights: rows of each matrix, which are columns of the result.
     """
+    if tokens == 1:
+        return None
     rows = WGMMA_ROWS if tokens <= WGMMA_ROWS else 2 * WGMMA_ROWS
     most_splits = max(summands // (SUMMANDS_PER_ROW * rows), 1)
-
-    def usage(width: int) -> tuple[int, int, int]:
-        tiles = -(-tokens // rows) * -(-columns // width)
-        splits = min(target.num_cores() // tiles, most_splits)
-        return splits * tiles, -splits, width
-
     # Where rows have several tiles, narrow ones would read all of x and w too often.
-    used, negative_splits, width = max(map(usage, WIDTHS if tokens <= rows else WIDTHS[:1]))
-    if tokens == 1 or used < FEWEST_CORES * target.num_cores():
+    widths = WIDTHS if tokens <= rows else WIDTHS[:1]
+    cores, columns = target.num_cores(), sum(heights)
+    tiles = {width: -(-tokens // rows) * -(-columns // width) for width in widths}
+    splits = {width: min(cores // tiles[width], most_splits) for width in widths}
+    width = max(widths, key=lambda width: (splits[width] * tiles[width], -splits[width], width))
+    if splits[width] == 0 and len(heights) > 1 and rows < tokens <= MOST_TOKENS:
+        return Parts(TileShape(rows, width, stages_of(rows, width)), 1)
+    fewest = FEWEST_CORES if len(heights) > 1 else FEWEST_CORES_OF_ONE_MATRIX
+    if splits[width] * tiles[width] < fewest * cores:
         return None
-    return Parts(TileShape(rows, width, stages_of(rows, width)), -negative_splits)
+    return Parts(TileShape(rows, width, stages_of(rows, width)), splits[width])
 
 
 def matmul_in_splits(x: Float[Array, "tokens in"], *weights: Float[Array, "_ in"]) -> Float[Array, "splits tokens out"]:

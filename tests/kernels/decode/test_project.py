@@ -9,8 +9,11 @@ from moe_jax.kernels.decode import project as project_module
 from moe_jax.kernels.decode.project import parts_of, project
 from moe_jax.kernels.hopper import target
 
-QKV, OUTPUT = (5120, 2048), (2048, 4096)
-"""Columns and summands of Qwen3-30B-A3B's projections."""
+QKV, OUTPUT = ((4096, 512, 512), 2048), ((2048,), 4096)
+"""Rows of the matrices of Qwen3-30B-A3B's projections, and their summands."""
+
+DENSE_QKV, DENSE_DOWN = ((8192, 1024, 1024), 5120), ((5120,), 25600)
+"""Those of Qwen3-32B."""
 
 
 @pytest.fixture
@@ -31,6 +34,9 @@ def hopper(monkeypatch):
         (64, OUTPUT, 64, 64, 4),
         (65, OUTPUT, 128, 64, 4),
         (256, OUTPUT, 128, 128, 4),
+        (128, DENSE_QKV, 128, 128, 1),
+        (256, DENSE_QKV, 128, 128, 1),
+        (128, DENSE_DOWN, 128, 128, 3),
     ],
 )
 def test_parts(hopper, tokens, sizes, rows, columns, splits):
@@ -40,10 +46,13 @@ def test_parts(hopper, tokens, sizes, rows, columns, splits):
     assert (parts.tile.rows, parts.tile.columns, parts.splits) == (rows, columns, splits)
 
 
-@pytest.mark.parametrize(("tokens", "columns", "summands"), [(1, *QKV), (64, 128, 2048), (256, 9216, 4096)])
-def test_left_to_xla(hopper, tokens, columns, summands):
-    """One token, a router, and more tiles than cores."""
-    assert parts_of(tokens, columns, summands) is None
+@pytest.mark.parametrize(
+    ("tokens", "heights", "summands"),
+    [(1, *QKV), (64, (128,), 2048), (256, *DENSE_DOWN), (257, *DENSE_QKV), (256, (25600,), 5120)],
+)
+def test_left_to_xla(hopper, tokens, heights, summands):
+    """One token, a router, tiles for few cores, more tokens than were timed, and more tiles than cores."""
+    assert parts_of(tokens, heights, summands) is None
 
 
 @pytest.mark.parametrize(("tokens", "heights", "is_taken"), [(3, (128, 80), True), (3, (80, 128), False), (1, (128,), False)])
