@@ -60,9 +60,15 @@ def few_bits(weights):
 
 
 def with_gradients(f, layer, dy):
+    """Computes y and the gradients of the arrays, in one program: each operation alone would be compiled too."""
+
+    @jax.jit
+    def run(arrays, chosen, dy):
+        y, pullback = jax.vjp(lambda *a: f(*a, chosen), *arrays)
+        return y, *pullback(dy.astype(y.dtype))
+
     *arrays, chosen = layer
-    y, pullback = jax.vjp(lambda *a: f(*a, chosen), *arrays)
-    return y, *pullback(dy.astype(y.dtype))
+    return run(arrays, chosen, dy)
 
 
 def gradients_by_accumulators(backend, layer, dy):

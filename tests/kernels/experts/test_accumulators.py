@@ -26,8 +26,8 @@ def test_accumulators_grow_by_the_weight_gradients(chunk_tokens):
             return (accumulating(x, *weights, topk_weights, chosen, totals, chunk_tokens=chunk_tokens) * direction).sum()
 
         arguments = x, topk_weights, tuple(weights)
-        y, expected = jax.value_and_grad(loss, argnums=(0, 1, 2))(*arguments, None)
-        y_with_totals, actual = jax.value_and_grad(loss, argnums=(0, 1, 2, 3))(*arguments, totals)
+        y, expected = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2)))(*arguments, None)
+        y_with_totals, actual = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2, 3)))(*arguments, totals)
         for one, other in zip((y_with_totals, *actual[:2]), (y, *expected[:2]), strict=True):
             np.testing.assert_allclose(one, other, rtol=1e-12, atol=1e-12)
         assert not any(gradient.any() for gradient in actual[2])
@@ -113,9 +113,10 @@ def test_accumulators_of_devices_are_their_own():
 
     def on_mesh(of_totals):
         specs = of_totals, P("data"), P("data"), P("data")
-        return jax.shard_map(after, mesh=mesh, in_specs=specs, out_specs=of_totals)(totals, x, topk_weights, chosen)
+        split = jax.jit(jax.shard_map(after, mesh=mesh, in_specs=specs, out_specs=of_totals))
+        return split(totals, x, topk_weights, chosen)
 
-    for one, other in zip(on_mesh(P("data")), after(totals, x, topk_weights, chosen), strict=True):
+    for one, other in zip(on_mesh(P("data")), jax.jit(after)(totals, x, topk_weights, chosen), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
     with pytest.raises(ValueError, match=r"accumulators\.gate_up must vary over the mesh axes \['data'\]"):
         on_mesh(P())

@@ -43,13 +43,17 @@ def test_low_precision_stays_near_the_same_data_in_f64(dtype, tolerance):
         inputs = make_inputs(seeds.rng(), 64, 8, 2, 32, 16, dtype=dtype)
         exact = [a.astype(jnp.float64) if a.dtype == dtype else a for a in inputs]
         for actual, expected in zip(
-            [kernels.experts_mlp(*inputs), *gradients(inputs)], [oracle.experts_mlp(*exact), *gradients(exact)], strict=True
+            [forward(*inputs), *gradients(inputs)], [oracle.experts_mlp(*exact), *gradients(exact)], strict=True
         ):
             assert actual.dtype == dtype
             error = np.linalg.norm(np.asarray(actual, np.float64) - expected) / np.linalg.norm(expected)
             assert error < tolerance
 
 
+forward = jax.jit(kernels.experts_mlp)
+
+
+@jax.jit
 def gradients(inputs):
     *arrays, chosen = inputs
     return jax.grad(lambda *a: kernels.experts_mlp(*a, chosen).astype(jnp.float32).sum(), argnums=(0, 1, 2, 3))(*arrays)
@@ -66,16 +70,22 @@ def test_chunks_add_bf16_weight_gradients_in_f32():
     """512 chunks: a bf16 running sum would lose most of the later ones."""
     inputs = make_inputs(seeds.rng(), 512, 2, 1, 8, 4, dtype=jnp.bfloat16)
     wide = [a.astype(jnp.float32) if a.dtype == jnp.bfloat16 else a for a in inputs]
-    chunked = jax.grad(lambda w: kernels.experts_mlp(*inputs[:2], w, *inputs[3:], chunk_tokens=1).astype(jnp.float32).sum())
+
+    @jax.jit
+    def chunked(x, w_gate_up, w_down, *routing):
+        return jax.grad(lambda w: kernels.experts_mlp(x, w_gate_up, w, *routing, chunk_tokens=1).astype(jnp.float32).sum())(
+            w_down
+        )
+
     exact = gradients(wide)[2]
-    error = np.linalg.norm(np.asarray(chunked(inputs[2]), np.float32) - exact) / np.linalg.norm(exact)
+    error = np.linalg.norm(np.asarray(chunked(*inputs), np.float32) - exact) / np.linalg.norm(exact)
     assert error < 8e-3
 
 
 def test_weights_of_another_dtype_get_gradients_of_that_dtype():
     x, w_gate_up, w_down, weights, chosen = make_inputs(seeds.rng(), 9, 4, 2, 8, 4, dtype=jnp.float32)
     inputs = (x.astype(jnp.bfloat16), w_gate_up, w_down, weights, chosen)
-    assert kernels.experts_mlp(*inputs).dtype == jnp.bfloat16
+    assert forward(*inputs).dtype == jnp.bfloat16
     assert [g.dtype for g in gradients(inputs)] == [jnp.bfloat16, jnp.float32, jnp.float32, jnp.float32]
 
 
@@ -133,8 +143,8 @@ def test_weights_of_ids_out_of_range_may_be_nan_or_inf(weight):
     chosen = chosen.at[2, 0].set(-1).at[4, 1].set(4)
     wild = jnp.where((chosen < 0) | (chosen == 4), weight, weights)
     for actual, expected in zip(
-        [kernels.experts_mlp(*arrays, wild, chosen), *gradients((*arrays, wild, chosen))],
-        [kernels.experts_mlp(*arrays, weights, chosen), *gradients((*arrays, weights, chosen))],
+        [forward(*arrays, wild, chosen), *gradients((*arrays, wild, chosen))],
+        [forward(*arrays, weights, chosen), *gradients((*arrays, weights, chosen))],
         strict=True,
     ):
         np.testing.assert_array_equal(actual, expected)
@@ -143,5 +153,6 @@ def test_weights_of_ids_out_of_range_may_be_nan_or_inf(weight):
 @pytest.mark.parametrize("chunk_tokens", [None, 4])
 def test_ids_of_8_bits_may_be_of_256_experts(chunk_tokens):
     x, w_gate_up, w_down, weights, chosen = make_inputs(seeds.rng(), 6, 256, 2, 8, 4, dtype=jnp.float32)
-    run = partial(kernels.experts_mlp, x, w_gate_up, w_down, weights, chunk_tokens=chunk_tokens, backend="xla")
+    layer = jax.jit(partial(kernels.experts_mlp, chunk_tokens=chunk_tokens, backend="xla"))
+    run = partial(layer, x, w_gate_up, w_down, weights)
     np.testing.assert_array_equal(run(topk_experts=chosen.astype(jnp.uint8)), run(topk_experts=chosen))

@@ -59,8 +59,10 @@ CASES = [
 
 
 def is_sibling(shape, pattern, how):
-    """Every pattern is tried at the first shape, and one pattern at every shape."""
-    return shape != SHAPES[0] and (how == "constant routing" or pattern is not some_nobody)
+    """Every pattern is tried at the first shape, and one pattern at shapes of other kinds."""
+    return shape != SHAPES[0] and (
+        how == "constant routing" or pattern is not some_nobody or shape in ((3, 16, 4), (200, 4, 1))
+    )
 
 
 @pytest.mark.parametrize(
@@ -161,11 +163,12 @@ def test_work_grows_with_rows_not_with_experts():
 
 
 def test_blocks_cover_overflow_exactly(rng):
+    plan_of, blocks_of = jax.jit(plan, static_argnums=1), jax.jit(xla._overflow_blocks, static_argnums=(1, 2, 3))
     for _ in range(2):
         tokens, experts, k = (int(rng.integers(1, n)) for n in (120, 12, 4))
-        p = plan(jnp.asarray(skewed(rng, tokens, experts, k), jnp.int32), experts)
+        p = plan_of(jnp.asarray(skewed(rng, tokens, experts, k), jnp.int32), experts)
         direct, height, turn = int(rng.integers(0, 12)), int(rng.integers(1, 20)), int(rng.integers(1, 5))
-        first, expert, start, end = map(np.asarray, xla._overflow_blocks(p, direct, height, turn))
+        first, expert, start, end = map(np.asarray, blocks_of(p, direct, height, turn))
         covered = [(e, r) for e, s, f in zip(expert, start, end, strict=True) for r in range(s, f)]
         offsets = np.asarray(p.offsets)
         assert covered == [(e, r) for e in range(experts) for r in range(offsets[e] + direct, offsets[e + 1])]

@@ -35,7 +35,7 @@ def test_memory_does_not_grow_with_experts_times_rows():
     assert compiled.memory_analysis().temp_size_in_bytes < 12 * rows_bytes
 
 
-@pytest.mark.parametrize("chunk_tokens", [None, 16])
+@pytest.mark.parametrize("chunk_tokens", [pytest.param(None, marks=pytest.mark.thorough), 16])
 def test_accumulators_take_no_memory_but_their_own(chunk_tokens):
     """The compiled loop over micro-batches works on the arrays that it is given, and copies none."""
     tokens, experts, k, hidden, inter = 64, 6, 2, 32, 64

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from expert_layers import (
     SMALL,
     exact_with_gradients,
@@ -16,6 +17,7 @@ from expert_layers import (
 from moe_jax.kernels.experts.internal import Accumulators, experts_mlp_accumulating
 
 
+@pytest.mark.thorough
 def test_accumulators_of_micro_batches(rng):
     """Accumulators grow by the gradients of every chunk."""
     layer = make_layer(rng, "half_empty", 2 * SMALL[0] - 4, *SMALL[1:])
@@ -51,6 +53,7 @@ def test_layer_of_a_stack(rng):
         assert (before == -1).all() and (after == 1).all()
 
 
+@pytest.mark.thorough
 def test_weight_gradients_multiplied_later(rng):
     """They have the bits of gradients added to accumulators, and so have y and the other gradients."""
     layer = make_layer(rng, "some_nobody", *SMALL)

@@ -22,6 +22,7 @@ def test_products_with_the_hessian_are_those_of_the_oracle():
         h = kernels.gate_up(x, w_gate_up, rows, backend="xla")
         return kernels.down(gated_silu(h), w_down, weights, rows, backend="xla")
 
+    @partial(jax.jit, static_argnums=0)
     def product(f, arrays, direction, chosen):
         return jax.jvp(jax.grad(lambda *a: jnp.sin(f(*a, chosen)).sum(), argnums=(0, 1, 2, 3)), arrays, direction)[1]
 
@@ -57,8 +58,8 @@ def test_runs_under_scan_remat_and_vmap():
 
         return jax.lax.scan(jax.checkpoint(body), x, None, length=2)[0].sum()
 
-    assert np.isfinite(jax.grad(stacked, argnums=1)(*inputs[:3])).all()
-    batched = jax.vmap(lambda x: kernels.experts_mlp(x, *inputs[1:]))(jnp.stack([inputs[0], 2 * inputs[0]]))
+    assert np.isfinite(jax.jit(jax.grad(stacked, argnums=1))(*inputs[:3])).all()
+    batched = jax.jit(jax.vmap(lambda x: kernels.experts_mlp(x, *inputs[1:])))(jnp.stack([inputs[0], 2 * inputs[0]]))
     np.testing.assert_allclose(batched[0], kernels.experts_mlp(*inputs), rtol=1e-5, atol=1e-5)
 
 
