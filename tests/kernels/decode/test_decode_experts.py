@@ -1,5 +1,7 @@
 """The experts of a decoding step add up to `experts_mlp`."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -41,10 +43,15 @@ def test_equals_experts_mlp(tokens, dtype):
     x, w_gate_up, w_down = normal(tokens, HIDDEN), normal(2, EXPERTS, 2 * INTER, HIDDEN), normal(2, EXPERTS, HIDDEN, INTER)
     x = x.astype(jnp.bfloat16)
     choice = _choice(rng, tokens)
-    outputs = expert_rows(x, w_gate_up, w_down, choice, jnp.int32(LAYER), k=K)
-    found = add_experts(jnp.zeros_like(x), outputs, jnp.ones(HIDDEN), eps=1e-6, k=K).x
-    expected = experts_mlp(x, w_gate_up[LAYER], w_down[LAYER], choice.weights[:, :K], choice.experts[:, :K], backend="mosaic")
-    _assert_equal_rows(found, expected)
+
+    @jax.jit
+    def sums(x, choice):
+        outputs = expert_rows(x, w_gate_up, w_down, choice, jnp.int32(LAYER), k=K)
+        return add_experts(jnp.zeros_like(x), outputs, jnp.ones(HIDDEN), eps=1e-6, k=K).x
+
+    layer = jax.jit(partial(experts_mlp, backend="mosaic"))
+    expected = layer(x, w_gate_up[LAYER], w_down[LAYER], choice.weights[:, :K], choice.experts[:, :K])
+    _assert_equal_rows(sums(x, choice), expected)
 
 
 @pytest.mark.parametrize("tokens", [21, *(pytest.param(each, marks=pytest.mark.thorough) for each in (3, 90))])
@@ -55,13 +62,18 @@ def test_in_fp8(tokens):
     x, choice = normal(tokens, HIDDEN), _choice(rng, tokens)
     # Another layer's numbers would be far away.
     stacks = [normal(2, EXPERTS, *shape) * jnp.asarray([9, 1])[:, None, None, None] for shape in ((256, HIDDEN), (HIDDEN, 128))]
-    experts = QuantisedExperts(*map(quantise_matrices, stacks))
-    outputs = expert_rows_in_fp8(x, experts, choice, jnp.int32(LAYER), k=K)
-    found = add_experts(jnp.zeros_like(x), outputs, jnp.ones(HIDDEN), eps=1e-6, k=K).x
+    experts = QuantisedExperts(*map(jax.jit(quantise_matrices), stacks))
+
+    @jax.jit
+    def sums(x, choice):
+        outputs = expert_rows_in_fp8(x, experts, choice, jnp.int32(LAYER), k=K)
+        return add_experts(jnp.zeros_like(x), outputs, jnp.ones(HIDDEN), eps=1e-6, k=K).x
+
+    found = sums(x, choice)
     own = [QuantisedMatrices(w.values[LAYER], w.scales[LAYER]) for w in experts[:2]]
     assert np.isfinite(np.asarray(found, np.float32)).all(), "a row that is needed was not stored"
-    options = dict(precision=Precision(), backend="mosaic")
-    expected = experts_mlp(x, *own, choice.weights[:, :K], choice.experts[:, :K], **options)
+    layer = jax.jit(partial(experts_mlp, precision=Precision(), backend="mosaic"))
+    expected = layer(x, *own, choice.weights[:, :K], choice.experts[:, :K])
     _assert_equal_rows(found, expected)
 
 

@@ -119,7 +119,8 @@ def test_mosaic():
     _assert_near(found, wanted, {"others": 0.02})
 
 
-@pytest.mark.parametrize("backend", ["xla", pytest.param("mosaic", marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("backend", ["xla", "mosaic"])
 def test_matrices_in_a_stack(backend):
     """A layer of a stack has the bits of its own matrices."""
     x, weights, adapter, chosen, _, quantised, _ = _layer("some_nobody", tokens=24, hidden=128)

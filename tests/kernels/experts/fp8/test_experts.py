@@ -110,7 +110,7 @@ def test_a_token_does_not_depend_on_others():
 def test_given_copies_are_those_made_inside():
     (x, w_gate_up, w_down, weights, chosen), dy = _layer()
     inside = _in_fp8((x, w_gate_up, w_down, weights, chosen), dy)
-    copies = quantise_experts(w_gate_up, w_down)
+    copies = jax.jit(quantise_experts)(w_gate_up, w_down)
 
     def with_copies(x, w_gate_up, w_down, weights, chosen):
         matrices = Fp8Matrices(Matrices(w_gate_up, w_down), copies)
@@ -176,9 +176,11 @@ def test_a_stack_in_fp8():
     (x, w_gate_up, w_down, weights, chosen), _ = _layer()
     stack = QuantisedExperts(*(quantise_matrices(jnp.stack([jnp.zeros_like(w), w])) for w in (w_gate_up, w_down)))
     in_stack = jax.jit(lambda layer: experts_mlp_in_fp8(x, Fp8Matrices(None, stack, layer=layer), weights, chosen, FP8))
-    _assert_equal(in_stack(jnp.int32(1)), experts_mlp(x, w_gate_up, w_down, weights, chosen, precision=FP8))
+    of_layer = jax.jit(lambda *layer: experts_mlp(*layer, precision=FP8))
+    _assert_equal(in_stack(jnp.int32(1)), of_layer(x, w_gate_up, w_down, weights, chosen))
 
 
+@pytest.mark.thorough
 def test_chunks():
     """Chunks of 48 of the 128 tokens give the same y and dx, and weight gradients summed in another order."""
     layer, dy = _layer()
