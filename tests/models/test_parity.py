@@ -1,5 +1,7 @@
 """Logits, losses and every gradient equal transformers' in f32, for each variant of the architectures."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -76,14 +78,16 @@ VARIANTS = {
             "attention_bias": True,
         },
     ),
-    "deepseek_yarn_mscale_whole_queries_two_shared": (
+    "deepseek_dense_layer_yarn_mscale_whole_queries_two_shared": (
         "deepseek_v3",
-        {"rope_parameters": YARN_MSCALE, "q_lora_rank": None, "n_shared_experts": 2},
+        {"first_k_dense_replace": 1, "rope_parameters": YARN_MSCALE, "q_lora_rank": None, "n_shared_experts": 2},
     ),
     "deepseek_v2": ("deepseek_v2", {"rope_parameters": YARN_MSCALE, "routed_scaling_factor": 1.7}),
     "deepseek_v2_groups": ("deepseek_v2", {"topk_method": "group_limited_greedy", "q_lora_rank": None}),
 }
 THOROUGH = {
+    "moe",
+    "deepseek_three_dense_layers_yarn",
     "moe_sparse_step_mlp_only_layers",
     "moe_norm_topk_prob_rope_yarn",
     "moe_top1",
@@ -157,7 +161,7 @@ def test_padding():
     mask[0, 7:] = 0
     with torch.no_grad():
         expected = theirs(torch.tensor(tokens), attention_mask=torch.tensor(mask), output_router_logits=True)
-    out = ours(jnp.asarray(tokens), segment_ids=jnp.asarray(mask))
+    out = compiled(ours)(jnp.asarray(tokens), segment_ids=jnp.asarray(mask))
     assert_close(out.logits[mask == 1], expected.logits.numpy()[mask == 1])
     np.testing.assert_allclose(out.aux_loss, expected.aux_loss, rtol=1e-5)
     assert int(out.router.num_tokens) == mask.sum()
@@ -179,22 +183,22 @@ def test_packed_documents(model_type, overrides):
     documents = [rng.integers(0, 97, length) for length in lengths]
     packed = np.concatenate([*documents, np.zeros(2, int)])[None]
     segments = np.repeat([1, 2, 3, 0], [*lengths, 2])[None]
-    graph, state = nnx.split(ours)
-    run = jax.jit(lambda *arguments: nnx.merge(graph, state)(arguments[0], segment_ids=arguments[1]).logits[0])
-    logits = run(packed, segments)
+    run = compiled(ours)
+    logits = run(packed, segment_ids=segments).logits[0]
     start = 0
     for document in documents:
-        alone = run(document[None], None)
+        alone = run(document[None]).logits[0]
         assert_close(logits[start : start + len(document)], alone)
         start += len(document)
 
 
 def test_replay():
     """Replayed routing reproduces the run and follows live logits."""
-    ours = load_ours(reference("qwen3_moe", 5))
+    model = load_ours(reference("qwen3_moe", 5))
+    ours = compiled(model)
     tokens = jax.random.randint(jax.random.key(seeds.integer()), (2, 9), 0, 97)
     free = ours(tokens)
-    replayed = ours(tokens, expert_ids=free.expert_ids, remat=True)
+    replayed = compiled(model, remat=True)(tokens, expert_ids=free.expert_ids)
     np.testing.assert_array_equal(replayed.expert_ids, free.expert_ids)
     assert_close(replayed.logits, free.logits)
     shifted = ours(tokens, expert_ids=(free.expert_ids + 1) % 8)
@@ -204,7 +208,7 @@ def test_replay():
 def test_balanced_routing():
     """It loads every expert alike."""
     ours = load_ours(reference("qwen3_moe", 6))
-    out = ours(jnp.zeros((2, 16), jnp.int32), expert_ids="balanced")
+    out = compiled(ours, expert_ids="balanced")(jnp.zeros((2, 16), jnp.int32))
     assert (out.expert_load == 2 * 16 * 3 // 8).all()
 
 
@@ -221,6 +225,12 @@ def test_shapes_that_do_not_fit_are_named(arguments, message):
     ours = load_ours(reference("qwen3_moe", 8))
     with pytest.raises(ValueError, match=message):
         ours(**{name: jnp.zeros(shape, jnp.int32) for name, shape in arguments.items()})
+
+
+def compiled(model, **constants):
+    """Returns the forward pass as one program; its operations alone are many."""
+    graph, state = nnx.split(model)
+    return partial(jax.jit(lambda state, *arrays, **options: nnx.merge(graph, state)(*arrays, **options, **constants)), state)
 
 
 def assert_close(actual, expected, what="array", tolerance=1e-5):

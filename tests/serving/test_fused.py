@@ -3,6 +3,7 @@
 from dataclasses import replace
 from functools import partial
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -77,7 +78,7 @@ def test_equal_modules(monkeypatch, in_fp8):
         state = initial_state(served, num_pages=4, num_slots=2, max_pages=2, keep_experts=True)
         keys = jnp.asarray(np.random.default_rng(0).normal(size=state.pages[0][0].shape), jnp.bfloat16)
         state = state._replace(pages=[(keys, keys)], page_table=state.page_table.at[0, 0].set(1))
-        results.append(step(served, shape, weights, state, packed([rows])))
+        results.append(jax.jit(partial(step, served, shape))(weights, state, packed([rows])))
     (state, output), (fused_state, fused_output) = results
     np.testing.assert_allclose(fused_output.logits[:2], output.logits[:2], rtol=0.03, atol=0.03)
     assert np.abs(output.logits[:2]).max() > 0.3
@@ -111,7 +112,7 @@ def test_chunks_equal_modules(monkeypatch, most_planned_tokens, dense_layers):
         state = initial_state(served, num_pages=5, num_slots=3, max_pages=2)
         keys = jnp.asarray(np.random.default_rng(0).normal(size=state.pages[0][0].shape), jnp.bfloat16)
         state = state._replace(pages=[(keys, keys)] * 2, page_table=state.page_table.at[0, 0].set(1))
-        state, output = step(served, shape, weights, state, packed([rows]))
+        state, output = jax.jit(partial(step, served, shape))(weights, state, packed([rows]))
         results.append((output.logits, [pages[1:] for of_layer in state.pages for pages in of_layer]))
     (logits, pages), (fused_logits, fused_pages) = results
     np.testing.assert_allclose(fused_logits, logits, rtol=0.03, atol=0.03)
