@@ -95,7 +95,7 @@ def test_no_room_is_refused(batch, seq):
         nnx.merge(graph, state)(*arrays, cache=cache)
 
 
-@pytest.mark.parametrize("model_type", ["qwen3", "deepseek_v3"])
+@pytest.mark.parametrize("model_type", [pytest.param("qwen3", marks=pytest.mark.thorough), "deepseek_v3"])
 def test_fused_prompt(model_type, monkeypatch):
     """In JAX's GPU interpreter: prompts padded on the left, a window, values of another width than the keys."""
     config = CONFIGS[model_type] if model_type == "deepseek_v3" else replace(CONFIGS[model_type], sliding_window=60)

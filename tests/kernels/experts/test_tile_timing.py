@@ -90,7 +90,8 @@ def test_time_tiles(monkeypatch):
 
 def test_fewer_tokens():
     """The other tokens choose nobody."""
-    found = tile_timing._routing(jax.random.key(0), 10, most=50, experts=4, top_k=2)
+    routing = jax.jit(tile_timing._routing, static_argnames=("most", "experts", "top_k"))
+    found = routing(jax.random.key(0), 10, most=50, experts=4, top_k=2)
     chosen_pairs = np.asarray(found.pair_of_row)[: int(found.offsets[-1])]
     assert sorted(chosen_pairs[chosen_pairs < 100]) == list(range(20)), "both choices of the first ten tokens"
     assert found.row_of_pair.shape == (50, 2)
