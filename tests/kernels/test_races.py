@@ -250,9 +250,13 @@ THOROUGH = {
     "fp8, two steps a slot",
     "fp8, backward",
     "fp8, backward, two blocks",
+    "fp8, few pairs",
     "attention, parts",
 }
-"""Other schedules, and attention that adds to sums. A ping-pong kernel in bf16 and one in FP8 are always searched."""
+"""Other schedules, attention that adds to sums, and pairs in FP8, which go through the pipeline as those in bf16 do.
+
+A ping-pong kernel in bf16 and one in FP8 are always searched.
+"""
 
 
 @pytest.mark.parametrize(

@@ -172,6 +172,7 @@ def test_sums_of_a_layer_of_a_stack():
         np.testing.assert_allclose(sums[1] - 2, gradient, atol=1e-5)
 
 
+@pytest.mark.thorough
 def test_a_stack_in_fp8():
     (x, w_gate_up, w_down, weights, chosen), _ = _layer()
     stack = QuantisedExperts(*(quantise_matrices(jnp.stack([jnp.zeros_like(w), w])) for w in (w_gate_up, w_down)))
