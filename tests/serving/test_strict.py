@@ -80,16 +80,19 @@ def small_engine(model, *, sequences):
 
 def test_update(one_layer):
     """An update by the gradient at a ratio of exactly 1 makes a drawn answer likelier, to the updated model's bits."""
-    prompt = seeds.rng().integers(0, CONFIG.vocab_size, 5).tolist()
-    options = SamplingOptions(max_new_tokens=3, ignore_eos=True, temperature=1.0, seed=0, logprobs=0)
+    prompt = seeds.rng().integers(0, CONFIG.vocab_size, 6).tolist()
+    options = SamplingOptions(max_new_tokens=2, ignore_eos=True, temperature=1.0, seed=0, logprobs=0)
     with compiled_lazily(), closing(small_engine(one_layer, sequences=1)) as engine:
         ((answer,),) = engine.generate([prompt], options)
         tokens, sampled = jnp.asarray([prompt + answer.tokens], jnp.int32), jnp.asarray(answer.logprobs, jnp.float32)
 
+        # Compiled, like a step of training: its operations alone are hundreds of programs.
+        @nnx.jit
+        @nnx.value_and_grad
         def objective(model):
             return jnp.exp(strict_log_probs(model, tokens)[0, len(prompt) - 1 :] - sampled).mean()
 
-        ratio, gradients = nnx.value_and_grad(objective)(one_layer)
+        ratio, gradients = objective(one_layer)
         assert ratio == 1
         graphdef, params = nnx.split(one_layer)
         # A step of a fixed length: a longer one may overshoot.

@@ -1,0 +1,28 @@
+"""Compiles copies of a program that differ in an option of CUDA graphs once: on CPUs they are the same program.
+
+An engine has two or three copies of each decoding program (`moe_jax.serving.programs`), and compiling them is most of the time
+of its tests.
+"""
+
+import threading
+
+import jax
+
+OPTION = "xla_gpu_graph_min_graph_size"
+
+_last = threading.local()
+"""What this thread compiled last with the option: a thread compiles the copies of a program one after the other."""
+
+
+def install() -> None:
+    """Makes `compile` of a lowered program return the first copy for the others too, in this process."""
+    compile_anew = jax.stages.Lowered.compile
+
+    def compile_once(lowered, compiler_options=None, **options):
+        if not compiler_options or compiler_options.keys() != {OPTION}:
+            return compile_anew(lowered, compiler_options, **options)
+        if getattr(_last, "lowered", None) is not lowered:
+            _last.lowered, _last.compiled = lowered, compile_anew(lowered, compiler_options, **options)
+        return _last.compiled
+
+    jax.stages.Lowered.compile = compile_once
