@@ -34,11 +34,16 @@ def run(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def logits(run):
-    return np.asarray(moe_jax.from_pretrained(run, dtype=jnp.float32)(TOKENS).logits)
+    return np.asarray(logits_of(moe_jax.from_pretrained(run, dtype=jnp.float32)))
+
+
+@nnx.jit
+def logits_of(model):
+    return model(TOKENS).logits
 
 
 def near(model, logits, tolerance=1e-5) -> bool:
-    return np.allclose(model(TOKENS).logits, logits, rtol=tolerance, atol=tolerance)
+    return np.allclose(logits_of(model), logits, rtol=tolerance, atol=tolerance)
 
 
 def test_the_folder_gets_the_adapter(run, logits):
