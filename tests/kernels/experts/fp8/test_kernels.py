@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import seeds
 
-from moe_jax.kernels.experts.fp8 import mosaic, xla
+from moe_jax.kernels.experts import routing
+from moe_jax.kernels.experts.fp8 import mosaic, quantise, xla
 from moe_jax.kernels.experts.fp8.mosaic import by_rows, by_rows_backward
 from moe_jax.kernels.experts.fp8.mosaic.promoted import Fp8TileShape
 from moe_jax.kernels.experts.fp8.quantise import (
@@ -18,14 +19,15 @@ from moe_jax.kernels.experts.fp8.quantise import (
     LEAST_MAXIMUM,
     QuantisedRows,
     dequantised_rows,
-    quantise_matrices,
-    quantise_rows,
     transposed,
 )
-from moe_jax.kernels.experts.routing import plan, plan_of_few
 from moe_jax.kernels.experts.separate_vjps import weight_of_row
 
 EXPERTS, K, HIDDEN, INTER, TOKENS = 3, 2, 384, 256, 96
+
+plan, plan_of_few = (jax.jit(make, static_argnums=(1, 2)) for make in (routing.plan, routing.plan_of_few))
+quantise_matrices, quantise_rows = map(jax.jit, (quantise.quantise_matrices, quantise.quantise_rows))
+"""As programs: their operations alone are hundreds to compile."""
 
 PASSES = "rows_of_tokens", "rows_of_rounded", "gated_matmul", "grouped_matmul", "gated_matmul_backward"
 
@@ -113,7 +115,7 @@ def test_rows_of_tokens(hidden):
         .at[7, 3]
         .set(1e4)
     )
-    theirs, rounded = reference.rows_of_tokens(x, p), jax.jit(quantise_rows)(x)
+    theirs, rounded = reference.rows_of_tokens(x, p), quantise_rows(x)
     computed = slice(0, int(p.offsets[-1]))
     for ours in (kernels.rows_of_tokens(x, p), kernels.rows_of_rounded(rounded, p)):
         values = [np.asarray(rows.values.view(jnp.uint8))[computed] for rows in (ours, theirs)]
