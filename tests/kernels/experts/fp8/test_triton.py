@@ -119,6 +119,7 @@ def test_a_layer(runs):
 
 
 @needs_triton
+@pytest.mark.thorough
 def test_a_stored_model(runs, monkeypatch, caplog, tmp_path):
     """A model whose files are in FP8 generates by the kernels, and its logits are those of the reference."""
     write_fp8(tmp_path, num_hidden_layers=1)
