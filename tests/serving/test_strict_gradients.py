@@ -80,7 +80,7 @@ def test_gradients(config, monkeypatch):
         np.testing.assert_allclose(own, other, rtol=1e-5, atol=1e-5 * float(np.abs(other).max()), err_msg=str(path))
     monkeypatch.undo()
     for row, start, end in ((0, 69, 81), (1, 0, 80)):
-        alone = strict_log_probs(model, tokens[row : row + 1, start:end])[0]
+        alone = nnx.jit(strict_log_probs)(model, tokens[row : row + 1, start:end])[0]
         np.testing.assert_array_equal(found[row, start : end - 1], alone)
     assert not np.asarray(found)[~np.asarray(has_successor(SEGMENT_IDS, 1))[:, :-1]].any()
 
