@@ -1,6 +1,6 @@
 """Compiles copies of a program that differ in an option of CUDA graphs once: on CPUs they are the same program.
 
-An engine has two or three copies of each decoding program (`moe_jax.serving.programs`), and compiling them is most of the time
+An engine has two copies of each decoding program (`moe_jax.serving.programs`), and compiling them is most of the time
 of its tests.
 """
 
