@@ -1,6 +1,6 @@
 """The loss and the step: masks, accumulation, the balancing losses' gradients, the schedule, what decays."""
 
-from functools import partial
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -40,12 +40,23 @@ def _loss_and_gradients(params, batch, graph, aux, z):
     return jax.value_and_grad(total, has_aux=True)(params)
 
 
+@jax.jit
+def by_hand(params, batch):
+    """Returns sum(weight * loss) / sum(weight) over all logits, and its gradients; compiled once for all weights."""
+
+    def total(params):
+        logits = nnx.merge(nnx.graphdef(tiny.model()), params)(batch["tokens"], batch["positions"], batch["segment_ids"]).logits
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["labels"])
+        return (batch["loss_mask"] * losses).sum() / batch["loss_mask"].sum()
+
+    return jax.value_and_grad(total)(params)
+
+
 def test_equals_cross_entropy_over_the_labelled_tokens():
     batch = make_batch(seeds.rng())
     (actual, _), _ = loss_and_gradients(batch)
-    logits = jax.jit(lambda batch: tiny.model()(batch["tokens"], batch["positions"], batch["segment_ids"]).logits)(batch)
-    losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["labels"])
-    np.testing.assert_allclose(actual, losses[batch["loss_mask"] == 1].mean(), rtol=1e-5)
+    expected, _ = by_hand(nnx.state(tiny.model(), nnx.Param), {**batch, "loss_mask": jnp.float32(batch["loss_mask"])})
+    np.testing.assert_allclose(actual, expected, rtol=1e-5)
 
 
 def weighted(batch):
@@ -58,15 +69,8 @@ def test_weights_of_labels():
     """The loss and all gradients are those of sum(weight * loss) / sum(weight), here with a sum below 1 and all logits."""
     batch = weighted(make_batch(seeds.rng()))
     batch["loss_mask"] /= 2 * batch["loss_mask"].sum()
-    graph, params = nnx.split(tiny.model(), nnx.Param)
-
-    def by_hand(params):
-        logits = nnx.merge(graph, params)(batch["tokens"], batch["positions"], batch["segment_ids"]).logits
-        losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["labels"])
-        return (batch["loss_mask"] * losses).sum() / batch["loss_mask"].sum()
-
     (actual, _), gradients = loss_and_gradients(batch)
-    expected, expected_gradients = jax.jit(jax.value_and_grad(by_hand))(params)
+    expected, expected_gradients = by_hand(nnx.state(tiny.model(), nnx.Param), batch)
     np.testing.assert_allclose(actual, expected, rtol=1e-5)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-7), gradients, expected_gradients)
 
@@ -124,17 +128,17 @@ def _states(arguments, expert_ids, shift):
     return model.hidden_states(*arguments, expert_ids=expert_ids)
 
 
+@cache
+def step_of(**options):
+    """Returns a step of plain descent; options are those of `make_train_step`."""
+    return make_train_step(nnx.graphdef(tiny.model()), optax.sgd(1.0), **options)
+
+
 @pytest.mark.parametrize("prepare", [pytest.param(dict, marks=pytest.mark.thorough), weighted])
 def test_micro_batches_sum_to_the_big_batch(prepare):
     batch = prepare(make_batch(seeds.rng()))
-    optimizer = optax.sgd(1.0)
-    results = []
-    for parts in (1, 4):
-        model = tiny.model()
-        graph, state = nnx.graphdef(model), init_state(model, optimizer)
-        step = make_train_step(graph, optimizer, gradient_accumulation=parts)
-        results.append(step(state, batch))
-    (whole, expected), (state, metrics) = results
+    whole, expected = step_of()(init_state(tiny.model(), optax.sgd(1.0)), batch)
+    state, metrics = step_of(gradient_accumulation=4)(init_state(tiny.model(), optax.sgd(1.0)), batch)
     np.testing.assert_allclose(metrics["loss"], expected["loss"], rtol=1e-6)
     assert metrics["num_labels"] == (batch["loss_mask"] != 0).sum()
     np.testing.assert_allclose(metrics["grad_norm"], expected["grad_norm"], rtol=1e-5)
@@ -150,7 +154,8 @@ def test_modules_for_further_tokens_must_learn_too():
         step(init_state(model, optimizer), make_batch(seeds.rng()))
 
 
-def test_gradients_of_experts_are_added_up_unrounded():
+@pytest.mark.parametrize("mtp", [0, pytest.param(1, marks=pytest.mark.thorough)])
+def test_gradients_of_experts_are_added_up_unrounded(mtp):
     """Covers bf16 experts of stages and of a module that predicts further tokens. Their gradients would be rounded to bf16."""
     batch = make_batch(seeds.rng())
     keeps_gradients = optax.GradientTransformation(lambda params: params, lambda grads, state, params: (grads, grads))
@@ -162,7 +167,7 @@ def test_gradients_of_experts_are_added_up_unrounded():
         return nnx.to_flat_state(state.opt_state)
 
     config = tiny.deepseek_config(
-        num_hidden_layers=1, first_k_dense_replace=0, n_routed_experts=4, n_group=1, topk_group=1, num_nextn_predict_layers=1
+        num_hidden_layers=1, first_k_dense_replace=0, n_routed_experts=4, n_group=1, topk_group=1, num_nextn_predict_layers=mtp
     )
     narrow, wide = (
         moe_jax.from_config(config, rngs=nnx.Rngs(0), dtype=jnp.float32, param_dtype=dtype)
@@ -177,7 +182,7 @@ def test_gradients_of_experts_are_added_up_unrounded():
             assert size > 0 and jnp.linalg.norm(actual[...] - exact[...]) < 1e-5 * size, path
             of_chosen_experts = actual[actual[...] != 0]
             assert (of_chosen_experts != of_chosen_experts.astype(jnp.bfloat16)).mean() > 0.5, path
-    assert experts == 4
+    assert experts == 2 * (1 + mtp)
 
 
 @pytest.mark.thorough
@@ -193,14 +198,12 @@ def test_expert_gradients_in_f64():
 
 
 def test_remat_changes_nothing():
-    batch = make_batch(seeds.rng())
-    optimizer = make_optimizer(1e-3)
-    losses = []
-    for remat in (False, True):
-        model = tiny.model()
-        graph, state = nnx.graphdef(model), init_state(model, optimizer)
-        losses.append(make_train_step(graph, optimizer, remat=remat)(state, batch)[1]["grad_norm"])
-    np.testing.assert_allclose(*losses, rtol=1e-6)
+    # Of the dtype of the micro-batches above, so that they share a program.
+    batch = weighted(make_batch(seeds.rng()))
+    norms = [
+        step(init_state(tiny.model(), optax.sgd(1.0)), batch)[1]["grad_norm"] for step in (step_of(remat=False), step_of())
+    ]
+    np.testing.assert_allclose(*norms, rtol=1e-6)
 
 
 def test_the_schedule_warms_up_and_decays_to_its_floor():
