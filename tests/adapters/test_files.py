@@ -22,14 +22,16 @@ from moe_jax.adapters.targets import targets_of
 from moe_jax.layers.lora import has_adapters
 
 CASES = {
-    "dense": ("qwen3", {}, {}),
-    "rslora": ("qwen3_moe", {"mlp_only_layers": [1]}, {"use_rslora": True, "ranks": {"q_proj": 5}}),
+    "dense": ("qwen3", {}, {"use_rslora": True, "ranks": {"q_proj": 5}}),
+    "some dense": ("qwen3_moe", {"mlp_only_layers": [1]}, {"use_rslora": True, "ranks": {"q_proj": 5}}),
     "shared": ("qwen3_moe", {}, {"shared_outer": True, "targets": ("experts", "router")}),
     "deepseek": ("deepseek_v3", {"first_k_dense_replace": 1}, {"ranks": {"experts": 3}}),
 }
 
 
-@pytest.fixture(params=["dense", "rslora", pytest.param("shared", marks=pytest.mark.thorough), "deepseek"])
+@pytest.fixture(
+    params=["dense", "deepseek", *(pytest.param(name, marks=pytest.mark.thorough) for name in ("some dense", "shared"))]
+)
 def adapted(request, tmp_path):
     """(transformers' model, tokens, our logits with adapters, their folder)."""
     model_type, overrides, settings = CASES[request.param]

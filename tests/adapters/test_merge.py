@@ -14,7 +14,7 @@ from moe_jax.layers.lora import Frozen, has_adapters
 TOKENS = jnp.arange(12).reshape(2, 6)
 
 
-@pytest.mark.parametrize("model_type", ["qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize("model_type", [pytest.param("qwen3_moe", marks=pytest.mark.thorough), "deepseek_v3"])
 def test_merge(model_type):
     model = small_model(model_type)
     before, structure = logits_of(model, TOKENS), jax.tree.structure(nnx.state(model, nnx.Param))
