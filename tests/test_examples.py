@@ -26,9 +26,19 @@ def load(name):
 
 @pytest.fixture
 def checkpoint(tmp_path):
-    tiny.tokenizer().save_pretrained(tmp_path / "tokenizer")
-    moe_jax.save_pretrained(tiny.model(), tmp_path / "model", tokenizer_from=tmp_path / "tokenizer")
-    return tmp_path / "model"
+    return saved(tiny.model(), tmp_path)
+
+
+@pytest.fixture
+def dense_checkpoint(tmp_path):
+    """For examples that treat experts as all else: programs of a dense model compile soon."""
+    return saved(tiny.dense(), tmp_path)
+
+
+def saved(model, folder):
+    tiny.tokenizer().save_pretrained(folder / "tokenizer")
+    moe_jax.save_pretrained(model, folder / "model", tokenizer_from=folder / "tokenizer")
+    return folder / "model"
 
 
 def test_every_example_has_a_test():
@@ -55,10 +65,10 @@ def test_finetune_30b_with_the_recipe_on_a_small_checkpoint(checkpoint, tmp_path
     assert [json.loads(line)["step"] for line in lines] == [1, 2]
 
 
-def test_lora_30b_with_a_small_checkpoint(checkpoint, tmp_path):
+def test_lora_30b_with_a_small_checkpoint(dense_checkpoint, tmp_path):
     example = load("lora_30b")
     data = tiny.write_texts(tmp_path / "texts")
-    settings = dict(model=str(checkpoint), data=str(data), output=str(tmp_path / "out"), steps=2, seq_len=16, rows=2)
+    settings = dict(model=str(dense_checkpoint), data=str(data), output=str(tmp_path / "out"), steps=2, seq_len=16, rows=2)
     example.main(example.Settings(**settings))
     model = moe_jax.from_pretrained(tmp_path / "out", progress=False)
     assert has_adapters(model) and (tmp_path / "out" / "adapter" / "tokenizer.json").is_file()
@@ -99,20 +109,20 @@ def test_distillation_brings_the_student_nearer_to_the_teacher(checkpoint, tmp_p
     assert moe_jax.from_pretrained(tmp_path / "out", progress=False).config.model_type == "qwen3"
 
 
-def test_dpo_prefers_the_chosen_answers(checkpoint, tmp_path, capsys):
+def test_dpo_prefers_the_chosen_answers(dense_checkpoint, tmp_path, capsys):
     example = load("dpo")
     pairs = [dict(prompt=f"ask {i}?", chosen="please", rejected="no") for i in range(4)]
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
-    places = dict(model=str(checkpoint), data=str(tmp_path / "pairs.jsonl"), output=str(tmp_path / "out"))
+    places = dict(model=str(dense_checkpoint), data=str(tmp_path / "pairs.jsonl"), output=str(tmp_path / "out"))
     example.main(example.Settings(**places, steps=6, rank=4, batch_size=2, seq_len=128, learning_rate=2e-2))
     margins = [line.split("margin ")[1].split(",")[0] for line in capsys.readouterr().out.splitlines() if "margin" in line]
     assert len(margins) == 6 and float(margins[0]) == 0 and float(margins[-1]) > 0.05
-    assert load_adapter(moe_jax.from_pretrained(checkpoint, progress=False), tmp_path / "out").parameters > 0
+    assert load_adapter(moe_jax.from_pretrained(dense_checkpoint, progress=False), tmp_path / "out").parameters > 0
 
 
 def test_moe_block_learns():
     example = load("moe_block")
-    assert example.main(example.Settings(steps=120)) > 0.75
+    assert example.main(example.Settings(steps=50)) > 0.75
 
 
 def test_moe_block_sharded_has_the_losses_of_one_device():
