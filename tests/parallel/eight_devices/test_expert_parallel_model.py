@@ -34,11 +34,9 @@ SETTINGS = {
 }
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [SETTINGS["exchange"], pytest.param(SETTINGS["shadows that cost nothing"], marks=pytest.mark.thorough)],
-    ids=SETTINGS,
-)
+# `test_parallelism.test_two_steps` trains such a model, and `test_expert_parallel_transports` has this exchange.
+@pytest.mark.thorough
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 def test_equals_one_device(settings):
     rng = np.random.default_rng(0)
     graph, parameters = nnx.split(tiny.model())

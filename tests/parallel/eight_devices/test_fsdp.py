@@ -30,13 +30,15 @@ def single():
     return graph, parameters, tokens, direction, *jax.jit(jax.value_and_grad(loss))(parameters)
 
 
+# Steps of `test_parallelism` and `test_zero1` gather parameters and sum gradients in the same way.
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "sizes, remat, hops",
     [
         ({"fsdp": 8}, True, "nccl"),
-        pytest.param({"data": 2, "fsdp": 4}, False, "nccl", marks=pytest.mark.thorough),
-        pytest.param({"data": 4, "fsdp": 2}, True, "copies", marks=pytest.mark.thorough),
-        pytest.param({"data": 2, "fsdp": 4}, False, "copies", marks=pytest.mark.thorough),
+        ({"data": 2, "fsdp": 4}, False, "nccl"),
+        ({"data": 4, "fsdp": 2}, True, "copies"),
+        ({"data": 2, "fsdp": 4}, False, "copies"),
     ],
     ids=lambda value: str(value),
 )
