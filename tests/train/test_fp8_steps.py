@@ -88,6 +88,7 @@ def test_recomputation_stays_near():
         assert np.linalg.norm(a - b) <= 0.05 * np.linalg.norm(b), jax.tree_util.keystr(path)
 
 
+@pytest.mark.thorough
 def test_a_run_follows_bf16():
     """Six steps end where bf16 ends, near and not at the same bits."""
     batch, losses = _batch(), {}

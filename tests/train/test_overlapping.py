@@ -49,10 +49,11 @@ MODELS = {"moe": tiny.model, "dense": tiny.dense, "deepseek": lambda **options: 
 @pytest.mark.parametrize(
     "name, remat, micro_batches, in_place",
     [
-        ("moe", True, 3, True),
+        ("moe", True, 2, True),
         ("dense", "offload", 3, False),
         pytest.param("deepseek", False, 2, True, marks=pytest.mark.thorough),
         pytest.param("moe", False, 2, False, marks=pytest.mark.thorough),
+        pytest.param("moe", True, 3, True, marks=pytest.mark.thorough),
         pytest.param("moe", False, 3, True, marks=pytest.mark.thorough),
         pytest.param("deepseek", True, 2, False, marks=pytest.mark.thorough),
         pytest.param("deepseek", "offload", 2, True, marks=pytest.mark.thorough),
