@@ -27,7 +27,7 @@ DEEPSEEK_V3 = dict(tokens=4096, hidden=7168, inter=2048, experts=256)
     [
         pytest.param(None, [1], 2, 0, True, marks=pytest.mark.thorough),
         pytest.param(None, [1], 2, 0, False, marks=pytest.mark.thorough),
-        ("pairwise", PAIRWISE, 0, 9, False),
+        pytest.param("pairwise", PAIRWISE, 0, 9, False, marks=pytest.mark.thorough),
         pytest.param("pairwise", PAIRWISE, 0, 9, True, marks=pytest.mark.thorough),
     ],
 )
@@ -43,8 +43,8 @@ def test_forward(transport, steps, gathers, permutes, check_vma):
 @pytest.mark.parametrize(
     "transport, steps, sizes, check_vma",
     [
-        ("all_to_all", [1], DEEPSEEK_V3, True),
-        pytest.param("pairwise", PAIRWISE, QWEN3_30B, True, marks=pytest.mark.thorough),
+        pytest.param("all_to_all", [1], DEEPSEEK_V3, True, marks=pytest.mark.thorough),
+        ("pairwise", PAIRWISE, QWEN3_30B, True),
         pytest.param("pairwise", PAIRWISE, QWEN3_30B, False, marks=pytest.mark.thorough),
     ],
 )
@@ -72,7 +72,8 @@ def test_shadows():
     assert text.count('"stablehlo.all_gather"') == 2 + 1 + 2
 
 
-@pytest.mark.parametrize("transport", ["gather", pytest.param("all_to_all", marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("transport", ["gather", "all_to_all"])
 def test_tokens_in_fp8(transport):
     """Tokens travel as bytes, and are gathered by one kernel in place of another, in the first and in further rounds."""
     text = lowered(forward(ExpertParallel(transport=transport, tokens_in_fp8=True), Precision()), True, **QWEN3_30B)

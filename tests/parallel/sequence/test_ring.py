@@ -17,18 +17,19 @@ from moe_jax.config import NAMED_CONFIGS
 from moe_jax.layers.latent_attention import expand
 from moe_jax.layers.tickets import TicketedMatrix
 from moe_jax.parallel import ContextParallel, context_attention
-from moe_jax.parallel.sequence.ring import Expansion
+from moe_jax.parallel.sequence.ring import Expansion, devices_per_ring_step
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "devices, hops, steps, travels",
     [
-        pytest.param(1, "nccl", 1, 0, marks=pytest.mark.thorough),
+        (1, "nccl", 1, 0),
         # The keys of the last step and the gradients of the first do not travel.
-        pytest.param(4, "nccl", 4, 3 * 3, marks=pytest.mark.thorough),
+        (4, "nccl", 4, 3 * 3),
         # k, v and their gradients are copies of their own.
         (4, "copies", 2, 3 * 6),
-        pytest.param(8, "copies", 2, 7 * 6, marks=pytest.mark.thorough),
+        (8, "copies", 2, 7 * 6),
     ],
 )
 def test_llama_3_8b_over_h200s(devices, hops, steps, travels):
@@ -38,6 +39,14 @@ def test_llama_3_8b_over_h200s(devices, hops, steps, travels):
     assert text.count('"stablehlo.collective_permute"') == travels
 
 
+def test_devices_of_a_step():
+    """Keys and values of eight heads of 128 numbers, in bf16; one of NCCL's transfers never serves several steps."""
+    of_token = 2 * 8 * 128 * 2
+    assert [devices_per_ring_step(tokens * of_token, "copies") for tokens in (8192, 32768, 65536, 2**20)] == [8, 2, 1, 1]
+    assert devices_per_ring_step(8192 * of_token, "nccl") == 1
+
+
+@pytest.mark.thorough
 def test_long_sequences_take_one_device_a_step():
     """The keys and values of one device are a quarter of a GiB."""
     q, kv = (jax.ShapeDtypeStruct((1, 3 * 65536, heads, 128), jnp.bfloat16) for heads in (32, 8))
