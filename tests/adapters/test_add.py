@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
-from adapted_models import small_model, with_adapters
+from adapted_models import logits_of, small_model, with_adapters
 from flax import nnx
 
 from moe_jax.adapters import LoraSettings, add_lora, lora_summary
@@ -17,9 +17,9 @@ TOKENS = jnp.arange(12).reshape(2, 6)
 
 def test_a_new_adapter_changes_nothing():
     model = small_model("qwen3_moe")
-    before, weights = model(TOKENS).logits, jax.tree.leaves(nnx.state(model, nnx.Param))
+    before, weights = logits_of(model, TOKENS), jax.tree.leaves(nnx.state(model, nnx.Param))
     add_lora(model, rngs=nnx.Rngs(0))
-    np.testing.assert_array_equal(model(TOKENS).logits, before)
+    np.testing.assert_array_equal(logits_of(model, TOKENS), before)
     frozen = jax.tree.leaves(nnx.state(model, Frozen))
     assert {id(a) for a in frozen} == {id(a) for a in weights}
 

@@ -10,13 +10,13 @@ from hf_reference import load_ours, reference
 
 from moe_jax.adapters import load_adapter, load_adapters, merge_adapter, save_adapter
 
-SETTINGS = {"small": dict(targets=("attention",), rank=2), "large": dict(targets=("q_proj", "experts"), rank=6)}
+SETTINGS = {"small": dict(targets=("attention",), rank=2), "large": dict(targets=("q_proj", "mlp"), rank=6)}
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     """(transformers' model, {name: folder})."""
-    hf, folder = reference("qwen3_moe", 0, num_hidden_layers=2), tmp_path_factory.mktemp("adapters")
+    hf, folder = reference("qwen3", 0, num_hidden_layers=2), tmp_path_factory.mktemp("adapters")
     for name, settings in SETTINGS.items():
         save_adapter(with_adapters(load_ours(hf), **settings), folder / name)
     return hf, {name: folder / name for name in SETTINGS}

@@ -1,5 +1,7 @@
 """The passes of one micro-batch: the backward pass in two halves gives the gradients of the undivided one."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,13 +16,21 @@ from moe_jax.train import LossWeights, NextToken
 from moe_jax.train.micro_batch import MicroBatchPasses
 
 
-@pytest.mark.parametrize("name, dtype", [pytest.param("deepseek", "float32", marks=pytest.mark.thorough), ("moe", "bfloat16")])
+@pytest.mark.parametrize(
+    "name, dtype",
+    [
+        ("dense", "float32"),
+        pytest.param("deepseek", "float32", marks=pytest.mark.thorough),
+        pytest.param("moe", "bfloat16", marks=pytest.mark.thorough),
+    ],
+)
 def test_divided_backward_pass(name, dtype):
     """DeepSeek-V3 has a dense stage, one with experts and a module behind them. One program runs W behind B.
 
     In f32 every bit is equal. In bf16 operands and gradients are rounded alike, and XLA keeps some numbers in f32 in between.
     """
-    model = tiny.deepseek(mtp=1, layers=2) if name == "deepseek" else tiny.model(dtype=jnp.dtype(dtype))
+    makers = dict(dense=tiny.dense, moe=tiny.model, deepseek=partial(tiny.deepseek, mtp=1, layers=2))
+    model = makers[name](dtype=jnp.dtype(dtype))
     graphdef, params, fixed = nnx.split(model, nnx.Param, ...)
     rng = seeds.rng()
     tokens = jnp.asarray(rng.integers(0, 259, (2, 12)), jnp.int32)
