@@ -81,8 +81,12 @@ def test_two_processes_read_only_their_own_slices(tmp_path):
         assert process["generated"] == expected
 
 
+@pytest.mark.thorough
 def test_fp8_parts_are_cut_anywhere_in_their_blocks(tmp_path):
-    """The script compares them with a whole load. Every byte is read once, though two devices hold it."""
+    """The script compares them with a whole load. Every byte is read once, though two devices hold it.
+
+    tests/parallel/eight_devices/test_fp8_inference.py loads such parts on eight devices.
+    """
     write_fp8(tmp_path / "in", moe_intermediate_size=96, num_hidden_layers=1)
     (counts,) = run(tmp_path / "in", tmp_path / "out", dict(data=2, fsdp=4, expert=2), processes=1, devices=16)
     assert counts["read"] == 2 * counts["held"]

@@ -6,13 +6,14 @@ import numpy as np
 import pytest
 import seeds
 import tiny
-from checkpoint_helpers import multiplying_in_fp8, write_checkpoint, write_fp8
+from checkpoint_helpers import multiplying_in_fp8, parameters, same_bits, write_checkpoint, write_fp8
 from compiled_lazily import compiled_lazily
 from flax import nnx
 from jax.sharding import PartitionSpec
 from meshes import make_mesh, relative_error
 
 import moe_jax
+from moe_jax.checkpoint import streaming
 from moe_jax.checkpoint.hf_load import from_pretrained
 from moe_jax.cli import main
 from moe_jax.config import NAMED_CONFIGS
@@ -66,6 +67,20 @@ def test_rounded_while_loading(stored, spread, tmp_path):
         assert {part.addressable_shards[0].data.shape[1] for part in (codes.codes, codes.scales)} == {1}
     for ours, expected in zip(codes_of(rounded), codes_of(spread), strict=True):
         np.testing.assert_allclose(ours[...].astype(np.float32), expected[...].astype(np.float32), rtol=0.07, atol=1e-6)
+
+
+def test_whole_parts_are_cut_anywhere_in_their_blocks(tmp_path, monkeypatch):
+    """The parts equal those of a whole load. Every byte is read once, though two devices hold it."""
+    write_fp8(tmp_path, moe_intermediate_size=96, num_hidden_layers=1)
+    read, copy = [], streaming._copy
+    monkeypatch.setattr(
+        streaming, "_copy", lambda stored, source, target: read.append(target.nbytes) or copy(stored, source, target)
+    )
+    parts = from_pretrained(tmp_path, dtype="float32", mesh=make_mesh(data=2, fsdp=4, expert=1, context=1))
+    arrays = [leaf.get_value() for _, leaf in nnx.to_flat_state(nnx.state(parts, nnx.Param))]
+    assert sum(read) == sum(sum({str(s.index): s.data.nbytes for s in a.addressable_shards}.values()) for a in arrays)
+    assert parts.stages[0].self_attn.q_proj.weight.addressable_shards[0].data.shape[-2] % 128
+    assert same_bits(parameters(parts), parameters(from_pretrained(tmp_path, dtype="float32")))
 
 
 def test_deepseek_v3_fits_eight_gpus():
