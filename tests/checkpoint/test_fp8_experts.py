@@ -38,9 +38,13 @@ def model(stored):
 
 def _run(model, tokens, expert_ids=None):
     """Returns the logits and the experts of all tokens."""
-    graph, state = nnx.split(model)
-    found = jax.jit(lambda *arguments: nnx.merge(graph, arguments[0])(arguments[1], expert_ids=expert_ids))(state, tokens)
+    found = _pass(*nnx.split(model), tokens, expert_ids)
     return np.asarray(found.logits, np.float32), found.expert_ids
+
+
+@partial(jax.jit, static_argnums=0)
+def _pass(graph, state, tokens, expert_ids):
+    return nnx.merge(graph, state)(tokens, expert_ids=expert_ids)
 
 
 def _experts(model):

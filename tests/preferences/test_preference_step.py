@@ -1,5 +1,7 @@
 """Preference losses in a training step: the reference with adapters off, micro-batches, packing, and refusals."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -25,11 +27,16 @@ def adapted():
 def one_step(model, batch, settings, **options):
     """Returns (metrics, gradients as the updates of SGD) of a step that leaves the model's arrays alone."""
     model = nnx.merge(nnx.graphdef(model), jax.tree.map(jnp.copy, nnx.state(model)))
-    optimizer = optax.sgd(1.0)
-    state = init_state(model, optimizer)
+    state = init_state(model, optax.sgd(1.0))
     before = jax.tree.map(np.array, state.params)
-    after, metrics = make_train_step(nnx.graphdef(model), optimizer, Preference(settings), **options)(state, batch)
+    after, metrics = step_of(nnx.graphdef(model), settings, **options)(state, batch)
     return metrics, jax.tree.map(lambda a, b: b - np.asarray(a), after.params, before)
+
+
+@functools.cache
+def step_of(graphdef, settings, **options):
+    """Returns a step, traced once for all tests that take it."""
+    return make_train_step(graphdef, optax.sgd(1.0), Preference(settings), **options)
 
 
 def assert_same(one, other, tolerance=1e-5):
