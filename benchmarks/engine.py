@@ -4,6 +4,7 @@
     python benchmarks/engine.py --cases 1x128 64x1024       # sequences x tokens of their prompts
     python benchmarks/engine.py --load 200 1000 2000        # also 200 requests at once, 1000 tokens in, 2000 out
     python benchmarks/engine.py --prefix 8192 64            # also the first token of 64 tokens behind 8192 cached ones
+    python benchmarks/engine.py --count-experts             # also the number of experts that a step uses, a layer
     python benchmarks/engine.py --precision fp8             # experts in FP8
     python benchmarks/engine.py --cases 16x128 --update     # also new weights for the engine: 61 GB more
     python benchmarks/engine.py --small                     # sizes for a CPU, in f32, as a smoke test
@@ -13,7 +14,8 @@ the difference of their numbers, so that prefill cancels. Times are medians of 3
 early. `device` is the same step in a loop without the engine: the difference is the host's. `prompts` is the time to the first
 token of all sequences, whose prompts are new. `generate` is `moe_jax.generate`. With drafts a step is the time of a token.
 Nearly all drafts of random weights are wrong, so that this is the cost of a step with its drafts. An update is `engine.update`
-until the device is idle again, and the token behind it a request of one token.
+until the device is idle again, and the token behind it a request of one token. To count experts, the engine keeps those of each
+token, which takes some time of a step.
 """
 
 import argparse
@@ -52,6 +54,7 @@ def main() -> None:
     parser.add_argument(
         "--prefix", type=int, nargs=2, metavar=("CACHED", "NEW"), help="tokens of a prompt behind a cached prefix"
     )
+    parser.add_argument("--count-experts", action="store_true", help="also print how many experts a step uses, a layer")
     parser.add_argument("--step-tokens", type=int, help="tokens of the largest step, in place of 8192 (on a CPU 256)")
     parser.add_argument("--pages", type=int, help="pages of keys and values; default: as many as the cases need")
     parser.add_argument("--precision", choices=("bf16", "fp8"), default="bf16", help="of the experts' matmuls")
@@ -62,6 +65,10 @@ def main() -> None:
     args = parser.parse_args()
     if args.update and args.precision == "fp8":
         parser.error("--update draws its second model in bf16: leave --precision fp8 out")
+    if args.count_experts and args.drafts:
+        parser.error("--count-experts counts one token of a sequence: leave --drafts out")
+    if args.count_experts and NAMED_CONFIGS[args.config].experts is None and not args.small:
+        parser.error(f"--count-experts: {args.config} has no experts")
     config = NAMED_CONFIGS["qwen3-30b-a3b" if args.small else args.config]
     dtype = jnp.dtype(jnp.float32 if args.small else jnp.bfloat16)
     config = replace(config, **(SMALL_IN_FP8 if args.precision == "fp8" else SMALL)) if args.small else config
@@ -84,7 +91,7 @@ def main() -> None:
         num_pages=args.pages or 1 + max(min(count, most) * pages_of(prompt + new) for count, prompt, new in loads),
     )
     began = time.perf_counter()
-    engine = Engine(model, limits=limits, drafts=int(args.drafts))
+    engine = Engine(model, limits=limits, drafts=int(args.drafts), keep_experts=args.count_experts)
     print(f"{limits}\nengine ready in {time.perf_counter() - began:.0f} s", flush=True)
     rng = np.random.default_rng(0)
     titles = {"sequences": 10, "prompt": 8, "a step": 12, "tokens/s": 10, "device": 12, "prompts": 12, "generate": 12}
@@ -92,6 +99,8 @@ def main() -> None:
     for sequences, prompt_tokens, _ in cases:
         prompts = rng.integers(0, config.vocab_size, (sequences, prompt_tokens)).tolist()
         time_steps(engine, model if args.with_generate else None, prompts, args.short, args.long)
+        if args.count_experts:
+            print(f"{experts_in_use(engine, prompts, args.short):.1f} of {config.experts.num_experts} experts in use, a layer")
     if args.load:
         time_load(engine, rng.integers(0, config.vocab_size, args.load[:2]).tolist(), args.load[2])
     if args.prefix:
@@ -123,6 +132,13 @@ def time_steps(engine: Engine, model, prompts: list[list[int]], short: int, long
     rate = 1e3 * len(prompts) / step
     times = f"{device:>9.3f} ms{prefill:>9.1f} ms{generate:>9.3f} ms"
     print(f"{len(prompts):>10}{len(prompts[0]):>8}{step:>9.3f} ms{rate:>10.0f}{times}", flush=True)
+
+
+def experts_in_use(engine: Engine, prompts: list[list[int]], new: int) -> float:
+    """Returns the number of experts that each sequence's newest token is sent to, all together: the mean of all layers."""
+    options = SamplingOptions(max_new_tokens=new, ignore_eos=True, return_experts=True)
+    newest = np.stack([completion.experts[-1] for (completion,) in engine.generate(prompts, options)])
+    return float(np.mean([len(np.unique(newest[:, layer])) for layer in range(newest.shape[1])]))
 
 
 def time_load(engine: Engine, prompts: list[list[int]], new: int) -> None:
