@@ -145,7 +145,7 @@ def launches(small: bool) -> None:
         run = DecodingStep(model, 1, copies=3, writes_over=writes_over)
         programs = run.programs
         for has_gaps, copies in itertools.product((False, True, False, True), (1, 2, 3)):
-            # Gaps last as long as this array lives.
+            # Gaps last as long as these arrays live.
             borders = leave_gaps(jax.devices()[0]) if has_gaps else []
             run.programs, run.turn = programs[:copies], 0
             hosts: list[float] = []

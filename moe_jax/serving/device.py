@@ -117,8 +117,7 @@ class Device:
         if self.state.experts is not None:
             self.experts_of(0, [], 0)
         jax.block_until_ready(self.state)
-        # Last: what lives on has its place then.
-        self._gaps = [array for device in self.placement.devices for array in leave_gaps(device)]
+        self._leave_gaps()
 
     def launch(self, plans: list[StepPlan]) -> Launched:
         """Starts a step with a plan for each device; the copies of its tokens to the host start with it."""
@@ -160,6 +159,8 @@ class Device:
             )
         weights = self.placement.place(weights)
         self._weights, self._head = jax.tree.leaves(weights), self._head_of(weights)
+        # Small weights may have taken the old gaps.
+        self._leave_gaps()
 
     def _launch(self, shape: StepShape, rows: list[StepRows], variant: Variant) -> "_Step":
         """Starts a step; returns what it draws, and the hidden states of its tokens."""
@@ -183,6 +184,10 @@ class Device:
         if variant == "full":
             self.slots.penalties = new_penalties
         return step
+
+    def _leave_gaps(self) -> None:
+        """Leaves gaps on all devices, behind all that lives on."""
+        self._gaps = [array for device in self.placement.devices for array in leave_gaps(device)]
 
     def _head_of(self, weights: Weights) -> Array:
         return jax.device_put(head_of(frame_of(self.served, weights)), self.placement.whole)

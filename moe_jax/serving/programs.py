@@ -74,7 +74,7 @@ def step_programs(
         return program.lower(weights, state, rows_like(packed([empty_rows(shape)]), mesh), output)
 
     def compiled(shape: StepShape, lowered: Lowered) -> StepProgram:
-        # The same options would give the same program, not a copy. A graph of at least 5 or 6 or 7 kernels is the same graph.
+        # The same options would give the same program, not a copy. A graph of at least 5 or 6 kernels is the same graph.
         options = [{"xla_gpu_graph_min_graph_size": 5 + copy} for copy in range(num_copies(shape))]
         copies = [lowered.compile(compiler_options=of_copy) for of_copy in options]
         outputs = [_zeros(output_of_all(shape), state.last_token.sharding) if _writes_over(shape) else None for _ in copies]

@@ -18,6 +18,7 @@ from flax import nnx
 from hf_reference import load_ours, reference
 
 import moe_jax
+from moe_jax.serving import device
 from moe_jax.serving.engine import GREEDY, Engine
 from moe_jax.serving.limits import EngineLimits
 from moe_jax.serving.loop import QueueFull
@@ -397,6 +398,15 @@ def test_new_weights_take_over(model, engine):
     expected = greedy(other, [prompt], 4)[0]
     assert (found.tokens, found.weights_version, found.cached_tokens) == (expected, before.weights_version + 1, 0)
     assert found.tokens != before.tokens == greedy(model, [prompt], 4)[0]
+
+
+def test_gaps_are_left_when_ready_and_after_an_update(model, engine, monkeypatch):
+    of_engine = engine._loop.device
+    monkeypatch.setattr(device, "leave_gaps", lambda of_device: [of_device])
+    for renew in (lambda: engine._loop.call(of_engine.warm_up), lambda: engine.update(model)):
+        of_engine._gaps = []
+        renew()
+        assert of_engine._gaps == list(of_engine.placement.devices)
 
 
 def test_an_engine_without_a_tokenizer_and_one_that_is_closed(model, lazily):

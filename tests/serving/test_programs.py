@@ -13,7 +13,7 @@ from moe_jax.serving.step import initial_state
 from moe_jax.serving.upload import StepShape, empty_rows, packed
 from moe_jax.serving.weights import take_apart
 
-SHORT, LONG, CHUNKS = StepShape(1, 0, 0, 2), StepShape(8, 0, 0, 2), StepShape(0, 64, 1, 2)
+DECODES, CHUNKS = StepShape(1, 0, 0, 2), StepShape(0, 64, 1, 2)
 
 
 @pytest.fixture(scope="module")
@@ -22,22 +22,33 @@ def programs_of_a_model():
     served, weights = take_apart(model)
     leaves, tree = jax.tree.flatten(weights)
     state = initial_state(served, num_pages=4, num_slots=2, max_pages=2)
-    return step_programs(served, tree, leaves, state, [SHORT, LONG, CHUNKS]), leaves, state
+    return step_programs(served, tree, leaves, state, [DECODES, CHUNKS]), leaves, state
 
 
 def test_copies(programs_of_a_model):
     programs, *_ = programs_of_a_model
-    assert [programs[shape].num_copies for shape in (SHORT, LONG, CHUNKS)] == [COPIES, COPIES, 1]
+    assert [programs[shape].num_copies for shape in (DECODES, CHUNKS)] == [COPIES, 1]
+
+
+def test_copies_are_compiled_apart(monkeypatch):
+    """XLA gives the same program again for the same options."""
+    found = []
+    monkeypatch.setattr(jax.stages.Lowered, "compile", lambda _, compiler_options: found.append(compiler_options))
+    model = load_ours(reference("qwen3", 0, num_hidden_layers=1))
+    served, weights = take_apart(model)
+    leaves, tree = jax.tree.flatten(weights)
+    step_programs(served, tree, leaves, initial_state(served, num_pages=4, num_slots=2, max_pages=2), [DECODES])
+    assert len({str(options) for options in found}) == len(found) == COPIES
 
 
 def test_turns_write_over_their_results(programs_of_a_model):
     programs, leaves, state = programs_of_a_model
-    rows = empty_rows(SHORT)
+    rows = empty_rows(DECODES)
     rows.decode_slots[0] = 0
     outputs, logits = [], []
     for position in range(2 * COPIES):
         rows.decode_positions[0], rows.decode_pages[0] = position, 1 if position == 0 else -1
-        state, output = programs[SHORT](leaves, state, packed([rows]))
+        state, output = programs[DECODES](leaves, state, packed([rows]))
         outputs.append(output)
         logits.append(np.array(output.logits))
         state = state._replace(last_token=state.last_token.at[0].set(position + 1))
@@ -49,9 +60,9 @@ def test_turns_write_over_their_results(programs_of_a_model):
 
 
 def test_the_longest_compilations_begin_first():
-    lowered, shapes = [], [SHORT, CHUNKS, LONG, StepShape(0, 128, 1, 2)]
+    lowered, shapes = [], [DECODES, CHUNKS, StepShape(8, 0, 0, 2), StepShape(0, 128, 1, 2)]
     programs = _at_once(shapes, lambda shape: lowered.append(shape) or shape, lambda shape, _: shape)
-    assert lowered == [shapes[3], CHUNKS, SHORT, LONG]
+    assert lowered == [shapes[3], CHUNKS, DECODES, shapes[2]]
     assert list(programs) == shapes
 
 
