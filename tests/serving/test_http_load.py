@@ -32,7 +32,8 @@ def slow_engine(**limits) -> FakeEngine:
     return FakeEngine(chosen, repeats=1000, step_seconds=0.01)
 
 
-def test_64_clients_with_256_requests():
+@pytest.mark.parametrize("requests", [256, pytest.param(1000, marks=pytest.mark.thorough)])
+def test_64_clients(requests):
     limits = EngineLimits(**{**vars(LIMITS), "max_sequences": 16, "max_waiting": 400})
     with served.serve(FakeEngine(limits)) as running:
         client = running.openai()
@@ -55,9 +56,9 @@ def test_64_clients_with_256_requests():
             return True
 
         with ThreadPoolExecutor(64) as pool:
-            assert all(pool.map(work, range(256)))
+            assert all(pool.map(work, range(requests)))
         assert served.is_idle(running)
-        assert 'path="/v1/completions",status="200"} 128.0' in running.get("/metrics").text
+        assert f'path="/v1/completions",status="200"}} {requests // 2}.0' in running.get("/metrics").text
 
 
 def test_more_texts_than_ever_wait_are_refused_for_good():

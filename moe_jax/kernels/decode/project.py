@@ -17,8 +17,11 @@ WIDTHS = 128, 64
 SUMMANDS_PER_ROW = 8
 """Summands of a part for each row of its tile, at least. Partial sums have then at most a quarter of the weights' bytes."""
 
-FEWEST_CORES, FEWEST_CORES_OF_ONE_MATRIX = 1 / 3, 2 / 3
-"""Shares of the cores that have a tile, at least. XLA copies several matrices into one first, so it is slower at these."""
+FEWEST_CORES = 1 / 3
+"""Share of the cores that have a tile, at least. Fewer cores cannot read the weights at the memory's full rate."""
+
+FEWEST_CORES_OF_ONE_MATRIX = 2 / 3
+"""The same for one matrix and several tiles of rows. XLA is slower with several matrices, which it copies into one first."""
 
 MOST_TOKENS = 256
 """Tokens of a projection that has more tiles than cores, at most: more were not timed."""
@@ -55,8 +58,8 @@ def project(x: Float[Array, "tokens in"], *weights: Float[Array, "_ in"]) -> Flo
 def parts_of(tokens: int, heights: tuple[int, ...], summands: int) -> Parts | None:
     """Returns the tiles and parts with which the most cores have one part of one tile; of equals, the fewest parts.
 
-    None leaves the projection to XLA, where that is as fast or faster (docs/performance.md). A reduction reads one token's
-    weights once. One matrix with more tiles than cores, or far fewer, needs no copy.
+    Several matrices may have more tiles than cores, if rows have two tiles. None leaves the projection to XLA, where that is
+    faster (docs/performance.md), and sizes that were not timed. A reduction reads one token's weights once.
 
     Args:
         heights: rows of each matrix, which are columns of the result.
@@ -73,7 +76,7 @@ def parts_of(tokens: int, heights: tuple[int, ...], summands: int) -> Parts | No
     width = max(widths, key=lambda width: (splits[width] * tiles[width], -splits[width], width))
     if splits[width] == 0 and len(heights) > 1 and rows < tokens <= MOST_TOKENS:
         return Parts(TileShape(rows, width, stages_of(rows, width)), 1)
-    fewest = FEWEST_CORES if len(heights) > 1 else FEWEST_CORES_OF_ONE_MATRIX
+    fewest = FEWEST_CORES_OF_ONE_MATRIX if len(heights) == 1 and tokens > rows else FEWEST_CORES
     if splits[width] * tiles[width] < fewest * cores:
         return None
     return Parts(TileShape(rows, width, stages_of(rows, width)), splits[width])

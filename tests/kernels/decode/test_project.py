@@ -37,6 +37,7 @@ def hopper(monkeypatch):
         (128, DENSE_QKV, 128, 128, 1),
         (256, DENSE_QKV, 128, 128, 1),
         (128, DENSE_DOWN, 128, 128, 3),
+        (64, ((1024,), 2048), 64, 64, 4),
     ],
 )
 def test_parts(hopper, tokens, sizes, rows, columns, splits):
@@ -48,10 +49,18 @@ def test_parts(hopper, tokens, sizes, rows, columns, splits):
 
 @pytest.mark.parametrize(
     ("tokens", "heights", "summands"),
-    [(1, *QKV), (64, (128,), 2048), (256, *DENSE_DOWN), (257, *DENSE_QKV), (256, (25600,), 5120)],
+    [
+        (1, *QKV),
+        (64, (128,), 2048),
+        (64, (512, 128, 128), 1024),
+        (256, *DENSE_DOWN),
+        (257, *DENSE_QKV),
+        (128, (12288, 12288), 4096),
+        (256, (25600,), 5120),
+    ],
 )
 def test_left_to_xla(hopper, tokens, heights, summands):
-    """One token, a router, tiles for few cores, more tokens than were timed, and more tiles than cores."""
+    """One token; a router and others with tiles for few cores; more tokens or tiles than were timed."""
     assert parts_of(tokens, heights, summands) is None
 
 
