@@ -82,6 +82,8 @@ def test_logits_are_near_the_dequantised(stored, model):
     assert 1e-4 < np.linalg.norm(found - expected) / np.linalg.norm(expected) < 0.3
 
 
+# tests/parallel/eight_devices/test_fp8_inference.py does the same on two devices.
+@pytest.mark.thorough
 def test_generation_and_the_engine(model):
     """Most greedy tokens have the largest logit of a whole pass. A choice of experts, or of a logit, may be close."""
     prompt = seeds.rng().integers(0, 61, 7).tolist()

@@ -64,7 +64,7 @@ def _model(seed, in_fp8, config=CONFIG):
     return made
 
 
-@pytest.mark.parametrize("in_fp8", [False, True])
+@pytest.mark.parametrize("in_fp8", [False, pytest.param(True, marks=pytest.mark.thorough)])
 def test_equal_modules(monkeypatch, in_fp8):
     """One model for all runs: of many, some have a token to which two experts are equal up to rounding."""
     served, weights = take_apart(_model(0, in_fp8, ONE_LAYER))

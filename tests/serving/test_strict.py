@@ -77,6 +77,19 @@ def small_engine(model, *, sequences):
     return Engine(model, limits=limits, strict=True)
 
 
+def test_an_engine_of_one_sequence(one_layer):
+    """Each token of a prompt in chunks, and each new token, has the bits of the whole sequence."""
+    prompt = seeds.rng().integers(0, CONFIG.vocab_size, 30).tolist()
+    options = SamplingOptions(max_new_tokens=2, ignore_eos=True, temperature=1.0, seed=0, logprobs=0, prompt_logprobs=0)
+    with compiled_lazily(), closing(small_engine(one_layer, sequences=1)) as engine:
+        ((answer,),) = engine.generate([prompt], options)
+    of_prompt = [scores[token] for scores, token in zip(answer.prompt_logprobs[1:], prompt[1:], strict=True)]
+    tokens = jnp.asarray([prompt + answer.tokens], jnp.int32)
+    np.testing.assert_array_equal(np.float32(of_prompt + answer.logprobs), nnx.jit(strict_log_probs)(one_layer, tokens)[0])
+
+
+# Gradients are those of test_strict_gradients.py.
+@pytest.mark.thorough
 def test_update(one_layer):
     """An update by the gradient at a ratio of exactly 1 makes a drawn answer likelier, to the updated model's bits."""
     prompt = seeds.rng().integers(0, CONFIG.vocab_size, 6).tolist()

@@ -49,7 +49,7 @@ MODELS = {"moe": tiny.model, "dense": tiny.dense, "deepseek": lambda **options: 
 @pytest.mark.parametrize(
     "name, remat, micro_batches, in_place",
     [
-        ("moe", True, 2, True),
+        pytest.param("moe", True, 2, True, marks=pytest.mark.thorough),
         ("dense", "offload", 3, False),
         pytest.param("deepseek", False, 2, True, marks=pytest.mark.thorough),
         pytest.param("moe", False, 2, False, marks=pytest.mark.thorough),

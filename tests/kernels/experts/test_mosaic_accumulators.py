@@ -42,6 +42,8 @@ def test_accumulators_of_micro_batches(rng):
         np.testing.assert_array_equal(total[2:], before[2:])
 
 
+# test_layer_of_a_stack.py shows in the compiled program that a layer is read and added to in place.
+@pytest.mark.thorough
 def test_layer_of_a_stack(rng):
     """Kernels read a layer's weights inside a stack and add to its sums there: the same bits, and other layers' sums stay."""
     layer = make_layer(rng, "half_empty", *SMALL)

@@ -176,6 +176,7 @@ def test_low_rank_changes(rng, runs, dtype, ranks, error):
         assert relative_error(actual, expected) < error
 
 
+@pytest.mark.thorough
 @needs_triton
 def test_a_change_of_zero_changes_no_bit(rng, runs):
     """Rows without a source give zeros beside a change, too."""

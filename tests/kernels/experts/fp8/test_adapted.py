@@ -111,6 +111,8 @@ def test_chunks_and_whole_matrices(routing):
     _assert_near(in_chunks, found, {"others": 1e-3})
 
 
+# Changes beside bf16 kernels are in ../test_adapted.py, and FP8 kernels without them in test_kernels.py.
+@pytest.mark.thorough
 def test_mosaic():
     """The FP8 kernels, in the interpreter, beside changes of a rank that is filled up; experts hold padding rows."""
     *arrays, chosen, _, quantised, dy = _layer("some_nobody", tokens=24, hidden=128)

@@ -54,7 +54,9 @@ def _assert_equal_but_for_gate_up(results, expected):
             np.testing.assert_array_equal(a, b, err_msg=name)
 
 
-@pytest.mark.parametrize("kept, parts", [pytest.param("bf16", 1, marks=pytest.mark.thorough), ("fp8", 2)])
+# tests/parallel/eight_devices/test_tokens_in_fp8.py has all transports.
+@pytest.mark.thorough
+@pytest.mark.parametrize("kept, parts", [("bf16", 1), ("fp8", 2)])
 def test_results_are_those_of_tokens_in_bf16(kept, parts):
     layer, dy = _layer(128, 256, 128)
     found, expected = (
