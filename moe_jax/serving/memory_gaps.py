@@ -23,7 +23,8 @@ def leave_gaps(device: jax.Device) -> list[Array]:
     """
     if device.platform != "gpu":
         return []
-    gaps, borders = [], []
+    gaps: list[Array] = []
+    borders: list[Array] = []
     for num_bytes in GAP_BYTES:
         for _ in range(GAPS_OF_A_SIZE):
             # Of one size: a smaller border might lie in a hole elsewhere, and two gaps would be one.
