@@ -23,8 +23,8 @@ def _model(precision="fp8", dense=()):
     return made
 
 
-def _batch(rows=4, length=16):
-    rng = seeds.rng()
+def _batch(rows=4, length=16, rng=None):
+    rng = rng or seeds.rng()
     tokens = rng.integers(0, 264, (rows, length + 1))
     arrays = dict(tokens=tokens[:, :-1], labels=tokens[:, 1:], loss_mask=np.ones((rows, length)))
     arrays |= dict(positions=np.tile(np.arange(length), (rows, 1)), segment_ids=np.ones((rows, length)))
@@ -61,8 +61,11 @@ def _assert_equal(a, b):
 
 @pytest.mark.parametrize("how", ["in place", pytest.param("added", marks=pytest.mark.thorough)])
 def test_copies_made_once_give_the_same(how):
-    """Copies of experts and of attention's projections."""
-    model, batch = _model(dense=("attention",)), _batch()
+    """Copies of experts and of attention's projections.
+
+    One batch for all runs: some have a number that lies between two of FP8, or a token with two equal experts, up to rounding.
+    """
+    model, batch = _model(dense=("attention",)), _batch(rng=np.random.default_rng(0))
     _assert_equal(_gradients(how, model, batch, copies=True), _gradients(how, model, batch, copies=False))
 
 
