@@ -44,7 +44,14 @@ from moe_jax.serving.weights import take_apart
 CONTEXT = 128
 SMALL = dict(hidden_size=64, num_experts=8, moe_intermediate_size=64, vocab_size=512)
 BOXES = (256, 64), (128, 64), (64, 64), (128, 128), (64, 256), (32, 256), (16, 256), (16, 512), (8, 1024)
-MATRICES = {"q, k, v": ((4096, 512, 512), 2048), "o": ((2048,), 4096), "router": ((128,), 2048)}
+MATRICES = {
+    "q, k, v": ((4096, 512, 512), 2048),
+    "o": ((2048,), 4096),
+    "router": ((128,), 2048),
+    "q, k, v of Qwen3-32B": ((8192, 1024, 1024), 5120),
+    "o of Qwen3-32B": ((5120,), 8192),
+    "down of Qwen3-32B": ((5120,), 25600),
+}
 """The rows of a projection's matrices, and its summands."""
 
 SMALL_MATRICES = {"q, k, v": ((128, 64, 64), 512)}
