@@ -71,13 +71,14 @@ def parts_of(tokens: int, heights: tuple[int, ...], summands: int) -> Parts | No
     # Where rows have several tiles, narrow ones would read all of x and w too often.
     widths = WIDTHS if tokens <= rows else WIDTHS[:1]
     cores, columns = target.num_cores(), sum(heights)
+    has_one_matrix, has_row_tiles = len(heights) == 1, tokens > rows
+    # No part at all leaves more tiles than cores to XLA.
+    fewest_splits = 1 if not has_one_matrix and has_row_tiles and tokens <= MOST_TOKENS else 0
     tiles = {width: -(-tokens // rows) * -(-columns // width) for width in widths}
-    splits = {width: min(cores // tiles[width], most_splits) for width in widths}
+    splits = {width: max(min(cores // tiles[width], most_splits), fewest_splits) for width in widths}
     width = max(widths, key=lambda width: (splits[width] * tiles[width], -splits[width], width))
-    if splits[width] == 0 and len(heights) > 1 and rows < tokens <= MOST_TOKENS:
-        return Parts(TileShape(rows, width, stages_of(rows, width)), 1)
-    fewest = FEWEST_CORES_OF_ONE_MATRIX if len(heights) == 1 and tokens > rows else FEWEST_CORES
-    if splits[width] * tiles[width] < fewest * cores:
+    fewest_cores = FEWEST_CORES_OF_ONE_MATRIX if has_one_matrix and has_row_tiles else FEWEST_CORES
+    if splits[width] * tiles[width] < fewest_cores * cores:
         return None
     return Parts(TileShape(rows, width, stages_of(rows, width)), splits[width])
 
