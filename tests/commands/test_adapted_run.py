@@ -10,6 +10,7 @@ import pytest
 import tiny
 import torch
 import transformers
+from adapted_models import logits_of
 from flax import nnx
 
 import moe_jax
@@ -34,16 +35,11 @@ def run(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def logits(run):
-    return np.asarray(logits_of(moe_jax.from_pretrained(run, dtype=jnp.float32)))
-
-
-@nnx.jit
-def logits_of(model):
-    return model(TOKENS).logits
+    return np.asarray(logits_of(moe_jax.from_pretrained(run, dtype=jnp.float32), TOKENS))
 
 
 def near(model, logits, tolerance=1e-5) -> bool:
-    return np.allclose(logits_of(model), logits, rtol=tolerance, atol=tolerance)
+    return np.allclose(logits_of(model, TOKENS), logits, rtol=tolerance, atol=tolerance)
 
 
 def test_the_folder_gets_the_adapter(run, logits):

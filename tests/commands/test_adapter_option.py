@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
-from adapted_models import with_adapters
+from adapted_models import logits_of, with_adapters
 from flax import nnx
 
 import moe_jax
@@ -33,19 +33,14 @@ def folders(tmp_path):
     model = with_adapters(moe_jax.from_pretrained(tmp_path / "base", dtype=jnp.float32))
     save_adapter(model, tmp_path / "adapter")
     merge_adapter(model)
-    return str(tmp_path / "base"), str(tmp_path / "adapter"), np.asarray(logits_of(model))
-
-
-@nnx.jit
-def logits_of(model):
-    return model(TOKENS).logits
+    return str(tmp_path / "base"), str(tmp_path / "adapter"), np.asarray(logits_of(model, TOKENS))
 
 
 def test_convert(folders, tmp_path, capsys):
     base, adapter, logits = folders
     main(["convert", base, str(tmp_path / "merged"), "--to", "hf", "--adapter", adapter])
     merged = moe_jax.from_pretrained(tmp_path / "merged", dtype=jnp.float32)
-    np.testing.assert_allclose(logits_of(merged), logits, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(logits_of(merged, TOKENS), logits, rtol=1e-5, atol=1e-5)
     assert "experts" in capsys.readouterr().err
 
 

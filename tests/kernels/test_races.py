@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 import races
 import serving_races
+from compiled_steps import plan, plan_of_few, quantise_matrices, quantise_rows
 from expert_layers import chosen_so_often
 
 from moe_jax.kernels.attention import partial as partial_attention
 from moe_jax.kernels.attention.mosaic.flash import flash_attention
 from moe_jax.kernels.attention.partial import BackwardInputs
-from moe_jax.kernels.experts import mosaic, routing
+from moe_jax.kernels.experts import mosaic
 from moe_jax.kernels.experts.fp8 import mosaic as fp8_mosaic
-from moe_jax.kernels.experts.fp8 import quantise
 from moe_jax.kernels.experts.fp8.mosaic import by_rows as fp8_rows
 from moe_jax.kernels.experts.fp8.mosaic.by_rows_backward import matmul_gated_silu_backward as fp8_backward
 from moe_jax.kernels.experts.fp8.mosaic.promoted import Fp8TileShape
@@ -36,11 +36,6 @@ EXPERTS, MATRIX = 3, (256, 256)
 
 def normal(rng, *shape, dtype=jnp.bfloat16):
     return jnp.asarray(rng.normal(size=shape), dtype)
-
-
-plan, plan_of_few = (jax.jit(make, static_argnums=(1, 2)) for make in (routing.plan, routing.plan_of_few))
-quantise_matrices, quantise_rows = map(jax.jit, (quantise.quantise_matrices, quantise.quantise_rows))
-"""As programs: their operations alone are hundreds to compile."""
 
 
 def rows_of_experts(*counts):

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import seeds
+from compiled_steps import plan, plan_of_few, quantise_matrices, quantise_rows
 
-from moe_jax.kernels.experts import routing
-from moe_jax.kernels.experts.fp8 import mosaic, quantise, xla
+from moe_jax.kernels.experts.fp8 import mosaic, xla
 from moe_jax.kernels.experts.fp8.mosaic import by_rows, by_rows_backward
 from moe_jax.kernels.experts.fp8.mosaic.promoted import Fp8TileShape
 from moe_jax.kernels.experts.fp8.quantise import (
@@ -24,10 +24,6 @@ from moe_jax.kernels.experts.fp8.quantise import (
 from moe_jax.kernels.experts.separate_vjps import weight_of_row
 
 EXPERTS, K, HIDDEN, INTER, TOKENS = 3, 2, 384, 256, 96
-
-plan, plan_of_few = (jax.jit(make, static_argnums=(1, 2)) for make in (routing.plan, routing.plan_of_few))
-quantise_matrices, quantise_rows = map(jax.jit, (quantise.quantise_matrices, quantise.quantise_rows))
-"""As programs: their operations alone are hundreds to compile."""
 
 PASSES = "rows_of_tokens", "rows_of_rounded", "gated_matmul", "grouped_matmul", "gated_matmul_backward"
 
