@@ -11,7 +11,7 @@ import jax
 OPTION = "xla_gpu_graph_min_graph_size"
 
 _last = threading.local()
-"""What this thread compiled last with the option: a thread compiles the copies of a program one after the other."""
+"""The program that a thread compiled last with the option. A thread compiles the copies of one after the other."""
 
 
 def install() -> None:

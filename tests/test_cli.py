@@ -54,7 +54,7 @@ def test_convert_says_what_it_rounds_and_replaces(checkpoint, tmp_path, capsys):
 
 
 def test_finetune_then_generate(checkpoint, tmp_path, capsys, monkeypatch):
-    """Of a dense model, whose programs compile soon."""
+    """A dense model goes all the way, because its programs compile soon."""
     data, output = tiny.write_texts(tmp_path / "texts"), tmp_path / "run"
     moe_jax.save_pretrained(tiny.dense(), tmp_path / "without-tokenizer")
     options = "--seq-len 16 --batch-size 2 --steps 3 --dtype float32".split()

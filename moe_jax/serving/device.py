@@ -101,7 +101,7 @@ class Device:
         self._modules = module_programs(*arrays, shapes) if drafts else {}
         self.slots = DrawingSlots(limits, self.served.config.vocab_size, self.placement)
         self._gaps: list[Array] = []
-        """What leaves gaps for small arrays between the others."""
+        """Arrays that keep the gaps between them free (`memory_gaps.leave_gaps`)."""
 
     def warm_up(self) -> None:
         """Runs every program once, on rows that are not used: the first run compiles it, or is the slow one."""

@@ -27,7 +27,7 @@ def leave_gaps(device: jax.Device) -> list[Array]:
     borders: list[Array] = []
     for num_bytes in GAP_BYTES:
         for _ in range(GAPS_OF_A_SIZE):
-            # Of one size: a smaller border might lie in a hole elsewhere, and two gaps would be one.
+            # A border has its gap's size. A smaller one might lie in a hole elsewhere, and two gaps would be one.
             for arrays in (gaps, borders):
                 arrays.append(jax.device_put(np.zeros(num_bytes, np.uint8), device))
     # All must be there before the first gap is freed.

@@ -1,4 +1,4 @@
-"""What a program that draws changes in place stays at its address: a CUDA graph holds it."""
+"""Programs that draw change arrays in place: each stays at its address, because a CUDA graph holds that."""
 
 import jax
 import jax.numpy as jnp

@@ -198,7 +198,7 @@ def test_expert_gradients_in_f64():
 
 
 def test_remat_changes_nothing():
-    # Of the dtype of the micro-batches above, so that they share a program.
+    # The batch has the dtype of the micro-batches above, so that both tests share a program.
     batch = weighted(make_batch(seeds.rng()))
     norms = [
         step(init_state(tiny.model(), optax.sgd(1.0)), batch)[1]["grad_norm"] for step in (step_of(remat=False), step_of())

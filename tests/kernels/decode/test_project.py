@@ -13,7 +13,7 @@ QKV, OUTPUT = ((4096, 512, 512), 2048), ((2048,), 4096)
 """Rows of the matrices of Qwen3-30B-A3B's projections, and their summands."""
 
 DENSE_QKV, DENSE_DOWN = ((8192, 1024, 1024), 5120), ((5120,), 25600)
-"""Those of Qwen3-32B."""
+"""Rows of the matrices of Qwen3-32B's projections, and their summands."""
 
 
 @pytest.fixture
