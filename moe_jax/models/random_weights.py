@@ -10,6 +10,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from moe_jax.config import ModelConfig
+from moe_jax.layers.linear import draw_normal
 from moe_jax.layers.router import ExpertBias
 from moe_jax.models.auto import from_config
 from moe_jax.models.decoder import Decoder
@@ -71,7 +72,7 @@ def _normal(key, shape, stddev, dtype: DTypeLike, place: Sharding, pipe: PipeSha
     """Draws [layers, ...] layer by layer, or [...]; places of a pipeline that have no layer are zeros."""
 
     def draw(key, shape):
-        return jax.random.normal(key, shape, dtype) * jnp.asarray(stddev, dtype)
+        return draw_normal(key, shape, stddev, dtype)
 
     if len(shape) < 3:
         return jax.jit(draw, static_argnums=1, out_shardings=place)(key, shape)

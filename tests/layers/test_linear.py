@@ -6,7 +6,7 @@ import numpy as np
 from flax import nnx
 
 from moe_jax.layers import linear
-from moe_jax.layers.linear import Embedding, normal_parameter
+from moe_jax.layers.linear import Embedding, draw_normal, normal_parameter
 
 
 def test_id_outside_the_table():
@@ -17,6 +17,13 @@ def test_id_outside_the_table():
     np.testing.assert_array_equal(rows[0], [weight[0], weight[3], *np.full((3, 3), np.nan)])
     gradient = jax.grad(lambda table: jnp.nansum(table(jnp.array([[3, -1, 3]]), jnp.float32)))(table)
     np.testing.assert_array_equal(gradient.weight[...], [[0] * 3, [0] * 3, [0] * 3, [2] * 3])
+
+
+def test_draw_in_bf16():
+    """Numbers in bf16 are those of f32, rounded."""
+    in_f32, in_bf16 = (draw_normal(jax.random.key(0), (64, 64), 0.5, dtype) for dtype in (jnp.float32, jnp.bfloat16))
+    assert in_bf16.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(in_bf16, in_f32.astype(jnp.bfloat16))
 
 
 def test_draw_by_parts(monkeypatch):
