@@ -4,7 +4,7 @@
     python benchmarks/engine.py --cases 1x128 64x1024       # sequences x tokens of their prompts
     python benchmarks/engine.py --load 200 1000 2000        # also 200 requests at once, 1000 tokens in, 2000 out
     python benchmarks/engine.py --prefix 8192 64            # also the first token of 64 tokens behind 8192 cached ones
-    python benchmarks/engine.py --count-experts             # also the number of experts that a step uses, a layer
+    python benchmarks/engine.py --spread --count-experts    # routing as vLLM was timed with, and the experts that a step uses
     python benchmarks/engine.py --precision fp8             # experts in FP8
     python benchmarks/engine.py --cases 16x128 --update     # also new weights for the engine: 61 GB more
     python benchmarks/engine.py --small                     # sizes for a CPU, in f32, as a smoke test
@@ -14,8 +14,10 @@ the difference of their numbers, so that prefill cancels. Times are medians of 3
 early. `device` is the same step in a loop without the engine: the difference is the host's. `prompts` is the time to the first
 token of all sequences, whose prompts are new. `generate` is `moe_jax.generate`. With drafts a step is the time of a token.
 Nearly all drafts of random weights are wrong, so that this is the cost of a step with its drafts. An update is `engine.update`
-until the device is idle again, and the token behind it a request of one token. To count experts, the engine keeps those of each
-token, which takes some time of a step.
+until the device is idle again, and the token behind it a request of one token.
+
+With `--spread` the likeliest token after t is t + 1. So sequences never agree on a token, and use as many experts as chance
+gives. To count experts, the engine keeps those of each token, which takes some time of a step.
 """
 
 import argparse
@@ -30,6 +32,8 @@ from frozen_forms import random_model_in_form
 
 import moe_jax
 from moe_jax.config import NAMED_CONFIGS
+from moe_jax.layers.linear import draw_normal
+from moe_jax.models.decoder import Decoder
 from moe_jax.models.random_weights import random_model
 from moe_jax.serving.drawing import draw_program
 from moe_jax.serving.engine import Engine
@@ -54,6 +58,7 @@ def main() -> None:
     parser.add_argument(
         "--prefix", type=int, nargs=2, metavar=("CACHED", "NEW"), help="tokens of a prompt behind a cached prefix"
     )
+    parser.add_argument("--spread", action="store_true", help="weights with which the likeliest token after t is t + 1")
     parser.add_argument("--count-experts", action="store_true", help="also print how many experts a step uses, a layer")
     parser.add_argument("--step-tokens", type=int, help="tokens of the largest step, in place of 8192 (on a CPU 256)")
     parser.add_argument("--pages", type=int, help="pages of keys and values; default: as many as the cases need")
@@ -74,11 +79,16 @@ def main() -> None:
     config = replace(config, **(SMALL_IN_FP8 if args.precision == "fp8" else SMALL)) if args.small else config
     config = replace(config, num_hidden_layers=args.layers) if args.layers else config
     config = config if args.drafts else config.without_mtp()
+    if args.spread and config.tie_word_embeddings:
+        parser.error(f"--spread: {args.config} has one matrix for embedding and head")
     if args.precision == "fp8":
         model, name = random_model_in_form(config, "fp8"), "experts in fp8"
         model.set_precision("fp8")
     else:
         model, name = random_model(config, dtype), dtype.name
+    if args.spread:
+        spread_tokens(model)
+        name += ", spread"
     print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, {'small' if args.small else args.config}, {name}")
     cases = [(*map(int, case.split("x")), args.long) for case in args.cases]
     most = max([sequences for sequences, _, _ in cases] + [min(args.load[0], 256) if args.load else 1])
@@ -100,7 +110,7 @@ def main() -> None:
         prompts = rng.integers(0, config.vocab_size, (sequences, prompt_tokens)).tolist()
         time_steps(engine, model if args.with_generate else None, prompts, args.short, args.long)
         if args.count_experts:
-            print(f"{experts_in_use(engine, prompts, args.short):.1f} of {config.experts.num_experts} experts in use, a layer")
+            print_experts(engine, prompts, args.short)
     if args.load:
         time_load(engine, rng.integers(0, config.vocab_size, args.load[:2]).tolist(), args.load[2])
     if args.prefix:
@@ -134,11 +144,24 @@ def time_steps(engine: Engine, model, prompts: list[list[int]], short: int, long
     print(f"{len(prompts):>10}{len(prompts[0]):>8}{step:>9.3f} ms{rate:>10.0f}{times}", flush=True)
 
 
-def experts_in_use(engine: Engine, prompts: list[list[int]], new: int) -> float:
-    """Returns the number of experts that each sequence's newest token is sent to, all together: the mean of all layers."""
+def spread_tokens(model: Decoder) -> None:
+    """Draws the embedding from N(0, 1), and makes its rows, moved on by one, the rows of the head."""
+    weight = model.embed_tokens.weight
+    embedding = jax.jit(lambda: draw_normal(jax.random.key(1), weight.shape, 1.0, weight.dtype))()
+    weight.set_value(embedding)
+    model.lm_head.weight.set_value(jnp.roll(embedding, 1, axis=0))
+
+
+def print_experts(engine: Engine, prompts: list[list[int]], new: int) -> None:
+    """Prints the number of experts that the tokens of a step are sent to, the mean of all layers and steps."""
     options = SamplingOptions(max_new_tokens=new, ignore_eos=True, return_experts=True)
-    newest = np.stack([completion.experts[-1] for (completion,) in engine.generate(prompts, options)])
-    return float(np.mean([len(np.unique(newest[:, layer])) for layer in range(newest.shape[1])]))
+    completions = [completion for (completion,) in engine.generate(prompts, options)]
+    # The last token of a sequence is drawn, and not computed: one position less than new tokens.
+    decoded = np.stack([completion.experts[len(prompts[0]) :] for completion in completions], axis=2)
+    used = np.mean([len(np.unique(of_layer)) for of_step in decoded for of_layer in of_step])
+    tokens = np.array([[prompt[-1], *completion.tokens] for prompt, completion in zip(prompts, completions, strict=True)])
+    next_token = np.mean((tokens[:, 1:] - tokens[:, :-1]) % engine.config.vocab_size == 1)
+    print(f"{used:.1f} of {engine.config.experts.num_experts} experts in use, a layer; t + 1 came after t {next_token:.1%}")
 
 
 def time_load(engine: Engine, prompts: list[list[int]], new: int) -> None:
