@@ -3,7 +3,7 @@
 `layers/moe.py` calls `experts_mlp_accumulating`: micro-batches then add their weight gradients to given arrays in place.
 It calls `experts_mlp_in_stack` where layers run one by one and read their weights inside the stack of all layers.
 It calls `experts_mlp_frozen` where the matrices are not trained.
-`parallel/expert/mlp.py` calls `experts_mlp_of_parts`: the tokens of other devices arrive later than a device's own.
+`parallel/expert/one_round.py` calls `experts_mlp_of_parts`: the tokens of other devices arrive later than a device's own.
 """
 
 from collections.abc import Sequence

@@ -1,0 +1,143 @@
+"""Computes one round of the exchange: tokens travel to their experts, experts compute them, and outputs travel home.
+
+With "pairwise" a round has steps: a device computes its own tokens, then those of a group of other devices at a time. So tokens
+and outputs travel beside the experts of other steps. Any other transport has one step for the tokens of all devices.
+"""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from moe_jax.kernels.experts.fp8.rounded import with_copies
+from moe_jax.kernels.experts.fp8.rounded_tokens import RoundedTokens
+from moe_jax.kernels.experts.internal import Accumulators, TokenPart, experts_mlp_of_parts
+from moe_jax.kernels.precision import at_least_f32
+from moe_jax.parallel.expert import pairwise
+from moe_jax.parallel.expert.dispatch_fp8 import dispatch_in_fp8
+from moe_jax.parallel.expert.exchange import combine, dispatch
+from moe_jax.parallel.expert.exchange_plan import ExchangePlan, devices_per_step
+from moe_jax.parallel.expert.inputs import Choices, ExpertInputs, held_experts
+from moe_jax.parallel.expert.routes import Route, first_route, further_route
+from moe_jax.parallel.expert.settings import Capacity, Transport, TransportName
+
+
+def first_round(plan: ExchangePlan, choices: Choices, inputs: ExpertInputs) -> Float[Array, "tokens hidden"]:
+    """Returns each token's outputs of the choices that the first round computes, in at least f32."""
+    # A gather brings the tokens of all rounds: without the mask it would compute choices of further rounds twice.
+    experts = jnp.where(choices.is_first, choices.experts, -1)
+    route = first_route(choices.queues, plan.first)
+    return _round(plan, route, plan.first, plan.transport, choices._replace(experts=experts), inputs)
+
+
+def further_round(
+    plan: ExchangePlan, choices: Choices, index: Int[Array, ""], inputs: ExpertInputs
+) -> Float[Array, "tokens hidden"]:
+    """Returns the outputs of the tokens of further round `index`, counted from 0, in at least f32; 0 for other tokens."""
+    # Groups of other mesh axes may run another number of rounds. `all_to_all` within a group allows that, `ppermute` does not.
+    route = further_route(choices.queues, index, plan.further)
+    return _round(plan, route, plan.further, "all_to_all", choices, inputs)
+
+
+def _round(
+    plan: ExchangePlan,
+    route: Route,
+    capacity: Capacity,
+    transport: TransportName | Transport,
+    choices: Choices,
+    inputs: ExpertInputs,
+) -> Float[Array, "tokens hidden"]:
+    """Returns the outputs of the tokens on `route`, in at least f32; 0 for the other tokens."""
+    x, weights, sums = inputs.x, inputs.weights, inputs.sums
+    held = held_experts(inputs, choices.held)
+    w_gate_up, w_down = held.w_gate_up, held.w_down
+    is_frozen = choices.held is not None and sums is None
+    steps: tuple[int, ...] = (plan.devices,)
+    shares: tuple[int, ...] = (1,)
+    if transport == "pairwise":
+        steps = shares = devices_per_step(plan)
+        if sums is not None:
+            x, sums_of_down = _with_gradients_together(x, sums.down)
+            sums = sums._replace(down=sums_of_down)
+        elif not is_frozen:
+            x, w_down = _with_gradients_together(x, w_down)
+    # Weights and ids travel as one array: f32 holds every id exactly. An id travels as id + 1, since an empty slot holds 0.
+    wide, k = at_least_f32(weights.dtype), weights.shape[1]
+    weights_and_ids = jnp.concatenate([weights.astype(wide), (choices.experts + 1).astype(wide)], axis=1)
+    tokens, weights_and_ids = _send(plan, route, transport, steps, x, weights_and_ids)
+    first_expert = lax.axis_index(plan.axis_name).astype(jnp.int32) * held.num_experts
+
+    def part(tokens: Array | RoundedTokens, arrived: Array) -> TokenPart:
+        # Computed for each step alone: one computation for all steps would make each wait for the last choices.
+        return TokenPart(tokens, arrived[:, :k], arrived[:, k:].astype(jnp.int32) - 1 - first_expert)
+
+    ends = list(itertools.accumulate(step * (tokens.shape[0] // plan.devices) for step in steps[:-1]))
+    of_steps = tokens.split(ends) if isinstance(tokens, RoundedTokens) else jnp.split(tokens, ends)
+    outputs = experts_mlp_of_parts(
+        list(map(part, of_steps, jnp.split(weights_and_ids, ends))),
+        *with_copies((w_gate_up, w_down), choices.quantised),
+        None if sums is None else Accumulators(*sums, in_stack=True, layer=held.layer),
+        layer=held.layer if is_frozen else None,
+        backend=plan.backend,
+        max_pairs=[step * capacity.pairs for step in steps],
+        shares=shares,
+        precision=plan.precision,
+    )
+    return combine(jnp.concatenate(outputs), route, plan.axis_name, transport, steps)
+
+
+def _send(
+    plan: ExchangePlan,
+    route: Route,
+    transport: TransportName | Transport,
+    steps: tuple[int, ...],
+    x: Float[Array, "tokens hidden"],
+    choices: Float[Array, "tokens 2*k"],
+) -> tuple[Float[Array, "received hidden"] | RoundedTokens, Float[Array, "received 2*k"]]:
+    """Returns the tokens and the choices that the devices of the axis send to this one, in the order of `dispatch`."""
+    how = plan.axis_name, transport, steps
+    if len(steps) > 2:
+        # The second step needs all choices. As peer-to-peer copies they would queue behind the copies of all tokens.
+        sends_all = pairwise.sends_all(route)
+        arrived = dispatch(choices, route, plan.axis_name, "gather" if sends_all else "all_to_all")
+        own, *others = pairwise.by_distance(arrived, plan.axis_name)
+        # Tokens leave behind the choices, since copies queue in the order of their start.
+        x, others = _when_arrived(x, others)
+        choices = jnp.concatenate([choices if sends_all else own, *others])
+    else:
+        choices = dispatch(choices, route, *how)
+        if plan.tokens_in_fp8:
+            # Without the order two CPU devices gave wrong sums, or hung, where "gather" had further rounds.
+            x, (choices,) = _when_arrived(x, [choices])
+    tokens = dispatch_in_fp8(x, route, *how) if plan.tokens_in_fp8 else dispatch(x, route, *how)
+    return tokens, choices
+
+
+@jax.custom_vjp
+def _when_arrived(x: Array, arrived: list[Array]) -> tuple[Array, list[Array]]:
+    """Returns both unchanged; x is ready after `arrived`. Their gradients do not wait for each other."""
+    return lax.optimization_barrier((x, arrived))
+
+
+_when_arrived.defvjp(
+    lambda x, arrived: (_when_arrived(x, arrived), None),
+    lambda _, gradients: gradients,
+)  # fmt: skip
+
+
+@jax.custom_vjp
+def _with_gradients_together(x: Array, w_down: Array) -> tuple[Array, Array]:
+    """Returns both unchanged; their gradients are ready together. The second may be the sums that w_down's gradient goes to.
+
+    The last of x's gradient travels home beside the computation of w_down's gradient. Without the barrier XLA would compute
+    the latter later.
+    """
+    return x, w_down
+
+
+_with_gradients_together.defvjp(
+    lambda x, w_down: ((x, w_down), None),
+    lambda _, gradients: lax.optimization_barrier(gradients),
+)
