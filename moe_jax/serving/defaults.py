@@ -30,4 +30,4 @@ def model_defaults(source: str | Path | None, config: ModelConfig, tokenizer: An
 
 def room_behind(prompt: list[int], limits: EngineLimits) -> int:
     """Returns the number of tokens that fit behind a prompt; at least 1, so that the engine names a prompt too long."""
-    return max(1, min(limits.max_length, limits.longest_in_pages) - len(prompt))
+    return max(1, limits.longest_request - len(prompt))

@@ -28,6 +28,11 @@ class EngineLimits:
     """Largest number of sequences that wait for a slot or for pages, on all devices together."""
 
     @property
+    def longest_request(self) -> int:
+        """Tokens that a request can have at most, prompt and new ones: as many as `max_length` and all pages allow."""
+        return min(self.max_length, self.longest_in_pages)
+
+    @property
     def longest_in_pages(self) -> int:
         """Tokens of the longest sequence that all pages hold. Its last token is sampled and never computed."""
         return (self.num_pages - 1) * PAGE_SIZE + 1

@@ -166,12 +166,13 @@ def _problems_of_prompt(prompt: Any, vocab_size: int) -> list[str]:
 
 
 def _problems_of_length(length: int, new: int, limits: EngineLimits) -> list[str]:
-    if length + new > limits.max_length:
-        return [f"a prompt of {length} tokens and max_new_tokens={new} exceed the engine's max_length={limits.max_length}"]
-    room = limits.longest_in_pages
-    if length + new > room:
-        return [f"a prompt of {length} tokens and max_new_tokens={new} exceed the {room} tokens that the engine's pages hold"]
-    return []
+    most = limits.longest_request
+    if length + new <= most:
+        return []
+    bound = (
+        f"the engine's max_length={most}" if most == limits.max_length else f"the {most} tokens that the engine's pages hold"
+    )
+    return [f"a prompt of {length} tokens and max_new_tokens={new} exceed {bound}"]
 
 
 def _is_integer(value: Any, low: int, high: float = math.inf) -> bool:

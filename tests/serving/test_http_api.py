@@ -6,7 +6,9 @@ import pytest
 import served
 from fake_engine import FakeEngine
 
+from moe_jax.kernels.attention.paged.page_size import PAGE_SIZE
 from moe_jax.serving.http.logprobs import token_bytes
+from moe_jax.serving.limits import EngineLimits
 
 
 @pytest.fixture(scope="module")
@@ -175,6 +177,15 @@ def test_models_health_and_tokens(server, client):
     assert server.post("/detokenize", json={"tokens": tokens["tokens"]}).json() == {"prompt": "héy"}
     of_chat = server.post("/tokenize", json={"messages": [{"role": "user", "content": "x"}]}).json()
     assert of_chat["tokens"][0] == 1 and of_chat["count"] > 10
+
+
+def test_the_longest_request_is_what_pages_hold():
+    limits = EngineLimits(max_sequences=1, max_tokens_per_step=1, max_length=512, num_pages=3)
+    with served.serve(FakeEngine(limits)) as running:
+        longest = running.get("/v1/models/tiny").json()["max_model_len"]
+        assert longest == running.post("/tokenize", json={"prompt": "x"}).json()["max_model_len"] == 2 * PAGE_SIZE + 1
+        for length, status in ((longest - 1, 200), (longest, 400)):
+            assert running.post("/v1/completions", json={"prompt": "x" * length, "max_tokens": 1}).status_code == status
 
 
 def test_metrics_count_requests_and_tokens():

@@ -31,7 +31,6 @@ def test_prompts_come_back_as_ints(prompt):
         ([2**80], "flat list of token ids; got"),
         (None, "flat list of token ids; got None"),
         ([True], "flat list of token ids"),
-        ([1] * 137, "137 tokens and max_new_tokens=64 exceed the engine's max_length=200"),
         ([1] * 66, "66 tokens and max_new_tokens=64 exceed the 129 tokens that the engine's pages hold"),
     ],
 )
@@ -40,8 +39,16 @@ def test_wrong_prompts_are_refused(prompt, message):
         checked(prompt, SamplingOptions(), LIMITS, VOCAB_SIZE)
 
 
-def test_a_sequence_may_fill_all_pages():
-    assert len(checked([1] * 65, SamplingOptions(), LIMITS, VOCAB_SIZE)) == 65
+@pytest.mark.parametrize(
+    "num_pages, longest, message",
+    [(3, 129, "the 129 tokens that the engine's pages hold"), (9, 200, "the engine's max_length=200")],
+)
+def test_a_request_may_fill_all_pages_or_max_length(num_pages, longest, message):
+    limits = replace(LIMITS, num_pages=num_pages)
+    assert limits.longest_request == longest
+    checked([1] * (longest - 64), SamplingOptions(), limits, VOCAB_SIZE)
+    with pytest.raises(ValueError, match=f"max_new_tokens=64 exceed {message}"):
+        checked([1] * (longest - 63), SamplingOptions(), limits, VOCAB_SIZE)
 
 
 @pytest.mark.parametrize(

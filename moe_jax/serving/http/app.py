@@ -67,11 +67,10 @@ async def _answer_metrics(service: Service, request: Request) -> Response:
 
 
 def _model(service: Service) -> dict:
-    length = service.engine.limits.max_length
     return {
         "id": service.settings.model_name,
         "object": "model",
         "created": service.created,
         "owned_by": "moe_jax",
-        "max_model_len": length,
+        "max_model_len": service.engine.limits.longest_request,
     }

@@ -26,7 +26,7 @@ async def answer_tokenize(service: Service, request: Request) -> JSONResponse:
             return completion_tokens(service.tokenizer, [text]) if text else [[]]
 
     (tokens,) = await service.encode(encode)
-    return JSONResponse({"tokens": tokens, "count": len(tokens), "max_model_len": service.engine.limits.max_length})
+    return JSONResponse({"tokens": tokens, "count": len(tokens), "max_model_len": service.engine.limits.longest_request})
 
 
 async def answer_detokenize(service: Service, request: Request) -> JSONResponse:
