@@ -1,10 +1,17 @@
 """Wrong requests get the status and the message of OpenAI's API, and reach no engine."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from types import SimpleNamespace
+
 import openai
 import pytest
 import served
-from fake_engine import FakeEngine
+import tiny
+from fake_engine import LIMITS, FakeEngine
 
+from moe_jax.serving.engine import Engine
 from moe_jax.serving.http.settings import ServerSettings
 
 COMPLETION, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -189,6 +196,46 @@ def test_a_failed_engine_answers_503_and_is_not_healthy(stream):
                 running.openai().completions.create(**options)
             assert error.value.status_code == 503
         assert running.get("/health").status_code == 503 and not running.service.running
+
+
+def test_a_device_that_fails_makes_the_server_unhealthy(monkeypatch):
+    """The engine is a real one: its thread ends with the first launch. Requests that run, wait and come later get an error."""
+
+    class BrokenDevice:
+        def __init__(self, model, *_, **__):
+            self.placement = SimpleNamespace(devices=[None])
+            self.launching, self.may_fail = threading.Event(), threading.Event()
+
+        def warm_up(self):
+            pass
+
+        def launch(self, plans):
+            self.launching.set()
+            self.may_fail.wait(30)
+            raise ValueError("RESOURCE_EXHAUSTED")
+
+    monkeypatch.setattr("moe_jax.serving.engine.Device", BrokenDevice)
+    engine = Engine(tiny.dense(), limits=replace(LIMITS, max_sequences=1), tokenizer=served.tokenizer())
+    device = engine._loop.device
+    with served.serve(engine) as running, ThreadPoolExecutor(3) as pool:
+        answers = [pool.submit(running.post, COMPLETION, json={"prompt": "a", "stream": stream}) for stream in (False, True)]
+        assert device.launching.wait(20) and served.comes_true(lambda: len(running.service.running) == 2)
+        assert running.get("/health").status_code == 200
+        device.may_fail.set()
+        whole, streamed = (answer.result(20) for answer in answers)
+        assert (whole.status_code, streamed.status_code) == (503, 200)
+        assert "the engine does not run any more" in whole.text and "the engine does not run any more" in streamed.text
+        assert running.get("/health").status_code == running.post(COMPLETION, json={"prompt": "a"}).status_code == 503
+        assert not running.service.running
+
+
+def test_a_server_that_stops_says_so_at_health_too(server):
+    server.service.stopping = True
+    try:
+        answer = server.get("/health")
+        assert answer.status_code == 503 and answer.json()["error"]["message"] == "the server is stopping"
+    finally:
+        server.service.stopping = False
 
 
 def test_a_defect_answers_500_and_hides_its_text(server, monkeypatch, caplog):

@@ -56,9 +56,9 @@ async def _answer_model(service: Service, request: Request) -> JSONResponse:
 
 
 async def _answer_health(service: Service, request: Request) -> JSONResponse:
-    """Answers 200 while requests are taken: a proxy then sends some here."""
-    if service.stopping or service.engine.failed:
-        raise ApiError(503, "the server is stopping" if service.stopping else "the engine does not run any more")
+    """Answers 200 while requests are taken: a proxy then sends some here. Of a server that stops the guard tells."""
+    if service.engine.failed:
+        raise ApiError(503, "the engine does not run any more")
     return JSONResponse({"status": "ok"})
 
 

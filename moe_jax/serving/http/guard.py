@@ -59,11 +59,10 @@ class Guard:
 
     def _check(self, scope: Scope) -> None:
         headers = dict(scope["headers"])
-        is_probe = scope["path"] == "/health"
-        if self.service.stopping and not is_probe:
+        if self.service.stopping:
             raise ApiError(503, "the server is stopping")
         key = self.service.settings.api_key
-        if key is not None and not is_probe:
+        if key is not None and scope["path"] != "/health":
             scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
             if scheme.lower() != b"bearer" or not hmac.compare_digest(given.strip(), key.encode()):
                 raise ApiError(401, "the request needs this server's key: Authorization: Bearer KEY", code="invalid_api_key")
