@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from moe_jax.serving.http.choices import Choice, TextPiece, follow
-from moe_jax.serving.http.errors import ApiError, DisconnectedError
+from moe_jax.serving.http.errors import ApiError, DisconnectedError, took_too_long
 from moe_jax.serving.http.fields import Delivery
 from moe_jax.serving.http.record import RequestRecord
 from moe_jax.serving.http.service import Service
@@ -105,7 +105,7 @@ class Answer:
                 for _, of_prompt in itertools.groupby(self.choices, lambda choice: choice.handle):
                     group.create_task(follow(list(of_prompt), noted))
         except TimeoutError as error:
-            raise ApiError(504, f"the request took longer than {seconds:g} seconds") from error
+            raise took_too_long(seconds) from error
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
         finally:

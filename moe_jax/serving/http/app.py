@@ -4,7 +4,6 @@ import contextlib
 from collections.abc import AsyncIterator
 from functools import partial
 
-import anyio
 from prometheus_client import generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
@@ -23,13 +22,12 @@ from moe_jax.serving.http.tokens import answer_detokenize, answer_tokenize
 
 
 def make_app(service: Service) -> ASGIApp:
-    """Returns the application that serves OpenAI's API on the service's engine. At its end it closes the engine."""
+    """Returns the application that serves OpenAI's API on the service's engine. At its end it closes the service."""
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         yield
-        # All requests have ended, or their time to do so has. The engine's thread may still be in a step.
-        await anyio.to_thread.run_sync(lambda: service.engine.close(drain=False))
+        await service.close()
 
     posts = {
         "/v1/completions": answer_completion,

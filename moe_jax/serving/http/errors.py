@@ -34,6 +34,11 @@ class ApiError(Exception):
         return JSONResponse(self.body, self.status, headers)
 
 
+def took_too_long(seconds: float) -> ApiError:
+    """Returns the error of a request whose time is over."""
+    return ApiError(504, f"the request took longer than {seconds:g} seconds")
+
+
 class DisconnectedError(Exception):
     """The client has closed its connection."""
 

@@ -5,20 +5,23 @@ import dataclasses
 import logging
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from moe_jax.serving.defaults import Defaults, room_behind
 from moe_jax.serving.engine import Engine
 from moe_jax.serving.handle import Handle
 from moe_jax.serving.http.choices import Choice
-from moe_jax.serving.http.errors import ApiError
+from moe_jax.serving.http.errors import ApiError, took_too_long
 from moe_jax.serving.http.metrics import Metrics
 from moe_jax.serving.http.settings import ServerSettings
+from moe_jax.serving.http.worker import Worker
 from moe_jax.serving.loop import QueueFull
 from moe_jax.serving.request import SamplingOptions
 
 logger = logging.getLogger("moe_jax.serving")
+
+CLOSE_SECONDS = 60
+"""Time that the engine has for its last step: a device that hangs would else hold up the end for ever."""
 
 
 class Service:
@@ -34,19 +37,29 @@ class Service:
         self.running: set[Handle] = set()
         self.stopping = False
         """True once the server was told to stop: it takes no further requests."""
-        # One thread: long prompts wait for each other there, and not in the event loop, where all streams would wait.
-        self._tokenizing = ThreadPoolExecutor(1, "tokenizing")
+        # Long prompts wait for each other there, and not in the event loop, where all streams would wait.
+        self._tokenizing = Worker("tokenizing")
+        self._waits: set[asyncio.Timeout] = set()
+        """The ends of the time that requests wait for tokens of their texts."""
 
     async def encode[T](self, encode: Callable[[], T]) -> T:
         """Runs a function that turns text into tokens, beside the event loop.
 
         Raises:
-            ApiError: The function raised ValueError.
+            ApiError: The function raised ValueError, the request's time is over, or the server stops before the function ends.
         """
+        seconds = self.settings.request_seconds
+        wait = asyncio.timeout(seconds)
+        self._waits.add(wait)
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._tokenizing, encode)
+            async with wait:
+                return await self._tokenizing.run(encode)
+        except TimeoutError as error:
+            raise ApiError(503, "the server is stopping") if self.stopping else took_too_long(seconds) from error
         except ValueError as error:
             raise ApiError(400, str(error)) from error
+        finally:
+            self._waits.discard(wait)
 
     def check_model(self, name: Any) -> None:
         """Raises ApiError if a request is for another model."""
@@ -91,6 +104,24 @@ class Service:
         """Aborts all requests: their clients get an error."""
         for handle in self.running:
             handle.abort()
+        for wait in self._waits:
+            if not wait.expired():
+                wait.reschedule(0)
+
+    async def close(self) -> None:
+        """Ends the engine and the threads. All requests have ended, or their time to do so has.
+
+        What does not end within `CLOSE_SECONDS` is left to the end of the process.
+        """
+        closing = Worker("closing")
+        try:
+            async with asyncio.timeout(CLOSE_SECONDS):
+                await closing.run(lambda: self.engine.close(drain=False))
+        except TimeoutError:
+            logger.warning("a step of the engine does not end: after %g seconds the server stops without it", CLOSE_SECONDS)
+        closing.close()
+        if not self._tokenizing.close(1):
+            logger.warning("the tokenizer still works on a text that nobody waits for: the server stops without it")
 
     def _submit(self, prompt: list[int], options: SamplingOptions, choices: list[Choice]) -> None:
         if not options.max_new_tokens:

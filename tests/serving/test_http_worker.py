@@ -1,0 +1,68 @@
+"""A tokenizer or a device that does not end holds up neither its client for ever, nor the end of the server."""
+
+import os
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import served
+from fake_engine import FakeEngine
+
+
+@pytest.fixture
+def endless(monkeypatch):
+    """POST /tokenize does not end while the test runs."""
+    ended = threading.Event()
+    monkeypatch.setattr("moe_jax.serving.http.tokens.completion_tokens", lambda *_: ended.wait(60))
+    yield
+    ended.set()
+
+
+def test_a_tokenizer_that_does_not_end_holds_up_no_stop(endless, caplog):
+    """Its client, and one that waits for the tokenizer, get an error when the time to finish is over."""
+    with served.serve(shutdown_seconds=0.2) as running, ThreadPoolExecutor(2) as pool:
+        answers = [pool.submit(running.post, path, json={"prompt": "x"}) for path in ("/tokenize", "/v1/completions")]
+        assert served.comes_true(lambda: len(running.service._waits) == 2)
+        running.stop()
+        running.thread.join(10)
+        assert not running.thread.is_alive()
+        assert all(answer.result().status_code == 503 for answer in answers)
+    assert "the tokenizer still works on a text that nobody waits for" in caplog.text
+
+
+def test_a_tokenizer_that_does_not_end_is_given_up(endless):
+    with served.serve(request_seconds=0.2) as running:
+        assert running.post("/tokenize", json={"prompt": "x"}).status_code == 504
+
+
+def test_a_device_that_hangs_holds_up_no_stop(monkeypatch, caplog):
+    monkeypatch.setattr("moe_jax.serving.http.service.CLOSE_SECONDS", 0.1)
+    engine, ended = FakeEngine(), threading.Event()
+    engine.close = lambda drain: ended.wait(60)
+    with served.serve(engine) as running:
+        running.stop()
+        running.thread.join(10)
+        assert not running.thread.is_alive()
+    ended.set()
+    assert "a step of the engine does not end: after 0.1 seconds the server stops without it" in caplog.text
+
+
+def test_a_process_ends_whatever_its_worker_does():
+    script = """
+import asyncio, time
+from moe_jax.serving.http.worker import Worker
+async def main():
+    worker = Worker("worker")
+    assert await worker.run(lambda: 7) == 7
+    try:
+        await asyncio.wait_for(worker.run(lambda: time.sleep(60)), 0.1)
+    except TimeoutError:
+        print("ended", worker.close(0.1))
+asyncio.run(main())
+"""
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment, timeout=30)
+    assert (found.returncode, found.stdout, found.stderr) == (0, "ended False\n", "")
