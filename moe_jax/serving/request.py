@@ -20,6 +20,9 @@ MAX_LOGPROBS = 20
 MAX_BIASES = 300
 """Largest number of tokens in `logit_bias`, as in OpenAI's API; the device has room for so many a slot."""
 
+SMALLEST, LARGEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
+"""The device computes in f32: a smaller number is 0 there, a larger one infinite."""
+
 
 @dataclass(frozen=True)
 class SamplingOptions:
@@ -60,12 +63,9 @@ class SamplingOptions:
             "max_new_tokens": (_is_integer(self.max_new_tokens, 1), "an integer, at least 1"),
             "temperature": (_is_number(self.temperature, 0), "a finite number, 0 or more"),
             "top_k": (self.top_k is None or _is_integer(self.top_k, 1), "None or an integer, at least 1"),
-            "top_p": (self.top_p is None or (_is_number(self.top_p, 0, 1) and self.top_p > 0), "None or a number in (0, 1]"),
+            "top_p": (self.top_p is None or _is_number(self.top_p, SMALLEST, 1), "None or a number in (0, 1]"),
             "min_p": (self.min_p is None or _is_number(self.min_p, 0, 1), "None or a number in [0, 1]"),
-            "repetition_penalty": (
-                _is_number(self.repetition_penalty, 0) and self.repetition_penalty > 0,
-                "a finite number above 0",
-            ),
+            "repetition_penalty": (_is_number(self.repetition_penalty, SMALLEST), "a finite number above 0"),
             "presence_penalty": (_is_number(self.presence_penalty, -2, 2), "a number in [-2, 2]"),
             "frequency_penalty": (_is_number(self.frequency_penalty, -2, 2), "a number in [-2, 2]"),
             "logit_bias": (
@@ -179,8 +179,8 @@ def _is_integer(value: Any, low: int, high: float = math.inf) -> bool:
     return isinstance(value, Integral) and not isinstance(value, bool) and low <= int(value) <= high
 
 
-def _is_number(value: Any, low: float, high: float = math.inf) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value) and low <= float(value) <= high
+def _is_number(value: Any, low: float, high: float = LARGEST) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool) and low <= value <= high
 
 
 def _is_count(value: Any) -> bool:

@@ -21,6 +21,10 @@ A row has the same token in each variant that can serve it, so the host takes th
 """
 
 
+SMALLEST_TEMPERATURE = 1e-30
+"""Below it the most likely token is taken: logits over a smaller temperature would be infinite in f32, one like the other."""
+
+
 class SlotOptions(NamedTuple):
     """The sampling options of every slot."""
 
@@ -116,8 +120,9 @@ def init_slots(num_slots: int) -> SlotOptions:
 def slot_row(options: "SamplingOptions", seed: int) -> SlotOptions:
     """Returns the row of a slot that a sequence with these options and this seed of up to 64 bits takes, in NumPy."""
     row = dict(
-        temperature=np.float32(options.temperature),
-        top_k=np.int32(options.top_k or 0),
+        temperature=np.float32(options.temperature if options.temperature >= SMALLEST_TEMPERATURE else 0),
+        # NumPy raises for a larger one, in the engine's thread.
+        top_k=np.int32(min(options.top_k or 0, 2**31 - 1)),
         top_p=np.float32(1 if options.top_p is None else options.top_p),
         min_p=np.float32(options.min_p or 0),
         seed=np.array([seed >> 32 & 0xFFFFFFFF, seed & 0xFFFFFFFF], np.uint32),

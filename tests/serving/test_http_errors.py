@@ -110,6 +110,8 @@ def test_wrong_fields_are_named(server, path, body, message):
         b'{"prompt": NaN}',
         b'{"prompt": "\\ud800"}',
         b'{"model": "\\udfff", "prompt": "a"}',
+        b'{"prompt": "a", "n": "\xed\xa0\x80"}',
+        '{"prompt": "a", "n": "\\ud800"}'.encode("utf-16"),
         b"[" * 10_000,
         b'{"prompt":' * 1000,
         b'{"prompt": ' + b"1" * 5000 + b"}",

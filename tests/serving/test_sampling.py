@@ -10,6 +10,7 @@ import seeds
 
 from moe_jax.generation import sampling as generation
 from moe_jax.serving.penalties import count_tokens, has_penalties, init_penalties, penalised, penalty_row, start_slot
+from moe_jax.serving.request import SMALLEST
 from moe_jax.serving.sampling import (
     SlotOptions,
     _restricted,
@@ -65,6 +66,15 @@ def test_rows_are_cut_as_generate_cuts_a_batch(rng, ties):
     for row, (temperature, each) in enumerate(zip(temperatures, RESTRICTIONS, strict=True)):
         expected = generation.distribution(logits[row], temperature=temperature, **each)
         np.testing.assert_allclose(jax.nn.softmax(scores[row]), expected, rtol=2e-5, atol=1e-9)
+
+
+def test_the_smallest_and_largest_options_draw_as_their_neighbours(rng):
+    """They pass the check of a request, and reach the device as f32 and int32."""
+    logits = jnp.tile(normal(rng, VOCAB), (3, 1))
+    rows = given(temperature=1e-40), given(temperature=1.0, top_k=2**63), given(temperature=1.0, top_p=SMALLEST)
+    found = run(logits, jnp.arange(3), jnp.arange(3), slots_with(rows))
+    plain = run(logits, jnp.arange(3), jnp.arange(3), slots_with([given(temperature=1.0)] * 3))
+    assert found.tokens.tolist() == [logits[0].argmax(), plain.tokens[1], logits[0].argmax()]
 
 
 def test_min_p_cuts_tokens_far_less_likely_than_the_best():

@@ -31,7 +31,8 @@ async def read_body(request: Request, seconds: float) -> dict[str, Any]:
     except TimeoutError as error:
         raise ApiError(408, f"the body did not come within {seconds:g} seconds") from error
     try:
-        found = json.loads(data, parse_constant=_refuse_constant)
+        # Bytes would be read as whatever encoding they look like, and with halves of surrogate pairs.
+        found = json.loads(data.decode("utf-8-sig"), parse_constant=_refuse_constant)
         if b"\\u" in data:
             # Half of a surrogate pair is valid JSON and no text: neither a tokenizer nor an answer could hold it.
             json.dumps(found, ensure_ascii=False).encode()
