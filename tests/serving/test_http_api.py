@@ -4,10 +4,12 @@ import json
 
 import pytest
 import served
+import tiny
 from fake_engine import FakeEngine
 
 from moe_jax.kernels.attention.paged.page_size import PAGE_SIZE
-from moe_jax.serving.http.logprobs import token_bytes
+from moe_jax.serving.http.choices import TokenLogprob
+from moe_jax.serving.http.logprobs import chat_logprobs, completion_logprobs, token_bytes
 from moe_jax.serving.limits import EngineLimits
 
 
@@ -160,6 +162,14 @@ def test_log_probabilities_of_a_chat(client):
     assert [each.token for each in content[1].top_logprobs] == ["u", "#"]
     content = client.chat.completions.create(**options).choices[0].logprobs.content
     assert content[0].top_logprobs == [] and content[0].logprob == -0.25
+
+
+def test_each_token_is_decoded_once_for_log_probabilities():
+    tokenizer, decoded = tiny.tokenizer(), []
+    tokenizer.decode = lambda ids: decoded.append(ids) or "x"
+    tokens = [TokenLogprob(40, -1.0, {40: -1.0, 41: -2.0})] * 9
+    assert len(chat_logprobs(tokenizer, tokens)["content"]) == len(completion_logprobs(tokenizer, tokens, 0)["tokens"]) == 9
+    assert decoded == [[40], [41]]
 
 
 def test_bytes_of_parts_of_characters():

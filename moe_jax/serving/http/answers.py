@@ -67,7 +67,11 @@ class Answer:
             await unless_disconnected(request.receive, self._follow(keep))
         finally:
             self.service.release(self.choices)
-        choices = [self.shape.whole(each) for each in pieces]
+        choices = []
+        for each in pieces:
+            choices.append(self.shape.whole(each))
+            # Each may have thousands of log-probabilities: other requests come in between.
+            await asyncio.sleep(0)
         return JSONResponse(self._frame(self.shape.whole_object, choices) | {"usage": self._usage()})
 
     async def _stream(self, send_data: Callable[[Any], Awaitable[None]]) -> None:
