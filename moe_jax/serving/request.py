@@ -91,7 +91,8 @@ class SamplingOptions:
             "prompt_logprobs": (_is_count(self.prompt_logprobs), f"None or an integer in [0, {MAX_LOGPROBS}]"),
             "return_experts": (isinstance(self.return_experts, bool), "True or False"),
         }
-        return [f"{name} must be {wanted}; got {getattr(self, name)!r}" for name, (fits, wanted) in rules.items() if not fits]
+        wrong = {name: wanted for name, (fits, wanted) in rules.items() if not fits}
+        return [f"{name} must be {wanted}; got {_shortened(getattr(self, name))}" for name, wanted in wrong.items()]
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,8 @@ WRONG = [
     (COMPLETION, {"prompt": [9999]}, "the prompt has token 9999, outside the vocabulary of 264"),
     (COMPLETION, {"prompt": [-1]}, "outside the vocabulary"),
     (COMPLETION, {"prompt": [10**30]}, "the prompt must be a flat list of token ids"),
+    (COMPLETION, {"prompt": [10**30], "echo": True}, "token 1000000000000000000000000000000 is outside the vocabulary of 264"),
+    (COMPLETION, {"prompt": [[1], [-1]], "echo": True}, "token -1 is outside the vocabulary of 264"),
     (COMPLETION, {"prompt": [True, 1]}, "prompt must be a text"),
     (COMPLETION, {"prompt": "a", "temperature": "hot"}, 'temperature must be an integer or a number; got "hot"'),
     (COMPLETION, {"prompt": "a", "temperature": True}, "temperature must be an integer or a number; got true"),
@@ -82,8 +84,9 @@ WRONG = [
     (CHAT, {"messages": [{"role": "user", "content": "a" * 600}]}, "exceed the engine's max_length=512"),
     ("/tokenize", {}, "give either prompt or messages"),
     ("/tokenize", {"prompt": 7}, "prompt must be a string"),
-    ("/detokenize", {"tokens": [9999]}, "tokens must be a list of token ids below 264"),
-    ("/detokenize", {}, "tokens must be a list of token ids below 264"),
+    ("/detokenize", {"tokens": [9999]}, "token 9999 is outside the vocabulary of 264"),
+    ("/detokenize", {"tokens": [True]}, "tokens must be a list of token ids"),
+    ("/detokenize", {}, "tokens must be a list of token ids"),
 ]
 
 
@@ -247,7 +250,7 @@ def test_a_defect_answers_500_and_hides_its_text(server, monkeypatch, caplog):
     monkeypatch.setattr(server.engine, "submit", broken)
     answer = server.post(COMPLETION, json={"prompt": "a"})
     assert answer.status_code == 500 and "secret" not in answer.text
-    assert answer.json()["error"]["type"] == "server_error"
+    assert answer.json()["error"]["type"] == "server_error" and answer.headers["connection"] == "close"
     assert served.comes_true(lambda: "a secret" in caplog.text)
 
 

@@ -72,6 +72,10 @@ def test_a_request_may_fill_all_pages_or_max_length(num_pages, longest, message)
         ({"frequency_penalty": None}, "a number in [-2, 2]; got None"),
         ({"logit_bias": {100: 1.0}}, "token ids below 100 to numbers in [-100, 100]; got {100: 1.0}"),
         ({"logit_bias": {1: 101}}, "token ids below 100 to numbers in [-100, 100]; got {1: 101}"),
+        (
+            {"logit_bias": dict.fromkeys(range(100), 101)},
+            "got {0: 101, 1: 101, 2: 101, 3: 101, 4: 101, 5: 101, 6: 101, 7: 101, 8: 101, 9: 1...",
+        ),
         ({"logit_bias": [1]}, "a mapping of at most 300 token ids"),
         ({"stop_token_ids": (100,)}, "a tuple of token ids below 100; got (100,)"),
         ({"stop_token_ids": 3}, "a tuple of token ids below 100; got 3"),

@@ -42,10 +42,9 @@ async def answer_completion(service: Service, request: Request) -> Response:
     how = delivery(body)
     prompts = _prompts(body.get("prompt"), service.settings.max_choices)
     if isinstance(prompts[0], str):
-        tokens = await service.encode(lambda: completion_tokens(service.tokenizer, prompts))
+        tokens, echoed = await service.encode(lambda: completion_tokens(service.tokenizer, prompts)), prompts
     else:
-        tokens = prompts
-    echoed = prompts if isinstance(prompts[0], str) else [service.tokenizer.decode(each) for each in tokens] if echo else []
+        tokens, echoed = prompts, await service.decode(prompts) if echo else []
     choices = service.submit(tokens, options)
     record = record_of(request)
     record.prompt_tokens = sum(map(len, tokens))

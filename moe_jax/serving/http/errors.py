@@ -61,4 +61,7 @@ async def answer_http_error(request: Request, error: Exception) -> JSONResponse:
 
 async def answer_defect(request: Request, error: Exception) -> JSONResponse:
     """Answers for a defect of the server, whose traceback goes into the log and not to the client."""
-    return ApiError(500, "the server failed at this request; its log says why").response
+    response = ApiError(500, "the server failed at this request; its log says why").response
+    # The server will close the connection: a client that did not know would lose its next request there.
+    response.headers["Connection"] = "close"
+    return response

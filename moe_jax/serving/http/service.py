@@ -61,6 +61,17 @@ class Service:
         finally:
             self._waits.discard(wait)
 
+    async def decode(self, texts: Sequence[list[int]]) -> list[str]:
+        """Returns the texts of lists of token ids, special tokens too.
+
+        Raises:
+            ApiError: As `encode`, or a token is outside the vocabulary.
+        """
+        size = self.engine.config.vocab_size
+        if outside := [token for tokens in texts for token in tokens if not 0 <= token < size]:
+            raise ApiError(400, f"token {outside[0]} is outside the vocabulary of {size}")
+        return await self.encode(lambda: [self.tokenizer.decode(tokens) for tokens in texts])
+
     def check_model(self, name: Any) -> None:
         """Raises ApiError if a request is for another model."""
         if name is not None and name != self.settings.model_name:

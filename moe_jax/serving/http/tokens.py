@@ -34,7 +34,8 @@ async def answer_detokenize(service: Service, request: Request) -> JSONResponse:
     body = await read_body(request, service.settings.body_seconds)
     refuse_others(body, {"model", "tokens"})
     service.check_model(body.get("model"))
-    tokens, size = take(body, "tokens", list), service.engine.config.vocab_size
-    if tokens is None or not all(type(token) is int and 0 <= token < size for token in tokens):
-        raise ApiError(400, f"tokens must be a list of token ids below {size}", param="tokens")
-    return JSONResponse({"prompt": await service.encode(lambda: service.tokenizer.decode(tokens))})
+    tokens = take(body, "tokens", list)
+    if tokens is None or not all(type(token) is int for token in tokens):
+        raise ApiError(400, "tokens must be a list of token ids", param="tokens")
+    (text,) = await service.decode([tokens])
+    return JSONResponse({"prompt": text})
