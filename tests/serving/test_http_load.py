@@ -168,6 +168,26 @@ def test_broken_connections_and_noise_leave_nothing_behind():
         assert running.get("/health").status_code == 200
 
 
+def test_connections_on_which_no_request_comes_are_closed(monkeypatch):
+    """Silent ones, and those whose head comes byte by byte; one that works is not, whenever its head and its body come."""
+    monkeypatch.setattr("moe_jax.serving.http.server.KEEP_ALIVE_SECONDS", 0.4)
+    whole = served.request_bytes(LONG | {"max_tokens": 20})
+    with served.serve(FakeEngine(repeats=100, step_seconds=0.03)) as running, contextlib.ExitStack() as stack:
+        silent, dripping, behind, slow = (stack.enter_context(running.connect()) for _ in range(4))
+        behind.sendall(served.request_bytes({"prompt": "a", "max_tokens": 1}))
+        assert behind.recv(10_000).startswith(b"HTTP/1.1 200")
+        behind.sendall(b"GET /health")
+        slow.sendall(whole[:20])
+        for byte in whole[:3]:
+            dripping.sendall(bytes([byte]))
+            time.sleep(0.1)
+        slow.sendall(whole[20:-3])
+        assert [silent.recv(1), dripping.recv(1), behind.recv(1)] == [b""] * 3
+        slow.sendall(whole[-3:])
+        assert b"200 OK" in slow.recv(10_000)
+        assert not [each for each in running.server.server_state.connections if each._deadline is not None]
+
+
 @pytest.mark.thorough
 def test_idle_connections_outlive_those_of_clients():
     """httpx drops a connection that was idle for 5 seconds; a server that closes it then would lose its next request."""

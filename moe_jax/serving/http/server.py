@@ -8,10 +8,11 @@ from types import FrameType
 import uvicorn
 
 from moe_jax.serving.http.app import make_app
+from moe_jax.serving.http.connection import Connection
 from moe_jax.serving.http.service import Service, logger
 
 KEEP_ALIVE_SECONDS = 65
-"""Time after which an idle connection is closed. Clients and proxies drop theirs after 5 to 60 seconds.
+"""Time after which a connection without a request is closed. Clients and proxies drop theirs after 5 to 60 seconds.
 
 It must be longer than theirs: a request that meets the closing of its connection is lost.
 """
@@ -49,6 +50,8 @@ class Server(uvicorn.Server):
         settings = service.settings
         config = uvicorn.Config(
             make_app(service),
+            http=Connection,
+            ws="none",
             log_config=None,
             log_level="warning",
             # The guard writes a line for each request.
