@@ -170,9 +170,8 @@ def _problems_of_length(length: int, new: int, limits: EngineLimits) -> list[str
     most = limits.longest_request
     if length + new <= most:
         return []
-    bound = (
-        f"the engine's max_length={most}" if most == limits.max_length else f"the {most} tokens that the engine's pages hold"
-    )
+    pages = f"the {most} tokens that the engine's pages hold"
+    bound = f"the engine's max_length={most}" if most == limits.max_length else pages
     return [f"a prompt of {length} tokens and max_new_tokens={new} exceed {bound}"]
 
 
@@ -181,7 +180,9 @@ def _is_integer(value: Any, low: int, high: float = math.inf) -> bool:
 
 
 def _is_number(value: Any, low: float, high: float = LARGEST) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool) and low <= value <= high
+    is_real = isinstance(value, Real) and not isinstance(value, bool)
+    # As it is: an integer may be too large for a float.
+    return is_real and low <= value <= high
 
 
 def _is_count(value: Any) -> bool:

@@ -34,13 +34,13 @@ class ApiError(Exception):
         return JSONResponse(self.body, self.status, headers)
 
 
+class DisconnectedError(Exception):
+    """The client has closed its connection."""
+
+
 def took_too_long(seconds: float) -> ApiError:
     """Returns the error of a request whose time is over."""
     return ApiError(504, f"the request took longer than {seconds:g} seconds")
-
-
-class DisconnectedError(Exception):
-    """The client has closed its connection."""
 
 
 async def answer_api_error(request: Request, error: Exception) -> JSONResponse:

@@ -55,7 +55,6 @@ def sampling_options(
         stop_token_ids=(*(() if ignores_ends else ends), *_token_ids(body)),
         stop=_stop(take(body, "stop", (str, list), [])),
         ignore_eos=ignores_ends,
-        # Clients send 64 bits, and may send them negative.
         # Clients send up to 64 bits, and negative ones.
         seed=None if (seed := take(body, "seed", int)) is None else seed % 2**32,
         n=take(body, "n", int, 1),
@@ -65,7 +64,8 @@ def sampling_options(
 
 def delivery(body: Mapping[str, Any]) -> Delivery:
     """Returns the form in which a body asks for its texts."""
-    options = take(body, "stream_options", dict, {})
+    # Some clients write null for a field that they leave out.
+    options = {name: value for name, value in take(body, "stream_options", dict, {}).items() if value is not None}
     if others := sorted(options.keys() - {"include_usage", "include_obfuscation"}):
         raise ApiError(400, f"unknown fields of stream_options: {', '.join(others)[:200]}", param="stream_options")
     return Delivery(take(body, "stream", bool, False), bool(take(options, "include_usage", bool, False)))
