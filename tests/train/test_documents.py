@@ -157,15 +157,6 @@ def test_an_answer_has_its_weight(template):
     assert tokenizer.decode(tokens[weights == 3]) == "bye<|im_end|>" and ((weights != 0) == both).all()
 
 
-@pytest.mark.parametrize("weight", [0, 0.5])
-def test_answers_with_weights_need_marks_of_their_own(weight):
-    """A template that marks all answers as one span hides which of them has the weight."""
-    chat = [*CHAT[:2], {**CHAT[2], "weight": weight}, {"role": "assistant", "content": "bye"}]
-    joined = "{% for m in messages[2:] %}{% generation %}{{ m['content'] }}{% endgeneration %}{% endfor %}"
-    with pytest.raises(ValueError, match='marks 1 spans for 2 answers, so the answers that have a "weight" cannot be found'):
-        chat_tokens(tiny.tokenizer(joined), chat)
-
-
 @pytest.mark.parametrize("change, tools, left_out", [({"tool_calls": ["add"]}, None, "tool_calls"), ({}, ["add"], "tools")])
 def test_a_template_that_would_leave_tools_out_is_refused(change, tools, left_out):
     chat = [*CHAT[:2], {**CHAT[2], **change}, *CHAT[3:]]

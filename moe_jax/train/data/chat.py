@@ -6,7 +6,7 @@ An answer starts where the earlier messages, rendered with the generation prompt
 It ends with the text that the template puts after an answer: the end-of-turn token, tool calls.
 """
 
-import re
+from functools import partial
 from os.path import commonprefix
 from typing import Any
 
@@ -15,9 +15,8 @@ from jaxtyping import Bool, Float, Int
 
 from moe_jax.checkpoint.messages import check_template
 from moe_jax.checkpoint.tool_calls import as_template_wants
+from moe_jax.train.data.marks import GENERATION_TAG, Span, marked_spans, weights_of_answers
 from moe_jax.train.data.reasoning import check_reasoning
-
-GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 def chat_tokens(
@@ -32,55 +31,42 @@ def chat_tokens(
       ValueError: the template cannot render the conversation, or would leave its tools or all reasoning out. Or answers cannot
         be told from the rest.
         Without marks: the first message is an answer, or the rendering of a part is not a part of the whole. With marks:
-        some answer has another weight than 1, and there is not one mark for each answer.
+        the template changes marked text, or it cannot be told which weight a span has.
     """
     template = tokenizer.get_chat_template(tools=tools)
     check_template(template, messages, tools)
     check_reasoning(template, messages)
     messages = as_template_wants(template, messages)
-    if GENERATION_TAG.search(template):
-        options = dict(tokenize=True, return_dict=True, return_assistant_tokens_mask=True, tokenizer_kwargs={"verbose": False})
-        encoded = _render(tokenizer, messages, tools, **options)
-        marked = np.asarray(encoded["assistant_masks"], bool)
-        return np.asarray(encoded["input_ids"], np.int32), _with_weights(marked, messages)
-    text = _render(tokenizer, messages, tools)
-    if messages[0]["role"] == "assistant":
-        raise ValueError(
-            "the conversation begins with the assistant's message, and an answer is found behind the messages before it; put a "
-            "system or user message first, or use a template that marks answers with {% generation %} ... {% endgeneration %}"
-        )
+    has_marks = bool(GENERATION_TAG.search(template))
+    if has_marks:
+        text, spans = marked_spans(template, messages, partial(_render, tokenizer, tools=tools))
+    else:
+        text = _render(tokenizer, messages, tools)
+        spans = _found_spans(tokenizer, messages, tools, text)
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-    starts = np.asarray([start for start, _ in encoded["offset_mapping"]], np.int64)
+    starts, ends = np.asarray(encoded["offset_mapping"], np.int64).reshape(-1, 2).T
+    # A token that reaches over a mark is learned, as in transformers; one that reaches over the end of a prompt is not.
+    reached = ends - 1 if has_marks else starts
     mask = np.zeros(len(starts), np.float32 if has_weights(messages) else bool)
-    for i, message in enumerate(messages):
-        if message["role"] == "assistant" and message.get("weight", 1):
-            first, last = _span(tokenizer, messages, tools, i, text)
-            mask[(starts >= first) & (starts < last)] = message.get("weight", 1)
+    for first, end, weight in spans:
+        mask[(reached >= first) & (starts < end)] = weight
     return np.asarray(encoded["input_ids"], np.int32), mask
 
 
 def has_weights(messages: list[dict[str, Any]]) -> bool:
     """Tells if an answer of a conversation has another weight than 0 and 1."""
-    return any(weight not in (0, 1) for weight in _weights(messages))
+    return any(weight not in (0, 1) for weight in weights_of_answers(messages))
 
 
-def _weights(messages: list[dict[str, Any]]) -> list[float]:
-    return [message.get("weight", 1) for message in messages if message["role"] == "assistant"]
-
-
-def _with_weights(marked: np.ndarray, messages: list[dict[str, Any]]) -> np.ndarray:
-    """Returns the mask with the weights of answers: booleans, where all weights are 0 and 1."""
-    weights = _weights(messages)
-    if all(weight == 1 for weight in weights):
-        return marked
-    begins = marked & ~np.roll(marked, 1)
-    begins[:1] = marked[:1]
-    if begins.sum() != len(weights):
+def _found_spans(tokenizer, messages: list[dict[str, Any]], tools, text: str) -> list[Span]:
+    """Returns the answers in `text` whose weight is not 0, for a template without marks."""
+    if messages[0]["role"] == "assistant":
         raise ValueError(
-            f"the chat template marks {begins.sum()} spans for {len(weights)} answers, "
-            'so the answers that have a "weight" cannot be found'
+            "the conversation begins with the assistant's message, and an answer is found behind the messages before it; put a "
+            "system or user message first, or use a template that marks answers with {% generation %} ... {% endgeneration %}"
         )
-    return marked * np.asarray([0, *weights], np.float32 if has_weights(messages) else bool)[begins.cumsum()]
+    learned = [i for i, message in enumerate(messages) if message["role"] == "assistant" and message.get("weight", 1)]
+    return [Span(*_span(tokenizer, messages, tools, i, text), messages[i].get("weight", 1)) for i in learned]
 
 
 def _span(tokenizer, messages: list[dict[str, Any]], tools, i: int, text: str) -> tuple[int, int]:
@@ -114,9 +100,9 @@ def _after_content(tokenizer, messages: list[dict[str, Any]], tools, i: int, tex
     return common
 
 
-def _render(tokenizer, messages, tools, **options) -> Any:
-    """Renders the messages with the chat template: to text, unless the options ask for tokens."""
+def _render(tokenizer, messages, tools, **options) -> str:
+    """Renders the messages with the chat template, or with the one in `chat_template`."""
     try:
-        return tokenizer.apply_chat_template(messages, tools=tools, **{"tokenize": False, **options})
+        return tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, **options)
     except Exception as error:  # templates raise whatever they like, jinja's TemplateError mostly
         raise ValueError(f"the tokenizer's chat template refuses the first {len(messages)} messages: {error}") from error

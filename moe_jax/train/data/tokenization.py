@@ -9,8 +9,9 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from moe_jax.checkpoint.tokenizer import beginning
-from moe_jax.train.data.chat import GENERATION_TAG, chat_tokens
+from moe_jax.train.data.chat import chat_tokens
 from moe_jax.train.data.documents import BAD, Documents
+from moe_jax.train.data.marks import GENERATION_TAG
 from moe_jax.train.data.problems import MAX_PROBLEMS
 
 
