@@ -86,7 +86,11 @@ def test_an_error_leaves_the_position_before_the_batch(tmp_path):
 
 def test_conversations_that_are_all_refused_are_no_data(tmp_path):
     documents = open_documents(chats(tmp_path, "bad", "bad"))
-    with pytest.raises(ValueError, match="all 2 conversations would be skipped; one of them: .*chats.jsonl:[12] .*refused"):
+    message = (
+        r"nothing to learn: all 2 documents that were read of \S*chats.jsonl are left out; the last: .*chats.jsonl:[12] "
+        r".*refused; give a chat template .*, or other data$"
+    )
+    with pytest.raises(ValueError, match=message):
         next(batches(documents, tiny.tokenizer(TEMPLATE), seq_len=32, batch_size=2, skip_bad=True))
 
 

@@ -7,7 +7,7 @@ import pytest
 import tiny
 
 from moe_jax.train import batches, open_documents, survey
-from moe_jax.train.data import hub, streams
+from moe_jax.train.data import hub, streams, unused
 
 datasets = pytest.importorskip("datasets")
 
@@ -99,10 +99,14 @@ def test_a_run_that_continues_skips_rows_by_the_state(tmp_path, monkeypatch):
     np.testing.assert_array_equal(next(second)["tokens"], expected["tokens"])
 
 
-def of_rows(rows, fails=()):
-    """Rows as the hub's stream; those in `fails` lose the connection."""
+def of_rows(rows, fails=(), most_rounds=10_000):
+    """Rows as the hub's stream; those in `fails` lose the connection, and all of them after `most_rounds`."""
+    rounds = []
 
     def make():
+        rounds.append(1)
+        if len(rounds) > most_rounds:
+            raise OSError(f"more than {most_rounds} rounds")
         for number, row in enumerate(rows):
             if number in fails:
                 raise OSError("connection lost")
@@ -122,6 +126,55 @@ def test_bad_rows_are_named_or_left_out(monkeypatch):
     stream = stream_of(open_documents("owner/name,stream=true"), skip_bad=True)
     assert {i % 5 for i in documents_of(next(stream)).tolist()} == {0, 1, 4}
     assert stream.skipped[3].startswith("owner/name (train) row 4: ")
+
+
+REFUSING = "{% if messages[0]['content'] == 'bad' %}{{ raise_exception('refused') }}{% endif %}" + tiny.CHATML
+
+
+def chats_of(monkeypatch, *asked, **options):
+    """Returns a function that gives batches of a stream of chats with these questions, of which one row is looked at."""
+    answer = {"role": "assistant", "content": "a"}
+    rows = [{"messages": [{"role": "user", "content": question}, answer]} for question in asked]
+    monkeypatch.setattr(datasets, "load_dataset", of_rows(rows, **options))
+    monkeypatch.setattr(hub, "FIRST_ROWS", 1)
+    documents = open_documents("owner/name,stream=true")
+    return lambda: batches(documents, tiny.tokenizer(REFUSING), seq_len=96, batch_size=1, skip_bad=True)
+
+
+@pytest.mark.parametrize("position", [0, 30, 70])
+def test_a_round_without_a_usable_row_ends_a_stream(monkeypatch, position, caplog):
+    """Wherever a restored position lies; the next attempt ends too."""
+    monkeypatch.setattr(unused, "MANY_ROWS", 45)
+    stream = chats_of(monkeypatch, *["bad"] * 50, most_rounds=20)()
+    if position:
+        state = stream.get_state()
+        innermost = state["0"]
+        while "parent" in innermost:
+            innermost = innermost["parent"]
+        innermost["next_index"] = position
+        stream.set_state(state)
+    for _ in range(2):
+        with pytest.raises(
+            ValueError,
+            match=r"^nothing to learn: all 50 documents that were read of owner/name are left out; the last: owner/name "
+            r"\(train\) row \d+: .* refuses the first 2 messages: refused; give a chat template that takes such conversations",
+        ):
+            next(stream)
+    assert f"the last 45 rows were left out; the last: owner/name (train) row {position + 45}: " in caplog.text
+    assert max(stream.skipped) < position + 110
+    stream.close()
+
+
+@pytest.mark.parametrize("good", [0, 2, 4])
+def test_a_stream_of_mostly_refused_rows_goes_on(monkeypatch, good):
+    make = chats_of(monkeypatch, *("good" * 15 if i == good else "bad" for i in range(5)))
+    stream, resumed = make(), make()
+    for _ in range(3):
+        assert {i % 5 for i in documents_of(next(stream)).tolist()} == {good}
+    resumed.set_state(json.loads(json.dumps(stream.get_state())))
+    np.testing.assert_array_equal(next(resumed)["tokens"], next(stream)["tokens"])
+    for each in (stream, resumed):
+        each.close()
 
 
 def test_a_failing_network_is_named(monkeypatch):

@@ -12,6 +12,8 @@ from moe_jax.train import batches, open_documents, survey
 SHORT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
 LONG = [*SHORT, {"role": "user", "content": "x" * 40}, {"role": "assistant", "content": "no"}]
 
+REFUSING = "{% if messages[0]['content'] == 'bad' %}{{ raise_exception('refused') }}{% endif %}" + tiny.CHATML
+
 
 def chats(folder, *conversations):
     file = folder / "chats.jsonl"
@@ -74,3 +76,16 @@ def test_refused_conversations_are_an_error_or_counted(tmp_path):
         survey(documents, tiny.tokenizer(), seq_len=64)
     found = survey(documents, tiny.tokenizer(), seq_len=64, skip_bad=True)
     assert (found.skipped, found.answers) == (1, 2)
+
+
+def test_a_sample_reaches_to_the_first_usable_document(tmp_path):
+    """Behind both limits, in any order; where there is none, the last reason is said."""
+    bad, tokenizer = [{"role": "user", "content": "bad"}, SHORT[1]], tiny.tokenizer(REFUSING)
+    documents = chats(tmp_path, *[bad] * 20, SHORT)
+    for seed in range(5):
+        found = survey(documents, tokenizer, seq_len=64, seed=seed, skip_bad=True, max_documents=1, max_seconds=0)
+        assert found.answers > 0 and found.skipped == round((found.measured - 1) * 21 / found.measured)
+    with pytest.raises(
+        ValueError, match=r"nothing to learn: all 20 documents .*chats.jsonl:\d+ .*refused; give a chat template"
+    ):
+        survey(chats(tmp_path, *[bad] * 20), tokenizer, seq_len=64, skip_bad=True, max_documents=1)

@@ -91,6 +91,9 @@ class RowStream:
     Args:
       data: a `datasets.IterableDataset`.
       content: gives a row's content.
+
+    Attributes:
+      last_round: the numbers of the rows from the stream's beginning to its end, when they were read last; None before.
     """
 
     def __init__(self, name: str, data: Any, content: Callable[[dict[str, Any]], bytes]):
@@ -100,6 +103,7 @@ class RowStream:
         self._beginning = Mark(0, copy.deepcopy(data.state_dict()))
         self._coming: Iterator[bytes] | None = None
         self._next = 0
+        self.last_round: range | None = None
         self._lock = threading.Lock()
 
     def __getitem__(self, number: int) -> bytes:
@@ -139,8 +143,10 @@ class RowStream:
                     self._marks.append(Mark(number, copy.deepcopy(self._data.state_dict())))
                 if number > start:
                     yield self._content(row)
-            if number == began and state == self._beginning.state:
-                raise ValueError("there are no rows")
+            if state == self._beginning.state:
+                if number == began:
+                    raise ValueError("there are no rows")
+                self.last_round = range(began, number)
             if number >= start:
                 _logger.warning("%s has ended, and begins again", self._name)
             state = self._beginning.state

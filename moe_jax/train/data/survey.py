@@ -83,7 +83,7 @@ def survey(
 ) -> Survey:
     """Measures documents drawn by `seed`, or all of them where both limits are None; then it is the same each time.
 
-    Of a stream these are documents of the first rows.
+    Of a stream these are documents of the first rows. Some document that is not left out is among them, beyond all limits.
 
     Args:
       seq_len: tokens in a row.
@@ -97,13 +97,13 @@ def survey(
     documents, skipped = documents.surveyed, dict[int, str]()
     tokenized = tokenization(documents, tokenizer, begin_texts=begin_texts, skipped=skipped if skip_bad else None)
     whole = epoch(documents, seed)
-    order = whole[np.random.default_rng(seed).permutation(len(whole))[:max_documents]]
+    order = whole[np.random.default_rng(seed).permutation(len(whole))]
     lengths: list[int] = []
     is_chat, of_source = documents.is_chat, [0] * len(documents.parts)
     source = np.repeat(np.arange(len(of_source)), [part.documents for part in documents.parts])
     learned = dropped = without_reasoning = cut = answers = answers_cut = measured = measured_bytes = 0
     weight = 0.0
-    for record, document in _measured(documents, tokenized, order, max_seconds):
+    for record, document in _measured(documents, tokenized, order, max_documents, max_seconds):
         tokens, trained, index = document
         measured, measured_bytes = measured + 1, measured_bytes + int(documents.size[index])
         before = len(lengths)
@@ -121,7 +121,8 @@ def survey(
                 without_reasoning += reasoning_left_out(tokenizer.decode(tokens), record["messages"])
             answers, answers_cut = answers + len(ends), answers_cut + int((ends >= seq_len).sum())
     if not lengths:
-        raise ValueError("no document has a token to learn: each is a single token")
+        why = "".join(f"; one of them is left out: {reason}" for reason in list(skipped.values())[:1])
+        raise ValueError(f"none of {measured:,} documents of an epoch has a token to learn{why}")
     # Documents differ in length, so the sample's share of bytes estimates the whole better than its share of documents.
     by_bytes, by_documents = float(documents.size[whole].sum()) / measured_bytes, len(documents) / measured
     padding = _padding(lengths, seq_len)
@@ -145,14 +146,22 @@ def survey(
 
 
 def _measured(
-    documents: Documents, tokenized: Callable[[dict[str, Any]], Tokenized], order: np.ndarray, max_seconds: float | None
+    documents: Documents,
+    tokenized: Callable[[dict[str, Any]], Tokenized],
+    order: np.ndarray,
+    max_documents: int | None,
+    max_seconds: float | None,
 ) -> Iterator[tuple[dict[str, Any], Tokenized]]:
-    """Yields records with their tokens in this order, at least one of them, until the time is up."""
-    began = time.monotonic()
-    for index in tqdm(order, desc="counting tokens", unit=" documents", delay=2, leave=False, disable=None):
+    """Yields records with their tokens in this order up to the limits, or to the first with a token to learn behind them."""
+    began, found = time.monotonic(), False
+    number = len(order) if max_documents is None else min(max_documents, len(order))
+    counted = tqdm(order, total=number, desc="counting tokens", unit=" documents", delay=2, leave=False, disable=None)
+    for count, index in enumerate(counted, start=1):
         record = documents[int(index)]
-        yield record, tokenized(record)
-        if max_seconds is not None and time.monotonic() - began > max_seconds:
+        document = tokenized(record)
+        yield record, document
+        found |= bool(document.learned[1:].any())
+        if found and (count >= number or (max_seconds is not None and time.monotonic() - began > max_seconds)):
             return
 
 

@@ -13,6 +13,7 @@ from moe_jax.train.data.chat import chat_tokens
 from moe_jax.train.data.documents import BAD, Documents
 from moe_jax.train.data.marks import GENERATION_TAG
 from moe_jax.train.data.problems import MAX_PROBLEMS
+from moe_jax.train.data.unused import watch
 
 
 class Tokenized(NamedTuple):
@@ -56,7 +57,7 @@ def tokenization(
     Raises:
       ValueError: the tokenizer has no eos token for text, no template for chat, or gives no character offsets. Also if
         conversations begin with an answer, and the template does not mark answers. The returned function raises
-        BadDocument, and ValueError when all documents are skipped.
+        BadDocument, and ValueError when all documents have been read and leave nothing to learn.
     """
     is_chat = documents.is_chat
     if is_chat.any():
@@ -66,7 +67,7 @@ def tokenization(
     # The first call removes the tokenizer's truncation and padding. No other thread may use the tokenizer during that call.
     tokenizer("", add_special_tokens=False)
     chat = partial(_chat, documents, tokenizer)
-    chat = chat if skipped is None else partial(_chat_or_nothing, documents, chat, skipped)
+    chat = chat if skipped is None else partial(_chat_or_nothing, chat, skipped)
     begin = beginning(tokenizer) if begin_texts and not is_chat.all() else []
 
     def of_kind(record: dict[str, Any]) -> Tokenized:
@@ -74,8 +75,11 @@ def tokenization(
         chats = is_chat[0] if documents.is_stream else is_chat[record["document"]]
         return chat(record) if chats else _text(tokenizer, begin, record)
 
+    told = watch(documents, {} if skipped is None else skipped)
+
     def tokenized(record: dict[str, Any]) -> Tokenized:
         found = _bad(documents, skipped, record) if BAD in record else of_kind(record)
+        told(found.document, bool(found.learned[1:].any()))
         # Packing takes the arrays of all documents alike.
         return found._replace(learned=found.learned.astype(np.float32)) if documents.weighted else found
 
@@ -145,14 +149,9 @@ def _nothing(index: int) -> Tokenized:
     return Tokenized(np.zeros(0, np.int32), np.zeros(0, bool), index)
 
 
-def _chat_or_nothing(
-    documents: Documents, chat: Callable[[dict[str, Any]], Tokenized], skipped: dict[int, str], record: dict[str, Any]
-) -> Tokenized:
+def _chat_or_nothing(chat: Callable[[dict[str, Any]], Tokenized], skipped: dict[int, str], record: dict[str, Any]) -> Tokenized:
     try:
         return chat(record)
     except BadDocument as error:
         skipped[record["document"]] = error.reason
-        # The iterator would look for a document forever.
-        if len(skipped) == len(documents):
-            raise ValueError(f"all {len(documents)} conversations would be skipped; one of them: {error.reason}") from error
         return _nothing(record["document"])
