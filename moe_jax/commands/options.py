@@ -67,11 +67,9 @@ def length_for(config: ModelConfig, max_length: int | None) -> int:
 
     Default: 8192, or fewer if the model has fewer.
     """
-    from moe_jax.generation.request import known_positions
-
     if max_length is None:
         return min(8192, config.max_position_embeddings)
-    if max_length > (known := known_positions(config)):
+    if max_length > (known := config.known_positions):
         _logger.warning(
             "--max-length %d is more than the %d positions of the model (max_position_embeddings): text behind them may make "
             "no sense",

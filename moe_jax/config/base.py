@@ -125,6 +125,14 @@ class ModelConfig:
         return problems
 
     @property
+    def known_positions(self) -> int:
+        """Number of positions that the model knows: max_position_embeddings, or more if yarn stretches them."""
+        rope, known = self.rope_parameters, self.max_position_embeddings
+        if rope.rope_type != "yarn":
+            return known
+        return max(known, int(rope.yarn_factor(known) * (rope.original_max_position_embeddings or known)))
+
+    @property
     def rotary_dim(self) -> int:
         """Number of dimensions of a head that the rotary embedding rotates."""
         raise NotImplementedError

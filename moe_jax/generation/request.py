@@ -96,17 +96,9 @@ def padding_ids(model: Decoder) -> set[int]:
     return named or set(ends)
 
 
-def known_positions(config: ModelConfig) -> int:
-    """Returns the number of positions that the model knows: max_position_embeddings, or more if yarn extends them."""
-    rope, known = config.rope_parameters, config.max_position_embeddings
-    if rope.factor and rope.original_max_position_embeddings:
-        known = max(known, int(rope.factor * rope.original_max_position_embeddings))
-    return known
-
-
 def warn_of_length(config: ModelConfig, prompt: int, new: int) -> None:
     """Logs a warning if `prompt` + `new` tokens exceed the known positions; once per number of positions in a process."""
-    limit = known_positions(config)
+    limit = config.known_positions
     if prompt + new <= limit or config.rope_parameters.rope_type == "dynamic" or limit in _warned_of:
         return
     _warned_of.add(limit)

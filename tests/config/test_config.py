@@ -220,6 +220,22 @@ def test_a_null_yarn_factor_is_written_as_its_number():
     assert config_to_dict(config)["rope_scaling"]["factor"] == 4.0
 
 
+@pytest.mark.parametrize(
+    "rope, known",
+    [
+        ({"rope_type": "default"}, 40960),
+        ({"rope_type": "linear", "factor": 4.0}, 40960),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}, 131072),
+        ({"rope_type": "yarn", "factor": 4.0}, 163840),
+        ({"rope_type": "yarn", "original_max_position_embeddings": 10240}, 40960),
+        ({"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 4096}, 40960),
+    ],
+)
+def test_yarn_stretches_the_known_positions(rope, known):
+    """Without an original length it stretches max_position_embeddings, as its frequencies do."""
+    assert config_from_dict({**HUB_30B, "rope_scaling": rope}).known_positions == known
+
+
 def test_layers_of_one_kind_form_stages():
     config = Qwen3MoeConfig(num_hidden_layers=6, mlp_only_layers=(0, 1, 4))
     assert config.moe_layers == (2, 3, 5)

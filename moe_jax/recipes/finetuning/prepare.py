@@ -386,9 +386,7 @@ def _check_vocabulary(config: ModelConfig, tokenizer: Any) -> None:
 
 def _warn_of_far_positions(config: ModelConfig, seq_len: int) -> None:
     """Warns that long documents reach positions beyond the config's. No error: training may be meant to extend a model."""
-    known, rope = config.max_position_embeddings, config.rope_parameters
-    if rope.rope_type == "yarn":
-        known = max(known, int(rope.yarn_factor(known) * (rope.original_max_position_embeddings or known)))
+    known = config.known_positions
     if seq_len > known and is_first_process():
         _logger.warning(
             "seq_len=%d is more than the %d positions of the model (max_position_embeddings): documents of more than %d tokens "
