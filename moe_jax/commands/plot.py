@@ -8,14 +8,14 @@ import tyro
 
 @dataclass(frozen=True)
 class PlotCommand:
-    """Draw a finished or running training run: its loss, and how evenly its experts are loaded.
+    """Draw a finished or running training run: its loss, and its rewards or how evenly its experts are loaded.
 
     moe-jax plot runs/finetune
 
     moe-jax plot runs/finetune --step 100
 
     Args:
-      run_folder: the output folder of `moe-jax finetune`.
+      run_folder: the output folder of `moe-jax finetune` or `prefer`.
       step: the step whose load is shown for each expert. Default: the mean of the last tenth of the run.
       output: the folder for the pictures. Default: the run's folder.
     """

@@ -33,7 +33,9 @@ def settings_of(command: Any) -> PreferSettings:
 
 def _run(command: Any) -> None:
     """Trains and exports, or rehearses (`--dry-run`). A run that was told to stop exits with status 143, as in finetune."""
-    from moe_jax.recipes import prefer
+    import jax
+
+    from moe_jax.recipes import prefer, write_report
     from moe_jax.recipes.finetuning.best import told_end
     from moe_jax.recipes.finetuning.export import write_trained
     from moe_jax.recipes.preferring.dry_run import dry_run
@@ -50,6 +52,8 @@ def _run(command: Any) -> None:
     folder = write_trained(result.model, settings)
     what = "Hugging Face checkpoint" if settings.lora is None else "adapter"
     print(f"{told_end(settings, result)}{what} in {folder}")
+    device = f"1 x {jax.devices()[0].device_kind}"
+    print(f"report in {write_report(settings.output, model_step=result.model_step, devices=device)}")
 
 
 PreferCommand = make_dataclass(

@@ -1,4 +1,4 @@
-"""Pictures of a training run, as PNG files: the loss over steps, and how evenly the experts are loaded."""
+"""Pictures of a training run, as PNG files: the loss over steps, rewards, and how evenly the experts are loaded."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,10 +18,12 @@ SMOOTHING_STEPS = 10
 def plot_run(
     run: str | Path, output: str | Path | None = None, *, step: int | None = None, resumed_at: int | None = None
 ) -> list[Path]:
-    """Draws the log of a training run: loss.png and, for a model with experts, expert_load.png. Returns their paths.
+    """Draws the log of a training run, and returns the paths of the pictures.
+
+    They are loss.png, and of preferences rewards.png, or of a model with experts expert_load.png.
 
     Args:
-      run: the output folder of `finetune`; it may be under way.
+      run: the output folder of `finetune` or `prefer`; it may be under way.
       output: the folder to write to (default: `run`).
       step: the step whose load is shown expert by expert (default: the last tenth of the run, averaged).
       resumed_at: as in `plot_loss`.
@@ -37,7 +39,12 @@ def plot_run(
         raise FileNotFoundError(f"no metrics.jsonl with a step in {run}: give the output folder of a training run")
     steps, losses = ([record[name] for record in metrics] for name in ("step", "loss"))
     held_out = {record["step"]: record["eval_loss"] for record in metrics if "eval_loss" in record}
-    plot_loss(steps, losses, output / "loss.png", held_out=held_out, resumed_at=resumed_at)
+    rewarded = "reward_margin" in metrics[0]
+    unit = None if rewarded else "nats per token"
+    plot_loss(steps, losses, output / "loss.png", held_out=held_out, resumed_at=resumed_at, unit=unit)
+    if rewarded:
+        plot_rewards(metrics, output / "rewards.png")
+        return [output / "loss.png", output / "rewards.png"]
     if not loads:
         return [output / "loss.png"]
     plot_expert_load(
@@ -57,14 +64,16 @@ def plot_loss(
     *,
     held_out: Mapping[int, float] | None = None,
     resumed_at: int | None = None,
+    unit: str | None = "nats per token",
 ) -> None:
     """Draws the loss of each step and its moving average over `SMOOTHING_STEPS` steps.
 
     Args:
       steps, losses: of equal length, at least one.
       path: the PNG file to write.
-      held_out: the loss on held-out text at some steps.
+      held_out: the loss on held-out data at some steps.
       resumed_at: the step after which the run was interrupted and taken up again, drawn as a vertical line.
+      unit: of the loss.
 
     Raises:
       ValueError: `steps` and `losses` are empty or differ in length.
@@ -72,15 +81,36 @@ def plot_loss(
     if not len(steps) or len(steps) != len(losses):
         raise ValueError(f"steps and losses must have one equal length above 0; got {len(steps)} and {len(losses)}")
     figure = Figure(figsize=(8, 4.5), layout="constrained")
-    axes = figure.add_subplot(xlabel="step", ylabel="loss (nats per token)", title="Training loss")
+    axes = figure.add_subplot(xlabel="step", ylabel=f"loss ({unit})" if unit else "loss", title="Training loss")
     axes.plot(steps, losses, color="tab:blue", alpha=0.3, linewidth=1, label="each step")
     smooth = moving_average(np.asarray(losses, np.float64), SMOOTHING_STEPS)
     axes.plot(steps, smooth, color="tab:blue", linewidth=2, label=f"mean of the last {SMOOTHING_STEPS} steps")
     if held_out:
-        axes.plot(list(held_out), list(held_out.values()), "o-", color="tab:orange", markersize=4, label="held-out text")
+        axes.plot(list(held_out), list(held_out.values()), "o-", color="tab:orange", markersize=4, label="held out")
     if resumed_at is not None:
         axes.axvline(resumed_at, color="tab:gray", linestyle="--", label="interrupted, then resumed")
     axes.grid(alpha=0.3)
+    axes.legend()
+    save_png(figure, path)
+
+
+def plot_rewards(records: Sequence[Mapping[str, float]], path: str | Path) -> None:
+    """Draws margin and accuracy of the rewards of a run on preferences, held-out ones too.
+
+    Args:
+      records: the lines of metrics.jsonl.
+      path: the PNG file to write.
+    """
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    for axes, name in zip(figure.subplots(2, 1, sharex=True), ("reward_margin", "reward_accuracy"), strict=True):
+        measured = [record for record in records if name in record]
+        values = moving_average(np.array([record[name] for record in measured], np.float64), SMOOTHING_STEPS)
+        axes.plot([record["step"] for record in measured], values, label=f"mean of the last {SMOOTHING_STEPS} steps")
+        if held_out := {record["step"]: record[f"eval_{name}"] for record in records if f"eval_{name}" in record}:
+            axes.plot(list(held_out), list(held_out.values()), "o-", markersize=4, label="held out")
+        axes.set(ylabel=name.replace("_", " "))
+        axes.grid(alpha=0.3)
+    axes.set(xlabel="step")
     axes.legend()
     save_png(figure, path)
 

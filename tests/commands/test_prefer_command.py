@@ -47,7 +47,9 @@ def test_prefer(tmp_path, capsys):
     options = "--lora.rank 2 --lora.targets attention --seq-len 128 --batch-size 1 --steps 2 --dtype float32".split()
     places = ["--model", str(tmp_path / "model"), "--data", str(tmp_path / "pairs.jsonl"), "--output", str(tmp_path / "run")]
     main(["prefer", *places, *options])
-    assert f"trained to step 2; adapter in {tmp_path / 'run' / 'adapter'}" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert f"trained to step 2; adapter in {tmp_path / 'run' / 'adapter'}" in printed
+    assert f"report in {tmp_path / 'run' / 'report.html'}" in printed and (tmp_path / "run" / "report.html").exists()
     model = moe_jax.from_pretrained(tmp_path / "model", progress=False)
     assert "rank 2" in str(load_adapter(model, tmp_path / "run" / "adapter"))
     main(["prefer", "--config", str(tmp_path / "run" / "run.yaml"), "--output", str(tmp_path / "again")])

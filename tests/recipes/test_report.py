@@ -65,6 +65,17 @@ def test_one_file_has_everything(run):
         assert text in page.texts, text
 
 
+def test_a_run_on_preferences_has_rewards_and_no_experts(tmp_path):
+    records = [dict(step=i, loss=1 / i, tokens_per_second=9.0, reward_margin=i / 4, reward_accuracy=0.5) for i in (1, 2)]
+    records[1] |= dict(eval_loss=0.75, eval_reward_margin=0.1, eval_reward_accuracy=1.0)
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    (tmp_path / "settings.json").write_text(json.dumps({"model": "org/model", "preference": {"loss": "dpo"}}))
+    page = Read(write_report(tmp_path).read_text())
+    assert len(page.addresses) == 3 and page.texts.count("Preferences of org/model") == 2
+    where = page.texts.index("reward margin at the end")
+    assert page.texts[where : where + 4] == ["reward margin at the end", "0.5000", "reward accuracy at the end", "0.5000"]
+
+
 def test_a_report_that_fails_leaves_the_earlier_one(run, monkeypatch):
     file = write_report(run)
     before = file.read_text()

@@ -29,11 +29,11 @@ td { white-space: pre-wrap; overflow-wrap: anywhere } th { font-weight: 600 }
 def write_report(run: str | Path, *, model_step: int | None = None, devices: str | None = None) -> Path:
     """Writes report.html into a run's output folder, complete or absent, and returns its path.
 
-    It has the loss of training and of held-out text, the load of experts, the throughput, samples, settings and versions.
-    Pictures are part of the file.
+    It has the loss of training and of held-out data, the load of experts or the rewards of preferences, the throughput,
+    samples, settings and versions. Pictures are part of the file.
 
     Args:
-      run: the output folder of `finetune`; it may be under way.
+      run: the output folder of `finetune` or `prefer`; it may be under way.
       model_step: the step of the exported weights. Default: no step is named.
       devices: a description of the devices. Default: none is given.
 
@@ -48,7 +48,8 @@ def write_report(run: str | Path, *, model_step: int | None = None, devices: str
         images = "\n".join(map(_image, pictures))
     settings, versions = _noted(run)
     versions |= {} if devices is None else {"devices": devices}
-    title = escape(f"Fine-tuning of {settings.get('model', 'a model')}")
+    kind = "Preferences of" if "preference" in settings else "Fine-tuning of"
+    title = escape(f"{kind} {settings.get('model', 'a model')}")
     parts = [
         f"<h1>{title}</h1>",
         _table(_summary(records, model_step)),
@@ -74,6 +75,11 @@ def _summary(records: list[dict[str, Any]], model_step: int | None) -> dict[str,
         best = min(measured, key=lambda record: record["eval_loss"])
         summary["held-out loss at the end"] = f"{measured[-1]['eval_loss']:.4f}"
         summary["smallest held-out loss"] = f"{best['eval_loss']:.4f}, step {best['step']}"
+    summary |= {
+        f"{name.replace('_', ' ')} at the end": f"{last[name]:.4f}"
+        for name in ("reward_margin", "reward_accuracy")
+        if name in last
+    }
     if model_step is not None:
         summary["exported weights"] = f"step {model_step}"
     # The median: a process's first step compiles.
