@@ -11,7 +11,7 @@ from moe_jax.recipes.preferring.settings import PreferSettings
 
 GROUPS = {
     "run": (
-        "model", "data", "output", "steps", "seq_len", "max_length", "batch_size", "gradient_accumulation", "seed",
+        "model", "data", "output", "steps", "epochs", "seq_len", "max_length", "batch_size", "gradient_accumulation", "seed",
         "checkpoint_every", "keep_checkpoints", "dry_run",
     ),
     "data": ("plain_text", "tokenizer", "eval_data", "eval_every", "eval_batches", "keep_best", "early_stop"),

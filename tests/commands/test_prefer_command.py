@@ -44,18 +44,19 @@ def test_prefer(tmp_path, capsys):
     moe_jax.save_pretrained(tiny.dense(), tmp_path / "model", tokenizer_from=tmp_path / "tokenizer")
     pairs = [dict(prompt=f"ask {i}?", chosen="please", rejected="no") for i in range(3)]
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
-    options = "--lora.rank 2 --lora.targets attention --seq-len 128 --batch-size 1 --steps 2 --dtype float32".split()
+    options = "--lora.rank 2 --lora.targets attention --seq-len 128 --batch-size 1 --epochs 2 --dtype float32".split()
     places = ["--model", str(tmp_path / "model"), "--data", str(tmp_path / "pairs.jsonl"), "--output", str(tmp_path / "run")]
     main(["prefer", *places, *options])
     printed = capsys.readouterr().out
-    assert f"trained to step 2; adapter in {tmp_path / 'run' / 'adapter'}" in printed
+    assert f"trained to step 3; adapter in {tmp_path / 'run' / 'adapter'}" in printed
     assert f"report in {tmp_path / 'run' / 'report.html'}" in printed and (tmp_path / "run" / "report.html").exists()
     model = moe_jax.from_pretrained(tmp_path / "model", progress=False)
     assert "rank 2" in str(load_adapter(model, tmp_path / "run" / "adapter"))
     main(["prefer", "--config", str(tmp_path / "run" / "run.yaml"), "--output", str(tmp_path / "again")])
     records = [read_records(tmp_path / name / "metrics.jsonl") for name in ("run", "again")]
     assert [[record["loss"] for record in each] for each in records] == [[record["loss"] for record in records[0]]] * 2
-    assert json.loads((tmp_path / "again" / "settings.json").read_text())["lora"]["targets"] == ["attention"]
+    noted = json.loads((tmp_path / "again" / "settings.json").read_text())
+    assert (noted["lora"]["targets"], noted["epochs"], noted["steps"]) == (["attention"], 2, 3)
     with pytest.raises(SystemExit):
         main(["prefer", *places, "--steps", "0"])
     assert "moe-jax: PreferSettings: steps=0 must be an integer" in capsys.readouterr().err

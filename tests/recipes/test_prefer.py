@@ -20,8 +20,9 @@ from moe_jax.kernels import Precision
 from moe_jax.layers.quantised import is_quantised
 from moe_jax.preferences import PreferenceSettings
 from moe_jax.recipes import PreferSettings, prefer
-from moe_jax.recipes.preferring import loop
+from moe_jax.recipes.preferring import loop, prepare
 from moe_jax.recipes.preferring.dry_run import dry_run
+from moe_jax.recipes.preferring.prepare import plan_preferences
 
 pytestmark = pytest.mark.usefixtures("one_step_for_all")
 
@@ -156,6 +157,23 @@ def test_dry_run(tmp_path, capsys):
     assert "[[no, 0!<|im_end|>]]" in printed and not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize("epochs", [0.5, 3])
+def test_epochs_are_counted_in_batches(tmp_path, epochs, monkeypatch):
+    """A run that continues has the number of steps that it began with."""
+    asked = settings(tmp_path, data=write(tmp_path, "many.jsonl", 40), steps=500, epochs=epochs)
+    plan = plan_preferences(asked, tiny.dense(), tiny.tokenizer())
+    assert plan.settings == replace(asked, steps=plan.settings.steps, epochs=None)
+    batches = plan.batches(plan.data)
+    for _ in range(plan.settings.steps):
+        next(batches)
+    batches.close()
+    assert 0 <= batches.position - 40 * epochs < 2 * plan.first_batch
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "settings.json").write_text(json.dumps({"epochs": epochs, "steps": 7}))
+    monkeypatch.setattr(prepare, "finished_steps", lambda folder: [1])
+    assert plan_preferences(asked, tiny.dense(), tiny.tokenizer()).settings.steps == 7
+
+
 def test_refused_before_anything_is_written(tmp_path, monkeypatch):
     bad = tmp_path / "bad.jsonl"
     bad.write_text('{"prompt": "a", "chosen": "b"}\n')
@@ -224,6 +242,8 @@ def test_experts_in_fp8(tmp_path):
         (dict(batch_size=3, gradient_accumulation=2), "batch_size=3 must be a multiple of gradient_accumulation=2"),
         (dict(steps=0), "steps=0 must be an integer of at least 1"),
         (dict(learning_rate=0.0), "learning_rate=0.0 must be a number greater than 0"),
+        (dict(epochs=2), "epochs=2 and steps=6 exclude each other"),
+        (dict(epochs=0, steps=500), "epochs=0 must be a number greater than 0"),
         (dict(warmup_steps=7), "warmup_steps=7 must be from 0 to steps=6"),
         (dict(data="/none"), "data='/none' does not exist"),
         (dict(dtype="float64"), "dtype='float64' must be bfloat16 or float32"),

@@ -48,7 +48,7 @@ class PreferResult:
       model: the trained model; with its adapters, if the run trained some.
       step: the last step done.
       metrics: the records of all steps of the run, including the steps before it was resumed.
-      finished: all of `settings.steps` are done, or `settings.early_stop` ended the run.
+      finished: all steps are done, or `settings.early_stop` ended the run.
       stopped_early: `settings.early_stop` ended the run.
       model_step: the step that the model's weights are of: with `settings.keep_best` and a finished run, the best.
     """
@@ -105,6 +105,7 @@ def prefer(
     if settings.dry_run:
         raise ValueError("settings.dry_run=True: call moe_jax.recipes.preferring.dry_run.dry_run, which trains nothing")
     plan = plan_preferences(settings, model, tokenizer)
+    asked, settings = settings, plan.settings
     output = Path(settings.output).expanduser()
     with output_lock(output):
         checkpoints = TrainingCheckpoints(output / "checkpoints", keep=settings.keep_checkpoints, remove_unfinished=True)
@@ -118,7 +119,7 @@ def prefer(
         begun = Begun(steps_done, position, extra, best_of(position, settings, fingerprint, checkpoints.steps()))
         if not begun.is_over(settings):
             tqdm.write(plan.announcement(steps_done))
-            write_settings(settings, command="prefer", steps=settings.steps)
+            write_settings(asked, command="prefer", steps=settings.steps)
         elif steps_done < settings.steps:
             tqdm.write(told_early(steps_done))
         return _train(plan, model, checkpoints, begun, stop_after, on_step)

@@ -1,16 +1,20 @@
 """Validates a run on preferences (data, sizes, existing checkpoints) before any weights are loaded."""
 
 import json
+import math
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from flax import nnx
+from tqdm import tqdm
 
 from moe_jax.adapters.planned import planned_lora
 from moe_jax.adapters.summary import LoraSummary
 from moe_jax.checkpoint.fingerprint import weights_fingerprint
 from moe_jax.checkpoint.hf_load import check_form, find_config, read_config
 from moe_jax.checkpoint.tokenizer import load_tokenizer
+from moe_jax.checkpoint.training import finished_steps
 from moe_jax.config import ModelConfig, config_to_dict
 from moe_jax.models.decoder import Decoder
 from moe_jax.parallel.layout import mesh_of
@@ -19,6 +23,7 @@ from moe_jax.preferences.documents import Preferences, open_preferences
 from moe_jax.recipes.finetuning.export import check_destination
 from moe_jax.recipes.finetuning.lora import identity_of_lora, refuse_adapted
 from moe_jax.recipes.finetuning.precision import check_precision, identity_of_precision
+from moe_jax.recipes.finetuning.settings_file import noted_steps
 from moe_jax.recipes.preferring.settings import PreferSettings
 from moe_jax.train.data.tokenization import tokenizer_fingerprint
 from moe_jax.train.starting_weights import MODEL, values_of
@@ -46,6 +51,7 @@ class PlannedPreferences:
     """A run whose data and sizes fit together.
 
     Attributes:
+      settings: the settings, with `epochs` turned into `steps`.
       tokenizer, config: of the model.
       data, eval_data: the preferences; `eval_data` is None without a measurement.
       lora: what the run's adapters will train; None for a run of all parameters.
@@ -125,6 +131,25 @@ def plan_preferences(settings: PreferSettings, model: Decoder | None, tokenizer:
     batches = plan.batches(data)
     try:
         count = int((next(batches)["example"] >= 0).sum())
+        return replace(plan, first_batch=count, settings=_with_steps(settings, batches))
     finally:
         batches.close()
-    return replace(plan, first_batch=count)
+
+
+def _with_steps(settings: PreferSettings, batches: PreferenceBatches) -> PreferSettings:
+    """Returns the settings with `epochs` turned into `steps`, given batches that begin; a resumed run keeps its number."""
+    if settings.epochs is None:
+        return settings
+    output = Path(settings.output).expanduser()
+    steps = noted_steps(output, settings.epochs) if finished_steps(output / "checkpoints") else None
+    if steps is None:
+        examples = len(batches.preferences)
+        with tqdm(total=examples, desc="counting steps", unit=" examples", delay=2, leave=False, disable=None) as progress:
+            number = 1
+            while batches.position < examples:
+                progress.update(batches.position - progress.n)
+                next(batches)
+                number += 1
+        # The last batch of an epoch has examples of the next one too.
+        steps = max(1, math.ceil(settings.epochs * examples * number / batches.position - 1e-9))
+    return replace(settings, steps=steps, epochs=None)

@@ -1,5 +1,6 @@
 """The settings of a run on preferences, checked as a whole before anything happens."""
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,6 +45,7 @@ class PreferSettings:
       batch_size: rows in an optimizer step, over all micro-batches.
       gradient_accumulation: micro-batches in an optimizer step.
       steps: total number of optimizer steps. Run the command again with a larger value to continue a run that has ended.
+      epochs: passes through the data, in place of `steps`; all examples are tokenized once to count the steps.
       learning_rate: the peak, reached after `warmup_steps`; afterwards the rate falls along a cosine. None: 1e-6, and 1e-5
         with lora.
       min_learning_rate_ratio: the learning rate at the end, as a part of the peak.
@@ -86,6 +88,7 @@ class PreferSettings:
     batch_size: int = 8
     gradient_accumulation: int = 1
     steps: int = 500
+    epochs: float | None = None
     learning_rate: float | None = None
     min_learning_rate_ratio: float = 0.1
     warmup_steps: int | None = None
@@ -123,7 +126,7 @@ def _problems(settings: PreferSettings) -> list[str]:
             problems.append(f"{name}={value!r} must be an integer of at least {least}")
     if isinstance(settings.early_stop, bool) or not isinstance(settings.early_stop, int) or settings.early_stop < 0:
         problems.append(f"early_stop={settings.early_stop!r} must be an integer of at least 0")
-    for name in ("learning_rate", "max_grad_norm"):
+    for name in ("learning_rate", "max_grad_norm", *(["epochs"] if settings.epochs is not None else [])):
         if not 0 < getattr(settings, name) < float("inf"):
             problems.append(f"{name}={getattr(settings, name)!r} must be a number greater than 0")
     if not 0 <= settings.weight_decay < float("inf"):
@@ -144,7 +147,10 @@ def _problems(settings: PreferSettings) -> list[str]:
         problems.append(
             f"batch_size={settings.batch_size} must be a multiple of gradient_accumulation={settings.gradient_accumulation}"
         )
-    if settings.warmup_steps is not None and not 0 <= settings.warmup_steps <= settings.steps:
+    if settings.epochs is not None and settings.steps != PreferSettings.steps:
+        problems.append(f"epochs={settings.epochs} and steps={settings.steps} exclude each other: give one of them")
+    most = math.inf if settings.epochs is not None else settings.steps
+    if settings.warmup_steps is not None and not 0 <= settings.warmup_steps <= most:
         problems.append(f"warmup_steps={settings.warmup_steps} must be from 0 to steps={settings.steps}")
     for name in ("model", "data", "output"):
         if not getattr(settings, name):
