@@ -112,8 +112,8 @@ def normal_parameter(shape: tuple[int, ...], stddev: float, dtype: DTypeLike, rn
 def draw_normal(key: Array, shape: tuple[int, ...], stddev: Float[ArrayLike, ""], dtype: DTypeLike) -> Float[Array, "..."]:
     """Draws from N(0, stddev^2) in f32 or wider, and rounds to `dtype`.
 
-    JAX's own numbers in bf16 have 128 values, and their mean is -0.011 standard deviations. In matrices of thousands of rows
-    that is a direction of its own: it grows from layer to layer, and pulls tokens to the same experts.
+    JAX's own numbers in bf16 have 128 values, and their mean is -0.011 standard deviations. With thousands of rows such a mean
+    grows from layer to layer, and pulls tokens to the same experts.
     """
     return (jax.random.normal(key, shape, jnp.promote_types(dtype, jnp.float32)) * stddev).astype(dtype)
 
