@@ -11,7 +11,6 @@
 import argparse
 import collections
 import functools
-import itertools
 import re
 import statistics
 import tempfile
@@ -71,11 +70,10 @@ class DecodingStep:
     """A step of some sequences with CONTEXT tokens each, launched again and again.
 
     Args:
-      copies: programs that take turns.
-      writes_over: results are written over those of the program's last turn.
+      writes_over: results are written over those of the last step, as the engine's are.
     """
 
-    def __init__(self, model, sequences: int, *, copies: int = 1, writes_over: bool = False):
+    def __init__(self, model, sequences: int, *, writes_over: bool = True):
         self.served, weights = take_apart(model)
         leaves, tree = jax.tree.flatten(weights)
         device = jax.devices()[0]
@@ -95,22 +93,17 @@ class DecodingStep:
 
         zeros = lambda a: jax.device_put(np.zeros(a.shape, a.dtype), device)  # noqa: E731
         like = output_like(self.served, weights, shape)
-        self.outputs = [jax.tree.map(zeros, like) if writes_over else None for _ in range(copies)]
+        self.output = jax.tree.map(zeros, like) if writes_over else None
         program = jax.jit(of_leaves, donate_argnums=(1, 3), keep_unused=True)
-        lowered = program.lower(self.weights, self.state, self.upload, self.outputs[0])
-        options = [{"xla_gpu_graph_min_graph_size": 5 + copy} for copy in range(copies)]
-        self.programs = [lowered.compile(compiler_options=of_copy) for of_copy in options]
-        self.turn = 0
+        self.program = program.lower(self.weights, self.state, self.upload, self.output).compile()
 
     def __call__(self):
         """Starts a step; returns the tokens that it draws."""
-        turn = self.turn % len(self.programs)
-        self.turn += 1
-        state, output = self.programs[turn](self.weights, self.state, self.upload, self.outputs[turn])
+        state, output = self.program(self.weights, self.state, self.upload, self.output)
         drawn = draw_program("greedy")(output, self.options, state.last_token, None)
         self.state = state._replace(last_token=drawn.last_token)
-        if self.outputs[turn] is not None:
-            self.outputs[turn] = output
+        if self.output is not None:
+            self.output = output
         return drawn.sampled.tokens
 
 
@@ -124,7 +117,7 @@ def kernels(small: bool) -> None:
     """Prints the time of a step, and of its kernels by name."""
     model = model_of(12, small)
     for sequences in (1, 4) if small else (1, 16, 64, 256):
-        run = DecodingStep(model, sequences, copies=2, writes_over=True)
+        run = DecodingStep(model, sequences)
         print(f"{sequences} sequences: {1e3 * seconds_of(run):.3f} ms")
         for name, time_us in microseconds_of_kernels(run).most_common(16):
             print(f"  {time_us:9.1f} us a step  {name}")
@@ -149,12 +142,10 @@ def launches(small: bool) -> None:
     """Prints the time of a step whose tokens are read when the next one has been launched, as the engine reads them."""
     model = model_of(48, small, moe_intermediate_size=128)
     for writes_over in (False, True):
-        run = DecodingStep(model, 1, copies=3, writes_over=writes_over)
-        programs = run.programs
-        for has_gaps, copies in itertools.product((False, True, False, True), (1, 2, 3)):
+        run = DecodingStep(model, 1, writes_over=writes_over)
+        for has_gaps in (False, True, False, True):
             # Gaps last as long as these arrays live.
             borders = leave_gaps(jax.devices()[0]) if has_gaps else []
-            run.programs, run.turn = programs[:copies], 0
             hosts: list[float] = []
 
             def late(run=run, hosts=hosts, before=[None]):  # noqa: B006  the tokens of the step before
@@ -168,7 +159,7 @@ def launches(small: bool) -> None:
                 return tokens
 
             read_late = seconds_of(late)
-            how = f"{'written over' if writes_over else 'new arrays'}, {'gaps' if borders else 'no gaps'}, {copies} programs"
+            how = f"{'written over' if writes_over else 'new arrays'}, {'gaps' if borders else 'no gaps'}"
             print(f"{how}: {1e3 * read_late:.2f} ms, launch {1e3 * statistics.median(hosts):.2f} ms", flush=True)
 
 

@@ -24,7 +24,6 @@ elif os.environ.get("JAX_PLATFORMS") == "cpu":
 
 import compilation_cache
 import durations
-import graph_copies
 import hypothesis
 import interpreter_callbacks
 import jax
@@ -36,7 +35,6 @@ import shapes
 shapes.install()
 if os.environ.get("JAX_PLATFORMS") == "cpu":
     interpreter_callbacks.install()
-    graph_copies.install()
 
 # Tests compare f32 with f32 and f64; on an NVIDIA GPU XLA multiplies f32 matrices in TF32 unless told otherwise.
 jax.config.update("jax_default_matmul_precision", "highest")

@@ -16,7 +16,7 @@ from moe_jax.serving.limits import EngineLimits
 from moe_jax.serving.memory_gaps import leave_gaps
 from moe_jax.serving.pages import pages_of
 from moe_jax.serving.placement import Placement
-from moe_jax.serving.programs import module_programs, num_copies, step_programs
+from moe_jax.serving.programs import module_programs, step_programs
 from moe_jax.serving.prompts import PIECE_TOKENS, PromptScores, score_piece, score_prompts
 from moe_jax.serving.request import SamplingOptions
 from moe_jax.serving.sampling import Sampled
@@ -94,7 +94,7 @@ class Device:
             for decodes in (0, limits.max_sequences)
         ]
         shapes = self._decode_shapes + self._chunk_shapes
-        num_programs = sum(map(num_copies, shapes)) + bool(drafts) * len(shapes)
+        num_programs = (1 + bool(drafts)) * len(shapes)
         _logger.info("compiling %d programs before the first request, some minutes for a large model", num_programs)
         arrays = self.served, self._weights_tree, self._weights, self.state
         self._programs = step_programs(*arrays, shapes)
@@ -106,8 +106,8 @@ class Device:
     def warm_up(self) -> None:
         """Runs every program once, on rows that are not used: the first run compiles it, or is the slow one."""
         self.slots.make_penalties()
-        for shape, program in self._programs.items():
-            for variant in [*VARIANTS, *VARIANTS[:1] * program.num_copies]:
+        for shape in self._programs:
+            for variant in VARIANTS:
                 step = self._launch(shape, [empty_rows(shape)] * len(self.placement.devices), variant)
             if shape.chunks:
                 score_piece(step.hidden, self._head, *np.zeros((2, PIECE_TOKENS), np.int32), strict=self.served.strict)

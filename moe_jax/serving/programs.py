@@ -1,8 +1,7 @@
 """The compiled programs of the steps' shapes.
 
 A GPU replays a step as a CUDA graph. It takes the host 1 to 2 ms to change a graph's addresses. So a step without chunks writes
-its results over those of an earlier step of its shape. A graph that still runs cannot be launched again, so these steps have
-several copies of their program, which take turns.
+its results over those of the last step of its shape.
 """
 
 import os
@@ -23,29 +22,22 @@ from moe_jax.serving.step import DeviceState, StepOutput, output_like, step
 from moe_jax.serving.upload import StepShape, empty_rows, packed
 from moe_jax.serving.weights import ServedModel
 
-COPIES = 2
-"""Copies of the program of a step without chunks: one is launched while the other runs. A third gains nothing."""
-
 
 class StepProgram:
-    """A step shape's program, or copies of it that take turns."""
+    """A step shape's program, and the arrays that it writes to."""
 
-    def __init__(self, copies: list[Compiled], outputs: list[StepOutput | None]):
-        self.num_copies = len(copies)
-        self._copies = copies
-        self._outputs = outputs
-        """The arrays that each copy writes to; None where a step makes new ones."""
-        self._turn = 0
+    def __init__(self, program: Compiled, output: StepOutput | None):
+        self._program = program
+        self._output = output
+        """None where a step makes new arrays."""
 
     def __call__(
         self, weights: list[Array], state: DeviceState, upload: Int[np.ndarray, "_"]
     ) -> tuple[DeviceState, StepOutput]:
-        """Starts a step. All that reads its output is started before the program's turn comes again."""
-        turn = self._turn
-        state, output = self._copies[turn](weights, state, upload, self._outputs[turn])
-        if self._outputs[turn] is not None:
-            self._outputs[turn] = output
-        self._turn = (turn + 1) % len(self._copies)
+        """Starts a step. All that reads its output is started before the next step of the shape."""
+        state, output = self._program(weights, state, upload, self._output)
+        if self._output is not None:
+            self._output = output
         return state, output
 
 
@@ -74,11 +66,8 @@ def step_programs(
         return program.lower(weights, state, rows_like(packed([empty_rows(shape)]), mesh), output)
 
     def compiled(shape: StepShape, lowered: Lowered) -> StepProgram:
-        # The same options would give the same program, not a copy. A graph of at least 5 or 6 kernels is the same graph.
-        options = [{"xla_gpu_graph_min_graph_size": 5 + copy} for copy in range(num_copies(shape))]
-        copies = [lowered.compile(compiler_options=of_copy) for of_copy in options]
-        outputs = [_zeros(output_of_all(shape), state.last_token.sharding) if _writes_over(shape) else None for _ in copies]
-        return StepProgram(copies, outputs)
+        output = _zeros(output_of_all(shape), state.last_token.sharding) if _writes_over(shape) else None
+        return StepProgram(lowered.compile(), output)
 
     return _at_once(shapes, lower, compiled)
 
@@ -118,11 +107,6 @@ def _at_once[Program](
             # The error would wait for all programs that are still to be compiled.
             pool.shutdown(wait=False, cancel_futures=True)
             raise
-
-
-def num_copies(shape: StepShape) -> int:
-    """Returns the number of copies of a shape's program."""
-    return COPIES if _writes_over(shape) else 1
 
 
 def _writes_over(shape: StepShape) -> bool:
