@@ -24,8 +24,11 @@ def endless(monkeypatch):
 def test_a_tokenizer_that_does_not_end_holds_up_no_stop(endless, caplog):
     """Its client, and one that waits for the tokenizer, get an error when the time to finish is over."""
     with served.serve(shutdown_seconds=0.2) as running, ThreadPoolExecutor(2) as pool:
-        answers = [pool.submit(running.post, path, json={"prompt": "x"}) for path in ("/tokenize", "/v1/completions")]
-        assert served.comes_true(lambda: len(running.service._waits) == 2)
+        answers = []
+        for count, path in enumerate(("/tokenize", "/v1/completions"), 1):
+            answers.append(pool.submit(running.post, path, json={"prompt": "x"}))
+            # The second would end if it came to the tokenizer first.
+            assert served.comes_true(lambda count=count: len(running.service._waits) == count)
         running.stop()
         running.thread.join(10)
         assert not running.thread.is_alive()
