@@ -145,6 +145,47 @@ def test_spans_of_unknown_weight_are_refused(template, message):
         learned(template, question(), answer("four", 0.5), question(), answer("yes", 2))
 
 
+def test_marks_may_depend_on_other_entries_of_a_message():
+    template = each(f"{{% if m.channel == 'final' %}}{SPOKEN}|{{% else %}}{{{{ m.content }}}}|{{% endif %}}")
+    chat = [question(), answer("hm", 0.5, channel="thought"), answer("four", 2, channel="final")]
+    assert learned(template, *chat) == [("four", 2)]
+
+
+def test_marks_that_depend_on_words_are_refused_with_weights():
+    template = of_answers(f"{{% if 'I cannot' in m.content %}}{{{{ m.content }}}}{{% else %}}{SPOKEN}{{% endif %}}|")
+    chat = [question(), answer("four"), answer("I cannot say"), answer("yes")]
+    assert learned(template, *chat) == [("four", 1), ("yes", 1)]
+    chat[0:2] = [question(), answer("four", 0)]
+    with pytest.raises(ValueError, match="reads the words of answers"):
+        learned(template, *chat)
+
+
+@pytest.mark.parametrize("content", ["x\ufdd0\ufdd1", "\U00100185 and \U0010fffd", "\U000f0000"])
+def test_a_conversation_may_have_the_signs(content):
+    chat = [question(content), answer(content + " four", 0.5), question(), answer("yes", 2)]
+    assert learned(of_answers(SPOKEN + "|"), *chat) == [(content + " four", 0.5), ("yes", 2)]
+
+
+@pytest.mark.parametrize(
+    "template, chat",
+    [
+        # The first answer has two marks, the second none.
+        (
+            each(f"{{% if loop.index == 2 %}}{SPOKEN}|{BEGIN}<|im_end|>{END}{{% else %}}{{{{ m.content }}}}{{% endif %}}|"),
+            [question(), answer("four", 0), question(), answer("yes", 1)],
+        ),
+        # A header touches the answer before it and its own.
+        (of_answers(f"{BEGIN}<|im_start|>{END}{SPOKEN}"), [question(), answer("four", 0.5), answer("yes", 2)]),
+        # Both answers have no words, and the first has two marks.
+        (TWICE, [question(), answer("<br>", 0.5), question(), answer("", 2)]),
+    ],
+    ids=["none of its own", "between two", "no words"],
+)
+def test_spans_without_words_that_may_be_anothers_are_refused(template, chat):
+    with pytest.raises(ValueError, match="has words of none of them"):
+        learned(template, *chat)
+
+
 def test_threads_render_side_by_side():
     """The streams of a large batch tokenize in threads. Places that transformers notes belong to all of them together."""
     tokenizer = tiny.tokenizer(each(TURN))

@@ -48,8 +48,12 @@ def chat_tokens(
     # A token that reaches over a mark is learned, as in transformers; one that reaches over the end of a prompt is not.
     reached = ends - 1 if has_marks else starts
     mask = np.zeros(len(starts), np.float32 if has_weights(messages) else bool)
-    for first, end, weight in spans:
-        mask[(reached >= first) & (starts < end)] = weight
+    if spans:
+        firsts, span_ends, weights = (np.asarray(values) for values in zip(*spans, strict=True))
+        # The last span that begins before a token's end: spans are in order, and none reaches into another.
+        span = np.searchsorted(firsts, reached, side="right") - 1
+        inside = (span >= 0) & (starts < span_ends[span])
+        mask[inside] = weights[span[inside]]
     return np.asarray(encoded["input_ids"], np.int32), mask
 
 

@@ -7,18 +7,19 @@ behind other text of a macro or a block, and where two threads render at once.
 import re
 from collections.abc import Callable
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any, NamedTuple
+
+from moe_jax.train.data.reasoning import KEYS
 
 GENERATION_TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 _ANY_TAG = re.compile(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}")
-BEGIN, END = "\ufdd0", "\ufdd1"
-"""Signs at marks. Unicode gives these code points no characters."""
-FIRST_ANSWER, LAST_ANSWER = "\U00100000", "\U0010fffd"
-"""Signs of answers by their number, in a plane of Unicode for private use."""
-_WORD = re.compile(r"(?:^|(?<=[\s>]))[^\s<]")
-"""The first character of a word. Tags such as `</think>`, which templates look for, are not words."""
+_WORD = re.compile(r"(?:^|(?<=[\s>\]▷]))[^\s<\[◁]")
+"""The first character of a word. Tags such as `</think>` or `[/THINK]`, which templates look for, are not words."""
+_TEXTS = ("content", *KEYS, "tool_calls")
+"""Entries of a message that hold an answer's text."""
 _FIXED = ("role", "type", "id")
-"""Entries that templates compare, and do not print as the answer's text."""
+"""Entries inside of them that templates compare."""
 
 
 class Span(NamedTuple):
@@ -29,12 +30,24 @@ class Span(NamedTuple):
     weight: float
 
 
-class _Marked(NamedTuple):
+class _Mark(NamedTuple):
     """Marked text: its first character, the end, and the numbers of the answers that it has words of."""
 
     first: int
     end: int
-    answers: set[int]
+    answers: frozenset[int]
+
+
+class _Signs(NamedTuple):
+    """Characters that a conversation does not have."""
+
+    begin: str
+    end: str
+    plane: int
+    """The code point of the first answer's sign; the others follow."""
+
+    def of_answer(self, number: int) -> str:
+        return chr(self.plane + number)
 
 
 def marked_spans(template: str, messages: list[dict[str, Any]], render: Callable[..., str]) -> tuple[str, list[Span]]:
@@ -44,22 +57,29 @@ def marked_spans(template: str, messages: list[dict[str, Any]], render: Callable
       render: renders messages with the template, or with the one in `chat_template`.
 
     Raises:
-      ValueError: the template changes the text behind its marks. Or answers differ in weight, and a span has text of several
-        or of none.
+      ValueError: the template changes the text behind its marks. Or answers differ in weight, and it cannot be told whose text
+        a span is.
     """
     text, weights = render(messages), weights_of_answers(messages)
-    differ = len(set(weights)) > 1
-    signed = render(_with_signs(messages) if differ else messages, chat_template=_with_signs_at_marks(template))
-    signs = re.compile(f"([{BEGIN}{END}{FIRST_ANSWER}-{LAST_ANSWER}])" if differ else f"([{BEGIN}{END}])")
-    spans = _marked(signs.split(signed))
-    if spans is None or signs.sub("", signed) != text:
+    signs = _free_signs(text)
+    at_marks = _with_signs_at_marks(template, signs.begin, signs.end)
+    marks = _marks(render(messages, chat_template=at_marks), signs, text)
+    if marks is None:
         raise ValueError(
             "the chat template changes text that it marks with {% generation %}, so the assistant's tokens cannot be found; "
             "put the marks around the text as it is written"
         )
-    spans = _joined(spans)
-    of_spans = _weights([span.answers for span in spans], weights) if differ else (weights[:1] or [1]) * len(spans)
-    return text, [Span(span.first, span.end, weight) for span, weight in zip(spans, of_spans, strict=True)]
+    if len(set(weights)) <= 1:
+        return text, [Span(mark.first, mark.end, weights[0] if weights else 1) for mark in marks if mark.first < mark.end]
+    signed, has_words = _with_signs(messages, signs)
+    found = _marks(render(signed, chat_template=at_marks), signs, text)
+    # A template may mark by the words themselves: then the marks of the answers as they are hold, and no others.
+    if found is None or [mark[:2] for mark in found] != [mark[:2] for mark in marks]:
+        raise ValueError(
+            "the chat template reads the words of answers, so the weights of those that it marks with {% generation %} cannot "
+            "be told; leave weights out, or use a template that writes answers as they are"
+        )
+    return text, _spans(found, weights, has_words)
 
 
 def weights_of_answers(messages: list[dict[str, Any]]) -> list[float]:
@@ -67,14 +87,23 @@ def weights_of_answers(messages: list[dict[str, Any]]) -> list[float]:
     return [message.get("weight", 1) for message in messages if message["role"] == "assistant"]
 
 
+def _free_signs(text: str) -> _Signs:
+    """Returns signs that are not in the text: code points without characters, and a plane for private use."""
+    free = [chr(point) for point in range(0xFDD0, 0xFDF0) if chr(point) not in text]
+    planes = [first for first in (0x100000, 0xF0000) if not re.search(f"[{chr(first)}-{chr(first + 0xFFFD)}]", text)]
+    if len(free) < 2 or not planes:
+        raise ValueError("the conversation has characters of both private planes of Unicode; remove those of one")
+    return _Signs(free[0], free[1], planes[0])
+
+
 @lru_cache
-def _with_signs_at_marks(template: str) -> str:
+def _with_signs_at_marks(template: str, begin: str, end: str) -> str:
     """Returns a template that prints signs inside of its marks; white space is trimmed as before."""
 
     def signed(tag: re.Match[str]) -> str:
         left, is_end, right = tag.groups()
         # A block, as the mark is: Jinja trims line breaks behind blocks, and not behind printed values.
-        sign = "{%% if true %%}{{ '%s' }}{%% endif %%}" % (END if is_end else BEGIN)
+        sign = "{%% if true %%}{{ '%s' }}{%% endif %%}" % (end if is_end else begin)
         if is_end:
             return sign.replace("{%", "{%" + left, 1) + "{% endgeneration " + right + "%}"
         return "{%" + left + " generation %}" + sign.removesuffix("%}") + right + "%}"
@@ -82,14 +111,17 @@ def _with_signs_at_marks(template: str) -> str:
     return _ANY_TAG.sub(signed, template)
 
 
-def _with_signs(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns messages whose answers have a sign in each word, by which their text is known wherever it stands."""
-    signed, number = [], ord(FIRST_ANSWER)
+def _with_signs(messages: list[dict[str, Any]], signs: _Signs) -> tuple[list[dict[str, Any]], list[bool]]:
+    """Returns messages whose answers have a sign in each word, and for each answer whether it has words."""
+    signed, has_words = [], list[bool]()
     for message in messages:
-        is_answer = message["role"] == "assistant"
-        signed.append(_signed(message, chr(number)) if is_answer else message)
-        number += is_answer
-    return signed
+        if message["role"] == "assistant":
+            sign = signs.of_answer(len(has_words))
+            own = message | {key: _signed(message[key], sign) for key in _TEXTS if key in message}
+            has_words.append(own != message)
+            message = own
+        signed.append(message)
+    return signed, has_words
 
 
 def _signed(value: Any, sign: str) -> Any:
@@ -100,50 +132,54 @@ def _signed(value: Any, sign: str) -> Any:
     return [_signed(inner, sign) for inner in value] if isinstance(value, list) else value
 
 
-def _marked(parts: list[str]) -> list[_Marked] | None:
-    """Returns the marked text, given text and signs in turn; None if a mark has no end or no beginning."""
-    spans, depth, first, place, answers = list[_Marked](), 0, 0, 0, set[int]()
+def _marks(rendered: str, signs: _Signs, text: str) -> list[_Mark] | None:
+    """Returns the marks of a rendering with signs; None if a mark has no end or beginning, or the rest is not the text."""
+    parts = re.split(f"([{signs.begin}{signs.end}{signs.of_answer(0)}-{signs.of_answer(0xFFFD)}])", rendered)
+    if "".join(parts[::2]) != text:
+        return None
+    marks, depth, first, place, answers = list[_Mark](), 0, 0, 0, set[int]()
     for i, part in enumerate(parts):
         if i % 2 == 0:
             place += len(part)
-        elif part == BEGIN:
+        elif part == signs.begin:
             first, answers = (first, answers) if depth else (place, set())
             depth += 1
-        elif part == END:
+        elif part == signs.end:
             depth -= 1
             if depth < 0:
                 return None
-            spans += [] if depth or place == first else [_Marked(first, place, answers)]
+            marks += [] if depth else [_Mark(first, place, frozenset(answers))]
         else:
-            answers.add(ord(part) - ord(FIRST_ANSWER))
-    return None if depth else spans
+            answers.add(ord(part) - signs.plane)
+    return None if depth else marks
 
 
-def _joined(spans: list[_Marked]) -> list[_Marked]:
-    """Returns the spans, those without words of an answer joined to one that they touch: the end of a turn, say."""
-    joined: list[_Marked] = []
-    for span in spans:
-        before = joined[-1] if joined else None
-        if before and before.end == span.first and not (before.answers and span.answers):
-            joined[-1] = _Marked(before.first, span.end, before.answers | span.answers)
-        else:
-            joined.append(span)
-    return joined
+def _spans(marks: list[_Mark], weights: list[float], has_words: list[bool]) -> list[Span]:
+    """Returns the marked spans with the weights of their answers.
 
-
-def _weights(found: list[set[int]], weights: list[float]) -> list[float]:
-    """Returns the weight of each span, given the answers that each has words of.
-
-    If each answer has one span, a span without words is of the answer of its number: an empty one.
+    If each answer has one mark, a mark without words is that of an answer without words. Otherwise a span without words
+    belongs to the spans that it touches: the end of a turn, say.
     """
-    if len(found) == len(weights) and all(answers <= {i} for i, answers in enumerate(found)):
-        return weights
-    of_spans = [{weights[i] for i in answers} for answers in found]
-    for i, of_span in enumerate(of_spans):
-        if len(of_span) != 1:
-            raise ValueError(
-                f"the chat template marks {len(found)} spans for {len(weights)} answers, and span {i + 1} has words of "
-                f'{len(found[i]) or "none"} of them, so the answers that have a "weight" cannot be found; mark each answer '
-                "by itself, or leave weights out"
-            )
-    return [of_span.pop() for of_span in of_spans]
+    spans = [mark for mark in marks if mark.first < mark.end]
+    if [mark.answers for mark in marks] == [frozenset([i] if has else []) for i, has in enumerate(has_words)]:
+        pairs = zip(marks, weights, strict=True)
+        return [Span(mark.first, mark.end, weight) for mark, weight in pairs if mark.first < mark.end]
+    found = list[Span]()
+    for group in _touching(spans):
+        around = {weights[i] for mark in group for i in mark.answers}
+        for mark in group:
+            of_mark = {weights[i] for i in mark.answers} or around
+            if len(of_mark) != 1:
+                raise ValueError(
+                    f"the chat template marks {len(spans)} spans for {len(weights)} answers, and span {len(found) + 1} has "
+                    f'words of {len(mark.answers) or "none"} of them, so the answers that have a "weight" cannot be found; '
+                    "mark each answer by itself, or leave weights out"
+                )
+            found.append(Span(mark.first, mark.end, *of_mark))
+    return found
+
+
+def _touching(spans: list[_Mark]) -> list[list[_Mark]]:
+    """Returns groups of spans with nothing between them."""
+    begins = [0, *(i + 1 for i, (before, after) in enumerate(pairwise(spans)) if before.end < after.first), len(spans)]
+    return [spans[a:b] for a, b in pairwise(begins)]

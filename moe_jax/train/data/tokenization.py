@@ -150,6 +150,8 @@ def _nothing(index: int) -> Tokenized:
 
 
 def _chat_or_nothing(chat: Callable[[dict[str, Any]], Tokenized], skipped: dict[int, str], record: dict[str, Any]) -> Tokenized:
+    if record["document"] in skipped:
+        return _nothing(record["document"])
     try:
         return chat(record)
     except BadDocument as error:
