@@ -1,15 +1,20 @@
 """A tokenizer or a device that does not end holds up neither its client for ever, nor the end of the server."""
 
+import asyncio
+import gc
 import os
 import subprocess
 import sys
 import threading
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import served
 from fake_engine import FakeEngine
+
+from moe_jax.serving.http.worker import Worker
 
 
 @pytest.fixture
@@ -51,6 +56,34 @@ def test_a_device_that_hangs_holds_up_no_stop(monkeypatch, caplog):
         assert not running.thread.is_alive()
     ended.set()
     assert "a step of the engine does not end: after 0.1 seconds the server stops without it" in caplog.text
+
+
+def test_a_cancelled_call_is_not_kept():
+    """Behind a function that does not end it would stay, with all that it holds."""
+    may_end, worker = threading.Event(), Worker("worker")
+
+    class Body:
+        """What a call holds."""
+
+    def holding(body):
+        return lambda: body
+
+    async def cancel_one():
+        first = asyncio.create_task(worker.run(may_end.wait))
+        body = Body()
+        kept, second = weakref.ref(body), asyncio.create_task(worker.run(holding(body)))
+        await asyncio.sleep(0)
+        second.cancel()
+        await asyncio.wait([second])
+        assert second.cancelled()
+        del body, second
+        gc.collect()
+        assert kept() is None
+        may_end.set()
+        assert await first
+
+    asyncio.run(cancel_one())
+    assert worker.close(10)
 
 
 def test_a_process_ends_whatever_its_worker_does():

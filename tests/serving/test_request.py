@@ -59,6 +59,8 @@ def test_a_request_may_fill_all_pages_or_max_length(num_pages, longest, message)
         ({"temperature": -1.0}, "a finite number, 0 or more; got -1.0"),
         ({"temperature": 1e39}, "a finite number, 0 or more; got 1e+39"),
         ({"temperature": 10**400}, "a finite number, 0 or more; got 1000"),
+        ({"top_p": np.float16(0)}, "None or a number in (0, 1]; got np.float16(0.0)"),
+        ({"temperature": np.float16("inf")}, "a finite number, 0 or more; got np.float16(inf)"),
         ({"top_p": 1e-39}, "None or a number in (0, 1]; got 1e-39"),
         ({"repetition_penalty": 1e-39}, "a finite number above 0; got 1e-39"),
         ({"temperature": float("nan")}, "a finite number, 0 or more; got nan"),

@@ -48,6 +48,8 @@ class Service:
         Raises:
             ApiError: The function raised ValueError, the request's time is over, or the server stops before the function ends.
         """
+        if self.stopping:
+            raise ApiError(503, "the server is stopping")
         seconds = self.settings.request_seconds
         wait = asyncio.timeout(seconds)
         self._waits.add(wait)

@@ -12,7 +12,8 @@ class Worker:
     """A thread that runs functions in turn. It holds up no exit: a function that never ends dies with the process."""
 
     def __init__(self, name: str):
-        self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future] | None] = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[list[tuple[Callable[[], Any], Future]] | None] = queue.SimpleQueue()
+        """Lists of one call, or of none if its caller was cancelled; None at the end."""
         # An executor's thread would be joined when Python exits.
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
@@ -23,8 +24,13 @@ class Worker:
         If the caller is cancelled, a function that waits is left out, and the result of one that runs is dropped.
         """
         done: Future[T] = Future()
-        self._calls.put((function, done))
-        return await asyncio.wrap_future(done)
+        call = [(function, done)]
+        self._calls.put(call)
+        try:
+            return await asyncio.wrap_future(done)
+        finally:
+            # Behind a function that never ends, calls would pile up with all that they hold.
+            call.clear()
 
     def close(self, seconds: float = 0.0) -> bool:
         """Lets the thread end behind the functions that wait; returns whether it has, after at most so many seconds."""
@@ -41,10 +47,10 @@ class Worker:
         call = self._calls.get()
         if call is None:
             return False
-        function, done = call
-        if done.set_running_or_notify_cancel():
-            try:
-                done.set_result(function())
-            except BaseException as error:  # raised again where the caller waits
-                done.set_exception(error)
+        for function, done in call.copy():
+            if done.set_running_or_notify_cancel():
+                try:
+                    done.set_result(function())
+                except BaseException as error:  # raised again where the caller waits
+                    done.set_exception(error)
         return True
