@@ -22,13 +22,14 @@ def test_times_are_those_of_the_steps(engine):
     few, many = measure_loads(engine, [Load(4, 2, 5, 6), Load(8, 1, 5, 6)])
     assert len(engine.submitted) == 1 + 8 + 8
     for measured in (few, many):
-        assert measured.seconds >= 2 * 6 * STEP
+        # A request may come when its first step is nearly over.
+        assert measured.seconds >= (2 * 6 - 1) * STEP
         assert measured.tokens_per_second == pytest.approx(48 / measured.seconds)
         assert 0 < measured.each_token.median <= measured.each_token.high
     # Upper bounds in seconds would fail on a busy machine.
     assert 2 * (few.first_token.median + 5 * few.each_token.median) == pytest.approx(few.seconds, rel=0.1)
     assert few.first_token.median < 3 * few.each_token.median
-    assert many.first_token.high > 6 * STEP
+    assert many.first_token.high > 5 * STEP
 
 
 def test_prompts_are_seeded_and_never_come_twice(engine):
