@@ -183,7 +183,7 @@ def _is_number(value: Any, low: float, high: float = LARGEST) -> bool:
     # NumPy would round the bounds to the number's dtype.
     value = value.item() if isinstance(value, np.floating) else value
     is_real = isinstance(value, Real) and not isinstance(value, bool)
-    # As it is: an integer may be too large for a float.
+    # Compared without a cast: an integer may be too large for a float.
     return is_real and low <= value <= high
 
 

@@ -63,7 +63,7 @@ def test_a_cancelled_call_is_not_kept():
     may_end, worker = threading.Event(), Worker("worker")
 
     class Body:
-        """What a call holds."""
+        """Data that a call holds."""
 
     def holding(body):
         return lambda: body
