@@ -108,7 +108,7 @@ def main() -> None:
     print("".join(f"{title:>{width}}" for title, width in titles.items()))
     for sequences, prompt_tokens, _ in cases:
         prompts = rng.integers(0, config.vocab_size, (sequences, prompt_tokens)).tolist()
-        time_steps(engine, model if args.with_generate else None, prompts, args.short, args.long)
+        time_steps(engine, model if args.with_generate else None, rng, prompts, args.short, args.long)
         if args.count_experts:
             print_experts(engine, prompts, args.short)
     if args.load:
@@ -124,8 +124,9 @@ def main() -> None:
     engine.close()
 
 
-def time_steps(engine: Engine, model, prompts: list[list[int]], short: int, long: int) -> None:
+def time_steps(engine: Engine, model, rng: np.random.Generator, prompts: list[list[int]], short: int, long: int) -> None:
     """Prints the row of these prompts."""
+    one_token = SamplingOptions(max_new_tokens=1, ignore_eos=True)
 
     def of_engine(count: int) -> None:
         engine.generate(prompts, SamplingOptions(max_new_tokens=count, ignore_eos=True))
@@ -133,25 +134,17 @@ def time_steps(engine: Engine, model, prompts: list[list[int]], short: int, long
     def a_step(run) -> float:
         return 1e3 * (median_s(run, long) - median_s(run, short)) / (long - short)
 
-    prefill = prefill_ms(engine, len(prompts), len(prompts[0]))
+    def new_prompts(shape: tuple[int, ...]) -> None:
+        # Old ones would be found in the cache.
+        engine.generate(rng.integers(0, engine.config.vocab_size, shape).tolist(), one_token)
+
+    prefill = 1e3 * median_s(new_prompts, np.shape(prompts))
     step, drafts = a_step(of_engine), engine._loop.queues[0].drafts
     device = float("nan") if drafts else device_ms(engine, len(prompts), len(prompts[0]) + long // 2)
     generate = a_step(lambda n: moe_jax.generate(model, prompts, max_new_tokens=n)) if model is not None else float("nan")
     rate = 1e3 * len(prompts) / step
     times = f"{device:>9.3f} ms{prefill:>9.1f} ms{generate:>9.3f} ms"
     print(f"{len(prompts):>10}{len(prompts[0]):>8}{step:>9.3f} ms{rate:>10.0f}{times}", flush=True)
-
-
-def prefill_ms(engine: Engine, sequences: int, tokens: int) -> float:
-    """Returns the milliseconds to all first tokens, the median of three sets of new prompts: the cache has old ones."""
-    rng, one_token = np.random.default_rng(sequences + tokens), SamplingOptions(max_new_tokens=1, ignore_eos=True)
-    sets = [rng.integers(0, engine.config.vocab_size, (sequences, tokens)).tolist() for _ in range(3)]
-    times = []
-    for prompts in sets:
-        began = time.perf_counter()
-        engine.generate(prompts, one_token)
-        times.append(time.perf_counter() - began)
-    return 1e3 * statistics.median(times)
 
 
 def spread_tokens(model: Decoder) -> None:
