@@ -15,6 +15,10 @@ ARRAYS = ("y", "x", "w_gate_up", "w_down", "weights")
 ROUTINGS = ["random", "one_takes_all", "half_empty", "some_nobody"]
 """The routings of `choose` where experts have rows."""
 
+SUM_ERROR_IN_FP8 = 2**-10 if jax.default_backend() == "gpu" else 0.0
+"""The part of a sum of FP8 products that may be lost. Hopper's tensor cores keep about 14 bits of the largest product
+(DeepSeek-V3's report, section 3.3.2); a CPU adds in f32."""
+
 SMALL = 37, 4, 2, 128, 128
 """Tokens, experts, k, hidden, inter: where one size is as good as another, what is traced for it serves several tests."""
 

@@ -11,8 +11,8 @@ them to an accumulator. So kernels whose bits must be alike have steps and tiles
 
 from typing import Any
 
-import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
 
 from moe_jax.kernels.hopper import target
 
@@ -30,7 +30,7 @@ def interpret() -> plgpu.InterpretGPUParams | bool:
     return plgpu.InterpretGPUParams(detect_races=False) if is_interpreted() else False
 
 
-def operand_staging(shape: tuple[int, ...], dtype: jnp.dtype, transforms: tuple = ()) -> Any:
+def operand_staging(shape: tuple[int, ...], dtype: DTypeLike, transforms: tuple = ()) -> Any:
     """Returns the scratch through which `wgmma_registers` passes its left operands in the interpreter; None on a GPU."""
     return plgpu.SMEM(shape, dtype, transforms=transforms) if is_interpreted() else None
 

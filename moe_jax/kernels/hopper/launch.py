@@ -8,6 +8,7 @@ import jax.extend
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
 
 from moe_jax.kernels.hopper import target
 from moe_jax.kernels.hopper.interpreter import INTERPRETED_BLOCKS, interpret, is_interpreted
@@ -106,7 +107,7 @@ def grid_size(blocks_per_core: int = BLOCKS_PER_CORE) -> int:
     return INTERPRETED_BLOCKS if is_interpreted() else blocks_per_core * target.num_cores()
 
 
-def operand_transforms(dtype: jnp.dtype, columns: int = SWIZZLED_COLUMNS) -> tuple:
+def operand_transforms(dtype: DTypeLike, columns: int = SWIZZLED_COLUMNS) -> tuple:
     """Returns the layout in shared memory with which wgmma and TMA access tiles of `columns` columns free of bank conflicts."""
     bytes_per_row = columns * jnp.dtype(dtype).itemsize
     swizzle = plgpu.find_swizzle(bytes_per_row * 8)

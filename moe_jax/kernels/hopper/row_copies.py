@@ -73,7 +73,7 @@ def read_sources(source_of_row, first_row: jax.Array, rows: int, num_sources: in
     """
     layout = _layout(rows)
     own_rows = rows // ROWS_AT_ONCE
-    result = plgpu.ShapeDtypeStruct((own_rows * WARPGROUP_THREADS,), jnp.int32, layout=layout)
+    result = plgpu.ShapeDtypeStruct((own_rows * WARPGROUP_THREADS,), jnp.dtype(jnp.int32), layout=layout)
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR), return_type=result)
     def emit(_, source_of_row, first_row):

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jaxtyping import Array, BFloat16, Float, Shaped
 
 from moe_jax.kernels.experts.fp8.precision import Kept
@@ -31,7 +32,8 @@ def keep_h(h: BFloat16[Array, "rows k"], form: Kept) -> BFloat16[Array, "rows k"
     groups = h.astype(jnp.float32).reshape(h.shape[0], h.shape[1] // GROUP, GROUP)
     scales = jnp.maximum(jnp.abs(groups).max(axis=-1), LEAST_MAXIMUM) * INVERSE_LARGEST
     values = (groups * (1 / scales)[..., None]).astype(jnp.float8_e3m4)
-    return KeptRows(values.reshape(h.shape), scales)
+    # XLA on a GPU would remove both conversions where one program has both passes, and keep h as it is.
+    return lax.optimization_barrier(KeptRows(values.reshape(h.shape), scales))
 
 
 def read_h(kept: Float[Array, "rows k"] | KeptRows) -> Float[Array, "rows k"]:

@@ -316,7 +316,7 @@ def _load(
             start_copies(operands.a, sources, step.k * STEP, scratch.a.at[step.slot], scratch.landed, step.slot)
         else:
             # Rows beyond a's are read as zeros.
-            rows = pl.ds(0 if loaded.are_tokens else step.coord.row, loaded.number)
+            rows = pl.ds(loaded.first_row(step.coord.row), loaded.number)
             target = scratch.a.at[step.slot, pl.ds(0, loaded.number)]
             plgpu.copy_gmem_to_smem(operands.a.at[rows, ks], target, full_barrier)
         _load_columns(operands.w, scratch, tile, step, ks, full_barrier, **options)

@@ -7,6 +7,7 @@ In shared memory 8 rows are a tile, which one copy moves.
 from functools import partial
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -80,6 +81,11 @@ class LoadedRows(NamedTuple):
     """They are the tokens, of which all tiles read the same; else the rows of the tile's block."""
     number: int
     """Rows of the slot from its first on. The others keep what they had, and their sums are not stored."""
+
+    def first_row(self, row: jax.Array) -> jax.Array:
+        """Returns the first row of a for the tile whose block begins at `row`."""
+        # Not a constant 0: JAX refuses constant slices that reach beyond a's rows, which TMA reads as zeros.
+        return row * 0 if self.are_tokens else row
 
 
 def loaded_rows(plan: Plan, height: int, num_sources: int) -> LoadedRows:

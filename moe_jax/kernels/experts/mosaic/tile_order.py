@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
 GROUP = 16
 """Rows of tiles that go through the columns together. 16 tiles of 128 rows and 8 tiles of 256 columns make a square, with about
@@ -12,7 +13,7 @@ SMALL_MATRIX_BYTES = 8 * 2**20
 """An expert's matrix up to this size stays in the L2 cache (50 MiB) beside other experts' matrices at work, in any order."""
 
 
-def rows_in_group(matrix: tuple[int, int], dtype: jnp.dtype) -> int:
+def rows_in_group(matrix: tuple[int, int], dtype: DTypeLike) -> int:
     """Returns the number of rows of tiles that go through the columns of this matrix together; 1 means row after row."""
     return GROUP if matrix[0] * matrix[1] * jnp.dtype(dtype).itemsize > SMALL_MATRIX_BYTES else 1
 

@@ -53,7 +53,9 @@ _keeping_fp8 = partial(_ours, precision=Precision(kept="fp8"))
 
 @jax.custom_vjp
 def _product_in_fp8(rows, w):
-    return jnp.einsum("ri,roi->ro", dequantised_rows(quantise_rows(rows)), w).astype(jnp.bfloat16)
+    # Without the barrier XLA removes both conversions on a GPU.
+    rounded = jax.lax.optimization_barrier(quantise_rows(rows))
+    return jnp.einsum("ri,roi->ro", dequantised_rows(rounded), w).astype(jnp.bfloat16)
 
 
 _product_in_fp8.defvjp(lambda rows, w: (_product_in_fp8(rows, w), w), lambda w, dy: (_product_in_fp8(dy, w.mT), None))
@@ -76,7 +78,8 @@ def _row_by_row(quantised, chosen, x, weights, adapter):
 def _assert_near(found, wanted, bounds):
     for name, one, other in zip(RESULTS, found, wanted, strict=True):
         one, other = np.asarray(one, np.float64), np.asarray(other, np.float64)
-        assert np.linalg.norm(one - other) <= bounds.get(name, bounds["others"]) * np.linalg.norm(other), name
+        bound = bounds.get(name, bounds["others"]) + 4 * expert_layers.SUM_ERROR_IN_FP8
+        assert np.linalg.norm(one - other) <= bound * np.linalg.norm(other), name
 
 
 def test_the_rounded_values():

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import seeds
 from checkpoint_helpers import write_fp8
-from expert_layers import relative_error
+from expert_layers import SUM_ERROR_IN_FP8, relative_error
 from jax.sharding import AbstractDevice, AbstractMesh
 from triton_without_gpu import compiled_without_spills, needs_triton, pretend_hopper, recorded_calls
 
@@ -33,7 +33,7 @@ def _with_a_pair(p):
 
 
 def _assert_near(found, wanted, rows):
-    assert relative_error(*(np.asarray(a, np.float32)[rows] for a in (found, wanted))) <= 2e-3
+    assert relative_error(*(np.asarray(a, np.float32)[rows] for a in (found, wanted))) <= 2e-3 + 4 * SUM_ERROR_IN_FP8
 
 
 def _assert_same_bits(found, wanted, rows):
@@ -54,8 +54,10 @@ def test_passes(runs, routing, tokens):
     our_h, our_act = ours.gated_matmul(ours.rows_of_tokens(x, p), stacks[0], in_stack)
     _assert_near(our_h, h, rows)
     # Sums in another order move a scale by their own error, and few values to the other side of a tie.
-    np.testing.assert_allclose(np.asarray(our_act.scales)[:, rows], np.asarray(act.scales)[:, rows], rtol=1e-4)
-    assert np.mean((np.asarray(our_act.values) != np.asarray(act.values))[rows]) < 1e-3
+    np.testing.assert_allclose(
+        np.asarray(our_act.scales)[:, rows], np.asarray(act.scales)[:, rows], rtol=1e-4 + SUM_ERROR_IN_FP8
+    )
+    assert np.mean((np.asarray(our_act.values) != np.asarray(act.values))[rows]) < 1e-3 + 16 * SUM_ERROR_IN_FP8
     nothing, same_act = ours.gated_matmul(ours.rows_of_tokens(x, p), gate_up, p, keep_h=False)
     assert nothing is None
     _assert_same_bits(same_act, our_act, rows)
@@ -115,7 +117,7 @@ def test_a_layer(runs):
         for backend in ("triton", "xla")
     )
     for name, one, other in zip(expert_layers.ARRAYS, found, wanted, strict=True):
-        assert relative_error(one, other) < 1e-2, name
+        assert relative_error(one, other) < 1e-2 + 8 * SUM_ERROR_IN_FP8, name
 
 
 @needs_triton

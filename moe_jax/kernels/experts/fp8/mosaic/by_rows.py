@@ -317,7 +317,7 @@ def _load(
     """Starts the copies of the steps of one slot: rows of a, columns of w, and the scales of both."""
     steps, w, w_scales = tile.steps_of_slot, inputs.w.values, inputs.w.scales
     ks = pl.ds(k * steps * STEP, steps * STEP)
-    rows = pl.ds(0 if loaded.are_tokens else pl.multiple_of(coord.row, ROW_ALIGNMENT), loaded.number)
+    rows = pl.ds(pl.multiple_of(loaded.first_row(coord.row), ROW_ALIGNMENT), loaded.number)
     slot_rows = pl.ds(0, loaded.number)
     a, a_scales = inputs.a
     plgpu.copy_gmem_to_smem(a.at[rows, ks], scratch.a.at[slot, slot_rows], full_barrier)

@@ -99,7 +99,9 @@ def gather_rows(x: BFloat16[Array, "tokens hidden"], plan: Plan) -> QuantisedRow
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
         interpret=interpret(),
     )
-    inputs = plan.row_of_pair, plan.ends, plan.offsets, x.reshape(tokens * groups, GROUP)
+    # TMA copies eight rows at a time, and refuses an array that ends within eight.
+    x = jnp.pad(x.reshape(tokens * groups, GROUP), ((0, -tokens * groups % 8), (0, 0)))
+    inputs = plan.row_of_pair, plan.ends, plan.offsets, x
     values, scales = call_varying(run)(*inputs)
     by_token = scales[: tokens * groups].reshape(tokens, groups)
     # With this layout XLA reads a token's scales together, and turns them in shared memory. It would read them one by one.

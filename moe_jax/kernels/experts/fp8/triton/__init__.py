@@ -34,9 +34,6 @@ __all__ = [
     "rows_of_tokens",
 ]
 
-ROW_TILE = Tile(64, GROUP, GROUP, 4, 3)
-"""The tile of a product: a step is a group of summands, and the columns are a block of w's scales (docs/kernels_log.md)."""
-
 
 def refusal(dtype: jnp.dtype, hidden: int, inter: int) -> str | None:
     """Returns why these kernels cannot compute such experts, and what would be right; None if they can."""
@@ -72,7 +69,7 @@ def grouped_matmul(rows: QuantisedRows, w: QuantisedMatrices, plan: Plan) -> BFl
     """Computes `xla.grouped_matmul` in one kernel. Rows of no expert are left unwritten."""
     if plan.num_rows == 0:
         return jnp.zeros((0, w.values.shape[-2]), jnp.bfloat16)
-    return _kernels().matmul(rows, _joined(w), plan, ROW_TILE)
+    return _kernels().matmul(rows, _joined(w), plan, _row_tile())
 
 
 def matmul_of_tokens(x: BFloat16[Array, "tokens k"], w: QuantisedMatrices) -> BFloat16[Array, "tokens out"]:
@@ -102,6 +99,14 @@ def _kernels() -> ModuleType:
 def _joined(w: QuantisedMatrices) -> QuantisedMatrices:
     """Returns a stack of layers' experts as one list: the plan says which of them are meant (`Plan.in_stack`)."""
     return QuantisedMatrices(*(part.reshape(-1, *part.shape[-2:]) for part in w))
+
+
+def _row_tile() -> Tile:
+    """Returns the tile of a product: a step is a group of summands, and the columns are a block of w's scales.
+
+    Four warps would spill on Ada with Triton 3.6 (docs/kernels_log.md).
+    """
+    return Tile(64, GROUP, GROUP, 4 if has_large_tiles() else 8, 3)
 
 
 def _gated_tile() -> Tile:
