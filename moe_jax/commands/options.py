@@ -143,8 +143,8 @@ def lora_of_options(
     """Adapters to train beside frozen weights (docs/adapters.md), if any of these options is given.
 
     Args:
-      rank: the rank of adapters. An expert's is this over the number of a token's experts. Default, if another of these options
-        is given: 32.
+      rank: for each expert divided by the number of a token's experts: 32 is rank 4 for experts if a token has 8. All other
+        targets have this rank. `ranks` overrides it. Default, if another of these options is given: 32.
       alpha: the change is multiplied by alpha / rank. Default: 32.
       targets: any of attention, mlp, experts, router, embedding, head, or projections of attention such as q_proj. Default:
         attention, mlp and experts.
