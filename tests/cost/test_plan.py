@@ -98,7 +98,7 @@ def test_each_mesh_has_its_fastest_number_of_micro_batches():
                 assert not other.fits or other.step_seconds >= best.step_seconds
 
 
-def test_the_table_marks_what_never_ran_and_prints_how_to_train(tmp_path, capsys):
+def test_the_table_marks_pipes_and_prints_how_to_train_them(tmp_path, capsys):
     script = tmp_path / "train.sbatch"
     main(f"plan qwen3-235b-a22b --devices 64 --param-dtype bfloat16 --remat yes --limit 200 --sbatch {script}".split())
     printed = capsys.readouterr().out
