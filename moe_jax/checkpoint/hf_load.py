@@ -190,7 +190,7 @@ def find_config(folder_or_hub_id: str | Path) -> Path:
     else:
         previous = previous_of(folder)
         if previous.is_dir():
-            raise FileNotFoundError(f"a save to {folder} was cut short; the checkpoint that was there lies whole in {previous}")
+            raise FileNotFoundError(f"a save to {folder} was cut short; the previous checkpoint is complete in {previous}")
         folder = downloaded(str(folder_or_hub_id), SMALL_FILES)
     load_config(folder)
     read_block_size(folder)

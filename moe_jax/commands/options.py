@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 
 from moe_jax.adapters.settings import LoraSettings
-from moe_jax.config import NAMED_CONFIGS, ModelConfig, load_config
+from moe_jax.config import HUB_IDS, NAMED_CONFIGS, ModelConfig, load_config
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -78,18 +78,25 @@ def length_for(config: ModelConfig, max_length: int | None) -> int:
     return max_length
 
 
-def config_of(name_or_folder: str) -> ModelConfig:
-    """Returns a published config by its name, or the config of a folder.
+def config_of(name: str) -> ModelConfig:
+    """Returns the config of a published shape, of a folder, or of a model on the hub, in this order.
+
+    The hub is asked for models alone whose shape is not in `NAMED_CONFIGS`; weights are not downloaded.
 
     Raises:
-      ValueError: there is neither such a name nor such a folder, or the folder's config is refused.
+      FileNotFoundError: as `find_config`.
+      ValueError: `name` is none of these, or the config is refused.
     """
-    if name_or_folder in NAMED_CONFIGS:
-        return NAMED_CONFIGS[name_or_folder]
-    if not Path(name_or_folder).is_dir():
-        names = ", ".join(NAMED_CONFIGS)
-        raise ValueError(f"no config {name_or_folder!r}; give a folder with a config.json, or one of {names}")
-    return load_config(name_or_folder)
+    if name not in NAMED_CONFIGS and not Path(name).is_dir():
+        if "/" not in name:
+            names = ", ".join(NAMED_CONFIGS)
+            raise ValueError(f"no config {name!r}; give a folder with a config.json, a hub id, or one of {names}")
+        name = HUB_IDS.get(name, name)
+    if name in NAMED_CONFIGS:
+        return NAMED_CONFIGS[name]
+    from moe_jax.checkpoint.hf_load import find_config
+
+    return load_config(find_config(name))
 
 
 def device_count(devices: int | None) -> int:
@@ -136,8 +143,8 @@ def lora_of_options(
     """Adapters to train beside frozen weights (docs/adapters.md), if any of these options is given.
 
     Args:
-      rank: the rank of adapters. An expert's is this over the number of a token's experts. Default, if another of these options
-        is given: 32.
+      rank: for each expert divided by the number of a token's experts: 32 is rank 4 for experts if a token has 8. All other
+        targets have this rank. `ranks` overrides it. Default, if another of these options is given: 32.
       alpha: the change is multiplied by alpha / rank. Default: 32.
       targets: any of attention, mlp, experts, router, embedding, head, or projections of attention such as q_proj. Default:
         attention, mlp and experts.

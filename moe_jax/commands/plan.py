@@ -9,7 +9,6 @@ import tyro
 
 from moe_jax.checkpoint.weights import Weights
 from moe_jax.commands.options import LoraOption, config_of, options_of_lora
-from moe_jax.cost.gpus import machine
 from moe_jax.models.precision import PrecisionName
 from moe_jax.parallel.choices import PipeSchedule
 from moe_jax.recipes.finetuning.lora_settings import weights_problems
@@ -29,20 +28,20 @@ class PlanCommand:
     moe-jax plan qwen3-30b-a3b --devices 1 --lora.rank 32
 
     docs/scaling.md compares predictions for NVIDIA H200 with measurements. Rates of other GPUs are scaled from the H200's by
-    data sheets; none was measured.
+    data sheets; none was measured. Exit status: 0 if a mesh fits, 1 if none does, 2 for bad input.
 
     Args:
-      config: a published shape (qwen3-30b-a3b, ...) or a folder with a config.json.
+      config: a published shape (qwen3-30b-a3b), a folder with a config.json, or a hub id (Qwen/Qwen3-30B-A3B).
       devices: total number of GPUs.
-      gpu: h200, h100, a100, a100-40gb, l40s or rtx4090.
-      memory: GiB of one GPU, as nvidia-smi shows. Default: the memory of `--gpu`.
+      gpu: b200, h200, h100, h20, a100, a100-40gb, l40s, l4, a10, rtx5090, rtx4090 or rtx3090. Default: h200.
+      memory: GiB of one GPU, as nvidia-smi shows, if `--gpu` names another size. Default: the memory of `--gpu`.
       hosts_of: GPUs of one host.
       rows: sequences of one optimizer step over all devices. Default: 32768 tokens for each device.
       sequence_length: tokens of each sequence.
       keys_per_token: mean number of keys that a token attends to; packed documents have fewer than half a row.
       remat: recompute layers in the backward pass (offload: also keep their inputs in host memory). Default: no and yes are
         tried, and offload where yes does not fit.
-      lora: as in `moe-jax finetune`. The time of adapters is that of reading and writing their rows; none was measured yet.
+      lora: as in `moe-jax finetune`. The time of adapters is that of reading and writing their rows.
       weights: as in `moe-jax finetune`. "as stored" counts FP8 in blocks.
       precision: as in `moe-jax finetune`, for Hopper GPUs. Kernels were measured, steps were not.
       param_dtype: as in `moe-jax finetune`.
@@ -60,7 +59,7 @@ class PlanCommand:
 
     config: tyro.conf.Positional[str]
     devices: int
-    gpu: str = "h200"
+    gpu: str | None = None
     memory: float | None = None
     hosts_of: int = 8
     rows: Annotated[int | None, tyro.conf.arg(aliases=["--batch-size"])] = None
@@ -83,7 +82,13 @@ class PlanCommand:
     sbatch: str | None = None
 
     def run(self) -> None:
-        """Prints the table, and writes the batch script if asked."""
+        """Prints the table, and writes the batch script if asked.
+
+        Raises:
+          SystemExit: with status 1, after the table, if nothing fits.
+          ValueError: an option has a wrong value, or the options contradict each other.
+        """
+        from moe_jax.cost.gpus import machine, notes
         from moe_jax.cost.plan import REMAT, plan
         from moe_jax.cost.plan_table import format_plan
         from moe_jax.cost.planned_step import PlannedAdapters
@@ -130,14 +135,16 @@ class PlanCommand:
             precision=self.precision,
             adapters=adapters,
         )
-        hosts = f"{self.devices} x {found.name} ({found.memory / 2**30:.0f} GiB to use) in hosts of {self.hosts_of}"
-        print(f"{self.config}, {hosts}, {rows} x {self.sequence_length} tokens a step; predicted, not measured")
-        if self.gpu.lower() != "h200":
-            print("Rates are those measured on an H200, scaled by data sheets; before Hopper a step takes longer than this.")
+        hosts = f" in hosts of {self.hosts_of}" if self.devices > self.hosts_of else ""
+        step = f"{rows} x {self.sequence_length} tokens a step"
+        print(f"{self.config}, {self.devices} x {found.name}{hosts}, {step}; predicted, not measured")
+        print(notes(found))
         print(format_plan(predictions, self.limit))
+        best = next((prediction for prediction in predictions if prediction.fits), None)
         if self.sbatch is not None:
-            best = next((prediction for prediction in predictions if prediction.fits), None)
             if best is None:
                 raise ValueError(f"--sbatch {self.sbatch}: nothing fits, so there is no run to write a script for")
             write_batch_script(Path(self.sbatch), best.step, self.hosts_of)
             print(f"wrote {self.sbatch}; set its model, data and output, then: sbatch {self.sbatch}")
+        if best is None:
+            raise SystemExit(1)

@@ -9,12 +9,13 @@ if TYPE_CHECKING:
     from moe_jax.config.deepseek_v3 import DeepseekV2Config, DeepseekV3Config, KimiK2Config
     from moe_jax.config.experts import ExpertsSpec
     from moe_jax.config.hf_json import CONFIG_CLASSES, config_from_dict, config_to_dict, load_config
-    from moe_jax.config.named import EXPERT_LAYERS, NAMED_CONFIGS, ExpertLayer
+    from moe_jax.config.named import EXPERT_LAYERS, HUB_IDS, NAMED_CONFIGS, ExpertLayer
     from moe_jax.config.qwen3 import Qwen3Config, Qwen3MoeConfig
 
 __all__ = [
     "CONFIG_CLASSES",
     "EXPERT_LAYERS",
+    "HUB_IDS",
     "NAMED_CONFIGS",
     "DeepseekV2Config",
     "DeepseekV3Config",

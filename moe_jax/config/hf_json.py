@@ -62,7 +62,11 @@ def config_from_dict(values: dict[str, Any]) -> ModelConfig:
     """
     model_type = values.get("model_type")
     if model_type not in CONFIG_CLASSES:
-        raise ValueError(f"model_type {model_type!r} is not supported; supported are {', '.join(sorted(CONFIG_CLASSES))}")
+        raise ValueError(
+            f"model_type {model_type!r} is not supported; supported are {', '.join(sorted(CONFIG_CLASSES))}. The experts alone "
+            "work in any network: moe_jax.MoE and moe_jax.kernels.experts_mlp (docs/your_own_model.md). To add a family: "
+            'CONTRIBUTING.md, "A model"'
+        )
     cls = CONFIG_CLASSES[model_type]
     given = {k: v for k, v in values.items() if k not in IGNORED_FIELDS and k != "model_type"}
     problems: list[str] = []

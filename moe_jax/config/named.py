@@ -62,6 +62,15 @@ NAMED_CONFIGS: dict[str, ModelConfig] = {
 }  # fmt: skip
 """Configs of published models."""
 
+HUB_IDS: dict[str, str] = {
+    **{f"Qwen/Qwen3-{size}": f"qwen3-{size.lower()}" for size in "0.6B 1.7B 4B 8B 14B 32B 30B-A3B 235B-A22B".split()},
+    "deepseek-ai/DeepSeek-V2-Lite": "deepseek-v2-lite",
+    "deepseek-ai/DeepSeek-V3": "deepseek-v3",
+    "deepseek-ai/DeepSeek-R1": "deepseek-v3",
+    "moonshotai/Kimi-K2-Instruct": "kimi-k2",
+}
+"""Names in `NAMED_CONFIGS` of models on the Hugging Face hub, so that their configs need no network."""
+
 
 class ExpertLayer(NamedTuple):
     """Sizes of the experts of one MoE layer, as the kernels name them."""

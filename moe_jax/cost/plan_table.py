@@ -7,10 +7,9 @@ from moe_jax.cost import PlannedStep, Prediction
 from moe_jax.cost.flops import num_parameters
 from moe_jax.cost.plan import REMAT
 from moe_jax.cost.planned_step import BYTES
-from moe_jax.parallel.choices import MESH_AXES
 
 KINDS = {
-    "computing": ("experts", "projections", "attention", "loss", "overhead"),
+    "compute": ("experts", "projections", "attention", "loss", "overhead"),
     "HBM": ("elementwise", "kept", "sums", "copies", "optimizer"),
     "links": ("exchange", "context", "gathers", "hops", "once a step"),
     "bubble": ("bubble",),
@@ -18,29 +17,33 @@ KINDS = {
 """The parts of a prediction by their bound: arithmetic, the GPU's own memory, links between GPUs, the ends of a pipe."""
 
 
-COLUMNS = {
-    **{"pipe": 8, "chunks": 8},
-    **{name: 8 for name in MESH_AXES if name != "pipe"},
-    **{"micro-batches": 15, "remat": 9, "step": 11, "tokens/s/GPU": 14, "TFLOP/s/GPU": 13, "GiB": 7},
-    **dict.fromkeys(KINDS, 11),
-}
-"""The columns by title, with their least widths."""
+NEVER_RUN = {"hosts": "a run over several hosts", "pipe": "a pipeline on more than four GPUs", "FP8": "training in FP8"}
+"""What a layout may need that was never run on GPUs (docs/scaling.md), by its word in the table."""
+
+COLUMNS = (
+    *("pipe", "chunks", "data", "fsdp", "expert", "context", "micro", "remat"),
+    *("step", "tokens/s", "TFLOP/s", "GiB", *KINDS, "never run"),
+)
+"""The titles of the columns: the mesh, its micro-batches, figures of one GPU, shares of the step, and keys of `NEVER_RUN`."""
 
 
 def table(predictions: list[Prediction]) -> list[str]:
-    """Returns a head and a line for each prediction; the last columns are shares of the step.
+    """Returns a legend, a head and a line for each prediction. A column is as wide as its longest cell."""
+    rows = [COLUMNS, *(_cells(prediction) for prediction in predictions)]
+    widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
+    lines = (" ".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True)) for cells in rows)
+    return ["tokens/s, TFLOP/s and GiB are those of one GPU; micro is the number of micro-batches", *lines]
 
-    Pipes and FP8 are marked as not measured. A column is wider than in `COLUMNS` if a number would touch the one before.
-    """
-    rows = [_cells(prediction) for prediction in predictions]
-    longest = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
-    widths = [max(least, 2 + length) for least, length in zip(COLUMNS.values(), longest, strict=True)]
-    head, *lines = (
-        "".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True)) for cells in (COLUMNS, *rows)
+
+def never_run(prediction: Prediction) -> list[str]:
+    """Returns the keys of `NEVER_RUN` that hold for a prediction."""
+    step = prediction.step
+    holds = (
+        step.mesh.size > prediction.machine.gpus_of_host,
+        step.mesh.pipe > 1 and step.mesh.size > 4,
+        step.precision != "bf16",
     )
-    steps = [prediction.step for prediction in predictions]
-    marks = ["  not measured" if step.mesh.pipe > 1 or step.precision != "bf16" else "" for step in steps]
-    return [head, *map("".join, zip(lines, marks, strict=True))]
+    return [key for key, is_so in zip(NEVER_RUN, holds, strict=True) if is_so]
 
 
 def _cells(prediction: Prediction) -> list[str]:
@@ -51,7 +54,14 @@ def _cells(prediction: Prediction) -> list[str]:
     remat = next(name for name, value in REMAT.items() if value == step.remat)
     speed = f"{seconds:.3f} s", f"{prediction.tokens_per_second:.0f}", f"{prediction.flops_per_second / 1e12:.0f}"
     shares = (sum(prediction.seconds.get(part, 0.0) for part in parts) / seconds for parts in KINDS.values())
-    return [*map(str, layout), remat, *speed, f"{prediction.memory_bytes / 2**30:.0f}", *(f"{share:.0%}" for share in shares)]
+    gib, marks = _gib(prediction.memory_bytes), "+".join(never_run(prediction)) or "-"
+    return [*map(str, layout), remat, *speed, gib, *(f"{share:.0%}" for share in shares), marks]
+
+
+def _gib(size: float) -> str:
+    """Returns bytes in GiB, below 100 with one decimal: rounded to 0 or to all that there is, a number would mislead."""
+    gib = size / 2**30
+    return f"{gib:.1f}" if gib < 99.95 else f"{gib:.0f}"
 
 
 def format_plan(predictions: list[Prediction], limit: int) -> str:
@@ -63,15 +73,17 @@ def format_plan(predictions: list[Prediction], limit: int) -> str:
     machine = predictions[0].machine
     if not fitting:
         smallest = min(predictions, key=lambda prediction: prediction.memory_bytes)
-        room = f"the {machine.memory / 2**30:.0f} of an {machine.name}"
-        need = f"{smallest.memory_bytes / 2**30:.0f} GiB"
-        reason = f"Nothing fits: the smallest needs {need}, more than {room}. {_remedy(smallest)}"
+        need, room = _gib(smallest.memory_bytes), _gib(machine.memory)
+        reason = f"Nothing fits: the smallest needs {need} GiB, more than the {room} of an {machine.name}. {_remedy(smallest)}"
         return "\n".join([reason, *table([smallest]), _memory(smallest)])
     best = fitting[0]
     lines = table(fitting[:limit])
     if len(fitting) > limit:
         lines.append(f"and {len(fitting) - limit} more that fit")
-    lines += [_memory(best), f"train so: {how_to_train(best.step)}"]
+    lines.append(_memory(best))
+    if keys := never_run(best):
+        lines.append(f"The first needs what was never run on GPUs: {', '.join(NEVER_RUN[key] for key in keys)}.")
+    lines.append(f"Train it with: {how_to_train(best.step)}")
     return "\n".join(lines)
 
 
@@ -84,7 +96,7 @@ def _remedy(prediction: Prediction) -> str:
     if step.adapters is not None:
         smaller = "" if step.param_dtype == "bfloat16" else ", or bf16 parameters"
         fewer = ", or --weights nf4" if step.adapters.weights == "whole" else ""
-        return f"{alone}, and beside adapters each GPU holds all weights: take GPUs with more memory{smaller}{fewer}."
+        return f"{alone}, and with adapters each GPU holds all weights: take GPUs with more memory{smaller}{fewer}."
     whole = (4 + 2 * BYTES[step.moment_dtype] + BYTES[step.param_dtype]) * num_parameters(step.config)
     devices = math.ceil(whole / prediction.machine.memory)
     if step.mesh.size >= devices:

@@ -103,7 +103,7 @@ def _unpadded(rows: list[list[Any]], attention_mask: Any) -> list[list[Any]]:
         ones = np.flatnonzero(mask)
         if not set(mask) <= {0, 1} or not ones.size or ones[-1] - ones[0] >= ones.size:
             raise ValueError(
-                f"attention_mask must be one run of ones in each row, and zeros before or behind it; row {number} is "
+                f"attention_mask must be one run of ones in each row, and zeros before or after it; row {number} is "
                 f"{list(map(int, mask))!r:.80}"
             )
         unpadded.append(row[ones[0] : ones[-1] + 1])

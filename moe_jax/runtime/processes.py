@@ -194,7 +194,7 @@ def require_shared(folder: str | Path) -> None:
             folder.rmdir()
         raise ValueError(
             f"processes {np.flatnonzero(~found).tolist()} of {jax.process_count()} do not see the folder {folder} of process "
-            "0: it must lie on a file system that all hosts share"
+            "0: it must be on a file system that all hosts share"
         )
 
 

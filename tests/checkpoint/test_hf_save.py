@@ -218,7 +218,7 @@ def test_an_interrupted_swap_is_undone_by_the_next_save(tmp_path, monkeypatch):
     folder, model = tmp_path / "out", random_model()
     save_pretrained(model, folder)
     folder.rename(tmp_path / ".out.previous")
-    with pytest.raises(FileNotFoundError, match="was cut short; the checkpoint that was there lies whole in"):
+    with pytest.raises(FileNotFoundError, match="was cut short; the previous checkpoint is complete in"):
         from_pretrained(folder)
 
     def fails(shard, file):

@@ -157,7 +157,8 @@ def test_old_and_current_names_mean_the_same():
     [
         (
             {"model_type": "llama"},
-            "'llama' is not supported; supported are deepseek_v2, deepseek_v3, kimi_k2, qwen3, qwen3_moe",
+            "'llama' is not supported; supported are deepseek_v2, deepseek_v3, kimi_k2, qwen3, qwen3_moe. "
+            r".*moe_jax.MoE and .*docs/your_own_model.md.* CONTRIBUTING.md, \"A model\"",
         ),
         ({"n_group": 4, "new_field": 1}, "unknown field n_group=4; unknown field new_field=1"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported"),

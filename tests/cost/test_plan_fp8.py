@@ -156,8 +156,9 @@ def test_the_command(capsys):
     main("plan qwen3-30b-a3b --devices 8 --precision fp8".split())
     printed = capsys.readouterr().out
     rows = [line for line in printed.splitlines() if line.lstrip()[:1].isdigit()]
-    assert rows and all(line.endswith("not measured") for line in rows)
-    assert "train so: moe-jax finetune --precision fp8 --mesh." in printed
+    assert rows and all(line.endswith("FP8") for line in rows)
+    assert "The first needs what was never run on GPUs: training in FP8." in printed
+    assert "Train it with: moe-jax finetune --precision fp8 --mesh." in printed
     main("plan qwen3-30b-a3b --devices 1 --lora.rank 32 --weights fp8 --precision fp8".split())
     assert "finetune --lora.rank 32 --weights fp8 --precision fp8 --batch" in capsys.readouterr().out
     for options, reason in (

@@ -74,10 +74,11 @@ def test_the_command_names_the_run(capsys):
     main("plan qwen3-30b-a3b --devices 1 --batch-size 8 --lora.rank 32 --lora.targets experts attention".split())
     printed = capsys.readouterr().out
     assert "LoRA trains 184,025,088 parameters beside 30,532,122,624" in printed
-    assert "train so: moe-jax finetune --lora.rank 32 --lora.targets experts attention --batch-size 8" in printed
+    assert "Train it with: moe-jax finetune --lora.rank 32 --lora.targets experts attention --batch-size 8" in printed
     assert "--param-dtype bfloat16" in printed
-    main("plan qwen3-30b-a3b --devices 2 --gpu l40s --lora.rank 32".split())
-    advice = "beside adapters each GPU holds all weights: take GPUs with more memory, or --weights nf4."
+    with pytest.raises(SystemExit):
+        main("plan qwen3-30b-a3b --devices 2 --gpu l40s --lora.rank 32".split())
+    advice = "with adapters each GPU holds all weights: take GPUs with more memory, or --weights nf4."
     assert advice in capsys.readouterr().out
     main(["plan", "qwen3-30b-a3b", "--devices", "1", "--lora.rank", "32", "--weights", "as stored"])
     assert "--lora.rank 32 --weights 'as stored' --batch-size" in capsys.readouterr().out
