@@ -21,6 +21,7 @@ from moe_jax.recipes.finetuning.precision import dense_problems, precision_probl
 from moe_jax.recipes.finetuning.trackers import Tracker, log_problems
 from moe_jax.train.data.chat_templates import TEMPLATES
 from moe_jax.train.data.files import FORMATS
+from moe_jax.train.data.reasoning import EMPTY_THINKING
 from moe_jax.train.data.records import LEARNED_ANSWERS
 from moe_jax.train.data.sources import sources
 
@@ -57,6 +58,8 @@ class FinetuneSettings:
       data_format: "folder" (each file is a text), "text", "chat" (messages), "sharegpt", "alpaca", or "auto": keys decide.
         Or "pairs" (prompt and completion as a chat), or "continuation" (both as plain texts).
       learned_answers: the assistant's answers that are learned, "all", or "last": those of a conversation's last turn.
+      empty_thinking: "learn", or "mask": the empty think block that a template writes into an answer without reasoning is left
+        out of the loss.
       skip_bad_documents: leave out bad rows, and conversations that the chat template refuses, and count them in the log.
         Otherwise bad rows are listed before the run starts, and the first refused conversation ends it. May be changed when a
         run continues.
@@ -148,6 +151,7 @@ class FinetuneSettings:
     log_to: tuple[Tracker, ...] = ()
     data_format: str = "auto"
     learned_answers: str = "all"
+    empty_thinking: str = "learn"
     skip_bad_documents: bool = False
     tokenizer: str | None = None
     chat_template: str | None = None
@@ -246,7 +250,7 @@ def _problems(settings: FinetuneSettings) -> list[str]:
                 continue
             if not _fits(value, want):
                 problems.append(f"{name}={value!r} must be {want}")
-    one_of = dict(data_format=FORMATS, learned_answers=LEARNED_ANSWERS)
+    one_of = dict(data_format=FORMATS, learned_answers=LEARNED_ANSWERS, empty_thinking=EMPTY_THINKING)
     one_of |= dict(dtype=DTYPES, param_dtype=DTYPES, moment_dtype=DTYPES)
     for name, choices in one_of.items():
         if getattr(settings, name) not in choices:
