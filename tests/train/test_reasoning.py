@@ -61,7 +61,7 @@ R1 = (
     "{% for m in messages %}{% if m.role == 'user' %}<u>{{ m.content }}{% else %}"
     "<a>{{ m.content.split('</think>')[-1] }}<e>{% endif %}{% endfor %}{% if add_generation_prompt %}<a><think>\n{% endif %}"
 )
-# Kimi-K2-Thinking's way: reasoning stands behind the last answer that calls no tool.
+# Kimi-K2-Thinking's way: reasoning is written after the last answer that calls no tool.
 KIMI = (
     "{% set n = namespace(last=-1) %}{% for m in messages %}{% if m.role == 'assistant' and not m.tool_calls %}"
     "{% set n.last = loop.index0 %}{% endif %}{% endfor %}{% for m in messages %}<|im_middle|>{{ m.role }}:"
@@ -170,7 +170,7 @@ def test_reasoning_that_the_content_loses_is_counted(tmp_path, template, left_ou
 
 
 def test_short_reasoning_is_not_taken_for_other_text(tmp_path):
-    """The dropped thought "4" stands in the answer, too."""
+    """The dropped thought "4" is the answer, too."""
     chat = [turn(1)[0], {"role": "assistant", "content": "4", "reasoning_content": "4"}, *turn(2)]
     assert survey(open_documents(write(tmp_path, chat)), tiny.tokenizer(THINKING), seq_len=256).without_reasoning == 1
 

@@ -12,7 +12,7 @@ EMPTY_THINKING = ("learn", "mask")
 """Choices for the empty think blocks that templates write into answers without reasoning."""
 THINK_BLOCK = re.compile(r"\s*(?:(?:<think>.*)?</think>\s*)?", re.DOTALL)
 """Text between the header of a turn and its content: nothing, or a think block, whose <think> may be the prompt's."""
-_EMPTY_BLOCK = re.compile(r"\s*(<think>)?\s*</think>\s*")
+_EMPTY_BLOCK = re.compile(r"\s*(?:(<think>)\s*)?</think>\s*")
 _IN_CONTENT = re.compile(r"(?:\s*<think>)?(.*)(?=</think>)", re.DOTALL)
 
 Message = dict[str, Any]
@@ -59,7 +59,7 @@ def without_reasoning(messages: list[Message]) -> list[Message]:
 
 
 def after_empty_thinking(text: str, first: int, end: int) -> int:
-    """Returns where an answer begins behind the empty think block that it may start with; the prompt may have its <think>."""
+    """Returns where an answer begins after the empty think block that it may start with; the prompt may have its <think>."""
     block = _EMPTY_BLOCK.match(text, first, end)
     if block and (block[1] or text[:first].rstrip().endswith("<think>")):
         return block.end()
