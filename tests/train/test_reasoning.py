@@ -169,6 +169,14 @@ def test_reasoning_that_the_content_loses_is_counted(tmp_path, template, left_ou
     assert len(printed) == bool(left_out) and (not printed or f"{left_out} ({advice}" in printed[0])
 
 
+def test_a_refusal_names_the_template_that_reads_the_key():
+    message = (
+        "would leave out reasoning_content: it never mentions it; give another template, such as --chat-template deepseek-r1"
+    )
+    with pytest.raises(ValueError, match=message):
+        chat_tokens(tiny.tokenizer(tiny.trl_template("deepseekv3")), turn(1))
+
+
 def test_short_reasoning_is_not_taken_for_other_text(tmp_path):
     """The dropped thought "4" is the answer, too."""
     chat = [turn(1)[0], {"role": "assistant", "content": "4", "reasoning_content": "4"}, *turn(2)]

@@ -30,8 +30,8 @@ def check_reasoning(template: str, messages: list[Message], render: Render) -> N
     for key in sum(keys, []):
         if not re.search(rf"\b{key}\b", template):
             raise ValueError(
-                f"the chat template would leave out {key}: it never mentions it; give another template, rename the key to the "
-                "template's, or take it out of the data"
+                f"the chat template would leave out {key}: it never mentions it; give another template"
+                f"{keeping_template(template)}, rename the key to the template's, or take it out of the data"
             )
     if keys[-1] and _is_left_out(messages, len(messages) - 1, render):
         raise ValueError(
