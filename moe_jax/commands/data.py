@@ -21,6 +21,7 @@ class DataCommand:
       model: a checkpoint folder or hub id, for its tokenizer.
       data_format: as in `moe-jax finetune`.
       learned_answers: as in `moe-jax finetune`.
+      empty_thinking: as in `moe-jax finetune`.
       skip_bad_documents: as in `moe-jax finetune`.
       chat_template: as in `moe-jax finetune`.
       seq_len: tokens of a row.
@@ -31,6 +32,7 @@ class DataCommand:
     model: str
     data_format: str = "auto"
     learned_answers: str = "all"
+    empty_thinking: str = "learn"
     skip_bad_documents: bool = False
     chat_template: str | None = None
     seq_len: int = 4096
@@ -50,7 +52,11 @@ class DataCommand:
         if self.seq_len < 2:
             raise ValueError(f"--seq-len must be at least 2; got {self.seq_len}")
         documents = open_documents(
-            self.data, self.data_format, learned_answers=self.learned_answers, skip_bad=self.skip_bad_documents
+            self.data,
+            self.data_format,
+            learned_answers=self.learned_answers,
+            empty_thinking=self.empty_thinking,
+            skip_bad=self.skip_bad_documents,
         )
         tokenizer = load_tokenizer(self.model)
         if self.chat_template is not None:

@@ -137,7 +137,9 @@ def test_epochs_take_the_place_of_steps(tmp_path):
 
 
 def test_a_chat_template_that_is_not_there_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="chat_template='none.jinja' is no file; give a Jinja file, or chatml"):
+    with pytest.raises(
+        ValueError, match="chat_template='none.jinja' is no file; give a Jinja file, or one of chatml, deepseek-v3, "
+    ):
         settings(tmp_path, chat_template="none.jinja")
 
 

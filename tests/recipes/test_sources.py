@@ -44,7 +44,8 @@ def test_a_run_continues_with_its_weights_and_answers_alone(tmp_path, data):
     chats = str(tmp_path / "held.jsonl")
     other = (data[0].replace("weight=1", "weight=2"), data[1])
     found = [identity(**changes) for changes in (dict(data=data), dict(data=other), dict(data=chats))]
-    assert len({*found, identity(data=chats, learned_answers="last")}) == 4
+    found_last, found_mask = identity(data=chats, learned_answers="last"), identity(data=chats, empty_thinking="mask")
+    assert len({*found, found_last, found_mask}) == 5
     assert identity(data=(chats,), skip_bad_documents=True) == found[2]
 
 
@@ -57,6 +58,7 @@ def test_a_run_continues_with_its_weights_and_answers_alone(tmp_path, data):
         (dict(data=()), "no data: give a file"),
         (dict(data="{}/pairs.csv", output="{}/pairs.csv/run"), "must lie outside of data="),
         (dict(data="{}/pairs.csv", learned_answers="first"), "learned_answers='first' must be one of all, last"),
+        (dict(data="{}/pairs.csv", empty_thinking="drop"), "empty_thinking='drop' must be one of learn, mask"),
     ],
 )
 def test_wrong_settings_are_named_before_anything_is_read(tmp_path, data, changes, message):

@@ -1,14 +1,17 @@
 """A tokenizer, texts, models and settings small enough to train in a test."""
 
+import importlib.util
 from pathlib import Path
 
 import jax.numpy as jnp
+import numpy as np
 import transformers
 from flax import nnx
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 import moe_jax
 from moe_jax.recipes import FinetuneSettings
+from moe_jax.train.data.chat import chat_tokens
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
@@ -33,6 +36,19 @@ def tokenizer(chat_template: str | None = CHATML):
     )
     wrapped.chat_template = chat_template
     return wrapped
+
+
+def trl_template(name):
+    """Returns TRL's copy of a model's own chat template."""
+    found = importlib.util.find_spec("trl")
+    return (Path(found.origin).parent / "chat_templates" / f"{name}.jinja").read_text(encoding="utf-8")
+
+
+def learned(tokenizer, chat, tools=None, **options):
+    """Returns the texts of a conversation that are learned."""
+    tokens, mask = chat_tokens(tokenizer, chat, tools, **options)
+    edges = np.flatnonzero(np.diff((mask != 0).astype(np.int8), prepend=0, append=0)).reshape(-1, 2)
+    return [tokenizer.decode(tokens[first:end]) for first, end in edges]
 
 
 def tokenizer_with_a_beginning():

@@ -124,6 +124,7 @@ def _opened(settings: FinetuneSettings, data: str | tuple[str, ...]) -> Document
         data,
         settings.data_format,
         learned_answers=settings.learned_answers,
+        empty_thinking=settings.empty_thinking,
         skip_bad=settings.skip_bad_documents,
     )
 

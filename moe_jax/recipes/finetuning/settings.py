@@ -19,7 +19,9 @@ from moe_jax.recipes.finetuning.lora_settings import (
 )
 from moe_jax.recipes.finetuning.precision import dense_problems, precision_problems
 from moe_jax.recipes.finetuning.trackers import Tracker, log_problems
+from moe_jax.train.data.chat_templates import TEMPLATES
 from moe_jax.train.data.files import FORMATS
+from moe_jax.train.data.reasoning import EMPTY_THINKING
 from moe_jax.train.data.records import LEARNED_ANSWERS
 from moe_jax.train.data.sources import sources
 
@@ -56,11 +58,14 @@ class FinetuneSettings:
       data_format: "folder" (each file is a text), "text", "chat" (messages), "sharegpt", "alpaca", or "auto": keys decide.
         Or "pairs" (prompt and completion as a chat), or "continuation" (both as plain texts).
       learned_answers: the assistant's answers that are learned, "all", or "last": those of a conversation's last turn.
+      empty_thinking: "learn", or "mask": the empty think block that a template writes into an answer without reasoning is left
+        out of the loss.
       skip_bad_documents: leave out bad rows, and conversations that the chat template refuses, and count them in the log.
         Otherwise bad rows are listed before the run starts, and the first refused conversation ends it. May be changed when a
         run continues.
       tokenizer: a folder or hub id; None: the model's.
-      chat_template: a Jinja file to use in place of the tokenizer's template, or "chatml"; saved with the trained model.
+      chat_template: a Jinja file to use in place of the tokenizer's template, or "chatml", "deepseek-v3", "deepseek-r1",
+        "kimi-k2" or "kimi-k2-thinking"; saved with the trained model.
       seq_len: tokens in a row. Documents are packed into rows; longer documents are cut. More than the model's
         max_position_embeddings (extended by yarn, if the model has it) gives a warning, and the run goes on.
       batch_size: rows in an optimizer step, over all micro-batches.
@@ -146,6 +151,7 @@ class FinetuneSettings:
     log_to: tuple[Tracker, ...] = ()
     data_format: str = "auto"
     learned_answers: str = "all"
+    empty_thinking: str = "learn"
     skip_bad_documents: bool = False
     tokenizer: str | None = None
     chat_template: str | None = None
@@ -244,7 +250,7 @@ def _problems(settings: FinetuneSettings) -> list[str]:
                 continue
             if not _fits(value, want):
                 problems.append(f"{name}={value!r} must be {want}")
-    one_of = dict(data_format=FORMATS, learned_answers=LEARNED_ANSWERS)
+    one_of = dict(data_format=FORMATS, learned_answers=LEARNED_ANSWERS, empty_thinking=EMPTY_THINKING)
     one_of |= dict(dtype=DTYPES, param_dtype=DTYPES, moment_dtype=DTYPES)
     for name, choices in one_of.items():
         if getattr(settings, name) not in choices:
@@ -296,8 +302,8 @@ def _problems(settings: FinetuneSettings) -> list[str]:
     if settings.epochs is None and settings.warmup_steps is not None and settings.warmup_steps > settings.steps:
         problems.append(f"warmup_steps={settings.warmup_steps} must not exceed steps={settings.steps}")
     template = settings.chat_template
-    if template not in (None, "chatml") and not Path(str(template)).expanduser().is_file():
-        problems.append(f"chat_template={template!r} is no file; give a Jinja file, or chatml")
+    if template not in (None, *TEMPLATES) and not Path(str(template)).expanduser().is_file():
+        problems.append(f"chat_template={template!r} is no file; give a Jinja file, or one of {', '.join(TEMPLATES)}")
     output = Path(settings.output).expanduser()
     problems += _data_problems("data", settings.data, settings.output)
     problems += [] if settings.eval_data is None else _data_problems("eval_data", settings.eval_data, settings.output)

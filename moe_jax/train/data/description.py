@@ -6,6 +6,7 @@ from moe_jax.train.data.survey import Survey
 
 PLAIN = {("chat",), ("text",), ("folder",)}
 """Layouts that need no line of their own."""
+MASKING_BLOCKS = "--empty-thinking mask leaves the block out of the loss"
 
 
 def describe_sources(documents: Documents, found: Survey | None = None) -> list[str]:
@@ -42,7 +43,12 @@ def describe_tokens(documents: Documents, found: Survey, seq_len: int) -> list[s
     if found.without_reasoning:
         lines.append(
             f"{about}{found.without_reasoning:,} of {found.answers:,} answers are learned without their reasoning, which the "
-            "chat template leaves out of earlier turns: --learned-answers last learns last turns alone"
+            f"chat template leaves out: {keeping_reasoning(found)}"
+        )
+    if found.empty_thinking:
+        lines.append(
+            f"{about}{found.empty_thinking:,} of {found.answers:,} answers are learned with the empty think block that they "
+            f"begin with: {MASKING_BLOCKS}"
         )
     if not found.cut:
         return lines
@@ -53,6 +59,12 @@ def describe_tokens(documents: Documents, found: Survey, seq_len: int) -> list[s
             "what stood before it: a larger --seq-len keeps them whole"
         )
     return [*lines, line]
+
+
+def keeping_reasoning(found: Survey) -> str:
+    """Returns the options that learn no answer without its reasoning."""
+    marked = "a template that keeps it (--chat-template, docs/data.md) learns it"
+    return marked if found.of_last_turns else f"--learned-answers last learns last turns alone; {marked}"
 
 
 def kind_of(documents: Documents) -> str:

@@ -54,6 +54,7 @@ class Documents:
       parts: the sources.
       bad: the rows that were left out, as a message; "" if there are none.
       learned_answers: "all", or "last": of each conversation only the last turn is learned.
+      empty_thinking: "learn", or "mask": empty think blocks that answers begin with are not learned.
       weighted: an answer has another weight than 0 and 1.
     """
 
@@ -69,6 +70,7 @@ class Documents:
     parts: tuple[SourcePart, ...]
     bad: str = ""
     learned_answers: str = "all"
+    empty_thinking: str = "learn"
     weighted: bool = False
 
     def __len__(self) -> int:
@@ -139,5 +141,6 @@ def joined(parts: Sequence[Documents], fingerprint: str) -> Documents:
         parts=tuple(each for part in parts for each in part.parts),
         bad="; ".join(part.bad for part in parts if part.bad),
         learned_answers=parts[0].learned_answers,
+        empty_thinking=parts[0].empty_thinking,
         weighted=any(part.weighted for part in parts),
     )

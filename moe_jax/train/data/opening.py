@@ -3,6 +3,7 @@
 import hashlib
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,6 +16,7 @@ from moe_jax.train.data.hub import ArrowTable, hub_rows, hub_table, is_saved_dat
 from moe_jax.train.data.layouts import CHATS, LAYOUTS, layout_of, no_layout, unread_keys
 from moe_jax.train.data.problems import Problems
 from moe_jax.train.data.readers import file_reader
+from moe_jax.train.data.reasoning import EMPTY_THINKING
 from moe_jax.train.data.records import LEARNED_ANSWERS, read_row, record_of
 from moe_jax.train.data.renaming import Renamed, check_columns, renamed
 from moe_jax.train.data.rows import RawRow, Reader
@@ -48,6 +50,7 @@ def open_documents(
     data_format: str = "auto",
     *,
     learned_answers: str = "all",
+    empty_thinking: str = "learn",
     skip_bad: bool = False,
 ) -> Documents:
     """Opens and checks a data set. Of a stream (`owner/name,stream=true`) the first rows are checked, and later ones when read.
@@ -60,6 +63,8 @@ def open_documents(
       data_format: "folder", or a layout of rows ("chat", "text", "sharegpt", "alpaca", "pairs", "continuation"), or "auto".
         With "auto" a file's first row that has known keys decides. Files that the format leaves out are logged by name.
       learned_answers: "all", or "last": of each conversation only the last turn is learned.
+      empty_thinking: "learn", or "mask": the empty think block that a template writes into an answer without reasoning is not
+        learned.
       skip_bad: leave bad rows or files out, and count them, instead of raising.
 
     Raises:
@@ -70,8 +75,12 @@ def open_documents(
     """
     if learned_answers not in LEARNED_ANSWERS:
         raise ValueError(f"learned_answers must be one of {', '.join(LEARNED_ANSWERS)}; got {learned_answers!r}")
+    if empty_thinking not in EMPTY_THINKING:
+        raise ValueError(f"empty_thinking must be one of {', '.join(EMPTY_THINKING)}; got {empty_thinking!r}")
     found = sources(data)
     opened = [_opened(source, source.format or data_format, learned_answers, skip_bad) for source in found]
+    if empty_thinking == "mask":
+        opened = [replace(each, empty_thinking="mask", fingerprint=f"{each.fingerprint} mask") for each in opened]
     if found[0].stream:
         return streamed(opened[0], hub_rows(found[0]), found[0].columns)
     if len(opened) == 1:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from moe_jax.train.data.description import describe_sources, kind_of
+from moe_jax.train.data.description import MASKING_BLOCKS, describe_sources, keeping_reasoning, kind_of
 from moe_jax.train.data.documents import Documents
 from moe_jax.train.data.survey import Survey, survey
 from moe_jax.train.data.tokenization import BadDocument, tokenization
@@ -85,8 +85,9 @@ def _numbers(documents: Documents, found: Survey, seq_len: int) -> list[tuple[st
         numbers.append(("answers", f"{found.answers:,}"))
         numbers.append(("answers behind a cut", f"{found.answers_cut:,}"))
     if found.without_reasoning:
-        left_out = f"{found.without_reasoning:,} (--learned-answers last learns last turns alone)"
-        numbers.append(("without their reasoning", left_out))
+        numbers.append(("without their reasoning", f"{found.without_reasoning:,} ({keeping_reasoning(found)})"))
+    if found.empty_thinking:
+        numbers.append(("empty think blocks", f"{found.empty_thinking:,} ({MASKING_BLOCKS})"))
     return numbers
 
 

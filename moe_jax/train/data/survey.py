@@ -9,11 +9,13 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
+from moe_jax.train.data.chat import answers_without_reasoning, chat_tokens
 from moe_jax.train.data.documents import Documents
 from moe_jax.train.data.mixing import epoch
 from moe_jax.train.data.packing import PACKING_ROWS, pieces
-from moe_jax.train.data.reasoning import has_reasoning, reasoning_left_out
+from moe_jax.train.data.reasoning import has_reasoning
 from moe_jax.train.data.tokenization import Tokenized, tokenization
+from moe_jax.train.data.turns import of_last_turn
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,8 @@ class Survey:
       dropped: tokens in pieces of cut documents that are left out, as nothing in them is learned.
       of_source: tokens of an epoch by source.
       without_reasoning: learned answers whose reasoning the chat template leaves out.
+      of_last_turns: how many of them are in a conversation's last turn.
+      empty_thinking: learned answers that begin with an empty think block, which is learned.
       mean_weight: the mean weight of learned tokens.
     """
 
@@ -54,6 +58,8 @@ class Survey:
     dropped: int = 0
     of_source: tuple[int, ...] = ()
     without_reasoning: int = 0
+    of_last_turns: int = 0
+    empty_thinking: int = 0
     mean_weight: float = 1.0
 
     @property
@@ -101,8 +107,8 @@ def survey(
     lengths: list[int] = []
     is_chat, of_source = documents.is_chat, [0] * len(documents.parts)
     source = np.repeat(np.arange(len(of_source)), [part.documents for part in documents.parts])
-    learned = dropped = without_reasoning = cut = answers = answers_cut = measured = measured_bytes = 0
-    weight = 0.0
+    learned = dropped = cut = answers = answers_cut = measured = measured_bytes = 0
+    weight, thinking = 0.0, np.zeros(3)
     for record, document in _measured(documents, tokenized, order, max_documents, max_seconds):
         tokens, trained, index = document
         measured, measured_bytes = measured + 1, measured_bytes + int(documents.size[index])
@@ -117,14 +123,15 @@ def survey(
         cut += len(tokens) > seq_len
         if is_chat[index]:
             ends = np.flatnonzero(np.diff((trained != 0).astype(np.int8), append=0) == -1)
-            if len(tokens) and has_reasoning(record["messages"]):
-                without_reasoning += reasoning_left_out(tokenizer.decode(tokens), record["messages"])
+            if len(tokens):
+                thinking += _thinking(tokenizer, record, document)
             answers, answers_cut = answers + len(ends), answers_cut + int((ends >= seq_len).sum())
     if not lengths:
         why = "".join(f"; one of them is left out: {reason}" for reason in list(skipped.values())[:1])
         raise ValueError(f"none of {measured:,} documents of an epoch has a token to learn{why}")
     # Documents differ in length, so the sample's share of bytes estimates the whole better than its share of documents.
     by_bytes, by_documents = float(documents.size[whole].sum()) / measured_bytes, len(documents) / measured
+    without_reasoning, of_last_turns, empty_thinking = (round(number * by_documents) for number in thinking)
     padding = _padding(lengths, seq_len)
     return Survey(
         documents=len(documents),
@@ -139,7 +146,9 @@ def survey(
         padding=padding,
         bad=documents.num_bad,
         dropped=round(dropped * by_bytes),
-        without_reasoning=round(without_reasoning * by_documents),
+        without_reasoning=without_reasoning,
+        of_last_turns=of_last_turns,
+        empty_thinking=empty_thinking,
         mean_weight=weight / learned,
         of_source=tuple(round(tokens * by_bytes) for tokens in of_source),
     )
@@ -163,6 +172,19 @@ def _measured(
         found |= bool(document.learned[1:].any())
         if found and (count >= number or (max_seconds is not None and time.monotonic() - began > max_seconds)):
             return
+
+
+def _thinking(tokenizer: Any, record: dict[str, Any], document: Tokenized) -> list[int]:
+    """Counts a chat's answers without their reasoning, those of them in its last turn, and empty think blocks learned."""
+    messages, tools = record["messages"], record.get("tools")
+    left_out = answers_without_reasoning(tokenizer, messages, tools) if has_reasoning(messages) else []
+    last = of_last_turn(messages)
+    of_last = [i for i in left_out if last[i].get("weight", 1)]
+    blocks = 0
+    if "</think>" in tokenizer.decode(document.tokens):
+        _, others = chat_tokens(tokenizer, messages, tools, empty_thinking="mask")
+        blocks = int((np.diff((others != document.learned).astype(np.int8), prepend=0) == 1).sum())
+    return [len(left_out), len(of_last), blocks]
 
 
 def _padding(lengths: list[int], seq_len: int) -> float:

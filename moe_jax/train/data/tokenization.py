@@ -127,7 +127,9 @@ def _text(tokenizer: Any, begin: list[int], record: dict[str, Any]) -> Tokenized
 def _chat(documents: Documents, tokenizer: Any, record: dict[str, Any]) -> Tokenized:
     index = record["document"]
     try:
-        tokens, learned = chat_tokens(tokenizer, record["messages"], record.get("tools"))
+        tokens, learned = chat_tokens(
+            tokenizer, record["messages"], record.get("tools"), empty_thinking=documents.empty_thinking
+        )
     except ValueError as error:
         raise BadDocument(documents.where(index), str(error)) from error
     if not learned[1:].any():
