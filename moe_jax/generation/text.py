@@ -8,7 +8,7 @@ from typing import Any, TypedDict, Unpack, overload
 from moe_jax.checkpoint.companions import generation_config
 from moe_jax.checkpoint.hf_load import find_config, from_pretrained
 from moe_jax.checkpoint.messages import check_messages, check_template
-from moe_jax.checkpoint.tokenizer import beginning, load_tokenizer
+from moe_jax.checkpoint.tokenizer import beginning, begun, load_tokenizer
 from moe_jax.checkpoint.tool_calls import as_template_wants
 from moe_jax.config import ModelConfig, load_config
 from moe_jax.generation.generate import generate
@@ -151,7 +151,7 @@ def chat(
 
 
 def completion_tokens(tokenizer: Any, prompts: Sequence[str]) -> list[list[int]]:
-    """Returns the token ids of texts, with the special tokens that a text begins with.
+    """Returns the token ids of texts, with the special tokens that a text begins with, unless it was written with them.
 
     Raises:
       ValueError: there are no prompts, or a prompt is not a text or has no token.
@@ -164,7 +164,7 @@ def completion_tokens(tokenizer: Any, prompts: Sequence[str]) -> list[list[int]]
         raise ValueError("prompts must hold at least one text; got none")
     # Only the special tokens at the beginning: some tokenizers also add the end of a text, which would end the prompt.
     begin = beginning(tokenizer)
-    tokens = [begin + tokenizer(prompt, add_special_tokens=False)["input_ids"] for prompt in prompts]
+    tokens = [begun(begin, tokenizer(prompt, add_special_tokens=False)["input_ids"]) for prompt in prompts]
     if not all(tokens):
         raise ValueError(f"prompt {tokens.index([])} is empty: give at least one character to go on from")
     return tokens

@@ -8,7 +8,7 @@ import tiny
 from tokenizers import processors
 
 import moe_jax
-from moe_jax.generation.text import text_options
+from moe_jax.generation.text import completion_tokens, text_options
 
 TOKENS = 6
 
@@ -84,6 +84,12 @@ def test_the_template_sees_tools_and_its_options(model, monkeypatch):
     tokenizer = tiny.tokenizer("{{ tools[0]['name'] }}{{ mood }}")
     moe_jax.chat(model, "ab", tokenizer=tokenizer, tools=[{"name": "clock"}], template_options={"mood": "calm"})
     assert tokenizer.decode(prompts[0]) == "clockcalm"
+
+
+def test_a_prompt_has_one_beginning():
+    tokenizer = tiny.tokenizer_with_a_beginning()
+    bare, written = completion_tokens(tokenizer, ["ab", "<|im_start|>ab"])
+    assert bare == written and written.count(1) == 1
 
 
 @pytest.mark.parametrize(

@@ -53,6 +53,15 @@ def test_tokens_equal_those_of_trl(tmp_path, records):
             assert not text.learned[: len(prompt)].any() and tokenizer.decode(learned[-1:]) in ("<|im_end|>", "<|end|>")
 
 
+def test_special_tokens_that_a_text_has_are_not_added(tmp_path):
+    pair = dict(prompt="<|im_start|>2+2=", chosen="4<|end|>", rejected="5<|end|>\n")
+    tokenizer = tiny.tokenizer_with_a_beginning()
+    found = example_tokens(open_preferences(write(tmp_path, [pair]), plain=True), tokenizer, 1000)(0)
+    for text, answer in zip(found.texts, (pair["chosen"], pair["rejected"]), strict=True):
+        assert tokenizer.decode(text.tokens) == pair["prompt"] + answer
+        assert tokenizer.decode(text.tokens[text.learned]) == answer
+
+
 def many(number):
     return [dict(prompt=f"say {i}", chosen="yes " * (i % 5 + 1), rejected="no " * (i % 3 + 1)) for i in range(number)]
 
