@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from moe_jax.checkpoint.messages import check_template
-from moe_jax.checkpoint.tool_calls import as_template_wants
+from moe_jax.checkpoint.messages import as_template_wants, check_template
 from moe_jax.train.data.marks import GENERATION_TAG, Span, marked_spans, weights_of_answers
 from moe_jax.train.data.reasoning import check_reasoning
 
@@ -36,7 +35,7 @@ def chat_tokens(
     template = tokenizer.get_chat_template(tools=tools)
     check_template(template, messages, tools)
     check_reasoning(template, messages)
-    messages = as_template_wants(template, messages)
+    messages, tools = as_template_wants(tokenizer, messages, tools)
     has_marks = bool(GENERATION_TAG.search(template))
     if has_marks:
         text, spans = marked_spans(template, messages, partial(_render, tokenizer, tools=tools))
