@@ -14,7 +14,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 def check_messages(messages: Any) -> None:
     """Checks that each message of a conversation has a role and a text; an answer may call tools instead of a text.
 
-    The "weight" of a message, if it has one, is a number of at least 0.
+    The "weight" of a message, if it has one, is a number of at least 0; None is no weight.
 
     Raises:
       ValueError: a message is wrong; the error names it and says why.
@@ -31,7 +31,7 @@ def check_messages(messages: Any) -> None:
             )
         if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
             raise ValueError(f'message {i} ({message["role"]}) needs a string "content"')
-        if not _is_weight(message.get("weight", 1)):
+        if not _is_weight(1 if message.get("weight") is None else message["weight"]):
             raise ValueError(
                 f'message {i} ({message["role"]}) has "weight" {message["weight"]!r:.80}; it is 0, or a number from '
                 f"{SMALLEST_WEIGHT:.1g} to {LARGEST_WEIGHT:.1g}"

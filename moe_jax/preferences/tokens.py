@@ -40,7 +40,9 @@ class Example(NamedTuple):
 
 
 def example_tokens(preferences: Preferences, tokenizer: Any, max_length: int) -> Callable[[int], Example | None]:
-    """Returns the function that tokenizes record `index`, or gives None for a prompt that leaves no room for its answers.
+    """Returns the function that tokenizes record `index`, or returns None for one with nothing to learn.
+
+    Its prompt leaves no room for its answers, or both texts of a pair are equal, perhaps after the cut.
 
     The chat template renders messages, and the answer's tokens are those that fine-tuning on chats would learn. Plain texts
     begin with the BOS token of tokenizers that add one, and end with the eos token, unless they were written with these. Texts
@@ -67,11 +69,15 @@ def example_tokens(preferences: Preferences, tokenizer: Any, max_length: int) ->
         except ValueError as error:
             raise ValueError(f"{preferences.where(index)}: {error}") from error
         all_texts = texts if other is None else (*texts, other)
-        if not all(text.learned[1:].any() for text in all_texts):
+        if not all(text.learned[1:].any() for text in all_texts) or (len(texts) == 2 and _equal(*texts)):
             return None
         return Example(index, texts, other, found.desirable)
 
     return example
+
+
+def _equal(text: Text, other: Text) -> bool:
+    return all(np.array_equal(a, b) for a, b in zip(text, other, strict=True))
 
 
 def _answer_to_another(preferences: Preferences, index: int, found: Judged) -> str | Messages:

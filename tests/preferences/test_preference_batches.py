@@ -133,6 +133,18 @@ def test_long_texts(tmp_path):
     stream.close()
 
 
+def test_pairs_that_a_cut_makes_equal_are_left_out(tmp_path):
+    pair = dict(prompt="say", chosen=" yes, please", rejected=" yes, thanks")
+    data = open_preferences(write(tmp_path, [pair, many(1)[0]]), plain=True)
+    stream = preference_batches(data, tiny.tokenizer(), seq_len=64, batch_size=1, max_length=9, seed=None)
+    batch = next(stream)
+    stream.close()
+    assert stream.skipped == {0} and set(batch["example"].ravel()) == {1, -1}
+    whole = preference_batches(data, tiny.tokenizer(), seq_len=64, batch_size=1, seed=None)
+    assert 0 in next(whole)["example"] and not whole.skipped
+    whole.close()
+
+
 def test_mismatched_answers(tmp_path):
     """Single answers stand beside the answer of the nearest record before that has another prompt."""
     data = open_preferences(write(tmp_path, many(4)), of_pairs=False, plain=True)

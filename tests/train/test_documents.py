@@ -208,6 +208,7 @@ def test_a_leading_answer_needs_a_template_with_marks():
         ([{"messages": CHAT[:2]}], "no assistant message"),
         ([{"messages": [{**message, "weight": 0} for message in CHAT]}], "no assistant message, or all of weight 0"),
         ([{"messages": [{**message, "train": "false"} for message in CHAT]}], "message 0 has \"train\" 'false'; it is true or"),
+        ([{"messages": [{**message, "loss": 0.5} for message in CHAT]}], 'message 0 has "loss" 0.5; it is true or false'),
         *[
             (
                 [{"messages": CHAT}, {"messages": [*CHAT, {**CHAT[2], "weight": weight}]}],
@@ -218,7 +219,6 @@ def test_a_leading_answer_needs_a_template_with_marks():
                 (float("nan"), "nan"),
                 (float("inf"), "inf"),
                 ("2", "'2'"),
-                (None, "None"),
                 (2e18, "2e.18"),
                 (1e39, "1e.39"),
                 (10**40, "10+"),
