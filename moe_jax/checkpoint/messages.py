@@ -61,9 +61,7 @@ def check_unicode(text: str, what: str) -> None:
         text.encode()
     except UnicodeEncodeError as error:
         half = f"\\u{ord(text[error.start]):04x}"
-        raise ValueError(
-            f"{what} holds {half}, a half surrogate and no character: give valid Unicode, such as bytes decoded as UTF-8"
-        ) from error
+        raise ValueError(f"{what} is not valid Unicode: it has half of a surrogate pair, {half}") from error
 
 
 def without_nulls(message: Mapping[str, Any]) -> dict[str, Any]:

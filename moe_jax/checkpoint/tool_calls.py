@@ -27,7 +27,7 @@ def with_readable_calls(tokenizer: Any, template: str, messages: Sequence[dict[s
       ValueError: the template would leave a call out, or reads objects and a string is no JSON.
     """
     return [
-        _readable(tokenizer, template, message, i) if isinstance(message.get("tool_calls"), list) else message
+        _readable(tokenizer, template, message, i) if message.get("tool_calls") and "tool_calls" in template else message
         for i, message in enumerate(messages)
     ]
 
@@ -41,7 +41,7 @@ def _whole(tool: Any) -> Any:
 
 
 def _readable(tokenizer: Any, template: str, message: dict[str, Any], number: int) -> dict[str, Any]:
-    if not message["tool_calls"]:
+    if not isinstance(message["tool_calls"], list):
         return message
     content = message.get("content")
     others = ["-"] if content else ["", None] if content == "" else [None, ""]

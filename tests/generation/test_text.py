@@ -149,8 +149,8 @@ def test_answers_also_end_as_their_template_does(tmp_path, beside, answers, ends
         (moe_jax.chat, [{"role": "human", "content": "a"}], "message 0 has the role 'human'; roles are system"),
         (moe_jax.complete, None, "prompts must be a text or a list of texts; got None"),
         (moe_jax.chat, [{"role": "assistant", "content": "a"}], "ends with the assistant's message"),
-        (moe_jax.chat, "ok \udcff", r"the conversation holds \\udcff, a half surrogate and no character: give valid Unicode"),
-        (moe_jax.complete, ["ok", "ok \ud83d"], r"prompt 1 holds \\ud83d, a half surrogate"),
+        (moe_jax.chat, "ok \udcff", r"the conversation is not valid Unicode: it has half of a surrogate pair, \\udcff"),
+        (moe_jax.complete, ["ok", "ok \ud83d"], r"prompt 1 is not valid Unicode: .*, \\ud83d"),
     ],
 )
 def test_bad_texts_are_named(model, call, argument, message):
