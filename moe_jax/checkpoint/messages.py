@@ -1,7 +1,10 @@
-"""The messages of a conversation, as training and chat take them."""
+"""The messages of a conversation: checked, and in the forms that a chat template reads."""
 
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from typing import Any
+
+from moe_jax.checkpoint.tool_calls import whole_tools, with_readable_calls
 
 SMALLEST_WEIGHT, LARGEST_WEIGHT = 2.0**-60, 2.0**60
 """Weights of messages other than 0 lie between these: then f32 holds their products with losses, and sums of these."""
@@ -11,7 +14,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 def check_messages(messages: Any) -> None:
     """Checks that each message of a conversation has a role and a text; an answer may call tools instead of a text.
 
-    The "weight" of a message, if it has one, is a number of at least 0.
+    The "weight" of a message, if it has one, is a number of at least 0; None is no weight.
 
     Raises:
       ValueError: a message is wrong; the error names it and says why.
@@ -28,7 +31,7 @@ def check_messages(messages: Any) -> None:
             )
         if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
             raise ValueError(f'message {i} ({message["role"]}) needs a string "content"')
-        if not _is_weight(message.get("weight", 1)):
+        if not _is_weight(1 if message.get("weight") is None else message["weight"]):
             raise ValueError(
                 f'message {i} ({message["role"]}) has "weight" {message["weight"]!r:.80}; it is 0, or a number from '
                 f"{SMALLEST_WEIGHT:.1g} to {LARGEST_WEIGHT:.1g}"
@@ -46,6 +49,77 @@ def check_template(template: str, messages: Sequence[Mapping[str, Any]], tools: 
         raise ValueError(
             f"the chat template would leave out {' and '.join(left_out)}: it never mentions them; give another template"
         )
+
+
+def check_unicode(text: str, what: str) -> None:
+    """Checks that a text has whole characters; JSON's escapes, and bytes that are no UTF-8, can leave half of one.
+
+    Raises:
+      ValueError: the text holds a half surrogate. The message names `what` and the half.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = f"\\u{ord(text[error.start]):04x}"
+        raise ValueError(f"{what} is not valid Unicode: it has half of a surrogate pair, {half}") from error
+
+
+def without_nulls(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a message without the keys that are null, but for "content": `datasets` and API clients write them so."""
+    return {key: value for key, value in message.items() if value is not None or key == "content"}
+
+
+def as_template_wants(
+    tokenizer: Any, messages: Sequence[dict[str, Any]], tools: list | None, **options: Any
+) -> tuple[list[dict[str, Any]], list | None]:
+    """Returns messages and tools in the forms that the tokenizer's chat template reads.
+
+    Tools get OpenAI's form, and arguments of calls are objects or strings. A developer's message becomes the system's if the
+    template would leave it out. System messages next to each other are joined if the template would leave one out.
+
+    Args:
+      options: further values for the chat template.
+
+    Raises:
+      ValueError: arguments are no JSON, or the template would leave out a call, or a developer's or system's message.
+    """
+    tools = whole_tools(tools)
+    messages = with_readable_calls(tokenizer, tokenizer.get_chat_template(tools=tools), messages)
+    roles = {i: message["role"] for i, message in enumerate(messages) if message["role"] in ("developer", "system")}
+    if len(roles) < 2 and "developer" not in roles.values():
+        return messages, tools
+    marks = {i: f"the {role}'s text {i}." for i, role in roles.items()}
+    marked = [message | {"content": marks[i]} if i in marks else message for i, message in enumerate(messages)]
+    is_rendered = False
+    for form in (list, _as_system, _joined_system):
+        try:
+            text = tokenizer.apply_chat_template(form(marked), tools=tools, tokenize=False, **options)
+        except Exception:  # of any kind, as the template or Jinja raises it
+            continue
+        is_rendered = True
+        if all(mark in text for mark in marks.values()):
+            return form(messages), tools
+    if is_rendered:
+        listed = ", ".join(f"{i} ({role})" for i, role in roles.items())
+        raise ValueError(
+            f"the chat template would leave out one of the messages {listed}; give one system message, at the beginning, or "
+            "another template"
+        )
+    # The template refuses all forms. The caller's rendering of the last gets its reason.
+    return _as_system(messages), tools
+
+
+def _as_system(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [message | {"role": "system"} if message["role"] == "developer" else message for message in messages]
+
+
+def _joined_system(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns the messages with system and developer messages next to each other as one, an empty line between the texts."""
+    made = []
+    for role, alike in groupby(_as_system(messages), key=lambda message: message["role"]):
+        run = list(alike)
+        made += [run[0] | {"content": "\n\n".join(each["content"] for each in run)}] if role == "system" else run
+    return made
 
 
 def _is_weight(value: Any) -> bool:

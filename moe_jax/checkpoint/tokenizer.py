@@ -39,3 +39,16 @@ def beginning(tokenizer: Any) -> list[int]:
     """Returns the special tokens that the tokenizer puts before a text; most tokenizers put one, or none."""
     plain, whole = (tokenizer("x", add_special_tokens=special)["input_ids"] for special in (False, True))
     return next((whole[:i] for i in range(len(whole)) if whole[i : i + len(plain)] == plain), [])
+
+
+def begun(begin: list[int], tokens: list[int]) -> list[int]:
+    """Returns the tokens of a text behind those of `beginning`, unless the text was written with a special token of these."""
+    return tokens if tokens and tokens[0] in begin else [*begin, *tokens]
+
+
+def ended(tokenizer: Any, tokens: list[int]) -> list[int]:
+    """Returns the tokens of a text with the eos token at the end, unless the text has it there, white space aside."""
+    eos = tokenizer.eos_token_id
+    if eos in tokens and not tokenizer.decode(tokens[len(tokens) - tokens[::-1].index(eos) :]).strip():
+        return tokens
+    return [*tokens, eos]

@@ -1,40 +1,125 @@
-"""Arguments of tool calls: OpenAI writes a string of JSON, and many chat templates want the object."""
+"""Tools and their calls in the forms that a chat template reads: clients and data have several."""
 
 import json
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
-_READS_OBJECT = re.compile(r"\barguments['\"\]]*\s*(\|\s*(tojson|items)|\.items\()")
-"""`tojson` would write a string as JSON once more, and `items` refuses it."""
-_TAKES_STRINGS = re.compile(r"\barguments['\"\]]*\s+is\s+(not\s+)?string")
+_ARGUMENTS = {"city": "Oslo"}
+_CALLED = "forecast"
+# Its name differs from the call's, which must not be found in the list of tools.
+_TOOL = {"type": "function", "function": {"name": "weather", "description": "-", "parameters": {"type": "object"}}}
 
 
-def as_template_wants(template: str, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns the messages with arguments as objects, if the template reads them so and does not ask whether they are strings.
+def whole_tools(tools: Sequence[Any] | None) -> list[Any] | None:
+    """Returns the tools as {"type": "function", "function": {"name": ...}}, also those given as {"name": ...}."""
+    return None if tools is None else [_whole(tool) for tool in tools]
+
+
+def with_readable_calls(tokenizer: Any, template: str, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns the messages with tool calls as the template reads them.
+
+    Arguments are objects, unless the template refuses these or prints them as Python does: then they are strings of JSON. They
+    stay as they are where the template writes both alike. A content of None becomes "", or the other way round, where the
+    template writes calls beside one of them alone.
 
     Raises:
-      ValueError: such a string is no JSON.
+      ValueError: the template would leave a call out, or reads objects and a string is no JSON.
     """
-    if not _READS_OBJECT.search(template) or _TAKES_STRINGS.search(template):
-        return list(messages)
     return [
-        {**message, "tool_calls": [_with_object(call, i) for call in message["tool_calls"]]}
-        if isinstance(message.get("tool_calls"), list)
-        else message
+        _readable(tokenizer, template, message, i) if message.get("tool_calls") and "tool_calls" in template else message
         for i, message in enumerate(messages)
     ]
 
 
-def _with_object(call: Any, number: int) -> Any:
-    """Returns a call, or its "function", with "arguments" that are no string."""
+def _whole(tool: Any) -> Any:
+    kind = tool.get("type") if isinstance(tool, Mapping) else ""
+    if kind not in (None, "function") or (kind and "function" in tool):
+        return tool
+    untyped = {key: value for key, value in tool.items() if key != "type"}
+    return {"type": "function", **(untyped if "function" in tool else {"function": untyped})}
+
+
+def _readable(tokenizer: Any, template: str, message: dict[str, Any], number: int) -> dict[str, Any]:
+    if not isinstance(message["tool_calls"], list):
+        return message
+    content = message.get("content")
+    others = ["-"] if content else ["", None] if content == "" else [None, ""]
+    forms = {other: _form(tokenizer, template, other) for other in others}
+    chosen = next((other for other, form in forms.items() if form not in (None, _left_out)), others[0])
+    if (form := forms[chosen]) is None:
+        return message
+    if form is _left_out:
+        beside = "beside its content" if content else "beside an empty content"
+        raise ValueError(
+            f"the chat template would leave out the tool_calls of message {number} {beside}; give another template"
+        )
+    calls = [_with_arguments(call, form, number) for call in message["tool_calls"]]
+    other = {} if content or chosen == content else {"content": chosen}
+    return {**message, **other, "tool_calls": calls}
+
+
+@lru_cache(maxsize=64)
+def _form(tokenizer: Any, template: str, content: str | None) -> Callable[[Any, int], Any] | None:
+    """Returns the function that brings arguments into the form that the template reads beside a content.
+
+    None if the template refuses a conversation with such a call, `_left_out` if it writes nothing of the call.
+    """
+    rendered = ""
+    for tools in ([_TOOL], None):
+        from_object, from_string = (
+            _rendered(tokenizer, template, content, arguments, tools) for arguments in (_ARGUMENTS, json.dumps(_ARGUMENTS))
+        )
+        if "Oslo" in from_object and str(_ARGUMENTS) not in from_object:
+            return _as_is if from_object == from_string else _as_object
+        if "Oslo" in from_string:
+            return _as_string
+        rendered += from_object + from_string
+    return None if not rendered else _as_is if _CALLED in rendered else _left_out
+
+
+def _rendered(tokenizer: Any, template: str, content: str | None, arguments: Any, tools: list | None) -> str:
+    """Returns a conversation with a tool call as the template renders it; "" if the template refuses it."""
+    # Mistral's templates accept ids of nine characters alone.
+    call = {"id": "call00001", "type": "function", "function": {"name": _CALLED, "arguments": arguments}}
+    messages = [
+        {"role": "user", "content": "?"},
+        {"role": "assistant", "content": content, "tool_calls": [call]},
+        {"role": "tool", "content": "-", "name": _CALLED, "tool_call_id": "call00001"},
+    ]
+    try:
+        return tokenizer.apply_chat_template(messages, tools=tools, chat_template=template, tokenize=False)
+    except Exception:  # of any kind, as the template or Jinja raises it
+        return ""
+
+
+def _with_arguments(call: Any, form: Callable[[Any, int], Any], number: int) -> Any:
+    """Returns a call, or its "function", with its "arguments" in a form."""
     if not isinstance(call, Mapping):
         return call
     if isinstance(call.get("function"), Mapping):
-        return {**call, "function": _with_object(call["function"], number)}
-    if not isinstance(arguments := call.get("arguments"), str):
-        return call
+        return {**call, "function": _with_arguments(call["function"], form, number)}
+    return {**call, "arguments": form(call["arguments"], number)} if "arguments" in call else call
+
+
+def _as_is(arguments: Any, number: int) -> Any:
+    return arguments
+
+
+def _as_object(arguments: Any, number: int) -> Any:
+    if not isinstance(arguments, str):
+        return arguments
     try:
-        return {**call, "arguments": json.loads(arguments)}
+        # Some clients send "" for a call without arguments.
+        return json.loads(arguments) if arguments.strip() else {}
     except (ValueError, RecursionError) as error:
         raise ValueError(f'message {number} calls a tool with "arguments" that are no JSON: {arguments!r:.80}') from error
+
+
+def _as_string(arguments: Any, number: int) -> Any:
+    # The text that `tojson` writes in a chat template.
+    return json.dumps(arguments, ensure_ascii=False) if isinstance(arguments, Mapping | list) else arguments
+
+
+def _left_out(arguments: Any, number: int) -> Any:
+    raise AssertionError("marks templates that write nothing of a call; never called")

@@ -7,9 +7,8 @@ from typing import Any, TypedDict, Unpack, overload
 
 from moe_jax.checkpoint.companions import generation_config
 from moe_jax.checkpoint.hf_load import find_config, from_pretrained
-from moe_jax.checkpoint.messages import check_messages, check_template
-from moe_jax.checkpoint.tokenizer import beginning, load_tokenizer
-from moe_jax.checkpoint.tool_calls import as_template_wants
+from moe_jax.checkpoint.messages import as_template_wants, check_messages, check_template, check_unicode, without_nulls
+from moe_jax.checkpoint.tokenizer import beginning, begun, load_tokenizer
 from moe_jax.config import ModelConfig, load_config
 from moe_jax.generation.generate import generate
 from moe_jax.generation.request import checked_request
@@ -124,7 +123,8 @@ def chat(
       model_or_path, tokenizer, max_new_tokens, temperature, top_k, top_p, seed: as in `complete`.
       messages: one conversation, or a list of several. A conversation is a list of {"role": ..., "content": ...}, or a str with
         the text of the user's only message.
-      tools: functions that the model may call, in the form that the tokenizer's `apply_chat_template` takes.
+      tools: functions that the model may call: {"type": "function", "function": {"name": ..., ...}}, or {"name": ..., ...}
+        alone, or Python functions as the tokenizer's `apply_chat_template` accepts them.
       template_options: further values for the chat template, such as {"enable_thinking": False} for Qwen3.
 
     Returns:
@@ -151,10 +151,10 @@ def chat(
 
 
 def completion_tokens(tokenizer: Any, prompts: Sequence[str]) -> list[list[int]]:
-    """Returns the token ids of texts, with the special tokens that a text begins with.
+    """Returns the token ids of texts, with the special tokens that a text begins with, unless it was written with them.
 
     Raises:
-      ValueError: there are no prompts, or a prompt is not a text or has no token.
+      ValueError: there are no prompts, or a prompt is not a text, has no token or holds half surrogates.
     """
     wrong = [prompt for prompt in prompts if not isinstance(prompt, str)] if isinstance(prompts, list | tuple) else [prompts]
     if wrong:
@@ -162,9 +162,11 @@ def completion_tokens(tokenizer: Any, prompts: Sequence[str]) -> list[list[int]]
         raise ValueError(f"prompts must be a text or a list of texts; got {wrong[0]!r:.80}{advice}")
     if not prompts:
         raise ValueError("prompts must hold at least one text; got none")
+    for i, prompt in enumerate(prompts):
+        check_unicode(prompt, f"prompt {i}")
     # Only the special tokens at the beginning: some tokenizers also add the end of a text, which would end the prompt.
     begin = beginning(tokenizer)
-    tokens = [begin + tokenizer(prompt, add_special_tokens=False)["input_ids"] for prompt in prompts]
+    tokens = [begun(begin, tokenizer(prompt, add_special_tokens=False)["input_ids"]) for prompt in prompts]
     if not all(tokens):
         raise ValueError(f"prompt {tokens.index([])} is empty: give at least one character to go on from")
     return tokens
@@ -192,6 +194,8 @@ def chat_prompts(
     tokens = []
     for conversation in conversations:
         messages: Any = [{"role": "user", "content": conversation}] if isinstance(conversation, str) else conversation
+        if isinstance(messages, list | tuple):
+            messages = [_filled(message) for message in messages]
         check_messages(messages)
         template = tokenizer.get_chat_template(tools=tools)
         check_template(template, messages, tools)
@@ -203,12 +207,14 @@ def chat_prompts(
         own = {"messages", *inspect.signature(tokenizer.apply_chat_template).parameters} - {"documents"}
         if taken := sorted(own & set(template_options or {})):
             raise ValueError(f"template_options are values for the chat template; {', '.join(taken)} cannot be among them")
-        options = dict(template_options or {}, add_generation_prompt=True, return_dict=True)
-        messages = as_template_wants(template, messages)
+        options = dict(template_options or {}, add_generation_prompt=True)
+        messages, written_tools = as_template_wants(tokenizer, messages, tools, **options)
         try:
-            tokens.append(list(tokenizer.apply_chat_template(messages, tools=tools, **options)["input_ids"]))
+            text = tokenizer.apply_chat_template(messages, tools=written_tools, tokenize=False, **options)
         except Exception as error:  # templates raise whatever they like, jinja's TemplateError mostly
             raise ValueError(f"the tokenizer's chat template refuses the conversation: {error}") from error
+        check_unicode(text, "the conversation")
+        tokens.append(list(tokenizer(text, add_special_tokens=False)["input_ids"]))
     return tokens
 
 
@@ -241,6 +247,15 @@ def added_text(tokenizer: Any, prompt: Sequence[int], new: Sequence[int]) -> str
     whole = tokenizer.decode([*prompt, *new], skip_special_tokens=True)
     # Decoded without the prompt, the first token lacks the space before it in some tokenizers.
     return whole.removeprefix(before) if whole.startswith(before) else tokenizer.decode(new, skip_special_tokens=True)
+
+
+def _filled(message: Any) -> Any:
+    """Returns a message without null keys. An answer without content has an empty one, as clients send it back."""
+    if not isinstance(message, Mapping):
+        return message
+    made = without_nulls(message)
+    is_empty = made.get("role") == "assistant" and made.get("content") is None and not made.get("tool_calls")
+    return made | {"content": ""} if is_empty else made
 
 
 def _added(

@@ -33,7 +33,8 @@ def preference_batches(
     Args:
       seq_len: tokens of a row. A row holds whole pairs: both texts of each.
       max_length: tokens of a text, prompt and answer; longer texts are cut at their end. Default: the longest that fit a row.
-        Examples whose prompt leaves no token of an answer are left out, and counted in `skipped`.
+        Examples whose prompt leaves no token of an answer, and pairs that the cut makes equal, are left out, and counted in
+        `skipped`.
       seed: decides the order. None: the data's own.
       reference: the reference's log-probabilities of all examples (`reference_table`); batches then have
         "reference_log_probs".
@@ -106,7 +107,8 @@ class PreferenceBatches(Iterator[dict[str, np.ndarray]]):
                 skipped.add(index)
                 if len(skipped) == len(self.preferences):
                     raise ValueError(
-                        f"no prompt leaves room for its answers in max_length={self.max_length} tokens; take a larger one"
+                        f"no prompt leaves room for its answers in max_length={self.max_length} tokens, or both answers are "
+                        "equal so far; take a larger one"
                     )
             elif not rows.add(example):
                 break

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from moe_jax.checkpoint.messages import check_messages
 from moe_jax.train.data.chat import has_weights
 from moe_jax.train.data.layouts import as_list
+from moe_jax.train.data.turns import as_message, plain_message
 
 Messages = list[dict[str, Any]]
 
@@ -54,9 +55,8 @@ def judged(record: Any, *, plain: bool = False) -> Judged:
             f"it has {', '.join(record) or 'none'}, and no {', '.join(missing)}"
         )
     names = keys if is_pair else keys[:1]
-    for name in ("prompt", *names) if record.get("prompt") is not None else names:
-        _check_part(name, record[name])
-    answers, prompt = [record[name] for name in names], record.get("prompt")
+    answers: list[Any] = [_part(name, record[name]) for name in names]
+    prompt = None if record.get("prompt") is None else _part("prompt", record["prompt"])
     if len({isinstance(answer, str) for answer in answers}) > 1:
         raise ValueError('"chosen" and "rejected" must both be texts, or both lists of messages')
     if is_pair and answers[0] == answers[1]:
@@ -112,16 +112,19 @@ def _common(chosen: Sequence, rejected: Sequence) -> int:
     return next(differ, min(len(chosen), len(rejected)))
 
 
-def _check_part(key: str, part: Any) -> None:
+def _part(key: str, part: Any) -> str | Messages:
+    """Returns a prompt or an answer: a text, or messages as fine-tuning reads them."""
     if isinstance(part, str):
         if not part.strip():
             raise ValueError(f'"{key}" is an empty text')
-    elif isinstance(part, list) and part:
-        check_messages(part)
-        if has_weights(part):
-            raise ValueError(f'"{key}" has a message with another "weight" than 0 and 1; a preference loss takes no others')
-    else:
+        return part
+    if not isinstance(part, list) or not part:
         raise ValueError(f'"{key}" must be a text or a list of messages; got {part!r:.80}')
+    messages = [plain_message(as_message(message, i), i) for i, message in enumerate(part)]
+    check_messages(messages)
+    if has_weights(messages):
+        raise ValueError(f'"{key}" has a message with another "weight" than 0 and 1; a preference loss takes no others')
+    return messages
 
 
 def _tools(record: dict[str, Any]) -> list | None:

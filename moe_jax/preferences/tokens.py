@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Bool, Int
 
-from moe_jax.checkpoint.tokenizer import beginning
+from moe_jax.checkpoint.tokenizer import beginning, begun, ended
 from moe_jax.preferences.documents import Preferences
 from moe_jax.preferences.records import Judged, Messages
 from moe_jax.train.data.chat import chat_tokens
@@ -40,10 +40,13 @@ class Example(NamedTuple):
 
 
 def example_tokens(preferences: Preferences, tokenizer: Any, max_length: int) -> Callable[[int], Example | None]:
-    """Returns the function that tokenizes record `index`, or gives None for a prompt that leaves no room for its answers.
+    """Returns the function that tokenizes record `index`, or returns None for one with nothing to learn.
+
+    Its prompt leaves no room for its answers, or both texts of a pair are equal, perhaps after the cut.
 
     The chat template renders messages, and the answer's tokens are those that fine-tuning on chats would learn. Plain texts
-    begin with the BOS token of tokenizers that add one, and end with the eos token. Texts are cut behind `max_length` tokens.
+    begin with the BOS token of tokenizers that add one, and end with the eos token, unless they were written with these. Texts
+    are cut behind `max_length` tokens.
 
     Raises:
       ValueError: the tokenizer has no eos token for plain text. The function raises it for messages that the chat template
@@ -66,11 +69,15 @@ def example_tokens(preferences: Preferences, tokenizer: Any, max_length: int) ->
         except ValueError as error:
             raise ValueError(f"{preferences.where(index)}: {error}") from error
         all_texts = texts if other is None else (*texts, other)
-        if not all(text.learned[1:].any() for text in all_texts):
+        if not all(text.learned[1:].any() for text in all_texts) or (len(texts) == 2 and _equal(*texts)):
             return None
         return Example(index, texts, other, found.desirable)
 
     return example
+
+
+def _equal(text: Text, other: Text) -> bool:
+    return all(np.array_equal(a, b) for a, b in zip(text, other, strict=True))
 
 
 def _answer_to_another(preferences: Preferences, index: int, found: Judged) -> str | Messages:
@@ -96,7 +103,7 @@ def _plain(tokenizer: Any, begin: list[int], prompt: str, answer: str) -> Text:
     )
     # Tokens that reach over the end of the prompt belong to the answer.
     differ = (i for i, (a, b) in enumerate(zip(of_prompt, of_both, strict=False)) if a != b)
-    shared = len(begin) + next(differ, min(len(of_prompt), len(of_both)))
-    end = [] if of_both and of_both[-1] == tokenizer.eos_token_id else [tokenizer.eos_token_id]
-    tokens = np.asarray([*begin, *of_both, *end], np.int32)
+    whole = begun(begin, of_both)
+    shared = len(whole) - len(of_both) + next(differ, min(len(of_prompt), len(of_both)))
+    tokens = np.asarray(ended(tokenizer, whole), np.int32)
     return Text(tokens, np.arange(len(tokens)) >= shared)

@@ -8,7 +8,7 @@ import tiny
 from tokenizers import processors
 
 import moe_jax
-from moe_jax.generation.text import text_options
+from moe_jax.generation.text import chat_prompts, completion_tokens, text_options
 
 TOKENS = 6
 
@@ -81,9 +81,24 @@ def test_chat_answers_a_text_a_conversation_and_several(model):
 def test_the_template_sees_tools_and_its_options(model, monkeypatch):
     prompts = []
     monkeypatch.setattr("moe_jax.generation.text.generate", lambda model, tokens, **_: prompts.extend(tokens) or [[]])
-    tokenizer = tiny.tokenizer("{{ tools[0]['name'] }}{{ mood }}")
-    moe_jax.chat(model, "ab", tokenizer=tokenizer, tools=[{"name": "clock"}], template_options={"mood": "calm"})
-    assert tokenizer.decode(prompts[0]) == "clockcalm"
+    tokenizer = tiny.tokenizer("{{ tools[0]['type'] }}{{ tools[0]['function']['name'] }}{{ mood }}")
+    for tool in {"name": "clock"}, {"type": "function", "name": "clock"}, {"function": {"name": "clock"}}:
+        moe_jax.chat(model, "ab", tokenizer=tokenizer, tools=[tool], template_options={"mood": "calm"})
+    assert [tokenizer.decode(prompt) for prompt in prompts] == ["functionclockcalm"] * 3
+
+
+def test_a_prompt_has_one_beginning():
+    tokenizer = tiny.tokenizer_with_a_beginning()
+    bare, written = completion_tokens(tokenizer, ["ab", "<|im_start|>ab"])
+    assert bare == written and written.count(1) == 1
+
+
+def test_an_answer_without_content_is_empty():
+    """Null keys, as clients send back what they got, count as absent."""
+    tokenizer = tiny.tokenizer("{% for m in messages %}{{ m.keys() | list }}{{ m.content }};{% endfor %}")
+    answer = {"role": "assistant", "content": None, "refusal": None, "tool_calls": None}
+    (tokens,) = chat_prompts(tokenizer, [[answer, {"role": "user", "content": "ab"}]])
+    assert tokenizer.decode(tokens) == "['role', 'content'];['role', 'content']ab;"
 
 
 @pytest.mark.parametrize(
@@ -134,6 +149,8 @@ def test_answers_also_end_as_their_template_does(tmp_path, beside, answers, ends
         (moe_jax.chat, [{"role": "human", "content": "a"}], "message 0 has the role 'human'; roles are system"),
         (moe_jax.complete, None, "prompts must be a text or a list of texts; got None"),
         (moe_jax.chat, [{"role": "assistant", "content": "a"}], "ends with the assistant's message"),
+        (moe_jax.chat, "ok \udcff", r"the conversation is not valid Unicode: it has half of a surrogate pair, \\udcff"),
+        (moe_jax.complete, ["ok", "ok \ud83d"], r"prompt 1 is not valid Unicode: .*, \\ud83d"),
     ],
 )
 def test_bad_texts_are_named(model, call, argument, message):

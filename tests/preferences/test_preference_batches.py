@@ -53,6 +53,15 @@ def test_tokens_equal_those_of_trl(tmp_path, records):
             assert not text.learned[: len(prompt)].any() and tokenizer.decode(learned[-1:]) in ("<|im_end|>", "<|end|>")
 
 
+def test_special_tokens_that_a_text_has_are_not_added(tmp_path):
+    pair = dict(prompt="<|im_start|>2+2=", chosen="4<|end|>", rejected="5<|end|>\n")
+    tokenizer = tiny.tokenizer_with_a_beginning()
+    found = example_tokens(open_preferences(write(tmp_path, [pair]), plain=True), tokenizer, 1000)(0)
+    for text, answer in zip(found.texts, (pair["chosen"], pair["rejected"]), strict=True):
+        assert tokenizer.decode(text.tokens) == pair["prompt"] + answer
+        assert tokenizer.decode(text.tokens[text.learned]) == answer
+
+
 def many(number):
     return [dict(prompt=f"say {i}", chosen="yes " * (i % 5 + 1), rejected="no " * (i % 3 + 1)) for i in range(number)]
 
@@ -122,6 +131,18 @@ def test_long_texts(tmp_path):
     with pytest.raises(ValueError, match="no prompt leaves room for its answers in max_length=2 tokens"):
         next(preference_batches(data, tiny.tokenizer(), **SIZES, max_length=2))
     stream.close()
+
+
+def test_pairs_that_a_cut_makes_equal_are_left_out(tmp_path):
+    pair = dict(prompt="say", chosen=" yes, please", rejected=" yes, thanks")
+    data = open_preferences(write(tmp_path, [pair, many(1)[0]]), plain=True)
+    stream = preference_batches(data, tiny.tokenizer(), seq_len=64, batch_size=1, max_length=9, seed=None)
+    batch = next(stream)
+    stream.close()
+    assert stream.skipped == {0} and set(batch["example"].ravel()) == {1, -1}
+    whole = preference_batches(data, tiny.tokenizer(), seq_len=64, batch_size=1, seed=None)
+    assert 0 in next(whole)["example"] and not whole.skipped
+    whole.close()
 
 
 def test_mismatched_answers(tmp_path):

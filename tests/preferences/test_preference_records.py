@@ -18,6 +18,18 @@ LAYOUTS = {
     "strings": (dict(prompt="2+2?", chosen="four", rejected="five"), Judged([ASK], BOTH)),
     "messages": (dict(prompt=[ASK], chosen=[GOOD], rejected=[BAD]), Judged([ASK], BOTH)),
     "prompt repeated in the answers": (dict(prompt=[ASK], chosen=[ASK, GOOD], rejected=[ASK, BAD]), Judged([ASK], BOTH)),
+    "prompt repeated with null keys": (
+        dict(prompt=[ASK], chosen=[ASK | {"tool_calls": None}, GOOD], rejected=[ASK | {"weight": None}, BAD | {"name": None}]),
+        Judged([ASK], BOTH),
+    ),
+    "contents in parts, and turns": (
+        dict(
+            prompt=[message("user", [{"type": "text", "text": "2+"}, "2?"])],
+            chosen=[GOOD],
+            rejected=[dict(value="five") | {"from": "gpt"}],
+        ),
+        Judged([ASK], BOTH),
+    ),
     "conversations": (dict(chosen=[ASK, GOOD], rejected=[ASK, BAD]), Judged([ASK], BOTH)),
     "text beside conversations": (dict(prompt="2+2?", chosen=[ASK, GOOD], rejected=[ASK, BAD]), Judged([ASK], BOTH)),
     "text beside answers": (dict(prompt="2+2?", chosen=[GOOD], rejected=[BAD]), Judged([ASK], BOTH)),

@@ -8,6 +8,7 @@ import tiny
 from fake_engine import FakeEngine
 
 from moe_jax.kernels.attention.paged.page_size import PAGE_SIZE
+from moe_jax.serving.http.chat import conversation_encoder
 from moe_jax.serving.http.choices import TokenLogprob
 from moe_jax.serving.http.logprobs import chat_logprobs, completion_logprobs, token_bytes
 from moe_jax.serving.limits import EngineLimits
@@ -98,6 +99,20 @@ def test_tools_and_template_values_reach_the_template(monkeypatch):
         client.chat.completions.create(**options, tool_choice="none")
         prompts = [tokenizer.decode(handle.prompt) for handle in running.engine.handles]
     assert prompts == ["clock calm ", "none calm "]
+
+
+def test_developers_and_empty_answers_reach_the_template():
+    tokenizer = served.tiny.tokenizer(
+        "{% for m in messages if m.role != 'developer' %}{{ m.role }}:{{ m.content }};{% endfor %}"
+    )
+    messages = [
+        {"role": "developer", "content": "Answer in French."},
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": None, "refusal": None},
+        {"role": "user", "content": "hello?"},
+    ]
+    (tokens,) = conversation_encoder(tokenizer, {"messages": messages})()
+    assert tokenizer.decode(tokens) == "system:Answer in French.;user:hi;assistant:;user:hello?;"
 
 
 def test_a_chats_stream_begins_with_its_role(client):

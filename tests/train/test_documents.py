@@ -10,7 +10,7 @@ from tokenizers import processors
 
 from moe_jax.train import batches, open_documents
 from moe_jax.train.data.chat import chat_tokens
-from moe_jax.train.data.tokenization import beginning
+from moe_jax.train.data.tokenization import beginning, tokenization
 
 CHAT = [
     {"role": "system", "content": "be brief"},
@@ -38,6 +38,7 @@ CALLING = (
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 REFUSING = "{{ raise_exception('no tools here') }}"
+RENDERED = "<|im_start|>user: 2 + 2?\nmodel: 4."
 COUNTING = "{% for m in messages %}{{ loop.length }}{{ m['content'] }}<|im_end|>{% endfor %}"
 
 
@@ -207,6 +208,7 @@ def test_a_leading_answer_needs_a_template_with_marks():
         ([{"messages": CHAT[:2]}], "no assistant message"),
         ([{"messages": [{**message, "weight": 0} for message in CHAT]}], "no assistant message, or all of weight 0"),
         ([{"messages": [{**message, "train": "false"} for message in CHAT]}], "message 0 has \"train\" 'false'; it is true or"),
+        ([{"messages": [{**message, "loss": 0.5} for message in CHAT]}], 'message 0 has "loss" 0.5; it is true or false'),
         *[
             (
                 [{"messages": CHAT}, {"messages": [*CHAT, {**CHAT[2], "weight": weight}]}],
@@ -217,7 +219,6 @@ def test_a_leading_answer_needs_a_template_with_marks():
                 (float("nan"), "nan"),
                 (float("inf"), "inf"),
                 ("2", "'2'"),
-                (None, "None"),
                 (2e18, "2e.18"),
                 (1e39, "1e.39"),
                 (10**40, "10+"),
@@ -276,6 +277,21 @@ def test_a_text_begins_as_its_tokenizer_begins_a_text(tmp_path):
     ends = processors.TemplateProcessing(single="$A <|im_end|>", special_tokens=[("<|im_end|>", 2)])
     plain.backend_tokenizer.post_processor = ends
     assert beginning(plain) == [] and beginning(begins) == [1]
+
+
+@pytest.mark.parametrize("behind", ["", "<|end|>", "<|end|>\n"])
+@pytest.mark.parametrize(
+    "kind, row", [("text", {"text": RENDERED}), ("continuation", {"prompt": RENDERED, "completion": " 4."})]
+)
+def test_special_tokens_that_a_text_has_are_not_added(tmp_path, kind, row, behind):
+    """Chats that were rendered before have the first token of a text, and the last."""
+    key = list(row)[-1]
+    documents = open_documents(write_lines(tmp_path / "a.jsonl", row | {key: row[key] + behind}), kind)
+    tokenizer = tiny.tokenizer_with_a_beginning()
+    tokens, learned, _ = tokenization(documents, tokenizer)(documents[0])
+    ended = row[key] + (behind or "<|end|>")
+    assert tokenizer.decode(tokens) == (ended if kind == "text" else RENDERED + ended)
+    assert tokenizer.decode(tokens[learned]) == ended
 
 
 def test_all_unmaskable_conversations_are_named_at_once(tmp_path):

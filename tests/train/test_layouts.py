@@ -7,6 +7,7 @@ import pytest
 import tiny
 
 from moe_jax.train import open_documents
+from moe_jax.train.data.description import describe_sources
 from moe_jax.train.data.tokenization import tokenization
 
 CHAT = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "hi"}]
@@ -65,6 +66,21 @@ ROWS = {
         {"messages": [CHAT[0], *(CHAT[1] | {"train": False} | weight for weight in ({}, {"weight": 0.5})), *CHAT]},
         [CHAT[0], *[CHAT[1] | {"weight": 0}] * 2, *CHAT],
     ),
+    "chat, ms-swift's loss": (
+        {
+            "messages": [
+                *CHAT,
+                *(CHAT[i] | {"loss": True, "train": i == 0} for i in range(2)),
+                CHAT[0],
+                CHAT[1] | {"loss": True},
+            ]
+        },
+        [*CHAT, CHAT[0] | {"weight": 1}, CHAT[1] | {"weight": 0}, CHAT[0], CHAT[1] | {"weight": 1}],
+    ),
+    "chat, null keys": (
+        {"messages": [message | {"weight": None, "loss": None, "tool_calls": None} for message in CHAT]},
+        CHAT,
+    ),
 }
 
 
@@ -105,6 +121,15 @@ def test_each_file_has_a_layout_of_its_own(tmp_path):
     assert documents.parts[0].unread == ("id",) and documents.is_chat.tolist() == [False, True]
     read = tokenization(documents, tiny.tokenizer())
     assert [int(read(documents[i]).learned.sum()) for i in range(2)] == [len("plain") + 1, len("hi") + 1]
+
+
+def test_keys_of_messages_that_only_a_template_reads_are_named(tmp_path):
+    """Those that have a value, and that the chat template does not mention."""
+    turns = [{"from": "human", "value": "a", "mood": "calm", "other": None}, {"from": "gpt", "value": "b", "rating": 5}]
+    documents = open_documents(write(tmp_path, {"conversations": turns, "id": 7}))
+    assert documents.parts[0].unread == ("id", "messages.mood", "messages.rating")
+    (line,) = describe_sources(documents, template="{{ message.mood }}")
+    assert line.endswith("; keys that are not read: id, messages.rating")
 
 
 def test_a_named_format_wins(tmp_path):

@@ -29,7 +29,7 @@ def announcement(run: PlannedRun, steps_done: int) -> str:
         return "\n".join(
             [*lines, f"{f'a stream of {kind}' if run.documents.is_stream else f'{len(run.documents)} {kind}'}; {steps}"]
         )
-    lines += describe_sources(run.documents.surveyed, found)
+    lines += describe_sources(run.documents.surveyed, found, run.tokenizer.chat_template)
     lines += describe_tokens(run.documents, found, settings.seq_len)
     if run.documents.is_stream:
         return "\n".join([*lines, steps])

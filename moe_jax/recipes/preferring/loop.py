@@ -197,7 +197,8 @@ def _train(
         log.close()
         checkpoints.close()
     if batches.skipped:
-        tqdm.write(f"{len(batches.skipped):,} examples were left out: their prompts leave no room for an answer")
+        why = "their prompts leave no room for an answer, or both answers are equal"
+        tqdm.write(f"{len(batches.skipped):,} examples were left out: {why}")
     if checkpoints.stopped_by == signal.SIGINT and not finished:
         raise KeyboardInterrupt(f"saved at step {step}")
     trained = nnx.merge(graph, state.params, state.fixed)

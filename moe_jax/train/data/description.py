@@ -1,25 +1,29 @@
 """Describes a data set in lines for people: its sources, and the numbers of its survey."""
 
+from typing import Any
+
 from moe_jax.train.data.documents import Documents, SourcePart
 from moe_jax.train.data.mixing import places_of_sources
 from moe_jax.train.data.survey import Survey
+from moe_jax.train.data.turns import OF_MESSAGES
 
 PLAIN = {("chat",), ("text",), ("folder",)}
 """Layouts that need no line of their own."""
 MASKING_BLOCKS = "--empty-thinking mask leaves the block out of the loss"
 
 
-def describe_sources(documents: Documents, found: Survey | None = None) -> list[str]:
+def describe_sources(documents: Documents, found: Survey | None = None, template: Any = None) -> list[str]:
     """Returns a line for each source that has a weight, other layouts, or keys that are not read; and one for bad rows.
 
-    With several sources each has a line.
+    With several sources each has a line. Keys of messages that the chat template mentions are read.
     """
+    parts = [part._replace(unread=_unread(part, str(template))) for part in documents.parts]
     weighted = documents.parts[0].weight is not None
     places = places_of_sources(documents) if weighted else [part.documents for part in documents.parts]
     lines = [
         _source(part, places[number], documents, None if found is None else found.of_source[number])
-        for number, part in enumerate(documents.parts)
-        if len(documents.parts) > 1 or part.layouts not in PLAIN or part.unread
+        for number, part in enumerate(parts)
+        if len(parts) > 1 or part.layouts not in PLAIN or part.unread
     ]
     if documents.num_bad:
         lines.append(f"{_of(documents.num_bad, 'bad row')} left out: {documents.bad}")
@@ -70,6 +74,10 @@ def keeping_reasoning(found: Survey) -> str:
 def kind_of(documents: Documents) -> str:
     """Returns the plural of a document's name."""
     return "conversations" if documents.format == "chat" else "documents"
+
+
+def _unread(part: SourcePart, template: str) -> tuple[str, ...]:
+    return tuple(key for key in part.unread if not (key.startswith(OF_MESSAGES) and key.removeprefix(OF_MESSAGES) in template))
 
 
 def _source(part: SourcePart, places: int, documents: Documents, tokens: int | None) -> str:

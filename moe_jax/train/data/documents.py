@@ -28,7 +28,7 @@ class SourcePart(NamedTuple):
       weight: the source's weight; None without.
       bad: rows that were left out.
       layouts: the layouts of its rows, sorted; "folder" for text files.
-      unread: keys of its rows that are not read, sorted.
+      unread: keys of its rows that are not read, sorted, and "messages.KEY" for keys that a chat template alone may read.
     """
 
     name: str

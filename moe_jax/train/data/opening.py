@@ -22,6 +22,7 @@ from moe_jax.train.data.renaming import Renamed, check_columns, renamed
 from moe_jax.train.data.rows import RawRow, Reader
 from moe_jax.train.data.sources import DataSource, sources
 from moe_jax.train.data.streams import streamed
+from moe_jax.train.data.turns import further_keys
 
 
 class _Found(NamedTuple):
@@ -225,7 +226,7 @@ def _place(file: int, row: RawRow, layout: str | None, learned_answers: str, unr
     if record is None:
         return None
     if layout != "folder":
-        unread.update(unread_keys(value, layout))
+        unread.update(unread_keys(value, layout) | (further_keys(record["messages"]) if layout in CHATS else set()))
     answer_first = layout in CHATS and record["messages"][0]["role"] == "assistant"
     weighted = layout in CHATS and has_weights(record["messages"])
     return _Place(file, row.line, row.offset, row.size, answer_first, weighted)

@@ -38,7 +38,7 @@ def report(
         yield f"the first rows of a stream: {documents.parts[0].name}"
     documents = documents.surveyed
     found = survey(documents, tokenizer, seq_len=seq_len, seed=seed, skip_bad=skip_bad, max_documents=None, max_seconds=None)
-    yield from describe_sources(documents, found)
+    yield from describe_sources(documents, found, tokenizer.chat_template)
     width = 26
     for name, value in _numbers(documents, found, seq_len):
         yield f"{name:<{width}}{value}"

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from moe_jax.checkpoint.tokenizer import beginning
+from moe_jax.checkpoint.tokenizer import beginning, begun, ended
 from moe_jax.train.data.chat import chat_tokens
 from moe_jax.train.data.documents import BAD, Documents
 from moe_jax.train.data.marks import GENERATION_TAG
@@ -49,7 +49,7 @@ def tokenization(
     """Returns the function that tokenizes a record `documents[i]`.
 
     A text, or a prompt with its continuation, begins with the BOS token, for tokenizers that add one, unless `begin_texts` is
-    false. It ends with the eos token. The chat template renders a chat.
+    false. It ends with the eos token. A text that has these tokens gets no others. The chat template renders a chat.
 
     With `skipped`, a conversation that would raise BadDocument gets no tokens instead.
     The reason is stored in `skipped` under the document's index.
@@ -119,9 +119,10 @@ def _text(tokenizer: Any, begin: list[int], record: dict[str, Any]) -> Tokenized
     """Returns the tokens of {"text"}, all of them learned, or of {"prompt", "completion"}, whose prompt is not learned."""
     parts = ("", record["text"]) if "text" in record else (record["prompt"], record["completion"])
     given, learned = (tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"] for text in parts)
-    whole = np.asarray([*begin, *given, *learned, tokenizer.eos_token_id], np.int32)
-    first = 0 if "text" in record else len(begin) + len(given)
-    return Tokenized(whole, np.arange(len(whole)) >= first, record["document"])
+    whole = begun(begin, given + learned)
+    first = 0 if "text" in record else len(whole) - len(learned)
+    whole = ended(tokenizer, whole)
+    return Tokenized(np.asarray(whole, np.int32), np.arange(len(whole)) >= first, record["document"])
 
 
 def _chat(documents: Documents, tokenizer: Any, record: dict[str, Any]) -> Tokenized:

@@ -4,6 +4,9 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from moe_jax.checkpoint.messages import without_nulls
+from moe_jax.train.data.reasoning import KEYS
+
 ROLE_OF = {
     **{name: "user" for name in ("human", "user")},
     **{name: "assistant" for name in ("gpt", "assistant", "chatgpt", "bing", "bard", "model", "function_call")},
@@ -11,6 +14,10 @@ ROLE_OF = {
     **{name: name for name in ("system", "developer")},
 }
 """The role of a turn by its "from"."""
+OF_MESSAGES = "messages."
+"""Begins the names of messages' keys among those of rows."""
+_READ = {"role", "content", "weight", "tool_calls", "tool_call_id", "name", *KEYS}
+"""Keys of messages that this library or most chat templates read."""
 
 
 def as_message(turn: Any, number: int) -> dict[str, Any]:
@@ -35,19 +42,27 @@ def as_message(turn: Any, number: int) -> dict[str, Any]:
 def plain_message(message: Mapping[str, Any], number: int) -> dict[str, Any]:
     """Returns a message whose content is one string, and whose "weight" says how much it is learned.
 
-    Texts in parts are joined without a separator. Axolotl's "train": false is "weight": 0, whatever weight stands beside it.
+    Texts in parts are joined without a separator. Keys that are null are left out, but for "content". Axolotl's "train": false
+    and ms-swift's "loss": false are "weight": 0, whatever weight the message has.
 
     Raises:
-      ValueError: a part holds no text, or "train" is neither true nor false.
+      ValueError: a part holds no text, or "train" or "loss" is neither true nor false.
     """
-    made = dict(message)
+    made = without_nulls(message)
     if isinstance(made.get("content"), list):
         made["content"] = "".join(_text_of(part, number) for part in made["content"])
-    if (train := made.pop("train", None)) is None:
+    marks = {key: made.pop(key) for key in ("train", "loss") if key in made}
+    for key, mark in marks.items():
+        if not isinstance(mark, bool):
+            raise ValueError(f'message {number} has "{key}" {mark!r:.80}; it is true or false')
+    if not marks:
         return made
-    if not isinstance(train, bool):
-        raise ValueError(f'message {number} has "train" {train!r:.80}; it is true or false')
-    return {"weight": 1, **made} if train else made | {"weight": 0}
+    return {"weight": 1, **made} if all(marks.values()) else made | {"weight": 0}
+
+
+def further_keys(messages: list[dict[str, Any]]) -> set[str]:
+    """Returns "messages.KEY" for each key of plain messages that only a chat template of its own reads."""
+    return {OF_MESSAGES + key for message in messages for key in message.keys() - _READ}
 
 
 def of_last_turn(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
