@@ -4,7 +4,7 @@ import asyncio
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from moe_jax.serving.defaults import Defaults, room_behind
@@ -35,6 +35,10 @@ class Service:
         self.metrics = Metrics(engine.stats)
         self.created = int(time.time())
         self.running: set[Handle] = set()
+        self.connections: Collection = ()
+        """The server's open connections."""
+        self.hosts: frozenset[str] | None = None
+        """Names that the header Host may have; None: any."""
         self.stopping = False
         """True once the server was told to stop: it takes no further requests."""
         # Long prompts wait for each other there, and not in the event loop, where all streams would wait.
