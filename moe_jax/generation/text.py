@@ -175,8 +175,12 @@ def chat_prompts(
     conversations: Sequence[Messages],
     tools: list | None = None,
     template_options: Mapping[str, Any] | None = None,
+    check: Callable[[str], None] | None = None,
 ) -> list[list[int]]:
     """Returns the token ids of conversations, up to the place where the chat template begins the assistant's answer.
+
+    Args:
+      check: may raise an error at a conversation's text, before it is tokenized.
 
     Raises:
       ValueError: there is no template, or it refuses a conversation; or a conversation is empty, malformed, or has its answer
@@ -203,12 +207,18 @@ def chat_prompts(
         own = {"messages", *inspect.signature(tokenizer.apply_chat_template).parameters} - {"documents"}
         if taken := sorted(own & set(template_options or {})):
             raise ValueError(f"template_options are values for the chat template; {', '.join(taken)} cannot be among them")
-        options = dict(template_options or {}, add_generation_prompt=True, return_dict=True)
+        options = dict(template_options or {}, add_generation_prompt=True, tokenize=False)
         messages = as_template_wants(template, messages)
         try:
-            tokens.append(list(tokenizer.apply_chat_template(messages, tools=tools, **options)["input_ids"]))
+            text = tokenizer.apply_chat_template(messages, tools=tools, **options)
         except Exception as error:  # templates raise whatever they like, jinja's TemplateError mostly
             raise ValueError(f"the tokenizer's chat template refuses the conversation: {error}") from error
+        if check is not None:
+            check(text)
+        try:
+            tokens.append(list(tokenizer(text, add_special_tokens=False)["input_ids"]))
+        except TypeError as error:
+            raise ValueError("the conversation is not valid Unicode: it has half of a surrogate pair") from error
     return tokens
 
 

@@ -8,6 +8,7 @@ import tiny
 from fake_engine import FakeEngine
 
 from moe_jax.kernels.attention.paged.page_size import PAGE_SIZE
+from moe_jax.serving.http.body import NEUTRAL
 from moe_jax.serving.http.choices import TokenLogprob
 from moe_jax.serving.http.logprobs import chat_logprobs, completion_logprobs, token_bytes
 from moe_jax.serving.limits import EngineLimits
@@ -81,6 +82,26 @@ def test_a_chat_goes_through_the_template(server, client):
     assert server.engine.submitted[-1].max_new_tokens == 512 - len(asked)
 
 
+def test_a_chats_answer_ends_where_the_room_does(server, client):
+    """Clients send the same max_tokens with each message, while the conversation grows."""
+    options = dict(model="tiny", messages=[{"role": "user", "content": "hi"}])
+    for name in ("max_tokens", "max_completion_tokens"):
+        assert client.chat.completions.create(**options, **{name: 4096}).choices[0].finish_reason == "stop"
+        assert server.engine.submitted[-1].max_new_tokens == 512 - len(server.engine.handles[-1].prompt)
+
+
+@pytest.mark.parametrize("path", ["completions", "chat/completions"])
+def test_fields_that_ask_for_what_happens_anyway_are_accepted(server, path):
+    body = {"prompt": "a"} if path == "completions" else {"messages": [{"role": "user", "content": "a"}]}
+    neutral = NEUTRAL | {"stream_options": {"continuous_usage_stats": False}, "reasoning_effort": None, "length_penalty": 1}
+    answer = server.post(f"/v1/{path}", json=body | neutral)
+    assert answer.status_code == 200, answer.text
+    others = {"skip_special_tokens": False, "min_tokens": 1, "add_generation_prompt": 1, "priority": False, "suffix": "x"}
+    for name, value in others.items():
+        error = server.post(f"/v1/{path}", json=body | {name: value}).json()["error"]
+        assert error["param"] == name and error["message"].startswith(f"{name} can only be ")
+
+
 def test_tools_and_template_values_reach_the_template(monkeypatch):
     template = "{{ tools[0]['function']['name'] if tools else 'none' }} {{ mood }} {{ messages[0]['tool_calls'] }}"
     tokenizer = served.tiny.tokenizer(template)
@@ -152,6 +173,16 @@ def test_log_probabilities_of_a_completion(client):
     assert [name for each in streamed if each for name in each.tokens] == ["a", "b"]
     assert [place for each in streamed if each for place in each.text_offset] == [0, 1]
     assert client.completions.create(**options | {"logprobs": 0}).choices[0].logprobs.top_logprobs == [None, None]
+
+
+def test_the_likeliest_of_equal_texts_is_shown_and_the_drawn_token_too():
+    """Parts of characters have one text. The drawn token comes in addition to the likeliest ones, as in OpenAI's API."""
+    tokenizer = tiny.tokenizer()
+    first, second = tokenizer("é")["input_ids"]
+    (other,) = tokenizer("x")["input_ids"]
+    drawn = [TokenLogprob(other, -4.0, {first: -0.1, second: -3.0}), TokenLogprob(second, -3.0, {first: -0.1})]
+    expected = [{"\N{REPLACEMENT CHARACTER}": -0.1, "x": -4.0}, {"\N{REPLACEMENT CHARACTER}": -0.1}]
+    assert completion_logprobs(tokenizer, drawn, 0)["top_logprobs"] == expected
 
 
 def test_log_probabilities_of_a_chat(client):

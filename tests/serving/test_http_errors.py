@@ -62,7 +62,7 @@ WRONG = [
     (COMPLETION, {"prompt": "a", "stream": 1}, "stream must be true or false"),
     (COMPLETION, {"prompt": "a", "stream_options": {"x": 1}}, "unknown fields of stream_options: x"),
     (COMPLETION, {"prompt": "a", "stop_token_ids": ["x"]}, "stop_token_ids must be at most 64 integers"),
-    (COMPLETION, {"prompt": "a", "best_of": 3}, "best_of other than n, are not supported"),
+    (COMPLETION, {"prompt": "a", "best_of": 3}, "best_of can only be n, 1; got 3"),
     (COMPLETION, {"prompt": "a", "messages": [], "what": 1}, "unknown fields: messages, what"),
     (CHAT, {}, "messages must be a list"),
     (CHAT, {"messages": []}, "messages must be a list"),
@@ -79,7 +79,8 @@ WRONG = [
     ),
     (CHAT, {"messages": MESSAGES, "chat_template_kwargs": {"mod": 1}}, "the model's chat template never mentions mod"),
     (CHAT, {"messages": MESSAGES, "tool_choice": "required"}, "tool_choice must be auto or none"),
-    (CHAT, {"messages": MESSAGES, "response_format": {"type": "json_object"}}, "response_format must be of type text"),
+    (CHAT, {"messages": MESSAGES, "response_format": {"type": "json_object"}}, "response_format can only be"),
+    (CHAT, {"messages": MESSAGES, "reasoning_effort": "low"}, "unknown fields: reasoning_effort"),
     (CHAT, {"messages": MESSAGES, "top_logprobs": 3}, "top_logprobs needs logprobs: true"),
     (CHAT, {"messages": MESSAGES, "max_tokens": -3}, "max_completion_tokens must be at least 1"),
     (CHAT, {"messages": [{"role": "user", "content": "a" * 600}]}, "exceed the engine's max_length=512"),
@@ -101,6 +102,24 @@ def test_wrong_fields_are_named(server, path, body, message):
     with pytest.raises(ValueError, match=message):
         raise ValueError(error["message"])
     assert len(server.engine.submitted) == before and not server.service.running
+
+
+@pytest.mark.parametrize(
+    "path, body, param",
+    [
+        (COMPLETION, {"prompt": "a", "temperature": -1}, "temperature"),
+        (COMPLETION, {"prompt": "a", "n": 0}, "n"),
+        (COMPLETION, {"prompt": "a", "logprobs": 21}, "logprobs"),
+        (COMPLETION, {"prompt": [9999]}, "prompt"),
+        (COMPLETION, {"prompt": ""}, "prompt"),
+        (COMPLETION, {"prompt": "a" * 600}, "prompt"),
+        (CHAT, {"messages": [{"role": "user", "content": "a" * 600}]}, "messages"),
+        (CHAT, {"messages": [{"role": "human", "content": "a"}]}, "messages"),
+        ("/detokenize", {"tokens": [9999]}, "tokens"),
+    ],
+)
+def test_errors_of_ranges_have_their_field(server, path, body, param):
+    assert server.post(path, json=body).json()["error"]["param"] == param
 
 
 @pytest.mark.parametrize(
