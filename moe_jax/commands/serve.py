@@ -105,7 +105,7 @@ class ServeCommand:
         config, tokenizer = read_config(folder, mtp=self.drafts), load_tokenizer(source.tokenizer or folder)
         limits = self.sizes.engine_limits(config, self.max_waiting)
         check_drafting(int(self.drafts), config, limits)
-        defaults, mesh = model_defaults(folder, config, tokenizer), engine_mesh(self.devices, config)
+        defaults, mesh = model_defaults(folder, config, tokenizer, draws=True), engine_mesh(self.devices, config)
         for_one = {"--drafts": self.drafts, "--adapter": source.adapter is not None}
         if mesh is not None and (wrong := [option for option, is_set in for_one.items() if is_set]):
             raise ValueError(f"{' and '.join(wrong)}: take --devices 1; got {self.devices}")

@@ -8,6 +8,7 @@ import tiny
 from fake_engine import FakeEngine
 
 from moe_jax.kernels.attention.paged.page_size import PAGE_SIZE
+from moe_jax.serving.defaults import model_defaults
 from moe_jax.serving.http.body import NEUTRAL
 from moe_jax.serving.http.choices import TokenLogprob
 from moe_jax.serving.http.logprobs import chat_logprobs, completion_logprobs, token_bytes
@@ -160,6 +161,27 @@ def test_options_reach_the_engine(server, client):
     assert (options.top_k, options.min_p, options.repetition_penalty, options.n) == (5, 0.1, 1.5, 1)
     client.completions.create(model="tiny", prompt="a", n=3, seed=4)
     assert (server.engine.submitted[-1].seed, server.engine.submitted[-1].n) == (4, 3)
+
+
+def test_a_models_own_options_are_the_defaults(tmp_path):
+    own = {"temperature": 0.7, "top_k": 20, "top_p": 0.8, "min_p": 0.02, "repetition_penalty": 1.05}
+    (tmp_path / "generation_config.json").write_text(json.dumps(own))
+    defaults = model_defaults(tmp_path, tiny.dense().config, served.tokenizer(), draws=True)
+    assert defaults.sampling == own and defaults.ends_of_answers == (0, 2)
+    with served.serve(defaults=defaults) as running:
+        running.post("/v1/completions", json={"prompt": "a"})
+        running.post(
+            "/v1/completions", json={"prompt": "a", "top_k": -1, "min_p": 0, "repetition_penalty": 1, "temperature": 0}
+        )
+    found = [tuple(getattr(options, name) for name in own) for options in running.engine.submitted]
+    assert found == [tuple(own.values()), (0, None, 0.8, 0, 1)]
+
+
+def test_wrong_options_of_a_model_are_named_before_it_is_served(tmp_path):
+    (tmp_path / "generation_config.json").write_text('{"do_sample": true, "top_p": 7, "repetition_penalty": 0}')
+    message = r"generation_config.json: top_p must be None or a number in \(0, 1\]; got 7; repetition_penalty must be"
+    with pytest.raises(ValueError, match=message):
+        model_defaults(tmp_path, tiny.dense().config, served.tokenizer())
 
 
 def test_log_probabilities_of_a_completion(client):

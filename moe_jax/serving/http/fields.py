@@ -47,8 +47,8 @@ def sampling_options(
         # Other servers write "no restriction" as 0 or -1.
         top_k=_none_if(take(body, "top_k", int, defaults.top_k), (0, -1)),
         top_p=take(body, "top_p", number, defaults.top_p),
-        min_p=take(body, "min_p", number),
-        repetition_penalty=take(body, "repetition_penalty", number, 1.0),
+        min_p=take(body, "min_p", number, defaults.min_p),
+        repetition_penalty=take(body, "repetition_penalty", number, defaults.repetition_penalty),
         presence_penalty=take(body, "presence_penalty", number, 0.0),
         frequency_penalty=take(body, "frequency_penalty", number, 0.0),
         logit_bias=_logit_bias(take(body, "logit_bias", dict, {})),
