@@ -1,5 +1,6 @@
 """A model's own sampling options and ends, for requests that name none."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -45,6 +46,10 @@ def model_defaults(source: str | Path | None, config: ModelConfig, tokenizer: An
     return Defaults(**found, ends=ends, ends_of_answers=ends_of_answers)
 
 
-def room_behind(prompt: list[int], limits: EngineLimits) -> int:
-    """Returns the number of tokens that fit behind a prompt; at least 1, so that the engine names a prompt too long."""
-    return max(1, limits.longest_request - len(prompt))
+def fitted(options: SamplingOptions, prompt: list[int], limits: EngineLimits) -> SamplingOptions:
+    """Returns options with the `max_new_tokens` that fit after a prompt, at most those of `options`; these may be 0, for all.
+
+    At least 1, so that the engine names a prompt too long.
+    """
+    room = max(1, limits.longest_request - len(prompt))
+    return replace(options, max_new_tokens=min(options.max_new_tokens or room, room))

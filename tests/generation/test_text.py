@@ -161,6 +161,7 @@ def test_answers_also_end_as_their_template_does(tmp_path, beside, answers, ends
             r'message 0 \(user\) has "content" in parts',
         ),
         (moe_jax.chat, [{"role": "human", "content": "a"}], "message 0 has the role 'human'; roles are system"),
+        (moe_jax.chat, "half \udcff", "the conversation is not valid Unicode: it has half of a surrogate pair"),
         (moe_jax.complete, None, "prompts must be a text or a list of texts; got None"),
         (moe_jax.chat, [{"role": "assistant", "content": "a"}], "ends with the assistant's message"),
     ],
@@ -195,5 +196,7 @@ def test_what_is_refused_is_refused_before_weights_are_read(folder, monkeypatch)
     monkeypatch.setattr("moe_jax.generation.text.from_pretrained", None)
     with pytest.raises(ValueError, match="top_k must be an integer, at least 1"):
         moe_jax.complete(folder, "ab", top_k=0)
+    with pytest.raises(ValueError, match="max_new_tokens=1000000000000: the cache of .* tokens"):
+        moe_jax.chat(folder, "ab", max_new_tokens=10**12)
     with pytest.raises(ValueError, match="model_or_path must be a model of moe_jax, a folder or a hub id; got a ndarray"):
         moe_jax.complete(np.ones(1), "ab")

@@ -12,7 +12,9 @@ from moe_jax.serving.defaults import model_defaults
 from moe_jax.serving.http.body import NEUTRAL
 from moe_jax.serving.http.choices import TokenLogprob
 from moe_jax.serving.http.logprobs import chat_logprobs, completion_logprobs, token_bytes
+from moe_jax.serving.http.metrics import ENGINE_HELP
 from moe_jax.serving.limits import EngineLimits
+from moe_jax.serving.stats import Stats
 
 
 @pytest.fixture(scope="module")
@@ -261,6 +263,9 @@ def test_metrics_count_requests_and_tokens():
     assert "moe_jax_prompt_tokens_total 5.0" in text and "moe_jax_new_tokens_total 3.0" in text
     assert "moe_jax_first_text_seconds_count 1.0" in text and "moe_jax_engine_tokens_total 3.0" in text
     assert "moe_jax_engine_running 0.0" in text
+    assert "# HELP moe_jax_engine_running Sequences that have a slot on a device." in text
+    helps = [line.split(" ", 3)[3] for line in text.splitlines() if line.startswith("# HELP")]
+    assert ENGINE_HELP.keys() == set(Stats._fields) and all(each.endswith(".") and " " in each for each in helps)
 
 
 def test_each_request_has_one_line_in_the_log(caplog):

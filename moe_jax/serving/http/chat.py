@@ -1,6 +1,5 @@
 """POST /v1/chat/completions: answers conversations, through the tokenizer's chat template."""
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -8,7 +7,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from moe_jax.generation.text import chat_prompts
-from moe_jax.serving.defaults import room_behind
+from moe_jax.serving.defaults import fitted
 from moe_jax.serving.http.answers import Answer
 from moe_jax.serving.http.body import read_body, refuse_others, take
 from moe_jax.serving.http.choices import TextPiece, TokenLogprob
@@ -43,10 +42,8 @@ async def answer_chat(service: Service, request: Request) -> Response:
     how = delivery(body)
     encode = conversation_encoder(service.tokenizer, body, lambda text: service.check_length(text, "messages"))
     (tokens,) = await service.encode(encode, record, "messages")
-    room = room_behind(tokens, service.engine.limits)
-    # Clients of chats send the same number with each message, while the conversation grows.
-    options = dataclasses.replace(options, max_new_tokens=min(options.max_new_tokens or room, room))
-    choices = service.submit([tokens], options, "messages")
+    # Clients of chats send the same max_tokens with each message, while the conversation grows.
+    choices = service.submit([tokens], fitted(options, tokens, service.engine.limits), "messages")
     record.prompt_tokens = len(tokens)
     return await Answer(service, choices, _ChatShape(service.tokenizer), how, record).respond(request)
 
