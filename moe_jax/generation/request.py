@@ -106,8 +106,8 @@ def check_memory(config: ModelConfig, prompts: list[list[int]], new: int, *, dty
     has = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if has is None else has
     if needed > has:
         raise ValueError(
-            f"max_new_tokens={new}: the cache of {length} tokens for each of {rows} prompts takes {needed / 2**30:.1f} GiB, and "
-            f"a device has {has / 2**30:.1f}; ask for fewer"
+            f"max_new_tokens={new}: the cache of {length} tokens for each of {rows} prompts takes {needed / 2**30:.1f} GiB, "
+            f"and a device has {has / 2**30:.1f}; ask for fewer"
         )
 
 

@@ -89,7 +89,8 @@ def complete(
       max_new_tokens: the maximum number of tokens to add.
       temperature, top_k, top_p: as in `generate`. None: the values of generation_config.json if it sets do_sample, else the
         most likely token each time. Temperature 0 always takes the most likely token. If generation_config.json has no top_k,
-        all tokens can be drawn (transformers takes 50).
+        all tokens can be drawn (transformers takes 50). A warning names its settings that are not applied, such as
+        repetition_penalty: `moe_jax.serving.Engine` has that one, and min_p.
       seed: the seed of the draw.
 
     Returns:

@@ -199,7 +199,7 @@ def test_log_probabilities_of_a_completion(client):
     assert client.completions.create(**options | {"logprobs": 0}).choices[0].logprobs.top_logprobs == [None, None]
 
 
-def test_the_likeliest_of_equal_texts_is_shown_and_the_drawn_token_too():
+def test_top_logprobs_have_the_likeliest_of_equal_texts():
     """Parts of characters have one text. The drawn token comes in addition to the likeliest ones, as in OpenAI's API."""
     tokenizer = tiny.tokenizer()
     first, second = tokenizer("é")["input_ids"]

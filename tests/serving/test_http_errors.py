@@ -214,8 +214,8 @@ HOSTS = {"localhost": 200, "LOCALHOST:80": 200, "127.0.0.1:1": 200, "[::1]:8000"
 HOSTS |= {"evil.com": 403, "evil.com:8000": 403, "localhost.evil.com": 403, "[::2]": 403}
 
 
-def test_a_local_server_without_a_key_answers_to_its_own_names_alone():
-    """The page of a name that its owner rebinds to 127.0.0.1 could else read answers and send prompts."""
+def test_a_local_server_answers_to_its_own_names_alone():
+    """Without a key, the page of a name that its owner rebinds to 127.0.0.1 could else send prompts and read answers."""
     with served.serve(hosts=("Box.lan",)) as running:
         for host, status in HOSTS.items():
             assert running.get("/v1/models", headers={"Host": host}).status_code == status, host

@@ -44,7 +44,7 @@ class Connection(H11Protocol):
         response = ApiError(400, msg, closes=True).response
         for event in (
             h11.Response(status_code=response.status_code, headers=response.raw_headers),
-            h11.Data(data=response.body),
+            h11.Data(data=bytes(response.body)),
             h11.EndOfMessage(),
         ):
             self.transport.write(self.conn.send(event) or b"")
