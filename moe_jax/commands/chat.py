@@ -85,11 +85,10 @@ class ChatCommand:
         # Refuses a tokenizer without a template before weights are read.
         chat_prompts(tokenizer, ["a question"], None, template_options)
         defaults = model_defaults(folder, config, tokenizer)
+        given = dict(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p)
         options = SamplingOptions(
             max_new_tokens=1 if self.max_new_tokens is None else self.max_new_tokens,
-            temperature=defaults.temperature if self.temperature is None else self.temperature,
-            top_k=defaults.top_k if self.top_k is None else self.top_k,
-            top_p=defaults.top_p if self.top_p is None else self.top_p,
+            **defaults.sampling | {name: value for name, value in given.items() if value is not None},
             seed=self.seed,
             stop_token_ids=defaults.ends_of_answers,
         )

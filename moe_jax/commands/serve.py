@@ -34,6 +34,8 @@ class ServeCommand:
       port: the port to listen on; 0 takes one that is free.
       name: the model's name in the API. Default: the hub id, or the folder's name.
       api_key: a key that requests must carry. Better give it as MOE_JAX_API_KEY: others see a command's options.
+      hosts: names of this server beyond localhost and --host, such as a proxy's. On a local address without a key, requests
+        with another name in Host get 403. "*": all names.
       sizes: sizes of the engine.
       max_waiting: number of texts that wait for their turn; requests beyond get status 429.
       max_body_mb: largest size of a request, in megabytes.
@@ -56,6 +58,7 @@ class ServeCommand:
     port: int = 8000
     name: str | None = None
     api_key: str | None = None
+    hosts: tuple[str, ...] = ()
     sizes: tyro.conf.OmitArgPrefixes[LimitOptions] = LimitOptions()
     max_waiting: int = 1024
     max_body_mb: float = 8
@@ -92,6 +95,7 @@ class ServeCommand:
         settings = ServerSettings(
             self.name or (Path(self.model).resolve().name if Path(self.model).is_dir() else self.model),
             api_key=self.api_key if self.api_key is not None else os.environ.get(KEY_VARIABLE),
+            hosts=(self.host, *self.hosts),
             max_body_bytes=int(self.max_body_mb * 1e6),
             request_seconds=self.request_seconds,
             shutdown_seconds=self.shutdown_seconds,
@@ -101,7 +105,7 @@ class ServeCommand:
         config, tokenizer = read_config(folder, mtp=self.drafts), load_tokenizer(source.tokenizer or folder)
         limits = self.sizes.engine_limits(config, self.max_waiting)
         check_drafting(int(self.drafts), config, limits)
-        defaults, mesh = model_defaults(folder, config, tokenizer), engine_mesh(self.devices, config)
+        defaults, mesh = model_defaults(folder, config, tokenizer, draws=True), engine_mesh(self.devices, config)
         for_one = {"--drafts": self.drafts, "--adapter": source.adapter is not None}
         if mesh is not None and (wrong := [option for option, is_set in for_one.items() if is_set]):
             raise ValueError(f"{' and '.join(wrong)}: take --devices 1; got {self.devices}")

@@ -25,7 +25,7 @@ from jaxtyping import Array, Bool, Int, Key
 
 from moe_jax.config import ModelConfig
 from moe_jax.generation.prompts import left_padded
-from moe_jax.generation.request import DecodeOptions
+from moe_jax.generation.request import DecodeOptions, check_memory
 from moe_jax.kernels.varying import vary_as
 from moe_jax.layers.moe import Experts
 from moe_jax.layers.tickets import is_expert_matrix
@@ -96,11 +96,12 @@ def decode_on_devices[Results: tuple](
 
     Raises:
       ValueError: the model lies on a mesh with several devices along `pipe`, or its layers in the chunks of a pipeline. Or
-        `options.overlap_prefill` is True and `overlap_refusal` has a reason against it.
+        `options.overlap_prefill` is True and `overlap_refusal` has a reason against it. Or the cache would not fit the memory.
     """
     graph, parameters, *rest = nnx.split(model, nnx.Param, ...)
     mesh = generation_mesh(devices_of(model, "generation"), model.config, spread_experts=not _adapts_experts(model))
     refuse_chunks(parameters, "generation")
+    check_memory(model.config, prompts, options.max_new_tokens, dtype=model.dtype, devices=mesh.size)
     if options.overlap_prefill and (reason := overlap_refusal(mesh, model.config, len(prompts))):
         raise ValueError(f"overlap_prefill=True: {reason}")
     specs = ShardedParameters.of(parameters, mesh, dtype=model.dtype, token_axes=AXES).specs

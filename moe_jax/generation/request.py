@@ -1,11 +1,16 @@
 """A request to a model: prompts and options, all checked before anything is computed."""
 
 import logging
+import math
+import os
 from collections.abc import Collection, Sequence
 from numbers import Integral, Real
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from moe_jax.checkpoint.companions import generation_config
 from moe_jax.config import ModelConfig
@@ -63,7 +68,8 @@ def checked_request(
     Other arguments as in `generate`.
 
     Raises:
-      ValueError: `as_prompts` refuses the prompts; or options are outside their ranges, all listed in one error.
+      ValueError: `as_prompts` refuses the prompts; or options are outside their ranges, all listed in one error. Or the cache
+        would not fit a device's memory, whatever the dtype.
     """
     mask, pad_tokens = padding or Padding()
     prompts, single = as_prompts(prompt_tokens, config.vocab_size, mask, pad_tokens)
@@ -81,8 +87,28 @@ def checked_request(
     problems += [f"eos_token_id {end} is outside the vocabulary of {config.vocab_size}" for end in outside]
     if problems:
         raise ValueError("; ".join(problems))
+    # The dtype is not known here: no model computes in fewer bytes, so this refuses none that would fit.
+    check_memory(config, prompts, max_new_tokens, dtype="bfloat16", devices=jax.device_count())
     warn_of_length(config, max(map(len, prompts)), max_new_tokens)
     return Request(prompts, single, DecodeOptions(max_new_tokens, float(temperature), top_k, top_p, ends))
+
+
+def check_memory(config: ModelConfig, prompts: list[list[int]], new: int, *, dtype: DTypeLike, devices: int) -> None:
+    """Refuses a cache that would not fit the memory of a device alone; a CPU's is the host's.
+
+    Raises:
+      ValueError: names max_new_tokens, and the GiB that the cache takes and that there are.
+    """
+    rows, length = -(-len(prompts) // devices), max(map(len, prompts)) + new
+    numbers = config.num_hidden_layers * sum(map(math.prod, config.cache_shapes))
+    needed = rows * length * numbers * jnp.dtype(dtype).itemsize
+    has = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
+    has = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if has is None else has
+    if needed > has:
+        raise ValueError(
+            f"max_new_tokens={new}: the cache of {length} tokens for each of {rows} prompts takes {needed / 2**30:.1f} GiB, "
+            f"and a device has {has / 2**30:.1f}; ask for fewer"
+        )
 
 
 def padding_ids(model: Decoder) -> set[int]:

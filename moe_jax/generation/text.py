@@ -1,6 +1,7 @@
 """Text in, text out: continues prompts and answers messages, with the tokenizer and the defaults that lie beside a model."""
 
 import inspect
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypedDict, Unpack, overload
@@ -16,6 +17,23 @@ from moe_jax.models.decoder import Decoder
 
 Messages = str | Sequence[Mapping[str, Any]]
 """A conversation: {"role": ..., "content": ...} of each message, or the text of a user's only message."""
+
+
+NEUTRAL: dict[str, Any] = {
+    **dict.fromkeys(("repetition_penalty", "typical_p", "encoder_repetition_penalty", "guidance_scale"), 1.0),
+    **dict.fromkeys(("min_p", "epsilon_cutoff", "eta_cutoff", "penalty_alpha", "diversity_penalty"), 0.0),
+    **dict.fromkeys(("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "min_length", "min_new_tokens"), 0),
+    **dict.fromkeys(("num_beams", "num_beam_groups"), 1),
+    **dict.fromkeys(("bad_words_ids", "force_words_ids", "sequence_bias", "suppress_tokens", "begin_suppress_tokens")),
+    **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id", "exponential_decay_length_penalty", "stop_strings")),
+    **dict.fromkeys(("constraints", "dola_layers", "top_h", "watermarking_config")),
+}
+"""Settings of generation_config.json that change tokens, beyond temperature, top_k and top_p, at values that change nothing."""
+
+_logger = logging.getLogger(__name__)
+
+_warned_of: set[str] = set()
+"""Settings of which this process has warned."""
 
 
 class TextOptions(TypedDict, total=False):
@@ -70,7 +88,8 @@ def complete(
       max_new_tokens: the maximum number of tokens to add.
       temperature, top_k, top_p: as in `generate`. None: the values of generation_config.json if it sets do_sample, else the
         most likely token each time. Temperature 0 always takes the most likely token. If generation_config.json has no top_k,
-        all tokens can be drawn (transformers takes 50).
+        all tokens can be drawn (transformers takes 50). A warning names its settings that are not applied, such as
+        repetition_penalty: `moe_jax.serving.Engine` has that one, and min_p.
       seed: the seed of the draw.
 
     Returns:
@@ -177,8 +196,12 @@ def chat_prompts(
     conversations: Sequence[Messages],
     tools: list | None = None,
     template_options: Mapping[str, Any] | None = None,
+    check: Callable[[str], None] | None = None,
 ) -> list[list[int]]:
     """Returns the token ids of conversations, up to the place where the chat template begins the assistant's answer.
+
+    Args:
+      check: may raise an error at a conversation's text, before it is tokenized.
 
     Raises:
       ValueError: there is no template, or it refuses a conversation; or a conversation is empty, malformed, or has its answer
@@ -214,24 +237,38 @@ def chat_prompts(
         except Exception as error:  # templates raise whatever they like, jinja's TemplateError mostly
             raise ValueError(f"the tokenizer's chat template refuses the conversation: {error}") from error
         check_unicode(text, "the conversation")
+        if check is not None:
+            check(text)
         tokens.append(list(tokenizer(text, add_special_tokens=False)["input_ids"]))
     return tokens
 
 
 def text_options(
-    source: str | Path | None, config: ModelConfig, tokenizer: Any, options: Mapping[str, Any], *, answers: bool = False
+    source: str | Path | None,
+    config: ModelConfig,
+    tokenizer: Any,
+    options: Mapping[str, Any],
+    *,
+    answers: bool = False,
+    draws: bool = False,
 ) -> dict[str, Any]:
     """Returns the options of `generate`: the model's own instead of None, and the tokens that end a text or an answer.
 
+    Logs a warning, once, about settings of the model that change its tokens and are not among the options.
+
     Args:
       source: the folder with the model's generation_config.json, if any.
+      draws: True draws tokens where generation_config.json does not have do_sample, at temperature 1 unless it has another.
     """
     defaults = generation_config(source, config)
     # A value may be null.
     defaults = {name: value for name, value in defaults.items() if value is not None}
-    sampling = {"temperature": 1.0, **defaults} if defaults.get("do_sample") else {"temperature": 0.0}
-    # Writers say "no restriction" as top_k 0 and top_p 1.
-    sampling |= {name: None for name in ("top_k", "top_p") if not sampling.get(name)}
+    sampling = {"temperature": 1.0, **defaults} if defaults.get("do_sample", draws) else {"temperature": 0.0}
+    # Writers say "no restriction" as top_k 0 or -1, and top_p 1.
+    sampling |= {name: None for name in ("top_k", "top_p", "min_p") if sampling.get(name, 0) in (0, -1)}
+    # transformers applies it to the most likely token too.
+    sampling["repetition_penalty"] = defaults.get("repetition_penalty", 1.0)
+    _warn_of_unused({name: value for name, value in defaults.items() if name not in options})
     filled = {name: sampling[name] if value is None and name in sampling else value for name, value in options.items()}
     ends = defaults.get("eos_token_id", config.eos_token_id)
     ends = tokenizer.eos_token_id if ends is None else ends
@@ -239,6 +276,15 @@ def text_options(
     if answers:
         ends |= _ends_of_answers(tokenizer)
     return filled | {"eos_token_id": sorted(ends)}
+
+
+def _warn_of_unused(settings: Mapping[str, Any]) -> None:
+    """Logs the settings of a generation_config.json that change tokens; those of each combination once in a process."""
+    values = {name: settings.get(name) for name in NEUTRAL}
+    named = ", ".join(f"{name}={value!r}" for name, value in values.items() if value not in (None, [], NEUTRAL[name]))
+    if named and named not in _warned_of:
+        _warned_of.add(named)
+        _logger.warning("generation_config.json has %s, which change tokens and are not applied here", named)
 
 
 def added_text(tokenizer: Any, prompt: Sequence[int], new: Sequence[int]) -> str:

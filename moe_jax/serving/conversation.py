@@ -1,11 +1,10 @@
 """A conversation with a model on an engine: each answer comes piece by piece, and the next message knows it."""
 
-import dataclasses
 from collections.abc import Generator, Mapping
 from typing import Any
 
 from moe_jax.generation.text import chat_prompts
-from moe_jax.serving.defaults import room_behind
+from moe_jax.serving.defaults import fitted
 from moe_jax.serving.engine import Engine
 from moe_jax.serving.request import SamplingOptions
 
@@ -15,7 +14,7 @@ class Conversation:
 
     Args:
       engine: an engine with a tokenizer, whose chat template writes the messages.
-      options: of all answers; `max_new_tokens=0`: as many tokens as the engine has room for.
+      options: of all answers; `max_new_tokens` is the most; 0: as many tokens as the engine has room for.
       system: the text of a first message that tells the model how to answer.
       template_options: further values for the chat template.
     """
@@ -46,10 +45,7 @@ class Conversation:
         """
         messages = [*self.messages, {"role": "user", "content": text}]
         (prompt,) = chat_prompts(self._engine.tokenizer, [messages], None, self._template_options)
-        options = self._options
-        if not options.max_new_tokens:
-            options = dataclasses.replace(options, max_new_tokens=room_behind(prompt, self._engine.limits))
-        handle = self._engine.submit(prompt, options)
+        handle = self._engine.submit(prompt, fitted(self._options, prompt, self._engine.limits))
         answer = ""
         try:
             for event in handle.events():

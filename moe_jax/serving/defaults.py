@@ -1,33 +1,55 @@
 """A model's own sampling options and ends, for requests that name none."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from moe_jax.config import ModelConfig
 from moe_jax.generation.text import text_options
 from moe_jax.serving.limits import EngineLimits
+from moe_jax.serving.request import SamplingOptions
 
 
 class Defaults(NamedTuple):
     """A model's own options, where a request gives none."""
 
-    temperature: float
-    top_k: int | None
-    top_p: float | None
-    ends: tuple[int, ...]
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float = 1.0
+    ends: tuple[int, ...] = ()
     """Tokens that end a text."""
-    ends_of_answers: tuple[int, ...]
+    ends_of_answers: tuple[int, ...] = ()
     """Tokens that end an answer in a chat."""
 
-
-def model_defaults(source: str | Path | None, config: ModelConfig, tokenizer: Any) -> Defaults:
-    """Returns the options in generation_config.json, as `moe-jax generate` takes them, and the tokens that end texts."""
-    none = dict.fromkeys(("temperature", "top_k", "top_p"))
-    found, answers = (text_options(source, config, tokenizer, none, answers=answers) for answers in (False, True))
-    sampling = found["temperature"], found["top_k"], found["top_p"]
-    return Defaults(*sampling, ends=tuple(found["eos_token_id"]), ends_of_answers=tuple(answers["eos_token_id"]))
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """The fields of `SamplingOptions` that say how tokens are drawn."""
+        return {name: getattr(self, name) for name in SAMPLING}
 
 
-def room_behind(prompt: list[int], limits: EngineLimits) -> int:
-    """Returns the number of tokens that fit behind a prompt; at least 1, so that the engine names a prompt too long."""
-    return max(1, limits.longest_request - len(prompt))
+SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+
+
+def model_defaults(source: str | Path | None, config: ModelConfig, tokenizer: Any, *, draws: bool = False) -> Defaults:
+    """Returns the options in generation_config.json, as `text_options` reads them, and the tokens that end texts.
+
+    Raises:
+        ValueError: An option is out of its range.
+    """
+    none = dict.fromkeys(SAMPLING)
+    found, answers = (text_options(source, config, tokenizer, none, answers=each, draws=draws) for each in (False, True))
+    ends, ends_of_answers = (tuple(each.pop("eos_token_id")) for each in (found, answers))
+    if problems := SamplingOptions(**found).problems(config.vocab_size):
+        raise ValueError(f"generation_config.json: {'; '.join(problems)}")
+    return Defaults(**found, ends=ends, ends_of_answers=ends_of_answers)
+
+
+def fitted(options: SamplingOptions, prompt: list[int], limits: EngineLimits) -> SamplingOptions:
+    """Returns options with the `max_new_tokens` that fit after a prompt, at most those of `options`; these may be 0, for all.
+
+    At least 1, so that the engine names a prompt too long.
+    """
+    room = max(1, limits.longest_request - len(prompt))
+    return replace(options, max_new_tokens=min(options.max_new_tokens or room, room))

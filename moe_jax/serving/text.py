@@ -1,8 +1,11 @@
 """Turns tokens into text as they come: complete characters alone, and nothing of what could begin a stop text."""
 
 import functools
+import json
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
+
+from tokenizers.pre_tokenizers import ByteLevel
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 """Stands for bytes that are no character, or not yet."""
@@ -15,6 +18,13 @@ Some tokenizers drop the space before a text's first token. A character has at m
 
 MAX_WINDOW = 16
 """Number of decoded tokens above which all but `CONTEXT` of them are dropped."""
+
+
+KEPT = {"ByteLevel", "Digits", "Metaspace", "NFC", "Prepend", "Replace", "Sequence", "Split"}
+"""Steps of a tokenizer before its merges that drop no byte, unless `_drops` finds one. NFC may write characters in fewer."""
+
+MOST_SHRUNK = 4
+"""Bytes of characters for each byte of their NFC form, rounded up: seven of a Greek iota with two marks become two."""
 
 
 class _Kinds(NamedTuple):
@@ -125,6 +135,50 @@ class StopSearch:
         """Returns the length of the longest end of `text` with which a stop text begins."""
         longest = min(len(text), max(map(len, self._stop), default=1) - 1)
         return next((n for n in range(longest, 0, -1) if any(stop.startswith(text[-n:]) for stop in self._stop)), 0)
+
+
+def fewest_tokens(tokenizer: Any, text: str) -> int:
+    """Returns a number of tokens that a text has at least, from its length alone; 0 where the tokenizer may drop text."""
+    if (longest := _longest_token(tokenizer)) is None:
+        return 0
+    return len(text.encode()) // (longest * (1 if text.isascii() else MOST_SHRUNK))
+
+
+@functools.lru_cache(maxsize=4)
+def _longest_token(tokenizer: Any) -> int | None:
+    """Returns the most bytes of a text that a token can stand for; None for all but BPE of bytes that drops none of them."""
+    raw, vocab = getattr(tokenizer, "backend_tokenizer", None), tokenizer.get_vocab()
+    if raw is None or type(raw.model).__name__ != "BPE":
+        return None
+    steps = [step for part in (raw.normalizer, raw.pre_tokenizer) if part is not None for step in _steps(part)]
+    added = tokenizer.added_tokens_decoder.values()
+    if any(map(_drops, steps)) or any(token.lstrip or token.rstrip for token in added):
+        return None
+    of_bytes = any(step["type"] == "ByteLevel" for step in steps)
+    # Without a token for each byte, all that is unknown could be one token, or none.
+    single = (
+        ByteLevel.alphabet() if of_bytes else [f"<0x{byte:02X}>" for byte in range(256)] if raw.model.byte_fallback else [""]
+    )
+    if not set(single) <= vocab.keys():
+        return None
+    return max(
+        *(len(name) if of_bytes else len(name.encode()) for name in vocab), *(len(each.content.encode()) for each in added)
+    )
+
+
+def _steps(part: Any) -> list[dict[str, Any]]:
+    """Returns the settings of a normalizer or pre-tokenizer, and of all that it consists of."""
+    found = [json.loads(part.__getstate__())]
+    for step in found:
+        found += [*step.get("normalizers", ()), *step.get("pretokenizers", ())]
+    return found
+
+
+def _drops(step: dict[str, Any]) -> bool:
+    if step["type"] == "Replace":
+        replaced = step["pattern"].get("String")
+        return replaced is None or len(step["content"].encode()) < len(replaced.encode())
+    return step["type"] not in KEPT or step.get("behavior") == "Removed"
 
 
 @functools.lru_cache(maxsize=4)

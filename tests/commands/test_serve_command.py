@@ -43,10 +43,12 @@ def test_a_model_is_served_until_a_signal(folder, program_log, monkeypatch):
             assert served.comes_true(lambda: "serving small" in program_log(), 200)
             url = re.search(r"http://[^\s]+", program_log())[0]
             with openai.OpenAI(base_url=url, api_key="secret", max_retries=0) as client:
-                options = dict(model="small", max_tokens=8)
+                options = dict(model="small", max_tokens=8, temperature=0)
                 found["text"] = client.completions.create(prompt="ab", **options).choices[0].text
                 messages = [{"role": "user", "content": "ab"}]
                 found["answer"] = client.chat.completions.create(messages=messages, **options).choices[0].message.content
+                drawn = client.completions.create(prompt="ab", model="small", max_tokens=8, n=4, seed=1).choices
+                found["drawn"] = len({choice.text for choice in drawn})
         finally:
             os.kill(os.getpid(), signal.SIGTERM)
 
@@ -61,6 +63,8 @@ def test_a_model_is_served_until_a_signal(folder, program_log, monkeypatch):
     assert found == {
         "text": moe_jax.complete(model, "ab", max_new_tokens=8),
         "answer": moe_jax.chat(model, "ab", max_new_tokens=8),
+        # OpenAI's temperature of 1, where neither the request nor the model has one.
+        "drawn": 4,
     }
 
 

@@ -17,7 +17,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 import moe_jax
 from moe_jax.config import NAMED_CONFIGS
 from moe_jax.generation import devices
-from moe_jax.generation.request import DecodeOptions
+from moe_jax.generation.request import DecodeOptions, check_memory
 
 
 @pytest.fixture(scope="module")
@@ -144,6 +144,11 @@ def test_one_flat_prompt_gives_one_flat_list(model):
         ([[1, 2, 3]], {"attention_mask": [[1, 0, 1]]}, r"one run of ones in each row.*row 0 is \[1, 0, 1\]"),
         ([[1, 2]], {"attention_mask": [[0, 0]]}, r"one run of ones in each row.*row 0 is \[0, 0\]"),
         ([[1]], {"max_new_tokens": 0}, "max_new_tokens must be an integer, at least 1; got 0"),
+        (
+            [[1]],
+            {"max_new_tokens": 10**12},
+            r"max_new_tokens=1000000000000: the cache of 1000000000001 tokens .* GiB, and a device",
+        ),
         ([[1]], {"max_new_tokens": 1.5}, "max_new_tokens must be an integer, at least 1; got 1.5"),
         (
             [[1]],
@@ -176,6 +181,17 @@ def test_padding_under_a_mask_changes_nothing_on_either_side(model):
         assert moe_jax.generate(model, np.array(padded), attention_mask=np.array(mask), max_new_tokens=4) == expected
     meant = moe_jax.generate(model, [[5, 6], [8, 0]], attention_mask=np.ones((2, 2), int), max_new_tokens=4)
     assert meant[1] == moe_jax.generate(model, [8, 0], max_new_tokens=4)
+
+
+def test_a_cache_larger_than_the_memory_is_refused(model, monkeypatch):
+    """Devices share the prompts; each keeps rotated keys and values of all layers, for the longest prompt."""
+    config, prompts = model.config, [[1], [2, 3], [4]]
+    numbers = config.num_hidden_layers * 2 * config.num_key_value_heads * config.head_dim
+    options = dict(dtype="float32", devices=2)
+    monkeypatch.setattr("moe_jax.generation.request.os.sysconf", {"SC_PHYS_PAGES": 2 * 10 * numbers, "SC_PAGE_SIZE": 4}.get)
+    check_memory(config, prompts, 8, **options)
+    with pytest.raises(ValueError, match="max_new_tokens=9: the cache of 11 tokens for each of 2 prompts takes 0.0 GiB"):
+        check_memory(config, prompts, 9, **options)
 
 
 def test_exceeding_max_position_embeddings_warns_once(model, caplog):

@@ -121,6 +121,35 @@ def test_sampling_defaults_are_those_of_the_model(tmp_path, beside, given, expec
 
 
 @pytest.mark.parametrize(
+    "beside, expected",
+    [
+        ({}, (1.0, None, None)),
+        ({"temperature": 0.6, "top_k": 20}, (0.6, 20, None)),
+        ({"do_sample": False, "temperature": 0.6, "top_k": 20}, (0.0, None, None)),
+        ({"do_sample": True, "top_k": -1, "top_p": 0.5}, (1.0, None, 0.5)),
+    ],
+)
+def test_tokens_may_be_drawn_where_the_model_does_not_choose(tmp_path, beside, expected):
+    """A server's clients expect OpenAI's temperature of 1, and several different texts."""
+    (tmp_path / "generation_config.json").write_text(json.dumps(beside))
+    options = dict.fromkeys(("temperature", "top_k", "top_p"))
+    filled = text_options(tmp_path, tiny.dense().config, tiny.tokenizer(), options, draws=True)
+    assert (filled["temperature"], filled["top_k"], filled["top_p"]) == expected
+
+
+def test_settings_that_are_not_applied_are_named_once(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr("moe_jax.generation.text._warned_of", set())
+    neutral = {"typical_p": 1.0, "num_beams": 1, "bad_words_ids": [], "max_new_tokens": 7, "top_p": 0.5}
+    settings = {"repetition_penalty": 1.05, "min_p": 0.1, "no_repeat_ngram_size": 3, "forced_eos_token_id": 0}
+    (tmp_path / "generation_config.json").write_text(json.dumps(neutral | settings))
+    for options in (["temperature"], ["temperature"], ["min_p", "repetition_penalty"]):
+        text_options(tmp_path, tiny.dense().config, tiny.tokenizer(), dict.fromkeys(options))
+    end = "no_repeat_ngram_size=3, forced_eos_token_id=0, which change tokens and are not applied here"
+    first = f"generation_config.json has repetition_penalty=1.05, min_p=0.1, {end}"
+    assert caplog.messages == [first, f"generation_config.json has {end}"]
+
+
+@pytest.mark.parametrize(
     "beside, answers, ends",
     [({}, False, [0]), ({"eos_token_id": 5}, False, [5]), ({"eos_token_id": [6, 5]}, True, [2, 5, 6])],
     ids=["tokenizer", "generation_config", "answer"],
@@ -147,6 +176,7 @@ def test_answers_also_end_as_their_template_does(tmp_path, beside, answers, ends
             r'message 0 \(user\) has "content" in parts',
         ),
         (moe_jax.chat, [{"role": "human", "content": "a"}], "message 0 has the role 'human'; roles are system"),
+        (moe_jax.chat, "half \udcff", "the conversation is not valid Unicode: it has half of a surrogate pair"),
         (moe_jax.complete, None, "prompts must be a text or a list of texts; got None"),
         (moe_jax.chat, [{"role": "assistant", "content": "a"}], "ends with the assistant's message"),
         (moe_jax.chat, "ok \udcff", r"the conversation is not valid Unicode: it has half of a surrogate pair, \\udcff"),
@@ -183,5 +213,7 @@ def test_what_is_refused_is_refused_before_weights_are_read(folder, monkeypatch)
     monkeypatch.setattr("moe_jax.generation.text.from_pretrained", None)
     with pytest.raises(ValueError, match="top_k must be an integer, at least 1"):
         moe_jax.complete(folder, "ab", top_k=0)
+    with pytest.raises(ValueError, match="max_new_tokens=1000000000000: the cache of .* tokens"):
+        moe_jax.chat(folder, "ab", max_new_tokens=10**12)
     with pytest.raises(ValueError, match="model_or_path must be a model of moe_jax, a folder or a hub id; got a ndarray"):
         moe_jax.complete(np.ones(1), "ab")

@@ -53,6 +53,10 @@ class Served:
         with contextlib.suppress(RuntimeError):
             self.server.handle_exit(15, None)
 
+    def guard_holds(self) -> int:
+        """Returns the bytes of the bodies of all open requests."""
+        return self.server.config.app._held
+
     def connect(self) -> socket.socket:
         """Returns a connection for bytes that no client would send."""
         host, port = self.url.removeprefix("http://").split(":")
@@ -60,11 +64,11 @@ class Served:
 
 
 @contextlib.contextmanager
-def serve(engine: FakeEngine | None = None, **settings) -> Iterator[Served]:
+def serve(engine: FakeEngine | None = None, defaults: Defaults = DEFAULTS, **settings) -> Iterator[Served]:
     """Runs a server until the block ends."""
     engine = FakeEngine(tokenizer=tokenizer()) if engine is None else engine
     settings = ServerSettings(**{"model_name": "tiny", "shutdown_seconds": 0, **settings})
-    service = Service(engine, DEFAULTS, settings)
+    service = Service(engine, defaults, settings)
     bound, server = bind("127.0.0.1", 0), Server(service)
     url = f"http://127.0.0.1:{bound.getsockname()[1]}"
     thread = threading.Thread(target=server.run, args=([bound],))
@@ -84,7 +88,12 @@ def serve(engine: FakeEngine | None = None, **settings) -> Iterator[Served]:
 def request_bytes(body: dict) -> bytes:
     """Returns a whole request for a completion, as it goes over the wire."""
     data = json.dumps(body).encode()
-    head = ["POST /v1/completions HTTP/1.1", "Host: x", "Content-Type: application/json", f"Content-Length: {len(data)}"]
+    head = [
+        "POST /v1/completions HTTP/1.1",
+        "Host: localhost",
+        "Content-Type: application/json",
+        f"Content-Length: {len(data)}",
+    ]
     return "\r\n".join([*head, "", ""]).encode() + data
 
 

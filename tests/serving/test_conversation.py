@@ -50,9 +50,10 @@ def test_an_answer_that_is_broken_off_stays_as_far_as_it_came(engine):
 
 def test_an_answer_may_fill_the_engine_and_ends_at_its_end_token(engine):
     ends = tuple(served.tokenizer()("h")["input_ids"])
-    conversation = Conversation(engine, SamplingOptions(max_new_tokens=0, stop_token_ids=ends))
-    assert "".join(conversation.answers("hi")) == "user\n"
-    assert engine.submitted[0].max_new_tokens == 512 - len(engine.handles[0].prompt)
+    for most in (0, 9999):
+        conversation = Conversation(engine, SamplingOptions(max_new_tokens=most, stop_token_ids=ends))
+        assert "".join(conversation.answers("hi")) == "user\n"
+        assert engine.submitted[-1].max_new_tokens == 512 - len(engine.handles[-1].prompt)
 
 
 def test_lines_are_answered_until_the_input_ends(engine, monkeypatch, capsys):

@@ -8,10 +8,14 @@ import tiny
 from fake_engine import FakeEngine
 
 from moe_jax.kernels.attention.paged.page_size import PAGE_SIZE
+from moe_jax.serving.defaults import model_defaults
+from moe_jax.serving.http.body import NEUTRAL
 from moe_jax.serving.http.chat import conversation_encoder
 from moe_jax.serving.http.choices import TokenLogprob
 from moe_jax.serving.http.logprobs import chat_logprobs, completion_logprobs, token_bytes
+from moe_jax.serving.http.metrics import ENGINE_HELP
 from moe_jax.serving.limits import EngineLimits
+from moe_jax.serving.stats import Stats
 
 
 @pytest.fixture(scope="module")
@@ -80,6 +84,26 @@ def test_a_chat_goes_through_the_template(server, client):
     # Without a limit, an answer may be as long as the engine has room.
     assert client.chat.completions.create(model="tiny", messages=messages).choices[0].finish_reason == "stop"
     assert server.engine.submitted[-1].max_new_tokens == 512 - len(asked)
+
+
+def test_a_chats_answer_ends_where_the_room_does(server, client):
+    """Clients send the same max_tokens with each message, while the conversation grows."""
+    options = dict(model="tiny", messages=[{"role": "user", "content": "hi"}])
+    for name in ("max_tokens", "max_completion_tokens"):
+        assert client.chat.completions.create(**options, **{name: 4096}).choices[0].finish_reason == "stop"
+        assert server.engine.submitted[-1].max_new_tokens == 512 - len(server.engine.handles[-1].prompt)
+
+
+@pytest.mark.parametrize("path", ["completions", "chat/completions"])
+def test_fields_that_ask_for_what_happens_anyway_are_accepted(server, path):
+    body = {"prompt": "a"} if path == "completions" else {"messages": [{"role": "user", "content": "a"}]}
+    neutral = NEUTRAL | {"stream_options": {"continuous_usage_stats": False}, "reasoning_effort": None, "length_penalty": 1}
+    answer = server.post(f"/v1/{path}", json=body | neutral)
+    assert answer.status_code == 200, answer.text
+    others = {"skip_special_tokens": False, "min_tokens": 1, "add_generation_prompt": 1, "priority": False, "suffix": "x"}
+    for name, value in others.items():
+        error = server.post(f"/v1/{path}", json=body | {name: value}).json()["error"]
+        assert error["param"] == name and error["message"].startswith(f"{name} can only be ")
 
 
 def test_tools_and_template_values_reach_the_template(monkeypatch):
@@ -156,6 +180,27 @@ def test_options_reach_the_engine(server, client):
     assert (server.engine.submitted[-1].seed, server.engine.submitted[-1].n) == (4, 3)
 
 
+def test_a_models_own_options_are_the_defaults(tmp_path):
+    own = {"temperature": 0.7, "top_k": 20, "top_p": 0.8, "min_p": 0.02, "repetition_penalty": 1.05}
+    (tmp_path / "generation_config.json").write_text(json.dumps(own))
+    defaults = model_defaults(tmp_path, tiny.dense().config, served.tokenizer(), draws=True)
+    assert defaults.sampling == own and defaults.ends_of_answers == (0, 2)
+    with served.serve(defaults=defaults) as running:
+        running.post("/v1/completions", json={"prompt": "a"})
+        running.post(
+            "/v1/completions", json={"prompt": "a", "top_k": -1, "min_p": 0, "repetition_penalty": 1, "temperature": 0}
+        )
+    found = [tuple(getattr(options, name) for name in own) for options in running.engine.submitted]
+    assert found == [tuple(own.values()), (0, None, 0.8, 0, 1)]
+
+
+def test_wrong_options_of_a_model_are_named_before_it_is_served(tmp_path):
+    (tmp_path / "generation_config.json").write_text('{"do_sample": true, "top_p": 7, "repetition_penalty": 0}')
+    message = r"generation_config.json: top_p must be None or a number in \(0, 1\]; got 7; repetition_penalty must be"
+    with pytest.raises(ValueError, match=message):
+        model_defaults(tmp_path, tiny.dense().config, served.tokenizer())
+
+
 def test_log_probabilities_of_a_completion(client):
     tokens = served.tokenizer()("ab")["input_ids"]
     options = dict(model="tiny", prompt="ab", max_tokens=2, logprobs=1)
@@ -167,6 +212,16 @@ def test_log_probabilities_of_a_completion(client):
     assert [name for each in streamed if each for name in each.tokens] == ["a", "b"]
     assert [place for each in streamed if each for place in each.text_offset] == [0, 1]
     assert client.completions.create(**options | {"logprobs": 0}).choices[0].logprobs.top_logprobs == [None, None]
+
+
+def test_top_logprobs_have_the_likeliest_of_equal_texts():
+    """Parts of characters have one text. The drawn token comes in addition to the likeliest ones, as in OpenAI's API."""
+    tokenizer = tiny.tokenizer()
+    first, second = tokenizer("é")["input_ids"]
+    (other,) = tokenizer("x")["input_ids"]
+    drawn = [TokenLogprob(other, -4.0, {first: -0.1, second: -3.0}), TokenLogprob(second, -3.0, {first: -0.1})]
+    expected = [{"\N{REPLACEMENT CHARACTER}": -0.1, "x": -4.0}, {"\N{REPLACEMENT CHARACTER}": -0.1}]
+    assert completion_logprobs(tokenizer, drawn, 0)["top_logprobs"] == expected
 
 
 def test_log_probabilities_of_a_chat(client):
@@ -223,6 +278,9 @@ def test_metrics_count_requests_and_tokens():
     assert "moe_jax_prompt_tokens_total 5.0" in text and "moe_jax_new_tokens_total 3.0" in text
     assert "moe_jax_first_text_seconds_count 1.0" in text and "moe_jax_engine_tokens_total 3.0" in text
     assert "moe_jax_engine_running 0.0" in text
+    assert "# HELP moe_jax_engine_running Sequences that have a slot on a device." in text
+    helps = [line.split(" ", 3)[3] for line in text.splitlines() if line.startswith("# HELP")]
+    assert ENGINE_HELP.keys() == set(Stats._fields) and all(each.endswith(".") and " " in each for each in helps)
 
 
 def test_each_request_has_one_line_in_the_log(caplog):

@@ -1,5 +1,6 @@
 """Wrong requests get the status and the message of OpenAI's API, and reach no engine."""
 
+import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -61,7 +62,7 @@ WRONG = [
     (COMPLETION, {"prompt": "a", "stream": 1}, "stream must be true or false"),
     (COMPLETION, {"prompt": "a", "stream_options": {"x": 1}}, "unknown fields of stream_options: x"),
     (COMPLETION, {"prompt": "a", "stop_token_ids": ["x"]}, "stop_token_ids must be at most 64 integers"),
-    (COMPLETION, {"prompt": "a", "best_of": 3}, "best_of other than n, are not supported"),
+    (COMPLETION, {"prompt": "a", "best_of": 3}, "best_of can only be n, 1; got 3"),
     (COMPLETION, {"prompt": "a", "messages": [], "what": 1}, "unknown fields: messages, what"),
     (CHAT, {}, "messages must be a list"),
     (CHAT, {"messages": []}, "messages must be a list"),
@@ -78,7 +79,8 @@ WRONG = [
     ),
     (CHAT, {"messages": MESSAGES, "chat_template_kwargs": {"mod": 1}}, "the model's chat template never mentions mod"),
     (CHAT, {"messages": MESSAGES, "tool_choice": "required"}, "tool_choice must be auto or none"),
-    (CHAT, {"messages": MESSAGES, "response_format": {"type": "json_object"}}, "response_format must be of type text"),
+    (CHAT, {"messages": MESSAGES, "response_format": {"type": "json_object"}}, "response_format can only be"),
+    (CHAT, {"messages": MESSAGES, "reasoning_effort": "low"}, "unknown fields: reasoning_effort"),
     (CHAT, {"messages": MESSAGES, "top_logprobs": 3}, "top_logprobs needs logprobs: true"),
     (CHAT, {"messages": MESSAGES, "max_tokens": -3}, "max_completion_tokens must be at least 1"),
     (CHAT, {"messages": [{"role": "user", "content": "a" * 600}]}, "exceed the engine's max_length=512"),
@@ -100,6 +102,24 @@ def test_wrong_fields_are_named(server, path, body, message):
     with pytest.raises(ValueError, match=message):
         raise ValueError(error["message"])
     assert len(server.engine.submitted) == before and not server.service.running
+
+
+@pytest.mark.parametrize(
+    "path, body, param",
+    [
+        (COMPLETION, {"prompt": "a", "temperature": -1}, "temperature"),
+        (COMPLETION, {"prompt": "a", "n": 0}, "n"),
+        (COMPLETION, {"prompt": "a", "logprobs": 21}, "logprobs"),
+        (COMPLETION, {"prompt": [9999]}, "prompt"),
+        (COMPLETION, {"prompt": ""}, "prompt"),
+        (COMPLETION, {"prompt": "a" * 600}, "prompt"),
+        (CHAT, {"messages": [{"role": "user", "content": "a" * 600}]}, "messages"),
+        (CHAT, {"messages": [{"role": "human", "content": "a"}]}, "messages"),
+        ("/detokenize", {"tokens": [9999]}, "tokens"),
+    ],
+)
+def test_errors_of_ranges_have_their_field(server, path, body, param):
+    assert server.post(path, json=body).json()["error"]["param"] == param
 
 
 @pytest.mark.parametrize(
@@ -183,6 +203,86 @@ def test_a_key_is_asked_for_everywhere_but_at_health():
         assert running.openai("secret").completions.create(model="tiny", prompt="a").choices[0].text == "a"
 
 
+def test_the_space_around_a_key_is_no_part_of_it():
+    """Headers come without it: a key with a newline of its file would refuse everyone."""
+    with served.serve(api_key=" secret\n") as running:
+        for sent in ("secret", "  secret"):
+            assert running.get("/v1/models", headers={"Authorization": f"Bearer {sent}"}).status_code == 200
+
+
+HOSTS = {"localhost": 200, "LOCALHOST:80": 200, "127.0.0.1:1": 200, "[::1]:8000": 200, "[::1]": 200, "box.lan:8000": 200}
+HOSTS |= {"evil.com": 403, "evil.com:8000": 403, "localhost.evil.com": 403, "[::2]": 403}
+
+
+def test_a_local_server_answers_to_its_own_names_alone():
+    """Without a key, the page of a name that its owner rebinds to 127.0.0.1 could else send prompts and read answers."""
+    with served.serve(hosts=("Box.lan",)) as running:
+        for host, status in HOSTS.items():
+            assert running.get("/v1/models", headers={"Host": host}).status_code == status, host
+        answer = running.get("/metrics/", headers={"Host": "evil.com"})
+        assert answer.status_code == 403 and "the server answers to 127.0.0.1, [::1], box.lan" in answer.text
+        assert running.get("/metrics/").status_code == 404
+
+
+@pytest.mark.parametrize("settings", [dict(api_key="secret"), dict(hosts=("*",))])
+def test_a_key_or_a_star_lets_any_name_pass(settings):
+    headers = {"Host": "proxied.example", "Authorization": "Bearer secret"}
+    with served.serve(**settings) as running:
+        assert running.get("/v1/models", headers=headers).status_code == 200
+        assert "location" not in running.get("/metrics/", headers=headers).headers
+
+
+def test_two_lengths_of_one_body_are_refused(server):
+    """A proxy that believes the other one would take the end of the body for a request of its own."""
+    head = served.request_bytes({}).replace(b"\r\n\r\n{}", b"\r\nTransfer-Encoding: chunked\r\n\r\n")
+    with server.connect() as connection:
+        connection.sendall(head + b"2\r\n{}\r\n0\r\n\r\nGET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        answer = b"".join(iter(lambda: connection.recv(10_000), b""))
+    assert answer.startswith(b"HTTP/1.1 400") and answer.count(b"HTTP/1.1") == 1
+    assert b"Content-Length or Transfer-Encoding, not both" in answer
+
+
+def test_a_body_that_is_no_http_is_answered_once(server, caplog):
+    head = served.request_bytes({"prompt": "a"}).partition(b"Content-Length")[0]
+    with server.connect() as connection:
+        connection.sendall(head + b"Transfer-Encoding: chunked\r\n\r\nno chunk\r\n")
+        answer = b"".join(iter(lambda: connection.recv(10_000), b""))
+    assert answer.startswith(b"HTTP/1.1 400") and answer.count(b"HTTP/1.1") == 1
+    assert "Traceback" not in caplog.text
+
+
+def test_noise_and_too_many_connections_get_json_too():
+    with served.serve(max_connections=2) as running:
+        with running.connect() as connection:
+            connection.sendall(b"no HTTP\r\n\r\n")
+            answer = b"".join(iter(lambda: connection.recv(10_000), b""))
+        assert answer.startswith(b"HTTP/1.1 400")
+        assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["message"] == "Invalid HTTP request received."
+        with running.connect():
+            assert served.comes_true(lambda: len(running.service.connections) == 1)
+            answer = running.get("/v1/models")
+        assert answer.status_code == 503 and answer.headers["connection"] == "close"
+        assert "no room for another connection" in answer.json()["error"]["message"]
+        assert served.comes_true(lambda: not running.service.connections)
+        assert running.get("/v1/models").status_code == 200
+
+
+def test_all_bodies_together_are_bounded(monkeypatch):
+    """Many clients could else fill the memory with bodies that are each small enough."""
+    monkeypatch.setattr("moe_jax.serving.http.guard.MOST_HELD", 5)
+    monkeypatch.setattr("moe_jax.serving.http.guard.SMALL_BODY", 100)
+    with served.serve(max_body_bytes=2000) as running:
+        large = served.request_bytes({"prompt": "a" * 400})
+        with running.connect() as connection:
+            connection.sendall(large[:-3])
+            assert served.comes_true(lambda: running.guard_holds() > 400)
+            answer = running.post(COMPLETION, json={"prompt": "a" * 400})
+            assert answer.status_code == 503 and answer.headers["retry-after"] == "1"
+            assert running.post(COMPLETION, json={"prompt": "a"}).status_code == 200
+        assert served.comes_true(lambda: running.guard_holds() == 0)
+        assert running.post(COMPLETION, json={"prompt": "a" * 400}).status_code == 200
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_failed_engine_answers_503_and_is_not_healthy(stream):
     engine = FakeEngine(repeats=1000, step_seconds=0.01)
@@ -259,6 +359,7 @@ def test_a_defect_answers_500_and_hides_its_text(server, monkeypatch, caplog):
     [
         (dict(model_name=""), "model_name must not be empty"),
         (dict(api_key=" "), "api_key must be printable ASCII"),
+        (dict(api_key=""), "api_key must be printable ASCII"),
         (dict(api_key="schlüssel"), "api_key must be printable ASCII"),
         (dict(max_body_bytes=0, request_seconds=-1), "max_body_bytes must be above 0; got 0; request_seconds must be"),
         (dict(shutdown_seconds=-1), "shutdown_seconds must be"),

@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -14,6 +15,7 @@ import pytest
 import served
 from fake_engine import FakeEngine
 
+from moe_jax.serving.http.service import LONG_BODY
 from moe_jax.serving.http.worker import Worker
 
 
@@ -44,6 +46,46 @@ def test_a_tokenizer_that_does_not_end_holds_up_no_stop(endless, caplog):
 def test_a_tokenizer_that_does_not_end_is_given_up(endless):
     with served.serve(request_seconds=0.2) as running:
         assert running.post("/tokenize", json={"prompt": "x"}).status_code == 504
+
+
+def test_a_long_text_holds_up_no_short_one(monkeypatch):
+    """The tokenizer needs seconds for megabytes."""
+    may_end, begun = threading.Event(), threading.Event()
+    tokenize = served.tokenizer().__class__.__call__
+
+    def slow_at_long_texts(tokenizer, text, **options):
+        if len(text) > LONG_BODY:
+            begun.set()
+            may_end.wait(30)
+        return tokenize(tokenizer, text, **options)
+
+    monkeypatch.setattr(served.tokenizer().__class__, "__call__", slow_at_long_texts)
+    with served.serve() as running, ThreadPoolExecutor(1) as pool:
+        long = pool.submit(running.post, "/tokenize", json={"prompt": "a" * 2 * LONG_BODY})
+        assert begun.wait(20)
+        answer = running.post("/v1/completions", json={"prompt": "ab"})
+        may_end.set()
+        assert answer.json()["choices"][0]["text"] == "ab"
+        assert long.result(30).json()["count"] == 2 * LONG_BODY
+
+
+@pytest.mark.parametrize(
+    "path, body",
+    [
+        ("/v1/completions", {"prompt": ["a", "b" * 100_000]}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "b" * 100_000}]}),
+    ],
+)
+def test_a_text_that_cannot_fit_is_never_tokenized(monkeypatch, path, body):
+    def tokenize(tokenizer, *_, **__):
+        raise AssertionError("tokenized")
+
+    with served.serve() as running:
+        monkeypatch.setattr(served.tokenizer().__class__, "__call__", tokenize)
+        answer = running.post(path, json=body)
+    error = answer.json()["error"]
+    assert answer.status_code == 400 and error["code"] == "context_length_exceeded" and error["param"] in body
+    assert re.fullmatch(r"the text has at least \d+ tokens, which exceed the 512 of a request", error["message"])
 
 
 def test_a_device_that_hangs_holds_up_no_stop(monkeypatch, caplog):

@@ -7,9 +7,9 @@ import pytest
 import tiny
 import transformers
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from moe_jax.serving.text import MAX_WINDOW, REPLACEMENT, StopSearch, TextStream
+from moe_jax.serving.text import MAX_WINDOW, REPLACEMENT, StopSearch, TextStream, fewest_tokens
 
 WORDS = "the same words über 你好世界 🙂🙃 naïve 日本語のテキスト"
 
@@ -134,3 +134,48 @@ def test_held_text_comes_at_the_end():
     stream = TextStream(tokenizer, stop=["END"])
     assert "".join(stream.add(token) for token in tokenizer("the EN")["input_ids"]) == "the "
     assert stream.flush() == "EN" and not stream.stopped
+
+
+def with_steps(normalizer=None, pre_tokenizer=None, specials=("<|end|>",), **model):
+    """BPE of bytes, or of characters with single bytes for those outside its vocabulary, with steps before its merges."""
+    pieces = [f"<0x{byte:02X}>" for byte in range(256)] if model else sorted(pre_tokenizers.ByteLevel.alphabet())
+    pieces += ["\N{LOWER ONE EIGHTH BLOCK}", "e", "t", "h", "th", "the"] if model else ["th", "the"]
+    raw = Tokenizer(models.BPE({piece: i for i, piece in enumerate(pieces)}, [("t", "h"), ("th", "e")], **model))
+    raw.pre_tokenizer = pre_tokenizer
+    if normalizer is not None:
+        raw.normalizer = normalizer
+    raw.add_special_tokens(list(specials))
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=raw)
+
+
+BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False)
+WORDS_AND_BYTES = pre_tokenizers.Sequence([pre_tokenizers.Split(" ", "isolated"), BYTES])
+MARKED = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+BOUNDED = {
+    "bytes": with_steps(pre_tokenizer=BYTES),
+    "composed": with_steps(normalizers.NFC(), WORDS_AND_BYTES),
+    "fallback": with_steps(MARKED, byte_fallback=True),
+}
+UNBOUNDED = {
+    "words": byte_fallback(),
+    "unknown": with_steps(pre_tokenizer=BYTES, unk_token="<|end|>", byte_fallback=False, fuse_unk=True),
+    "stripped": with_steps(normalizers.Strip(), BYTES),
+    "removed": with_steps(pre_tokenizer=pre_tokenizers.Sequence([pre_tokenizers.Split(" ", "removed"), BYTES])),
+    "shorter": with_steps(normalizers.Replace("the", ""), BYTES),
+    "greedy": with_steps(pre_tokenizer=BYTES, specials=[AddedToken("<|end|>", rstrip=True)]),
+}
+
+
+@pytest.mark.parametrize("kind", BOUNDED)
+@hypothesis.given(
+    text=st.text(st.sampled_from("the  K\u212b\u1fbe\u0308\u0301ΐ你🙂")) | st.sampled_from(["the" * 50, "<|end|>" * 9])
+)
+def test_no_text_has_fewer_tokens_than_its_length_tells(kind, text):
+    tokenizer = BOUNDED[kind]
+    assert fewest_tokens(tokenizer, text) <= len(tokenizer(text, add_special_tokens=False)["input_ids"])
+    assert fewest_tokens(tokenizer, text * 100) > 0 or not text
+
+
+@pytest.mark.parametrize("kind", UNBOUNDED)
+def test_a_tokenizer_that_may_drop_text_tells_nothing(kind):
+    assert fewest_tokens(UNBOUNDED[kind], "the " * 1000) == 0

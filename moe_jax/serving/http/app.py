@@ -1,4 +1,4 @@
-"""The ASGI application: the endpoints, and what stands around them."""
+"""The ASGI application: the endpoints, and what surrounds them."""
 
 import contextlib
 from collections.abc import AsyncIterator
@@ -41,6 +41,8 @@ def make_app(service: Service) -> ASGIApp:
     routes.append(Route("/v1/models/{name:path}", partial(_answer_model, service), methods=["GET"]))
     handlers = {ApiError: answer_api_error, HTTPException: answer_http_error, Exception: answer_defect}
     app = Starlette(routes=routes, exception_handlers=handlers, lifespan=lifespan)
+    # A redirect from /metrics/ would name whatever host the request names.
+    app.router.redirect_slashes = False
     return Guard(app, service, [*posts, *gets])
 
 

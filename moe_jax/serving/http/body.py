@@ -14,9 +14,34 @@ HARMLESS = {
 }  # fmt: skip
 """Fields of OpenAI's API that change no answer here."""
 
+NEUTRAL: dict[str, Any] = {
+    "add_generation_prompt": True,
+    "bad_words": [],
+    "continue_final_message": False,
+    "continuous_usage_stats": False,
+    "detokenize": True,
+    "echo": False,
+    "include_stop_str_in_output": False,
+    "length_penalty": 1.0,
+    "logprobs": False,
+    "min_tokens": 0,
+    "modalities": ["text"],
+    "priority": 0,
+    "response_format": {"type": "text"},
+    "return_token_ids": False,
+    "return_tokens_as_token_ids": False,
+    "skip_special_tokens": True,
+    "spaces_between_special_tokens": True,
+    "suffix": "",
+    "top_logprobs": 0,
+    "typical_p": 1.0,
+    "use_beam_search": False,
+}
+"""The value at which a field asks for what happens without it, also where the field is not supported."""
+
 
 async def read_body(request: Request, seconds: float) -> dict[str, Any]:
-    """Returns the JSON object that a request carries, without fields that are null.
+    """Returns the JSON object that a request carries, without fields that ask for nothing (`asking`).
 
     Raises:
         ApiError: It did not come in time, is no JSON object, or is not called JSON.
@@ -40,12 +65,27 @@ async def read_body(request: Request, seconds: float) -> dict[str, Any]:
         raise ApiError(400, f"the body is no valid JSON: {str(error)[:200]}") from error
     if not isinstance(found, dict):
         raise ApiError(400, f"the body must be a JSON object; got {type(found).__name__}")
-    return {name: value for name, value in found.items() if value is not None}
+    return asking(found)
+
+
+def asking(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the fields without those that are null or have their `NEUTRAL` value: many clients send such defaults."""
+
+    def is_neutral(name: str, value: Any) -> bool:
+        neutral = NEUTRAL.get(name)
+        # In Python, False is 0.
+        return value is None or value == neutral and isinstance(value, bool) == isinstance(neutral, bool)
+
+    return {name: value for name, value in fields.items() if not is_neutral(name, value)}
 
 
 def refuse_others(body: Mapping[str, Any], known: Collection[str]) -> None:
     """Raises ApiError if the body has a field that is neither known nor harmless: it would be ignored."""
     if others := sorted(body.keys() - set(known) - HARMLESS):
+        limited = [name for name in others if name in NEUTRAL]
+        if limited == others:
+            wanted = ", ".join(f"{name} can only be {json.dumps(NEUTRAL[name])}" for name in limited)
+            raise ApiError(400, f"{wanted}; got {_shown(body[limited[0]])}", param=limited[0])
         raise ApiError(400, f"unknown fields: {', '.join(others)[:200]}", param=others[0][:80])
 
 

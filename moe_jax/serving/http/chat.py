@@ -1,12 +1,13 @@
 """POST /v1/chat/completions: answers conversations, through the tokenizer's chat template."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from moe_jax.generation.text import chat_prompts
+from moe_jax.serving.defaults import fitted
 from moe_jax.serving.http.answers import Answer
 from moe_jax.serving.http.body import read_body, refuse_others, take
 from moe_jax.serving.http.choices import TextPiece, TokenLogprob
@@ -17,8 +18,7 @@ from moe_jax.serving.http.record import record_of
 from moe_jax.serving.http.service import Service
 
 FIELDS = SHARED | {
-    "chat_template_kwargs", "logprobs", "max_completion_tokens", "messages", "response_format", "tool_choice", "tools",
-    "top_logprobs",
+    "chat_template_kwargs", "logprobs", "max_completion_tokens", "messages", "tool_choice", "tools", "top_logprobs",
 }  # fmt: skip
 
 
@@ -28,11 +28,9 @@ async def answer_chat(service: Service, request: Request) -> Response:
     Raises:
         ApiError: The request is wrong, or nothing can be computed for it.
     """
-    body = await read_body(request, service.settings.body_seconds)
+    body, record = await read_body(request, service.settings.body_seconds), record_of(request)
     refuse_others(body, FIELDS)
     service.check_model(body.get("model"))
-    if take(body, "response_format", dict, {"type": "text"}).get("type") != "text":
-        raise ApiError(400, "response_format must be of type text: answers are not bound to a schema", param="response_format")
     logprobs = take(body, "top_logprobs", int, 0) if take(body, "logprobs", bool, False) else None
     if logprobs is None and "top_logprobs" in body:
         raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
@@ -41,16 +39,19 @@ async def answer_chat(service: Service, request: Request) -> Response:
         raise ApiError(400, f"max_completion_tokens must be at least 1; got {length}", param="max_completion_tokens")
     ends = service.defaults.ends_of_answers
     options = sampling_options(body, service.defaults, ends, max_new_tokens=length, logprobs=logprobs)
-    how, encode = delivery(body), conversation_encoder(service.tokenizer, body)
-    (tokens,) = await service.encode(encode)
-    choices = service.submit([tokens], options)
-    record = record_of(request)
+    how = delivery(body)
+    encode = conversation_encoder(service.tokenizer, body, lambda text: service.check_length(text, "messages"))
+    (tokens,) = await service.encode(encode, record, "messages")
+    # Clients of chats send the same max_tokens with each message, while the conversation grows.
+    choices = service.submit([tokens], fitted(options, tokens, service.engine.limits), "messages")
     record.prompt_tokens = len(tokens)
     return await Answer(service, choices, _ChatShape(service.tokenizer), how, record).respond(request)
 
 
-def conversation_encoder(tokenizer: Any, body: dict[str, Any]):
-    """Returns a function that gives the tokens of a body's conversation.
+def conversation_encoder(
+    tokenizer: Any, body: dict[str, Any], check: Callable[[str], None] | None = None
+) -> Callable[[], list[list[int]]]:
+    """Returns a function that returns the tokens of a body's conversation; `check` sees its text first.
 
     Raises:
         ApiError: The conversation, its tools or the values for the template have a wrong type.
@@ -69,7 +70,7 @@ def conversation_encoder(tokenizer: Any, body: dict[str, Any]):
 
     def encode() -> list[list[int]]:
         try:
-            tokens = chat_prompts(tokenizer, [conversation], tools or None, values)
+            tokens = chat_prompts(tokenizer, [conversation], tools or None, values, check)
         except ValueError as error:
             raise ValueError(str(error).replace("template_options", "chat_template_kwargs")) from error
         template = tokenizer.get_chat_template(tools=tools or None)

@@ -17,7 +17,7 @@ from moe_jax.serving.http.logprobs import completion_logprobs
 from moe_jax.serving.http.record import record_of
 from moe_jax.serving.http.service import Service
 
-FIELDS = SHARED | {"best_of", "echo", "logprobs", "prompt", "suffix"}
+FIELDS = SHARED | {"best_of", "echo", "logprobs", "prompt"}
 
 
 async def answer_completion(service: Service, request: Request) -> Response:
@@ -26,11 +26,11 @@ async def answer_completion(service: Service, request: Request) -> Response:
     Raises:
         ApiError: The request is wrong, or nothing can be computed for it.
     """
-    body = await read_body(request, service.settings.body_seconds)
+    body, record = await read_body(request, service.settings.body_seconds), record_of(request)
     refuse_others(body, FIELDS)
     service.check_model(body.get("model"))
-    if "suffix" in body or body.get("best_of", body.get("n", 1)) != body.get("n", 1):
-        raise ApiError(400, "suffix, and best_of other than n, are not supported")
+    if body.get("best_of", body.get("n", 1)) != body.get("n", 1):
+        raise ApiError(400, f"best_of can only be n, {body.get('n', 1)!r:.80}; got {body['best_of']!r:.80}", param="best_of")
     echo, logprobs = take(body, "echo", bool, False), take(body, "logprobs", int)
     if echo and logprobs is not None:
         raise ApiError(400, "log-probabilities of the prompt are not supported: leave out echo or logprobs", param="echo")
@@ -42,11 +42,13 @@ async def answer_completion(service: Service, request: Request) -> Response:
     how = delivery(body)
     prompts = _prompts(body.get("prompt"), service.settings.max_choices)
     if isinstance(prompts[0], str):
-        tokens, echoed = await service.encode(lambda: completion_tokens(service.tokenizer, prompts)), prompts
+        for prompt in prompts:
+            service.check_length(prompt, "prompt")
+        tokens = await service.encode(lambda: completion_tokens(service.tokenizer, prompts), record, "prompt")
+        echoed = prompts
     else:
-        tokens, echoed = prompts, await service.decode(prompts) if echo else []
-    choices = service.submit(tokens, options)
-    record = record_of(request)
+        tokens, echoed = prompts, await service.decode(prompts, record, "prompt") if echo else []
+    choices = service.submit(tokens, options, "prompt")
     record.prompt_tokens = sum(map(len, tokens))
     begins = [text for text in echoed for _ in range(options.n)] if echo else [""] * len(choices)
     return await Answer(service, choices, _CompletionShape(service.tokenizer, begins), how, record).respond(request)

@@ -1,8 +1,11 @@
-"""A connection of the HTTP server, which is closed unless requests begin on it in time."""
+"""A connection of the HTTP server, which is closed unless requests begin on it in time; noise gets a JSON error."""
 
 import asyncio
 
+import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from moe_jax.serving.http.errors import ApiError
 
 
 class Connection(H11Protocol):
@@ -28,6 +31,24 @@ class Connection(H11Protocol):
         """Forgets the time."""
         super().connection_lost(exc)
         self._forget()
+
+    def send_400_response(self, msg: str) -> None:
+        """Answers bytes that are not HTTP, and closes the connection."""
+        if self.cycle is not None:
+            # A request whose body breaks off so would be answered a second time.
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
+            self.transport.close()
+            return
+        response = ApiError(400, msg, closes=True).response
+        for event in (
+            h11.Response(status_code=response.status_code, headers=response.raw_headers),
+            h11.Data(data=bytes(response.body)),
+            h11.EndOfMessage(),
+        ):
+            self.transport.write(self.conn.send(event) or b"")
+        self.transport.close()
 
     def _watch(self) -> None:
         if self.cycle is not None and not self.cycle.response_complete:

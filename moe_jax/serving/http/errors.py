@@ -11,13 +11,17 @@ NAMES = {401: "authentication_error", 429: "rate_limit_error", 500: "server_erro
 
 
 class ApiError(Exception):
-    """A request that gets no result; `param` is the field of its body that is wrong, if it is one."""
+    """A request that gets no result; `param` is the field of its body that is wrong, if it is one.
 
-    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None):
+    `closes`: its connection is closed after the answer.
+    """
+
+    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None, closes: bool = False):
         super().__init__(message)
         self.status = status
         self.param = param
         self.code = code
+        self.closes = closes
 
     @property
     def body(self) -> dict:
@@ -31,6 +35,8 @@ class ApiError(Exception):
         headers = {"Retry-After": "1"} if self.status in (429, 503) else {}
         if self.status == 401:
             headers["WWW-Authenticate"] = "Bearer"
+        if self.closes:
+            headers["Connection"] = "close"
         return JSONResponse(self.body, self.status, headers)
 
 
@@ -61,7 +67,5 @@ async def answer_http_error(request: Request, error: Exception) -> JSONResponse:
 
 async def answer_defect(request: Request, error: Exception) -> JSONResponse:
     """Answers for a defect of the server, whose traceback goes into the log and not to the client."""
-    response = ApiError(500, "the server failed at this request; its log says why").response
     # The server will close the connection: a client that did not know would lose its next request there.
-    response.headers["Connection"] = "close"
-    return response
+    return ApiError(500, "the server failed at this request; its log says why", closes=True).response

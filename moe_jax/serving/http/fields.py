@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from moe_jax.serving.defaults import Defaults
-from moe_jax.serving.http.body import take
+from moe_jax.serving.http.body import asking, take
 from moe_jax.serving.http.errors import ApiError
 from moe_jax.serving.request import SamplingOptions
 
@@ -33,7 +33,7 @@ def sampling_options(
 
     Args:
         ends: Tokens that end a text, unless the body ignores them.
-        max_new_tokens: None: 0, and the caller fills it once it knows the prompt.
+        max_new_tokens: None: 0, for as many as there is room for.
         logprobs: Number of alternatives beside each token.
 
     Raises:
@@ -47,8 +47,8 @@ def sampling_options(
         # Other servers write "no restriction" as 0 or -1.
         top_k=_none_if(take(body, "top_k", int, defaults.top_k), (0, -1)),
         top_p=take(body, "top_p", number, defaults.top_p),
-        min_p=take(body, "min_p", number),
-        repetition_penalty=take(body, "repetition_penalty", number, 1.0),
+        min_p=take(body, "min_p", number, defaults.min_p),
+        repetition_penalty=take(body, "repetition_penalty", number, defaults.repetition_penalty),
         presence_penalty=take(body, "presence_penalty", number, 0.0),
         frequency_penalty=take(body, "frequency_penalty", number, 0.0),
         logit_bias=_logit_bias(take(body, "logit_bias", dict, {})),
@@ -64,8 +64,7 @@ def sampling_options(
 
 def delivery(body: Mapping[str, Any]) -> Delivery:
     """Returns the form in which a body asks for its texts."""
-    # Some clients write null for a field that they leave out.
-    options = {name: value for name, value in take(body, "stream_options", dict, {}).items() if value is not None}
+    options = asking(take(body, "stream_options", dict, {}))
     if others := sorted(options.keys() - {"include_usage", "include_obfuscation"}):
         raise ApiError(400, f"unknown fields of stream_options: {', '.join(others)[:200]}", param="stream_options")
     return Delivery(take(body, "stream", bool, False), bool(take(options, "include_usage", bool, False)))

@@ -1,4 +1,4 @@
-"""Stands before all endpoints: the key, the size of bodies, the end of the server; a line in the log for each request."""
+"""Checks each request before its endpoint: name, key, size, room, the end of the server; writes a line into the log."""
 
 import hmac
 import secrets
@@ -12,6 +12,12 @@ from moe_jax.serving.http.errors import ApiError, DisconnectedError
 from moe_jax.serving.http.record import RequestRecord
 from moe_jax.serving.http.service import Service, logger
 
+MOST_HELD = 1 << 30
+"""Bytes of all requests' bodies together, beyond which the server accepts no further large one."""
+
+SMALL_BODY = 1 << 16
+"""Bytes of a body that always has room."""
+
 CLIENT_IS_GONE = 499
 """Status in the log of a request whose client did not wait; no client ever sees it."""
 
@@ -23,6 +29,8 @@ class Guard:
         self.app = app
         self.service = service
         self.paths = frozenset(paths)
+        self._held = 0
+        """Bytes of the bodies of all requests that have not ended."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Runs a request, or refuses it, and writes it down."""
@@ -43,7 +51,7 @@ class Guard:
 
         try:
             self._check(scope)
-            await self.app(scope, self._limited(receive), send_noted)
+            await self.app(scope, self._limited(receive, record), send_noted)
         except ApiError as error:
             record.error = str(error)
             await error.response(scope, receive, send_noted)
@@ -55,12 +63,19 @@ class Guard:
             record.status = record.status or 500
             raise
         finally:
+            self._held -= record.body_bytes
             self._write_down(scope, record)
 
     def _check(self, scope: Scope) -> None:
         headers = dict(scope["headers"])
+        if b"content-length" in headers and b"transfer-encoding" in headers:
+            # A proxy that believes the length would see two requests where this server sees one (RFC 9112, 6.1).
+            raise ApiError(400, "a request has Content-Length or Transfer-Encoding, not both", closes=True)
+        if len(self.service.connections) >= self.service.settings.max_connections:
+            raise ApiError(503, "the server has no room for another connection", closes=True)
         if self.service.stopping:
             raise ApiError(503, "the server is stopping")
+        self._check_host(headers.get(b"host", b"").decode("latin-1"))
         key = self.service.settings.api_key
         if key is not None and scope["path"] != "/health":
             scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
@@ -70,15 +85,27 @@ class Guard:
         if length.isdigit() and int(length) > self.service.settings.max_body_bytes:
             raise self._too_large()
 
-    def _limited(self, receive: Receive) -> Receive:
-        size = 0
+    def _check_host(self, host: str) -> None:
+        """Refuses a name that is not this machine's: its page could have been rebound to this address by its own DNS."""
+        name = host if host.endswith("]") else host.rpartition(":")[0] or host
+        hosts = self.service.hosts
+        # A browser always sends the header.
+        if hosts is not None and host and name.lower().rstrip(".") not in hosts:
+            known = ", ".join(sorted(hosts))
+            raise ApiError(
+                403, f"the server answers to {known}; got Host: {host:.80} (--hosts adds names, and a key allows all)"
+            )
 
+    def _limited(self, receive: Receive, record: RequestRecord) -> Receive:
         async def receive_limited() -> Message:
-            nonlocal size
             message = await receive()
-            size += len(message.get("body", b""))
-            if size > self.service.settings.max_body_bytes:
+            size = len(message.get("body", b""))
+            record.body_bytes += size
+            self._held += size
+            if record.body_bytes > self.service.settings.max_body_bytes:
                 raise self._too_large()
+            if record.body_bytes > SMALL_BODY and self._held - record.body_bytes > MOST_HELD:
+                raise ApiError(503, "the server has no room for the body now: other requests' bodies fill it")
             return message
 
         return receive_limited

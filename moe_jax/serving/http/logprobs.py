@@ -15,12 +15,21 @@ def completion_logprobs(tokenizer: Any, tokens: Sequence[TokenLogprob], offset: 
     return {
         "tokens": texts,
         "token_logprobs": [each.logprob for each in tokens],
-        "top_logprobs": [
-            {token_text(tokenizer, token): logprob for token, logprob in each.top.items()} if each.top else None
-            for each in tokens
-        ],
+        "top_logprobs": [_by_text(tokenizer, each) if each.top else None for each in tokens],
         "text_offset": list(accumulate(map(len, texts[:-1]), initial=offset)),
     }
+
+
+def _by_text(tokenizer: Any, drawn: TokenLogprob) -> dict[str, float]:
+    """Returns the alternatives and the drawn token by their texts: of tokens with one text, the likeliest.
+
+    All parts of characters have the same text.
+    """
+    found: dict[str, float] = {}
+    for token, logprob in (drawn.top | {drawn.token: drawn.logprob}).items():
+        text = token_text(tokenizer, token)
+        found[text] = max(logprob, found.get(text, logprob))
+    return found
 
 
 def chat_logprobs(tokenizer: Any, tokens: Sequence[TokenLogprob]) -> dict[str, Any]:

@@ -17,6 +17,22 @@ SECONDS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500)
 SECONDS_PER_TOKEN = (0.001, 0.002, 0.003, 0.005, 0.007, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1)
 
 
+ENGINE_HELP = {
+    "running": "Sequences that have a slot on a device.",
+    "waiting": "Sequences that wait for a slot or for pages.",
+    "free_pages": "Pages that hold nothing.",
+    "cached_pages": "Pages of ended sequences, kept for prompts that begin alike and freed when others need them.",
+    "owned_pages": "Pages that running sequences hold.",
+    "num_steps": "Steps that the devices have computed.",
+    "num_tokens": "New tokens that steps have computed.",
+    "num_preemptions": "Times that a running sequence gave its pages to another one and waited again.",
+    "weights_version": "Updates of the weights since the start.",
+    "num_drafted": "Drafted tokens that were checked.",
+    "num_accepted": "Drafted tokens that were accepted, each without a step of its own.",
+}
+"""A sentence for each number of `Stats`."""
+
+
 class Metrics:
     """Counters and histograms of requests, and the engine's own numbers as they are when somebody asks."""
 
@@ -24,17 +40,28 @@ class Metrics:
         self.registry = CollectorRegistry()
         self.registry.register(_EngineCollector(stats))
         registry = self.registry
-        self._requests = Counter("moe_jax_requests", "Requests by path and status", ["path", "status"], registry=registry)
-        self._prompt = Counter("moe_jax_prompt_tokens", "Tokens of prompts", registry=registry)
-        self._cached = Counter("moe_jax_cached_prompt_tokens", "Tokens of prompts found in the cache", registry=registry)
-        self._new = Counter("moe_jax_new_tokens", "New tokens sent to clients", registry=registry)
-        self._whole = Histogram(
-            "moe_jax_request_seconds", "Time of requests that made text", buckets=SECONDS, registry=registry
+        self._requests = Counter(
+            "moe_jax_requests", "Requests that have ended, by path and status.", ["path", "status"], registry=registry
         )
-        self._first = Histogram("moe_jax_first_text_seconds", "Time to the first text", buckets=SECONDS, registry=registry)
+        self._prompt = Counter("moe_jax_prompt_tokens", "Tokens of prompts, with those found in the cache.", registry=registry)
+        self._cached = Counter(
+            "moe_jax_cached_prompt_tokens",
+            "Tokens of prompts whose keys and values were found in the cache.",
+            registry=registry,
+        )
+        self._new = Counter("moe_jax_new_tokens", "New tokens of answers to clients.", registry=registry)
+        self._whole = Histogram(
+            "moe_jax_request_seconds", "Seconds from a request to the end of its answer.", buckets=SECONDS, registry=registry
+        )
+        self._first = Histogram(
+            "moe_jax_first_text_seconds",
+            "Seconds from a request to the first text of its answer.",
+            buckets=SECONDS,
+            registry=registry,
+        )
         self._next = Histogram(
             "moe_jax_seconds_per_token",
-            "Time from the first text to the last, for each new token after the first",
+            "Seconds from the first text of an answer to its end, for each new token after the first.",
             buckets=SECONDS_PER_TOKEN,
             registry=registry,
         )
@@ -63,4 +90,4 @@ class _EngineCollector(Collector):
         for name, value in self._stats()._asdict().items():
             is_count = name.startswith("num_")
             kind = CounterMetricFamily if is_count else GaugeMetricFamily
-            yield kind(f"moe_jax_engine_{name.removeprefix('num_')}", f"The engine's {name}", value=value)
+            yield kind(f"moe_jax_engine_{name.removeprefix('num_')}", ENGINE_HELP[name], value=value)

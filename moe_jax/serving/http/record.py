@@ -19,6 +19,7 @@ class RequestRecord:
     status: int = 0
     error: str | None = None
     """The reason why a stream broke off, or why there was no answer."""
+    body_bytes: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
     new_tokens: int = 0

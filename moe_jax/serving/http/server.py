@@ -37,9 +37,6 @@ def bind(host: str, port: int) -> socket.socket:
 
 def run_server(service: Service, bound: socket.socket) -> None:
     """Serves until SIGTERM or SIGINT. Then running requests have `shutdown_seconds` to finish; a second signal aborts them."""
-    host = bound.getsockname()[0]
-    if service.settings.api_key is None and not ipaddress.ip_address(host).is_loopback:
-        logger.warning("%s can be reached from other machines, and no key is asked for: consider --api-key", host)
     Server(service).run([bound])
 
 
@@ -59,7 +56,6 @@ class Server(uvicorn.Server):
             # Behind a proxy the log would else name whatever address a client claims.
             proxy_headers=False,
             server_header=False,
-            limit_concurrency=settings.max_connections,
             timeout_keep_alive=KEEP_ALIVE_SECONDS,
             # The last resort: aborted requests end much sooner.
             timeout_graceful_shutdown=int(settings.shutdown_seconds) + 10,
@@ -87,11 +83,13 @@ class Server(uvicorn.Server):
         self.should_exit = True
 
     async def startup(self, sockets=None) -> None:
-        """Listens, and says where."""
+        """Listens, and logs where."""
         self._loop = asyncio.get_running_loop()
+        self.service.connections = self.server_state.connections
         await super().startup(sockets)
         if self.started:
             host, port = self.servers[0].sockets[0].getsockname()[:2]
+            self._guard(host)
             logger.info("serving %s on http://%s:%d/v1", self.service.settings.model_name, host, port)
 
     async def shutdown(self, sockets=None) -> None:
@@ -100,6 +98,18 @@ class Server(uvicorn.Server):
         if self._deadline is not None:
             self._deadline.cancel()
         logger.info("stopped: %d requests finished, %d were aborted", self._at_stop - self._num_aborted, self._num_aborted)
+
+    def _guard(self, host: str) -> None:
+        """Sets the names that requests may have for this server, or warns of other machines, where no key is asked for."""
+        settings = self.service.settings
+        if settings.api_key is not None:
+            return
+        if not ipaddress.ip_address(host).is_loopback:
+            logger.warning("%s can be reached from other machines, and no key is asked for: consider --api-key", host)
+        elif "*" not in settings.hosts:
+            address = f"[{host}]" if ":" in host else host
+            names = "localhost", "127.0.0.1", "[::1]", address, *settings.hosts
+            self.service.hosts = frozenset(name.lower() for name in names)
 
     def _abort(self) -> None:
         self._num_aborted = len(self.service.running)

@@ -1,24 +1,33 @@
 """The state that all endpoints share: an engine, a tokenizer, the requests that run, and the end of them all."""
 
 import asyncio
-import dataclasses
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-from moe_jax.serving.defaults import Defaults, room_behind
+from moe_jax.generation.text import completion_tokens
+from moe_jax.serving.defaults import Defaults
 from moe_jax.serving.engine import Engine
 from moe_jax.serving.handle import Handle
 from moe_jax.serving.http.choices import Choice
 from moe_jax.serving.http.errors import ApiError, took_too_long
+from moe_jax.serving.http.fields import SHARED
 from moe_jax.serving.http.metrics import Metrics
+from moe_jax.serving.http.record import RequestRecord
 from moe_jax.serving.http.settings import ServerSettings
 from moe_jax.serving.http.worker import Worker
 from moe_jax.serving.loop import QueueFull
 from moe_jax.serving.request import SamplingOptions
+from moe_jax.serving.text import fewest_tokens
 
 logger = logging.getLogger("moe_jax.serving")
+
+LONG_BODY = 1 << 16
+"""Bytes of a request beyond which its text is tokenized apart from short ones, which would wait for it.
+
+A core tokenizes one or two megabytes in a second.
+"""
 
 CLOSE_SECONDS = 60
 """Time that the engine has for its last step: a device that hangs would else hold up the end for ever."""
@@ -35,15 +44,23 @@ class Service:
         self.metrics = Metrics(engine.stats)
         self.created = int(time.time())
         self.running: set[Handle] = set()
+        self.connections: Collection = ()
+        """The server's open connections."""
+        self.hosts: frozenset[str] | None = None
+        """Names that the header Host may have; None: any."""
         self.stopping = False
         """True once the server was told to stop: it takes no further requests."""
-        # Long prompts wait for each other there, and not in the event loop, where all streams would wait.
-        self._tokenizing = Worker("tokenizing")
+        # Prompts wait for each other there, and not in the event loop, where all streams would wait.
+        self._short_texts, self._long_texts = Worker("tokenizing"), Worker("tokenizing long texts")
+        # A first call switches off truncation that a tokenizer's file sets, which fails while another thread tokenizes.
+        completion_tokens(self.tokenizer, ["x"])
+        # The vocabulary is read at the first call, which would hold up all streams later.
+        fewest_tokens(self.tokenizer, "x")
         self._waits: set[asyncio.Timeout] = set()
         """The ends of the time that requests wait for tokens of their texts."""
 
-    async def encode[T](self, encode: Callable[[], T]) -> T:
-        """Runs a function that turns text into tokens, beside the event loop.
+    async def encode[T](self, encode: Callable[[], T], record: RequestRecord, field: str) -> T:
+        """Runs a function that turns the text in a field of a request into tokens, outside the event loop.
 
         Raises:
             ApiError: The function raised ValueError, the request's time is over, or the server stops before the function ends.
@@ -55,15 +72,15 @@ class Service:
         self._waits.add(wait)
         try:
             async with wait:
-                return await self._tokenizing.run(encode)
+                return await (self._long_texts if record.body_bytes > LONG_BODY else self._short_texts).run(encode)
         except TimeoutError as error:
             raise ApiError(503, "the server is stopping") if self.stopping else took_too_long(seconds) from error
         except ValueError as error:
-            raise ApiError(400, str(error)) from error
+            raise ApiError(400, str(error), param=field) from error
         finally:
             self._waits.discard(wait)
 
-    async def decode(self, texts: Sequence[list[int]]) -> list[str]:
+    async def decode(self, texts: Sequence[list[int]], record: RequestRecord, field: str) -> list[str]:
         """Returns the texts of lists of token ids, special tokens too.
 
         Raises:
@@ -71,8 +88,15 @@ class Service:
         """
         size = self.engine.config.vocab_size
         if outside := [token for tokens in texts for token in tokens if not 0 <= token < size]:
-            raise ApiError(400, f"token {outside[0]} is outside the vocabulary of {size}")
-        return await self.encode(lambda: [self.tokenizer.decode(tokens) for tokens in texts])
+            raise ApiError(400, f"token {outside[0]} is outside the vocabulary of {size}", param=field)
+        return await self.encode(lambda: [self.tokenizer.decode(tokens) for tokens in texts], record, field)
+
+    def check_length(self, text: str, field: str) -> None:
+        """Raises ApiError if the text has more tokens than a request can have, where its length alone tells so."""
+        most = self.engine.limits.longest_request
+        if (fewest := fewest_tokens(self.tokenizer, text)) > most:
+            message = f"the text has at least {fewest} tokens, which exceed the {most} of a request"
+            raise ApiError(400, message, param=field, code="context_length_exceeded")
 
     def check_model(self, name: Any) -> None:
         """Raises ApiError if a request is for another model."""
@@ -84,8 +108,8 @@ class Service:
                 code="model_not_found",
             )
 
-    def submit(self, prompts: Sequence[list[int]], options: SamplingOptions) -> list[Choice]:
-        """Gives a request to the engine for each prompt, and returns the `n` choices of each.
+    def submit(self, prompts: Sequence[list[int]], options: SamplingOptions, field: str) -> list[Choice]:
+        """Sends the engine a request for each prompt of a field, and returns the `n` choices of each.
 
         Raises:
             ApiError: A prompt or the options are wrong, the queue is full, or the engine has failed. Nothing runs then.
@@ -96,14 +120,16 @@ class Service:
             raise ApiError(400, f"n times the number of prompts must be at most {self.settings.max_choices}", param="n")
         if options.n * len(prompts) > (most := self.engine.capacity):
             # A full queue's 429 would make the client come again for ever.
-            raise ApiError(400, f"n times the number of prompts must be at most {most}: so many run or wait", param="prompt")
+            raise ApiError(400, f"n times the number of prompts must be at most {most}: so many run or wait", param=field)
         choices: list[Choice] = []
         try:
             for prompt in prompts:
-                self._submit(prompt, options, choices)
+                handle = self.engine.submit(prompt, options)
+                self.running.add(handle)
+                choices += [Choice(len(choices) + number, handle, number) for number in range(options.n)]
         except Exception as error:
             self.release(choices)
-            raise self._answer_for(error) from error
+            raise _answer_for(error, field) from error
         return choices
 
     def release(self, choices: Sequence[Choice]) -> None:
@@ -133,23 +159,19 @@ class Service:
         except TimeoutError:
             logger.warning("a step of the engine does not end: after %g seconds the server stops without it", CLOSE_SECONDS)
         closing.close()
-        if not self._tokenizing.close(1):
+        if not all([worker.close(1) for worker in (self._short_texts, self._long_texts)]):
             logger.warning("the tokenizer still works on a text that nobody waits for: the server stops without it")
 
-    def _submit(self, prompt: list[int], options: SamplingOptions, choices: list[Choice]) -> None:
-        if not options.max_new_tokens:
-            options = dataclasses.replace(options, max_new_tokens=room_behind(prompt, self.engine.limits))
-        handle = self.engine.submit(prompt, options)
-        self.running.add(handle)
-        choices += [Choice(len(choices) + number, handle, number) for number in range(options.n)]
 
-    def _answer_for(self, error: Exception) -> Exception:
-        if isinstance(error, QueueFull):
-            return ApiError(429, f"the server has no room for another request now: {error}", code="queue_full")
-        if isinstance(error, ValueError):
-            message = str(error).replace("max_new_tokens", "max_tokens")
-            too_long = "exceed the" in message
-            return ApiError(400, message, code="context_length_exceeded" if too_long else None)
-        if isinstance(error, RuntimeError):
-            return ApiError(503, "the engine does not run any more")
-        return error
+def _answer_for(error: Exception, field: str) -> Exception:
+    if isinstance(error, QueueFull):
+        return ApiError(429, f"the server has no room for another request now: {error}", code="queue_full")
+    if isinstance(error, ValueError):
+        message = str(error).replace("max_new_tokens", "max_tokens")
+        # The engine names an option first, and a prompt elsewhere.
+        first = message.partition(" ")[0]
+        param = first if first in SHARED | {"logprobs"} else field
+        return ApiError(400, message, param=param, code="context_length_exceeded" if "exceed the" in message else None)
+    if isinstance(error, RuntimeError):
+        return ApiError(503, "the engine does not run any more")
+    return error

@@ -9,7 +9,12 @@ class ServerSettings:
 
     model_name: str
     api_key: str | None = None
-    """The key that requests must carry; None: none."""
+    """The key that requests must carry, without the space around it; None: none."""
+    hosts: tuple[str, ...] = ()
+    """Names beyond localhost that the header Host may have, where no key is asked for and only this machine can connect.
+
+    `*`: any name.
+    """
     max_body_bytes: int = 8 << 20
     max_choices: int = 128
     """Largest number of continuations that one request may ask for: its prompts times n."""
@@ -24,8 +29,11 @@ class ServerSettings:
     def __post_init__(self):
         if not self.model_name:
             raise ValueError("model_name must not be empty")
-        if self.api_key is not None and not (self.api_key.isascii() and self.api_key.isprintable() and self.api_key.strip()):
-            raise ValueError("api_key must be printable ASCII, and not empty")
+        if self.api_key is not None:
+            # A header's value comes without the space around it.
+            object.__setattr__(self, "api_key", self.api_key.strip())
+            if not (self.api_key and self.api_key.isascii() and self.api_key.isprintable()):
+                raise ValueError("api_key must be printable ASCII, and not empty")
         names = ("max_body_bytes", "max_choices", "max_connections", "body_seconds", "request_seconds")
         wrong = [name for name in names if not getattr(self, name) > 0]
         wrong += [] if self.shutdown_seconds >= 0 else ["shutdown_seconds"]
