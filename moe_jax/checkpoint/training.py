@@ -34,8 +34,8 @@ class TrainingCheckpoints:
     """Checkpoints of (state, position): any pytree of arrays, and a JSON object such as the data's position.
 
     Saving returns at once and goes on in the background. A checkpoint appears under its step's name only when it is complete,
-    so a crash while saving leaves the previous one. Values that were altered on the disk are found when they are read: the
-    devices compute a checksum of each array for a save and after a restore. It does not depend on an array's sharding.
+    so a crash while saving leaves the previous one. A read refuses values that have changed on the disk. For this the devices
+    compute a checksum of each array at a save and after a restore, which does not depend on the array's sharding.
 
     Args:
       keep: the number of newest checkpoints to keep. The checkpoint of the step `kept_step` is kept beside them.
@@ -166,7 +166,7 @@ class TrainingCheckpoints:
                 f"goes on from step {steps[-1]}, the newest that is whole" if steps else "begins anew: there is none before it"
             )
             raise OSError(
-                f"no checkpoint could be saved in {self._folder} ({_reason(error)}); the same command {way}"
+                f"no checkpoint could be saved in {self._folder} ({reason_of(error)}); the same command {way}"
             ) from error
 
     @contextmanager
@@ -174,14 +174,12 @@ class TrainingCheckpoints:
         try:
             yield
         except Exception as error:
-            # A checkpoint is intact when memory is short. Any other type may be damage: Orbax raises even bare Exceptions.
-            if isinstance(error.__cause__ or error, RuntimeError | MemoryError):
+            if lacks_memory(error):
                 raise
             before = [other for other in finished_steps(self._folder) if other < step]
             way = f"go on from step {before[-1]}" if before else "begin anew: there is none before it"
-            raise ValueError(
-                f"checkpoint {step} cannot be read ({_reason(error)}): move the folder {self._folder / str(step)} away to {way}"
-            ) from error
+            folder, reason = self._folder / str(step), reason_of(error)
+            raise ValueError(f"checkpoint {step} cannot be read ({reason}): move the folder {folder} away to {way}") from error
 
 
 class _Kept(preservation.PreservationPolicy):
@@ -193,6 +191,11 @@ class _Kept(preservation.PreservationPolicy):
     def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
         """Returns which checkpoints are kept."""
         return [each.step == self._step() for each in checkpoints]
+
+
+def lacks_memory(error: Exception) -> bool:
+    """Returns True if a read ended for lack of memory, and not of damage, for which Orbax raises even bare Exceptions."""
+    return isinstance(error.__cause__ or error, RuntimeError | MemoryError)
 
 
 def _checksums(position: dict[str, Any], state: Any) -> dict[str, list]:
@@ -221,11 +224,11 @@ def _checksum(x: jax.Array) -> jax.Array:
     return ((hashed ^ hashed >> 15) * np.uint32(0xC2B2AE35)).sum(dtype=jnp.uint32)
 
 
-def _reason(error: BaseException) -> str:
+def reason_of(error: BaseException) -> str:
     """Describes the error in one line; for the operating system's errors inside TensorStore's messages, only their names."""
     if type(error) is Exception and error.__cause__ is not None:
         # Orbax wraps TensorStore's error of a failed read into one that repeats the specification of the array.
-        return _reason(error.__cause__)
+        return reason_of(error.__cause__)
     number = re.search(r"os_error_code='(\d+)'", str(error))
     text = str(error.args[0] if error.args else error)
     if number:

@@ -111,8 +111,8 @@ def route(
     Args:
       valid: as in `RouterSums.of`. Tokens that are not valid are routed and counted nowhere.
       expert_ids: routing replay: these experts instead of the top k, with weights from the live logits. Reinforcement learning
-        needs this to train on the choices of the rollout engine. An id outside [0, experts), such as -1, adds nothing: its
-        weight is 0, the others of its token are divided by their own sum, and it is counted nowhere. Any integer dtype.
+        needs this to train on the choices of the rollout engine. An id outside [0, experts), such as -1, adds nothing:
+        its weight is 0, and it is counted nowhere. The token's other weights have their own sum. Any integer dtype.
     """
     logits = logits.astype(at_least_f32(logits.dtype))
     probabilities = jax.nn.softmax(logits, axis=-1)
