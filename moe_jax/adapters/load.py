@@ -1,6 +1,5 @@
 """Reads adapters that PEFT or `save_adapter` wrote: each expert's factors apart, or PEFT's fused layout of experts."""
 
-import json
 import logging
 import re
 from collections import defaultdict
@@ -11,6 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from flax import nnx
+from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
 from moe_jax.adapters.add import WITH_DROPOUT, check_can_adapt, lay_everywhere
@@ -20,6 +20,7 @@ from moe_jax.adapters.names import PREFIX, ModulePart, modules_of
 from moe_jax.adapters.save import CONFIG_FILE, WEIGHTS_FILE
 from moe_jax.adapters.summary import LoraSummary, lora_summary
 from moe_jax.adapters.targets import Target
+from moe_jax.checkpoint.companions import read_json
 from moe_jax.checkpoint.hub import downloaded
 from moe_jax.config import ModelConfig
 from moe_jax.layers.lora import Adapter, freeze
@@ -77,10 +78,11 @@ def read_stacks(model: Decoder, adapter: str | Path, b_grouped_by_expert: bool =
     for name in (CONFIG_FILE, WEIGHTS_FILE):
         if not (folder / name).is_file():
             raise FileNotFoundError(f"{folder} has no {name}: an adapter folder has {CONFIG_FILE} and {WEIGHTS_FILE}")
-    config = json.loads((folder / CONFIG_FILE).read_text())
+    config = read_json(folder / CONFIG_FILE)
     _check_config(config, folder)
     modules = modules_of(model)
-    factors = _factors_of_modules(load_file(folder / WEIGHTS_FILE), modules, config, folder, b_grouped_by_expert)
+    tensors = _without_tables(_read_tensors(folder / WEIGHTS_FILE), model, folder)
+    factors = _factors_of_modules(tensors, modules, config, folder, b_grouped_by_expert)
     targets = list(dict.fromkeys(module.target for module in modules))
     _check_whole(modules, factors, config, folder)
     warn_of_another_base(model.source, folder, config)
@@ -118,6 +120,10 @@ CHANGED_BASES = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Values of PEFT's `init_lora_weights` that take the first b a out of the frozen weights; some have a suffix."""
 
 
+TABLES = ("model.embed_tokens", "lm_head")
+"""The modules of the vocabulary's tables; in a model with tied tables they are one, and no adapter changes it."""
+
+
 def _check_config(config: dict[str, Any], folder: Path) -> None:
     """Refuses what would be dropped in silence."""
     found = [name for name in MEANINGS if config.get(name) not in (None, False, "none", [], {})]
@@ -130,6 +136,41 @@ def _check_config(config: dict[str, Any], folder: Path) -> None:
             f"{folder}: {', '.join(f'{name}={config.get(name)!r}' for name in found)} cannot be read; an adapter is plain LoRA "
             "beside the weights as they were, without biases or whole modules"
         )
+    rank, alpha = config.get("r"), config.get("lora_alpha")
+    if not isinstance(rank, int) or rank < 1 or not isinstance(alpha, int | float):
+        raise ValueError(
+            f"{folder / CONFIG_FILE} must have a positive integer r and a number lora_alpha; got {rank} and {alpha}"
+        )
+
+
+def _read_tensors(file: Path) -> dict[str, np.ndarray]:
+    try:
+        return load_file(file)
+    except (SafetensorError, ValueError) as error:
+        raise ValueError(f"{file} cannot be read: {error}") from error
+
+
+def _without_tables(tensors: dict[str, np.ndarray], model: Decoder, folder: Path) -> dict[str, np.ndarray]:
+    """Leaves out frozen tables of the vocabulary, which PEFT writes with factors of them; refuses tables that were changed."""
+    embedding = model.embed_tokens.weight
+    head = embedding if model.config.tie_word_embeddings else model.lm_head.weight
+    for module, table in zip(TABLES, (embedding, head), strict=True):
+        for name in (f"{PREFIX}{module}.base_layer.weight", f"{PREFIX}{module}.weight"):
+            if name in tensors and not _is_copy(tensors[name], table.get_value()):
+                raise ValueError(
+                    f"{folder}: {name} {list(tensors[name].shape)} is no copy of the model's {list(table.shape)}: the "
+                    "vocabulary was resized or trained, or is another model's. An adapter is plain LoRA beside the weights"
+                )
+            tensors = {other: array for other, array in tensors.items() if other != name}
+    return tensors
+
+
+def _is_copy(array: np.ndarray, table: Any) -> bool:
+    """Compares a file's table with the model's in either dtype; only the shapes if that one is quantised, or has no values."""
+    if array.shape != table.shape or not isinstance(table, jax.Array):
+        return array.shape == table.shape
+    given = jax.device_put(array, table.sharding)
+    return any(bool((given.astype(dtype) == table.astype(dtype)).all()) for dtype in (table.dtype, given.dtype))
 
 
 def _factors_of_modules(
@@ -164,7 +205,8 @@ def _factors_of_modules(
                 raise ValueError(f"{folder}: {name} {error}") from error
             factors |= {of: _scaled(parameter_name(name, parts), a, b, config) for of, (a, b) in apart.items()}
         else:
-            raise ValueError(f"{folder}: this model has no module {name} that an adapter can change")
+            tied = "; its head is its embedding table, and an adapter would change one of them alone" if name in TABLES else ""
+            raise ValueError(f"{folder}: this model has no module {name} that an adapter can change{tied}")
     for name, (a, b) in factors.items():
         module = known[name]
         num_out, num_in = _matrix(module)
@@ -179,7 +221,9 @@ def _check_whole(modules: list[ModulePart], factors: dict[str, _Factors], config
     """Refuses a file that has lost factors of some layers or experts, and warns of one whose experts were never adapted."""
     named = config.get("target_modules") or []
     names = [named] if isinstance(named, str) else named
-    chosen = isinstance(named, str) or any(config.get(name) for name in ("layers_to_transform", "exclude_modules"))
+    chosen = isinstance(named, str) or any(
+        config.get(name) not in (None, [], "") for name in ("layers_to_transform", "exclude_modules")
+    )
     if not chosen and not re.search(r"\d", " ".join([*names, *(config.get("target_parameters") or ())])):
         for alike in _alike(modules):
             missing = [module.name for module in alike if module.name not in factors]

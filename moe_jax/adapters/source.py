@@ -1,11 +1,10 @@
 """Finds the weights and the adapter that a name on the command line stands for: a model, a run's folder, or an adapter's."""
 
-import json
 from pathlib import Path
 from typing import NamedTuple
 
 from moe_jax.adapters.save import CONFIG_FILE
-from moe_jax.checkpoint.companions import TOKENIZER_FILES
+from moe_jax.checkpoint.companions import TOKENIZER_FILES, read_json
 
 ADAPTER_FOLDER = "adapter"
 """The folder in the output of a run that gets its adapter."""
@@ -40,7 +39,7 @@ def source_of(model: str | Path, adapter: str | Path | None = None) -> ModelSour
         return ModelSource(weights, None if adapter is None else str(adapter), None if adapter is None else _tokenizer(adapter))
     if adapter is not None:
         raise ValueError(f"{model} is an adapter itself; give the weights in its place, or leave {adapter} out")
-    base = json.loads((found / CONFIG_FILE).read_text()).get("base_model_name_or_path")
+    base = read_json(found / CONFIG_FILE).get("base_model_name_or_path")
     if base is None:
         raise ValueError(f"{found / CONFIG_FILE} names no weights: give them as the model, and {found} as the adapter")
     if Path(base).is_absolute() and not Path(base).is_dir():

@@ -14,9 +14,12 @@ from moe_jax.config import ModelConfig, config_to_dict
 from moe_jax.layers.quantised import is_quantised
 from moe_jax.models.decoder import Decoder
 
+# Patterns. Python files are copied for programs that run them; this library does not.
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer.model",
+    "tiktoken.model",
+    "tokenization_*.py",
     "tokenizer_config.json",
     "vocab.json",
     "merges.txt",
@@ -80,6 +83,15 @@ def write_json(file: Path, fields: dict) -> None:
     file.write_text(json.dumps(fields, indent=2) + "\n")
 
 
+def read_json(file: Path) -> dict[str, Any]:
+    """Reads a JSON object.
+
+    Raises:
+      ValueError: the file holds none; the message names it.
+    """
+    return _json_object(file, file.read_bytes())
+
+
 def generation_config(source: str | Path | None, config: ModelConfig) -> dict[str, Any]:
     """Returns the generation_config.json of the folder that a model came from, or one with its config's special tokens.
 
@@ -87,10 +99,7 @@ def generation_config(source: str | Path | None, config: ModelConfig) -> dict[st
       ValueError: the file holds no JSON object.
     """
     if source is not None and (file := Path(source) / "generation_config.json").is_file():
-        try:
-            return dict(json.loads(file.read_text()))
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"{file} must hold a JSON object; mend or remove it: {error}") from error
+        return read_json(file)
     ids = {name: getattr(config, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     return {name: list(value) if isinstance(value, tuple) else value for name, value in ids.items() if value is not None}
 
@@ -103,7 +112,7 @@ def tokenizer_files(tokenizer_from: str | Path | None, source: str | None) -> li
     path = Path(folder).expanduser()
     if tokenizer_from is not None and not path.is_dir():
         path = downloaded(str(tokenizer_from), TOKENIZER_FILES)
-    files = [path / name for name in TOKENIZER_FILES if (path / name).is_file()]
+    files = [file for name in TOKENIZER_FILES for file in sorted(path.glob(name)) if file.is_file()]
     if tokenizer_from is not None and not files:
         raise FileNotFoundError(
             f"tokenizer_from={str(folder)!r} has no tokenizer; it must hold one of {', '.join(TOKENIZER_FILES)}"
@@ -120,7 +129,17 @@ def tokenizer_contents(tokenizer_from: str | Path | None, source: str | None, ch
 def _with_template(files: dict[str, bytes], chat_template: str) -> dict[str, bytes]:
     """Returns the tokenizer's files with only this template: readers might prefer a second one."""
     files = {name: content for name, content in files.items() if name != "chat_template.json"}
-    config = json.loads(files.get("tokenizer_config.json", b"{}"))
+    config = _json_object("tokenizer_config.json", files.get("tokenizer_config.json", b"{}"))
     if config.pop("chat_template", None) is not None:
         files["tokenizer_config.json"] = (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
     return files | {"chat_template.jinja": chat_template.encode()}
+
+
+def _json_object(file: str | Path, content: bytes) -> dict[str, Any]:
+    try:
+        found = json.loads(content)
+    except ValueError as error:
+        raise ValueError(f"{file} must hold a JSON object; mend or remove it: {error}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{file} must hold a JSON object; mend or remove it: it holds {content[:40].decode(errors='replace')}")
+    return found

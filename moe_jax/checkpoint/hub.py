@@ -6,7 +6,7 @@ from pathlib import Path
 import huggingface_hub
 from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, HFValidationError, RepositoryNotFoundError
 
-SMALL_FILES = ("*.json", "tokenizer*", "*.model", "vocab.*", "merges.txt", "*.jinja")
+SMALL_FILES = ("*.json", "tokenizer*", "tokenization_*.py", "*.model", "vocab.*", "merges.txt", "*.jinja")
 """The files that describe a model and its tokenizer: all files except the weights."""
 
 

@@ -4,7 +4,10 @@ In `params` each parameter has its path as name ("stages.0.self_attn.q_proj.weig
 writes and reads shards in parallel from every process, so it is the faster format for big models that stay in JAX.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +18,7 @@ from orbax.checkpoint import v1 as ocp
 
 from moe_jax.checkpoint.companions import Companions
 from moe_jax.checkpoint.folders import replaced_folder
+from moe_jax.checkpoint.training import lacks_memory, reason_of
 from moe_jax.config import load_config
 from moe_jax.models.auto import from_config
 from moe_jax.models.decoder import Decoder
@@ -51,8 +55,8 @@ def load_orbax(
 
     Raises:
       FileNotFoundError: there is no config.json or no `params` in `folder`.
-      ValueError: the parameters in the folder do not fit its config; one error lists all differences. Or the mesh has a
-        pipe.
+      ValueError: the parameters in the folder do not fit its config; one error lists all differences. Or they cannot be
+        read, or the mesh has a pipe.
     """
     refuse_pipe(mesh, "load_orbax", "from_pretrained reads onto such a mesh")
     folder = Path(folder).expanduser().resolve()
@@ -68,15 +72,40 @@ def load_orbax(
         for path, leaf in leaves
     }
     _check(folder, wanted)
-    arrays = ocp.load(folder / "params", wanted)
+    with _whole(folder):
+        arrays = ocp.load(folder / "params", wanted)
     model = nnx.merge(graph, nnx.from_flat_state([(path, leaf.replace(arrays[_name(path)])) for path, leaf in leaves]))
     model.source = str(folder)
     return model
 
 
+def stored_arrays(folder: Path) -> dict[str, Any]:
+    """Returns the shape and dtype of each stored parameter by name, without reading any.
+
+    Raises:
+      ValueError: they cannot be read.
+    """
+    with _whole(folder):
+        stored = ocp.metadata(folder / "params").metadata
+        if stored is None:
+            raise ValueError("its metadata are damaged")
+        return stored
+
+
+@contextmanager
+def _whole(folder: Path) -> Iterator[None]:
+    """Raises a ValueError that names the parameters' folder for any error of a read, unless memory was short."""
+    try:
+        yield
+    except Exception as error:
+        if lacks_memory(error):
+            raise
+        raise ValueError(f"{folder / 'params'} cannot be read, it is truncated or corrupt ({reason_of(error)})") from error
+
+
 def _check(folder: Path, wanted: dict[str, jax.ShapeDtypeStruct]) -> None:
     """Raises ValueError if the stored names and shapes differ from the wanted names and shapes."""
-    stored = {name: tuple(leaf.shape) for name, leaf in ocp.metadata(folder / "params").metadata.items()}
+    stored = {name: tuple(leaf.shape) for name, leaf in stored_arrays(folder).items()}
     problems = [f"{name}: missing" for name in wanted if name not in stored]
     problems += [f"{name}: unexpected" for name in stored if name not in wanted]
     problems += [

@@ -28,7 +28,7 @@ def stored_dtype(folder: str | Path) -> StoredDtype:
     FP8 counts as bfloat16.
 
     Raises:
-      CheckpointError: the folder has no weights, or files are damaged.
+      CheckpointError, ValueError: the folder has no weights, or files are damaged.
     """
     folder = Path(folder).expanduser()
     found = _in_orbax(folder) if (folder / "params").is_dir() else _in_files(folder)
@@ -51,7 +51,8 @@ def _in_files(folder: Path) -> set[str]:
 
 
 def _in_orbax(folder: Path) -> set[str]:
-    from orbax.checkpoint import v1 as ocp
+    # Imported here: Orbax is slow to import, and no other checkpoint needs it.
+    from moe_jax.checkpoint.orbax_params import stored_arrays
 
-    stored = ocp.metadata(folder.resolve() / "params").metadata
+    stored = stored_arrays(folder.resolve())
     return {jnp.dtype(leaf.dtype).name for name, leaf in stored.items() if not name.endswith(NOT_WEIGHTS)}

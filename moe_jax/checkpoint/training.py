@@ -1,11 +1,14 @@
 """Saves and restores the checkpoints of a training run with Orbax: asynchronous, complete or absent, the newest n kept."""
 
+import json
 import logging
+import math
 import os
 import re
 import signal
 import sys
 import threading
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -13,8 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import orbax.checkpoint as ocp
 from orbax.checkpoint.checkpoint_managers import preservation_policy as preservation
+
+CHECKSUMS = "checksums"
+"""The entry of a stored position for checksums of the state's arrays, and of the position. Older runs have none."""
 
 
 def finished_steps(folder: str | Path) -> list[int]:
@@ -26,7 +34,8 @@ class TrainingCheckpoints:
     """Checkpoints of (state, position): any pytree of arrays, and a JSON object such as the data's position.
 
     Saving returns at once and goes on in the background. A checkpoint appears under its step's name only when it is complete,
-    so a crash while saving leaves the previous one.
+    so a crash while saving leaves the previous one. A read refuses values that have changed on the disk. For this the devices
+    compute a checksum of each array at a save and after a restore, which does not depend on the array's sharding.
 
     Args:
       keep: the number of newest checkpoints to keep. The checkpoint of the step `kept_step` is kept beside them.
@@ -66,15 +75,13 @@ class TrainingCheckpoints:
           ValueError: the checkpoint is damaged; the message names the previous one. `restore` and `restore_parts` raise it too.
         """
         with self._read(step):
-            restored = self._manager.restore(step, args=ocp.args.Composite(position=ocp.args.JsonRestore()))
-            return restored["position"]
+            return self._restore(step)["position"]
 
     def restore(self, step: int, like: Any) -> Any:
         """Restores the state of the step, with the shapes, dtypes and shardings of `like` (arrays or ShapeDtypeStructs)."""
         template = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), like)
         with self._read(step):
-            restored = self._manager.restore(step, args=ocp.args.Composite(state=ocp.args.StandardRestore(template)))
-            return restored["state"]
+            return self._restore(step, state=ocp.args.StandardRestore(template))["state"]
 
     def restore_parts(self, step: int, like: dict[str, Any]) -> dict[str, Any]:
         """Returns only the fields of the state that `like` names, with its dtypes and shardings."""
@@ -82,7 +89,7 @@ class TrainingCheckpoints:
             item=like, restore_args=ocp.checkpoint_utils.construct_restore_args(like), partial_restore=True
         )
         with self._read(step):
-            return self._manager.restore(step, args=ocp.args.Composite(state=args))["state"]
+            return self._restore(step, state=args)["state"]
 
     def save(self, step: int, state: Any, position: dict[str, Any]) -> None:
         """Waits for a save that is still under way, then begins to save. A step that exists is left as it is.
@@ -93,7 +100,8 @@ class TrainingCheckpoints:
         """
         if step == self.latest_step():
             return
-        args = ocp.args.Composite(state=ocp.args.StandardSave(state), position=ocp.args.JsonSave(position))
+        noted = position | {CHECKSUMS: _checksums(position, state)}
+        args = ocp.args.Composite(state=ocp.args.StandardSave(state), position=ocp.args.JsonSave(noted))
         with self._written():
             self._manager.save(step, args=args)
 
@@ -137,6 +145,17 @@ class TrainingCheckpoints:
             while self._handlers_before:
                 signal.signal(*self._handlers_before.popitem())
 
+    def _restore(self, step: int, **state: Any) -> Any:
+        """Returns the position and perhaps the state; raises a ValueError if a checksum is another than at the save."""
+        restored = self._manager.restore(step, args=ocp.args.Composite(position=ocp.args.JsonRestore(), **state))
+        position = restored["position"]
+        noted = position.pop(CHECKSUMS, {})
+        for name, (dtype, checksum) in _checksums(position, restored.get("state")).items():
+            # An array that was read in another dtype has other bits.
+            if noted.get(name, [None])[0] == dtype and noted[name][1] != checksum:
+                raise ValueError(f"the values of {name} are not those that were saved")
+        return restored
+
     @contextmanager
     def _written(self) -> Iterator[None]:
         try:
@@ -147,20 +166,20 @@ class TrainingCheckpoints:
                 f"goes on from step {steps[-1]}, the newest that is whole" if steps else "begins anew: there is none before it"
             )
             raise OSError(
-                f"no checkpoint could be saved in {self._folder} ({_reason(error)}); the same command {way}"
+                f"no checkpoint could be saved in {self._folder} ({reason_of(error)}); the same command {way}"
             ) from error
 
     @contextmanager
     def _read(self, step: int) -> Iterator[None]:
-        # Not RuntimeError, which JAX raises when memory is short: the checkpoint is then intact.
         try:
             yield
-        except (ValueError, LookupError, OSError) as error:
+        except Exception as error:
+            if lacks_memory(error):
+                raise
             before = [other for other in finished_steps(self._folder) if other < step]
             way = f"go on from step {before[-1]}" if before else "begin anew: there is none before it"
-            raise ValueError(
-                f"checkpoint {step} cannot be read ({_reason(error)}): move the folder {self._folder / str(step)} away to {way}"
-            ) from error
+            folder, reason = self._folder / str(step), reason_of(error)
+            raise ValueError(f"checkpoint {step} cannot be read ({reason}): move the folder {folder} away to {way}") from error
 
 
 class _Kept(preservation.PreservationPolicy):
@@ -174,8 +193,42 @@ class _Kept(preservation.PreservationPolicy):
         return [each.step == self._step() for each in checkpoints]
 
 
-def _reason(error: Exception) -> str:
+def lacks_memory(error: Exception) -> bool:
+    """Returns True if a read ended for lack of memory, and not of damage, for which Orbax raises even bare Exceptions."""
+    return isinstance(error.__cause__ or error, RuntimeError | MemoryError)
+
+
+def _checksums(position: dict[str, Any], state: Any) -> dict[str, list]:
+    """Returns [dtype, checksum] of the position and of each array, by path."""
+    arrays = {
+        jax.tree_util.keystr(path, simple=True, separator="/"): x
+        for path, x in jax.tree_util.tree_leaves_with_path(state)
+        if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, np.generic) and not jnp.iscomplexobj(x)
+    }
+    sums = jax.device_get({name: _checksum(x) for name, x in arrays.items()})
+    of_position = {"position": ["json", zlib.crc32(json.dumps(position).encode())]}
+    return of_position | {f"state/{name}": [x.dtype.name, int(sums[name])] for name, x in arrays.items()}
+
+
+@jax.jit
+def _checksum(x: jax.Array) -> jax.Array:
+    """Sums a hash of each element and its index, modulo 2^32. No two values at an index share a hash."""
+    if x.dtype == bool:
+        x = x.astype(jnp.uint8)
+    bits = jax.lax.bitcast_convert_type(x, f"uint{8 * min(x.dtype.itemsize, 4)}").astype(jnp.uint32)
+    hashed = bits
+    for axis in range(bits.ndim):
+        stride = 0x9E3779B9 * math.prod(bits.shape[axis + 1 :]) % 2**32
+        hashed += jax.lax.broadcasted_iota(jnp.uint32, bits.shape, axis) * np.uint32(stride)
+    hashed *= np.uint32(0x85EBCA6B)
+    return ((hashed ^ hashed >> 15) * np.uint32(0xC2B2AE35)).sum(dtype=jnp.uint32)
+
+
+def reason_of(error: BaseException) -> str:
     """Describes the error in one line; for the operating system's errors inside TensorStore's messages, only their names."""
+    if type(error) is Exception and error.__cause__ is not None:
+        # Orbax wraps TensorStore's error of a failed read into one that repeats the specification of the array.
+        return reason_of(error.__cause__)
     number = re.search(r"os_error_code='(\d+)'", str(error))
     text = str(error.args[0] if error.args else error)
     if number:
@@ -185,18 +238,25 @@ def _reason(error: Exception) -> str:
 
 
 def _leave_errors_to_the_caller() -> None:
-    """Keeps threads of Orbax and TensorStore from printing tracebacks of errors that `save` or `close` raise later."""
+    """Keeps threads of Orbax and TensorStore from printing tracebacks of errors that `restore`, `save` or `close` raise."""
     # A filter that is there already is not added again.
     logging.getLogger("absl").addFilter(_is_no_error_of_orbax)
-    if getattr(sys.unraisablehook, "func", None) is not _print_unless_late:
-        sys.unraisablehook = partial(_print_unless_late, sys.unraisablehook)
+    logging.getLogger("asyncio").addFilter(_is_no_error_of_tensorstore)
+    if getattr(sys.unraisablehook, "func", None) is not _print_unless_raised:
+        sys.unraisablehook = partial(_print_unless_raised, sys.unraisablehook)
 
 
 def _is_no_error_of_orbax(record: logging.LogRecord) -> bool:
     return not (record.levelno >= logging.ERROR and f"{os.sep}orbax{os.sep}" in record.pathname)
 
 
-def _print_unless_late(hook: Callable[[Any], None], unraisable: Any) -> None:
-    """Hides errors of TensorStore's writes that end after a failed one: each would print that the event loop is closed."""
-    if not (isinstance(unraisable.exc_value, RuntimeError) and str(unraisable.exc_value) == "Event loop is closed"):
+def _is_no_error_of_tensorstore(record: logging.LogRecord) -> bool:
+    return "tensorstore_spec" not in record.getMessage()
+
+
+def _print_unless_raised(hook: Callable[[Any], None], unraisable: Any) -> None:
+    """Hides errors of reads and writes that end after a failed one, which is raised. After a write each has lost its loop."""
+    error = unraisable.exc_value
+    late = isinstance(error, RuntimeError) and str(error) == "Event loop is closed"
+    if not late and not str(error).startswith("Encountered error while reading array index"):
         hook(unraisable)

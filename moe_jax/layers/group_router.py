@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Integer
 
 from moe_jax.kernels.precision import at_least_f32
 from moe_jax.kernels.top_k import top_k_indices
 from moe_jax.layers.balance import Sequences
-from moe_jax.layers.router import ExpertBias, Router, Routing
+from moe_jax.layers.router import ExpertBias, Router, Routing, scores_of_replayed
 from moe_jax.layers.router_sums import RouterSums
 
 TINY = 1e-20
@@ -83,7 +83,7 @@ def route_by_groups(
     rule: GroupRule,
     bias: Float[Array, "experts"] | None = None,
     valid: Bool[Array, "tokens"] | Sequences | None = None,
-    expert_ids: Int[Array, "tokens k"] | None = None,
+    expert_ids: Integer[Array, "tokens k"] | None = None,
 ) -> Routing:
     """Chooses the k largest s + bias in the best groups, with s = sigmoid or softmax of the logits in f32.
 
@@ -100,7 +100,9 @@ def route_by_groups(
     scores = jax.nn.sigmoid(logits) if rule.scoring_func == "sigmoid" else jax.nn.softmax(logits, axis=-1)
     if expert_ids is None:
         expert_ids = _choose(scores if bias is None else scores + bias, num_experts_per_tok, rule)
-    weights = jnp.take_along_axis(scores, expert_ids, axis=-1)
+        weights = jnp.take_along_axis(scores, expert_ids, axis=-1)
+    else:
+        weights, expert_ids = scores_of_replayed(scores, expert_ids)
     if rule.norm_topk_prob:
         weights = weights / (weights.sum(axis=-1, keepdims=True) + TINY)
     probabilities = scores / (scores.sum(axis=-1, keepdims=True) + TINY) if rule.scoring_func == "sigmoid" else scores

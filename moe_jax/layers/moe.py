@@ -8,7 +8,7 @@ from typing import Any, Literal
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Integer
 
 from moe_jax.kernels.experts.adapted import ExpertsAdapter, experts_mlp_adapted, experts_mlp_adapted_in_stack
 from moe_jax.kernels.experts.deferred import ExpertProducts, expert_products_like, experts_mlp_deferring
@@ -95,7 +95,7 @@ class MoE(nnx.Module):
         x: Float[Array, "*batch hidden"],
         valid: Bool[Array, "*batch"] | Bool[Array, "tokens"] | Sequences | None = None,
         *,
-        expert_ids: Int[Array, "*batch k"] | Int[Array, "tokens k"] | Literal["balanced"] | None = None,
+        expert_ids: Integer[Array, "*batch k"] | Integer[Array, "tokens k"] | Literal["balanced"] | None = None,
         spread: Spread = ONE_DEVICE,
     ) -> tuple[Float[Array, "*batch hidden"], Routing]:
         """Returns y in x's dtype, and the routing with x's tokens along one axis.

@@ -11,8 +11,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Integer
 
+from moe_jax.kernels.experts.routing import int32_ids, is_an_expert
 from moe_jax.kernels.precision import at_least_f32
 from moe_jax.kernels.top_k import top_k_indices
 from moe_jax.kernels.varying import vary_alike
@@ -28,7 +29,7 @@ class Routing(NamedTuple):
 
     Attributes:
       weights: f32 weight of each chosen expert.
-      experts: the chosen experts' ids, int32.
+      experts: the chosen experts' ids, int32; the number of experts for a replayed id that is no expert's.
       sums: the layer's statistics over the valid tokens.
     """
 
@@ -70,7 +71,7 @@ class Router(TicketHolder):
         x: Float[Array, "tokens hidden"],
         valid: Bool[Array, "tokens"] | Sequences | None = None,
         *,
-        expert_ids: Int[Array, "tokens k"] | Literal["balanced"] | None = None,
+        expert_ids: Integer[Array, "tokens k"] | Literal["balanced"] | None = None,
     ) -> Routing:
         """Routes each token.
 
@@ -101,7 +102,7 @@ def route(
     num_experts_per_tok: int,
     norm_topk_prob: bool,
     valid: Bool[Array, "tokens"] | Sequences | None = None,
-    expert_ids: Int[Array, "tokens k"] | None = None,
+    expert_ids: Integer[Array, "tokens k"] | None = None,
 ) -> Routing:
     """Computes p = softmax(logits) in f32 and takes the k largest p as weights, divided by their sum if `norm_topk_prob`.
 
@@ -110,15 +111,33 @@ def route(
     Args:
       valid: as in `RouterSums.of`. Tokens that are not valid are routed and counted nowhere.
       expert_ids: routing replay: these experts instead of the top k, with weights from the live logits. Reinforcement learning
-        needs this to train on the choices of the rollout engine.
+        needs this to train on the choices of the rollout engine. An id outside [0, experts), such as -1, adds nothing:
+        its weight is 0, and it is counted nowhere. The token's other weights have their own sum. Any integer dtype.
     """
     logits = logits.astype(at_least_f32(logits.dtype))
     probabilities = jax.nn.softmax(logits, axis=-1)
-    experts = top_k_indices(probabilities, num_experts_per_tok) if expert_ids is None else expert_ids
-    weights = jnp.take_along_axis(probabilities, experts, axis=-1)
+    if expert_ids is None:
+        experts = top_k_indices(probabilities, num_experts_per_tok)
+        weights = jnp.take_along_axis(probabilities, experts, axis=-1)
+    else:
+        weights, experts = scores_of_replayed(probabilities, expert_ids)
     if norm_topk_prob:
-        weights = weights / weights.sum(axis=-1, keepdims=True)
+        total = weights.sum(axis=-1, keepdims=True)
+        if expert_ids is not None:
+            # A token without any expert would have 0 / 0.
+            total = jnp.where((experts < logits.shape[1]).any(axis=-1, keepdims=True), total, 1)
+        weights = weights / total
     return Routing(weights, experts, RouterSums.of(probabilities, logits, experts, valid))
+
+
+def scores_of_replayed(
+    scores: Float[Array, "tokens experts"], expert_ids: Integer[Array, "tokens k"]
+) -> tuple[Float[Array, "tokens k"], Int[Array, "tokens k"]]:
+    """Returns the experts' scores and int32 ids; 0 and the number of experts for an id outside [0, experts)."""
+    num_experts = scores.shape[1]
+    known = is_an_expert(expert_ids, num_experts)
+    ids = jnp.where(known, int32_ids(expert_ids, num_experts), num_experts)
+    return jnp.take_along_axis(scores, ids, axis=-1, mode="fill", fill_value=0), ids
 
 
 def check_expert_choice(text: str) -> None:

@@ -58,7 +58,7 @@ class RouterSums:
         Args:
           probabilities: the router's scores of all experts, divided by their sum.
           logits: the router's logits.
-          experts: the experts that each token uses.
+          experts: the experts that each token uses. The number of experts, or an id above it, counts nothing; none is negative.
           valid: tokens that count; all if None. `Sequences` also says which documents they are of, for the sequence-wise loss.
         """
         if valid is None:

@@ -96,7 +96,7 @@ class Decoder(nnx.Module):
         segment_ids: Integer[Array, "batch seq"] | None = None,
         *,
         cache: KVCache | None = None,
-        expert_ids: Int[Array, "moe_layers batch seq k"] | Literal["balanced"] | None = None,
+        expert_ids: Integer[Array, "moe_layers batch seq k"] | Literal["balanced"] | None = None,
         remat: Remat | None = None,
         spread: Spread | None = None,
         sequence_balance: bool = False,
@@ -114,6 +114,7 @@ class Decoder(nnx.Module):
             attend to each other as without a cache. More tokens than it has room for are an error. Under `jax.jit` the length
             is not known, and they overwrite the cache's last tokens.
           expert_ids: routing replay: the experts to use (`HiddenStates.expert_ids` of another call), weighted by live logits.
+            An id of -1 adds nothing (`layers.router.route`).
             "balanced" deals tokens to experts in turn, for benchmarks only. None: the router's choice, or "balanced" if the
             model's `execution` says so.
           remat: recompute each layer in the backward pass and keep only its input; "offload" keeps it in the host's memory.
@@ -389,7 +390,7 @@ OPTIONS = tuple(
 """Names of a call's options: all keyword-only parameters of `hidden_states`."""
 
 
-def _per_layer(config: ModelConfig, expert_ids: Int[Array, "moe_layers batch seq k"] | None) -> list[PerLayer]:
+def _per_layer(config: ModelConfig, expert_ids: Integer[Array, "moe_layers batch seq k"] | None) -> list[PerLayer]:
     """Returns the layers' own inputs, stage by stage; dense layers replay no experts."""
     windows = None
     if any(config.layer_windows):

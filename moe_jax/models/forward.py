@@ -47,7 +47,7 @@ class LayerInputs:
     segments: Int[Array, "batch seq"]
     valid: Bool[Array, "batch seq"]
     sequences: Sequences | None = None
-    expert_ids: Int[Array, "batch seq k"] | Literal["balanced"] | None = None
+    expert_ids: Integer[Array, "batch seq k"] | Literal["balanced"] | None = None
 
     @property
     def counted(self) -> Bool[Array, "tokens"] | Sequences:
@@ -69,7 +69,7 @@ class PerLayer(NamedTuple):
     """The layer's index in the cache."""
     window: Int[Array, "layers"] | None = None
     """The layer's sliding window."""
-    expert_ids: Int[Array, "layers batch seq k"] | None = None
+    expert_ids: Integer[Array, "layers batch seq k"] | None = None
     """The experts to replay."""
     exists: Bool[Array, "layers"] | None = None
     """False for a layer whose tokens do not count. Such a layer fills up a pipeline's last chunk, or runs on no micro-batch."""

@@ -175,6 +175,7 @@ def lost(config, tensors):
 
 
 BAD = {
+    "must have a positive integer r and a number lora_alpha; got None and 9": changed_config(r=None, lora_alpha=9),
     "peft_type='IA3'": changed_config(peft_type="IA3"),
     "use_dora=True": changed_config(use_dora=True),
     "bias='all'": changed_config(bias="all"),
@@ -220,6 +221,7 @@ def test_experts_that_were_never_adapted(named, tmp_path, caplog):
     "fields, layers",
     [
         ({"layers_to_transform": [0]}, [0]),
+        ({"layers_to_transform": 0}, [0]),
         ({"target_modules": ["layers.0.self_attn.q_proj"]}, [0]),
         # SkyRL names no modules.
         ({"target_modules": None, "rank_pattern": None, "alpha_pattern": None, "init_lora_weights": True}, [0, 1]),
@@ -235,6 +237,16 @@ def test_files_that_name_no_modules_or_some(fields, layers, tmp_path):
     load_adapter(model, tmp_path)
     (a,) = (target.found.a[...] for target in targets_of(model) if target.found is not None)
     assert [layer for layer in range(2) if np.any(a[layer])] == layers
+
+
+@pytest.mark.parametrize("name", [CONFIG_FILE, WEIGHTS_FILE])
+@pytest.mark.parametrize("end", [0, 60, -10])
+def test_cut_files(name, end, tmp_path):
+    model = small_model("qwen3")
+    save_adapter(with_adapters(nnx.clone(model), targets=("q_proj",)), tmp_path)
+    (tmp_path / name).write_bytes((tmp_path / name).read_bytes()[:end])
+    with pytest.raises(ValueError, match=f"{tmp_path / name} (must hold a JSON object|cannot be read)"):
+        load_adapter(model, tmp_path)
 
 
 def test_missing_files(tmp_path):

@@ -1,5 +1,7 @@
 """GPTQ checkpoints: their codes times their scales, whole or kept in 4 bits; other kinds are refused."""
 
+import json
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +11,7 @@ import torch
 from checkpoint_helpers import edit_config, parameters, read_weights, rewrite_weights, write_checkpoint
 from flax import nnx
 
+from moe_jax.checkpoint.gptq import read_group_size
 from moe_jax.checkpoint.hf_files import CheckpointError
 from moe_jax.checkpoint.hf_load import from_pretrained
 from moe_jax.layers.quantised import FourBits
@@ -23,7 +26,7 @@ def packed(codes):
     return torch.from_numpy(words.astype(np.uint32).view(np.int32))
 
 
-def write_gptq(folder, **changes) -> dict[str, np.ndarray]:
+def write_gptq(folder, group_size=GROUP, **changes) -> dict[str, np.ndarray]:
     """A checkpoint with its projections in GPTQ; returns their values by name."""
     rng, stored, values = seeds.rng(), {}, {}
     write_checkpoint(folder, hidden_size=64, intermediate_size=64, moe_intermediate_size=64, num_hidden_layers=2)
@@ -32,14 +35,14 @@ def write_gptq(folder, **changes) -> dict[str, np.ndarray]:
             stored[name] = tensor
             continue
         base, (num_out, num_in) = name.removesuffix(".weight"), tensor.shape
-        codes = rng.integers(0, 16, (num_in, num_out))
-        scales = rng.random((num_in // GROUP, num_out)).astype(np.float16)
+        codes, group = rng.integers(0, 16, (num_in, num_out)), num_in if group_size == -1 else group_size
+        scales = rng.random((num_in // group, num_out)).astype(np.float16)
         stored[f"{base}.qweight"], stored[f"{base}.scales"] = packed(codes), torch.from_numpy(scales)
-        stored[f"{base}.qzeros"] = torch.full((num_in // GROUP, num_out // 8), 0x77777777, dtype=torch.int32)
-        stored[f"{base}.g_idx"] = torch.arange(num_in, dtype=torch.int32) // GROUP
-        values[name] = ((codes - 8) * np.repeat(scales.astype(np.float32), GROUP, axis=0)).T
+        stored[f"{base}.qzeros"] = torch.full((num_in // group, num_out // 8), 0x77777777, dtype=torch.int32)
+        stored[f"{base}.g_idx"] = torch.arange(num_in, dtype=torch.int32) // group
+        values[name] = ((codes - 8) * np.repeat(scales.astype(np.float32), group, axis=0)).T
     rewrite_weights(folder, stored | changes)
-    edit_config(folder, quantization_config=CONFIG)
+    edit_config(folder, quantization_config=CONFIG | {"group_size": group_size})
     return values
 
 
@@ -48,8 +51,10 @@ def logits(model):
     return run(nnx.state(model), jnp.arange(8).reshape(1, 8))
 
 
-def test_whole_and_as_stored(tmp_path):
-    values = write_gptq(tmp_path)
+@pytest.mark.parametrize("group_size", [GROUP, -1])
+def test_whole_and_as_stored(tmp_path, group_size):
+    """A group of -1 is a matrix's whole input."""
+    values = write_gptq(tmp_path, group_size)
     whole, stored = (from_pretrained(tmp_path, dtype="float32", weights=weights) for weights in ("whole", "as stored"))
     found, prefix = parameters(whole), "model.layers.1."
     for name in ("q_proj", "o_proj"):
@@ -81,3 +86,31 @@ def test_other_kinds_are_refused(tmp_path):
     rewrite_weights(tmp_path, whole)
     with pytest.raises(CheckpointError, match="lacks qzeros"):
         from_pretrained(tmp_path)
+    edit_config(tmp_path, quantization_config=CONFIG | {"group_size": 24})
+    with pytest.raises(
+        CheckpointError, match="its 64 inputs are no multiple of group_size=24, so that the last group is shorter"
+    ):
+        from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        ({"group_size": 12}, r"group_size=12 must be a multiple of 8, or -1"),
+        ({"bits": 8}, r"GPTQ with bits=8 \(only 4\) is not supported"),
+        (
+            {"dynamic": {"+:.*down.*": {"group_size": 64}}},
+            r"dynamic gives modules '\+:\.\*down\.\*' {'group_size': 64}, and one",
+        ),
+    ],
+)
+def test_other_settings_are_refused(tmp_path, fields, message):
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": CONFIG | fields}))
+    with pytest.raises(ValueError, match=message):
+        read_group_size(tmp_path)
+
+
+def test_rules_for_modules_that_change_nothing_are_accepted(tmp_path):
+    dynamic = {"-:.*lm_head.*": {}, "+:.*q_proj.*": {"bits": 4, "damp_percent": 0.1}}
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": CONFIG | {"dynamic": dynamic}}))
+    assert read_group_size(tmp_path) == GROUP

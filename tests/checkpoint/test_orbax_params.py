@@ -9,6 +9,7 @@ from flax import nnx
 import moe_jax
 from moe_jax.checkpoint.hf_load import from_pretrained
 from moe_jax.checkpoint.orbax_params import load_orbax, save_orbax
+from moe_jax.checkpoint.stored_dtype import stored_dtype
 from moe_jax.config import Qwen3Config, Qwen3MoeConfig
 from moe_jax.models.auto import from_config
 
@@ -68,6 +69,17 @@ def test_parameters_that_do_not_fit_the_config_are_listed(tmp_path):
         "embed_tokens.weight: shape [61, 16], expected [60, 16]",
     ):
         assert part in str(caught.value)
+
+
+@pytest.mark.parametrize("damaged", ["_METADATA", "manifest.ocdbt", "largest file"])
+def test_damaged_parameters_are_one_error(tmp_path, damaged):
+    save_orbax(random_model("float32", moe=False), tmp_path)
+    files = [file for file in (tmp_path / "params").rglob("*") if file.is_file()]
+    chosen = [file for file in files if file.name == damaged] or [max(files, key=lambda file: file.stat().st_size)]
+    chosen[0].write_bytes(chosen[0].read_bytes()[: chosen[0].stat().st_size // 2])
+    with pytest.raises(ValueError, match=r"params cannot be read, it is truncated or corrupt \("):
+        stored_dtype(tmp_path)
+        load_orbax(tmp_path)
 
 
 def test_folders_without_parameters(tmp_path):

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_jax.layers.balance import Sequences
+from moe_jax.layers.group_router import GroupRule, route_by_groups
 from moe_jax.layers.router import (
     balanced_expert_ids,
     load_balancing_loss,
@@ -95,6 +96,46 @@ def test_replay():
     replayed = route(logits, 2, False, expert_ids=chosen)
     np.testing.assert_array_equal(replayed.weights, jax.nn.softmax(logits)[:, jnp.array([5, 0])])
     np.testing.assert_array_equal(replayed.sums.expert_load, [5, 0, 0, 0, 0, 5])
+
+
+@pytest.mark.parametrize("norm", [True, False])
+@pytest.mark.parametrize("rule", [None, GroupRule("sigmoid"), GroupRule("softmax")])
+def test_replayed_ids_of_no_expert_add_nothing(rule, norm, rng):
+    """The weights, the load and the gradient are those of the token's other ids, and zeros without any."""
+    logits, factors = jnp.asarray(rng.normal(size=(4, 6)), jnp.float32), jnp.asarray(rng.normal(size=(4, 2)), jnp.float32)
+
+    def replayed(logits, ids):
+        if rule is None:
+            return route(logits, 2, norm, expert_ids=ids)
+        return route_by_groups(logits, 2, replace(rule, norm_topk_prob=norm), expert_ids=ids)
+
+    def results(ids):
+        ids = jnp.asarray(ids)
+        routing = replayed(logits, ids)
+        of_logits = jax.grad(lambda logits: jnp.sum(factors[:, : ids.shape[1]] * replayed(logits, ids).weights))(logits)
+        return np.asarray(routing.weights), np.asarray(routing.sums.expert_load), of_logits
+
+    for outside in (-1, -6, 6, 2**31 - 1):
+        weights, load, of_logits = results([[2, outside], [3, 1], [outside, outside], [5, outside]])
+        single, _, of_single = results([[2], [1], [0], [5]])
+        pair, _, of_pair = results([[0, 1], [3, 1], [0, 1], [0, 1]])
+        np.testing.assert_array_equal(load, [0, 1, 1, 1, 0, 1])
+        np.testing.assert_allclose(weights, [[single[0, 0], 0], pair[1], [0, 0], [single[3, 0], 0]], rtol=1e-6)
+        wanted = jnp.stack([of_single[0], of_pair[1], jnp.zeros(6), of_single[3]])
+        np.testing.assert_allclose(of_logits, wanted, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint32"])
+def test_replayed_ids_have_any_integer_dtype(dtype):
+    logits = jnp.asarray(seeds.rng().normal(size=(3, 128)), jnp.float32)
+    ids = np.asarray([[0, 127], [5, 6], [127, 1]])
+    given_ids = jnp.asarray(ids, dtype)
+    for routing in (
+        route(logits, 2, True, expert_ids=given_ids),
+        route_by_groups(logits, 2, GroupRule(), expert_ids=given_ids),
+    ):
+        np.testing.assert_array_equal(routing.experts, ids)
+        assert routing.experts.dtype == jnp.int32 and int(routing.sums.expert_load[127]) == 2
 
 
 @pytest.mark.parametrize("tokens, k, experts", [(16, 3, 8), (5, 2, 7), (1, 4, 4), (128, 8, 128)])
