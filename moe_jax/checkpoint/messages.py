@@ -28,11 +28,25 @@ def check_messages(messages: Any) -> None:
             )
         if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
             raise ValueError(f'message {i} ({message["role"]}) needs a string "content"')
+        check_unicode(f"message {i} ({message['role']})", content or "")
         if not _is_weight(message.get("weight", 1)):
             raise ValueError(
                 f'message {i} ({message["role"]}) has "weight" {message["weight"]!r:.80}; it is 0, or a number from '
                 f"{SMALLEST_WEIGHT:.1g} to {LARGEST_WEIGHT:.1g}"
             )
+
+
+def check_unicode(name: str, text: str) -> None:
+    """Checks that a tokenizer can read a text. Python makes halves of characters of bytes that are not UTF-8.
+
+    Raises:
+      ValueError: the text holds such a half.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = f"{ord(text[error.start]):#06x}"
+        raise ValueError(f"{name} is not valid Unicode: character {error.start} is half of one, {half}; give UTF-8") from error
 
 
 def check_template(template: str, messages: Sequence[Mapping[str, Any]], tools: Any) -> None:

@@ -7,7 +7,7 @@ from typing import Any, TypedDict, Unpack, overload
 
 from moe_jax.checkpoint.companions import generation_config
 from moe_jax.checkpoint.hf_load import find_config, from_pretrained
-from moe_jax.checkpoint.messages import check_messages, check_template
+from moe_jax.checkpoint.messages import check_messages, check_template, check_unicode
 from moe_jax.checkpoint.tokenizer import beginning, load_tokenizer
 from moe_jax.checkpoint.tool_calls import as_template_wants
 from moe_jax.config import ModelConfig, load_config
@@ -162,6 +162,8 @@ def completion_tokens(tokenizer: Any, prompts: Sequence[str]) -> list[list[int]]
         raise ValueError(f"prompts must be a text or a list of texts; got {wrong[0]!r:.80}{advice}")
     if not prompts:
         raise ValueError("prompts must hold at least one text; got none")
+    for i, prompt in enumerate(prompts):
+        check_unicode(f"prompt {i}", prompt)
     # Only the special tokens at the beginning: some tokenizers also add the end of a text, which would end the prompt.
     begin = beginning(tokenizer)
     tokens = [begin + tokenizer(prompt, add_special_tokens=False)["input_ids"] for prompt in prompts]
