@@ -78,8 +78,8 @@ def main(arguments: list[str] | None = None) -> None:
             _leave(BROKEN_PIPE)
         print(f"moe-jax: {error}", file=sys.stderr)
         _leave(2)
-    except KeyboardInterrupt:
-        print("moe-jax: interrupted", file=sys.stderr)
+    except KeyboardInterrupt as error:
+        print(f"moe-jax: {str(error) or 'interrupted'}", file=sys.stderr)
         _leave(128 + signal.SIGINT)
 
 
@@ -109,12 +109,23 @@ def _run(arguments: list[str]) -> None:
 
 
 def _run_command(name: str, arguments: list[str]) -> None:
+    if name not in ("finetune", "prefer"):
+        _parse_and_run(name, arguments)
+        return
+    from moe_jax.commands.config_file import in_options, with_config
+
+    arguments = with_config(name, arguments)
+    try:
+        _parse_and_run(name, arguments)
+    except ValueError as error:
+        if type(error) is ValueError:
+            error.args = (in_options(name, str(error)),)
+        raise
+
+
+def _parse_and_run(name: str, arguments: list[str]) -> None:
     import tyro
 
-    if name in ("finetune", "prefer"):
-        from moe_jax.commands.config_file import with_config
-
-        arguments = with_config(name, arguments)
     refuse_other_names(name, arguments)
     command: Any = tyro.cli(_command_class(name), prog=f"moe-jax {name}", args=arguments)
     if not BY_NAME[name].uses_jax:

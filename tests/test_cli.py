@@ -19,6 +19,7 @@ from moe_jax.commands.plan import PlanCommand
 from moe_jax.commands.serve import ServeCommand
 from moe_jax.generation import Drafts
 from moe_jax.runtime import processes
+from moe_jax.runtime.environment import program
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +39,7 @@ def fails(capsys, *arguments) -> str:
 
 def test_convert_to_orbax_and_back_keeps_every_bit(checkpoint, tmp_path, capsys):
     main(["convert", str(checkpoint), str(tmp_path / "orbax")])
-    assert "this is an Orbax checkpoint: `moe-jax convert" in fails(capsys, "check", str(tmp_path / "orbax"))
+    assert f"this is an Orbax checkpoint: `{program()} convert" in fails(capsys, "check", str(tmp_path / "orbax"))
     main(["convert", str(tmp_path / "orbax"), str(tmp_path / "hf"), "--to", "hf"])
     assert capsys.readouterr().out.splitlines()[-1] == f"wrote {tmp_path / 'hf'} in float32"
     for file in checkpoint.iterdir():
@@ -240,6 +241,17 @@ def test_bad_options_are_found_before_a_model_is_downloaded(options, monkeypatch
     commands = ["check org/model"] + ["generate org/model --prompt x"] * ("devices" in options)
     for command in commands:
         assert options.split()[0].strip("-") in fails(capsys, *command.split(), *options.split())
+
+
+@pytest.mark.parametrize("said, line", [("saved at step 3", "saved at step 3"), ("", "interrupted")])
+def test_ctrl_c_is_one_line(said, line, monkeypatch, capsys):
+    def interrupted(_):
+        raise KeyboardInterrupt(*filter(None, [said]))
+
+    monkeypatch.setattr("moe_jax.cli._run", interrupted)
+    with pytest.raises(SystemExit) as status:
+        main(["finetune"])
+    assert status.value.code == 130 and capsys.readouterr().err == f"moe-jax: {line}\n"
 
 
 def test_bad_input_is_one_line_and_status_two(checkpoint, tmp_path, capsys):

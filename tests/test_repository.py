@@ -3,6 +3,7 @@
 import ast
 import json
 import re
+import tomllib
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -93,6 +94,12 @@ def test_torch_is_never_imported_at_module_level():
         if name.split(".")[0] == "torch"
     ]
     assert not wrong, f"torch is optional: import it inside the function that needs it, not at {wrong}"
+
+
+def test_chat_templates_need_no_extra():
+    """transformers renders them with jinja2, and does not install it; torch does, which is optional."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert any(each.startswith("jinja2") for each in project["dependencies"])
 
 
 def test_every_file_says_what_it_is_about():

@@ -42,9 +42,14 @@ class LoraSummary:
         return sum(kind.parameters for kind in self.kinds.values())
 
     def __str__(self) -> str:
+        return f"LoRA trains {self.counts}"
+
+    @property
+    def counts(self) -> str:
+        """The report without its verb, for an adapter that is only used."""
         kinds = [f"{name} {kind.parameters:,} ({self._ranks(name)})" for name, kind in self.kinds.items()]
         without = f"; without an adapter: {', '.join(self.without)}" if self.without else ""
-        return f"LoRA trains {self.parameters:,} parameters beside {self.frozen_parameters:,}: {', '.join(kinds)}{without}"
+        return f"{self.parameters:,} parameters beside {self.frozen_parameters:,}: {', '.join(kinds)}{without}"
 
     def _ranks(self, name: str) -> str:
         ranks = "/".join(map(str, self.kinds[name].ranks))

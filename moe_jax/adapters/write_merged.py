@@ -33,7 +33,7 @@ def write_merged(
     """
     model = load()
     adapt(model)
-    print(lora_summary(model), file=sys.stderr)
+    print(f"the adapter has {lora_summary(model).counts}", file=sys.stderr)
     changes, dtype = changes_of(model), model.embed_tokens.weight.dtype
     merge_adapter(model)
     save(model, target, **options)

@@ -15,6 +15,8 @@ import ml_dtypes
 import numpy as np
 from safetensors import safe_open
 
+from moe_jax.runtime.environment import program
+
 MAX_PROBLEMS_LISTED = 50
 
 FLOAT_DTYPES: dict[str, np.dtype] = {
@@ -86,7 +88,7 @@ def open_tensors(folder: Path, problems: list[str]) -> dict[str, StoredTensor]:
             return _open_files(files, read_file, problems)
     if (folder / "params").is_dir():
         problems.append(
-            "this is an Orbax checkpoint: `moe-jax convert FOLDER TARGET --to hf` makes a Hugging Face folder of it"
+            f"this is an Orbax checkpoint: `{program()} convert FOLDER TARGET --to hf` makes a Hugging Face folder of it"
         )
     problems.append("no weight files: expected model.safetensors, *.safetensors with an index, or pytorch_model*.bin")
     return {}

@@ -35,6 +35,7 @@ from moe_jax.models.layers_in_pipe import layers_in_pipe
 from moe_jax.parallel.layout import parameter_sharding
 from moe_jax.parallel.mesh import refuse_pipe
 from moe_jax.parallel.pipeline.chunks import pipe_of, stacked_shape
+from moe_jax.runtime.environment import program
 from moe_jax.runtime.processes import is_first_process
 
 _logger = logging.getLogger(__name__)
@@ -209,8 +210,8 @@ def _check_is_finished(folder: Path) -> None:
     steps = finished_steps(folder / "checkpoints")
     newest = f", whose newest checkpoint is of step {steps[-1]}" if steps else " without a checkpoint"
     convert = (
-        f"; `moe-jax convert {folder} TARGET --to hf` writes the model of that checkpoint (--merge in place of --to hf, if the "
-        "run trained an adapter)"
+        f"; `{program()} convert {folder} TARGET --to hf` writes the model of that checkpoint (--merge in place of --to hf, if "
+        "the run trained an adapter)"
     )
     raise FileNotFoundError(
         f"{folder} is the output folder of a run that is not finished{newest}: the command that began the run ends it"

@@ -31,6 +31,7 @@ def check_messages(messages: Any) -> None:
             )
         if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
             raise ValueError(f'message {i} ({message["role"]}) needs a string "content"')
+        check_unicode(content or "", f"message {i} ({message['role']})")
         if not _is_weight(1 if message.get("weight") is None else message["weight"]):
             raise ValueError(
                 f'message {i} ({message["role"]}) has "weight" {message["weight"]!r:.80}; it is 0, or a number from '

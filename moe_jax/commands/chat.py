@@ -1,6 +1,7 @@
 """`moe-jax chat`: a conversation with a model in the terminal."""
 
 import contextlib
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -15,7 +16,7 @@ from moe_jax.commands.options import Dtype, InferencePrecision, length_for
 if TYPE_CHECKING:
     from moe_jax.serving.conversation import Conversation
 
-HELP = "Ctrl-C ends an answer, Ctrl-D the conversation; /new begins another one."
+HELP = "Ctrl-C ends an answer, Ctrl-D the conversation. /new begins another conversation, /help prints these lines."
 
 
 @dataclass(frozen=True)
@@ -119,6 +120,10 @@ def talk(conversation: "Conversation") -> None:
     for line in _lines(is_terminal):
         if line == "/new":
             conversation.clear()
+        elif line == "/help":
+            print(HELP, file=sys.stderr)
+        elif re.match(r"/\w*(\s|$)", line):
+            print(f"moe-jax: no command {line.split()[0]}; /help lists them", file=sys.stderr)
         elif line:
             try:
                 with contextlib.closing(conversation.answers(line)) as pieces:

@@ -1,6 +1,7 @@
 """Settings of a run from a YAML file (`--config run.yaml` of `finetune` and `prefer`), as options before those given."""
 
 import difflib
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -96,6 +97,25 @@ def read_config_file(file: str | Path, known: KnownSettings) -> dict[str, Any]:
     if unknown := [f"{name} ({_meant(name, names, known)})" for name in values.keys() - set(names)]:
         raise ValueError(f"{path} has keys that are no settings: {', '.join(sorted(unknown))}")
     return values
+
+
+def in_options(command: str, message: str) -> str:
+    """Returns an error about settings with their names as options: log_to='x' as --log-to='x', remat=False as --no-remat.
+
+    Names of one word without a value stay, since sentences have such words.
+    """
+    known = KNOWN[command]
+    names = sorted(map(re.escape, known.names), key=len, reverse=True)
+
+    def option(found: re.Match) -> str:
+        name, value = found["name"], found["value"]
+        if value in ("=True", "=False"):
+            return " ".join(_words(name, value == "=True"))
+        return "--" + name.replace("_", "-") + (value or "") if value or {"_", "."} & set(name) else name
+
+    # Only where a word begins: a path may have such names within.
+    pattern = rf"(?<![^\s(])(?P<name>{'|'.join(names)})(?:(?P<value>=(?:True|False)?)|(?!=|\.?\w))"
+    return re.sub(pattern, option, message.removeprefix(f"{known.of.__name__}: "))
 
 
 def _config_of(arguments: list[str]) -> tuple[str | None, list[str]]:

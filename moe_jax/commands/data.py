@@ -51,6 +51,8 @@ class DataCommand:
 
         if self.seq_len < 2:
             raise ValueError(f"--seq-len must be at least 2; got {self.seq_len}")
+        if self.documents < 0:
+            raise ValueError(f"--documents must be at least 0; got {self.documents}")
         documents = open_documents(
             self.data,
             self.data_format,

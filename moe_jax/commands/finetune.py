@@ -30,7 +30,7 @@ GROUPS = {
     "exchange between devices": (
         "capacity_factor", "hops", "overlap_micro_batches", "shadow_experts", "tokens_in_fp8", "rebalance_every",
     ),
-    "log": ("tensorboard", "log_to", "sample_prompts", "sample_every", "sample_tokens"),
+    "log": ("log_every", "tensorboard", "log_to", "sample_prompts", "sample_every", "sample_tokens"),
 }  # fmt: skip
 """The fields of `FinetuneSettings` by their group in `--help`; `mesh` is a group of its own."""
 
@@ -52,7 +52,7 @@ def _run(command: Any) -> None:
     import jax
 
     from moe_jax.recipes import dry_run, find_learning_rate, finetune, write_report
-    from moe_jax.recipes.finetuning.best import told_end
+    from moe_jax.recipes.finetuning.best import told_end, told_stop
     from moe_jax.recipes.finetuning.export import export
     from moe_jax.runtime import processes
 
@@ -67,7 +67,7 @@ def _run(command: Any) -> None:
     first = processes.is_first_process()
     if not result.finished:
         if first:
-            print(f"stopped after step {result.step} and saved; the same command goes on from there", flush=True)
+            print(told_stop("stopped", result.step), flush=True)
         processes.leave(143)
     folder = export(result.model, settings)
     if first:

@@ -74,6 +74,7 @@ class GenerateCommand:
         from moe_jax.generation.request import checked_request
         from moe_jax.generation.speculative import check_drafts
         from moe_jax.generation.text import added_text, chat_prompts, completion_tokens, text_options
+        from moe_jax.runtime.environment import program
         from moe_jax.runtime.processes import is_first_process
 
         count = device_count(self.devices)
@@ -92,7 +93,8 @@ class GenerateCommand:
         if self.drafts:
             check_drafts(config)
         if source.adapter is not None and mesh is not None:
-            raise ValueError("an adapter is for one device; write the merged model first: moe-jax convert --merge")
+            merge = f"{program()} convert {source.weights} TARGET --to hf --adapter {source.adapter}"
+            raise ValueError(f"an adapter is for one device; write the merged model first: {merge}")
         in_form: dict[str, Any] = dict(precision=self.precision, weights=self.weights, dtype=self.dtype)
         model = checked_loading(folder, source.adapter, **in_form, mtp=self.drafts, mesh=mesh).load()
         new: Any

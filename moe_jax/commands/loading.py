@@ -100,7 +100,7 @@ def with_adapter(model: "Decoder", adapter: str | None, *, merge: bool = True) -
     if adapter is not None:
         from moe_jax.adapters import load_adapter, merge_adapter
 
-        print(load_adapter(model, adapter), file=sys.stderr)
+        print(f"the adapter has {load_adapter(model, adapter).counts}", file=sys.stderr)
         if merge:
             merge_adapter(model)
     return model

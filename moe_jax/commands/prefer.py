@@ -17,7 +17,7 @@ GROUPS = {
     "data": ("plain_text", "tokenizer", "eval_data", "eval_every", "eval_batches", "keep_best", "early_stop"),
     "optimizer": ("learning_rate", "min_learning_rate_ratio", "warmup_steps", "weight_decay", "max_grad_norm"),
     "memory": ("dtype", "param_dtype", "weights", "precision", "fp8_dense", "remat"),
-    "log": ("tensorboard", "log_to"),
+    "log": ("log_every", "tensorboard", "log_to"),
 }  # fmt: skip
 """The fields of `PreferSettings` by their group in `--help`; `preference` and `lora` are groups of their own."""
 
@@ -36,7 +36,7 @@ def _run(command: Any) -> None:
     import jax
 
     from moe_jax.recipes import prefer, write_report
-    from moe_jax.recipes.finetuning.best import told_end
+    from moe_jax.recipes.finetuning.best import told_end, told_stop
     from moe_jax.recipes.finetuning.export import write_trained
     from moe_jax.recipes.preferring.dry_run import dry_run
     from moe_jax.runtime import processes
@@ -47,7 +47,7 @@ def _run(command: Any) -> None:
         return
     result = prefer(settings)
     if not result.finished:
-        print(f"stopped after step {result.step} and saved; the same command goes on from there", flush=True)
+        print(told_stop("stopped", result.step), flush=True)
         processes.leave(143)
     folder = write_trained(result.model, settings)
     what = "Hugging Face checkpoint" if settings.lora is None else "adapter"

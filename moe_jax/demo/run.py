@@ -29,10 +29,12 @@ from moe_jax.config import DeepseekV3Config, ModelConfig, Qwen3Config, Qwen3MoeC
 from moe_jax.demo.text import SPECIAL_TOKENS, TURN_END, as_chat, library_functions, train_tokenizer
 from moe_jax.generation import generate
 from moe_jax.models.auto import from_config
+from moe_jax.models.decoder import Decoder
 from moe_jax.models.layers_in_pipe import layers_in_pipe
 from moe_jax.parallel.choices import MeshShape
 from moe_jax.parallel.pipeline.chunks import PipeShape
 from moe_jax.recipes import FinetuneSettings, finetune
+from moe_jax.runtime.environment import program
 from moe_jax.train.plots import plot_run
 
 MAX_LOGIT_DIFFERENCE = 1e-3
@@ -72,7 +74,7 @@ class DemoSettings:
     pipe_chunks: int = 1
     gradient_accumulation: int | None = None
     lora: LoraSettings | None = None
-    prompt: str = "def"
+    prompt: str = "def get_name(self):"
     samples: int = 4
     new_tokens: int = 200
     seed: int = 0
@@ -91,15 +93,14 @@ def run_demo(settings: DemoSettings) -> DemoResult:
     """Runs all stages; prints the work of each and the paths of its files.
 
     Raises:
-      ValueError: invalid options, for example fewer than 2 steps (nothing could be interrupted); or torch is not installed,
-        which transformers needs. An earlier demo is kept then.
+      ValueError: invalid options, for example fewer than 2 steps (nothing could be interrupted); or a mesh of several devices
+        without torch. An earlier demo is kept then.
       FileExistsError: the output folder holds files that are not from a demo.
-      ArithmeticError: transformers computes other logits from the exported checkpoint.
+      ArithmeticError: the exported checkpoint has other logits in transformers or, without torch, when it is read again.
     """
     output = Path(settings.output).expanduser()
-    check_options(settings, output)
-    if importlib.util.find_spec("torch") is None:
-        raise ValueError("the demo compares the model with transformers' on torch: pip install torch")
+    with_torch = importlib.util.find_spec("torch") is not None
+    check_options(settings, output, with_torch)
     empty_output(output)
     start = time.perf_counter()
     device = jax.devices()[0]
@@ -148,13 +149,19 @@ def run_demo(settings: DemoSettings) -> DemoResult:
             print("  the adapter alone, and a model with the adapter merged into its weights")
         save_pretrained(result.model, output / "model", tokenizer_from=output / "tokenizer", progress=False)
 
-    with stage(6, "Load the export with transformers and compare the logits"):
-        difference = logit_difference(output / "model", tokenizer.encode("".join(functions[:10]))[: settings.seq_len])
+    other = "transformers" if with_torch else "the trained model"
+    with stage(6, f"Load the export, and compare its logits with those of {other}"):
+        tokens = tokenizer.encode("".join(functions[:10]))[: settings.seq_len]
+        difference = logit_difference(output / "model", tokens, None if with_torch else result.model)
         print(f"  largest difference {difference:.1e} of the largest logit (accepted: {MAX_LOGIT_DIFFERENCE:.0e})")
         if not difference <= MAX_LOGIT_DIFFERENCE:
             raise ArithmeticError(
-                f"the logits of transformers differ by {difference:.1e} of the largest logit; "
+                f"the logits of {other} differ by {difference:.1e} of the largest logit; "
                 f"at most {MAX_LOGIT_DIFFERENCE:.0e} would be right"
+            )
+        if not with_torch:
+            print(
+                f"  not compared with transformers, which needs torch: {program('pip')} install torch, and run the demo again"
             )
 
     with stage(7, f"Complete {settings.prompt!r}, {settings.samples} times"):
@@ -171,10 +178,12 @@ def run_demo(settings: DemoSettings) -> DemoResult:
         print("\n".join(f"  | {line}" for text in texts for line in [*text.splitlines(), ""]))
         print(f"  {sum(map(is_python, texts))} of {len(texts)} are valid Python")
 
-    print(f"\nDone in {time.perf_counter() - start:.0f} s. What lies where:")
+    print(f"\nDone in {time.perf_counter() - start:.0f} s. The files:")
     for name, content in CONTENTS.items():
         if (output / name).exists():
             print(f"  {output / name!s:32} {content}")
+    how = f"up to {difference:.1e} of the largest logit" if difference else "bit for bit"
+    print(f"\nThe export computes the logits of {other}, {how}.")
     print("\nTry next: complete a function; teach the model to answer in a chat; and ask it for a function.")
     print("\n".join(f"  {command}" for command in try_next(output)))
     return DemoResult(losses, difference, texts)
@@ -202,7 +211,7 @@ MARKER = ".moe-jax-demo"
 """Empty file that marks a demo's folder: a user's own folder may also have a text.jsonl or a model."""
 
 
-def check_options(settings: DemoSettings, output: Path) -> None:
+def check_options(settings: DemoSettings, output: Path, with_torch: bool) -> None:
     """Raises a ValueError that lists every option that some stage would refuse."""
     least = {
         "steps": (2, ", so that the run can be interrupted"),
@@ -218,6 +227,10 @@ def check_options(settings: DemoSettings, output: Path) -> None:
     ]
     if not settings.prompt:
         problems.append("prompt must not be empty")
+    if settings.mesh.size > 1 and not with_torch:
+        problems.append(
+            "on several devices the demo compares its model with transformers', which needs torch: pip install torch"
+        )
     config = small_config(settings.model, settings.vocab_size, 0)
     try:
         layers_in_pipe(config, PipeShape(settings.mesh.pipe, settings.pipe_chunks))
@@ -227,7 +240,7 @@ def check_options(settings: DemoSettings, output: Path) -> None:
         # The text does not exist yet; any file can stand for it.
         training_settings(settings, output, Path(__file__))
     except ValueError as error:
-        problems.append(str(error))
+        problems.append(str(error).removeprefix(f"{FinetuneSettings.__name__}: "))
     if problems:
         raise ValueError("; ".join(problems))
 
@@ -310,18 +323,37 @@ def training_settings(settings: DemoSettings, output: Path, data: Path) -> Finet
     )
 
 
-def logit_difference(folder: Path, tokens: list[int]) -> float:
-    """Returns max |ours - transformers'| / max |transformers'| over the logits of `tokens`, in f32 from `folder`."""
-    import torch
-    from transformers import AutoModelForCausalLM
+def logit_difference(folder: Path, tokens: list[int], trained: Decoder | None = None) -> float:
+    """Returns max |ours - theirs| / max |theirs| over the logits of `tokens`: ours are those of the model in `folder`.
 
-    with torch.no_grad():
-        theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(torch.tensor([tokens])).logits[0].numpy()
+    Args:
+      trained: the model with the other logits, on one device; ours are then in its dtype. None: transformers', in f32.
+    """
     # By default GPUs multiply f32 in TF32.
     with jax.default_matmul_precision("highest"):
-        model = from_pretrained(folder, dtype=jnp.float32, progress=False)
-        ours = np.asarray(nnx.jit(lambda model, tokens: model(tokens).logits[0])(model, jnp.array([tokens])))
+        logits = nnx.jit(lambda model, tokens: model(tokens).logits[0].astype(jnp.float32))
+        theirs = transformers_logits(folder, tokens) if trained is None else np.asarray(logits(trained, jnp.array([tokens])))
+        dtype = jnp.float32 if trained is None else trained.dtype
+        model = from_pretrained(folder, dtype=dtype, param_dtype=jnp.float32, progress=False)
+        ours = np.asarray(logits(model, jnp.array([tokens])))
     return float(np.abs(ours - theirs).max() / np.abs(theirs).max())
+
+
+def transformers_logits(folder: Path, tokens: list[int]) -> np.ndarray:
+    """Returns transformers' logits of `tokens`, in f32 from `folder`, without its progress bar."""
+    import torch
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        with torch.no_grad():
+            model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+            return model(torch.tensor([tokens])).logits[0].numpy()
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 def generation_defaults() -> dict[str, Any]:
@@ -340,14 +372,15 @@ def is_python(text: str) -> bool:
 
 
 def try_next(output: Path) -> list[str]:
-    """Returns three commands that use the trained model."""
+    """Returns three commands that use the trained model, for the shell that the demo runs in."""
     folder, chat = shlex.quote(str(output)), shlex.quote(f"{output}-chat")
     dtype = "" if jax.default_backend() == "gpu" else " --dtype float32"
+    command = program()
     return [
-        f'moe-jax generate {folder}/model --prompt "def read_file(path):"{dtype}',
-        f"moe-jax finetune --model {folder}/model --data {folder}/chats.jsonl --output {chat} --steps 60 --batch-size 8 "
+        f'{command} generate {folder}/model --prompt "def read_file(path):"{dtype}',
+        f"{command} finetune --model {folder}/model --data {folder}/chats.jsonl --output {chat} --steps 60 --batch-size 8 "
         f"--seq-len 256 --learning-rate 1e-3{dtype}",
-        f'moe-jax generate {chat}/model --chat --prompt "Write read_lines(path)."{dtype}',
+        f'{command} generate {chat}/model --chat --prompt "Write read_lines(path)."{dtype}',
     ]
 
 

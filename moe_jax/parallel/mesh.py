@@ -28,10 +28,20 @@ def make_mesh(
         wanted = " x ".join(f"{name}={size}" for name, size in zip(MESH_AXES, sizes, strict=True))
         problem = f"the mesh {wanted} has {math.prod(sizes)} places; there are {len(devices)} devices"
         if min(sizes) >= 1 and all(device.platform == "cpu" for device in devices):
-            problem += f". To try a mesh on a CPU, set JAX_NUM_CPU_DEVICES={math.prod(sizes)} before Python starts"
+            problem += f". To try a mesh on CPUs, {_imitated(math.prod(sizes))}"
         raise ValueError(problem)
     auto = (jax.sharding.AxisType.Auto,) * len(MESH_AXES)
     return jax.make_mesh(sizes, MESH_AXES, axis_types=auto, devices=devices)
+
+
+def _imitated(places: int) -> str:
+    """Returns how CPUs imitate this number of devices; the launcher sets each process's own number."""
+    processes = jax.process_count()
+    if processes == 1:
+        return f"set JAX_NUM_CPU_DEVICES={places} before Python starts"
+    if places % processes:
+        return f"take a mesh that {processes} processes can share evenly"
+    return f"start moe-jax launch with --processes {processes} --cpu-devices {places // processes}"
 
 
 def refuse_pipe(

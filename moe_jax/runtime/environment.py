@@ -1,4 +1,4 @@
-"""Environment variables for XLA and NCCL that `moe-jax` and its launcher set: the only place for such settings.
+"""Environment variables that `moe-jax` and its launcher set: the only place for such settings. And how a user starts programs.
 
 A setting stands here only if one of our measurements needed it. Values that users set take precedence. These were tried on four
 H200s of one host with jax 0.11.2, without gain (docs/performance.md, docs/scaling.md):
@@ -13,7 +13,12 @@ process if XLA_FLAGS has an unknown flag.
 On a machine without NVLink multicast, users set NCCL_NVLS_ENABLE=0; all our figures were measured with it.
 """
 
+import os
+import shlex
+import shutil
+import sysconfig
 from collections.abc import MutableMapping
+from pathlib import Path
 
 COORDINATOR = "MOE_JAX_COORDINATOR"
 NUM_PROCESSES = "MOE_JAX_NUM_PROCESSES"
@@ -24,6 +29,8 @@ LOCAL_DEVICE_IDS = "MOE_JAX_LOCAL_DEVICE_IDS"
 DEFAULTS = {
     # JAX's default is 75 % of a GPU: too little for a 30 B model and its gradients on one GPU, or its training on four.
     "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.95",
+    # Without torch, which nothing here needs, transformers would print in every command that it found no PyTorch.
+    "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
 }
 
 
@@ -31,3 +38,14 @@ def set_defaults(environment: MutableMapping[str, str]) -> None:
     """Sets each default that is not set yet; it takes effect for JAX backends that start afterwards."""
     for name, value in DEFAULTS.items():
         environment.setdefault(name, value)
+
+
+def program(name: str = "moe-jax") -> str:
+    """Returns how a shell in the current folder starts a program of this Python's environment: by its name or its path.
+
+    The name alone would start nothing, or another environment's program, where PATH leads elsewhere.
+    """
+    script, found = Path(sysconfig.get_path("scripts"), name), shutil.which(name)
+    if not script.is_file() or (found is not None and os.path.samefile(found, script)):
+        return name
+    return shlex.quote(str(script.relative_to(Path.cwd()) if Path.cwd() in script.parent.parents else script))

@@ -117,15 +117,21 @@ class Clock:
 def one_line(record: dict[str, Any], *, compiled: bool = False) -> str:
     """Returns the record for the console, without the speed for a step that `compiled`."""
     shadows = f", {record['num_shadows']:.1f} shadows a layer" if record.get("num_shadows") else ""
-    held_out = f", eval loss {record['eval_loss']:.4f}" if "eval_loss" in record else ""
+    measured = {"loss": ".4f", "reward_margin": ".3f", "reward_accuracy": ".2f"}
+    held_out = "".join(
+        f", eval {name.removeprefix('reward_')} {record[f'eval_{name}']:{digits}}"
+        for name, digits in measured.items()
+        if f"eval_{name}" in record
+    )
     aux = f", aux {record['aux_loss']:.3f}" if "aux_loss" in record else ""
     load = f", max/mean load {record['max_mean_expert_load']:.2f}" if "max_mean_expert_load" in record else ""
     margin = f", margin {record['reward_margin']:.3f}" if "reward_margin" in record else ""
     accuracy = f", accuracy {record['reward_accuracy']:.2f}" if "reward_accuracy" in record else ""
+    examples = f", {record['num_examples']:g} examples" if "num_examples" in record else ""
     speed = f"{record['tokens_per_second']:.0f} tokens/s, {record['model_tflops']:.3g} TFLOP/s"
     return (
         f"loss {record['loss']:.4f}{held_out}{margin}{accuracy}{aux}, grad norm {record['grad_norm']:.3f}, "
-        f"lr {record['learning_rate']:.2e}, {'compiled in this step' if compiled else speed}{load}{shadows}"
+        f"lr {record['learning_rate']:.2e}{examples}, {'compiled in this step' if compiled else speed}{load}{shadows}"
     )
 
 

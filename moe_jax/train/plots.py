@@ -174,12 +174,13 @@ def plot_expert_load(
     figure = Figure(figsize=(9, 2 * rows + 3.5), layout="constrained")
     by_expert, by_step, worst = figure.subplots(3, 1, height_ratios=[rows, rows, 2.5])
     _heat_map(figure, by_expert, shown, layers)
-    by_expert.set(title=f"Load of each expert {when}", xlabel="expert")
+    by_expert.set(title=f"Load of each expert {when} (1 is an even share)", xlabel="expert")
+    by_expert.locator_params(axis="x", integer=True)
     # A cell ends at its step: steps need not be evenly spaced.
     edges = np.concatenate([[steps[0] - 1], np.asarray(steps)])
     busiest, idlest = relative.max(axis=-1), relative.min(axis=-1)
     _heat_map(figure, by_step, busiest.T, layers, edges)
-    by_step.set(title="Load of the busiest expert of each layer", xlabel="step")
+    by_step.set(title="Load of the busiest expert of each layer (1 is an even share)", xlabel="step")
     for values, label in (
         (busiest.max(axis=1), "busiest of the worst layer"),
         (busiest.mean(axis=1), "busiest, mean of the layers"),
@@ -204,7 +205,8 @@ def _heat_map(
     every = -(-len(layers) // 24)
     axes.set(ylabel="layer", yticks=range(0, len(layers), every), yticklabels=[str(layer) for layer in layers[::every]])
     axes.invert_yaxis()
-    figure.colorbar(mesh, ax=axes, label="share of tokens (1 is even)")
+    # The titles name the unit: beside a map of two layers a label is longer than the bar, and is cut.
+    figure.colorbar(mesh, ax=axes)
 
 
 def relative_load(loads: Int[np.ndarray, "*any experts"]) -> Float[np.ndarray, "*any experts"]:

@@ -9,7 +9,7 @@ import yaml
 
 from moe_jax.adapters import LoraSettings
 from moe_jax.cli import main
-from moe_jax.commands.config_file import with_config
+from moe_jax.commands.config_file import in_options, with_config
 from moe_jax.commands.finetune import FinetuneCommand
 from moe_jax.commands.prefer import PreferCommand
 from moe_jax.parallel.choices import MeshShape
@@ -104,3 +104,25 @@ def test_wrong_files_are_one_error(config, tmp_path, capsys):
     assert "one setting a line" in error("--config", config)
     config.write_text("a: [")
     assert "is no YAML file" in error("--config", config)
+
+
+@pytest.mark.parametrize(
+    "message, options",
+    [
+        ("FinetuneSettings: log_to='w' must be one of a", "--log-to='w' must be one of a"),
+        ("offload=True needs remat, remat=False lora.dropout=0.1", "--offload needs remat, --no-remat --lora.dropout=0.1"),
+        ("overlap_micro_batches=True needs a mesh.expert.", "--overlap-micro-batches True needs a --mesh.expert."),
+        ("data='runs/seq_len=3 x' has steps (eval_batches)", "--data='runs/seq_len=3 x' has steps (--eval-batches)"),
+    ],
+)
+def test_errors_name_options(message, options):
+    """Paths and sentences keep words that are names too."""
+    assert in_options("finetune", message) == options
+
+
+def test_errors_of_a_run_name_options(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        main(
+            ["finetune", "--model", "x", "--data", str(tmp_path), "--output", str(tmp_path / "run" / "x"), "--batch-size", "0"]
+        )
+    assert capsys.readouterr().err == "moe-jax: --batch-size=0 must be an integer of at least 1\n"

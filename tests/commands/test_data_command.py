@@ -18,6 +18,12 @@ def model(tmp_path):
     return str(tmp_path / "model")
 
 
+def test_a_number_below_zero_is_refused(model, capsys):
+    with pytest.raises(SystemExit):
+        main(["data", "none.jsonl", "--model", model, "--documents", "-1"])
+    assert capsys.readouterr().err == "moe-jax: --documents must be at least 0; got -1\n"
+
+
 def test_numbers_and_documents_are_printed(tmp_path, model, capsys):
     rows = [{"conversations": CHAT, "id": 1}] * 3 + [{"conversations": 3}]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

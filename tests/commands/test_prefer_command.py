@@ -59,4 +59,4 @@ def test_prefer(tmp_path, capsys):
     assert (noted["lora"]["targets"], noted["epochs"], noted["steps"]) == (["attention"], 2, 3)
     with pytest.raises(SystemExit):
         main(["prefer", *places, "--steps", "0"])
-    assert "moe-jax: PreferSettings: steps=0 must be an integer" in capsys.readouterr().err
+    assert "moe-jax: --steps=0 must be an integer" in capsys.readouterr().err

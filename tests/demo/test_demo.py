@@ -2,6 +2,7 @@
 
 import ast
 import contextlib
+import importlib.util
 import io
 import json
 import os
@@ -18,11 +19,22 @@ import pytest
 import shared_steps
 from flax import nnx
 from transformers import AutoTokenizer
+from transformers.utils import logging
 
 from moe_jax.adapters import LoraSettings
 from moe_jax.checkpoint.hf_load import from_pretrained
 from moe_jax.cli import main
-from moe_jax.demo.run import CONTENTS, MARKER, DemoSettings, empty_output, is_python, run_demo, small_config
+from moe_jax.demo.run import (
+    CONTENTS,
+    MARKER,
+    DemoSettings,
+    empty_output,
+    is_python,
+    logit_difference,
+    run_demo,
+    small_config,
+    transformers_logits,
+)
 from moe_jax.demo.text import (
     END_OF_TEXT,
     MAX_CHARACTERS,
@@ -35,6 +47,7 @@ from moe_jax.demo.text import (
 )
 from moe_jax.models.auto import from_config
 from moe_jax.parallel.choices import MeshShape
+from moe_jax.runtime.environment import program
 from moe_jax.train.data import open_documents
 from moe_jax.train.data.chat import chat_tokens
 from moe_jax.train.metrics import read_records
@@ -87,11 +100,27 @@ def test_the_export_has_the_logits_of_transformers(demo):
     assert all(jax.tree.leaves(changed))
 
 
-def test_without_torch_it_does_not_begin(tmp_path, monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ValueError, match="pip install torch"):
-        run_demo(DemoSettings(output=str(tmp_path / "demo"), **SHRUNKEN))
-    assert not (tmp_path / "demo").exists()
+def test_transformers_shows_no_progress_bar(demo, capsys):
+    output, _ = demo
+    assert logging.is_progress_bar_enabled()
+    assert transformers_logits(output / "model", [5, 6]).shape == (2, 600)
+    printed = capsys.readouterr()
+    assert printed.out + printed.err == "" and logging.is_progress_bar_enabled()
+
+
+def test_without_torch_the_trained_model_is_compared(tmp_path, monkeypatch, capsys, untrained):
+    """Equal weights have equal logits, and others do not."""
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, *more: None if name == "torch" else find_spec(name, *more))
+    result = run_demo(DemoSettings(output=str(tmp_path / "x"), **DENSE))
+    printed = capsys.readouterr().out
+    assert result.logit_difference == 0 and "The export computes the logits of the trained model, bit for bit." in printed
+    assert f"not compared with transformers, which needs torch: {program('pip')} install torch" in printed
+    other = from_config(small_config("qwen3", untrained.model.config.vocab_size, 0), rngs=nnx.Rngs(1))
+    assert logit_difference(tmp_path / "x" / "model", [5, 6], other) > 0.1
+    with pytest.raises(ValueError, match="on several devices .* needs torch: pip install torch"):
+        run_demo(DemoSettings(output=str(tmp_path / "y"), mesh=MeshShape(fsdp=2), **SHRUNKEN))
+    assert not (tmp_path / "y").exists()
 
 
 DENSE = SHRUNKEN | {"steps": 2, "model": "qwen3", "prompt": "def "}
@@ -111,9 +140,11 @@ def test_it_prints_each_stage_and_the_text(adapted):
     assert all(f"[{number}/7]" in printed for number in range(1, 8))
     assert len(result.texts) == 2 and all(text.startswith("def ") for text in result.texts)
     assert f"{sum(map(is_python, result.texts))} of 2 are valid Python" in printed
-    assert "expert_load" not in printed.split("What lies where")[1].replace("expert_load.jsonl", "")
+    assert "expert_load" not in printed.split("The files:")[1].replace("expert_load.jsonl", "")
+    verdict, _, first, *_ = printed.splitlines()[-6:]
+    assert verdict.startswith("The export computes the logits of transformers, up to ") and first.startswith("Try next")
     commands = [shlex.split(line) for line in printed.split("Try next")[1].splitlines()[1:]]
-    assert [command[:2] for command in commands] == [["moe-jax", name] for name in ("generate", "finetune", "generate")]
+    assert [command[:2] for command in commands] == [[program(), name] for name in ("generate", "finetune", "generate")]
     assert str(output / "model") in commands[0] and f"{output}-chat/model" in commands[2]
 
 
@@ -154,16 +185,21 @@ def test_a_model_that_no_pipe_takes_is_refused(tmp_path):
     assert not (tmp_path / "x").exists()
 
 
-def test_logits_that_disagree_end_the_demo_and_its_program(tmp_path, monkeypatch, capsys):
-    # The run's end is stood in for by its beginning.
-    untrained = SimpleNamespace(metrics=[{"step": 1, "loss": 1.0}])
+@pytest.fixture
+def untrained(monkeypatch):
+    """The result of a run whose end is its beginning."""
+    result = SimpleNamespace(metrics=[{"step": 1, "loss": 1.0}])
 
     def finetune(settings, **_):
-        untrained.model = from_pretrained(settings.model)
-        return untrained
+        result.model = from_pretrained(settings.model, dtype="float32")
+        return result
 
     monkeypatch.setattr("moe_jax.demo.run.finetune", finetune)
     monkeypatch.setattr("moe_jax.demo.run.plot_run", lambda *_, **__: None)
+    return result
+
+
+def test_logits_that_disagree_end_the_demo_and_its_program(tmp_path, monkeypatch, capsys, untrained):
     monkeypatch.setattr("moe_jax.demo.run.logit_difference", lambda *_: float("nan"))
     options = [f"--{name.replace('_', '-')}={value}" for name, value in (SHRUNKEN | {"steps": 2}).items()]
     with pytest.raises(SystemExit) as status:

@@ -201,6 +201,13 @@ def test_options_of_our_own_are_no_template_options(model, name):
         moe_jax.chat(model, "ab", template_options={name: 1})
 
 
+@pytest.mark.parametrize("call, name", [(moe_jax.chat, r"message 0 \(user\)"), (moe_jax.complete, "prompt 0")])
+def test_bytes_that_are_not_utf8_are_named(model, call, name):
+    text = b"ok \xff".decode(errors="surrogateescape")
+    with pytest.raises(ValueError, match=f"{name} is not valid Unicode: character 3 is half of one, 0xdcff; give UTF-8"):
+        call(model, text)
+
+
 def test_a_missing_template_and_one_that_refuses_are_named(model):
     with pytest.raises(ValueError, match="a chat needs a tokenizer with a chat template, and this one has none"):
         moe_jax.chat(model, "ab", tokenizer=tiny.tokenizer(None))

@@ -129,3 +129,17 @@ def test_explicit_axes_are_refused():
 def test_a_mesh_must_use_every_device():
     with pytest.raises(ValueError, match="pipe=1 x data=3 x fsdp=1 x expert=1 x context=1 has 3 places; there are 1 devices"):
         make_mesh(data=3, devices=jax.devices()[:1])
+
+
+@pytest.mark.parametrize(
+    "processes, advice",
+    [
+        (1, "set JAX_NUM_CPU_DEVICES=6 before"),
+        (2, "start moe-jax launch with --processes 2 --cpu-devices 3"),
+        (4, "take a mesh that 4 processes can share"),
+    ],
+)
+def test_the_advice_for_cpus_fits_a_job_of_several_processes(processes, advice, monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: processes)
+    with pytest.raises(ValueError, match=advice):
+        make_mesh(data=6, devices=jax.devices()[:1])

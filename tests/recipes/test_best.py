@@ -60,7 +60,7 @@ def test_early_stop_ends_with_the_best_weights(tmp_path, capsys):
         again = train(asked)
         assert (again.step, again.model_step, again.stopped_early) == (8, 4, True)
         assert all(map(np.array_equal, weights(again.model), weights(whole.model)))
-    assert capsys.readouterr().out.endswith("the run stopped early after step 8; a larger --early-stop goes on\n")
+    assert capsys.readouterr().out.endswith("the run stopped early after step 8; a larger --early-stop resumes it\n")
     losses = [
         [record["loss"] for record in read_records(tmp_path / name / "run" / "metrics.jsonl")] for name in ("whole", "parts")
     ]

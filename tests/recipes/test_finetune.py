@@ -12,6 +12,7 @@ from flax import nnx
 from tiny import settings
 
 from moe_jax.recipes import finetune
+from moe_jax.recipes.finetuning.run_log import default_log_every
 from moe_jax.train import batches, loss, open_documents, survey
 from moe_jax.train.metrics import read_records
 from moe_jax.train.plots import plot_run
@@ -118,6 +119,24 @@ def test_console_lines(tmp_path, capsys, steps_that_learn_nothing):
     first, second, third = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
     assert "compiled in this step" in first and "tokens/s" not in first
     assert "tokens/s" in second and second.endswith(" left") and not third.endswith(" left")
+
+
+@pytest.mark.parametrize(
+    "steps, every", [(1, 1), (99, 1), (100, 2), (249, 2), (250, 5), (1000, 20), (1100, 20), (10**6, 20000)]
+)
+def test_a_run_prints_some_fifty_lines(steps, every):
+    assert default_log_every(steps) == every
+
+
+def test_a_line_every_few_steps(tmp_path, capsys, steps_that_learn_nothing):
+    """The first and the last step and those that measure have one; the files have every step."""
+    asked = settings(tmp_path, steps=11, log_every=4, eval_data=held_out_text(tmp_path), eval_every=6, eval_batches=1)
+    for last, printed in ((5, [1, 4, 5]), (None, [6, 8, 11])):
+        result = finetune(asked, model=tiny.dense(), tokenizer=tiny.tokenizer(), stop_after=last)
+        output = capsys.readouterr().out
+        assert [int(line.split()[1][:-1]) for line in output.splitlines() if line.startswith("step ")] == printed
+        assert "held out: 10 documents; their loss is measured every 6 steps, on 1 batch of 4 rows\n" in output
+    assert [record["step"] for record in result.metrics] == list(range(1, 12))
 
 
 def test_a_checkpoint_that_was_never_finished_is_removed(tmp_path, steps_that_learn_nothing):

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("one_step_for_all")
 LORA = LoraSettings(rank=4, alpha=8, targets=("attention",))
 DPO_METRICS = {
     *("step", "loss", "reward_chosen", "reward_rejected", "reward_margin", "reward_accuracy", "log_prob_chosen", "kl"),
-    *("log_prob_rejected", "grad_norm", "learning_rate", "tokens_per_second", "model_tflops"),
+    *("log_prob_rejected", "grad_norm", "learning_rate", "tokens_per_second", "model_tflops", "num_examples"),
 }
 
 
@@ -70,7 +70,10 @@ def test_adapters(tmp_path, capsys):
     assert last.keys() == DPO_METRICS | {"eval_loss", "eval_reward_margin", "eval_reward_accuracy"}
     assert last["eval_reward_margin"] > 0.3 and last["eval_loss"] < np.log(2)
     printed = capsys.readouterr()
-    assert "LoRA trains" in printed.err + printed.out and "6 pairs, loss dpo with beta 0.3" in printed.err + printed.out
+    assert "LoRA trains" in printed.out and "6 pairs, loss dpo with beta 0.3\nheld out: 5 pairs; their loss" in printed.out
+    assert ", 2 packed rows of 128 tokens a step, " in printed.out
+    measured = f"eval loss {last['eval_loss']:.4f}, eval margin {last['eval_reward_margin']:.3f}, eval accuracy 1.00, "
+    assert measured in printed.out and f", {first['num_examples']} examples, compiled in this step" in printed.out
 
     part = run(settings(tmp_path / "two"), stop_after=3)
     assert part.step == 3 and not part.finished
@@ -132,7 +135,7 @@ def test_the_best_checkpoint(tmp_path, monkeypatch, capsys):
         resumed = run(settings(tmp_path / "parts", **options))
         assert (resumed.step, resumed.model_step, resumed.stopped_early) == (4, 2, True)
         assert all(map(np.array_equal, arrays_of(resumed), arrays_of(whole)))
-    assert "the run stopped early after step 4; a larger --early-stop goes on" in capsys.readouterr().out
+    assert "the run stopped early after step 4; a larger --early-stop resumes it" in capsys.readouterr().out
     with pytest.raises(ValueError, match="keep_best=True needs a held-out loss: give eval_data"):
         settings(tmp_path, keep_best=True)
     with pytest.raises(ValueError, match="early_stop=-1 must be an integer of at least 0"):
@@ -152,7 +155,7 @@ def test_other_losses(tmp_path, loss):
 def test_dry_run(tmp_path, capsys):
     dry_run(settings(tmp_path), model=tiny.dense(), tokenizer=tiny.tokenizer())
     printed = capsys.readouterr().out
-    assert "steps 1 to 6, 2 x 128 tokens a step" in printed and "pairs.jsonl:1: " in printed
+    assert "steps 1 to 6, 2 packed rows of 128 tokens a step" in printed and "pairs.jsonl:1: " in printed
     assert "<|im_start|>user\nask 0?<|im_end|>\n<|im_start|>assistant\n[[please, 0<|im_end|>]]" in printed
     assert "[[no, 0!<|im_end|>]]" in printed and not (tmp_path / "run").exists()
 

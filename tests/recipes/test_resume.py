@@ -95,7 +95,7 @@ def test_a_process_that_is_alone_saves_when_it_is_told_to_stop(tmp_path, monkeyp
     if number == signal.SIGTERM:
         assert finetune(settings, model=tiny.dense(), tokenizer=tiny.tokenizer()).step == 2
     else:
-        with pytest.raises(KeyboardInterrupt, match="saved at step 2"):
+        with pytest.raises(KeyboardInterrupt, match="interrupted after step 2 and saved; the same command resumes"):
             finetune(settings, model=tiny.dense(), tokenizer=tiny.tokenizer())
     assert signal.getsignal(number) is handler
     assert finished_steps(tmp_path / "run" / "checkpoints") == [2]

@@ -65,6 +65,15 @@ def test_lines_are_answered_until_the_input_ends(engine, monkeypatch, capsys):
     assert [prompt.count("<|im_start|>user") for prompt in prompts(engine)] == [1, 1]
 
 
+def test_commands_are_no_messages(engine, monkeypatch, capsys):
+    """A path is a message: it has a further slash."""
+    monkeypatch.setattr("sys.stdin", io.StringIO("/help\n/nwe\n/quit now\n/etc/hosts\n"))
+    chat.talk(Conversation(engine, OPTIONS))
+    unknown = "moe-jax: no command /nwe; /help lists them\nmoe-jax: no command /quit; /help lists them\n"
+    assert capsys.readouterr().err == f"{chat.HELP}\n{unknown}"
+    assert len(prompts(engine)) == 1 and "/etc/hosts" in prompts(engine)[0]
+
+
 def test_ctrl_c_ends_the_answer_alone(engine, monkeypatch, capsys):
     monkeypatch.setattr("sys.stdin", io.StringIO("hi\nmore\n"))
     conversation = Conversation(engine, OPTIONS)

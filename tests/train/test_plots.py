@@ -1,8 +1,11 @@
 """The pictures of a training run: their numbers, that they are real PNG files, and their errors."""
 
+import itertools
+
 import matplotlib.image
 import numpy as np
 import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 from moe_jax.train.plots import moving_average, plot_expert_load, plot_loss, plot_run, relative_load
 
@@ -46,6 +49,19 @@ def test_one_step_and_one_layer_are_enough(tmp_path):
     plot_loss([1], [3.0], tmp_path / "loss.png")
     plot_expert_load([1], np.ones((1, 1, 4), int), [0], tmp_path / "load.png")
     assert (tmp_path / "loss.png").stat().st_size > 0 and (tmp_path / "load.png").stat().st_size > 0
+
+
+@pytest.mark.parametrize("layers", [1, 2, 8, 48])
+def test_nothing_is_cut_at_the_edge_or_overlaps(layers, tmp_path, rng, monkeypatch):
+    drawn = []
+    monkeypatch.setattr("moe_jax.train.plots.save_png", lambda figure, _: drawn.append(figure))
+    plot_expert_load(range(1, 41), rng.integers(1, 99, (40, layers, 8)), range(layers), tmp_path / "load.png")
+    (figure,) = drawn
+    FigureCanvasAgg(figure).draw()
+    boxes = [axes.get_tightbbox() for axes in figure.axes]
+    width, height = figure.bbox.size
+    assert all(box.x0 >= 0 and box.y0 >= 0 and box.x1 <= width and box.y1 <= height for box in boxes)
+    assert not any(one.overlaps(other) for one, other in itertools.combinations(boxes, 2))
 
 
 def test_bad_shapes_are_named_and_nothing_is_written(tmp_path):

@@ -1,6 +1,7 @@
 """The announcement of a run: its data and its length, printed before it starts."""
 
 from moe_jax.parallel.pipeline.chunks import layers_of_chunk
+from moe_jax.recipes.finetuning.best import told_held_out
 from moe_jax.recipes.finetuning.prepare import PlannedRun
 from moe_jax.train.data.description import describe_sources, describe_tokens, kind_of
 from moe_jax.train.data.survey import Survey
@@ -24,6 +25,11 @@ def announcement(run: PlannedRun, steps_done: int) -> str:
         lines.append("FORCED BALANCED ROUTING: the router is ignored. For benchmarks only; do not use the resulting model.")
     if run.lora is not None:
         lines.append(str(run.lora))
+    held_out = run.held_out.documents
+    if held_out is not None:
+        number = None if held_out.is_stream else len(held_out)
+        rows = settings.batch_size // settings.gradient_accumulation
+        lines.append(told_held_out(settings, number, kind_of(held_out), rows))
     if found is None:
         kind = kind_of(run.documents)
         return "\n".join(

@@ -101,9 +101,28 @@ def best_problems(settings: WatchedRun) -> list[str]:
     return [f"{name}={getattr(settings, name)!r} needs a held-out loss: give eval_data" for name in wrong]
 
 
+def told_held_out(settings: WatchedRun, number: int | None, kind: str, rows: int) -> str:
+    """Returns the announcement's line about held-out data.
+
+    Args:
+      number: of documents; None for a stream.
+      kind: the plural of a document's name.
+      rows: of a batch.
+    """
+    what = f"a stream of {kind}" if number is None else f"{number:,} {kind[:-1] if number == 1 else kind}"
+    batches = f"{settings.eval_batches} batch{'es' if settings.eval_batches > 1 else ''} of {rows} row{'s' if rows > 1 else ''}"
+    every = f"every {settings.eval_every} steps" if settings.eval_every > 1 else "every step"
+    return f"held out: {what}; their loss is measured {every}, on {batches}"
+
+
 def told_early(steps_done: int) -> str:
     """Returns the line about a run that stopped early, when its command is given again."""
-    return f"the run stopped early after step {steps_done}; a larger --early-stop goes on"
+    return f"the run stopped early after step {steps_done}; a larger --early-stop resumes it"
+
+
+def told_stop(how: str, step: int) -> str:
+    """Returns the line about a run that was "stopped" by SIGTERM, or "interrupted" by Ctrl-C."""
+    return f"{how} after step {step} and saved; the same command resumes from there"
 
 
 class EndedRun(Protocol):

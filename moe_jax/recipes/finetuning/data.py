@@ -18,10 +18,15 @@ _logger = logging.getLogger(__name__)
 
 
 class HeldOut(NamedTuple):
-    """Text that is not trained on: its batches, a micro-batch's rows each, and its fingerprint; none without `eval_data`."""
+    """Text that is not trained on: its batches, a micro-batch's rows each, and its documents; none without `eval_data`."""
 
     batches: list[dict[str, np.ndarray]]
-    fingerprint: str | None
+    documents: Documents | None
+
+    @property
+    def fingerprint(self) -> str | None:
+        """The fingerprint of the documents."""
+        return None if self.documents is None else self.documents.fingerprint
 
 
 class RunData(NamedTuple):
@@ -107,7 +112,7 @@ def held_out_batches(
     rows = settings.batch_size // settings.gradient_accumulation
     stream = run_batches(documents, tokenizer, settings, rows, parallelism, begin_texts)
     try:
-        return HeldOut([next(stream) for _ in range(settings.eval_batches)], documents.fingerprint)
+        return HeldOut([next(stream) for _ in range(settings.eval_batches)], documents)
     finally:
         stream.close()
 

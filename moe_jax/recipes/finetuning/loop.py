@@ -25,7 +25,7 @@ from moe_jax.models.decoder import Decoder
 from moe_jax.models.layers_in_pipe import layers_in_pipe
 from moe_jax.parallel.pipeline.chunks import PipeShape
 from moe_jax.recipes.finetuning.announcement import announcement
-from moe_jax.recipes.finetuning.best import Best, counts, told_early
+from moe_jax.recipes.finetuning.best import Best, counts, told_early, told_stop
 from moe_jax.recipes.finetuning.finite import check_eval_loss, check_finite
 from moe_jax.recipes.finetuning.prepare import PlannedRun, PreparedRun, prepare_run
 from moe_jax.recipes.finetuning.run_log import RunLog
@@ -140,7 +140,7 @@ def _train(
     state = training.state
     if run.steps_done:
         state, _ = _state_of(run, run.steps_done, state)
-    held_out = [put_batch(batch, state.params, run.parallelism) for batch in run.held_out]
+    held_out = [put_batch(batch, state.params, run.parallelism) for batch in run.held_out.batches]
     flops_per_token = training_flops_per_token(run.config, settings.seq_len, frozen=settings.lora is not None)
     step, last = run.steps_done, settings.steps if stop_after is None else min(stop_after, settings.steps)
     best, last = run.best, step if run.is_over else last
@@ -199,8 +199,7 @@ def _train(
         checkpoints.close()
     barrier("metrics written")
     if checkpoints.stopped_by == signal.SIGINT and not finished:
-        tqdm.write(f"interrupted after step {step} and saved; the same command goes on from there")
-        raise KeyboardInterrupt(f"saved at step {step}")
+        raise KeyboardInterrupt(told_stop("interrupted", step))
     parts = state.params, state.expert_bias
     parts = parts if places is None else move_experts(parts, run.config, places.back)
     trained = nnx.merge(training.graph, *parts, state.frozen)
@@ -248,7 +247,7 @@ def load_training(
         force_balanced_routing=settings.force_balanced_routing,
         parallelism=parallelism,
     )
-    evaluate = make_evaluation(graph, parallelism=parallelism) if run.held_out else None
+    evaluate = make_evaluation(graph, parallelism=parallelism) if run.held_out.batches else None
     return Training(graph, state, train_step, evaluate)
 
 

@@ -33,7 +33,7 @@ from moe_jax.parallel.pipeline.chunks import pipe_of_model
 from moe_jax.parallel.pipeline.of_mesh import check_branches
 from moe_jax.parallel.zero1 import optimizer_mesh, optimizer_shardings
 from moe_jax.recipes.finetuning.best import Best, best_of
-from moe_jax.recipes.finetuning.data import held_out_batches, open_data, run_batches, try_first_batch, with_survey
+from moe_jax.recipes.finetuning.data import HeldOut, held_out_batches, open_data, run_batches, try_first_batch, with_survey
 from moe_jax.recipes.finetuning.export import check_destination
 from moe_jax.recipes.finetuning.identity import check_steps, same_run
 from moe_jax.recipes.finetuning.lock import output_lock
@@ -89,7 +89,7 @@ class PlannedRun:
       settings: the settings, with `epochs` turned into `steps`.
       tokenizer: the tokenizer, with the chat template of the settings.
       expert_devices: the number of devices that the experts are dealt out to.
-      held_out: batches of text that is not trained on.
+      held_out: text that is not trained on.
       identity: what may not change between the start of the run and its resumption.
       survey: measures of the data, in the first process of a run that begins; else None.
       lora: what is trained; None if that is all parameters.
@@ -102,8 +102,7 @@ class PlannedRun:
     expert_devices: int
     documents: Documents
     batches: Batches
-    held_out: list[dict[str, np.ndarray]]
-    held_out_fingerprint: str | None
+    held_out: HeldOut
     identity: dict[str, Any]
     survey: Survey | None
     lora: LoraSummary | None
@@ -155,16 +154,16 @@ def prepare_run(
     identity = plan.identity | {"loss": None if loss is None else name_of(loss)}
     identity |= {MODEL: weights_fingerprint(settings.model) if model is None else values_of(model)}
     if jax.process_count() > 1:
-        _check_same_everywhere(asdict(settings) | identity | {"held-out data": plan.held_out_fingerprint})
+        _check_same_everywhere(asdict(settings) | identity | {"held-out data": plan.held_out.fingerprint})
         require_shared(output)
     until_end.enter_context(output_lock(output))
     checkpoints = TrainingCheckpoints(output / "checkpoints", keep=settings.keep_checkpoints, remove_unfinished=True)
     steps_done = checkpoints.latest_step() or 0
     places = Places.at_first(len(config.routed_layers), _num_experts(config)) if settings.rebalance_every else None
-    best = best_of({}, settings, plan.held_out_fingerprint, ())
+    best = best_of({}, settings, plan.held_out.fingerprint, ())
     if steps_done:
         position = checkpoints.position(steps_done)
-        best = best_of(position, settings, plan.held_out_fingerprint, checkpoints.steps())
+        best = best_of(position, settings, plan.held_out.fingerprint, checkpoints.steps())
         identity = same_run(position["identity"], identity, output)
         check_steps(output, steps_done, settings.steps)
         plan.batches.set_state(position["data"])
@@ -219,8 +218,7 @@ def plan_run(settings: FinetuneSettings, model: Decoder | None, tokenizer: Any) 
         expert_devices=expert_devices,
         documents=documents,
         batches=stream,
-        held_out=held_out.batches,
-        held_out_fingerprint=held_out.fingerprint,
+        held_out=held_out,
         identity=identity,
         survey=found,
         lora=lora,

@@ -1,5 +1,6 @@
-"""The log of a running fine-tuning: a line on the console for each step, and the files of `MetricsWriter`."""
+"""The log of a run: every step in the files of `MetricsWriter`, and a readable number of lines on the console."""
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -30,6 +31,17 @@ class LoggedRun(Protocol):
     def tensorboard(self) -> bool:
         """True to write for TensorBoard too."""
 
+    @property
+    def log_every(self) -> int | None:
+        """Steps between two lines on the console; None: `default_log_every`."""
+
+
+def default_log_every(steps: int) -> int:
+    """Returns the largest of 1, 2, 5, 10, 20, 50, ... that prints at least 50 of the run's steps."""
+    most = max(1, steps // 50)
+    power = 10 ** (len(str(most)) - 1)
+    return max(digit * power for digit in (1, 2, 5) if digit * power <= most)
+
 
 class RunLog:
     """Writes each step's record, in the first process of a job alone.
@@ -49,6 +61,7 @@ class RunLog:
         on_step: Callable[[dict[str, Any]], None] | None = None,
     ):
         self.first_step, self.on_step = first_step, on_step
+        self.log_every = settings.log_every or default_log_every(settings.steps)
         self.writer: MetricsWriter | None = None
         if is_first_process():
             output = Path(settings.output).expanduser()
@@ -64,17 +77,21 @@ class RunLog:
         self.clock, self.num_told = Clock(), 0
 
     def write(self, record: dict[str, Any], layers: dict[str, list], last_step: int) -> None:
-        """Writes a step's record and its lists over the layers, prints a line, and calls `on_step`."""
+        """Writes a step's record and its lists over the layers, and calls `on_step`.
+
+        Prints a line every `log_every` steps, of the first and the last step, and of each measurement of held-out data.
+        """
         if self.writer is None:
             return
         self.writer.write(record, layers)
         self.trackers.write(record)
+        step = record["step"]
+        self.progress.set_postfix_str(f"loss {record['loss']:.4f}", refresh=False)
         self.progress.update()
-        line = one_line(record, compiled=record["step"] == self.first_step)
-        if self.progress.disable:
-            print(f"step {record['step']}: {line}{self.clock.left(record['step'], last_step)}", flush=True)
-        else:
-            self.progress.set_postfix_str(line)
+        if step in (self.first_step, last_step) or step % self.log_every == 0 or "eval_loss" in record:
+            line = one_line(record, compiled=step == self.first_step)
+            tqdm.write(f"step {step}: {line}{self.clock.left(step, last_step)}")
+            sys.stdout.flush()
         if self.on_step is not None:
             self.on_step(record)
 

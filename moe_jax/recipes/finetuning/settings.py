@@ -53,6 +53,8 @@ class FinetuneSettings:
         it answers. The most likely token is taken each time. Results are printed, and stand in output/samples.jsonl.
       sample_every: steps between two samples; the last step always has one.
       sample_tokens: the most tokens of a sample.
+      log_every: steps between two lines on the console. The first and the last step and each measurement of held-out text
+        always have one, and metrics.jsonl has every step. None: 1, 2, 5, 10, 20 and so on, for 50 to 125 lines a run.
       log_to: further places for the log, any of tensorboard (output/tensorboard), wandb and trackio. The two send scalars and
         settings to their servers; each is a package to install.
       data_format: "folder" (each file is a text), "text", "chat" (messages), "sharegpt", "alpaca", or "auto": keys decide.
@@ -148,6 +150,7 @@ class FinetuneSettings:
     sample_prompts: tuple[str, ...] = ()
     sample_every: int = 100
     sample_tokens: int = 64
+    log_every: int | None = None
     log_to: tuple[Tracker, ...] = ()
     data_format: str = "auto"
     learned_answers: str = "all"
@@ -228,6 +231,7 @@ def _problems(settings: FinetuneSettings) -> list[str]:
             "pipe_chunks",
             "sample_every",
             "sample_tokens",
+            "log_every",
         ),
         "an integer of at least 2": ("seq_len",),
         "an integer of at least 0": ("warmup_steps", "early_stop", "shadow_experts", "rebalance_every"),
@@ -246,7 +250,7 @@ def _problems(settings: FinetuneSettings) -> list[str]:
     for want, names in wanted.items():
         for name in names:
             value = getattr(settings, name)
-            if name in ("epochs", "warmup_steps", "aux_loss_coef", "sequence_loss_coef") and value is None:
+            if name in ("epochs", "warmup_steps", "aux_loss_coef", "sequence_loss_coef", "log_every") and value is None:
                 continue
             if not _fits(value, want):
                 problems.append(f"{name}={value!r} must be {want}")

@@ -21,7 +21,7 @@ from moe_jax.cost.flops import training_flops_per_token
 from moe_jax.models.decoder import Decoder
 from moe_jax.preferences.batches import PreferenceBatches
 from moe_jax.preferences.objective import Preference
-from moe_jax.recipes.finetuning.best import Best, best_of, counts, told_early
+from moe_jax.recipes.finetuning.best import Best, best_of, counts, told_early, told_stop
 from moe_jax.recipes.finetuning.finite import check_eval_loss
 from moe_jax.recipes.finetuning.identity import check_steps, same_run
 from moe_jax.recipes.finetuning.lock import output_lock
@@ -166,10 +166,12 @@ def _train(
     try:
         while step < last:
             began = time.perf_counter()
-            state, metrics = train_step(state, put_batch(next(batches), state.params))
+            batch = next(batches)
+            state, metrics = train_step(state, put_batch(batch, state.params))
             step += 1
             host = jax.device_get(metrics)
             record = record_of_step(step, host, plan.config, time.perf_counter() - began, _flops_per_token(plan))
+            record["num_examples"] = int((batch["example"] >= 0).sum())
             if not (math.isfinite(record["loss"]) and math.isfinite(record["grad_norm"])):
                 raise FloatingPointError(
                     f"step {step}: loss {record['loss']}, gradient norm {record['grad_norm']} is not finite; training "
@@ -200,7 +202,7 @@ def _train(
         why = "their prompts leave no room for an answer, or both answers are equal"
         tqdm.write(f"{len(batches.skipped):,} examples were left out: {why}")
     if checkpoints.stopped_by == signal.SIGINT and not finished:
-        raise KeyboardInterrupt(f"saved at step {step}")
+        raise KeyboardInterrupt(told_stop("interrupted", step))
     trained = nnx.merge(graph, state.params, state.fixed)
     records = read_records(Path(settings.output).expanduser() / "metrics.jsonl")
     return PreferResult(trained, step, records, finished, early, model_step)

@@ -20,6 +20,7 @@ from moe_jax.models.decoder import Decoder
 from moe_jax.parallel.layout import mesh_of
 from moe_jax.preferences.batches import PreferenceBatches, preference_batches
 from moe_jax.preferences.documents import Preferences, open_preferences
+from moe_jax.recipes.finetuning.best import told_held_out
 from moe_jax.recipes.finetuning.export import check_destination
 from moe_jax.recipes.finetuning.lora import identity_of_lora, refuse_adapted
 from moe_jax.recipes.finetuning.precision import check_precision, identity_of_precision
@@ -87,10 +88,14 @@ class PlannedPreferences:
         settings, kind = self.settings, "pairs" if self.data.of_pairs else "answers"
         epochs = settings.steps * self.first_batch / len(self.data)
         trained = "" if self.lora is None else f"{self.lora}\n"
+        held_out = ""
+        if self.eval_data is not None:
+            rows = settings.batch_size // settings.gradient_accumulation
+            held_out = f"{told_held_out(settings, len(self.eval_data), kind, rows)}\n"
         return (
             f"{trained}{len(self.data):,} {kind}, loss {settings.preference.loss} with beta {settings.preference.scale:g}\n"
-            f"steps {steps_done + 1} to {settings.steps}, {settings.batch_size} x {settings.seq_len} tokens a step, "
-            f"{self.first_batch} {kind} in the first: about {epochs:.2g} epochs"
+            f"{held_out}steps {steps_done + 1} to {settings.steps}, {settings.batch_size} packed rows of {settings.seq_len} "
+            f"tokens a step, {self.first_batch} {kind} in the first: about {epochs:.2g} epochs"
         )
 
 

@@ -42,7 +42,8 @@ class PreferSettings:
       seq_len: tokens in a row. Pairs are packed into rows.
       max_length: tokens of a prompt and its answer; longer texts are cut at their end. None: half of seq_len, because a row
         holds both texts of a pair; for kto seq_len.
-      batch_size: rows in an optimizer step, over all micro-batches.
+      batch_size: packed rows, not pairs, in an optimizer step, over all micro-batches. A row holds the pairs that fit; the log
+        counts the pairs of each step.
       gradient_accumulation: micro-batches in an optimizer step.
       steps: total number of optimizer steps. Run the command again with a larger value to continue a run that has ended.
       epochs: passes through the data, in place of `steps`; all examples are tokenized once to count the steps.
@@ -65,6 +66,7 @@ class PreferSettings:
       fp8_dense: with precision "fp8", dense matrices that multiply in 8 bits too: attention (its projections), shared_experts,
         mlp (dense layers). See docs/fp8.md.
       remat: recompute each layer in the backward pass: less memory, about a third more time.
+      log_every: steps between two lines on the console, as in `FinetuneSettings`. May be changed when a run continues.
       tensorboard: write output/tensorboard too.
       log_to: further places for the log, any of tensorboard (output/tensorboard), wandb and trackio. The two send scalars and
         settings to their servers; each is a package to install. May be changed when a run continues.
@@ -103,6 +105,7 @@ class PreferSettings:
     precision: PrecisionName = "bf16"
     fp8_dense: tuple[DenseGroup, ...] = ()
     remat: bool = True
+    log_every: int | None = None
     tensorboard: bool = False
     log_to: tuple[Tracker, ...] = ()
     dry_run: bool = False
@@ -120,7 +123,7 @@ def _problems(settings: PreferSettings) -> list[str]:
     """Returns the problems of the settings, one clause each."""
     problems = []
     names = "eval_every eval_batches seq_len batch_size gradient_accumulation steps checkpoint_every keep_checkpoints"
-    for name in names.split():
+    for name in [*names.split(), *(["log_every"] if settings.log_every is not None else [])]:
         value, least = getattr(settings, name), 4 if name == "seq_len" else 1
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             problems.append(f"{name}={value!r} must be an integer of at least {least}")
