@@ -63,6 +63,11 @@ class RunLog:
         self.progress = tqdm(total=settings.steps, initial=first_step - 1, desc="training", unit="step", disable=disable)
         self.clock, self.num_told = Clock(), 0
 
+    def tell_compiling(self) -> None:
+        """Prints that the first step is compiled, which may take minutes. Its own line has the seconds."""
+        if self.writer is not None:
+            tqdm.write(f"compiling step {self.first_step} ...")
+
     def write(self, record: dict[str, Any], layers: dict[str, list], last_step: int) -> None:
         """Writes a step's record and its lists over the layers, prints a line, and calls `on_step`."""
         if self.writer is None:
