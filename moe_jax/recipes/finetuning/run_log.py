@@ -1,5 +1,6 @@
 """The log of a running fine-tuning: a line on the console for each step, and the files of `MetricsWriter`."""
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -61,10 +62,11 @@ class RunLog:
         # None: a progress bar on terminals alone.
         disable = None if self.writer is not None else True
         self.progress = tqdm(total=settings.steps, initial=first_step - 1, desc="training", unit="step", disable=disable)
-        self.clock, self.num_told = Clock(), 0
+        self.clock, self.num_told, self.began = Clock(), 0, time.monotonic()
 
     def tell_compiling(self) -> None:
-        """Prints that the first step is compiled, which may take minutes. Its own line has the seconds."""
+        """Prints that the first step is compiled, which may take minutes; the step's own line has the seconds from here."""
+        self.began = time.monotonic()
         if self.writer is not None:
             tqdm.write(f"compiling step {self.first_step} ...")
 
@@ -75,7 +77,7 @@ class RunLog:
         self.writer.write(record, layers)
         self.trackers.write(record)
         self.progress.update()
-        line = one_line(record, compiled=record["step"] == self.first_step)
+        line = one_line(record, compiled=time.monotonic() - self.began if record["step"] == self.first_step else None)
         if self.progress.disable:
             print(f"step {record['step']}: {line}{self.clock.left(record['step'], last_step)}", flush=True)
         else:
