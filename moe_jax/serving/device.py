@@ -127,7 +127,7 @@ class Device:
     @property
     def weights_are_deleted(self) -> bool:
         """True once arrays that the engine shares with its model were deleted, as a donating program does."""
-        # In each step: only layers' copies, which no model has, are left out.
+        # Asked before each step, so the engine's own copies of layers, hundreds of arrays, are left out.
         return any(array.is_deleted() for array in self._shared)
 
     @property
@@ -138,7 +138,7 @@ class Device:
     def release(self) -> None:
         """Frees pages and the engine's copies of weights, and drops everything else; nothing can be computed afterwards.
 
-        References elsewhere, as of an exception's frames, keep nothing: lists are emptied, and the engine's own arrays deleted.
+        The frames of an exception may still refer to them, so lists are emptied and the engine's own arrays deleted.
         """
         shared = set(map(id, self._shared))
         own = [array for array in self._weights if id(array) not in shared]

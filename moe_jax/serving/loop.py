@@ -111,7 +111,7 @@ class EngineLoop:
         self._thread.join()
 
     def begin_to_close(self, *, drain: bool) -> None:
-        """Tells the thread to end. For the garbage collector, which may run under the lock, where nobody adds requests."""
+        """Tells the thread to end, without the lock: the garbage collector calls this, and may interrupt who holds it."""
 
         def end() -> None:
             self.is_paused = False

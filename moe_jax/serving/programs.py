@@ -4,6 +4,7 @@ A GPU replays a step as a CUDA graph. It takes the host 1 to 2 ms to change a gr
 its results over those of the last step of its shape.
 """
 
+import itertools
 import logging
 import os
 from collections.abc import Callable, Sequence
@@ -125,19 +126,14 @@ def _at_once[Program](
 
     Programs with chunks take the longest to compile. They are lowered first, so that nothing waits for them.
     """
-    began = perf_counter()
+    began, numbers = perf_counter(), itertools.count(1)
 
     def compiled_and_told(shape: StepShape, lowered: Lowered) -> Program:
         program = compiled(shape, lowered)
-        done.append(shape)
-        rows, number = (
-            f"{shape.decodes} decoding rows and {shape.chunk_tokens} tokens of prompts",
-            f"{len(done)} of {len(shapes)}",
-        )
-        _logger.info("compiled the program of %s, %s, after %.1f s", rows, number, perf_counter() - began)
+        rows = f"{shape.decodes} decoding rows, {shape.chunk_tokens} tokens of prompts"
+        _logger.info("compiled program %d of %d (%s), %.1f s", next(numbers), len(shapes), rows, perf_counter() - began)
         return program
 
-    done: list[StepShape] = []
     with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
         try:
             longest_first = sorted(shapes, key=lambda shape: shape.chunk_tokens, reverse=True)
