@@ -1,6 +1,5 @@
 """`moe-jax bench`: measures how fast a model is served."""
 
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,7 +7,7 @@ from typing import Annotated
 
 import tyro
 
-from moe_jax.commands.options import Dtype, LimitOptions, config_of, engine_mesh
+from moe_jax.commands.options import Dtype, LimitOptions, config_of, engine_mesh, search_rarely, tell_programs
 
 CLIENTS = (1, 16, 64, 256)
 
@@ -40,6 +39,7 @@ class BenchCommand:
       new_tokens: number of tokens of each answer, at least 2.
       sizes: sizes of the engine.
       devices: number of GPUs. They share the experts, and each computes texts of its own.
+      lazy: compile only the programs that the requests need. Each row's requests are then sent twice, and counted once.
       seed: seed of the prompts, and of random weights.
       plot: a PNG file for a picture.
       dtype: the dtype that the model computes in.
@@ -53,6 +53,7 @@ class BenchCommand:
     new_tokens: int = 128
     sizes: tyro.conf.OmitArgPrefixes[LimitOptions] = LimitOptions()
     devices: int = 1
+    lazy: bool = False
     seed: int = 0
     plot: Annotated[str | None, tyro.conf.arg(metavar="FILE.png")] = None
     dtype: Dtype = "bfloat16"
@@ -79,12 +80,14 @@ class BenchCommand:
         limits = self.sizes.engine_limits(config, max_waiting=max((1, *numbers)))
         check_loads(loads, limits, config.vocab_size)
 
-        print("loading and compiling ...", file=sys.stderr)
+        tell_programs()
         began = time.perf_counter()
         if folder is None:
-            engine = random_engine(config, self.dtype, limits, self.seed, mesh=mesh)
+            engine = random_engine(config, self.dtype, limits, self.seed, mesh=mesh, lazy=self.lazy)
         else:
-            engine = Engine(from_pretrained(folder, dtype=self.dtype, mtp=False, mesh=mesh), limits=limits, take_over=True)
+            model = from_pretrained(folder, dtype=self.dtype, mtp=False, mesh=mesh)
+            engine = Engine(model, limits=limits, take_over=True, lazy=self.lazy)
+        search_rarely()
         kind = f"{f'{self.devices} x ' * (mesh is not None)}{jax.devices()[0].device_kind}"
         title = (
             f"{self.model or f'{self.random_weights} with random weights'}, {self.dtype}, {kind}, "

@@ -11,7 +11,7 @@ import tyro
 
 from moe_jax.checkpoint.weights import Weights
 from moe_jax.commands.loading import checked_loading
-from moe_jax.commands.options import Dtype, InferencePrecision, length_for
+from moe_jax.commands.options import Dtype, InferencePrecision, length_for, tell_programs
 
 if TYPE_CHECKING:
     from moe_jax.serving.conversation import Conversation
@@ -39,6 +39,7 @@ class ChatCommand:
       top_p: sample from the most likely tokens whose probabilities reach p. Default: as in generation_config.json.
       seed: seed of the sampling. Default: a new one for each answer.
       think: False tells templates such as Qwen3's that the model should answer without thinking first.
+      lazy: compile a program when an answer first needs it, instead of all programs at the start.
       drafts: the model's multi-token prediction module drafts a token in each step, for fewer steps. The text is the same up to
         rounding.
       adapter: a folder or hub id of an adapter (LoRA) for the model's weights.
@@ -59,6 +60,7 @@ class ChatCommand:
     top_p: float | None = None
     seed: int | None = None
     think: bool = True
+    lazy: bool = False
     drafts: bool = False
     adapter: str | None = None
     dtype: Dtype = "bfloat16"
@@ -104,8 +106,9 @@ class ChatCommand:
         check_config(config)
         in_form: dict[str, Any] = dict(precision=self.precision, weights=self.weights, dtype=self.dtype)
         loading = checked_loading(folder, source.adapter, **in_form, mtp=self.drafts)
-        print("loading and compiling ...", file=sys.stderr)
-        engine = Engine(loading.load(), limits=limits, tokenizer=tokenizer, drafts=int(self.drafts), take_over=True)
+        tell_programs()
+        engine_options: dict[str, Any] = dict(drafts=int(self.drafts), take_over=True, lazy=self.lazy)
+        engine = Engine(loading.load(), limits=limits, tokenizer=tokenizer, **engine_options)
         if self.max_new_tokens is None:
             options = replace(options, max_new_tokens=0)
         talk(Conversation(engine, options, system=self.system, template_options=template_options))

@@ -10,7 +10,7 @@ import tyro
 
 from moe_jax.checkpoint.weights import Weights
 from moe_jax.commands.loading import checked_loading
-from moe_jax.commands.options import Dtype, InferencePrecision, LimitOptions, engine_mesh
+from moe_jax.commands.options import Dtype, InferencePrecision, LimitOptions, engine_mesh, search_rarely
 
 KEY_VARIABLE = "MOE_JAX_API_KEY"
 
@@ -41,6 +41,7 @@ class ServeCommand:
       max_body_mb: largest size of a request, in megabytes.
       request_seconds: time after which a request is given up.
       shutdown_seconds: time that running requests have to finish after SIGTERM or Ctrl-C; a second signal ends them at once.
+      lazy: compile a program when a request first needs it, while all others wait, instead of all programs at the start.
       drafts: the model's multi-token prediction module drafts a token in each step, for fewer steps. The text is the same up to
         rounding.
       devices: number of GPUs. They share the experts, and each computes texts of its own.
@@ -64,6 +65,7 @@ class ServeCommand:
     max_body_mb: float = 8
     request_seconds: float = 3600
     shutdown_seconds: float = 30
+    lazy: bool = False
     drafts: bool = False
     devices: int = 1
     adapter: str | None = None
@@ -113,5 +115,7 @@ class ServeCommand:
         options: dict[str, Any] = dict(precision=self.precision, weights=self.weights, dtype=self.dtype)
         loading = checked_loading(folder, source.adapter, **options, mtp=self.drafts, mesh=mesh)
         bound = bind(self.host, self.port)
-        engine = Engine(loading.load(), limits=limits, tokenizer=tokenizer, drafts=int(self.drafts), take_over=True)
+        engine_options: dict[str, Any] = dict(drafts=int(self.drafts), take_over=True, lazy=self.lazy)
+        engine = Engine(loading.load(), limits=limits, tokenizer=tokenizer, **engine_options)
+        search_rarely()
         run_server(Service(engine, defaults, settings), bound)

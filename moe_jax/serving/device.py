@@ -2,21 +2,24 @@
 
 import functools
 import logging
+from time import perf_counter
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.stages import Compiled
 from jaxtyping import Array, Int, UInt
 
 from moe_jax.models.decoder import Decoder
+from moe_jax.serving.draft_state import DraftedTokens
 from moe_jax.serving.drafts import check_program, draft_program
 from moe_jax.serving.drawing import VARIANTS, Variant, draw_program
 from moe_jax.serving.limits import EngineLimits
 from moe_jax.serving.memory_gaps import leave_gaps
 from moe_jax.serving.pages import pages_of
 from moe_jax.serving.placement import Placement
-from moe_jax.serving.programs import module_programs, step_programs
+from moe_jax.serving.programs import OnDemand, StepProgram, module_programs, step_programs
 from moe_jax.serving.prompts import PIECE_TOKENS, PromptScores, score_piece, score_prompts
 from moe_jax.serving.request import SamplingOptions
 from moe_jax.serving.sampling import Sampled
@@ -70,6 +73,7 @@ class Device:
         take_over: bool = False,
         drafts: int = 0,
         strict: bool = False,
+        lazy: bool = False,
     ):
         self.limits = limits
         self._drafts = drafts
@@ -82,6 +86,7 @@ class Device:
         weights = self.placement.place(weights)
         # Flat: to flatten the states of all layers again in each step takes the host longer than the step takes the device.
         self._weights, self._weights_tree = jax.tree.flatten(weights)
+        self._shared = _shared(weights)
         self._head = self._head_of(weights)
         max_pages = pages_of(limits.max_length)
         sizes = (*(len(self.placement.devices) * size for size in (limits.num_pages, limits.max_sequences)), max_pages)
@@ -95,16 +100,56 @@ class Device:
         ]
         shapes = self._decode_shapes + self._chunk_shapes
         num_programs = (1 + bool(drafts)) * len(shapes)
-        _logger.info("compiling %d programs before the first request, some minutes for a large model", num_programs)
         arrays = self.served, self._weights_tree, self._weights, self.state
-        self._programs = step_programs(*arrays, shapes)
-        self._modules = module_programs(*arrays, shapes) if drafts else {}
+        self._programs: dict[StepShape, StepProgram]
+        self._modules: dict[StepShape, Compiled]
+        if lazy:
+            _logger.info("each of %d programs is compiled when a request first needs it", num_programs)
+            self._programs, self._modules = OnDemand(step_programs, *arrays), OnDemand(module_programs, *arrays)
+        else:
+            _logger.info("compiling %d programs before the first request, some minutes for a large model", num_programs)
+            self._programs = step_programs(*arrays, shapes)
+            self._modules = module_programs(*arrays, shapes) if drafts else {}
         self.slots = DrawingSlots(limits, self.served.config.vocab_size, self.placement)
         self._gaps: list[Array] = []
         """Arrays that keep the gaps between them free (`memory_gaps.leave_gaps`)."""
 
     def warm_up(self) -> None:
-        """Runs every program once, on rows that are not used: the first run compiles it, or is the slow one."""
+        """Runs every compiled program once, on rows that are not used: the first run is the slow one. Then leaves gaps.
+
+        Programs that draw are compiled here, and the log has a line at the end. A lazy engine has nothing to run yet.
+        """
+        if self._programs:
+            self._run_all()
+        jax.block_until_ready(self.state)
+        self._leave_gaps()
+
+    @property
+    def weights_are_deleted(self) -> bool:
+        """True once arrays that the engine shares with its model were deleted, as a donating program does."""
+        # Asked before each step, so the engine's own copies of layers, hundreds of arrays, are left out.
+        return any(array.is_deleted() for array in self._shared)
+
+    @property
+    def state_is_deleted(self) -> bool:
+        """True once a program has failed that had been given the state."""
+        return any(array.is_deleted() for array in jax.tree.leaves(self.state))
+
+    def release(self) -> None:
+        """Frees pages and the engine's copies of weights, and drops everything else; nothing can be computed afterwards.
+
+        The frames of an exception may still refer to them, so lists are emptied and the engine's own arrays deleted.
+        """
+        shared = set(map(id, self._shared))
+        own = [array for array in self._weights if id(array) not in shared]
+        for array in jax.tree.leaves((self.state, self.slots.options, self.slots.penalties, self._gaps, own)):
+            array.delete()
+        for held in (self._weights, self._shared, self._gaps, self._programs, self._modules):
+            held.clear()
+        del self._head
+
+    def _run_all(self) -> None:
+        began = perf_counter()
         self.slots.make_penalties()
         for shape in self._programs:
             for variant in VARIANTS:
@@ -116,8 +161,7 @@ class Device:
         self.slots.penalties = None
         if self.state.experts is not None:
             self.experts_of(0, [], 0)
-        jax.block_until_ready(self.state)
-        self._leave_gaps()
+        _logger.info("ran each program once, %.1f s", perf_counter() - began)
 
     def launch(self, plans: list[StepPlan]) -> Launched:
         """Starts a step with a plan for each device; the copies of its tokens to the host start with it."""
@@ -158,7 +202,7 @@ class Device:
                 f"an adapter of the same targets and ranks if that has one: {difference}"
             )
         weights = self.placement.place(weights)
-        self._weights, self._head = jax.tree.leaves(weights), self._head_of(weights)
+        self._weights, self._shared, self._head = jax.tree.leaves(weights), _shared(weights), self._head_of(weights)
         # Small weights may have taken the old gaps.
         self._leave_gaps()
 
@@ -167,7 +211,7 @@ class Device:
         upload = packed(rows)
         self.state, output = self._programs[shape](self._weights, self.state, upload)
         penalties = self.slots.penalties if variant == "full" else None
-        arguments = output, self.slots.options, self.state.last_token, penalties
+        arguments = _for_drawing(output), self.slots.options, self.state.last_token, penalties
         if self.state.drafting is None:
             draw = draw_program(variant, strict=self.served.strict, mesh=self.served.mesh)
             last_token, new_penalties, sampled = draw(*arguments)
@@ -219,10 +263,22 @@ def _rows_of_samples(shape: StepShape, plans: list[StepPlan]) -> list[int]:
     return rows
 
 
+def _shared(weights: Weights) -> list[Array]:
+    """Returns the arrays that may be the model's own."""
+    return jax.tree.leaves((weights.frame, weights.experts))
+
+
 def _without_logits(output: StepOutput) -> StepOutput:
     # The module does not read them, and a program that is given an array keeps it in memory.
     nothing: Any = None
     return output._replace(logits=nothing)
+
+
+def _for_drawing(output: StepOutput) -> StepOutput:
+    # Steps with as many rows share the programs that draw. Arrays of all tokens would make one for each number of tokens.
+    nothing: Any = None
+    drafted = output.drafted and DraftedTokens(output.drafted.drafts, *[nothing] * 5)
+    return output._replace(hidden=nothing, drafted=drafted)
 
 
 @jax.jit

@@ -1,6 +1,6 @@
 """The engine: many requests at once on one model, each as if it were alone."""
 
-import gc
+import weakref
 from collections.abc import Sequence as Many
 from typing import Any
 
@@ -30,7 +30,10 @@ class Engine:
         completions = engine.generate(prompts, SamplingOptions(max_new_tokens=100))
         for event in engine.submit(prompt, SamplingOptions(temperature=0.7)).events(): ...
 
-    All programs are compiled before the constructor returns. Methods may be called from any thread.
+    All programs are compiled before the constructor returns, unless `lazy`. Methods may be called from any thread.
+
+    The engine reads the model's experts and embedding where they are. A training step that donates them ends all requests with
+    an error that tells so, and `update` revives the engine.
 
     Args:
       model: any model of this library, with an adapter beside its weights or without. The engine computes on all devices that
@@ -44,6 +47,7 @@ class Engine:
         Qwen3-MoE without drafts.
       take_over: True deletes the model's layers once the engine has its own copies. A dense model then needs its memory once
         and not twice, and is unusable afterwards.
+      lazy: True compiles a program when a request first needs it, while all others wait. Fewer are compiled if few kinds come.
 
     Raises:
       ValueError: no model, or no `EngineLimits`; positions that scale with the longest text of a batch (rope type "dynamic").
@@ -62,6 +66,7 @@ class Engine:
         drafts: int = 0,
         strict: bool = False,
         take_over: bool = False,
+        lazy: bool = False,
     ):
         limits = EngineLimits() if limits is None else limits
         check_servable(model, limits, drafts=drafts, strict=strict)
@@ -71,32 +76,44 @@ class Engine:
         ends = generation_config(model.source, model.config).get("eos_token_id")
         self._ends = frozenset([] if ends is None else np.atleast_1d(ends).tolist())
         self._keeps_experts = keep_experts and model.config.experts is not None
-        device = Device(model, limits, keep_experts=keep_experts, take_over=take_over, drafts=drafts, strict=strict)
+        self.lazy = lazy
+        options: dict[str, Any] = dict(keep_experts=keep_experts, take_over=take_over, drafts=drafts, strict=strict, lazy=lazy)
+        device = Device(model, limits, **options)
         device.warm_up()
-        # A collection delays a step by 10 ms if it looks through all that lives as long as the engine.
-        gc.collect()
-        gc.freeze()
         self._loop = EngineLoop(device, [EngineQueues(limits, drafts) for _ in device.placement.devices])
+        # The thread would keep the memory of an engine that nobody can reach any more, such as one in a notebook's variable.
+        weakref.finalize(self, self._loop.begin_to_close, drain=False).atexit = False
 
     def generate(
         self, prompts: Many[Many[int]], options: SamplingOptions | Many[SamplingOptions] = GREEDY
     ) -> list[list[Completion]]:
         """Continues all prompts, and returns their completions: for each prompt `n` of them. The queue has no limit here.
 
+        A call that is left by an exception, such as Ctrl-C in a notebook, aborts its requests.
+
         Args:
           options: of all prompts, or of each.
 
         Raises:
           ValueError: a prompt or its options are wrong; nothing was computed then.
-          RuntimeError: the engine failed or was closed.
+          RuntimeError: the engine failed or was closed, or the model's arrays were deleted.
         """
         check_prompts(prompts)
         each = list(options) if isinstance(options, Many) else [options] * len(prompts)
         if len(each) != len(prompts):
             raise ValueError(f"options must be one for all prompts, or one for each of {len(prompts)}; got {len(each)}")
         ids = [self._checked(prompt, of_prompt) for prompt, of_prompt in zip(prompts, each, strict=True)]
-        handles = [self._submit(*pair, limited=False) for pair in zip(ids, each, strict=True)]
-        return results(handles)
+        requests = [self._request(*pair) for pair in zip(ids, each, strict=True)]
+        handles = [handle for handle, _ in requests]
+        try:
+            for _, sequences in requests:
+                self._loop.add(sequences, limited=False)
+            return results(handles)
+        except BaseException:
+            # Nobody else could: the handles are known here alone.
+            for handle in handles:
+                handle.abort()
+            raise
 
     def submit(self, prompt: Many[int], options: SamplingOptions = GREEDY) -> Handle:
         """Adds a request and returns at once.
@@ -104,9 +121,11 @@ class Engine:
         Raises:
           ValueError: the prompt or the options are wrong, or exceed the engine's limits; all problems are listed.
           QueueFull: too many requests wait.
-          RuntimeError: the engine failed or was closed.
+          RuntimeError: the engine failed or was closed, or the model's arrays were deleted.
         """
-        return self._submit(self._checked(prompt, options), options, limited=True)
+        handle, sequences = self._request(self._checked(prompt, options), options)
+        self._loop.add(sequences, limited=True)
+        return handle
 
     def pause(self) -> None:
         """Starts no further step until `resume`. Requests keep their pages, and more may be submitted."""
@@ -143,7 +162,10 @@ class Engine:
 
     @property
     def failed(self) -> bool:
-        """True once the device or the engine's thread has failed: all requests have ended, and none is taken again."""
+        """True once the device or the engine's thread has failed: all requests have ended, and none is taken again.
+
+        Errors of later calls name the cause. An engine whose model's arrays were deleted has not failed.
+        """
         return self._loop.failed
 
     def stats(self) -> Stats:
@@ -151,8 +173,10 @@ class Engine:
         return stats_of(self._loop)
 
     def close(self, *, drain: bool = True) -> None:
-        """Ends the engine: after all requests with `drain`, else aborts them."""
+        """Ends the engine: after all requests with `drain`, else aborts them.
 
+        Pages and copies of weights are freed before it returns. Later requests get an error; `stats` keeps its last numbers.
+        """
         self._loop.close(drain=drain)
 
     def _set_paused(self, paused: bool) -> None:
@@ -167,7 +191,8 @@ class Engine:
         warn_of_length(self.config, len(ids), options.max_new_tokens)
         return ids
 
-    def _submit(self, prompt: list[int], options: SamplingOptions, *, limited: bool) -> Handle:
+    def _request(self, prompt: list[int], options: SamplingOptions) -> tuple[Handle, list[Sequence]]:
+        """Returns the handle of a request, and its sequences, which the loop does not know yet."""
         ends = frozenset(options.stop_token_ids) | (frozenset() if options.ignore_eos else self._ends)
         handle = Handle(prompt, options, lambda numbers: self._loop.abort([sequences[i] for i in numbers]), self.tokenizer)
         # The first continuation scores the prompt for all.
@@ -176,5 +201,4 @@ class Engine:
             Sequence(prompt, options, seed, ends, index, owner=Record(handle, scores))
             for index, seed in enumerate(seeds_of(options))
         ]
-        self._loop.add(sequences, limited=limited)
-        return handle
+        return handle, sequences

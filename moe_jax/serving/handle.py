@@ -10,6 +10,16 @@ from moe_jax.serving.events import ContinuationText, Event
 from moe_jax.serving.request import Completion, SamplingOptions
 
 
+class WeightsDeleted(RuntimeError):
+    """The arrays that an engine shares with its model were deleted. `Engine.update` gives it others."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "the model's arrays were deleted, most likely because a training step donated them: call engine.update(model) with "
+            "the trained model, and give the engine a copy of its own if requests come during a step"
+        )
+
+
 class Handle:
     """A request that was submitted. Its events are read once: by `events`, or by `async for`.
 
@@ -19,7 +29,7 @@ class Handle:
       abort: ends the continuations of these numbers.
 
     Raises:
-      RuntimeError: while events are read: the engine failed.
+      RuntimeError: while events are read: the engine failed, or the model's arrays were deleted.
     """
 
     def __init__(
@@ -87,7 +97,7 @@ class Handle:
             if (read := self._with_text(event)) is not None:
                 yield read
         if self.error is not None:
-            raise RuntimeError("the engine failed") from self.error
+            raise RuntimeError(why(self.error)) from self.error
 
     def _with_text(self, event: Event) -> Event | None:
         """Returns the event with its text, and ends its continuation if a stop text is complete; None: it is dropped."""
@@ -113,6 +123,11 @@ def results(handles: list[Handle]) -> list[list[Completion]]:
             for other in stopping:
                 deque(other._new_events(), maxlen=0)
     return [[completion for completion in handle.completions if completion is not None] for handle in handles]
+
+
+def why(error: BaseException) -> str:
+    """Returns the message for a request that this error ended."""
+    return str(error) if isinstance(error, WeightsDeleted) else f"the engine failed: {type(error).__name__}: {error}"
 
 
 class Listener(NamedTuple):

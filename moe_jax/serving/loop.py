@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 from moe_jax.serving.delivery import TokenDelivery
 from moe_jax.serving.device import Device, Launched
+from moe_jax.serving.handle import WeightsDeleted, why
 from moe_jax.serving.queues import EngineQueues
 from moe_jax.serving.schedule import plan_step
 from moe_jax.serving.sequence import Sequence
@@ -62,21 +63,24 @@ class EngineLoop:
 
         Raises:
           QueueFull: too many sequences run or wait.
-          RuntimeError: the engine failed or was closed.
+          RuntimeError: the engine failed or was closed, or the model's arrays were deleted.
         """
         with self._lock:
             # Under the lock: a request that came behind the failure would wait for ever.
             self._refuse_if_ended()
+            if self.device.weights_are_deleted:
+                raise WeightsDeleted
             room = self.capacity - len(self._open)
             if limited and len(sequences) > room:
                 raise QueueFull(f"{len(self._open)} sequences run or wait; the engine has room for {room} more")
-            self._open.update(sequences)
             # Under it too: the thread may end once `close` has the lock, and would leave what comes later.
             self._commands.put(lambda: self._let_wait(sequences))
+            # Last: an interrupted call leaves none open that no queue will have.
+            self._open.update(sequences)
 
     def abort(self, sequences: list[Sequence]) -> None:
-        """Ends those that have not ended yet."""
-        self._commands.put(lambda: self.delivery.end_all(sequences))
+        """Ends those that were added and have not ended yet."""
+        self._commands.put(lambda: self.delivery.end_all([each for each in sequences if each in self._open]))
 
     def call[T](self, function: Callable[[], T]) -> T:
         """Runs a function in the thread, between two steps, and returns its result.
@@ -101,17 +105,21 @@ class EngineLoop:
         return done.get()()
 
     def close(self, *, drain: bool) -> None:
-        """Ends the thread: after all sequences with `drain`, else aborts them."""
+        """Ends the thread: after all sequences with `drain`, else aborts them. Then the device has freed its memory."""
+        with self._lock:
+            self.begin_to_close(drain=drain)
+        self._thread.join()
+
+    def begin_to_close(self, *, drain: bool) -> None:
+        """Tells the thread to end, without the lock: the garbage collector calls this, and may interrupt who holds it."""
 
         def end() -> None:
             self.is_paused = False
             if not drain:
-                self.delivery.end_all([each for queues in self.queues for each in (*queues.running, *queues.waiting)])
+                self.delivery.end_all(self._queued)
 
-        with self._lock:
-            self._is_closing = True
-            self._commands.put(end)
-        self._thread.join()
+        self._is_closing = True
+        self._commands.put(end)
 
     @property
     def failed(self) -> bool:
@@ -120,7 +128,7 @@ class EngineLoop:
 
     def _refuse_if_ended(self) -> None:
         if self._error is not None:
-            raise RuntimeError("the engine failed") from self._error
+            raise RuntimeError(why(self._error)) from self._error
         if self._is_closing:
             raise RuntimeError("the engine is closed")
 
@@ -138,10 +146,16 @@ class EngineLoop:
         except BaseException as error:  # whatever it was, nobody may wait for ever
             _logger.exception("the engine failed")
             self._fail(error)
+        finally:
+            self.device.release()
 
     @property
     def _has_sequences(self) -> bool:
         return any(queues.running or queues.waiting for queues in self.queues)
+
+    @property
+    def _queued(self) -> list[Sequence]:
+        return [each for queues in self.queues for each in (*queues.running, *queues.waiting)]
 
     def _fail(self, error: BaseException) -> None:
         with self._lock:
@@ -160,6 +174,20 @@ class EngineLoop:
             self._commands.get()()
 
     def _launch_next(self) -> Launched | None:
+        """Starts the next step. Without weights nothing can run: all requests end with the reason, until `update`."""
+        if not self.device.weights_are_deleted:
+            try:
+                return self._launch_planned()
+            except Exception:
+                # They may be deleted at any moment. A step that was refused for it has left the state as it was.
+                if not self.device.weights_are_deleted or self.device.state_is_deleted:
+                    raise
+        for sequence in self._queued:
+            sequence.owner.handle.fail(WeightsDeleted())
+        self.delivery.end_all(self._queued)
+        return None
+
+    def _launch_planned(self) -> Launched | None:
         plans = [plan_step(queues) for queues in self.queues]
         if all(plan.is_empty for plan in plans):
             return None

@@ -4,9 +4,12 @@ A GPU replays a step as a CUDA graph. It takes the host 1 to 2 ms to change a gr
 its results over those of the last step of its shape.
 """
 
+import itertools
+import logging
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from time import perf_counter
 from typing import Any
 
 import jax
@@ -21,6 +24,8 @@ from moe_jax.serving.placement import ROWS, on_each, rows_like
 from moe_jax.serving.step import DeviceState, StepOutput, output_like, step
 from moe_jax.serving.upload import StepShape, empty_rows, packed
 from moe_jax.serving.weights import ServedModel
+
+_logger = logging.getLogger(__name__)
 
 
 class StepProgram:
@@ -39,6 +44,25 @@ class StepProgram:
         if self._output is not None:
             self._output = output
         return state, output
+
+
+class OnDemand[Program](dict[StepShape, Program]):
+    """The programs of an engine that compiles each one when a step first needs it.
+
+    Args:
+      make: `step_programs` or `module_programs`.
+      arguments: its arguments without the shapes.
+    """
+
+    def __init__(self, make: Callable[..., dict[StepShape, Program]], *arguments: Any):
+        super().__init__()
+        # The arrays themselves would outlive an update of the weights, and steps give the state's away.
+        like = jax.tree.map(lambda leaf: _like(leaf) if isinstance(leaf, Array) else leaf, arguments)
+        self._make = lambda shape: make(*like, [shape])[shape]
+
+    def __missing__(self, shape: StepShape) -> Program:
+        self[shape] = self._make(shape)
+        return self[shape]
 
 
 def step_programs(
@@ -89,6 +113,10 @@ def module_programs(
     return _at_once(shapes, lower, lambda _, lowered: lowered.compile())
 
 
+def _like(array: Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)
+
+
 def _at_once[Program](
     shapes: Sequence[StepShape],
     lower: Callable[[StepShape], Lowered],
@@ -98,10 +126,18 @@ def _at_once[Program](
 
     Programs with chunks take the longest to compile. They are lowered first, so that nothing waits for them.
     """
+    began, numbers = perf_counter(), itertools.count(1)
+
+    def compiled_and_told(shape: StepShape, lowered: Lowered) -> Program:
+        program = compiled(shape, lowered)
+        rows = f"{shape.decodes} decoding rows, {shape.chunk_tokens} tokens of prompts"
+        _logger.info("compiled program %d of %d (%s), %.1f s", next(numbers), len(shapes), rows, perf_counter() - began)
+        return program
+
     with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
         try:
             longest_first = sorted(shapes, key=lambda shape: shape.chunk_tokens, reverse=True)
-            programs = {shape: pool.submit(compiled, shape, lower(shape)) for shape in longest_first}
+            programs = {shape: pool.submit(compiled_and_told, shape, lower(shape)) for shape in longest_first}
             return {shape: programs[shape].result() for shape in shapes}
         except BaseException:
             # The error would wait for all programs that are still to be compiled.

@@ -46,14 +46,19 @@ def check_servable(model: Decoder, limits: EngineLimits, *, drafts: int, strict:
 
 
 def check_model(model: Any) -> None:
-    """Refuses what is no model, as the folder of one.
+    """Refuses what is no model, as the folder of one, and a model without its arrays.
 
     Raises:
-      ValueError: it is none.
+      ValueError: it is none, or its arrays were deleted.
     """
     if not isinstance(model, Decoder):
         # Without its repr: a state of the model's arrays is easily given in its place.
         raise ValueError(f"model must be a Decoder, as moe_jax.from_pretrained(folder) returns; got {type(model).__name__}")
+    if any(leaf.is_deleted() for leaf in jax.tree.leaves(nnx.state(model))):
+        raise ValueError(
+            "model has arrays that were deleted, by a training step that donated them or by Engine(..., take_over=True): "
+            "give the trained model, which nnx.merge makes of the new state, or load it again"
+        )
 
 
 def check_config(config: ModelConfig) -> None:

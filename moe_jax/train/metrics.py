@@ -114,8 +114,8 @@ class Clock:
         return f", {seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02} left" if step < last else ""
 
 
-def one_line(record: dict[str, Any], *, compiled: bool = False) -> str:
-    """Returns the record for the console, without the speed for a step that `compiled`."""
+def one_line(record: dict[str, Any], *, compiled: float | None = None) -> str:
+    """Returns the record for the console; for a step that compiled, its seconds (`compiled`) in place of the speed."""
     shadows = f", {record['num_shadows']:.1f} shadows a layer" if record.get("num_shadows") else ""
     measured = {"loss": ".4f", "reward_margin": ".3f", "reward_accuracy": ".2f"}
     held_out = "".join(
@@ -129,9 +129,10 @@ def one_line(record: dict[str, Any], *, compiled: bool = False) -> str:
     accuracy = f", accuracy {record['reward_accuracy']:.2f}" if "reward_accuracy" in record else ""
     examples = f", {record['num_examples']:g} examples" if "num_examples" in record else ""
     speed = f"{record['tokens_per_second']:.0f} tokens/s, {record['model_tflops']:.3g} TFLOP/s"
+    speed = speed if compiled is None else f"compiled in this step, {compiled:.0f} s"
     return (
         f"loss {record['loss']:.4f}{held_out}{margin}{accuracy}{aux}, grad norm {record['grad_norm']:.3f}, "
-        f"lr {record['learning_rate']:.2e}{examples}, {'compiled in this step' if compiled else speed}{load}{shadows}"
+        f"lr {record['learning_rate']:.2e}{examples}, {speed}{load}{shadows}"
     )
 
 

@@ -4,7 +4,6 @@ import json
 
 import pytest
 import tiny
-from compiled_lazily import compiled_lazily
 
 from moe_jax.cli import main
 from moe_jax.config import config_to_dict
@@ -21,9 +20,8 @@ def folder(tmp_path):
 @pytest.mark.long
 def test_a_table_and_a_picture(folder, capsys):
     picture = folder / "pictures" / "bench.png"
-    load = "--concurrency 1 2 --requests-each 2 --prompt-tokens 8 --new-tokens 4".split()
-    with compiled_lazily():
-        main(["bench", "--random-weights", str(folder), *SMALLEST, *load, "--plot", str(picture)])
+    load = "--lazy --concurrency 1 2 --requests-each 2 --prompt-tokens 8 --new-tokens 4".split()
+    main(["bench", "--random-weights", str(folder), *SMALLEST, *load, "--plot", str(picture)])
     title, header, *rows, wrote = capsys.readouterr().out.splitlines()
     assert "with random weights, float32, cpu, prompts of 8 tokens, 4 new tokens; ready in" in title
     assert header.split()[:3] == ["clients", "requests", "tokens/s"]

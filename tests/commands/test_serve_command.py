@@ -10,7 +10,6 @@ import openai
 import pytest
 import served
 import tiny
-from compiled_lazily import compiled_lazily
 
 import moe_jax
 from moe_jax.cli import main
@@ -54,10 +53,10 @@ def test_a_model_is_served_until_a_signal(folder, program_log, monkeypatch):
 
     asking = threading.Thread(target=ask)
     asking.start()
-    with compiled_lazily():
-        main(["serve", str(folder), "--port", "0", "--name", "small", "--dtype", "float32", *small])
+    main(["serve", str(folder), "--port", "0", "--name", "small", "--dtype", "float32", "--lazy", *small])
     asking.join()
-    assert program_log().index("compiling") < program_log().index("serving small")
+    assert program_log().index("is compiled when a request first needs it") < program_log().index("serving small")
+    assert program_log().index("serving small") < program_log().index("compiled program")
     assert "stopped: 0 requests finished, 0 were aborted" in program_log()
     model = moe_jax.from_pretrained(folder, dtype="float32")
     assert found == {

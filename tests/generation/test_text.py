@@ -204,7 +204,7 @@ def test_options_of_our_own_are_no_template_options(model, name):
 @pytest.mark.parametrize("call, name", [(moe_jax.chat, r"message 0 \(user\)"), (moe_jax.complete, "prompt 0")])
 def test_bytes_that_are_not_utf8_are_named(model, call, name):
     text = b"ok \xff".decode(errors="surrogateescape")
-    with pytest.raises(ValueError, match=f"{name} is not valid Unicode: character 3 is half of one, 0xdcff; give UTF-8"):
+    with pytest.raises(ValueError, match=rf"{name} is not valid Unicode: it has half of a surrogate pair, \\udcff"):
         call(model, text)
 
 

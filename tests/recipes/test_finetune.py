@@ -1,6 +1,7 @@
 """The loop learns, logs, refuses nonsense, and stops at a loss that is not finite."""
 
 import json
+import re
 import sys
 
 import jax
@@ -114,10 +115,11 @@ def test_settings_are_noted_with_the_steps_that_epochs_come_to(tmp_path, monkeyp
 
 
 def test_console_lines(tmp_path, capsys, steps_that_learn_nothing):
-    """The first step says that it compiled; later steps say the time left."""
+    """A line before the first step and its own line tell that it compiled; later steps tell the time left."""
     finetune(settings(tmp_path, steps=3), model=tiny.dense(), tokenizer=tiny.tokenizer())
-    first, second, third = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
-    assert "compiled in this step" in first and "tokens/s" not in first
+    compiling, first, second, third = capsys.readouterr().out.splitlines()[-4:]
+    assert compiling == "compiling step 1 ..."
+    assert re.search(r"compiled in this step, \d+ s", first) and "tokens/s" not in first
     assert "tokens/s" in second and second.endswith(" left") and not third.endswith(" left")
 
 

@@ -28,6 +28,7 @@ class FakeEngine:
         self.limits = limits
         self.tokenizer = tiny.tokenizer() if tokenizer is None else tokenizer
         self.config = SimpleNamespace(vocab_size=VOCAB)
+        self.lazy = False
         self.submitted: list[SamplingOptions] = []
         self.handles: list[Handle] = []
         self.closed = False

@@ -12,7 +12,6 @@ import pytest
 import seeds
 import tiny
 from adapted_models import randomise, small_model, with_adapters
-from compiled_lazily import compiled_lazily
 from flax import nnx
 
 import moe_jax
@@ -96,8 +95,7 @@ def test_whole_weights(model, caplog):
     """New factors take over with `update`, and another scale, here zero; another rank is refused."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(caplog.at_level(logging.INFO, "moe_jax"))
-        stack.enter_context(compiled_lazily())
-        engine = stack.enter_context(contextlib.closing(Engine(model, limits=replace(LIMITS, max_sequences=1))))
+        engine = stack.enter_context(contextlib.closing(Engine(model, limits=replace(LIMITS, max_sequences=1), lazy=True)))
         assert "without the fused kernels: an adapter lies beside the weights" in caplog.text
         check(engine, model)
         other = nnx.clone(model)

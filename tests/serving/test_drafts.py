@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import seeds
 import tiny
-from compiled_lazily import compiled_lazily
 from flax import nnx
 
 from moe_jax.generation import generate_with_drafts
@@ -32,14 +31,13 @@ def model():
 @pytest.fixture(scope="module")
 def engines(model):
     """One without drafts, which computes one sequence at a time, and one with drafts."""
-    with compiled_lazily():
-        alone = replace(LIMITS, max_sequences=1)
-        made = [Engine(model, limits=limits, drafts=drafts, keep_experts=True) for limits, drafts in ((alone, 0), (LIMITS, 1))]
-        yield made
-        for engine in made:
-            stats = engine.stats()
-            assert stats.owned_pages == stats.running == stats.waiting == 0
-            engine.close()
+    sizes = (replace(LIMITS, max_sequences=1), 0), (LIMITS, 1)
+    made = [Engine(model, limits=limits, drafts=drafts, keep_experts=True, lazy=True) for limits, drafts in sizes]
+    yield made
+    for engine in made:
+        stats = engine.stats()
+        assert stats.owned_pages == stats.running == stats.waiting == 0
+        engine.close()
 
 
 OPTIONS = [

@@ -1,19 +1,22 @@
 """The engine's tokens are those of `generate`, for any mix of requests; requests end, fail and are refused alone."""
 
 import asyncio
+import gc
 import re
 import threading
 import time
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import seeds
+import served
 import tiny
-from compiled_lazily import compiled_lazily
 from flax import nnx
 from hf_reference import load_ours, reference
 
@@ -45,12 +48,6 @@ def engine(model):
     stats = engine.stats()
     assert stats.owned_pages == stats.running == stats.waiting == 0
     engine.close()
-
-
-@pytest.fixture
-def lazily():
-    with compiled_lazily():
-        yield
 
 
 def prompts_of(rng, *lengths):
@@ -346,9 +343,9 @@ def test_other_types_than_models_and_limits_are_refused(model, engine):
         Engine(model, limits={"max_length": 8})
 
 
-def test_a_failed_device_ends_everything(model, lazily, monkeypatch):
+def test_a_failed_device_ends_everything(model, monkeypatch):
     """Requests that run and that wait, an abort and a call that come meanwhile, later requests, and `close`."""
-    engine = Engine(model, limits=LIMITS)
+    engine = Engine(model, limits=LIMITS, lazy=True)
     (prompt,) = prompts_of(seeds.rng(), 5)
     assert not engine.failed
     launch, failing, aborted = engine._loop.device.launch, threading.Event(), threading.Event()
@@ -370,12 +367,12 @@ def test_a_failed_device_ends_everything(model, lazily, monkeypatch):
     time.sleep(0.1)
     aborted.set()
     for handle in handles:
-        with pytest.raises(RuntimeError, match="the engine failed"):
+        with pytest.raises(RuntimeError, match="the engine failed: ValueError: a defect"):
             handle.result()
     caller.join(30)
     assert engine.failed and not caller.is_alive()
     for call in (lambda: engine.submit(prompt), lambda: engine.generate([prompt]), engine.resume):
-        with pytest.raises(RuntimeError, match="the engine failed"):
+        with pytest.raises(RuntimeError, match="the engine failed: ValueError: a defect"):
             call()
     closing = threading.Thread(target=engine.close, daemon=True)
     closing.start()
@@ -407,12 +404,153 @@ def test_gaps_are_left_when_ready_and_after_an_update(model, engine, monkeypatch
         of_engine._gaps = []
         renew()
         assert of_engine._gaps == list(of_engine.placement.devices)
+    # They have no memory to free.
+    of_engine._gaps = []
 
 
-def test_an_engine_without_a_tokenizer_and_one_that_is_closed(model, lazily):
-    engine, prompt = Engine(model, limits=LIMITS), [1]
+def test_an_engine_without_a_tokenizer_and_one_that_is_closed(model):
+    engine, prompt = Engine(model, limits=LIMITS, lazy=True), [1]
     with pytest.raises(ValueError, match="stop texts need .*tokenizer"):
         engine.submit(prompt, SamplingOptions(stop=("x",)))
+    engine.submit(prompt, SamplingOptions(max_new_tokens=2, ignore_eos=True)).result()
+    for _ in range(2):
+        engine.close()
+    for call in (lambda: engine.submit(prompt), lambda: engine.generate([prompt]), engine.pause, lambda: engine.update(model)):
+        with pytest.raises(RuntimeError, match="the engine is closed"):
+            call()
+    stats = engine.stats()
+    assert (stats.running, stats.waiting, stats.owned_pages, stats.num_tokens) == (0, 0, 0, 2)
+    assert engine.capacity == 9 and not engine.failed
+
+
+def live_bytes():
+    gc.collect()
+    return sum(array.nbytes for array in jax.live_arrays())
+
+
+def test_engines_in_a_row_free_their_memory(model):
+    """An old engine has its variable until the new one is made; objects of the user's that nobody holds are freed too."""
+
+    class Cycle:
+        def __init__(self):
+            self.itself = self
+
+    Engine(model, limits=LIMITS, lazy=True).close()
+    before, engine = live_bytes(), None
+    for _ in range(3):
+        cycle, old = weakref.ref(Cycle()), engine and weakref.ref(engine)
+        engine = Engine(model, limits=LIMITS, keep_experts=True, lazy=True)
+        handle = engine.submit([1, 2, 3], SamplingOptions(max_new_tokens=2))
+        assert live_bytes() > before
+        handle.result()
+        engine.close()
+        # The engine and its handle are still there.
+        assert live_bytes() == before and cycle() is None and (old is None or old() is None)
+
+
+def test_an_engine_that_nobody_holds_ends(model):
+    """Once its requests have ended: their handles hold it."""
+    before, engine = live_bytes(), Engine(model, limits=LIMITS, lazy=True)
+    handle = engine.submit([1, 2, 3], SamplingOptions(max_new_tokens=5, ignore_eos=True))
+    thread = engine._loop._thread
+    del engine
+    gc.collect()
+    assert len(handle.result()[0].tokens) == 5
+    del handle
+    assert served.comes_true(lambda: live_bytes() == before and not thread.is_alive())
+
+
+def copy_of(model):
+    """Returns a model with arrays of its own; `nnx.clone` would share them."""
+    graph, state = nnx.split(model)
+    return nnx.merge(graph, jax.tree.map(jnp.copy, state))
+
+
+def donated(model):
+    """Returns a model of the same numbers, in other arrays; the model's own are deleted, as by a step of training."""
+    graph, state = nnx.split(model)
+    return nnx.merge(graph, jax.jit(partial(jax.tree.map, jnp.copy), donate_argnums=0)(state))
+
+
+@pytest.mark.parametrize("meanwhile", [False, True])
+def test_a_training_step_that_donates_the_model(model, monkeypatch, meanwhile):
+    """Requests that run are told, later ones too, and an update revives the engine; also if a step was just being started."""
+    engine, prompt = Engine(own := copy_of(model), limits=LIMITS, lazy=True), [1, 2, 3]
+    options = SamplingOptions(max_new_tokens=5, ignore_eos=True)
+    before = engine.generate([prompt], options)[0][0].tokens
+    trained, launch = [], engine._loop.device.launch
+
+    def launch_after_donation(plans):
+        if not trained:
+            trained.append(donated(own))
+        return launch(plans)
+
+    engine.pause()
+    running = [engine.submit(prompt, SamplingOptions(max_new_tokens=200)) for _ in range(3)]
+    if meanwhile:
+        monkeypatch.setattr(engine._loop.device, "launch", launch_after_donation)
+    else:
+        trained.append(donated(own))
+    engine.resume()
+    for handle in running:
+        with pytest.raises(RuntimeError, match="most likely because a training step donated them: call engine.update"):
+            handle.result()
+    for call in (lambda: engine.submit(prompt), lambda: engine.generate([prompt])):
+        with pytest.raises(RuntimeError, match="call engine.update"):
+            call()
+    with pytest.raises(ValueError, match="model has arrays that were deleted"):
+        engine.update(own)
+    assert not engine.failed and engine.stats().owned_pages == 0
+    engine.update(trained[0])
+    assert engine.generate([prompt], options)[0][0].tokens == before
     engine.close()
-    with pytest.raises(RuntimeError, match="the engine is closed"):
-        engine.submit(prompt)
+
+
+def test_a_training_step_in_a_pause(model):
+    """Requests that run continue after the update."""
+    engine, prompt = Engine(own := copy_of(model), limits=LIMITS, lazy=True), [1, 2, 3]
+    options = SamplingOptions(max_new_tokens=60, ignore_eos=True)
+    expected = engine.generate([prompt], options)[0][0].tokens
+    handle = engine.submit(prompt, options)
+    next(handle.events())
+    engine.pause()
+    engine.update(donated(own))
+    engine.resume()
+    assert handle.result()[0].tokens == expected
+    engine.close()
+
+
+@pytest.mark.parametrize("in_submission", [False, True])
+def test_an_interrupted_call_aborts_its_requests(model, monkeypatch, in_submission):
+    engine = Engine(model, limits=LIMITS, lazy=True)
+    options, added = SamplingOptions(max_new_tokens=200, ignore_eos=True), []
+    add = engine._loop.add
+
+    def interrupted(*arguments, **options):
+        if in_submission and len(added) == 3:
+            raise KeyboardInterrupt
+        added.append(add(*arguments, **options))
+
+    def interrupt(handles):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(engine._loop, "add", interrupted)
+    monkeypatch.setattr("moe_jax.serving.engine.results", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate([[1, 2, 3]] * 6, options)
+    assert len(added) == (3 if in_submission else 6)
+    assert served.comes_true(lambda: not engine._loop._open)
+    stats = engine.stats()
+    assert (stats.running, stats.waiting, stats.owned_pages) == (0, 0, 0) and not engine.failed
+    engine.close()
+
+
+def test_a_lazy_engine_compiles_what_requests_need(model, caplog):
+    caplog.set_level("INFO", "moe_jax")
+    engine = Engine(model, limits=LIMITS, lazy=True)
+    assert "each of 4 programs is compiled when a request first needs it" in caplog.text
+    assert "compiled program" not in caplog.text
+    engine.generate([[1, 2, 3]], SamplingOptions(max_new_tokens=3, ignore_eos=True))
+    told = [line for line in caplog.messages if line.startswith("compiled program")]
+    assert len(told) == len(engine._loop.device._programs) == 2
+    engine.close()

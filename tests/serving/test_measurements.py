@@ -32,6 +32,13 @@ def test_times_are_those_of_the_steps(engine):
     assert many.first_token.high > 5 * STEP
 
 
+@pytest.mark.parametrize("lazy, sent", [(False, 1 + 4), (True, 1 + 2 * 4)])
+def test_a_lazy_engine_compiles_before_a_load_is_counted(engine, lazy, sent):
+    engine.lazy = lazy
+    (measured,) = measure_loads(engine, [Load(2, 2, 8, 2)], 0)
+    assert len(engine.handles) == sent and measured.load.clients == 2
+
+
 def test_prompts_are_seeded_and_never_come_twice(engine):
     def prompts(seed):
         engine.handles.clear()

@@ -9,7 +9,6 @@ import numpy as np
 import optax
 import pytest
 import seeds
-from compiled_lazily import compiled_lazily
 from flax import nnx
 from test_fused import CONFIG as FUSED_CONFIG
 from test_fused import ONE_LAYER as FUSED_LAYER
@@ -74,14 +73,14 @@ def small_engine(model, *, sequences):
     limits = EngineLimits(
         max_sequences=sequences, max_tokens_per_step=24, max_chunks_per_step=2, max_length=128, num_pages=8, max_waiting=4
     )
-    return Engine(model, limits=limits, strict=True)
+    return Engine(model, limits=limits, strict=True, lazy=True)
 
 
 def test_an_engine_of_one_sequence(one_layer):
     """Each token of a prompt in chunks, and each new token, has the bits of the whole sequence."""
     prompt = seeds.rng().integers(0, CONFIG.vocab_size, 30).tolist()
     options = SamplingOptions(max_new_tokens=2, ignore_eos=True, temperature=1.0, seed=0, logprobs=0, prompt_logprobs=0)
-    with compiled_lazily(), closing(small_engine(one_layer, sequences=1)) as engine:
+    with closing(small_engine(one_layer, sequences=1)) as engine:
         ((answer,),) = engine.generate([prompt], options)
     of_prompt = [scores[token] for scores, token in zip(answer.prompt_logprobs[1:], prompt[1:], strict=True)]
     tokens = jnp.asarray([prompt + answer.tokens], jnp.int32)
@@ -94,7 +93,7 @@ def test_update(one_layer):
     """An update by the gradient at a ratio of exactly 1 makes a drawn answer likelier, to the updated model's bits."""
     prompt = seeds.rng().integers(0, CONFIG.vocab_size, 6).tolist()
     options = SamplingOptions(max_new_tokens=2, ignore_eos=True, temperature=1.0, seed=0, logprobs=0)
-    with compiled_lazily(), closing(small_engine(one_layer, sequences=1)) as engine:
+    with closing(small_engine(one_layer, sequences=1)) as engine:
         ((answer,),) = engine.generate([prompt], options)
         tokens, sampled = jnp.asarray([prompt + answer.tokens], jnp.int32), jnp.asarray(answer.logprobs, jnp.float32)
 

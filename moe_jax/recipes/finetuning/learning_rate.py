@@ -98,6 +98,8 @@ def _swept(run: Any, model: Decoder | None, rates: Sequence[float]) -> LearningR
     """Trains one step at each rate, until the loss has diverged."""
     training = load_training(run, model, schedule=_schedule(rates))
     state, losses, smoothed, mean = training.state, list[float](), list[float](), 0.0
+    if is_first_process():
+        print("compiling the first step ...", flush=True)
     for step in range(len(rates)):
         state, metrics = training.step(state, put_batch(next(run.batches), state.params, run.parallelism))
         loss = float(jax.device_get(metrics["loss"]))

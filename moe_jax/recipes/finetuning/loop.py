@@ -155,6 +155,8 @@ def _train(
         on_step=on_step,
     )
     checkpoints.listen()
+    if step < last:
+        log.tell_compiling()
     try:
         while step < last:
             began = time.perf_counter()

@@ -1,6 +1,7 @@
 """The log of a run: every step in the files of `MetricsWriter`, and a readable number of lines on the console."""
 
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -74,7 +75,13 @@ class RunLog:
         # None: a progress bar on terminals alone.
         disable = None if self.writer is not None else True
         self.progress = tqdm(total=settings.steps, initial=first_step - 1, desc="training", unit="step", disable=disable)
-        self.clock, self.num_told = Clock(), 0
+        self.clock, self.num_told, self.began = Clock(), 0, time.monotonic()
+
+    def tell_compiling(self) -> None:
+        """Prints that the first step is compiled, which may take minutes; the step's own line has the seconds from here."""
+        self.began = time.monotonic()
+        if self.writer is not None:
+            tqdm.write(f"compiling step {self.first_step} ...")
 
     def write(self, record: dict[str, Any], layers: dict[str, list], last_step: int) -> None:
         """Writes a step's record and its lists over the layers, and calls `on_step`.
@@ -89,7 +96,7 @@ class RunLog:
         self.progress.set_postfix_str(f"loss {record['loss']:.4f}", refresh=False)
         self.progress.update()
         if step in (self.first_step, last_step) or step % self.log_every == 0 or "eval_loss" in record:
-            line = one_line(record, compiled=step == self.first_step)
+            line = one_line(record, compiled=time.monotonic() - self.began if step == self.first_step else None)
             tqdm.write(f"step {step}: {line}{self.clock.left(step, last_step)}")
             sys.stdout.flush()
         if self.on_step is not None:

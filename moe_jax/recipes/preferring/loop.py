@@ -163,6 +163,8 @@ def _train(
     # Nothing is sent by a run that has no step left.
     log = RunLog(settings, first_step=step + 1, send_to=() if step >= last else settings.log_to, on_step=on_step)
     checkpoints.listen()
+    if step < last:
+        log.tell_compiling()
     try:
         while step < last:
             began = time.perf_counter()

@@ -7,7 +7,6 @@ import pytest
 import seeds
 import tiny
 from checkpoint_helpers import multiplying_in_fp8, parameters, same_bits, write_checkpoint, write_fp8
-from compiled_lazily import compiled_lazily
 from flax import nnx
 from jax.sharding import PartitionSpec
 from meshes import make_mesh, relative_error
@@ -152,10 +151,9 @@ def test_generation_and_the_engine(model, spread):
     """Most greedy tokens have the largest logit of a whole pass on one device; FP8 and sums over devices round others."""
     prompts = [seeds.rng().integers(0, 61, length).tolist() for length in (7, 5)]
     options = SamplingOptions(max_new_tokens=9, ignore_eos=True)
-    with compiled_lazily():
-        engine = Engine(spread, limits=LIMITS)
-        of_engine = [one.tokens for (one,) in engine.generate(prompts, options)]
-        engine.close()
+    engine = Engine(spread, limits=LIMITS, lazy=True)
+    of_engine = [one.tokens for (one,) in engine.generate(prompts, options)]
+    engine.close()
     generated = moe_jax.generate(spread, prompts, max_new_tokens=9)
     for tokens_of in (of_engine, generated):
         for prompt, tokens in zip(prompts, tokens_of, strict=True):
@@ -171,10 +169,9 @@ def test_as_stored_without_precision(stored):
     spread = from_pretrained(stored, dtype="float32", weights="as stored", mesh=make_mesh(fsdp=4))
     assert is_quantised(spread.stages[0].self_attn.q_proj.weight.get_value())
     assert moe_jax.generate(spread, prompts, max_new_tokens=6) == expected
-    with compiled_lazily():
-        engine = Engine(spread, limits=LIMITS)
-        found = engine.generate(prompts, SamplingOptions(max_new_tokens=6, ignore_eos=True))
-        engine.close()
+    engine = Engine(spread, limits=LIMITS, lazy=True)
+    found = engine.generate(prompts, SamplingOptions(max_new_tokens=6, ignore_eos=True))
+    engine.close()
     assert [one.tokens for (one,) in found] == expected
 
 
