@@ -142,6 +142,8 @@ def _parse_and_run(name: str, arguments: list[str]) -> None:
     several, may_be_several = jax.distributed.is_initialized(), BY_NAME[name].several_processes
     if not several and _num_devices(name, command) <= 1:
         processes.use_one_gpu()
+    if not several:
+        processes.keep_programs()
     if several and not may_be_several:
         raise ValueError("only finetune, generate and check run in several processes; start this command once")
     command.run()

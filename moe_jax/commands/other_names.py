@@ -122,6 +122,7 @@ OTHER_NAMES = {
         "temp": "--temperature",
     },
     "serve": {
+        "enforce-eager": "--lazy",
         "max-model-len": "--max-length",
         "max-num-batched-tokens": "--max-tokens-per-step",
         "max-num-seqs": "--max-sequences",

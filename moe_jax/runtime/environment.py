@@ -1,7 +1,6 @@
 """Environment variables that `moe-jax` and its launcher set: the only place for such settings. And how a user starts programs.
 
-Compiled programs are kept in the user's cache folder, so that a command starts quickly the second time. Other settings are here
-only if one of our measurements needed it. Values that users set take precedence. These were tried on four
+A setting stands here only if one of our measurements needed it. Values that users set take precedence. These were tried on four
 H200s of one host with jax 0.11.2, without gain (docs/performance.md, docs/scaling.md):
 
     XLA_FLAGS=--xla_gpu_enable_latency_hiding_scheduler=true    these collectives are asynchronous without it
@@ -18,7 +17,7 @@ import os
 import shlex
 import shutil
 import sysconfig
-from collections.abc import Mapping, MutableMapping
+from collections.abc import MutableMapping
 from pathlib import Path
 
 COORDINATOR = "MOE_JAX_COORDINATOR"
@@ -34,19 +33,10 @@ DEFAULTS = {
     "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
 }
 
-CACHE = "JAX_COMPILATION_CACHE_DIR"
-CACHE_SIZES = {
-    # JAX's default leaves out programs that compile in less than a second: nearly all of a small model.
-    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-    # The oldest go beyond 8 GB. Without a size JAX takes no lock, and a process may read what another has half written.
-    "JAX_COMPILATION_CACHE_MAX_SIZE": "8000000000",
-}
-"""Defaults where the user has not named a folder for compiled programs."""
-
 
 def set_defaults(environment: MutableMapping[str, str]) -> None:
     """Sets each default that is not set yet; it takes effect for JAX backends that start afterwards."""
-    for name, value in (DEFAULTS | _kept_programs(environment)).items():
+    for name, value in DEFAULTS.items():
         environment.setdefault(name, value)
 
 
@@ -59,13 +49,3 @@ def program(name: str = "moe-jax") -> str:
     if not script.is_file() or (found is not None and os.path.samefile(found, script)):
         return name
     return shlex.quote(str(script.relative_to(Path.cwd()) if Path.cwd() in script.parent.parents else script))
-
-
-def _kept_programs(environment: Mapping[str, str]) -> dict[str, str]:
-    """Returns the variables of JAX's cache of compiled programs; none if the user has a folder, or there can be none."""
-    if CACHE in environment:
-        return {}
-    folder = Path(environment.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "moe_jax" / "xla"
-    # JAX makes the folder. It would warn at each program if it could not.
-    exists = next(path for path in (folder, *folder.parents) if path.exists())
-    return {CACHE: str(folder)} | CACHE_SIZES if folder.is_absolute() and os.access(exists, os.W_OK) else {}

@@ -84,6 +84,36 @@ def use_one_gpu() -> None:
             jax.config.update(name, "0" if visible == "all" else visible.split(",")[0])
 
 
+def keep_programs() -> None:
+    """Makes JAX keep compiled programs in the user's cache folder, so that the same command starts quickly the next time.
+
+    For commands of one process. In a job, GPUs share the timing of kernels: a process that compiles might wait for results of
+    one that finds the program.
+    """
+    for name, value in settings_of_cache(os.environ, jax.config.values["jax_compilation_cache_dir"]).items():
+        jax.config.update(name, value)
+
+
+def settings_of_cache(environment: Mapping[str, str], folder: str | None) -> dict[str, Any]:
+    """Returns the options of JAX's cache of compiled programs that the user has not set.
+
+    None if JAX has a folder already, which "" switches off, or if the default folder cannot be written to.
+    """
+    home = Path(environment.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "moe_jax" / "xla"
+    # JAX makes the folder. If it could not, it would warn at each program.
+    exists = next(path for path in (home, *home.parents) if path.exists())
+    if folder is not None or not home.is_absolute() or not os.access(exists, os.W_OK):
+        return {}
+    options = {
+        "jax_compilation_cache_dir": str(home),
+        # By default a program that compiles in less than a second is left out: nearly all of a small model.
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
+        # 8 GB. Without a size JAX takes no lock, and a process may read what another has half written.
+        "jax_compilation_cache_max_size": 8 * 10**9,
+    }
+    return {name: value for name, value in options.items() if name.upper() not in environment}
+
+
 def imitate_devices(count: int) -> None:
     """Makes the CPU look like `count` devices, to try a mesh on a machine without GPUs.
 

@@ -7,7 +7,14 @@ import pytest
 from jax._src import xla_bridge
 
 from moe_jax.parallel import initialize_processes
-from moe_jax.runtime.processes import VISIBLE_DEVICES, arguments_by_hand, arguments_of_cluster, leave, use_one_gpu
+from moe_jax.runtime.processes import (
+    VISIBLE_DEVICES,
+    arguments_by_hand,
+    arguments_of_cluster,
+    leave,
+    settings_of_cache,
+    use_one_gpu,
+)
 
 BY_HAND = {"MOE_JAX_COORDINATOR": "node0:1234", "MOE_JAX_NUM_PROCESSES": "4", "MOE_JAX_PROCESS_ID": "3"}
 SLURM = {"SLURM_JOB_ID": "9", "SLURM_STEP_NODELIST": "n[1-2]", "SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_NTASKS": "4"}
@@ -125,3 +132,24 @@ def test_a_single_process_leaves_with_its_status():
     with pytest.raises(SystemExit) as status:
         leave(3)
     assert status.value.code == 3
+
+
+def test_programs_are_kept_in_the_users_cache_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    found = settings_of_cache({}, None)
+    assert found["jax_compilation_cache_dir"] == str(tmp_path / ".cache" / "moe_jax" / "xla")
+    of_xdg = settings_of_cache({"XDG_CACHE_HOME": str(tmp_path / "xdg")}, None)
+    assert of_xdg["jax_compilation_cache_dir"] == str(tmp_path / "xdg" / "moe_jax" / "xla")
+    # A small model's programs compile in less than a second each. With a size JAX locks the folder.
+    assert found["jax_persistent_cache_min_compile_time_secs"] == 0
+    assert found["jax_compilation_cache_max_size"] > 1e9 and found.keys() <= jax.config.values.keys()
+    # JAX makes the folder once there is a program.
+    assert not list(tmp_path.iterdir())
+
+
+def test_settings_of_the_users_cache_stay(tmp_path, monkeypatch):
+    smallest = {"XDG_CACHE_HOME": str(tmp_path), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "5"}
+    assert "jax_persistent_cache_min_compile_time_secs" not in settings_of_cache(smallest, None)
+    assert settings_of_cache({}, "/scratch/programs") == settings_of_cache({}, "") == {}
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+    assert settings_of_cache({"XDG_CACHE_HOME": str(tmp_path)}, None) == {}
