@@ -1,17 +1,23 @@
-# `make demo` and `make test` work from a fresh clone: each makes .venv, installs what CI installs, and goes.
+# `make demo` and `make test` work from a fresh clone: each makes .venv, installs what CI installs, and runs.
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 
-BIN := .venv/bin
+# VERSIONS=oldest tests with the oldest versions that pyproject.toml allows, without linters and pages. PYTHON=python3.13 tests with
+# another Python. Both have an environment of their own.
+VERSIONS ?= newest
+OLDEST := $(filter oldest,$(VERSIONS))
+VENV := .venv$(if $(OLDEST),-oldest)$(PYTHON:%=-%)
+CONSTRAINTS := constraints$(if $(OLDEST),-oldest).txt
+BIN := $(VENV)/bin
 comma := ,
 # With an NVIDIA GPU the CUDA build of JAX is installed too; CUDA 13 needs driver 580. JAX_EXTRA=cuda12 chooses by hand, JAX_EXTRA= none.
 DRIVER := $(shell nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null | head -n 1 | cut -d. -f1)
 JAX_EXTRA ?= $(if $(DRIVER),$(shell [ "$(DRIVER)" -ge 580 ] && echo cuda13 || echo cuda12))
-EXTRAS := dev$(if $(JAX_EXTRA),$(comma)$(JAX_EXTRA))
-INSTALLED := .venv/installed-$(subst $(comma),-,$(EXTRAS))
+EXTRAS := $(if $(OLDEST),test$(comma)triton,dev)$(if $(JAX_EXTRA),$(comma)$(JAX_EXTRA))
+INSTALLED := $(VENV)/installed-$(subst $(comma),-,$(EXTRAS))
 # The demo needs the package alone. The tests' environment will do too; with torch, the demo compares with transformers.
-PACKAGE_INSTALLED := .venv/installed$(JAX_EXTRA:%=-%)
+PACKAGE_INSTALLED := $(VENV)/installed$(JAX_EXTRA:%=-%)
 $(PACKAGE_INSTALLED): EXTRAS := $(JAX_EXTRA)
 
 .PHONY: help demo fast test test-thorough lint docs cuda-compiler
@@ -21,6 +27,7 @@ help:
 	@echo "make fast   format, lint, types and the tests that matter most: 2 minutes; T=kernels runs those in tests/kernels"
 	@echo "make test   format, lint, types and the test suite; FILES='tests/layers tests/test_cli.py' runs these alone"
 	@echo "make test-thorough   and further sizes and combinations, some minutes more"
+	@echo "            VERSIONS=oldest takes the oldest versions that pyproject.toml allows; PYTHON=python3.13 takes another Python"
 	@echo "make docs   the site in site/, checked for dead links; open site/index.html"
 	@echo "make cuda-compiler   250 MB for machines without a GPU: make test then compiles the Hopper kernels to machine code"
 
@@ -53,9 +60,11 @@ test-thorough:
 	PYTEST_ADDOPTS='-m ""' $(MAKE) test
 
 lint: $(INSTALLED)
+ifeq ($(OLDEST),)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	MYPY_NUM_WORKERS=2 $(BIN)/mypy
+endif
 
 # mkdocs.yml says `strict`: dead links fail. With --quiet they would not.
 docs: $(INSTALLED)
@@ -65,20 +74,20 @@ docs: $(INSTALLED)
 # Without bytecode of 19,000 files, a minute and a half of one core: the first import of each compiles it.
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
 
-$(INSTALLED) $(PACKAGE_INSTALLED): pyproject.toml constraints.txt
-	@for python in python3.12 python3 none; do \
+$(INSTALLED) $(PACKAGE_INSTALLED): pyproject.toml $(CONSTRAINTS)
+	@for python in $(or $(PYTHON),python3.12 python3) none; do \
 	  $$python -c 'import sys; raise SystemExit(sys.version_info < (3, 12))' 2>/dev/null && break || true; \
 	done; \
 	if [ $$python = none ]; then \
-	  echo "moe_jax needs Python 3.12 or later as python3.12 or python3 on PATH; python3 is $$(python3 --version 2>&1)" >&2; exit 1; \
+	  echo "moe_jax needs Python 3.12 or later as $(or $(PYTHON),python3.12 or python3) on PATH; python3 is $$(python3 --version 2>&1)" >&2; exit 1; \
 	fi; \
-	echo "Installing moe_jax$(EXTRAS:%=[%]) into .venv with $$($$python --version): several minutes the first time"; \
-	$$python -m venv .venv
-	@$(PIP_INSTALL) --constraint constraints.txt --editable '.$(EXTRAS:%=[%])'
+	echo "Installing moe_jax$(EXTRAS:%=[%]) into $(VENV) with $$($$python --version): several minutes the first time"; \
+	$$python -m venv $(VENV)
+	@$(PIP_INSTALL) --constraint $(CONSTRAINTS) --editable '.$(EXTRAS:%=[%])'
 	@touch $@
 
 # Beside the environment, where JAX would look for a GPU; tests that compile for an H200 (tests/h200.py) use it.
 cuda-compiler: $(INSTALLED)
 	version=$$($(BIN)/python -c 'import jax; print(jax.__version__)'); \
-	$(PIP_INSTALL) --no-deps --upgrade --target .venv/cuda-compiler \
+	$(PIP_INSTALL) --no-deps --upgrade --target $(VENV)/cuda-compiler \
 	  jax-cuda13-plugin==$$version jax-cuda13-pjrt==$$version nvidia-cuda-nvcc==13.5.37 nvidia-nvvm==13.5.37

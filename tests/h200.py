@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 
-COMPILER = ROOT / ".venv" / "cuda-compiler"
+COMPILER = Path(sys.prefix) / "cuda-compiler"
 """Where `make cuda-compiler` puts JAX's CUDA plugin on a machine without a GPU: in the environment JAX would look for one."""
 
 
