@@ -319,6 +319,12 @@ def test_a_device_that_fails_makes_the_server_unhealthy(monkeypatch):
             self.may_fail.wait(30)
             raise ValueError("RESOURCE_EXHAUSTED")
 
+        def weights_are_deleted(self):
+            return False
+
+        def release(self):
+            pass
+
     monkeypatch.setattr("moe_jax.serving.engine.Device", BrokenDevice)
     engine = Engine(tiny.dense(), limits=replace(LIMITS, max_sequences=1), tokenizer=served.tokenizer())
     device = engine._loop.device
