@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moe_jax.checkpoint.training import TrainingCheckpoints, finished_steps
+from moe_jax.checkpoint.training import TrainingCheckpoints, _checksum, finished_steps
 
 
 def test_an_unfinished_checkpoint_does_not_count(tmp_path):
@@ -106,6 +106,32 @@ def test_an_altered_bit_is_refused_with_the_name_of_its_array(tmp_path, rng):
         # A bit in the frame of a compressed stream ends the decompression instead.
         with pytest.raises(ValueError, match=r"checkpoint 5 cannot be read \((the values of state/(f32|bf16) are not|.*decod)"):
             getattr(TrainingCheckpoints(tmp_path), read)(5, ARRAYS)
+
+
+@pytest.mark.parametrize("shape", [(), (5,), (64,), (3, 32), (2, 3, 16)])
+def test_each_flipped_bit_changes_the_checksum(shape, rng):
+    bits = np.asarray(rng.integers(2**32, size=shape, dtype=np.uint32))
+    here = (np.arange(bits.size) == rng.integers(bits.size)).reshape(shape).astype(np.uint32)
+    flipped = [bits ^ here << np.uint32(bit) for bit in range(32)]
+    assert len({int(_checksum(x)) for x in [bits, *flipped]}) == 33
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_swapped_blocks_change_the_checksum(dtype, rng):
+    """Even of values that differ only in sign, or whose lower bits are zeros."""
+    x = jnp.asarray(rng.normal(size=(4, 64, 64)), jnp.bfloat16).astype(dtype)
+    signs = jnp.ones((64, 64), dtype).at[5, 7].set(-1)
+    signed = jnp.abs(x[0, 5, 7]) * signs
+    pairs = [(x, x[::-1]), (x, x.swapaxes(1, 2)), (x, jnp.roll(x, 32, 2)), (x, x.at[:, 3].set(x[:, 35]).at[:, 35].set(x[:, 3]))]
+    for before, after in [*pairs, (signed, jnp.roll(signed, 16, 1)), (signed, signed.T)]:
+        assert int(_checksum(before)) != int(_checksum(after))
+
+
+def test_sums_of_another_algorithm_are_not_compared(tmp_path):
+    saved(tmp_path, 5).close()
+    file = tmp_path / "5" / "position" / "metadata"
+    file.write_text(file.read_text().replace("odd weights 1", "another").replace('"at": 5', '"at": 4'))
+    assert TrainingCheckpoints(tmp_path).position(5) == {"at": 4}
 
 
 def test_an_altered_position_is_refused(tmp_path):
