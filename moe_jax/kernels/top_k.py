@@ -15,13 +15,9 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from moe_jax.kernels.experts.choose_backend import is_mosaic_allowed, splitting_refusal
-from moe_jax.kernels.hopper.launch import launch
-from moe_jax.kernels.hopper.pipeline import WGMMA_ROWS
 from moe_jax.kernels.hopper.target import compute_capability
 
 FEWEST_ROWS = 1024
@@ -50,14 +46,24 @@ def top_k_indices(x: Float[Array, "rows columns"], k: int) -> Int[Array, "rows k
 
 
 def _has_kernel(x: Array) -> bool:
+    if compute_capability() != "9.0" or not is_mosaic_allowed():
+        return False
+    # Here and below: Pallas Mosaic GPU takes a second of CPU time to import, on devices that run none of its kernels too.
+    from moe_jax.kernels.hopper.pipeline import WGMMA_ROWS
+
     rows, columns = x.shape
     fits = rows >= FEWEST_ROWS and rows % WGMMA_ROWS == 0 and columns <= MOST_COLUMNS and columns % COLUMN_BLOCK == 0
-    is_native = compute_capability() == "9.0" and is_mosaic_allowed()
-    return fits and x.dtype == jnp.float32 and is_native and splitting_refusal() is None
+    return fits and x.dtype == jnp.float32 and splitting_refusal() is None
 
 
 @partial(jax.jit, static_argnames="k")
 def _top_k(x: Float[Array, "rows columns"], *, k: int) -> Int[Array, "rows k"]:
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    from moe_jax.kernels.hopper.launch import launch
+    from moe_jax.kernels.hopper.pipeline import WGMMA_ROWS
+
     rows, columns = x.shape
     if not 0 < k <= columns:
         raise ValueError(f"k is {k}; it must be 1 to {columns}, the number of columns")

@@ -1,12 +1,15 @@
-"""The tokens of a step, made on the device from an upload and the state: their positions, places in pages, and rows."""
+"""The tokens of a step, made on the device from an upload and the state: their positions, places in pages, and rows.
+
+`ComputedLayers` are their results.
+"""
 
 from typing import NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from moe_jax.kernels.attention.paged import PAGE_SIZE, PagedQueries
-from moe_jax.layers.paged import TokenPlaces
+from moe_jax.layers.paged import LayerPages, TokenPlaces
 from moe_jax.serving.draft_state import Drafting
 from moe_jax.serving.upload import StepRows
 
@@ -22,6 +25,16 @@ class StepBatch(NamedTuple):
     outputs: Int[Array, "outputs"]
     single_query_rows: int
     """The number of decoding rows; 0 with drafts, where each has two queries."""
+
+
+class ComputedLayers(NamedTuple):
+    """The results of all layers of a step."""
+
+    hidden: Float[Array, "tokens hidden"]
+    """Hidden states behind the last norm."""
+    pages: list[LayerPages]
+    experts: list[Int[Array, "tokens k"]]
+    """The experts of each MoE layer."""
 
 
 def batch_of(

@@ -19,7 +19,7 @@ dtype. chunk_heads_to_pages then takes the place of heads_to_pages, and XLA plac
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -44,17 +44,8 @@ from moe_jax.layers.moe import MoE
 from moe_jax.layers.norm import RMSNorm, rms_norm
 from moe_jax.layers.paged import LayerPages, PagedAttend
 from moe_jax.layers.rope import RopeTables
+from moe_jax.serving.batch import ComputedLayers
 from moe_jax.serving.weights import LayerWeights, ServedModel, layer_module
-
-
-class ComputedLayers(NamedTuple):
-    """The results of all layers of a step."""
-
-    hidden: Float[Array, "tokens hidden"]
-    """Hidden states behind the last norm."""
-    pages: list[LayerPages]
-    experts: list[Int[Array, "tokens k"]]
-    """The experts of each MoE layer."""
 
 
 def refusal(config: ModelConfig, dtype: Any, tokens: int, *, in_fp8: bool = False) -> str | None:

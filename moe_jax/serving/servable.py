@@ -13,7 +13,6 @@ from moe_jax.models.decoder import Decoder
 from moe_jax.parallel.pipeline.chunks import refuse_chunks
 from moe_jax.serving.draft_state import check_drafting
 from moe_jax.serving.limits import EngineLimits
-from moe_jax.serving.strict import check_strict
 
 
 def check_servable(model: Decoder, limits: EngineLimits, *, drafts: int, strict: bool) -> None:
@@ -40,6 +39,8 @@ def check_servable(model: Decoder, limits: EngineLimits, *, drafts: int, strict:
         _check_several(model, len(devices), drafts=drafts, strict=strict)
     check_drafting(drafts, model.config, limits)
     if strict:
+        from moe_jax.serving.strict import check_strict  # imports Pallas Mosaic GPU
+
         check_strict(model)
         if drafts:
             raise ValueError(f"strict=True needs drafts=0; got drafts={drafts}")

@@ -19,12 +19,10 @@ from moe_jax.kernels.hopper import target
 from moe_jax.layers.paged import LayerPages, PagedAttend, empty_pages
 from moe_jax.models.forward import LayerInputs, layer_inputs
 from moe_jax.serving.adapted import behind_norm
-from moe_jax.serving.batch import StepBatch, batch_of, updated_table
+from moe_jax.serving.batch import ComputedLayers, StepBatch, batch_of, updated_table
 from moe_jax.serving.draft_state import DraftedTokens, Drafting, init_drafting
-from moe_jax.serving.fused import ComputedLayers, fused_layers, refusal
 from moe_jax.serving.logits import logits_of
 from moe_jax.serving.placement import spread_on
-from moe_jax.serving.strict import strict_layers
 from moe_jax.serving.upload import StepShape, unpacked
 from moe_jax.serving.weights import LayerWeights, ServedModel, Weights, frame_of, head_of, layer_module, layers_of
 
@@ -128,9 +126,14 @@ def _layers(
         for of_layer, window in zip(pages, windows, strict=True)
     ]
     norm = frame_of(served, weights)["norm"]
+    # Layers of kernels import Pallas Mosaic GPU, a second of CPU time.
     if served.strict:
+        from moe_jax.serving.strict import strict_layers
+
         return strict_layers(served, layers, norm, x[0], batch.positions, attends, batch.valid)
     if _fuses(served, batch):
+        from moe_jax.serving.fused import fused_layers
+
         return fused_layers(served, layers, norm, x[0], inputs.rope, attends, batch.valid)
     written, expert_ids = [], []
     for (stage, of_layer), attend in zip(layers, attends, strict=True):
@@ -154,4 +157,6 @@ def _fuses(served: ServedModel, batch: StepBatch) -> bool:
     """Returns True for a step of a model that `fused` takes, on one GPU that it is written for."""
     if served.unfused is not None or served.mesh is not None or target.compute_capability() != "9.0":
         return False
+    from moe_jax.serving.fused import refusal
+
     return refusal(served.config, served.dtype, len(batch.tokens), in_fp8=served.precision is not None) is None

@@ -29,7 +29,7 @@ from moe_jax.layers.quantised import is_quantised
 from moe_jax.layers.rope import RopeTables, fixed_frequencies, tables_of
 from moe_jax.models.decoder import Decoder
 from moe_jax.serving import fused
-from moe_jax.serving.fused import ComputedLayers
+from moe_jax.serving.batch import ComputedLayers
 from moe_jax.serving.weights import LayerWeights, ServedModel
 
 f32 = jnp.float32

@@ -18,6 +18,7 @@ import moe_jax
 from moe_jax.config import NAMED_CONFIGS
 from moe_jax.generation import devices
 from moe_jax.generation.request import DecodeOptions, check_memory
+from moe_jax.kernels.attention.mosaic import flash
 
 
 @pytest.fixture(scope="module")
@@ -65,13 +66,13 @@ def test_greedy_equals_transformers_token_for_token(model_type, overrides):
 )
 def test_on_an_h200_the_prompt_alone_takes_the_fused_kernel(name, module, monkeypatch):
     """Covers the cache of a module that drafts too."""
-    attention, shapes = importlib.import_module("moe_jax.kernels.attention.api"), []
+    shapes = []
 
     def recorded(q, k, v, **options):
         shapes.append((q.shape, k.shape[1]))
         return jnp.zeros((*q.shape[:3], v.shape[3]), q.dtype), None
 
-    monkeypatch.setattr(attention, "flash_attention", recorded)
+    monkeypatch.setattr(flash, "flash_attention", recorded)
     monkeypatch.setattr(jax, "device_count", lambda: 1)
     monkeypatch.delenv("MOE_JAX_BACKEND", raising=False)
     config = NAMED_CONFIGS[name]

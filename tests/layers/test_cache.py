@@ -15,6 +15,7 @@ from lowered import num_kernels
 
 import moe_jax
 from moe_jax.config import NAMED_CONFIGS
+from moe_jax.kernels.attention.mosaic import flash
 from moe_jax.layers.cache import init_cache
 
 # The package exports the function under the module's name.
@@ -103,9 +104,9 @@ def test_fused_prompt(model_type, monkeypatch):
     arrays = prompts(config, 2, 140)
     cache = init_cache(config, 2, 150, jnp.bfloat16)
     plain = jitted(model)(*arrays, cache=cache)
-    fused_attention, calls = attention.flash_attention, []
+    fused_attention, calls = flash.flash_attention, []
     monkeypatch.setattr(attention, "_reason_against_fused", lambda: None)
-    monkeypatch.setattr(attention, "flash_attention", lambda *a, **options: calls.append(1) or fused_attention(*a, **options))
+    monkeypatch.setattr(flash, "flash_attention", lambda *a, **options: calls.append(1) or fused_attention(*a, **options))
     fused = jitted(model)(*arrays, cache=cache)
     assert calls
     assert relative_error(fused.logits, plain.logits, arrays[2]) < 2e-2

@@ -2,6 +2,7 @@
 
 import importlib
 import inspect
+import os
 import subprocess
 import sys
 
@@ -58,3 +59,24 @@ moe_jax.__version__, dir(moe_jax), dir(moe_jax.train)
 print([name for name in {heavy} if name in sys.modules])
 """
     assert subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout == "[]\n"
+
+
+def test_serving_on_a_cpu_imports_no_gpu_kernels_and_no_torch():
+    """Each costs seconds before the first answer. A choice of backends must not import the kernels that it passes over."""
+    heavy = ("jax.experimental.pallas.mosaic_gpu", "triton", "jax_triton", "torch", "matplotlib", "datasets", "orbax", "grain")
+    code = f"""
+import sys
+import jax, jax.numpy as jnp
+import moe_jax.serving.engine, moe_jax.serving.http.server, moe_jax.adapters.source
+from moe_jax.kernels.attention.api import attention
+from moe_jax.kernels.experts.choose_backend import resolve_backend
+from moe_jax.kernels.top_k import top_k_indices
+a, ids = jax.ShapeDtypeStruct((1, 4, 2, 64), jnp.bfloat16), jax.ShapeDtypeStruct((1, 4), jnp.int32)
+jax.eval_shape(lambda a, ids: attention(a, a, a, scale=1.0, query_segment_ids=ids, key_segment_ids=ids), a, ids)
+jax.eval_shape(lambda x: top_k_indices(x, 2), jax.ShapeDtypeStruct((1024, 64), jnp.float32))
+print(resolve_backend(None, jnp.bfloat16, 128, 64), [name for name in {heavy} if name in sys.modules])
+"""
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    environment.pop("MOE_JAX_BACKEND", None)
+    run = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, env=environment)
+    assert run.stdout == "xla []\n"

@@ -7,16 +7,16 @@ memory. `flash_attention` skips blocks of masked keys and holds no scores in mem
 import functools
 import logging
 import os
+from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Integer
 
-from moe_jax.kernels.attention.mosaic.flash import flash_attention
-from moe_jax.kernels.attention.mosaic.flash import refusal as flash_refusal
 from moe_jax.kernels.experts.choose_backend import ENVIRONMENT_VARIABLE, splitting_refusal
-from moe_jax.kernels.hopper.interpreter import is_interpreted
+from moe_jax.kernels.hopper.target import is_interpreted
 from moe_jax.kernels.precision import at_least_f32
 
 _logger = logging.getLogger(__name__)
@@ -67,8 +67,10 @@ def attention(
     if isinstance(window, int | np.integer) and window < 1:
         raise ValueError(f"window must be at least 1 or None; got {window}")
 
-    refusal = _fused_refusal(q, k, v, scale, query_segment_ids, key_segment_ids, query_offset, window)
+    refusal = partial(_fused_refusal, q, k, v, scale, query_segment_ids, key_segment_ids, query_offset, window)
     if resolve_attention_backend(backend, refusal) == "mosaic":
+        from moe_jax.kernels.attention.mosaic.flash import flash_attention
+
         return flash_attention(q, k, v, scale=scale, segment_ids=query_segment_ids, window=window)[0]
 
     def chunk(q: Array, segment_ids: Array, offset) -> Array:
@@ -102,10 +104,19 @@ def _fused_refusal(q, k, v, scale, query_segment_ids, key_segment_ids, query_off
     return flash_refusal(q, k, v, scale, window)
 
 
-def resolve_attention_backend(backend: str | None, refusal: str | None) -> str:
+def flash_refusal(q: Array, k: Array, v: Array, scale: float, window: Array | int | None) -> str | None:
+    """Returns `flash.refusal` of these arrays."""
+    # Imports Pallas Mosaic GPU, a second of CPU time: called only where the kernels may run.
+    from moe_jax.kernels.attention.mosaic.flash import refusal
+
+    return refusal(q, k, v, scale, window)
+
+
+def resolve_attention_backend(backend: str | None, refusal: Callable[[], str | None]) -> str:
     """Returns `backend` if given, else "mosaic" where it fits, else "xla"; each choice is logged once a process.
 
-    `refusal` is the reason why "mosaic" cannot compute the attention, None if it can.
+    `refusal` returns the reason why "mosaic" cannot compute the attention, None if it can. It is called only if the kernels may
+    be chosen, since it imports them.
 
     Raises:
         ValueError: an unknown backend, or one that does not take the input.
@@ -114,11 +125,11 @@ def resolve_attention_backend(backend: str | None, refusal: str | None) -> str:
         raise ValueError(
             f"argument backend: unknown backend {backend!r}; choose one of {', '.join(map(repr, ATTENTION_BACKENDS))}"
         )
-    if backend == "mosaic" and refusal is not None:
-        raise ValueError(f"argument backend: backend 'mosaic' does not take this input: {refusal}")
-    reason = refusal
+    reason = None
+    if backend == "mosaic" and (reason := refusal()) is not None:
+        raise ValueError(f"argument backend: backend 'mosaic' does not take this input: {reason}")
     if backend is None:
-        reason = refusal or _reason_against_fused()
+        reason = _reason_against_fused() or refusal()
         backend = "mosaic" if reason is None else "xla"
     _announce(backend, reason)
     return backend

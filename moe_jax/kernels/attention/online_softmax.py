@@ -21,6 +21,19 @@ class PartialAttention(NamedTuple):
     """At least f32, natural; -inf where a query sees none of these keys."""
 
 
+class BackwardInputs(NamedTuple):
+    """The arrays that both backward passes read, of queries and of keys."""
+
+    q: Float[Array, "batch queries heads head_dim"]
+    k: Float[Array, "batch keys kv_heads head_dim"]
+    v: Float[Array, "batch keys kv_heads value_dim"]
+    dout: Float[Array, "batch queries heads value_dim"]
+    lse: Float[Array, "batch heads queries"]
+    """f32, over every key of the sequence; -inf where a query sees none."""
+    delta: Float[Array, "batch heads queries"]
+    """f32: <dout[i], out[i]>, less the gradient of lse[i] where there is one."""
+
+
 def merge(a: PartialAttention, b: PartialAttention) -> PartialAttention:
     """Returns attention over the keys of both parts, in the wider of their dtypes.
 

@@ -17,9 +17,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from moe_jax.kernels.attention.mosaic import flash
-from moe_jax.kernels.attention.mosaic.warpgroups import BackwardInputs
-from moe_jax.kernels.attention.online_softmax import PartialAttention, merge, softmax_sum
+from moe_jax.kernels.attention.online_softmax import BackwardInputs, PartialAttention, merge, softmax_sum
 from moe_jax.kernels.precision import at_least_f32
 from moe_jax.kernels.varying import vary_as
 
@@ -48,7 +46,9 @@ def forward(
     wide = at_least_f32(q.dtype)
     out_dtype = jnp.dtype(out_dtype or wide)
     if backend == "mosaic":
-        return flash.forward_of_interval(q, k, v, *bounds, scale=scale, previous=previous, out_dtype=out_dtype)
+        from moe_jax.kernels.attention.mosaic.interval import forward_of_interval
+
+        return forward_of_interval(q, k, v, *bounds, scale=scale, previous=previous, out_dtype=out_dtype)
     if previous is None:
         none_yet = jnp.full((q.shape[0], *q.shape[2:0:-1]), -jnp.inf, wide)
         previous = PartialAttention(jnp.zeros((*q.shape[:3], v.shape[3]), wide), none_yet)
@@ -81,7 +81,9 @@ def gradient_of_queries(
     wide = at_least_f32(q.dtype)
     out_dtype = jnp.dtype(out_dtype or wide)
     if backend == "mosaic":
-        return flash.gradient_of_queries(arrays, *bounds, scale=scale, previous=previous, out_dtype=out_dtype)
+        from moe_jax.kernels.attention.mosaic.interval import gradient_of_queries
+
+        return gradient_of_queries(arrays, *bounds, scale=scale, previous=previous, out_dtype=out_dtype)
 
     def add_keys(queries: _Queries, keys: _Keys, dq: Array) -> Array:
         _, ds = _probabilities(queries, keys, scale)
@@ -103,7 +105,9 @@ def gradients_of_keys(
 ) -> tuple[Float[Array, "batch keys kv_heads head_dim"], Float[Array, "batch keys kv_heads value_dim"]]:
     """Returns (dk, dv) of this part by way of these queries plus `previous`, the gradients by way of other queries."""
     if backend == "mosaic":
-        return flash.gradients_of_keys(arrays, *bounds, scale=scale, previous=previous)
+        from moe_jax.kernels.attention.mosaic.interval import gradients_of_keys
+
+        return gradients_of_keys(arrays, *bounds, scale=scale, previous=previous)
     k, v = arrays.k, arrays.v
     wide = at_least_f32(arrays.q.dtype)
 

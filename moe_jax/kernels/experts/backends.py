@@ -9,6 +9,7 @@ Every backend module offers the same names, which `xla` describes:
 """
 
 from collections.abc import Sequence
+from importlib import import_module
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -16,17 +17,17 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from moe_jax.kernels.experts import mosaic, triton, xla
 from moe_jax.kernels.experts.routing import Plan, of_own_layer
 from moe_jax.kernels.precision import at_least_f32
 
-MODULES = {"mosaic": mosaic, "triton": triton, "xla": xla}
-"""The backends by name, the fastest first."""
+BACKENDS = ("mosaic", "triton", "xla")
+"""Every backend, the fastest first: `mosaic` runs on Hopper GPUs, `triton` on NVIDIA GPUs from Ampere on, `xla` everywhere.
+In f32 `xla` is before `triton`: on an H200 2.4 times as fast with exact products, 8 times with TF32's."""
 
 
 def implementation(backend: str) -> ModuleType:
-    """Returns the module of a backend that `resolve_backend` returned."""
-    return MODULES[backend]
+    """Returns the module of a backend. It is imported on first use: Pallas Mosaic GPU costs a second of CPU time."""
+    return import_module(f"moe_jax.kernels.experts.{backend}")
 
 
 class OuterPart(NamedTuple):
@@ -51,7 +52,7 @@ def grouped_outer_of_parts(
     reads `accumulate_into` later. If the plans are of a layer of a stack, `accumulate_into` is the stack.
     """
     if backend == "mosaic":
-        return mosaic.grouped_outer_of_parts(parts, dtype, accumulate_into)
+        return implementation(backend).grouped_outer_of_parts(parts, dtype, accumulate_into)
     layer = parts[0].plan.layer
     sum_dtype = dtype if len(parts) == 1 else at_least_f32(dtype)
     total: Any = None if accumulate_into is None else of_own_layer(accumulate_into, parts[0].plan)

@@ -13,9 +13,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Integer
 
-from moe_jax.kernels.experts import mosaic
 from moe_jax.kernels.experts.backends import OuterPart, grouped_outer_of_parts, implementation
-from moe_jax.kernels.experts.fp8 import mosaic as fp8_mosaic
+from moe_jax.kernels.experts.fp8 import backends as fp8_backends
 from moe_jax.kernels.experts.fp8.kept import KeptRows
 from moe_jax.kernels.experts.fp8.passes import (
     Fp8Options,
@@ -30,7 +29,7 @@ from moe_jax.kernels.experts.fp8.rounded_tokens import RoundedTokens
 from moe_jax.kernels.experts.routing import Plan, of_layer, plan, plan_of_few, rows_of_pairs, wide_ids
 from moe_jax.kernels.experts.separate_vjps import down_of_shares, dx_of_shares, gate_up_gradients, weight_of_row
 from moe_jax.kernels.experts.xla import sum_of_choices
-from moe_jax.kernels.hopper import interpreter
+from moe_jax.kernels.hopper import target
 from moe_jax.kernels.precision import at_least_f32, widened
 from moe_jax.kernels.varying import vary_as
 
@@ -115,7 +114,7 @@ def experts_of_parts(operands: ExpertsOperands, options: ExpertsOptions) -> Arra
     Under a `jax.checkpoint` that saves no residuals, the first forward pass computes y alone (`optimize_remat`). The GPU
     interpreter cannot use `optimize_remat`, because its callbacks are effects.
     """
-    is_interpreted = options.backend == "mosaic" and interpreter.is_interpreted()
+    is_interpreted = options.backend == "mosaic" and target.is_interpreted()
     return (_interpreted if is_interpreted else _compiled)(operands, options)
 
 
@@ -137,12 +136,12 @@ def _rows_of_few_pairs(operands: ExpertsOperands, options: ExpertsOptions) -> Fl
         return None
     if options.fp8 is None:
         assert operands.w_gate_up is not None and operands.w_down is not None
-        return mosaic.experts_of_few_pairs(x, operands.w_gate_up, operands.w_down, experts, operands.layer)
+        return implementation("mosaic").experts_of_few_pairs(x, operands.w_gate_up, operands.w_down, experts, operands.layer)
     if operands.quantised is None:
         return None
     gate_up, down, *_ = operands.quantised
     layer = operands.layer if down.values.ndim == 4 else None
-    return fp8_mosaic.experts_of_few_pairs(x, gate_up, down, experts, layer)
+    return fp8_backends.implementation("mosaic").experts_of_few_pairs(x, gate_up, down, experts, layer)
 
 
 def forward_pass(

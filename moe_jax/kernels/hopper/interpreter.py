@@ -14,15 +14,10 @@ from typing import Any
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
-from moe_jax.kernels.hopper import target
+from moe_jax.kernels.hopper.target import is_interpreted
 
 INTERPRETED_BLOCKS = 2
 """Thread blocks of a kernel. The interpreter runs one after the other; of two, neither has all tiles."""
-
-
-def is_interpreted() -> bool:
-    """Returns True if JAX's GPU interpreter runs the kernels: if the target is a CPU."""
-    return target.platform() == "cpu"
 
 
 def interpret() -> plgpu.InterpretGPUParams | bool:

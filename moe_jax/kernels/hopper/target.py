@@ -9,6 +9,11 @@ def platform() -> str:
     return (target if target is not None else _default_device()).platform
 
 
+def is_interpreted() -> bool:
+    """Returns True if JAX's GPU interpreter runs the kernels: if the target is a CPU."""
+    return platform() == "cpu"
+
+
 def compute_capability() -> str | None:
     """Returns "9.0" for Hopper; None if the target is no NVIDIA GPU."""
     target = _abstract_device()

@@ -28,8 +28,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int, Num
 
 from moe_jax.kernels.attention import partial as partial_attention
-from moe_jax.kernels.attention.api import attention, resolve_attention_backend
-from moe_jax.kernels.attention.mosaic.flash import refusal
+from moe_jax.kernels.attention.api import attention, flash_refusal, resolve_attention_backend
 from moe_jax.kernels.varying import vary_alike
 from moe_jax.parallel.choices import Hops
 from moe_jax.parallel.collectives.sums import sum_scatter
@@ -165,7 +164,7 @@ def context_attention(
         # At least 1, so that a token sees itself; at most the sequence, so that `own - window` does not overflow.
         window = jnp.clip(window, 1, own.shape[0] * lax.axis_size(axis_name)).astype(jnp.int32)
         first_token = jnp.maximum(first_token, own - window + 1)
-    backend = resolve_attention_backend(backend, refusal(q, k, v, scale, None))
+    backend = resolve_attention_backend(backend, partial(flash_refusal, q, k, v, scale, None))
     ring = SequenceRing(axis_name, layout, float(scale), backend, expand, parallel.hops)
     compute = ring_attention if parallel.method == "ring" else _all_gather_attention
     return compute(q, kv, weights, first_token, ring)

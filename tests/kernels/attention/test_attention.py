@@ -10,6 +10,7 @@ import seeds
 from jax.sharding import AbstractDevice, AbstractMesh
 
 from moe_jax.kernels.attention.api import attention
+from moe_jax.kernels.attention.mosaic import flash
 
 # The package exports the function under the module's name.
 module = importlib.import_module("moe_jax.kernels.attention.api")
@@ -158,7 +159,7 @@ def test_default_backend(rng, monkeypatch, change, taken):
     """One Hopper GPU takes the kernel by default unless the input, the environment or the device speaks against it."""
     calls, change = [], dict(change)
     num_devices = change.pop("devices", 1)
-    monkeypatch.setattr(module, "flash_attention", lambda q, *args, **options: calls.append(options) or (q, None))
+    monkeypatch.setattr(flash, "flash_attention", lambda q, *args, **options: calls.append(options) or (q, None))
     monkeypatch.setattr(jax, "device_count", lambda: num_devices)
     monkeypatch.delenv("MOE_JAX_BACKEND", raising=False)
     if name := change.pop("environment", None):

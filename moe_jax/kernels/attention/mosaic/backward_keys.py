@@ -40,7 +40,6 @@ from moe_jax.kernels.attention.mosaic.warpgroups import (
     COLUMNS,
     LOG2_E,
     RESIDENT_BLOCK,
-    BackwardInputs,
     StagedBlocks,
     TileScheduler,
     WorkTile,
@@ -54,6 +53,7 @@ from moe_jax.kernels.attention.mosaic.warpgroups import (
     operand,
     own_rows,
 )
+from moe_jax.kernels.attention.online_softmax import BackwardInputs
 from moe_jax.kernels.hopper.pipeline import ATTENTION_REGISTERS, WGMMA_ROWS, Pipeline, run_roles
 
 BLOCK_N = RESIDENT_BLOCK

@@ -35,7 +35,6 @@ from moe_jax.kernels.attention.mosaic.producer import load_n_blocks, load_tiles
 from moe_jax.kernels.attention.mosaic.warpgroups import (
     LOG2_E,
     RESIDENT_BLOCK,
-    BackwardInputs,
     StagedBlocks,
     TileScheduler,
     WorkTile,
@@ -49,6 +48,7 @@ from moe_jax.kernels.attention.mosaic.warpgroups import (
     operand,
     own_rows,
 )
+from moe_jax.kernels.attention.online_softmax import BackwardInputs
 from moe_jax.kernels.hopper.pipeline import ATTENTION_REGISTERS, CONSUMERS, WGMMA_ROWS, Pipeline, run_roles
 
 BLOCK_M = RESIDENT_BLOCK

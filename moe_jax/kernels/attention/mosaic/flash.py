@@ -23,8 +23,7 @@ from moe_jax.kernels.attention.mosaic.backward_queries import backward_queries
 from moe_jax.kernels.attention.mosaic.forward import forward
 from moe_jax.kernels.attention.mosaic.interval import forward_of_interval, gradient_of_queries, gradients_of_keys, pad_to_block
 from moe_jax.kernels.attention.mosaic.masks import TokenInterval, first_keys, last_queries
-from moe_jax.kernels.attention.mosaic.warpgroups import BackwardInputs
-from moe_jax.kernels.attention.online_softmax import PartialAttention
+from moe_jax.kernels.attention.online_softmax import BackwardInputs, PartialAttention
 from moe_jax.kernels.hopper.interpreter import is_interpreted
 from moe_jax.kernels.hopper.target import compute_capability
 from moe_jax.kernels.shapes import check_shape

@@ -13,8 +13,7 @@ from moe_jax.kernels.attention.mosaic.backward_keys import KeyGradients, backwar
 from moe_jax.kernels.attention.mosaic.backward_queries import backward_queries
 from moe_jax.kernels.attention.mosaic.forward import forward
 from moe_jax.kernels.attention.mosaic.masks import TokenInterval, queries_of_keys
-from moe_jax.kernels.attention.mosaic.warpgroups import BackwardInputs
-from moe_jax.kernels.attention.online_softmax import PartialAttention
+from moe_jax.kernels.attention.online_softmax import BackwardInputs, PartialAttention
 
 BLOCK = 128
 """A multiple of every kernel's blocks: sequences are padded to a multiple of it."""

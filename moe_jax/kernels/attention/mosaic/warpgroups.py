@@ -10,7 +10,6 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Float
 
 from moe_jax.kernels.hopper.interpreter import is_interpreted, wgmma_registers
 from moe_jax.kernels.hopper.launch import grid_size, operand_transforms
@@ -50,19 +49,6 @@ def launch(name: str, kernel: Callable, inputs: NamedTuple, outputs: NamedTuple,
 
     run = launch_kernel(name, with_names, jax.tree.leaves(outputs), [scratch], warpgroups=CONSUMERS + 1)
     return jax.tree.unflatten(results, run(*jax.tree.leaves(inputs)))
-
-
-class BackwardInputs(NamedTuple):
-    """The arrays that both backward kernels read."""
-
-    q: Float[Array, "batch queries heads head_dim"]
-    k: Float[Array, "batch keys kv_heads head_dim"]
-    v: Float[Array, "batch keys kv_heads value_dim"]
-    dout: Float[Array, "batch queries heads value_dim"]
-    lse: Float[Array, "batch heads queries"]
-    """f32, over every key of the sequence; -inf where a query sees none."""
-    delta: Float[Array, "batch heads queries"]
-    """f32: <dout[i], out[i]>, less the gradient of lse[i] where there is one."""
 
 
 class WorkTile(NamedTuple):

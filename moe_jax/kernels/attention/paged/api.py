@@ -6,7 +6,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from moe_jax.kernels.attention.api import resolve_attention_backend
-from moe_jax.kernels.attention.paged import mosaic, xla
+from moe_jax.kernels.attention.paged import xla
 from moe_jax.kernels.attention.paged.page_size import PAGE_SIZE
 from moe_jax.kernels.attention.paged.queries import PagedQueries
 
@@ -46,11 +46,19 @@ def paged_attention(
             backend, or one that does not take the input.
     """
     value_dim = _check(q, keys, values, queries, value_dim, window, single_query_rows)
-    refusal = mosaic.refusal(q, keys, values, value_dim)
-    if resolve_attention_backend(backend, refusal) == "mosaic":
+    if resolve_attention_backend(backend, partial(_refusal, q, keys, values, value_dim)) == "mosaic":
+        from moe_jax.kernels.attention.paged import mosaic
+
         of_queries = partial(mosaic.paged_attention, single_query_rows=single_query_rows, fixed_splits=fixed_splits)
         return of_queries(q, keys, values, queries, scale=scale, window=window)
     return xla.paged_attention(q, keys, values, queries, scale=scale, window=window, value_dim=value_dim)
+
+
+def _refusal(q, keys, values, value_dim: int) -> str | None:
+    # Imports Pallas Mosaic GPU, a second of CPU time: called only where the kernels may run.
+    from moe_jax.kernels.attention.paged.mosaic import refusal
+
+    return refusal(q, keys, values, value_dim)
 
 
 def _check(q, keys, values, queries: PagedQueries, value_dim, window, single_query_rows) -> int:

@@ -1,6 +1,6 @@
 """Chooses the implementation of the FP8 matmuls, beside that of the sums and outer products that stay in bf16.
 
-Every module of MODULES offers the names that `xla` describes: `rows_of_tokens`, `rows_of_rounded`, `gated_matmul`,
+Every implementation offers the names that `xla` describes: `rows_of_tokens`, `rows_of_rounded`, `gated_matmul`,
 `grouped_matmul`, `gated_matmul_backward`, `matmul_of_tokens` and `ROW_ALIGNMENT`. Kernels also have `refusal` and `is_native`,
 as those of `experts.backends`.
 """
@@ -8,6 +8,7 @@ as those of `experts.backends`.
 import functools
 import logging
 import math
+from importlib import import_module
 from types import ModuleType
 from typing import NamedTuple
 
@@ -15,11 +16,7 @@ import jax.numpy as jnp
 
 from moe_jax.kernels.experts import backends
 from moe_jax.kernels.experts.choose_backend import is_named, resolve_backend
-from moe_jax.kernels.experts.fp8 import mosaic, triton, xla
 from moe_jax.kernels.experts.fp8.quantise import refusal
-
-MODULES: dict[str, ModuleType] = {"xla": xla, "mosaic": mosaic, "triton": triton}
-"""The implementations by name."""
 
 _logger = logging.getLogger(__name__)
 
@@ -60,8 +57,8 @@ def resolve_fp8_backend(name: str | None, dtype: jnp.dtype, hidden: int, inter: 
 
 
 def implementation(matmuls: str) -> ModuleType:
-    """Returns the module of `Fp8Backend.matmuls`."""
-    return MODULES[matmuls]
+    """Returns the module of `Fp8Backend.matmuls`, imported on first use as by `experts.backends.implementation`."""
+    return import_module(f"moe_jax.kernels.experts.fp8.{matmuls}")
 
 
 @functools.cache
