@@ -8,12 +8,21 @@ from typing import Any
 _ARGUMENTS = {"city": "Oslo"}
 _CALLED = "forecast"
 # Its name differs from the call's, which must not be found in the list of tools.
-_TOOL = {"type": "function", "function": {"name": "weather", "description": "-", "parameters": {"type": "object"}}}
+_TOOL: dict[str, Any] = {
+    "type": "function",
+    "function": {"name": "weather", "description": "-", "parameters": {"type": "object"}},
+}
 
 
-def whole_tools(tools: Sequence[Any] | None) -> list[Any] | None:
-    """Returns the tools as {"type": "function", "function": {"name": ...}}, also those given as {"name": ...}."""
-    return None if tools is None else [_whole(tool) for tool in tools]
+def whole_tools(tokenizer: Any, template: str, tools: Sequence[Any] | None) -> list[Any] | None:
+    """Returns the tools as {"type": "function", "function": {"name": ...}}, also those given as {"name": ...}.
+
+    These stay as they are if the template reads their names only there.
+    """
+    if tools is None:
+        return None
+    whole = [_whole(tool) for tool in tools]
+    return list(tools) if whole != list(tools) and _reads_bare_tools(tokenizer, template) else whole
 
 
 def with_readable_calls(tokenizer: Any, template: str, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -55,8 +64,16 @@ def _readable(tokenizer: Any, template: str, message: dict[str, Any], number: in
             f"the chat template would leave out the tool_calls of message {number} {beside}; give another template"
         )
     calls = [_with_arguments(call, form, number) for call in message["tool_calls"]]
-    other = {} if content or chosen == content else {"content": chosen}
-    return {**message, **other, "tool_calls": calls}
+    # Also None: to templates that ask for it, a message without the key has a content.
+    return {**message, "content": content or chosen, "tool_calls": calls}
+
+
+@lru_cache(maxsize=64)
+def _reads_bare_tools(tokenizer: Any, template: str) -> bool:
+    """Tells if the template writes the name of {"name": ...} and not of the same tool in OpenAI's form."""
+    name, user = _TOOL["function"]["name"], [{"role": "user", "content": "?"}]
+    bare, whole = (_text(tokenizer, template, user, [tool]) for tool in (_TOOL["function"], _TOOL))
+    return name in bare and name not in whole
 
 
 @lru_cache(maxsize=64)
@@ -87,6 +104,10 @@ def _rendered(tokenizer: Any, template: str, content: str | None, arguments: Any
         {"role": "assistant", "content": content, "tool_calls": [call]},
         {"role": "tool", "content": "-", "name": _CALLED, "tool_call_id": "call00001"},
     ]
+    return _text(tokenizer, template, messages, tools)
+
+
+def _text(tokenizer: Any, template: str, messages: list[dict[str, Any]], tools: list | None) -> str:
     try:
         return tokenizer.apply_chat_template(messages, tools=tools, chat_template=template, tokenize=False)
     except Exception:  # of any kind, as the template or Jinja raises it
