@@ -72,7 +72,7 @@ def test_a_call_that_the_template_leaves_out_is_named():
     for content in (None, ""):
         tokens, _ = chat_tokens(tokenizer, chat(OBJECT, content))
         assert STRING in tokenizer.decode(tokens)
-    with pytest.raises(ValueError, match="the chat template would leave out the tool_calls of message 1 beside its content"):
+    with pytest.raises(ValueError, match="the chat template would leave out the tool_calls of message 1 next to its content"):
         chat_tokens(tokenizer, chat(OBJECT, "Let me see."))
 
 

@@ -120,7 +120,7 @@ class Service:
             raise ApiError(400, f"n times the number of prompts must be at most {self.settings.max_choices}", param="n")
         if options.n * len(prompts) > (most := self.engine.capacity):
             # A full queue's 429 would make the client come again for ever.
-            raise ApiError(400, f"n times the number of prompts must be at most {most}: so many run or wait", param=field)
+            raise ApiError(400, f"n times the number of prompts must be at most {most}: no more may run or wait", param=field)
         choices: list[Choice] = []
         try:
             for prompt in prompts:
