@@ -7,6 +7,7 @@
     python benchmarks/engine.py --spread --count-experts    # routing as vLLM was timed with, and the experts that a step uses
     python benchmarks/engine.py --precision fp8             # experts in FP8
     python benchmarks/engine.py --cases 16x128 --update     # also new weights for the engine: 61 GB more
+    python benchmarks/engine.py --lives 3 --load 10000 16 4 # only memory: 3 engines in a row, each with 10,000 requests
     python benchmarks/engine.py --small                     # sizes for a CPU, in f32, as a smoke test
 
 A step gives one more token to every sequence. Its time is the difference between generating `--long` and `--short` tokens, over
@@ -21,9 +22,11 @@ gives. To count experts, the engine keeps those of each token, which takes some 
 """
 
 import argparse
+import re
 import statistics
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -65,6 +68,7 @@ def main() -> None:
     parser.add_argument("--precision", choices=("bf16", "fp8"), default="bf16", help="of the experts' matmuls")
     parser.add_argument("--drafts", action="store_true", help="with drafts of the model's module; no time for `device`")
     parser.add_argument("--update", action="store_true", help="also time `engine.update` with the weights of another model")
+    parser.add_argument("--lives", type=int, metavar="ENGINES", help="instead of times, the memory of engines in a row")
     parser.add_argument("--with-generate", action="store_true", help="also time moe_jax.generate")
     parser.add_argument("--small", action="store_true", help="sizes of Qwen3-MoE for a CPU, in f32 or FP8, as a smoke test")
     args = parser.parse_args()
@@ -100,6 +104,9 @@ def main() -> None:
         max_length=max(prompt + new for _, prompt, new in loads),
         num_pages=args.pages or 1 + max(min(count, most) * pages_of(prompt + new) for count, prompt, new in loads),
     )
+    if args.lives:
+        print_memory(model, limits, args.lives, args.load or (1, 128, 16))
+        return
     began = time.perf_counter()
     engine = Engine(model, limits=limits, drafts=int(args.drafts), keep_experts=args.count_experts)
     print(f"{limits}\nengine ready in {time.perf_counter() - began:.0f} s", flush=True)
@@ -145,6 +152,30 @@ def time_steps(engine: Engine, model, rng: np.random.Generator, prompts: list[li
     rate = 1e3 * len(prompts) / step
     times = f"{device:>9.3f} ms{prefill:>9.1f} ms{generate:>9.3f} ms"
     print(f"{len(prompts):>10}{len(prompts[0]):>8}{step:>9.3f} ms{rate:>10.0f}{times}", flush=True)
+
+
+def print_memory(model: Decoder, limits: EngineLimits, engines: int, load: tuple[int, int, int]) -> None:
+    """Prints the device's and the process's memory before each of some engines, in use, and after it is closed."""
+    requests, prompt_tokens, new = load
+    rng = np.random.default_rng(0)
+
+    def row(moment: str) -> None:
+        arrays = sum(array.nbytes for array in jax.live_arrays())
+        in_use = (jax.local_devices()[0].memory_stats() or {}).get("bytes_in_use", arrays)
+        resident = int(re.search(r"VmRSS:\s+(\d+)", Path("/proc/self/status").read_text())[1]) * 1024
+        print(f"{moment:>12}{in_use / 2**20:>12.1f} MiB on the device{resident / 2**20:>10.0f} MiB of the process", flush=True)
+
+    row("before")
+    for _ in range(engines):
+        began = time.perf_counter()
+        engine = Engine(model, limits=limits)
+        row(f"{time.perf_counter() - began:.0f} s start")
+        prompts = rng.integers(0, model.config.vocab_size, (requests, prompt_tokens)).tolist()
+        engine.generate(prompts, SamplingOptions(max_new_tokens=new, ignore_eos=True))
+        assert engine.stats().running == engine.stats().waiting == 0
+        row("in use")
+        engine.close()
+        row("closed")
 
 
 def spread_tokens(model: Decoder) -> None:

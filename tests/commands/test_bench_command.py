@@ -36,7 +36,7 @@ def test_a_table_and_a_picture(folder, capsys):
     [
         ("", "give either a checkpoint's path or --random-weights CONFIG"),
         ("{0} --random-weights {0}", "give either a checkpoint's path or --random-weights CONFIG"),
-        ("--random-weights qwen4", "no config 'qwen4'; give a folder with a config.json, or one of qwen3-0.6b"),
+        ("--random-weights qwen4", "no config 'qwen4'; give a folder with a config.json, a hub id, or one of qwen3-0.6b"),
         ("--random-weights {} --plot bench.pdf", "the picture's name must end in .png; got bench.pdf"),
         ("--random-weights {} --new-tokens 1", "new_tokens must be at least 2; got 1"),
         ("--random-weights {} --concurrency 4 0", "clients must be at least 1; got 0"),

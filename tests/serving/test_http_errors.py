@@ -307,6 +307,8 @@ def test_a_device_that_fails_makes_the_server_unhealthy(monkeypatch):
     """The engine is a real one: its thread ends with the first launch. Requests that run, wait and come later get an error."""
 
     class BrokenDevice:
+        weights_are_deleted = state_is_deleted = False
+
         def __init__(self, model, *_, **__):
             self.placement = SimpleNamespace(devices=[None])
             self.launching, self.may_fail = threading.Event(), threading.Event()
@@ -318,6 +320,9 @@ def test_a_device_that_fails_makes_the_server_unhealthy(monkeypatch):
             self.launching.set()
             self.may_fail.wait(30)
             raise ValueError("RESOURCE_EXHAUSTED")
+
+        def release(self):
+            pass
 
     monkeypatch.setattr("moe_jax.serving.engine.Device", BrokenDevice)
     engine = Engine(tiny.dense(), limits=replace(LIMITS, max_sequences=1), tokenizer=served.tokenizer())

@@ -123,7 +123,8 @@ def test_answers_after_reasoning_that_is_dropped_are_found():
 def test_a_refusal_names_reasoning_and_what_helps():
     """Without a header of its own an answer is found by the text before it alone, which lacks reasoning in the whole."""
     template = THINKING.replace("<|im_start|>{{ m['role'] }}\n", "").replace("<|im_start|>assistant\n", "")
-    tokenizer = tiny.tokenizer(template + "{# tool_calls #}")
+    calls = "{% for call in m.tool_calls or [] %}{{ call.function.name }}{% endfor %}"
+    tokenizer = tiny.tokenizer(template.replace("{{ m['content'] }}", "{{ m['content'] }}" + calls))
     chat = [*TOOL, PLAIN[1], *turn(2)]
     message = (
         "messages before answer 3 differently by themselves than in the whole conversation, because of their reasoning, so the "

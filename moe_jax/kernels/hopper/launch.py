@@ -107,6 +107,18 @@ def grid_size(blocks_per_core: int = BLOCKS_PER_CORE) -> int:
     return INTERPRETED_BLOCKS if is_interpreted() else blocks_per_core * target.num_cores()
 
 
+def store(reference, value) -> None:
+    """Stores as `reference[...] = value`, without JAX's check that the store is fast.
+
+    JAX from 0.12 refuses a store whose threads share banks of shared memory or write parts of a sector. Earlier JAX accepts it,
+    and has no argument to say so.
+    """
+    if hasattr(plgpu, "store"):
+        plgpu.store(reference, value, optimized=False)
+    else:
+        reference[...] = value
+
+
 def operand_transforms(dtype: DTypeLike, columns: int = SWIZZLED_COLUMNS) -> tuple:
     """Returns the layout in shared memory with which wgmma and TMA access tiles of `columns` columns free of bank conflicts."""
     bytes_per_row = columns * jnp.dtype(dtype).itemsize

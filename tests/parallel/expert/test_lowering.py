@@ -59,7 +59,9 @@ def test_gradients(transport, steps, sizes, check_vma):
     alone, forward_kernels, backward_kernels, products = 2, 3, 4, 2
     # Further rounds recompute the residuals of their backward pass; one kernel sums the weights' gradients over all steps.
     first = sum(forward_kernels + backward_kernels + 2 * devices for devices in steps) + products
-    further = (alone + 1) + (forward_kernels + 1) + backward_kernels + 1 + products
+    # JAX 0.11 recomputes the second matmul and the sums too, which nothing reads.
+    recomputed = forward_kernels + 1 if jax.__version_info__ < (0, 12) else forward_kernels - 1
+    further = (alone + 1) + recomputed + backward_kernels + 1 + products
     assert num_kernels(lowered(step, check_vma, **sizes)) == first + further
 
 

@@ -36,7 +36,7 @@ from moe_jax.kernels.attention.paged.latent_columns import ROTARY_COLUMNS, Laten
 from moe_jax.kernels.attention.paged.page_size import PAGE_SIZE
 from moe_jax.kernels.attention.paged.scores import RowSums, Scoring, no_keys
 from moe_jax.kernels.hopper.interpreter import finish_reading
-from moe_jax.kernels.hopper.launch import launch
+from moe_jax.kernels.hopper.launch import launch, store
 from moe_jax.kernels.hopper.pipeline import CONSUMERS, WGMMA_ROWS, Pipeline
 
 STAGES = 2
@@ -213,7 +213,7 @@ class _Roles(NamedTuple):
             plgpu.barrier_arrive(scratch.sums_empty)
             for part in range(parts):
                 out = self.out_ref.at[item.block, item.split, item.head, :, pl.ds((warpgroup * parts + part) * width, width)]
-                out[...] = rescale_o(o[part], inverse).astype(out.dtype)
+                store(out, rescale_o(o[part], inverse).astype(out.dtype))
 
         self.order.for_each_item(self.of_blocks, item)
 

@@ -29,7 +29,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from moe_jax.kernels.hopper.interpreter import is_interpreted, operand_staging, wgmma_registers
-from moe_jax.kernels.hopper.launch import launch, operand_transforms
+from moe_jax.kernels.hopper.launch import launch, operand_transforms, store
 from moe_jax.kernels.hopper.mainloop import STEP, TileProgram, TileShape, run_tiles
 from moe_jax.kernels.hopper.pipeline import CONSUMERS, SHARED_MEMORY, WGMMA_ROWS, Pipeline
 
@@ -139,21 +139,21 @@ def _matmul_of_pairs(
         def take_row(coord, warpgroup):
             scratch.row[warpgroup] = rows_ref[lax.div(coord.pair, jnp.int32(pairs_of_row))]
 
-        def store(accumulator, coord, warpgroup):
+        def store_row(accumulator, coord, warpgroup):
             if is_gated:
                 gate, up = accumulator[:, :half], accumulator[:, half:]
                 accumulator = gate / (1 + jnp.exp(-gate)) * up
             # A sum or maximum over rows would go through scratch memory that Pallas gives both warpgroups at once.
             tile_out = scratch.out.at[warpgroup, :, pl.ds(0, tile_columns)]
-            tile_out[...] = accumulator.astype(dtype)
+            store(tile_out, accumulator.astype(dtype))
             row = plgpu.load(tile_out.at[0], layout=plgpu.Layout.WGMMA.reduce(0))
-            out_ref[coord.pair, pl.ds(coord.column, tile_columns)] = row
+            store(out_ref.at[coord.pair, pl.ds(coord.column, tile_columns)], row)
 
         program = TileProgram(
             locate=locate,
             load=load,
             multiply=partial(_multiply, scratch, step_size),
-            epilogue=store,
+            epilogue=store_row,
             prologue=take_row,
             wgmmas_in_flight=0,
         )

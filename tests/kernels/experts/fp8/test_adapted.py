@@ -78,7 +78,7 @@ def _row_by_row(quantised, chosen, x, weights, adapter):
 def _assert_near(found, wanted, bounds):
     for name, one, other in zip(RESULTS, found, wanted, strict=True):
         one, other = np.asarray(one, np.float64), np.asarray(other, np.float64)
-        bound = bounds.get(name, bounds["others"]) + 4 * expert_layers.SUM_ERROR_IN_FP8
+        bound = bounds.get(name, bounds["others"]) + 16 * expert_layers.SUM_ERROR_IN_FP8
         assert np.linalg.norm(one - other) <= bound * np.linalg.norm(other), name
 
 

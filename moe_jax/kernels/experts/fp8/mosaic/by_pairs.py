@@ -34,7 +34,7 @@ from moe_jax.kernels.experts.fp8.mosaic.round_groups import GROUPS_LAYOUT, round
 from moe_jax.kernels.experts.fp8.quantise import GROUP, QuantisedMatrices
 from moe_jax.kernels.experts.mosaic.by_pairs import COLUMNS, MOST_STAGES
 from moe_jax.kernels.hopper.interpreter import operand_staging, wgmma_registers
-from moe_jax.kernels.hopper.launch import launch, operand_transforms
+from moe_jax.kernels.hopper.launch import launch, operand_transforms, store
 from moe_jax.kernels.hopper.pipeline import CONSUMERS, WGMMA_ROWS, Pipeline, Registers
 
 F8 = jnp.float8_e4m3fn
@@ -162,18 +162,18 @@ def _matmul_of_pairs(
             of_row = scratch.row_scales[warpgroup, step.number * steps + step.step]
             return of_row * scratch.column_scales[step.slot, place.column // HALF, 0, place_in_piece(step, steps)]
 
-        def store(sums, coord, warpgroup):
+        def store_row(sums, coord, warpgroup):
             first, second = sums.values()
             halves = [first / (1 + jnp.exp(-first)) * second] if is_gated else [first, second]
             for i, half in enumerate(halves):
                 tile_out = scratch.out.at[warpgroup, :, pl.ds(i * HALF, HALF)]
-                tile_out[...] = half
+                store(tile_out, half)
                 row = plgpu.load(tile_out.at[0], layout=plgpu.Layout.WGMMA.reduce(0))
                 if is_gated:
                     group = coord.pair * (columns // GROUP) + lax.div(coord.column, jnp.int32(GROUP))
-                    out_ref[group, pl.ds(lax.rem(coord.column, jnp.int32(GROUP)), HALF)] = row
+                    store(out_ref.at[group, pl.ds(lax.rem(coord.column, jnp.int32(GROUP)), HALF)], row)
                 else:
-                    out_ref[coord.pair, pl.ds(coord.column + i * HALF, HALF)] = row.astype(jnp.bfloat16)
+                    store(out_ref.at[coord.pair, pl.ds(coord.column + i * HALF, HALF)], row.astype(jnp.bfloat16))
 
         program = PromotedProgram(
             locate=locate,
@@ -181,7 +181,7 @@ def _matmul_of_pairs(
             multiply=partial(_multiply, scratch, steps),
             factor=factor,
             prologue=round_row,
-            epilogue=store,
+            epilogue=store_row,
             has_rows=lambda coord, warpgroup: coord.has_expert != 0,
         )
         registers = Registers(producer=72, consumer=208)

@@ -34,7 +34,7 @@ from moe_jax.kernels.experts.fp8.quantise import GROUP, INVERSE_LARGEST, LEAST_M
 from moe_jax.kernels.experts.mosaic import gather
 from moe_jax.kernels.experts.routing import Plan
 from moe_jax.kernels.hopper.interpreter import interpret
-from moe_jax.kernels.hopper.launch import call_varying, grid_size
+from moe_jax.kernels.hopper.launch import call_varying, grid_size, store
 
 GROUPS = 64
 """Groups of a chunk."""
@@ -149,7 +149,7 @@ def _round_tokens(rows_ref, offsets_ref, x_ref, out_ref, scales_ref, scratch: Fp
         # The stores of the chunk before the last have left their slot.
         plgpu.wait_smem_to_gmem(STORED - 1, wait_read_only=True)
         scratch.values[stored] = values
-        scales_ref[pl.ds(first, GROUPS)] = scales
+        store(scales_ref.at[pl.ds(first, GROUPS)], scales)
         # All threads have read the slot of x, and the values are visible to TMA.
         plgpu.commit_smem()
         load(i + STAGES - 1)

@@ -16,7 +16,7 @@ from jaxtyping import Array, BFloat16
 from moe_jax.kernels.experts.fp8.mosaic.round_groups import GROUPS_LAYOUT, rounded_group
 from moe_jax.kernels.experts.fp8.quantise import GROUP, QuantisedRows
 from moe_jax.kernels.hopper.interpreter import interpret
-from moe_jax.kernels.hopper.launch import call_varying, grid_size
+from moe_jax.kernels.hopper.launch import call_varying, grid_size, store
 
 TOKENS = 8
 """Tokens of which a warpgroup holds a group each: the least that GROUPS_LAYOUT takes."""
@@ -35,7 +35,8 @@ def round_tokens(x: BFloat16[Array, "tokens hidden"]) -> QuantisedRows:
         def _piece(info):
             rows, columns = pl.ds(info.index[0] * TOKENS, TOKENS), pl.ds(info.index[1] * GROUP, GROUP)
             piece = plgpu.load(x_ref.at[rows, columns], layout=GROUPS_LAYOUT, optimized=False)
-            values_ref[rows, columns], scales_ref[info.index[1], rows] = rounded_group(piece.astype(jnp.float32))
+            values_ref[rows, columns], scales = rounded_group(piece.astype(jnp.float32))
+            store(scales_ref.at[info.index[1], rows], scales)
 
     run = plgpu.kernel(
         fp8_round_tokens,
