@@ -75,8 +75,9 @@ def as_template_wants(
 ) -> tuple[list[dict[str, Any]], list | None]:
     """Returns messages and tools in the forms that the tokenizer's chat template reads.
 
-    Tools get OpenAI's form, and arguments of calls are objects or strings. A developer's message becomes the system's if the
-    template would leave it out. System messages next to each other are joined if the template would leave one out.
+    Tools get OpenAI's form or keep their own, and arguments of calls are objects or strings. A developer's message becomes the
+    system's if the template would leave it out. System messages next to each other are joined if the template would leave one
+    out.
 
     Args:
       options: further values for the chat template.
@@ -84,8 +85,9 @@ def as_template_wants(
     Raises:
       ValueError: arguments are no JSON, or the template would leave out a call, or a developer's or system's message.
     """
-    tools = whole_tools(tools)
-    messages = with_readable_calls(tokenizer, tokenizer.get_chat_template(tools=tools), messages)
+    template = tokenizer.get_chat_template(tools=tools)
+    tools = whole_tools(tokenizer, template, tools)
+    messages = with_readable_calls(tokenizer, template, messages)
     roles = {i: message["role"] for i, message in enumerate(messages) if message["role"] in ("developer", "system")}
     if len(roles) < 2 and "developer" not in roles.values():
         return messages, tools

@@ -82,7 +82,7 @@ def beginning(tokenizer: Any) -> list[int]:
 
 
 def begun(begin: list[int], tokens: list[int]) -> list[int]:
-    """Returns the tokens of a text behind those of `beginning`, unless the text was written with a special token of these."""
+    """Returns the tokens of a text after those of `beginning`, unless the text itself begins with one of these."""
     return tokens if tokens and tokens[0] in begin else [*begin, *tokens]
 
 

@@ -8,20 +8,29 @@ from typing import Any
 _ARGUMENTS = {"city": "Oslo"}
 _CALLED = "forecast"
 # Its name differs from the call's, which must not be found in the list of tools.
-_TOOL = {"type": "function", "function": {"name": "weather", "description": "-", "parameters": {"type": "object"}}}
+_TOOL: dict[str, Any] = {
+    "type": "function",
+    "function": {"name": "weather", "description": "-", "parameters": {"type": "object"}},
+}
 
 
-def whole_tools(tools: Sequence[Any] | None) -> list[Any] | None:
-    """Returns the tools as {"type": "function", "function": {"name": ...}}, also those given as {"name": ...}."""
-    return None if tools is None else [_whole(tool) for tool in tools]
+def whole_tools(tokenizer: Any, template: str, tools: Sequence[Any] | None) -> list[Any] | None:
+    """Returns the tools as {"type": "function", "function": {"name": ...}}, also those given as {"name": ...}.
+
+    These stay as they are if the template reads their names only there.
+    """
+    if tools is None:
+        return None
+    whole = [_whole(tool) for tool in tools]
+    return list(tools) if whole != list(tools) and _reads_bare_tools(tokenizer, template) else whole
 
 
 def with_readable_calls(tokenizer: Any, template: str, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Returns the messages with tool calls as the template reads them.
 
-    Arguments are objects, unless the template refuses these or prints them as Python does: then they are strings of JSON. They
-    stay as they are where the template writes both alike. A content of None becomes "", or the other way round, where the
-    template writes calls beside one of them alone.
+    Arguments become objects, or strings of JSON if the template refuses objects or prints them as Python does. They stay as
+    they are if the template writes both alike. A content of None becomes "", or the reverse, if the template writes calls
+    with only one of them.
 
     Raises:
       ValueError: the template would leave a call out, or reads objects and a string is no JSON.
@@ -50,18 +59,26 @@ def _readable(tokenizer: Any, template: str, message: dict[str, Any], number: in
     if (form := forms[chosen]) is None:
         return message
     if form is _left_out:
-        beside = "beside its content" if content else "beside an empty content"
+        nearby = "its content" if content else "an empty content"
         raise ValueError(
-            f"the chat template would leave out the tool_calls of message {number} {beside}; give another template"
+            f"the chat template would leave out the tool_calls of message {number} next to {nearby}; give another template"
         )
     calls = [_with_arguments(call, form, number) for call in message["tool_calls"]]
-    other = {} if content or chosen == content else {"content": chosen}
-    return {**message, **other, "tool_calls": calls}
+    # Also None: to templates that ask for it, a message without the key has a content.
+    return {**message, "content": content or chosen, "tool_calls": calls}
+
+
+@lru_cache(maxsize=64)
+def _reads_bare_tools(tokenizer: Any, template: str) -> bool:
+    """Tells if the template writes the name of {"name": ...} and not of the same tool in OpenAI's form."""
+    name, user = _TOOL["function"]["name"], [{"role": "user", "content": "?"}]
+    bare, whole = (_text(tokenizer, template, user, [tool]) for tool in (_TOOL["function"], _TOOL))
+    return name in bare and name not in whole
 
 
 @lru_cache(maxsize=64)
 def _form(tokenizer: Any, template: str, content: str | None) -> Callable[[Any, int], Any] | None:
-    """Returns the function that brings arguments into the form that the template reads beside a content.
+    """Returns the function that brings arguments into the form that the template reads next to a content.
 
     None if the template refuses a conversation with such a call, `_left_out` if it writes nothing of the call.
     """
@@ -82,11 +99,15 @@ def _rendered(tokenizer: Any, template: str, content: str | None, arguments: Any
     """Returns a conversation with a tool call as the template renders it; "" if the template refuses it."""
     # Mistral's templates accept ids of nine characters alone.
     call = {"id": "call00001", "type": "function", "function": {"name": _CALLED, "arguments": arguments}}
-    messages = [
+    messages: list[dict[str, Any]] = [
         {"role": "user", "content": "?"},
         {"role": "assistant", "content": content, "tool_calls": [call]},
         {"role": "tool", "content": "-", "name": _CALLED, "tool_call_id": "call00001"},
     ]
+    return _text(tokenizer, template, messages, tools)
+
+
+def _text(tokenizer: Any, template: str, messages: list[dict[str, Any]], tools: list | None) -> str:
     try:
         return tokenizer.apply_chat_template(messages, tools=tools, chat_template=template, tokenize=False)
     except Exception:  # of any kind, as the template or Jinja raises it

@@ -97,7 +97,7 @@ def check_memory(config: ModelConfig, prompts: list[list[int]], new: int, *, dty
     """Refuses a cache that would not fit the memory of a device alone; a CPU's is the host's.
 
     Raises:
-      ValueError: names max_new_tokens, and the GiB that the cache takes and that there are.
+      ValueError: the cache does not fit; the message names max_new_tokens, and the GiB needed and available.
     """
     rows, length = -(-len(prompts) // devices), max(map(len, prompts)) + new
     numbers = config.num_hidden_layers * sum(map(math.prod, config.cache_shapes))
@@ -106,7 +106,7 @@ def check_memory(config: ModelConfig, prompts: list[list[int]], new: int, *, dty
     has = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if has is None else has
     if needed > has:
         raise ValueError(
-            f"max_new_tokens={new}: the cache of {length} tokens for each of {rows} prompts takes {needed / 2**30:.1f} GiB, "
+            f"max_new_tokens={new}: the cache of {length} tokens for each of {rows} prompts needs {needed / 2**30:.1f} GiB, "
             f"and a device has {has / 2**30:.1f}; ask for fewer"
         )
 

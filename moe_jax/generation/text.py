@@ -33,7 +33,7 @@ NEUTRAL: dict[str, Any] = {
 _logger = logging.getLogger(__name__)
 
 _warned_of: set[str] = set()
-"""Settings of which this process has warned."""
+"""Combinations of settings that this process has warned of."""
 
 
 class TextOptions(TypedDict, total=False):
@@ -88,7 +88,7 @@ def complete(
       max_new_tokens: the maximum number of tokens to add.
       temperature, top_k, top_p: as in `generate`. None: the values of generation_config.json if it sets do_sample, else the
         most likely token each time. Temperature 0 always takes the most likely token. If generation_config.json has no top_k,
-        all tokens can be drawn (transformers takes 50). A warning names its settings that are not applied, such as
+        all tokens can be drawn (transformers uses 50). A warning names its settings that are not applied, such as
         repetition_penalty: `moe_jax.serving.Engine` has that one, and min_p.
       seed: the seed of the draw.
 

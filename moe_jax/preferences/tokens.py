@@ -46,7 +46,7 @@ def example_tokens(preferences: Preferences, tokenizer: Any, max_length: int) ->
 
     The chat template renders messages, and the answer's tokens are those that fine-tuning on chats would learn. Plain texts
     begin with the BOS token of tokenizers that add one, and end with the eos token, unless they were written with these. Texts
-    are cut behind `max_length` tokens.
+    are cut after `max_length` tokens.
 
     Raises:
       ValueError: the tokenizer has no eos token for plain text. The function raises it for messages that the chat template

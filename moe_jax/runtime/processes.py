@@ -101,7 +101,8 @@ def settings_of_cache(environment: Mapping[str, str], folder: str | None) -> dic
     """
     home = Path(environment.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "moe_jax" / "xla"
     # JAX makes the folder. If it could not, it would warn at each program.
-    exists = next(path for path in (home, *home.parents) if path.exists())
+    # `Path.exists` raises PermissionError in a home of another user's.
+    exists = next(path for path in (home, *home.parents) if os.path.exists(path))
     if folder is not None or not home.is_absolute() or not os.access(exists, os.W_OK):
         return {}
     options = {

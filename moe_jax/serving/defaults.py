@@ -47,7 +47,7 @@ def model_defaults(source: str | Path | None, config: ModelConfig, tokenizer: An
 
 
 def fitted(options: SamplingOptions, prompt: list[int], limits: EngineLimits) -> SamplingOptions:
-    """Returns options with the `max_new_tokens` that fit after a prompt, at most those of `options`; these may be 0, for all.
+    """Returns options whose `max_new_tokens` fit after a prompt, at most those of `options`; 0 there means all that fit.
 
     At least 1, so that the engine names a prompt too long.
     """

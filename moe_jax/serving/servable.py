@@ -47,7 +47,7 @@ def check_servable(model: Decoder, limits: EngineLimits, *, drafts: int, strict:
 
 
 def check_model(model: Any) -> None:
-    """Refuses what is no model, as the folder of one, and a model without its arrays.
+    """Refuses values that are no model, such as its folder, and a model whose arrays were deleted.
 
     Raises:
       ValueError: it is none, or its arrays were deleted.

@@ -205,7 +205,7 @@ def _heat_map(
     every = -(-len(layers) // 24)
     axes.set(ylabel="layer", yticks=range(0, len(layers), every), yticklabels=[str(layer) for layer in layers[::every]])
     axes.invert_yaxis()
-    # The titles name the unit: beside a map of two layers a label is longer than the bar, and is cut.
+    # The titles name the unit: next to a map of two layers a label is longer than the bar, and is cut.
     figure.colorbar(mesh, ax=axes)
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import tiny
 
+from moe_jax.checkpoint.messages import as_template_wants
 from moe_jax.generation.text import chat_prompts
 from moe_jax.train.data.chat import chat_tokens
 
@@ -71,8 +72,15 @@ def test_a_call_that_the_template_leaves_out_is_named():
     for content in (None, ""):
         tokens, _ = chat_tokens(tokenizer, chat(OBJECT, content))
         assert STRING in tokenizer.decode(tokens)
-    with pytest.raises(ValueError, match="the chat template would leave out the tool_calls of message 1 beside its content"):
+    with pytest.raises(ValueError, match="the chat template would leave out the tool_calls of message 1 next to its content"):
         chat_tokens(tokenizer, chat(OBJECT, "Let me see."))
+
+
+def test_a_message_without_content_is_one_whose_content_is_null():
+    """Templates before transformers 5.24 see the null, and DeepSeek-V3's first one writes the calls of such messages alone."""
+    tokenizer, null = tiny.tokenizer(AROUND % WRITERS["joined"]), chat(OBJECT)
+    without = [null[0], {key: value for key, value in null[1].items() if key != "content"}]
+    assert as_template_wants(tokenizer, without, None) == as_template_wants(tokenizer, null, None)
 
 
 def test_a_call_without_arguments_may_have_an_empty_string():
@@ -94,6 +102,12 @@ def test_tools_have_the_form_of_openai(tool):
     tokenizer = tiny.tokenizer("{{ tools | tojson }}" + tiny.CHATML)
     tokens, _ = chat_tokens(tokenizer, [{"role": "user", "content": "?"}, {"role": "assistant", "content": "1"}], [tool])
     assert '[{"type": "function", "function": {"name": "add"}}]<' in tokenizer.decode(tokens)
+
+
+def test_tools_stay_bare_for_a_template_that_reads_them_so():
+    tokenizer = tiny.tokenizer("{% for tool in tools or [] %}{{ tool.name }}, {% endfor %}" + tiny.CHATML)
+    (prompt,) = chat_prompts(tokenizer, ["?"], [{"name": "add"}, {"name": "subtract"}])
+    assert tokenizer.decode(prompt).startswith("add, subtract, <")
 
 
 def _prompt(tokenizer, messages):

@@ -191,7 +191,7 @@ def test_a_cache_larger_than_the_memory_is_refused(model, monkeypatch):
     options = dict(dtype="float32", devices=2)
     monkeypatch.setattr("moe_jax.generation.request.os.sysconf", {"SC_PHYS_PAGES": 2 * 10 * numbers, "SC_PAGE_SIZE": 4}.get)
     check_memory(config, prompts, 8, **options)
-    with pytest.raises(ValueError, match="max_new_tokens=9: the cache of 11 tokens for each of 2 prompts takes 0.0 GiB"):
+    with pytest.raises(ValueError, match="max_new_tokens=9: the cache of 11 tokens for each of 2 prompts needs 0.0 GiB"):
         check_memory(config, prompts, 9, **options)
 
 

@@ -1,6 +1,8 @@
 """The launcher of the processes is found before anything starts, and incomplete settings are refused."""
 
 import importlib.util
+import os
+from pathlib import Path
 
 import jax
 import pytest
@@ -153,3 +155,18 @@ def test_settings_of_the_users_cache_stay(tmp_path, monkeypatch):
     assert settings_of_cache({}, "/scratch/programs") == settings_of_cache({}, "") == {}
     monkeypatch.setattr("os.access", lambda path, mode: False)
     assert settings_of_cache({"XDG_CACHE_HOME": str(tmp_path)}, None) == {}
+
+
+def test_a_cache_folder_that_cannot_be_looked_into_is_left_alone(tmp_path, monkeypatch):
+    """Containers often run as a user without rights in HOME."""
+    closed, stat = tmp_path / "closed", os.stat
+    closed.mkdir()
+
+    def denied(path, **options):
+        if closed in Path(path).parents:
+            raise PermissionError(13, "Permission denied", str(path))
+        return stat(path, **options)
+
+    monkeypatch.setattr("os.stat", denied)
+    monkeypatch.setattr("os.access", lambda path, mode: path != closed)
+    assert settings_of_cache({"XDG_CACHE_HOME": str(closed / "cache")}, None) == {}

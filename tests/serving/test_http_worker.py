@@ -13,7 +13,9 @@ from pathlib import Path
 
 import pytest
 import served
+import transformers
 from fake_engine import FakeEngine
+from tokenizers import Tokenizer, models
 
 from moe_jax.serving.http.service import LONG_BODY
 from moe_jax.serving.http.worker import Worker
@@ -86,6 +88,13 @@ def test_a_text_that_cannot_fit_is_never_tokenized(monkeypatch, path, body):
     error = answer.json()["error"]
     assert answer.status_code == 400 and error["code"] == "context_length_exceeded" and error["param"] in body
     assert re.fullmatch(r"the text has at least \d+ tokens, which exceed the 512 of a request", error["message"])
+
+
+def test_a_tokenizer_without_letters_is_served():
+    raw = Tokenizer(models.BPE({"0": 0, "1": 1}, []))
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=raw)
+    with served.serve(FakeEngine(tokenizer=tokenizer)) as running:
+        assert running.post("/tokenize", json={"prompt": "01"}).json()["tokens"] == [0, 1]
 
 
 def test_a_device_that_hangs_holds_up_no_stop(monkeypatch, caplog):

@@ -149,6 +149,12 @@ def test_an_answer_of_weight_0_is_not_learned(template):
         assert tokenizer.decode(tokens[trained]) == said and (both & trained == trained).all()
 
 
+def test_a_weight_of_null_is_no_weight():
+    tokenizer = tiny.tokenizer()
+    _, learned = chat_tokens(tokenizer, [{**message, "weight": None} for message in CHAT])
+    np.testing.assert_array_equal(learned, chat_tokens(tokenizer, CHAT)[1])
+
+
 @pytest.mark.parametrize("template", [tiny.CHATML, MARKED], ids=["chatml", "marked"])
 def test_an_answer_has_its_weight(template):
     tokenizer = tiny.tokenizer(template)

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-from moe_jax.generation.text import completion_tokens
+from moe_jax.checkpoint.tokenizer import beginning
 from moe_jax.serving.defaults import Defaults
 from moe_jax.serving.engine import Engine
 from moe_jax.serving.handle import Handle
@@ -53,7 +53,7 @@ class Service:
         # Prompts wait for each other there, and not in the event loop, where all streams would wait.
         self._short_texts, self._long_texts = Worker("tokenizing"), Worker("tokenizing long texts")
         # A first call switches off truncation that a tokenizer's file sets, which fails while another thread tokenizes.
-        completion_tokens(self.tokenizer, ["x"])
+        beginning(self.tokenizer)
         # The vocabulary is read at the first call, which would hold up all streams later.
         fewest_tokens(self.tokenizer, "x")
         self._waits: set[asyncio.Timeout] = set()
@@ -120,7 +120,7 @@ class Service:
             raise ApiError(400, f"n times the number of prompts must be at most {self.settings.max_choices}", param="n")
         if options.n * len(prompts) > (most := self.engine.capacity):
             # A full queue's 429 would make the client come again for ever.
-            raise ApiError(400, f"n times the number of prompts must be at most {most}: so many run or wait", param=field)
+            raise ApiError(400, f"n times the number of prompts must be at most {most}: no more may run or wait", param=field)
         choices: list[Choice] = []
         try:
             for prompt in prompts:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from moe_jax.checkpoint.messages import as_template_wants, check_template
+from moe_jax.checkpoint.messages import as_template_wants, check_template, without_nulls
 from moe_jax.train.data.chat_templates import keeping_template
 from moe_jax.train.data.marks import GENERATION_TAG, Span, marked_spans, weights_of_answers
 from moe_jax.train.data.reasoning import (
@@ -86,7 +86,7 @@ def answers_without_reasoning(tokenizer: Any, messages: list[dict[str, Any]], to
 def _prepared(tokenizer: Any, messages: list[Message], tools: list | None) -> tuple[str, list[Message], Render]:
     """Returns the chat template, the messages as it wants them, and the function that renders them with it."""
     template = tokenizer.get_chat_template(tools=tools)
-    messages, tools = as_template_wants(tokenizer, messages, tools)
+    messages, tools = as_template_wants(tokenizer, list(map(without_nulls, messages)), tools)
     return template, messages, partial(_render, tokenizer, tools=tools)
 
 

@@ -15,7 +15,7 @@ ROLE_OF = {
 }
 """The role of a turn by its "from"."""
 OF_MESSAGES = "messages."
-"""Begins the names of messages' keys among those of rows."""
+"""Prefix of a message's key in a list of rows' keys."""
 _READ = {"role", "content", "weight", "tool_calls", "tool_call_id", "name", *KEYS}
 """Keys of messages that this library or most chat templates read."""
 
