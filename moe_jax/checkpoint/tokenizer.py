@@ -3,6 +3,7 @@
 import base64
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -68,6 +69,8 @@ def load_tokenizer(folder_or_hub_id: str | Path):
             )
     except Exception as error:  # files that are JSON, but of no tokenizer, end in a TypeError, KeyError, AttributeError, ...
         reason = str(error) if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: {error}"
+        if not any(re.search(r"tok|tek|voc|merges|\.model$", file.name) for file in found.iterdir()):
+            reason = "it has no tokenizer files"  # transformers asks to install packages instead, on several lines.
         raise ValueError(f"no tokenizer can be read from {where}: {reason}") from error
     # From a config.json alone transformers makes a tokenizer with only its class's special tokens.
     if not tokenizer.get_vocab().keys() - tokenizer.all_special_tokens:

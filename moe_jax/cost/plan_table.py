@@ -95,7 +95,8 @@ def _remedy(prediction: Prediction) -> str:
     step, alone = prediction.step, f"Parameters, moments and gradients alone are {state / 2**30:.0f}"
     if step.adapters is not None:
         smaller = "" if step.param_dtype == "bfloat16" else ", or bf16 parameters"
-        fewer = ", or --weights nf4" if step.adapters.weights == "whole" else ""
+        one = "" if step.mesh.size == 1 else "--devices 1 "  # Adapters train beside quantised weights on one device only.
+        fewer = f", or {one}--weights nf4" if step.adapters.weights == "whole" else ""
         return f"{alone}, and with adapters each GPU holds all weights: take GPUs with more memory{smaller}{fewer}."
     whole = (4 + 2 * BYTES[step.moment_dtype] + BYTES[step.param_dtype]) * num_parameters(step.config)
     devices = math.ceil(whole / prediction.machine.memory)
@@ -116,7 +117,7 @@ def how_to_train(step: PlannedStep) -> str:
     """Returns the command that trains this step, or `make_train_step`'s arguments if `finetune` lacks its attention method."""
     if step.mesh.context > 1 and step.context_method != "ring":
         method = f"context=ContextParallel(method={step.context_method!r})"
-        return f"by moe_jax.train.make_train_step with Parallelism(mesh, {method}); moe-jax finetune takes the ring"
+        return f"by moe_jax.train.make_train_step with Parallelism(mesh, {method}); moe-jax finetune supports only the ring"
     return f"moe-jax finetune {flags(step)} ..."
 
 

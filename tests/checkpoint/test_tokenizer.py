@@ -36,6 +36,9 @@ def test_a_model_without_a_tokenizer_has_none(tmp_path):
     moe_jax.save_pretrained(tiny.dense(), tmp_path)
     with pytest.raises(ValueError, match=f"no tokenizer can be read from the folder {re.escape(str(tmp_path))}: it has no"):
         load_tokenizer(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "mixtral"}')
+    with pytest.raises(ValueError, match="it has no tokenizer files$"):
+        load_tokenizer(tmp_path)
 
 
 @pytest.mark.parametrize(

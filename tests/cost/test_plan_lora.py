@@ -78,7 +78,7 @@ def test_the_command_names_the_run(capsys):
     assert "--param-dtype bfloat16" in printed
     with pytest.raises(SystemExit):
         main("plan qwen3-30b-a3b --devices 2 --gpu l40s --lora.rank 32".split())
-    advice = "with adapters each GPU holds all weights: take GPUs with more memory, or --weights nf4."
+    advice = "with adapters each GPU holds all weights: take GPUs with more memory, or --devices 1 --weights nf4."
     assert advice in capsys.readouterr().out
     main(["plan", "qwen3-30b-a3b", "--devices", "1", "--lora.rank", "32", "--weights", "as stored"])
     assert "--lora.rank 32 --weights 'as stored' --batch-size" in capsys.readouterr().out

@@ -43,7 +43,7 @@ def weights_problems(weights: str, lora: LoraSettings | None, devices: int) -> l
     """Returns the reasons why a run cannot have weights in this form, one clause each."""
     problems = form_problems(weights)
     if not problems and weights != "whole" and devices > 1:
-        problems.append(f"weights={weights!r} lie on one device in training; the mesh has {devices}")
+        problems.append(f"weights={weights!r} need one device in training; the mesh has {devices}")
     if weights in get_args(Weights) and weights != "whole" and lora is None:
         problems.insert(0, f"weights={weights!r} cannot be trained: train adapters beside them (lora)")
     return problems
