@@ -22,7 +22,7 @@ from jaxtyping import Array, Float, Shaped
 from moe_jax.kernels.attention.mosaic.warpgroups import COLUMNS, broadcast_columns, broadcast_rows, load_tile
 from moe_jax.kernels.decode.heads import HEAD_DIM, HeadNorms, HeadsAndPages, NewTokens
 from moe_jax.kernels.decode.rows import load_row
-from moe_jax.kernels.hopper.launch import launch, operand_transforms
+from moe_jax.kernels.hopper.launch import launch, operand_transforms, store
 from moe_jax.kernels.hopper.pipeline import WGMMA_ROWS
 
 CHUNK_BLOCKS = 4
@@ -69,8 +69,10 @@ def chunk_heads_to_pages(
                     first_half, second_half = pl.ds(start, PIECE), pl.ds(HALF + start, PIECE)
                     cos, sin = load_tile(new.cos.at[rows, first_half]), load_tile(new.sin.at[rows, second_half])
                     a, b = (_normed(scratch.head, scale, weight_ref, half) for half in (first_half, second_half))
-                    target[:, first_half] = (a * cos - b * sin).astype(dtype)
-                    target[:, second_half] = (b * cos + a * sin).astype(dtype)
+                    # The rows of keys are read one by one, so they have no swizzle, and their store has bank conflicts.
+                    swizzled = target is scratch.head
+                    store(target.at[:, first_half], (a * cos - b * sin).astype(dtype), optimized=swizzled)
+                    store(target.at[:, second_half], (b * cos + a * sin).astype(dtype), optimized=swizzled)
                 plgpu.commit_smem()
 
             def write_rows(load, pages_ref, kv_head) -> None:

@@ -107,14 +107,14 @@ def grid_size(blocks_per_core: int = BLOCKS_PER_CORE) -> int:
     return INTERPRETED_BLOCKS if is_interpreted() else blocks_per_core * target.num_cores()
 
 
-def store(reference, value) -> None:
-    """Stores as `reference[...] = value`, without JAX's check that the store is fast.
+def store(reference, value, *, optimized: bool = False) -> None:
+    """Stores as `reference[...] = value`, and unless `optimized` without JAX's check that the store is fast.
 
     JAX from 0.12 refuses a store whose threads share banks of shared memory or write parts of a sector. Earlier JAX accepts it,
-    and has no argument to say so.
+    and has no argument to say so. From 0.12 on a plain store also reads what it replaces, which can keep JAX from finding layouts.
     """
     if hasattr(plgpu, "store"):
-        plgpu.store(reference, value, optimized=False)
+        plgpu.store(reference, value, optimized=optimized)
     else:
         reference[...] = value
 
