@@ -111,7 +111,7 @@ def store(reference, value, *, optimized: bool = False) -> None:
     """Stores as `reference[...] = value`, and unless `optimized` without JAX's check that the store is fast.
 
     JAX from 0.12 refuses a store whose threads share banks of shared memory or write parts of a sector. Earlier JAX accepts it,
-    and has no argument to say so. From 0.12 on a plain store also reads what it replaces, which can keep JAX from finding layouts.
+    and has no argument to say so. From 0.12 on a plain store also reads what it replaces: then JAX may find no layouts.
     """
     if hasattr(plgpu, "store"):
         plgpu.store(reference, value, optimized=optimized)
