@@ -3,7 +3,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 
-# VERSIONS=oldest tests with the oldest versions that pyproject.toml allows, without linters and pages. PYTHON=python3.13 tests with
+# VERSIONS=oldest tests with the oldest versions that pyproject.toml allows, without linters. PYTHON=python3.13 tests with
 # another Python. Both have an environment of their own.
 VERSIONS ?= newest
 OLDEST := $(filter oldest,$(VERSIONS))
@@ -14,7 +14,7 @@ comma := ,
 # With an NVIDIA GPU the CUDA build of JAX is installed too; CUDA 13 needs driver 580. JAX_EXTRA=cuda12 chooses by hand, JAX_EXTRA= none.
 DRIVER := $(shell nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null | head -n 1 | cut -d. -f1)
 JAX_EXTRA ?= $(if $(DRIVER),$(shell [ "$(DRIVER)" -ge 580 ] && echo cuda13 || echo cuda12))
-EXTRAS := $(if $(OLDEST),test$(comma)triton,dev)$(if $(JAX_EXTRA),$(comma)$(JAX_EXTRA))
+EXTRAS := $(if $(OLDEST),test$(comma)docs$(comma)triton,dev)$(if $(JAX_EXTRA),$(comma)$(JAX_EXTRA))
 INSTALLED := $(VENV)/installed-$(subst $(comma),-,$(EXTRAS))
 # The demo needs the package alone. The tests' environment will do too; with torch, the demo compares with transformers.
 PACKAGE_INSTALLED := $(VENV)/installed$(JAX_EXTRA:%=-%)

@@ -165,7 +165,7 @@ for hidden, inter, experts, k in ((2048, 768, 128, 8), (7168, 2048, 256, 8), (40
 """
 
 SUMS = """
-from moe_jax.kernels.experts.backends import mosaic
+from moe_jax.kernels.experts import mosaic
 from moe_jax.kernels.experts.routing import plan
 
 def step(rows, chosen, weights=None):
@@ -178,7 +178,7 @@ for hidden, k, weighted in ((2048, 8, True), (4096, 2, False))[: int(sys.argv[1]
 """
 
 TOTALS = """
-from moe_jax.kernels.experts.backends import mosaic
+from moe_jax.kernels.experts import mosaic
 from moe_jax.kernels.experts.routing import plan
 from moe_jax.layers.passes import put_layer, take_layer
 

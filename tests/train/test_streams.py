@@ -161,7 +161,8 @@ def test_a_round_without_a_usable_row_ends_a_stream(monkeypatch, position, caplo
         ):
             next(stream)
     assert f"the last 45 rows were left out; the last: owner/name (train) row {position + 45}: " in caplog.text
-    assert max(stream.skipped) < position + 110
+    # Threads read ahead while the error is on its way. A stream that does not end has 1,000 rows.
+    assert max(stream.skipped) < position + 300
     stream.close()
 
 
