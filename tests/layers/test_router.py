@@ -122,7 +122,8 @@ def test_replayed_ids_of_no_expert_add_nothing(rule, norm, rng):
         np.testing.assert_array_equal(load, [0, 1, 1, 1, 0, 1])
         np.testing.assert_allclose(weights, [[single[0, 0], 0], pair[1], [0, 0], [single[3, 0], 0]], rtol=1e-6)
         wanted = jnp.stack([of_single[0], of_pair[1], jnp.zeros(6), of_single[3]])
-        np.testing.assert_allclose(of_logits, wanted, rtol=1e-6, atol=1e-7)
+        # The only weight of a token is 1 for all logits: its gradient is 0 but for the rounding of products near 1.
+        np.testing.assert_allclose(of_logits, wanted, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint32"])
