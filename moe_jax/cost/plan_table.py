@@ -18,7 +18,7 @@ KINDS = {
 
 
 NEVER_RUN = {"hosts": "a run over several hosts", "pipe": "a pipeline on more than four GPUs", "FP8": "training in FP8"}
-"""What a layout may need that was never run on GPUs (docs/scaling.md), by its word in the table."""
+"""Needs of a layout that were never run on GPUs (docs/scaling.md), by their word in the table."""
 
 COLUMNS = (
     *("pipe", "chunks", "data", "fsdp", "expert", "context", "micro", "remat"),

@@ -77,7 +77,7 @@ def test_files_of_peft(tmp_path):
     tensors, names = load_file(file), [f"base_model.model.{module}.base_layer.weight" for module in TABLES]
     check_adapter(model.config, tmp_path)
     for dtype in (ml_dtypes.bfloat16, np.float32):
-        # What PEFT writes of a model in bf16, and of one in f32 that was read from bf16.
+        # PEFT writes these tables of a model in bf16, and of one in f32 that was read from bf16.
         in_bf16 = {name: tensors[name].astype(ml_dtypes.bfloat16).astype(dtype) for name in names}
         save_file(tensors | in_bf16, file)
         load_adapter(nnx.clone(model) if dtype != np.float32 else cast(nnx.clone(model), jnp.bfloat16), tmp_path)

@@ -101,7 +101,7 @@ def no_terminal(monkeypatch):
 def test_ranks_of_kimi_give_the_ids_of_tiktoken(tmp_path, module, no_terminal):
     write_kimi(tmp_path, module)
     tokenizer = load_tokenizer(tmp_path)
-    # What tiktoken 0.14 gives with the repository's pattern.
+    # The ids of tiktoken 0.14 with the repository's pattern.
     expected = {
         "abc x's": [257, 258, 261],
         "中文abc 1234": [271, 257, 32, 264, 52],

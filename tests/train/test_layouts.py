@@ -124,7 +124,7 @@ def test_each_file_has_a_layout_of_its_own(tmp_path):
 
 
 def test_keys_of_messages_that_only_a_template_reads_are_named(tmp_path):
-    """Those that have a value, and that the chat template does not mention."""
+    """Keys count if they have a value and the chat template does not mention them."""
     turns = [{"from": "human", "value": "a", "mood": "calm", "other": None}, {"from": "gpt", "value": "b", "rating": 5}]
     documents = open_documents(write(tmp_path, {"conversations": turns, "id": 7}))
     assert documents.parts[0].unread == ("id", "messages.mood", "messages.rating")

@@ -212,7 +212,7 @@ def test_an_empty_think_block_is_learned_or_masked_and_counted(tmp_path, templat
 
 
 def test_other_think_blocks_stay_learned():
-    """Those with reasoning, those inside of an answer, and the answer after an earlier empty block."""
+    """Blocks with reasoning, blocks inside an answer, and the answer after an earlier empty block."""
     tokenizer = tiny.tokenizer(tiny.trl_template("qwen3"))
     written = EMPTY[1] | {"content": "write <think></think> so"}
     assert tiny.learned(tokenizer, turn(1), empty_thinking="mask") == tiny.learned(tokenizer, turn(1))

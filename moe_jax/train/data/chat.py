@@ -24,6 +24,7 @@ from moe_jax.train.data.reasoning import (
     Render,
     after_empty_thinking,
     check_reasoning,
+    is_learned,
     reasoning_left_out,
     without_reasoning,
 )
@@ -110,7 +111,7 @@ def _found_spans(template: str, render: Render, messages: list[Message], text: s
 
 
 def _learned(messages: list[Message]) -> list[int]:
-    return [i for i, message in enumerate(messages) if message["role"] == "assistant" and message.get("weight", 1)]
+    return [i for i, message in enumerate(messages) if is_learned(message)]
 
 
 def _cause(render: Render, messages: list[Message]) -> str:

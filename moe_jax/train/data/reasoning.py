@@ -26,7 +26,7 @@ def check_reasoning(template: str, messages: list[Message], render: Render) -> N
     Raises:
       ValueError: the template never mentions the key, or leaves reasoning out even of an answer that ends the conversation.
     """
-    keys = [_keys(message) if _is_learned(message) else [] for message in messages]
+    keys = [_keys(message) if is_learned(message) else [] for message in messages]
     for key in sum(keys, []):
         if not re.search(rf"\b{key}\b", template):
             raise ValueError(
@@ -42,7 +42,7 @@ def check_reasoning(template: str, messages: list[Message], render: Render) -> N
 
 def has_reasoning(messages: list[Message]) -> bool:
     """Tells if a learned answer of a conversation has reasoning."""
-    return any(_is_learned(message) and _changed(message, "") != message for message in messages)
+    return any(is_learned(message) and _changed(message, "") != message for message in messages)
 
 
 def reasoning_left_out(messages: list[Message], render: Render) -> list[int]:
@@ -50,7 +50,7 @@ def reasoning_left_out(messages: list[Message], render: Render) -> list[int]:
 
     Qwen3's template, for one, writes the reasoning of the last turn alone.
     """
-    return [i for i, message in enumerate(messages) if _is_learned(message) and _is_left_out(messages, i, render)]
+    return [i for i, message in enumerate(messages) if is_learned(message) and _is_left_out(messages, i, render)]
 
 
 def without_reasoning(messages: list[Message]) -> list[Message]:
@@ -66,7 +66,8 @@ def after_empty_thinking(text: str, first: int, end: int) -> int:
     return first
 
 
-def _is_learned(message: Message) -> bool:
+def is_learned(message: Message) -> bool:
+    """Tells if a message is an answer whose weight is not 0."""
     return message["role"] == "assistant" and bool(message.get("weight", 1))
 
 
