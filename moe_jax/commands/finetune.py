@@ -52,8 +52,8 @@ def _run(command: Any) -> None:
     import jax
 
     from moe_jax.recipes import dry_run, find_learning_rate, finetune, write_report
-    from moe_jax.recipes.finetuning.best import told_end, told_stop
-    from moe_jax.recipes.finetuning.export import export
+    from moe_jax.recipes.run.best import told_end, told_stop
+    from moe_jax.recipes.run.export import export
     from moe_jax.runtime import processes
 
     settings = command.settings
@@ -72,7 +72,7 @@ def _run(command: Any) -> None:
     folder = export(result.model, settings)
     if first:
         what = "Hugging Face checkpoint" if settings.lora is None else "adapter, for PEFT too,"
-        print(f"{told_end(settings, result)}{what} in {folder}")
+        print(f"{told_end(settings, result.step, result.model_step, result.stopped_early)}{what} in {folder}")
         devices = jax.devices()
         kinds = f"{len(devices)} x {devices[0].device_kind}"
         print(f"report in {write_report(settings.output, model_step=result.model_step, devices=kinds)}")

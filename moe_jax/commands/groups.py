@@ -1,7 +1,7 @@
 """A command whose options are the fields of a settings class, in groups: tyro shows each group as one box of the help."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, field, fields, make_dataclass
+from dataclasses import MISSING, field, fields, is_dataclass, make_dataclass
 from typing import Annotated, Any, get_type_hints
 
 import tyro
@@ -33,7 +33,8 @@ def _group(settings: type, title: str, names: Sequence[str]) -> Any:
     ]
     group = make_dataclass(settings.__name__ + title.title().replace(" ", ""), members, frozen=True)
     # Only the options' descriptions: the class's own would be repeated in every box.
-    group.__doc__ = "\n    Attributes:" + str(settings.__doc__).partition("Attributes:")[2]
+    documented = [str(each.__doc__).partition("Attributes:")[2].rstrip() for each in settings.__mro__ if is_dataclass(each)]
+    group.__doc__ = "\n    Attributes:" + "".join(documented)
     return Annotated[group, tyro.conf.OmitArgPrefixes, tyro.conf.arg(name=title)]
 
 

@@ -11,8 +11,7 @@ from moe_jax.checkpoint.weights import Weights
 from moe_jax.commands.options import LoraOption, config_of, options_of_lora
 from moe_jax.models.precision import PrecisionName
 from moe_jax.parallel.choices import PipeSchedule
-from moe_jax.recipes.finetuning.lora_settings import weights_problems
-from moe_jax.recipes.finetuning.precision import precision_problems
+from moe_jax.recipes.run.settings import precision_problems, weights_problems
 
 
 @dataclass(frozen=True)

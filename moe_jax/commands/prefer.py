@@ -36,9 +36,9 @@ def _run(command: Any) -> None:
     import jax
 
     from moe_jax.recipes import prefer, write_report
-    from moe_jax.recipes.finetuning.best import told_end, told_stop
-    from moe_jax.recipes.finetuning.export import write_trained
     from moe_jax.recipes.preferring.dry_run import dry_run
+    from moe_jax.recipes.run.best import told_end, told_stop
+    from moe_jax.recipes.run.export import export
     from moe_jax.runtime import processes
 
     settings = command.settings
@@ -49,9 +49,9 @@ def _run(command: Any) -> None:
     if not result.finished:
         print(told_stop("stopped", result.step), flush=True)
         processes.leave(143)
-    folder = write_trained(result.model, settings)
+    folder = export(result.model, settings)
     what = "Hugging Face checkpoint" if settings.lora is None else "adapter"
-    print(f"{told_end(settings, result)}{what} in {folder}")
+    print(f"{told_end(settings, result.step, result.model_step, result.stopped_early)}{what} in {folder}")
     device = f"1 x {jax.devices()[0].device_kind}"
     print(f"report in {write_report(settings.output, model_step=result.model_step, devices=device)}")
 

@@ -8,10 +8,10 @@ if TYPE_CHECKING:
     from moe_jax.recipes.finetuning.dry_run import dry_run
     from moe_jax.recipes.finetuning.learning_rate import LearningRates, find_learning_rate
     from moe_jax.recipes.finetuning.loop import FinetuneResult, finetune
-    from moe_jax.recipes.finetuning.report import write_report
     from moe_jax.recipes.finetuning.settings import FinetuneSettings
     from moe_jax.recipes.preferring.loop import PreferResult, prefer
     from moe_jax.recipes.preferring.settings import PreferSettings
+    from moe_jax.recipes.run.report import write_report
 
 __all__ = [
     "FinetuneResult",

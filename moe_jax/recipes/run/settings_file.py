@@ -9,27 +9,19 @@ import sys
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Literal
 
 import jax
 import yaml
+
+from moe_jax.recipes.run.settings import RunSettings
 
 CHAT_TEMPLATE = "chat_template.jinja"
 RUN_YAML = "run.yaml"
 
 
-class RecordedRun(Protocol):
-    """The settings of a run with such files: a dataclass."""
-
-    __dataclass_fields__: ClassVar[dict[str, Any]]
-
-    @property
-    def output(self) -> str:
-        """The run's folder."""
-
-
 def write_settings(
-    settings: RecordedRun, *, command: Literal["finetune", "prefer"], steps: int, chat_template: str | None = None
+    settings: RunSettings, *, command: Literal["finetune", "prefer"], steps: int, chat_template: str | None = None
 ) -> None:
     """Writes settings.json, run.yaml and the chat template, if any, into the output folder; each is complete or absent.
 
@@ -46,7 +38,7 @@ def write_settings(
         write_whole(output / CHAT_TEMPLATE, chat_template)
 
 
-def _as_yaml(settings: RecordedRun, command: str, versions: dict[str, str]) -> str:
+def _as_yaml(settings: RunSettings, command: str, versions: dict[str, str]) -> str:
     """Returns the settings as YAML, in their own order; without `steps` where `epochs` counts them."""
     # Through JSON: YAML has no tuples.
     values = json.loads(json.dumps(asdict(settings), default=str))

@@ -10,8 +10,8 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from moe_jax.recipes.finetuning.samples import SAMPLES
-from moe_jax.recipes.finetuning.settings_file import write_whole
+from moe_jax.recipes.run.run_log import SAMPLES
+from moe_jax.recipes.run.settings_file import write_whole
 from moe_jax.runtime.pictures import save_png
 from moe_jax.train.metrics import read_records
 from moe_jax.train.plots import plot_run

@@ -3,39 +3,14 @@
 import logging
 from collections.abc import Collection
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Protocol
+from typing import Any
+
+from moe_jax.recipes.run.settings import RunSettings
+from moe_jax.runtime.processes import is_first_process
 
 BEST = "best"
 """The entry of a checkpoint's position."""
 _logger = logging.getLogger(__name__)
-
-
-class WatchedRun(Protocol):
-    """The settings of a run, on texts or on preferences, that say how it follows its held-out loss."""
-
-    @property
-    def steps(self) -> int:
-        """The last step."""
-
-    @property
-    def eval_data(self) -> str | None:
-        """The held-out data; None: no measurement."""
-
-    @property
-    def eval_every(self) -> int:
-        """Steps between two measurements."""
-
-    @property
-    def eval_batches(self) -> int:
-        """Batches in a measurement."""
-
-    @property
-    def keep_best(self) -> bool:
-        """True to keep the checkpoint with the smallest loss, and to end with its weights."""
-
-    @property
-    def early_stop(self) -> int:
-        """Measurements without an improvement that end the run; 0: they never do."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +42,7 @@ class Best:
         return {} if self.loss is None else {BEST: asdict(self)}
 
 
-def best_of(position: dict[str, Any], settings: WatchedRun, fingerprint: str | None, steps: Collection[int]) -> Best:
+def best_of(position: dict[str, Any], settings: RunSettings, fingerprint: str | None, steps: Collection[int]) -> Best:
     """Returns the best that a checkpoint's position holds; none yet if it was measured on other data.
 
     None either, and a warning, if `keep_best` needs its checkpoint, which a run without `keep_best` did not keep.
@@ -82,9 +57,6 @@ def best_of(position: dict[str, Any], settings: WatchedRun, fingerprint: str | N
     if found.data != data:
         return Best(data=data)
     if settings.keep_best and found.step not in steps:
-        # Imported here: it asks JAX, and settings are read without JAX.
-        from moe_jax.runtime.processes import is_first_process
-
         if is_first_process():
             _logger.warning(
                 "the checkpoint of step %d, which has the smallest held-out loss so far, was not kept: keep_best=True keeps "
@@ -95,13 +67,7 @@ def best_of(position: dict[str, Any], settings: WatchedRun, fingerprint: str | N
     return found
 
 
-def best_problems(settings: WatchedRun) -> list[str]:
-    """Returns the settings that need held-out data and have none, one clause each."""
-    wrong = [name for name in ("keep_best", "early_stop") if getattr(settings, name) and settings.eval_data is None]
-    return [f"{name}={getattr(settings, name)!r} needs a held-out loss: give eval_data" for name in wrong]
-
-
-def told_held_out(settings: WatchedRun, number: int | None, kind: str, rows: int) -> str:
+def told_held_out(settings: RunSettings, number: int | None, kind: str, rows: int) -> str:
     """Returns the announcement's line about held-out data.
 
     Args:
@@ -125,34 +91,18 @@ def told_stop(how: str, step: int) -> str:
     return f"{how} after step {step} and saved; the same command resumes from there"
 
 
-class EndedRun(Protocol):
-    """The result of a run that has ended."""
-
-    @property
-    def step(self) -> int:
-        """The last step done."""
-
-    @property
-    def stopped_early(self) -> bool:
-        """True if `early_stop` ended it."""
-
-    @property
-    def model_step(self) -> int:
-        """The step that the weights are of."""
-
-
-def told_end(settings: WatchedRun, result: EndedRun) -> str:
+def told_end(settings: RunSettings, step: int, model_step: int, stopped_early: bool) -> str:
     """Returns the beginning of a command's last line: the last step, and the step of the weights with `keep_best`."""
-    best = f"the weights of step {result.model_step}, which has the smallest held-out loss: " if settings.keep_best else ""
-    early = ", where the held-out loss had stopped falling" if result.stopped_early else ""
-    return f"trained to step {result.step}{early}; {best}"
+    best = f"the weights of step {model_step}, which has the smallest held-out loss: " if settings.keep_best else ""
+    early = ", where the held-out loss had stopped falling" if stopped_early else ""
+    return f"trained to step {step}{early}; {best}"
 
 
-def counts(settings: WatchedRun, step: int) -> bool:
+def counts(settings: RunSettings, step: int) -> bool:
     """Tells if the measurement of a step counts. One where a run was interrupted does not, or the run would not be the same."""
     return is_watched(settings) and (step % settings.eval_every == 0 or step == settings.steps)
 
 
-def is_watched(settings: WatchedRun) -> bool:
+def is_watched(settings: RunSettings) -> bool:
     """Tells if the run follows the best held-out loss."""
     return settings.keep_best or settings.early_stop > 0

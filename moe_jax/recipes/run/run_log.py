@@ -1,40 +1,21 @@
 """The log of a run: every step in the files of `MetricsWriter`, and a readable number of lines on the console."""
 
+import json
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any
 
 from tqdm import tqdm
 
-from moe_jax.recipes.finetuning.samples import SAMPLES, describe_samples
-from moe_jax.recipes.finetuning.trackers import Trackers
+from moe_jax.recipes.run.settings import RunSettings
+from moe_jax.recipes.run.trackers import Trackers
 from moe_jax.runtime.processes import is_first_process
 from moe_jax.train.metrics import Clock, MetricsWriter, append_record, keep_steps, one_line
 
-
-class LoggedRun(Protocol):
-    """The settings of a run that its log reads: a dataclass."""
-
-    __dataclass_fields__: ClassVar[dict[str, Any]]
-
-    @property
-    def output(self) -> str:
-        """The run's folder."""
-
-    @property
-    def steps(self) -> int:
-        """The last step."""
-
-    @property
-    def tensorboard(self) -> bool:
-        """True to write for TensorBoard too."""
-
-    @property
-    def log_every(self) -> int | None:
-        """Steps between two lines on the console; None: `default_log_every`."""
+SAMPLES = "samples.jsonl"
 
 
 def default_log_every(steps: int) -> int:
@@ -48,13 +29,13 @@ class RunLog:
     """Writes each step's record, in the first process of a job alone.
 
     Args:
-      send_to: trackers, as of `FinetuneSettings.log_to`.
+      send_to: trackers, as of `RunSettings.log_to`.
       samples: True if the run writes samples of text.
     """
 
     def __init__(
         self,
-        settings: LoggedRun,
+        settings: RunSettings,
         *,
         first_step: int,
         send_to: Sequence[str] = (),
@@ -108,7 +89,7 @@ class RunLog:
             append_record(self.samples_file, record)
             tqdm.write(describe_samples(record))
 
-    def tell_skipped(self, skipped: dict[int, str]) -> None:
+    def tell_skipped(self, skipped: Mapping[int, str]) -> None:
         """Prints the number of documents that are left out, the first time and whenever the number has doubled."""
         if len(skipped) < max(1, 2 * self.num_told):
             return
@@ -122,3 +103,9 @@ class RunLog:
         if self.writer is not None:
             self.writer.close()
             self.trackers.close()
+
+
+def describe_samples(record: dict[str, Any]) -> str:
+    """Returns the samples of a step for the console, a line each."""
+    quoted = ([json.dumps(each[name], ensure_ascii=False) for name in ("prompt", "text")] for each in record["samples"])
+    return "\n".join([f"samples after step {record['step']}:", *(f"  {prompt} -> {text}" for prompt, text in quoted)])
