@@ -25,7 +25,7 @@ from moe_jax.cost.planned_step import BYTES, PlannedStep
 from moe_jax.cost.stage import LayersSeconds, no_seconds, stage_seconds
 from moe_jax.cost.sums import sums_seconds
 from moe_jax.cost.travel import once_a_step_seconds
-from moe_jax.kernels.cross_entropy import CHUNK_TOKENS
+from moe_jax.kernels.vocabulary import CHUNK_TOKENS
 
 
 @dataclass(frozen=True)

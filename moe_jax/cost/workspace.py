@@ -6,8 +6,8 @@ from moe_jax.cost.fp8 import OF_ROW_ELEMENT, gathered_bytes, hidden_bytes, round
 from moe_jax.cost.layer import ELEMENT
 from moe_jax.cost.parameters import Parameter
 from moe_jax.cost.planned_step import PlannedStep
-from moe_jax.kernels.cross_entropy import CHUNK_TOKENS
 from moe_jax.kernels.hopper.mainloop import ROW_ALIGNMENT
+from moe_jax.kernels.vocabulary import CHUNK_TOKENS
 
 
 def kept_by_layer(step: PlannedStep, stage: Stage) -> float:

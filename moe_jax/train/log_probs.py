@@ -3,8 +3,7 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from moe_jax.kernels.token_entropies import TokenScores, token_log_probs_and_entropies
-from moe_jax.kernels.token_log_probs import token_log_probs
+from moe_jax.kernels.vocabulary import TokenScores, token_log_probs, token_log_probs_and_entropies
 from moe_jax.models.decoder import Decoder
 from moe_jax.train.batch import Batch
 
