@@ -90,9 +90,8 @@ class PlanCommand:
         """
         from moe_jax.cost.gpus import machine, notes
         from moe_jax.cost.plan import REMAT, plan
-        from moe_jax.cost.plan_table import format_plan
+        from moe_jax.cost.plan_table import format_plan, write_batch_script
         from moe_jax.cost.planned_step import PlannedAdapters
-        from moe_jax.cost.slurm import write_batch_script
 
         config, adapters = config_of(self.config), None
         if self.lora is not None:

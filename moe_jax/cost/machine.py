@@ -87,10 +87,7 @@ def all_gather_seconds(machine: Machine, size: float, axes: Axes, mesh: MeshShap
     Inside a host a GPU receives all parts except its own. Parts from other hosts arrive once at each host, whose GPUs of the
     group share them out and pass them on.
     """
-    devices, inside, hosts = _group(machine, axes, mesh)
-    within = size * (devices - 1) / devices / machine.all_gather
-    between = size * (hosts - 1) / hosts / inside / machine.between_hosts
-    return _started(machine, devices, hosts, max(within, between))
+    return _gather_seconds(machine, machine.all_gather, size, axes, mesh)
 
 
 def all_to_all_seconds(machine: Machine, size: float, axes: Axes, mesh: MeshShape) -> float:
@@ -102,9 +99,13 @@ def all_to_all_seconds(machine: Machine, size: float, axes: Axes, mesh: MeshShap
 
 
 def reduce_scatter_seconds(machine: Machine, size: float, axes: Axes, mesh: MeshShape) -> float:
-    """Returns the seconds of a reduce-scatter of arrays of `size` bytes on each device."""
+    """Returns the seconds of a reduce-scatter of arrays of `size` bytes on each device: a gather backwards."""
+    return _gather_seconds(machine, machine.reduce_scatter, size, axes, mesh)
+
+
+def _gather_seconds(machine: Machine, rate: float, size: float, axes: Axes, mesh: MeshShape) -> float:
     devices, inside, hosts = _group(machine, axes, mesh)
-    within = size * (devices - 1) / devices / machine.reduce_scatter
+    within = size * (devices - 1) / devices / rate
     between = size * (hosts - 1) / hosts / inside / machine.between_hosts
     return _started(machine, devices, hosts, max(within, between))
 

@@ -6,13 +6,12 @@ from typing import Any, NamedTuple
 from moe_jax.config import Stage
 from moe_jax.cost.attention import attention_seconds, moved_elements
 from moe_jax.cost.flops import attention_matrices
-from moe_jax.cost.fp8 import rounding_seconds
-from moe_jax.cost.frozen_weights import quantised_layer
 from moe_jax.cost.layer import ExpertsWork, Passes, elementwise_seconds, experts_seconds, matmul_seconds, router_seconds
 from moe_jax.cost.machine import Machine
+from moe_jax.cost.memory import kept_by_layer
 from moe_jax.cost.planned_step import PlannedStep
+from moe_jax.cost.quantised import quantised_layer, rounding_seconds
 from moe_jax.cost.travel import context_seconds, exchange_seconds, gather_seconds
-from moe_jax.cost.workspace import kept_by_layer
 
 COMPUTING = ("experts", "projections", "attention", "elementwise", "kept", "overhead")
 """The parts of layers that a GPU computes."""
@@ -105,17 +104,15 @@ def layer_seconds(step: PlannedStep, number: int, machine: Machine) -> dict[str,
     if step.param_dtype == "float32":
         # Every pass casts its parameters: 4 bytes read and 2 written.
         cast = 6 * sum(p.own_size / p.layers for p in own) / machine.hbm
-        parts["elementwise"] = Passes(*(seconds + cast for seconds in parts["elementwise"]))
+        parts["elementwise"] = parts["elementwise"].plus(Passes(cast, cast, cast))
     if step.adapters is not None:
         # Passes over rows of their own, which compute little beside what they read and write.
         moved = elementwise_seconds(tokens, step.adapters.moved_elements / config.num_hidden_layers, machine)
         made = sum(quantised_layer(step, number)) / machine.hbm
-        made_whole = Passes(made, 0.0, made)
-        parts["elementwise"] = Passes(*map(sum, zip(parts["elementwise"], moved, made_whole, strict=True)))
+        parts["elementwise"] = parts["elementwise"].plus(moved, Passes(made, 0.0, made))
     if stage.sparse:
         parts["experts"] = _sparse_seconds(step, machine)
-        rounding = rounding_seconds(step, number, machine)
-        parts["elementwise"] = Passes(*map(sum, zip(parts["elementwise"], rounding, strict=True)))
+        parts["elementwise"] = parts["elementwise"].plus(rounding_seconds(step, number, machine))
     return parts | {"kept": _keeping_seconds(step, stage, parts.values(), machine)}
 
 
@@ -140,8 +137,7 @@ def _sparse_seconds(step: PlannedStep, machine: Machine) -> Passes:
     grouped = experts.num_groups > 1
     router = router_seconds(step.tokens, step.config.hidden_size, experts.num_experts, machine, grouped=grouped)
     options: dict[str, Any] = dict(frozen=step.adapters is not None, precision=step.precision)
-    both = experts_seconds(experts_work(step), machine, **options), router
-    return Passes(*(sum(seconds) for seconds in zip(*both, strict=True)))
+    return experts_seconds(experts_work(step), machine, **options).plus(router)
 
 
 def experts_work(step: PlannedStep) -> ExpertsWork:
