@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moe_jax.checkpoint.weights import Weights
-from moe_jax.commands.options import InferencePrecision
+from moe_jax.commands.options import Dtype, InferencePrecision
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -15,6 +15,26 @@ if TYPE_CHECKING:
     from moe_jax.models.decoder import Decoder
 
 _logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class LoadingOptions:
+    """The form in which a model is loaded, and an adapter.
+
+    Args:
+      adapter: a folder or hub id of an adapter (LoRA) for the model's weights.
+      dtype: the dtype that the model computes in.
+      precision: fp8 multiplies the experts in 8 bits, with FP8 weights of the files as they are, or rounded (docs/fp8.md).
+        Default: in the dtype.
+      weights: the form of the weights: whole, "as stored" for a checkpoint in FP8 or GPTQ, or experts in nf4 or fp8. These are
+        made whole in each step, which takes time, except with --precision fp8. An adapter is merged into whole weights, and
+        lies beside others (docs/adapters.md). Default: whole; with an adapter as stored.
+    """
+
+    adapter: str | None = None
+    dtype: Dtype = "bfloat16"
+    precision: InferencePrecision = "bf16"
+    weights: Weights | None = None
 
 
 @dataclass(frozen=True)
@@ -50,10 +70,8 @@ class Loading:
 def checked_loading(
     folder: Path,
     adapter: str | None,
+    wanted: LoadingOptions,
     *,
-    precision: InferencePrecision,
-    weights: Weights | None,
-    dtype: str,
     mtp: bool,
     mesh: "Mesh | None" = None,
 ) -> Loading:
@@ -63,8 +81,8 @@ def checked_loading(
 
     Args:
       folder: of the weights.
-      weights: their form. None: FP8 for `precision` "fp8". Else, with an adapter beside quantised files on one device, as
-        stored. Else whole.
+      wanted: for weights None the form is FP8 for `precision` "fp8". Else, with an adapter beside quantised files on one
+        device, it is as stored. Else whole.
       mtp: True loads the modules that predict further tokens, for drafts.
 
     Raises:
@@ -74,7 +92,7 @@ def checked_loading(
     from moe_jax.checkpoint.hf_load import check_form, is_stored_quantised, read_config
     from moe_jax.models.decoder import fp8_refusal
 
-    config = read_config(folder, mtp=mtp)
+    config, precision, weights, dtype = read_config(folder, mtp=mtp), wanted.precision, wanted.weights, wanted.dtype
     if precision != "bf16":
         if (reason := fp8_refusal(config, dtype)) is not None:
             raise ValueError(f"--precision {precision}: {reason}; take 'bf16'")

@@ -76,8 +76,8 @@ def test_gathered_weights_travel_in_half_the_bytes(hops):
     assert gathered_layer(in_bf16, 0) - gathered_layer(step, 0) == pytest.approx(OF_LAYER, rel=1e-3)
     # Experts are nearly all of a layer. Gradients travel as before.
     half, whole = (gather_seconds(each, 0, H200) for each in (step, in_bf16))
-    assert half.forward.travel == pytest.approx(whole.forward.travel / 2, rel=0.08)
-    gradients = (each.backward.travel - each.forward.travel for each in (half, whole))
+    assert half[0].travel == pytest.approx(whole[0].travel / 2, rel=0.08)
+    gradients = (backward.travel - forward.travel for forward, backward in (half, whole))
     assert next(gradients) == pytest.approx(next(gradients))
 
 

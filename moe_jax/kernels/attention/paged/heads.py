@@ -29,10 +29,9 @@ from moe_jax.kernels.attention.mosaic.warpgroups import (
     read_accumulator,
     start_accumulator,
 )
+from moe_jax.kernels.attention.paged import PAGE_SIZE
 from moe_jax.kernels.attention.paged.blocks import QueryBlocks, RowPages, Splits
-from moe_jax.kernels.attention.paged.items import Before, BlockPages, Item, ItemOrder, block_pages
-from moe_jax.kernels.attention.paged.page_size import PAGE_SIZE
-from moe_jax.kernels.attention.paged.scores import RowSums, Scoring, no_keys
+from moe_jax.kernels.attention.paged.items import Before, BlockPages, Item, ItemOrder, RowSums, Scoring, block_pages, no_keys
 from moe_jax.kernels.hopper.interpreter import is_interpreted
 from moe_jax.kernels.hopper.launch import BLOCKS_PER_CORE, launch, operand_transforms
 from moe_jax.kernels.hopper.pipeline import WGMMA_ROWS

@@ -7,6 +7,7 @@ from jaxtyping import Array, Float, Int
 
 from moe_jax.kernels.attention.paged.blocks import (
     WHOLE,
+    PagedQueries,
     QueryBlocks,
     RowPages,
     most_splits,
@@ -15,11 +16,9 @@ from moe_jax.kernels.attention.paged.blocks import (
     window_operand,
 )
 from moe_jax.kernels.attention.paged.heads import attend_blocks
-from moe_jax.kernels.attention.paged.latent_columns import ROTARY_COLUMNS
-from moe_jax.kernels.attention.paged.latents import attend_latents
+from moe_jax.kernels.attention.paged.latents import ROTARY_COLUMNS, attend_latents
 from moe_jax.kernels.attention.paged.merge import merge_splits
 from moe_jax.kernels.attention.paged.prompts import attend_prompts, most_tiles, takes_group
-from moe_jax.kernels.attention.paged.queries import PagedQueries
 from moe_jax.kernels.hopper import target
 from moe_jax.kernels.hopper.interpreter import is_interpreted
 from moe_jax.kernels.hopper.pipeline import WGMMA_ROWS

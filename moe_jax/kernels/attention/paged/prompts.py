@@ -32,10 +32,9 @@ from moe_jax.kernels.attention.mosaic.warpgroups import (
     broadcast_columns,
     launch,
 )
-from moe_jax.kernels.attention.paged.blocks import RowPages, most_blocks, query_blocks, window_operand
+from moe_jax.kernels.attention.paged import PAGE_SIZE
+from moe_jax.kernels.attention.paged.blocks import PagedQueries, RowPages, most_blocks, query_blocks, window_operand
 from moe_jax.kernels.attention.paged.items import BlockPages, block_pages
-from moe_jax.kernels.attention.paged.page_size import PAGE_SIZE
-from moe_jax.kernels.attention.paged.queries import PagedQueries
 from moe_jax.kernels.hopper.pipeline import WGMMA_ROWS
 
 
