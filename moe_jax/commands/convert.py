@@ -61,7 +61,7 @@ class ConvertCommand:
 
     def run(self) -> None:
         """Loads the source and writes the target."""
-        from moe_jax.train.adapted_run import trained_adapters
+        from moe_jax.train.model_of_run import trained_adapters
         from moe_jax.train.run_checkpoints import open_run
 
         if self.fp8 and (self.to != "hf" or self.adapter is not None or self.merge):
@@ -110,7 +110,7 @@ class ConvertCommand:
         from moe_jax.adapters import save_adapter
         from moe_jax.checkpoint.hf_load import find_checkpoint, from_pretrained
         from moe_jax.checkpoint.stored_dtype import stored_dtype
-        from moe_jax.train.adapted_run import BASE, adapters_alone, add_adapters, checked_base
+        from moe_jax.train.model_of_run import BASE, adapters_alone, add_adapters, checked_base
         from moe_jax.train.starting_weights import MODEL
 
         if self.adapter is not None or (self.to == "adapter") == self.merge:

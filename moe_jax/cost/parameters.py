@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh
 from moe_jax.config import ModelConfig
 from moe_jax.models.auto import from_config
 from moe_jax.parallel.choices import MESH_AXES, MeshShape
-from moe_jax.parallel.fsdp_fp8 import can_travel_in_fp8
+from moe_jax.parallel.fsdp import can_travel_in_fp8
 from moe_jax.parallel.layout import data_axis, gathered_axes, parameter_path, parameter_spec
 from moe_jax.parallel.pipeline.chunks import layers_of_chunk
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from moe_jax.recipes.finetuning.precision import PRECISION
 from moe_jax.runtime.processes import is_first_process
-from moe_jax.train.adapted_run import WEIGHTS
+from moe_jax.train.model_of_run import WEIGHTS
 from moe_jax.train.starting_weights import MODEL, same_weights
 
 MAX_KEYS = 5

@@ -16,7 +16,7 @@ from moe_jax.parallel.parallelism import Parallelism
 from moe_jax.recipes.finetuning.export import AdaptedRun, ExportedRun
 from moe_jax.recipes.finetuning.lora_settings import lora_problems
 from moe_jax.recipes.finetuning.settings import FinetuneSettings
-from moe_jax.train.adapted_run import BASE, LORA, WEIGHTS
+from moe_jax.train.model_of_run import BASE, LORA, WEIGHTS
 
 
 def check_lora(
