@@ -14,20 +14,8 @@ if TYPE_CHECKING:
     from moe_jax.kernels.vocabulary import TokenScores, cross_entropy, token_log_probs, token_log_probs_and_entropies
 
 __all__ = [
-    "Plan",
-    "Precision",
-    "QuantisedMatrices",
-    "TokenScores",
-    "attention",
-    "cross_entropy",
-    "down",
-    "experts_mlp",
-    "fp8_matmul",
-    "gate_up",
-    "plan",
-    "quantise_matrices",
-    "token_log_probs",
-    "token_log_probs_and_entropies",
-]
+    "Plan", "Precision", "QuantisedMatrices", "TokenScores", "attention", "cross_entropy", "down", "experts_mlp", "fp8_matmul",
+    "gate_up", "plan", "quantise_matrices", "token_log_probs", "token_log_probs_and_entropies",
+]  # fmt: skip
 
 export_lazily(__name__)
