@@ -155,7 +155,7 @@ class ConvertCommand:
         else:
             write_merged(load, adapt, save, self.target, **self._companions())
         dtype = self.dtype or stored.name
-        rounded = f", rounded from {stored.name}" if _loses_bits(stored.name, dtype) else ""
+        rounded = f", rounded from {stored.name}" if dtype not in (stored.name, "float32") else ""
         replaced = "; the checkpoint that was there is replaced" if replaces else ""
         print(f"wrote {self.target} in {'FP8 and ' if self.fp8 else ''}{dtype}{rounded}{replaced}")
 
@@ -181,8 +181,3 @@ def _tokenizer_of_run(output: Path) -> str | None:
         print(f"no tokenizer is written; name one with --tokenizer: {error}")
         return None
     return named
-
-
-def _loses_bits(stored: str, written: str) -> bool:
-    """Returns True if writing rounds numbers of the stored dtype."""
-    return stored != written and written != "float32"

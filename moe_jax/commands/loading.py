@@ -98,7 +98,8 @@ def checked_loading(
             raise ValueError(f"--precision {precision}: {reason}; take 'bf16'")
         if weights not in (None, "fp8"):
             raise ValueError(f"--precision {precision} multiplies weights in FP8: leave --weights {weights!r} out")
-    form = weights or _default_form(precision, adapter is not None and mesh is None and is_stored_quantised(folder))
+    stays_quantised = adapter is not None and mesh is None and is_stored_quantised(folder)
+    form = weights or ("fp8" if precision != "bf16" else "as stored" if stays_quantised else "whole")
     check_form(folder, form)
     if adapter is not None:
         if mtp:
@@ -125,9 +126,3 @@ def with_adapter(model: "Decoder", adapter: str | None, *, merge: bool = True) -
 
 
 _FORMS = {"as stored": "as they are stored", "nf4": "in NF4", "fp8": "in FP8"}
-
-
-def _default_form(precision: InferencePrecision, stays_quantised: bool) -> Weights:
-    if precision != "bf16":
-        return "fp8"
-    return "as stored" if stays_quantised else "whole"

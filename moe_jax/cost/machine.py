@@ -92,7 +92,7 @@ def all_gather_seconds(machine: Machine, size: float, axes: Axes, mesh: MeshShap
 
 def all_to_all_seconds(machine: Machine, size: float, axes: Axes, mesh: MeshShape) -> float:
     """Returns the seconds of an all-to-all: each device sends an equal share of its `size` bytes to every device."""
-    devices, inside, hosts = _group(machine, axes, mesh)
+    devices, inside, hosts = _group(machine.gpus_of_host, axes, mesh)
     within = size * (inside - 1) / devices / machine.all_to_all
     between = size * (devices - inside) / devices / machine.between_hosts
     return _started(machine, devices, hosts, max(within, between))
@@ -104,7 +104,7 @@ def reduce_scatter_seconds(machine: Machine, size: float, axes: Axes, mesh: Mesh
 
 
 def _gather_seconds(machine: Machine, rate: float, size: float, axes: Axes, mesh: MeshShape) -> float:
-    devices, inside, hosts = _group(machine, axes, mesh)
+    devices, inside, hosts = _group(machine.gpus_of_host, axes, mesh)
     within = size * (devices - 1) / devices / rate
     between = size * (hosts - 1) / hosts / inside / machine.between_hosts
     return _started(machine, devices, hosts, max(within, between))
@@ -117,7 +117,7 @@ def all_reduce_seconds(machine: Machine, size: float, axes: Axes, mesh: MeshShap
 
 def ring_hop_seconds(machine: Machine, size: float, axes: Axes, mesh: MeshShape, *, copied: bool = False) -> float:
     """Returns the seconds to send `size` bytes from each device to the next of a ring; the slowest link decides."""
-    devices, _, hosts = _group(machine, axes, mesh)
+    devices, _, hosts = _group(machine.gpus_of_host, axes, mesh)
     inside = machine.ring_hop_copied if copied else machine.ring_hop
     rate = inside if hosts == 1 else min(inside, machine.between_hosts)
     return _started(machine, devices, min(hosts, 2), size / rate)
@@ -125,7 +125,7 @@ def ring_hop_seconds(machine: Machine, size: float, axes: Axes, mesh: MeshShape,
 
 def is_inside_host(machine: Machine, axes: Axes, mesh: MeshShape) -> bool:
     """Returns True if a collective along `axes` stays inside a host."""
-    return _group(machine, axes, mesh).hosts == 1
+    return _group(machine.gpus_of_host, axes, mesh).hosts == 1
 
 
 class _Group(NamedTuple):
@@ -138,16 +138,12 @@ class _Group(NamedTuple):
     """Hosts over which the group is spread."""
 
 
-def _group(machine: Machine, axes: Axes, mesh: MeshShape) -> _Group:
+@functools.cache
+def _group(gpus_of_host: int, axes: Axes, mesh: MeshShape) -> _Group:
     """Returns the group of a collective along `axes`.
 
     Neighbours along the last axis are neighbours in the list of devices, which goes through one host after another.
     """
-    return _group_on_hosts(machine.gpus_of_host, axes, mesh)
-
-
-@functools.cache
-def _group_on_hosts(gpus_of_host: int, axes: Axes, mesh: MeshShape) -> _Group:
     devices = inside = stride = 1
     for name in reversed(MESH_AXES):
         size = getattr(mesh, name)

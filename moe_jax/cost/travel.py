@@ -91,7 +91,10 @@ def context_seconds(step: PlannedStep, attention: Passes, machine: Machine) -> P
     axes = ("context",)
     if step.context_method == "ulysses":
         return _ulysses_seconds(step, machine)
-    expansion = _expansions_seconds(step, machine)
+    # The latents of other devices are expanded; backward expands for each of two kernels.
+    one = expansion_seconds(step.tokens, step.config, machine)
+    arriving = (devices - 1) * one.forward
+    expansion = Passes(arriving, arriving, 2 * devices * one.forward + (devices - 1) * one.backward)
     if step.context_method == "ring":
         return _ring_seconds(step, keys, attention, machine).plus(expansion)
     # Reordered to the order of the sequence: read and written.
@@ -127,13 +130,6 @@ def _ring_seconds(step: PlannedStep, keys: float, attention: Passes, machine: Ma
     backward += exposed(2 * keys, QUERIES_SHARE * attention.backward)
     backward += moved(4 * step.tokens * (heads * config.key_dim + senders * key_value_elements(config)) + 3 * ordered)
     return Passes(*(ring_steps * seconds for seconds in (forward, forward, backward)))
-
-
-def _expansions_seconds(step: PlannedStep, machine: Machine) -> Passes:
-    """Returns the seconds to expand the latents of other devices; backward expands for each of two kernels."""
-    devices, one = step.mesh.context, expansion_seconds(step.tokens, step.config, machine)
-    forward = (devices - 1) * one.forward
-    return Passes(forward, forward, 2 * devices * one.forward + (devices - 1) * one.backward)
 
 
 def _ulysses_seconds(step: PlannedStep, machine: Machine) -> Passes:

@@ -121,7 +121,9 @@ def run_demo(settings: DemoSettings) -> DemoResult:
         num_parameters = sum(x.size for x in jax.tree.leaves(nnx.state(model, nnx.Param)))
         save_pretrained(model, output / "initial", tokenizer_from=output / "tokenizer", progress=False)
         # Every model trained from this one inherits the file.
-        write_json_lines(output / "initial" / "generation_config.json", [generation_defaults()])
+        ends = {"eos_token_id": [0, SPECIAL_TOKENS.index(TURN_END)], "pad_token_id": 0}  # of a text, and of an answer in a chat
+        defaults = ends | {"do_sample": True, "temperature": TEMPERATURE, "top_p": TOP_P}
+        write_json_lines(output / "initial" / "generation_config.json", [defaults])
         print(f"  {config.model_type}, {config.num_hidden_layers} layers, {num_parameters / 1e6:.1f} M parameters", end="")
         if experts := config.experts:
             print(f", {experts.num_experts} experts a layer of which each token takes {experts.num_experts_per_tok}", end="")
@@ -354,12 +356,6 @@ def transformers_logits(folder: Path, tokens: list[int]) -> np.ndarray:
     finally:
         if shown:
             logging.enable_progress_bar()
-
-
-def generation_defaults() -> dict[str, Any]:
-    """Returns the model's generation_config.json. The first special token ends a text, the last ends an answer in a chat."""
-    ends = [0, SPECIAL_TOKENS.index(TURN_END)]
-    return {"eos_token_id": ends, "pad_token_id": 0, "do_sample": True, "temperature": TEMPERATURE, "top_p": TOP_P}
 
 
 def is_python(text: str) -> bool:

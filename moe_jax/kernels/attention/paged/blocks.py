@@ -27,23 +27,17 @@ class PagedQueries(NamedTuple):
     """Entries behind a row's last key may be any number."""
 
 
-class QueryPlaces(NamedTuple):
-    """The row of each token and its position among the row's keys."""
+def places(queries: PagedQueries, num_tokens: int) -> tuple[Int[Array, "tokens"], Int[Array, "tokens"]]:
+    """Returns the row of each token, and its position among the row's keys.
 
-    row: Int[Array, "tokens"]
-    """Some row, for padding too."""
-    position: Int[Array, "tokens"]
-    """-1 for padding."""
-
-
-def places(queries: PagedQueries, num_tokens: int) -> QueryPlaces:
-    """Returns where each of `num_tokens` tokens stands; -1 also stands for a row with fewer keys than queries."""
+    Padding has some row and position -1. So does a token of a row with fewer keys than queries.
+    """
     first, token = queries.first_query, jnp.arange(num_tokens, dtype=jnp.int32)
     rows = queries.num_keys.shape[0]
     row = jnp.clip(jnp.searchsorted(first, token, side="right", method="compare_all") - 1, 0, rows - 1).astype(jnp.int32)
     is_query = (token >= first[0]) & (token < first[rows])
     position = queries.num_keys[row] - first[row + 1] + token
-    return QueryPlaces(row, jnp.where(is_query, jnp.maximum(position, -1), -1).astype(jnp.int32))
+    return row, jnp.where(is_query, jnp.maximum(position, -1), -1).astype(jnp.int32)
 
 
 class QueryBlocks(NamedTuple):
