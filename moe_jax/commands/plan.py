@@ -14,6 +14,12 @@ from moe_jax.parallel.choices import PipeSchedule
 from moe_jax.recipes.finetuning.lora_settings import weights_problems
 from moe_jax.recipes.finetuning.precision import precision_problems
 
+OF_STEP = (
+    "moment_dtype", "keys_per_token", "expert_load_imbalance", "context_method", "capacity_factor", "tokens_in_fp8",
+    "shard_optimizer", "pipe_schedule", "precision",
+)  # fmt: skip
+"""The options that are fields of `cost.PlannedStep`."""
+
 
 @dataclass(frozen=True)
 class PlanCommand:
@@ -122,16 +128,8 @@ class PlanCommand:
             remat=None if self.remat is None else REMAT[self.remat],
             machine=found,
             param_dtype=self.param_dtype or ("float32" if self.lora is None else "bfloat16"),
-            moment_dtype=self.moment_dtype,
-            keys_per_token=self.keys_per_token,
-            expert_load_imbalance=self.expert_load_imbalance,
-            context_method=self.context_method,
             hops=self.hops or ("copies" if self.devices <= self.hosts_of else "nccl"),
-            capacity_factor=self.capacity_factor,
-            tokens_in_fp8=self.tokens_in_fp8,
-            shard_optimizer=self.shard_optimizer,
-            pipe_schedule=self.pipe_schedule,
-            precision=self.precision,
+            **{name: getattr(self, name) for name in OF_STEP},
             adapters=adapters,
         )
         hosts = f" in hosts of {self.hosts_of}" if self.devices > self.hosts_of else ""

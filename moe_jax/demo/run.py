@@ -304,24 +304,19 @@ def training_settings(settings: DemoSettings, output: Path, data: Path) -> Finet
     The load-balancing loss averages over layers, so single layers may stay uneven: with this loss alone the busiest expert had
     2.5 times the mean load. The loss within each sequence is a sum over layers, and balances every layer.
     """
+    names = "seq_len", "batch_size", "mesh", "pipe_chunks", "lora", "steps", "seed"
     return FinetuneSettings(
         model=str(output / "initial"),
         data=str(data),
         data_format="text",
         output=str(output / "training"),
-        seq_len=settings.seq_len,
-        batch_size=settings.batch_size,
         gradient_accumulation=settings.gradient_accumulation or (2 * settings.mesh.pipe if settings.mesh.pipe > 1 else 1),
-        mesh=settings.mesh,
-        pipe_chunks=settings.pipe_chunks,
-        lora=settings.lora,
-        steps=settings.steps,
         learning_rate=5e-3,
         sequence_loss_coef=0.03,
         checkpoint_every=settings.steps,
         dtype="bfloat16" if jax.default_backend() == "gpu" else "float32",
         remat=False,
-        seed=settings.seed,
+        **{name: getattr(settings, name) for name in names},
     )
 
 

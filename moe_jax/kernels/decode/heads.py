@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Float, Int, Shaped
+from jaxtyping import Array, Float, Int
 
 from moe_jax.kernels.attention.mosaic.warpgroups import COLUMNS, broadcast_columns, broadcast_rows, load_tile
 from moe_jax.kernels.decode.rows import BLOCKS_PER_CORE, load_row, normalized, sum_of_splits
@@ -165,7 +165,10 @@ def chunk_heads_to_pages(
     """Computes `heads_to_pages` of at least 64 tokens, whose projections have the pages' dtype."""
     num_tokens = len(projections)
     # TMA copies begin at multiples of 8 rows. Rows behind the last token write what that one writes.
-    projections, new = jax.tree.map(lambda rows: _filled_up(rows, 8), (projections, new))
+    fill = -num_tokens % 8
+    projections, new = jax.tree.map(
+        lambda rows: jnp.pad(rows, ((0, fill), *((0, 0),) * (rows.ndim - 1)), mode="edge"), (projections, new)
+    )
     (tokens, columns), kv_heads, dtype = projections.shape, keys.shape[1], keys.dtype
     heads = columns // HEAD_DIM - 2 * kv_heads
     items = -(-tokens // WGMMA_ROWS), heads + 2 * kv_heads
@@ -234,11 +237,6 @@ def chunk_heads_to_pages(
     projections, weights, new = lax.optimization_barrier((projections, weights, new))
     q, *pages = kernel(projections, weights, new, keys, values)
     return HeadsAndPages(q[:num_tokens], *pages)
-
-
-def _filled_up(rows: Shaped[Array, "tokens ..."], multiple: int) -> Shaped[Array, "filled ..."]:
-    """Returns the rows with copies of the last one behind them, up to a multiple of this number."""
-    return jnp.pad(rows, ((0, -len(rows) % multiple), *((0, 0),) * (rows.ndim - 1)), mode="edge")
 
 
 class _Scratch(NamedTuple):
