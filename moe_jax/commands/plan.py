@@ -94,7 +94,7 @@ class PlanCommand:
           SystemExit: with status 1, after the table, if nothing fits.
           ValueError: an option has a wrong value, or the options contradict each other.
         """
-        from moe_jax.cost.gpus import machine, notes
+        from moe_jax.cost.machine import machine, notes
         from moe_jax.cost.plan import REMAT, plan
         from moe_jax.cost.plan_table import format_plan, write_batch_script
         from moe_jax.cost.planned_step import PlannedAdapters

@@ -13,9 +13,8 @@ from moe_jax.config import NAMED_CONFIGS
 from moe_jax.cost import PlannedStep, predict
 from moe_jax.cost.attention import attention_seconds
 from moe_jax.cost.flops import num_parameters
-from moe_jax.cost.gpus import GPUS
 from moe_jax.cost.layer import ExpertsWork, experts_seconds, router_seconds
-from moe_jax.cost.machine import H200
+from moe_jax.cost.machine import GPUS, H200
 from moe_jax.cost.memory import memory_bytes
 from moe_jax.cost.stage import layer_seconds
 from moe_jax.cost.step import vocabulary_seconds

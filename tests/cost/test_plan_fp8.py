@@ -7,9 +7,8 @@ import pytest
 from moe_jax.cli import main
 from moe_jax.config import NAMED_CONFIGS
 from moe_jax.cost import PlannedStep, predict
-from moe_jax.cost.gpus import GPUS
 from moe_jax.cost.layer import ExpertsWork, experts_seconds
-from moe_jax.cost.machine import H200
+from moe_jax.cost.machine import GPUS, H200
 from moe_jax.cost.memory import gathered_layer
 from moe_jax.cost.plan import plan
 from moe_jax.cost.plan_table import flags
