@@ -1,8 +1,8 @@
 """Rates of a GPU and its links, the time of a collective over axes of a mesh, and the GPUs that `moe-jax plan` knows by name.
 
 Most figures of `H200` are measurements of a kernel or a collective alone (see docs/performance.md), or fits to whole layers and
-losses. Comments name the two figures that were fitted to whole training steps, and the four that are assumed. Rates of other GPUs are
-scaled from the H200's by data sheets.
+losses. Comments name the two figures that were fitted to whole training steps, and the four that are assumed. Rates of other
+GPUs are scaled from the H200's by data sheets.
 """
 
 import functools
