@@ -36,23 +36,28 @@ from moe_jax.parallel.choices import UNIFORM
 
 def memory_bytes(step: PlannedStep) -> dict[str, float]:
     """Returns the peak by part, in bytes. `workspace` is the rest of the peak after the other four parts."""
-    if step.adapters is not None:
-        return _of_adapters(step, step.adapters)
-    own, updated = sum(p.own_size for p in step.parameters), sum(map(step.updated_size, step.parameters))
     of_param = BYTES[step.param_dtype]
-    held = _of_joined_passes(step) if step.joins_passes else _of_passes_in_turn(step)
-    return {
+    if step.adapters is not None:
+        updated = step.adapters.parameters
+        parameters = frozen_bytes(step) + 4 * updated
+        held = _of_adapters(step, step.adapters)
+    else:
+        updated = sum(map(step.updated_size, step.parameters))
         # Beside bf16 parameters, the other halves of the masters lie as the moments do.
-        "parameters": of_param * own + (4 - of_param) * updated,
+        parameters = of_param * sum(p.own_size for p in step.parameters) + (4 - of_param) * updated
+        held = _of_joined_passes(step) if step.joins_passes else _of_passes_in_turn(step)
+    kept = min(held.kept, held.peak - held.gradients)
+    return {
+        "parameters": parameters,
         "moments": 2 * BYTES[step.moment_dtype] * updated,
         "gradients": held.gradients,
-        "activations": min(held.kept, held.peak - held.gradients),
-        "workspace": held.peak - held.gradients - min(held.kept, held.peak - held.gradients),
+        "activations": kept,
+        "workspace": held.peak - held.gradients - kept,
     }
 
 
-def _of_adapters(step: PlannedStep, adapters: PlannedAdapters) -> dict[str, float]:
-    """Returns the peak of a step that trains adapters: frozen weights have no gradients, and the head's is not made.
+def _of_adapters(step: PlannedStep, adapters: PlannedAdapters) -> "_Held":
+    """Returns the bytes of a step that trains adapters: frozen weights have no gradients, and the head's is not made.
 
     The sums of micro-batches lie beside a micro-batch's gradients. AdamW uses one more array of each adapter.
     """
@@ -61,13 +66,7 @@ def _of_adapters(step: PlannedStep, adapters: PlannedAdapters) -> dict[str, floa
     kept = sum(_layers_kept(step, stage.num_layers) * kept_by_layer(step, stage) for stage in step.stages)
     made_whole = max(quantised_layer(step, number)[1] for number, _ in enumerate(step.stages))
     passes = kept + max(made_whole + backward_workspace(step), loss_workspace(step, step.tokens))
-    return {
-        "parameters": frozen_bytes(step) + trained,
-        "moments": 2 * BYTES[step.moment_dtype] * adapters.parameters,
-        "gradients": gradients,
-        "activations": kept,
-        "workspace": max(passes, trained) - kept,
-    }
+    return _Held(gradients, kept, gradients + max(passes, trained))
 
 
 class _Held(NamedTuple):

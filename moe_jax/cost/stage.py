@@ -30,24 +30,16 @@ class StageSeconds(NamedTuple):
     """Seconds of gathers that overlap with computation, and are in neither pass."""
 
 
-class LayersSeconds(NamedTuple):
-    """Seconds of all layers in a step, by part."""
-
-    parts: dict[str, float]
-    hidden: float
-
-    def plus(self, stage: StageSeconds, micro_batches: int) -> "LayersSeconds":
-        """Returns the sum of these and of `micro_batches` micro-batches of a stage."""
-        added = {
-            name: seconds + micro_batches * (stage.forward.get(name, 0.0) + stage.backward.get(name, 0.0))
-            for name, seconds in self.parts.items()
-        }
-        return LayersSeconds(added, self.hidden + micro_batches * stage.hidden)
-
-
-def no_seconds() -> LayersSeconds:
+def no_seconds() -> dict[str, float]:
     """Returns zero seconds for each part."""
-    return LayersSeconds(dict.fromkeys((*COMPUTING, *TRAVEL), 0.0), 0.0)
+    return dict.fromkeys((*COMPUTING, *TRAVEL), 0.0)
+
+
+def add_stage(parts: dict[str, float], stage: StageSeconds, micro_batches: int) -> float:
+    """Adds the seconds of `micro_batches` micro-batches of a stage to all parts; returns those that are hidden."""
+    for name in parts:
+        parts[name] += micro_batches * (stage.forward.get(name, 0.0) + stage.backward.get(name, 0.0))
+    return micro_batches * stage.hidden
 
 
 def stage_seconds(step: PlannedStep, number: int, layers: int, machine: Machine) -> StageSeconds:
@@ -71,12 +63,6 @@ def stage_seconds(step: PlannedStep, number: int, layers: int, machine: Machine)
         seconds["gathers"] = layers * (needed.travel - hides + needed.memory) + needed.travel
         hidden += layers * hides
     return StageSeconds(forward, backward, hidden)
-
-
-def weights_seconds(step: PlannedStep, number: int, layers: int, machine: Machine) -> float:
-    """Returns the seconds of W, the gradients of weights, in `layers` layers: half of the backward matmuls."""
-    computing = layer_seconds(step, number, machine)
-    return layers * sum(computing[name].backward for name in ("projections", "experts") if name in computing) / 2
 
 
 def layer_seconds(step: PlannedStep, number: int, machine: Machine) -> dict[str, Passes]:

@@ -22,7 +22,7 @@ from moe_jax.cost.memory import host_bytes, memory_bytes
 from moe_jax.cost.pipeline import pipeline_seconds
 from moe_jax.cost.planned_step import BYTES, PlannedStep
 from moe_jax.cost.quantised import copies_seconds
-from moe_jax.cost.stage import LayersSeconds, experts_work, no_seconds, stage_seconds
+from moe_jax.cost.stage import add_stage, experts_work, no_seconds, stage_seconds
 from moe_jax.cost.travel import once_a_step_seconds
 from moe_jax.kernels.vocabulary import CHUNK_TOKENS
 
@@ -100,12 +100,12 @@ def predict(step: PlannedStep, machine: Machine = H200) -> Prediction:
     return Prediction(step, machine, parts, hidden, memory_bytes(step))
 
 
-def _seconds_in_turn(step: PlannedStep, machine: Machine) -> LayersSeconds:
-    """Returns the seconds of all layers, one micro-batch after the other."""
-    found = no_seconds()
+def _seconds_in_turn(step: PlannedStep, machine: Machine) -> tuple[dict[str, float], float]:
+    """Returns the seconds of all layers by part, one micro-batch after the other, and the seconds that are hidden."""
+    parts, hidden = no_seconds(), 0.0
     for number, stage in enumerate(step.stages):
-        found = found.plus(stage_seconds(step, number, stage.num_layers, machine), step.gradient_accumulation)
-    return found
+        hidden += add_stage(parts, stage_seconds(step, number, stage.num_layers, machine), step.gradient_accumulation)
+    return parts, hidden
 
 
 def _loss_seconds(step: PlannedStep, machine: Machine) -> float:
