@@ -76,11 +76,6 @@ class Machine:
     experts_fp8: Fp8Rates | None = None
     """None: no kernels, and the reference is slower than bfloat16."""
 
-    @property
-    def experts_training(self) -> float:
-        """FLOP/s of experts forward and backward: nine matmuls of equal size. One of them runs at `experts_d_act`."""
-        return 9 / (8 / self.experts_matmul + 1 / self.experts_d_act)
-
 
 def all_gather_seconds(machine: Machine, size: float, axes: Axes, mesh: MeshShape) -> float:
     """Returns the seconds of an all-gather whose result has `size` bytes on each device.

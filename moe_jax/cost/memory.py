@@ -23,7 +23,6 @@ from moe_jax.cost.quantised import (
     copies_bytes,
     frozen_bytes,
     gathered_bytes,
-    hidden_bytes,
     quantised_layer,
     rounding_bytes,
     travelling_bytes,
@@ -193,7 +192,8 @@ def activations(step: PlannedStep, stage: Stage) -> float:
     elements += step.tokens * 3 * experts.shared_intermediate_size
     dispatched = travelling_bytes(step) * step.received * config.hidden_size if step.exchange else 0
     rows = step.room + experts.num_experts // step.mesh.expert * (ROW_ALIGNMENT - 1)
-    hidden = hidden_bytes(step) * rows * 2 * experts.moe_intermediate_size
+    of_hidden = OF_ROW_ELEMENT if step.precision == "fp8_kept" else ELEMENT
+    hidden = of_hidden * rows * 2 * experts.moe_intermediate_size
     narrow = step.tokens * (config.num_attention_heads + 2 * experts.num_experts + 5 * experts.num_experts_per_tok) + 3 * rows
     return hidden + dispatched + ELEMENT * elements + 4 * narrow
 

@@ -61,11 +61,6 @@ def gathered_bytes(step: PlannedStep, parameter: Parameter) -> float:
     return OF_ELEMENT if is_of_experts and _arrives_in_fp8(step, parameter.path[1]) else ELEMENT
 
 
-def hidden_bytes(step: PlannedStep) -> float:
-    """Returns the bytes of an element of the residual h."""
-    return OF_ROW_ELEMENT if step.precision == "fp8_kept" else ELEMENT
-
-
 def travelling_bytes(step: PlannedStep) -> float:
     """Returns the bytes of an element of a token that travels to its experts, and is kept there for the backward pass."""
     return OF_ROW_ELEMENT if step.tokens_in_fp8 else ELEMENT

@@ -167,23 +167,20 @@ def gather_seconds(step: PlannedStep, stage: int, machine: Machine) -> tuple[Gat
     """
     gather = sums = Gathers(0.0, 0.0)
     for p in step.parameters_of_stages[stage]:
-        if p.gather_axes:
-            elements = p.used_size / p.layers
-            arriving, size = gathered_bytes(step, p) * elements, ELEMENT * elements
-            if step.hops == "copies":
-                share = 1 / math.prod(getattr(step.mesh, name) for name in p.gather_axes)
-                others, own = (1 - share) * size, share * size
-                from_others = (1 - share) * arriving
-
-                def travel(moved: float, axes: tuple[str, ...] = p.gather_axes) -> float:
-                    return ring_hop_seconds(machine, moved, axes, step.mesh, copied=True)
-
-                one_gather = Gathers(travel(from_others), (2 * from_others + 2 * arriving) / machine.hbm)
-                one_sum = Gathers(travel(others), (4 * others + size + own) / machine.hbm)
-            else:
-                one_gather = Gathers(all_gather_seconds(machine, arriving, p.gather_axes, step.mesh), 0.0)
-                one_sum = Gathers(all_to_all_seconds(machine, size, p.gather_axes, step.mesh), 0.0)
-            gather, sums = _added(gather, one_gather), _added(sums, one_sum)
+        if not p.gather_axes:
+            continue
+        elements, where = p.used_size / p.layers, (p.gather_axes, step.mesh)
+        arriving, size = gathered_bytes(step, p) * elements, ELEMENT * elements
+        if step.hops == "copies":
+            share = 1 / math.prod(getattr(step.mesh, name) for name in p.gather_axes)
+            others, own, from_others = (1 - share) * size, share * size, (1 - share) * arriving
+            travel, back = (ring_hop_seconds(machine, moved, *where, copied=True) for moved in (from_others, others))
+            one_gather = Gathers(travel, (2 * from_others + 2 * arriving) / machine.hbm)
+            one_sum = Gathers(back, (4 * others + size + own) / machine.hbm)
+        else:
+            one_gather = Gathers(all_gather_seconds(machine, arriving, *where), 0.0)
+            one_sum = Gathers(all_to_all_seconds(machine, size, *where), 0.0)
+        gather, sums = _added(gather, one_gather), _added(sums, one_sum)
     return gather, _added(gather, sums)
 
 

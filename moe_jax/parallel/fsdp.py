@@ -269,22 +269,14 @@ def _finish_scatter(how: Gather, hops: Hops, sent) -> Array:
     return gradient
 
 
-def _gather_whole(how: Gather, dtype: jnp.dtype, hops: Hops, part: Array) -> Array:
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _gathered(how: Gather, dtype: jnp.dtype, hops: Hops, part: Array) -> Array:
     return _finish_gather(how, hops, _start_gather(how, dtype, hops, part))
 
 
-def _scatter_to_part(how: Gather, dtype: jnp.dtype, hops: Hops, gradient: Array) -> Array:
-    return _finish_scatter(how, hops, _start_scatter(how, hops, gradient)).astype(dtype)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _gathered(how: Gather, dtype: jnp.dtype, hops: Hops, part: Array) -> Array:
-    return _gather_whole(how, dtype, hops, part)
-
-
 _gathered.defvjp(
-    lambda how, dtype, hops, part: (_gather_whole(how, dtype, hops, part), jnp.zeros(0, part.dtype)),
-    lambda how, _, hops, like, gradient: (_scatter_to_part(how, like.dtype, hops, gradient),),
+    lambda how, dtype, hops, part: (_gathered(how, dtype, hops, part), jnp.zeros(0, part.dtype)),
+    lambda how, _, hops, like, g: (_finish_scatter(how, hops, _start_scatter(how, hops, g)).astype(like.dtype),),
 )
 
 
