@@ -21,15 +21,13 @@ from jaxtyping import Array, Float, Int
 from moe_jax.kernels.attention.mosaic.backward_keys import backward_keys
 from moe_jax.kernels.attention.mosaic.backward_queries import backward_queries
 from moe_jax.kernels.attention.mosaic.forward import forward
-from moe_jax.kernels.attention.mosaic.interval import forward_of_interval, gradient_of_queries, gradients_of_keys, pad_to_block
+from moe_jax.kernels.attention.mosaic.interval import pad_to_block
 from moe_jax.kernels.attention.mosaic.masks import TokenInterval, first_keys, last_queries
 from moe_jax.kernels.attention.online_softmax import BackwardInputs, PartialAttention
 from moe_jax.kernels.hopper.interpreter import is_interpreted
 from moe_jax.kernels.hopper.target import compute_capability
 from moe_jax.kernels.shapes import check_shape
 from moe_jax.kernels.varying import vary_alike
-
-__all__ = ["flash_attention", "forward_of_interval", "gradient_of_queries", "gradients_of_keys", "refusal"]
 
 
 def flash_attention(

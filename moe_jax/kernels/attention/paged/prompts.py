@@ -22,7 +22,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from moe_jax.kernels.attention.mosaic.consumer import BLOCK_M, Consumer, Scratch, Sums, n_blocks, run_block
+from moe_jax.kernels.attention.mosaic.consumer import BLOCK_M, Consumer, Scratch, Sums, n_blocks
 from moe_jax.kernels.attention.mosaic.masks import BlockSteps, Mask
 from moe_jax.kernels.attention.mosaic.warpgroups import (
     LOG2_E,
@@ -67,7 +67,7 @@ def attend_prompts(
 
     def kernel(inputs: _Inputs, outputs: _Outputs, scratch: Scratch) -> None:
         block = _Block(inputs, outputs.out, scratch, scale * LOG2_E)
-        run_block(scheduler, scratch, block.load_tile, block.consume_tile)
+        scratch.run(scheduler, block.load_tile, block.consume_tile)
 
     return launch("paged_attention_prompts", kernel, inputs, outputs, scratch).out
 
