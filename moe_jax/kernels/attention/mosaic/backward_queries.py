@@ -79,7 +79,6 @@ def backward_queries(
     )
     steps = n_block_steps(in_sight, keys, BLOCK_M, n_blocks.block)
     inputs = _Inputs(*in_sight, steps, q, k, v, dout, lse, delta, previous)
-    outputs = _Outputs(jax.ShapeDtypeStruct(q.shape, out_dtype))
     scratch = _Scratch(
         q=operand(BLOCK_M, head_dim, dtype=q.dtype),
         dout=operand(BLOCK_M, value_dim, dtype=q.dtype),
@@ -92,11 +91,11 @@ def backward_queries(
         v_pipe=Pipeline.allocate(n_blocks.stages, has_opaque_slots=True),
     )
 
-    def kernel(inputs: _Inputs, outputs: _Outputs, scratch: _Scratch) -> None:
-        block, pipes = _Block(inputs, outputs, scratch, scale), (scratch.k_pipe, scratch.v_pipe)
+    def kernel(inputs: _Inputs, dq_ref, scratch: _Scratch) -> None:
+        block, pipes = _Block(inputs, dq_ref, scratch, scale), (scratch.k_pipe, scratch.v_pipe)
         run_tiles(scheduler, block.load_tile, block.consume_tile, once_a_tile=scratch.q_pipe, once_a_step=pipes)
 
-    return launch("flash_attention_backward_queries", kernel, inputs, outputs, scratch).dq
+    return launch("flash_attention_backward_queries", kernel, inputs, jax.ShapeDtypeStruct(q.shape, out_dtype), scratch)
 
 
 def _n_blocks(head_dim: int, value_dim: int) -> StagedBlocks:
@@ -119,10 +118,6 @@ class _Inputs(NamedTuple):
     previous: Any
 
 
-class _Outputs(NamedTuple):
-    dq: Any
-
-
 class _Scratch(NamedTuple):
     q: Any
     dout: Any
@@ -142,7 +137,7 @@ class _Block:
     """A thread block's work on each of its tiles."""
 
     inputs: _Inputs
-    outputs: _Outputs
+    dq: Any
     scratch: _Scratch
     scale: float
 
@@ -254,7 +249,7 @@ class _Consumer:
     def store(self, dq, queries) -> None:
         """Writes dq: through shared memory if it is 16 bits wide, else from registers."""
         batch, _, head, _ = self.tile
-        scratch, previous, out_ref = self.block.scratch, self.block.inputs.previous, self.block.outputs.dq
+        scratch, previous, out_ref = self.block.scratch, self.block.inputs.previous, self.block.dq
         store_by_columns(
             dq,
             scratch.dq.at[self.warpgroup],

@@ -195,14 +195,14 @@ class Consumer:
         """Issues o += p v."""
         multiply_registers(o_accumulator, p, self.scratch.v.at[slot], self.scratch.staging, self.warpgroup)
 
-    def softmax(self, s, step, row_max, mask: Mask) -> "Softmax":
-        """Returns p of one step's scores, given the row maximum of the steps before."""
+    def softmax(self, s, step, row_max, mask: Mask) -> tuple[Any, Any, Any]:
+        """Returns a new row maximum, p = exp2(score - row_max) of one step in f32, and the factor of sums with the old one."""
         scale = self.scale_log2
         first_key = (self.steps.start - step) * s.shape[1]
         s = mask.with_diagonal().apply(s, first_key, -jnp.inf)
         new_max = jnp.maximum(row_max, s.max(axis=1) * scale)
         p = jnp.exp2(s * scale - broadcast_columns(new_max, s.shape))
-        return Softmax(new_max, p, jnp.exp2(row_max - new_max))
+        return new_max, p, jnp.exp2(row_max - new_max)
 
     def warp_scheduler_barrier_sync(self) -> None:
         """Waits until the other consumer has issued its wgmmas: its softmax then runs beside this one's matmuls."""
@@ -221,16 +221,6 @@ class Sums(NamedTuple):
 
     o: Any
     scale: "RowScale"
-
-
-class Softmax(NamedTuple):
-    """The weights of one step's keys."""
-
-    row_max: Any
-    p: Any
-    """exp2(score - row_max), f32."""
-    rescale: Any
-    """The factor of sums that were formed with the row_max before."""
 
 
 class RowScale(NamedTuple):

@@ -71,17 +71,17 @@ def forward(
     )
     steps = n_block_steps(in_sight, keys, BLOCK_M, n_blocks(head_dim, value_dim).block)
     inputs = _Inputs(*in_sight, steps, q, k, v, None if previous is None else PartialAttention(*previous))
-    outputs = _Outputs(
+    outputs = PartialAttention(
         out=jax.ShapeDtypeStruct((*q.shape[:3], value_dim), out_dtype),
         lse=jax.ShapeDtypeStruct((batch, heads, seq), jnp.float32),
     )
     scratch = Scratch.of(q.dtype, head_dim, value_dim)
 
-    def kernel(inputs: _Inputs, outputs: _Outputs, scratch: Scratch) -> None:
+    def kernel(inputs: _Inputs, outputs: PartialAttention, scratch: Scratch) -> None:
         block = _Block(inputs, outputs, scratch, scale * LOG2_E)
         scratch.run(scheduler, block.load_tile, block.consume_tile)
 
-    return PartialAttention(*launch("flash_attention_forward", kernel, inputs, outputs, scratch))
+    return launch("flash_attention_forward", kernel, inputs, outputs, scratch)
 
 
 class _Inputs(NamedTuple):
@@ -95,17 +95,12 @@ class _Inputs(NamedTuple):
     previous: Any
 
 
-class _Outputs(NamedTuple):
-    out: Any
-    lse: Any
-
-
 @dataclass(frozen=True)
 class _Block:
     """A thread block's work on each of its tiles."""
 
     inputs: _Inputs
-    outputs: _Outputs
+    outputs: PartialAttention
     scratch: Scratch
     scale_log2: float
     """The factor of scores in base 2."""

@@ -63,13 +63,13 @@ def attend_prompts(
     pages_of_block = n_blocks(key_dim, value_dim).block // PAGE_SIZE
     scratch = Scratch.of(q.dtype, key_dim, value_dim, q_copies=block_tokens, copies=pages_of_block)
     inputs = _Inputs(block_pages(blocks, row_pages), blocks.tokens, q, keys, values)
-    outputs = _Outputs(jax.ShapeDtypeStruct((tokens, kv_heads, group, value_dim), q.dtype))
+    out = jax.ShapeDtypeStruct((tokens, kv_heads, group, value_dim), q.dtype)
 
-    def kernel(inputs: _Inputs, outputs: _Outputs, scratch: Scratch) -> None:
-        block = _Block(inputs, outputs.out, scratch, scale * LOG2_E)
+    def kernel(inputs: _Inputs, out_ref, scratch: Scratch) -> None:
+        block = _Block(inputs, out_ref, scratch, scale * LOG2_E)
         scratch.run(scheduler, block.load_tile, block.consume_tile)
 
-    return launch("paged_attention_prompts", kernel, inputs, outputs, scratch).out
+    return launch("paged_attention_prompts", kernel, inputs, out, scratch)
 
 
 def takes_group(group: int) -> bool:
@@ -92,10 +92,6 @@ class _Inputs(NamedTuple):
     q: Any
     k: Any
     v: Any
-
-
-class _Outputs(NamedTuple):
-    out: Any
 
 
 @dataclass(frozen=True)
