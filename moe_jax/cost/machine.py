@@ -121,22 +121,12 @@ def ring_hop_seconds(machine: Machine, size: float, axes: Axes, mesh: MeshShape,
 
 def is_inside_host(machine: Machine, axes: Axes, mesh: MeshShape) -> bool:
     """Returns True if a collective along `axes` stays inside a host."""
-    return _group(machine.gpus_of_host, axes, mesh).hosts == 1
-
-
-class _Group(NamedTuple):
-    """The devices that take part in one collective."""
-
-    devices: int
-    inside: int
-    """Devices of the group that share a host."""
-    hosts: float
-    """Hosts over which the group is spread."""
+    return _group(machine.gpus_of_host, axes, mesh)[2] == 1
 
 
 @functools.cache
-def _group(gpus_of_host: int, axes: Axes, mesh: MeshShape) -> _Group:
-    """Returns the group of a collective along `axes`.
+def _group(gpus_of_host: int, axes: Axes, mesh: MeshShape) -> tuple[int, int, float]:
+    """Returns the devices of a collective along `axes`, those of them that share a host, and the number of hosts.
 
     Neighbours along the last axis are neighbours in the list of devices, which goes through one host after another.
     """
@@ -147,7 +137,7 @@ def _group(gpus_of_host: int, axes: Axes, mesh: MeshShape) -> _Group:
             devices *= size
             inside *= min(size, max(1, gpus_of_host // stride))
         stride *= size
-    return _Group(devices, inside, devices / inside)
+    return devices, inside, devices / inside
 
 
 def _started(machine: Machine, devices: int, hosts: float, seconds: float) -> float:

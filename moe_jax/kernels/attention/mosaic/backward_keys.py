@@ -35,7 +35,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from moe_jax.kernels.attention.mosaic.masks import BlockSteps, Mask, TokenInterval, m_block_steps
-from moe_jax.kernels.attention.mosaic.producer import run_tiles
+from moe_jax.kernels.attention.mosaic.producer import walk_tiles
 from moe_jax.kernels.attention.mosaic.warpgroups import (
     COLUMNS,
     LOG2_E,
@@ -119,7 +119,7 @@ def _launch(
 
     def kernel(inputs: _Inputs, outputs: KeyGradients, scratch: _Scratch) -> None:
         block, pipes = _Block(inputs, outputs, scratch, scale, heads // kv_heads), (scratch.pipe,)
-        run_tiles(scheduler, block.load_tile, block.consume_tile, once_a_tile=scratch.kv_pipe, once_a_step=pipes)
+        walk_tiles(scheduler, block.load_tile, block.consume_tile, once_a_tile=scratch.kv_pipe, once_a_step=pipes)
 
     return launch("flash_attention_backward_keys", kernel, inputs, wanted, scratch)
 

@@ -31,7 +31,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from moe_jax.kernels.attention.mosaic.masks import BlockSteps, Mask, TokenInterval, n_block_steps
-from moe_jax.kernels.attention.mosaic.producer import load_n_blocks, run_tiles, store_by_columns
+from moe_jax.kernels.attention.mosaic.producer import load_n_blocks, store_by_columns, walk_tiles
 from moe_jax.kernels.attention.mosaic.warpgroups import (
     LOG2_E,
     RESIDENT_BLOCK,
@@ -93,7 +93,7 @@ def backward_queries(
 
     def kernel(inputs: _Inputs, dq_ref, scratch: _Scratch) -> None:
         block, pipes = _Block(inputs, dq_ref, scratch, scale), (scratch.k_pipe, scratch.v_pipe)
-        run_tiles(scheduler, block.load_tile, block.consume_tile, once_a_tile=scratch.q_pipe, once_a_step=pipes)
+        walk_tiles(scheduler, block.load_tile, block.consume_tile, once_a_tile=scratch.q_pipe, once_a_step=pipes)
 
     return launch("flash_attention_backward_queries", kernel, inputs, jax.ShapeDtypeStruct(q.shape, out_dtype), scratch)
 

@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from moe_jax.kernels.attention.mosaic.masks import BlockSteps, Mask
-from moe_jax.kernels.attention.mosaic.producer import run_tiles
+from moe_jax.kernels.attention.mosaic.producer import walk_tiles
 from moe_jax.kernels.attention.mosaic.warpgroups import (
     RESIDENT_BLOCK,
     ROWS,
@@ -69,9 +69,9 @@ class Scratch(NamedTuple):
         )
 
     def run(self, scheduler: TileScheduler, load_tile: Callable, consume_tile: Callable) -> None:
-        """Runs a thread block's tiles (`producer.run_tiles`)."""
+        """Runs a thread block's tiles (`producer.walk_tiles`)."""
         pipes: dict[str, Any] = dict(once_a_tile=self.q_pipe, once_a_step=(self.k_pipe, self.v_pipe))
-        run_tiles(scheduler, load_tile, consume_tile, **pipes, turns=self.warp_scheduler_barrier)
+        walk_tiles(scheduler, load_tile, consume_tile, **pipes, turns=self.warp_scheduler_barrier)
 
 
 def n_blocks(head_dim: int, value_dim: int) -> StagedBlocks:

@@ -13,7 +13,7 @@ from moe_jax.kernels.attention.mosaic.warpgroups import TileScheduler, WorkTile
 from moe_jax.kernels.hopper.pipeline import ATTENTION_REGISTERS, Pipeline, run_roles
 
 
-def run_tiles(
+def walk_tiles(
     scheduler: TileScheduler,
     load_tile: Callable,
     consume_tile: Callable,
