@@ -94,10 +94,10 @@ class ChatCommand:
         )
         check_drafting(int(self.drafts), config, limits)
         check_config(config)
-        loading = checked_loading(folder, source.adapter, self.loading, mtp=self.drafts)
+        _, load = checked_loading(folder, source.adapter, self.loading, mtp=self.drafts)
         tell_programs()
         engine_options: dict[str, Any] = dict(drafts=int(self.drafts), take_over=True, lazy=self.lazy)
-        engine = Engine(loading.load(), limits=limits, tokenizer=tokenizer, **engine_options)
+        engine = Engine(load(), limits=limits, tokenizer=tokenizer, **engine_options)
         if self.max_new_tokens is None:
             options = replace(options, max_new_tokens=0)
         talk(Conversation(engine, options, system=self.system, template_options=template_options))

@@ -85,7 +85,8 @@ class GenerateCommand:
         if source.adapter is not None and mesh is not None:
             merge = f"{program()} convert {source.weights} TARGET --to hf --adapter {source.adapter}"
             raise ValueError(f"an adapter is for one device; write the merged model first: {merge}")
-        model = checked_loading(folder, source.adapter, self.loading, mtp=self.drafts, mesh=mesh).load()
+        _, load = checked_loading(folder, source.adapter, self.loading, mtp=self.drafts, mesh=mesh)
+        model = load()
         new: Any
         if self.drafts:
             new, drafts = generate_with_drafts(model, prompt, seed=self.seed, **options)

@@ -2,9 +2,10 @@
 
 import logging
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from moe_jax.checkpoint.weights import Weights
 from moe_jax.commands.options import Dtype, InferencePrecision
@@ -37,47 +38,13 @@ class LoadingOptions:
     weights: Weights | None = None
 
 
-@dataclass(frozen=True)
-class Loading:
-    """A model that can be loaded: `checked_loading` found nothing in the way.
-
-    Attributes:
-      folder: of the weights.
-      adapter: a folder or hub id.
-      form: of the weights. An adapter is merged into whole weights, and lies beside others.
-      options: further arguments of `from_pretrained`.
-    """
-
-    folder: Path
-    adapter: str | None
-    precision: InferencePrecision
-    form: Weights
-    options: dict[str, Any]
-
-    def load(self) -> "Decoder":
-        """Reads the weights and the adapter, and prints what was adapted.
-
-        Raises:
-          FileNotFoundError, ValueError: as `from_pretrained` and `adapters.load_adapter`.
-        """
-        from moe_jax.checkpoint.hf_load import from_pretrained
-
-        model = from_pretrained(self.folder, weights=self.form, **self.options)
-        model.set_precision(self.precision)
-        return with_adapter(model, self.adapter, merge=self.form == "whole")
-
-
 def checked_loading(
-    folder: Path,
-    adapter: str | None,
-    wanted: LoadingOptions,
-    *,
-    mtp: bool,
-    mesh: "Mesh | None" = None,
-) -> Loading:
+    folder: Path, adapter: str | None, wanted: LoadingOptions, *, mtp: bool, mesh: "Mesh | None" = None
+) -> tuple[Weights, Callable[[], "Decoder"]]:
     """Chooses the form of the weights, and checks that the model, the adapter and the options fit together.
 
-    Reads configs, headers of files, and the adapter.
+    Reads configs, headers of files, and the adapter. Returns the form, and a function that reads the weights and the adapter
+    and prints what was adapted. An adapter is merged into whole weights, and lies beside others.
 
     Args:
       folder: of the weights.
@@ -89,7 +56,7 @@ def checked_loading(
       FileNotFoundError, ValueError: as `from_pretrained` and `adapters.load_adapter`. Also an adapter with drafts.
     """
     from moe_jax.adapters.load import check_adapter
-    from moe_jax.checkpoint.hf_load import check_form, is_stored_quantised, read_config
+    from moe_jax.checkpoint.hf_load import check_form, from_pretrained, is_stored_quantised, read_config
     from moe_jax.models.decoder import fp8_refusal
 
     config, precision, weights, dtype = read_config(folder, mtp=mtp), wanted.precision, wanted.weights, wanted.dtype
@@ -107,7 +74,13 @@ def checked_loading(
         check_adapter(config, adapter)
         if form != "whole":
             _logger.info("the adapter lies beside weights %s, and is not merged into them", _FORMS[form])
-    return Loading(folder, adapter, precision, form, dict(dtype=dtype, mtp=mtp, mesh=mesh))
+
+    def load() -> "Decoder":
+        model = from_pretrained(folder, weights=form, dtype=dtype, mtp=mtp, mesh=mesh)
+        model.set_precision(precision)
+        return with_adapter(model, adapter, merge=form == "whole")
+
+    return form, load
 
 
 def with_adapter(model: "Decoder", adapter: str | None, *, merge: bool = True) -> "Decoder":

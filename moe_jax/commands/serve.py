@@ -102,9 +102,9 @@ class ServeCommand:
         if mesh is not None and (wrong := [option for option, is_set in for_one.items() if is_set]):
             raise ValueError(f"{' and '.join(wrong)}: take --devices 1; got {self.devices}")
         check_config(config)
-        loading = checked_loading(folder, source.adapter, self.loading, mtp=self.drafts, mesh=mesh)
+        _, load = checked_loading(folder, source.adapter, self.loading, mtp=self.drafts, mesh=mesh)
         bound = bind(self.host, self.port)
         engine_options: dict[str, Any] = dict(drafts=int(self.drafts), take_over=True, lazy=self.lazy)
-        engine = Engine(loading.load(), limits=limits, tokenizer=tokenizer, **engine_options)
+        engine = Engine(load(), limits=limits, tokenizer=tokenizer, **engine_options)
         search_rarely()
         run_server(Service(engine, defaults, settings), bound)

@@ -43,15 +43,13 @@ def folder(tmp_path_factory):
 def test_forms(folder, base, precision, weights, form, capsys):
     adapter = str(folder / "adapter")
     wanted = LoadingOptions(precision=precision, weights=weights)
-    loading = checked_loading(folder / base, adapter, wanted, mtp=False)
-    assert loading.form == form
-    model = loading.load()
+    chosen, load = checked_loading(folder / base, adapter, wanted, mtp=False)
+    assert chosen == form
+    model = load()
     assert has_adapters(model) == is_quantised(nnx.state(model)) == (form != "whole")
     assert (model.precision is not None) == (precision == "fp8")
     assert "rank 6" in capsys.readouterr().err
-    assert checked_loading(folder / base, None, wanted, mtp=False).form == (
-        weights or ("fp8" if precision == "fp8" else "whole")
-    )
+    assert checked_loading(folder / base, None, wanted, mtp=False)[0] == (weights or ("fp8" if precision == "fp8" else "whole"))
 
 
 def test_generate_beside_stored_weights(folder, capsys):
