@@ -61,7 +61,7 @@ class ConvertCommand:
 
     def run(self) -> None:
         """Loads the source and writes the target."""
-        from moe_jax.train.adapted_run import trained_adapters
+        from moe_jax.train.model_of_run import trained_adapters
         from moe_jax.train.run_checkpoints import open_run
 
         if self.fp8 and (self.to != "hf" or self.adapter is not None or self.merge):
@@ -110,7 +110,7 @@ class ConvertCommand:
         from moe_jax.adapters import save_adapter
         from moe_jax.checkpoint.hf_load import find_checkpoint, from_pretrained
         from moe_jax.checkpoint.stored_dtype import stored_dtype
-        from moe_jax.train.adapted_run import BASE, adapters_alone, add_adapters, checked_base
+        from moe_jax.train.model_of_run import BASE, adapters_alone, add_adapters, checked_base
         from moe_jax.train.starting_weights import MODEL
 
         if self.adapter is not None or (self.to == "adapter") == self.merge:
@@ -155,7 +155,7 @@ class ConvertCommand:
         else:
             write_merged(load, adapt, save, self.target, **self._companions())
         dtype = self.dtype or stored.name
-        rounded = f", rounded from {stored.name}" if _loses_bits(stored.name, dtype) else ""
+        rounded = f", rounded from {stored.name}" if dtype not in (stored.name, "float32") else ""
         replaced = "; the checkpoint that was there is replaced" if replaces else ""
         print(f"wrote {self.target} in {'FP8 and ' if self.fp8 else ''}{dtype}{rounded}{replaced}")
 
@@ -181,8 +181,3 @@ def _tokenizer_of_run(output: Path) -> str | None:
         print(f"no tokenizer is written; name one with --tokenizer: {error}")
         return None
     return named
-
-
-def _loses_bits(stored: str, written: str) -> bool:
-    """Returns True if writing rounds numbers of the stored dtype."""
-    return stored != written and written != "float32"

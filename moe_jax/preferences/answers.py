@@ -17,7 +17,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from moe_jax.adapters.merge import with_zero_changes, without_adapter
-from moe_jax.kernels.token_log_probs import token_log_probs
+from moe_jax.kernels.vocabulary import token_log_probs
 from moe_jax.layers.lora import has_adapters
 from moe_jax.models.decoder import Decoder
 from moe_jax.models.output import HiddenStates

@@ -14,16 +14,8 @@ if TYPE_CHECKING:
     from moe_jax.recipes.run.report import write_report
 
 __all__ = [
-    "FinetuneResult",
-    "FinetuneSettings",
-    "LearningRates",
-    "PreferResult",
-    "PreferSettings",
-    "dry_run",
-    "find_learning_rate",
-    "finetune",
-    "prefer",
-    "write_report",
-]
+    "FinetuneResult", "FinetuneSettings", "LearningRates", "PreferResult", "PreferSettings", "dry_run", "find_learning_rate",
+    "finetune", "prefer", "write_report",
+]  # fmt: skip
 
 export_lazily(__name__)

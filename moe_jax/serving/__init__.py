@@ -15,15 +15,7 @@ if TYPE_CHECKING:
     from moe_jax.serving.strict_log_probs import strict_log_probs
 
 __all__ = [
-    "Completion",
-    "Engine",
-    "EngineLimits",
-    "Event",
-    "Handle",
-    "QueueFull",
-    "SamplingOptions",
-    "Stats",
-    "strict_log_probs",
-]
+    "Completion", "Engine", "EngineLimits", "Event", "Handle", "QueueFull", "SamplingOptions", "Stats", "strict_log_probs",
+]  # fmt: skip
 
 export_lazily(__name__)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from moe_jax.kernels.attention.paged.page_size import PAGE_SIZE
+from moe_jax.kernels.attention.paged import PAGE_SIZE
 from moe_jax.serving.pages import PagePool, extend_chain
 from moe_jax.serving.request import FinishReason, SamplingOptions
 

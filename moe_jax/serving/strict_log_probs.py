@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, Integer
 
-from moe_jax.kernels.token_log_probs import token_log_probs
+from moe_jax.kernels.vocabulary import token_log_probs
 from moe_jax.layers.paged import PagedAttend, empty_pages
 from moe_jax.layers.segments import has_successor
 from moe_jax.models.decoder import Decoder

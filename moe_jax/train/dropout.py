@@ -5,10 +5,9 @@ pass leaves out the same as before.
 """
 
 import jax
-from flax import nnx
 from jaxtyping import Array, Int
 
-from moe_jax.layers.lora import draw_dropout, has_dropout
+from moe_jax.layers.lora import draw_dropout
 from moe_jax.models.decoder import Decoder
 from moe_jax.train.batch import Batch
 
@@ -29,8 +28,3 @@ def ready_for_pass(model: Decoder, batch: Batch) -> tuple[Decoder, Batch]:
         return model, batch
     draw_dropout(model, batch[SEEDS][0])
     return model, {name: array for name, array in batch.items() if name != SEEDS}
-
-
-def trains_with_dropout(graphdef: nnx.GraphDef, params: nnx.State, fixed: nnx.State) -> bool:
-    """Returns True if an adapter of the model has dropout."""
-    return has_dropout(nnx.merge(graphdef, params, fixed))

@@ -7,7 +7,7 @@ import served
 import tiny
 from fake_engine import FakeEngine
 
-from moe_jax.kernels.attention.paged.page_size import PAGE_SIZE
+from moe_jax.kernels.attention.paged import PAGE_SIZE
 from moe_jax.serving.defaults import model_defaults
 from moe_jax.serving.http.body import NEUTRAL
 from moe_jax.serving.http.chat import conversation_encoder

@@ -34,7 +34,7 @@ from moe_jax.train.metrics import of_layers, record_of_step
 from moe_jax.train.objective import LossFunction, NextToken
 from moe_jax.train.optimizer import make_optimizer, warmup_cosine
 from moe_jax.train.rebalance import Places, move_experts
-from moe_jax.train.restored import PIPE, freed, restored
+from moe_jax.train.run_checkpoints import PIPE, freed, restored
 from moe_jax.train.state import TrainState, init_state
 from moe_jax.train.step import make_train_step
 

@@ -26,7 +26,7 @@ from moe_jax.recipes.run.run_log import RunLog
 from moe_jax.train.batch import put_batch
 from moe_jax.train.metrics import record_of_step
 from moe_jax.train.optimizer import make_optimizer, warmup_cosine
-from moe_jax.train.restored import freed
+from moe_jax.train.run_checkpoints import freed
 from moe_jax.train.state import TrainState, init_state
 from moe_jax.train.step import make_train_step
 

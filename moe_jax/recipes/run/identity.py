@@ -14,7 +14,7 @@ from moe_jax.config import ModelConfig
 from moe_jax.models.decoder import Decoder, fp8_refusal
 from moe_jax.recipes.run.settings import RunSettings
 from moe_jax.runtime.processes import is_first_process
-from moe_jax.train.adapted_run import BASE, LORA, WEIGHTS
+from moe_jax.train.model_of_run import BASE, LORA, WEIGHTS
 from moe_jax.train.starting_weights import MODEL, same_weights
 
 PRECISION, FP8_DENSE = "precision", "fp8_dense"

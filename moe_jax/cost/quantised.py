@@ -1,4 +1,4 @@
-"""Experts that multiply in FP8: the bytes and seconds of their matrices' copies, and of residuals in FP8.
+"""Matrices in fewer bytes: of experts that multiply in FP8, with residuals in FP8, and frozen ones (`layers.quantised`).
 
 docs/fp8.md says where copies are made: once a step where each device has the whole weights, else by each pass of a layer.
 Weights that a pass gathers in FP8 are rounded by the device that keeps them.
@@ -12,6 +12,7 @@ from moe_jax.cost.machine import Machine
 from moe_jax.cost.parameters import Parameter
 from moe_jax.cost.planned_step import BYTES, PlannedStep
 from moe_jax.kernels.experts.fp8.quantise import GROUP
+from moe_jax.layers.quantised import NF4_BLOCK
 from moe_jax.layers.tickets import EXPERT_MATRICES
 
 SCALE = 4
@@ -60,11 +61,6 @@ def gathered_bytes(step: PlannedStep, parameter: Parameter) -> float:
     return OF_ELEMENT if is_of_experts and _arrives_in_fp8(step, parameter.path[1]) else ELEMENT
 
 
-def hidden_bytes(step: PlannedStep) -> float:
-    """Returns the bytes of an element of the residual h."""
-    return OF_ROW_ELEMENT if step.precision == "fp8_kept" else ELEMENT
-
-
 def travelling_bytes(step: PlannedStep) -> float:
     """Returns the bytes of an element of a token that travels to its experts, and is kept there for the backward pass."""
     return OF_ROW_ELEMENT if step.tokens_in_fp8 else ELEMENT
@@ -101,3 +97,38 @@ def _is_copied(step: PlannedStep, stage: int) -> bool:
     if step.mesh.pipe > 1 and stage != step.joined_stage:
         return False
     return all(size == 1 for axis, size in asdict(step.mesh).items() if axis not in ("data", "pipe"))
+
+
+def frozen_bytes(step: PlannedStep) -> float:
+    """Returns the bytes of all weights beside adapters."""
+    return sum(p.own_size * (_stored_bytes(p, step) or BYTES[step.param_dtype]) for p in step.parameters)
+
+
+def quantised_layer(step: PlannedStep, stage: int) -> tuple[float, float]:
+    """Returns the bytes of a layer's quantised matrices that passes make whole, as they lie and whole.
+
+    Experts that multiply in FP8 are not made whole.
+    """
+    stored = whole = 0.0
+    for parameter in step.parameters:
+        if step.precision != "bf16" and parameter.path[-1] in EXPERT_MATRICES:
+            continue
+        if parameter.path[:2] == ("stages", stage) and (of_element := _stored_bytes(parameter, step)):
+            elements = parameter.own_size / parameter.layers
+            stored, whole = stored + of_element * elements, whole + ELEMENT * elements
+    return stored, whole
+
+
+def _stored_bytes(parameter: Parameter, step: PlannedStep) -> float | None:
+    """Returns the bytes of an element of a quantised parameter; None for one that lies whole.
+
+    "as stored" is FP8 in blocks, as the hub has it: all projections of all layers. A pass makes a layer's matrices whole.
+    """
+    form = "whole" if step.adapters is None else step.adapters.weights
+    is_of_experts = parameter.path[-1] in EXPERT_MATRICES
+    is_projection = any(str(part).endswith("_proj") for part in parameter.path)
+    if form == "nf4" and is_of_experts:
+        return 1 / 2 + SCALE / NF4_BLOCK
+    if (form == "fp8" and is_of_experts) or (form == "as stored" and parameter.in_stage and is_projection):
+        return OF_ELEMENT
+    return None
