@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from moe_jax.runtime.lazy import export_lazily
 
 if TYPE_CHECKING:
-    from moe_jax.preferences.answers import AnswerSums, answer_sums, reference_log_probs
+    from moe_jax.preferences.answers import AnswerSums, answer_sums, reference_log_probs, reference_table
     from moe_jax.preferences.batches import PreferenceBatches, preference_batches
     from moe_jax.preferences.documents import Preferences, open_preferences
     from moe_jax.preferences.losses import (
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
         simpo_loss,
     )
     from moe_jax.preferences.objective import Preference
-    from moe_jax.preferences.reference import reference_table
     from moe_jax.preferences.settings import PreferenceSettings
 
 __all__ = [

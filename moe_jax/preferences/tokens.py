@@ -7,8 +7,7 @@ import numpy as np
 from jaxtyping import Bool, Int
 
 from moe_jax.checkpoint.tokenizer import beginning, begun, ended
-from moe_jax.preferences.documents import Preferences
-from moe_jax.preferences.records import Judged, Messages
+from moe_jax.preferences.documents import Judged, Messages, Preferences
 from moe_jax.train.data.chat import chat_tokens
 
 MAX_STEPS_BACK = 100

@@ -1,13 +1,14 @@
 """A data set of the hub as a stream: its rows in their order, once each, from any position; a local generator is the hub."""
 
 import json
+import sys
 
 import numpy as np
 import pytest
 import tiny
 
 from moe_jax.train import batches, open_documents, survey
-from moe_jax.train.data import hub, streams, unused
+from moe_jax.train.data import hub, streams
 
 datasets = pytest.importorskip("datasets")
 
@@ -144,7 +145,7 @@ def chats_of(monkeypatch, *asked, **options):
 @pytest.mark.parametrize("position", [0, 30, 70])
 def test_a_round_without_a_usable_row_ends_a_stream(monkeypatch, position, caplog):
     """Wherever a restored position lies; the next attempt ends too."""
-    monkeypatch.setattr(unused, "MANY_ROWS", 45)
+    monkeypatch.setattr(sys.modules["moe_jax.train.data.tokenization"], "MANY_ROWS", 45)
     stream = chats_of(monkeypatch, *["bad"] * 50, most_rounds=20)()
     if position:
         state = stream.get_state()

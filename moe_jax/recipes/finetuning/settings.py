@@ -20,10 +20,9 @@ from moe_jax.recipes.finetuning.lora_settings import (
 from moe_jax.recipes.finetuning.precision import dense_problems, precision_problems
 from moe_jax.recipes.finetuning.trackers import Tracker, log_problems
 from moe_jax.train.data.chat_templates import TEMPLATES
-from moe_jax.train.data.files import FORMATS
+from moe_jax.train.data.layouts import LEARNED_ANSWERS
 from moe_jax.train.data.reasoning import EMPTY_THINKING
-from moe_jax.train.data.records import LEARNED_ANSWERS
-from moe_jax.train.data.sources import sources
+from moe_jax.train.data.sources import FORMATS, sources
 
 DTYPES = ("bfloat16", "float32")
 

@@ -9,8 +9,8 @@ import numpy as np
 from tqdm import tqdm
 
 from moe_jax.models.decoder import Decoder
+from moe_jax.preferences.answers import reference_table
 from moe_jax.preferences.documents import Preferences
-from moe_jax.preferences.reference import reference_table
 from moe_jax.recipes.finetuning.precision import FP8_DENSE, PRECISION
 from moe_jax.recipes.finetuning.settings_file import write_whole
 from moe_jax.recipes.preferring.prepare import PlannedPreferences

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_jax.train.data.layouts import KEYS
-from moe_jax.train.data.rows import RawRow
+from moe_jax.train.data.readers import RawRow
 from moe_jax.train.data.sources import DataSource
 from moe_jax.train.data.streams import RowStream
 
@@ -53,39 +53,26 @@ class ArrowTable:
         return self.place(line)
 
 
-def parquet_table(path: Path, further: Collection[str] = ()) -> ArrowTable:
-    """Opens a Parquet file, with columns of other names that are read too.
-
-    The library keeps the rows in its cache, from where they are read by number.
-
-    Raises:
-      ImportError: `datasets` is not installed.
-      ValueError: the file cannot be read.
-    """
-    datasets = _datasets(str(path))
-    try:
-        return _table(str(path), path, datasets.Dataset.from_parquet(str(path)), further)
-    except Exception as error:  # pyarrow's and the library's own, of many kinds
-        raise ValueError(f"{path}: not readable as Parquet: {_reason(error)}") from error
-
-
 def is_saved_dataset(path: Path) -> bool:
     """Tells a folder that `save_to_disk` of the library wrote."""
     return all((path / name).is_file() for name in ("state.json", "dataset_info.json"))
 
 
-def saved_table(path: Path, further: Collection[str] = ()) -> ArrowTable:
-    """Opens a folder that `save_to_disk` wrote, with columns of other names that are read too.
+def local_table(path: Path, further: Collection[str] = ()) -> ArrowTable:
+    """Opens a Parquet file, or a folder that `save_to_disk` wrote, with columns of other names that are read too.
+
+    The library keeps the rows of a file in its cache, from where they are read by number.
 
     Raises:
       ImportError: `datasets` is not installed.
-      ValueError: the folder cannot be read.
+      ValueError: the file or folder cannot be read.
     """
     datasets = _datasets(str(path))
+    read, kind = (datasets.load_from_disk, "a saved data set") if path.is_dir() else (datasets.Dataset.from_parquet, "Parquet")
     try:
-        return _table(str(path), path, datasets.load_from_disk(str(path)), further)
+        return _table(str(path), path, read(str(path)), further)
     except Exception as error:  # pyarrow's and the library's own, of many kinds
-        raise ValueError(f"{path}: not readable as a saved data set: {_reason(error)}") from error
+        raise ValueError(f"{path}: not readable as {kind}: {_reason(error)}") from error
 
 
 def hub_table(source: DataSource) -> ArrowTable:

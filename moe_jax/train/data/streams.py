@@ -8,14 +8,12 @@ import logging
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from moe_jax.train.data.documents import BAD, Documents
-from moe_jax.train.data.layouts import CHATS
-from moe_jax.train.data.records import read_row, record_of
-from moe_jax.train.data.renaming import renamed
+from moe_jax.train.data.layouts import CHATS, read_record
 
 KEPT_ROWS = 4096
 """Rows that stay in memory, so that the first batch can be made twice without reading them twice."""
@@ -26,14 +24,9 @@ KEPT_MARKS = 1024
 _logger = logging.getLogger(__name__)
 
 
-def streamed(first: Documents, rows: "RowStream", columns: Mapping[str, str]) -> "Streamed":
-    """Returns the endless documents of a stream, given those of its first rows.
-
-    Args:
-      columns: {key of a layout: column}, as in `DataSource`.
-    """
-    weighted = first.layouts[0] in CHATS
-    return Streamed(**{**vars(first), "weighted": weighted}, first=first, rows=rows, columns=columns)
+def streamed(first: Documents, rows: "RowStream") -> "Streamed":
+    """Returns the endless documents of a stream, given those of its first rows."""
+    return Streamed(**{**vars(first), "weighted": first.layouts[0] in CHATS}, first=first, rows=rows)
 
 
 @dataclass(frozen=True)
@@ -45,12 +38,10 @@ class Streamed(Documents):
     Attributes:
       first: the documents of the first rows.
       rows: all rows.
-      columns: {key of a layout: column}.
     """
 
     first: Documents = field(kw_only=True)
     rows: "RowStream" = field(kw_only=True)
-    columns: Mapping[str, str] = field(kw_only=True)
 
     def __len__(self) -> int:
         return sys.maxsize
@@ -58,7 +49,7 @@ class Streamed(Documents):
     def __getitem__(self, index: int) -> dict[str, Any]:
         content, layout = self.rows[int(index)], self.layouts[0]
         try:
-            record = record_of(renamed(read_row(content, layout), self.columns), layout, self.learned_answers)
+            record = read_record(content, layout, self.learned_answers, self.columns[0])
         except ValueError as error:
             record = {BAD: str(error)}
         return {**({BAD: ""} if record is None else record), "document": int(index)}
