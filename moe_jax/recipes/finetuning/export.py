@@ -3,9 +3,9 @@
 from pathlib import Path
 from typing import Protocol
 
-from moe_jax.adapters.save import CONFIG_FILE, save_adapter
+from moe_jax.adapters.save import save_adapter
 from moe_jax.adapters.settings import LoraSettings
-from moe_jax.adapters.source import ADAPTER_FOLDER
+from moe_jax.adapters.source import ADAPTER_FOLDER, CONFIG_FILE
 from moe_jax.checkpoint.folders import check_replaceable
 from moe_jax.checkpoint.hf_save import save_pretrained
 from moe_jax.models.decoder import Decoder

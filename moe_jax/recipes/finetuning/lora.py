@@ -8,8 +8,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from moe_jax.adapters.planned import planned_lora
-from moe_jax.adapters.summary import LoraSummary
+from moe_jax.adapters.add import LoraSummary, planned_lora
 from moe_jax.config import ModelConfig
 from moe_jax.models.decoder import Decoder
 from moe_jax.parallel.parallelism import Parallelism
