@@ -78,7 +78,8 @@ def judged(record: Any, *, plain: bool = False) -> Judged:
     for answer in conversations:
         if not any(message["role"] == "assistant" for message in answer):
             raise ValueError("an answer has no message of the assistant, so there is nothing to learn from")
-    return Judged(messages, tuple(conversations), desirable, _tools(record))
+    tools = as_list(record["tools"], "tools") if record.get("tools") else None
+    return Judged(messages, tuple(conversations), desirable, tools)
 
 
 def _of_texts(prompt: str | None, texts: list[str]) -> tuple[str, list[str]]:
@@ -100,10 +101,10 @@ def _of_texts(prompt: str | None, texts: list[str]) -> tuple[str, list[str]]:
 def _of_messages(prompt: str | Messages | None, answers: list) -> tuple[Messages, list[Messages]]:
     """Returns (prompt, answers) as messages. Whole conversations are cut where they begin to differ."""
     conversations: list[Messages] = [
-        [_message("assistant", answer)] if isinstance(answer, str) else answer for answer in answers
+        [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer for answer in answers
     ]
     if isinstance(prompt, str) and conversations[0][0]["role"] == "assistant":
-        prompt = [_message("user", prompt)]
+        prompt = [{"role": "user", "content": prompt}]
     if isinstance(prompt, list):
         if all(answer[: len(prompt)] == prompt and len(answer) > len(prompt) for answer in conversations):
             # Some data repeat the prompt in the answers.
@@ -136,11 +137,6 @@ def _part(key: str, part: Any) -> str | Messages:
     return messages
 
 
-def _tools(record: dict[str, Any]) -> list | None:
-    tools = record.get("tools") or None
-    return None if tools is None else as_list(tools, "tools")
-
-
 def _label(label: Any) -> bool:
     if isinstance(label, str):
         # Tables of text have no other way to say it.
@@ -148,10 +144,6 @@ def _label(label: Any) -> bool:
     if label not in (True, False):
         raise ValueError(f'"label" must be true or false; got {label!r:.80}')
     return bool(label)
-
-
-def _message(role: str, content: str) -> dict[str, Any]:
-    return {"role": role, "content": content}
 
 
 COLUMNS = "chosen", "rejected", "label"
@@ -231,4 +223,6 @@ def open_preferences(path: str | Path, *, of_pairs: bool = True, plain: bool = F
             f"the loss needs {KINDS[True]}, and {readers[0].name} has {KINDS[False]}: take loss kto, or other data"
         )
     unpaired = bool(are_pairs) and not of_pairs
-    return Preferences(tuple(readers), *np.asarray(places, np.int64).T, digest.hexdigest(), of_pairs, unpaired, plain)
+    file, line, offset, size = np.asarray(places, np.int64).T
+    rows = tuple(readers), file, line, offset, size, digest.hexdigest()
+    return Preferences(*rows, of_pairs, unpaired, plain)

@@ -1,7 +1,7 @@
 """A preference loss as the objective of a training step."""
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -162,39 +162,33 @@ def parts_of_pairs(
     return parts
 
 
-class Baseline(NamedTuple):
-    """KTO's baseline, and this device's part of the metric of that name."""
-
-    kl: Float[Array, ""]
-    part: Float[Array, ""]
-
-
-def baseline_parts(log_ratios: Float[Array, "batch examples"], batch: Batch, spread: Spread, micro_batches: int) -> Baseline:
-    """Returns KTO's baseline of a micro-batch, from its mismatched answers' log p/p_ref on all devices."""
+def baseline_parts(log_ratios: Float[Array, "batch examples"], batch: Batch, spread: Spread, micro_batches: int) -> tuple:
+    """Returns KTO's baseline of a micro-batch, by its mismatched answers' log p/p_ref on all devices, and its part of `kl`."""
     present = batch["example"] >= 0
     summed, count = jnp.where(present, log_ratios, 0).sum(), present.sum().astype(jnp.float32)
     total, total_count = spread.sum((summed, count))
     kl = losses.kto_baseline(total / total_count.clip(1))
-    return Baseline(kl, kl * count / total_count.clip(1) / micro_batches)
+    return kl, kl * count / total_count.clip(1) / micro_batches
 
 
 def parts_of_answers(
     settings: PreferenceSettings,
     policy: Float[Array, "batch examples"],
     reference: Float[Array, "batch examples"],
-    baseline: Baseline,
+    baseline: tuple[Float[Array, ""], Float[Array, ""]],
     batch: Batch,
 ) -> Parts:
     """Returns the parts of KTO's loss.
 
     Args:
       policy, reference: sums of log-probabilities.
+      baseline: as `baseline_parts` returns it.
       batch: with "num_examples", "num_chosen" (desirable) and "num_rejected" of the whole batch.
     """
-    present, desirable = batch["example"] >= 0, batch["desirable"] != 0
+    present, desirable, (kl, kl_part) = batch["example"] >= 0, batch["desirable"] != 0, baseline
     weights: Any = dict(desirable_weight=settings.desirable_weight, undesirable_weight=settings.undesirable_weight)
-    per_answer = losses.kto_loss(policy, reference, desirable, baseline.kl, beta=settings.scale, **weights)
-    parts = {"loss": jnp.where(present, per_answer, 0).sum() / batch["num_examples"], "kl": baseline.part}
+    per_answer = losses.kto_loss(policy, reference, desirable, kl, beta=settings.scale, **weights)
+    parts = {"loss": jnp.where(present, per_answer, 0).sum() / batch["num_examples"], "kl": kl_part}
     for name, kind in (("chosen", desirable), ("rejected", ~desirable)):
         rewards, log_probs = (
             jnp.where(present & kind, values, 0).sum() / batch[f"num_{name}"]

@@ -4,6 +4,7 @@ All rows are read once when they are opened. That finds bad rows before training
 It also gives a fingerprint that a resumed run compares. After that one document of a file at a time is in memory.
 """
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -89,15 +90,19 @@ class Documents(IndexedRows):
     learned_answers: str = "all"
     empty_thinking: str = "learn"
     weighted: bool = False
+    is_stream = False
+    """True for documents that are read in their order (`hub.Streamed`)."""
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        record = self._read(index)
-        if record is None:
-            raise ValueError(
-                f"the training data changed while it was in use: {self.readers[self.file[index]].name} is not as it was when "
-                f"it was opened (document {self.where(index)}); put the old file back, or begin a new run with the new one"
-            )
-        return {**record, "document": int(index)}
+        number = self.file[index]
+        with contextlib.suppress(ValueError):
+            content, named = self.content(index), (self.layouts[number], self.learned_answers, self.columns[number])
+            if content is not None and (record := read_record(content, *named)) is not None:
+                return {**record, "document": int(index)}
+        raise ValueError(
+            f"the training data changed while it was in use: {self.readers[number].name} is not as it was when "
+            f"it was opened (document {self.where(index)}); put the old file back, or begin a new run with the new one"
+        )
 
     @property
     def files(self) -> tuple[Path, ...]:
@@ -115,24 +120,9 @@ class Documents(IndexedRows):
         return self
 
     @property
-    def is_stream(self) -> bool:
-        """Tells documents that are read in their order (`streams.Streamed`)."""
-        return False
-
-    @property
     def num_bad(self) -> int:
         """The number of rows that were left out."""
         return sum(part.bad for part in self.parts)
-
-    def _read(self, index: int) -> dict[str, Any] | None:
-        """Returns the document's record; None if its file has changed."""
-        number = self.file[index]
-        try:
-            content = self.content(index)
-            named = self.layouts[number], self.learned_answers, self.columns[number]
-            return None if content is None else read_record(content, *named)
-        except ValueError:
-            return None
 
     def where(self, index: int) -> str:
         """Returns the document's place for messages: file, line and byte offset, or a row's number."""
@@ -143,20 +133,18 @@ def joined(parts: Sequence[Documents], fingerprint: str) -> Documents:
     """Returns the documents of all parts, one part after the other."""
     firsts = np.cumsum([0, *(len(part.readers) for part in parts)])
     formats = {part.format for part in parts}
-
-    def all_of(name: str) -> tuple:
-        return tuple(each for part in parts for each in getattr(part, name))
-
+    joint: dict[str, Any] = {
+        name: tuple(each for part in parts for each in getattr(part, name))
+        for name in ("readers", "layouts", "columns", "parts")
+    }
+    for name in ("line", "offset", "size", "begins_with_answer"):
+        joint[name] = np.concatenate([getattr(part, name) for part in parts])
     return replace(
         parts[0],
         format=formats.pop() if len(formats) == 1 else "mixed" if formats & {"chat", "mixed"} else "text",
-        **{name: all_of(name) for name in ("readers", "layouts", "columns", "parts")},
-        **{
-            name: np.concatenate([getattr(part, name) for part in parts])
-            for name in ("line", "offset", "size", "begins_with_answer")
-        },
         file=np.concatenate([part.file + first for part, first in zip(parts, firsts, strict=False)]),
         fingerprint=fingerprint,
         bad="; ".join(part.bad for part in parts if part.bad),
         weighted=any(part.weighted for part in parts),
+        **joint,
     )

@@ -11,26 +11,13 @@ from typing import Any
 
 import numpy as np
 
+from moe_jax.train.data import layouts
 from moe_jax.train.data.chat import has_weights
 from moe_jax.train.data.documents import Documents, SourcePart, joined
-from moe_jax.train.data.hub import ArrowTable, hub_rows, hub_table, is_saved_dataset, local_table
-from moe_jax.train.data.layouts import (
-    CHATS,
-    LAYOUTS,
-    LEARNED_ANSWERS,
-    NO_COLUMNS,
-    check_columns,
-    layout_of,
-    no_layout,
-    read_row,
-    record_of,
-    renamed,
-    unread_keys,
-)  # fmt: skip
-from moe_jax.train.data.readers import Reader, file_reader
+from moe_jax.train.data.hub import hub_rows, hub_table, is_saved_dataset, local_table, streamed
+from moe_jax.train.data.readers import ArrowTable, Reader, file_reader
 from moe_jax.train.data.reasoning import EMPTY_THINKING
 from moe_jax.train.data.sources import DataSource, data_files, row_files, sources
-from moe_jax.train.data.streams import streamed
 from moe_jax.train.data.turns import further_keys
 
 
@@ -62,8 +49,8 @@ def open_documents(
       ValueError: bad rows or files, listed by file and line; not one document that has any text; or a link that leads
         nowhere. Also data that is compressed, a pipe or a device. With "auto", a folder of files of rows and others.
     """
-    if learned_answers not in LEARNED_ANSWERS:
-        raise ValueError(f"learned_answers must be one of {', '.join(LEARNED_ANSWERS)}; got {learned_answers!r}")
+    if learned_answers not in layouts.LEARNED_ANSWERS:
+        raise ValueError(f"learned_answers must be one of {', '.join(layouts.LEARNED_ANSWERS)}; got {learned_answers!r}")
     if empty_thinking not in EMPTY_THINKING:
         raise ValueError(f"empty_thinking must be one of {', '.join(EMPTY_THINKING)}; got {empty_thinking!r}")
     found = sources(data)
@@ -95,8 +82,8 @@ def _opened(source: DataSource, data_format: str, learned_answers: str, skip_bad
     names = json.dumps(dict(source.columns), sort_keys=True).encode() if source.columns else b""
     places = read_all(readers, digest, problems, facts_of, names)
     for reader, layout in zip(readers, found, strict=True):
-        if layout in LAYOUTS:
-            unread.update(unread_keys(_columns(reader, source.columns), layout))
+        if layout in layouts.LAYOUTS:
+            unread.update(layouts.unread_keys(_columns(reader, source.columns), layout))
     listed = problems.listed(len(places))
     if listed and not (skip_bad and places):
         how_to_skip = "; --skip-bad-documents leaves them out, and counts them" if places else ""
@@ -104,15 +91,13 @@ def _opened(source: DataSource, data_format: str, learned_answers: str, skip_bad
         raise ValueError(f"{what}{listed}{how_to_skip}")
     if not places:
         raise ValueError(f"no document with any text in {source.path} ({len(readers)} files)")
-    *place, begins_with_answer, weighted = np.asarray(places, np.int64).T
+    file, line, offset, size, begins_with_answer, weighted = np.asarray(places, np.int64).T
     # A file without a document has no say.
-    layouts = sorted({str(found[i]) for i in set(place[0].tolist())})
-    texts, chats = set(layouts) - CHATS, set(layouts) & CHATS
-    part = SourcePart(source.path, len(places), source.weight, problems.count, tuple(layouts), tuple(sorted(unread)))
+    held = sorted({str(found[i]) for i in set(file.tolist())})
+    texts, chats = set(held) - layouts.CHATS, set(held) & layouts.CHATS
+    part = SourcePart(source.path, len(places), source.weight, problems.count, tuple(held), tuple(sorted(unread)))
     return Documents(
-        tuple(readers),
-        *place,
-        fingerprint=digest.hexdigest(),
+        *(tuple(readers), file, line, offset, size, digest.hexdigest()),
         format="mixed" if texts and chats else "chat" if chats else "folder" if texts == {"folder"} else "text",
         layouts=tuple(layout or "text" for layout in found),
         columns=(source.columns,) * len(readers),
@@ -176,6 +161,7 @@ def reader_of_rows(file: Path, further: Collection[str]) -> Reader:
 def _readers(source: DataSource, data_format: str) -> tuple[list[Reader], bool]:
     """Returns the readers of a source, and True if each file is a document as a whole; checks the names of its columns."""
     further, path = source.columns.values(), Path(source.path).expanduser()
+    readers: list[Reader]
     if source.on_hub:
         readers, whole = [hub_table(source)], False
     elif data_format != "folder" and is_saved_dataset(path):
@@ -187,20 +173,22 @@ def _readers(source: DataSource, data_format: str) -> tuple[list[Reader], bool]:
         raise ValueError(f"{source.path} holds texts, and {', '.join(source.columns)} name columns of rows; leave them out")
     if source.columns:
         try:
-            check_columns(source.columns, (row for reader in readers for row in _values(reader) if isinstance(row, dict)))
+            layouts.check_columns(
+                source.columns, (row for reader in readers for row in _values(reader) if isinstance(row, dict))
+            )
         except ValueError as error:
             raise ValueError(f"{source.path}: {error}") from error
     return readers, whole
 
 
-def _values(reader: Reader, columns: Mapping[str, str] = NO_COLUMNS) -> Iterator[Any]:
+def _values(reader: Reader, columns: Mapping[str, str] = layouts.NO_COLUMNS) -> Iterator[Any]:
     """Yields a row with all columns of a table, or each row of a file that can be read."""
     if isinstance(reader, ArrowTable):
         yield _columns(reader, columns)
         return
     for row in reader.rows(hashlib.blake2b()):
         with contextlib.suppress(ValueError):
-            yield read_row(row.content, None, columns)
+            yield layouts.read_row(row.content, None, columns)
 
 
 def _layouts(readers: Sequence[Reader], data_format: str, columns: Mapping[str, str]) -> list[str | None]:
@@ -210,31 +198,31 @@ def _layouts(readers: Sequence[Reader], data_format: str, columns: Mapping[str, 
     """
     if data_format != "auto":
         return [data_format] * len(readers)
-    found = [next(filter(None, map(layout_of, _values(reader, columns))), None) for reader in readers]
+    found = [next(filter(None, map(layouts.layout_of, _values(reader, columns))), None) for reader in readers]
     known = set(found) - {None}
     return [layout or (known.copy().pop() if len(known) == 1 else None) for layout in found]
 
 
 def _columns(reader: Reader, columns: Mapping[str, str]) -> dict[str, None]:
     """Returns the columns of a table, as they are read; none of a file whose rows have keys of their own."""
-    return renamed(dict.fromkeys(reader.columns), columns) if isinstance(reader, ArrowTable) else {}
+    return layouts.renamed(dict.fromkeys(reader.columns), columns) if isinstance(reader, ArrowTable) else {}
 
 
 def _facts(
     content: bytes, layout: str | None, columns: Mapping[str, str], learned_answers: str, unread: Counter[str]
 ) -> tuple[bool, bool] | None:
     """Returns the facts of a row's document; None if it is blank. Counts keys that are not read."""
-    value = read_row(content, layout, columns)
+    value = layouts.read_row(content, layout, columns)
     if value is None:
         return None
     if layout is None:
-        raise ValueError(no_layout(value))
-    record = record_of(value, layout, learned_answers)
+        raise ValueError(layouts.no_layout(value))
+    record = layouts.record_of(value, layout, learned_answers)
     if record is None:
         return None
+    messages = record["messages"] if layout in layouts.CHATS else []
     if layout != "folder":
-        unread.update(unread_keys(value, layout) | (further_keys(record["messages"]) if layout in CHATS else set()))
-    messages = record["messages"] if layout in CHATS else []
+        unread.update(layouts.unread_keys(value, layout) | further_keys(messages))
     return bool(messages) and messages[0]["role"] == "assistant", has_weights(messages)
 
 

@@ -1,4 +1,4 @@
-"""Readers of files: each gives its rows once in order, and again one by one by their place."""
+"""Readers of files and tables: each gives its rows once in order, and again one by one by their place."""
 
 import csv
 import hashlib
@@ -6,10 +6,10 @@ import io
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, NamedTuple, Protocol
+from typing import Any, BinaryIO, NamedTuple
 
 BOM = "\N{ZERO WIDTH NO-BREAK SPACE}".encode()
 """A mark that some editors write at the beginning of a file; no part of the text."""
@@ -35,36 +35,6 @@ class RawRow(NamedTuple):
     problem: str | None = None
 
 
-class Reader(Protocol):
-    """A file, or a table of a data set of the hub, which has no path."""
-
-    @property
-    def name(self) -> str:
-        """The name for messages."""
-        ...
-
-    @property
-    def path(self) -> Path | None:
-        """The file on this machine."""
-        ...
-
-    def rows(self, digest: "hashlib.blake2b") -> Iterator[RawRow]:
-        """Yields all rows, and adds all that they depend on to `digest`."""
-        ...
-
-    def content(self, offset: int, size: int) -> bytes | None:
-        """Returns the content of the row at this place; None if the file is not as it was when it was opened."""
-        ...
-
-    def place(self, line: int) -> str:
-        """Returns the place of a row for messages."""
-        ...
-
-    def where(self, line: int, offset: int) -> str:
-        """Returns the place with the row's first byte, where rows have one."""
-        ...
-
-
 @dataclass(frozen=True)
 class OnDisk:
     """A file whose rows are byte ranges."""
@@ -78,7 +48,7 @@ class OnDisk:
         return str(self.path)
 
     def content(self, offset: int, size: int) -> bytes | None:
-        """Returns the bytes of a row; None if the file has changed."""
+        """Returns the content of the row at this place; None if the file is not as it was when it was opened."""
         try:
             with open(self.path, "rb") as handle:
                 # One system call tells whether the file was written to.
@@ -114,7 +84,7 @@ def _stamp(handle: BinaryIO) -> Stamp:
     return status.st_size, status.st_mtime_ns
 
 
-def file_reader(path: Path, whole: bool) -> "TextFile | JsonLines | JsonFile | CsvFile":
+def file_reader(path: Path, whole: bool) -> "Reader":
     """Opens a file that is read by byte offset: as one text if `whole`, otherwise by its name's ending.
 
     Raises:
@@ -300,3 +270,55 @@ class _CountedLines:
         line = next(self._lines)
         self.byte += len(line)
         return line.decode()
+
+
+@dataclass(frozen=True)
+class ArrowTable:
+    """Rows by number.
+
+    Attributes:
+      name: the file, or the id and the split.
+      path: the file; None for data of the hub.
+      columns: all columns, those that are not read too.
+      table: the rows, {column: value} each.
+    """
+
+    name: str
+    path: Path | None
+    columns: tuple[str, ...]
+    table: Sequence[dict[str, Any]]
+
+    def rows(self, digest: "hashlib.blake2b") -> Iterator[RawRow]:
+        """Yields the rows as JSON objects."""
+        for number, row in enumerate(self.table):
+            content = as_json(row)
+            digest.update(content + b"\n")
+            yield RawRow(number + 1, number, len(content), content)
+
+    def content(self, offset: int, size: int) -> bytes | None:
+        """Returns a row as a JSON object. A table is not read from its file again, and so never changed."""
+        return as_json(self.table[offset])
+
+    def place(self, line: int) -> str:
+        """Returns the number of the row, from 1."""
+        return f"{self.name} row {line}"
+
+    def where(self, line: int, offset: int) -> str:
+        """Returns the number of the row, from 1."""
+        return self.place(line)
+
+
+def as_json(row: dict[str, Any]) -> bytes:
+    """Returns a row of a table as a JSON object, without entries that have no value."""
+    return json.dumps(_without_nulls(row), ensure_ascii=False, default=repr).encode(errors="surrogatepass")
+
+
+def _without_nulls(value: Any) -> Any:
+    """Drops entries without a value: a table gives each message the keys of all messages."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
+    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
+
+
+Reader = TextFile | JsonLines | JsonFile | CsvFile | ArrowTable
+"""A file, or a table of a data set of the hub, which has no path. `rows` adds all that the rows depend on to its digest."""

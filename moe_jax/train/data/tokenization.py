@@ -12,9 +12,9 @@ from jaxtyping import Bool, Float, Int
 from moe_jax.checkpoint.tokenizer import beginning, begun, ended
 from moe_jax.train.data.chat import chat_tokens
 from moe_jax.train.data.documents import BAD, Documents
+from moe_jax.train.data.hub import Streamed
 from moe_jax.train.data.marks import GENERATION_TAG
 from moe_jax.train.data.opening import MAX_PROBLEMS
-from moe_jax.train.data.streams import Streamed
 
 
 class Tokenized(NamedTuple):
