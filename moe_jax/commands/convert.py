@@ -10,7 +10,7 @@ import tyro
 from moe_jax.commands.options import Dtype
 
 if TYPE_CHECKING:
-    from moe_jax.checkpoint.stored_dtype import StoredDtype
+    from moe_jax.checkpoint.stored import StoredDtype
     from moe_jax.models.decoder import Decoder
     from moe_jax.train.run_checkpoints import RunCheckpoint
 
@@ -77,10 +77,10 @@ class ConvertCommand:
     def _convert_model(self, run: "RunCheckpoint | None") -> None:
         """Writes a checkpoint, or the model of a run that trained all parameters, perhaps with an adapter merged into it."""
         from moe_jax.adapters import load_adapter
-        from moe_jax.checkpoint.fp8 import read_block_size
         from moe_jax.checkpoint.hf_load import find_checkpoint, from_pretrained
         from moe_jax.checkpoint.orbax_params import load_orbax
-        from moe_jax.checkpoint.stored_dtype import StoredDtype, stored_dtype
+        from moe_jax.checkpoint.quantised import read_block_size
+        from moe_jax.checkpoint.stored import StoredDtype, stored_dtype
         from moe_jax.train import model_of_run
 
         if self.to == "adapter" or self.base is not None or (self.merge and self.adapter is None):
@@ -109,7 +109,7 @@ class ConvertCommand:
         """Writes the adapter of a run, or the weights that it belongs to with the adapter added."""
         from moe_jax.adapters import save_adapter
         from moe_jax.checkpoint.hf_load import find_checkpoint, from_pretrained
-        from moe_jax.checkpoint.stored_dtype import stored_dtype
+        from moe_jax.checkpoint.stored import stored_dtype
         from moe_jax.train.model_of_run import BASE, adapters_alone, add_adapters, checked_base
         from moe_jax.train.starting_weights import MODEL
 
@@ -141,7 +141,7 @@ class ConvertCommand:
         self, load: Callable[[], "Decoder"], stored: "StoredDtype", adapt: Callable[["Decoder"], Any] | None = None
     ) -> None:
         """Writes the model, with the adapters that `adapt` puts beside it merged into its weights."""
-        from moe_jax.adapters.write_merged import write_merged
+        from moe_jax.adapters.merge import write_merged
         from moe_jax.checkpoint.hf_save import save_pretrained
         from moe_jax.checkpoint.orbax_params import save_orbax
 

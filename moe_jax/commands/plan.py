@@ -100,7 +100,7 @@ class PlanCommand:
 
         config, adapters = config_of(self.config), None
         if self.lora is not None:
-            from moe_jax.adapters.planned import planned_lora
+            from moe_jax.adapters.add import planned_lora
 
             config = config.without_mtp()
             planned = planned_lora(config, self.lora, in_fp8=self.precision != "bf16")

@@ -74,12 +74,11 @@ class ServeCommand:
         from moe_jax.adapters.source import source_of
         from moe_jax.checkpoint.hf_load import find_checkpoint, read_config
         from moe_jax.checkpoint.tokenizer import load_tokenizer
+        from moe_jax.serving.batch import check_drafting
         from moe_jax.serving.defaults import model_defaults
-        from moe_jax.serving.draft_state import check_drafting
         from moe_jax.serving.engine import Engine
         from moe_jax.serving.http.server import bind, run_server
-        from moe_jax.serving.http.service import Service
-        from moe_jax.serving.http.settings import ServerSettings
+        from moe_jax.serving.http.service import ServerSettings, Service
         from moe_jax.serving.servable import check_config
 
         logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")

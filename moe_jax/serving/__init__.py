@@ -6,12 +6,10 @@ from moe_jax.runtime.lazy import export_lazily
 
 if TYPE_CHECKING:
     from moe_jax.serving.engine import Engine
-    from moe_jax.serving.events import Event
-    from moe_jax.serving.handle import Handle
+    from moe_jax.serving.handle import Event, Handle
     from moe_jax.serving.limits import EngineLimits
-    from moe_jax.serving.loop import QueueFull
+    from moe_jax.serving.loop import QueueFull, Stats
     from moe_jax.serving.request import Completion, SamplingOptions
-    from moe_jax.serving.stats import Stats
     from moe_jax.serving.strict_log_probs import strict_log_probs
 
 __all__ = [

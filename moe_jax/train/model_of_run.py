@@ -14,8 +14,8 @@ from jax.typing import DTypeLike
 
 from moe_jax.adapters.add import add_lora
 from moe_jax.adapters.settings import LoraSettings
-from moe_jax.checkpoint.fingerprint import weights_fingerprint
 from moe_jax.checkpoint.hf_load import from_pretrained
+from moe_jax.checkpoint.stored import weights_fingerprint
 from moe_jax.config import config_from_dict
 from moe_jax.layers.router import ExpertBias
 from moe_jax.models.auto import from_config

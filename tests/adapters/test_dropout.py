@@ -14,7 +14,7 @@ from flax import nnx
 from hf_reference import load_ours, reference
 
 from moe_jax.adapters import LoraSettings, add_lora, load_adapter, save_adapter
-from moe_jax.adapters.save import CONFIG_FILE
+from moe_jax.adapters.source import CONFIG_FILE
 from moe_jax.kernels.low_rank import Dropout, LowRank
 from moe_jax.layers.lora import Adapter, draw_dropout
 from moe_jax.layers.tickets import TicketedMatrix, linear_map

@@ -12,11 +12,10 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from moe_jax.adapters.planned import planned_lora
-from moe_jax.adapters.summary import LoraSummary
+from moe_jax.adapters.add import LoraSummary, planned_lora
 from moe_jax.checkpoint.companions import tokenizer_files
-from moe_jax.checkpoint.fingerprint import weights_fingerprint
 from moe_jax.checkpoint.hf_load import check_form, find_config, read_config
+from moe_jax.checkpoint.stored import weights_fingerprint
 from moe_jax.checkpoint.tokenizer import load_tokenizer
 from moe_jax.checkpoint.training import finished_steps
 from moe_jax.config import ModelConfig, config_to_dict

@@ -11,10 +11,9 @@ from moe_jax.parallel.expert.settings import ExpertParallel
 from moe_jax.parallel.pipeline.limits import ranks_problem, schedule_problem
 from moe_jax.recipes.run.settings import DTYPES, RunSettings, fits, precision_problems, weights_problems
 from moe_jax.train.data.chat_templates import TEMPLATES
-from moe_jax.train.data.files import FORMATS
+from moe_jax.train.data.layouts import LEARNED_ANSWERS
 from moe_jax.train.data.reasoning import EMPTY_THINKING
-from moe_jax.train.data.records import LEARNED_ANSWERS
-from moe_jax.train.data.sources import sources
+from moe_jax.train.data.sources import FORMATS, sources
 
 
 @dataclass(frozen=True)

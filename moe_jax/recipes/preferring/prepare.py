@@ -9,10 +9,9 @@ from typing import Any
 from flax import nnx
 from tqdm import tqdm
 
-from moe_jax.adapters.planned import planned_lora
-from moe_jax.adapters.summary import LoraSummary
-from moe_jax.checkpoint.fingerprint import weights_fingerprint
+from moe_jax.adapters.add import LoraSummary, planned_lora
 from moe_jax.checkpoint.hf_load import check_form, find_config, read_config
+from moe_jax.checkpoint.stored import weights_fingerprint
 from moe_jax.checkpoint.tokenizer import load_tokenizer
 from moe_jax.checkpoint.training import finished_steps
 from moe_jax.config import ModelConfig, config_to_dict

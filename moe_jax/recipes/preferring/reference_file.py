@@ -9,8 +9,8 @@ import numpy as np
 from tqdm import tqdm
 
 from moe_jax.models.decoder import Decoder
+from moe_jax.preferences.answers import reference_table
 from moe_jax.preferences.documents import Preferences
-from moe_jax.preferences.reference import reference_table
 from moe_jax.recipes.preferring.prepare import PlannedPreferences
 from moe_jax.recipes.run.identity import FP8_DENSE, PRECISION
 from moe_jax.recipes.run.settings_file import write_whole

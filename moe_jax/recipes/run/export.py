@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from moe_jax.adapters.save import CONFIG_FILE, save_adapter
-from moe_jax.adapters.source import ADAPTER_FOLDER
+from moe_jax.adapters.save import save_adapter
+from moe_jax.adapters.source import ADAPTER_FOLDER, CONFIG_FILE
 from moe_jax.checkpoint.folders import check_replaceable
 from moe_jax.checkpoint.hf_save import save_pretrained
 from moe_jax.models.decoder import Decoder
