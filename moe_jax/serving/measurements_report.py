@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from moe_jax.runtime.pictures import save_png
+from moe_jax.runtime.files import save_png
 from moe_jax.serving.measurements import Measured
 
 HEADER = f"{'clients':>8}{'requests':>10}{'tokens/s':>10}{'TTFT median':>14}{'95 %':>12}{'TPOT median':>14}{'95 %':>12}"

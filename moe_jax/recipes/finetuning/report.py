@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 
 from moe_jax.recipes.finetuning.samples import SAMPLES
 from moe_jax.recipes.finetuning.settings_file import write_whole
-from moe_jax.runtime.pictures import save_png
+from moe_jax.runtime.files import save_png
 from moe_jax.train.metrics import read_records
 from moe_jax.train.plots import plot_run
 
