@@ -1,7 +1,6 @@
 """Table of predictions that `moe-jax plan` prints, with the command or the Slurm script that trains the first of them."""
 
 import math
-import os
 from dataclasses import asdict
 from pathlib import Path
 
@@ -9,6 +8,7 @@ from moe_jax.cost import PlannedStep, Prediction
 from moe_jax.cost.flops import num_parameters
 from moe_jax.cost.plan import REMAT
 from moe_jax.cost.planned_step import BYTES
+from moe_jax.runtime.files import write_text
 
 KINDS = {
     "compute": ("experts", "projections", "attention", "loss", "overhead"),
@@ -186,6 +186,4 @@ def write_batch_script(path: Path, step: PlannedStep, gpus_of_host: int) -> None
     if step.mesh.context > 1 and step.context_method != "ring":
         raise ValueError(f"--sbatch: moe-jax finetune splits sequences by the ring alone; this run takes {step.context_method}")
     gpus = min(gpus_of_host, step.mesh.size)
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(SCRIPT.format(nodes=math.ceil(step.mesh.size / gpus), gpus=gpus, flags=flags(step)))
-    os.replace(temporary, path)
+    write_text(path, SCRIPT.format(nodes=math.ceil(step.mesh.size / gpus), gpus=gpus, flags=flags(step)))

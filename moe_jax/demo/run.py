@@ -7,7 +7,6 @@ Qwen3-MoE). Training is interrupted and resumed. The model is exported, compared
 import ast
 import importlib.util
 import json
-import os
 import shlex
 import shutil
 import time
@@ -35,6 +34,7 @@ from moe_jax.parallel.choices import MeshShape
 from moe_jax.parallel.pipeline.chunks import PipeShape
 from moe_jax.recipes import FinetuneSettings, finetune
 from moe_jax.runtime.environment import program
+from moe_jax.runtime.files import write_text
 from moe_jax.train.plots import plot_run
 
 MAX_LOGIT_DIFFERENCE = 1e-3
@@ -377,6 +377,4 @@ def try_next(output: Path) -> list[str]:
 
 def write_json_lines(path: Path, objects: list[dict]) -> None:
     """Writes one object a line; the file is complete or absent."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text("".join(json.dumps(item) + "\n" for item in objects))
-    os.replace(temporary, path)
+    write_text(path, "".join(json.dumps(item) + "\n" for item in objects))

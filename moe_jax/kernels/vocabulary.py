@@ -15,7 +15,7 @@ With T tokens, V words and D channels, the results alone take 2*T*V*D FLOPs. Gra
 """
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -173,14 +173,6 @@ def _scores(chunk_tokens, has_entropies, hidden, head_weight, labels):
     return _scores_of_chunks(chunk_tokens, has_entropies, False, hidden, head_weight, labels)[:2]
 
 
-class _Residuals(NamedTuple):
-    of_tokens: tuple[Array, ...]
-    """hidden, labels, logsumexp, and the entropies if they are returned."""
-    head_weight: Array
-    is_frozen: tuple[()] | None
-    """() if head_weight is not differentiated, else None: a structure, and no array."""
-
-
 def _scores_forward(chunk_tokens, has_entropies, *arguments):
     hidden, head_weight, labels = (argument.value for argument in arguments)
     is_frozen = not arguments[1].perturbed
@@ -190,7 +182,8 @@ def _scores_forward(chunk_tokens, has_entropies, *arguments):
     if keeps_gradients:
         return (log_probs, None), (gradients, jnp.zeros(0, hidden.dtype))
     of_tokens = (hidden, labels, logsumexp, *([entropies] if has_entropies else []))
-    return (log_probs, entropies), _Residuals(of_tokens, head_weight, () if is_frozen else None)
+    # () or None: a structure, and no array.
+    return (log_probs, entropies), (of_tokens, head_weight, () if is_frozen else None)
 
 
 def _scores_of_chunks(chunk_tokens, has_entropies, keeps_gradients, hidden, head_weight, labels):
@@ -212,8 +205,8 @@ def _scores_of_chunks(chunk_tokens, has_entropies, keeps_gradients, hidden, head
     return jax.tree.map(lambda chunk: _joined(chunk, len(hidden)), chunks)
 
 
-def _scores_backward(chunk_tokens, has_entropies, residuals: Any, d_scores):
-    if not isinstance(residuals, _Residuals):
+def _scores_backward(chunk_tokens, has_entropies, residuals, d_scores):
+    if len(residuals) == 2:
         gradients, like_hidden = residuals
         return (d_scores[0][:, None] * gradients).astype(like_hidden.dtype), None, None
     of_tokens, head_weight, is_frozen = residuals

@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 
 from moe_jax.config import ModelConfig
 from moe_jax.models.random_weights import random_model
-from moe_jax.runtime.pictures import save_png
+from moe_jax.runtime.files import save_png
 from moe_jax.serving.engine import Engine
 from moe_jax.serving.limits import EngineLimits
 from moe_jax.serving.request import SamplingOptions, checked

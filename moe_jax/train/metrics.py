@@ -5,7 +5,6 @@ metrics.jsonl has a step's scalars, expert_load.jsonl the load and entropy of ea
 
 import json
 import logging
-import os
 import time
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from moe_jax.config import ModelConfig
+from moe_jax.runtime.files import write_text
 from moe_jax.train.objective import TAKEN_NAMES
 
 _logger = logging.getLogger(__name__)
@@ -162,9 +162,7 @@ def mean_loads(expert_load: np.ndarray) -> dict[str, float]:
 def keep_steps(file: Path, last_step: int) -> None:
     """Drops the records behind a step from a JSON Lines file, which is made if it is missing."""
     records = [record for record in read_records(file) if record["step"] <= last_step]
-    temporary = file.with_suffix(".tmp")
-    temporary.write_text("".join(json.dumps(record) + "\n" for record in records))
-    os.replace(temporary, file)
+    write_text(file, "".join(json.dumps(record) + "\n" for record in records))
 
 
 def append_record(file: Path, record: dict[str, Any]) -> None:

@@ -20,8 +20,8 @@ from moe_jax.layers.lora import Adapter, draw_dropout
 from moe_jax.layers.tickets import TicketedMatrix, linear_map
 from moe_jax.models.execution import Execution
 from moe_jax.train import NextToken, gradients_fn, init_state, make_train_step
-from moe_jax.train.dropout import with_dropout_seeds
 from moe_jax.train.objective import as_objective
+from moe_jax.train.on_devices import with_dropout_seeds
 
 TARGETS = ("attention", "mlp")
 

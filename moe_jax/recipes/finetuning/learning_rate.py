@@ -16,7 +16,7 @@ from moe_jax.models.decoder import Decoder
 from moe_jax.recipes.finetuning.loop import load_training
 from moe_jax.recipes.finetuning.prepare import plan_run
 from moe_jax.recipes.finetuning.settings import FinetuneSettings
-from moe_jax.recipes.run.settings_file import write_whole
+from moe_jax.runtime.files import write_text
 from moe_jax.runtime.processes import is_first_process
 from moe_jax.train.batch import put_batch
 
@@ -83,7 +83,7 @@ def find_learning_rate(
         from moe_jax.train.plots import plot_learning_rates
 
         folder.mkdir(parents=True, exist_ok=True)
-        write_whole(folder / "losses.json", json.dumps(found._asdict(), indent=2) + "\n")
+        write_text(folder / "losses.json", json.dumps(found._asdict(), indent=2) + "\n")
         plot_learning_rates(*found, folder / "loss.png")
         print(found.table())
         print(

@@ -11,8 +11,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from moe_jax.recipes.run.run_log import SAMPLES
-from moe_jax.recipes.run.settings_file import write_whole
-from moe_jax.runtime.pictures import save_png
+from moe_jax.runtime.files import save_png, write_text
 from moe_jax.train.metrics import read_records
 from moe_jax.train.plots import plot_run
 
@@ -62,7 +61,7 @@ def write_report(run: str | Path, *, model_step: int | None = None, devices: str
     ]
     head = f'<meta charset="utf-8"><title>{title}</title><style>{STYLE}</style>'
     body = "\n".join(parts)
-    write_whole(run / REPORT, f'<!doctype html>\n<html lang="en"><head>{head}</head><body>\n{body}\n</body></html>\n')
+    write_text(run / REPORT, f'<!doctype html>\n<html lang="en"><head>{head}</head><body>\n{body}\n</body></html>\n')
     return run / REPORT
 
 

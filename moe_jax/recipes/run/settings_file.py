@@ -4,7 +4,6 @@ Runs on texts and on preferences have the same files.
 """
 
 import json
-import os
 import sys
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -15,6 +14,7 @@ import jax
 import yaml
 
 from moe_jax.recipes.run.settings import RunSettings
+from moe_jax.runtime.files import write_text
 
 CHAT_TEMPLATE = "chat_template.jinja"
 RUN_YAML = "run.yaml"
@@ -32,10 +32,10 @@ def write_settings(
     versions = {"moe_jax": sys.modules["moe_jax"].__version__, "jax": jax.__version__}
     started = datetime.now(UTC).isoformat(timespec="seconds")
     record = asdict(settings) | {"steps": steps, "versions": versions, "started": started}
-    write_whole(output / "settings.json", json.dumps(record, indent=2, default=str) + "\n")
-    write_whole(output / RUN_YAML, _as_yaml(settings, command, versions))
+    write_text(output / "settings.json", json.dumps(record, indent=2, default=str) + "\n")
+    write_text(output / RUN_YAML, _as_yaml(settings, command, versions))
     if chat_template is not None:
-        write_whole(output / CHAT_TEMPLATE, chat_template)
+        write_text(output / CHAT_TEMPLATE, chat_template)
 
 
 def _as_yaml(settings: RunSettings, command: str, versions: dict[str, str]) -> str:
@@ -73,10 +73,3 @@ def noted_steps(output: Path, epochs: float) -> int | None:
         return int(record["steps"]) if record["epochs"] == epochs else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
-
-
-def write_whole(file: Path, text: str) -> None:
-    """Writes a text file that is complete or absent."""
-    temporary = file.with_name(f".{file.name}.incomplete")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, file)

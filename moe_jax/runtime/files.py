@@ -1,4 +1,4 @@
-"""Writes pictures as files that are complete or absent."""
+"""Writes files that are complete or absent."""
 
 import os
 from pathlib import Path
@@ -6,6 +6,13 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes a text at once: a reader of `path` sees the old text or the whole new one."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, path)
 
 
 def save_png(figure: "Figure", path: str | Path) -> None:
