@@ -17,8 +17,8 @@ MAY_IMPORT = {
     "runtime": set(),
     "config": {"runtime"},
     "kernels": {"runtime"},
-    "parallel": {"runtime", "kernels"},
-    "layers": {"runtime", "config", "kernels", "parallel"},
+    "layers": {"runtime", "config", "kernels"},
+    "parallel": {"runtime", "kernels", "layers"},
     "experimental": {"runtime", "config", "kernels", "parallel", "layers"},
     "models": {"runtime", "config", "kernels", "parallel", "layers"},
     "checkpoint": {"runtime", "config", "parallel", "layers", "models"},
@@ -41,8 +41,8 @@ MAY_IMPORT = {
 }  # fmt: skip
 """The rooms of the package, the lowest first, and what each may import beside itself and packages of others.
 
-`kernels` knows no Flax, no mesh and no config; `parallel` knows no model; nothing imports `experimental`. Every room may use
-`runtime`, which gives packages their lazy exports.
+`kernels` knows no Flax, no mesh and no config; `layers` knows no mesh; `parallel` knows no model; nothing imports
+`experimental`. Every room may use `runtime`, which gives packages their lazy exports.
 """
 
 UNSEEDED = r"default_rng\(\)|\bsecrets\.|np\.random\.(rand|choice|normal|perm|shuffle)"

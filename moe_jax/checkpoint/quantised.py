@@ -15,8 +15,8 @@ from jax.sharding import NamedSharding, Sharding
 from moe_jax.checkpoint.streaming import Piece, load_parameter, pieces_by_layer, read_block
 from moe_jax.checkpoint.weights import Weights, form_problems
 from moe_jax.config import ModelConfig
+from moe_jax.layers.moe import EXPERT_MATRICES, is_expert_matrix
 from moe_jax.layers.quantised import FP8_BLOCK, INT4_VALUES, NF4_BLOCK, BlockScaled, FourBits, Quantised
-from moe_jax.layers.tickets import EXPERT_MATRICES, is_expert_matrix
 from moe_jax.parallel.layout import quantised_sharding
 
 _logger = logging.getLogger(__name__)

@@ -6,8 +6,8 @@ from moe_jax.cost.fp8 import OF_ELEMENT, SCALE
 from moe_jax.cost.layer import ELEMENT
 from moe_jax.cost.parameters import Parameter
 from moe_jax.cost.planned_step import BYTES, PlannedStep
+from moe_jax.layers.moe import EXPERT_MATRICES
 from moe_jax.layers.quantised import NF4_BLOCK
-from moe_jax.layers.tickets import EXPERT_MATRICES
 
 
 class QuantisedBytes(NamedTuple):

@@ -18,10 +18,9 @@ from moe_jax.kernels.precision import at_least_f32
 from moe_jax.kernels.top_k import top_k_indices
 from moe_jax.kernels.varying import vary_alike
 from moe_jax.layers.balance import Sequences
-from moe_jax.layers.linear import normal_parameter
-from moe_jax.layers.lora import Adapter, factors_of
+from moe_jax.layers.linear import LinearProduct, TicketedMatrix, TicketHolder, linear_map, linear_product_like, normal_parameter
+from moe_jax.layers.lora import Adapter
 from moe_jax.layers.router_sums import RouterSums
-from moe_jax.layers.tickets import LinearProduct, TicketedMatrix, TicketHolder, linear_map, linear_product_like
 
 
 class Routing(NamedTuple):
@@ -82,7 +81,7 @@ class Router(TicketHolder):
         Raises:
           ValueError: `expert_ids` is another text.
         """
-        matrix = TicketedMatrix(self.weight[...], self.held_ticket, factors_of(self.lora))
+        matrix = TicketedMatrix(self.weight[...], self.held_ticket, None if self.lora is None else self.lora.factors)
         logits = linear_map(x, matrix, at_least_f32(x.dtype))
         if isinstance(expert_ids, str):
             check_expert_choice(expert_ids)

@@ -1,10 +1,33 @@
 """Packed sequences: tells which tokens belong to one document, their index in it, and which tokens follow them."""
 
+from typing import Any, Protocol
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, Integer, Num
 
-from moe_jax.parallel.sequence.attention import ContextParallel
+
+class SequenceSplit(Protocol):
+    """Splits sequences over the devices of a mesh axis: the part of a `parallel.ContextParallel` that layers see."""
+
+    @property
+    def axis_name(self) -> str:
+        """The mesh axis."""
+
+    @property
+    def method(self) -> str:
+        """The name of the method that computes attention."""
+
+    def starts_of_segments(self, segment_ids: Int[Array, "batch seq"]) -> Int[Array, "batch seq"]:
+        """Returns, for each of this device's tokens, the index in the sequence of its segment's first token."""
+
+    def shift_left(self, x: Num[Array, "batch seq"], offset: int) -> Num[Array, "batch seq"]:
+        """Returns the entries of x `offset` tokens further on in the sequence."""
+
+    def attention(
+        self, q: Array, kv: tuple[Array, ...], starts: Int[Array, "batch seq"], *, scale: float, expansion: Any, window: Any
+    ) -> Array:
+        """Computes attention to all tokens of the sequence, as `layers.Attend` does on one device."""
 
 
 def segment_positions(segment_ids: Integer[Array, "batch seq"]) -> Int[Array, "batch seq"]:
@@ -21,7 +44,7 @@ def runs(segment_ids: Integer[Array, "batch seq"]) -> Int[Array, "batch seq"]:
 
 
 def shift_left(
-    x: Num[Array, "batch seq"], offset: int, context_parallel: ContextParallel | None = None
+    x: Num[Array, "batch seq"], offset: int, context_parallel: SequenceSplit | None = None
 ) -> Num[Array, "batch seq"]:
     """Returns x[:, i + offset] at i, and 0 behind the row's end; with `context_parallel`, for this device's tokens."""
     if context_parallel is not None:
@@ -30,7 +53,7 @@ def shift_left(
 
 
 def has_successor(
-    segment_ids: Integer[Array, "batch seq"], offset: int, context_parallel: ContextParallel | None = None
+    segment_ids: Integer[Array, "batch seq"], offset: int, context_parallel: SequenceSplit | None = None
 ) -> Bool[Array, "batch seq"]:
     """Returns True where token i + offset is in token i's document: [7 7 7 8 8 0], 1 -> [1 1 0 1 0 0].
 

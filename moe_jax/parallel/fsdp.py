@@ -22,6 +22,7 @@ from moe_jax.kernels.experts.fp8.quantise import QuantisedMatrices
 from moe_jax.kernels.experts.fp8.rounded import RoundedWeights, like_weights
 from moe_jax.kernels.precision import at_least_f32, widened
 from moe_jax.kernels.varying import varying_axes
+from moe_jax.layers.passes import WholeLayer
 from moe_jax.parallel.choices import Hops
 from moe_jax.parallel.collectives.direct import add_contributions, join_parts, send_contributions, send_part
 from moe_jax.parallel.collectives.sums import sum_scatter
@@ -34,7 +35,7 @@ parts lie). () if the array is whole on every device."""
 
 
 @dataclass(frozen=True)
-class LayerGather:
+class LayerGather(WholeLayer):
     """The all-gather of one layer's parameters and the reduce-scatter of their gradients, each in two halves: start and finish.
 
     A tree of the layer's parameters has leaves that are gathered and leaves that are whole on every device.
@@ -49,10 +50,10 @@ class LayerGather:
     in_fp8: frozenset[int] = frozenset()
     """The indices of gathered leaves that travel in FP8. Behind the gather each is a `RoundedWeights`."""
 
-    @classmethod
-    def of_whole_layer(cls, num_leaves: int) -> "LayerGather":
-        """Returns a gather that moves nothing, for a layer whose parameters are whole on every device."""
-        return cls(((),) * num_leaves, jnp.dtype(jnp.float32))
+    @property
+    def moves(self) -> bool:
+        """True if a parameter is gathered."""
+        return any(self.gathers)
 
     def without(self, left_out: Sequence[bool]) -> "LayerGather":
         """Returns the gather of a layer without some of its leaves."""

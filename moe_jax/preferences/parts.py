@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from moe_jax.parallel.spread import Spread
+from moe_jax.layers.spread import OneDevice
 from moe_jax.preferences.answers import AnswerSums
 from moe_jax.preferences.losses import (
     Pair,
@@ -78,7 +78,7 @@ class Baseline(NamedTuple):
     part: Float[Array, ""]
 
 
-def baseline_parts(log_ratios: Float[Array, "batch examples"], batch: Batch, spread: Spread, micro_batches: int) -> Baseline:
+def baseline_parts(log_ratios: Float[Array, "batch examples"], batch: Batch, spread: OneDevice, micro_batches: int) -> Baseline:
     """Returns KTO's baseline of a micro-batch, from its mismatched answers' log p/p_ref on all devices."""
     present = batch["example"] >= 0
     summed, count = jnp.where(present, log_ratios, 0).sum(), present.sum().astype(jnp.float32)

@@ -16,9 +16,8 @@ from jaxtyping import Array, Float, Int
 from moe_jax.config import ModelConfig
 from moe_jax.kernels.experts.fp8.precision import Precision
 from moe_jax.layers.lora import Frozen
-from moe_jax.layers.moe import Experts
+from moe_jax.layers.moe import Experts, is_expert_matrix
 from moe_jax.layers.quantised import Quantised
-from moe_jax.layers.tickets import is_expert_matrix
 from moe_jax.models.decoder import Decoder
 from moe_jax.serving.adapted import unfused_reason, with_ready_adapters
 

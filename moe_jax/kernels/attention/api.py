@@ -16,8 +16,8 @@ import numpy as np
 from jaxtyping import Array, Float, Int, Integer
 
 from moe_jax.kernels.experts.choose_backend import ENVIRONMENT_VARIABLE, splitting_refusal
-from moe_jax.kernels.hopper.target import is_interpreted
 from moe_jax.kernels.precision import at_least_f32
+from moe_jax.kernels.target import is_interpreted
 
 _logger = logging.getLogger(__name__)
 

@@ -18,8 +18,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from moe_jax.kernels.experts.activation import gated_silu, gated_silu_backward
-from moe_jax.kernels.experts.routing import Plan, of_own_layer, rows_of_pairs
-from moe_jax.kernels.precision import at_least_f32, sum_in_order, widened
+from moe_jax.kernels.experts.routing import Plan, of_own_layer, rows_of_pairs, sum_of_choices
+from moe_jax.kernels.precision import at_least_f32, widened
 from moe_jax.kernels.varying import vary_as
 
 ROW_ALIGNMENT = 1
@@ -204,13 +204,6 @@ def token_sums(
     own = slice(share * tokens, (share + 1) * tokens)
     summands = rows_of_pairs(widened(rows), plan, own)
     return sum_of_choices(summands, None if weights is None else weights[own]).astype(rows.dtype)
-
-
-def sum_of_choices(
-    pairs: Float[Array, "tokens k features"], weights: Float[Array, "tokens k"] | None
-) -> Float[Array, "tokens features"]:
-    """Computes sum_k weights[t, k] * pairs[t, k] from the first choice to the last, in pairs' dtype; default weights are 1."""
-    return sum_in_order(pairs if weights is None else widened(weights)[:, :, None] * pairs, axis=1)
 
 
 def grouped_outer(

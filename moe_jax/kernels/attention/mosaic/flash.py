@@ -25,8 +25,8 @@ from moe_jax.kernels.attention.mosaic.interval import forward_of_interval, gradi
 from moe_jax.kernels.attention.mosaic.masks import TokenInterval, first_keys, last_queries
 from moe_jax.kernels.attention.online_softmax import BackwardInputs, PartialAttention
 from moe_jax.kernels.hopper.interpreter import is_interpreted
-from moe_jax.kernels.hopper.target import compute_capability
 from moe_jax.kernels.shapes import check_shape
+from moe_jax.kernels.target import compute_capability
 from moe_jax.kernels.varying import vary_alike
 
 __all__ = ["flash_attention", "forward_of_interval", "gradient_of_queries", "gradients_of_keys", "refusal"]

@@ -5,6 +5,7 @@ from functools import partial
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from moe_jax.kernels import target
 from moe_jax.kernels.attention.paged.blocks import (
     WHOLE,
     QueryBlocks,
@@ -20,10 +21,9 @@ from moe_jax.kernels.attention.paged.latents import attend_latents
 from moe_jax.kernels.attention.paged.merge import merge_splits
 from moe_jax.kernels.attention.paged.prompts import attend_prompts, most_tiles, takes_group
 from moe_jax.kernels.attention.paged.queries import PagedQueries
-from moe_jax.kernels.hopper import target
 from moe_jax.kernels.hopper.interpreter import is_interpreted
 from moe_jax.kernels.hopper.pipeline import WGMMA_ROWS
-from moe_jax.kernels.hopper.target import compute_capability
+from moe_jax.kernels.target import compute_capability
 
 SPLIT_PAGES = 8
 """Pages of a split: 512 keys."""
