@@ -108,6 +108,11 @@ class Linear(TicketHolder):
         y = linear_map(x, self.matrix)
         return y + self.bias[...].astype(x.dtype) if self.use_bias else y
 
+    def to_heads(self, x: Float[Array, "*batch in"], head_dim: int) -> Float[Array, "*batch heads head_dim"]:
+        """Applies the map and splits the last axis of its result into heads."""
+        y = self(x)
+        return y.reshape(*y.shape[:-1], -1, head_dim)
+
     def of_heads(self, x: Float[Array, "*batch heads head_dim"]) -> Float[Array, "*batch out"]:
         """Applies the map to the last two axes of x as one. The backward pass reads x as it is, not a second array."""
 

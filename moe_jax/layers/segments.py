@@ -1,33 +1,13 @@
 """Packed sequences: tells which tokens belong to one document, their index in it, and which tokens follow them."""
 
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, Integer, Num
 
-
-class SequenceSplit(Protocol):
-    """Splits sequences over the devices of a mesh axis: the part of a `parallel.ContextParallel` that layers see."""
-
-    @property
-    def axis_name(self) -> str:
-        """The mesh axis."""
-
-    @property
-    def method(self) -> str:
-        """The name of the method that computes attention."""
-
-    def starts_of_segments(self, segment_ids: Int[Array, "batch seq"]) -> Int[Array, "batch seq"]:
-        """Returns, for each of this device's tokens, the index in the sequence of its segment's first token."""
-
-    def shift_left(self, x: Num[Array, "batch seq"], offset: int) -> Num[Array, "batch seq"]:
-        """Returns the entries of x `offset` tokens further on in the sequence."""
-
-    def attention(
-        self, q: Array, kv: tuple[Array, ...], starts: Int[Array, "batch seq"], *, scale: float, expansion: Any, window: Any
-    ) -> Array:
-        """Computes attention to all tokens of the sequence, as `layers.Attend` does on one device."""
+SequenceSplit = Any
+"""A `parallel.ContextParallel`: how sequences are split over the devices of a mesh axis. Layers call its methods alone."""
 
 
 def segment_positions(segment_ids: Integer[Array, "batch seq"]) -> Int[Array, "batch seq"]:

@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int
 
 from moe_jax.kernels.experts.activation import gated_silu, gated_silu_backward
 from moe_jax.kernels.experts.routing import Plan, of_own_layer, rows_of_pairs, sum_of_choices
-from moe_jax.kernels.precision import at_least_f32, widened
+from moe_jax.kernels.precision import widened
 from moe_jax.kernels.varying import vary_as
 
 ROW_ALIGNMENT = 1
@@ -229,7 +229,7 @@ def grouped_outer(
     if num_rows == 0:
         return jnp.zeros((num_experts, n, m), dtype) if accumulate_into is None else accumulate_into
     take_a, take_b = taker(a, a_source_of_row, num_rows), taker(b, b_source_of_row, num_rows)
-    sum_bytes = at_least_f32(a.dtype).itemsize
+    sum_bytes = jnp.promote_types(a.dtype, jnp.float32).itemsize
 
     direct_rows, height = _direct_rows(num_rows, num_experts), _block_height(num_rows, num_experts)
     first_block, block_expert, block_start, block_end = _overflow_blocks(plan, direct_rows, height, 1)
@@ -264,7 +264,7 @@ def grouped_outer(
 
 def _batched_dot(a: Array, b: Array, contract: tuple[tuple[int, ...], tuple[int, ...]]) -> Array:
     """Multiplies matrices batched over the leading axis, summed in at least f32."""
-    return jax.lax.dot_general(a, b, (contract, ((0,), (0,))), preferred_element_type=at_least_f32(a.dtype))
+    return jax.lax.dot_general(a, b, (contract, ((0,), (0,))), preferred_element_type=jnp.promote_types(a.dtype, jnp.float32))
 
 
 def taker(x: Array, source_of_row: Array | None, num_rows: int) -> Callable[[Array, Array, int], Array]:
