@@ -53,14 +53,9 @@ Turn = Int[Array, ""] | int
 class WholeLayer:
     """The parameters of a layer that are whole on every device: nothing moves. `parallel.fsdp.LayerGather` moves parts."""
 
-    @property
-    def moves(self) -> bool:
-        """True if a parameter is gathered."""
-        return False
-
     def gather(self, parts) -> list[Any]:
         """Gathers the full parameters from this device's parts; whole leaves are left out."""
-        return []
+        return self.finish_gather(self.start_gather(parts))
 
     def start_gather(self, parts) -> list:
         """Starts the all-gather of the layer's parameters; `finish_gather` takes the result."""

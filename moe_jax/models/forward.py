@@ -199,7 +199,7 @@ def stage_layers(stage: nnx.Module, number: int, inputs: LayerInputs, per_layer:
     is_frozen = bool(jax.tree.leaves(nnx.state(stage, Frozen)))
     gather = None if is_frozen else spread.gather(number)
     if gather is not None and jax.tree.leaves(nnx.state(stage, WeightTicket)):
-        if gather.moves:
+        if any(gather.gathers):
             raise ValueError(
                 "weight tickets need matrices that are whole on each device; this mesh gathers them layer by layer"
             )

@@ -50,20 +50,11 @@ class LayerGather(WholeLayer):
     in_fp8: frozenset[int] = frozenset()
     """The indices of gathered leaves that travel in FP8. Behind the gather each is a `RoundedWeights`."""
 
-    @property
-    def moves(self) -> bool:
-        """True if a parameter is gathered."""
-        return any(self.gathers)
-
     def without(self, left_out: Sequence[bool]) -> "LayerGather":
         """Returns the gather of a layer without some of its leaves."""
         kept = [i for i, out in enumerate(left_out) if not out]
         in_fp8 = frozenset(place for place, i in enumerate(kept) if i in self.in_fp8)
         return replace(self, gathers=tuple(self.gathers[i] for i in kept), in_fp8=in_fp8)
-
-    def gather(self, parts) -> list[Any]:
-        """Gathers the full parameters from this device's parts; whole leaves are left out."""
-        return self.finish_gather(self.start_gather(parts))
 
     def start_gather(self, parts) -> list:
         """Starts the all-gather of the layer's parameters; `finish_gather` takes the result."""
