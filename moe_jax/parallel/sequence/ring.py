@@ -44,6 +44,7 @@ from jaxtyping import Array, Float, Int
 from moe_jax.kernels.attention import partial as partial_attention
 from moe_jax.kernels.precision import widened
 from moe_jax.layers.attend import KV, Expand, keys_and_values
+from moe_jax.layers.attend import Expansion as Expansion
 from moe_jax.parallel.choices import Hops
 from moe_jax.parallel.collectives.hops import hop
 from moe_jax.parallel.sequence.layouts import Layout, join_in_order, split_in_order, token_indices, tokens_before
