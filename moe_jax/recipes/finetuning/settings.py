@@ -21,8 +21,8 @@ from moe_jax.recipes.finetuning.precision import dense_problems, precision_probl
 from moe_jax.recipes.finetuning.trackers import Tracker, log_problems
 from moe_jax.train.data.chat_templates import TEMPLATES
 from moe_jax.train.data.layouts import LEARNED_ANSWERS
-from moe_jax.train.data.reasoning import EMPTY_THINKING
 from moe_jax.train.data.sources import FORMATS, sources
+from moe_jax.train.data.turns import EMPTY_THINKING
 
 DTYPES = ("bfloat16", "float32")
 
