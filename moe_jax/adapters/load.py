@@ -3,7 +3,6 @@
 import logging
 import re
 from collections import defaultdict
-from collections.abc import Collection
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,16 +13,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
 from moe_jax.adapters.add import WITH_DROPOUT, LoraSummary, check_can_adapt, lay_everywhere, lora_summary
-from moe_jax.adapters.names import (
-    PREFIX,
-    Change,
-    FusedLayout,
-    ModulePart,
-    factors_apart,
-    fused_parts,
-    modules_of,
-    parameter_name,
-)
+from moe_jax.adapters.names import PREFIX, Change, ModulePart, factors_apart, fused_parts, modules_of, parameter_name
 from moe_jax.adapters.save import WEIGHTS_FILE
 from moe_jax.adapters.source import BASE_FILE, CONFIG_FILE, warn_of_another_base
 from moe_jax.adapters.targets import Target
@@ -178,7 +168,6 @@ def _factors_of_modules(
     b_grouped_by_expert: bool,
 ) -> dict[str, Change]:
     """Returns the factors by module name, each tensor used and of the right shape."""
-    layout = FusedLayout(config.get("peft_version"), b_grouped_by_expert)
     by_module: dict[str, dict[str, np.ndarray]] = defaultdict(dict)
     for name, array in tensors.items():
         match = re.fullmatch(re.escape(PREFIX) + r"(.+)\.lora_(A|B|embedding_A|embedding_B)(?:\.weight)?", name)
@@ -197,7 +186,7 @@ def _factors_of_modules(
             factors[name] = _scaled(name, pair["A"], pair["B"], config)
         elif parts := fused_parts(name, modules):
             try:
-                apart = factors_apart(pair["A"], pair["B"], parts, layout)
+                apart = factors_apart(pair["A"], pair["B"], parts, config.get("peft_version"), b_grouped_by_expert)
             except ValueError as error:
                 raise ValueError(f"{folder}: {name} {error}") from error
             factors |= {of: _scaled(parameter_name(name, parts), a, b, config) for of, (a, b) in apart.items()}
@@ -222,7 +211,10 @@ def _check_whole(modules: list[ModulePart], factors: dict[str, Change], config: 
         config.get(name) not in (None, [], "") for name in ("layers_to_transform", "exclude_modules")
     )
     if not chosen and not re.search(r"\d", " ".join([*names, *(config.get("target_parameters") or ())])):
-        for alike in _alike(modules):
+        kinds: dict[tuple[Target, str], list[ModulePart]] = defaultdict(list)
+        for module in modules:
+            kinds[module.target, module.leaf].append(module)
+        for alike in kinds.values():
             missing = [module.name for module in alike if module.name not in factors]
             if 0 < len(missing) < len(alike):
                 raise ValueError(
@@ -238,14 +230,6 @@ def _check_whole(modules: list[ModulePart], factors: dict[str, Change], config: 
             folder / CONFIG_FILE,
             ", ".join(sorted(asked)),
         )
-
-
-def _alike(modules: list[ModulePart]) -> Collection[list[ModulePart]]:
-    """Returns the modules of one projection in all layers and experts of a stage, for each."""
-    found: dict[tuple[Target, str], list[ModulePart]] = defaultdict(list)
-    for module in modules:
-        found[module.target, module.leaf].append(module)
-    return found.values()
 
 
 def _matrix(module: ModulePart) -> tuple[int, int]:

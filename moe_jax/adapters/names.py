@@ -90,15 +90,6 @@ LEAVES = {".base_layer": ("gate_proj", "up_proj"), "": ("down_proj",)} | {
 """The projections that a fused module holds, by the end of its name behind `mlp.experts`."""
 
 
-class FusedLayout(NamedTuple):
-    """The facts about a file that shapes do not always tell."""
-
-    peft_version: str | None
-    """The field of adapter_config.json, if it is there."""
-    b_grouped_by_expert: bool
-    """The file is Unsloth's, of before September 2026."""
-
-
 def fused_parts(name: str, modules: list[ModulePart]) -> list[ModulePart]:
     """Returns the modules whose factors a fused module of this name holds; none if it is no such name."""
     return [
@@ -115,9 +106,17 @@ def parameter_name(name: str, parts: list[ModulePart]) -> str:
 
 
 def factors_apart(
-    a: Float[np.ndarray, "..."], b: Float[np.ndarray, "..."], parts: list[ModulePart], layout: FusedLayout
+    a: Float[np.ndarray, "..."],
+    b: Float[np.ndarray, "..."],
+    parts: list[ModulePart],
+    peft_version: str | None,
+    b_grouped_by_expert: bool,
 ) -> dict[str, tuple[Float[np.ndarray, "rank in"], Float[np.ndarray, "out rank"]]]:
     """Returns each module's factors of the fused tensors.
+
+    Args:
+      peft_version: the field of adapter_config.json, if it is there.
+      b_grouped_by_expert: the file is Unsloth's, of before September 2026.
 
     Raises:
       ValueError: shapes of no layout, or of two layouts of which nothing in the file says which one it is.
@@ -133,24 +132,24 @@ def factors_apart(
     if (a.shape, b.shape) not in (now, before):
         raise ValueError(_no_layout(a, b, num_experts, num_out, num_in))
     of_a = a.reshape(num_experts, rank, -1)
-    if layout.b_grouped_by_expert:
+    if b_grouped_by_expert:
         of_b = b.reshape(-1, num_experts, rank).transpose(1, 0, 2)
     else:
         of_b = b.reshape(-1, rank, num_experts).transpose(2, 0, 1)
-    if _is_transposed((a.shape, b.shape) == before, now == before, layout):
+    if _is_transposed((a.shape, b.shape) == before, now == before, peft_version):
         of_a, of_b = of_b.transpose(0, 2, 1), of_a.transpose(0, 2, 1)
     return {part.name: (of_a[part.expert], of_b[part.expert, part.rows]) for part in parts}
 
 
-def _is_transposed(has_old_shapes: bool, is_square: bool, layout: FusedLayout) -> bool:
+def _is_transposed(has_old_shapes: bool, is_square: bool, peft_version: str | None) -> bool:
     """Returns True for PEFT 0.18, whose factors are those of the transposed change."""
     if not is_square:
         return has_old_shapes
-    if layout.peft_version is None:
+    if peft_version is None:
         raise ValueError(
             "has factors of a square matrix, which PEFT 0.18 wrote transposed: adapter_config.json must say peft_version"
         )
-    return tuple(int(part) for part in layout.peft_version.split(".")[:2]) < (0, 19)
+    return tuple(int(part) for part in peft_version.split(".")[:2]) < (0, 19)
 
 
 def _shared_outer(a, b, parts: list[ModulePart], num_experts: int, num_in: int) -> dict:

@@ -35,9 +35,11 @@ def source_of(model: str | Path, adapter: str | Path | None = None) -> ModelSour
       FileNotFoundError: the weights that an adapter's folder names are gone.
       ValueError: `adapter` beside a folder that has one, or an adapter's folder names no weights.
     """
-    found = _adapter_in(Path(model).expanduser())
+    folder = Path(model).expanduser()
+    found = _adapter_in(folder)
     if found is None:
-        weights = str(_model_in(Path(model).expanduser()) or model)
+        is_run = (folder / "model" / "config.json").is_file() and not (folder / "config.json").is_file()
+        weights = str(folder / "model" if is_run else model)
         return ModelSource(weights, None if adapter is None else str(adapter), None if adapter is None else _tokenizer(adapter))
     if adapter is not None:
         raise ValueError(f"{model} is an adapter itself; give the weights in its place, or leave {adapter} out")
@@ -56,12 +58,6 @@ def _adapter_in(folder: Path) -> Path | None:
     if (folder / "config.json").is_file():
         return None
     return next((place for place in (folder, folder / ADAPTER_FOLDER) if (place / CONFIG_FILE).is_file()), None)
-
-
-def _model_in(folder: Path) -> Path | None:
-    """Returns the model's folder in the output of a run that trained all parameters; None for anything else."""
-    is_run = (folder / "model" / "config.json").is_file() and not (folder / "config.json").is_file()
-    return folder / "model" if is_run else None
 
 
 def _tokenizer(adapter: str | Path) -> str | None:

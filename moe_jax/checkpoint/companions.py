@@ -16,18 +16,9 @@ from moe_jax.models.decoder import Decoder
 
 # Patterns. Python files are copied for programs that run them; this library does not.
 TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer.model",
-    "tiktoken.model",
-    "tokenization_*.py",
-    "tokenizer_config.json",
-    "vocab.json",
-    "merges.txt",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "chat_template.json",
-)
+    "tokenizer.json", "tokenizer.model", "tiktoken.model", "tokenization_*.py", "tokenizer_config.json", "vocab.json",
+    "merges.txt", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "chat_template.json",
+)  # fmt: skip
 
 
 class Companions:

@@ -10,14 +10,9 @@ from pathlib import Path
 from moe_jax.runtime.processes import barrier, is_first_process
 
 MODEL_FILES = (
-    "config.json",
-    "generation_config.json",
-    "*.safetensors",
-    "*.safetensors.index.json",
-    "pytorch_model*.bin",
-    "pytorch_model*.bin.index.json",
-    "params",
-)
+    "config.json", "generation_config.json", "*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin",
+    "pytorch_model*.bin.index.json", "params",
+)  # fmt: skip
 """The files of a model's checkpoint, in any format: a save leaves none of the old files behind."""
 
 

@@ -8,6 +8,7 @@ import json
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -146,17 +147,10 @@ def _open_safetensors(file: Path) -> Iterator[tuple[str, StoredTensor]]:
         shape, dtype = tuple(view.get_shape()), view.get_dtype()
         if dtype == "F8_E4M3":
             offsets = offsets or _offsets(file)
-            read = _fp8_reader(file, shape, offsets[name])
+            read = partial(_read_fp8, file, shape, offsets[name])
         else:
-            read = _safetensors_reader(handle, name)
+            read = partial(_read_safetensors, handle, name)
         yield name, StoredTensor(file, shape, dtype, read)
-
-
-def _safetensors_reader(handle: Any, name: str) -> Callable[[Slices], np.ndarray]:
-    def read(slices: Slices) -> np.ndarray:
-        return handle.get_slice(name)[slices] if slices else handle.get_tensor(name)
-
-    return read
 
 
 def _offsets(file: Path) -> dict[str, int]:
@@ -168,12 +162,13 @@ def _offsets(file: Path) -> dict[str, int]:
     return {name: 8 + length + tensor["data_offsets"][0] for name, tensor in header.items()}
 
 
-def _fp8_reader(file: Path, shape: tuple[int, ...], offset: int) -> Callable[[Slices], np.ndarray]:
-    # numpy has no such dtype, so the library offers it only for torch.
-    def read(slices: Slices) -> np.ndarray:
-        return np.array(np.memmap(file, ml_dtypes.float8_e4m3fn, "r", offset, shape)[slices])
+def _read_safetensors(handle: Any, name: str, slices: Slices) -> np.ndarray:
+    return handle.get_slice(name)[slices] if slices else handle.get_tensor(name)
 
-    return read
+
+def _read_fp8(file: Path, shape: tuple[int, ...], offset: int, slices: Slices) -> np.ndarray:
+    # numpy has no such dtype, so the library offers it only for torch.
+    return np.array(np.memmap(file, ml_dtypes.float8_e4m3fn, "r", offset, shape)[slices])
 
 
 def _open_torch(file: Path) -> Iterator[tuple[str, StoredTensor]]:
@@ -185,14 +180,14 @@ def _open_torch(file: Path) -> Iterator[tuple[str, StoredTensor]]:
         ) from error
     names = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 
-    def reader(tensor: Any) -> Callable[[Slices], np.ndarray]:
-        def read(slices: Slices) -> np.ndarray:
-            part = tensor[slices].contiguous()
-            if part.dtype == torch.bfloat16:  # numpy has no bfloat16 of its own, and torch does not know ml_dtypes'
-                return part.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
-            return part.numpy()
-
-        return read
+    def read(tensor: Any, slices: Slices) -> np.ndarray:
+        part = tensor[slices].contiguous()
+        if part.dtype == torch.bfloat16:  # numpy has no bfloat16 of its own, and torch does not know ml_dtypes'
+            return part.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+        return part.numpy()
 
     for name, tensor in torch.load(file, map_location="cpu", weights_only=True, mmap=True).items():
-        yield name, StoredTensor(file, tuple(tensor.shape), names.get(tensor.dtype, str(tensor.dtype)), reader(tensor.detach()))
+        yield (
+            name,
+            StoredTensor(file, tuple(tensor.shape), names.get(tensor.dtype, str(tensor.dtype)), partial(read, tensor.detach())),
+        )

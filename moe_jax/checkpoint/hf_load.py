@@ -6,6 +6,7 @@ that its own devices hold, one layer of a parameter at a time.
 """
 
 import logging
+import math
 from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
@@ -78,7 +79,7 @@ def from_pretrained(
         shape = stacked_shape(path, leaf.shape, layers, pipe)
         leaves.append((path, leaf, shape, parameter_sharding(path, shape, mesh)))
     size = sum(
-        streaming.num_elements(part) * leaf.dtype.itemsize
+        math.prod(stop - start for start, stop in part) * leaf.dtype.itemsize
         for _, leaf, shape, sharding in leaves
         for part in streaming.held_parts(shape, sharding)
     )  # fmt: skip
@@ -215,7 +216,9 @@ def _checked_pieces(folder: Path, config: ModelConfig, mtp: bool) -> _CheckedPie
         stored = dequantised(stored, block_size, problems)
     if group_size is not None:
         stored = unpacked(stored, group_size, problems)
-    further = [name for name in stored if _predicts_further(name, config)]
+    # Tensors of a module behind the last layer, `model.layers.61.*` in DeepSeek-V3's checkpoint.
+    behind = tuple(f"model.layers.{stage.first_layer}." for stage in config.mtp_stages)
+    further = [name for name in stored if name.startswith(behind)]
     if further and mtp:
         further = []
     else:
@@ -250,11 +253,6 @@ def _checked_pieces(folder: Path, config: ModelConfig, mtp: bool) -> _CheckedPie
         elif name in stored and not streaming.same_values(stored[name], stored[original := names[place.path]]):
             warnings.append(f"{name} is no copy of {original}, which is taken for both")
     return _CheckedPieces(config, pieces, warnings)
-
-
-def _predicts_further(name: str, config: ModelConfig) -> bool:
-    """Returns True for tensors of a module behind the last layer, `model.layers.61.*` in DeepSeek-V3's checkpoint."""
-    return any(name.startswith(f"model.layers.{stage.first_layer}.") for stage in config.mtp_stages)
 
 
 def _as_named_by_a_causal_model(stored: dict[str, StoredTensor]) -> dict[str, StoredTensor]:

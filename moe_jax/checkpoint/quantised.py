@@ -75,7 +75,8 @@ def read_block_size(folder: Path) -> BlockSize | None:
     supported = {"fmt": "e4m3", "activation_scheme": "dynamic", "expert_dtype": "fp8"}
     problems = [f"{k}={fields.pop(k)!r} is not supported (only {v!r})" for k, v in supported.items() if fields.get(k, v) != v]
     problems += [f"unknown field {name}={fields[name]!r}" for name in sorted(fields.keys() - supported)]
-    if not _is_block_size(block_size):
+    sizes = block_size if isinstance(block_size, list) else []
+    if len(sizes) != 2 or not all(type(size) is int and size > 0 for size in sizes):
         problems.append(f"weight_block_size={block_size!r} must be two positive integers, such as [128, 128]")
     if problems:
         raise ValueError(f"{folder}: quantization_config is not understood: " + "; ".join(problems))
@@ -115,10 +116,6 @@ def dequantised(tensors: dict[str, StoredTensor], block_size: BlockSize, problem
             )
         result[name] = _product(quantised, scales, block_size)
     return result
-
-
-def _is_block_size(value: Any) -> bool:
-    return isinstance(value, list) and len(value) == 2 and all(type(size) is int and size > 0 for size in value)
 
 
 def _blocks(shape: tuple[int, ...], block_size: BlockSize) -> tuple[int, ...]:

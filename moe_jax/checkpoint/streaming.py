@@ -7,7 +7,6 @@ Matrices may be loaded in fewer bytes: FP8 and GPTQ as the files have them, or N
 """
 
 import logging
-import math
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -80,11 +79,6 @@ def held_parts(shape: tuple[int, ...], sharding: Sharding) -> dict[Bounds, list[
         assert index is not None
         holders[tuple(s.indices(size)[:2] for s, size in zip(index, shape, strict=True))].append(device)
     return holders
-
-
-def num_elements(bounds: Bounds) -> int:
-    """Returns the number of elements within the bounds."""
-    return math.prod(stop - start for start, stop in bounds)
 
 
 def load_parameter(

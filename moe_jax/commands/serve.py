@@ -74,12 +74,11 @@ class ServeCommand:
         from moe_jax.adapters.source import source_of
         from moe_jax.checkpoint.hf_load import find_checkpoint, read_config
         from moe_jax.checkpoint.tokenizer import load_tokenizer
-        from moe_jax.serving.batch import check_drafting
         from moe_jax.serving.defaults import model_defaults
         from moe_jax.serving.engine import Engine
-        from moe_jax.serving.http.server import bind, run_server
+        from moe_jax.serving.http.server import Server, bind
         from moe_jax.serving.http.service import ServerSettings, Service
-        from moe_jax.serving.servable import check_config
+        from moe_jax.serving.servable import check_config, check_drafting
 
         logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")
         logging.getLogger("moe_jax").setLevel(logging.INFO)
@@ -106,4 +105,4 @@ class ServeCommand:
         engine_options: dict[str, Any] = dict(drafts=int(self.drafts), take_over=True, lazy=self.lazy)
         engine = Engine(load(), limits=limits, tokenizer=tokenizer, **engine_options)
         search_rarely()
-        run_server(Service(engine, defaults, settings), bound)
+        Server(Service(engine, defaults, settings)).run([bound])

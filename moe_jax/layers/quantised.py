@@ -34,7 +34,7 @@ INT4_VALUES = tuple(float(code - 8) for code in range(16))
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class BlockScaled:
-    """Matrices in e4m3 with an f32 scale for each block, as `checkpoint.fp8` describes the hub's files.
+    """Matrices in e4m3 with an f32 scale for each block, as `checkpoint.quantised` describes the hub's files.
 
     w[i, j] = codes[i, j] * scales[i // block, j // block], in f32, rounded once to `dtype`.
     """

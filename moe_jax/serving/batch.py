@@ -9,14 +9,10 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from moe_jax.config import ModelConfig
-from moe_jax.generation.speculative import check_drafts
 from moe_jax.kernels.attention.paged import PAGE_SIZE, PagedQueries
-from moe_jax.layers.paged import LayerPages, TokenPlaces, empty_pages
-from moe_jax.serving.limits import EngineLimits
+from moe_jax.layers.paged import LayerPages, TokenPlaces
 from moe_jax.serving.schedule import StepPlan
 
 
@@ -129,53 +125,17 @@ class Drafting(NamedTuple):
     """The draft of the token behind it."""
 
 
-class DraftedTokens(NamedTuple):
-    """The tokens of a step, and where each stands; a decoding row has two of them, its newest token and its draft."""
+class StepBatch(NamedTuple):
+    """The tokens of a step, decoding rows first, and where each stands."""
 
-    drafts: Int[Array, "decodes"]
-    """The draft of each decoding row; -1: it has none, because its place is behind the sequence's end."""
+    tokens: Int[Array, "tokens"]
+    """With drafts a decoding row has two tokens, its newest one and its draft."""
     positions: Int[Array, "tokens"]
     valid: Bool[Array, "tokens"]
     places: TokenPlaces
     queries: PagedQueries
     outputs: Int[Array, "outputs"]
     """Indices of the tokens that `StepOutput.logits` is for."""
-
-
-def check_drafting(drafts: int, config: ModelConfig, limits: EngineLimits) -> None:
-    """Checks that an engine of these limits can draft.
-
-    Raises:
-      ValueError: drafts are neither 0 nor 1, the model has no module that drafts, or a step no room for drafts.
-    """
-    if drafts not in (0, 1):
-        raise ValueError(f"drafts must be 0 or 1; got {drafts!r}")
-    if drafts:
-        check_drafts(config)
-        if limits.max_tokens_per_step < 2 * limits.max_sequences:
-            raise ValueError(
-                f"with drafts max_tokens_per_step must be at least twice max_sequences; "
-                f"got {limits.max_tokens_per_step} and {limits.max_sequences}"
-            )
-
-
-def init_drafting(config: ModelConfig, num_pages: int, num_slots: int, dtype: DTypeLike) -> Drafting:
-    """Returns the state without sequences."""
-    slots = jnp.zeros((2, num_slots), jnp.int32)
-    return Drafting(empty_pages(config, num_pages, dtype)[0], slots[0], slots[1])
-
-
-class StepBatch(NamedTuple):
-    """The tokens of a step, decoding rows first, and where each stands."""
-
-    tokens: Int[Array, "tokens"]
-    positions: Int[Array, "tokens"]
-    valid: Bool[Array, "tokens"]
-    places: TokenPlaces
-    queries: PagedQueries
-    outputs: Int[Array, "outputs"]
-    single_query_rows: int
-    """The number of decoding rows; 0 with drafts, where each has two queries."""
 
 
 class ComputedLayers(NamedTuple):
@@ -190,8 +150,9 @@ class ComputedLayers(NamedTuple):
 
 def batch_of(
     rows: StepRows, page_table: Int[Array, "slots max_pages"], last_token: Int[Array, "slots"], drafting: Drafting | None
-) -> StepBatch:
-    """Makes the batch of a table that is up to date."""
+) -> tuple[StepBatch, Int[Array, "slots max_pages"]]:
+    """Makes the batch, and the page table with the new pages of decoding rows and the tables of chunks."""
+    page_table = _updated_table(page_table, rows)
     num_decodes, num_chunk_tokens = len(rows.decode_slots), len(rows.chunk_tokens)
     own_tokens, own_positions, own_valid = _decoding(rows, last_token, drafting)
     per_row = own_tokens.shape[1]
@@ -217,19 +178,18 @@ def batch_of(
     num_keys = jnp.where(rows.decode_slots >= 0, own_positions[:, -1] + 1, 1)
     num_keys = jnp.concatenate([num_keys, rows.chunk_starts + rows.chunk_counts])
     last_of_chunks = jnp.maximum(first_query[num_decodes + 1 :] - 1, 0)
-    return StepBatch(
+    batch = StepBatch(
         tokens,
         positions,
         valid,
         TokenPlaces(page, positions % PAGE_SIZE),
         PagedQueries(first_query, num_keys, tables),
         jnp.concatenate([jnp.arange(num_decoding, dtype=jnp.int32), last_of_chunks]),
-        single_query_rows=num_decodes if per_row == 1 else 0,
     )
+    return batch, page_table
 
 
-def updated_table(page_table: Int[Array, "slots max_pages"], rows: StepRows) -> Int[Array, "slots max_pages"]:
-    """Returns the table with the new pages of decoding rows, and the tables of chunks."""
+def _updated_table(page_table: Int[Array, "slots max_pages"], rows: StepRows) -> Int[Array, "slots max_pages"]:
     nowhere = len(page_table)
     column = rows.decode_positions // PAGE_SIZE
     slots = jnp.where((rows.decode_slots >= 0) & (rows.decode_pages >= 0), rows.decode_slots, nowhere)

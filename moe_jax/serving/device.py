@@ -12,7 +12,7 @@ from jax.stages import Compiled
 from jaxtyping import Array, Int, UInt
 
 from moe_jax.models.decoder import Decoder
-from moe_jax.serving.batch import DraftedTokens, StepRows, StepShape, empty_rows, filled, packed
+from moe_jax.serving.batch import StepBatch, StepRows, StepShape, empty_rows, filled, packed
 from moe_jax.serving.drafts import draft_program
 from moe_jax.serving.drawing import VARIANTS, DrawingSlots, Variant, draw_program
 from moe_jax.serving.limits import EngineLimits
@@ -212,7 +212,9 @@ class Device:
             _for_drawing(output), self.slots.options, self.state.last_token, penalties
         )
         if second is not None:
-            inputs = self.state.drafting, _without_logits(output), (first.tokens, second.tokens, accepted), upload
+            # The module does not read the logits, and a program that is given an array keeps it in memory.
+            of_step, checked = output._replace(logits=None), (first.tokens, second.tokens, accepted)  # type: ignore[arg-type]
+            inputs = self.state.drafting, of_step, checked, upload
             drafting, of_module = self._modules[shape](self._weights, *inputs)
             draft = draft_program(variant)(of_module, self.slots.options, drafting.draft, penalties)
             self.state = self.state._replace(drafting=drafting._replace(draft=draft))
@@ -251,16 +253,10 @@ def _shared(weights: Weights) -> list[Array]:
     return jax.tree.leaves((weights.frame, weights.experts))
 
 
-def _without_logits(output: StepOutput) -> StepOutput:
-    # The module does not read them, and a program that is given an array keeps it in memory.
-    nothing: Any = None
-    return output._replace(logits=nothing)
-
-
 def _for_drawing(output: StepOutput) -> StepOutput:
     # Steps with as many rows share the programs that draw. Arrays of all tokens would make one for each number of tokens.
     nothing: Any = None
-    drafted = output.drafted and DraftedTokens(output.drafted.drafts, *[nothing] * 5)
+    drafted = output.drafted and StepBatch(output.drafted.tokens, *[nothing] * 5)
     return output._replace(hidden=nothing, drafted=drafted)
 
 

@@ -107,7 +107,7 @@ def _check(
 ) -> Drawn:
     """Draws with drafts: a draft is accepted if the token in its place is equal, and then gives a second token."""
     assert output.drafted is not None
-    drafts = output.drafted.drafts
+    drafts = output.drafted.tokens
     behind_drafts = 2 * len(drafts)
     firsts = jnp.concatenate([jnp.arange(0, behind_drafts, 2), jnp.arange(behind_drafts, len(output.logits))])
     logits, positions, slots = output.logits, output.positions, output.slots

@@ -61,7 +61,9 @@ class OnDemand[Program](dict[StepShape, Program]):
     def __init__(self, make: Callable[..., dict[StepShape, Program]], *arguments: Any):
         super().__init__()
         # The arrays themselves would outlive an update of the weights, and steps give the state's away.
-        like = jax.tree.map(lambda leaf: _like(leaf) if isinstance(leaf, Array) else leaf, arguments)
+        like = jax.tree.map(
+            lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding) if isinstance(a, Array) else a, arguments
+        )
         self._make = lambda shape: make(*like, [shape])[shape]
 
     def __missing__(self, shape: StepShape) -> Program:
@@ -115,10 +117,6 @@ def module_programs(
         return program.lower(weights, state.drafting, output._replace(logits=None), checked, upload)
 
     return _at_once(shapes, lower, lambda _, lowered: lowered.compile())
-
-
-def _like(array: Array) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)
 
 
 def _at_once[Program](

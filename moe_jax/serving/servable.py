@@ -6,12 +6,12 @@ import jax
 from flax import nnx
 
 from moe_jax.config import ModelConfig
+from moe_jax.generation.speculative import check_drafts
 from moe_jax.layers.lora import has_adapters
 from moe_jax.layers.moe import Experts
 from moe_jax.layers.quantised import FP8_BLOCK, BlockScaled
 from moe_jax.models.decoder import Decoder
 from moe_jax.parallel.pipeline.chunks import refuse_chunks
-from moe_jax.serving.batch import check_drafting
 from moe_jax.serving.limits import EngineLimits
 
 
@@ -72,6 +72,23 @@ def check_config(config: ModelConfig) -> None:
         raise ValueError(
             'rope type "dynamic" gives all tokens of a batch the frequencies of the longest sequence; an engine cannot serve it'
         )
+
+
+def check_drafting(drafts: int, config: ModelConfig, limits: EngineLimits) -> None:
+    """Checks that an engine of these limits can draft.
+
+    Raises:
+      ValueError: drafts are neither 0 nor 1, the model has no module that drafts, or a step no room for drafts.
+    """
+    if drafts not in (0, 1):
+        raise ValueError(f"drafts must be 0 or 1; got {drafts!r}")
+    if drafts:
+        check_drafts(config)
+        if limits.max_tokens_per_step < 2 * limits.max_sequences:
+            raise ValueError(
+                f"with drafts max_tokens_per_step must be at least twice max_sequences; "
+                f"got {limits.max_tokens_per_step} and {limits.max_sequences}"
+            )
 
 
 def _check_several(model: Decoder, num_devices: int, *, drafts: int, strict: bool) -> None:

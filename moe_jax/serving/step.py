@@ -16,31 +16,12 @@ from jaxtyping import Array, Float, Int, UInt
 
 from moe_jax.kernels import target
 from moe_jax.kernels.attention.paged import PAGE_SIZE
+from moe_jax.layers.lora import beside_head
 from moe_jax.layers.paged import LayerPages, PagedAttend, empty_pages
 from moe_jax.models.forward import LayerInputs, layer_inputs
-from moe_jax.serving.batch import (
-    ComputedLayers,
-    DraftedTokens,
-    Drafting,
-    StepBatch,
-    StepShape,
-    batch_of,
-    init_drafting,
-    unpacked,
-    updated_table,
-)
+from moe_jax.serving.batch import ComputedLayers, Drafting, StepBatch, StepShape, batch_of, unpacked
 from moe_jax.serving.placement import spread_on
-from moe_jax.serving.weights import (
-    LayerWeights,
-    ServedModel,
-    Weights,
-    behind_norm,
-    frame_of,
-    head_of,
-    layer_module,
-    layers_of,
-    logits_of,
-)
+from moe_jax.serving.weights import LayerWeights, ServedModel, Weights, frame_of, head_of, layer_module, layers_of, logits_of
 
 
 class DeviceState(NamedTuple):
@@ -71,17 +52,22 @@ class StepOutput(NamedTuple):
     positions: Int[Array, "outputs"]
     """The position of the token that is to be drawn."""
     hidden: Float[Array, "tokens columns"]
-    """Hidden states of all tokens, behind the last norm; as `head_of` takes them (`weights.behind_norm`)."""
-    drafted: DraftedTokens | None = None
-    """The step's tokens, if the engine drafts."""
+    """Hidden states of all tokens, behind the last norm, as the head's matrix takes them: wider, if the head has an adapter."""
+    drafted: StepBatch | None = None
+    """The step's batch, if the engine drafts. Its `tokens` are the draft of each decoding row.
+
+    -1: a row has none, because its place is behind the sequence's end.
+    """
 
 
 def initial_state(
     served: ServedModel, num_pages: int, num_slots: int, max_pages: int, *, keep_experts: bool = False, drafts: int = 0
 ) -> DeviceState:
     """Makes a state without sequences. `max_pages` is the number of pages of the longest sequence."""
-    config = served.config
-    experts = None
+    config, experts, drafting = served.config, None, None
+    if drafts:
+        slots = jnp.zeros((2, num_slots), jnp.int32)
+        drafting = Drafting(empty_pages(config, num_pages, served.dtype)[0], slots[0], slots[1])
     if keep_experts and config.experts is not None:
         per_token = len(config.moe_layers), config.experts.num_experts_per_tok
         dtype = jnp.uint8 if config.experts.num_experts <= 256 else jnp.uint16
@@ -91,7 +77,7 @@ def initial_state(
         jnp.zeros((num_slots, max_pages), jnp.int32),
         jnp.zeros(num_slots, jnp.int32),
         experts,
-        init_drafting(config, num_pages, num_slots, served.dtype) if drafts else None,
+        drafting,
     )
 
 
@@ -110,13 +96,19 @@ def step(
 ) -> tuple[DeviceState, StepOutput]:
     """Runs the step that `upload` describes (`batch.packed`)."""
     rows = unpacked(upload, shape)
-    page_table = updated_table(state.page_table, rows)
-    batch = batch_of(rows, page_table, state.last_token, state.drafting)
+    batch, page_table = batch_of(rows, state.page_table, state.last_token, state.drafting)
     frame = frame_of(served, weights)
     x = frame["embed_tokens"](batch.tokens[None], served.dtype)
     inputs = layer_inputs(served.config, batch.positions[None], jnp.ones_like(batch.tokens)[None], batch.valid[None])
-    hidden, pages, expert_ids = _layers(served, weights, state.pages, x, inputs, batch)
-    hidden = behind_norm(frame, hidden)
+    # With drafts decoding rows have two queries each.
+    single_rows, value_dim = 0 if shape.drafts else shape.decodes, served.config.latent_value_dim
+    attends = [
+        PagedAttend(pages, batch.places, batch.queries, single_rows, value_dim, window)
+        for pages, window in zip(state.pages, served.config.layer_windows, strict=True)
+    ]
+    hidden, pages, expert_ids = _layers(served, weights, attends, x, inputs, batch)
+    adapter = frame["lm_head"].lora if "lm_head" in frame else None
+    hidden = hidden if adapter is None else beside_head(adapter, hidden)
     last = hidden[batch.outputs]
     logits = logits_of(last, head_of(frame), strict=served.strict)
     experts = state.experts
@@ -126,22 +118,15 @@ def step(
     output = StepOutput(logits, rows.sampling_slots, batch.positions[batch.outputs] + 1, hidden)
     if state.drafting is not None:
         drafts = jnp.where(batch.valid, batch.tokens, -1)[1 : 2 * len(rows.decode_slots) : 2]
-        tokens = DraftedTokens(drafts, batch.positions, batch.valid, batch.places, batch.queries, batch.outputs)
-        output = output._replace(drafted=tokens)
+        output = output._replace(drafted=batch._replace(tokens=drafts))
     return DeviceState(pages, page_table, state.last_token, experts, state.drafting), output
 
 
 def _layers(
-    served: ServedModel, weights: Weights, pages: list[LayerPages], x: Array, inputs: LayerInputs, batch: StepBatch
+    served: ServedModel, weights: Weights, attends: list[PagedAttend], x: Array, inputs: LayerInputs, batch: StepBatch
 ) -> ComputedLayers:
     """Runs all layers and the norm behind them."""
-    layers, windows = layers_of(served, weights), served.config.layer_windows
-    value_dim = served.config.latent_value_dim
-    attends = [
-        PagedAttend(of_layer, batch.places, batch.queries, batch.single_query_rows, value_dim, window)
-        for of_layer, window in zip(pages, windows, strict=True)
-    ]
-    norm = frame_of(served, weights)["norm"]
+    layers, norm = layers_of(served, weights), frame_of(served, weights)["norm"]
     # Layers of kernels import Pallas Mosaic GPU, a second of CPU time.
     if served.strict:
         from moe_jax.serving.strict import strict_layers

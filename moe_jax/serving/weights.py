@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 from moe_jax.config import ModelConfig
 from moe_jax.kernels.experts.choose_backend import ENVIRONMENT_VARIABLE, is_mosaic_allowed
 from moe_jax.kernels.experts.fp8.precision import Precision
-from moe_jax.layers.lora import Adapter, Frozen, beside_head, has_adapters, wider_head
+from moe_jax.layers.lora import Adapter, Frozen, has_adapters, wider_head
 from moe_jax.layers.moe import Experts, is_expert_matrix
 from moe_jax.layers.quantised import Quantised, is_quantised
 from moe_jax.models.decoder import Decoder
@@ -158,12 +158,6 @@ def with_ready_adapters(model: Decoder) -> Decoder:
             # Attributes of the graph: models whose adapters differ in them alone take turns in one engine.
             module.scale, module.dropout = 1.0, 0.0
     return twin
-
-
-def behind_norm(frame: nnx.Dict, hidden: Float[Array, "tokens hidden"]) -> Float[Array, "tokens columns"]:
-    """Returns the hidden states as the head's matrix takes them: wider, if the head has an adapter."""
-    adapter = frame["lm_head"].lora if "lm_head" in frame else None
-    return hidden if adapter is None else beside_head(adapter, hidden)
 
 
 def unfused_reason(model: Decoder) -> str | None:

@@ -15,7 +15,7 @@ from safetensors.numpy import load_file, save_file
 
 import moe_jax
 from moe_jax.adapters import load_adapter, save_adapter
-from moe_jax.adapters.names import FusedLayout, factors_apart, modules_of
+from moe_jax.adapters.names import factors_apart, modules_of
 from moe_jax.adapters.save import WEIGHTS_FILE
 from moe_jax.adapters.source import CONFIG_FILE
 from moe_jax.adapters.targets import targets_of
@@ -133,14 +133,14 @@ def test_square_experts():
     parts = [part for part in modules_of(model) if part.layer == 0 and part.leaf == "down_proj"]
     a, b = (np.asarray(seeds.rng().normal(size=shape), np.float32) for shape in ((len(parts), 2, 32), (len(parts), 32, 2)))
     for version, write in (("0.18.1", peft_018), ("0.21.2", peft_fused)):
-        found = factors_apart(*write(a, b), parts, FusedLayout(version, b_grouped_by_expert=False))
+        found = factors_apart(*write(a, b), parts, version, False)
         for part in parts:
             np.testing.assert_array_equal(found[part.name][0], a[part.expert])
             np.testing.assert_array_equal(found[part.name][1], b[part.expert])
     with pytest.raises(ValueError, match="must say peft_version"):
-        factors_apart(*peft_fused(a, b), parts, FusedLayout(None, b_grouped_by_expert=False))
+        factors_apart(*peft_fused(a, b), parts, None, False)
     with pytest.raises(ValueError, match="fused experts have"):
-        factors_apart(a[0], b[0], parts, FusedLayout("0.21.2", b_grouped_by_expert=False))
+        factors_apart(a[0], b[0], parts, "0.21.2", False)
 
 
 def changed_config(**fields):

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from moe_jax.serving.batch import DraftedTokens
+from moe_jax.serving.batch import StepBatch
 from moe_jax.serving.drawing import VARIANTS, draw_program
 from moe_jax.serving.sampling import init_penalties, init_slots
 from moe_jax.serving.step import StepOutput
@@ -35,7 +35,7 @@ def test_drawn_in_place(variant, rows):
 
 
 def test_checked_in_place():
-    drafts = DraftedTokens(jnp.zeros(SLOTS, jnp.int32), *[None] * 5)
+    drafts = StepBatch(jnp.zeros(SLOTS, jnp.int32), *[None] * 5)
     last_token = jnp.zeros(SLOTS, jnp.int32)
     before = addresses(last_token)
     checked = draw_program("greedy")(output_of(SLOTS, 2 * SLOTS, drafts), init_slots(SLOTS), last_token, None)

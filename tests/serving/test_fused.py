@@ -126,7 +126,7 @@ def test_tokens_of_an_engine_in_fp8(monkeypatch):
     tokens = []
     for fuses in (False, True):
         monkeypatch.setattr(
-            step_module, "_fuses", lambda _, batch, fuses=fuses: fuses and batch.single_query_rows == len(batch.tokens)
+            step_module, "_fuses", lambda _, batch, fuses=fuses: fuses and len(batch.outputs) == len(batch.tokens)
         )
         engine = Engine(_model(0, in_fp8=True), limits=limits)
         found = engine.generate(prompts, SamplingOptions(max_new_tokens=3, ignore_eos=True))

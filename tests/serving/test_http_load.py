@@ -261,13 +261,13 @@ import logging, sys
 sys.path[:0] = [{tests!r}, {tests!r} + "/serving", {tests!r} + "/train"]
 import served
 from fake_engine import FakeEngine
-from moe_jax.serving.http.server import bind, run_server
+from moe_jax.serving.http.server import Server, bind
 from moe_jax.serving.http.service import Service
 from moe_jax.serving.http.service import ServerSettings
 logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
 engine = FakeEngine(repeats=1000, step_seconds=0.01)
 settings = ServerSettings("tiny", shutdown_seconds={seconds})
-run_server(Service(engine, served.DEFAULTS, settings), bind("127.0.0.1", 0))
+Server(Service(engine, served.DEFAULTS, settings)).run([bind("127.0.0.1", 0)])
 print("left", engine.closed)
 """
 

@@ -8,7 +8,7 @@ import pytest
 import seeds
 from hf_reference import load_ours, reference
 
-from moe_jax.serving.batch import DraftedTokens, StepShape, empty_rows, packed
+from moe_jax.serving.batch import StepBatch, StepShape, empty_rows, packed
 from moe_jax.serving.device import _for_drawing
 from moe_jax.serving.programs import _at_once, step_programs
 from moe_jax.serving.step import StepOutput, initial_state
@@ -57,7 +57,7 @@ def test_a_step_with_chunks_makes_new_arrays(programs_of_a_model):
 def test_steps_with_as_many_rows_are_drawn_by_one_program():
     def drawn(tokens):
         of_rows, positions = np.zeros(3, np.int32), np.zeros(5, np.int32)
-        drafted = DraftedTokens(of_rows, *[np.zeros(tokens, np.int32)] * 5)
+        drafted = StepBatch(of_rows, *[np.zeros(tokens, np.int32)] * 5)
         return _for_drawing(StepOutput(np.zeros((5, 7)), of_rows, positions, np.zeros((tokens, 2)), drafted))
 
     assert [jax.tree.map(np.shape, drawn(tokens)) for tokens in (128, 256)] == [jax.tree.map(np.shape, drawn(64))] * 2

@@ -12,8 +12,8 @@ from moe_jax.parallel.pipeline.limits import ranks_problem, schedule_problem
 from moe_jax.recipes.run.settings import DTYPES, RunSettings, fits, precision_problems, weights_problems
 from moe_jax.train.data.chat_templates import TEMPLATES
 from moe_jax.train.data.layouts import LEARNED_ANSWERS
-from moe_jax.train.data.reasoning import EMPTY_THINKING
 from moe_jax.train.data.sources import FORMATS, sources
+from moe_jax.train.data.turns import EMPTY_THINKING
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ def make_app(service: Service) -> ASGIApp:
     gets = {"/v1/models": _answer_models, "/health": _answer_health, "/metrics": _answer_metrics}
     routes = [Route(path, partial(answer, service), methods=["POST"]) for path, answer in posts.items()]
     routes += [Route(path, partial(answer, service), methods=["GET"]) for path, answer in gets.items()]
-    routes.append(Route("/v1/models/{name:path}", partial(_answer_model, service), methods=["GET"]))
+    routes.append(Route("/v1/models/{name:path}", partial(_answer_models, service), methods=["GET"]))
     handlers = {ApiError: answer_api_error, HTTPException: answer_http_error, Exception: answer_defect}
     app = Starlette(routes=routes, exception_handlers=handlers, lifespan=lifespan)
     # A redirect from /metrics/ would name whatever host the request names.
@@ -50,12 +50,10 @@ def make_app(service: Service) -> ASGIApp:
 
 
 async def _answer_models(service: Service, request: Request) -> JSONResponse:
-    return JSONResponse({"object": "list", "data": [_model(service)]})
-
-
-async def _answer_model(service: Service, request: Request) -> JSONResponse:
-    service.check_model(request.path_params["name"])
-    return JSONResponse(_model(service))
+    """Answers with the model of the path's name, or with a list of all models."""
+    name = request.path_params.get("name")
+    service.check_model(name)
+    return JSONResponse(_model(service) if name is not None else {"object": "list", "data": [_model(service)]})
 
 
 async def _answer_health(service: Service, request: Request) -> JSONResponse:

@@ -37,13 +37,8 @@ def bind(host: str, port: int) -> socket.socket:
     return bound
 
 
-def run_server(service: Service, bound: socket.socket) -> None:
-    """Serves until SIGTERM or SIGINT. Then running requests have `shutdown_seconds` to finish; a second signal aborts them."""
-    Server(service).run([bound])
-
-
 class Server(uvicorn.Server):
-    """A server that says how it ends."""
+    """Serves until SIGTERM or SIGINT. Then running requests have `shutdown_seconds` to finish; a second signal aborts them."""
 
     def __init__(self, service: Service):
         settings = service.settings

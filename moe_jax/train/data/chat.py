@@ -2,12 +2,14 @@
 
 A chat template may mark the assistant's text with `{% generation %}`. The marks then give the mask.
 For other templates the spans are found by rendering parts of the conversation.
+Reasoning is under a key of an answer, or within its content; the template writes it, or leaves it out.
 An answer starts where the earlier messages, rendered with the generation prompt, end. Where a template renders them
 otherwise in the whole conversation, it starts after the last header of a turn before its content.
 It ends with the text that the template puts after an answer: the end-of-turn token, tool calls.
 """
 
 import re
+from collections.abc import Callable
 from functools import partial
 from os.path import commonprefix
 from typing import Any
@@ -16,14 +18,20 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from moe_jax.checkpoint.messages import as_template_wants, check_template, without_nulls
-from moe_jax.train.data import reasoning
 from moe_jax.train.data.chat_templates import keeping_template
 from moe_jax.train.data.marks import GENERATION_TAG, Span, marked_spans, weights_of_answers
-from moe_jax.train.data.reasoning import Message, Render
-from moe_jax.train.data.turns import of_last_turn
+from moe_jax.train.data.turns import KEYS, of_last_turn
 
 _PROMPT_THINKS = re.compile(r"<think>\s*(</think>\s*)?$")
 """The end of a generation prompt that begins the model's reasoning, or skips it. Answers of the past may lack it."""
+THINK_BLOCK = re.compile(r"\s*(?:(?:<think>.*)?</think>\s*)?", re.DOTALL)
+"""Text between the header of a turn and its content: nothing, or a think block, whose <think> may be the prompt's."""
+_EMPTY_BLOCK = re.compile(r"\s*(?:(<think>)\s*)?</think>\s*")
+_IN_CONTENT = re.compile(r"(?:\s*<think>)?(.*)(?=</think>)", re.DOTALL)
+
+Message = dict[str, Any]
+Render = Callable[..., str]
+"""Renders messages with the chat template."""
 
 
 def chat_tokens(
@@ -42,7 +50,7 @@ def chat_tokens(
     """
     template, messages, render = _prepared(tokenizer, messages, tools)
     check_template(template, messages, tools)
-    reasoning.check_reasoning(template, messages, render)
+    check_reasoning(template, messages, render)
     has_marks = bool(GENERATION_TAG.search(template))
     if has_marks:
         text, spans = marked_spans(template, messages, render)
@@ -50,7 +58,7 @@ def chat_tokens(
         text = render(messages)
         spans = _found_spans(template, render, messages, text)
     if empty_thinking == "mask":
-        spans = [span._replace(first=reasoning.after_empty_thinking(text, span.first, span.end)) for span in spans]
+        spans = [span._replace(first=after_empty_thinking(text, span.first, span.end)) for span in spans]
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     starts, ends = np.asarray(encoded["offset_mapping"], np.int64).reshape(-1, 2).T
     # A token that reaches over a mark is learned, as in transformers; one that reaches over the end of a prompt is not.
@@ -71,9 +79,12 @@ def has_weights(messages: list[dict[str, Any]]) -> bool:
 
 
 def answers_without_reasoning(tokenizer: Any, messages: list[dict[str, Any]], tools: list | None = None) -> list[int]:
-    """Returns the numbers of the learned answers whose reasoning the chat template leaves out."""
+    """Returns the numbers of the learned answers whose reasoning the chat template leaves out.
+
+    Qwen3's template, for one, writes the reasoning of the last turn alone.
+    """
     _, messages, render = _prepared(tokenizer, messages, tools)
-    return reasoning.reasoning_left_out(messages, render)
+    return [i for i in _learned(messages) if _is_left_out(messages, i, render)]
 
 
 def _prepared(tokenizer: Any, messages: list[Message], tools: list | None) -> tuple[str, list[Message], Render]:
@@ -103,7 +114,7 @@ def _found_spans(template: str, render: Render, messages: list[Message], text: s
 
 
 def _learned(messages: list[Message]) -> list[int]:
-    return [i for i, message in enumerate(messages) if reasoning.is_learned(message)]
+    return [i for i, message in enumerate(messages) if is_learned(message)]
 
 
 def _cause(render: Render, messages: list[Message]) -> str:
@@ -113,7 +124,7 @@ def _cause(render: Render, messages: list[Message]) -> str:
         text = render(others)
         return others != messages and all(_span(render, others, i, text) for i in _learned(others))
 
-    cause = ", because of their reasoning" if found(reasoning.without_reasoning(messages)) else ""
+    cause = ", because of their reasoning" if found(without_reasoning(messages)) else ""
     remedy = " --learned-answers last learns the last turn, which can be found; or" if found(of_last_turn(messages)) else ""
     return f"{cause}, so the assistant's tokens cannot be found;{remedy}"
 
@@ -152,7 +163,7 @@ def _after_header(prompted: str, plain: str, text: str) -> int | None:
     """
     header = _PROMPT_THINKS.sub("", prompted.removeprefix(plain)) if prompted.startswith(plain) else ""
     start = text.rfind(header) + len(header)
-    return start if header and header in text and reasoning.THINK_BLOCK.fullmatch(text, start) else None
+    return start if header and header in text and THINK_BLOCK.fullmatch(text, start) else None
 
 
 def _with_other_contents(render: Render, messages: list[Message], i: int) -> list[str]:
@@ -174,3 +185,65 @@ def _render(tokenizer, messages, tools, **options) -> str:
         return tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, **options)
     except Exception as error:  # templates raise whatever they like, jinja's TemplateError mostly
         raise ValueError(f"the tokenizer's chat template refuses the first {len(messages)} messages: {error}") from error
+
+
+def check_reasoning(template: str, messages: list[Message], render: Render) -> None:
+    """Checks that a chat template writes the reasoning that learned answers have under a key.
+
+    Raises:
+      ValueError: the template never mentions the key, or leaves reasoning out even of an answer that ends the conversation.
+    """
+    keys = [_keys(message) if is_learned(message) else [] for message in messages]
+    for key in sum(keys, []):
+        if not re.search(rf"\b{key}\b", template):
+            raise ValueError(
+                f"the chat template would leave out {key}: it never mentions it; give another template"
+                f"{keeping_template(template)}, rename the key to the template's, or take it out of the data"
+            )
+    if keys[-1] and _is_left_out(messages, len(messages) - 1, render):
+        raise ValueError(
+            f"the chat template leaves out the reasoning ({keys[-1][0]}) even of the last answer, so none would ever be "
+            f"learned; give a template that keeps it{keeping_template(template)}, or take it out of the data"
+        )
+
+
+def has_reasoning(messages: list[Message]) -> bool:
+    """Tells if a learned answer of a conversation has reasoning."""
+    return any(is_learned(message) and _changed(message, "") != message for message in messages)
+
+
+def without_reasoning(messages: list[Message]) -> list[Message]:
+    """Returns the messages with empty reasoning."""
+    return [_changed(message, "") if message["role"] == "assistant" else message for message in messages]
+
+
+def after_empty_thinking(text: str, first: int, end: int) -> int:
+    """Returns where an answer begins after the empty think block that it may start with; the prompt may have its <think>."""
+    block = _EMPTY_BLOCK.match(text, first, end)
+    if block and (block[1] or text[:first].rstrip().endswith("<think>")):
+        return block.end()
+    return first
+
+
+def is_learned(message: Message) -> bool:
+    """Tells if a message is an answer whose weight is not 0."""
+    return message["role"] == "assistant" and bool(message.get("weight", 1))
+
+
+def _keys(message: Message) -> list[str]:
+    return [key for key in KEYS if isinstance(message.get(key), str) and message[key].strip()]
+
+
+def _is_left_out(messages: list[Message], i: int, render: Render) -> bool:
+    """Tells if message i has reasoning, and another reasoning would change nothing."""
+    other = _changed(messages[i], "{}x")
+    return other != messages[i] and render([*messages[:i], other, *messages[i + 1 :]]) == render(messages)
+
+
+def _changed(message: Message, form: str) -> Message:
+    """Returns a message whose reasoning is in another form, `{}` being the old one."""
+    changed = {key: form.replace("{}", message[key]) for key in _keys(message)}
+    content = message.get("content")
+    if isinstance(content, str) and (found := _IN_CONTENT.match(content)) and found[1].strip():
+        changed["content"] = content[: found.start(1)] + form.replace("{}", found[1]) + content[found.end(1) :]
+    return message | changed

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from moe_jax.train.data.documents import BAD, Documents
-from moe_jax.train.data.layouts import CHATS, KEYS, read_record
+from moe_jax.train.data.layouts import KEYS, read_record
 from moe_jax.train.data.readers import ArrowTable, as_json
 from moe_jax.train.data.sources import DataSource
 
@@ -27,11 +27,6 @@ MARKED_ROWS = 256
 KEPT_MARKS = 1024
 """Marks that stay in memory. Rows that were read ahead and not learned must not push out those that a checkpoint needs."""
 _logger = logging.getLogger(__name__)
-
-
-def streamed(first: Documents, rows: "RowStream") -> "Streamed":
-    """Returns the endless documents of a stream, given those of its first rows."""
-    return Streamed(**{**vars(first), "weighted": first.layouts[0] in CHATS}, first=first, rows=rows)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from moe_jax.train.data.reasoning import KEYS
+from moe_jax.train.data.turns import KEYS
 
 GENERATION_TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 _ANY_TAG = re.compile(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}")

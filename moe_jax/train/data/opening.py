@@ -14,11 +14,10 @@ import numpy as np
 from moe_jax.train.data import layouts
 from moe_jax.train.data.chat import has_weights
 from moe_jax.train.data.documents import Documents, SourcePart, joined
-from moe_jax.train.data.hub import hub_rows, hub_table, is_saved_dataset, local_table, streamed
+from moe_jax.train.data.hub import Streamed, hub_rows, hub_table, is_saved_dataset, local_table
 from moe_jax.train.data.readers import ArrowTable, Reader, file_reader
-from moe_jax.train.data.reasoning import EMPTY_THINKING
 from moe_jax.train.data.sources import DataSource, data_files, row_files, sources
-from moe_jax.train.data.turns import further_keys
+from moe_jax.train.data.turns import EMPTY_THINKING, further_keys
 
 
 def open_documents(
@@ -58,7 +57,8 @@ def open_documents(
     if empty_thinking == "mask":
         opened = [replace(each, empty_thinking="mask", fingerprint=f"{each.fingerprint} mask") for each in opened]
     if found[0].stream:
-        return streamed(opened[0], hub_rows(found[0]))
+        rows, weighted = hub_rows(found[0]), opened[0].layouts[0] in layouts.CHATS
+        return Streamed(**{**vars(opened[0]), "weighted": weighted}, first=opened[0], rows=rows)
     if len(opened) == 1:
         return opened[0]
     digest = hashlib.blake2b(b"several", digest_size=16)

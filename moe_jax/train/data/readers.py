@@ -203,9 +203,15 @@ class CsvFile(OnDisk):
         """
         whole = self.path.read_bytes()
         digest.update(whole)
-        lines = _CountedLines(whole[mark_of(whole) :])
-        table = csv.reader(lines, delimiter=self._delimiter, strict=True)
-        begin, line = 0, 1
+        begin, end, line = 0, 0, 1
+
+        def lines() -> Iterator[str]:
+            nonlocal end
+            for content in whole[mark_of(whole) :].splitlines(keepends=True):
+                end += len(content)
+                yield content.decode()
+
+        table = csv.reader(lines(), delimiter=self._delimiter, strict=True)
         while True:
             try:
                 fields = next(table, None)
@@ -216,12 +222,12 @@ class CsvFile(OnDisk):
             if fields is None:
                 return
             if fields and begin > 0:
-                place = line, begin + mark_of(whole), lines.byte - begin
+                place = line, begin + mark_of(whole), end - begin
                 problem = None
                 if len(fields) != len(self.columns):
                     problem = f"has {len(fields)} fields, and the first line names {len(self.columns)}"
                 yield RawRow(*place, b"" if problem else self._json(fields), problem)
-            begin, line = lines.byte, table.line_num + 1
+            begin, line = end, table.line_num + 1
 
     def content(self, offset: int, size: int) -> bytes | None:
         """Returns a row as a JSON object; None if the file has changed."""
@@ -255,21 +261,6 @@ def csv_file(path: Path) -> CsvFile:
     if not names or len(set(names)) < len(names):
         raise ValueError(f"{path}:1: the first line must name the columns, each by another name; it is {names!r:.200}")
     return CsvFile(path, made.stamp, tuple(names))
-
-
-class _CountedLines:
-    """The lines of a file's bytes as text; `byte` stands behind the last line that was taken."""
-
-    def __init__(self, whole: bytes):
-        self._lines, self.byte = iter(whole.splitlines(keepends=True)), 0
-
-    def __iter__(self) -> "_CountedLines":
-        return self
-
-    def __next__(self) -> str:
-        line = next(self._lines)
-        self.byte += len(line)
-        return line.decode()
 
 
 @dataclass(frozen=True)

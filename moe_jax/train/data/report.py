@@ -113,7 +113,6 @@ def report(
     tokenizer: Any,
     *,
     seq_len: int,
-    seed: int = 0,
     skip_bad: bool = False,
     shown: int = 3,
     marks: Marks = PLAIN,
@@ -126,7 +125,7 @@ def report(
     if documents.is_stream:
         yield f"the first rows of a stream: {documents.parts[0].name}"
     documents = documents.surveyed
-    found = survey(documents, tokenizer, seq_len=seq_len, seed=seed, skip_bad=skip_bad, max_documents=None, max_seconds=None)
+    found = survey(documents, tokenizer, seq_len=seq_len, skip_bad=skip_bad, max_documents=None, max_seconds=None)
     yield from describe_sources(documents, found, tokenizer.chat_template)
     width = 26
     for name, value in _numbers(documents, found, seq_len):

@@ -9,11 +9,10 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from moe_jax.train.data.chat import answers_without_reasoning, chat_tokens
+from moe_jax.train.data.chat import answers_without_reasoning, chat_tokens, has_reasoning
 from moe_jax.train.data.documents import Documents
 from moe_jax.train.data.mixing import epoch
 from moe_jax.train.data.packing import PACKING_ROWS, pieces
-from moe_jax.train.data.reasoning import has_reasoning
 from moe_jax.train.data.tokenization import Tokenized, tokenization
 from moe_jax.train.data.turns import of_last_turn
 

@@ -5,8 +5,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from moe_jax.checkpoint.messages import without_nulls
-from moe_jax.train.data.reasoning import KEYS
 
+KEYS = ("reasoning_content", "reasoning", "thinking")
+"""Keys of a message for its reasoning; each template reads one of them."""
+EMPTY_THINKING = ("learn", "mask")
+"""Choices for the empty think blocks that templates write into answers without reasoning."""
 ROLE_OF = {
     **{name: "user" for name in ("human", "user")},
     **{name: "assistant" for name in ("gpt", "assistant", "chatgpt", "bing", "bard", "model", "function_call")},
