@@ -17,6 +17,7 @@ class ExpertsSpec:
       shared_intermediate_size: total width of the shared experts, which every token passes; 0 if there are none.
       num_groups: number of equal groups of consecutive experts. The router first chooses groups; 1 if it chooses among all
         experts.
+      softmax_router: True if the router chooses the k largest of a softmax over all experts as weights; False: another rule.
       aux_loss_coef: default factor of the load-balancing loss over a whole batch.
       sequence_loss_coef: default factor of the load-balancing loss within each sequence.
     """
@@ -26,5 +27,6 @@ class ExpertsSpec:
     moe_intermediate_size: int
     shared_intermediate_size: int = 0
     num_groups: int = 1
+    softmax_router: bool = True
     aux_loss_coef: float = 0.0
     sequence_loss_coef: float = 0.0

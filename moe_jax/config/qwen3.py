@@ -5,6 +5,7 @@ from typing import Any, ClassVar
 
 from moe_jax.config.base import ModelConfig, is_positive, rename, value_of
 from moe_jax.config.experts import ExpertsSpec
+from moe_jax.config.mixer import HeadsSpec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,19 +57,17 @@ class Qwen3Config(ModelConfig):
         return problems
 
     @property
-    def rotary_dim(self) -> int:
-        """Width of a head: the rotary embedding rotates all of it."""
-        return self.head_dim
-
-    @property
-    def key_dim(self) -> int:
-        """Width of a query head and of a key head."""
-        return self.head_dim
-
-    @property
-    def value_dim(self) -> int:
-        """Width of a value head."""
-        return self.head_dim
+    def mixer(self) -> HeadsSpec:
+        """The attention of each layer, whose rotary embedding rotates whole heads."""
+        return HeadsSpec(
+            heads=self.num_attention_heads,
+            kv_heads=self.num_key_value_heads,
+            key_dim=self.head_dim,
+            value_dim=self.head_dim,
+            rotary_dim=self.head_dim,
+            biases=self.attention_bias,
+            head_norms=True,
+        )
 
     @property
     def experts(self) -> ExpertsSpec | None:

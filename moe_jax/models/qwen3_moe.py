@@ -13,13 +13,15 @@ class Qwen3Moe(Qwen3):
     config: Qwen3MoeConfig
 
     def _experts(self, *, stack: tuple[int, ...], param_dtype, rngs: nnx.Rngs) -> MoE:
-        config = self.config
+        config, spec = self.config, self.config.experts
+        assert spec is not None
         return MoE(
             config.hidden_size,
-            config.moe_intermediate_size,
-            config.num_experts,
-            config.num_experts_per_tok,
+            spec.moe_intermediate_size,
+            spec.num_experts,
+            spec.num_experts_per_tok,
             norm_topk_prob=config.norm_topk_prob,
+            shared_intermediate_size=spec.shared_intermediate_size,
             stddev=config.initializer_range,
             stack=stack,
             param_dtype=param_dtype,

@@ -120,7 +120,7 @@ def _layers(
 ) -> ComputedLayers:
     """Runs all layers and the norm behind them."""
     layers, windows = layers_of(served, weights), served.config.layer_windows
-    value_dim = served.config.latent_value_dim
+    value_dim = served.config.mixer.latent_value_dim
     attends = [
         PagedAttend(of_layer, batch.places, batch.queries, batch.single_query_rows, value_dim, window)
         for of_layer, window in zip(pages, windows, strict=True)
