@@ -34,8 +34,8 @@ def add_lora(model: Decoder, settings: LoraSettings | None = None, *, rngs: nnx.
 
     Raises:
       ValueError: the model has adapters already, or modules that predict further tokens, or lies in the chunks of a pipeline.
-        Or a matrix that is not declared (`parallel.matrices`), or a name in `targets` or `ranks` that is no target in this
-        model, or dropout for experts or routers. Nothing has been changed then.
+        Or a matrix is not declared (`parallel.matrices`), or a name in `targets` or `ranks` is no target in this model.
+        Or dropout for experts or routers. Nothing has been changed then.
     """
     settings = settings or LoraSettings()
     chosen = _chosen(model, settings)

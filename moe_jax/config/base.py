@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from types import UnionType
 from typing import Any, ClassVar, Self, get_args, get_origin, get_type_hints
 
-from moe_jax.config.experts import ExpertsSpec
-from moe_jax.config.mixer import HeadsSpec, Shapes
+from moe_jax.config.specs import ExpertsSpec, HeadsSpec, Shapes
 
 
 @dataclass(frozen=True)

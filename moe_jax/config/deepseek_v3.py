@@ -4,8 +4,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
 from moe_jax.config.base import ModelConfig, Stage, is_positive, rename, value_of
-from moe_jax.config.experts import ExpertsSpec
-from moe_jax.config.mixer import LatentSpec
+from moe_jax.config.specs import ExpertsSpec, LatentSpec
 
 SCORING_FUNCTIONS = ("sigmoid", "softmax")
 TOPK_METHODS = ("noaux_tc", "group_limited_greedy", "greedy")
@@ -140,6 +139,7 @@ class DeepseekV3Config(ModelConfig):
             moe_intermediate_size=self.moe_intermediate_size,
             shared_intermediate_size=self.n_shared_experts * self.moe_intermediate_size,
             num_groups=self.num_groups,
+            norm_topk_prob=self.norm_topk_prob,
             softmax_router=False,
             sequence_loss_coef=self.aux_loss_alpha if self.seq_aux else 0.0,
         )

@@ -4,8 +4,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from moe_jax.config.base import ModelConfig, is_positive, rename, value_of
-from moe_jax.config.experts import ExpertsSpec
-from moe_jax.config.mixer import HeadsSpec
+from moe_jax.config.specs import ExpertsSpec, HeadsSpec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,6 +139,7 @@ class Qwen3MoeConfig(Qwen3Config):
             num_experts=self.num_experts,
             num_experts_per_tok=self.num_experts_per_tok,
             moe_intermediate_size=self.moe_intermediate_size,
+            norm_topk_prob=self.norm_topk_prob,
             aux_loss_coef=self.router_aux_loss_coef,
         )
 

@@ -16,7 +16,7 @@ from moe_jax.models.auto import abstract_parameters
 from moe_jax.parallel.choices import MESH_AXES, MeshShape
 from moe_jax.parallel.fsdp_fp8 import can_travel_in_fp8
 from moe_jax.parallel.layout import data_axis, gathered_axes, parameter_spec
-from moe_jax.parallel.matrices import Role, declaration_of
+from moe_jax.parallel.matrices import declaration_of
 from moe_jax.parallel.pipeline.chunks import layers_of_chunk
 
 
@@ -25,7 +25,6 @@ class Parameter:
     """One parameter array of the model, and its share on each device."""
 
     path: tuple
-    role: Role
     layers: int
     """Layers stacked in the array, with a pipe those of one rank; 1 outside stages."""
     own_size: int
@@ -105,7 +104,6 @@ def parameters(config: ModelConfig, mesh: MeshShape, chunks: int) -> tuple[Param
         found.append(
             Parameter(
                 path,
-                declaration_of(path, shape).role,
                 layers,
                 own,
                 part,

@@ -127,10 +127,10 @@ def _ring_seconds(step: PlannedStep, keys: float, attention: Passes, machine: Ma
         return 2 * size / machine.hbm
 
     ordered = senders * keys if senders > 1 else 0.0
-    forward = exposed(keys, attention.forward) + moved(4 * step.tokens * mixer.value_elements + ordered)
+    forward = exposed(keys, attention.forward) + moved(4 * step.tokens * mixer.heads * mixer.value_dim + ordered)
     backward = exposed(keys, (1 - QUERIES_SHARE) * attention.backward)
     backward += exposed(2 * keys, QUERIES_SHARE * attention.backward)
-    backward += moved(4 * step.tokens * (mixer.query_elements + senders * mixer.key_value_elements) + 3 * ordered)
+    backward += moved(4 * step.tokens * (mixer.heads * mixer.key_dim + senders * mixer.key_value_elements) + 3 * ordered)
     return Passes(*(ring_steps * seconds for seconds in (forward, forward, backward)))
 
 
@@ -147,7 +147,7 @@ def _ulysses_seconds(step: PlannedStep, machine: Machine) -> Passes:
     Latents go whole to all devices, and their gradients back.
     """
     mixer, axes = step.mixer, ("context",)
-    elements = mixer.query_elements + mixer.value_elements + mixer.key_value_elements - mixer.expanded_elements
+    elements = mixer.head_elements + mixer.key_value_elements - mixer.expanded_elements
     to_heads = all_to_all_seconds(machine, ELEMENT * step.tokens * elements, axes, step.mesh)
     if not mixer.expanded_elements:
         return Passes(to_heads, to_heads, to_heads)

@@ -56,7 +56,7 @@ def layer_workspace(step: PlannedStep, number: int) -> float:
     Experts that are computed in chunks accumulate the gradients of their weights in float32.
     """
     config, stage = step.config, step.stages[number]
-    head_elements = step.mixer.query_elements + step.mixer.value_elements + step.mixer.key_value_elements
+    head_elements = step.mixer.head_elements + step.mixer.key_value_elements
     gathered = gathered_layers(step, number) + rounding_bytes(step, number)
     if stage.sparse:
         inter = step.experts.moe_intermediate_size

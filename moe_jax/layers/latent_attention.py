@@ -48,32 +48,19 @@ class LatentAttention(nnx.Module):
     def __init__(
         self, config: DeepseekV3Config, *, stack: tuple[int, ...] = (), param_dtype: DTypeLike = jnp.float32, rngs: nnx.Rngs
     ):
-        heads, rope_dim, mixer = config.num_attention_heads, config.qk_rope_head_dim, config.mixer
-
-        def linear(in_features: int, out_features: int, use_bias: bool = False) -> Linear:
-            return Linear(
-                in_features,
-                out_features,
-                use_bias=use_bias,
-                stddev=config.initializer_range,
-                stack=stack,
-                param_dtype=param_dtype,
-                rngs=rngs,
-            )
-
-        def norm(size: int) -> RMSNorm:
-            return RMSNorm(size, eps=LATENT_NORM_EPS, stack=stack, param_dtype=param_dtype)
-
+        mixer = config.mixer
+        linear = partial(Linear, stddev=config.initializer_range, stack=stack, param_dtype=param_dtype, rngs=rngs)
+        norm = partial(RMSNorm, eps=LATENT_NORM_EPS, stack=stack, param_dtype=param_dtype)
         if config.q_lora_rank is None:
-            self.q_proj = linear(config.hidden_size, heads * mixer.key_dim)
+            self.q_proj = linear(config.hidden_size, mixer.heads * mixer.key_dim)
         else:
-            self.q_a_proj = linear(config.hidden_size, config.q_lora_rank, config.attention_bias)
+            self.q_a_proj = linear(config.hidden_size, config.q_lora_rank, use_bias=mixer.biases)
             self.q_a_layernorm = norm(config.q_lora_rank)
-            self.q_b_proj = linear(config.q_lora_rank, heads * mixer.key_dim)
-        self.kv_a_proj_with_mqa = linear(config.hidden_size, config.kv_lora_rank + rope_dim, config.attention_bias)
+            self.q_b_proj = linear(config.q_lora_rank, mixer.heads * mixer.key_dim)
+        self.kv_a_proj_with_mqa = linear(config.hidden_size, mixer.latent_dim, use_bias=mixer.biases)
         self.kv_a_layernorm = norm(config.kv_lora_rank)
-        self.kv_b_proj = linear(config.kv_lora_rank, heads * (config.qk_nope_head_dim + config.v_head_dim))
-        self.o_proj = linear(heads * config.v_head_dim, config.hidden_size, config.attention_bias)
+        self.kv_b_proj = linear(mixer.rank, mixer.expansion[0])
+        self.o_proj = linear(mixer.heads * mixer.value_dim, config.hidden_size, use_bias=mixer.biases)
         self.config = config
         self.scale = mixer.key_dim**-0.5 * mscale_of_scores(config.rope_parameters, config.max_position_embeddings)
 

@@ -11,8 +11,7 @@ from jax.typing import DTypeLike
 from moe_jax.config import ModelConfig
 from moe_jax.models.decoder import Decoder
 from moe_jax.models.deepseek_v3 import DeepseekV3
-from moe_jax.models.qwen3 import Qwen3
-from moe_jax.models.qwen3_moe import Qwen3Moe
+from moe_jax.models.qwen3 import Qwen3, Qwen3Moe
 
 MODEL_CLASSES: dict[str, type[Decoder]] = {
     "qwen3": Qwen3,

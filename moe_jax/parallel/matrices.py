@@ -1,7 +1,7 @@
 """Declares every matrix of a model in one table: its role, and the mesh axes that may split it.
 
-The layout (`parallel.layout`), adapters, FP8 and the model of cost read the table. A matrix that it lacks is an error there: it
-would be whole on every device, without an adapter, and in bf16, and nobody would be told.
+The layout (`parallel.layout`), adapters, FP8 and the model of cost read the table. A matrix that it lacks is an error there.
+Else it would be whole on every device, without an adapter and in bf16, and nobody would be told.
 """
 
 from collections.abc import Iterable
@@ -61,28 +61,21 @@ def declaration_of(path: tuple, shape: tuple[int, ...]) -> Matrix:
     Raises:
       ValueError: a matrix that is not declared.
     """
-    if (found := declared(path)) is not None:
-        return found
-    _refuse([(path, shape)])
-    return _VECTOR
+    check_declared([(path, shape)])
+    return declared(path) or _VECTOR
 
 
 def check_declared(parameters: Iterable[tuple[tuple, Any]]) -> None:
-    """Refuses matrices that are not declared; accepts parameters with their paths, as `nnx.to_flat_state` returns them.
+    """Refuses matrices that are not declared: parameters with several axes, one of layers left out.
+
+    Args:
+      parameters: paths with shapes, or with arrays.
 
     Raises:
       ValueError: as above; one error names all of them.
     """
-    _refuse([(path, leaf.shape) for path, leaf in parameters if declared(path) is None])
-
-
-def _refuse(undeclared: list[tuple[tuple, tuple[int, ...]]]) -> None:
-    """Refuses parameters that are matrices: those with several axes, one of layers left out."""
-    matrices = [
-        f"{'.'.join(map(str, path))} {list(shape)}"
-        for path, shape in undeclared
-        if len(shape) - (path[0] == "stages") > 1
-    ]  # fmt: skip
+    unknown = {path: getattr(leaf, "shape", leaf) for path, leaf in parameters if declared(path) is None}
+    matrices = [f"{'.'.join(map(str, p))} {list(s)}" for p, s in unknown.items() if len(s) - (p[0] == "stages") > 1]
     if matrices:
         raise ValueError(
             f"no declaration says how to split, adapt and round {', '.join(matrices)}: add the name and its role to MATRICES "
