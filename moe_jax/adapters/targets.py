@@ -50,12 +50,10 @@ ADAPTERS = {"weight": "lora", "gate_up_proj": "gate_up_lora", "down_proj": "down
 
 def targets_of(model: Decoder) -> Iterator[Target]:
     """Yields every matrix that can have an adapter: those inside the layers, and embedding and head if they are not tied."""
-    if not model.config.tie_word_embeddings:
-        yield Target("embedding", ("embed_tokens",), model.embed_tokens, "weight", "lora")
-        yield Target("head", ("lm_head",), model.lm_head, "weight", "lora")
+    kinds = KINDS if model.config.tie_word_embeddings else (*OUTSIDE, *KINDS)
     for path, module in nnx.iter_modules(model):
         for weight, adapter in ADAPTERS.items():
             if hasattr(module, weight) and hasattr(module, adapter) and (matrix := declared((*path, weight))) is not None:
                 kind = "mlp" if matrix.role == "shared_experts" else matrix.role
-                if kind in KINDS:
+                if kind in kinds:
                     yield Target(kind, path, module, weight, adapter)

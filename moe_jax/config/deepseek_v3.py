@@ -119,11 +119,6 @@ class DeepseekV3Config(ModelConfig):
         )
 
     @property
-    def num_experts(self) -> int:
-        """Number of routed experts, under the name that other architectures use."""
-        return self.n_routed_experts
-
-    @property
     def num_groups(self) -> int:
         """Number of groups of experts; 1 if the router chooses among all experts."""
         return 1 if self.topk_method == "greedy" else self.n_group
@@ -143,11 +138,6 @@ class DeepseekV3Config(ModelConfig):
             softmax_router=False,
             sequence_loss_coef=self.aux_loss_alpha if self.seq_aux else 0.0,
         )
-
-    @property
-    def has_expert_bias(self) -> bool:
-        """True if the choice of experts adds a bias (`mlp.gate.e_score_correction_bias`)."""
-        return self.topk_method == "noaux_tc"
 
     @property
     def moe_layers(self) -> tuple[int, ...]:

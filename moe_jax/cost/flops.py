@@ -23,8 +23,7 @@ def num_active_parameters(config: ModelConfig) -> int:
     Qwen3-30B-A3B: 3.35e9, DeepSeek-V3: 37.6e9.
     """
     config = config.without_mtp()
-    experts = sum(stage.num_layers * layer_weights(config, n)["experts"] for n, stage in enumerate(config.stages))
-    return num_parameters(config) - experts + _active(config, experts)
+    return num_parameters(config) - _idle_weights(config, range(len(config.stages)))
 
 
 def forward_flops_per_token(config: ModelConfig, seq_len: float) -> float:
@@ -54,26 +53,24 @@ def training_flops_per_token(config: ModelConfig, seq_len: float, *, frozen: boo
 
 
 @cache
-def layer_weights(config: ModelConfig, number: int) -> Counter[Role]:
-    """Returns the weights of one layer's matrices by role. MTP modules are stages after the others."""
+def stage_weights(config: ModelConfig, number: int) -> Counter[Role]:
+    """Returns the weights of the matrices in all layers of a stage, by role. MTP modules are stages after the others."""
     weights: Counter[Role] = Counter()
     for path, shape in shapes(config):
         if path[:2] == ("stages", number) and (matrix := declaration_of(path, shape)).axes > 1:
-            weights[matrix.role] += math.prod(shape[1:])
+            weights[matrix.role] += math.prod(shape)
     return weights
 
 
 def _matmul_weights(config: ModelConfig, *, mtp: bool) -> int:
-    """Returns the weights that multiply one token: of the layers and the vocabulary projection, or of all MTP modules."""
-    stages = [*enumerate((*config.stages, *config.mtp_stages))]
-    weights, own = 0, stages[len(config.stages) :] if mtp else stages[: len(config.stages)]
-    for number, stage in own:
-        of_layer = layer_weights(config, number)
-        weights += stage.num_layers * (of_layer.total() - of_layer["experts"] + _active(config, of_layer["experts"]))
-    return weights + (len(own) if mtp else 1) * config.vocab_size * config.hidden_size
+    """Returns the weights that multiply one token: of layers and vocabulary projection, or of all MTP modules with theirs."""
+    layers, modules = len(config.stages), len(config.mtp_stages)
+    stages, heads = (range(layers, layers + modules), modules) if mtp else (range(layers), 1)
+    multiplied = sum(stage_weights(config, number).total() for number in stages) - _idle_weights(config, stages)
+    return multiplied + heads * config.vocab_size * config.hidden_size
 
 
-def _active(config: ModelConfig, experts: int) -> int:
-    """Returns the part of the experts' weights that multiplies one token."""
-    spec = config.experts
-    return experts * spec.num_experts_per_tok // spec.num_experts if spec else 0
+def _idle_weights(config: ModelConfig, stages: range) -> int:
+    """Returns the weights of experts that one token does not choose."""
+    experts, spec = sum(stage_weights(config, number)["experts"] for number in stages), config.experts
+    return experts - experts * spec.num_experts_per_tok // spec.num_experts if spec else 0

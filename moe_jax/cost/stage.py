@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from moe_jax.config import Stage
-from moe_jax.cost.flops import layer_weights
+from moe_jax.cost.flops import stage_weights
 from moe_jax.cost.fp8 import rounding_seconds
 from moe_jax.cost.frozen_weights import quantised_layer
 from moe_jax.cost.layer import (
@@ -95,8 +95,8 @@ def layer_seconds(step: PlannedStep, number: int, machine: Machine) -> dict[str,
     hidden, dense_inter = config.hidden_size, config.intermediate_size
     if stage.sparse:
         dense_inter = step.experts.shared_intermediate_size
-    of_layer = layer_weights(config, number)
-    weights = of_layer.total() - of_layer["experts"] - of_layer["router"]
+    of_stage = stage_weights(config, number)
+    weights = (of_stage.total() - of_stage["experts"] - of_stage["router"]) / stage.num_layers
     # Two norms and two sums; the activation of a dense block; with shared experts the sum of both outputs.
     elements = (10 + (3 if stage.sparse and dense_inter else 0)) * hidden + step.mixer.moved_elements + 3 * dense_inter
     if step.is_module(stage):

@@ -21,14 +21,14 @@ class DeepseekV3(Decoder):
         return LatentAttention(self.config, stack=stack, param_dtype=param_dtype, rngs=rngs)
 
     def _router(self, **options) -> GroupRouter:
-        config = self.config
+        config, has_bias = self.config, self.config.topk_method == "noaux_tc"
         rule = GroupRule(
             scoring_func=config.scoring_func,
             num_groups=config.num_groups,
             groups_per_token=config.topk_group,
-            group_score_size=2 if config.topk_method == "noaux_tc" else 1,
+            group_score_size=2 if has_bias else 1,
             norm_topk_prob=config.norm_topk_prob,
             routed_scaling_factor=config.routed_scaling_factor,
         )
         sizes = config.hidden_size, config.n_routed_experts, config.num_experts_per_tok
-        return GroupRouter(*sizes, rule, has_bias=config.has_expert_bias, **options)
+        return GroupRouter(*sizes, rule, has_bias=has_bias, **options)

@@ -87,7 +87,7 @@ def test_a_step_has_the_flops_of_its_model(config):
     # Attention's backward pass recomputes the scores.
     mixer, pairs = config.mixer, sum(run.attended) * config.num_attention_heads
     scores = (8 * mixer.key_dim + 6 * mixer.value_dim) - 6 * (mixer.key_dim + mixer.value_dim)
-    router = 6 * len(config.routed_layers) * config.hidden_size * config.num_experts
+    router = 6 * len(config.routed_layers) * config.hidden_size * config.experts.num_experts
     expected = training_flops_per_token(config, 4096) + scores * pairs - router
     assert sum(seconds.values()) / run.tokens == pytest.approx(expected, rel=0.02)
     exact = {name: seconds[name] for name in ("projections", "attention", "loss")}

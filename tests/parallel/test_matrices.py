@@ -69,7 +69,7 @@ def test_a_small_matrix_is_whole(monkeypatch):
     assert not lies_in_chunks(path, (2, 128, 1, 4)) and lies_in_chunks(path, (1, 2, 1, 128, 1, 4))
 
 
-def test_adapters_are_refused_before_the_model_is_frozen(model):
+def test_adapters_are_refused_at_once(model):
     with pytest.raises(ValueError, match=REFUSAL):
         add_lora(model, LoraSettings(targets=("q_proj",)), rngs=nnx.Rngs(0))
     assert not has_adapters(model) and isinstance(model.norm.weight, nnx.Param)
@@ -80,7 +80,7 @@ def test_adapters_know_a_matrix_that_is_declared(model, known):
     assert summary.kinds["attention"].parameters == 2 * 2 * (128 + 128)
 
 
-def test_dense_groups_are_refused_before_anything_multiplies_in_fp8(model):
+def test_dense_groups_are_refused_at_once(model):
     model.set_precision("fp8")  # experts alone
     model.set_precision(None)
     with pytest.raises(ValueError, match=REFUSAL):
