@@ -8,10 +8,11 @@ Shapes = tuple[tuple[int, ...], ...]
 
 
 class Mixer(Protocol):
-    """The part of a layer in which a token sees others. A recurrent kind keeps a state of each sequence, and no tokens."""
+    """The part of a layer in which a token sees others. A recurrent kind keeps states of sequences, not of tokens."""
 
-    name: ClassVar[str]
-    """The name in messages, for example "attention"."""
+    @property
+    def name(self) -> str:
+        """The name in messages, for example "attention"."""
 
     @property
     def of_token(self) -> Shapes:
@@ -22,7 +23,7 @@ class Mixer(Protocol):
         """Shapes of the arrays (f32) that a layer keeps of each sequence, and overwrites with every token."""
 
     def flops(self, keys: float) -> float:
-        """Returns the FLOPs of a token that sees this many, forward, without those of the layer's matrices."""
+        """Returns the forward FLOPs of a token that attends to `keys` tokens, without those of the layer's matrices."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -102,17 +102,7 @@ def parameters(config: ModelConfig, mesh: MeshShape, chunks: int) -> tuple[Param
         part = own // (1 if data_axis(path, shape, abstract) is None else mesh.data)
         by_layer = in_pipe or (path[0] == "stages" and mesh.pipe == 1)
         found.append(
-            Parameter(
-                path,
-                layers,
-                own,
-                part,
-                ways,
-                gathered,
-                used,
-                by_layer,
-                can_travel_in_fp8(path, shape, abstract),
-            )
+            Parameter(path, layers, own, part, ways, gathered, used, by_layer, can_travel_in_fp8(path, shape, abstract))
         )
     return tuple(found)
 
