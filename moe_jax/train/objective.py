@@ -9,15 +9,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from moe_jax.config import ModelConfig
 from moe_jax.kernels.varying import varying_axes
+from moe_jax.layers.balance import move_bias
 from moe_jax.layers.router_sums import RouterSums
 from moe_jax.models.decoder import Decoder
 from moe_jax.models.output import HiddenStates
 from moe_jax.train.batch import BATCH_ARRAYS, Batch, as_divisor, total_weight
-from moe_jax.train.expert_bias import move_expert_bias
 from moe_jax.train.loss import LossParts, LossWeights, loss, loss_of_states
 
 LossFunction = Callable[[Decoder, Batch], tuple[Float[Array, ""], dict[str, Float[Array, ""]]]]
@@ -263,3 +263,30 @@ def _check_result(found: Any) -> None:
                 f"loss must return the same on every device, and {name} differs along {', '.join(sorted(axes))}: sum it over "
                 "them with train.sum_over_devices(model, ...)"
             )
+
+
+def move_expert_bias(expert_bias: nnx.State, expert_load: Int[Array, "moe_layers experts"], rate: float) -> nnx.State:
+    """Moves the biases of each stage, [layers, experts], by the load of the stage's layers (`layers.balance.move_bias`).
+
+    Stages follow each other in `expert_load`. Without biases, or with rate 0, returns `expert_bias` itself.
+
+    Raises:
+      ValueError: the biases have more or fewer layers than the load.
+    """
+    biases, structure = jax.tree.flatten(expert_bias)
+    if not biases or rate == 0:
+        return expert_bias
+    ends = np.cumsum([len(bias) for bias in biases])
+    if ends[-1] != len(expert_load):
+        raise ValueError(f"the model has biases for {ends[-1]} of its {len(expert_load)} layers with experts; all need one")
+    loads = jnp.split(expert_load, ends[:-1])
+    return jax.tree.unflatten(structure, [move_bias(bias, load, rate) for bias, load in zip(biases, loads, strict=True)])
+
+
+def expert_bias_range(expert_bias: nnx.State) -> dict[str, Float[Array, "moe_layers 2"]]:
+    """Returns the metric "expert_bias_range", each layer's (smallest, largest) bias; no metric for a model without biases."""
+    stages = jax.tree.leaves(expert_bias)
+    if not stages:
+        return {}
+    biases = jnp.concatenate(stages)
+    return {"expert_bias_range": jnp.stack([biases.min(axis=1), biases.max(axis=1)], axis=1)}
