@@ -1,6 +1,7 @@
-"""ExpertsSpec: every config says what experts it has, and code that serves all architectures reads it there alone."""
+"""Every config says what attention and what experts it has, and code that serves all architectures reads it there alone."""
 
 import ast
+import re
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
@@ -14,6 +15,8 @@ from moe_jax.config import (
     DeepseekV3Config,
     ExpertLayer,
     ExpertsSpec,
+    HeadsSpec,
+    LatentSpec,
     ModelConfig,
     Qwen3Config,
     Qwen3MoeConfig,
@@ -81,6 +84,8 @@ def test_a_class_that_does_not_define_experts_is_refused():
     sizes = dict.fromkeys(ModelConfig.positive, 8)
     with pytest.raises(NotImplementedError, match="Undefined must define the property experts"):
         Undefined(**sizes)
+    with pytest.raises(NotImplementedError, match="Undefined must define the property mixer"):
+        ModelConfig.mixer.fget(object.__new__(Undefined))
 
 
 def test_sparse_layers_without_experts_are_refused():
@@ -203,6 +208,32 @@ def test_no_config_is_asked_for_a_field_that_it_may_lack():
         if ast.unparse(node.args[0]).split(".")[-1] == "config"
     ]
     assert not wrong, f"read config.experts instead: {wrong}"
+
+
+def test_no_config_is_asked_for_its_class():
+    """A new architecture would be none of the classes that such code knows."""
+    others = [path for path in sorted(PACKAGE.rglob("*.py")) if path.relative_to(PACKAGE).parts[0] not in ("config", "models")]
+    wrong = [
+        str(path.relative_to(PACKAGE)) for path in others if re.search(r"isinstance\(([\w.]*\.)?config,", path.read_text())
+    ]
+    assert not wrong, f"read config.mixer or config.experts instead: {wrong}"
+
+
+def test_attention_of_heads_keeps_keys_and_values():
+    mixer = Qwen3MoeConfig(num_attention_heads=8, num_key_value_heads=2, head_dim=16, attention_bias=True).mixer
+    sizes = dict(heads=8, kv_heads=2, key_dim=16, value_dim=16, rotary_dim=16)
+    assert mixer == HeadsSpec(**sizes, biases=True, head_norms=True)
+    assert (mixer.of_token, mixer.of_sequence, mixer.latent_value_dim) == (((2, 16), (2, 16)), (), None)
+    assert (mixer.flops(3), mixer.backward_flops(3)) == (3 * 2 * 8 * 32, 3 * 8 * 160)
+    assert mixer.travelling_elements == mixer.key_value_elements == 2 * 32 and mixer.expanded_elements == 0
+
+
+def test_latent_attention_keeps_latents():
+    mixer = DeepseekV3Config().mixer
+    assert isinstance(mixer, LatentSpec) and not mixer.biases
+    assert (mixer.of_token, mixer.latent_value_dim, mixer.latent_dim) == (((576,),), 512, 576)
+    assert mixer.expansion == (128 * (128 + 128), 512) and mixer.expanded_elements == 128 * (192 + 128)
+    assert (mixer.query_rank, DeepseekV3Config(q_lora_rank=None).mixer.query_rank) == (1536, 0)
 
 
 def test_layers_of_experts_are_those_of_the_named_configs():
