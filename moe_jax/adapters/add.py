@@ -13,11 +13,11 @@ from moe_jax.adapters.settings import DEFAULT_TARGETS, LoraSettings
 from moe_jax.adapters.targets import OUTSIDE, Target, targets_of
 from moe_jax.config import ModelConfig
 from moe_jax.layers.lora import Adapter, Frozen, freeze, has_adapters
+from moe_jax.layers.matrices import check_declared
 from moe_jax.layers.quantised import matrices_of
 from moe_jax.models.auto import from_config
 from moe_jax.models.decoder import Decoder
 from moe_jax.parallel.layout import mesh_of
-from moe_jax.parallel.matrices import check_declared
 from moe_jax.parallel.pipeline.chunks import refuse_chunks
 
 WITH_NAMES = ("attention", *OUTSIDE)
@@ -39,7 +39,7 @@ def add_lora(model: Decoder, settings: LoraSettings | None = None, *, rngs: nnx.
 
     Raises:
       ValueError: the model has adapters already, or modules that predict further tokens, or lies in the chunks of a pipeline.
-        Or a matrix is not declared (`parallel.matrices`), or a name in `targets` or `ranks` is no target in this model.
+        Or a matrix is not declared (`layers.matrices`), or a name in `targets` or `ranks` is no target in this model.
         Or dropout for experts or routers. Nothing has been changed then.
     """
     settings = settings or LoraSettings()

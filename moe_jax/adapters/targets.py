@@ -6,15 +6,15 @@ from typing import NamedTuple
 from flax import nnx
 
 from moe_jax.layers.lora import Adapter
+from moe_jax.layers.matrices import declared
 from moe_jax.models.decoder import Decoder
-from moe_jax.parallel.matrices import declared
 
 
 class Target(NamedTuple):
     """A matrix, or one of each expert, stacked over the layers of a stage."""
 
     kind: str
-    """One of KINDS or OUTSIDE: the matrix's role (`parallel.matrices`); shared experts are of "mlp"."""
+    """One of KINDS or OUTSIDE: the matrix's role (`layers.matrices`); shared experts are of "mlp"."""
     path: tuple
     """The path of the module that holds the matrix."""
     module: nnx.Module

@@ -15,7 +15,7 @@ from flax import nnx
 from jax.experimental import multihost_utils
 
 from moe_jax.config import ModelConfig
-from moe_jax.layers.tickets import is_expert_matrix
+from moe_jax.layers.matrices import declaration_of
 from moe_jax.models.auto import abstract_parameters
 from moe_jax.parallel.layout import lies_in_chunks
 from moe_jax.parallel.pipeline.restack import take_layer
@@ -80,7 +80,7 @@ def fused_tensors(config: ModelConfig) -> list[HfTensor]:
         HfTensor(f"model.layers.{layer}.mlp.experts.{path[-1]}", leaf.shape[1:], path, (row,))
         for layer, own in _layers(config)
         for path, row, leaf in own
-        if is_expert_matrix(path)
+        if declaration_of(path, leaf.shape).role == "experts"
     ]
 
 
@@ -123,7 +123,7 @@ def _layers(config: ModelConfig) -> Iterator[tuple[int, list[tuple[tuple, int, n
 def _tensors(prefix: str, path: tuple, row: int, leaf: nnx.Variable) -> Iterator[HfTensor]:
     """Yields the tensors of one layer's parameter; gate_up_proj of experts holds gate rows first, then up rows."""
     own = ".".join(map(str, path[2:])).removeprefix("block.")
-    if not is_expert_matrix(path):
+    if declaration_of(path, leaf.shape).role != "experts":
         yield HfTensor(prefix + _HUB_NAMES.get(own, own), leaf.shape[1:], path, (row,), trained=isinstance(leaf, nnx.Param))
         return
     experts, rows, columns = leaf.shape[1:]

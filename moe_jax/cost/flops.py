@@ -6,7 +6,7 @@ from functools import cache
 
 from moe_jax.config import ModelConfig
 from moe_jax.cost.parameters import shapes
-from moe_jax.parallel.matrices import Role, declaration_of
+from moe_jax.layers.matrices import Role, declaration_of
 
 
 def num_parameters(config: ModelConfig) -> int:

@@ -12,11 +12,11 @@ from flax import nnx
 from jax.sharding import AbstractMesh
 
 from moe_jax.config import ModelConfig
+from moe_jax.layers.matrices import declaration_of
 from moe_jax.models.auto import abstract_parameters
 from moe_jax.parallel.choices import MESH_AXES, MeshShape
 from moe_jax.parallel.fsdp import can_travel_in_fp8
 from moe_jax.parallel.layout import data_axis, gathered_axes, parameter_spec
-from moe_jax.parallel.matrices import declaration_of
 from moe_jax.parallel.pipeline.chunks import layers_of_chunk
 
 

@@ -1,13 +1,29 @@
 """Attention of one layer's queries to the tokens they see: of this call, of all devices, or of a cache."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from jaxtyping import Array, Float, Int
 
 from moe_jax.kernels.attention.api import attention
 from moe_jax.layers.cache import KVCache
-from moe_jax.parallel.sequence.attention import ContextParallel
-from moe_jax.parallel.sequence.ring import KV, Expansion, keys_and_values
+from moe_jax.layers.segments import SequenceSplit
+
+KV = tuple[Float[Array, "batch seq ..."], ...]
+"""k and v, or the smaller arrays that an `Expand` makes them of."""
+
+Expand = Callable[..., tuple[Array, Array]]
+"""(k, v) = expand(weights, *kv), for each token alone. Its gradients are taken by `jax.vjp`."""
+
+
+class Expansion(NamedTuple):
+    """Makes keys and values of smaller arrays: (k, v) = expand(weights, *kv)."""
+
+    expand: Expand
+    """Closes over no array."""
+    weights: Any
+    """A pytree of arrays, the same on all devices of the axis."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +42,7 @@ class Attend:
     layer: Int[Array, ""]
     window: Int[Array, ""] | None = None
     cache: KVCache | None = None
-    context: ContextParallel | None = None
+    context: SequenceSplit | None = None
 
     @property
     def sees_cached_tokens(self) -> bool:
@@ -72,3 +88,9 @@ class Attend:
             window=self.window,
         )
         return out, cache
+
+
+def keys_and_values(expand: Expand | None, weights, kv: KV) -> tuple[Array, Array]:
+    """Returns (k, v) = expand(weights, *kv); without `expand`, `kv` are keys and values already."""
+    k, v = kv if expand is None else expand(weights, *kv)
+    return k, v

@@ -46,11 +46,7 @@ class Attention(nnx.Module):
         self, x: Float[Array, "batch seq hidden"], rope: RopeTables, attend: Attend | PagedAttend
     ) -> tuple[Float[Array, "batch seq hidden"], KVCache | LayerPages | None]:
         """Returns the output, and the cache or pages with these tokens in it (None without either)."""
-
-        def heads(y: Array) -> Array:
-            return y.reshape(*y.shape[:-1], -1, self.head_dim)
-
-        q = apply_rope(self.q_norm(heads(self.q_proj(x))), rope)
-        k = apply_rope(self.k_norm(heads(self.k_proj(x))), rope)
-        out, cache = attend(q, (k, heads(self.v_proj(x))), scale=self.head_dim**-0.5)
+        q = apply_rope(self.q_norm(self.q_proj.to_heads(x, self.head_dim)), rope)
+        k = apply_rope(self.k_norm(self.k_proj.to_heads(x, self.head_dim)), rope)
+        out, cache = attend(q, (k, self.v_proj.to_heads(x, self.head_dim)), scale=self.head_dim**-0.5)
         return self.o_proj.of_heads(out), cache

@@ -1,4 +1,4 @@
-"""Defines how each parameter is split over the devices, from its declaration (`parallel.matrices`).
+"""Defines how each parameter is split over the devices, from its declaration (`layers.matrices`).
 
 Every matrix is split over each mesh axis but `data`. A dense matrix is split over `fsdp`, `expert` and `context`. Experts are
 split over `expert` first, along which they stay, and then over the other axes. The layers of a pipeline are stacked along three
@@ -17,7 +17,7 @@ import math
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
-from moe_jax.parallel.matrices import Matrix, declaration_of
+from moe_jax.layers.matrices import Matrix, declaration_of
 
 
 def mesh_of(parameters) -> Mesh | None:

@@ -6,8 +6,8 @@
 from collections.abc import Mapping
 from typing import get_args
 
+from moe_jax.layers.matrices import SPLIT
 from moe_jax.parallel.choices import CHOOSES_CHUNKS, PipeSchedule
-from moe_jax.parallel.matrices import SPLIT
 from moe_jax.parallel.pipeline.by_name import schedule_by_name
 
 NEEDS_W: Mapping[PipeSchedule, str] = {

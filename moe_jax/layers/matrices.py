@@ -79,5 +79,5 @@ def check_declared(parameters: Iterable[tuple[tuple, Any]]) -> None:
     if matrices:
         raise ValueError(
             f"no declaration says how to split, adapt and round {', '.join(matrices)}: add the name and its role to MATRICES "
-            "of moe_jax.parallel.matrices, as Matrix('attention'), or Matrix('small', split=()) to keep it whole"
+            "of moe_jax.layers.matrices, as Matrix('attention'), or Matrix('small', split=()) to keep it whole"
         )

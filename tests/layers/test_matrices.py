@@ -12,14 +12,14 @@ from moe_jax.checkpoint.hf_names import hf_tensors
 from moe_jax.config import NAMED_CONFIGS
 from moe_jax.layers.linear import Linear
 from moe_jax.layers.lora import has_adapters
+from moe_jax.layers.matrices import MATRICES, Matrix, check_declared, declaration_of, declared
 from moe_jax.models.auto import abstract_parameters
 from moe_jax.parallel.layout import lies_in_chunks, optimizer_spec, parameter_spec
-from moe_jax.parallel.matrices import MATRICES, Matrix, check_declared, declaration_of, declared
 
 PATH = ("stages", 0, "linear_attn", "in_proj_qkvz", "weight")
 REFUSAL = (
     r"^no declaration says how to split, adapt and round stages\.0\.linear_attn\.in_proj_qkvz\.weight \[2, 128, 128\]: add the "
-    r"name and its role to MATRICES of moe_jax\.parallel\.matrices, as Matrix\('attention'\)"
+    r"name and its role to MATRICES of moe_jax\.layers\.matrices, as Matrix\('attention'\)"
 )
 
 
