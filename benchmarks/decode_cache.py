@@ -46,7 +46,7 @@ class ExpandedConfig(DeepseekV3Config):
     def cache_shapes(self) -> tuple[tuple[int, ...], ...]:
         """Shapes of a cache without latents."""
         heads = self.num_key_value_heads
-        return (heads, self.key_dim), (heads, self.value_dim)
+        return (heads, self.mixer.key_dim), (heads, self.mixer.value_dim)
 
 
 class ExpandedAttention(LatentAttention):

@@ -32,7 +32,6 @@ import numpy as np
 from engine import median_s
 
 from moe_jax.config import NAMED_CONFIGS, ModelConfig
-from moe_jax.cost.attention import travelling_elements
 from moe_jax.cost.flops import num_active_parameters, num_parameters
 from moe_jax.runtime import environment
 from moe_jax.runtime.files import save_png
@@ -126,7 +125,7 @@ def measure(args: argparse.Namespace, name: str) -> dict:
         "parameters": num_parameters(config),
         "active": num_active_parameters(config),
         "weights_gib": num_parameters(config) * dtype.itemsize / GIB,
-        "cache_kib_per_token": config.num_hidden_layers * travelling_elements(config) * dtype.itemsize / 1024,
+        "cache_kib_per_token": config.num_hidden_layers * config.mixer.travelling_elements * dtype.itemsize / 1024,
         "in_use_gib": memory.get("bytes_in_use", 0) / GIB,
         "peak_gib": memory.get("peak_bytes_in_use", 0) / GIB,
         "decode_ms": decode,

@@ -24,7 +24,6 @@ import moe_jax
 from moe_jax import cli, train
 from moe_jax.config import NAMED_CONFIGS
 from moe_jax.cost import PlannedStep
-from moe_jax.cost.attention import travelling_elements
 from moe_jax.cost.machine import machine
 from moe_jax.cost.memory import memory_bytes
 from moe_jax.parallel import MeshShape
@@ -187,7 +186,7 @@ def needed(config, dtypes, devices: int) -> float:
     config = config.without_mtp()
     experts = math.gcd(devices, config.experts.num_experts) if config.moe_layers else 1
     step = PlannedStep(config, MeshShape(fsdp=devices // experts, expert=experts), devices, 4096)
-    cache = 4096 * config.num_hidden_layers * travelling_elements(config)
+    cache = 4096 * config.num_hidden_layers * config.mixer.travelling_elements
     return 2 * (sum(parameter.used_size for parameter in step.parameters) + cache)
 
 

@@ -13,6 +13,7 @@ from moe_jax.adapters.settings import DEFAULT_TARGETS, LoraSettings
 from moe_jax.adapters.targets import OUTSIDE, Target, targets_of
 from moe_jax.config import ModelConfig
 from moe_jax.layers.lora import Adapter, Frozen, freeze, has_adapters
+from moe_jax.layers.matrices import check_declared
 from moe_jax.layers.quantised import matrices_of
 from moe_jax.models.auto import from_config
 from moe_jax.models.decoder import Decoder
@@ -38,8 +39,8 @@ def add_lora(model: Decoder, settings: LoraSettings | None = None, *, rngs: nnx.
 
     Raises:
       ValueError: the model has adapters already, or modules that predict further tokens, or lies in the chunks of a pipeline.
-        Or a name in `targets` or `ranks` that is no target in this model, or dropout for experts or routers. Nothing has been
-        changed then.
+        Or a matrix is not declared (`layers.matrices`), or a name in `targets` or `ranks` is no target in this model.
+        Or dropout for experts or routers. Nothing has been changed then.
     """
     settings = settings or LoraSettings()
     chosen = _chosen(model, settings)
@@ -75,6 +76,7 @@ def check_can_adapt(model: Decoder) -> None:
 def _chosen(model: Decoder, settings: LoraSettings) -> list[Target]:
     """Returns the matrices that get an adapter, after all checks."""
     check_can_adapt(model)
+    check_declared(nnx.to_flat_state(nnx.state(model, (nnx.Param, Frozen))))
     targets = list(targets_of(model))
     names = {kind for kind, *_ in targets} | {target.name for target in targets if target.kind in WITH_NAMES}
     if model.config.tie_word_embeddings and (tied := {*(settings.targets or ()), *settings.ranks} & OF_VOCABULARY):

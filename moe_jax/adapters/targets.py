@@ -5,10 +5,8 @@ from typing import NamedTuple
 
 from flax import nnx
 
-from moe_jax.layers.linear import Linear
 from moe_jax.layers.lora import Adapter
-from moe_jax.layers.moe import Experts
-from moe_jax.layers.router import Router
+from moe_jax.layers.matrices import declared
 from moe_jax.models.decoder import Decoder
 
 
@@ -16,7 +14,7 @@ class Target(NamedTuple):
     """A matrix, or one of each expert, stacked over the layers of a stage."""
 
     kind: str
-    """One of "attention", "mlp", "experts", "router", "embedding" and "head"."""
+    """One of KINDS or OUTSIDE: the matrix's role (`layers.matrices`); shared experts are of "mlp"."""
     path: tuple
     """The path of the module that holds the matrix."""
     module: nnx.Module
@@ -42,24 +40,20 @@ class Target(NamedTuple):
         return getattr(self.module, self.adapter)
 
 
+KINDS = ("attention", "mlp", "experts", "router")
+"""The kinds inside the layers."""
 OUTSIDE = ("embedding", "head")
 """The kinds outside the layers; their matrices are not stacked."""
-EXPERT_ADAPTERS = {"gate_up_proj": "gate_up_lora", "down_proj": "down_lora"}
-"""The names of the experts' adapters by those of their matrices."""
+ADAPTERS = {"weight": "lora", "gate_up_proj": "gate_up_lora", "down_proj": "down_lora"}
+"""The names of adapters in a module by those of their matrices."""
 
 
 def targets_of(model: Decoder) -> Iterator[Target]:
     """Yields every matrix that can have an adapter: those inside the layers, and embedding and head if they are not tied."""
-    if not model.config.tie_word_embeddings:
-        yield Target("embedding", ("embed_tokens",), model.embed_tokens, "weight", "lora")
-        yield Target("head", ("lm_head",), model.lm_head, "weight", "lora")
+    kinds = KINDS if model.config.tie_word_embeddings else (*OUTSIDE, *KINDS)
     for path, module in nnx.iter_modules(model):
-        if isinstance(module, Experts):
-            for weight, adapter in EXPERT_ADAPTERS.items():
-                yield Target("experts", path, module, weight, adapter)
-        elif isinstance(module, Router):
-            yield Target("router", path, module, "weight", "lora")
-        elif isinstance(module, Linear) and "self_attn" in path:
-            yield Target("attention", path, module, "weight", "lora")
-        elif isinstance(module, Linear) and "mlp" in path:
-            yield Target("mlp", path, module, "weight", "lora")
+        for weight, adapter in ADAPTERS.items():
+            if hasattr(module, weight) and hasattr(module, adapter) and (matrix := declared((*path, weight))) is not None:
+                kind = "mlp" if matrix.role == "shared_experts" else matrix.role
+                if kind in kinds:
+                    yield Target(kind, path, module, weight, adapter)

@@ -4,7 +4,7 @@ The hub stores each layer and each expert apart, in files that every inference e
 along a leading axis and experts fused (docs/design.md, "Parameters"). No tensor is transposed: bytes move, nothing else.
 """
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,9 @@ import numpy as np
 from flax import nnx
 from jax.experimental import multihost_utils
 
-from moe_jax.config import DeepseekV3Config, ModelConfig, Stage
+from moe_jax.config import ModelConfig
+from moe_jax.layers.matrices import declaration_of
+from moe_jax.models.auto import abstract_parameters
 from moe_jax.parallel.layout import lies_in_chunks
 from moe_jax.parallel.pipeline.restack import take_layer
 
@@ -37,32 +39,49 @@ class HfTensor:
     copy: bool = False
 
 
+_ORDER = (
+    *("input_layernorm", "enorm", "hnorm", "eh_proj", "block", "self_attn", "post_attention_layernorm", "mlp", "norm"),
+    *("q_proj", "k_proj", "v_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj", "q_a_proj", "q_b_proj", "q_norm", "k_norm"),
+    *("kv_a_layernorm", "q_a_layernorm", "router", "shared_experts", "experts", "gate_proj", "up_proj", "gate_up_proj"),
+    *("down_proj", "weight", "bias", "expert_bias"),
+)
+"""The order of a layer's parameters in files, by the names of their paths; other names follow."""
+
+_HUB_NAMES = {
+    "mlp.router.weight": "mlp.gate.weight",
+    "mlp.router.expert_bias": "mlp.gate.e_score_correction_bias",
+    "norm.weight": "shared_head.norm.weight",
+}
+"""The hub's names inside a layer that differ from the model's; the last is of a module that predicts further tokens."""
+
+
 def hf_tensors(config: ModelConfig) -> list[HfTensor]:
     """Returns every tensor of a checkpoint as the hub stores it, in the model's order, each expert's projections apart."""
-    vocab, hidden = config.vocab_size, config.hidden_size
-    tensors = [HfTensor("model.embed_tokens.weight", (vocab, hidden), ("embed_tokens", "weight"))]
-    for s, stage in enumerate(config.stages):
-        for row in range(stage.num_layers):
-            tensors += _layer(config, stage.first_layer + row, stage.sparse, ("stages", s), row)
-    for s, stage in enumerate(config.mtp_stages, start=len(config.stages)):
-        tensors += _predictor(config, stage, ("stages", s))
-    tensors.append(HfTensor("model.norm.weight", (hidden,), ("norm", "weight")))
-    if not config.tie_word_embeddings:
-        tensors.append(HfTensor("lm_head.weight", (vocab, hidden), ("lm_head", "weight")))
-    return tensors
+    shapes = {path: leaf.shape for path, leaf in abstract_parameters(config).items() if path[0] != "stages"}
+    embedding, norm = ("embed_tokens", "weight"), ("norm", "weight")
+    head = embedding if config.tie_word_embeddings else ("lm_head", "weight")
+    tensors = [HfTensor("model.embed_tokens.weight", shapes[embedding], embedding)]
+    for layer, own in _layers(config):
+        prefix = f"model.layers.{layer}."
+        tensors_of_layer = [tensor for parameter in own for tensor in _tensors(prefix, *parameter)]
+        if layer >= config.num_hidden_layers:
+            # A module that predicts further tokens (`models.mtp`) repeats the embedding and the head.
+            first = HfTensor(f"{prefix}embed_tokens.weight", shapes[embedding], embedding, copy=True)
+            last = HfTensor(f"{prefix}shared_head.head.weight", shapes[head], head, copy=True)
+            tensors_of_layer = [first, *tensors_of_layer, last]
+        tensors += tensors_of_layer
+    tensors.append(HfTensor("model.norm.weight", shapes[norm], norm))
+    return tensors if head == embedding else [*tensors, HfTensor("lm_head.weight", shapes[head], head)]
 
 
 def fused_tensors(config: ModelConfig) -> list[HfTensor]:
     """Returns the tensors that a checkpoint with fused experts has in place of the per-expert tensors."""
-    layers: list[tuple[tuple, Stage]] = [(("stages", s), stage) for s, stage in enumerate(config.stages)]
-    layers += [(("stages", len(layers) + k, "block"), stage) for k, stage in enumerate(config.mtp_stages)]
-    tensors = []
-    for path, stage in layers:
-        for row in range(stage.num_layers if stage.sparse else 0):
-            for name, shape in _expert_shapes(config).items():
-                hf_name = f"model.layers.{stage.first_layer + row}.mlp.experts.{name}"
-                tensors.append(HfTensor(hf_name, shape, (*path, "mlp", "experts", name), (row,)))
-    return tensors
+    return [
+        HfTensor(f"model.layers.{layer}.mlp.experts.{path[-1]}", leaf.shape[1:], path, (row,))
+        for layer, own in _layers(config)
+        for path, row, leaf in own
+        if declaration_of(path, leaf.shape).role == "experts"
+    ]
 
 
 def export(config: ModelConfig, flat_params: Mapping[tuple, Any]) -> Iterator[tuple[str, np.ndarray]]:
@@ -88,114 +107,33 @@ def export(config: ModelConfig, flat_params: Mapping[tuple, Any]) -> Iterator[tu
         yield tensor.name, block[tensor.index[1:]]
 
 
-def _predictor(config: ModelConfig, stage: Stage, path: tuple) -> Iterator[HfTensor]:
-    """Yields the tensors of a `models.mtp` module: its layer, its own matrices, and copies of the embedding and the head."""
-    prefix, hidden, shape = f"model.layers.{stage.first_layer}.", config.hidden_size, (config.vocab_size, config.hidden_size)
-    yield HfTensor(f"{prefix}embed_tokens.weight", shape, ("embed_tokens", "weight"), copy=True)
-    yield HfTensor(f"{prefix}enorm.weight", (hidden,), (*path, "enorm", "weight"), (0,))
-    yield HfTensor(f"{prefix}hnorm.weight", (hidden,), (*path, "hnorm", "weight"), (0,))
-    yield HfTensor(f"{prefix}eh_proj.weight", (hidden, 2 * hidden), (*path, "eh_proj", "weight"), (0,))
-    yield from _layer(config, stage.first_layer, stage.sparse, (*path, "block"), 0)
-    yield HfTensor(f"{prefix}shared_head.norm.weight", (hidden,), (*path, "norm", "weight"), (0,))
-    head = "embed_tokens" if config.tie_word_embeddings else "lm_head"
-    yield HfTensor(f"{prefix}shared_head.head.weight", shape, (head, "weight"), copy=True)
+def _layers(config: ModelConfig) -> Iterator[tuple[int, list[tuple[tuple, int, nnx.Variable]]]]:
+    """Yields each layer's index and its parameters: their paths, its row in them, and the stacked parameters themselves."""
+
+    def place(parameter: tuple[tuple, nnx.Variable]) -> list[int]:
+        return [_ORDER.index(name) if name in _ORDER else len(_ORDER) for name in parameter[0][2:]]
+
+    for number, stage in enumerate((*config.stages, *config.mtp_stages)):
+        of_stage = [item for item in abstract_parameters(config).items() if item[0][:2] == ("stages", number)]
+        of_stage.sort(key=place)
+        for row in range(stage.num_layers):
+            yield stage.first_layer + row, [(path, row, leaf) for path, leaf in of_stage]
 
 
-def _layer(config: ModelConfig, layer: int, sparse: bool, path: tuple, row: int) -> Iterator[HfTensor]:
-    """Yields the tensors of a layer, which is row `row` of the parameters at `path`."""
-    prefix = f"model.layers.{layer}."
-    hidden = config.hidden_size
-    shapes: dict[str, tuple[int, ...]] = {"input_layernorm.weight": (hidden,)}
-    attention = _latent_attention(config) if isinstance(config, DeepseekV3Config) else _attention(config)
-    shapes |= {f"self_attn.{name}": shape for name, shape in attention.items()}
-    shapes["post_attention_layernorm.weight"] = (hidden,)
-    if not sparse:
-        shapes |= {f"mlp.{name}": shape for name, shape in _feed_forward(hidden, config.intermediate_size).items()}
-    for name, shape in shapes.items():
-        yield HfTensor(prefix + name, shape, (*path, *name.split(".")), (row,))
-    if sparse:
-        yield from _experts(config, prefix + "mlp.", (*path, "mlp"), row)
-
-
-def _attention(config: Any) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes of `layers.attention`."""
-    hidden, head = config.hidden_size, config.head_dim
-    queries, keys = config.num_attention_heads * head, config.num_key_value_heads * head
-    projections: dict[str, tuple[int, ...]] = {
-        "q_proj": (queries, hidden),
-        "k_proj": (keys, hidden),
-        "v_proj": (keys, hidden),
-        "o_proj": (hidden, queries),
-    }
-    biased = tuple(projections) if config.attention_bias else ()
-    return _linears(projections, biased) | {"q_norm.weight": (head,), "k_norm.weight": (head,)}
-
-
-def _latent_attention(config: DeepseekV3Config) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes of `layers.latent_attention`."""
-    hidden, heads, rank = config.hidden_size, config.num_attention_heads, config.kv_lora_rank
-    queries = heads * config.key_dim
-    projections: dict[str, tuple[int, ...]] = {
-        "kv_a_proj_with_mqa": (rank + config.qk_rope_head_dim, hidden),
-        "kv_b_proj": (heads * (config.qk_nope_head_dim + config.v_head_dim), rank),
-        "o_proj": (hidden, heads * config.v_head_dim),
-    }
-    norms: dict[str, tuple[int, ...]] = {"kv_a_layernorm.weight": (rank,)}
-    if config.q_lora_rank is None:
-        projections["q_proj"] = (queries, hidden)
-    else:
-        projections |= {"q_a_proj": (config.q_lora_rank, hidden), "q_b_proj": (queries, config.q_lora_rank)}
-        norms["q_a_layernorm.weight"] = (config.q_lora_rank,)
-    biased = ("q_a_proj", "kv_a_proj_with_mqa", "o_proj") if config.attention_bias else ()
-    return _linears(projections, biased) | norms
-
-
-def _linears(shapes: Mapping[str, tuple[int, ...]], biased: Collection[str]) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes of the weights, and of the biases of `biased` projections."""
-    tensors: dict[str, tuple[int, ...]] = {}
-    for name, shape in shapes.items():
-        tensors[f"{name}.weight"] = shape
-        if name in biased:
-            tensors[f"{name}.bias"] = shape[:1]
-    return tensors
-
-
-def _feed_forward(hidden: int, inter: int) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes of `layers.mlp`."""
-    return _linears({"gate_proj": (inter, hidden), "up_proj": (inter, hidden), "down_proj": (hidden, inter)}, ())
-
-
-def _experts(config: Any, prefix: str, path: tuple, row: int) -> Iterator[HfTensor]:
-    """Yields the router (`gate` on the hub) and the experts; gate_up_proj holds gate rows first, then up rows."""
-    inter, hidden = config.moe_intermediate_size, config.hidden_size
-    yield HfTensor(f"{prefix}gate.weight", (config.num_experts, hidden), (*path, "router", "weight"), (row,))
-    if isinstance(config, DeepseekV3Config):
-        yield from _beside_experts(config, prefix, path, row)
-    halves = {"gate_proj": slice(0, inter), "up_proj": slice(inter, 2 * inter)}
-    for e in range(config.num_experts):
-        for name, rows in halves.items():
-            hf_name = f"{prefix}experts.{e}.{name}.weight"
-            yield HfTensor(hf_name, (inter, hidden), (*path, "experts", "gate_up_proj"), (row, e, rows))
-    for e in range(config.num_experts):
-        hf_name = f"{prefix}experts.{e}.down_proj.weight"
-        yield HfTensor(hf_name, (hidden, inter), (*path, "experts", "down_proj"), (row, e))
-
-
-def _beside_experts(config: DeepseekV3Config, prefix: str, path: tuple, row: int) -> Iterator[HfTensor]:
-    """Yields the expert bias and the shared experts of DeepSeek's layers."""
-    if config.has_expert_bias:
-        name, place = f"{prefix}gate.e_score_correction_bias", (*path, "router", "expert_bias")
-        yield HfTensor(name, (config.num_experts,), place, (row,), trained=False)
-    if config.n_shared_experts:
-        shared = _feed_forward(config.hidden_size, config.n_shared_experts * config.moe_intermediate_size)
-        for name, shape in shared.items():
-            yield HfTensor(f"{prefix}shared_experts.{name}", shape, (*path, "shared_experts", *name.split(".")), (row,))
-
-
-def _expert_shapes(config: Any) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes of one layer's fused expert weights."""
-    experts, inter, hidden = config.num_experts, config.moe_intermediate_size, config.hidden_size
-    return {"gate_up_proj": (experts, 2 * inter, hidden), "down_proj": (experts, hidden, inter)}
+def _tensors(prefix: str, path: tuple, row: int, leaf: nnx.Variable) -> Iterator[HfTensor]:
+    """Yields the tensors of one layer's parameter; gate_up_proj of experts holds gate rows first, then up rows."""
+    own = ".".join(map(str, path[2:])).removeprefix("block.")
+    if declaration_of(path, leaf.shape).role != "experts":
+        yield HfTensor(prefix + _HUB_NAMES.get(own, own), leaf.shape[1:], path, (row,), trained=isinstance(leaf, nnx.Param))
+        return
+    experts, rows, columns = leaf.shape[1:]
+    parts: dict[str, Index] = {"down_proj": ()}
+    if path[-1] == "gate_up_proj":
+        rows //= 2
+        parts = {"gate_proj": (slice(0, rows),), "up_proj": (slice(rows, 2 * rows),)}
+    for e in range(experts):
+        for name, part in parts.items():
+            yield HfTensor(f"{prefix}mlp.experts.{e}.{name}.weight", (rows, columns), path, (row, e, *part))
 
 
 def _to_host(path: tuple, leaf: Any, layer: Index) -> np.ndarray:

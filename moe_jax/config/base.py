@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from types import UnionType
 from typing import Any, ClassVar, Self, get_args, get_origin, get_type_hints
 
-from moe_jax.config.experts import ExpertsSpec
+from moe_jax.config.specs import ExpertsSpec, HeadsSpec, Shapes
 
 
 @dataclass(frozen=True)
@@ -133,30 +133,19 @@ class ModelConfig:
         return max(known, int(rope.yarn_factor(known) * (rope.original_max_position_embeddings or known)))
 
     @property
+    def mixer(self) -> HeadsSpec:
+        """The attention of each layer. Every config class defines this property."""
+        raise NotImplementedError(f"{type(self).__name__} must define the property mixer")
+
+    @property
     def rotary_dim(self) -> int:
         """Number of dimensions of a head that the rotary embedding rotates."""
-        raise NotImplementedError
+        return self.mixer.rotary_dim
 
     @property
-    def key_dim(self) -> int:
-        """Width of a query head and of a key head in attention's dot product."""
-        raise NotImplementedError
-
-    @property
-    def value_dim(self) -> int:
-        """Width of a value head."""
-        raise NotImplementedError
-
-    @property
-    def cache_shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Shapes of one token's entries in a layer's cache: its keys and its values."""
-        heads = self.num_key_value_heads
-        return (heads, self.key_dim), (heads, self.value_dim)
-
-    @property
-    def latent_value_dim(self) -> int | None:
-        """Number of a cached latent's first columns that stand for its values; None where a cache holds keys and values."""
-        return None
+    def cache_shapes(self) -> Shapes:
+        """Shapes of one token's entries in a layer's cache: its keys and values, or its latent."""
+        return self.mixer.of_token
 
     @property
     def experts(self) -> ExpertsSpec | None:

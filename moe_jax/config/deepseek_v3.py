@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
 from moe_jax.config.base import ModelConfig, Stage, is_positive, rename, value_of
-from moe_jax.config.experts import ExpertsSpec
+from moe_jax.config.specs import ExpertsSpec, LatentSpec
 
 SCORING_FUNCTIONS = ("sigmoid", "softmax")
 TOPK_METHODS = ("noaux_tc", "group_limited_greedy", "greedy")
@@ -104,39 +104,19 @@ class DeepseekV3Config(ModelConfig):
         return []
 
     @property
-    def rotary_dim(self) -> int:
-        """Width of the part of a head that has positions."""
-        return self.qk_rope_head_dim
-
-    @property
-    def key_dim(self) -> int:
-        """Width of a query or key head: the part without positions and the part with them."""
-        return self.qk_nope_head_dim + self.qk_rope_head_dim
-
-    @property
-    def value_dim(self) -> int:
-        """Width of a value head."""
-        return self.v_head_dim
-
-    @property
-    def latent_dim(self) -> int:
-        """Width of the data that all heads' keys and values are made of: the latent, and the key part with positions."""
-        return self.kv_lora_rank + self.qk_rope_head_dim
-
-    @property
-    def cache_shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Shape of a token's latent, which the cache stores instead of keys and values."""
-        return ((self.latent_dim,),)
-
-    @property
-    def latent_value_dim(self) -> int:
-        """Number of a latent's columns without those of the rotary key."""
-        return self.kv_lora_rank
-
-    @property
-    def num_experts(self) -> int:
-        """Number of routed experts, under the name that other architectures use."""
-        return self.n_routed_experts
+    def mixer(self) -> LatentSpec:
+        """The attention of each layer. A head has a part without positions and a part with them."""
+        return LatentSpec(
+            heads=self.num_attention_heads,
+            kv_heads=self.num_attention_heads,
+            key_dim=self.qk_nope_head_dim + self.qk_rope_head_dim,
+            value_dim=self.v_head_dim,
+            rotary_dim=self.qk_rope_head_dim,
+            biases=self.attention_bias,
+            head_norms=False,
+            rank=self.kv_lora_rank,
+            query_rank=self.q_lora_rank or 0,
+        )
 
     @property
     def num_groups(self) -> int:
@@ -154,13 +134,10 @@ class DeepseekV3Config(ModelConfig):
             moe_intermediate_size=self.moe_intermediate_size,
             shared_intermediate_size=self.n_shared_experts * self.moe_intermediate_size,
             num_groups=self.num_groups,
+            norm_topk_prob=self.norm_topk_prob,
+            softmax_router=False,
             sequence_loss_coef=self.aux_loss_alpha if self.seq_aux else 0.0,
         )
-
-    @property
-    def has_expert_bias(self) -> bool:
-        """True if the choice of experts adds a bias (`mlp.gate.e_score_correction_bias`)."""
-        return self.topk_method == "noaux_tc"
 
     @property
     def moe_layers(self) -> tuple[int, ...]:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from moe_jax.config.base import ModelConfig, is_positive, rename, value_of
-from moe_jax.config.experts import ExpertsSpec
+from moe_jax.config.specs import ExpertsSpec, HeadsSpec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,19 +56,17 @@ class Qwen3Config(ModelConfig):
         return problems
 
     @property
-    def rotary_dim(self) -> int:
-        """Width of a head: the rotary embedding rotates all of it."""
-        return self.head_dim
-
-    @property
-    def key_dim(self) -> int:
-        """Width of a query head and of a key head."""
-        return self.head_dim
-
-    @property
-    def value_dim(self) -> int:
-        """Width of a value head."""
-        return self.head_dim
+    def mixer(self) -> HeadsSpec:
+        """The attention of each layer, whose rotary embedding rotates whole heads."""
+        return HeadsSpec(
+            heads=self.num_attention_heads,
+            kv_heads=self.num_key_value_heads,
+            key_dim=self.head_dim,
+            value_dim=self.head_dim,
+            rotary_dim=self.head_dim,
+            biases=self.attention_bias,
+            head_norms=True,
+        )
 
     @property
     def experts(self) -> ExpertsSpec | None:
@@ -141,6 +139,7 @@ class Qwen3MoeConfig(Qwen3Config):
             num_experts=self.num_experts,
             num_experts_per_tok=self.num_experts_per_tok,
             moe_intermediate_size=self.moe_intermediate_size,
+            norm_topk_prob=self.norm_topk_prob,
             aux_loss_coef=self.router_aux_loss_coef,
         )
 

@@ -1,12 +1,14 @@
-"""Seconds of one layer's computation on one GPU: experts, router, projections and elementwise work.
+"""Seconds of one layer's computation on one GPU: experts, router, projections, attention and elementwise work.
 
 Passes and letters follow docs/kernels.md: K choices a token, R rows (choices that this device's experts compute), D hidden, I
 intermediate. Operands have 2 bytes an element.
 """
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from moe_jax.config import HeadsSpec
 from moe_jax.cost.machine import Machine
 from moe_jax.models.precision import PrecisionName
 
@@ -121,6 +123,28 @@ def matmul_seconds(tokens: int, weights: float, machine: Machine, *, frozen: boo
     """
     forward = 2 * tokens * weights / machine.dense_matmul
     return Passes(forward, forward, forward if frozen else 2 * forward)
+
+
+def attention_seconds(tokens: int, keys: float, mixer: HeadsSpec, machine: Machine) -> Passes:
+    """Returns the seconds of the attention kernels.
+
+    Args:
+      tokens: queries.
+      keys: mean number of keys that a query attends to.
+    """
+    forward = tokens * mixer.flops(keys) / machine.attention_forward
+    rate = machine.attention_backward if mixer.key_dim <= 128 else machine.attention_backward_wide
+    return Passes(forward, forward, tokens * mixer.backward_flops(keys) / rate)
+
+
+def expansion_seconds(tokens: int, mixer: HeadsSpec, machine: Machine) -> Passes:
+    """Returns the seconds to expand latents to the keys and values of all heads; 0 without latents.
+
+    This is a matmul, whose result is read once and written as keys and values.
+    """
+    matmul = matmul_seconds(tokens, math.prod(mixer.expansion), machine)
+    move = ELEMENT * tokens * (mixer.expansion[0] + mixer.expanded_elements) / machine.hbm
+    return Passes(matmul.forward + move, matmul.again + move, matmul.backward + 2 * move)
 
 
 def elementwise_seconds(tokens: int, elements: float, machine: Machine) -> Passes:

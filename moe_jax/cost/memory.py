@@ -14,7 +14,6 @@ computes.
 from typing import NamedTuple
 
 from moe_jax.config import Stage
-from moe_jax.cost.attention import expanded_elements, kept_elements, key_value_elements, travelling_elements
 from moe_jax.cost.layer import ELEMENT
 from moe_jax.cost.parameters import Parameter
 from moe_jax.cost.planned_step import BYTES, PlannedAdapters, PlannedStep
@@ -184,7 +183,7 @@ def activations(step: PlannedStep, stage: Stage) -> float:
     """
     config = step.config
     expanded = step.mesh.context == 1 or step.context_method == "ulysses"
-    elements = step.tokens * (4 * config.hidden_size + kept_elements(config, expanded=expanded))
+    elements = step.tokens * (4 * config.hidden_size + step.mixer.kept_elements(expanded=expanded))
     elements += step.tokens * 5 * config.hidden_size if step.is_module(stage) else 0
     if not stage.sparse:
         return ELEMENT * (elements + step.tokens * 3 * config.intermediate_size)
@@ -194,7 +193,7 @@ def activations(step: PlannedStep, stage: Stage) -> float:
     rows = step.room + experts.num_experts // step.mesh.expert * (ROW_ALIGNMENT - 1)
     of_hidden = OF_ROW_ELEMENT if step.precision == "fp8_kept" else ELEMENT
     hidden = of_hidden * rows * 2 * experts.moe_intermediate_size
-    narrow = step.tokens * (config.num_attention_heads + 2 * experts.num_experts + 5 * experts.num_experts_per_tok) + 3 * rows
+    narrow = step.tokens * (step.mixer.heads + 2 * experts.num_experts + 5 * experts.num_experts_per_tok) + 3 * rows
     return hidden + dispatched + ELEMENT * elements + 4 * narrow
 
 
@@ -212,7 +211,7 @@ def layer_workspace(step: PlannedStep, number: int) -> float:
     Experts that are computed in chunks accumulate the gradients of their weights in float32.
     """
     config, stage = step.config, step.stages[number]
-    head_elements = config.num_attention_heads * (config.key_dim + config.value_dim) + key_value_elements(config)
+    head_elements = step.mixer.head_elements + step.mixer.key_value_elements
     gathered = gathered_layers(step, number) + rounding_bytes(step, number)
     if stage.sparse:
         inter = step.experts.moe_intermediate_size
@@ -255,7 +254,7 @@ def context_workspace(step: PlannedStep) -> float:
         return 0
     is_ring, devices = step.context_method == "ring", step.mesh.context
     arrived, at_once = (2 * step.ring_step, step.ring_step) if is_ring else (devices, devices)
-    elements = arrived * travelling_elements(step.config) + at_once * expanded_elements(step.config)
+    elements = arrived * step.mixer.travelling_elements + at_once * step.mixer.expanded_elements
     return (ELEMENT + 4) * step.tokens * elements
 
 

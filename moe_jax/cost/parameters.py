@@ -8,15 +8,15 @@ import functools
 import math
 from dataclasses import dataclass
 
-import jax
 from flax import nnx
 from jax.sharding import AbstractMesh
 
 from moe_jax.config import ModelConfig
-from moe_jax.models.auto import from_config
+from moe_jax.layers.matrices import declaration_of
+from moe_jax.models.auto import abstract_parameters
 from moe_jax.parallel.choices import MESH_AXES, MeshShape
 from moe_jax.parallel.fsdp import can_travel_in_fp8
-from moe_jax.parallel.layout import data_axis, gathered_axes, parameter_path, parameter_spec
+from moe_jax.parallel.layout import data_axis, gathered_axes, parameter_spec
 from moe_jax.parallel.pipeline.chunks import layers_of_chunk
 
 
@@ -64,15 +64,17 @@ def num_piped_layers(config: ModelConfig) -> int:
 def operand_elements(config: ModelConfig) -> int:
     """Returns the elements for one token of the operands of all weight gradients of a layer in a pipe (`layers.tickets`)."""
     elements = 0
-    for path, shape in _shapes(config):
-        if path[:2] == ("stages", piped_stage(config)):
-            if "experts" in path:
-                # One side of each product has a row for each choice, the other a row for each token.
-                per_choice = shape[-2] if path[-1].startswith("gate_up") else shape[-1]
-                assert config.experts is not None
-                elements += config.experts.num_experts_per_tok * per_choice + config.hidden_size
-            elif len(shape) == 3:
-                elements += shape[1] + shape[2]
+    for path, shape in shapes(config):
+        matrix = declaration_of(path, shape)
+        if path[:2] != ("stages", piped_stage(config)) or matrix.axes == 1:
+            continue
+        if matrix.role == "experts":
+            # One side of each product has a row for each choice, the other a row for each token.
+            per_choice = shape[-2] if path[-1].startswith("gate_up") else shape[-1]
+            assert config.experts is not None
+            elements += config.experts.num_experts_per_tok * per_choice + config.hidden_size
+        else:
+            elements += shape[-2] + shape[-1]
     return elements
 
 
@@ -87,7 +89,7 @@ def parameters(config: ModelConfig, mesh: MeshShape, chunks: int) -> tuple[Param
     """
     stage, found = piped_stage(config), []
     abstract = AbstractMesh(tuple(getattr(mesh, name) for name in MESH_AXES), MESH_AXES)
-    for path, shape in _shapes(config):
+    for path, shape in shapes(config):
         layers = shape[0] if path[0] == "stages" else 1
         in_pipe = mesh.pipe > 1 and path[:2] == ("stages", stage)
         if in_pipe:
@@ -106,10 +108,9 @@ def parameters(config: ModelConfig, mesh: MeshShape, chunks: int) -> tuple[Param
 
 
 @functools.cache
-def _shapes(config: ModelConfig) -> tuple[tuple[tuple, tuple[int, ...]], ...]:
-    model = nnx.eval_shape(lambda: from_config(config, rngs=nnx.Rngs(0)))
-    leaves = jax.tree.leaves_with_path(nnx.state(model, nnx.Param))
-    return tuple((parameter_path(path), leaf.shape) for path, leaf in leaves)
+def shapes(config: ModelConfig) -> tuple[tuple[tuple, tuple[int, ...]], ...]:
+    """Returns the path and the shape of every trained parameter of the model; layers of a stage are stacked."""
+    return tuple((path, leaf.shape) for path, leaf in abstract_parameters(config).items() if isinstance(leaf, nnx.Param))
 
 
 def _as_tuple(names: str | tuple[str, ...] | None) -> tuple[str, ...]:

@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple, get_args
 
 import jax.numpy as jnp
 
-from moe_jax.config import ExpertsSpec, ModelConfig, Stage
+from moe_jax.config import ExpertsSpec, HeadsSpec, ModelConfig, Stage
 from moe_jax.cost.parameters import Parameter, num_piped_layers, parameters, piped_stage
 from moe_jax.layers.moe import EXPERT_CHUNK_TOKENS
 from moe_jax.layers.passes import Remat
@@ -171,6 +171,11 @@ class PlannedStep:
         return self.config.experts
 
     @functools.cached_property
+    def mixer(self) -> HeadsSpec:
+        """The attention of each layer."""
+        return self.config.mixer
+
+    @functools.cached_property
     def exchange(self) -> ExchangePlan | None:
         """The plan of the exchange with experts on other devices, as training makes it; None if no token travels."""
         if self.mesh.expert == 1 or not self.config.routed_layers:
@@ -202,8 +207,8 @@ class PlannedStep:
     @property
     def ring_step(self) -> int:
         """Number of other devices whose keys one step of the ring receives."""
-        elements = self.config.num_key_value_heads * (self.config.key_dim + self.config.value_dim)
-        return min(self.mesh.context - 1, devices_per_ring_step(BYTES["bfloat16"] * self.tokens * elements, self.hops))
+        size = BYTES["bfloat16"] * self.tokens * self.mixer.key_value_elements
+        return min(self.mesh.context - 1, devices_per_ring_step(size, self.hops))
 
     @functools.cached_property
     def parameters(self) -> tuple[Parameter, ...]:
@@ -286,7 +291,7 @@ def _problems_of_mesh(step: PlannedStep) -> list[str]:
     experts = config.experts.num_experts if config.experts else 0
     if experts % mesh.expert:
         problems.append(f"{experts} experts cannot be dealt out to mesh.expert={mesh.expert} devices; take a divisor")
-    heads = config.num_attention_heads, config.num_key_value_heads
+    heads = step.mixer.heads, step.mixer.kv_heads
     if step.context_method == "ulysses" and any(number % mesh.context for number in heads):
         problems.append(f"ulysses needs mesh.context={mesh.context} to divide {heads[0]} heads and {heads[1]} key heads")
     return problems

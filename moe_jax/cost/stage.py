@@ -4,9 +4,16 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from moe_jax.config import Stage
-from moe_jax.cost.attention import attention_seconds, moved_elements
-from moe_jax.cost.flops import attention_matrices
-from moe_jax.cost.layer import ExpertsWork, Passes, elementwise_seconds, experts_seconds, matmul_seconds, router_seconds
+from moe_jax.cost.flops import stage_weights
+from moe_jax.cost.layer import (
+    ExpertsWork,
+    Passes,
+    attention_seconds,
+    elementwise_seconds,
+    experts_seconds,
+    matmul_seconds,
+    router_seconds,
+)
 from moe_jax.cost.machine import Machine
 from moe_jax.cost.memory import kept_by_layer
 from moe_jax.cost.planned_step import PlannedStep
@@ -73,17 +80,17 @@ def layer_seconds(step: PlannedStep, number: int, machine: Machine) -> dict[str,
     hidden, dense_inter = config.hidden_size, config.intermediate_size
     if stage.sparse:
         dense_inter = step.experts.shared_intermediate_size
-    weights = attention_matrices(config) + 3 * hidden * dense_inter
+    of_stage = stage_weights(config, number)
+    weights = (of_stage.total() - of_stage["experts"] - of_stage["router"]) / stage.num_layers
     # Two norms and two sums; the activation of a dense block; with shared experts the sum of both outputs.
-    elements = (10 + (3 if stage.sparse and dense_inter else 0)) * hidden + moved_elements(config) + 3 * dense_inter
+    elements = (10 + (3 if stage.sparse and dense_inter else 0)) * hidden + step.mixer.moved_elements + 3 * dense_inter
     if step.is_module(stage):
-        weights += 2 * hidden * hidden
         # Three more norms; the outputs of two are concatenated.
         elements += 8 * hidden
     frozen = step.adapters is not None
     parts = {
         "projections": matmul_seconds(tokens, weights, machine, frozen=frozen),
-        "attention": attention_seconds(tokens, sum(attended) / len(attended), config, machine),
+        "attention": attention_seconds(tokens, sum(attended) / len(attended), step.mixer, machine),
         "elementwise": elementwise_seconds(tokens, elements, machine),
         "overhead": Passes(*(machine.layer_overhead,) * 3),
     }

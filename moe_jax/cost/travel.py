@@ -3,8 +3,7 @@
 import math
 from typing import NamedTuple
 
-from moe_jax.cost.attention import expanded_elements, expansion_seconds, key_value_elements, travelling_elements
-from moe_jax.cost.layer import ELEMENT, Passes
+from moe_jax.cost.layer import ELEMENT, Passes, expansion_seconds
 from moe_jax.cost.machine import (
     Machine,
     all_gather_seconds,
@@ -87,12 +86,12 @@ def context_seconds(step: PlannedStep, attention: Passes, machine: Machine) -> P
     devices = step.mesh.context
     if devices == 1:
         return Passes(0.0, 0.0, 0.0)
-    keys = ELEMENT * step.tokens * travelling_elements(step.config)
+    keys = ELEMENT * step.tokens * step.mixer.travelling_elements
     axes = ("context",)
     if step.context_method == "ulysses":
         return _ulysses_seconds(step, machine)
     # The latents of other devices are expanded; backward expands for each of two kernels.
-    one = expansion_seconds(step.tokens, step.config, machine)
+    one = expansion_seconds(step.tokens, step.mixer, machine)
     arriving = (devices - 1) * one.forward
     expansion = Passes(arriving, arriving, 2 * devices * one.forward + (devices - 1) * one.backward)
     if step.context_method == "ring":
@@ -112,7 +111,7 @@ def _ring_seconds(step: PlannedStep, keys: float, attention: Passes, machine: Ma
     are computed, and keys during the rest. Keys of several devices in one step are reordered to the order of the
     sequence, and the sums of their gradients are split again.
     """
-    config, axes = step.config, ("context",)
+    mixer, axes = step.mixer, ("context",)
     devices, others = step.mesh.context, step.mesh.context - 1
     ring_steps = math.ceil(others / step.ring_step)
     copied, senders = step.hops == "copies", others / ring_steps
@@ -124,11 +123,11 @@ def _ring_seconds(step: PlannedStep, keys: float, attention: Passes, machine: Ma
     def moved(size: float) -> float:
         return 2 * size / machine.hbm
 
-    heads, ordered = config.num_attention_heads, senders * keys if senders > 1 else 0.0
-    forward = exposed(keys, attention.forward) + moved(4 * step.tokens * heads * config.value_dim + ordered)
+    ordered = senders * keys if senders > 1 else 0.0
+    forward = exposed(keys, attention.forward) + moved(4 * step.tokens * mixer.heads * mixer.value_dim + ordered)
     backward = exposed(keys, (1 - QUERIES_SHARE) * attention.backward)
     backward += exposed(2 * keys, QUERIES_SHARE * attention.backward)
-    backward += moved(4 * step.tokens * (heads * config.key_dim + senders * key_value_elements(config)) + 3 * ordered)
+    backward += moved(4 * step.tokens * (mixer.heads * mixer.key_dim + senders * mixer.key_value_elements) + 3 * ordered)
     return Passes(*(ring_steps * seconds for seconds in (forward, forward, backward)))
 
 
@@ -137,13 +136,12 @@ def _ulysses_seconds(step: PlannedStep, machine: Machine) -> Passes:
 
     Latents go whole to all devices, and their gradients back.
     """
-    config, axes = step.config, ("context",)
-    elements = config.num_attention_heads * (config.key_dim + config.value_dim)
-    elements += 0 if expanded_elements(config) else key_value_elements(config)
+    mixer, axes = step.mixer, ("context",)
+    elements = mixer.head_elements + mixer.key_value_elements - mixer.expanded_elements
     to_heads = all_to_all_seconds(machine, ELEMENT * step.tokens * elements, axes, step.mesh)
-    if not expanded_elements(config):
+    if not mixer.expanded_elements:
         return Passes(to_heads, to_heads, to_heads)
-    latents = step.mesh.context * ELEMENT * step.tokens * travelling_elements(config)
+    latents = step.mesh.context * ELEMENT * step.tokens * mixer.travelling_elements
     gather = all_gather_seconds(machine, latents, axes, step.mesh) + 2 * latents / machine.hbm
     sums = all_to_all_seconds(machine, latents, axes, step.mesh) + 2 * latents / machine.hbm
     return Passes(to_heads + gather, to_heads + gather, to_heads + sums)

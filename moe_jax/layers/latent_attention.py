@@ -5,6 +5,7 @@ holds these kv_lora_rank + qk_rope_head_dim numbers per token, and devices send 
 numbers for V3, whose heads' keys and values are 40960.
 """
 
+import math
 from functools import partial
 
 import jax
@@ -45,34 +46,21 @@ class LatentAttention(nnx.Module):
     def __init__(
         self, config: DeepseekV3Config, *, stack: tuple[int, ...] = (), param_dtype: DTypeLike = jnp.float32, rngs: nnx.Rngs
     ):
-        heads, rope_dim = config.num_attention_heads, config.qk_rope_head_dim
-
-        def linear(in_features: int, out_features: int, use_bias: bool = False) -> Linear:
-            return Linear(
-                in_features,
-                out_features,
-                use_bias=use_bias,
-                stddev=config.initializer_range,
-                stack=stack,
-                param_dtype=param_dtype,
-                rngs=rngs,
-            )
-
-        def norm(size: int) -> RMSNorm:
-            return RMSNorm(size, eps=LATENT_NORM_EPS, stack=stack, param_dtype=param_dtype)
-
+        mixer = config.mixer
+        linear = partial(Linear, stddev=config.initializer_range, stack=stack, param_dtype=param_dtype, rngs=rngs)
+        norm = partial(RMSNorm, eps=LATENT_NORM_EPS, stack=stack, param_dtype=param_dtype)
         if config.q_lora_rank is None:
-            self.q_proj = linear(config.hidden_size, heads * config.key_dim)
+            self.q_proj = linear(config.hidden_size, mixer.heads * mixer.key_dim)
         else:
-            self.q_a_proj = linear(config.hidden_size, config.q_lora_rank, config.attention_bias)
+            self.q_a_proj = linear(config.hidden_size, config.q_lora_rank, use_bias=mixer.biases)
             self.q_a_layernorm = norm(config.q_lora_rank)
-            self.q_b_proj = linear(config.q_lora_rank, heads * config.key_dim)
-        self.kv_a_proj_with_mqa = linear(config.hidden_size, config.kv_lora_rank + rope_dim, config.attention_bias)
+            self.q_b_proj = linear(config.q_lora_rank, mixer.heads * mixer.key_dim)
+        self.kv_a_proj_with_mqa = linear(config.hidden_size, mixer.latent_dim, use_bias=mixer.biases)
         self.kv_a_layernorm = norm(config.kv_lora_rank)
-        self.kv_b_proj = linear(config.kv_lora_rank, heads * (config.qk_nope_head_dim + config.v_head_dim))
-        self.o_proj = linear(heads * config.v_head_dim, config.hidden_size, config.attention_bias)
+        self.kv_b_proj = linear(mixer.rank, mixer.expansion[0])
+        self.o_proj = linear(mixer.heads * mixer.value_dim, config.hidden_size, use_bias=mixer.biases)
         self.config = config
-        self.scale = config.key_dim**-0.5 * mscale_of_scores(config.rope_parameters, config.max_position_embeddings)
+        self.scale = mixer.key_dim**-0.5 * mscale_of_scores(config.rope_parameters, config.max_position_embeddings)
 
     def __call__(
         self, x: Float[Array, "batch seq hidden"], rope: RopeTables, attend: Attend | PagedAttend
@@ -98,7 +86,7 @@ class LatentAttention(nnx.Module):
     def queries(self, x: Float[Array, "batch seq hidden"], rope: RopeTables) -> Float[Array, "batch seq heads key_dim"]:
         """Computes queries: the part without positions, then the rotated part with positions."""
         q = self.q_proj(x) if self.config.q_lora_rank is None else self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
-        q = q.reshape(*x.shape[:-1], -1, self.config.key_dim)
+        q = q.reshape(*x.shape[:-1], -1, self.config.mixer.key_dim)
         q_nope, q_rope = jnp.split(q, [self.config.qk_nope_head_dim], axis=-1)
         return jnp.concatenate([q_nope, self._rotated(q_rope, rope)], axis=-1)
 
@@ -109,9 +97,9 @@ class LatentAttention(nnx.Module):
 
     def absorbing_is_cheaper(self, num_queries: int) -> bool:
         """Returns True if wider heads for these queries cost fewer FLOPs than expanding keys: for V3, up to 157 queries."""
-        config = self.config
-        wider = 2 * config.latent_dim - config.key_dim - config.value_dim
-        return num_queries * wider < config.kv_lora_rank * (config.qk_nope_head_dim + config.v_head_dim)
+        mixer = self.config.mixer
+        wider = 2 * mixer.latent_dim - mixer.key_dim - mixer.value_dim
+        return mixer.heads * num_queries * wider < math.prod(mixer.expansion)
 
     def absorb(self, q: Float[Array, "batch seq heads key_dim"]) -> Float[Array, "batch seq heads latent_dim"]:
         """Returns queries whose product with latents equals the product of `q` with the keys expanded from these latents."""

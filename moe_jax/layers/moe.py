@@ -16,7 +16,7 @@ from moe_jax.kernels.experts.fp8.adapted import experts_mlp_adapted_in_fp8
 from moe_jax.kernels.experts.fp8.dense import dense_copies
 from moe_jax.kernels.experts.fp8.experts import Fp8Matrices, experts_mlp_in_fp8
 from moe_jax.kernels.experts.fp8.passes import quantise_experts
-from moe_jax.kernels.experts.fp8.precision import DenseGroup, Precision
+from moe_jax.kernels.experts.fp8.precision import Precision
 from moe_jax.kernels.experts.fused_vjp import Matrices
 from moe_jax.kernels.experts.internal import (
     Accumulators,
@@ -28,6 +28,7 @@ from moe_jax.layers.balance import Sequences
 from moe_jax.layers.fp8 import frozen_matrices, trained_matrices
 from moe_jax.layers.linear import Fp8Copies, Linear, TicketHolder, normal_parameter
 from moe_jax.layers.lora import Adapter, Frozen
+from moe_jax.layers.matrices import check_declared, declared
 from moe_jax.layers.mlp import MLP
 from moe_jax.layers.quantised import Quantised, is_quantised, of_stack
 from moe_jax.layers.router import Router, Routing
@@ -183,19 +184,20 @@ def accumulated_gradients(accumulators: nnx.State) -> nnx.State:
 
 
 def set_precision(model: nnx.Module, precision: Precision | None) -> None:
-    """Sets what the matmuls of all experts and dense matrices of a model multiply."""
+    """Sets what the matmuls of all experts and dense matrices of a model multiply.
+
+    Raises:
+      ValueError: with dense groups, a matrix whose group is not known (`layers.matrices`).
+    """
     dense = () if precision is None else precision.dense
+    if dense:
+        check_declared(nnx.to_flat_state(nnx.state(model, (nnx.Param, Frozen))))
     for path, module in nnx.iter_modules(model):
         if isinstance(module, Experts):
             module.precision = precision
         elif isinstance(module, Linear):
-            module.in_fp8 = dense_group(path) in dense
-
-
-def dense_group(path: tuple) -> DenseGroup | None:
-    """Returns the group of the matrix at a path of a model; None if it is in none, as the head."""
-    groups: dict[str, DenseGroup] = {"self_attn": "attention", "shared_experts": "shared_experts", "mlp": "mlp"}
-    return next((groups[name] for name in reversed(path) if name in groups), None)
+            matrix = declared(path)
+            module.in_fp8 = matrix is not None and matrix.role in dense
 
 
 def precision_of(model: nnx.Module) -> Precision | None:

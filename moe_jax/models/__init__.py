@@ -9,8 +9,7 @@ if TYPE_CHECKING:
     from moe_jax.models.decoder import Decoder
     from moe_jax.models.deepseek_v3 import DeepseekV3
     from moe_jax.models.output import HiddenStates, ModelOutput
-    from moe_jax.models.qwen3 import Qwen3
-    from moe_jax.models.qwen3_moe import Qwen3Moe
+    from moe_jax.models.qwen3 import Qwen3, Qwen3Moe
 
 __all__ = ["Decoder", "DeepseekV3", "HiddenStates", "ModelOutput", "Qwen3", "Qwen3Moe", "from_config"]
 

@@ -1,4 +1,8 @@
-"""Chooses the model class of a config."""
+"""Chooses the model class of a config, and describes its parameters without making them."""
+
+import functools
+from collections.abc import Mapping
+from types import MappingProxyType
 
 import jax.numpy as jnp
 from flax import nnx
@@ -7,8 +11,7 @@ from jax.typing import DTypeLike
 from moe_jax.config import ModelConfig
 from moe_jax.models.decoder import Decoder
 from moe_jax.models.deepseek_v3 import DeepseekV3
-from moe_jax.models.qwen3 import Qwen3
-from moe_jax.models.qwen3_moe import Qwen3Moe
+from moe_jax.models.qwen3 import Qwen3, Qwen3Moe
 
 MODEL_CLASSES: dict[str, type[Decoder]] = {
     "qwen3": Qwen3,
@@ -17,6 +20,13 @@ MODEL_CLASSES: dict[str, type[Decoder]] = {
     "deepseek_v3": DeepseekV3,
     "kimi_k2": DeepseekV3,
 }
+
+
+@functools.cache
+def abstract_parameters(config: ModelConfig) -> Mapping[tuple, nnx.Variable]:
+    """Returns the parameters of the config's model by path, as variables that have shapes and no arrays."""
+    model = nnx.eval_shape(lambda: from_config(config, rngs=nnx.Rngs(0)))
+    return MappingProxyType(dict(nnx.to_flat_state(nnx.state(model))))
 
 
 def from_config(

@@ -19,7 +19,7 @@ from moe_jax.layers.mlp import MLP
 from moe_jax.layers.moe import MoE, precision_of, set_precision
 from moe_jax.layers.norm import RMSNorm
 from moe_jax.layers.passes import Pass, Remat, forward_loop
-from moe_jax.layers.router import check_expert_choice, load_balancing_loss
+from moe_jax.layers.router import Router, check_expert_choice, load_balancing_loss
 from moe_jax.layers.segments import has_successor, shift_left
 from moe_jax.models.decoder_layer import DecoderLayer, SparseDecoderLayer
 from moe_jax.models.execution import Execution
@@ -355,8 +355,17 @@ class Decoder(nnx.Module):
         raise NotImplementedError
 
     def _experts(self, *, stack: tuple[int, ...], param_dtype, rngs: nnx.Rngs) -> MoE:
-        """Builds the mixture of experts of a stack of layers, in architectures that have one."""
-        raise NotImplementedError
+        """Builds the mixture of experts of a stack of layers."""
+        config, spec = self.config, self.config.experts
+        assert spec is not None
+        options: dict[str, Any] = dict(stddev=config.initializer_range, stack=stack, param_dtype=param_dtype, rngs=rngs)
+        sizes = config.hidden_size, spec.moe_intermediate_size, spec.num_experts, spec.num_experts_per_tok
+        shared, router = spec.shared_intermediate_size, self._router(**options)
+        return MoE(*sizes, norm_topk_prob=spec.norm_topk_prob, router=router, shared_intermediate_size=shared, **options)
+
+    def _router(self, **options) -> Router | None:
+        """Builds the router of a stack of layers in architectures that have their own; None: `layers.router.Router`."""
+        return None
 
     def _execution(self, remat: Remat | None, spread: Spread | None) -> Execution:
         """Returns the model's execution with a call's own settings in place of the defaults."""

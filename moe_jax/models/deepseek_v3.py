@@ -4,14 +4,11 @@ Latent attention, dense first layers, and experts of two kinds. Every token uses
 the router chooses within a few groups. Modules behind the layers predict further tokens (`models.mtp`).
 """
 
-from typing import Any
-
 from flax import nnx
 
 from moe_jax.config import DeepseekV3Config
 from moe_jax.layers.group_router import GroupRouter, GroupRule
 from moe_jax.layers.latent_attention import LatentAttention
-from moe_jax.layers.moe import MoE
 from moe_jax.models.decoder import Decoder
 
 
@@ -23,31 +20,15 @@ class DeepseekV3(Decoder):
     def _attention(self, *, stack: tuple[int, ...], param_dtype, rngs: nnx.Rngs) -> LatentAttention:
         return LatentAttention(self.config, stack=stack, param_dtype=param_dtype, rngs=rngs)
 
-    def _experts(self, *, stack: tuple[int, ...], param_dtype, rngs: nnx.Rngs) -> MoE:
-        config = self.config
+    def _router(self, **options) -> GroupRouter:
+        config, has_bias = self.config, self.config.topk_method == "noaux_tc"
         rule = GroupRule(
             scoring_func=config.scoring_func,
             num_groups=config.num_groups,
             groups_per_token=config.topk_group,
-            group_score_size=2 if config.topk_method == "noaux_tc" else 1,
+            group_score_size=2 if has_bias else 1,
             norm_topk_prob=config.norm_topk_prob,
             routed_scaling_factor=config.routed_scaling_factor,
         )
-        options: dict[str, Any] = dict(stddev=config.initializer_range, stack=stack, param_dtype=param_dtype, rngs=rngs)
-        router = GroupRouter(
-            config.hidden_size,
-            config.n_routed_experts,
-            config.num_experts_per_tok,
-            rule,
-            has_bias=config.has_expert_bias,
-            **options,
-        )
-        return MoE(
-            config.hidden_size,
-            config.moe_intermediate_size,
-            config.n_routed_experts,
-            config.num_experts_per_tok,
-            router=router,
-            shared_intermediate_size=config.n_shared_experts * config.moe_intermediate_size,
-            **options,
-        )
+        sizes = config.hidden_size, config.n_routed_experts, config.num_experts_per_tok
+        return GroupRouter(*sizes, rule, has_bias=has_bias, **options)

@@ -1,8 +1,11 @@
-"""Qwen3 (Yang et al., 2025, https://arxiv.org/abs/2505.09388): grouped-query attention and a dense feed-forward block."""
+"""Qwen3 and Qwen3-MoE (Yang et al., 2025, https://arxiv.org/abs/2505.09388): grouped-query attention.
+
+The feed-forward block is dense; in Qwen3-MoE experts take its place.
+"""
 
 from flax import nnx
 
-from moe_jax.config import Qwen3Config
+from moe_jax.config import Qwen3Config, Qwen3MoeConfig
 from moe_jax.layers.attention import Attention
 from moe_jax.models.decoder import Decoder
 
@@ -14,3 +17,9 @@ class Qwen3(Decoder):
 
     def _attention(self, *, stack: tuple[int, ...], param_dtype, rngs: nnx.Rngs) -> Attention:
         return Attention(self.config, stack=stack, param_dtype=param_dtype, rngs=rngs)
+
+
+class Qwen3Moe(Qwen3):
+    """A Qwen3-MoE language model; arguments and calls as `Decoder`. Layers not in `config.moe_layers` are dense."""
+
+    config: Qwen3MoeConfig

@@ -1,11 +1,10 @@
-"""Defines, in one table, how each parameter is split over the devices.
+"""Defines how each parameter is split over the devices, from its declaration (`layers.matrices`).
 
 Every matrix is split over each mesh axis but `data`. A dense matrix is split over `fsdp`, `expert` and `context`. Experts are
 split over `expert` first, along which they stay, and then over the other axes. The layers of a pipeline are stacked along three
 axes, [chunks, ranks, layers of a chunk], and `pipe` splits the second (`parallel.pipeline.chunks`). Matrices outside the
 pipeline are split over `pipe` last. Mesh axes split the first of the matrix's own axes; if they do not divide it, they split
-the next. Parameters outside the table (norms, biases, routers) are replicated, and so are matrices without an axis that can be
-split.
+the next. Norms, biases and routers are replicated, and so are matrices without an axis that can be split.
 
 A parameter's moments and master lie as the parameter. With ZeRO, stage 1, `data` splits them too (`optimizer_spec`).
 
@@ -13,32 +12,12 @@ Outside `shard_map` XLA inserts the collectives that a computation needs. Inside
 `gathered_axes`.
 """
 
-import functools
 import math
 
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
-# The module that holds the matrix -> the number of its axes. Stacked parameters have the layer axis in front. The layer axis is
-# not split, since every device runs every layer. In a pipeline three axes stand in front, and each rank runs its own layers.
-_MATRICES = {
-    "embed_tokens": 2,
-    "lm_head": 2,
-    "q_proj": 2,
-    "q_a_proj": 2,
-    "q_b_proj": 2,
-    "kv_a_proj_with_mqa": 2,
-    "kv_b_proj": 2,
-    "k_proj": 2,
-    "v_proj": 2,
-    "o_proj": 2,
-    "eh_proj": 2,
-    "gate_proj": 2,
-    "up_proj": 2,
-    "down_proj": 2,
-    "experts.gate_up_proj": 3,
-    "experts.down_proj": 3,
-}
+from moe_jax.layers.matrices import Matrix, declaration_of
 
 
 def mesh_of(parameters) -> Mesh | None:
@@ -103,7 +82,8 @@ def moving_spec(path: tuple, shape: tuple[int, ...], mesh: Mesh | AbstractMesh) 
 
     All mesh axes split a matrix's own axes, those of `parameter_spec` first, and none splits an axis of layers.
     """
-    splits = _split_own_axes(path, shape, mesh, (*_own_names(path), "pipe", "data"), {})
+    matrix = declaration_of(path, shape)
+    splits = _split_own_axes(matrix, shape, mesh, (*matrix.split, "pipe", "data"), {})
     return PartitionSpec(*(splits.get(axis) for axis in range(len(shape))))
 
 
@@ -129,7 +109,7 @@ def gathered_axes(path: tuple, shape: tuple[int, ...], mesh: Mesh | AbstractMesh
 
     Axes are negative: the last is -1.
     """
-    kept = {"expert"} if "experts" in path else set()
+    kept = {"expert"} if declaration_of(path, shape).role == "experts" else set()
     if lies_in_chunks(path, shape):
         kept.add("pipe")
     pairs = (
@@ -141,48 +121,35 @@ def gathered_axes(path: tuple, shape: tuple[int, ...], mesh: Mesh | AbstractMesh
 
 def lies_in_chunks(path: tuple, shape: tuple[int, ...]) -> bool:
     """Returns whether the parameter is stacked as [chunks, ranks, layers of a chunk, ...]."""
-    own_axes = _matrix_axes(path) or (2 if path[-2:] == ("router", "weight") else 1)
-    return path[0] == "stages" and len(shape) == 3 + own_axes
+    return path[0] == "stages" and len(shape) == 3 + declaration_of(path, shape).axes
 
 
 def _splits(path: tuple, shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> dict[int, tuple[str, ...]]:
     """Returns the mesh axes that split each axis of the parameter, the slowest first."""
-    names = _own_names(path)
+    matrix = declaration_of(path, shape)
     if mesh.shape.get("pipe", 1) > 1 and lies_in_chunks(path, shape):
-        return _split_own_axes(path, shape, mesh, names, {1: ("pipe",)})
+        return _split_own_axes(matrix, shape, mesh, matrix.split, {1: ("pipe",)})
     # Axes that are gathered together stand in the order of the mesh, as peer-to-peer copies need.
-    names = ("expert", "pipe", *names[1:]) if _matrix_axes(path) == 3 else ("pipe", *names)
-    return _split_own_axes(path, shape, mesh, names, {})
-
-
-def _own_names(path: tuple) -> tuple[str, ...]:
-    """Returns the mesh axes that split a matrix, in their order. Experts lie along `expert` first."""
-    return ("expert", "fsdp", "context") if _matrix_axes(path) == 3 else ("fsdp", "expert", "context")
+    first = matrix.split[: matrix.role == "experts"]
+    return _split_own_axes(matrix, shape, mesh, (*first, "pipe", *matrix.split[len(first) :]), {})
 
 
 def _split_own_axes(
-    path: tuple,
+    matrix: Matrix,
     shape: tuple[int, ...],
     mesh: Mesh | AbstractMesh,
     names: tuple[str, ...],
     splits: dict[int, tuple[str, ...]],
 ) -> dict[int, tuple[str, ...]]:
     """Returns `splits` with the mesh axes `names` added, each to the first of the matrix's own axes that it divides."""
-    own_axes = _matrix_axes(path)
-    for name in names:
+    first_own = len(shape) - matrix.axes
+    for name in names if matrix.split else ():
         ways = mesh.shape.get(name, 1)
         # `expert` splits an experts' matrix only along the axis of experts: a part of an expert could not stay in place.
-        choices = 1 if name == "expert" and own_axes == 3 else own_axes
-        for axis in range(len(shape) - own_axes, len(shape) - own_axes + choices) if ways > 1 else ():
+        choices = 1 if name == "expert" and matrix.role == "experts" else matrix.axes
+        for axis in range(first_own, first_own + choices) if ways > 1 else ():
             before = splits.get(axis, ())
             if shape[axis] % (ways * math.prod(mesh.shape[other] for other in before)) == 0:
                 splits = splits | {axis: (*before, name)}
                 break
     return splits
-
-
-@functools.cache
-def _matrix_axes(path: tuple) -> int:
-    """Returns the number of the matrix's own axes; 0 for parameters that are not split."""
-    modules = [str(part) for part in path if part != "weight"]
-    return 0 if path[-1] == "bias" else _MATRICES.get(".".join(modules[-2:]), _MATRICES.get(modules[-1], 0))

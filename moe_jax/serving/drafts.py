@@ -81,7 +81,7 @@ def _module(
     following = jnp.concatenate([jnp.stack([first[:num_decodes], second], axis=1).ravel(), _behind_chunks(rows, first)])
     state = PredictorState(output.hidden[None], frame["embed_tokens"](following[None], served.dtype))
     inputs = layer_inputs(config, drafted.positions[None], jnp.ones_like(following)[None], drafted.valid[None])
-    attend = PagedAttend(drafting.pages, drafted.places, drafted.queries, value_dim=config.latent_value_dim)
+    attend = PagedAttend(drafting.pages, drafted.places, drafted.queries, value_dim=config.mixer.latent_value_dim)
     of_module = LayerWeights(weights.layers[-1], weights.experts[-1], jnp.int32(0))
     out = layer_module(served, len(config.stages), of_module)(state, inputs, attend, ONE_DEVICE)
     newest = jnp.concatenate([2 * jnp.arange(num_decodes) + accepted, drafted.outputs[2 * num_decodes :]])

@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from moe_jax.config import ModelConfig, Qwen3Config, Qwen3MoeConfig
+from moe_jax.config import ModelConfig
 from moe_jax.kernels.decode.add_norm import AddedNorm, ExpertRows, add_experts, add_splits
 from moe_jax.kernels.decode.experts import MOST_PLANNED_TOKENS, expert_rows, expert_rows_in_fp8
 from moe_jax.kernels.decode.heads import HEAD_DIM, HeadNorms, NewTokens, chunk_heads_to_pages, heads_to_pages
@@ -53,20 +53,20 @@ def refusal(config: ModelConfig, dtype: Any, tokens: int, *, in_fp8: bool = Fals
     Args:
       in_fp8: experts multiply in FP8.
     """
-    if not isinstance(config, Qwen3Config):
+    spec, heads = config.experts, config.mixer
+    if not heads.head_norms or (spec and (spec.shared_intermediate_size or not spec.softmax_router)):
         return f"it is written for Qwen3 and Qwen3-MoE; this is {config.model_type}"
     if in_fp8 and tokens > MOST_PLANNED_TOKENS:
         return f"it takes at most {MOST_PLANNED_TOKENS} tokens of experts in FP8; got {tokens}"
-    if config.attention_bias:
+    if heads.biases:
         return "attention has biases"
-    if config.head_dim != HEAD_DIM:
-        return f"head_dim must be {HEAD_DIM}; got {config.head_dim}"
+    if {heads.key_dim, heads.value_dim, heads.rotary_dim} != {HEAD_DIM}:
+        return f"head_dim must be {HEAD_DIM}; got {heads.key_dim}"
     if config.hidden_size % WARPGROUP_THREADS:
         return f"hidden_size must be a multiple of {WARPGROUP_THREADS}; got {config.hidden_size}"
-    spec = config.experts
     if spec is not None and spec.num_experts % WARPGROUP_THREADS:
         return f"the number of experts must be a multiple of {WARPGROUP_THREADS}; got {spec.num_experts}"
-    inter = config.moe_intermediate_size if isinstance(config, Qwen3MoeConfig) else HEAD_DIM
+    inter = spec.moe_intermediate_size if spec else HEAD_DIM
     return (fp8_mosaic if in_fp8 else mosaic).refusal(dtype, config.hidden_size, inter)
 
 

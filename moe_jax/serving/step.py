@@ -101,7 +101,7 @@ def step(
     x = frame["embed_tokens"](batch.tokens[None], served.dtype)
     inputs = layer_inputs(served.config, batch.positions[None], jnp.ones_like(batch.tokens)[None], batch.valid[None])
     # With drafts decoding rows have two queries each.
-    single_rows, value_dim = 0 if shape.drafts else shape.decodes, served.config.latent_value_dim
+    single_rows, value_dim = 0 if shape.drafts else shape.decodes, served.config.mixer.latent_value_dim
     attends = [
         PagedAttend(pages, batch.places, batch.queries, single_rows, value_dim, window)
         for pages, window in zip(state.pages, served.config.layer_windows, strict=True)

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from moe_jax.config import ModelConfig, Qwen3Config
+from moe_jax.config import ModelConfig
 from moe_jax.kernels.decode.heads import HEAD_DIM
 from moe_jax.kernels.hopper.launch import WARPGROUP_THREADS
 from moe_jax.layers.lora import has_adapters
@@ -58,7 +58,6 @@ def refusal(config: ModelConfig, dtype: Any) -> str | None:
     reason = fused.refusal(config, dtype, 1)
     if reason is not None:
         return reason
-    assert isinstance(config, Qwen3Config)
     if config.rope_parameters.rope_type == "dynamic":
         return 'rope type "dynamic" gives all tokens of a batch the frequencies of the longest sequence'
     has_mlp = len(config.moe_layers) < config.num_hidden_layers

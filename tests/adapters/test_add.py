@@ -27,7 +27,7 @@ def test_a_new_adapter_changes_nothing():
 def test_experts_share_the_rank():
     model = small_model("qwen3_moe")
     summary = add_lora(model, LoraSettings(rank=32), rngs=nnx.Rngs(0))
-    k = model.config.num_experts_per_tok
+    k = model.config.experts.num_experts_per_tok
     ranks = {target.kind: target.found.rank for target in targets_of(model) if target.found is not None}
     assert ranks == {"attention": 32, "experts": 32 // k}
     assert str(32 // k) in str(summary) and "experts" in str(summary) and str(lora_summary(model)) == str(summary)
@@ -46,7 +46,7 @@ def test_targets_and_ranks():
 def test_shared_outer():
     model = with_adapters(small_model("qwen3_moe"), shared_outer=True)
     gate_up, down = (target.found for target in targets_of(model) if target.kind == "experts")
-    experts = model.config.num_experts
+    experts = model.config.experts.num_experts
     assert (gate_up.a.shape[1], gate_up.b.shape[1], down.a.shape[1], down.b.shape[1]) == (1, experts, experts, 1)
 
 

@@ -107,7 +107,9 @@ def test_fused_experts(layout, tmp_path):
         prefix = f"base_model.model.model.layers.{layer}.mlp.experts"
 
         def of(name, factor, prefix=prefix):
-            return np.stack([tensors[f"{prefix}.{e}.{name}.lora_{factor}.weight"] for e in range(model.config.num_experts)])
+            return np.stack(
+                [tensors[f"{prefix}.{e}.{name}.lora_{factor}.weight"] for e in range(model.config.experts.num_experts)]
+            )
 
         gate, up, down = ((of(name, "A"), of(name, "B")) for name in ("gate_proj", "up_proj", "down_proj"))
         named = {".w1": gate, ".w3": up, ".w2": down}

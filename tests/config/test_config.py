@@ -53,7 +53,7 @@ def test_the_hub_file_of_deepseek_v3_is_the_named_config():
     config = config_from_dict(HUB_DEEPSEEK_V3)
     assert config == NAMED_CONFIGS["deepseek-v3"]
     assert config.stages == (Stage(0, 3, sparse=False), Stage(3, 58, sparse=True))
-    assert (config.key_dim, config.value_dim, config.rotary_dim, config.num_groups) == (192, 128, 64, 8)
+    assert (config.mixer.key_dim, config.mixer.value_dim, config.rotary_dim, config.num_groups) == (192, 128, 64, 8)
 
 
 def test_the_hub_file_of_kimi_k2_keeps_its_name():

@@ -1,4 +1,4 @@
-"""ExpertsSpec: every config says what experts it has, and code that serves all architectures reads it there alone."""
+"""Every config says what attention and what experts it has, and code that serves all architectures reads it there alone."""
 
 import ast
 from dataclasses import dataclass, fields, replace
@@ -14,6 +14,8 @@ from moe_jax.config import (
     DeepseekV3Config,
     ExpertLayer,
     ExpertsSpec,
+    HeadsSpec,
+    LatentSpec,
     ModelConfig,
     Qwen3Config,
     Qwen3MoeConfig,
@@ -24,7 +26,9 @@ from moe_jax.cost.memory import memory_bytes
 from moe_jax.cost.stage import layer_seconds
 from moe_jax.cost.step import predict
 from moe_jax.generation.devices import generation_mesh
+from moe_jax.models.auto import MODEL_CLASSES
 from moe_jax.models.inputs import check_shapes
+from moe_jax.models.qwen3 import Qwen3
 from moe_jax.parallel.choices import MeshShape
 from moe_jax.recipes.finetuning import prepare
 from moe_jax.train.rebalance import num_groups, rebalance
@@ -42,18 +46,23 @@ QWEN = replace(NAMED_CONFIGS["qwen3-30b-a3b"], num_hidden_layers=2)
         (DeepseekV3Config(num_hidden_layers=3, num_nextn_predict_layers=0), None),
         (
             Qwen3MoeConfig(router_aux_loss_coef=0.25),
-            ExpertsSpec(num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768, aux_loss_coef=0.25),
+            ExpertsSpec(
+                num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768, norm_topk_prob=False, aux_loss_coef=0.25
+            ),
         ),
         (
             DeepseekV3Config(n_shared_experts=3, aux_loss_alpha=0.5),
             ExpertsSpec(
                 num_experts=256, num_experts_per_tok=8, moe_intermediate_size=2048, shared_intermediate_size=3 * 2048,
-                num_groups=8, sequence_loss_coef=0.5,
+                num_groups=8, softmax_router=False, sequence_loss_coef=0.5,
             ),
         ),
         (
             DeepseekV2Config(n_group=4, seq_aux=False, moe_intermediate_size=64),
-            ExpertsSpec(num_experts=64, num_experts_per_tok=8, moe_intermediate_size=64, shared_intermediate_size=128),
+            ExpertsSpec(
+                num_experts=64, num_experts_per_tok=8, moe_intermediate_size=64, shared_intermediate_size=128,
+                norm_topk_prob=False, softmax_router=False,
+            ),
         ),
         (
             # The only sparse layer is the module that predicts a further token.
@@ -74,6 +83,8 @@ def test_a_class_that_does_not_define_experts_is_refused():
     sizes = dict.fromkeys(ModelConfig.positive, 8)
     with pytest.raises(NotImplementedError, match="Undefined must define the property experts"):
         Undefined(**sizes)
+    with pytest.raises(NotImplementedError, match="Undefined must define the property mixer"):
+        ModelConfig.mixer.fget(object.__new__(Undefined))
 
 
 def test_sparse_layers_without_experts_are_refused():
@@ -110,6 +121,8 @@ class OtherNames(Qwen3Config):
     ffn_choices: int = 2
     ffn_width: int = 96
 
+    model_type = "other_names"
+
     @property
     def moe_layers(self):
         return tuple(range(self.num_hidden_layers))
@@ -135,8 +148,9 @@ DENSE = Qwen3Config(
 )
 
 
-def test_flops_see_the_experts_of_a_new_architecture():
+def test_flops_see_the_experts_of_a_new_architecture(monkeypatch):
     """A token passes two experts, the shared one and the router, as if they were one dense block and a matrix."""
+    monkeypatch.setitem(MODEL_CLASSES, "other_names", Qwen3)
     router = 2 * 64 * 6
     assert num_active_parameters(OTHER) == num_parameters(DENSE) + router
     assert num_parameters(OTHER) == num_parameters(DENSE) + router + 2 * (6 - 2) * 3 * 64 * 96
@@ -193,6 +207,23 @@ def test_no_config_is_asked_for_a_field_that_it_may_lack():
         if ast.unparse(node.args[0]).split(".")[-1] == "config"
     ]
     assert not wrong, f"read config.experts instead: {wrong}"
+
+
+def test_attention_of_heads_keeps_keys_and_values():
+    mixer = Qwen3MoeConfig(num_attention_heads=8, num_key_value_heads=2, head_dim=16, attention_bias=True).mixer
+    sizes = dict(heads=8, kv_heads=2, key_dim=16, value_dim=16, rotary_dim=16)
+    assert mixer == HeadsSpec(**sizes, biases=True, head_norms=True)
+    assert (mixer.of_token, mixer.of_sequence, mixer.latent_value_dim) == (((2, 16), (2, 16)), (), None)
+    assert (mixer.flops(3), mixer.backward_flops(3)) == (3 * 2 * 8 * 32, 3 * 8 * 160)
+    assert mixer.travelling_elements == mixer.key_value_elements == 2 * 32 and mixer.expanded_elements == 0
+
+
+def test_latent_attention_keeps_latents():
+    mixer = DeepseekV3Config().mixer
+    assert isinstance(mixer, LatentSpec) and not mixer.biases
+    assert (mixer.of_token, mixer.latent_value_dim, mixer.latent_dim) == (((576,),), 512, 576)
+    assert mixer.expansion == (128 * (128 + 128), 512) and mixer.expanded_elements == 128 * (192 + 128)
+    assert (mixer.query_rank, DeepseekV3Config(q_lora_rank=None).mixer.query_rank) == (1536, 0)
 
 
 def test_layers_of_experts_are_those_of_the_named_configs():

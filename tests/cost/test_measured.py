@@ -11,9 +11,8 @@ import pytest
 
 from moe_jax.config import NAMED_CONFIGS
 from moe_jax.cost import PlannedStep, predict
-from moe_jax.cost.attention import attention_seconds
 from moe_jax.cost.flops import num_parameters
-from moe_jax.cost.layer import ExpertsWork, experts_seconds, router_seconds
+from moe_jax.cost.layer import ExpertsWork, attention_seconds, experts_seconds, router_seconds
 from moe_jax.cost.machine import GPUS, H200
 from moe_jax.cost.memory import memory_bytes
 from moe_jax.cost.stage import layer_seconds
@@ -206,7 +205,7 @@ def test_attention_of_a_split_sequence(method, hops, forward, both):
     """Section "Ring attention": 8192 tokens a GPU, 32 heads on 8 key heads."""
     config = replace(QWEN, num_key_value_heads=8)
     run = PlannedStep(config, MeshShape(context=4), 1, 32768, context_method=method, hops=hops)
-    attention = attention_seconds(run.tokens, run.attended[0], config, H200)
+    attention = attention_seconds(run.tokens, run.attended[0], config.mixer, H200)
     passes = attention, context_seconds(run, attention, H200)
     assert 1e3 * sum(p.forward for p in passes) == pytest.approx(forward, rel=0.1)
     assert 1e3 * sum(p.total(False) for p in passes) == pytest.approx(both, rel=0.1)
@@ -258,7 +257,7 @@ def test_memory_of_four_layers_of_deepseek_v3():
 
 def test_attention_with_keys_wider_than_values():
     """128 heads of 192 and 128, four sequences of 4096, in milliseconds."""
-    passes = attention_seconds(4 * 4096, 2048, DEEPSEEK, H200)
+    passes = attention_seconds(4 * 4096, 2048, DEEPSEEK.mixer, H200)
     assert 1e3 * passes.forward == pytest.approx(4.578, rel=0.01)
     assert 1e3 * passes.total(False) == pytest.approx(27.19, rel=0.01)
 

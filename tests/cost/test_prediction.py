@@ -13,8 +13,8 @@ from jax.sharding import AbstractMesh
 
 from moe_jax.config import NAMED_CONFIGS, DeepseekV3Config, Qwen3Config, Qwen3MoeConfig
 from moe_jax.cost import PlannedStep, predict
-from moe_jax.cost.attention import attention_seconds
 from moe_jax.cost.flops import num_parameters, training_flops_per_token
+from moe_jax.cost.layer import attention_seconds
 from moe_jax.cost.machine import H200
 from moe_jax.cost.stage import layer_seconds
 from moe_jax.cost.travel import context_seconds, gather_seconds
@@ -84,9 +84,9 @@ def test_a_step_has_the_flops_of_its_model(config):
     run = PlannedStep(config, MeshShape(), 64, 4096, remat=False)
     seconds = predict(run, machine).seconds
     # Attention's backward pass recomputes the scores.
-    pairs = sum(run.attended) * config.num_attention_heads
-    scores = (8 * config.key_dim + 6 * config.value_dim) - 6 * (config.key_dim + config.value_dim)
-    router = 6 * len(config.routed_layers) * config.hidden_size * config.num_experts
+    mixer, pairs = config.mixer, sum(run.attended) * config.num_attention_heads
+    scores = (8 * mixer.key_dim + 6 * mixer.value_dim) - 6 * (mixer.key_dim + mixer.value_dim)
+    router = 6 * len(config.routed_layers) * config.hidden_size * config.experts.num_experts
     expected = training_flops_per_token(config, 4096) + scores * pairs - router
     assert sum(seconds.values()) / run.tokens == pytest.approx(expected, rel=0.02)
     exact = {name: seconds[name] for name in ("projections", "attention", "loss")}
@@ -239,7 +239,7 @@ def test_every_device_of_a_ring_expands_every_latent():
 
 
 def attention(run: PlannedStep):
-    return attention_seconds(run.tokens, run.attended[0], run.config, H200)
+    return attention_seconds(run.tokens, run.attended[0], run.mixer, H200)
 
 
 def test_copies_hide_behind_attention_if_it_takes_longer():

@@ -49,5 +49,5 @@ def test_a_layer_keeps_what_the_model_of_cost_counts(param_dtype, remat):
 def test_a_result_of_latent_attention_is_kept_once():
     """Values and the result have one size, which no other array has."""
     config = replace(NAMED_CONFIGS["deepseek-v3"], num_hidden_layers=2, first_k_dense_replace=1, num_nextn_predict_layers=0)
-    size = ROWS * SEQ * config.num_attention_heads * config.value_dim
+    size = ROWS * SEQ * config.num_attention_heads * config.mixer.value_dim
     assert [a.size for a in kept(config, False)].count(size) == 2

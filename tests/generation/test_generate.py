@@ -85,7 +85,7 @@ def test_on_an_h200_the_prompt_alone_takes_the_fused_kernel(name, module, monkey
         program = devices.program(decode, DecodeOptions(8, 0.0, None, None, ()), mesh)
         jax.eval_shape(partial(program, *nnx.split(model, nnx.Param, ...)), *prompts, jax.ShapeDtypeStruct((), jnp.uint32))
     stages = len(config.stages) + (module == "speculative")
-    assert shapes == [((2, 192, config.num_attention_heads, config.key_dim), 192)] * stages
+    assert shapes == [((2, 192, config.num_attention_heads, config.mixer.key_dim), 192)] * stages
 
 
 def test_a_sequence_ends_at_its_eos_while_others_go_on(model):

@@ -15,7 +15,7 @@ from moe_jax.layers import fp8
 from moe_jax.layers.linear import Linear
 from moe_jax.layers.lora import Frozen
 from moe_jax.layers.mlp import MLP
-from moe_jax.layers.moe import MoE, dense_group, fp8_copies, set_precision
+from moe_jax.layers.moe import MoE, fp8_copies, set_precision
 from moe_jax.layers.quantised import BlockScaled
 from moe_jax.layers.tickets import WeightTicket, defer_weight_gradients
 
@@ -57,7 +57,6 @@ def test_groups():
     assert _in_fp8(model) == set().union(*wanted.values())
     model.set_precision("fp8")
     assert not _in_fp8(model)
-    assert dense_group(("lm_head",)) is None
     with pytest.raises(ValueError, match="needs a precision that is named"):
         model.set_precision(Precision(), ("attention",))
     with pytest.raises(ValueError, match="'mlp' is for dense layers, and this model has none"):

@@ -140,8 +140,8 @@ def test_transformers(variant):
     if balanced:
         np.testing.assert_allclose(out.aux_loss, expected.aux_loss.detach(), rtol=1e-5)
     if ours.config.moe_layers:
-        assert out.expert_load.shape == (len(ours.config.moe_layers), ours.config.num_experts)
-        assert (out.expert_load.sum(axis=1) == tokens.size * ours.config.num_experts_per_tok).all()
+        assert out.expert_load.shape == (len(ours.config.moe_layers), ours.config.experts.num_experts)
+        assert (out.expert_load.sum(axis=1) == tokens.size * ours.config.experts.num_experts_per_tok).all()
     flat = {path: leaf[...] for path, leaf in nnx.to_flat_state(gradients)}
     expected_gradients = hub_gradients(theirs)
     actual_gradients = dict(export(ours.config, flat))

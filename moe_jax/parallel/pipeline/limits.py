@@ -6,11 +6,9 @@
 from collections.abc import Mapping
 from typing import get_args
 
+from moe_jax.layers.matrices import SPLIT
 from moe_jax.parallel.choices import CHOOSES_CHUNKS, PipeSchedule
 from moe_jax.parallel.pipeline.by_name import schedule_by_name
-
-SPLIT_MATRICES = ("fsdp", "expert", "context")
-"""The mesh axes that split matrices inside a rank of the pipe. There b and W are not apart (`layers.tickets`)."""
 
 NEEDS_W: Mapping[PipeSchedule, str] = {
     "uniform-w": "'uniform'",
@@ -62,4 +60,4 @@ def schedule_problem(name: PipeSchedule, axes: Mapping[str, int], chunks: int, m
 
 def split_axes(axes: Mapping[str, int]) -> list[str]:
     """Returns the axes with several devices that split matrices inside a rank."""
-    return [axis for axis in SPLIT_MATRICES if axes.get(axis, 1) > 1]
+    return [axis for axis in SPLIT if axes.get(axis, 1) > 1]

@@ -78,7 +78,7 @@ def test_latents_travel(method, kernels, travels):
     config = NAMED_CONFIGS["deepseek-v3"]
     shapes = (1, 16384, 128, 192), (1, 16384, 576), (32768, 512)
     q, latents, weight = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes)
-    attend = partial(context_attention, scale=config.key_dim**-0.5, parallel=ContextParallel(method=method))
+    attend = partial(context_attention, scale=config.mixer.key_dim**-0.5, parallel=ContextParallel(method=method))
     text = lowered(2, attend, q, (latents,), Expansion(partial(expand, config), TicketedMatrix(weight, None)))
     assert num_kernels(text) == kernels
     found = re.findall(r'"stablehlo\.(collective_\w+|all_\w+|reduce_scatter)".*? : \(tensor<(\w+)>\)', text, re.DOTALL)

@@ -1,0 +1,182 @@
+"""Specs: what a config says of its layers under one set of names, so that no other code asks for an architecture's class."""
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
+
+Shapes = tuple[tuple[int, ...], ...]
+
+
+class Mixer(Protocol):
+    """The part of a layer in which a token sees others. A recurrent kind keeps states of sequences, not of tokens."""
+
+    @property
+    def name(self) -> str:
+        """The name in messages, for example "attention"."""
+
+    @property
+    def of_token(self) -> Shapes:
+        """Shapes of the arrays that a layer's cache keeps of each token."""
+
+    @property
+    def of_sequence(self) -> Shapes:
+        """Shapes of the arrays (f32) that a layer keeps of each sequence, and overwrites with every token."""
+
+    def flops(self, keys: float) -> float:
+        """Returns the forward FLOPs of a token that attends to `keys` tokens, without those of the layer's matrices."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadsSpec:
+    """Attention of query heads to equally many or fewer heads of keys and values (`layers.attention`).
+
+    Counts of elements are for one token in one layer.
+
+    Attributes:
+      heads, kv_heads: query heads, and heads of keys and values.
+      key_dim, value_dim: width of a query or key head, and of a value head.
+      rotary_dim: dimensions of a head that the rotary embedding rotates.
+      biases: True if projections have biases.
+      head_norms: True if each query and key head has an RMSNorm.
+    """
+
+    heads: int
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+    rotary_dim: int
+    biases: bool
+    head_norms: bool
+
+    name: ClassVar[str] = "attention"
+    of_sequence: ClassVar[Shapes] = ()
+
+    @property
+    def of_token(self) -> Shapes:
+        """Shapes of a token's keys and values, which a cache keeps."""
+        return (self.kv_heads, self.key_dim), (self.kv_heads, self.value_dim)
+
+    @property
+    def travelling_elements(self) -> int:
+        """Elements that a cache keeps, and that are sent to the queries of other devices."""
+        return sum(map(math.prod, self.of_token))
+
+    @property
+    def head_elements(self) -> int:
+        """Elements of the queries, and of the result in all heads."""
+        return self.heads * (self.key_dim + self.value_dim)
+
+    @property
+    def key_value_elements(self) -> int:
+        """Elements of keys and values in all heads."""
+        return self.kv_heads * (self.key_dim + self.value_dim)
+
+    @property
+    def latent_value_dim(self) -> int | None:
+        """Number of a cached latent's first columns that stand for its values; None where a cache holds keys and values."""
+        return None
+
+    @property
+    def expansion(self) -> tuple[int, int]:
+        """Rows and columns of the matrix that expands latents to keys and values; zeros without latents."""
+        return 0, 0
+
+    @property
+    def expanded_elements(self) -> int:
+        """Elements of keys and values that are expanded from latents."""
+        return self.key_value_elements if self.expansion[0] else 0
+
+    @property
+    def moved_elements(self) -> int:
+        """Elements that norms, rotary embeddings and the expansion of latents read and write."""
+        return 2 * (self.heads + self.kv_heads) * self.key_dim
+
+    def kept_elements(self, *, expanded: bool) -> int:
+        """Returns the elements of the residuals: the result, queries and keys before and after their norms, and values.
+
+        Args:
+          expanded: keys and values that are expanded from latents are kept too; else they are expanded again.
+        """
+        return self.moved_elements + (self.heads + self.kv_heads) * self.value_dim
+
+    def flops(self, keys: float) -> float:
+        """Returns the FLOPs of a token's scores and of its sum of values, forward."""
+        return 2 * self.head_elements * keys
+
+    def backward_flops(self, keys: float) -> float:
+        """Returns the FLOPs of a token's gradients. The backward kernels compute the scores twice, which does not count."""
+        return self.heads * (6 * self.key_dim + 4 * self.value_dim) * keys
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentSpec(HeadsSpec):
+    """Attention to keys and values that are expanded from latents (`layers.latent_attention`), which a cache keeps.
+
+    Attributes:
+      rank: width of a latent without its rotary key.
+      query_rank: width of the latent of queries; 0 if one matrix makes the queries.
+    """
+
+    rank: int
+    query_rank: int
+
+    name: ClassVar[str] = "latent attention"
+
+    @property
+    def latent_dim(self) -> int:
+        """Width of the data that all heads' keys and values are made of: the latent, and the key part with positions."""
+        return self.rank + self.rotary_dim
+
+    @property
+    def of_token(self) -> Shapes:
+        """Shape of a token's latent."""
+        return ((self.latent_dim,),)
+
+    @property
+    def latent_value_dim(self) -> int:
+        """Number of a latent's columns without those of the rotary key."""
+        return self.rank
+
+    @property
+    def expansion(self) -> tuple[int, int]:
+        """Rows and columns of the matrix that makes all heads' keys and values without the rotary part."""
+        return self.heads * (self.key_dim - self.rotary_dim + self.value_dim), self.rank
+
+    @property
+    def moved_elements(self) -> int:
+        """Elements that norms, rotary embeddings and the expansion of latents read and write."""
+        latents = self.query_rank + self.rank + self.latent_dim
+        return 2 * (self.heads * self.key_dim + latents) + self.expansion[0] + self.key_value_elements
+
+    def kept_elements(self, *, expanded: bool) -> int:
+        """Returns the elements of the residuals; latents are kept before and after their norms."""
+        latents = 2 * self.query_rank + self.rank + self.latent_dim
+        return self.head_elements + latents + (self.key_value_elements if expanded else 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertsSpec:
+    """The experts of each sparse layer of a model.
+
+    Attributes:
+      num_experts: routed experts of a layer.
+      num_experts_per_tok: experts that the router chooses for each token (k).
+      moe_intermediate_size: width of one routed expert's activation.
+      shared_intermediate_size: total width of the shared experts, which every token passes; 0 if there are none.
+      num_groups: number of equal groups of consecutive experts. The router first chooses groups; 1 if it chooses among all
+        experts.
+      norm_topk_prob: True if the chosen experts' weights are divided by their sum.
+      softmax_router: True if the router chooses the k largest of a softmax over all experts as weights; False: another rule.
+      aux_loss_coef: default factor of the load-balancing loss over a whole batch.
+      sequence_loss_coef: default factor of the load-balancing loss within each sequence.
+    """
+
+    num_experts: int
+    num_experts_per_tok: int
+    moe_intermediate_size: int
+    shared_intermediate_size: int = 0
+    num_groups: int = 1
+    norm_topk_prob: bool = True
+    softmax_router: bool = True
+    aux_loss_coef: float = 0.0
+    sequence_loss_coef: float = 0.0

@@ -1,0 +1,83 @@
+"""Declares every matrix of a model in one table: its role, and the mesh axes that may split it.
+
+The layout (`parallel.layout`), adapters, FP8 and the model of cost read the table. A matrix that it lacks is an error there.
+Else it would be whole on every device, without an adapter and in bf16, and nobody would be told.
+"""
+
+from collections.abc import Iterable
+from typing import Any, Literal, NamedTuple
+
+Role = Literal["attention", "mlp", "shared_experts", "experts", "router", "embedding", "head", "predictor", "small"]
+"""The part of a model that a matrix belongs to. A "predictor" joins the inputs of a multi-token prediction module. What is
+"small" has no adapter and is not multiplied in FP8."""
+
+
+SPLIT = ("fsdp", "expert", "context")
+"""The mesh axes that split a matrix."""
+
+
+class Matrix(NamedTuple):
+    """The declaration of a parameter."""
+
+    role: Role
+    axes: int = 2
+    """Its own axes, without those of layers; 1 for a vector."""
+    split: tuple[str, ...] = SPLIT
+    """The mesh axes that split it, in their order. () is whole on every device."""
+
+
+_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
+_MLP = ("gate_proj", "up_proj", "down_proj")
+_EXPERTS = Matrix("experts", 3, ("expert", "fsdp", "context"))  # first along `expert`, where they stay
+_VECTOR = Matrix("small", 1, ())
+
+MATRICES: dict[str, Matrix] = {
+    "embed_tokens": Matrix("embedding"),
+    "lm_head": Matrix("head"),
+    "eh_proj": Matrix("predictor"),
+    "router": Matrix("router", split=()),
+    "experts.gate_up_proj": _EXPERTS,
+    "experts.down_proj": _EXPERTS,
+    **dict.fromkeys(_ATTENTION, Matrix("attention")),
+    **dict.fromkeys(_MLP, Matrix("mlp")),
+    **{f"shared_experts.{name}": Matrix("shared_experts") for name in _MLP},
+    **{f"lora.{name}": Matrix("small", 2, ()) for name in "ab"},
+    **{f"{of}_lora.{name}": Matrix("small", 3, ()) for of in ("gate_up", "down") for name in "ab"},
+}
+"""Declarations by the last names of a parameter's path, without "weight": two names, or one. Add those of a module of your own.
+Norms and biases are vectors, and so is every other parameter with one axis beside that of layers."""
+
+
+def declared(path: tuple) -> Matrix | None:
+    """Returns the declaration of the parameter, or of the module's `weight`, at a path of a model; None without one."""
+    names = [str(name) for name in path if name != "weight"]
+    found = MATRICES.get(".".join(names[-2:])) or MATRICES.get(".".join(names[-1:]))
+    return found or (_VECTOR if names and names[-1].endswith(("norm", "bias")) else None)
+
+
+def declaration_of(path: tuple, shape: tuple[int, ...]) -> Matrix:
+    """Returns the declaration of the parameter at `path` (as in `nnx.to_flat_state`) with this shape.
+
+    Raises:
+      ValueError: a matrix that is not declared.
+    """
+    check_declared([(path, shape)])
+    return declared(path) or _VECTOR
+
+
+def check_declared(parameters: Iterable[tuple[tuple, Any]]) -> None:
+    """Refuses matrices that are not declared: parameters with several axes, one of layers left out.
+
+    Args:
+      parameters: paths with shapes, or with arrays.
+
+    Raises:
+      ValueError: as above; one error names all of them.
+    """
+    unknown = {path: getattr(leaf, "shape", leaf) for path, leaf in parameters if declared(path) is None}
+    matrices = [f"{'.'.join(map(str, p))} {list(s)}" for p, s in unknown.items() if len(s) - (p[0] == "stages") > 1]
+    if matrices:
+        raise ValueError(
+            f"no declaration says how to split, adapt and round {', '.join(matrices)}: add the name and its role to MATRICES "
+            "of moe_jax.layers.matrices, as Matrix('attention'), or Matrix('small', split=()) to keep it whole"
+        )
