@@ -71,10 +71,9 @@ def forward(
     )
     steps = n_block_steps(in_sight, keys, BLOCK_M, n_blocks(head_dim, value_dim).block)
     inputs = _Inputs(*in_sight, steps, q, k, v, None if previous is None else PartialAttention(*previous))
-    outputs = PartialAttention(
-        out=jax.ShapeDtypeStruct((*q.shape[:3], value_dim), out_dtype),
-        lse=jax.ShapeDtypeStruct((batch, heads, seq), jnp.float32),
-    )
+    out: Any = jax.ShapeDtypeStruct((*q.shape[:3], value_dim), out_dtype)
+    lse: Any = jax.ShapeDtypeStruct((batch, heads, seq), jnp.float32)
+    outputs = PartialAttention(out, lse)
     scratch = Scratch.of(q.dtype, head_dim, value_dim)
 
     def kernel(inputs: _Inputs, outputs: PartialAttention, scratch: Scratch) -> None:
