@@ -66,7 +66,7 @@ class LayerGather(WholeLayer):
                 return _start_gather(how, self.dtype, self.hops, part)
             return [_start_gather(how, a.dtype, self.hops, a) for a in to_bytes(round_part(part, self.dtype))]
 
-        return [start(*leaf) for leaf in zip(self._moving, self._moving_in_fp8, self.split(parts)[0], strict=True)]
+        return [start(*how, part) for how, part in zip(self._moving, self.split(parts)[0], strict=True)]
 
     def finish_gather(self, arriving: list) -> list[Any]:
         """Waits for the all-gather and returns the full parameters; those that travelled in FP8 as `QuantisedMatrices`."""
@@ -76,7 +76,7 @@ class LayerGather(WholeLayer):
                 return _finish_gather(how, self.hops, sent)
             return of_bytes(*(_finish_gather(how, self.hops, a) for a in sent))
 
-        return [finish(*leaf) for leaf in zip(self._moving, self._moving_in_fp8, arriving, strict=True)]
+        return [finish(*how, sent) for how, sent in zip(self._moving, arriving, strict=True)]
 
     def barrier(self, computed, arriving):
         """Returns both unchanged. With peer-to-peer copies, the transfer is waited for only once `computed` is ready.
@@ -101,12 +101,12 @@ class LayerGather(WholeLayer):
 
     def start_scatter(self, gradients: list[Array]) -> list:
         """Starts the reduce-scatter of gradients of gathered parameters; `finish_scatter` takes the result."""
-        return [_start_scatter(how, self.hops, gradient) for how, gradient in zip(self._moving, gradients, strict=True)]
+        return [_start_scatter(how, self.hops, gradient) for (how, _), gradient in zip(self._moving, gradients, strict=True)]
 
     def finish_scatter(self, arriving: list, like: list[Array]) -> list[Array]:
         """Waits for the reduce-scatter and returns the gradients of this device's parts, in the dtypes of `like`."""
         triples = zip(self._moving, arriving, like, strict=True)
-        return [_finish_scatter(how, self.hops, array).astype(part.dtype) for how, array, part in triples]
+        return [_finish_scatter(how, self.hops, array).astype(part.dtype) for (how, _), array, part in triples]
 
     def split(self, tree) -> tuple[list[Array], list[Array]]:
         """Returns (leaves that are gathered, leaves that are whole); of a gradient to `RoundedWeights` the matrices'."""
@@ -122,12 +122,9 @@ class LayerGather(WholeLayer):
         return jax.tree.unflatten(jax.tree.structure(tree), leaves)
 
     @property
-    def _moving(self) -> list[Gather]:
-        return [how for how in self.gathers if how]
-
-    @property
-    def _moving_in_fp8(self) -> list[bool]:
-        return [i in self.in_fp8 for i, how in enumerate(self.gathers) if how]
+    def _moving(self) -> list[tuple[Gather, bool]]:
+        """The gather of each leaf that is gathered, and True if it travels in FP8."""
+        return [(how, i in self.in_fp8) for i, how in enumerate(self.gathers) if how]
 
 
 @dataclass(frozen=True)

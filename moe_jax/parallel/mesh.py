@@ -9,13 +9,7 @@ from moe_jax.parallel.choices import MESH_AXES
 
 
 def make_mesh(
-    *,
-    pipe: int = 1,
-    data: int = 1,
-    fsdp: int = 1,
-    expert: int = 1,
-    context: int = 1,
-    devices: list[jax.Device] | None = None,
+    *, pipe: int = 1, data: int = 1, fsdp: int = 1, expert: int = 1, context: int = 1, devices: list[jax.Device] | None = None
 ) -> jax.sharding.Mesh:
     """Makes a mesh with the axes MESH_AXES of the given sizes, for `from_pretrained(..., mesh=)`.
 

@@ -68,8 +68,8 @@ class _CrossEntropy(Objective):
     """The cross-entropy alone; aux is a `CrossEntropySum`."""
 
     def of_states(self, model: Decoder, states: HiddenStates, batch: Batch) -> tuple[Float[Array, ""], CrossEntropySum]:
-        _, parts = loss_of_states(model, states, batch, LossWeights(mtp_loss_coef=0))
-        return parts.cross_entropy, CrossEntropySum(parts.cross_entropy, parts.num_labels)
+        found = _sum_of_states(model, states, batch)
+        return found.summed, found
 
 
 def _through_pipe(graphdef: nnx.GraphDef, parallelism: Parallelism) -> Callable[[TrainState, Sequence[Batch]], float]:
@@ -108,11 +108,13 @@ SECOND = "second_"
 def _cross_entropy_of_two(model: Decoder, both: Batch) -> CrossEntropySum:
     batches = [{name: both[prefix + name] for name in BATCH_ARRAYS} for prefix in ("", SECOND)]
     passes = [model.forward_pass(b["tokens"], b["positions"], b["segment_ids"]) for b in batches]
-    sums = []
-    for states, batch in zip(run_together(*passes), batches, strict=True):
-        _, parts = loss_of_states(model, states, batch, LossWeights(mtp_loss_coef=0))
-        sums.append(CrossEntropySum(parts.cross_entropy, parts.num_labels))
-    return jax.tree.map(jnp.add, *sums)
+    pairs = zip(run_together(*passes), batches, strict=True)
+    return jax.tree.map(jnp.add, *(_sum_of_states(model, states, batch) for states, batch in pairs))
+
+
+def _sum_of_states(model: Decoder, states: HiddenStates, batch: Batch) -> CrossEntropySum:
+    _, parts = loss_of_states(model, states, batch, LossWeights(mtp_loss_coef=0))
+    return CrossEntropySum(parts.cross_entropy, parts.num_labels)
 
 
 def _cross_entropy(model: Decoder, batch: Batch) -> CrossEntropySum:

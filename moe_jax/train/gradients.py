@@ -56,12 +56,7 @@ def gradients_fn(
     Arguments as in `on_devices`. On a mesh, value and gradients equal the whole batch's on one device.
     """
     call = on_devices(
-        objective,
-        graphdef,
-        execution=execution,
-        parallelism=parallelism,
-        differentiate=True,
-        stack_over_data=stack_over_data,
+        objective, graphdef, execution=execution, parallelism=parallelism, differentiate=True, stack_over_data=stack_over_data
     )
 
     def gradients(params: nnx.State, fixed: nnx.State, batch: Batch) -> Gradients:

@@ -76,16 +76,10 @@ def record_of_step(
     tokens_per_second = float(metrics["num_tokens"]) / seconds
     losses = "loss", "aux_loss", "sequence_loss", "z_loss", "grad_norm", "learning_rate"
     record = {"step": step} | {name: float(metrics[name]) for name in losses if name in metrics}
-    record |= {
-        "tokens_per_second": tokens_per_second,
-        "model_tflops": tokens_per_second * flops_per_token / 1e12,
-    }
+    record |= {"tokens_per_second": tokens_per_second, "model_tflops": tokens_per_second * flops_per_token / 1e12}
     if "expert_load" not in metrics:  # a user's loss, which has metrics of its own
         return record | {name: float(value) for name, value in metrics.items() if name not in TAKEN_NAMES and value.ndim == 0}
-    record |= {
-        **mean_loads(metrics["expert_load"]),
-        "num_dropped": int(metrics["num_dropped"]),
-    }
+    record |= {**mean_loads(metrics["expert_load"]), "num_dropped": int(metrics["num_dropped"])}
     if config.routed_layers:
         record |= {name: float(metrics[name].mean()) for name in ("router_entropy", "num_rounds", "num_shadows")}
     if "expert_bias_range" in metrics:

@@ -114,10 +114,7 @@ def check_adapters(frozen: nnx.State, parallelism: Parallelism | None) -> None:
 
 
 def apply_gradients(
-    optimizer: optax.GradientTransformation,
-    state: TrainState,
-    gradients: nnx.State,
-    parallelism: Parallelism | None = None,
+    optimizer: optax.GradientTransformation, state: TrainState, gradients: nnx.State, parallelism: Parallelism | None = None
 ) -> TrainState:
     """Returns the state one step later: the optimizer's updates are added to the f32 masters. Biases of experts stay.
 

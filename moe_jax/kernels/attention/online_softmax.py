@@ -49,9 +49,7 @@ def merge(a: PartialAttention, b: PartialAttention) -> PartialAttention:
     return PartialAttention(out, jnp.where(total > 0, largest + jnp.log(positive), -jnp.inf))
 
 
-def softmax_sum(
-    scores: Float[Array, "*rows keys"],
-) -> tuple[Float[Array, "*rows keys"], Float[Array, "*rows"]]:
+def softmax_sum(scores: Float[Array, "*rows keys"]) -> tuple[Float[Array, "*rows keys"], Float[Array, "*rows"]]:
     """Returns (exp(scores - lse), lse) with lse the logsumexp over keys; a row of -inf alone gives zeros and -inf."""
     largest = jax.lax.stop_gradient(scores.max(axis=-1))
     largest = jnp.where(jnp.isneginf(largest), 0, largest)

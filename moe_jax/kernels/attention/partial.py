@@ -96,12 +96,7 @@ def gradient_of_queries(
 
 
 def gradients_of_keys(
-    arrays: BackwardInputs,
-    bounds: Bounds,
-    *,
-    scale: float,
-    backend: str,
-    previous: tuple[Array, Array] | None = None,
+    arrays: BackwardInputs, bounds: Bounds, *, scale: float, backend: str, previous: tuple[Array, Array] | None = None
 ) -> tuple[Float[Array, "batch keys kv_heads head_dim"], Float[Array, "batch keys kv_heads value_dim"]]:
     """Returns (dk, dv) of this part by way of these queries plus `previous`, the gradients by way of other queries."""
     if backend == "mosaic":

@@ -55,12 +55,7 @@ def expert_rows(
 
 
 def expert_rows_in_fp8(
-    x: BFloat16[Array, "tokens hidden"],
-    experts: QuantisedExperts,
-    choice: TokenChoices,
-    layer: Int[Array, ""],
-    *,
-    k: int,
+    x: BFloat16[Array, "tokens hidden"], experts: QuantisedExperts, choice: TokenChoices, layer: Int[Array, ""], *, k: int
 ) -> ExpertRows:
     """Computes `expert_rows` with products in FP8, out of stacks of layers in FP8, for at most MOST_PLANNED_TOKENS tokens.
 

@@ -105,9 +105,7 @@ def run_roles(produce: Callable[[], Any], consume: Callable[[Any], Any], registe
 
 
 @functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=("full", "empty"),
-    meta_fields=("stages", "is_ping_pong", "has_opaque_slots"),
+    jax.tree_util.register_dataclass, data_fields=("full", "empty"), meta_fields=("stages", "is_ping_pong", "has_opaque_slots")
 )
 @dataclass(frozen=True)
 class Pipeline:

@@ -22,13 +22,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from moe_jax.kernels.attention.mosaic.consumer import rescale_o
-from moe_jax.kernels.attention.mosaic.warpgroups import (
-    LOG2_E,
-    multiply_registers,
-    operand,
-    read_accumulator,
-    start_accumulator,
-)
+from moe_jax.kernels.attention.mosaic.warpgroups import LOG2_E, multiply_registers, operand, read_accumulator, start_accumulator
 from moe_jax.kernels.attention.paged import PAGE_SIZE
 from moe_jax.kernels.attention.paged.blocks import QueryBlocks, RowPages, Splits
 from moe_jax.kernels.attention.paged.items import Before, BlockPages, Item, ItemOrder, RowSums, Scoring, block_pages, no_keys

@@ -24,14 +24,7 @@ from jaxtyping import Array, Float, Int
 
 from moe_jax.kernels.attention.mosaic.consumer import BLOCK_M, Consumer, Scratch, Sums, n_blocks
 from moe_jax.kernels.attention.mosaic.masks import BlockSteps, Mask
-from moe_jax.kernels.attention.mosaic.warpgroups import (
-    LOG2_E,
-    ROWS,
-    TileScheduler,
-    WorkTile,
-    broadcast_columns,
-    launch,
-)
+from moe_jax.kernels.attention.mosaic.warpgroups import LOG2_E, ROWS, TileScheduler, WorkTile, broadcast_columns, launch
 from moe_jax.kernels.attention.paged import PAGE_SIZE
 from moe_jax.kernels.attention.paged.blocks import PagedQueries, RowPages, most_blocks, query_blocks, window_operand
 from moe_jax.kernels.attention.paged.items import BlockPages, block_pages
