@@ -61,14 +61,14 @@ for hidden, inter, experts, k in ((2048, 768, 128, 8), (7168, 2048, 256, 8), (40
 """
 
 GATHERING = """
-from moe_jax.kernels.experts.mosaic.by_rows import matmul_gated_silu
+from moe_jax.kernels.experts.mosaic.by_rows import matmul_gated
 from moe_jax.kernels.hopper.mainloop import TileShape
 from moe_jax.kernels.experts.routing import plan
 
 for tile in (TileShape(128, 128, 6), TileShape(64, 256, 4)):
     def gate_up(x, w, chosen):
         rows = plan(chosen, 128, 64)
-        return matmul_gated_silu(x, w, rows, tile, keep_h=False, source_of_row=rows.token_of_row)
+        return matmul_gated(x, w, rows, tile, keep_h=False, source_of_row=rows.token_of_row)
 
     compile(gate_up, ((32768, 2048), bf16), ((128, 2 * 768, 2048), bf16), ((32768, 8), i32))
 """

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Integer
 
+from moe_jax.kernels.experts.activation import SILU, Activation
 from moe_jax.kernels.experts.backends import OuterPart, grouped_outer_of_parts, implementation
 from moe_jax.kernels.experts.fp8 import backends as fp8_backends
 from moe_jax.kernels.experts.fp8.kept import KeptRows
@@ -79,6 +80,7 @@ class ExpertsOptions(NamedTuple):
     """The matrices get no gradients, and no products are made for any."""
     fp8: Fp8Options | None = None
     """The products in FP8; None: in the dtype of the tokens."""
+    activation: Activation = SILU
 
 
 class HiddenResiduals(NamedTuple):
@@ -136,12 +138,13 @@ def _rows_of_few_pairs(operands: ExpertsOperands, options: ExpertsOptions) -> Fl
         return None
     if options.fp8 is None:
         assert operands.w_gate_up is not None and operands.w_down is not None
-        return implementation("mosaic").experts_of_few_pairs(x, operands.w_gate_up, operands.w_down, experts, operands.layer)
+        matrices = operands.w_gate_up, operands.w_down
+        return implementation("mosaic").experts_of_few_pairs(x, *matrices, experts, operands.layer, options.activation)
     if operands.quantised is None:
         return None
     gate_up, down, *_ = operands.quantised
     layer = operands.layer if down.values.ndim == 4 else None
-    return fp8_backends.implementation("mosaic").experts_of_few_pairs(x, gate_up, down, experts, layer)
+    return fp8_backends.implementation("mosaic").experts_of_few_pairs(x, gate_up, down, experts, layer, options.activation)
 
 
 def forward_pass(
@@ -348,12 +351,14 @@ def _gate_up_of_part(
     else:
         planned = plan(experts, num_experts, alignment, max_pairs)
     planned = dataclasses.replace(planned, layer=operands.layer)
+    given: Any = dict(for_backward=for_backward, activation=options.activation)
     if options.fp8 is not None:
         assert operands.quantised is not None
-        act, h = gate_up_in_fp8(x, operands.quantised, planned, options.fp8, for_backward=for_backward)
+        act, h = gate_up_in_fp8(x, operands.quantised, planned, options.fp8, **given)
         return _Outcome(_GateUp(act, h), _PlannedTokens(planned, x))
     rows, source = backend.rows_of_tokens(x, planned, for_gradients=for_backward)
-    h, act = backend.gated_matmul(rows, operands.w_gate_up, planned, source_of_row=source, keep_h=for_backward)
+    given = dict(source_of_row=source, keep_h=for_backward, activation=options.activation)
+    h, act = backend.gated_matmul(rows, operands.w_gate_up, planned, **given)
     return _Outcome(_GateUp(act, h), _PlannedTokens(planned, x))
 
 
@@ -392,36 +397,41 @@ def _gradients_of_part(
     """Returns what `gradients_of_part` returns, of products in either precision."""
     if options.fp8 is None:
         assert not isinstance(x, QuantisedRows)
-        return gradients_of_part(residuals, options.backend, shares, x, weights, hidden, dy, frozen=options.frozen)
+        return gradients_of_part(residuals, options, shares, x, weights, hidden, dy)
     assert residuals.quantised is not None
     h: Any = hidden.h
-    found = gradients_in_fp8(x, weights, h, dy, residuals.quantised, hidden.plan, options.fp8, shares)
+    of_fp8 = residuals.quantised, hidden.plan, options.fp8, shares
+    found = gradients_in_fp8(x, weights, h, dy, *of_fp8, activation=options.activation)
     products = None if options.frozen else MatrixProducts(found.gate_up, found.down)
     return _Outcome(_PartGradients(found.dx_of_shares, found.dweights), products)
 
 
 def gradients_of_part(
     residuals: ExpertsResiduals,
-    backend: str,
+    options: ExpertsOptions,
     shares: int | None,
     x: Float[Array, "tokens hidden"],
     weights: Float[Array, "tokens k"],
     hidden: HiddenResiduals,
     dy: Float[Array, "tokens hidden"],
-    *,
-    frozen: bool = False,
 ) -> _Outcome:
     """Returns the `_PartGradients` of one part and its `MatrixProducts`; of `residuals` it uses the matrices alone.
 
     There are no products (None) if the matrices are frozen.
     """
-    plan = hidden.plan
+    plan, backend = hidden.plan, options.backend
     rows, source = implementation(backend).rows_of_tokens(dy, plan)
     dh, weighted_act, dweight_of_row = implementation(backend).gated_matmul_backward(
-        rows, residuals.w_down, hidden.h, weight_of_row(weights, plan), plan, source_of_row=source
+        rows,
+        residuals.w_down,
+        hidden.h,
+        weight_of_row(weights, plan),
+        plan,
+        source_of_row=source,
+        activation=options.activation,
     )
     dweights = rows_of_pairs(dweight_of_row, plan).astype(weights.dtype)
-    if frozen:
+    if options.frozen:
         return _Outcome(_PartGradients(dx_of_shares(dh, residuals.w_gate_up, plan, backend, shares), dweights), None)
     dx, gate_up = gate_up_gradients(dh, x, residuals.w_gate_up, plan, backend, shares)
     down = OuterPart(rows, weighted_act, plan, source, None)

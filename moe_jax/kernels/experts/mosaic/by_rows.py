@@ -30,11 +30,11 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
+from moe_jax.kernels.experts.activation import SILU, Activation
 from moe_jax.kernels.experts.mosaic.chosen_rows import (
     ChosenRows,
     LoadedRows,
@@ -85,8 +85,8 @@ def matmul(
     return launch_rows(RowsOperands(a, w, change=change), plan, tile, epilogue, transpose=transpose)[0]
 
 
-@partial(jax.jit, static_argnames=("tile", "keep_h"))
-def matmul_gated_silu(
+@partial(jax.jit, static_argnames=("tile", "keep_h", "activation"))
+def matmul_gated(
     a: Float[Array, "sources k"],
     w: Float[Array, "experts 2*inter k"],
     plan: Plan,
@@ -95,8 +95,9 @@ def matmul_gated_silu(
     keep_h: bool,
     source_of_row: Int[Array, "rows"] | None = None,
     change: RowsChange | None = None,
+    activation: Activation = SILU,
 ) -> tuple[Float[Array, "rows 2*inter"] | None, Float[Array, "rows inter"]]:
-    """Returns h = a @ w[e].T = [gate | up] and act = silu(gate) * up.
+    """Returns h = a @ w[e].T = [gate | up] and act = activation(gate, up).
 
     act is computed from the f32 sums before h is rounded. Without `keep_h`, h is None and not written. With source_of_row,
     row r is a[source_of_row[r]].
@@ -111,7 +112,7 @@ def matmul_gated_silu(
             if keep_h:
                 write(h_ref[0], column, gate)
                 write(h_ref[0], inter + column, up)
-            write(act_ref, column, gate / (1 + jnp.exp(-gate)) * up)
+            write(act_ref, column, activation.forward(gate, up, in_kernel=True))
 
     widths = (2 * inter, inter) if keep_h else (inter,)
     shapes = [jax.ShapeDtypeStruct((plan.num_rows, width), a.dtype) for width in widths]

@@ -35,6 +35,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, BFloat16
 
+from moe_jax.kernels.experts.activation import SILU, Activation
 from moe_jax.kernels.experts.fp8.mosaic.column_scales import LINES, PIECE, in_pieces, piece_of, place_in_piece
 from moe_jax.kernels.experts.fp8.mosaic.promoted import (
     BLOCK,
@@ -80,11 +81,17 @@ def matmul(a: QuantisedRows, w: QuantisedMatrices, plan: Plan, tile: Fp8TileShap
     return launch_rows(a, w, plan, tile, Fp8Epilogue("fp8_grouped_matmul", [shape], store))[0]
 
 
-@partial(jax.jit, static_argnames=("tile", "keep_h"))
-def matmul_gated_silu(
-    a: QuantisedRows, w: QuantisedMatrices, plan: Plan, tile: Fp8TileShape, *, keep_h: bool
+@partial(jax.jit, static_argnames=("tile", "keep_h", "activation"))
+def matmul_gated(
+    a: QuantisedRows,
+    w: QuantisedMatrices,
+    plan: Plan,
+    tile: Fp8TileShape,
+    *,
+    keep_h: bool,
+    activation: Activation = SILU,
 ) -> tuple[BFloat16[Array, "rows 2*inter"] | None, QuantisedRows]:
-    """Returns h = a @ w[e].T = [gate | up] and act = silu(gate) * up, act rounded from the f32 sums.
+    """Returns h = a @ w[e].T = [gate | up] and act = activation(gate, up), act rounded from the f32 sums.
 
     Without `keep_h`, h is None and not written.
     """
@@ -98,7 +105,7 @@ def matmul_gated_silu(
             for half, block in ((0, gate), (inter, up)):
                 for c in range(0, GROUP, CHUNK):
                     write(h_ref[0], half + column + c, block[:, c : c + CHUNK])
-        act = gate / (1 + jnp.exp(-gate)) * up
+        act = activation.forward(gate, up, in_kernel=True)
         store_group(act, values_ref, scales_ref, part, column, references.scratch)
 
     outputs = [
