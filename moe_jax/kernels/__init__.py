@@ -7,6 +7,7 @@ from moe_jax.runtime.lazy import export_lazily
 if TYPE_CHECKING:
     from moe_jax.kernels.attention.api import attention
     from moe_jax.kernels.cross_entropy import cross_entropy
+    from moe_jax.kernels.experts.activation import SILU, Activation
     from moe_jax.kernels.experts.api import down, experts_mlp, gate_up
     from moe_jax.kernels.experts.fp8.dense import fp8_matmul
     from moe_jax.kernels.experts.fp8.precision import Precision
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     from moe_jax.kernels.token_log_probs import token_log_probs
 
 __all__ = [
+    "SILU",
+    "Activation",
     "Plan",
     "Precision",
     "QuantisedMatrices",

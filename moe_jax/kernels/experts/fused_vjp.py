@@ -29,9 +29,9 @@ from moe_jax.kernels.experts.fp8.quantise import QuantisedRows
 from moe_jax.kernels.experts.fp8.rounded_tokens import RoundedTokens
 from moe_jax.kernels.experts.routing import Plan, of_layer, plan, plan_of_few, rows_of_pairs, wide_ids
 from moe_jax.kernels.experts.separate_vjps import down_of_shares, dx_of_shares, gate_up_gradients, weight_of_row
-from moe_jax.kernels.experts.xla import sum_of_choices
+from moe_jax.kernels.experts.xla import grouped_outer, sum_of_choices
 from moe_jax.kernels.hopper import target
-from moe_jax.kernels.precision import at_least_f32, widened
+from moe_jax.kernels.precision import at_least_f32, sum_in_order, widened
 from moe_jax.kernels.varying import vary_as
 
 Arrays = tuple[Array, ...]
@@ -60,6 +60,8 @@ class ExpertsOperands(NamedTuple):
     """`Plan.layer`."""
     quantised: QuantisedExperts | None = None
     """The matrices in FP8, where `ExpertsOptions.fp8` is given; None: made of the weights in each pass."""
+    gate_up_bias: Float[Array, "experts 2*inter"] | None = None
+    """Added to h. Neither with `quantised` nor with a layer, nor frozen."""
 
     @property
     def num_experts(self) -> int:
@@ -108,6 +110,7 @@ class ExpertsResiduals(NamedTuple):
     """`HiddenResiduals`: one entry per part, or a single one with a leading axis of chunks."""
     layer: Int[Array, ""] | None = None
     quantised: QuantisedExperts | None = None
+    gate_up_bias: Float[Array, "experts 2*inter"] | None = None
 
 
 def experts_of_parts(operands: ExpertsOperands, options: ExpertsOptions) -> Arrays:
@@ -135,6 +138,8 @@ def _rows_of_few_pairs(operands: ExpertsOperands, options: ExpertsOptions) -> Fl
     """Returns the outputs of all pairs, if kernels compute them by pairs."""
     (x,), (experts,) = operands.xs, operands.experts
     if (options.backend if options.fp8 is None else options.fp8.matmuls) != "mosaic" or isinstance(x, RoundedTokens):
+        return None
+    if operands.gate_up_bias is not None:
         return None
     if options.fp8 is None:
         assert operands.w_gate_up is not None and operands.w_down is not None
@@ -250,8 +255,15 @@ def _forward_of_chunks(
 
 def _residuals(operands: ExpertsOperands, xs: tuple[Any, ...], hidden: Any) -> ExpertsResiduals:
     return ExpertsResiduals(
-        xs, operands.w_gate_up, operands.w_down, operands.weights, operands.accumulators, hidden, operands.layer
-    )  # fmt: skip
+        xs,
+        operands.w_gate_up,
+        operands.w_down,
+        operands.weights,
+        operands.accumulators,
+        hidden,
+        operands.layer,
+        gate_up_bias=operands.gate_up_bias,
+    )
 
 
 class _Gradients(NamedTuple):
@@ -259,6 +271,7 @@ class _Gradients(NamedTuple):
     dweights: Arrays
     matrices: Matrices | None
     """None if they are frozen."""
+    bias: Float[Array, "experts 2*inter"] | None
 
 
 def _backward(options: ExpertsOptions, residuals: ExpertsResiduals, dys: Arrays) -> tuple[ExpertsOperands]:
@@ -279,7 +292,8 @@ def _backward(options: ExpertsOptions, residuals: ExpertsResiduals, dys: Arrays)
         dgate_up, ddown, of_accumulators = no_gradient, no_gradient, keep_whole(gradients.matrices)
     pairs = zip(gradients.dxs, residuals.xs, strict=True)
     dxs = tuple(RoundedTokens(no_gradient, dx) if isinstance(x, QuantisedRows) else dx for dx, x in pairs)
-    return (ExpertsOperands(dxs, dgate_up, ddown, gradients.dweights, no_gradient, of_accumulators),)
+    given = dxs, dgate_up, ddown, gradients.dweights, no_gradient, of_accumulators
+    return (ExpertsOperands(*given, gate_up_bias=gradients.bias),)
 
 
 def _backward_of_parts(options: ExpertsOptions, residuals: ExpertsResiduals, dys: Arrays) -> _Gradients:
@@ -291,12 +305,14 @@ def _backward_of_parts(options: ExpertsOptions, residuals: ExpertsResiduals, dys
         steps.append(_Step(of_part, (dy,)))
     outcomes = _one_after_the_other(steps)
     of_parts = [outcome.result for outcome in outcomes]
-    into, matrices = residuals.accumulators, None
+    into, matrices, bias = residuals.accumulators, None, None
     if not options.frozen:
         dtypes = _dtypes(Matrices(residuals.w_gate_up, residuals.w_down) if into is None else into)
-        matrices = matrix_gradients(options.backend, [outcome.extra for outcome in outcomes], dtypes, into)
+        products = [outcome.extra for outcome in outcomes]
+        matrices = matrix_gradients(options.backend, products, dtypes, into)
+        bias = _bias_gradient(products, residuals.gate_up_bias)
     dxs = tuple(jnp.concatenate(gradients.dx_of_shares) for gradients in of_parts)
-    return _Gradients(dxs, tuple(gradients.dweights for gradients in of_parts), matrices)
+    return _Gradients(dxs, tuple(gradients.dweights for gradients in of_parts), matrices, bias)
 
 
 class _BackwardChunk(NamedTuple):
@@ -311,27 +327,30 @@ def _backward_of_chunks(options: ExpertsOptions, residuals: ExpertsResiduals, dy
     assert options.chunk_tokens is not None
     weights_of_experts = Matrices(residuals.w_gate_up, residuals.w_down)
     start = residuals.accumulators
+    wide_bias = None if residuals.gate_up_bias is None else widened(residuals.gate_up_bias)
     if start is None and not options.frozen:
         zeros = Matrices._make(jnp.zeros(w.shape, at_least_f32(w.dtype)) for w in weights_of_experts)
         start = vary_as(zeros, residuals.xs)
 
-    def add_chunk(sums: Matrices | None, chunk: _BackwardChunk) -> tuple[Matrices | None, tuple[Array, Array]]:
+    def add_chunk(sums: Matrices | None, chunk: _BackwardChunk) -> tuple[Matrices | None, tuple[Array, Array, Array | None]]:
         gradients, products = _gradients_of_part(
             residuals, options, None, chunk.x, chunk.weights, chunk.hidden, chunk.dy
         )  # fmt: skip
         (dx,) = gradients.dx_of_shares
         if sums is not None:
             sums = matrix_gradients(options.backend, [products], _dtypes(sums), sums)
-        return sums, (dx, gradients.dweights)
+        bias = None if wide_bias is None else _bias_gradient([products], wide_bias)
+        return sums, (dx, gradients.dweights, bias)
 
     (dy,), (x,), (weights,) = dys, residuals.xs, residuals.weights
     dy_chunks, x_chunks, weight_chunks = (split_tokens(a, options.chunk_tokens, 0) for a in (dy, x, weights))
     chunks = _BackwardChunk(dy_chunks, x_chunks, weight_chunks, residuals.hidden)
-    matrices, (dx, dweights) = jax.lax.scan(add_chunk, start, chunks)
+    matrices, (dx, dweights, biases) = jax.lax.scan(add_chunk, start, chunks)
     dx, dweights = join_tokens(dx, x.shape[0]), join_tokens(dweights, x.shape[0])
     if residuals.accumulators is None and matrices is not None:
         matrices = Matrices._make(total.astype(w.dtype) for total, w in zip(matrices, weights_of_experts, strict=True))
-    return _Gradients((dx,), (dweights,), matrices)
+    bias = residuals.gate_up_bias
+    return _Gradients((dx,), (dweights,), matrices, None if bias is None else biases.sum(axis=0).astype(bias.dtype))
 
 
 def _gate_up_of_part(
@@ -357,7 +376,7 @@ def _gate_up_of_part(
         act, h = gate_up_in_fp8(x, operands.quantised, planned, options.fp8, **given)
         return _Outcome(_GateUp(act, h), _PlannedTokens(planned, x))
     rows, source = backend.rows_of_tokens(x, planned, for_gradients=for_backward)
-    given = dict(source_of_row=source, keep_h=for_backward, activation=options.activation)
+    given = dict(source_of_row=source, keep_h=for_backward, activation=options.activation, bias=operands.gate_up_bias)
     h, act = backend.gated_matmul(rows, operands.w_gate_up, planned, **given)
     return _Outcome(_GateUp(act, h), _PlannedTokens(planned, x))
 
@@ -458,6 +477,17 @@ def matrix_gradients(
         grouped_outer_of_parts(backend, of_gate_up, dtypes[0], into[0]),
         grouped_outer_of_parts(backend, of_down, dtypes[1], into[1]),
     )
+
+
+def _bias_gradient(products: Sequence[MatrixProducts], bias: Array | None) -> Float[Array, "experts 2*inter"] | None:
+    """Returns the sum of each expert's rows of dh over the parts, in the bias's dtype; None without one."""
+    if bias is None:
+        return None
+    of_parts = []
+    for dh, _, of_rows, *_ in (part.gate_up for part in products):
+        ones = jnp.ones((of_rows.num_rows, 1), dh.dtype)
+        of_parts.append(grouped_outer(ones, dh, of_rows, at_least_f32(dh.dtype))[:, 0])
+    return sum_in_order(jnp.stack(of_parts), axis=0).astype(bias.dtype)
 
 
 def _dtypes(matrices: Matrices) -> tuple[jnp.dtype, jnp.dtype]:

@@ -56,6 +56,7 @@ def experts_mlp_accumulating(
     backend: str | None = None,
     chunk_tokens: int | None = None,
     activation: Activation = SILU,
+    gate_up_bias: Float[Array, "experts 2*inter"] | None = None,
 ) -> Float[Array, "tokens hidden"]:
     """Computes `experts_mlp`; with `accumulators`, its weight gradients are added to them.
 
@@ -84,7 +85,7 @@ def experts_mlp_accumulating(
     if chunk_tokens is not None and chunk_tokens >= x.shape[0]:
         chunk_tokens = None
     backend = resolve_backend(backend, x.dtype, x.shape[1], sizes["inter"])
-    arrays = vary_alike((x, w_gate_up, w_down, topk_weights, topk_experts))
+    *arrays, gate_up_bias = vary_alike((x, w_gate_up, w_down, topk_weights, topk_experts, gate_up_bias))
     if accumulators is not None:
         check_accumulators(accumulators, arrays, sizes, experts)
     x, w_gate_up, w_down, topk_weights, topk_experts = arrays
@@ -92,7 +93,7 @@ def experts_mlp_accumulating(
     if accumulators is not None:
         into, in_stack = Matrices(accumulators.gate_up, accumulators.down), accumulators.in_stack
     topk_weights = without_strangers(topk_weights, topk_experts, sizes["experts"])
-    operands = ExpertsOperands((x,), w_gate_up, w_down, (topk_weights,), (topk_experts,), into, layer)
+    operands = ExpertsOperands((x,), w_gate_up, w_down, (topk_weights,), (topk_experts,), into, layer, None, gate_up_bias)
     options = ExpertsOptions(
         backend, (None,), chunk_tokens=chunk_tokens, accumulators_in_stack=in_stack, activation=activation
     )  # fmt: skip

@@ -65,9 +65,15 @@ def gated_matmul(
     source_of_row: Int[Array, "rows"] | None = None,
     keep_h: bool = True,
     activation: Activation = SILU,
+    bias: Float[Array, "experts 2*inter"] | None = None,
 ) -> tuple[Float[Array, "rows 2*inter"] | None, Float[Array, "rows inter"]]:
-    """Computes h = `grouped_matmul(x, w)` = [gate | up], None without `keep_h`, and act = activation(gate, up)."""
+    """Computes h = `grouped_matmul(x, w)` = [gate | up], None without `keep_h`, and act = activation(gate, up).
+
+    A `bias` is added to the rows of its expert.
+    """
     h = grouped_matmul(x, w, plan, source_of_row=source_of_row)
+    if bias is not None:
+        h = (widened(h) + bias.at[plan.expert_of_row].get(mode="fill", fill_value=0)).astype(h.dtype)
     return h if keep_h else None, activated(h, activation)
 
 

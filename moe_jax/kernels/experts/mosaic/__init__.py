@@ -17,7 +17,7 @@ from moe_jax.kernels.experts import xla
 from moe_jax.kernels.experts.activation import SILU, Activation
 from moe_jax.kernels.experts.mosaic import by_pairs
 from moe_jax.kernels.experts.mosaic.by_experts import OuterOperands, outer
-from moe_jax.kernels.experts.mosaic.by_rows import matmul, matmul_gated
+from moe_jax.kernels.experts.mosaic.by_rows import RowsOperands, matmul, matmul_gated
 from moe_jax.kernels.experts.mosaic.by_rows_backward import matmul_gated_backward
 from moe_jax.kernels.experts.mosaic.gather import gather_rows, shared_bytes
 from moe_jax.kernels.experts.mosaic.tile_limits import Pass, most_stages
@@ -138,10 +138,12 @@ def gated_matmul(
     keep_h: bool = True,
     change: RowsChange | None = None,
     activation: Activation = SILU,
+    bias: Float[Array, "experts 2*inter"] | None = None,
 ) -> tuple[Float[Array, "rows 2*inter"] | None, Float[Array, "rows inter"]]:
     """Computes `xla.gated_matmul` in one kernel, with the gather by source_of_row in it.
 
     Rows without a pair may be left unwritten. `change` is that of `grouped_matmul`; rows must then be in order.
+    `bias` is added to the sums of its expert; the plan is then of no layer.
     """
     w, plan = _weights_to_read(w, plan, x.dtype)
     if plan.num_rows == 0:
@@ -152,9 +154,8 @@ def gated_matmul(
     if source_of_row is not None:
         # Copies of 16 bytes take longer to land than TMA copies.
         tile = dataclasses.replace(tile, stages=min(tile.stages + 1, most_stages("gated_matmul", tile)))
-    return matmul_gated(
-        x, w, plan, tile, keep_h=keep_h, source_of_row=source_of_row, change=change, activation=activation
-    )  # fmt: skip
+    operands = RowsOperands(x, w, source_of_row, change, bias)
+    return matmul_gated(operands, plan, tile, keep_h=keep_h, activation=activation)
 
 
 def gated_matmul_backward(

@@ -16,7 +16,7 @@ from jaxtyping import Array
 
 from moe_jax.kernels.experts.mosaic import ROW_ALIGNMENT
 from moe_jax.kernels.experts.mosaic.by_experts import OuterOperands, outer
-from moe_jax.kernels.experts.mosaic.by_rows import matmul, matmul_gated
+from moe_jax.kernels.experts.mosaic.by_rows import RowsOperands, matmul, matmul_gated
 from moe_jax.kernels.experts.mosaic.by_rows_backward import matmul_gated_backward
 from moe_jax.kernels.experts.mosaic.tile_limits import Pass
 from moe_jax.kernels.experts.routing import Plan, plan
@@ -65,7 +65,7 @@ def run_pass(pass_name: Pass, tile: TileShape, plan: Plan, *operands: Array) -> 
     rows, other, *more = operands
     match pass_name:
         case "gated_matmul":
-            return matmul_gated(rows, other, plan, tile, keep_h=True)
+            return matmul_gated(RowsOperands(rows, other), plan, tile, keep_h=True)
         case "gated_matmul_backward":
             h, weight_of_row = more
             return matmul_gated_backward(rows, other, h, weight_of_row, plan, tile)

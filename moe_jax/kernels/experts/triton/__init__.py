@@ -90,6 +90,7 @@ def gated_matmul(
     keep_h: bool = True,
     change: RowsChange | None = None,
     activation: Activation = SILU,
+    bias: Float[Array, "experts 2*inter"] | None = None,
 ) -> tuple[Float[Array, "rows 2*inter"] | None, Float[Array, "rows inter"]]:
     """Computes `xla.gated_matmul` in one kernel. Rows without a pair are left unwritten. `change` is as in `grouped_matmul`."""
     w = of_own_layer(w, plan)
@@ -97,7 +98,7 @@ def gated_matmul(
         return jnp.zeros((0, w.shape[1]), x.dtype) if keep_h else None, jnp.zeros((0, w.shape[1] // 2), x.dtype)
     tile = row_tile(_rows_per_expert(plan), w.shape[1], x.dtype)
     kernels = _kernels("by_rows")
-    operands = kernels.RowsOperands(x, w.astype(x.dtype), source_of_row, change)
+    operands = kernels.RowsOperands(x, w.astype(x.dtype), source_of_row, change, bias)
     return kernels.matmul_gated(operands, plan, tile, keep_h=keep_h, activation=activation)
 
 

@@ -35,12 +35,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, BFloat16, Float
 
 from moe_jax.kernels.experts.activation import SILU, Activation
-from moe_jax.kernels.experts.fp8.mosaic.by_rows import F8, Fp8Epilogue, launch_rows, rows_shapes
+from moe_jax.kernels.experts.fp8.mosaic.by_rows import F8, launch_rows, rows_shapes
 from moe_jax.kernels.experts.fp8.mosaic.promoted import Fp8TileShape
 from moe_jax.kernels.experts.fp8.mosaic.round_groups import inverse_scales, scales_of
 from moe_jax.kernels.experts.fp8.quantise import GROUP, QuantisedMatrices, QuantisedRows
 from moe_jax.kernels.experts.fp8.xla import Fp8Backward
-from moe_jax.kernels.experts.mosaic.by_rows import CHUNK
+from moe_jax.kernels.experts.mosaic.by_rows import CHUNK, Epilogue
 from moe_jax.kernels.experts.mosaic.by_rows_backward import ActivationInputs
 from moe_jax.kernels.experts.routing import Plan
 from moe_jax.kernels.hopper.launch import operand_transforms
@@ -159,7 +159,7 @@ def matmul_gated_backward(
                 leave(*copies, (values, target))
                 copies = []
 
-    epilogue = Fp8Epilogue(
+    epilogue = Epilogue(
         name="fp8_gated_matmul_backward",
         outputs=[
             *rows_shapes(num_rows, 2 * inter),
@@ -177,7 +177,7 @@ def matmul_gated_backward(
             weights_loaded=plgpu.Barrier(num_arrivals=1, num_barriers=CONSUMERS),
         ),
         prepare=prepare,
-        writes=False,
+        staged=0,
         registers=REGISTERS if tile.warpgroup_columns == GROUP else REGISTERS_OF_TWO_BLOCKS,
     )
     values, scales, dh, weighted_act, dv = launch_rows(dy, w_down_t, plan, tile, epilogue)
