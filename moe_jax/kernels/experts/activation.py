@@ -95,9 +95,9 @@ def gradients_of_rows(
     h: Float[Array, "rows 2*inter"], g: Float[Array, "rows inter"], weight: Float[Array, "rows"], activation: Activation = SILU
 ) -> tuple[Float[Array, "rows 2*inter"], Float[Array, "rows inter"], Float[Array, "rows"]]:
     """Returns dh and weight * act in h's dtype, and <g, act> in at least f32, for the gradient weight * g to act."""
-    g, weight = widened(g), widened(weight)[:, None]
-    act = widened(activated(h, activation))
-    dh = jnp.concatenate(activation.backward(*_halves(h), weight * g), axis=1).astype(h.dtype)
+    g, act, weight = widened(g), widened(activated(h, activation)), widened(weight)[:, None]
+    dact = weight * g
+    dh = jnp.concatenate(activation.backward(*_halves(h), dact), axis=1).astype(h.dtype)
     return dh, (weight * act).astype(h.dtype), jnp.sum(g * act, axis=1)
 
 

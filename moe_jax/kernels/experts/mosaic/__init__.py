@@ -122,9 +122,6 @@ def grouped_matmul(
     """
     x = _take(x, source_of_row)
     w, plan = _weights_to_read(w, plan, x.dtype)
-    out = w.shape[2] if transpose else w.shape[1]
-    if plan.num_rows == 0:
-        return jnp.zeros((0, out), x.dtype)
     tile = _tile("grouped_matmul_transposed" if transpose else "grouped_matmul", w.shape[1:], plan)
     return matmul(x, w, plan, tile, transpose=transpose, change=change)
 
@@ -146,8 +143,6 @@ def gated_matmul(
     `bias` is added to the sums of its expert; the plan is then of no layer.
     """
     w, plan = _weights_to_read(w, plan, x.dtype)
-    if plan.num_rows == 0:
-        return jnp.zeros((0, w.shape[1]), x.dtype) if keep_h else None, jnp.zeros((0, w.shape[1] // 2), x.dtype)
     tile = _tile("gated_matmul", w.shape[1:], plan)
     if is_interpreted():
         x, source_of_row = _take(x, source_of_row), None
@@ -172,8 +167,6 @@ def gated_matmul_backward(
     """Computes `xla.gated_matmul_backward` in one kernel. Rows of no expert are left unwritten. `change` is w_down's."""
     dy = _take(dy, source_of_row)
     w_down, plan = _weights_to_read(w_down, plan, dy.dtype)
-    if plan.num_rows == 0:
-        return h, h[:, : w_down.shape[2]], jnp.zeros(0, jnp.float32)
     tile = _tile("gated_matmul_backward", w_down.shape[1:], plan)
     return matmul_gated_backward(dy, w_down, h, weight_of_row, plan, tile, change, activation)
 

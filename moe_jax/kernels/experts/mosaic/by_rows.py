@@ -278,6 +278,8 @@ def launch_rows(
             of one column are then sums of one thread.
     """
     a, w, source_of_row, change, _ = operands
+    if plan.num_rows == 0:
+        return [jnp.zeros(output.shape, output.dtype) for output in epilogue.outputs]
     assert change is None or (source_of_row is None and plan.layer is None and not plan.holds_all_tokens)
     summands, dtype = a.shape[1], a.dtype
     num_steps = (summands + (0 if change is None else change.rows.shape[1])) // STEP

@@ -74,8 +74,6 @@ def grouped_matmul(
     """
     w = of_own_layer(w, plan)
     out = w.shape[2] if transpose else w.shape[1]
-    if plan.num_rows == 0:
-        return jnp.zeros((0, out), x.dtype)
     kernels = _kernels("by_rows")
     operands = kernels.RowsOperands(x, w.astype(x.dtype), source_of_row, change)
     return kernels.matmul(operands, plan, row_tile(_rows_per_expert(plan), out, x.dtype), transpose=transpose)
@@ -94,8 +92,6 @@ def gated_matmul(
 ) -> tuple[Float[Array, "rows 2*inter"] | None, Float[Array, "rows inter"]]:
     """Computes `xla.gated_matmul` in one kernel. Rows without a pair are left unwritten. `change` is as in `grouped_matmul`."""
     w = of_own_layer(w, plan)
-    if plan.num_rows == 0:
-        return jnp.zeros((0, w.shape[1]), x.dtype) if keep_h else None, jnp.zeros((0, w.shape[1] // 2), x.dtype)
     tile = row_tile(_rows_per_expert(plan), w.shape[1], x.dtype)
     kernels = _kernels("by_rows")
     operands = kernels.RowsOperands(x, w.astype(x.dtype), source_of_row, change, bias)
@@ -115,8 +111,6 @@ def gated_matmul_backward(
 ) -> tuple[Float[Array, "rows 2*inter"], Float[Array, "rows inter"], Float[Array, "rows"]]:
     """Computes `xla.gated_matmul_backward` in one kernel. Rows without a pair are left unwritten. `change` is w_down's."""
     w_down = of_own_layer(w_down, plan)
-    if plan.num_rows == 0:
-        return h, h[:, : w_down.shape[2]], jnp.zeros(0, jnp.float32)
     kernels = _kernels("by_rows")
     operands = kernels.RowsOperands(dy, w_down.astype(dy.dtype), source_of_row, change)
     return kernels.matmul_gated_backward(operands, h, weight_of_row, plan, gated_backward_tile(dy.dtype), activation)

@@ -48,12 +48,10 @@ class RowsOperands(NamedTuple):
 def matmul(operands: RowsOperands, plan: Plan, tile: Tile, *, transpose: bool = False) -> Float[Array, "rows n"]:
     """Computes out[r] = a[source_of_row[r]] @ w[e].T, or @ w[e] with `transpose`. Rows without a pair are left unwritten."""
     columns = _values(operands.w).shape[2 if transpose else 1]
-    call = _row_call(operands, plan, tile, -(-columns // tile.columns), columns=columns, transpose=transpose)
-    constants = call.constants | _constants(SILU) | {"gated": False, "keep_h": False, "width": tile.columns}
-    nothing = call.inputs[0]
-    call = call._replace(inputs=(*call.inputs, nothing, nothing), constants=constants)
-    outputs = [jax.ShapeDtypeStruct((plan.num_rows, columns), _dtype(operands))]
-    return launch(matmul_kernel, call._replace(outputs=outputs), tile)[0]
+    call = _row_call("grouped_matmul", operands, plan, tile, columns, tile.columns, transpose=transpose)
+    constants = {"gated": False, "keep_h": False, "width": tile.columns}
+    inputs, out = (*call.inputs, *call.inputs[:2]), jax.ShapeDtypeStruct((plan.num_rows, columns), _dtype(operands))
+    return launch(matmul_kernel, _completed(call, [out], inputs, **constants), tile)[0]
 
 
 def matmul_gated(
@@ -67,17 +65,16 @@ def matmul_gated(
     scaled = isinstance(operands.a, QuantisedRows)
     columns, num_rows = _values(operands.w).shape[1], plan.num_rows
     inter, width = columns // 2, tile.columns if scaled else tile.columns // 2
-    call = _row_call(operands, plan, tile, -(-inter // width), columns=columns, transpose=False)
-    constants = call.constants | _constants(activation) | {"gated": True, "keep_h": keep_h, "width": width}
+    call = _row_call("gated_matmul", operands, plan, tile, inter, width, columns=columns)
+    constants: Any = {"gated": True, "keep_h": keep_h, "width": width, "activation": activation}
     # The kernel has an argument for h even if it does not write h.
     h = jax.ShapeDtypeStruct((num_rows, columns) if keep_h else (1,), _dtype(operands))
     act = jax.ShapeDtypeStruct((num_rows, inter), _values(operands.a).dtype)
     if scaled:
         scales = jax.ShapeDtypeStruct((inter // GROUP, num_rows), jnp.float32)
-        scales, h, act = launch(matmul_kernel, call._replace(outputs=[scales, h, act], constants=constants), tile)
+        scales, h, act = launch(matmul_kernel, _completed(call, [scales, h, act], call.inputs, **constants), tile)
         return h if keep_h else None, QuantisedRows(act, scales)
-    call = call._replace(inputs=(*call.inputs, call.inputs[0]), outputs=[h, act], constants=constants)
-    h, act = launch(matmul_kernel, call, tile)
+    h, act = launch(matmul_kernel, _completed(call, [h, act], (*call.inputs, call.inputs[0]), **constants), tile)
     return h if keep_h else None, act
 
 
@@ -97,23 +94,32 @@ def matmul_gated_backward(
     """
     (num_rows, columns), dtype = h.shape, _dtype(operands)
     inter = columns // 2
-    column_tiles = -(-inter // tile.columns)
     outputs = [
         jax.ShapeDtypeStruct((num_rows, columns), dtype),
         jax.ShapeDtypeStruct((num_rows, inter), dtype),
-        jax.ShapeDtypeStruct((column_tiles, num_rows), jnp.float32),
+        jax.ShapeDtypeStruct((-(-inter // tile.columns), num_rows), jnp.float32),
     ]
-    call = _row_call(operands, plan, tile, column_tiles, columns=inter, transpose=True)
-    inputs = (*call.inputs, h, weight_of_row.astype(jnp.float32))
-    call = call._replace(inputs=inputs, outputs=outputs, constants=call.constants | _constants(activation))
+    call = _row_call("gated_matmul_backward", operands, plan, tile, inter, tile.columns, transpose=True)
+    call = _completed(call, outputs, (*call.inputs, h, weight_of_row.astype(jnp.float32)), activation=activation)
     dh, weighted_act, dv = launch(matmul_gated_backward_kernel, call, tile)
     return dh, weighted_act, sum_in_order(dv, axis=0)
 
 
 def _row_call(
-    operands: RowsOperands, plan: Plan, tile: Tile, column_tiles: int, *, columns: int, transpose: bool
+    name: str,
+    operands: RowsOperands,
+    plan: Plan,
+    tile: Tile,
+    outputs: int,
+    width: int,
+    *,
+    columns: int | None = None,
+    transpose: bool = False,
 ) -> KernelCall:
-    """Builds the part of a call that all kernels share: the inputs of the sums, the number of programs and the constants."""
+    """Builds the part of a call that all kernels share: the inputs of the sums, the number of programs and the constants.
+
+    The result has `outputs` columns, `width` a tile; w has `columns`, by default `outputs`.
+    """
     a, w, source_of_row, change, bias = operands
     tiles = row_tiles(plan, tile.rows)
     # The kernels have arguments for arrays that they do not read.
@@ -124,10 +130,10 @@ def _row_call(
     elif change is not None:
         rank, more = change.rows.shape[1], tuple(change)
     source = nothing if source_of_row is None else source_of_row
-    sources, depth = _values(a).shape
+    (sources, depth), column_tiles = _values(a).shape, -(-outputs // width)
     inputs = (*tiles, source, _values(a), _values(w), sources, *more, nothing if bias is None else bias, plan.num_rows)
     constants: dict[str, Any] = {
-        "columns": columns,
+        "columns": columns or outputs,
         "transpose": transpose,
         "scaled": isinstance(a, QuantisedRows),
         "biased": bias is not None,
@@ -140,7 +146,15 @@ def _row_call(
         "tile_columns": tile.columns,
         "step": tile.step,
     }
-    return KernelCall(inputs, [], tiles.expert.shape[0] * column_tiles, constants)
+    name = f"fp8_{name}" if constants["scaled"] else name
+    return KernelCall(inputs, [], tiles.expert.shape[0] * column_tiles, constants, name)
+
+
+def _completed(
+    call: KernelCall, outputs: list[jax.ShapeDtypeStruct], inputs: tuple, activation: Activation = SILU, **constants: Any
+) -> KernelCall:
+    of_activation = {"alpha": activation.alpha, "limit": activation.limit or 0.0, "offset": activation.offset}
+    return call._replace(inputs=inputs, outputs=outputs, constants=call.constants | of_activation | constants)
 
 
 def _values(of: Array | QuantisedRows | QuantisedMatrices) -> Array:
@@ -149,10 +163,6 @@ def _values(of: Array | QuantisedRows | QuantisedMatrices) -> Array:
 
 def _dtype(operands: RowsOperands) -> jnp.dtype:
     return jnp.dtype(jnp.bfloat16) if isinstance(operands.a, QuantisedRows) else operands.a.dtype
-
-
-def _constants(activation: Activation) -> dict[str, float]:
-    return {"alpha": activation.alpha, "limit": activation.limit or 0.0, "offset": activation.offset}
 
 
 class TilesOfRows(NamedTuple):

@@ -183,6 +183,8 @@ def launch_rows(
         pairs_halves: half of a warpgroup's columns come from the first half of w's rows, half from the second half. Gate and up
             of one column are then sums of one thread.
     """
+    if plan.num_rows == 0:
+        return [jnp.zeros(output.shape, output.dtype) for output in epilogue.outputs]
     _, columns, summands = w.values.shape
     assert summands % (tile.steps_of_slot * STEP) == 0
     num_slots, column_tiles = summands // STEP // tile.steps_of_slot, columns // tile.columns
