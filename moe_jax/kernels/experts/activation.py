@@ -101,5 +101,6 @@ def gradients_of_rows(
     return dh, (weight * act).astype(h.dtype), jnp.sum(g * act, axis=1)
 
 
-def _halves(h: Array) -> list[Array]:
-    return jnp.split(widened(h), 2, axis=1)
+def _halves(h: Array) -> tuple[Array, Array]:
+    gate, up = jnp.split(widened(h), 2, axis=1)
+    return gate, up

@@ -310,7 +310,8 @@ def _backward_of_parts(options: ExpertsOptions, residuals: ExpertsResiduals, dys
         dtypes = _dtypes(Matrices(residuals.w_gate_up, residuals.w_down) if into is None else into)
         products = [outcome.extra for outcome in outcomes]
         matrices = matrix_gradients(options.backend, products, dtypes, into)
-        bias = _bias_gradient(products, residuals.gate_up_bias)
+        if residuals.gate_up_bias is not None:
+            bias = _bias_sums(products).astype(residuals.gate_up_bias.dtype)
     dxs = tuple(jnp.concatenate(gradients.dx_of_shares) for gradients in of_parts)
     return _Gradients(dxs, tuple(gradients.dweights for gradients in of_parts), matrices, bias)
 
@@ -327,7 +328,7 @@ def _backward_of_chunks(options: ExpertsOptions, residuals: ExpertsResiduals, dy
     assert options.chunk_tokens is not None
     weights_of_experts = Matrices(residuals.w_gate_up, residuals.w_down)
     start = residuals.accumulators
-    wide_bias = None if residuals.gate_up_bias is None else widened(residuals.gate_up_bias)
+    of_bias = residuals.gate_up_bias
     if start is None and not options.frozen:
         zeros = Matrices._make(jnp.zeros(w.shape, at_least_f32(w.dtype)) for w in weights_of_experts)
         start = vary_as(zeros, residuals.xs)
@@ -339,8 +340,7 @@ def _backward_of_chunks(options: ExpertsOptions, residuals: ExpertsResiduals, dy
         (dx,) = gradients.dx_of_shares
         if sums is not None:
             sums = matrix_gradients(options.backend, [products], _dtypes(sums), sums)
-        bias = None if wide_bias is None else _bias_gradient([products], wide_bias)
-        return sums, (dx, gradients.dweights, bias)
+        return sums, (dx, gradients.dweights, None if of_bias is None else _bias_sums([products]))
 
     (dy,), (x,), (weights,) = dys, residuals.xs, residuals.weights
     dy_chunks, x_chunks, weight_chunks = (split_tokens(a, options.chunk_tokens, 0) for a in (dy, x, weights))
@@ -349,8 +349,8 @@ def _backward_of_chunks(options: ExpertsOptions, residuals: ExpertsResiduals, dy
     dx, dweights = join_tokens(dx, x.shape[0]), join_tokens(dweights, x.shape[0])
     if residuals.accumulators is None and matrices is not None:
         matrices = Matrices._make(total.astype(w.dtype) for total, w in zip(matrices, weights_of_experts, strict=True))
-    bias = residuals.gate_up_bias
-    return _Gradients((dx,), (dweights,), matrices, None if bias is None else biases.sum(axis=0).astype(bias.dtype))
+    bias = None if of_bias is None else sum_in_order(biases, axis=0).astype(of_bias.dtype)
+    return _Gradients((dx,), (dweights,), matrices, bias)
 
 
 def _gate_up_of_part(
@@ -479,15 +479,13 @@ def matrix_gradients(
     )
 
 
-def _bias_gradient(products: Sequence[MatrixProducts], bias: Array | None) -> Float[Array, "experts 2*inter"] | None:
-    """Returns the sum of each expert's rows of dh over the parts, in the bias's dtype; None without one."""
-    if bias is None:
-        return None
+def _bias_sums(products: Sequence[MatrixProducts]) -> Float[Array, "experts 2*inter"]:
+    """Returns the sum of each expert's rows of dh over the parts, in at least f32."""
     of_parts = []
     for dh, _, of_rows, *_ in (part.gate_up for part in products):
         ones = jnp.ones((of_rows.num_rows, 1), dh.dtype)
         of_parts.append(grouped_outer(ones, dh, of_rows, at_least_f32(dh.dtype))[:, 0])
-    return sum_in_order(jnp.stack(of_parts), axis=0).astype(bias.dtype)
+    return sum_in_order(jnp.stack(of_parts), axis=0)
 
 
 def _dtypes(matrices: Matrices) -> tuple[jnp.dtype, jnp.dtype]:

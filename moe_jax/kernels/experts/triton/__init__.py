@@ -75,7 +75,7 @@ def grouped_matmul(
     w = of_own_layer(w, plan)
     out = w.shape[2] if transpose else w.shape[1]
     kernels = _kernels("by_rows")
-    operands = kernels.RowsOperands(x, w.astype(x.dtype), source_of_row, change)
+    operands = kernels.TileOperands(x, w.astype(x.dtype), source_of_row, change)
     return kernels.matmul(operands, plan, row_tile(_rows_per_expert(plan), out, x.dtype), transpose=transpose)
 
 
@@ -94,7 +94,7 @@ def gated_matmul(
     w = of_own_layer(w, plan)
     tile = row_tile(_rows_per_expert(plan), w.shape[1], x.dtype)
     kernels = _kernels("by_rows")
-    operands = kernels.RowsOperands(x, w.astype(x.dtype), source_of_row, change, bias)
+    operands = kernels.TileOperands(x, w.astype(x.dtype), source_of_row, change, bias)
     return kernels.matmul_gated(operands, plan, tile, keep_h=keep_h, activation=activation)
 
 
@@ -112,7 +112,7 @@ def gated_matmul_backward(
     """Computes `xla.gated_matmul_backward` in one kernel. Rows without a pair are left unwritten. `change` is w_down's."""
     w_down = of_own_layer(w_down, plan)
     kernels = _kernels("by_rows")
-    operands = kernels.RowsOperands(dy, w_down.astype(dy.dtype), source_of_row, change)
+    operands = kernels.TileOperands(dy, w_down.astype(dy.dtype), source_of_row, change)
     return kernels.matmul_gated_backward(operands, h, weight_of_row, plan, gated_backward_tile(dy.dtype), activation)
 
 

@@ -33,7 +33,7 @@ LEAST_MAXIMUM = tl.constexpr(float(quantise.LEAST_MAXIMUM))
 INVERSE_LARGEST = tl.constexpr(float(quantise.INVERSE_LARGEST))
 
 
-class RowsOperands(NamedTuple):
+class TileOperands(NamedTuple):
     """The operands of a kernel's sums."""
 
     a: Float[Array, "sources k"] | QuantisedRows
@@ -45,17 +45,17 @@ class RowsOperands(NamedTuple):
     """Added to the sums of `matmul_gated`."""
 
 
-def matmul(operands: RowsOperands, plan: Plan, tile: Tile, *, transpose: bool = False) -> Float[Array, "rows n"]:
+def matmul(operands: TileOperands, plan: Plan, tile: Tile, *, transpose: bool = False) -> Float[Array, "rows n"]:
     """Computes out[r] = a[source_of_row[r]] @ w[e].T, or @ w[e] with `transpose`. Rows without a pair are left unwritten."""
     columns = _values(operands.w).shape[2 if transpose else 1]
     call = _row_call("grouped_matmul", operands, plan, tile, columns, tile.columns, transpose=transpose)
-    constants = {"gated": False, "keep_h": False, "width": tile.columns}
+    constants: Any = {"gated": False, "keep_h": False, "width": tile.columns}
     inputs, out = (*call.inputs, *call.inputs[:2]), jax.ShapeDtypeStruct((plan.num_rows, columns), _dtype(operands))
     return launch(matmul_kernel, _completed(call, [out], inputs, **constants), tile)[0]
 
 
 def matmul_gated(
-    operands: RowsOperands, plan: Plan, tile: Tile, *, keep_h: bool, activation: Activation = SILU
+    operands: TileOperands, plan: Plan, tile: Tile, *, keep_h: bool, activation: Activation = SILU
 ) -> tuple[Float[Array, "rows 2*inter"] | None, Float[Array, "rows inter"] | QuantisedRows]:
     """Computes h = a @ w[e].T = [gate | up] and act = activation(gate, up).
 
@@ -68,18 +68,21 @@ def matmul_gated(
     call = _row_call("gated_matmul", operands, plan, tile, inter, width, columns=columns)
     constants: Any = {"gated": True, "keep_h": keep_h, "width": width, "activation": activation}
     # The kernel has an argument for h even if it does not write h.
-    h = jax.ShapeDtypeStruct((num_rows, columns) if keep_h else (1,), _dtype(operands))
-    act = jax.ShapeDtypeStruct((num_rows, inter), _values(operands.a).dtype)
-    if scaled:
-        scales = jax.ShapeDtypeStruct((inter // GROUP, num_rows), jnp.float32)
-        scales, h, act = launch(matmul_kernel, _completed(call, [scales, h, act], call.inputs, **constants), tile)
-        return h if keep_h else None, QuantisedRows(act, scales)
-    h, act = launch(matmul_kernel, _completed(call, [h, act], (*call.inputs, call.inputs[0]), **constants), tile)
-    return h if keep_h else None, act
+    outputs = [
+        jax.ShapeDtypeStruct((num_rows, columns) if keep_h else (1,), _dtype(operands)),
+        jax.ShapeDtypeStruct((num_rows, inter), _values(operands.a).dtype),
+    ]
+    if not scaled:
+        call = _completed(call, outputs, (*call.inputs, call.inputs[0]), **constants)
+        h, act = launch(matmul_kernel, call, tile)
+        return h if keep_h else None, act
+    outputs = [jax.ShapeDtypeStruct((inter // GROUP, num_rows), jnp.float32), *outputs]
+    scales, h, act = launch(matmul_kernel, _completed(call, outputs, call.inputs, **constants), tile)
+    return h if keep_h else None, QuantisedRows(act, scales)
 
 
 def matmul_gated_backward(
-    operands: RowsOperands,
+    operands: TileOperands,
     h: Float[Array, "rows 2*inter"],
     weight_of_row: Float[Array, "rows"],
     plan: Plan,
@@ -107,7 +110,7 @@ def matmul_gated_backward(
 
 def _row_call(
     name: str,
-    operands: RowsOperands,
+    operands: TileOperands,
     plan: Plan,
     tile: Tile,
     outputs: int,
@@ -123,12 +126,12 @@ def _row_call(
     a, w, source_of_row, change, bias = operands
     tiles = row_tiles(plan, tile.rows)
     # The kernels have arguments for arrays that they do not read.
-    nothing, rank, more = tiles.row, 0, (tiles.row, tiles.row)
+    nothing, rank, more = tiles.row, 0, [tiles.row] * 2
     if isinstance(a, QuantisedRows):
         assert isinstance(w, QuantisedMatrices) and tile.step == tile.columns == GROUP
-        tiles, more = tiles._replace(expert=plan.in_stack(tiles.expert)), (a.scales, w.scales)
+        tiles, more = tiles._replace(expert=plan.in_stack(tiles.expert)), [a.scales, w.scales]
     elif change is not None:
-        rank, more = change.rows.shape[1], tuple(change)
+        rank, more = change.rows.shape[1], list(change)
     source = nothing if source_of_row is None else source_of_row
     (sources, depth), column_tiles = _values(a).shape, -(-outputs // width)
     inputs = (*tiles, source, _values(a), _values(w), sources, *more, nothing if bias is None else bias, plan.num_rows)
@@ -161,7 +164,7 @@ def _values(of: Array | QuantisedRows | QuantisedMatrices) -> Array:
     return of.values if isinstance(of, (QuantisedRows, QuantisedMatrices)) else of
 
 
-def _dtype(operands: RowsOperands) -> jnp.dtype:
+def _dtype(operands: TileOperands) -> jnp.dtype:
     return jnp.dtype(jnp.bfloat16) if isinstance(operands.a, QuantisedRows) else operands.a.dtype
 
 

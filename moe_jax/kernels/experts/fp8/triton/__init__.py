@@ -60,14 +60,14 @@ def gated_matmul(
 ) -> tuple[BFloat16[Array, "rows 2*inter"] | None, QuantisedRows]:
     """Computes `xla.gated_matmul` of the rows of `tokens` in one kernel. Rows of no expert are left unwritten."""
     kernels = _kernels()
-    operands = kernels.RowsOperands(tokens, joined(w), plan.token_of_row)
+    operands = kernels.TileOperands(tokens, joined(w), plan.token_of_row)
     return kernels.matmul_gated(operands, plan, _gated_tile(), keep_h=keep_h, activation=activation)
 
 
 def grouped_matmul(rows: QuantisedRows, w: QuantisedMatrices, plan: Plan) -> BFloat16[Array, "rows out"]:
     """Computes `xla.grouped_matmul` in one kernel. Rows of no expert are left unwritten."""
     kernels = _kernels()
-    return kernels.matmul(kernels.RowsOperands(rows, joined(w)), plan, _row_tile())
+    return kernels.matmul(kernels.TileOperands(rows, joined(w)), plan, _row_tile())
 
 
 def matmul_of_tokens(x: BFloat16[Array, "tokens k"], w: QuantisedMatrices) -> BFloat16[Array, "tokens out"]:
