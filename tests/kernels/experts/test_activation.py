@@ -1,5 +1,6 @@
 """The gated activation of experts and their biases: values and gradients of every backend."""
 
+import dataclasses
 import functools
 import importlib
 
@@ -106,35 +107,55 @@ def by_definition(arrays, chosen, dy, activation):
         return gradients_of(plain, wide, chosen, dy.astype(jnp.float64))
 
 
-def assert_near_definition(rng, arrays, chosen, error, **options):
+def with_limit_in_a_gap(arrays):
+    """NARROW with a limit that no gate and no up is near: rounding would carry one across it, and its gradient jumps there."""
+    x, w, bias = (np.asarray(arrays[i], np.float64) for i in (0, 1, 4))
+    h = np.sort(np.abs(np.einsum("td,end->ten", x, w) + bias).ravel())
+    h = h[np.abs(h - NARROW.limit) < 0.1]
+    i = np.argmax(np.diff(h))
+    return dataclasses.replace(NARROW, limit=float(h[i] + h[i + 1]) / 2)
+
+
+def near_definition(rng, arrays, chosen, error, **options):
+    """Errors against f64 are at most `error`, and without one as small as backend xla's.
+
+    In bf16 h is rounded before the gradients, and a few gates and ups cross the limit.
+    """
     dy = jnp.asarray(rng.normal(size=arrays[0].shape), arrays[0].dtype)
+    activation = with_limit_in_a_gap(arrays)
 
-    def ours(x, a, b, w, chosen, biases):
-        return kernels.experts_mlp(x, a, b, w, chosen, biases=tuple(biases), activation=NARROW, **options)
+    def found(**options):
+        def ours(x, a, b, w, chosen, biases):
+            return kernels.experts_mlp(x, a, b, w, chosen, biases=tuple(biases), activation=activation, **options)
 
-    found = gradients_of(ours, arrays, chosen, dy)
-    for actual, wanted in zip(found, by_definition(arrays, chosen, dy, NARROW), strict=True):
-        assert relative_error(actual, wanted) < error
+        return gradients_of(ours, arrays, chosen, dy)
+
+    exact = by_definition(arrays, chosen, dy, activation)
+    errors = [relative_error(*pair) for pair in zip(found(**options), exact, strict=True)]
+    if error is not None:
+        return max(errors) < error
+    others = [relative_error(*pair) for pair in zip(found(backend="xla"), exact, strict=True)]
+    return all(own < 1.5 * other + 2e-3 for own, other in zip(errors, others, strict=True))
 
 
 @pytest.mark.parametrize("chunk_tokens", [None, 10])
 def test_clamped_experts_with_biases(rng, chunk_tokens):
     with jax.enable_x64(True):
         arrays, chosen = biased_layer(rng, 37, 5, 2, 24, 16, jnp.float64)
-        assert_near_definition(rng, arrays, chosen, 1e-12, backend="xla", chunk_tokens=chunk_tokens)
+        assert near_definition(rng, arrays, chosen, 1e-12, backend="xla", chunk_tokens=chunk_tokens)
 
 
 def test_clamped_experts_with_biases_in_hopper_kernels(rng):
-    assert_near_definition(rng, *biased_layer(rng, *expert_layers.SMALL, jnp.bfloat16), 3e-2, backend="mosaic")
+    assert near_definition(rng, *biased_layer(rng, *expert_layers.SMALL, jnp.bfloat16), None, backend="mosaic")
 
 
 @needs_triton
 @pytest.mark.parametrize(
     "sizes, dtype, error",
-    [((75, 2, 1, 72, 100), "float32", 1e-5), pytest.param((37, 4, 2, 128, 128), "bfloat16", 2e-2, marks=pytest.mark.thorough)],
+    [((75, 2, 1, 72, 100), "float32", 1e-5), pytest.param(expert_layers.SMALL, "bfloat16", None, marks=pytest.mark.thorough)],
 )
 def test_clamped_experts_with_biases_in_triton(rng, runs, sizes, dtype, error):
-    assert_near_definition(rng, *biased_layer(rng, *sizes, dtype), error, backend="triton")
+    assert near_definition(rng, *biased_layer(rng, *sizes, dtype), error, backend="triton")
 
 
 @needs_triton
@@ -186,7 +207,9 @@ def test_clamped_experts_in_fp8(rng, request, backend):
         # The kernels of Hopper take rows in order, from any backend.
         rows = (ours if module is ours and backend == "triton" else fp8_xla).rows_of_tokens(x, p)
         h, act = module.gated_matmul(rows, gate_up, p, activation=NARROW)
-        backward = module.gated_matmul_backward(rows, transposed(down), h, weight_of_row(weights, p), p, NARROW)
+        # Of one h: rounding carries a few of its numbers across the limit, where gradients jump.
+        of_xla = fp8_xla.gated_matmul(fp8_xla.rows_of_tokens(x, p), gate_up, p, activation=NARROW)[0]
+        backward = module.gated_matmul_backward(rows, transposed(down), of_xla, weight_of_row(weights, p), p, NARROW)
         return h, act.values, backward.dh_bf16, backward.weighted_act
 
     found, expected = ([np.asarray(a, np.float32)[has_pair] for a in run(module)] for module in (ours, fp8_xla))
