@@ -23,10 +23,8 @@ EXPRESSION = re.compile(r"\S*\w[-+*/]\S*")
 
 UNCHECKED = (
     # Triton compiles a kernel's source with the names of its module; a decorated kernel has those of jaxtyping's.
-    "moe_jax.kernels.experts.fp8.triton.by_rows",
     "moe_jax.kernels.experts.triton.by_experts",
     "moe_jax.kernels.experts.triton.by_rows",
-    "moe_jax.kernels.experts.triton.by_rows_backward",
 )
 """Modules that are not checked, and why."""
 

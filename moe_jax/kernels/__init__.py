@@ -6,6 +6,7 @@ from moe_jax.runtime.lazy import export_lazily
 
 if TYPE_CHECKING:
     from moe_jax.kernels.attention.api import attention
+    from moe_jax.kernels.experts.activation import SILU, Activation
     from moe_jax.kernels.experts.api import down, experts_mlp, gate_up
     from moe_jax.kernels.experts.fp8.dense import fp8_matmul
     from moe_jax.kernels.experts.fp8.precision import Precision
@@ -14,8 +15,8 @@ if TYPE_CHECKING:
     from moe_jax.kernels.vocabulary import TokenScores, cross_entropy, token_log_probs, token_log_probs_and_entropies
 
 __all__ = [
-    "Plan", "Precision", "QuantisedMatrices", "TokenScores", "attention", "cross_entropy", "down", "experts_mlp", "fp8_matmul",
-    "gate_up", "plan", "quantise_matrices", "token_log_probs", "token_log_probs_and_entropies",
+    "SILU", "Activation", "Plan", "Precision", "QuantisedMatrices", "TokenScores", "attention", "cross_entropy", "down",
+    "experts_mlp", "fp8_matmul", "gate_up", "plan", "quantise_matrices", "token_log_probs", "token_log_probs_and_entropies",
 ]  # fmt: skip
 
 export_lazily(__name__)

@@ -10,6 +10,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Integer
 
+from moe_jax.kernels.experts.activation import SILU, Activation
 from moe_jax.kernels.experts.adapted import ExpertsAdapter, experts_mlp_adapted, experts_mlp_adapted_in_stack
 from moe_jax.kernels.experts.deferred import ExpertProducts, expert_products_like, experts_mlp_deferring
 from moe_jax.kernels.experts.fp8.adapted import experts_mlp_adapted_in_fp8
@@ -48,12 +49,13 @@ def is_expert_matrix(path: tuple) -> bool:
 
 
 class MoE(nnx.Module):
-    """y[t] = sum_k weights[t, k] * down_e(silu(gate_e x[t]) * up_e x[t]) with e = experts[t, k]. Dropless.
+    """y[t] = sum_k weights[t, k] * down_e(activation(gate_e x[t], up_e x[t])) with e = experts[t, k]. Dropless.
 
     Args:
       router: chooses experts and weights; default: `Router`, with `norm_topk_prob`.
       shared_intermediate_size: intermediate size of all shared experts together; 0: none. They are one dense block whose
         output is added.
+      activation: of all experts, the shared ones too.
       precision: `kernels.Precision()` multiplies the experts in FP8, and with `dense` the shared experts too; None: in x's
         dtype.
 
@@ -79,6 +81,7 @@ class MoE(nnx.Module):
         norm_topk_prob: bool = True,
         router: Router | None = None,
         shared_intermediate_size: int = 0,
+        activation: Activation = SILU,
         precision: Precision | None = None,
         stddev: float = 0.02,
         stack: tuple[int, ...] = (),
@@ -89,6 +92,7 @@ class MoE(nnx.Module):
         if router is None:
             router = Router(hidden_size, num_experts, num_experts_per_tok, norm_topk_prob=norm_topk_prob, **options)
         self.router = router
+        options["activation"] = activation
         self.experts = Experts(
             hidden_size, moe_intermediate_size, num_experts, num_experts_per_tok=num_experts_per_tok, **options
         )
@@ -255,6 +259,7 @@ class Experts(TicketHolder):
         num_experts: int,
         *,
         num_experts_per_tok: int | None = None,
+        activation: Activation = SILU,
         stddev: float = 0.02,
         stack: tuple[int, ...] = (),
         param_dtype: DTypeLike = jnp.float32,
@@ -264,7 +269,7 @@ class Experts(TicketHolder):
         down_shape = (*stack, num_experts, hidden_size, moe_intermediate_size)
         self.gate_up_proj: nnx.Variable = normal_parameter(gate_up_shape, stddev, param_dtype, rngs)
         self.down_proj: nnx.Variable = normal_parameter(down_shape, stddev, param_dtype, rngs)
-        self.num_experts_per_tok = num_experts_per_tok
+        self.num_experts_per_tok, self.activation = num_experts_per_tok, activation
         # Each instance has it from the start: a model whose choice was taken back is equal to one without a choice.
         self.precision = None
 
@@ -273,24 +278,25 @@ class Experts(TicketHolder):
     ) -> Float[Array, "tokens hidden"]:
         """Returns the weighted sum of the chosen experts' outputs (`kernels.experts_mlp`)."""
         chunk_tokens = EXPERT_CHUNK_TOKENS if len(x) > 2 * EXPERT_CHUNK_TOKENS else None
-        adapter = self.adapter
+        adapter, act = self.adapter, self.activation
+        options: dict[str, Any] = dict(chunk_tokens=chunk_tokens, activation=act)
         if self.precision is not None:
             given = x, self._matrices_for_fp8(), weights, experts
             if adapter is not None:
-                return experts_mlp_adapted_in_fp8(*given, adapter, self.precision, chunk_tokens=chunk_tokens)
-            return experts_mlp_in_fp8(*given, self.precision, accumulators=self.accumulators, chunk_tokens=chunk_tokens)
+                return experts_mlp_adapted_in_fp8(*given, adapter, self.precision, **options)
+            return experts_mlp_in_fp8(*given, self.precision, accumulators=self.accumulators, **options)
         matrices, layer = self._matrices()
         if layer is not None:
             if adapter is not None:
-                return experts_mlp_adapted_in_stack(x, *matrices, weights, experts, adapter, layer)
-            return experts_mlp_in_stack(x, *matrices, weights, experts, layer)
+                return experts_mlp_adapted_in_stack(x, *matrices, weights, experts, adapter, layer, activation=act)
+            return experts_mlp_in_stack(x, *matrices, weights, experts, layer, activation=act)
         if adapter is not None:
-            return experts_mlp_adapted(x, *matrices, weights, experts, adapter, chunk_tokens=chunk_tokens)
+            return experts_mlp_adapted(x, *matrices, weights, experts, adapter, **options)
         if isinstance(self.gate_up_proj, Frozen):
-            return experts_mlp_frozen(x, *matrices, weights, experts, chunk_tokens=chunk_tokens)
+            return experts_mlp_frozen(x, *matrices, weights, experts, **options)
         if self.ticket is not None:
-            return experts_mlp_deferring(x, *matrices, weights, experts, self.held_ticket)
-        return experts_mlp_accumulating(x, *matrices, weights, experts, self.accumulators, chunk_tokens=chunk_tokens)
+            return experts_mlp_deferring(x, *matrices, weights, experts, self.held_ticket, activation=act)
+        return experts_mlp_accumulating(x, *matrices, weights, experts, self.accumulators, **options)
 
     def _matrices(self) -> tuple[Matrices, Int[Array, ""] | None]:
         """Returns whole matrices, and their layer if they are stacks that kernels read in place."""

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from moe_jax.kernels.experts.activation import SILU
 from moe_jax.kernels.experts.routing import int32_ids
 from moe_jax.kernels.varying import vary_as
 from moe_jax.layers.balance import Sequences
@@ -58,6 +59,8 @@ class Spread(OneDevice):
         for name, held in (("adapters", experts.adapter), ("weight tickets", experts.ticket)):
             if held is not None:
                 raise ValueError(f"{name} need experts that lie on one device; these are split over several")
+        if experts.activation != SILU:
+            raise ValueError(f"experts that are split over devices compute silu(gate) * up; got {experts.activation}")
         axis_name = self.expert.axis_name
         check_experts(experts, routing, axis_size(axis_name), f"with axis_name={axis_name!r}")
         (gate_up, down), layer = experts.matrices_of_device()

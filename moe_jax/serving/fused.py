@@ -121,7 +121,7 @@ def _layer(
         k = layer.mlp.router.num_experts_per_tok
         choice, outputs = _experts(layer.mlp, state.normed, valid, in_f32)
         return add_experts(state.x, outputs, next_norm, eps=norm.eps, k=k), pages, choice.experts[:, :k]
-    act = _strict_act(layer.mlp, state.normed) if served.strict else _act(layer.mlp, state.normed)
+    act = _strict_act(layer.mlp, state.normed) if served.strict else layer.mlp.act(state.normed)
     return add_splits(state.x, project(act, layer.mlp.down_proj.weight[...]), next_norm, eps=norm.eps), pages, None
 
 
@@ -160,10 +160,6 @@ def _experts(
     in_fp8 = frozen_matrices(experts.gate_up_proj, experts.down_proj, place).quantised
     assert in_fp8 is not None  # the engine takes no other experts with a precision
     return choice, expert_rows_in_fp8(normed, in_fp8, choice, place, k=k)
-
-
-def _act(mlp: MLP, normed: Float[Array, "tokens hidden"]) -> Float[Array, "tokens inter"]:
-    return jax.nn.silu(mlp.gate_proj(normed)) * mlp.up_proj(normed)
 
 
 def _strict_act(mlp: MLP, normed: Float[Array, "tokens hidden"]) -> Float[Array, "tokens inter"]:

@@ -4,11 +4,14 @@ import jax
 import jax.numpy as jnp
 
 
-def experts_mlp(x, w_gate_up, w_down, topk_weights, topk_experts):
+def silu(gate, up):
+    return gate / (1 + jnp.exp(-gate)) * up
+
+
+def experts_mlp(x, w_gate_up, w_down, topk_weights, topk_experts, *, act=silu, biases=(0, 0)):
     """y[t] = sum_k topk_weights[t, k] * expert topk_experts[t, k] of x[t]. Takes E times the work and memory."""
-    h = jnp.einsum("td,end->ten", x, w_gate_up.astype(x.dtype))
-    gate, up = jnp.split(h, 2, axis=-1)
-    y = jnp.einsum("tei,edi->ted", gate / (1 + jnp.exp(-gate)) * up, w_down.astype(x.dtype))
+    h = jnp.einsum("td,end->ten", x, w_gate_up.astype(x.dtype)) + biases[0]
+    y = jnp.einsum("tei,edi->ted", act(*jnp.split(h, 2, axis=-1)), w_down.astype(x.dtype)) + biases[1]
     # one_hot of an id outside [0, E) is all zeros: nobody computes it.
     weight_of_expert = jnp.sum(jax.nn.one_hot(topk_experts, w_down.shape[0], dtype=x.dtype) * topk_weights[..., None], axis=1)
     return jnp.einsum("ted,te->td", y, weight_of_expert.astype(x.dtype))

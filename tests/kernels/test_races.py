@@ -18,7 +18,7 @@ from moe_jax.kernels.attention.partial import BackwardInputs
 from moe_jax.kernels.experts import mosaic
 from moe_jax.kernels.experts.fp8 import mosaic as fp8_mosaic
 from moe_jax.kernels.experts.fp8.mosaic import by_rows as fp8_rows
-from moe_jax.kernels.experts.fp8.mosaic.by_rows_backward import matmul_gated_silu_backward as fp8_backward
+from moe_jax.kernels.experts.fp8.mosaic.by_rows_backward import matmul_gated_backward as fp8_backward
 from moe_jax.kernels.experts.fp8.mosaic.promoted import Fp8TileShape
 from moe_jax.kernels.experts.fp8.quantise import QuantisedMatrices, QuantisedRows
 from moe_jax.kernels.experts.mosaic.by_experts import OuterOperands, outer
@@ -218,7 +218,7 @@ CASES = {
         {"fp8_grouped_matmul"},
     ),
     "fp8, gated": (
-        fp8_pass(lambda a, w, p: fp8_rows.matmul_gated_silu(a, w, p, Fp8TileShape(128, 256, 2), keep_h=True)),
+        fp8_pass(lambda a, w, p: fp8_rows.matmul_gated(a, w, p, Fp8TileShape(128, 256, 2), keep_h=True)),
         {"fp8_gated_matmul"},
     ),
     "fp8, backward": (fp8_gradients(Fp8TileShape(128, 128, 2)), {"fp8_gated_matmul_backward"}),

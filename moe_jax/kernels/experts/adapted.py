@@ -24,6 +24,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Integer
 
+from moe_jax.kernels.experts.activation import SILU, Activation
 from moe_jax.kernels.experts.backends import implementation
 from moe_jax.kernels.experts.changed_matmuls import (
     ChangedOptions,
@@ -61,6 +62,7 @@ def experts_mlp_adapted(
     *,
     backend: str | None = None,
     chunk_tokens: int | None = None,
+    activation: Activation = SILU,
 ) -> Float[Array, "tokens hidden"]:
     """Computes `experts_mlp` with w_gate_up + b1 a1 and w_down + b2 a2 in place of the matrices.
 
@@ -77,7 +79,8 @@ def experts_mlp_adapted(
     """
     sizes = check_experts_mlp(x, w_gate_up, w_down, topk_weights, topk_experts)
     refuse_explicit_axes(x=x, w_gate_up=w_gate_up, w_down=w_down, topk_weights=topk_weights, topk_experts=topk_experts)
-    options = ChangedOptions(resolve_backend(backend, x.dtype, x.shape[1], sizes["inter"]))
+    backend = resolve_backend(backend, x.dtype, x.shape[1], sizes["inter"])
+    options = ChangedOptions(backend, activation=activation)
     frozen = FrozenMatrices(w_gate_up, w_down)
     return adapted_experts(AdaptedOperands(x, frozen, topk_weights, adapter), topk_experts, sizes, options, chunk_tokens)
 
@@ -92,6 +95,7 @@ def experts_mlp_adapted_in_stack(
     layer: Int[Array, ""],
     *,
     backend: str | None = None,
+    activation: Activation = SILU,
 ) -> Float[Array, "tokens hidden"]:
     """Computes `experts_mlp_adapted` with the experts of one layer of a stack, which kernels read in place.
 
@@ -101,7 +105,8 @@ def experts_mlp_adapted_in_stack(
         ValueError: as `experts_mlp_adapted`, or the call is differentiated.
     """
     sizes = check_experts_mlp(x, w_gate_up, w_down, topk_weights, topk_experts, experts="layers experts")
-    options = ChangedOptions(resolve_backend(backend, x.dtype, x.shape[1], sizes["inter"]))
+    backend = resolve_backend(backend, x.dtype, x.shape[1], sizes["inter"])
+    options = ChangedOptions(backend, activation=activation)
     operands = AdaptedOperands(x, FrozenMatrices(w_gate_up, w_down), topk_weights, adapter, layer)
     return adapted_experts(operands, topk_experts, sizes, options, None)
 

@@ -3,14 +3,14 @@
 Letters: T tokens, K choices per token, R = T*K rows sorted by expert (`routing.Plan`), E experts, D hidden, I intermediate.
 
     h[r]   = w_gate_up[e(r)] x[token(r)]                                   [R, 2I], gate first
-    act[r] = silu(h[r, :I]) * h[r, I:]                                     [R, I]
+    act[r] = activation(h[r, :I], h[r, I:])                                [R, I]
     y[t]   = sum_k weights[t, k] * w_down[e] act[row(t, k)]                [T, D]
 
 Backward, with g[r] = w_down[e(r)]^T dy[token(r)] (no weight in it):
 
     dweights[t, k] = <g, act> at row(t, k)             dact[r] = weights(r) * g[r]
     dw_down[e]     = sum_r outer(dy[token(r)], weights(r) * act[r])
-    dh             = dact times the derivative of silu(gate) * up
+    dh             = dact times the derivatives of activation(gate, up)
     dw_gate_up[e]  = sum_r outer(dh[r], x[token(r)])   dx[t]   = sum_k w_gate_up[e]^T dh[row(t, k)]
 
 Some backends need aligned rows; R then grows by the padding of each expert's last block. The residuals are x, h, weights and
@@ -24,12 +24,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Integer
 
 from moe_jax.kernels.experts import separate_vjps
+from moe_jax.kernels.experts.activation import SILU, Activation
 from moe_jax.kernels.experts.choose_backend import resolve_backend
 from moe_jax.kernels.experts.fp8.experts import experts_mlp_in_fp8, matrices_of
 from moe_jax.kernels.experts.fp8.precision import Precision
 from moe_jax.kernels.experts.fp8.quantise import QuantisedMatrices
 from moe_jax.kernels.experts.internal import experts_mlp_accumulating
 from moe_jax.kernels.experts.routing import Plan
+from moe_jax.kernels.precision import widened
 from moe_jax.kernels.shapes import check_shape
 from moe_jax.kernels.varying import refuse_explicit_axes, vary_alike
 
@@ -44,11 +46,13 @@ def experts_mlp(
     backend: str | None = None,
     chunk_tokens: int | None = None,
     precision: Precision | None = None,
+    activation: Activation = SILU,
+    biases: tuple[Float[Array, "experts 2*inter"], Float[Array, "experts hidden"]] | None = None,
 ) -> Float[Array, "tokens hidden"]:
     """Computes the weighted sum of the experts that each token chose.
 
-        y[t] = sum_k topk_weights[t, k] * w_down[e] (silu(gate) * up)
-        (gate, up) = w_gate_up[e] x[t],   e = topk_experts[t, k]
+        y[t] = sum_k topk_weights[t, k] * (w_down[e] activation(gate, up) + b_down[e])
+        (gate, up) = w_gate_up[e] x[t] + b_gate_up[e],   e = topk_experts[t, k]
 
     Dropless: every token reaches every expert it chose. The matmuls take x's dtype; sums and the activation are in f32 (f64 for
     f64). Differentiable in x, both weights and topk_weights; weight gradients are summed in f32 and rounded once.
@@ -70,6 +74,8 @@ def experts_mlp(
             chunk_tokens*K*D. Same result; the weight gradients are summed in f32 over the chunks.
         precision: `Precision()` multiplies in FP8, forward and for the gradients of x; the weights' gradients stay in x's
             dtype, bf16. Both matrices may then be `QuantisedMatrices`, which get no gradient. None: products in x's dtype.
+        activation: silu(gate) * up, or the limited one of gpt-oss, `Activation(alpha=1.702, limit=7.0, offset=1.0)`.
+        biases: b_gate_up and b_down, which get gradients; not with `precision`. Sums and products with them are in f32.
 
     Returns:
         y in x's dtype. Each gradient has the dtype of its argument.
@@ -78,17 +84,35 @@ def experts_mlp(
         ValueError: shapes do not fit together; topk_experts is not an integer array; or chunk_tokens < 1. Also if the backend
             is unknown or does not take the input, or arrays are split over mesh axes of type Explicit. With `precision`, an
             x that is not bf16, sizes that are no multiples of 128, or quantised matrices that are differentiated. Without,
-            quantised matrices. A `precision` of another type.
+            quantised matrices. A `precision` of another type, or one with `biases`.
     """
     matrices = matrices_of(w_gate_up, w_down)
+    options: Any = dict(backend=backend, chunk_tokens=chunk_tokens, activation=activation)
     if precision is not None:
-        options: Any = dict(backend=backend, chunk_tokens=chunk_tokens)
+        if biases is not None:
+            raise ValueError("biases need precision=None: experts with biases multiply in x's dtype, not in FP8")
         return experts_mlp_in_fp8(x, matrices, topk_weights, topk_experts, precision, **options)
     if matrices.weights is None:
         raise ValueError("QuantisedMatrices need precision=Precision(), which multiplies them in FP8; got precision=None")
-    return experts_mlp_accumulating(
-        x, *matrices.weights, topk_weights, topk_experts, None, backend=backend, chunk_tokens=chunk_tokens
-    )
+    if biases is None:
+        return experts_mlp_accumulating(x, *matrices.weights, topk_weights, topk_experts, None, **options)
+    b_gate_up, b_down = biases
+    num_experts, hidden, inter = matrices.weights.down.shape
+    for name, bias, axes in (("b_gate_up", b_gate_up, "experts 2*inter"), ("b_down", b_down, "experts hidden")):
+        check_shape(f"biases: {name}", bias, axes, {"experts": num_experts, "hidden": hidden, "inter": inter})
+    y = experts_mlp_accumulating(
+        x, *matrices.weights, topk_weights, topk_experts, None, gate_up_bias=b_gate_up, **options
+    )  # fmt: skip
+    return (widened(y) + _sums_of_biases(b_down, topk_weights, topk_experts)).astype(y.dtype)
+
+
+def _sums_of_biases(
+    bias: Float[Array, "experts hidden"], topk_weights: Float[Array, "tokens k"], topk_experts: Integer[Array, "tokens k"]
+) -> Float[Array, "tokens hidden"]:
+    """Computes sum_k topk_weights[t, k] * bias[e], in at least f32: a matmul with each token's weight of each expert."""
+    is_chosen = topk_experts[:, :, None] == jnp.arange(len(bias), dtype=jnp.int32)
+    weights = jnp.sum(jnp.where(is_chosen, widened(topk_weights)[:, :, None], 0), axis=1)
+    return jnp.matmul(weights, widened(bias), precision="highest")
 
 
 def gate_up(

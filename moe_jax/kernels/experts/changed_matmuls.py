@@ -12,14 +12,13 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from moe_jax.kernels.experts.activation import gated_silu, gated_silu_backward
+from moe_jax.kernels.experts.activation import SILU, Activation, activated, gradients_of_rows
 from moe_jax.kernels.experts.backends import implementation
 from moe_jax.kernels.experts.fp8 import backends as fp8_backends
 from moe_jax.kernels.experts.fp8.passes import Fp8Options
 from moe_jax.kernels.experts.fp8.quantise import QuantisedMatrices, QuantisedRows, quantise_rows, transposed
 from moe_jax.kernels.experts.routing import Plan
 from moe_jax.kernels.low_rank import RowsChange
-from moe_jax.kernels.precision import widened
 
 
 class ChangedOptions(NamedTuple):
@@ -29,6 +28,8 @@ class ChangedOptions(NamedTuple):
     """The backend of the changes, and of the matrices without `fp8`."""
     fp8: Fp8Options | None = None
     """The matrices are `QuantisedMatrices`, and multiply rows that are rounded to FP8. None: in the rows' dtype."""
+
+    activation: Activation = SILU
 
     @property
     def row_alignment(self) -> int:
@@ -78,14 +79,14 @@ def changed_gated_matmul(
     *,
     source_of_row: Int[Array, "rows"] | None = None,
 ) -> tuple[Float[Array, "rows 2*inter"], Float[Array, "rows inter"]]:
-    """Returns h = [gate | up] and act = silu(gate) * up, h being the product with the changed matrices."""
+    """Returns h = [gate | up] and act = activation(gate, up), h being the product with the changed matrices."""
     if _adds_in_kernel(options, w, plan):
-        gated = implementation(options.backend).gated_matmul
-        h, act = gated(x, w, plan, source_of_row=source_of_row, change=_in_dtype(change, x.dtype))
+        given: Any = dict(source_of_row=source_of_row, activation=options.activation)
+        h, act = implementation(options.backend).gated_matmul(x, w, plan, change=_in_dtype(change, x.dtype), **given)
         assert h is not None
         return h, act
     h = changed_matmul(options, x, w, plan, change, source_of_row=source_of_row)
-    return h, gated_silu(h)
+    return h, activated(h, options.activation)
 
 
 def changed_gated_matmul_backward(
@@ -102,11 +103,10 @@ def changed_gated_matmul_backward(
     """Returns what `gated_matmul_backward` returns, with the changed matrices: dh, weight * act, and the weights' gradients."""
     if _adds_in_kernel(options, w_down, plan):
         backward = implementation(options.backend).gated_matmul_backward
-        change = _in_dtype(change, dy.dtype)
-        return backward(dy, w_down, h, weight_of_row, plan, source_of_row=source_of_row, change=change)
-    g = widened(changed_matmul(options, dy, w_down, plan, change, source_of_row=source_of_row, transpose=True))
-    act, weight = widened(gated_silu(h)), widened(weight_of_row)[:, None]
-    return gated_silu_backward(h, weight * g), (weight * act).astype(h.dtype), jnp.sum(g * act, axis=1)
+        given: Any = dict(source_of_row=source_of_row, activation=options.activation)
+        return backward(dy, w_down, h, weight_of_row, plan, change=_in_dtype(change, dy.dtype), **given)
+    g = changed_matmul(options, dy, w_down, plan, change, source_of_row=source_of_row, transpose=True)
+    return gradients_of_rows(h, g, weight_of_row, options.activation)
 
 
 def _adds_in_kernel(options: ChangedOptions, w: Float[Array, "*layers experts n m"] | QuantisedMatrices, plan: Plan) -> bool:

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Integer
 
+from moe_jax.kernels.experts.activation import SILU, Activation
 from moe_jax.kernels.experts.backends import OuterPart, implementation
 from moe_jax.kernels.experts.choose_backend import resolve_backend
 from moe_jax.kernels.experts.fused_vjp import (
@@ -51,6 +52,7 @@ def experts_mlp_deferring(
     ticket: ExpertProducts,
     *,
     backend: str | None = None,
+    activation: Activation = SILU,
 ) -> Float[Array, "tokens hidden"]:
     """Computes `experts_mlp`; the weights have no gradient (zero), and the ticket's gradient is the operands of theirs.
 
@@ -74,7 +76,8 @@ def experts_mlp_deferring(
     backend = resolve_backend(backend, x.dtype, x.shape[1], w_down.shape[2])
     x, w_gate_up, w_down, topk_weights, topk_experts = vary_alike((x, w_gate_up, w_down, topk_weights, topk_experts))
     topk_weights = without_strangers(topk_weights, topk_experts, w_down.shape[0])
-    return _deferring(ExpertsOperands((x,), w_gate_up, w_down, (topk_weights,), (topk_experts,), None), ticket, backend)
+    options = ExpertsOptions(backend, (None,), activation=activation)
+    return _deferring(ExpertsOperands((x,), w_gate_up, w_down, (topk_weights,), (topk_experts,), None), ticket, options)
 
 
 def expert_products_like(
@@ -112,19 +115,19 @@ class _Residuals(NamedTuple):
     topk_experts: Integer[Array, "tokens k"]
 
 
-def _without_gradients(operands: ExpertsOperands, ticket: ExpertProducts, backend: str) -> Array:
-    return forward_pass(operands, ExpertsOptions(backend, (None,)), for_backward=False)[0][0]
+def _without_gradients(operands: ExpertsOperands, ticket: ExpertProducts, options: ExpertsOptions) -> Array:
+    return forward_pass(operands, options, for_backward=False)[0][0]
 
 
-def _forward(operands: ExpertsOperands, ticket: ExpertProducts, backend: str) -> tuple[Array, _Residuals]:
-    (y,), residuals = forward_pass(operands, ExpertsOptions(backend, (None,)))
+def _forward(operands: ExpertsOperands, ticket: ExpertProducts, options: ExpertsOptions) -> tuple[Array, _Residuals]:
+    (y,), residuals = forward_pass(operands, options)
     return y, _Residuals(residuals, operands.experts[0])
 
 
-def _backward(backend: str, residuals: _Residuals, dy: Array) -> tuple[ExpertsOperands, ExpertProducts]:
+def _backward(options: ExpertsOptions, residuals: _Residuals, dy: Array) -> tuple[ExpertsOperands, ExpertProducts]:
     of_experts, ids = residuals
     (x,), (weights,), (hidden,) = of_experts.xs, of_experts.weights, of_experts.hidden
-    gradients, products = gradients_of_part(of_experts, backend, None, x, weights, hidden, dy)
+    gradients, products = gradients_of_part(of_experts, options, None, x, weights, hidden, dy)
     num_experts = of_experts.w_down.shape[0]
     known = jnp.where(is_an_expert(ids, num_experts), int32_ids(ids, num_experts), -1).astype(jnp.float32)
     no_gradient: Any = None

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Integer
 
 from moe_jax.kernels import target
+from moe_jax.kernels.experts.activation import SILU, Activation
 from moe_jax.kernels.experts.backends import OuterPart, grouped_outer_of_parts, implementation
 from moe_jax.kernels.experts.fp8 import backends as fp8_backends
 from moe_jax.kernels.experts.fp8.kept import KeptRows
@@ -29,7 +30,7 @@ from moe_jax.kernels.experts.fp8.quantise import QuantisedRows
 from moe_jax.kernels.experts.fp8.rounded_tokens import RoundedTokens
 from moe_jax.kernels.experts.routing import Plan, of_layer, plan, plan_of_few, rows_of_pairs, sum_of_choices, wide_ids
 from moe_jax.kernels.experts.separate_vjps import down_of_shares, dx_of_shares, gate_up_gradients, weight_of_row
-from moe_jax.kernels.precision import at_least_f32, widened
+from moe_jax.kernels.precision import at_least_f32, sum_in_order, widened
 from moe_jax.kernels.varying import vary_as
 
 Arrays = tuple[Array, ...]
@@ -58,6 +59,8 @@ class ExpertsOperands(NamedTuple):
     """`Plan.layer`."""
     quantised: QuantisedExperts | None = None
     """The matrices in FP8, where `ExpertsOptions.fp8` is given; None: made of the weights in each pass."""
+    gate_up_bias: Float[Array, "experts 2*inter"] | None = None
+    """Added to h. Neither with `quantised` nor with a layer, nor frozen."""
 
     @property
     def num_experts(self) -> int:
@@ -78,6 +81,7 @@ class ExpertsOptions(NamedTuple):
     """The matrices get no gradients, and no products are made for any."""
     fp8: Fp8Options | None = None
     """The products in FP8; None: in the dtype of the tokens."""
+    activation: Activation = SILU
 
 
 class HiddenResiduals(NamedTuple):
@@ -105,6 +109,7 @@ class ExpertsResiduals(NamedTuple):
     """`HiddenResiduals`: one entry per part, or a single one with a leading axis of chunks."""
     layer: Int[Array, ""] | None = None
     quantised: QuantisedExperts | None = None
+    gate_up_bias: Float[Array, "experts 2*inter"] | None = None
 
 
 def experts_of_parts(operands: ExpertsOperands, options: ExpertsOptions) -> Arrays:
@@ -133,14 +138,17 @@ def _rows_of_few_pairs(operands: ExpertsOperands, options: ExpertsOptions) -> Fl
     (x,), (experts,) = operands.xs, operands.experts
     if (options.backend if options.fp8 is None else options.fp8.matmuls) != "mosaic" or isinstance(x, RoundedTokens):
         return None
+    if operands.gate_up_bias is not None:
+        return None
     if options.fp8 is None:
         assert operands.w_gate_up is not None and operands.w_down is not None
-        return implementation("mosaic").experts_of_few_pairs(x, operands.w_gate_up, operands.w_down, experts, operands.layer)
+        matrices = operands.w_gate_up, operands.w_down
+        return implementation("mosaic").experts_of_few_pairs(x, *matrices, experts, operands.layer, options.activation)
     if operands.quantised is None:
         return None
     gate_up, down, *_ = operands.quantised
     layer = operands.layer if down.values.ndim == 4 else None
-    return fp8_backends.implementation("mosaic").experts_of_few_pairs(x, gate_up, down, experts, layer)
+    return fp8_backends.implementation("mosaic").experts_of_few_pairs(x, gate_up, down, experts, layer, options.activation)
 
 
 def forward_pass(
@@ -246,8 +254,15 @@ def _forward_of_chunks(
 
 def _residuals(operands: ExpertsOperands, xs: tuple[Any, ...], hidden: Any) -> ExpertsResiduals:
     return ExpertsResiduals(
-        xs, operands.w_gate_up, operands.w_down, operands.weights, operands.accumulators, hidden, operands.layer
-    )  # fmt: skip
+        xs,
+        operands.w_gate_up,
+        operands.w_down,
+        operands.weights,
+        operands.accumulators,
+        hidden,
+        operands.layer,
+        gate_up_bias=operands.gate_up_bias,
+    )
 
 
 class _Gradients(NamedTuple):
@@ -255,6 +270,7 @@ class _Gradients(NamedTuple):
     dweights: Arrays
     matrices: Matrices | None
     """None if they are frozen."""
+    bias: Float[Array, "experts 2*inter"] | None
 
 
 def _backward(options: ExpertsOptions, residuals: ExpertsResiduals, dys: Arrays) -> tuple[ExpertsOperands]:
@@ -275,7 +291,8 @@ def _backward(options: ExpertsOptions, residuals: ExpertsResiduals, dys: Arrays)
         dgate_up, ddown, of_accumulators = no_gradient, no_gradient, keep_whole(gradients.matrices)
     pairs = zip(gradients.dxs, residuals.xs, strict=True)
     dxs = tuple(RoundedTokens(no_gradient, dx) if isinstance(x, QuantisedRows) else dx for dx, x in pairs)
-    return (ExpertsOperands(dxs, dgate_up, ddown, gradients.dweights, no_gradient, of_accumulators),)
+    given = dxs, dgate_up, ddown, gradients.dweights, no_gradient, of_accumulators
+    return (ExpertsOperands(*given, gate_up_bias=gradients.bias),)
 
 
 def _backward_of_parts(options: ExpertsOptions, residuals: ExpertsResiduals, dys: Arrays) -> _Gradients:
@@ -287,12 +304,15 @@ def _backward_of_parts(options: ExpertsOptions, residuals: ExpertsResiduals, dys
         steps.append(_Step(of_part, (dy,)))
     outcomes = _one_after_the_other(steps)
     of_parts = [outcome.result for outcome in outcomes]
-    into, matrices = residuals.accumulators, None
+    into, matrices, bias = residuals.accumulators, None, None
     if not options.frozen:
         dtypes = _dtypes(Matrices(residuals.w_gate_up, residuals.w_down) if into is None else into)
-        matrices = matrix_gradients(options.backend, [outcome.extra for outcome in outcomes], dtypes, into)
+        products = [outcome.extra for outcome in outcomes]
+        matrices = matrix_gradients(options.backend, products, dtypes, into)
+        if residuals.gate_up_bias is not None:
+            bias = _bias_sums(products).astype(residuals.gate_up_bias.dtype)
     dxs = tuple(jnp.concatenate(gradients.dx_of_shares) for gradients in of_parts)
-    return _Gradients(dxs, tuple(gradients.dweights for gradients in of_parts), matrices)
+    return _Gradients(dxs, tuple(gradients.dweights for gradients in of_parts), matrices, bias)
 
 
 class _BackwardChunk(NamedTuple):
@@ -307,27 +327,29 @@ def _backward_of_chunks(options: ExpertsOptions, residuals: ExpertsResiduals, dy
     assert options.chunk_tokens is not None
     weights_of_experts = Matrices(residuals.w_gate_up, residuals.w_down)
     start = residuals.accumulators
+    of_bias = residuals.gate_up_bias
     if start is None and not options.frozen:
         zeros = Matrices._make(jnp.zeros(w.shape, at_least_f32(w.dtype)) for w in weights_of_experts)
         start = vary_as(zeros, residuals.xs)
 
-    def add_chunk(sums: Matrices | None, chunk: _BackwardChunk) -> tuple[Matrices | None, tuple[Array, Array]]:
+    def add_chunk(sums: Matrices | None, chunk: _BackwardChunk) -> tuple[Matrices | None, tuple[Array, Array, Array | None]]:
         gradients, products = _gradients_of_part(
             residuals, options, None, chunk.x, chunk.weights, chunk.hidden, chunk.dy
         )  # fmt: skip
         (dx,) = gradients.dx_of_shares
         if sums is not None:
             sums = matrix_gradients(options.backend, [products], _dtypes(sums), sums)
-        return sums, (dx, gradients.dweights)
+        return sums, (dx, gradients.dweights, None if of_bias is None else _bias_sums([products]))
 
     (dy,), (x,), (weights,) = dys, residuals.xs, residuals.weights
     dy_chunks, x_chunks, weight_chunks = (split_tokens(a, options.chunk_tokens, 0) for a in (dy, x, weights))
     chunks = _BackwardChunk(dy_chunks, x_chunks, weight_chunks, residuals.hidden)
-    matrices, (dx, dweights) = jax.lax.scan(add_chunk, start, chunks)
+    matrices, (dx, dweights, biases) = jax.lax.scan(add_chunk, start, chunks)
     dx, dweights = join_tokens(dx, x.shape[0]), join_tokens(dweights, x.shape[0])
     if residuals.accumulators is None and matrices is not None:
         matrices = Matrices._make(total.astype(w.dtype) for total, w in zip(matrices, weights_of_experts, strict=True))
-    return _Gradients((dx,), (dweights,), matrices)
+    bias = None if of_bias is None or biases is None else sum_in_order(biases, axis=0).astype(of_bias.dtype)
+    return _Gradients((dx,), (dweights,), matrices, bias)
 
 
 def _gate_up_of_part(
@@ -347,12 +369,14 @@ def _gate_up_of_part(
     else:
         planned = plan(experts, num_experts, alignment, max_pairs)
     planned = dataclasses.replace(planned, layer=operands.layer)
+    given: Any = dict(for_backward=for_backward, activation=options.activation)
     if options.fp8 is not None:
         assert operands.quantised is not None
-        act, h = gate_up_in_fp8(x, operands.quantised, planned, options.fp8, for_backward=for_backward)
+        act, h = gate_up_in_fp8(x, operands.quantised, planned, options.fp8, **given)
         return _Outcome(_GateUp(act, h), _PlannedTokens(planned, x))
     rows, source = backend.rows_of_tokens(x, planned, for_gradients=for_backward)
-    h, act = backend.gated_matmul(rows, operands.w_gate_up, planned, source_of_row=source, keep_h=for_backward)
+    given = dict(source_of_row=source, keep_h=for_backward, activation=options.activation, bias=operands.gate_up_bias)
+    h, act = backend.gated_matmul(rows, operands.w_gate_up, planned, **given)
     return _Outcome(_GateUp(act, h), _PlannedTokens(planned, x))
 
 
@@ -391,36 +415,41 @@ def _gradients_of_part(
     """Returns what `gradients_of_part` returns, of products in either precision."""
     if options.fp8 is None:
         assert not isinstance(x, QuantisedRows)
-        return gradients_of_part(residuals, options.backend, shares, x, weights, hidden, dy, frozen=options.frozen)
+        return gradients_of_part(residuals, options, shares, x, weights, hidden, dy)
     assert residuals.quantised is not None
     h: Any = hidden.h
-    found = gradients_in_fp8(x, weights, h, dy, residuals.quantised, hidden.plan, options.fp8, shares)
+    of_fp8 = residuals.quantised, hidden.plan, options.fp8, shares
+    found = gradients_in_fp8(x, weights, h, dy, *of_fp8, activation=options.activation)
     products = None if options.frozen else MatrixProducts(found.gate_up, found.down)
     return _Outcome(_PartGradients(found.dx_of_shares, found.dweights), products)
 
 
 def gradients_of_part(
     residuals: ExpertsResiduals,
-    backend: str,
+    options: ExpertsOptions,
     shares: int | None,
     x: Float[Array, "tokens hidden"],
     weights: Float[Array, "tokens k"],
     hidden: HiddenResiduals,
     dy: Float[Array, "tokens hidden"],
-    *,
-    frozen: bool = False,
 ) -> _Outcome:
     """Returns the `_PartGradients` of one part and its `MatrixProducts`; of `residuals` it uses the matrices alone.
 
     There are no products (None) if the matrices are frozen.
     """
-    plan = hidden.plan
+    plan, backend = hidden.plan, options.backend
     rows, source = implementation(backend).rows_of_tokens(dy, plan)
     dh, weighted_act, dweight_of_row = implementation(backend).gated_matmul_backward(
-        rows, residuals.w_down, hidden.h, weight_of_row(weights, plan), plan, source_of_row=source
+        rows,
+        residuals.w_down,
+        hidden.h,
+        weight_of_row(weights, plan),
+        plan,
+        source_of_row=source,
+        activation=options.activation,
     )
     dweights = rows_of_pairs(dweight_of_row, plan).astype(weights.dtype)
-    if frozen:
+    if options.frozen:
         return _Outcome(_PartGradients(dx_of_shares(dh, residuals.w_gate_up, plan, backend, shares), dweights), None)
     dx, gate_up = gate_up_gradients(dh, x, residuals.w_gate_up, plan, backend, shares)
     down = OuterPart(rows, weighted_act, plan, source, None)
@@ -447,6 +476,15 @@ def matrix_gradients(
         grouped_outer_of_parts(backend, of_gate_up, dtypes[0], into[0]),
         grouped_outer_of_parts(backend, of_down, dtypes[1], into[1]),
     )
+
+
+def _bias_sums(products: Sequence[MatrixProducts]) -> Float[Array, "experts 2*inter"]:
+    """Returns the sum of each expert's rows of dh over the parts, in at least f32."""
+    of_parts = []
+    for dh, _, of_rows, *_ in (part.gate_up for part in products):
+        ones = jnp.ones((of_rows.num_rows, 1), dh.dtype)
+        of_parts.append(implementation("xla").grouped_outer(ones, dh, of_rows, at_least_f32(dh.dtype))[:, 0])
+    return sum_in_order(jnp.stack(of_parts), axis=0)
 
 
 def _dtypes(matrices: Matrices) -> tuple[jnp.dtype, jnp.dtype]:

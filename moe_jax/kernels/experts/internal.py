@@ -12,6 +12,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Integer
 
+from moe_jax.kernels.experts.activation import SILU, Activation
 from moe_jax.kernels.experts.choose_backend import resolve_backend
 from moe_jax.kernels.experts.fp8.passes import Fp8Options, QuantisedExperts
 from moe_jax.kernels.experts.fp8.precision import Precision
@@ -54,6 +55,8 @@ def experts_mlp_accumulating(
     *,
     backend: str | None = None,
     chunk_tokens: int | None = None,
+    activation: Activation = SILU,
+    gate_up_bias: Float[Array, "experts 2*inter"] | None = None,
 ) -> Float[Array, "tokens hidden"]:
     """Computes `experts_mlp`; with `accumulators`, its weight gradients are added to them.
 
@@ -82,7 +85,7 @@ def experts_mlp_accumulating(
     if chunk_tokens is not None and chunk_tokens >= x.shape[0]:
         chunk_tokens = None
     backend = resolve_backend(backend, x.dtype, x.shape[1], sizes["inter"])
-    arrays = vary_alike((x, w_gate_up, w_down, topk_weights, topk_experts))
+    *arrays, gate_up_bias = vary_alike((x, w_gate_up, w_down, topk_weights, topk_experts, gate_up_bias))
     if accumulators is not None:
         check_accumulators(accumulators, arrays, sizes, experts)
     x, w_gate_up, w_down, topk_weights, topk_experts = arrays
@@ -90,8 +93,10 @@ def experts_mlp_accumulating(
     if accumulators is not None:
         into, in_stack = Matrices(accumulators.gate_up, accumulators.down), accumulators.in_stack
     topk_weights = without_strangers(topk_weights, topk_experts, sizes["experts"])
-    operands = ExpertsOperands((x,), w_gate_up, w_down, (topk_weights,), (topk_experts,), into, layer)
-    options = ExpertsOptions(backend, (None,), chunk_tokens=chunk_tokens, accumulators_in_stack=in_stack)
+    operands = ExpertsOperands((x,), w_gate_up, w_down, (topk_weights,), (topk_experts,), into, layer, None, gate_up_bias)
+    options = ExpertsOptions(
+        backend, (None,), chunk_tokens=chunk_tokens, accumulators_in_stack=in_stack, activation=activation
+    )  # fmt: skip
     return experts_of_parts(operands, options)[0]
 
 
@@ -104,6 +109,7 @@ def experts_mlp_frozen(
     *,
     backend: str | None = None,
     chunk_tokens: int | None = None,
+    activation: Activation = SILU,
 ) -> Float[Array, "tokens hidden"]:
     """Computes `experts_mlp` with matrices that are not trained: their gradient is zero, and no product is made for one.
 
@@ -119,7 +125,8 @@ def experts_mlp_frozen(
     x, w_gate_up, w_down, topk_weights, topk_experts = vary_alike((x, w_gate_up, w_down, topk_weights, topk_experts))
     topk_weights = without_strangers(topk_weights, topk_experts, sizes["experts"])
     operands = ExpertsOperands((x,), w_gate_up, w_down, (topk_weights,), (topk_experts,), None)
-    return experts_of_parts(operands, ExpertsOptions(backend, (None,), chunk_tokens=chunk_tokens, frozen=True))[0]
+    options = ExpertsOptions(backend, (None,), chunk_tokens=chunk_tokens, frozen=True, activation=activation)
+    return experts_of_parts(operands, options)[0]
 
 
 def experts_mlp_in_stack(
@@ -129,6 +136,7 @@ def experts_mlp_in_stack(
     topk_weights: Float[Array, "tokens k"],
     topk_experts: Integer[Array, "tokens k"],
     layer: Int[Array, ""],
+    activation: Activation = SILU,
 ) -> Float[Array, "tokens hidden"]:
     """Computes `experts_mlp` with the experts of one layer of a stack, which kernels read in place. It has no gradients.
 
@@ -139,7 +147,7 @@ def experts_mlp_in_stack(
     backend = resolve_backend(None, x.dtype, x.shape[1], sizes["inter"])
     topk_weights = without_strangers(topk_weights, topk_experts, sizes["experts"])
     operands = ExpertsOperands((x,), w_gate_up, w_down, (topk_weights,), (topk_experts,), None, layer)
-    return experts_of_parts(operands, ExpertsOptions(backend, (None,)))[0]
+    return experts_of_parts(operands, ExpertsOptions(backend, (None,), activation=activation))[0]
 
 
 class TokenPart(NamedTuple):

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from moe_jax.kernels.experts.activation import gated_silu, gated_silu_backward
+from moe_jax.kernels.experts.activation import SILU, Activation, activated, gradients_of_rows
 from moe_jax.kernels.experts.routing import Plan, of_own_layer, rows_of_pairs, sum_of_choices
 from moe_jax.kernels.precision import widened
 from moe_jax.kernels.varying import vary_as
@@ -64,10 +64,17 @@ def gated_matmul(
     *,
     source_of_row: Int[Array, "rows"] | None = None,
     keep_h: bool = True,
+    activation: Activation = SILU,
+    bias: Float[Array, "experts 2*inter"] | None = None,
 ) -> tuple[Float[Array, "rows 2*inter"] | None, Float[Array, "rows inter"]]:
-    """Computes h = `grouped_matmul(x, w)` = [gate | up], None without `keep_h`, and act = silu(gate) * up."""
+    """Computes h = `grouped_matmul(x, w)` = [gate | up], None without `keep_h`, and act = activation(gate, up).
+
+    A `bias` is added to the rows of its expert.
+    """
     h = grouped_matmul(x, w, plan, source_of_row=source_of_row)
-    return h if keep_h else None, gated_silu(h)
+    if bias is not None:
+        h = (widened(h) + bias.at[plan.expert_of_row].get(mode="fill", fill_value=0)).astype(h.dtype)
+    return h if keep_h else None, activated(h, activation)
 
 
 def gated_matmul_backward(
@@ -78,8 +85,9 @@ def gated_matmul_backward(
     plan: Plan,
     *,
     source_of_row: Int[Array, "rows"] | None = None,
+    activation: Activation = SILU,
 ) -> tuple[Float[Array, "rows 2*inter"], Float[Array, "rows inter"], Float[Array, "rows"]]:
-    """Computes gradients from the gradient dy of y = sum_k weight * w_down act, where act = silu(gate) * up.
+    """Computes gradients from the gradient dy of y = sum_k weight * w_down act, where act = activation(gate, up).
 
     With g = dy @ w_down[e], returns three arrays:
 
@@ -87,9 +95,8 @@ def gated_matmul_backward(
     - weight_of_row * act, which the gradient of w_down needs;
     - <g, act>, the gradient to each row's weight, in at least f32.
     """
-    g = widened(grouped_matmul(dy, w_down, plan, source_of_row=source_of_row, transpose=True))
-    act, weight = widened(gated_silu(h)), widened(weight_of_row)[:, None]
-    return gated_silu_backward(h, weight * g), (weight * act).astype(h.dtype), jnp.sum(g * act, axis=1)
+    g = grouped_matmul(dy, w_down, plan, source_of_row=source_of_row, transpose=True)
+    return gradients_of_rows(h, g, weight_of_row, activation)
 
 
 def grouped_matmul(

@@ -21,6 +21,7 @@ from jaxtyping import Array, Float
 
 from moe_jax.kernels.attention.mosaic.consumer import LOWEST
 from moe_jax.kernels.decode.rows import BLOCKS_PER_CORE, load_row, normalized, row_layout
+from moe_jax.kernels.experts.activation import SILU
 from moe_jax.kernels.hopper.launch import WARPGROUP_THREADS, launch
 
 PART = 4096
@@ -56,7 +57,7 @@ def gated_silu(h: Float[Array, "tokens 2*inter"], *, dtype: Any) -> Float[Array,
     def body(h_ref, act_ref):
         def compute(token, first, columns):
             gate, up = (load_row(h_ref.at[token, pl.ds(half + first, columns)]) for half in (0, inter))
-            act_ref[token, pl.ds(first, columns)] = (gate / (1 + jnp.exp(-gate)) * up).astype(dtype)
+            act_ref[token, pl.ds(first, columns)] = SILU.forward(gate, up, in_kernel=True).astype(dtype)
 
         _for_parts(tokens, inter, compute)
 

@@ -13,7 +13,7 @@ from lowered import num_kernels
 from moe_jax.config import EXPERT_LAYERS
 from moe_jax.kernels.experts import routing
 from moe_jax.kernels.experts.mosaic import tile_limits
-from moe_jax.kernels.experts.mosaic.by_rows import matmul_gated_silu
+from moe_jax.kernels.experts.mosaic.by_rows import RowsOperands, matmul_gated
 from moe_jax.kernels.experts.mosaic.tile_limits import PASSES, candidates, refusal
 from moe_jax.kernels.experts.mosaic.tile_timing import operand_shapes, run_pass
 from moe_jax.kernels.hopper.mainloop import TileShape
@@ -35,7 +35,7 @@ def lower(pass_name, matrix, tile, gathers=False):
 
     def run(plan, *operands):
         if gathers:
-            return matmul_gated_silu(*operands, plan, tile, keep_h=False, source_of_row=plan.token_of_row)
+            return matmul_gated(RowsOperands(*operands, plan.token_of_row), plan, tile, keep_h=False)
         return run_pass(pass_name, tile, plan, *operands)
 
     with jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("x",), abstract_device=device)):

@@ -3,6 +3,7 @@
 import jax
 from jaxtyping import Array, Float, Integer
 
+from moe_jax.kernels.experts.activation import SILU, Activation
 from moe_jax.kernels.experts.adapted import AdaptedOperands, ExpertsAdapter, FrozenMatrices, adapted_experts
 from moe_jax.kernels.experts.changed_matmuls import ChangedOptions
 from moe_jax.kernels.experts.fp8.experts import Fp8Matrices, checked_sizes, refuse_gradient
@@ -21,6 +22,7 @@ def experts_mlp_adapted_in_fp8(
     *,
     backend: str | None = None,
     chunk_tokens: int | None = None,
+    activation: Activation = SILU,
 ) -> Float[Array, "tokens hidden"]:
     """Computes `experts_mlp_adapted`; the matrices' products are in FP8.
 
@@ -35,7 +37,8 @@ def experts_mlp_adapted_in_fp8(
     sizes = checked_sizes(x, matrices, topk_weights, topk_experts)
     fp8 = Fp8Options.of(precision, backend, x.dtype, sizes["hidden"], sizes["inter"])
     operands = AdaptedOperands(x, _in_fp8(matrices), topk_weights, adapter, matrices.layer)
-    return adapted_experts(operands, topk_experts, sizes, ChangedOptions(fp8.sums, fp8), chunk_tokens)
+    options = ChangedOptions(fp8.sums, fp8, activation)
+    return adapted_experts(operands, topk_experts, sizes, options, chunk_tokens)
 
 
 def _in_fp8(matrices: Fp8Matrices) -> FrozenMatrices:

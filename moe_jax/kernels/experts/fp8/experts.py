@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import jax
 from jaxtyping import Array, Float, Int, Integer
 
+from moe_jax.kernels.experts.activation import SILU, Activation
 from moe_jax.kernels.experts.fp8.passes import Fp8Options, QuantisedExperts
 from moe_jax.kernels.experts.fp8.precision import Precision
 from moe_jax.kernels.experts.fp8.quantise import GROUP, QuantisedMatrices
@@ -37,6 +38,7 @@ def experts_mlp_in_fp8(
     accumulators: Accumulators | None = None,
     backend: str | None = None,
     chunk_tokens: int | None = None,
+    activation: Activation = SILU,
 ) -> Float[Array, "tokens hidden"]:
     """Computes `experts_mlp` with products in FP8; accumulators are those of `experts_mlp_accumulating`.
 
@@ -72,6 +74,7 @@ def experts_mlp_in_fp8(
         accumulators_in_stack=in_stack,
         frozen=frozen or weights is None,
         fp8=fp8,
+        activation=activation,
     )
     return experts_of_parts(operands, options)[0]
 

@@ -2,7 +2,7 @@
 
 | product | first operand | second operand | result |
 |---|---|---|---|
-| h | x, by token | w_gate_up | f32 sums: h in bf16, act = silu(gate) * up in FP8 |
+| h | x, by token | w_gate_up | f32 sums: h in bf16, act in FP8 |
 | y of a row | act | w_down | bf16 |
 | g | dy, by token | w_down transposed | f32 sums: dh in FP8 and bf16, weighted act in bf16 |
 | dx of a row | dh | w_gate_up transposed | bf16 |
@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, BFloat16, Float
 
 from moe_jax.kernels.experts import backends
+from moe_jax.kernels.experts.activation import SILU, Activation
 from moe_jax.kernels.experts.backends import OuterPart
 from moe_jax.kernels.experts.fp8.backends import implementation, resolve_fp8_backend
 from moe_jax.kernels.experts.fp8.kept import KeptRows, keep_h, read_h
@@ -86,11 +87,12 @@ def gate_up_in_fp8(
     options: Fp8Options,
     *,
     for_backward: bool,
+    activation: Activation = SILU,
 ) -> tuple[QuantisedRows, BFloat16[Array, "rows 2*inter"] | KeptRows | None]:
     """Returns act, and h as it is kept for the backward pass; None without one."""
     matmuls, plan = implementation(options.matmuls), _of_matrices(plan, experts)
     rows = matmuls.rows_of_rounded(x, plan) if isinstance(x, QuantisedRows) else matmuls.rows_of_tokens(x, plan)
-    h, act = matmuls.gated_matmul(rows, experts.gate_up, plan, keep_h=for_backward)
+    h, act = matmuls.gated_matmul(rows, experts.gate_up, plan, keep_h=for_backward, activation=activation)
     return act, None if h is None else keep_h(h, options.kept)
 
 
@@ -125,14 +127,20 @@ def gradients_in_fp8(
     plan: Plan,
     options: Fp8Options,
     shares: int | None = None,
+    *,
+    activation: Activation = SILU,
 ) -> Fp8Gradients:
     """Computes the gradients of the inputs in FP8, and gathers the bf16 operands of the matrices' gradients."""
     matmuls, of_matrices = implementation(options.matmuls), _of_matrices(plan, experts)
     experts = experts.in_both_orders()
-    backward = matmuls.gated_matmul_backward(
-        matmuls.rows_of_tokens(dy, of_matrices), experts.down_transposed, read_h(h), weight_of_row(weights, plan), of_matrices
+    dh, dh_bf16, weighted_act, dweight_of_row = matmuls.gated_matmul_backward(
+        matmuls.rows_of_tokens(dy, of_matrices),
+        experts.down_transposed,
+        read_h(h),
+        weight_of_row(weights, plan),
+        of_matrices,
+        activation,
     )
-    dh, dh_bf16, weighted_act, dweight_of_row = backward
     dx_rows = matmuls.grouped_matmul(dh, experts.gate_up_transposed, of_matrices)
     sums = backends.implementation(options.sums)
     x = dequantised_rows(x).astype(jnp.bfloat16) if isinstance(x, QuantisedRows) else x

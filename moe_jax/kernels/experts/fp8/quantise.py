@@ -88,3 +88,8 @@ def refusal(dtype: jnp.dtype, hidden: int, inter: int) -> str | None:
 
 def _scales(largest: Float[Array, "..."]) -> Float[Array, "..."]:
     return jnp.maximum(largest, LEAST_MAXIMUM) * INVERSE_LARGEST
+
+
+def joined(w: QuantisedMatrices) -> QuantisedMatrices:
+    """Returns the experts of a stack of layers as one list, in which `Plan.in_stack` counts."""
+    return QuantisedMatrices(*(part.reshape(-1, *part.shape[-2:]) for part in w))

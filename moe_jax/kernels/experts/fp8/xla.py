@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, BFloat16, Float, Float8e4m3fn
 
 from moe_jax.kernels.experts import xla
+from moe_jax.kernels.experts.activation import SILU, Activation
 from moe_jax.kernels.experts.fp8.quantise import GROUP, QuantisedMatrices, QuantisedRows, quantise_rows
 from moe_jax.kernels.experts.routing import Plan, of_own_layer
 from moe_jax.kernels.varying import vary_as
@@ -37,15 +38,15 @@ def rows_of_rounded(tokens: QuantisedRows, plan: Plan) -> QuantisedRows:
 
 
 def gated_matmul(
-    rows: QuantisedRows, w: QuantisedMatrices, plan: Plan, *, keep_h: bool = True
+    rows: QuantisedRows, w: QuantisedMatrices, plan: Plan, *, keep_h: bool = True, activation: Activation = SILU
 ) -> tuple[BFloat16[Array, "rows 2*inter"] | None, QuantisedRows]:
-    """Computes h = `grouped_matmul(rows, w)` = [gate | up], None without `keep_h`, and act = silu(gate) * up.
+    """Computes h = `grouped_matmul(rows, w)` = [gate | up], None without `keep_h`, and act = activation(gate, up).
 
     act is computed and rounded from the f32 sums, not from h.
     """
     sums = _grouped_sums(rows, w, plan)
     gate, up = jnp.split(sums, 2, axis=1)
-    return sums.astype(jnp.bfloat16) if keep_h else None, quantise_rows(gate * jax.nn.sigmoid(gate) * up)
+    return sums.astype(jnp.bfloat16) if keep_h else None, quantise_rows(activation.forward(gate, up))
 
 
 def grouped_matmul(rows: QuantisedRows, w: QuantisedMatrices, plan: Plan) -> BFloat16[Array, "rows out"]:
@@ -82,20 +83,17 @@ def gated_matmul_backward(
     h: BFloat16[Array, "rows 2*inter"],
     weight_of_row: Float[Array, "rows"],
     plan: Plan,
+    activation: Activation = SILU,
 ) -> Fp8Backward:
-    """Computes gradients from the gradient dy of y = sum_k weight * w_down act, where act = silu(gate) * up.
+    """Computes gradients from the gradient dy of y = sum_k weight * w_down act, where act = activation(gate, up).
 
-    With g = w_down[e]^T dy in f32, s = sigmoid(gate), act = gate * s * up and the row's weight v:
-
-        dgate = v * g * up * (s + gate * s * (1 - s))      dup = v * g * gate * s      dweight = <g, act>
+    With g = w_down[e]^T dy in f32 and the row's weight v, the gradient to act is v * g, and dweight = <g, act>.
     """
     g = _grouped_sums(dy, w_down_transposed, plan)
     gate, up = jnp.split(h.astype(jnp.float32), 2, axis=1)
     v = weight_of_row.astype(jnp.float32)[:, None]
-    sigmoid = jax.nn.sigmoid(gate)
-    silu = gate * sigmoid
-    act, dact = silu * up, v * g
-    dh = jnp.concatenate([dact * up * (sigmoid + silu * (1 - sigmoid)), dact * silu], axis=1)
+    act, pullback = activation.vjp(gate, up)
+    dh = jnp.concatenate(pullback(v * g), axis=1)
     return Fp8Backward(
         quantise_rows(dh), dh.astype(jnp.bfloat16), (v * act).astype(jnp.bfloat16), jnp.sum(g * act, axis=1)
     )  # fmt: skip

@@ -14,10 +14,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from moe_jax.kernels.experts import xla
+from moe_jax.kernels.experts.activation import SILU, Activation
 from moe_jax.kernels.experts.mosaic import by_pairs
 from moe_jax.kernels.experts.mosaic.by_experts import OuterOperands, outer
-from moe_jax.kernels.experts.mosaic.by_rows import matmul, matmul_gated_silu
-from moe_jax.kernels.experts.mosaic.by_rows_backward import matmul_gated_silu_backward
+from moe_jax.kernels.experts.mosaic.by_rows import RowsOperands, matmul, matmul_gated
+from moe_jax.kernels.experts.mosaic.by_rows_backward import matmul_gated_backward
 from moe_jax.kernels.experts.mosaic.gather import gather_rows, shared_bytes
 from moe_jax.kernels.experts.mosaic.tile_limits import Pass, most_stages
 from moe_jax.kernels.experts.mosaic.tiles import choose_tile, shared_tile
@@ -86,6 +87,7 @@ def experts_of_few_pairs(
     w_down: Float[Array, "*layers experts hidden inter"],
     topk_experts: Int[Array, "tokens k"],
     layer: Int[Array, ""] | None = None,
+    activation: Activation = SILU,
 ) -> Float[Array, "tokens*k hidden"] | None:
     """Returns the output of each pair's expert for its token, in the order of pairs; zero if the id is no expert.
 
@@ -101,7 +103,7 @@ def experts_of_few_pairs(
             return None
         ids = jnp.where(is_an_expert(ids, num_experts), ids + layer * num_experts, -1)
         w_gate_up, w_down = (w.reshape(-1, *w.shape[-2:]) for w in (w_gate_up, w_down))
-    return by_pairs.experts_of_pairs(x, w_gate_up.astype(x.dtype), w_down.astype(x.dtype), ids)
+    return by_pairs.experts_of_pairs(x, w_gate_up.astype(x.dtype), w_down.astype(x.dtype), ids, activation)
 
 
 def grouped_matmul(
@@ -120,9 +122,6 @@ def grouped_matmul(
     """
     x = _take(x, source_of_row)
     w, plan = _weights_to_read(w, plan, x.dtype)
-    out = w.shape[2] if transpose else w.shape[1]
-    if plan.num_rows == 0:
-        return jnp.zeros((0, out), x.dtype)
     tile = _tile("grouped_matmul_transposed" if transpose else "grouped_matmul", w.shape[1:], plan)
     return matmul(x, w, plan, tile, transpose=transpose, change=change)
 
@@ -135,21 +134,23 @@ def gated_matmul(
     source_of_row: Int[Array, "rows"] | None = None,
     keep_h: bool = True,
     change: RowsChange | None = None,
+    activation: Activation = SILU,
+    bias: Float[Array, "experts 2*inter"] | None = None,
 ) -> tuple[Float[Array, "rows 2*inter"] | None, Float[Array, "rows inter"]]:
     """Computes `xla.gated_matmul` in one kernel, with the gather by source_of_row in it.
 
     Rows without a pair may be left unwritten. `change` is that of `grouped_matmul`; rows must then be in order.
+    `bias` is added to the sums of its expert; the plan is then of no layer.
     """
     w, plan = _weights_to_read(w, plan, x.dtype)
-    if plan.num_rows == 0:
-        return jnp.zeros((0, w.shape[1]), x.dtype) if keep_h else None, jnp.zeros((0, w.shape[1] // 2), x.dtype)
     tile = _tile("gated_matmul", w.shape[1:], plan)
     if is_interpreted():
         x, source_of_row = _take(x, source_of_row), None
     if source_of_row is not None:
         # Copies of 16 bytes take longer to land than TMA copies.
         tile = dataclasses.replace(tile, stages=min(tile.stages + 1, most_stages("gated_matmul", tile)))
-    return matmul_gated_silu(x, w, plan, tile, keep_h=keep_h, source_of_row=source_of_row, change=change)
+    operands = RowsOperands(x, w, source_of_row, change, bias)
+    return matmul_gated(operands, plan, tile, keep_h=keep_h, activation=activation)
 
 
 def gated_matmul_backward(
@@ -161,14 +162,13 @@ def gated_matmul_backward(
     *,
     source_of_row: Int[Array, "rows"] | None = None,
     change: RowsChange | None = None,
+    activation: Activation = SILU,
 ) -> tuple[Float[Array, "rows 2*inter"], Float[Array, "rows inter"], Float[Array, "rows"]]:
     """Computes `xla.gated_matmul_backward` in one kernel. Rows of no expert are left unwritten. `change` is w_down's."""
     dy = _take(dy, source_of_row)
     w_down, plan = _weights_to_read(w_down, plan, dy.dtype)
-    if plan.num_rows == 0:
-        return h, h[:, : w_down.shape[2]], jnp.zeros(0, jnp.float32)
     tile = _tile("gated_matmul_backward", w_down.shape[1:], plan)
-    return matmul_gated_silu_backward(dy, w_down, h, weight_of_row, plan, tile, change)
+    return matmul_gated_backward(dy, w_down, h, weight_of_row, plan, tile, change, activation)
 
 
 def token_sums(

@@ -28,6 +28,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
+from moe_jax.kernels.experts.activation import SILU, Activation
 from moe_jax.kernels.hopper.interpreter import is_interpreted, operand_staging, wgmma_registers
 from moe_jax.kernels.hopper.launch import launch, operand_transforms, store
 from moe_jax.kernels.hopper.mainloop import STEP, TileProgram, TileShape, run_tiles
@@ -62,20 +63,21 @@ def takes(topk_experts: Int[Array, "tokens k"], num_experts: int, hidden: int, i
     return is_few and all(0 < size <= WIDEST_ROW and size % 128 == 0 for size in (hidden, inter))
 
 
-@jax.jit
+@partial(jax.jit, static_argnames="activation")
 def experts_of_pairs(
     x: Float[Array, "tokens hidden"],
     w_gate_up: Float[Array, "experts 2*inter hidden"],
     w_down: Float[Array, "experts hidden inter"],
     topk_experts: Int[Array, "tokens k"],
+    activation: Activation = SILU,
 ) -> Float[Array, "tokens*k hidden"]:
-    """Returns rows[p] = w_down[e] (silu(gate) * up), (gate, up) = w_gate_up[e] x[p // k], e being the expert of pair p.
+    """Returns rows[p] = w_down[e] activation(gate, up), (gate, up) = w_gate_up[e] x[p // k], e being the expert of pair p.
 
     A row is zero if e is no expert.
     """
     experts = topk_experts.reshape(-1)
-    act = _matmul_of_pairs("gated_matmul_of_pairs", x, w_gate_up, experts, topk_experts.shape[1], is_gated=True)
-    return _matmul_of_pairs("matmul_of_pairs", act, w_down, experts, 1, is_gated=False)
+    act = _matmul_of_pairs("gated_matmul_of_pairs", x, w_gate_up, experts, topk_experts.shape[1], activation)
+    return _matmul_of_pairs("matmul_of_pairs", act, w_down, experts, 1, None)
 
 
 class PairCoord(NamedTuple):
@@ -107,10 +109,10 @@ def _matmul_of_pairs(
     w: Float[Array, "experts out in"],
     experts: Int[Array, "pairs"],
     pairs_of_row: int,
-    *,
-    is_gated: bool,
+    activation: Activation | None,
 ) -> Float[Array, "pairs columns"]:
-    """w[e of pair p] rows[p // pairs_of_row]; if gated, silu of the first half of these columns times the second half."""
+    """w[e of pair p] rows[p // pairs_of_row]; with an activation, it of the first and second half of these columns."""
+    is_gated = activation is not None
     (num_experts, out, summands), num_pairs, dtype = w.shape, experts.size, rows.dtype
     half = COLUMNS // 2
     columns = out // 2 if is_gated else out
@@ -140,9 +142,8 @@ def _matmul_of_pairs(
             scratch.row[warpgroup] = rows_ref[lax.div(coord.pair, jnp.int32(pairs_of_row))]
 
         def store_row(accumulator, coord, warpgroup):
-            if is_gated:
-                gate, up = accumulator[:, :half], accumulator[:, half:]
-                accumulator = gate / (1 + jnp.exp(-gate)) * up
+            if activation is not None:
+                accumulator = activation.forward(accumulator[:, :half], accumulator[:, half:], in_kernel=True)
             # A sum or maximum over rows would go through scratch memory that Pallas gives both warpgroups at once.
             tile_out = scratch.out.at[warpgroup, :, pl.ds(0, tile_columns)]
             store(tile_out, accumulator.astype(dtype))

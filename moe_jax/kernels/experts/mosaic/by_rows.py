@@ -33,8 +33,9 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
+from moe_jax.kernels.experts.activation import SILU, Activation
 from moe_jax.kernels.experts.mosaic.chosen_rows import (
     ChosenRows,
     LoadedRows,
@@ -48,7 +49,7 @@ from moe_jax.kernels.experts.mosaic.tile_order import rows_in_group
 from moe_jax.kernels.experts.routing import Plan
 from moe_jax.kernels.hopper.launch import launch, operand_transforms
 from moe_jax.kernels.hopper.mainloop import ROW_ALIGNMENT, STEP, TileProgram, TileShape, run_tiles
-from moe_jax.kernels.hopper.pipeline import CONSUMERS, WGMMA_ROWS, Pipeline
+from moe_jax.kernels.hopper.pipeline import CONSUMERS, MATMUL_REGISTERS, WGMMA_ROWS, Pipeline, Registers
 from moe_jax.kernels.hopper.row_copies import (
     initialize,
     landing_barriers,
@@ -85,40 +86,40 @@ def matmul(
     return launch_rows(RowsOperands(a, w, change=change), plan, tile, epilogue, transpose=transpose)[0]
 
 
-@partial(jax.jit, static_argnames=("tile", "keep_h"))
-def matmul_gated_silu(
-    a: Float[Array, "sources k"],
-    w: Float[Array, "experts 2*inter k"],
-    plan: Plan,
-    tile: TileShape,
-    *,
-    keep_h: bool,
-    source_of_row: Int[Array, "rows"] | None = None,
-    change: RowsChange | None = None,
+@partial(jax.jit, static_argnames=("tile", "keep_h", "activation"))
+def matmul_gated(
+    operands: "RowsOperands", plan: Plan, tile: TileShape, *, keep_h: bool, activation: Activation = SILU
 ) -> tuple[Float[Array, "rows 2*inter"] | None, Float[Array, "rows inter"]]:
-    """Returns h = a @ w[e].T = [gate | up] and act = silu(gate) * up.
+    """Returns h = a @ w[e].T = [gate | up] and act = activation(gate, up).
 
-    act is computed from the f32 sums before h is rounded. Without `keep_h`, h is None and not written. With source_of_row,
-    row r is a[source_of_row[r]].
+    act is computed from the f32 sums before h is rounded. Without `keep_h`, h is None and not written.
     """
-    inter, half = w.shape[1] // 2, tile.warpgroup_columns // 2
+    inter, half, dtype = operands.w.shape[1] // 2, tile.warpgroup_columns // 2, operands.a.dtype
 
     def store(sums, part, write, references):
         *h_ref, act_ref = references.outputs
         for c in range(0, half, CHUNK):
             gate, up = sums[:, c : c + CHUNK], sums[:, half + c : half + c + CHUNK]
             column = part.column_block * half + c
+            if operands.bias is not None:
+                gate = gate + load_bias(references.inputs, part.expert, column)
+                up = up + load_bias(references.inputs, part.expert, inter + column)
             if keep_h:
                 write(h_ref[0], column, gate)
                 write(h_ref[0], inter + column, up)
-            write(act_ref, column, gate / (1 + jnp.exp(-gate)) * up)
+            write(act_ref, column, activation.forward(gate, up, in_kernel=True))
 
     widths = (2 * inter, inter) if keep_h else (inter,)
-    shapes = [jax.ShapeDtypeStruct((plan.num_rows, width), a.dtype) for width in widths]
-    epilogue = Epilogue("gated_matmul", shapes, store)
-    operands = RowsOperands(a, w, source_of_row, change)
-    *h, act = launch_rows(operands, plan, tile, epilogue, transpose=False, pairs_halves=True)
+    shapes = [jax.ShapeDtypeStruct((plan.num_rows, width), dtype) for width in widths]
+    epilogue = Epilogue("gated_matmul", shapes, store, inputs=operands.bias)
+    *h, act = launch_rows(operands._replace(bias=None), plan, tile, epilogue, transpose=False, pairs_halves=True)
     return (h[0] if keep_h else None), act
+
+
+def load_bias(bias: Any, expert: Any, column: Any) -> Float[Array, "64 64"]:
+    """Returns CHUNK numbers of an expert's bias, from `column` on, in f32 and for each of 64 rows."""
+    numbers = plgpu.load(bias.at[expert, pl.ds(column, CHUNK)], layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
+    return jax.lax.broadcast_in_dim(numbers.astype(jnp.float32), (WGMMA_ROWS, CHUNK), [1])
 
 
 class WarpgroupPart(NamedTuple):
@@ -127,8 +128,13 @@ class WarpgroupPart(NamedTuple):
     row: jax.Array
     """The first of the 64 rows, in the whole array."""
     column_block: Any
-    """Number of the block of columns in the whole array, in units of `tile.warpgroup_columns`."""
+    """Number of the block of columns in the whole array, in units of `tile.warpgroup_columns`; gate and up count together."""
+    column: Any
+    """The block's first column, computed before the tile's steps. In bf16 another register there would spill more later."""
     warpgroup: Any
+    expert: Any
+    stored: Any = None
+    """`StoredRows`; None in `prepare`."""
 
 
 class EpilogueReferences(NamedTuple):
@@ -143,7 +149,7 @@ class EpilogueReferences(NamedTuple):
 
 @dataclass(frozen=True)
 class Epilogue:
-    """The part of a kernel that turns a tile's sums into results."""
+    """The part of a kernel that turns a tile's sums into results, in bf16 and in FP8."""
 
     name: str
     """Name of the whole kernel, in profiles."""
@@ -155,7 +161,71 @@ class Epilogue:
     prepare: Callable[[WarpgroupPart, EpilogueReferences], None] = lambda part, references: None
     """Runs before `store`; for a tile's first rows before its first step, for example to start loads that `store` waits for."""
     staged: int = 2
-    """Chunks that `write` keeps in shared memory. With two, one is filled while the other is being stored."""
+    """Chunks that `write` keeps in shared memory. With two, one is filled while the other is being stored. 0: none."""
+    registers: Registers = MATMUL_REGISTERS
+    """Only FP8 kernels choose: the number with which ptxas spills least (promoted.py)."""
+
+
+class EpilogueSteps(NamedTuple):
+    """The functions of a `TileProgram` or `PromotedProgram` that run an epilogue."""
+
+    prologue: Callable[[Any, Any], None]
+    has_rows: Callable[[Any, Any], Any]
+    store_tile: Callable[[Any, Any, Any], None]
+
+
+def epilogue_steps(
+    epilogue: Epilogue,
+    references: EpilogueReferences,
+    out: Any,
+    tile: Any,
+    plan: Plan,
+    chosen: ChosenRows,
+    rows_of: Callable[[Any, int], Any],
+) -> EpilogueSteps:
+    """Returns the steps of a kernel's epilogue.
+
+    Args:
+        out: [consumers, staged, 64, 64], shared memory of chunks on their way to memory.
+        tile: a `TileShape` or `Fp8TileShape`.
+        rows_of: (a warpgroup's sums, first row) -> the sums of 64 rows.
+    """
+
+    def part_of(coord: TileCoord, warpgroup, row):
+        """64 rows of the warpgroup, `row` below its first, and whether they are the expert's: below its last block, no."""
+        first = tile.first_row(warpgroup) + row
+        column_block = coord.column_tile * tile.column_blocks + tile.column_block(warpgroup)
+        row, column = pl.multiple_of(coord.row, ROW_ALIGNMENT) + first, column_block * tile.warpgroup_columns
+        return WarpgroupPart(row, column_block, column, warpgroup, coord.expert), first < coord.num_rows
+
+    def prologue(coord, warpgroup):
+        part, has_rows = part_of(coord, warpgroup, 0)
+        pl.when(has_rows)(lambda: epilogue.prepare(part, references))
+
+    def store_tile(sums, coord, warpgroup):
+        written = 0
+
+        def write(part, output, column, values):
+            nonlocal written
+            chunk = out.at[warpgroup, written % epilogue.staged]
+            # The last tile's stores may have used any chunk; during this tile's steps they have long finished.
+            plgpu.wait_smem_to_gmem(min(written, epilogue.staged - 1), wait_read_only=True)
+            written += 1
+            chunk[...] = values.astype(output.dtype)
+            plgpu.commit_smem()
+            store_rows(chunk, output, part.row, column, part.stored)
+
+        def store(row, part):
+            if row > 0:
+                epilogue.prepare(part, references)
+            part = part._replace(stored=stored_rows(chosen, plan, coord, part.row))
+            epilogue.store(rows_of(sums, row), part, partial(write, part), references)
+
+        for row in range(0, tile.warpgroup_rows, WGMMA_ROWS):
+            part, is_of_expert = part_of(coord, warpgroup, row)
+            pl.when(is_of_expert)(partial(store, row, part))
+
+    return EpilogueSteps(prologue, lambda coord, warpgroup: part_of(coord, warpgroup, 0)[1], store_tile)
 
 
 class RowsOperands(NamedTuple):
@@ -169,6 +239,8 @@ class RowsOperands(NamedTuple):
     `landed` that the rows have. None where a's rows are in order."""
     change: RowsChange | None = None
     """The change of the experts of a plan without `layer`. Its rank is a multiple of 64, and its steps come last."""
+    bias: Any = None
+    """[experts, 2*inter], which `matmul_gated` adds to the sums."""
 
 
 class RowsInputs(NamedTuple):
@@ -205,7 +277,9 @@ def launch_rows(
         pairs_halves: half of a warpgroup's columns come from the first half of w's rows, half from the second half. Gate and up
             of one column are then sums of one thread.
     """
-    a, w, source_of_row, change = operands
+    a, w, source_of_row, change, _ = operands
+    if plan.num_rows == 0:
+        return [jnp.zeros(output.shape, output.dtype) for output in epilogue.outputs]
     assert change is None or (source_of_row is None and plan.layer is None and not plan.holds_all_tokens)
     summands, dtype = a.shape[1], a.dtype
     num_steps = (summands + (0 if change is None else change.rows.shape[1])) // STEP
@@ -225,51 +299,19 @@ def launch_rows(
             coord = tiles.find(index, *inputs.tiles)
             return num_steps, coord._replace(row=pl.multiple_of(coord.row, ROW_ALIGNMENT))
 
-        def part_of(coord: TileCoord, warpgroup, row):
-            """64 rows of the warpgroup, `row` below its first, and whether they are the expert's: below its last block, no."""
-            first = tile.first_row(warpgroup) + row
-            column_block = coord.column_tile * tile.column_blocks + tile.column_block(warpgroup)
-            return WarpgroupPart(coord.row + first, column_block, warpgroup), first < coord.num_rows
+        def rows_of(accumulator, row):
+            return accumulator[row : row + WGMMA_ROWS]
 
-        def prologue(coord, warpgroup):
-            part, has_rows = part_of(coord, warpgroup, 0)
-            pl.when(has_rows)(lambda: epilogue.prepare(part, epilogue_refs))
-
-        def has_rows(coord, warpgroup):
-            # Half a tile takes less time than a whole one, and the cores no longer read a large matrix in step. What one core
-            # has read from memory has then left the L2 cache when the next core needs it.
-            return part_of(coord, warpgroup, 0)[1] if group == 1 else True
-
-        def store_tile(accumulator, coord, warpgroup):
-            written = 0
-
-            def write(part, stored, output, column, values):
-                nonlocal written
-                chunk = scratch.out.at[warpgroup, written % epilogue.staged]
-                # The last tile's stores may have used any chunk; during this tile's steps they have long finished.
-                plgpu.wait_smem_to_gmem(min(written, epilogue.staged - 1), wait_read_only=True)
-                written += 1
-                chunk[...] = values.astype(dtype)
-                plgpu.commit_smem()
-                store_rows(chunk, output, part.row, column, stored)
-
-            def store(row, part):
-                if row > 0:
-                    epilogue.prepare(part, epilogue_refs)
-                stored = stored_rows(inputs.chosen, plan, coord, part.row)
-                epilogue.store(accumulator[row : row + WGMMA_ROWS], part, partial(write, part, stored), epilogue_refs)
-
-            for row in range(0, tile.warpgroup_rows, WGMMA_ROWS):
-                part, is_of_expert = part_of(coord, warpgroup, row)
-                pl.when(is_of_expert)(partial(store, row, part))
-
+        steps = epilogue_steps(epilogue, epilogue_refs, scratch.out, tile, plan, inputs.chosen, rows_of)
         program = TileProgram(
             locate=locate,
             load=partial(_load, inputs.operands, scratch, tile, loaded, transpose=transpose, pairs_halves=pairs_halves),
             multiply=partial(_multiply, scratch, tile, transpose=transpose),
-            epilogue=store_tile,
-            prologue=prologue,
-            has_rows=has_rows,
+            epilogue=steps.store_tile,
+            prologue=steps.prologue,
+            # Half a tile takes less time than a whole one, and the cores no longer read a large matrix in step. What one core
+            # has read from memory has then left the L2 cache when the next core needs it.
+            has_rows=steps.has_rows if group == 1 else lambda coord, warpgroup: True,
         )
         if gathers:
             program = dataclasses.replace(

@@ -1,9 +1,8 @@
 """The gradient through an expert's second matrix and its activation, in one kernel.
 
-With g = dy[r] @ w_down[e], s = sigmoid(gate), act = gate * s * up and the row's top-k weight v:
+With g = dy[r] @ w_down[e], act = activation(gate, up) and the row's top-k weight v:
 
-    dgate = v * g * up * s * (1 + gate * (1 - s))      dup = v * g * gate * s
-    weighted_act = v * act                             dv = <g, act>
+    dgate, dup = the gradients of act for v * g      weighted_act = v * act      dv = <g, act>
 
 Cost for R rows: 2*R*D*I FLOPs. Besides the matmul's operands it reads h [R, 2I] and writes dh [R, 2I] and weighted_act [R, I].
 
@@ -28,6 +27,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
+from moe_jax.kernels.experts.activation import SILU, Activation
 from moe_jax.kernels.experts.mosaic.by_rows import CHUNK, Epilogue, RowsOperands, launch_rows
 from moe_jax.kernels.experts.routing import Plan
 from moe_jax.kernels.hopper.launch import operand_transforms
@@ -53,8 +53,8 @@ class BackwardScratch(NamedTuple):
     """Barriers [consumers, 2 slots]."""
 
 
-@functools.partial(jax.jit, static_argnames="tile")
-def matmul_gated_silu_backward(
+@functools.partial(jax.jit, static_argnames=("tile", "activation"))
+def matmul_gated_backward(
     dy: Float[Array, "rows hidden"],
     w_down: Float[Array, "experts hidden inter"],
     h: Float[Array, "rows 2*inter"],
@@ -62,6 +62,7 @@ def matmul_gated_silu_backward(
     plan: Plan,
     tile: TileShape,
     change: RowsChange | None = None,
+    activation: Activation = SILU,
 ) -> tuple[Float[Array, "rows 2*inter"], Float[Array, "rows inter"], Float[Array, "rows"]]:
     """Returns dh and weighted_act in dy's dtype and dv in f32. Rows of no expert are left unwritten."""
     num_rows, inter = dy.shape[0], w_down.shape[2]
@@ -100,15 +101,12 @@ def matmul_gated_silu_backward(
             plgpu.barrier_wait(loaded.at[*slot])
             gate, up = (plgpu.layout_cast(h_smem[*slot, half].astype(jnp.float32), plgpu.Layout.WGMMA) for half in range(2))
             g = sums[:, chunk * CHUNK : (chunk + 1) * CHUNK]
-            sigmoid = 1 / (1 + jnp.exp(-gate))
-            silu = gate * sigmoid
-            act = silu * up
+            act, pullback = activation.vjp(gate, up)
             dv_ref[part.column_block * chunks + chunk, pl.ds(part.row, WGMMA_ROWS)] = (g * act).sum(axis=1)
             write(act_ref, part.column_block * tile.warpgroup_columns + chunk * CHUNK, v * act)
-            dact = v * g
             # Each thread puts its gradients where it has read h.
-            h_smem[*slot, 0] = (dact * up * (sigmoid + silu * (1 - sigmoid))).astype(h.dtype)
-            h_smem[*slot, 1] = (dact * silu).astype(h.dtype)
+            for half, gradient in enumerate(pullback(v * g)):
+                h_smem[*slot, half] = gradient.astype(h.dtype)
             plgpu.commit_smem()
             for half, target in enumerate(halves_of(dh_ref, part, chunk)):
                 plgpu.copy_smem_to_gmem(h_smem.at[*slot, half], target)

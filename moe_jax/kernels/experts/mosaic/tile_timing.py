@@ -16,8 +16,8 @@ from jaxtyping import Array
 
 from moe_jax.kernels.experts.mosaic import ROW_ALIGNMENT
 from moe_jax.kernels.experts.mosaic.by_experts import OuterOperands, outer
-from moe_jax.kernels.experts.mosaic.by_rows import matmul, matmul_gated_silu
-from moe_jax.kernels.experts.mosaic.by_rows_backward import matmul_gated_silu_backward
+from moe_jax.kernels.experts.mosaic.by_rows import RowsOperands, matmul, matmul_gated
+from moe_jax.kernels.experts.mosaic.by_rows_backward import matmul_gated_backward
 from moe_jax.kernels.experts.mosaic.tile_limits import Pass
 from moe_jax.kernels.experts.routing import Plan, plan
 from moe_jax.kernels.hopper.mainloop import TileShape
@@ -65,10 +65,10 @@ def run_pass(pass_name: Pass, tile: TileShape, plan: Plan, *operands: Array) -> 
     rows, other, *more = operands
     match pass_name:
         case "gated_matmul":
-            return matmul_gated_silu(rows, other, plan, tile, keep_h=True)
+            return matmul_gated(RowsOperands(rows, other), plan, tile, keep_h=True)
         case "gated_matmul_backward":
             h, weight_of_row = more
-            return matmul_gated_silu_backward(rows, other, h, weight_of_row, plan, tile)
+            return matmul_gated_backward(rows, other, h, weight_of_row, plan, tile)
         case "grouped_outer":
             return outer([OuterOperands(rows, other, plan)], tile, rows.dtype)
         case _:

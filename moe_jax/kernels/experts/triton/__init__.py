@@ -8,12 +8,13 @@ sum in one order whatever the tile: the bits of a row do not depend on the other
 """
 
 import importlib
-from types import ModuleType
+from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from moe_jax.kernels.experts import xla
+from moe_jax.kernels.experts.activation import SILU, Activation
 from moe_jax.kernels.experts.routing import Plan, of_own_layer
 from moe_jax.kernels.experts.triton.launch import (
     capability,
@@ -73,11 +74,9 @@ def grouped_matmul(
     """
     w = of_own_layer(w, plan)
     out = w.shape[2] if transpose else w.shape[1]
-    if plan.num_rows == 0:
-        return jnp.zeros((0, out), x.dtype)
-    tile = row_tile(_rows_per_expert(plan), out, x.dtype)
-    options = dict(source_of_row=source_of_row, transpose=transpose, change=change)
-    return _kernels("by_rows").matmul(x, w.astype(x.dtype), plan, tile, **options)
+    kernels = _kernels("by_rows")
+    operands = kernels.TileOperands(x, w.astype(x.dtype), source_of_row, change)
+    return kernels.matmul(operands, plan, row_tile(_rows_per_expert(plan), out, x.dtype), transpose=transpose)
 
 
 def gated_matmul(
@@ -88,14 +87,15 @@ def gated_matmul(
     source_of_row: Int[Array, "rows"] | None = None,
     keep_h: bool = True,
     change: RowsChange | None = None,
+    activation: Activation = SILU,
+    bias: Float[Array, "experts 2*inter"] | None = None,
 ) -> tuple[Float[Array, "rows 2*inter"] | None, Float[Array, "rows inter"]]:
     """Computes `xla.gated_matmul` in one kernel. Rows without a pair are left unwritten. `change` is as in `grouped_matmul`."""
     w = of_own_layer(w, plan)
-    if plan.num_rows == 0:
-        return jnp.zeros((0, w.shape[1]), x.dtype) if keep_h else None, jnp.zeros((0, w.shape[1] // 2), x.dtype)
     tile = row_tile(_rows_per_expert(plan), w.shape[1], x.dtype)
-    options = dict(source_of_row=source_of_row, keep_h=keep_h, change=change)
-    return _kernels("by_rows").matmul_gated_silu(x, w.astype(x.dtype), plan, tile, **options)
+    kernels = _kernels("by_rows")
+    operands = kernels.TileOperands(x, w.astype(x.dtype), source_of_row, change, bias)
+    return kernels.matmul_gated(operands, plan, tile, keep_h=keep_h, activation=activation)
 
 
 def gated_matmul_backward(
@@ -107,15 +107,13 @@ def gated_matmul_backward(
     *,
     source_of_row: Int[Array, "rows"] | None = None,
     change: RowsChange | None = None,
+    activation: Activation = SILU,
 ) -> tuple[Float[Array, "rows 2*inter"], Float[Array, "rows inter"], Float[Array, "rows"]]:
     """Computes `xla.gated_matmul_backward` in one kernel. Rows without a pair are left unwritten. `change` is w_down's."""
     w_down = of_own_layer(w_down, plan)
-    if plan.num_rows == 0:
-        return h, h[:, : w_down.shape[2]], jnp.zeros(0, jnp.float32)
-    options = dict(source_of_row=source_of_row, change=change)
-    return _kernels("by_rows_backward").matmul_gated_silu_backward(
-        dy, w_down.astype(dy.dtype), h, weight_of_row, plan, gated_backward_tile(dy.dtype), **options
-    )
+    kernels = _kernels("by_rows")
+    operands = kernels.TileOperands(dy, w_down.astype(dy.dtype), source_of_row, change)
+    return kernels.matmul_gated_backward(operands, h, weight_of_row, plan, gated_backward_tile(dy.dtype), activation)
 
 
 token_sums = xla.token_sums
@@ -143,7 +141,7 @@ def grouped_outer(
     return _kernels("by_experts").outer(a, b, plan, tile, dtype, **sources, accumulate_into=accumulate_into)
 
 
-def _kernels(module: str) -> ModuleType:
+def _kernels(module: str) -> Any:
     return importlib.import_module(f"{__name__}.{module}")
 
 

@@ -47,6 +47,7 @@ def outer(
         outputs=[jax.ShapeDtypeStruct((plan.num_experts, n, m), dtype)],
         programs=plan.num_experts * -(-n // tile.rows) * -(-m // tile.columns),
         constants=constants,
+        name="grouped_outer",
         in_place=None if accumulate_into is None else 6,
     )
     return launch(outer_kernel, call, tile)[0]
@@ -54,25 +55,10 @@ def outer(
 
 @triton.jit
 def outer_kernel(
-    offsets,
-    ends,
-    a_source_of_row,
-    b_source_of_row,
-    a,
-    b,
-    added,
-    num_a_sources,
-    num_b_sources,
-    out,
-    accumulates: tl.constexpr,
-    n: tl.constexpr,
-    m: tl.constexpr,
-    gathers_a: tl.constexpr,
-    gathers_b: tl.constexpr,
-    tile_n: tl.constexpr,
-    tile_m: tl.constexpr,
-    step: tl.constexpr,
-):
+    offsets, ends, a_source_of_row, b_source_of_row, a, b, added, num_a_sources, num_b_sources, out,
+    accumulates: tl.constexpr, n: tl.constexpr, m: tl.constexpr, gathers_a: tl.constexpr, gathers_b: tl.constexpr,
+    tile_n: tl.constexpr, tile_m: tl.constexpr, step: tl.constexpr,
+):  # fmt: skip
     """Computes one tile of one expert's out [n, m], or adds it to that tile of `added`."""
     m_tiles: tl.constexpr = tl.cdiv(m, tile_m)
     tiles: tl.constexpr = tl.cdiv(n, tile_n) * m_tiles
@@ -118,16 +104,9 @@ def store_tile(out, tile, n_column, m_column, n: tl.constexpr, m: tl.constexpr, 
 
 @triton.jit
 def load_rows(
-    x,
-    source_of_row,
-    row,
-    end,
-    num_sources,
-    column,
-    width: tl.constexpr,
-    gathers: tl.constexpr,
-    all_columns: tl.constexpr,
-):
+    x, source_of_row, row, end, num_sources, column,
+    width: tl.constexpr, gathers: tl.constexpr, all_columns: tl.constexpr,
+):  # fmt: skip
     """Loads x[source of row, column]; zeros from row `end` on and where the source is outside x."""
     is_read = row < end
     if gathers:

@@ -42,6 +42,8 @@ class KernelCall(NamedTuple):
     programs: int
     """The number of programs that run the kernel."""
     constants: dict[str, Any]
+    name: str
+    """In profiles."""
     in_place: int | None = None
     """The number of an input, with arrays alone before it, that is changed and returned as the only output.
 
@@ -49,14 +51,12 @@ class KernelCall(NamedTuple):
     the input later.
     """
 
-    def extended(self, outputs: list[jax.ShapeDtypeStruct], **constants) -> "KernelCall":
-        """Returns the call with these outputs and further constants."""
-        return self._replace(outputs=outputs, constants=constants | self.constants)
-
 
 def launch(kernel, call: KernelCall, tile: Tile) -> list[Array]:
     """Runs a `@triton.jit` function and returns its outputs."""
-    inputs, outputs, programs, constants, in_place = call
+    inputs, outputs, programs, constants, name, in_place = call
+    if programs == 0:
+        return [jnp.zeros(output.shape, output.dtype) for output in outputs]
     major, minor = capability() or (0, 0)
     run = triton_call()
     arguments, changed = list(inputs), None
@@ -77,7 +77,7 @@ def launch(kernel, call: KernelCall, tile: Tile) -> list[Array]:
         *arguments,
         kernel=kernel,
         grid=(programs,),
-        name=kernel.__name__,
+        name=name,
         num_warps=tile.warps,
         num_stages=tile.stages,
         compute_capability=10 * major + minor,

@@ -208,9 +208,9 @@ def test_compiled_kernels(monkeypatch, tmp_path, tokens, capability):
     jax.eval_shape(forward, *layer)
     jax.eval_shape(lambda *layer: jax.vjp(lambda x: forward(x, *layer[1:]), layer[0])[0], *layer)
     jax.clear_caches()
-    found = {(call.options["kernel"].__name__, call.options.get("keep_h")) for call in calls}
-    gated = "fp8_matmul_gated_silu_kernel"
-    assert found == {(gated, False), (gated, True), ("fp8_matmul_kernel", None)}
+    found = {(call.options["name"], call.options["keep_h"]) for call in calls}
+    gated = "fp8_gated_matmul"
+    assert found == {(gated, False), (gated, True), ("fp8_grouped_matmul", False)}
     for call in calls:
         ptx = compiled_without_spills(call, capability, tmp_path)
         instruction = {"8": "mma.sync", "9": "wgmma.mma_async", "1": "tcgen05.mma"}[capability[0]]

@@ -15,12 +15,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, BFloat16, Float, Int
 
 from moe_jax.kernels.experts import mosaic
+from moe_jax.kernels.experts.activation import SILU, Activation
 from moe_jax.kernels.experts.fp8 import quantise
 from moe_jax.kernels.experts.fp8.mosaic import by_pairs, by_rows, by_rows_backward
 from moe_jax.kernels.experts.fp8.mosaic.gather import gather_rounded, gather_rows
 from moe_jax.kernels.experts.fp8.mosaic.promoted import Fp8TileShape
 from moe_jax.kernels.experts.fp8.mosaic.round_tokens import TOKENS, round_tokens
-from moe_jax.kernels.experts.fp8.quantise import GROUP, QuantisedMatrices, QuantisedRows, quantise_rows
+from moe_jax.kernels.experts.fp8.quantise import GROUP, QuantisedMatrices, QuantisedRows, joined, quantise_rows
 from moe_jax.kernels.experts.fp8.xla import Fp8Backward
 from moe_jax.kernels.experts.mosaic import is_native
 from moe_jax.kernels.experts.mosaic.by_pairs import takes
@@ -92,6 +93,7 @@ def experts_of_few_pairs(
     w_down: QuantisedMatrices,
     topk_experts: Int[Array, "tokens k"],
     layer: Int[Array, ""] | None = None,
+    activation: Activation = SILU,
 ) -> BFloat16[Array, "tokens*k hidden"] | None:
     """Computes `experts.mosaic.experts_of_few_pairs` in FP8; None if there are more pairs than it takes, or other sizes.
 
@@ -103,21 +105,18 @@ def experts_of_few_pairs(
     ids = int32_ids(topk_experts, num_experts)
     if layer is not None:
         ids = jnp.where(is_an_expert(ids, num_experts), ids + layer * num_experts, -1)
-    return by_pairs.experts_of_pairs(x, _joined(w_gate_up), _joined(w_down), ids)
+    return by_pairs.experts_of_pairs(x, joined(w_gate_up), joined(w_down), ids, activation)
 
 
 def grouped_matmul(rows: QuantisedRows, w: QuantisedMatrices, plan: Plan) -> BFloat16[Array, "rows out"]:
     """Computes `xla.grouped_matmul` in one kernel. Rows without a pair may be left unwritten."""
-    columns = w.values.shape[-2]
-    if plan.num_rows == 0:
-        return jnp.zeros((0, columns), jnp.bfloat16)
-    tile = _tile(plan)
+    columns, tile = w.values.shape[-2], _tile(plan)
     experts = min(plan.num_experts, plan.max_pairs)
     if tile == FEW_ROWS and experts * (columns // tile.columns) < CORES:
         tile = NARROW
     elif columns % tile.columns:
         tile = dataclasses.replace(tile, columns=GROUP)
-    return by_rows.matmul(rows, _joined(w), plan, tile)
+    return by_rows.matmul(rows, joined(w), plan, tile)
 
 
 def matmul_of_tokens(x: BFloat16[Array, "tokens k"], w: QuantisedMatrices) -> BFloat16[Array, "tokens out"]:
@@ -128,14 +127,10 @@ def matmul_of_tokens(x: BFloat16[Array, "tokens k"], w: QuantisedMatrices) -> BF
 
 
 def gated_matmul(
-    rows: QuantisedRows, w: QuantisedMatrices, plan: Plan, *, keep_h: bool = True
+    rows: QuantisedRows, w: QuantisedMatrices, plan: Plan, *, keep_h: bool = True, activation: Activation = SILU
 ) -> tuple[BFloat16[Array, "rows 2*inter"] | None, QuantisedRows]:
     """Computes `xla.gated_matmul` in one kernel. Rows without a pair may be left unwritten."""
-    if plan.num_rows == 0:
-        columns = w.values.shape[-2]
-        h, act = (jnp.zeros((0, size), jnp.bfloat16) for size in (columns, columns // 2))
-        return h if keep_h else None, quantise_rows(act)
-    return by_rows.matmul_gated_silu(rows, _joined(w), plan, _tile(plan), keep_h=keep_h)
+    return by_rows.matmul_gated(rows, joined(w), plan, _tile(plan), keep_h=keep_h, activation=activation)
 
 
 def gated_matmul_backward(
@@ -144,18 +139,13 @@ def gated_matmul_backward(
     h: BFloat16[Array, "rows 2*inter"],
     weight_of_row: Float[Array, "rows"],
     plan: Plan,
+    activation: Activation = SILU,
 ) -> Fp8Backward:
     """Computes `xla.gated_matmul_backward` in one kernel. Rows of no expert are left unwritten."""
-    if plan.num_rows == 0:
-        return Fp8Backward(quantise_rows(h), h, h[:, : h.shape[1] // 2], jnp.zeros(0, jnp.float32))
     *_, inter, hidden = w_down_transposed.values.shape
     tile = BACKWARD if hidden < LONG_SUM or inter % BACKWARD_OF_LONG_SUMS.columns else BACKWARD_OF_LONG_SUMS
-    return by_rows_backward.matmul_gated_silu_backward(dy, _joined(w_down_transposed), h, weight_of_row, plan, tile)
-
-
-def _joined(w: QuantisedMatrices) -> QuantisedMatrices:
-    """Returns a stack of layers' experts as one list: the plan says which of them are meant (`Plan.in_stack`)."""
-    return QuantisedMatrices(*(part.reshape(-1, *part.shape[-2:]) for part in w))
+    w = joined(w_down_transposed)
+    return by_rows_backward.matmul_gated_backward(dy, w, h, weight_of_row, plan, tile, activation)
 
 
 def _tile(plan: Plan) -> Fp8TileShape:

@@ -28,6 +28,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, BFloat16, Float, Int
 
+from moe_jax.kernels.experts.activation import SILU, Activation
 from moe_jax.kernels.experts.fp8.mosaic.column_scales import LINES, PIECE, in_pieces, piece_of, place_in_piece
 from moe_jax.kernels.experts.fp8.mosaic.promoted import STEP, Fp8TileShape, Place, PromotedProgram, SlotStep, run_tiles
 from moe_jax.kernels.experts.fp8.mosaic.round_groups import GROUPS_LAYOUT, rounded_group
@@ -46,14 +47,15 @@ GROUPS_AT_A_TIME = 8
 """Groups of a row that a warpgroup rounds together: the least that GROUPS_LAYOUT takes."""
 
 
-@jax.jit
+@partial(jax.jit, static_argnames="activation")
 def experts_of_pairs(
     x: BFloat16[Array, "tokens hidden"],
     w_gate_up: QuantisedMatrices,
     w_down: QuantisedMatrices,
     topk_experts: Int[Array, "tokens k"],
+    activation: Activation = SILU,
 ) -> BFloat16[Array, "tokens*k hidden"]:
-    """Returns rows[p] = w_down[e] (silu(gate) * up), (gate, up) = w_gate_up[e] x[p // k], e being the expert of pair p.
+    """Returns rows[p] = w_down[e] activation(gate, up), (gate, up) = w_gate_up[e] x[p // k], e being the expert of pair p.
 
     Matrices are [experts, ...]. A row is zero if e is no expert.
     """
@@ -61,8 +63,8 @@ def experts_of_pairs(
     groups = x.reshape(-1, GROUP)
     # Groups are rounded 8 at a time. Behind the last row stand any numbers.
     groups = jnp.pad(groups, ((0, -(x.shape[1] // GROUP) % GROUPS_AT_A_TIME), (0, 0)))
-    act = _matmul_of_pairs("fp8_gated_matmul_of_pairs", groups, w_gate_up, experts, k, is_gated=True)
-    return _matmul_of_pairs("fp8_matmul_of_pairs", act, w_down, experts, 1, is_gated=False)
+    act = _matmul_of_pairs("fp8_gated_matmul_of_pairs", groups, w_gate_up, experts, k, activation)
+    return _matmul_of_pairs("fp8_matmul_of_pairs", act, w_down, experts, 1, None)
 
 
 class Fp8PairCoord(NamedTuple):
@@ -110,13 +112,13 @@ def _matmul_of_pairs(
     w: QuantisedMatrices,
     experts: Int[Array, "pairs"],
     pairs_of_row: int,
-    *,
-    is_gated: bool,
+    activation: Activation | None,
 ) -> Array:
-    """w[e of pair p] rows[p // pairs_of_row] in bf16; if gated, silu of the first half of these columns times the second half.
+    """w[e of pair p] rows[p // pairs_of_row] in bf16; with an activation, it of the first and second half of these columns.
 
-    Of a gated product the result is f32 groups, as `rows`, with room behind them for the last groups of a row.
+    Of a gated product the result is f32 groups, as `rows`, with room after them for the last groups of a row.
     """
+    is_gated = activation is not None
     num_experts, out, summands = w.values.shape
     num_pairs, groups = experts.size, summands // GROUP
     columns = out // 2 if is_gated else out
@@ -164,7 +166,7 @@ def _matmul_of_pairs(
 
         def store_row(sums, coord, warpgroup):
             first, second = sums.values()
-            halves = [first / (1 + jnp.exp(-first)) * second] if is_gated else [first, second]
+            halves = [first, second] if activation is None else [activation.forward(first, second, in_kernel=True)]
             for i, half in enumerate(halves):
                 tile_out = scratch.out.at[warpgroup, :, pl.ds(i * HALF, HALF)]
                 store(tile_out, half)

@@ -24,8 +24,6 @@ Kernels `fp8_grouped_matmul`, `fp8_gated_matmul`, and `fp8_gated_matmul_backward
     time      promoted.py
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -35,6 +33,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, BFloat16
 
+from moe_jax.kernels.experts.activation import SILU, Activation
 from moe_jax.kernels.experts.fp8.mosaic.column_scales import LINES, PIECE, in_pieces, piece_of, place_in_piece
 from moe_jax.kernels.experts.fp8.mosaic.promoted import (
     BLOCK,
@@ -47,14 +46,20 @@ from moe_jax.kernels.experts.fp8.mosaic.promoted import (
 )
 from moe_jax.kernels.experts.fp8.mosaic.round_groups import inverse_scales, scales_of
 from moe_jax.kernels.experts.fp8.quantise import GROUP, QuantisedMatrices, QuantisedRows
-from moe_jax.kernels.experts.mosaic.by_rows import CHUNK, EpilogueReferences
+from moe_jax.kernels.experts.mosaic.by_rows import (
+    CHUNK,
+    Epilogue,
+    EpilogueReferences,
+    RowsInputs,
+    RowsOperands,
+    WarpgroupPart,
+    epilogue_steps,
+)
 from moe_jax.kernels.experts.mosaic.chosen_rows import (
-    ChosenRows,
     LoadedRows,
     chosen_rows_of,
     loaded_rows,
     store_rows,
-    stored_rows,
 )
 from moe_jax.kernels.experts.mosaic.row_tiles import TileCoord, row_tiles
 from moe_jax.kernels.experts.mosaic.tile_order import rows_in_group
@@ -64,6 +69,9 @@ from moe_jax.kernels.hopper.mainloop import ROW_ALIGNMENT
 from moe_jax.kernels.hopper.pipeline import CONSUMERS, WGMMA_ROWS, Pipeline, Registers
 
 F8 = jnp.float8_e4m3fn
+
+REGISTERS = Registers(producer=72, consumer=208)
+"""The number with which ptxas spills least in most kernels (promoted.py)."""
 
 
 @partial(jax.jit, static_argnames="tile")
@@ -77,14 +85,20 @@ def matmul(a: QuantisedRows, w: QuantisedMatrices, plan: Plan, tile: Fp8TileShap
                 write(out_ref, part.column + place.column + c, block[:, c : c + CHUNK])
 
     shape = jax.ShapeDtypeStruct((plan.num_rows, w.values.shape[1]), jnp.bfloat16)
-    return launch_rows(a, w, plan, tile, Fp8Epilogue("fp8_grouped_matmul", [shape], store))[0]
+    return launch_rows(a, w, plan, tile, Epilogue("fp8_grouped_matmul", [shape], store, staged=1, registers=REGISTERS))[0]
 
 
-@partial(jax.jit, static_argnames=("tile", "keep_h"))
-def matmul_gated_silu(
-    a: QuantisedRows, w: QuantisedMatrices, plan: Plan, tile: Fp8TileShape, *, keep_h: bool
+@partial(jax.jit, static_argnames=("tile", "keep_h", "activation"))
+def matmul_gated(
+    a: QuantisedRows,
+    w: QuantisedMatrices,
+    plan: Plan,
+    tile: Fp8TileShape,
+    *,
+    keep_h: bool,
+    activation: Activation = SILU,
 ) -> tuple[BFloat16[Array, "rows 2*inter"] | None, QuantisedRows]:
-    """Returns h = a @ w[e].T = [gate | up] and act = silu(gate) * up, act rounded from the f32 sums.
+    """Returns h = a @ w[e].T = [gate | up] and act = activation(gate, up), act rounded from the f32 sums.
 
     Without `keep_h`, h is None and not written.
     """
@@ -98,7 +112,7 @@ def matmul_gated_silu(
             for half, block in ((0, gate), (inter, up)):
                 for c in range(0, GROUP, CHUNK):
                     write(h_ref[0], half + column + c, block[:, c : c + CHUNK])
-        act = gate / (1 + jnp.exp(-gate)) * up
+        act = activation.forward(gate, up, in_kernel=True)
         store_group(act, values_ref, scales_ref, part, column, references.scratch)
 
     outputs = [
@@ -106,11 +120,12 @@ def matmul_gated_silu(
         *rows_shapes(plan.num_rows, inter),
     ]
     few = plan.holds_all_tokens or plan.expert_of_block is not None
-    epilogue = Fp8Epilogue(
+    epilogue = Epilogue(
         "fp8_gated_matmul",
         outputs,
         store,
         scratch=halves_scratch(1 if keep_h else 2),
+        staged=1 if keep_h else 0,
         registers=Registers(producer=72, consumer=216 if keep_h or few else 208),
     )
     *h, values, scales = launch_rows(a, w, plan, tile, epilogue, pairs_halves=True)
@@ -127,7 +142,7 @@ def halves_scratch(halves: int):
     return plgpu.SMEM((CONSUMERS, halves, WGMMA_ROWS, CHUNK), F8, transforms=operand_transforms(F8))
 
 
-def store_group(group, values_ref, scales_ref, part: "Fp8Part", column, scratch) -> None:
+def store_group(group, values_ref, scales_ref, part: WarpgroupPart, column, scratch) -> None:
     """Rounds 64 x 128 f32 to e4m3 with a scale for each row, and stores both."""
     scales = scales_of(jnp.abs(group).max(axis=1))
     scales_ref[column // GROUP, pl.ds(part.row, WGMMA_ROWS)] = scales
@@ -142,49 +157,6 @@ def store_group(group, values_ref, scales_ref, part: "Fp8Part", column, scratch)
         store_rows(half, values_ref, part.row, column + n * CHUNK, part.stored)
 
 
-class Fp8Part(NamedTuple):
-    """The 64 rows and the columns of a tile that a consumer's epilogue works on."""
-
-    row: jax.Array
-    """The first of the 64 rows, in the whole array."""
-    column: jax.Array
-    """The first column, in the whole array; of gate and up counted together."""
-    warpgroup: Any
-    stored: Any = None
-    """`StoredRows`; None in `prepare`."""
-
-
-@dataclass(frozen=True)
-class Fp8Epilogue:
-    """The part of a kernel that turns a tile's sums into results."""
-
-    name: str
-    """Name of the whole kernel, in profiles."""
-    outputs: list[jax.ShapeDtypeStruct]
-    store: Callable[[dict[Place, Any], Fp8Part, Callable, EpilogueReferences], None]
-    """(sums of 64 rows, part, write, references). write(output reference, column, values) rounds and stores 64 columns."""
-    inputs: Any = ()
-    scratch: Any = ()
-    writes: bool = True
-    """`store` calls `write`."""
-    prepare: Callable[[Fp8Part, EpilogueReferences], None] = lambda part, references: None
-    """Runs before `store`; for a tile's first rows before its first step, for example to start loads that `store` waits for."""
-    registers: Registers = Registers(producer=72, consumer=208)
-    """The number with which ptxas spills least (promoted.py)."""
-
-
-class Fp8RowsInputs(NamedTuple):
-    """Arrays that the kernel reads."""
-
-    tiles: tuple[Any, ...]
-    """`RowTiles.arrays`."""
-    a: Any
-    w: Any
-    """Values with scales as `column_scales.in_pieces` returns them."""
-    chosen: ChosenRows
-    epilogue: Any
-
-
 class Fp8RowsScratch(NamedTuple):
     """Shared memory. Swizzled buffers come first: each starts at a multiple of 1024 bytes."""
 
@@ -193,7 +165,7 @@ class Fp8RowsScratch(NamedTuple):
     w: Any
     """[stages, columns, 128]."""
     out: Any
-    """[consumers, 64, 64] bf16: chunks on their way to memory; None if none are."""
+    """[consumers, staged, 64, 64] bf16: chunks on their way to memory; None if none are."""
     epilogue: Any
     row_scales: Any
     """[stages, rows] f32."""
@@ -203,7 +175,7 @@ class Fp8RowsScratch(NamedTuple):
 
 
 def launch_rows(
-    a: QuantisedRows, w: QuantisedMatrices, plan: Plan, tile: Fp8TileShape, epilogue: Fp8Epilogue, *, pairs_halves: bool = False
+    a: QuantisedRows, w: QuantisedMatrices, plan: Plan, tile: Fp8TileShape, epilogue: Epilogue, *, pairs_halves: bool = False
 ) -> list[Array]:
     """Runs the kernel and returns the epilogue's outputs.
 
@@ -211,6 +183,8 @@ def launch_rows(
         pairs_halves: half of a warpgroup's columns come from the first half of w's rows, half from the second half. Gate and up
             of one column are then sums of one thread.
     """
+    if plan.num_rows == 0:
+        return [jnp.zeros(output.shape, output.dtype) for output in epilogue.outputs]
     _, columns, summands = w.values.shape
     assert summands % (tile.steps_of_slot * STEP) == 0
     num_slots, column_tiles = summands // STEP // tile.steps_of_slot, columns // tile.columns
@@ -221,30 +195,13 @@ def launch_rows(
     groups_of_copy = tile.columns // column_copies // GROUP
     assert not plan.holds_all_tokens or tile.rows == WGMMA_ROWS
 
-    def body(inputs: Fp8RowsInputs, *references):
+    def body(inputs: RowsInputs, *references):
         *output_refs, scratch = references
         epilogue_refs = EpilogueReferences(tuple(output_refs), inputs.epilogue, scratch.epilogue)
 
         def locate(index):
             # A loop carries the coordinates: arrays, of which nothing is known.
             return jax.tree.map(jnp.int32, tiles.find(index, *inputs.tiles))
-
-        def part_of(coord: TileCoord, warpgroup, row):
-            """64 rows of the warpgroup, `row` below its first, and whether they are the expert's: below its last block, no."""
-            first = tile.first_row(warpgroup) + row
-            column_block = coord.column_tile * tile.column_blocks + tile.column_block(warpgroup)
-            return Fp8Part(
-                pl.multiple_of(coord.row, ROW_ALIGNMENT) + first,
-                column_block * tile.warpgroup_columns,
-                warpgroup,
-            ), first < coord.num_rows
-
-        def prologue(coord, warpgroup):
-            part, has_rows = part_of(coord, warpgroup, 0)
-            pl.when(has_rows)(lambda: epilogue.prepare(part, epilogue_refs))
-
-        def has_rows(coord, warpgroup):
-            return part_of(coord, warpgroup, 0)[1]
 
         def factor(step: SlotStep, place, warpgroup):
             group = tile.column_block(warpgroup) * (tile.warpgroup_columns // GROUP) + place.column // GROUP
@@ -254,33 +211,18 @@ def launch_rows(
             of_rows = plgpu.load(own, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
             return of_rows * scratch.column_scales[step.slot, copy, line, place_in_piece(step, tile.steps_of_slot)]
 
-        def store_tile(sums, coord, warpgroup):
-            def write(part, output, column, values):
-                chunk = scratch.out.at[warpgroup]
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                chunk[...] = values.astype(jnp.bfloat16)
-                plgpu.commit_smem()
-                store_rows(chunk, output, part.row, column, part.stored)
+        def rows_of(sums, row):
+            return {place: block for place, block in sums.items() if place.row == row}
 
-            def store(row, part):
-                if row > 0:
-                    epilogue.prepare(part, epilogue_refs)
-                part = part._replace(stored=stored_rows(inputs.chosen, plan, coord, part.row))
-                own = {place: block for place, block in sums.items() if place.row == row}
-                epilogue.store(own, part, partial(write, part), epilogue_refs)
-
-            for row in range(0, tile.warpgroup_rows, WGMMA_ROWS):
-                part, is_of_expert = part_of(coord, warpgroup, row)
-                pl.when(is_of_expert)(partial(store, row, part))
-
+        steps = epilogue_steps(epilogue, epilogue_refs, scratch.out, tile, plan, inputs.chosen, rows_of)
         program = PromotedProgram(
             locate=locate,
             load=partial(_load, inputs, scratch, tile, loaded, pairs_halves=pairs_halves),
             multiply=partial(_multiply, scratch, tile),
             factor=factor,
-            prologue=prologue,
-            epilogue=store_tile,
-            has_rows=has_rows,
+            prologue=steps.prologue,
+            epilogue=steps.store_tile,
+            has_rows=steps.has_rows,
         )
         run_tiles(tiles.count(*inputs.tiles) * column_tiles, num_slots, program, tile, scratch.pipe, epilogue.registers)
 
@@ -289,8 +231,10 @@ def launch_rows(
     scratch = Fp8RowsScratch(
         a=plgpu.SMEM((tile.stages, tile.rows, tile.steps_of_slot * STEP), F8, transforms=swizzled),
         w=plgpu.SMEM((tile.stages, tile.columns, tile.steps_of_slot * STEP), F8, transforms=swizzled),
-        out=plgpu.SMEM((CONSUMERS, WGMMA_ROWS, CHUNK), jnp.bfloat16, transforms=operand_transforms(jnp.bfloat16))
-        if epilogue.writes and any(output.dtype == jnp.bfloat16 for output in epilogue.outputs)
+        out=plgpu.SMEM(
+            (CONSUMERS, epilogue.staged, WGMMA_ROWS, CHUNK), jnp.bfloat16, transforms=operand_transforms(jnp.bfloat16)
+        )
+        if epilogue.staged
         else None,
         epilogue=epilogue.scratch,
         row_scales=plgpu.SMEM((tile.stages, tile.steps_of_slot, tile.rows), jnp.float32),
@@ -299,11 +243,11 @@ def launch_rows(
     )
     kernel = launch(epilogue.name, body, epilogue.outputs, [scratch], warpgroups=CONSUMERS + 1)
     w = QuantisedMatrices(w.values, in_pieces(w.scales))
-    return kernel(Fp8RowsInputs(tiles.arrays, a, w, chosen_rows_of(plan), epilogue.inputs))
+    return kernel(RowsInputs(tiles.arrays, RowsOperands(a, w), chosen_rows_of(plan), epilogue.inputs))
 
 
 def _load(
-    inputs: Fp8RowsInputs,
+    inputs: RowsInputs,
     scratch: Fp8RowsScratch,
     tile: Fp8TileShape,
     loaded: LoadedRows,
@@ -315,11 +259,11 @@ def _load(
     pairs_halves: bool,
 ) -> None:
     """Starts the copies of the steps of one slot: rows of a, columns of w, and the scales of both."""
-    steps, w, w_scales = tile.steps_of_slot, inputs.w.values, inputs.w.scales
+    steps, (w, w_scales) = tile.steps_of_slot, inputs.operands.w
     ks = pl.ds(k * steps * STEP, steps * STEP)
     rows = pl.ds(pl.multiple_of(loaded.first_row(coord.row), ROW_ALIGNMENT), loaded.number)
     slot_rows = pl.ds(0, loaded.number)
-    a, a_scales = inputs.a
+    a, a_scales = inputs.operands.a
     plgpu.copy_gmem_to_smem(a.at[rows, ks], scratch.a.at[slot, slot_rows], full_barrier)
     for step in range(steps):
         target = scratch.row_scales.at[slot, step, slot_rows]

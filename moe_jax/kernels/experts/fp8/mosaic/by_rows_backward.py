@@ -34,12 +34,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, BFloat16, Float
 
-from moe_jax.kernels.experts.fp8.mosaic.by_rows import F8, Fp8Epilogue, launch_rows, rows_shapes
+from moe_jax.kernels.experts.activation import SILU, Activation
+from moe_jax.kernels.experts.fp8.mosaic.by_rows import F8, launch_rows, rows_shapes
 from moe_jax.kernels.experts.fp8.mosaic.promoted import Fp8TileShape
 from moe_jax.kernels.experts.fp8.mosaic.round_groups import inverse_scales, scales_of
 from moe_jax.kernels.experts.fp8.quantise import GROUP, QuantisedMatrices, QuantisedRows
 from moe_jax.kernels.experts.fp8.xla import Fp8Backward
-from moe_jax.kernels.experts.mosaic.by_rows import CHUNK
+from moe_jax.kernels.experts.mosaic.by_rows import CHUNK, Epilogue
 from moe_jax.kernels.experts.mosaic.by_rows_backward import ActivationInputs
 from moe_jax.kernels.experts.routing import Plan
 from moe_jax.kernels.hopper.launch import operand_transforms
@@ -68,14 +69,15 @@ class Fp8BackwardScratch(NamedTuple):
     """Barriers [consumers]."""
 
 
-@partial(jax.jit, static_argnames="tile")
-def matmul_gated_silu_backward(
+@partial(jax.jit, static_argnames=("tile", "activation"))
+def matmul_gated_backward(
     dy: QuantisedRows,
     w_down_t: QuantisedMatrices,
     h: BFloat16[Array, "rows 2*inter"],
     weight_of_row: Float[Array, "rows"],
     plan: Plan,
     tile: Fp8TileShape,
+    activation: Activation = SILU,
 ) -> Fp8Backward:
     """Returns the gradients; w_down_t is [experts, inter, hidden]. Rows of no expert are left unwritten."""
     num_rows, inter = dy.values.shape[0], w_down_t.values.shape[1]
@@ -124,12 +126,9 @@ def matmul_gated_silu_backward(
                 own_h = [places_of_slot.at[slot, half] for half in range(2)]
                 gate, up = (plgpu.layout_cast(chunk[...].astype(jnp.float32), plgpu.Layout.WGMMA) for chunk in own_h)
                 g = g_of_block[:, n * CHUNK : (n + 1) * CHUNK]
-                sigmoid = 1 / (1 + jnp.exp(-gate))
-                silu = gate * sigmoid
-                act = silu * up
+                act, pullback = activation.vjp(gate, up)
                 dv_ref[column // CHUNK, pl.ds(part.row, WGMMA_ROWS)] = (g * act).sum(axis=1)
-                dact = v * g
-                dgate, dup = dact * up * (sigmoid + silu * (1 - sigmoid)), dact * silu
+                dgate, dup = pullback(v * g)
                 # Each thread puts its results where it has read h.
                 own_h[0][...] = (v * act).astype(jnp.bfloat16)
                 own_h[1][...] = dgate.astype(jnp.bfloat16)
@@ -160,7 +159,7 @@ def matmul_gated_silu_backward(
                 leave(*copies, (values, target))
                 copies = []
 
-    epilogue = Fp8Epilogue(
+    epilogue = Epilogue(
         name="fp8_gated_matmul_backward",
         outputs=[
             *rows_shapes(num_rows, 2 * inter),
@@ -178,7 +177,7 @@ def matmul_gated_silu_backward(
             weights_loaded=plgpu.Barrier(num_arrivals=1, num_barriers=CONSUMERS),
         ),
         prepare=prepare,
-        writes=False,
+        staged=0,
         registers=REGISTERS if tile.warpgroup_columns == GROUP else REGISTERS_OF_TWO_BLOCKS,
     )
     values, scales, dh, weighted_act, dv = launch_rows(dy, w_down_t, plan, tile, epilogue)

@@ -12,7 +12,7 @@ number for a row and one for 128 columns:
               consumer 0      |M0 p M0 p M1 p M1 p
               consumer 1          |M0 p M0 p M1 p M1 p
     registers 64 sums of a block, 64 totals of each block: 192 with two blocks. With more registers than a kernel needs, ptxas
-              starts the second block's wgmma before the first is promoted, and spills in the loop (`Fp8Epilogue.registers`)
+              starts the second block's wgmma before the first is promoted, and spills in the loop (`Epilogue.registers`)
     scales    travel with the operands. Loads from memory would stall the warpgroup for their whole latency, also if the number
               is used a step later: ptxas moves what is the same for all threads to a uniform register at once
     invariant a slot is released when the last block's wgmma has read it, before that block is promoted

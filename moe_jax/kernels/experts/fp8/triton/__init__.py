@@ -9,14 +9,15 @@ activation is `fp8.xla`'s.
 """
 
 import importlib
-from types import ModuleType
+from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, BFloat16, Float
 
 from moe_jax.kernels.experts import triton
+from moe_jax.kernels.experts.activation import SILU, Activation
 from moe_jax.kernels.experts.fp8 import quantise, xla
-from moe_jax.kernels.experts.fp8.quantise import GROUP, QuantisedMatrices, QuantisedRows, quantise_rows
+from moe_jax.kernels.experts.fp8.quantise import GROUP, QuantisedMatrices, QuantisedRows, joined, quantise_rows
 from moe_jax.kernels.experts.fp8.xla import Fp8Backward
 from moe_jax.kernels.experts.routing import Plan, plan_of_one
 from moe_jax.kernels.experts.triton import ROW_ALIGNMENT, is_native
@@ -55,21 +56,18 @@ def rows_of_rounded(tokens: QuantisedRows, plan: Plan) -> QuantisedRows:
 
 
 def gated_matmul(
-    tokens: QuantisedRows, w: QuantisedMatrices, plan: Plan, *, keep_h: bool = True
+    tokens: QuantisedRows, w: QuantisedMatrices, plan: Plan, *, keep_h: bool = True, activation: Activation = SILU
 ) -> tuple[BFloat16[Array, "rows 2*inter"] | None, QuantisedRows]:
     """Computes `xla.gated_matmul` of the rows of `tokens` in one kernel. Rows of no expert are left unwritten."""
-    if plan.num_rows == 0:
-        columns = w.values.shape[-2]
-        h, act = (jnp.zeros((0, size), jnp.bfloat16) for size in (columns, columns // 2))
-        return h if keep_h else None, quantise_rows(act)
-    return _kernels().matmul_gated_silu(tokens, _joined(w), plan, _gated_tile(), keep_h=keep_h)
+    kernels = _kernels()
+    operands = kernels.TileOperands(tokens, joined(w), plan.token_of_row)
+    return kernels.matmul_gated(operands, plan, _gated_tile(), keep_h=keep_h, activation=activation)
 
 
 def grouped_matmul(rows: QuantisedRows, w: QuantisedMatrices, plan: Plan) -> BFloat16[Array, "rows out"]:
     """Computes `xla.grouped_matmul` in one kernel. Rows of no expert are left unwritten."""
-    if plan.num_rows == 0:
-        return jnp.zeros((0, w.values.shape[-2]), jnp.bfloat16)
-    return _kernels().matmul(rows, _joined(w), plan, _row_tile())
+    kernels = _kernels()
+    return kernels.matmul(kernels.TileOperands(rows, joined(w)), plan, _row_tile())
 
 
 def matmul_of_tokens(x: BFloat16[Array, "tokens k"], w: QuantisedMatrices) -> BFloat16[Array, "tokens out"]:
@@ -86,19 +84,15 @@ def gated_matmul_backward(
     h: BFloat16[Array, "rows 2*inter"],
     weight_of_row: Float[Array, "rows"],
     plan: Plan,
+    activation: Activation = SILU,
 ) -> Fp8Backward:
     """Computes `xla.gated_matmul_backward` in XLA: Triton has no kernel for it here."""
     dy = xla.rows_of_rounded(dy_of_tokens, plan)
-    return xla.gated_matmul_backward(dy, w_down_transposed, h, weight_of_row, plan)
+    return xla.gated_matmul_backward(dy, w_down_transposed, h, weight_of_row, plan, activation)
 
 
-def _kernels() -> ModuleType:
-    return importlib.import_module(f"{__name__}.by_rows")
-
-
-def _joined(w: QuantisedMatrices) -> QuantisedMatrices:
-    """Returns a stack of layers' experts as one list: the plan says which of them are meant (`Plan.in_stack`)."""
-    return QuantisedMatrices(*(part.reshape(-1, *part.shape[-2:]) for part in w))
+def _kernels() -> Any:
+    return importlib.import_module("moe_jax.kernels.experts.triton.by_rows")
 
 
 def _row_tile() -> Tile:
