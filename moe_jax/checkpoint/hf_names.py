@@ -42,8 +42,8 @@ def hf_tensors(config: ModelConfig) -> list[HfTensor]:
     vocab, hidden = config.vocab_size, config.hidden_size
     tensors = [HfTensor("model.embed_tokens.weight", (vocab, hidden), ("embed_tokens", "weight"))]
     for s, stage in enumerate(config.stages):
-        for row in range(stage.num_layers):
-            tensors += _layer(config, stage.first_layer + row, stage.sparse, ("stages", s), row)
+        for layer, path, row in _rows(stage, ("stages", s)):
+            tensors += _layer(config, layer, stage.sparse, path, row)
     for s, stage in enumerate(config.mtp_stages, start=len(config.stages)):
         tensors += _predictor(config, stage, ("stages", s))
     tensors.append(HfTensor("model.norm.weight", (hidden,), ("norm", "weight")))
@@ -58,10 +58,10 @@ def fused_tensors(config: ModelConfig) -> list[HfTensor]:
     layers += [(("stages", len(layers) + k, "block"), stage) for k, stage in enumerate(config.mtp_stages)]
     tensors = []
     for path, stage in layers:
-        for row in range(stage.num_layers if stage.sparse else 0):
+        for layer, of_layer, row in _rows(stage, path) if stage.sparse else ():
             for name, shape in _expert_shapes(config).items():
-                hf_name = f"model.layers.{stage.first_layer + row}.mlp.experts.{name}"
-                tensors.append(HfTensor(hf_name, shape, (*path, "mlp", "experts", name), (row,)))
+                hf_name = f"model.layers.{layer}.mlp.experts.{name}"
+                tensors.append(HfTensor(hf_name, shape, (*of_layer, "mlp", "experts", name), (row,)))
     return tensors
 
 
@@ -86,6 +86,13 @@ def export(config: ModelConfig, flat_params: Mapping[tuple, Any]) -> Iterator[tu
             del block  # frees the previous layer before the next is fetched
             block = _to_host(tensor.path, flat_params[tensor.path], tensor.index[:1])
         yield tensor.name, block[tensor.index[1:]]
+
+
+def _rows(stage: Stage, path: tuple) -> Iterator[tuple[int, tuple, int]]:
+    """Yields (layer, the path of its place in the body, its row in the parameters there) for the stage at `path`."""
+    places = len(stage.body)
+    for i, layer in enumerate(stage.layers):
+        yield layer, path if places == 1 else (*path, "places", i % places), i // places
 
 
 def _predictor(config: ModelConfig, stage: Stage, path: tuple) -> Iterator[HfTensor]:

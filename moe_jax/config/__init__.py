@@ -5,10 +5,11 @@ from typing import TYPE_CHECKING
 from moe_jax.runtime.lazy import export_lazily
 
 if TYPE_CHECKING:
-    from moe_jax.config.base import ModelConfig, RopeParameters, Stage
+    from moe_jax.config.base import LayerKind, ModelConfig, RopeParameters, Stage
     from moe_jax.config.deepseek_v3 import DeepseekV2Config, DeepseekV3Config, KimiK2Config
     from moe_jax.config.experts import ExpertsSpec
     from moe_jax.config.hf_json import CONFIG_CLASSES, config_from_dict, config_to_dict, load_config
+    from moe_jax.config.mixer import HeadsSpec, LatentSpec, Mixer
     from moe_jax.config.named import EXPERT_LAYERS, HUB_IDS, NAMED_CONFIGS, ExpertLayer
     from moe_jax.config.qwen3 import Qwen3Config, Qwen3MoeConfig
 
@@ -21,7 +22,11 @@ __all__ = [
     "DeepseekV3Config",
     "ExpertLayer",
     "ExpertsSpec",
+    "HeadsSpec",
     "KimiK2Config",
+    "LayerKind",
+    "LatentSpec",
+    "Mixer",
     "ModelConfig",
     "Qwen3Config",
     "Qwen3MoeConfig",

@@ -3,8 +3,9 @@
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
-from moe_jax.config.base import ModelConfig, Stage, is_positive, rename, value_of
+from moe_jax.config.base import LayerKind, ModelConfig, Stage, is_positive, rename, value_of
 from moe_jax.config.experts import ExpertsSpec
+from moe_jax.config.mixer import LatentSpec
 
 SCORING_FUNCTIONS = ("sigmoid", "softmax")
 TOPK_METHODS = ("noaux_tc", "group_limited_greedy", "greedy")
@@ -104,6 +105,21 @@ class DeepseekV3Config(ModelConfig):
         return []
 
     @property
+    def mixer(self) -> LatentSpec:
+        """The attention of each layer. A head has a part without positions and a part with them."""
+        return LatentSpec(
+            heads=self.num_attention_heads,
+            kv_heads=self.num_attention_heads,
+            key_dim=self.qk_nope_head_dim + self.qk_rope_head_dim,
+            value_dim=self.v_head_dim,
+            rotary_dim=self.qk_rope_head_dim,
+            biases=self.attention_bias,
+            head_norms=False,
+            rank=self.kv_lora_rank,
+            query_rank=self.q_lora_rank or 0,
+        )
+
+    @property
     def rotary_dim(self) -> int:
         """Width of the part of a head that has positions."""
         return self.qk_rope_head_dim
@@ -171,7 +187,8 @@ class DeepseekV3Config(ModelConfig):
     def mtp_stages(self) -> tuple[Stage, ...]:
         """The MTP modules as stages of one layer each, after the last layer (`models.mtp`)."""
         last = self.num_hidden_layers + self.num_nextn_predict_layers
-        return tuple(Stage(layer, 1, self._is_sparse(layer)) for layer in range(self.num_hidden_layers, last))
+        kinds = {layer: LayerKind(self.mixer, self._is_sparse(layer)) for layer in range(self.num_hidden_layers, last)}
+        return tuple(Stage(layer, 1, (kind,)) for layer, kind in kinds.items())
 
     def without_mtp(self) -> Self:
         """Returns this config without MTP modules."""

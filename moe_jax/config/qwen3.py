@@ -5,6 +5,7 @@ from typing import Any, ClassVar
 
 from moe_jax.config.base import ModelConfig, is_positive, rename, value_of
 from moe_jax.config.experts import ExpertsSpec
+from moe_jax.config.mixer import HeadsSpec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +55,19 @@ class Qwen3Config(ModelConfig):
         if any(window is not None and window <= 0 for window in self.layer_windows):
             problems.append(f"sliding_window={self.sliding_window} must be positive")
         return problems
+
+    @property
+    def mixer(self) -> HeadsSpec:
+        """The attention of each layer, whose rotary embedding rotates whole heads."""
+        return HeadsSpec(
+            heads=self.num_attention_heads,
+            kv_heads=self.num_key_value_heads,
+            key_dim=self.head_dim,
+            value_dim=self.head_dim,
+            rotary_dim=self.head_dim,
+            biases=self.attention_bias,
+            head_norms=True,
+        )
 
     @property
     def rotary_dim(self) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 
 from flax import nnx
 
-from moe_jax.config import DeepseekV3Config
+from moe_jax.config import DeepseekV3Config, Mixer
 from moe_jax.layers.group_router import GroupRouter, GroupRule
 from moe_jax.layers.latent_attention import LatentAttention
 from moe_jax.layers.moe import MoE
@@ -20,7 +20,7 @@ class DeepseekV3(Decoder):
 
     config: DeepseekV3Config
 
-    def _attention(self, *, stack: tuple[int, ...], param_dtype, rngs: nnx.Rngs) -> LatentAttention:
+    def _mixer(self, mixer: Mixer, *, stack: tuple[int, ...], param_dtype, rngs: nnx.Rngs) -> LatentAttention:
         return LatentAttention(self.config, stack=stack, param_dtype=param_dtype, rngs=rngs)
 
     def _experts(self, *, stack: tuple[int, ...], param_dtype, rngs: nnx.Rngs) -> MoE:

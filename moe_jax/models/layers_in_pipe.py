@@ -5,7 +5,7 @@ from moe_jax.parallel.pipeline.chunks import LayersInPipe, PipeShape, check_laye
 
 
 def layers_in_pipe(config: ModelConfig, pipe: PipeShape) -> LayersInPipe:
-    """Returns the last layers of one kind, before modules that predict further tokens.
+    """Returns the last stage before modules that predict further tokens: its repeats of a body of layers.
 
     Raises:
       ValueError: `pipe` has several ranks, and layers with experts stand before those; or a chunk of a rank has no layer.
@@ -16,5 +16,5 @@ def layers_in_pipe(config: ModelConfig, pipe: PipeShape) -> LayersInPipe:
             "a pipeline deals out a model's last layers of one kind, with dense layers alone before them; this model has "
             f"{len(config.stages)} runs of layers, and experts before the last"
         )
-    check_layers(last.num_layers, pipe)
-    return LayersInPipe(len(before), last.num_layers)
+    check_layers(last.repeats, pipe)
+    return LayersInPipe(len(before), last.repeats)

@@ -2,7 +2,7 @@
 
 from flax import nnx
 
-from moe_jax.config import Qwen3Config
+from moe_jax.config import Mixer, Qwen3Config
 from moe_jax.layers.attention import Attention
 from moe_jax.models.decoder import Decoder
 
@@ -12,5 +12,5 @@ class Qwen3(Decoder):
 
     config: Qwen3Config
 
-    def _attention(self, *, stack: tuple[int, ...], param_dtype, rngs: nnx.Rngs) -> Attention:
+    def _mixer(self, mixer: Mixer, *, stack: tuple[int, ...], param_dtype, rngs: nnx.Rngs) -> Attention:
         return Attention(self.config, stack=stack, param_dtype=param_dtype, rngs=rngs)
