@@ -30,9 +30,9 @@ from jax import lax
 from jax.profiler import ProfileData
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from moe_jax.commands.launch import LaunchCommand, process_environments
 from moe_jax.parallel import initialize_processes
 from moe_jax.parallel.collectives.hops import COPIES
-from moe_jax.runtime.launch import LaunchSettings, process_environments
 
 OPTION = "xla_gpu_collective_permute_connected_components"
 TRANSFERS = ("expert", "pipe", "expert, one branch", "expert, either branch", "pipe, either branch")
@@ -78,7 +78,7 @@ def main() -> None:
 def number_of_gpus() -> int:
     """Returns the number of this host's GPUs; 0 without any."""
     try:
-        return len(process_environments(LaunchSettings(command=("true",)), os.environ))
+        return len(process_environments(LaunchCommand(command=("true",)), os.environ))
     except ValueError:
         return 0
 

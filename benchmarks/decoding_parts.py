@@ -32,12 +32,12 @@ from moe_jax.kernels.decode.project import project
 from moe_jax.kernels.hopper.launch import launch, operand_transforms
 from moe_jax.kernels.strict.matmul import matmul_in_parts
 from moe_jax.models.random_weights import random_model
+from moe_jax.serving.batch import StepShape, empty_rows, packed
 from moe_jax.serving.drawing import draw_program
-from moe_jax.serving.memory_gaps import leave_gaps
 from moe_jax.serving.pages import pages_of
+from moe_jax.serving.programs import leave_gaps
 from moe_jax.serving.sampling import init_slots
 from moe_jax.serving.step import initial_state, output_like, step
-from moe_jax.serving.upload import StepShape, empty_rows, packed
 from moe_jax.serving.weights import take_apart
 
 CONTEXT = 128

@@ -13,7 +13,7 @@ import time
 
 import numpy as np
 
-from moe_jax.kernels.attention.paged.page_size import PAGE_SIZE
+from moe_jax.kernels.attention.paged import PAGE_SIZE
 from moe_jax.serving.limits import EngineLimits
 from moe_jax.serving.pages import pages_of
 from moe_jax.serving.queues import EngineQueues, finish

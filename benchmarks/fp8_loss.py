@@ -20,7 +20,7 @@ import numpy as np
 from flax import nnx
 
 import moe_jax
-from moe_jax.runtime.pictures import save_png
+from moe_jax.runtime.files import save_png
 from moe_jax.train import (
     LossWeights,
     NextToken,

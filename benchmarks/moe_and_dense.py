@@ -35,7 +35,7 @@ from moe_jax.config import NAMED_CONFIGS, ModelConfig
 from moe_jax.cost.attention import travelling_elements
 from moe_jax.cost.flops import num_active_parameters, num_parameters
 from moe_jax.runtime import environment
-from moe_jax.runtime.pictures import save_png
+from moe_jax.runtime.files import save_png
 from moe_jax.serving.engine import Engine
 from moe_jax.serving.limits import EngineLimits
 from moe_jax.serving.measurements import random_engine

@@ -15,32 +15,10 @@ if TYPE_CHECKING:
     from moe_jax.models.auto import from_config
 
 __all__ = [
-    "DeepseekV2Config",
-    "DeepseekV3Config",
-    "KimiK2Config",
-    "MoE",
-    "Qwen3Config",
-    "Qwen3MoeConfig",
-    "adapters",
-    "chat",
-    "checkpoint",
-    "complete",
-    "config",
-    "from_config",
-    "from_pretrained",
-    "generate",
-    "generation",
-    "kernels",
-    "layers",
-    "load_config",
-    "load_tokenizer",
-    "models",
-    "parallel",
-    "recipes",
-    "save_pretrained",
-    "serving",
-    "train",
-]
+    "DeepseekV2Config", "DeepseekV3Config", "KimiK2Config", "MoE", "Qwen3Config", "Qwen3MoeConfig", "adapters", "chat",
+    "checkpoint", "complete", "config", "from_config", "from_pretrained", "generate", "generation", "kernels", "layers",
+    "load_config", "load_tokenizer", "models", "parallel", "recipes", "save_pretrained", "serving", "train",
+]  # fmt: skip
 
 __version__ = "0.1.0"
 

@@ -25,7 +25,7 @@ from moe_jax import cli, train
 from moe_jax.config import NAMED_CONFIGS
 from moe_jax.cost import PlannedStep
 from moe_jax.cost.attention import travelling_elements
-from moe_jax.cost.gpus import machine
+from moe_jax.cost.machine import machine
 from moe_jax.cost.memory import memory_bytes
 from moe_jax.parallel import MeshShape
 from moe_jax.train.data.chat import chat_tokens

@@ -13,25 +13,16 @@ from typing import TYPE_CHECKING
 from moe_jax.runtime.lazy import export_lazily
 
 if TYPE_CHECKING:
-    from moe_jax.adapters.add import add_lora
+    from moe_jax.adapters.add import LoraSummary, add_lora, lora_summary
     from moe_jax.adapters.load import load_adapter
     from moe_jax.adapters.merge import merge_adapter, without_adapter
     from moe_jax.adapters.save import save_adapter
     from moe_jax.adapters.settings import LoraSettings
     from moe_jax.adapters.several import NamedAdapters, load_adapters
-    from moe_jax.adapters.summary import LoraSummary, lora_summary
 
 __all__ = [
-    "LoraSettings",
-    "LoraSummary",
-    "NamedAdapters",
-    "add_lora",
-    "load_adapter",
-    "load_adapters",
-    "lora_summary",
-    "merge_adapter",
-    "save_adapter",
-    "without_adapter",
-]
+    "LoraSettings", "LoraSummary", "NamedAdapters", "add_lora", "load_adapter", "load_adapters", "lora_summary",
+    "merge_adapter", "save_adapter", "without_adapter",
+]  # fmt: skip
 
 export_lazily(__name__)

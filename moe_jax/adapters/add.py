@@ -1,15 +1,20 @@
-"""Gives a model adapters and freezes its parameters."""
+"""Gives a model adapters and freezes its parameters; counts what is trained, also from a config alone."""
 
+from collections import defaultdict
 from collections.abc import Collection
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from moe_jax.adapters.settings import DEFAULT_TARGETS, LoraSettings
-from moe_jax.adapters.summary import LoraSummary, lora_summary
 from moe_jax.adapters.targets import OUTSIDE, Target, targets_of
-from moe_jax.layers.lora import Adapter, freeze, has_adapters
+from moe_jax.config import ModelConfig
+from moe_jax.layers.lora import Adapter, Frozen, freeze, has_adapters
+from moe_jax.layers.quantised import matrices_of
+from moe_jax.models.auto import from_config
 from moe_jax.models.decoder import Decoder
 from moe_jax.parallel.layout import mesh_of
 from moe_jax.parallel.pipeline.chunks import refuse_chunks
@@ -22,7 +27,7 @@ WITH_DROPOUT = ("attention", "mlp")
 """The kinds of matrices whose adapters may leave out parts of their input."""
 
 
-def add_lora(model: Decoder, settings: LoraSettings | None = None, *, rngs: nnx.Rngs) -> LoraSummary:
+def add_lora(model: Decoder, settings: LoraSettings | None = None, *, rngs: nnx.Rngs) -> "LoraSummary":
     """Adds adapters to the model in place, and freezes all of its parameters. The model computes the same as before.
 
     From then on `nnx.Param` means the adapters alone: `train.init_state`, gradients and optimizers see nothing else. Frozen
@@ -108,3 +113,108 @@ def _adapter_of(target: Target, rank: int, settings: LoraSettings, rngs: nnx.Rng
     return Adapter(
         (*of_a, rank, num_in), (*of_b, num_out, rank), scale=settings.scale_of(rank), dropout=settings.dropout, rngs=rngs
     )
+
+
+class AdaptedKind(NamedTuple):
+    """The adapters of the matrices of one kind."""
+
+    parameters: int
+    ranks: tuple[int, ...]
+    """All ranks, in order; of experts, that of each expert."""
+
+
+@dataclass(frozen=True)
+class LoraSummary:
+    """The trained and the frozen parameters of a model with adapters. `str` is a report of one line.
+
+    Attributes:
+      kinds: the adapters of each kind of matrices, such as "attention".
+      without: kinds that the model has and that get no adapter.
+      frozen_parameters: the number of parameters that are not trained.
+      active_experts: the experts that a token sees; None for a dense model.
+    """
+
+    kinds: dict[str, AdaptedKind]
+    without: tuple[str, ...]
+    frozen_parameters: int
+    active_experts: int | None
+
+    @property
+    def parameters(self) -> int:
+        """The number of trained parameters."""
+        return sum(kind.parameters for kind in self.kinds.values())
+
+    def __str__(self) -> str:
+        return f"LoRA trains {self.counts}"
+
+    @property
+    def counts(self) -> str:
+        """The report without its verb, for an adapter that is only used."""
+        kinds = [f"{name} {kind.parameters:,} ({self._ranks(name)})" for name, kind in self.kinds.items()]
+        without = f"; without an adapter: {', '.join(self.without)}" if self.without else ""
+        return f"{self.parameters:,} parameters beside {self.frozen_parameters:,}: {', '.join(kinds)}{without}"
+
+    def _ranks(self, name: str) -> str:
+        ranks = "/".join(map(str, self.kinds[name].ranks))
+        return f"rank {ranks} an expert, {self.active_experts} active" if name == "experts" else f"rank {ranks}"
+
+
+def lora_summary(model: Decoder) -> LoraSummary:
+    """Counts the parameters of a model with adapters."""
+    parameters: dict[str, int] = defaultdict(int)
+    ranks: dict[str, set[int]] = defaultdict(set)
+    # Embedding and head have no adapter unless one is asked for, as norms have none.
+    all_kinds = dict.fromkeys(target.kind for target in targets_of(model) if target.kind not in OUTSIDE or target.found)
+    for target in targets_of(model):
+        if (adapter := target.found) is not None:
+            parameters[target.kind] += adapter.a.size + adapter.b.size
+            ranks[target.kind].add(adapter.rank)
+    kinds = {kind: AdaptedKind(parameters[kind], tuple(sorted(ranks[kind]))) for kind in all_kinds if kind in ranks}
+    return LoraSummary(
+        kinds,
+        tuple(kind for kind in all_kinds if kind not in kinds),
+        sum(matrix.size for matrix in matrices_of(nnx.state(model, Frozen))),
+        model.config.experts.num_experts_per_tok if model.config.experts else None,
+    )
+
+
+class PlannedLora(NamedTuple):
+    """The adapters that a model would get."""
+
+    summary: LoraSummary
+    moved_elements: int
+    """Elements of rows that all adapters read and write in the forward pass of one token: inputs, and sums with outputs."""
+
+
+def planned_lora(config: ModelConfig, settings: LoraSettings, *, in_fp8: bool = False) -> PlannedLora:
+    """Returns what `add_lora` would add to a model of this config. No array is made.
+
+    Args:
+      in_fp8: the experts' own products are in FP8. Their rows are then rounded, and the products added, in passes of their own.
+
+    Raises:
+      ValueError: as `add_lora`.
+    """
+    found: list[PlannedLora] = []
+
+    def adapted() -> Decoder:
+        model = from_config(config, rngs=nnx.Rngs(0))
+        summary = add_lora(model, settings, rngs=nnx.Rngs(0))
+        found.append(PlannedLora(summary, _moved_elements(model, in_fp8)))
+        return model
+
+    nnx.eval_shape(adapted)
+    return found[0]
+
+
+def _moved_elements(model: Decoder, in_fp8: bool) -> int:
+    active, moved = model.config.experts.num_experts_per_tok if model.config.experts else 1, 0
+    for target in targets_of(model):
+        if target.found is not None:
+            layers, *_, num_out, num_in = target.shape
+            of_row = num_in + 2 * num_out
+            if target.kind == "experts":
+                # Rounding reads 2 bytes and writes 1; a product is read, and its sum with the change written.
+                of_row = active * (of_row + (3 * num_in // 2 + 2 * num_out if in_fp8 else 0))
+            moved += layers * of_row
+    return moved

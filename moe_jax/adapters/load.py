@@ -13,12 +13,19 @@ from flax import nnx
 from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
-from moe_jax.adapters.add import WITH_DROPOUT, check_can_adapt, lay_everywhere
-from moe_jax.adapters.base import BASE_FILE, warn_of_another_base
-from moe_jax.adapters.fused_layouts import FusedLayout, factors_apart, fused_parts, parameter_name
-from moe_jax.adapters.names import PREFIX, ModulePart, modules_of
-from moe_jax.adapters.save import CONFIG_FILE, WEIGHTS_FILE
-from moe_jax.adapters.summary import LoraSummary, lora_summary
+from moe_jax.adapters.add import WITH_DROPOUT, LoraSummary, check_can_adapt, lay_everywhere, lora_summary
+from moe_jax.adapters.names import (
+    PREFIX,
+    Change,
+    FusedLayout,
+    ModulePart,
+    factors_apart,
+    fused_parts,
+    modules_of,
+    parameter_name,
+)
+from moe_jax.adapters.save import WEIGHTS_FILE
+from moe_jax.adapters.source import BASE_FILE, CONFIG_FILE, warn_of_another_base
 from moe_jax.adapters.targets import Target
 from moe_jax.checkpoint.companions import read_json
 from moe_jax.checkpoint.hub import downloaded
@@ -35,8 +42,8 @@ def load_adapter(model: Decoder, adapter: str | Path, *, b_grouped_by_expert: bo
     """Adds the adapters of a folder, or of a repository on the hub, to the model, and freezes its parameters.
 
     It reads each expert's factors apart, as `save_adapter`, Megatron-Bridge and PEFT on transformers 4 write them, and the
-    fused experts that `fused_layouts` describes. Different a's of gate and up become one of twice the rank, exactly.
-    Warnings say that the adapter was trained beside other weights, as far as its files tell (`adapters.base`). Or that its
+    fused experts that `adapters.names` describes. Different a's of gate and up become one of twice the rank, exactly.
+    Warnings say that the adapter was trained beside other weights, as far as its files tell (`adapters.source`). Or that its
     config names the experts' projections, and nothing of them was trained.
 
     Args:
@@ -81,7 +88,11 @@ def read_stacks(model: Decoder, adapter: str | Path, b_grouped_by_expert: bool =
     config = read_json(folder / CONFIG_FILE)
     _check_config(config, folder)
     modules = modules_of(model)
-    tensors = _without_tables(_read_tensors(folder / WEIGHTS_FILE), model, folder)
+    try:
+        tensors = load_file(folder / WEIGHTS_FILE)
+    except (SafetensorError, ValueError) as error:
+        raise ValueError(f"{folder / WEIGHTS_FILE} cannot be read: {error}") from error
+    tensors = _without_tables(tensors, model, folder)
     factors = _factors_of_modules(tensors, modules, config, folder, b_grouped_by_expert)
     targets = list(dict.fromkeys(module.target for module in modules))
     _check_whole(modules, factors, config, folder)
@@ -101,13 +112,6 @@ def put_stacks(model: Decoder, stacks: list[Stack]) -> None:
         made.a[...], made.b[...] = jax.numpy.asarray(stack.a), jax.numpy.asarray(stack.b)
         lay_everywhere(made, mesh)
         setattr(stack.target.module, stack.target.adapter, made)
-
-
-class _Factors(NamedTuple):
-    """The change b a of one module; the scale is in b."""
-
-    a: np.ndarray
-    b: np.ndarray
 
 
 MEANINGS = (
@@ -143,13 +147,6 @@ def _check_config(config: dict[str, Any], folder: Path) -> None:
         )
 
 
-def _read_tensors(file: Path) -> dict[str, np.ndarray]:
-    try:
-        return load_file(file)
-    except (SafetensorError, ValueError) as error:
-        raise ValueError(f"{file} cannot be read: {error}") from error
-
-
 def _without_tables(tensors: dict[str, np.ndarray], model: Decoder, folder: Path) -> dict[str, np.ndarray]:
     """Leaves out frozen tables of the vocabulary, which PEFT writes with factors of them; refuses tables that were changed."""
     embedding = model.embed_tokens.weight
@@ -179,7 +176,7 @@ def _factors_of_modules(
     config: dict[str, Any],
     folder: Path,
     b_grouped_by_expert: bool,
-) -> dict[str, _Factors]:
+) -> dict[str, Change]:
     """Returns the factors by module name, each tensor used and of the right shape."""
     layout = FusedLayout(config.get("peft_version"), b_grouped_by_expert)
     by_module: dict[str, dict[str, np.ndarray]] = defaultdict(dict)
@@ -217,7 +214,7 @@ def _factors_of_modules(
     return factors
 
 
-def _check_whole(modules: list[ModulePart], factors: dict[str, _Factors], config: dict[str, Any], folder: Path) -> None:
+def _check_whole(modules: list[ModulePart], factors: dict[str, Change], config: dict[str, Any], folder: Path) -> None:
     """Refuses a file that has lost factors of some layers or experts, and warns of one whose experts were never adapted."""
     named = config.get("target_modules") or []
     names = [named] if isinstance(named, str) else named
@@ -257,11 +254,11 @@ def _matrix(module: ModulePart) -> tuple[int, int]:
     return len(range(num_out)[module.rows]), num_in
 
 
-def _scaled(name: str, a: np.ndarray, b: np.ndarray, config: dict[str, Any]) -> _Factors:
+def _scaled(name: str, a: np.ndarray, b: np.ndarray, config: dict[str, Any]) -> Change:
     """Multiplies b by the scale that PEFT gives the module: alpha / rank, or alpha / sqrt(rank)."""
     rank = _by_pattern(config.get("rank_pattern"), name, config["r"])
     alpha = _by_pattern(config.get("alpha_pattern"), name, config["lora_alpha"])
-    return _Factors(a, b * np.float32(alpha / (rank**0.5 if config.get("use_rslora") else rank)))
+    return Change(a, b * np.float32(alpha / (rank**0.5 if config.get("use_rslora") else rank)))
 
 
 def _by_pattern(patterns: dict[str, Any] | None, name: str, default: Any) -> Any:
@@ -270,9 +267,9 @@ def _by_pattern(patterns: dict[str, Any] | None, name: str, default: Any) -> Any
     return next(found, default)
 
 
-def _stacked(target: Target, modules: list[ModulePart], factors: dict[str, _Factors]) -> Stack | None:
+def _stacked(target: Target, modules: list[ModulePart], factors: dict[str, Change]) -> Stack | None:
     """Returns the factors of all layers and experts; zeros where the file has none. None if it has none at all."""
-    matrices: dict[tuple, list[tuple[ModulePart, _Factors]]] = defaultdict(list)
+    matrices: dict[tuple, list[tuple[ModulePart, Change]]] = defaultdict(list)
     for module in modules:
         if module.target is target and module.name in factors:
             matrices[module.layer, module.expert].append((module, factors[module.name]))
@@ -300,7 +297,7 @@ def _with_whole_experts(stacks: list[Stack], targets: list[Target]) -> list[Stac
     return stacks
 
 
-def _joined(parts: list[tuple[ModulePart, _Factors]], num_out: int) -> _Factors:
+def _joined(parts: list[tuple[ModulePart, Change]], num_out: int) -> Change:
     """Joins the changes of a matrix's rows, such as gate's and up's: with one a if they share it, else with both."""
     shared = all(np.array_equal(parts[0][1].a, own.a) for _, own in parts)
     a = parts[0][1].a if shared else np.concatenate([own.a for _, own in parts])
@@ -308,4 +305,4 @@ def _joined(parts: list[tuple[ModulePart, _Factors]], num_out: int) -> _Factors:
     for module, own in parts:
         b[module.rows, first : first + len(own.a)] = own.b
         first += 0 if shared else len(own.a)
-    return _Factors(a, b)
+    return Change(a, b)

@@ -1,13 +1,27 @@
-"""Adds the adapters of a model to its weights, or leaves them off."""
+"""Adds the adapters of a model to its weights, or leaves them off; writes the merged model, and checks the files.
 
+The check reads what was written, and adds the changes in numpy under the checkpoint's names. A merge that loses a matrix, or
+gives an expert another one's change, shows there.
+"""
+
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
+from moe_jax.adapters.add import lora_summary
+from moe_jax.adapters.names import Change, host_changes
 from moe_jax.adapters.targets import targets_of
+from moe_jax.checkpoint.hf_files import open_tensors
+from moe_jax.checkpoint.hf_names import export, hf_tensors
 from moe_jax.kernels.low_rank import LowRank
 from moe_jax.layers.lora import Frozen, has_adapters
 from moe_jax.layers.quantised import is_quantised
@@ -82,3 +96,100 @@ def _merged(weight: Float[Array, "*layers out in"], factors: LowRank) -> Float[A
         return jax.lax.dynamic_update_index_in_dim(weight, changed.astype(weight.dtype), layer, 0)
 
     return jax.lax.fori_loop(0, len(stacked), add, stacked).reshape(weight.shape)
+
+
+def write_merged(
+    load: Callable[[], Decoder], adapt: Callable[[Decoder], Any], save: Callable[..., None], target: str, **options: Any
+) -> None:
+    """Writes the merged model, and prints what was adapted and how well the files agree with base + adapter.
+
+    Args:
+      load: returns the model without adapters. It is called again for the comparison, when the first one is gone.
+      adapt: puts adapters beside the model's weights.
+      save: `save_pretrained` or `save_orbax`; `options` are its further arguments. Of an Orbax folder the comparison holds all
+        weights, beside those of the base.
+
+    Raises:
+      ArithmeticError: the files are not base + adapter.
+    """
+    # Imported here: Orbax is slow to import, and nothing else needs it.
+    from moe_jax.checkpoint.orbax_params import load_orbax, save_orbax
+
+    model = load()
+    adapt(model)
+    print(f"the adapter has {lora_summary(model).counts}", file=sys.stderr)
+    changes, dtype = changes_of(model), model.embed_tokens.weight.dtype
+    merge_adapter(model)
+    save(model, target, **options)
+    del model
+    base = load()
+    written = _of_model(load_orbax(target, dtype=dtype)) if save is save_orbax else _of_files(target, base)
+    error = check_merged(written, _of_model(base), changes)
+    print(
+        f"compared with base + adapter: {len(changes)} matrices are changed, with a relative error of at most "
+        f"{error:.1e}, and all others are the base's"
+    )
+
+
+def _of_model(model: Decoder) -> Iterator[tuple[str, np.ndarray]]:
+    return export(model.config, dict(nnx.to_flat_state(nnx.state(model))))
+
+
+def _of_files(folder: str, base: Decoder) -> Iterator[tuple[str, np.ndarray]]:
+    """Yields the tensors of a Hugging Face folder in the base's order, and then those that the base does not have."""
+    stored = open_tensors(Path(folder).expanduser(), [])
+    order = [tensor.name for tensor in hf_tensors(base.config)]
+    for name in (*order, *sorted(stored.keys() - set(order))):
+        if name in stored:
+            yield name, stored[name].read(tuple(slice(0, size) for size in stored[name].shape))
+
+
+ABSENT = "", np.empty(0)
+DO_NOT = "do not use this checkpoint"
+
+
+def changes_of(model: Decoder) -> dict[str, Change]:
+    """Returns the changes b a of all adapted matrices, on the host, under the checkpoint's names of their weights."""
+    return {f"{module.name}.weight": change for module, change in host_changes(model)}
+
+
+def check_merged(
+    merged: Iterable[tuple[str, np.ndarray]], base: Iterable[tuple[str, np.ndarray]], changes: dict[str, Change]
+) -> float:
+    """Compares each tensor of `merged` with base + b a, up to one rounding to its dtype; returns the largest relative error.
+
+    Args:
+      merged, base: (name, array) in the order of `checkpoint.hf_names.export`.
+      changes: as from `changes_of`.
+
+    Raises:
+      ArithmeticError: a tensor is another one, or a change is nowhere; the message names the first.
+    """
+    left, largest = dict(changes), 0.0
+    for (name, array), (base_name, weight) in zip_longest(merged, base, fillvalue=ABSENT):
+        if name != base_name or array.shape != weight.shape:
+            raise ArithmeticError(f"{name or base_name}: the merged checkpoint and the base do not have the same tensors")
+        change = left.pop(name, None)
+        if change is None:
+            if not np.array_equal(array, weight.astype(array.dtype)):
+                raise ArithmeticError(f"{name}: the adapter does not change it, and yet it differs from the base's; {DO_NOT}")
+            continue
+        largest = max(largest, _error(name, array, weight, change))
+    if left:
+        raise ArithmeticError(f"{next(iter(left))}: the adapter changes it, and the merged checkpoint lacks it; {DO_NOT}")
+    return largest
+
+
+def _error(name: str, array: np.ndarray, weight: np.ndarray, change: Change) -> float:
+    """Returns the relative error of a changed matrix, in the Frobenius norm, after a check of each number."""
+    product = change.b @ change.a
+    expected = weight.astype(np.float32) + product
+    # Half of the last place from rounding to the dtype; sums in another order give the rest.
+    room = np.abs(expected) * float(jnp.finfo(array.dtype).eps) + 1e-5 * np.abs(product).max(initial=0)
+    difference = np.abs(array.astype(np.float32) - expected)
+    if not (difference <= room).all():
+        raise ArithmeticError(
+            f"{name}: the merged checkpoint differs from base + adapter by up to {difference.max():.1e}, which no rounding to "
+            f"{array.dtype} explains; {DO_NOT}"
+        )
+    return float(np.linalg.norm(difference) / max(np.linalg.norm(expected), float(np.finfo(np.float32).tiny)))

@@ -3,15 +3,36 @@
 PEFT's names: `base_model.model.` MODULE `.lora_A.weight` [rank, in] and `.lora_B.weight` [out, rank]. Each expert's three
 projections stand apart, as on the hub. The model has one a for an expert's gate and up projections, and their b's as halves.
 The embedding has `.lora_embedding_A` [rank, vocab] and `.lora_embedding_B` [hidden, rank], factors of the transposed table.
+
+Other programs write the factors of all experts of a layer as one tensor, which is taken apart by expert. With E experts, rank
+r, and W[e] [out, in] of gate_up [2*inter, hidden] or down [hidden, inter]; names behind `mlp.experts`:
+
+| written by | names | lora_A | lora_B |
+|---|---|---|---|
+| PEFT 0.19 and later | `.base_layer` (gate_up), none (down) | [E*r, in], experts slowest | [out, r*E], experts fastest |
+| PEFT 0.18: the change's transpose | the same | [E*r, out], experts slowest | [in, r*E], experts fastest |
+| Unsloth before September 2026 | the same | [E*r, in], experts slowest | [out, E*r], experts slowest |
+| Tinker, SGLang (shared outer) | `.w1`, `.w3`, `.w2` (gate, up, down) | [E or 1, r, in] | [E or 1, out, r] |
 """
 
+from collections.abc import Iterator
 from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Float
 
 from moe_jax.adapters.targets import Target, targets_of
 from moe_jax.checkpoint.hf_names import hf_tensors
 from moe_jax.models.decoder import Decoder
 
 PREFIX = "base_model.model."
+
+
+class Change(NamedTuple):
+    """The factors of a module's change b a, on the host in f32."""
+
+    a: np.ndarray
+    b: np.ndarray
 
 
 class ModulePart(NamedTuple):
@@ -44,3 +65,108 @@ def modules_of(model: Decoder) -> list[ModulePart]:
             whole = rows if isinstance(rows, slice) else slice(None)
             modules.append(ModulePart(tensor.name.removesuffix(".weight"), target, layer, expert, whole))
     return modules
+
+
+def host_changes(model: Decoder, scale: float = 1.0) -> Iterator[tuple[ModulePart, Change]]:
+    """Yields each module that has an adapter, with factors on the host: scale * b a is its change."""
+    on_host: dict[tuple, Change] = {}
+    for module in modules_of(model):
+        if (adapter := module.target.found) is not None:
+            key = *module.target.path, module.target.adapter
+            if key not in on_host:
+                on_host[key] = Change(
+                    np.asarray(adapter.a[...]), np.asarray(adapter.b[...]) * np.float32(adapter.scale / scale)
+                )
+            a, b = (factor[module.layer] for factor in on_host[key])
+            if module.expert is not None:
+                # One factor stands for all experts if they share it.
+                a, b = (factor[min(module.expert, len(factor) - 1)] for factor in (a, b))
+            yield module, Change(a, b[module.rows])
+
+
+LEAVES = {".base_layer": ("gate_proj", "up_proj"), "": ("down_proj",)} | {
+    f".{name}": (leaf,) for name, leaf in (("w1", "gate_proj"), ("w3", "up_proj"), ("w2", "down_proj"))
+}
+"""The projections that a fused module holds, by the end of its name behind `mlp.experts`."""
+
+
+class FusedLayout(NamedTuple):
+    """The facts about a file that shapes do not always tell."""
+
+    peft_version: str | None
+    """The field of adapter_config.json, if it is there."""
+    b_grouped_by_expert: bool
+    """The file is Unsloth's, of before September 2026."""
+
+
+def fused_parts(name: str, modules: list[ModulePart]) -> list[ModulePart]:
+    """Returns the modules whose factors a fused module of this name holds; none if it is no such name."""
+    return [
+        module
+        for module in modules
+        if module.expert is not None
+        and any(name == module.name.rsplit(".", 2)[0] + end and module.leaf in leaves for end, leaves in LEAVES.items())
+    ]
+
+
+def parameter_name(name: str, parts: list[ModulePart]) -> str:
+    """Returns the name that patterns of ranks and alphas match: of the parameter that the fused module changes."""
+    return f"{parts[0].name.rsplit('.', 2)[0]}.{parts[0].target.weight}"
+
+
+def factors_apart(
+    a: Float[np.ndarray, "..."], b: Float[np.ndarray, "..."], parts: list[ModulePart], layout: FusedLayout
+) -> dict[str, tuple[Float[np.ndarray, "rank in"], Float[np.ndarray, "out rank"]]]:
+    """Returns each module's factors of the fused tensors.
+
+    Raises:
+      ValueError: shapes of no layout, or of two layouts of which nothing in the file says which one it is.
+    """
+    num_experts = 1 + max(part.expert for part in parts if part.expert is not None)
+    *_, num_out, num_in = parts[0].target.shape
+    if a.ndim == b.ndim == 3:
+        return _shared_outer(a, b, parts, num_experts, num_in)
+    if a.ndim != 2 or b.ndim != 2 or len(a) % num_experts or not len(a):
+        raise ValueError(_no_layout(a, b, num_experts, num_out, num_in))
+    rank = len(a) // num_experts
+    now, before = (((len(a), n), (m, len(a))) for n, m in ((num_in, num_out), (num_out, num_in)))
+    if (a.shape, b.shape) not in (now, before):
+        raise ValueError(_no_layout(a, b, num_experts, num_out, num_in))
+    of_a = a.reshape(num_experts, rank, -1)
+    if layout.b_grouped_by_expert:
+        of_b = b.reshape(-1, num_experts, rank).transpose(1, 0, 2)
+    else:
+        of_b = b.reshape(-1, rank, num_experts).transpose(2, 0, 1)
+    if _is_transposed((a.shape, b.shape) == before, now == before, layout):
+        of_a, of_b = of_b.transpose(0, 2, 1), of_a.transpose(0, 2, 1)
+    return {part.name: (of_a[part.expert], of_b[part.expert, part.rows]) for part in parts}
+
+
+def _is_transposed(has_old_shapes: bool, is_square: bool, layout: FusedLayout) -> bool:
+    """Returns True for PEFT 0.18, whose factors are those of the transposed change."""
+    if not is_square:
+        return has_old_shapes
+    if layout.peft_version is None:
+        raise ValueError(
+            "has factors of a square matrix, which PEFT 0.18 wrote transposed: adapter_config.json must say peft_version"
+        )
+    return tuple(int(part) for part in layout.peft_version.split(".")[:2]) < (0, 19)
+
+
+def _shared_outer(a, b, parts: list[ModulePart], num_experts: int, num_in: int) -> dict:
+    *_, num_out, _ = parts[0].target.shape
+    rows, rank = len(range(num_out)[parts[0].rows]), a.shape[1]
+    if {len(a), len(b)} - {1, num_experts} or a.shape[1:] != (rank, num_in) or b.shape[1:] != (rows, rank):
+        raise ValueError(
+            f"has factors {a.shape} and {b.shape}; shared outer experts have (1 or {num_experts}, r, {num_in}) and "
+            f"(1 or {num_experts}, {rows}, r)"
+        )
+    whole_a, whole_b = (np.broadcast_to(factor, (num_experts, *factor.shape[1:])) for factor in (a, b))
+    return {part.name: (whole_a[part.expert], whole_b[part.expert]) for part in parts}
+
+
+def _no_layout(a, b, num_experts: int, num_out: int, num_in: int) -> str:
+    return (
+        f"has factors {a.shape} and {b.shape}; fused experts have ({num_experts}*r, {num_in}) and "
+        f"({num_out}, r*{num_experts}), or of PEFT 0.18 ({num_experts}*r, {num_out}) and ({num_in}, r*{num_experts})"
+    )

@@ -1,6 +1,7 @@
 """Loads a checkpoint, with an adapter beside its weights if one is given."""
 
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 from jax.sharding import Mesh
@@ -41,7 +42,7 @@ def from_pretrained(
       mtp: True loads the modules that predict further tokens, if the checkpoint has some (`models.mtp`; 11.6e9 parameters in
         DeepSeek-V3). False leaves more memory for inference; a checkpoint written from the model then lacks them. No adapter
         can be put beside them: with an adapter they are left out.
-      weights: "as stored" keeps matrices that the files have in FP8 or GPTQ (`checkpoint.fp8`, `checkpoint.gptq`) as they are.
+      weights: "as stored" keeps matrices that the files have in FP8 or GPTQ (`checkpoint.quantised`) as they are.
         "nf4" makes 4 bits of the experts' matrices (`layers.quantised`), "fp8" makes FP8 of them. A layer is whole where it is
         computed, except experts in FP8 after `model.set_precision("fp8")`. All parameters are frozen (`layers.lora.Frozen`):
         such a model computes, and on one device trains adapters (`adapters.add_lora`). On a mesh quantised experts are split
@@ -58,16 +59,8 @@ def from_pretrained(
       ImportError: the weights are .bin files, and torch is not installed.
     """
     source = source_of(folder_or_hub_id, adapter)
-    model = hf_load.from_pretrained(
-        source.weights,
-        dtype=dtype,
-        param_dtype=param_dtype,
-        mesh=mesh,
-        pipe_chunks=pipe_chunks,
-        mtp=mtp and source.adapter is None,
-        weights=weights,
-        progress=progress,
-    )
+    options: Any = dict(dtype=dtype, param_dtype=param_dtype, mesh=mesh, pipe_chunks=pipe_chunks, weights=weights)
+    model = hf_load.from_pretrained(source.weights, mtp=mtp and source.adapter is None, progress=progress, **options)
     if source.adapter is not None:
         load_adapter(model, source.adapter)
     return model

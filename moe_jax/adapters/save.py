@@ -7,15 +7,15 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
-from moe_jax.adapters.base import BASE_FILE, FINGERPRINT, fingerprint_of_base
-from moe_jax.adapters.names import PREFIX, ModulePart, modules_of
+from moe_jax.adapters.names import PREFIX, ModulePart, host_changes, modules_of
+from moe_jax.adapters.source import BASE_FILE, CONFIG_FILE, FINGERPRINT, fingerprint_of_base
 from moe_jax.checkpoint.companions import TOKENIZER_FILES, tokenizer_contents, write_json
 from moe_jax.checkpoint.folders import replaced_folder
 from moe_jax.layers.lora import Adapter, has_adapters
 from moe_jax.models.decoder import Decoder
 from moe_jax.runtime.processes import is_first_process
 
-CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+WEIGHTS_FILE = "adapter_model.safetensors"
 
 
 def save_adapter(
@@ -29,14 +29,14 @@ def save_adapter(
 ) -> None:
     """Writes the adapters into `folder`, under PEFT's names with each expert apart, in f32, with the tokenizer's files.
 
-    The folder gets adapter_model.safetensors, adapter_config.json and base_weights.json (`adapters.base`). It is replaced as a
-    whole at the end. Its config gives
-    the experts' rank, and other ranks by module. The number alpha / rank is the same everywhere, because vLLM reads only one.
-    A factor b of another scale is written times the scales' ratio. Factors that experts share are written for each of them.
+    The folder gets adapter_model.safetensors, adapter_config.json and base_weights.json (`adapters.source`). It is replaced as
+    a whole at the end. Its config gives the experts' rank, and other ranks by module. The number alpha / rank is the same
+    everywhere, because vLLM reads only one. A factor b of another scale is written times the scales' ratio. Factors that
+    experts share are written for each of them.
 
     Args:
       base: the folder or hub id of the frozen weights, for readers of the file. Default: the folder that they came from.
-      base_weights: their `checkpoint.fingerprint.weights_fingerprint`. A file beside notes it, and `load_adapter` compares it.
+      base_weights: their `checkpoint.stored.weights_fingerprint`. A file beside notes it, and `load_adapter` compares it.
         Default: that of the folder that they came from, if it is still there.
       tokenizer_from, chat_template: as in `save_pretrained`.
 
@@ -52,19 +52,14 @@ def save_adapter(
     main = next((module for module in modules if module.expert is not None), modules[0])
     scale = _adapter(main).scale
     tensors: dict[str, np.ndarray] = {}
-    on_host: dict[tuple, tuple[np.ndarray, np.ndarray]] = {}
-    for module in modules:
-        adapter, key = _adapter(module), (*module.target.path, module.target.adapter)
-        if key not in on_host:
-            on_host[key] = np.asarray(adapter.a[...]), np.asarray(adapter.b[...]) * np.float32(adapter.scale / scale)
-        a, b = (_own(factor[module.layer], module.expert) for factor in on_host[key])
+    for module, (a, b) in host_changes(model, scale):
         if module.target.kind == "embedding":
             # PEFT's factors are those of the transposed table.
             tensors[f"{PREFIX}{module.name}.lora_embedding_A"] = np.ascontiguousarray(b.T)
             tensors[f"{PREFIX}{module.name}.lora_embedding_B"] = np.ascontiguousarray(a.T)
             continue
         tensors[f"{PREFIX}{module.name}.lora_A.weight"] = np.ascontiguousarray(a)
-        tensors[f"{PREFIX}{module.name}.lora_B.weight"] = np.ascontiguousarray(b[module.rows])
+        tensors[f"{PREFIX}{module.name}.lora_B.weight"] = np.ascontiguousarray(b)
     noted = base_weights or fingerprint_of_base(model.source)
     replaces = CONFIG_FILE, BASE_FILE, "adapter_model*", *(TOKENIZER_FILES if tokenizer else ())
     with replaced_folder(folder, replaces, marker=CONFIG_FILE) as target:
@@ -80,11 +75,6 @@ def save_adapter(
 def _adapter(module: ModulePart) -> Adapter:
     assert module.target.found is not None
     return module.target.found
-
-
-def _own(factor: np.ndarray, expert: int | None) -> np.ndarray:
-    """Returns an expert's own factor, or the one that all share."""
-    return factor if expert is None else factor[expert if len(factor) > 1 else 0]
 
 
 def _config(base: str | None, model: Decoder, modules: list[ModulePart], main: ModulePart, scale: float) -> dict[str, Any]:

@@ -15,21 +15,13 @@ if TYPE_CHECKING:
     from moe_jax.checkpoint.hf_load import find_checkpoint, from_pretrained, read_config
     from moe_jax.checkpoint.hf_save import save_pretrained
     from moe_jax.checkpoint.orbax_params import load_orbax, save_orbax
-    from moe_jax.checkpoint.stored_dtype import stored_dtype
+    from moe_jax.checkpoint.stored import stored_dtype
     from moe_jax.checkpoint.tokenizer import load_tokenizer
     from moe_jax.checkpoint.training import TrainingCheckpoints
 
 __all__ = [
-    "CheckpointError",
-    "TrainingCheckpoints",
-    "find_checkpoint",
-    "from_pretrained",
-    "load_orbax",
-    "load_tokenizer",
-    "read_config",
-    "save_orbax",
-    "save_pretrained",
-    "stored_dtype",
-]
+    "CheckpointError", "TrainingCheckpoints", "find_checkpoint", "from_pretrained", "load_orbax", "load_tokenizer",
+    "read_config", "save_orbax", "save_pretrained", "stored_dtype",
+]  # fmt: skip
 
 export_lazily(__name__)

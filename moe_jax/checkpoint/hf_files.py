@@ -25,7 +25,7 @@ FLOAT_DTYPES: dict[str, np.dtype] = {
     "F16": np.dtype(np.float16),
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
-"""The dtypes that weights may have in a file, by their names in safetensors headers; `checkpoint.fp8` adds F8_E4M3."""
+"""The dtypes that weights may have in a file, by their names in safetensors headers; `checkpoint.quantised` adds F8_E4M3."""
 
 Slices = tuple[slice, ...]
 

@@ -17,14 +17,13 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from tqdm import tqdm
 
+from moe_jax.checkpoint import streaming
 from moe_jax.checkpoint.folders import previous_of
-from moe_jax.checkpoint.fp8 import dequantised, read_block_size
-from moe_jax.checkpoint.gptq import read_group_size, unpacked
 from moe_jax.checkpoint.hf_files import FLOAT_DTYPES, CheckpointError, StoredTensor, open_tensors
 from moe_jax.checkpoint.hf_names import fused_tensors, hf_tensors
 from moe_jax.checkpoint.hub import SMALL_FILES, downloaded
-from moe_jax.checkpoint.quantised import check_weights, load_quantised
-from moe_jax.checkpoint.streaming import Piece, held_parts, load_parameter, num_elements, piece_of, same_values
+from moe_jax.checkpoint.quantised import dequantised, read_block_size, read_group_size, unpacked
+from moe_jax.checkpoint.streaming import Piece
 from moe_jax.checkpoint.weights import Weights
 from moe_jax.config import ModelConfig, load_config
 from moe_jax.layers.lora import freeze
@@ -56,31 +55,7 @@ def from_pretrained(
 ) -> Decoder:
     """Loads a checkpoint of any architecture of `moe_jax.models`; one in FP8 or GPTQ is dequantised on the way.
 
-    Args:
-      folder_or_hub_id: a folder with config.json and weights, or a hub id such as "Qwen/Qwen3-30B-A3B", which is downloaded.
-      dtype: the dtype in which the model computes.
-      param_dtype: the dtype of the parameters, whatever the files hold (default: dtype). float32 for training. A bias that no
-        gradient reaches (`layers.router.ExpertBias`) is always float32.
-      mesh: the devices to spread the parameters over (`moe_jax.parallel.make_mesh`); None: the default device.
-      pipe_chunks: with several devices along `pipe`, the chunks of layers of each rank, as in `parallel.Parallelism`. Layers go
-        to their ranks alone, stacked as by `parallel.pipeline.chunks.to_chunks`. Such a model can be trained and saved.
-      mtp: True loads the modules that predict further tokens, if the checkpoint has some (`models.mtp`; 11.6e9 parameters in
-        DeepSeek-V3). False leaves more memory for inference; a checkpoint written from the model then lacks them.
-      weights: "as stored" keeps matrices that the files have in FP8 or GPTQ (`checkpoint.fp8`, `checkpoint.gptq`) as they are.
-        "nf4" makes 4 bits of the experts' matrices (`layers.quantised`), "fp8" makes FP8 of them. A layer is whole where it is
-        computed, except experts in FP8 after `model.set_precision("fp8")`. All parameters are frozen (`layers.lora.Frozen`):
-        such a model computes, and on one device trains adapters (`adapters.add_lora`). On a mesh quantised experts are split
-        along their own axis, and other quantised matrices are whole on each device.
-      progress: show a progress bar when stderr is a terminal.
-
-    Raises:
-      FileNotFoundError: there is no such folder and no such model on the hub.
-      ValueError: dtype or param_dtype is no float dtype, or config.json asks for an unsupported feature. Or the layers cannot
-        lie in the mesh's pipe: layers with experts stand before dense ones, or layers are too few for its chunks. Or `weights`
-        is not for this checkpoint or mesh.
-      CheckpointError (a ValueError): tensors are missing, unexpected, or of a wrong shape or dtype, or files are absent,
-        truncated or corrupt; one error lists all problems.
-      ImportError: the weights are .bin files, and torch is not installed.
+    Arguments and errors are those of `moe_jax.from_pretrained`, which also loads adapters and the output folders of runs.
     """
     pipe = pipe_of(mesh, pipe_chunks)
     dtype = float_dtype(dtype)
@@ -103,18 +78,18 @@ def from_pretrained(
         shape = stacked_shape(path, leaf.shape, layers, pipe)
         leaves.append((path, leaf, shape, parameter_sharding(path, shape, mesh)))
     size = sum(
-        num_elements(part) * leaf.dtype.itemsize
+        streaming.num_elements(part) * leaf.dtype.itemsize
         for _, leaf, shape, sharding in leaves
-        for part in held_parts(shape, sharding)
+        for part in streaming.held_parts(shape, sharding)
     )  # fmt: skip
     loaded = []
     quiet = None if progress and is_first_process() else True
     with tqdm(total=size, unit="B", unit_scale=True, desc="loading", disable=quiet) as bar:
         for path, leaf, shape, sharding in leaves:
             layer_axes = 1 + len(shape) - len(leaf.shape) if path[0] == "stages" else 0
-            array: Any = load_quantised(path, pieces[path], shape, leaf.dtype, sharding, weights, bar.update)
+            array: Any = streaming.load_quantised(path, pieces[path], shape, leaf.dtype, sharding, weights, bar.update)
             if array is None:
-                array = load_parameter(
+                array = streaming.load_parameter(
                     pieces[path], shape, leaf.dtype, sharding, layer_axes=layer_axes, on_read=bar.update
                 )  # fmt: skip
             loaded.append((path, leaf.replace(array)))
@@ -145,7 +120,7 @@ def check_form(folder_or_hub_id: str | Path, weights: str) -> None:
     """
     folder = find_config(folder_or_hub_id)
     config = load_config(folder)
-    check_weights(weights, is_stored_quantised(folder), config)
+    streaming.check_weights(weights, is_stored_quantised(folder), config)
     if weights == "fp8" and (reason := fp8_refusal(config, jnp.bfloat16)) is not None:
         raise ValueError(f"weights='fp8': {reason}; take 'whole' or 'nf4'")
 
@@ -194,8 +169,7 @@ def find_config(folder_or_hub_id: str | Path) -> Path:
             raise FileNotFoundError(f"a save to {folder} was cut short; the previous checkpoint is complete in {previous}")
         folder = downloaded(str(folder_or_hub_id), SMALL_FILES)
     load_config(folder)
-    read_block_size(folder)
-    read_group_size(folder)
+    is_stored_quantised(folder)
     return folder
 
 
@@ -263,7 +237,7 @@ def _checked_pieces(folder: Path, config: ModelConfig, mtp: bool) -> _CheckedPie
             problems.append(f"{name}: dtype {tensor.dtype} in {tensor.file.name}, expected one of {', '.join(FLOAT_DTYPES)}")
     if problems:
         raise CheckpointError(folder, problems)
-    if config.tie_word_embeddings and HEAD in stored and not same_values(stored[EMBEDDING], stored[HEAD]):
+    if config.tie_word_embeddings and HEAD in stored and not streaming.same_values(stored[EMBEDDING], stored[HEAD]):
         untied = _checked_pieces(folder, replace(config, tie_word_embeddings=False), mtp)
         warning = f"tie_word_embeddings=true, but {HEAD} is no copy of {EMBEDDING}: both are loaded"
         return untied._replace(warnings=[warning, *untied.warnings])
@@ -272,8 +246,8 @@ def _checked_pieces(folder: Path, config: ModelConfig, mtp: bool) -> _CheckedPie
     pieces = defaultdict(list)
     for name, place in wanted.items():
         if not place.copy:
-            pieces[place.path].append(piece_of(place, stored[name]))
-        elif name in stored and not same_values(stored[name], stored[original := names[place.path]]):
+            pieces[place.path].append(streaming.piece_of(place, stored[name]))
+        elif name in stored and not streaming.same_values(stored[name], stored[original := names[place.path]]):
             warnings.append(f"{name} is no copy of {original}, which is taken for both")
     return _CheckedPieces(config, pieces, warnings)
 

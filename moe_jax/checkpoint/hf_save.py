@@ -11,8 +11,8 @@ from tqdm import tqdm
 
 from moe_jax.checkpoint.companions import Companions, write_json
 from moe_jax.checkpoint.folders import replaced_folder
-from moe_jax.checkpoint.fp8_save import export_in_fp8, sizes_in_fp8
 from moe_jax.checkpoint.hf_names import export, hf_tensors
+from moe_jax.checkpoint.quantised import export_in_fp8, sizes_in_fp8
 from moe_jax.models.decoder import Decoder
 from moe_jax.runtime.processes import is_first_process
 

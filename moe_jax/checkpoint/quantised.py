@@ -1,130 +1,335 @@
-"""Loads matrices in fewer bytes: FP8 and GPTQ as the files have them, or NF4 and FP8 made of each layer while it is read."""
+"""Quantised checkpoints, dequantised while they are read, or kept: FP8, which is also written, and GPTQ's 4 bits.
 
-import logging
-from collections.abc import Callable
+FP8 is section 3.3 of the DeepSeek-V3 report (https://arxiv.org/abs/2412.19437), as Qwen3-*-FP8 and others publish it too: a
+matrix is stored as e4m3. A second tensor `NAME_scale_inv` has one scale for each block of 128 x 128. At the lower and right
+edges blocks are cut off.
+
+    weight[..., i, j] = float32(stored[..., i, j]) * float32(scale_inv[..., i // 128, j // 128])
+
+The result is rounded once to the dtype of the parameter. For matrices of whole blocks it equals, bit for bit, `transformers`
+with `dequantize=True`, which accepts no others. For matrices with cut-off blocks (the 576 rows of V3's kv_a_proj_with_mqa) it
+equals DeepSeek's own `weight_dequant`.
+
+The same matrices are written in FP8: every projection of attention, of dense layers and of experts. Routers, norms, embedding
+and head keep their dtype.
+
+GPTQ (Qwen3-30B-A3B-GPTQ-Int4) stores a matrix W [out, in] transposed, as AutoGPTQ writes it (Frantar et al., 2022,
+https://arxiv.org/abs/2210.17323):
+
+    NAME.qweight [in/8, out] int32     code k of a column stands in bits 4*(k%8) of row k//8
+    NAME.scales [in/group, out]        W[n, k] = (code[k, n] - 8) * scales[k // group, n]; group_size -1: one group of all
+    NAME.qzeros, NAME.g_idx            symmetric codes alone are read: each zero is 8 (stored as 7), and groups are in order
+"""
+
+import json
+import math
+from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-from jax.sharding import NamedSharding, Sharding
+from flax import nnx
 
-from moe_jax.checkpoint.streaming import Piece, load_parameter, pieces_by_layer, read_block
-from moe_jax.checkpoint.weights import Weights, form_problems
+from moe_jax.checkpoint.hf_files import FLOAT_DTYPES, QuantisedTensor, Slices, StoredTensor
+from moe_jax.checkpoint.hf_names import HfTensor, export, hf_tensors
 from moe_jax.config import ModelConfig
-from moe_jax.layers.quantised import FP8_BLOCK, INT4_VALUES, NF4_BLOCK, BlockScaled, FourBits, Quantised
-from moe_jax.layers.tickets import EXPERT_MATRICES, is_expert_matrix
-from moe_jax.parallel.layout import quantised_sharding
+from moe_jax.layers.quantised import FP8_BLOCK, BlockScaled, Quantised
 
-_logger = logging.getLogger(__name__)
+BlockSize = tuple[int, int]
+"""Rows and columns that share a scale."""
 
+FIELDS_THAT_CHANGE_NO_WEIGHT = frozenset(
+    "modules_to_not_convert modules_to_convert ignored_layers scale_fmt dequantize".split()
+)  # fmt: skip
+"""Fields that need no check: the files' headers say which tensors are quantised and in which dtype their scales are."""
 
-def check_weights(weights: str, is_quantised: bool, config: ModelConfig) -> None:
-    """Raises a ValueError for a form that does not exist, or that the checkpoint cannot have."""
-    if problems := form_problems(weights):
-        raise ValueError("; ".join(problems))
-    if weights == "as stored" and not is_quantised:
-        raise ValueError("weights='as stored' keeps quantised matrices, and this checkpoint has none; take 'nf4', or 'whole'")
-    if weights == "nf4":
-        _check_nf4(config)
+_VALUES = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+"""The value of each byte in e4m3: a look-up is several times faster than a cast."""
 
 
-def _check_nf4(config: ModelConfig) -> None:
-    """Refuses experts whose rows do not end at NF4's blocks, and a model without experts, which would stay whole."""
-    if config.experts is None or not config.routed_layers:
-        raise ValueError("weights='nf4' makes 4 bits of experts, and this model has none; take 'whole'")
-    rows = dict(zip(EXPERT_MATRICES, (config.hidden_size, config.experts.moe_intermediate_size), strict=True))
-    if wrong := [f"experts.{name}: {size} is no multiple of {NF4_BLOCK}" for name, size in rows.items() if size % NF4_BLOCK]:
-        raise ValueError(
-            f"weights='nf4' has a scale for {NF4_BLOCK} numbers of a row, and rows of this model do not end there: "
-            f"{', '.join(wrong)}; take 'whole'"
-        )
+def read_block_size(folder: Path) -> BlockSize | None:
+    """Reads the block size from the quantization_config of `folder`/config.json; None if the checkpoint is not in FP8.
 
-
-def load_quantised(
-    path: tuple,
-    pieces: list[Piece],
-    shape: tuple[int, ...],
-    dtype: np.dtype,
-    sharding: Sharding,
-    weights: Weights,
-    on_read: Callable[[int], object],
-) -> Quantised | None:
-    """Loads a parameter in fewer bytes; returns None for one that this form of weights has whole.
-
-    Args:
-      dtype: that of the whole matrices.
-      sharding: of the whole matrices. On a mesh, quantised experts are split along their own axis alone, and others are whole.
+    Raises:
+      ValueError: the quantisation is not e4m3 in blocks; the message names every field that is not understood.
     """
-    is_of_experts = is_expert_matrix(path)
-    if isinstance(sharding, NamedSharding):
-        sharding = quantised_sharding(path, shape, sharding.mesh)
-    stored = [piece.stored.quantised for piece in pieces]
-    if weights == "as stored" and all(tensor is not None for tensor in stored):
-        return _load_as_stored(path, pieces, shape, dtype, sharding, on_read)
-    if weights == "fp8" and is_of_experts:
-        if all(tensor is not None and tensor.block_size == FP8_BLOCK for tensor in stored):
-            return _load_as_stored(path, pieces, shape, dtype, sharding, on_read)
-        return _load_rounded(BlockScaled.fp8, pieces, shape, dtype, sharding, on_read)
-    if weights == "nf4" and is_of_experts:
-        return _load_rounded(FourBits.nf4, pieces, shape, dtype, sharding, on_read)
-    return None
-
-
-def _load_as_stored(path, pieces: list[Piece], shape, dtype, sharding, on_read) -> Quantised | None:
-    first = pieces[0].stored.quantised
-    assert first is not None
-    block = first.block_size
-    if not all(_ends_at_blocks(piece, block, shape) for piece in pieces):
-        _logger.warning("%s: its parts do not end at blocks of %d x %d; it is kept whole", ".".join(map(str, path)), *block)
+    given = json.loads((folder / "config.json").read_text()).get("quantization_config")
+    if given is None:
         return None
-    load = partial(load_parameter, sharding=sharding, layer_axes=int(path[0] == "stages"), on_read=on_read)
+    if not isinstance(given, dict):
+        raise ValueError(f"{folder}: quantization_config={given!r} must be null or an object of fields with quant_method")
+    method = given.get("quant_method")
+    if method == "gptq":
+        return None
+    if method != "fp8":
+        raise ValueError(
+            f"{folder}: quant_method {method!r} is not supported, only 'fp8' and 'gptq' are; take the checkpoint in bfloat16"
+        )
+    fields = {k: v for k, v in given.items() if k not in FIELDS_THAT_CHANGE_NO_WEIGHT and k != "quant_method"}
+    # The defaults of transformers' FineGrainedFP8Config.
+    block_size = fields.pop("weight_block_size", [128, 128])
+    supported = {"fmt": "e4m3", "activation_scheme": "dynamic", "expert_dtype": "fp8"}
+    problems = [f"{k}={fields.pop(k)!r} is not supported (only {v!r})" for k, v in supported.items() if fields.get(k, v) != v]
+    problems += [f"unknown field {name}={fields[name]!r}" for name in sorted(fields.keys() - supported)]
+    if not _is_block_size(block_size):
+        problems.append(f"weight_block_size={block_size!r} must be two positive integers, such as [128, 128]")
+    if problems:
+        raise ValueError(f"{folder}: quantization_config is not understood: " + "; ".join(problems))
+    return block_size[0], block_size[1]
 
-    def parts(name: str, blocks: tuple[int, int]) -> tuple[list[Piece], tuple[int, ...]]:
-        """The pieces of one of the two tensors, and its shape, where a number stands for a block of the matrix."""
-        of_tensor = [
-            replace(
-                piece,
-                stored=getattr(piece.stored.quantised, name),
-                bounds=(*piece.bounds[:-2], *_in_blocks(piece.bounds[-2:], blocks)),
+
+def dequantised(tensors: dict[str, StoredTensor], block_size: BlockSize, problems: list[str]) -> dict[str, StoredTensor]:
+    """Replaces each e4m3 matrix and its scales by one F32 tensor, and adds errors to `problems`.
+
+    Reading a part of such a tensor reads that part of the matrix, and the scales of the blocks that it touches.
+    """
+    result = dict(tensors)
+    for name, quantised in tensors.items():
+        if quantised.dtype != "F8_E4M3":
+            continue
+        scale_name = f"{name}_scale_inv"
+        scales = result.pop(scale_name, None)
+        # F32 even if the scales are wrong: otherwise the matrix would get a second error line about its dtype.
+        result[name] = replace(quantised, dtype="F32")
+        if len(quantised.shape) < 2:
+            problems.append(
+                f"{name}: shape {list(quantised.shape)} in {quantised.file.name}, expected a matrix, as it is in FP8"
             )
-            for piece in pieces
-        ]
-        return of_tensor, (*shape[:-2], *(stop for _, stop in _in_blocks([(0, size) for size in shape[-2:]], blocks)))
-
-    scales = load(*parts("scales", block), np.dtype(np.float32))
-    if first.codes.dtype == "U8":
-        return FourBits(load(*parts("codes", (1, 2)), np.dtype(np.uint8)), scales, jnp.dtype(dtype), INT4_VALUES, block[1])
-    codes = load(*parts("codes", (1, 1)), np.dtype(ml_dtypes.float8_e4m3fn))
-    return BlockScaled(codes, scales, jnp.dtype(dtype), block)
-
-
-def _ends_at_blocks(piece: Piece, block: tuple[int, int], shape: tuple[int, ...]) -> bool:
-    axes = zip(piece.bounds[-2:], block, shape[-2:], strict=True)
-    return all(begin % size == 0 and (end % size == 0 or end == whole) for (begin, end), size, whole in axes)
-
-
-def _in_blocks(bounds: Any, block: tuple[int, int]) -> tuple[tuple[int, int], ...]:
-    return tuple((begin // size, -(-end // size)) for (begin, end), size in zip(bounds, block, strict=True))
+            continue
+        if scales is None:
+            problems.append(f"{scale_name}: missing, but {name} in {quantised.file.name} is in FP8")
+            continue
+        expected = _blocks(quantised.shape, block_size)
+        if scales.shape != expected:
+            problems.append(
+                f"{scale_name}: shape {list(scales.shape)} in {scales.file.name}, expected {list(expected)} for "
+                f"{list(quantised.shape)} in blocks of {block_size[0]} x {block_size[1]}"
+            )
+        if scales.dtype not in FLOAT_DTYPES:
+            problems.append(
+                f"{scale_name}: dtype {scales.dtype} in {scales.file.name}, expected one of {', '.join(FLOAT_DTYPES)}"
+            )
+        result[name] = _product(quantised, scales, block_size)
+    return result
 
 
-def _load_rounded(form: Callable[..., Quantised], pieces: list[Piece], shape, dtype, sharding, on_read) -> Quantised:
-    """Quantises layer by layer on the device: there is never more than one layer whole."""
-    like = jax.eval_shape(partial(form, dtype=dtype), jax.ShapeDtypeStruct(shape, dtype))
-    loaded = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype, device=sharding), like)
-    block = np.empty((1, *shape[1:]), dtype)
-    for layer, own in pieces_by_layer(pieces).items():
-        read_block(own, ((layer, layer + 1), *((0, size) for size in shape[1:])), block)
-        loaded = _with_layer(form, loaded, jax.device_put(block, sharding), layer)
-        jax.block_until_ready(loaded)  # on CPU the device may share the block's memory, which is written again next
-        on_read(block.nbytes)
-    return loaded
+def _is_block_size(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 2 and all(type(size) is int and size > 0 for size in value)
 
 
-@partial(jax.jit, static_argnums=0, donate_argnums=1)
-def _with_layer(form: Callable[..., Quantised], loaded: Quantised, block: jax.Array, layer: jax.Array) -> Quantised:
-    own = form(block, loaded.dtype)
-    return jax.tree.map(lambda all_layers, one: jax.lax.dynamic_update_slice_in_dim(all_layers, one, layer, 0), loaded, own)
+def _blocks(shape: tuple[int, ...], block_size: BlockSize) -> tuple[int, ...]:
+    """Returns the shape of the scales of a matrix, or of a stack of matrices."""
+    return (*shape[:-2], *(-(-size // block) for size, block in zip(shape[-2:], block_size, strict=True)))
+
+
+def _product(quantised: StoredTensor, scales: StoredTensor, block_size: BlockSize) -> StoredTensor:
+    """Returns quantised * scales as a tensor that is read in parts."""
+
+    def read(slices: Slices) -> np.ndarray:
+        (row, row_stop, _), (column, column_stop, _) = (
+            s.indices(size) for s, size in zip(slices[-2:], quantised.shape[-2:], strict=True)
+        )
+        height, width = block_size
+        first_row, first_column = row // height, column // width
+        touched = slice(first_row, -(-row_stop // height)), slice(first_column, -(-column_stop // width))
+        factors = scales.read((*slices[:-2], *touched)).astype(np.float32)
+        offset = column - first_column * width
+        factors = np.repeat(factors, width, axis=-1)[..., offset : offset + column_stop - column]
+        values = _VALUES[quantised.read(slices).view(np.uint8)]
+        for i in range(factors.shape[-2]):
+            begin = (first_row + i) * height - row
+            values[..., max(begin, 0) : begin + height, :] *= factors[..., i : i + 1, :]
+        return values
+
+    return replace(quantised, dtype="F32", read=read, quantised=QuantisedTensor(quantised, scales, block_size))
+
+
+SCALE = "_scale_inv"
+"""The end of the name of a matrix's scales."""
+
+
+def fp8_config(config: ModelConfig) -> dict[str, Any]:
+    """Returns the quantization_config of config.json, with the names of the modules that keep their dtype."""
+    kept = [
+        tensor.name.removesuffix(".weight")
+        for tensor in hf_tensors(config)
+        if tensor.name.endswith(("layernorm.weight", ".mlp.gate.weight", ".eh_proj.weight"))
+    ]
+    return {
+        "activation_scheme": "dynamic",
+        "fmt": "e4m3",
+        "quant_method": "fp8",
+        "weight_block_size": list(FP8_BLOCK),
+        "modules_to_not_convert": ["lm_head", *kept],
+    }
+
+
+def check_forms(state: nnx.State) -> None:
+    """Refuses matrices that are quantised in another form than FP8 with a scale for 128 x 128.
+
+    Raises:
+      ValueError: such a matrix.
+    """
+    for leaf in jax.tree.leaves(state, is_leaf=lambda leaf: isinstance(leaf, Quantised)):
+        if isinstance(leaf, Quantised) and not (isinstance(leaf, BlockScaled) and leaf.block == FP8_BLOCK):
+            raise ValueError(
+                f"fp8=True writes whole matrices, or FP8 in blocks of {FP8_BLOCK[0]} x {FP8_BLOCK[1]}; these are quantised "
+                "in another form: load the model whole"
+            )
+
+
+def sizes_in_fp8(config: ModelConfig, flat: dict[tuple, Any]) -> dict[str, int]:
+    """Returns the bytes of each tensor that is written, by name, in order."""
+    sizes = {}
+    for tensor in hf_tensors(config):
+        if not _is_projection(tensor):
+            sizes[tensor.name] = math.prod(tensor.shape) * np.dtype(flat[tensor.path].dtype).itemsize
+            continue
+        sizes[tensor.name] = math.prod(tensor.shape)
+        sizes[tensor.name + SCALE] = 4 * math.prod(_blocks(tensor.shape, FP8_BLOCK))
+    return sizes
+
+
+def export_in_fp8(config: ModelConfig, flat: dict[tuple, Any]) -> Iterator[tuple[str, np.ndarray]]:
+    """Yields the name and the array of each tensor; arguments as in `hf_names.export`.
+
+    Matrices that lie in FP8 are written as they are, others are rounded.
+    """
+    values = {path: leaf.get_value() if isinstance(leaf, nnx.Variable) else leaf for path, leaf in flat.items()}
+    stored = {path: value for path, value in values.items() if isinstance(value, BlockScaled)}
+    scales = {path: np.asarray(value.scales, np.float32) for path, value in stored.items()}
+    codes = values | {path: value.codes for path, value in stored.items()}
+    tensors = {tensor.name: tensor for tensor in hf_tensors(config)}
+    for name, array in export(config, codes):
+        tensor = tensors[name]
+        if not _is_projection(tensor):
+            yield name, array
+        elif tensor.path in stored:
+            yield name, array
+            yield name + SCALE, scales[tensor.path][_index_in_blocks(tensor)]
+        else:
+            rounded = _rounded(array)
+            yield name, rounded[0]
+            yield name + SCALE, rounded[1]
+
+
+def _is_projection(tensor: HfTensor) -> bool:
+    return tensor.name.endswith("_proj.weight") and not tensor.name.endswith(".eh_proj.weight") or "_proj_with" in tensor.name
+
+
+def _index_in_blocks(tensor: HfTensor) -> tuple[int | slice, ...]:
+    height = FP8_BLOCK[0]
+    return tuple(
+        slice(item.start // height, -(-item.stop // height)) if isinstance(item, slice) else item for item in tensor.index
+    )
+
+
+def _rounded(matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the codes and the scales of a matrix."""
+    rows, columns = matrix.shape
+    padded = np.pad(matrix, [(0, -size % block) for size, block in zip(matrix.shape, FP8_BLOCK, strict=True)])
+    codes, scales = map(np.asarray, _round(padded))
+    return codes.view(ml_dtypes.float8_e4m3fn)[:rows, :columns], scales
+
+
+@jax.jit
+def _round(matrix: jax.Array) -> tuple[jax.Array, jax.Array]:
+    rounded = BlockScaled.fp8(matrix, jnp.float32)
+    return rounded.codes, rounded.scales
+
+
+STORED_ZERO = 0x77777777
+"""Eight zeros of 8, each stored less one."""
+
+
+def read_group_size(folder: Path) -> int | None:
+    """Reads the group size from the quantization_config of `folder`/config.json; None if the checkpoint is not in GPTQ.
+
+    Returns -1 if a matrix's inputs are one group.
+
+    Raises:
+      ValueError: the quantisation is another one than symmetric 4 bits with groups in order, or differs between modules.
+    """
+    given = json.loads((folder / "config.json").read_text()).get("quantization_config")
+    if not isinstance(given, dict) or given.get("quant_method") != "gptq":
+        return None
+    wanted = {"bits": 4, "sym": True, "desc_act": False, "checkpoint_format": "gptq"}
+    if wrong := [
+        f"{name}={given[name]!r} (only {value!r})" for name, value in wanted.items() if given.get(name, value) != value
+    ]:
+        raise ValueError(f"{folder}: GPTQ with {', '.join(wrong)} is not supported; take the checkpoint in bfloat16")
+    group = given.get("group_size", 128)
+    if not isinstance(group, int) or (group != -1 and (group < 8 or group % 8)):
+        raise ValueError(
+            f"{folder}: GPTQ's group_size={group!r} must be a multiple of 8, or -1 (one group); take the checkpoint in bfloat16"
+        )
+    # GPTQModel's rules for modules of a name; "-:" leaves modules whole, which their tensors tell.
+    of_all = {"bits": 4, "group_size": group, "sym": True, "desc_act": False}
+    for pattern, rule in (given.get("dynamic") or {}).items():
+        if other := {} if pattern.startswith("-:") else {k: v for k, v in (rule or {}).items() if of_all.get(k, v) != v}:
+            raise ValueError(
+                f"{folder}: GPTQ's dynamic gives modules {pattern!r} {other}, and one form for all is read ({of_all}); "
+                "take the checkpoint in bfloat16"
+            )
+    return group
+
+
+def unpacked(tensors: dict[str, StoredTensor], group_size: int, problems: list[str]) -> dict[str, StoredTensor]:
+    """Replaces each matrix's four tensors by one F32 tensor NAME.weight, and adds errors to `problems`."""
+    result = {name: tensor for name, tensor in tensors.items() if not name.endswith((".qzeros", ".g_idx"))}
+    for name in [name for name in tensors if name.endswith(".qweight")]:
+        base = name.removesuffix(".qweight")
+        words, scales = result.pop(name), result.pop(f"{base}.scales", None)
+        zeros, order = tensors.get(f"{base}.qzeros"), tensors.get(f"{base}.g_idx")
+        if scales is None or zeros is None:
+            problems.append(f"{base}: has qweight, and lacks {'scales' if scales is None else 'qzeros'}")
+            continue
+        num_in, num_out = 8 * words.shape[0], words.shape[1]
+        group = num_in if group_size == -1 else group_size
+        if num_in % group:
+            problems.append(
+                f"{base}: its {num_in} inputs are no multiple of group_size={group}, so that the last group is shorter; "
+                "take the checkpoint in bfloat16"
+            )
+            continue
+        shapes = (words.dtype, scales.shape, zeros.shape), ("I32", (num_in // group, num_out), (num_in // group, num_out // 8))
+        if shapes[0] != shapes[1] or scales.dtype not in FLOAT_DTYPES:
+            problems.append(f"{base}: qweight {words.dtype}, scales and qzeros are {shapes[0]}, expected {shapes[1]}")
+            continue
+        whole = slice(None), slice(None)
+        if np.any(zeros.read(whole).view(np.uint32) != STORED_ZERO):
+            problems.append(f"{base}: its codes are not symmetric; take the checkpoint in bfloat16")
+        if order is not None and np.any(order.read((slice(None),)) != np.arange(num_in) // group):
+            problems.append(f"{base}: its groups are not in order (desc_act); take the checkpoint in bfloat16")
+        result[f"{base}.weight"] = _matrix(words, scales, group)
+    return result
+
+
+def _matrix(words: StoredTensor, scales: StoredTensor, group: int) -> StoredTensor:
+    num_in, num_out = 8 * words.shape[0], words.shape[1]
+
+    def codes_of(rows: slice) -> np.ndarray:
+        """The codes [rows, in]."""
+        read = words.read((slice(None), rows)).view(np.uint32)
+        shifts = 4 * np.arange(8, dtype=np.uint32)
+        return ((read[:, None] >> shifts[:, None]) & 15).astype(np.uint8).reshape(num_in, -1).T
+
+    def read_codes(slices: Slices) -> np.ndarray:
+        codes = codes_of(slices[0])
+        return (codes[:, ::2] << 4 | codes[:, 1::2])[:, slices[1]]
+
+    def read_scales(slices: Slices) -> np.ndarray:
+        return scales.read((slices[1], slices[0])).astype(np.float32).T
+
+    def read(slices: Slices) -> np.ndarray:
+        factors = np.repeat(read_scales((slices[0], slice(None))), group, axis=1)
+        return ((codes_of(slices[0]).astype(np.float32) - 8) * factors)[:, slices[1]]
+
+    of_codes = replace(words, shape=(num_out, num_in // 2), dtype="U8", read=read_codes)
+    of_scales = replace(scales, shape=(num_out, num_in // group), dtype="F32", read=read_scales)
+    quantised = QuantisedTensor(of_codes, of_scales, (1, group))
+    return replace(words, shape=(num_out, num_in), dtype="F32", read=read, quantised=quantised)

@@ -64,8 +64,15 @@ class BenchCommand:
 
         from moe_jax.checkpoint.hf_load import find_checkpoint, from_pretrained, read_config
         from moe_jax.serving.engine import Engine
-        from moe_jax.serving.measurements import Load, check_loads, measure_loads, random_engine
-        from moe_jax.serving.measurements_report import HEADER, plot_measured, table_row
+        from moe_jax.serving.measurements import (
+            HEADER,
+            Load,
+            check_loads,
+            measure_loads,
+            plot_measured,
+            random_engine,
+            table_row,
+        )
 
         if (self.model is None) == (self.random_weights is None):
             raise ValueError("give either a checkpoint's path or --random-weights CONFIG")

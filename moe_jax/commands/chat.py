@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import tyro
 
-from moe_jax.checkpoint.weights import Weights
-from moe_jax.commands.loading import checked_loading
-from moe_jax.commands.options import Dtype, InferencePrecision, length_for, tell_programs
+from moe_jax.commands.loading import LoadingOptions, checked_loading
+from moe_jax.commands.options import length_for, tell_programs
 
 if TYPE_CHECKING:
     from moe_jax.serving.conversation import Conversation
@@ -42,13 +41,7 @@ class ChatCommand:
       lazy: compile a program when an answer first needs it, instead of all programs at the start.
       drafts: the model's multi-token prediction module drafts a token in each step, for fewer steps. The text is the same up to
         rounding.
-      adapter: a folder or hub id of an adapter (LoRA) for the model's weights.
-      dtype: the dtype that the model computes in.
-      precision: fp8 multiplies the experts in 8 bits, with FP8 weights of the files as they are, or rounded (docs/fp8.md).
-        Default: in the dtype.
-      weights: the form of the weights: whole, "as stored" for a checkpoint in FP8 or GPTQ, or experts in nf4 or fp8. These are
-        made whole in each step, which takes time, except with --precision fp8. An adapter is merged into whole weights, and
-        lies beside others (docs/adapters.md). Default: whole; with an adapter as stored.
+      loading: how the model is loaded.
     """
 
     model: tyro.conf.Positional[str]
@@ -62,10 +55,7 @@ class ChatCommand:
     think: bool = True
     lazy: bool = False
     drafts: bool = False
-    adapter: str | None = None
-    dtype: Dtype = "bfloat16"
-    precision: InferencePrecision = "bf16"
-    weights: Weights | None = None
+    loading: tyro.conf.OmitArgPrefixes[LoadingOptions] = LoadingOptions()
 
     def run(self) -> None:
         """Loads the model, then answers each line of standard input."""
@@ -73,15 +63,15 @@ class ChatCommand:
         from moe_jax.checkpoint.hf_load import find_checkpoint, read_config
         from moe_jax.checkpoint.tokenizer import load_tokenizer
         from moe_jax.generation.text import chat_prompts
+        from moe_jax.serving.batch import check_drafting
         from moe_jax.serving.conversation import Conversation
         from moe_jax.serving.defaults import model_defaults
-        from moe_jax.serving.draft_state import check_drafting
         from moe_jax.serving.engine import Engine
         from moe_jax.serving.limits import EngineLimits
         from moe_jax.serving.request import SamplingOptions
         from moe_jax.serving.servable import check_config
 
-        source = source_of(self.model, self.adapter)
+        source = source_of(self.model, self.loading.adapter)
         folder = find_checkpoint(source.weights)
         config, tokenizer = read_config(folder, mtp=self.drafts), load_tokenizer(source.tokenizer or folder)
         template_options = {} if self.think else {"enable_thinking": False}
@@ -104,11 +94,10 @@ class ChatCommand:
         )
         check_drafting(int(self.drafts), config, limits)
         check_config(config)
-        in_form: dict[str, Any] = dict(precision=self.precision, weights=self.weights, dtype=self.dtype)
-        loading = checked_loading(folder, source.adapter, **in_form, mtp=self.drafts)
+        _, load = checked_loading(folder, source.adapter, self.loading, mtp=self.drafts)
         tell_programs()
         engine_options: dict[str, Any] = dict(drafts=int(self.drafts), take_over=True, lazy=self.lazy)
-        engine = Engine(loading.load(), limits=limits, tokenizer=tokenizer, **engine_options)
+        engine = Engine(load(), limits=limits, tokenizer=tokenizer, **engine_options)
         if self.max_new_tokens is None:
             options = replace(options, max_new_tokens=0)
         talk(Conversation(engine, options, system=self.system, template_options=template_options))

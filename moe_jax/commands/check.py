@@ -1,7 +1,6 @@
 """`moe-jax check`: runs one forward and one backward pass of a model."""
 
 import json
-import os
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,6 +9,7 @@ import tyro
 
 from moe_jax.commands.options import Dtype, device_count
 from moe_jax.config import NAMED_CONFIGS
+from moe_jax.runtime.files import write_text
 
 
 @dataclass(frozen=True)
@@ -76,10 +76,4 @@ class CheckCommand:
             return
         print(check.format_report(report))
         if self.json is not None:
-            _write_json(Path(self.json), asdict(report))
-
-
-def _write_json(path: Path, values: dict) -> None:
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(json.dumps(values, indent=1) + "\n")
-    os.replace(temporary, path)
+            write_text(Path(self.json), json.dumps(asdict(report), indent=1) + "\n")

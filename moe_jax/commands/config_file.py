@@ -3,7 +3,7 @@
 import difflib
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import field, fields
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,35 +17,13 @@ from moe_jax.preferences.settings import PreferenceSettings
 from moe_jax.recipes.finetuning.settings import FinetuneSettings
 from moe_jax.recipes.preferring.settings import PreferSettings
 
-
-@dataclass(frozen=True)
-class KnownSettings:
-    """The settings that a command's file may have.
-
-    Attributes:
-      nested: the settings that hold settings of their own, with the names of these.
-    """
-
-    command: str
-    of: type
-    nested: Mapping[str, tuple[str, ...]]
-
-    @property
-    def names(self) -> list[str]:
-        """All names of settings, the nested ones with their prefix."""
-        outer = [each.name for each in fields(self.of)]
-        return outer + [f"{name}.{inner}" for name, inners in self.nested.items() for inner in inners]
-
+SETTINGS: dict[str, type] = {"finetune": FinetuneSettings, "prefer": PreferSettings}
+"""The settings of the commands that take `--config`."""
 
 LORA = tuple(each.name for each in fields(LoraSettings))
 
-KNOWN = {
-    "finetune": KnownSettings("finetune", FinetuneSettings, {"lora": LORA, "mesh": MESH_AXES}),
-    "prefer": KnownSettings(
-        "prefer", PreferSettings, {"lora": LORA, "preference": tuple(each.name for each in fields(PreferenceSettings))}
-    ),
-}
-"""The commands that take `--config`."""
+NESTED = {"lora": LORA, "mesh": MESH_AXES, "preference": tuple(each.name for each in fields(PreferenceSettings))}
+"""The settings that hold settings of their own, with the names of these."""
 
 CONFIG_HELP = (
     "a YAML file of settings, such as the run.yaml in a run's output folder (docs/finetuning.md). Options given beside it win."
@@ -70,14 +48,14 @@ def with_config(command: str, arguments: list[str]) -> list[str]:
     file, others = _config_of(arguments)
     if file is None:
         return arguments
-    known = KNOWN[command]
-    given = {_option_name(argument, known) for argument in others if argument.startswith("--")}
+    options = (word.partition("=")[0].removeprefix("--").replace("-", "_") for word in others if word.startswith("--"))
+    given = {name if name in _names(command) else name.removeprefix("no_") for name in options}
     given |= {EXCLUDE_EACH_OTHER[name] for name in given & EXCLUDE_EACH_OTHER.keys()}
-    values = {name: value for name, value in read_config_file(file, known).items() if name not in given}
+    values = {name: value for name, value in read_config_file(file, command).items() if name not in given}
     return [word for name, value in values.items() for word in _words(name, value)] + others
 
 
-def read_config_file(file: str | Path, known: KnownSettings) -> dict[str, Any]:
+def read_config_file(file: str | Path, command: str) -> dict[str, Any]:
     """Reads settings from YAML; a nested setting has the name of its option, such as lora.rank.
 
     Raises:
@@ -92,9 +70,9 @@ def read_config_file(file: str | Path, known: KnownSettings) -> dict[str, Any]:
         raise ValueError(f"{path} is no YAML file: {' '.join(str(error).split())}") from error
     if not isinstance(read, dict):
         raise ValueError(f"{path} must hold one setting a line, such as `steps: 1000`")
-    values = dict(_flat(read, known))
-    names = [name for name in known.names if name not in known.nested]
-    if unknown := [f"{name} ({_meant(name, names, known)})" for name in values.keys() - set(names)]:
+    values = dict(_flat(read))
+    names = [name for name in _names(command) if name not in NESTED]
+    if unknown := [f"{name} ({_meant(name, names, command)})" for name in values.keys() - set(names)]:
         raise ValueError(f"{path} has keys that are no settings: {', '.join(sorted(unknown))}")
     return values
 
@@ -104,8 +82,7 @@ def in_options(command: str, message: str) -> str:
 
     Names of one word without a value stay, since sentences have such words.
     """
-    known = KNOWN[command]
-    names = sorted(map(re.escape, known.names), key=len, reverse=True)
+    names = sorted(map(re.escape, _names(command)), key=len, reverse=True)
 
     def option(found: re.Match) -> str:
         name, value = found["name"], found["value"]
@@ -115,7 +92,7 @@ def in_options(command: str, message: str) -> str:
 
     # Only where a word begins: a path may have such names within.
     pattern = rf"(?<![^\s(])(?P<name>{'|'.join(names)})(?:(?P<value>=(?:True|False)?)|(?!=|\.?\w))"
-    return re.sub(pattern, option, message.removeprefix(f"{known.of.__name__}: "))
+    return re.sub(pattern, option, message.removeprefix(f"{SETTINGS[command].__name__}: "))
 
 
 def _config_of(arguments: list[str]) -> tuple[str | None, list[str]]:
@@ -132,32 +109,32 @@ def _config_of(arguments: list[str]) -> tuple[str | None, list[str]]:
     return file, others
 
 
-def _flat(read: Mapping[Any, Any], known: KnownSettings) -> Iterator[tuple[str, Any]]:
+def _names(command: str) -> list[str]:
+    """Returns all names of a command's settings, the nested ones with their prefix."""
+    outer = [each.name for each in fields(SETTINGS[command])]
+    return outer + [f"{name}.{inner}" for name, inners in NESTED.items() if name in outer for inner in inners]
+
+
+def _flat(read: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
     """Yields the settings by the names of their options; hyphens count as underscores."""
     for key, value in read.items():
         name = str(key).replace("-", "_")
         if name == "lora" and value == {}:
             yield "lora.rank", LoraSettings.rank
-        elif name in known.nested and isinstance(value, dict):
+        elif name in NESTED and isinstance(value, dict):
             yield from ((f"{name}.{str(inner).replace('-', '_')}", of_inner) for inner, of_inner in value.items())
-        elif name not in known.nested or value is not None:
+        elif name not in NESTED or value is not None:
             yield name, value
 
 
-def _meant(name: str, names: list[str], known: KnownSettings) -> str:
+def _meant(name: str, names: list[str], command: str) -> str:
     """Returns the right name for a wrong one, as far as one is near."""
-    if other := OTHER_NAMES[known.command].get(name.replace("_", "-")):
+    if other := OTHER_NAMES[command].get(name.replace("_", "-")):
         return f"here: {other}"
-    if name in known.nested:
-        return f"its value must be a mapping of {', '.join(known.nested[name])}"
+    if name in NESTED and name in _names(command):
+        return f"its value must be a mapping of {', '.join(NESTED[name])}"
     near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-    return f"did you mean {near[0]}?" if near else f"moe-jax {known.command} --help lists them"
-
-
-def _option_name(argument: str, known: KnownSettings) -> str:
-    """Returns the setting that an option gives a value to."""
-    name = argument.partition("=")[0].removeprefix("--").replace("-", "_")
-    return name if name in known.names else name.removeprefix("no_")
+    return f"did you mean {near[0]}?" if near else f"moe-jax {command} --help lists them"
 
 
 def _words(name: str, value: Any) -> list[str]:

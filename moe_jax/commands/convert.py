@@ -10,7 +10,7 @@ import tyro
 from moe_jax.commands.options import Dtype
 
 if TYPE_CHECKING:
-    from moe_jax.checkpoint.stored_dtype import StoredDtype
+    from moe_jax.checkpoint.stored import StoredDtype
     from moe_jax.models.decoder import Decoder
     from moe_jax.train.run_checkpoints import RunCheckpoint
 
@@ -61,7 +61,7 @@ class ConvertCommand:
 
     def run(self) -> None:
         """Loads the source and writes the target."""
-        from moe_jax.train.adapted_run import trained_adapters
+        from moe_jax.train.model_of_run import trained_adapters
         from moe_jax.train.run_checkpoints import open_run
 
         if self.fp8 and (self.to != "hf" or self.adapter is not None or self.merge):
@@ -77,10 +77,10 @@ class ConvertCommand:
     def _convert_model(self, run: "RunCheckpoint | None") -> None:
         """Writes a checkpoint, or the model of a run that trained all parameters, perhaps with an adapter merged into it."""
         from moe_jax.adapters import load_adapter
-        from moe_jax.checkpoint.fp8 import read_block_size
         from moe_jax.checkpoint.hf_load import find_checkpoint, from_pretrained
         from moe_jax.checkpoint.orbax_params import load_orbax
-        from moe_jax.checkpoint.stored_dtype import StoredDtype, stored_dtype
+        from moe_jax.checkpoint.quantised import read_block_size
+        from moe_jax.checkpoint.stored import StoredDtype, stored_dtype
         from moe_jax.train import model_of_run
 
         if self.to == "adapter" or self.base is not None or (self.merge and self.adapter is None):
@@ -109,8 +109,8 @@ class ConvertCommand:
         """Writes the adapter of a run, or the weights that it belongs to with the adapter added."""
         from moe_jax.adapters import save_adapter
         from moe_jax.checkpoint.hf_load import find_checkpoint, from_pretrained
-        from moe_jax.checkpoint.stored_dtype import stored_dtype
-        from moe_jax.train.adapted_run import BASE, adapters_alone, add_adapters, checked_base
+        from moe_jax.checkpoint.stored import stored_dtype
+        from moe_jax.train.model_of_run import BASE, adapters_alone, add_adapters, checked_base
         from moe_jax.train.starting_weights import MODEL
 
         if self.adapter is not None or (self.to == "adapter") == self.merge:
@@ -141,7 +141,7 @@ class ConvertCommand:
         self, load: Callable[[], "Decoder"], stored: "StoredDtype", adapt: Callable[["Decoder"], Any] | None = None
     ) -> None:
         """Writes the model, with the adapters that `adapt` puts beside it merged into its weights."""
-        from moe_jax.adapters.write_merged import write_merged
+        from moe_jax.adapters.merge import write_merged
         from moe_jax.checkpoint.hf_save import save_pretrained
         from moe_jax.checkpoint.orbax_params import save_orbax
 
@@ -155,13 +155,13 @@ class ConvertCommand:
         else:
             write_merged(load, adapt, save, self.target, **self._companions())
         dtype = self.dtype or stored.name
-        rounded = f", rounded from {stored.name}" if _loses_bits(stored.name, dtype) else ""
+        rounded = f", rounded from {stored.name}" if dtype not in (stored.name, "float32") else ""
         replaced = "; the checkpoint that was there is replaced" if replaces else ""
         print(f"wrote {self.target} in {'FP8 and ' if self.fp8 else ''}{dtype}{rounded}{replaced}")
 
     def _companions(self) -> dict[str, Any]:
         """Returns the tokenizer to write, and the chat template that takes the place of its own."""
-        from moe_jax.recipes.finetuning.settings_file import chosen_template
+        from moe_jax.recipes.run.settings_file import chosen_template
 
         run = Path(self.source).expanduser()
         if not (run / "checkpoints").is_dir():
@@ -172,7 +172,7 @@ class ConvertCommand:
 def _tokenizer_of_run(output: Path) -> str | None:
     """Returns the folder or hub id of the run's tokenizer; if its files are missing, prints a note and returns None."""
     from moe_jax.checkpoint.companions import tokenizer_files
-    from moe_jax.recipes.finetuning.settings_file import noted_tokenizer
+    from moe_jax.recipes.run.settings_file import noted_tokenizer
 
     named = noted_tokenizer(output)
     try:
@@ -181,8 +181,3 @@ def _tokenizer_of_run(output: Path) -> str | None:
         print(f"no tokenizer is written; name one with --tokenizer: {error}")
         return None
     return named
-
-
-def _loses_bits(stored: str, written: str) -> bool:
-    """Returns True if writing rounds numbers of the stored dtype."""
-    return stored != written and written != "float32"

@@ -1,10 +1,8 @@
 """`moe-jax finetune`: the fields of `FinetuneSettings` as options, in groups."""
 
-from dataclasses import field, make_dataclass
 from typing import Any
 
-from moe_jax.commands.config_file import CONFIG_FIELD
-from moe_jax.commands.groups import grouped_fields, summary_of, values_in
+from moe_jax.commands.groups import recipe_command, train_and_report
 from moe_jax.commands.options import LoraOption
 from moe_jax.parallel.choices import MeshShape
 from moe_jax.recipes.finetuning.settings import FinetuneSettings
@@ -35,58 +33,20 @@ GROUPS = {
 """The fields of `FinetuneSettings` by their group in `--help`; `mesh` is a group of its own."""
 
 
-def settings_of(command: Any) -> FinetuneSettings:
-    """Returns the settings given to a `FinetuneCommand`.
-
-    Raises:
-      ValueError: `FinetuneSettings` refuses the values.
-    """
-    return FinetuneSettings(lora=command.lora, mesh=command.mesh, **values_in(command, GROUPS))
-
-
 def _run(command: Any) -> None:
-    """Trains and exports, or rehearses (`--dry-run`), or looks for a learning rate (`--find-learning-rate`).
-
-    A run that was told to stop exits with status 143, the status of a program that SIGTERM ended.
-    """
+    """Trains and exports, or rehearses (`--dry-run`), or looks for a learning rate (`--find-learning-rate`)."""
     import jax
 
-    from moe_jax.recipes import dry_run, find_learning_rate, finetune, write_report
-    from moe_jax.recipes.finetuning.best import told_end, told_stop
-    from moe_jax.recipes.finetuning.export import export
-    from moe_jax.runtime import processes
+    from moe_jax.recipes import dry_run, find_learning_rate, finetune
 
     settings = command.settings
     if settings.dry_run:
         dry_run(settings)
-        return
-    if settings.find_learning_rate:
+    elif settings.find_learning_rate:
         find_learning_rate(settings)
-        return
-    result = finetune(settings)
-    first = processes.is_first_process()
-    if not result.finished:
-        if first:
-            print(told_stop("stopped", result.step), flush=True)
-        processes.leave(143)
-    folder = export(result.model, settings)
-    if first:
-        what = "Hugging Face checkpoint" if settings.lora is None else "adapter, for PEFT too,"
-        print(f"{told_end(settings, result)}{what} in {folder}")
-        devices = jax.devices()
-        kinds = f"{len(devices)} x {devices[0].device_kind}"
-        print(f"report in {write_report(settings.output, model_step=result.model_step, devices=kinds)}")
+    else:
+        train_and_report(settings, finetune, jax.device_count())
 
 
-FinetuneCommand = make_dataclass(
-    "FinetuneCommand",
-    [
-        *grouped_fields(FinetuneSettings, GROUPS),
-        CONFIG_FIELD,
-        ("lora", LoraOption, field(default=None)),
-        ("mesh", MeshShape, field(default=MeshShape())),
-    ],
-    frozen=True,
-    namespace={"run": _run, "settings": property(settings_of)},
-)
-FinetuneCommand.__doc__ = summary_of(FinetuneSettings)
+OTHERS = {"lora": (LoraOption, None), "mesh": (MeshShape, MeshShape())}
+FinetuneCommand = recipe_command(FinetuneSettings, GROUPS, OTHERS, _run)

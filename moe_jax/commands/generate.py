@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import tyro
 
-from moe_jax.checkpoint.weights import Weights
-from moe_jax.commands.loading import checked_loading
-from moe_jax.commands.options import Dtype, InferencePrecision, device_count
+from moe_jax.commands.loading import LoadingOptions, checked_loading
+from moe_jax.commands.options import device_count
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -41,13 +40,7 @@ class GenerateCommand:
         is the same up to rounding; above 0 it is another sample from the same distribution.
       devices: number of GPUs that share the experts, for a model that is too large for one GPU. Default: 1; in a job of several
         processes, all GPUs.
-      adapter: a folder or hub id of an adapter (LoRA) for the model's weights.
-      dtype: the dtype that the model computes in.
-      precision: fp8 multiplies the experts in 8 bits, with FP8 weights of the files as they are, or rounded (docs/fp8.md).
-        Default: in the dtype.
-      weights: the form of the weights: whole, "as stored" for a checkpoint in FP8 or GPTQ, or experts in nf4 or fp8. These are
-        made whole in each step, which takes time, except with --precision fp8. An adapter is merged into whole weights, and
-        lies beside others (docs/adapters.md). Default: whole; with an adapter as stored.
+      loading: how the model is loaded.
     """
 
     model: tyro.conf.Positional[str]
@@ -60,10 +53,7 @@ class GenerateCommand:
     seed: int = 0
     drafts: bool = False
     devices: int | None = None
-    adapter: str | None = None
-    dtype: Dtype = "bfloat16"
-    precision: InferencePrecision = "bf16"
-    weights: Weights | None = None
+    loading: tyro.conf.OmitArgPrefixes[LoadingOptions] = LoadingOptions()
 
     def run(self) -> None:
         """Prints the prompt and its continuation, or the answer."""
@@ -78,7 +68,7 @@ class GenerateCommand:
         from moe_jax.runtime.processes import is_first_process
 
         count = device_count(self.devices)
-        source = source_of(self.model, self.adapter)
+        source = source_of(self.model, self.loading.adapter)
         folder = find_checkpoint(source.weights)
         config = read_config(folder, mtp=self.drafts)
         mesh, tokenizer = self._mesh(count, config), load_tokenizer(source.tokenizer or folder)
@@ -95,8 +85,8 @@ class GenerateCommand:
         if source.adapter is not None and mesh is not None:
             merge = f"{program()} convert {source.weights} TARGET --to hf --adapter {source.adapter}"
             raise ValueError(f"an adapter is for one device; write the merged model first: {merge}")
-        in_form: dict[str, Any] = dict(precision=self.precision, weights=self.weights, dtype=self.dtype)
-        model = checked_loading(folder, source.adapter, **in_form, mtp=self.drafts, mesh=mesh).load()
+        _, load = checked_loading(folder, source.adapter, self.loading, mtp=self.drafts, mesh=mesh)
+        model = load()
         new: Any
         if self.drafts:
             new, drafts = generate_with_drafts(model, prompt, seed=self.seed, **options)

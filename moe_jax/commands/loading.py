@@ -2,12 +2,13 @@
 
 import logging
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from moe_jax.checkpoint.weights import Weights
-from moe_jax.commands.options import InferencePrecision
+from moe_jax.commands.options import Dtype, InferencePrecision
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -18,69 +19,54 @@ _logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Loading:
-    """A model that can be loaded: `checked_loading` found nothing in the way.
+class LoadingOptions:
+    """The form in which a model is loaded, and an adapter.
 
-    Attributes:
-      folder: of the weights.
-      adapter: a folder or hub id.
-      form: of the weights. An adapter is merged into whole weights, and lies beside others.
-      options: further arguments of `from_pretrained`.
+    Args:
+      adapter: a folder or hub id of an adapter (LoRA) for the model's weights.
+      dtype: the dtype that the model computes in.
+      precision: fp8 multiplies the experts in 8 bits, with FP8 weights of the files as they are, or rounded (docs/fp8.md).
+        Default: in the dtype.
+      weights: the form of the weights: whole, "as stored" for a checkpoint in FP8 or GPTQ, or experts in nf4 or fp8. These are
+        made whole in each step, which takes time, except with --precision fp8. An adapter is merged into whole weights, and
+        lies beside others (docs/adapters.md). Default: whole; with an adapter as stored.
     """
 
-    folder: Path
-    adapter: str | None
-    precision: InferencePrecision
-    form: Weights
-    options: dict[str, Any]
-
-    def load(self) -> "Decoder":
-        """Reads the weights and the adapter, and prints what was adapted.
-
-        Raises:
-          FileNotFoundError, ValueError: as `from_pretrained` and `adapters.load_adapter`.
-        """
-        from moe_jax.checkpoint.hf_load import from_pretrained
-
-        model = from_pretrained(self.folder, weights=self.form, **self.options)
-        model.set_precision(self.precision)
-        return with_adapter(model, self.adapter, merge=self.form == "whole")
+    adapter: str | None = None
+    dtype: Dtype = "bfloat16"
+    precision: InferencePrecision = "bf16"
+    weights: Weights | None = None
 
 
 def checked_loading(
-    folder: Path,
-    adapter: str | None,
-    *,
-    precision: InferencePrecision,
-    weights: Weights | None,
-    dtype: str,
-    mtp: bool,
-    mesh: "Mesh | None" = None,
-) -> Loading:
+    folder: Path, adapter: str | None, wanted: LoadingOptions, *, mtp: bool, mesh: "Mesh | None" = None
+) -> tuple[Weights, Callable[[], "Decoder"]]:
     """Chooses the form of the weights, and checks that the model, the adapter and the options fit together.
 
-    Reads configs, headers of files, and the adapter.
+    Reads configs, headers of files, and the adapter. Returns the form, and a function that reads the weights and the adapter
+    and prints what was adapted. An adapter is merged into whole weights, and lies beside others.
 
     Args:
       folder: of the weights.
-      weights: their form. None: FP8 for `precision` "fp8". Else, with an adapter beside quantised files on one device, as
-        stored. Else whole.
+      wanted: for weights None the form is FP8 for `precision` "fp8". Else, with an adapter beside quantised files on one
+        device, it is as stored. Else whole.
       mtp: True loads the modules that predict further tokens, for drafts.
 
     Raises:
       FileNotFoundError, ValueError: as `from_pretrained` and `adapters.load_adapter`. Also an adapter with drafts.
     """
     from moe_jax.adapters.load import check_adapter
-    from moe_jax.checkpoint.hf_load import check_form, is_stored_quantised, read_config
+    from moe_jax.checkpoint.hf_load import check_form, from_pretrained, is_stored_quantised, read_config
     from moe_jax.models.decoder import fp8_refusal
 
-    config = read_config(folder, mtp=mtp)
+    config, precision, weights, dtype = read_config(folder, mtp=mtp), wanted.precision, wanted.weights, wanted.dtype
     if precision != "bf16":
         if (reason := fp8_refusal(config, dtype)) is not None:
             raise ValueError(f"--precision {precision}: {reason}; take 'bf16'")
         if weights not in (None, "fp8"):
             raise ValueError(f"--precision {precision} multiplies weights in FP8: leave --weights {weights!r} out")
-    form = weights or _default_form(precision, adapter is not None and mesh is None and is_stored_quantised(folder))
+    stays_quantised = adapter is not None and mesh is None and is_stored_quantised(folder)
+    form = weights or ("fp8" if precision != "bf16" else "as stored" if stays_quantised else "whole")
     check_form(folder, form)
     if adapter is not None:
         if mtp:
@@ -88,7 +74,13 @@ def checked_loading(
         check_adapter(config, adapter)
         if form != "whole":
             _logger.info("the adapter lies beside weights %s, and is not merged into them", _FORMS[form])
-    return Loading(folder, adapter, precision, form, dict(dtype=dtype, mtp=mtp, mesh=mesh))
+
+    def load() -> "Decoder":
+        model = from_pretrained(folder, weights=form, dtype=dtype, mtp=mtp, mesh=mesh)
+        model.set_precision(precision)
+        return with_adapter(model, adapter, merge=form == "whole")
+
+    return form, load
 
 
 def with_adapter(model: "Decoder", adapter: str | None, *, merge: bool = True) -> "Decoder":
@@ -107,9 +99,3 @@ def with_adapter(model: "Decoder", adapter: str | None, *, merge: bool = True) -
 
 
 _FORMS = {"as stored": "as they are stored", "nf4": "in NF4", "fp8": "in FP8"}
-
-
-def _default_form(precision: InferencePrecision, stays_quantised: bool) -> Weights:
-    if precision != "bf16":
-        return "fp8"
-    return "as stored" if stays_quantised else "whole"

@@ -11,8 +11,13 @@ from moe_jax.checkpoint.weights import Weights
 from moe_jax.commands.options import LoraOption, config_of, options_of_lora
 from moe_jax.models.precision import PrecisionName
 from moe_jax.parallel.choices import PipeSchedule
-from moe_jax.recipes.finetuning.lora_settings import weights_problems
-from moe_jax.recipes.finetuning.precision import precision_problems
+from moe_jax.recipes.run.settings import precision_problems, weights_problems
+
+OF_STEP = (
+    "moment_dtype", "keys_per_token", "expert_load_imbalance", "context_method", "capacity_factor", "tokens_in_fp8",
+    "shard_optimizer", "pipe_schedule", "precision",
+)  # fmt: skip
+"""The options that are fields of `cost.PlannedStep`."""
 
 
 @dataclass(frozen=True)
@@ -88,15 +93,14 @@ class PlanCommand:
           SystemExit: with status 1, after the table, if nothing fits.
           ValueError: an option has a wrong value, or the options contradict each other.
         """
-        from moe_jax.cost.gpus import machine, notes
+        from moe_jax.cost.machine import machine, notes
         from moe_jax.cost.plan import REMAT, plan
-        from moe_jax.cost.plan_table import format_plan
+        from moe_jax.cost.plan_table import format_plan, write_batch_script
         from moe_jax.cost.planned_step import PlannedAdapters
-        from moe_jax.cost.slurm import write_batch_script
 
         config, adapters = config_of(self.config), None
         if self.lora is not None:
-            from moe_jax.adapters.planned import planned_lora
+            from moe_jax.adapters.add import planned_lora
 
             config = config.without_mtp()
             planned = planned_lora(config, self.lora, in_fp8=self.precision != "bf16")
@@ -123,16 +127,8 @@ class PlanCommand:
             remat=None if self.remat is None else REMAT[self.remat],
             machine=found,
             param_dtype=self.param_dtype or ("float32" if self.lora is None else "bfloat16"),
-            moment_dtype=self.moment_dtype,
-            keys_per_token=self.keys_per_token,
-            expert_load_imbalance=self.expert_load_imbalance,
-            context_method=self.context_method,
             hops=self.hops or ("copies" if self.devices <= self.hosts_of else "nccl"),
-            capacity_factor=self.capacity_factor,
-            tokens_in_fp8=self.tokens_in_fp8,
-            shard_optimizer=self.shard_optimizer,
-            pipe_schedule=self.pipe_schedule,
-            precision=self.precision,
+            **{name: getattr(self, name) for name in OF_STEP},
             adapters=adapters,
         )
         hosts = f" in hosts of {self.hosts_of}" if self.devices > self.hosts_of else ""

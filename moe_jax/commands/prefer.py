@@ -1,10 +1,8 @@
 """`moe-jax prefer`: the fields of `PreferSettings` as options, in groups."""
 
-from dataclasses import field, make_dataclass
 from typing import Any
 
-from moe_jax.commands.config_file import CONFIG_FIELD
-from moe_jax.commands.groups import grouped_fields, summary_of, values_in
+from moe_jax.commands.groups import recipe_command, train_and_report
 from moe_jax.commands.options import LoraOption
 from moe_jax.preferences.settings import PreferenceSettings
 from moe_jax.recipes.preferring.settings import PreferSettings
@@ -22,49 +20,16 @@ GROUPS = {
 """The fields of `PreferSettings` by their group in `--help`; `preference` and `lora` are groups of their own."""
 
 
-def settings_of(command: Any) -> PreferSettings:
-    """Returns the settings given to a `PreferCommand`.
-
-    Raises:
-      ValueError: `PreferSettings` refuses the values.
-    """
-    return PreferSettings(lora=command.lora, preference=command.preference, **values_in(command, GROUPS))
-
-
 def _run(command: Any) -> None:
-    """Trains and exports, or rehearses (`--dry-run`). A run that was told to stop exits with status 143, as in finetune."""
-    import jax
-
-    from moe_jax.recipes import prefer, write_report
-    from moe_jax.recipes.finetuning.best import told_end, told_stop
-    from moe_jax.recipes.finetuning.export import write_trained
+    """Trains and exports, or rehearses (`--dry-run`)."""
+    from moe_jax.recipes import prefer
     from moe_jax.recipes.preferring.dry_run import dry_run
-    from moe_jax.runtime import processes
 
-    settings = command.settings
-    if settings.dry_run:
-        dry_run(settings)
-        return
-    result = prefer(settings)
-    if not result.finished:
-        print(told_stop("stopped", result.step), flush=True)
-        processes.leave(143)
-    folder = write_trained(result.model, settings)
-    what = "Hugging Face checkpoint" if settings.lora is None else "adapter"
-    print(f"{told_end(settings, result)}{what} in {folder}")
-    device = f"1 x {jax.devices()[0].device_kind}"
-    print(f"report in {write_report(settings.output, model_step=result.model_step, devices=device)}")
+    if command.settings.dry_run:
+        dry_run(command.settings)
+    else:
+        train_and_report(command.settings, prefer, 1)
 
 
-PreferCommand = make_dataclass(
-    "PreferCommand",
-    [
-        *grouped_fields(PreferSettings, GROUPS),
-        CONFIG_FIELD,
-        ("preference", PreferenceSettings, field(default=PreferenceSettings())),
-        ("lora", LoraOption, field(default=None)),
-    ],
-    frozen=True,
-    namespace={"run": _run, "settings": property(settings_of)},
-)
-PreferCommand.__doc__ = summary_of(PreferSettings)
+OTHERS = {"preference": (PreferenceSettings, PreferenceSettings()), "lora": (LoraOption, None)}
+PreferCommand = recipe_command(PreferSettings, GROUPS, OTHERS, _run)

@@ -90,14 +90,10 @@ class ScheduleCommand:
         Raises:
           ValueError: the schedule refuses the sizes, or has no `chunks` to choose.
         """
-        if self.schedule in CHOOSES_CHUNKS:
-            usual = 2 if self.schedule == "interleaved" else 1
-            return schedule_by_name(
-                self.schedule, self.ranks, usual if self.chunks is None else self.chunks, self.micro_batches
-            )
-        if self.chunks is not None:
+        if self.chunks is not None and self.schedule not in CHOOSES_CHUNKS:
             raise ValueError(f"--chunks goes with {', '.join(CHOOSES_CHUNKS)}; {self.schedule} has chunks of its own")
-        return schedule_by_name(self.schedule, self.ranks, 1, self.micro_batches)
+        usual = 2 if self.schedule == "interleaved" else 1
+        return schedule_by_name(self.schedule, self.ranks, usual if self.chunks is None else self.chunks, self.micro_batches)
 
 
 def _list(numbers: tuple[float, ...]) -> str:

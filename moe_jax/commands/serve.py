@@ -8,9 +8,8 @@ from typing import Any
 
 import tyro
 
-from moe_jax.checkpoint.weights import Weights
-from moe_jax.commands.loading import checked_loading
-from moe_jax.commands.options import Dtype, InferencePrecision, LimitOptions, engine_mesh, search_rarely
+from moe_jax.commands.loading import LoadingOptions, checked_loading
+from moe_jax.commands.options import LimitOptions, engine_mesh, search_rarely
 
 KEY_VARIABLE = "MOE_JAX_API_KEY"
 
@@ -45,13 +44,7 @@ class ServeCommand:
       drafts: the model's multi-token prediction module drafts a token in each step, for fewer steps. The text is the same up to
         rounding.
       devices: number of GPUs. They share the experts, and each computes texts of its own.
-      adapter: a folder or hub id of an adapter (LoRA) for the model's weights.
-      dtype: the dtype that the model computes in.
-      precision: fp8 multiplies the experts in 8 bits, with FP8 weights of the files as they are, or rounded (docs/fp8.md).
-        Default: in the dtype.
-      weights: the form of the weights: whole, "as stored" for a checkpoint in FP8 or GPTQ, or experts in nf4 or fp8. These are
-        made whole in each step, which takes time, except with --precision fp8. An adapter is merged into whole weights, and
-        lies beside others (docs/adapters.md). Default: whole; with an adapter as stored.
+      loading: how the model is loaded.
     """
 
     model: tyro.conf.Positional[str]
@@ -68,10 +61,7 @@ class ServeCommand:
     lazy: bool = False
     drafts: bool = False
     devices: int = 1
-    adapter: str | None = None
-    dtype: Dtype = "bfloat16"
-    precision: InferencePrecision = "bf16"
-    weights: Weights | None = None
+    loading: tyro.conf.OmitArgPrefixes[LoadingOptions] = LoadingOptions()
 
     def run(self) -> None:
         """Serves until a signal. All that can be wrong is checked before weights are read."""
@@ -84,12 +74,11 @@ class ServeCommand:
         from moe_jax.adapters.source import source_of
         from moe_jax.checkpoint.hf_load import find_checkpoint, read_config
         from moe_jax.checkpoint.tokenizer import load_tokenizer
+        from moe_jax.serving.batch import check_drafting
         from moe_jax.serving.defaults import model_defaults
-        from moe_jax.serving.draft_state import check_drafting
         from moe_jax.serving.engine import Engine
         from moe_jax.serving.http.server import bind, run_server
-        from moe_jax.serving.http.service import Service
-        from moe_jax.serving.http.settings import ServerSettings
+        from moe_jax.serving.http.service import ServerSettings, Service
         from moe_jax.serving.servable import check_config
 
         logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")
@@ -102,7 +91,7 @@ class ServeCommand:
             request_seconds=self.request_seconds,
             shutdown_seconds=self.shutdown_seconds,
         )
-        source = source_of(self.model, self.adapter)
+        source = source_of(self.model, self.loading.adapter)
         folder = find_checkpoint(source.weights)
         config, tokenizer = read_config(folder, mtp=self.drafts), load_tokenizer(source.tokenizer or folder)
         limits = self.sizes.engine_limits(config, self.max_waiting)
@@ -112,10 +101,9 @@ class ServeCommand:
         if mesh is not None and (wrong := [option for option, is_set in for_one.items() if is_set]):
             raise ValueError(f"{' and '.join(wrong)}: take --devices 1; got {self.devices}")
         check_config(config)
-        options: dict[str, Any] = dict(precision=self.precision, weights=self.weights, dtype=self.dtype)
-        loading = checked_loading(folder, source.adapter, **options, mtp=self.drafts, mesh=mesh)
+        _, load = checked_loading(folder, source.adapter, self.loading, mtp=self.drafts, mesh=mesh)
         bound = bind(self.host, self.port)
         engine_options: dict[str, Any] = dict(drafts=int(self.drafts), take_over=True, lazy=self.lazy)
-        engine = Engine(loading.load(), limits=limits, tokenizer=tokenizer, **engine_options)
+        engine = Engine(load(), limits=limits, tokenizer=tokenizer, **engine_options)
         search_rarely()
         run_server(Service(engine, defaults, settings), bound)

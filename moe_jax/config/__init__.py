@@ -14,27 +14,9 @@ if TYPE_CHECKING:
     from moe_jax.config.qwen3 import Qwen3Config, Qwen3MoeConfig
 
 __all__ = [
-    "CONFIG_CLASSES",
-    "EXPERT_LAYERS",
-    "HUB_IDS",
-    "NAMED_CONFIGS",
-    "DeepseekV2Config",
-    "DeepseekV3Config",
-    "ExpertLayer",
-    "ExpertsSpec",
-    "HeadsSpec",
-    "KimiK2Config",
-    "LayerKind",
-    "LatentSpec",
-    "Mixer",
-    "ModelConfig",
-    "Qwen3Config",
-    "Qwen3MoeConfig",
-    "RopeParameters",
-    "Stage",
-    "config_from_dict",
-    "config_to_dict",
-    "load_config",
-]
+    "CONFIG_CLASSES", "EXPERT_LAYERS", "HUB_IDS", "NAMED_CONFIGS", "DeepseekV2Config", "DeepseekV3Config", "ExpertLayer",
+    "ExpertsSpec", "HeadsSpec", "KimiK2Config", "LatentSpec", "LayerKind", "Mixer", "ModelConfig", "Qwen3Config",
+    "Qwen3MoeConfig", "RopeParameters", "Stage", "config_from_dict", "config_to_dict", "load_config",
+]  # fmt: skip
 
 export_lazily(__name__)

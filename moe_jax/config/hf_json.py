@@ -21,7 +21,7 @@ IGNORED_FIELDS = frozenset(
     "architectures transformers_version torch_dtype dtype use_cache _name_or_path output_router_logits "
     "output_attentions output_hidden_states return_dict _attn_implementation _experts_implementation "
     "_attn_implementation_autoset unsloth_version unsloth_fixed "
-    "quantization_config "  # how weights are stored: `checkpoint.fp8` reads it
+    "quantization_config "  # how weights are stored: `checkpoint.quantised` reads it
     # transformers 4 wrote these into every config: for classifiers, encoders, its own memory and file formats,
     "id2label label2id problem_type finetuning_task task_specific_params tokenizer_class prefix "
     "is_decoder cross_attention_hidden_size tie_encoder_decoder sep_token_id decoder_start_token_id "

@@ -25,6 +25,10 @@ class Passes(NamedTuple):
         """Returns the seconds in a training step."""
         return self.forward + self.backward + (self.again if remat else 0.0)
 
+    def plus(self, *others: "Passes") -> "Passes":
+        """Returns the sum, pass by pass."""
+        return Passes(*map(sum, zip(self, *others, strict=True)))
+
 
 @dataclass(frozen=True)
 class ExpertsWork:

@@ -7,65 +7,65 @@ The peak is one of three moments:
     AdamW                      no activations are left
 
 With several micro-batches float32 sums of all gradients exist throughout. Where passes are joined (`PlannedStep.joins_passes`),
-layers add to the sums directly, and several micro-batches are in flight.
+layers add to the sums directly, and several micro-batches are in flight. Below: what a layer keeps, and what it uses while it
+computes.
 """
 
 from typing import NamedTuple
 
 from moe_jax.config import Stage
-from moe_jax.cost.fp8 import copies_bytes
-from moe_jax.cost.frozen_weights import frozen_bytes, quantised_layer
+from moe_jax.cost.attention import expanded_elements, kept_elements, key_value_elements, travelling_elements
 from moe_jax.cost.layer import ELEMENT
+from moe_jax.cost.parameters import Parameter
 from moe_jax.cost.planned_step import BYTES, PlannedAdapters, PlannedStep
-from moe_jax.cost.schedules import product_bytes, slots, stage_copies
-from moe_jax.cost.workspace import (
-    activations,
-    backward_workspace,
-    context_workspace,
-    gathered_layer,
-    gathered_layers,
-    kept_by_layer,
-    layer_workspace,
-    loss_workspace,
-    optimizer_workspace,
+from moe_jax.cost.quantised import (
+    OF_ROW_ELEMENT,
+    copies_bytes,
+    frozen_bytes,
+    gathered_bytes,
+    quantised_layer,
+    rounding_bytes,
+    travelling_bytes,
 )
+from moe_jax.cost.schedules import product_bytes, stage_copies, ticks
+from moe_jax.kernels.hopper.mainloop import ROW_ALIGNMENT
+from moe_jax.kernels.vocabulary import CHUNK_TOKENS
 from moe_jax.parallel.choices import UNIFORM
 
 
 def memory_bytes(step: PlannedStep) -> dict[str, float]:
     """Returns the peak by part, in bytes. `workspace` is the rest of the peak after the other four parts."""
-    if step.adapters is not None:
-        return _of_adapters(step, step.adapters)
-    own, updated = sum(p.own_size for p in step.parameters), sum(map(step.updated_size, step.parameters))
     of_param = BYTES[step.param_dtype]
-    held = _of_joined_passes(step) if step.joins_passes else _of_passes_in_turn(step)
-    return {
+    if step.adapters is not None:
+        updated = step.adapters.parameters
+        parameters = frozen_bytes(step) + 4 * updated
+        held = _of_adapters(step, step.adapters)
+    else:
+        updated = sum(map(step.updated_size, step.parameters))
         # Beside bf16 parameters, the other halves of the masters lie as the moments do.
-        "parameters": of_param * own + (4 - of_param) * updated,
+        parameters = of_param * sum(p.own_size for p in step.parameters) + (4 - of_param) * updated
+        held = _of_joined_passes(step) if step.joins_passes else _of_passes_in_turn(step)
+    kept = min(held.kept, held.peak - held.gradients)
+    return {
+        "parameters": parameters,
         "moments": 2 * BYTES[step.moment_dtype] * updated,
         "gradients": held.gradients,
-        "activations": min(held.kept, held.peak - held.gradients),
-        "workspace": held.peak - held.gradients - min(held.kept, held.peak - held.gradients),
+        "activations": kept,
+        "workspace": held.peak - held.gradients - kept,
     }
 
 
-def _of_adapters(step: PlannedStep, adapters: PlannedAdapters) -> dict[str, float]:
-    """Returns the peak of a step that trains adapters: frozen weights have no gradients, and the head's is not made.
+def _of_adapters(step: PlannedStep, adapters: PlannedAdapters) -> "_Held":
+    """Returns the bytes of a step that trains adapters: frozen weights have no gradients, and the head's is not made.
 
     The sums of micro-batches lie beside a micro-batch's gradients. AdamW uses one more array of each adapter.
     """
     trained = 4 * adapters.parameters
     gradients = trained * (2 if step.accumulates else 1)
     kept = sum(_layers_kept(step, stage.num_layers) * kept_by_layer(step, stage) for stage in step.stages)
-    made_whole = max(quantised_layer(step, number).whole for number, _ in enumerate(step.stages))
+    made_whole = max(quantised_layer(step, number)[1] for number, _ in enumerate(step.stages))
     passes = kept + max(made_whole + backward_workspace(step), loss_workspace(step, step.tokens))
-    return {
-        "parameters": frozen_bytes(step) + trained,
-        "moments": 2 * BYTES[step.moment_dtype] * adapters.parameters,
-        "gradients": gradients,
-        "activations": kept,
-        "workspace": max(passes, trained) - kept,
-    }
+    return _Held(gradients, kept, gradients + max(passes, trained))
 
 
 class _Held(NamedTuple):
@@ -111,7 +111,7 @@ def _of_joined_passes(step: PlannedStep) -> _Held:
     of_chunk = step.layers_of_chunk * kept_by_layer(step, stage)
     in_layers = sum(p.own_size for p in step.parameters if p.by_layer)
     if step.pipe_schedule not in UNIFORM:
-        own_slots = slots(step)
+        own_slots = ticks(step).slots
         kept = (own_slots.saved + 1) * of_chunk
         # One slot of each kind takes what is not needed.
         kept += (own_slots.inputs + own_slots.gradients + 2) * ELEMENT * step.tokens * config.hidden_size
@@ -162,3 +162,118 @@ def _in_flight(step: PlannedStep, stage: Stage) -> int:
 def _layers_kept(step: PlannedStep, layers: int) -> int:
     """Returns the number of layers whose residuals the device holds. With "offload" inputs of two are on their way."""
     return 2 if step.remat == "offload" else layers
+
+
+def kept_by_layer(step: PlannedStep, stage: Stage) -> float:
+    """Returns the bytes of residuals that one layer of a stage keeps for its backward pass.
+
+    With remat these are its input alone; an MTP module's input includes embeddings.
+    """
+    if not step.remat:
+        return activations(step, stage)
+    return ELEMENT * step.tokens * step.config.hidden_size * (2 if step.is_module(stage) else 1)
+
+
+def activations(step: PlannedStep, stage: Stage) -> float:
+    """Returns the bytes of residuals that one layer keeps without remat.
+
+    Every layer keeps x and its norm, attention's residuals and a float32 sum for each query, then x and its norm again. A
+    sparse layer adds the dispatched tokens, the rows of h with each expert's padding, and the router's two float32 numbers for
+    each expert. Its weights, ids and plan are a few numbers for each choice. A dense layer and shared experts add gate, up and
+    their product. An MTP module adds its joined inputs before and after the norms, and the input of its last norm.
+    """
+    config = step.config
+    expanded = step.mesh.context == 1 or step.context_method == "ulysses"
+    elements = step.tokens * (4 * config.hidden_size + kept_elements(config, expanded=expanded))
+    elements += step.tokens * 5 * config.hidden_size if step.is_module(stage) else 0
+    if not stage.sparse:
+        return ELEMENT * (elements + step.tokens * 3 * config.intermediate_size)
+    experts = step.experts
+    elements += step.tokens * 3 * experts.shared_intermediate_size
+    dispatched = travelling_bytes(step) * step.received * config.hidden_size if step.exchange else 0
+    rows = step.room + experts.num_experts // step.mesh.expert * (ROW_ALIGNMENT - 1)
+    of_hidden = OF_ROW_ELEMENT if step.precision == "fp8_kept" else ELEMENT
+    hidden = of_hidden * rows * 2 * experts.moe_intermediate_size
+    narrow = step.tokens * (config.num_attention_heads + 2 * experts.num_experts + 5 * experts.num_experts_per_tok) + 3 * rows
+    return hidden + dispatched + ELEMENT * elements + 4 * narrow
+
+
+def backward_workspace(step: PlannedStep) -> float:
+    """Returns the bytes that the backward pass of a layer uses, at the stage that uses most."""
+    return max(layer_workspace(step, number) for number in range(len(step.stages))) + context_workspace(step)
+
+
+def layer_workspace(step: PlannedStep, number: int) -> float:
+    """Returns the bytes that one layer's backward pass uses beside the residuals of all layers.
+
+    These are the gathered parameters of two layers and the gradients of two layers, and with remat the layer's activations.
+    The larger of two workspaces comes on top. The experts' backward pass makes rows of dy, of x or dx, dh and the weighted
+    activation, and the gradients that travel. Attention's backward pass makes gradients of all its inputs and outputs.
+    Experts that are computed in chunks accumulate the gradients of their weights in float32.
+    """
+    config, stage = step.config, step.stages[number]
+    head_elements = config.num_attention_heads * (config.key_dim + config.value_dim) + key_value_elements(config)
+    gathered = gathered_layers(step, number) + rounding_bytes(step, number)
+    if stage.sparse:
+        inter = step.experts.moe_intermediate_size
+        elements: float = step.computed_at_once * (2 * config.hidden_size + 3 * inter)
+        elements += 2 * step.received * config.hidden_size if step.exchange else 0
+        # dh in FP8 beside dh.
+        elements += step.computed_at_once * inter * OF_ROW_ELEMENT if step.precision != "bf16" else 0
+        if step.computed_at_once < step.room and step.adapters is None:
+            own = step.parameters_of_stages[number]
+            gathered += 4 * sum(p.used_size / p.layers for p in own if "experts" in p.path)
+    else:
+        elements = step.tokens * 3 * config.intermediate_size
+    elements = max(elements, step.tokens * head_elements)
+    return gathered + ELEMENT * elements + (activations(step, stage) if step.remat else 0)
+
+
+def gathered_layer(step: PlannedStep, number: int) -> float:
+    """Returns the bytes of the matrices that one layer of stage `number` gathers."""
+    return sum(gathered_bytes(step, p) * p.used_size / p.layers for p in _gathered(step, number))
+
+
+def gathered_layers(step: PlannedStep, number: int) -> float:
+    """Returns the bytes of the gathered matrices of two layers of stage `number`, and of these matrices' gradients."""
+    gradients = ELEMENT * sum(p.used_size / p.layers for p in _gathered(step, number))
+    return 2 * (gathered_layer(step, number) + gradients)
+
+
+def _gathered(step: PlannedStep, number: int) -> list[Parameter]:
+    own = step.parameters_of_stages[number]
+    return [p for p in own if p.gather_axes and p.by_layer]
+
+
+def context_workspace(step: PlannedStep) -> float:
+    """Returns the bytes of keys and values (or latents) from other devices, and of their float32 gradients.
+
+    With `all_gather` these come from all devices, in the ring from two steps. Keys and values that are expanded from latents
+    are added; in the ring only the keys and values of one step.
+    """
+    if step.mesh.context == 1 or step.context_method == "ulysses":
+        return 0
+    is_ring, devices = step.context_method == "ring", step.mesh.context
+    arrived, at_once = (2 * step.ring_step, step.ring_step) if is_ring else (devices, devices)
+    elements = arrived * travelling_elements(step.config) + at_once * expanded_elements(step.config)
+    return (ELEMENT + 4) * step.tokens * elements
+
+
+def loss_workspace(step: PlannedStep, tokens: float) -> float:
+    """Returns the bytes of the logits of a chunk and of x, each with its gradient, for `tokens` tokens.
+
+    Of each array and its gradient one is float32 and the other bfloat16.
+    """
+    vocab, hidden = step.config.vocab_size, step.config.hidden_size
+    return (ELEMENT + 4) * (min(CHUNK_TOKENS, tokens) * vocab + tokens * hidden)
+
+
+def optimizer_workspace(step: PlannedStep) -> float:
+    """Returns the bytes that AdamW uses beside state and gradients.
+
+    With float32 parameters it is one more array of each parameter (inferred from the one measured row). With bfloat16
+    parameters, sums over the axis `data` cast each array to float32.
+    """
+    own = [p.own_size for p in step.parameters]
+    summed = 4 * max(own) if step.mesh.data > 1 and step.param_dtype != "float32" else 0
+    return 4 * sum(own) if step.param_dtype == "float32" else summed

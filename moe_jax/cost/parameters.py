@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh
 from moe_jax.config import ModelConfig
 from moe_jax.models.auto import from_config
 from moe_jax.parallel.choices import MESH_AXES, MeshShape
-from moe_jax.parallel.fsdp_fp8 import can_travel_in_fp8
+from moe_jax.parallel.fsdp import can_travel_in_fp8
 from moe_jax.parallel.layout import data_axis, gathered_axes, parameter_path, parameter_spec
 from moe_jax.parallel.pipeline.chunks import layers_of_chunk
 
@@ -93,7 +93,7 @@ def parameters(config: ModelConfig, mesh: MeshShape, chunks: int) -> tuple[Param
         if in_pipe:
             of_chunk = layers_of_chunk(layers, mesh.pipe, chunks)
             layers, shape = chunks * of_chunk, (chunks, mesh.pipe, of_chunk, *shape[1:])
-        ways = tuple(name for names in parameter_spec(path, shape, abstract) if names for name in _as_tuple(names))
+        ways = tuple(name for names in parameter_spec(path, shape, abstract) for name in _as_tuple(names))
         gathered = tuple(name for _, names in gathered_axes(path, shape, abstract) for name in names)
         own = math.prod(shape) // math.prod(getattr(mesh, name) for name in ways)
         used = own * math.prod(getattr(mesh, name) for name in gathered)
@@ -112,5 +112,5 @@ def _shapes(config: ModelConfig) -> tuple[tuple[tuple, tuple[int, ...]], ...]:
     return tuple((parameter_path(path), leaf.shape) for path, leaf in leaves)
 
 
-def _as_tuple(names: str | tuple[str, ...]) -> tuple[str, ...]:
-    return (names,) if isinstance(names, str) else names
+def _as_tuple(names: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    return (names,) if isinstance(names, str) else names or ()

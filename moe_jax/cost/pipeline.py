@@ -14,7 +14,7 @@ from moe_jax.cost.layer import ELEMENT
 from moe_jax.cost.machine import Machine, is_inside_host, ring_hop_seconds
 from moe_jax.cost.planned_step import BYTES, PlannedStep
 from moe_jax.cost.schedules import lockstep_seconds, stage_copies, ticks
-from moe_jax.cost.stage import COMPUTING, LayersSeconds, StageSeconds, no_seconds, stage_seconds, weights_seconds
+from moe_jax.cost.stage import COMPUTING, StageSeconds, add_stage, layer_seconds, no_seconds, stage_seconds
 from moe_jax.parallel.choices import UNIFORM, Hops
 from moe_jax.parallel.pipeline.ticks import num_ticks
 
@@ -27,8 +27,8 @@ faster. Exchanges between hosts were not measured, and count in full.
 """
 
 
-def pipeline_seconds(step: PlannedStep, machine: Machine) -> LayersSeconds:
-    """Returns the seconds of all layers in a step with joined passes.
+def pipeline_seconds(step: PlannedStep, machine: Machine) -> tuple[dict[str, float], float]:
+    """Returns the seconds of all layers in a step with joined passes, by part, and the seconds that are hidden.
 
     The parts of a layer count what a rank computes of its layers. "bubble" is the rest of the ticks: filling and emptying the
     pipe, places without a layer, and micro-batches that the last round lacks.
@@ -40,12 +40,17 @@ def pipeline_seconds(step: PlannedStep, machine: Machine) -> LayersSeconds:
     """
     ranks, chunks, micro_batches = step.mesh.pipe, step.pipe_chunks, step.gradient_accumulation
     number, from_table = step.joined_stage, step.pipe_schedule not in UNIFORM
-    found = no_seconds()
+    parts, hidden_beside = no_seconds(), 0.0
     for other, stage in enumerate(step.stages):
         if other != number:
-            beside = stage_seconds(step.beside_pipe, other, stage.num_layers, machine)
-            found = found.plus(_without_gathers(beside) if ranks > 1 else beside, micro_batches)
-    parts, chunk = found.parts, stage_seconds(step, number, step.layers_of_chunk, machine)
+            hidden_beside += add_stage(parts, stage_seconds(step.beside_pipe, other, stage.num_layers, machine), micro_batches)
+    if ranks > 1:
+        parts["gathers"] = hidden_beside = 0.0
+    chunk = stage_seconds(step, number, step.layers_of_chunk, machine)
+    # W, the gradients of weights, is half of the backward matmuls.
+    computing = layer_seconds(step, number, machine)
+    matmuls = sum(computing[name].backward for name in ("projections", "experts") if name in computing)
+    weights = step.layers_of_chunk * matmuls / 2
     passes: float = num_ticks(ranks, chunks, micro_batches) - chunks * ranks
     of_pair = _hidden_exchange(step, chunk, machine)
     hidden = of_pair * (ticks(step).pairs if from_table else (passes - chunks * ranks) / passes)
@@ -58,20 +63,14 @@ def pipeline_seconds(step: PlannedStep, machine: Machine) -> LayersSeconds:
     parts["bubble"] = (passes - useful) * sum(of_chunk.values())
     if from_table:
         forward, backward = sum(chunk.forward.values()), sum(chunk.backward.values())
-        weights = weights_seconds(step, number, step.layers_of_chunk, machine)
         seconds = lockstep_seconds(step, forward, backward, weights, forward + backward - of_pair)
         parts["bubble"] = max(0.0, seconds - useful * sum(of_chunk.values()))
         passes = ticks(step).number * ticks(step).hops / 2
     if step.pipe_schedule == "uniform-w":
         # The first p - 1 ticks with a backward pass leave W out, and the last p - 1 ticks hide it.
-        parts["bubble"] -= (ranks - 1) * weights_seconds(step, number, step.layers_of_chunk, machine)
+        parts["bubble"] -= (ranks - 1) * weights
     parts["hops"] = _hops_seconds(step, passes, machine)
-    return LayersSeconds(parts, found.hidden + useful * (chunk.hidden + hidden))
-
-
-def _without_gathers(seconds: StageSeconds) -> StageSeconds:
-    forward, backward = ({**of_pass, "gathers": 0.0} for of_pass in (seconds.forward, seconds.backward))
-    return StageSeconds(forward, backward, 0.0)
+    return parts, hidden_beside + useful * (chunk.hidden + hidden)
 
 
 def _hidden_exchange(step: PlannedStep, chunk: StageSeconds, machine: Machine) -> float:

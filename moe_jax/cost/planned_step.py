@@ -14,7 +14,8 @@ from moe_jax.layers.passes import Remat
 from moe_jax.models.decoder import fp8_refusal
 from moe_jax.models.precision import PrecisionName
 from moe_jax.parallel.choices import UNIFORM, Hops, MeshShape, PipeSchedule
-from moe_jax.parallel.expert.settings import Capacity, ExpertParallel, devices_of_step, first_capacity
+from moe_jax.parallel.expert.exchange_plan import ExchangePlan, plan_exchange
+from moe_jax.parallel.expert.settings import ExpertParallel
 from moe_jax.parallel.pipeline.chunks import fills_chunks, layers_of_chunk
 from moe_jax.parallel.pipeline.limits import ranks_problem, schedule_problem, split_axes
 from moe_jax.parallel.pipeline.ticks import input_slots
@@ -102,11 +103,6 @@ class PlannedStep:
         return self.rows * self.sequence_length // (self.gradient_accumulation * (self.mesh.size // self.mesh.pipe))
 
     @property
-    def tokens_of_step(self) -> float:
-        """Tokens of the whole step, divided by the number of devices."""
-        return self.rows * self.sequence_length / self.mesh.size
-
-    @property
     def accumulates(self) -> bool:
         """True if gradients of micro-batches are added to float32 sums: in a pipe, or with several micro-batches."""
         return self.mesh.pipe > 1 or self.gradient_accumulation > 1
@@ -130,10 +126,10 @@ class PlannedStep:
         """Layers of one chunk of a pipe, with places without a layer; without a pipe all layers of the joined stage."""
         return layers_of_chunk(num_piped_layers(self.config), self.mesh.pipe, self.pipe_chunks)
 
-    @property
+    @functools.cached_property
     def slots(self) -> int:
         """Number of chunks whose inputs are kept at a time; in a joined loop without a pipe, 2."""
-        return _num_slots(self.mesh.pipe, self.pipe_chunks, self.gradient_accumulation)
+        return 1 + max(input_slots(self.mesh.pipe, self.pipe_chunks, self.gradient_accumulation))
 
     @property
     def offloads_slots(self) -> bool:
@@ -152,10 +148,10 @@ class PlannedStep:
         """`expert_load_imbalance`, at most the number of devices of the axis `expert`."""
         return min(self.expert_load_imbalance, self.mesh.expert)
 
-    @property
+    @functools.cached_property
     def stages(self) -> tuple[Stage, ...]:
         """The stages of the model's layers, followed by one stage for each MTP module."""
-        return _stages(self.config)
+        return (*self.config.stages, *self.config.mtp_stages)
 
     def is_module(self, stage: Stage) -> bool:
         """Returns True if the stage is an MTP module."""
@@ -168,53 +164,39 @@ class PlannedStep:
         per_layer = tuple(min(keys, window or keys) for window in self.config.layer_windows)
         return per_layer + (keys,) * len(self.config.mtp_stages)
 
-    @property
+    @functools.cached_property
     def experts(self) -> ExpertsSpec:
         """The experts of each sparse layer. Callers ask only for models that have some."""
-        experts = _experts(self.config)
-        assert experts is not None
-        return experts
+        assert self.config.experts is not None
+        return self.config.experts
 
-    @property
-    def exchanges(self) -> bool:
-        """True if tokens travel to experts on other devices."""
-        return self.mesh.expert > 1 and _has_experts(self.config)
-
-    @property
-    def capacity(self) -> Capacity:
-        """Maximum that one device sends to one other device in the first round of the exchange."""
-        k, num_experts = self.experts.num_experts_per_tok, self.experts.num_experts
-        return first_capacity(self.tokens, k, num_experts, self.mesh.expert, self.capacity_factor)
-
-    @property
-    def gathers_tokens(self) -> bool:
-        """True if all tokens go to all devices (transport `gather` or `pairwise`); else the transport is `all_to_all`."""
-        return self.capacity.tokens == self.tokens
-
-    @property
-    def sends_pairwise(self) -> bool:
-        """True if the transport is `pairwise`, by the same rule as in `parallel.Parallelism`."""
-        return self.exchanges and self.hops == "copies" and self.capacity_factor >= self.mesh.expert
-
-    @property
-    def pairwise_step(self) -> int:
-        """Number of other devices whose tokens `pairwise` computes in one step."""
-        return min(self.mesh.expert - 1, devices_of_step(self.capacity))
+    @functools.cached_property
+    def exchange(self) -> ExchangePlan | None:
+        """The plan of the exchange with experts on other devices, as training makes it; None if no token travels."""
+        if self.mesh.expert == 1 or not self.config.routed_layers:
+            return None
+        # `parallel.Parallelism` chooses "pairwise" by the same rule.
+        is_pairwise = self.hops == "copies" and self.capacity_factor >= self.mesh.expert
+        exchange = ExpertParallel(transport="pairwise" if is_pairwise else None, capacity_factor=self.capacity_factor)
+        k, own_experts = self.experts.num_experts_per_tok, self.experts.num_experts // self.mesh.expert
+        return plan_exchange(self.tokens, k, self.mesh.expert, own_experts, exchange)
 
     @property
     def received(self) -> int:
         """Token slots that a device has after dispatch, filled or not."""
-        return self.mesh.expert * self.capacity.tokens if self.exchanges else self.tokens
+        return self.tokens if self.exchange is None else self.mesh.expert * self.exchange.first.tokens
 
     @property
     def room(self) -> int:
         """Rows (token-expert pairs) that a device's buffers hold for its experts."""
-        return self.mesh.expert * self.capacity.pairs if self.exchanges else self.tokens * self.experts.num_experts_per_tok
+        if self.exchange is None:
+            return self.tokens * self.experts.num_experts_per_tok
+        return self.mesh.expert * self.exchange.first.pairs
 
     @property
     def computed_at_once(self) -> int:
         """Rows that the experts compute at a time. On one device with many tokens this is a chunk of `room` (`layers.moe`)."""
-        in_chunks = not self.exchanges and self.tokens > 2 * EXPERT_CHUNK_TOKENS
+        in_chunks = self.exchange is None and self.tokens > 2 * EXPERT_CHUNK_TOKENS
         return EXPERT_CHUNK_TOKENS * self.experts.num_experts_per_tok if in_chunks else self.room
 
     @property
@@ -248,31 +230,6 @@ class PlannedStep:
         """
         in_place = self.mesh.size == 1 or (self.mesh.pipe > 1 and parameter.by_layer)
         return in_place and "experts" in parameter.path and not parameter.gather_axes
-
-
-@functools.cache
-def _stages(config: ModelConfig) -> tuple[Stage, ...]:
-    return (*config.stages, *config.mtp_stages)
-
-
-@functools.cache
-def _experts(config: ModelConfig) -> ExpertsSpec | None:
-    return config.experts
-
-
-@functools.cache
-def _has_experts(config: ModelConfig) -> bool:
-    return bool(config.routed_layers)
-
-
-@functools.cache
-def _fp8_refusal(config: ModelConfig) -> str | None:
-    return fp8_refusal(config, jnp.bfloat16)
-
-
-@functools.cache
-def _num_slots(ranks: int, chunks: int, micro_batches: int) -> int:
-    return 1 + max(input_slots(ranks, chunks, micro_batches))
 
 
 def _problems(step: PlannedStep) -> list[str]:
@@ -312,7 +269,7 @@ def _problems_of_mesh(step: PlannedStep) -> list[str]:
     if step.precision != "bf16":
         if step.pipe_schedule != "uniform":
             problems.append(f"precision={step.precision!r} needs pipe_schedule='uniform'; got {step.pipe_schedule!r}")
-        reason = _fp8_refusal(config)
+        reason = fp8_refusal(config, jnp.bfloat16)
         problems += [f"precision={step.precision!r}: {reason}; take 'bf16'"] if reason is not None else []
     elif step.tokens_in_fp8:
         problems.append("tokens_in_fp8=True needs precision='fp8' or 'fp8_kept'; got 'bf16'")
@@ -328,8 +285,7 @@ def _problems_of_mesh(step: PlannedStep) -> list[str]:
     split = 2 * mesh.context if mesh.context > 1 else 1
     if step.sequence_length % split:
         problems.append(f"sequence_length={step.sequence_length} must be a multiple of 2 * mesh.context = {split}")
-    spec = _experts(config)
-    experts = spec.num_experts if spec else 0
+    experts = config.experts.num_experts if config.experts else 0
     if experts % mesh.expert:
         problems.append(f"{experts} experts cannot be dealt out to mesh.expert={mesh.expert} devices; take a divisor")
     heads = config.num_attention_heads, config.num_key_value_heads

@@ -27,11 +27,12 @@ class Ticks(NamedTuple):
     """Transfers between different ranks behind each tick."""
     pairs: float
     """Share of the forward passes that overlap with a backward pass."""
+    slots: Sizes
 
 
 def ticks(step: PlannedStep) -> Ticks:
-    """Returns the ticks of a step whose schedule runs from a table."""
-    return _of_table(*_key(step))[0]
+    """Returns the ticks and slots of a step whose schedule runs from a table."""
+    return _of_table(*_key(step))
 
 
 def lockstep_seconds(step: PlannedStep, forward: float, backward: float, weights: float, overlapped: float) -> float:
@@ -48,13 +49,8 @@ def product_bytes(step: PlannedStep) -> float:
     """Returns the bytes of the products that wait for W: operands of all matrices of a chunk, in each place."""
     places = step.mesh.pipe - 1 if step.pipe_schedule == "uniform-w" else 0
     if step.pipe_schedule not in UNIFORM:
-        places = slots(step).products
+        places = ticks(step).slots.products
     return places * step.layers_of_chunk * ELEMENT * step.tokens * operand_elements(step.config)
-
-
-def slots(step: PlannedStep) -> Sizes:
-    """Returns the slots of a schedule from a table."""
-    return _of_table(*_key(step))[1]
 
 
 def _key(step: PlannedStep) -> tuple[PipeSchedule, int, int, int, bool]:
@@ -69,9 +65,9 @@ def _schedule(name: PipeSchedule, ranks: int, chunks: int, micro_batches: int, s
 
 
 @functools.cache
-def _of_table(*key) -> tuple[Ticks, Sizes]:
+def _of_table(*key) -> Ticks:
     schedule = _schedule(*key)
     table = lockstep_table(schedule)
     passes = [slot for slots in schedule.ranks for slot in slots if any(part.kind == "F" for part in slot)]
     hops = sum(distance != 0 for distance in (*table.forward_hops, *table.backward_hops))
-    return Ticks(table.num_ticks, hops, sum(len(slot) == 2 for slot in passes) / len(passes)), table.sizes
+    return Ticks(table.num_ticks, hops, sum(len(slot) == 2 for slot in passes) / len(passes), table.sizes)

@@ -6,13 +6,12 @@ from typing import Any, NamedTuple
 from moe_jax.config import Stage
 from moe_jax.cost.attention import attention_seconds, moved_elements
 from moe_jax.cost.flops import attention_matrices
-from moe_jax.cost.fp8 import rounding_seconds
-from moe_jax.cost.frozen_weights import quantised_layer
 from moe_jax.cost.layer import ExpertsWork, Passes, elementwise_seconds, experts_seconds, matmul_seconds, router_seconds
 from moe_jax.cost.machine import Machine
+from moe_jax.cost.memory import kept_by_layer
 from moe_jax.cost.planned_step import PlannedStep
+from moe_jax.cost.quantised import quantised_layer, rounding_seconds
 from moe_jax.cost.travel import context_seconds, exchange_seconds, gather_seconds
-from moe_jax.cost.workspace import kept_by_layer
 
 COMPUTING = ("experts", "projections", "attention", "elementwise", "kept", "overhead")
 """The parts of layers that a GPU computes."""
@@ -31,24 +30,16 @@ class StageSeconds(NamedTuple):
     """Seconds of gathers that overlap with computation, and are in neither pass."""
 
 
-class LayersSeconds(NamedTuple):
-    """Seconds of all layers in a step, by part."""
-
-    parts: dict[str, float]
-    hidden: float
-
-    def plus(self, stage: StageSeconds, micro_batches: int) -> "LayersSeconds":
-        """Returns the sum of these and of `micro_batches` micro-batches of a stage."""
-        added = {
-            name: seconds + micro_batches * (stage.forward.get(name, 0.0) + stage.backward.get(name, 0.0))
-            for name, seconds in self.parts.items()
-        }
-        return LayersSeconds(added, self.hidden + micro_batches * stage.hidden)
-
-
-def no_seconds() -> LayersSeconds:
+def no_seconds() -> dict[str, float]:
     """Returns zero seconds for each part."""
-    return LayersSeconds(dict.fromkeys((*COMPUTING, *TRAVEL), 0.0), 0.0)
+    return dict.fromkeys((*COMPUTING, *TRAVEL), 0.0)
+
+
+def add_stage(parts: dict[str, float], stage: StageSeconds, micro_batches: int) -> float:
+    """Adds the seconds of `micro_batches` micro-batches of a stage to all parts; returns those that are hidden."""
+    for name in parts:
+        parts[name] += micro_batches * (stage.forward.get(name, 0.0) + stage.backward.get(name, 0.0))
+    return micro_batches * stage.hidden
 
 
 def stage_seconds(step: PlannedStep, number: int, layers: int, machine: Machine) -> StageSeconds:
@@ -72,12 +63,6 @@ def stage_seconds(step: PlannedStep, number: int, layers: int, machine: Machine)
         seconds["gathers"] = layers * (needed.travel - hides + needed.memory) + needed.travel
         hidden += layers * hides
     return StageSeconds(forward, backward, hidden)
-
-
-def weights_seconds(step: PlannedStep, number: int, layers: int, machine: Machine) -> float:
-    """Returns the seconds of W, the gradients of weights, in `layers` layers: half of the backward matmuls."""
-    computing = layer_seconds(step, number, machine)
-    return layers * sum(computing[name].backward for name in ("projections", "experts") if name in computing) / 2
 
 
 def layer_seconds(step: PlannedStep, number: int, machine: Machine) -> dict[str, Passes]:
@@ -105,17 +90,15 @@ def layer_seconds(step: PlannedStep, number: int, machine: Machine) -> dict[str,
     if step.param_dtype == "float32":
         # Every pass casts its parameters: 4 bytes read and 2 written.
         cast = 6 * sum(p.own_size / p.layers for p in own) / machine.hbm
-        parts["elementwise"] = Passes(*(seconds + cast for seconds in parts["elementwise"]))
+        parts["elementwise"] = parts["elementwise"].plus(Passes(cast, cast, cast))
     if step.adapters is not None:
         # Passes over rows of their own, which compute little beside what they read and write.
         moved = elementwise_seconds(tokens, step.adapters.moved_elements / config.num_hidden_layers, machine)
         made = sum(quantised_layer(step, number)) / machine.hbm
-        made_whole = Passes(made, 0.0, made)
-        parts["elementwise"] = Passes(*map(sum, zip(parts["elementwise"], moved, made_whole, strict=True)))
+        parts["elementwise"] = parts["elementwise"].plus(moved, Passes(made, 0.0, made))
     if stage.sparse:
         parts["experts"] = _sparse_seconds(step, machine)
-        rounding = rounding_seconds(step, number, machine)
-        parts["elementwise"] = Passes(*map(sum, zip(parts["elementwise"], rounding, strict=True)))
+        parts["elementwise"] = parts["elementwise"].plus(rounding_seconds(step, number, machine))
     return parts | {"kept": _keeping_seconds(step, stage, parts.values(), machine)}
 
 
@@ -140,8 +123,7 @@ def _sparse_seconds(step: PlannedStep, machine: Machine) -> Passes:
     grouped = experts.num_groups > 1
     router = router_seconds(step.tokens, step.config.hidden_size, experts.num_experts, machine, grouped=grouped)
     options: dict[str, Any] = dict(frozen=step.adapters is not None, precision=step.precision)
-    both = experts_seconds(experts_work(step), machine, **options), router
-    return Passes(*(sum(seconds) for seconds in zip(*both, strict=True)))
+    return experts_seconds(experts_work(step), machine, **options).plus(router)
 
 
 def experts_work(step: PlannedStep) -> ExpertsWork:

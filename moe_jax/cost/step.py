@@ -16,16 +16,15 @@ import math
 from dataclasses import dataclass
 
 from moe_jax.cost.flops import training_flops_per_token
-from moe_jax.cost.fp8 import copies_seconds
-from moe_jax.cost.layer import Passes
+from moe_jax.cost.layer import Passes, experts_sums_seconds
 from moe_jax.cost.machine import H200, Machine
 from moe_jax.cost.memory import host_bytes, memory_bytes
 from moe_jax.cost.pipeline import pipeline_seconds
 from moe_jax.cost.planned_step import BYTES, PlannedStep
-from moe_jax.cost.stage import LayersSeconds, no_seconds, stage_seconds
-from moe_jax.cost.sums import sums_seconds
+from moe_jax.cost.quantised import copies_seconds
+from moe_jax.cost.stage import add_stage, experts_work, no_seconds, stage_seconds
 from moe_jax.cost.travel import once_a_step_seconds
-from moe_jax.kernels.cross_entropy import CHUNK_TOKENS
+from moe_jax.kernels.vocabulary import CHUNK_TOKENS
 
 
 @dataclass(frozen=True)
@@ -67,7 +66,7 @@ class Prediction:
     @property
     def tokens_per_second(self) -> float:
         """Tokens that one device trains on in a second."""
-        return self.step.tokens_of_step / self.step_seconds
+        return self.step.rows * self.step.sequence_length / self.step.mesh.size / self.step_seconds
 
     @property
     def flops_per_second(self) -> float:
@@ -101,12 +100,12 @@ def predict(step: PlannedStep, machine: Machine = H200) -> Prediction:
     return Prediction(step, machine, parts, hidden, memory_bytes(step))
 
 
-def _seconds_in_turn(step: PlannedStep, machine: Machine) -> LayersSeconds:
-    """Returns the seconds of all layers, one micro-batch after the other."""
-    found = no_seconds()
+def _seconds_in_turn(step: PlannedStep, machine: Machine) -> tuple[dict[str, float], float]:
+    """Returns the seconds of all layers by part, one micro-batch after the other, and the seconds that are hidden."""
+    parts, hidden = no_seconds(), 0.0
     for number, stage in enumerate(step.stages):
-        found = found.plus(stage_seconds(step, number, stage.num_layers, machine), step.gradient_accumulation)
-    return found
+        hidden += add_stage(parts, stage_seconds(step, number, stage.num_layers, machine), step.gradient_accumulation)
+    return parts, hidden
 
 
 def _loss_seconds(step: PlannedStep, machine: Machine) -> float:
@@ -138,3 +137,26 @@ def _optimizer_seconds(step: PlannedStep, machine: Machine) -> float:
     of_gradient = 4 if step.accumulates else BYTES[step.param_dtype]
     traffic = 2 * of_gradient + 2 * 4 + 4 * BYTES[step.moment_dtype]
     return traffic * sum(map(step.updated_size, step.parameters)) / machine.hbm
+
+
+def sums_seconds(step: PlannedStep, machine: Machine) -> float:
+    """Returns the seconds of all micro-batches of a step; 0 where gradients are not summed over micro-batches.
+
+    Sums are read and written. In turn, a micro-batch has a stack of its own gradients, which is read too. Joined passes add
+    each layer's gradients at once, and those of an embedding table of its own once a step. Kernels that add
+    (`PlannedStep.adds_in_kernel`) hide this behind their matmuls.
+    """
+    if not step.accumulates:
+        return 0.0
+    if step.adapters is not None:
+        return step.gradient_accumulation * 12 * step.adapters.parameters / machine.hbm
+    traffic = 8 if step.joins_passes else 8 + BYTES[step.param_dtype]
+    embeds_at_the_end = step.joins_passes and not step.config.tie_word_embeddings
+    elements, layers_in_kernel = 0, 0
+    for p in step.parameters:
+        if step.adds_in_kernel(p):
+            layers_in_kernel = max(layers_in_kernel, p.layers)
+        elif not (embeds_at_the_end and p.path[0] == "embed_tokens"):
+            elements += p.own_size if p.by_layer or not step.joins_passes else p.used_size
+    beyond_matmuls = layers_in_kernel * experts_sums_seconds(experts_work(step), machine) if layers_in_kernel else 0.0
+    return step.gradient_accumulation * (traffic * elements / machine.hbm + beyond_matmuls)

@@ -4,7 +4,6 @@ import math
 from typing import NamedTuple
 
 from moe_jax.cost.attention import expanded_elements, expansion_seconds, key_value_elements, travelling_elements
-from moe_jax.cost.fp8 import gathered_bytes, travelling_bytes
 from moe_jax.cost.layer import ELEMENT, Passes
 from moe_jax.cost.machine import (
     Machine,
@@ -15,8 +14,9 @@ from moe_jax.cost.machine import (
     ring_hop_seconds,
 )
 from moe_jax.cost.planned_step import BYTES, PlannedStep
+from moe_jax.cost.quantised import gathered_bytes, travelling_bytes
 from moe_jax.parallel.choices import MESH_AXES
-from moe_jax.parallel.expert.settings import further_capacity
+from moe_jax.parallel.expert.exchange_plan import devices_per_step
 
 QUERIES_SHARE = 0.4
 """Share of attention's backward pass that computes the gradients of queries."""
@@ -27,7 +27,8 @@ def exchange_seconds(step: PlannedStep, machine: Machine) -> Passes:
 
     Tokens may travel in FP8. Outputs and both gradients do not.
     """
-    if not step.exchanges:
+    exchange = step.exchange
+    if exchange is None:
         return Passes(0.0, 0.0, 0.0)
     experts, hidden = step.experts, step.config.hidden_size
     k, inter = experts.num_experts_per_tok, experts.moe_intermediate_size
@@ -40,21 +41,20 @@ def exchange_seconds(step: PlannedStep, machine: Machine) -> Passes:
         packing = 2 * slots * slot_bytes / machine.hbm
         return packing + all_to_all_seconds(machine, slots * slot_bytes, ("expert",), step.mesh)
 
-    if step.sends_pairwise:
+    if exchange.transport == "pairwise":
         # Copies overlap with experts: the last step's results travel home during the down pass of the device's own tokens.
         # With several steps, tokens are sent after the choices.
-        others = step.mesh.expert - 1
-        last = others % step.pairwise_step or step.pairwise_step
-        home = ring_hop_seconds(machine, last * step.tokens * token, ("expert",), step.mesh, copied=True)
+        _, *others = devices_per_step(exchange)
+        home = ring_hop_seconds(machine, others[-1] * step.tokens * token, ("expert",), step.mesh, copied=True)
         own_choices = step.tokens * k / step.mesh.expert
         own_down = 2 * own_choices * hidden * inter / machine.experts_matmul
         home = max(0.0, home - own_down)
         summed = step.received * token / machine.hbm
-        if others == last:
+        if len(others) == 1:
             return Passes(home + summed, 0.0, summed)
         dispatch = all_gather_seconds(machine, step.received * choices, ("expert",), step.mesh)
         return Passes(dispatch + home + summed, dispatch, summed)
-    if step.gathers_tokens:
+    if exchange.transport == "gather":
         sent, gradients, with_choices = (
             all_gather_seconds(machine, step.received * size, ("expert",), step.mesh) for size in (token_sent, token, choices)
         )
@@ -66,22 +66,16 @@ def exchange_seconds(step: PlannedStep, machine: Machine) -> Passes:
         sent, gradients, with_choices = (to_all(step.received, size) for size in (token_sent, token, choices))
         combine = gradients
     dispatch = sent + with_choices
-    slots = step.mesh.expert * further_capacity(step.capacity, k).tokens
+    slots = step.mesh.expert * exchange.further.tokens
     # Further rounds keep no residuals: backward recomputes them. Their gradients of all weights are accumulated in float32.
     weights = 3 * experts.num_experts // step.mesh.expert * hidden * inter
     round_forward = to_all(slots, token_sent) + to_all(slots, token) + ELEMENT * weights / machine.hbm
     round_backward = round_forward + 2 * to_all(slots, token) + (ELEMENT + 14) * weights / machine.hbm
-    further = _further_rounds(step)
+    # Of the busiest device, if every device sends it an equal number of choices.
+    beyond = step.imbalance * step.tokens * k / step.mesh.expert - exchange.first.pairs
+    further = max(0, math.ceil(beyond / exchange.further.pairs))
     backward = gradients + with_choices + combine
     return Passes(dispatch + combine + further * round_forward, dispatch, backward + further * round_backward)
-
-
-def _further_rounds(step: PlannedStep) -> int:
-    """Returns the further rounds of the busiest device, if every device sends it an equal number of choices."""
-    capacity, devices = step.capacity, step.mesh.expert
-    k = step.experts.num_experts_per_tok
-    beyond = step.imbalance * step.tokens * k / devices - capacity.pairs
-    return max(0, math.ceil(beyond / further_capacity(capacity, k).pairs))
 
 
 def context_seconds(step: PlannedStep, attention: Passes, machine: Machine) -> Passes:
@@ -97,9 +91,12 @@ def context_seconds(step: PlannedStep, attention: Passes, machine: Machine) -> P
     axes = ("context",)
     if step.context_method == "ulysses":
         return _ulysses_seconds(step, machine)
-    expansion = _expansions_seconds(step, machine)
+    # The latents of other devices are expanded; backward expands for each of two kernels.
+    one = expansion_seconds(step.tokens, step.config, machine)
+    arriving = (devices - 1) * one.forward
+    expansion = Passes(arriving, arriving, 2 * devices * one.forward + (devices - 1) * one.backward)
     if step.context_method == "ring":
-        return Passes(*map(sum, zip(_ring_seconds(step, keys, attention, machine), expansion, strict=True)))
+        return _ring_seconds(step, keys, attention, machine).plus(expansion)
     # Reordered to the order of the sequence: read and written.
     forward = all_gather_seconds(machine, devices * keys, axes, step.mesh) + 2 * devices * keys / machine.hbm
     sums = reduce_scatter_seconds(machine, 2 * devices * keys, axes, step.mesh)
@@ -135,13 +132,6 @@ def _ring_seconds(step: PlannedStep, keys: float, attention: Passes, machine: Ma
     return Passes(*(ring_steps * seconds for seconds in (forward, forward, backward)))
 
 
-def _expansions_seconds(step: PlannedStep, machine: Machine) -> Passes:
-    """Returns the seconds to expand the latents of other devices; backward expands for each of two kernels."""
-    devices, one = step.mesh.context, expansion_seconds(step.tokens, step.config, machine)
-    forward = (devices - 1) * one.forward
-    return Passes(forward, forward, 2 * devices * one.forward + (devices - 1) * one.backward)
-
-
 def _ulysses_seconds(step: PlannedStep, machine: Machine) -> Passes:
     """Returns the seconds of Ulysses' exchanges: queries, keys and values to a share of the heads, and the result back.
 
@@ -168,14 +158,7 @@ class Gathers(NamedTuple):
     """Seconds of the device's memory bandwidth, which overlapping computation lacks meanwhile."""
 
 
-class GathersOfPasses(NamedTuple):
-    """The gathers of one layer, by pass."""
-
-    forward: Gathers
-    backward: Gathers
-
-
-def gather_seconds(step: PlannedStep, stage: int, machine: Machine) -> GathersOfPasses:
+def gather_seconds(step: PlannedStep, stage: int, machine: Machine) -> tuple[Gathers, Gathers]:
     """Returns the gathers of one layer in the forward and in the backward pass.
 
     Both passes gather the layer's matrices. The backward pass also sends their gradients to the devices that store them. With
@@ -184,24 +167,21 @@ def gather_seconds(step: PlannedStep, stage: int, machine: Machine) -> GathersOf
     """
     gather = sums = Gathers(0.0, 0.0)
     for p in step.parameters_of_stages[stage]:
-        if p.gather_axes:
-            elements = p.used_size / p.layers
-            arriving, size = gathered_bytes(step, p) * elements, ELEMENT * elements
-            if step.hops == "copies":
-                share = 1 / math.prod(getattr(step.mesh, name) for name in p.gather_axes)
-                others, own = (1 - share) * size, share * size
-                from_others = (1 - share) * arriving
-
-                def travel(moved: float, axes: tuple[str, ...] = p.gather_axes) -> float:
-                    return ring_hop_seconds(machine, moved, axes, step.mesh, copied=True)
-
-                one_gather = Gathers(travel(from_others), (2 * from_others + 2 * arriving) / machine.hbm)
-                one_sum = Gathers(travel(others), (4 * others + size + own) / machine.hbm)
-            else:
-                one_gather = Gathers(all_gather_seconds(machine, arriving, p.gather_axes, step.mesh), 0.0)
-                one_sum = Gathers(all_to_all_seconds(machine, size, p.gather_axes, step.mesh), 0.0)
-            gather, sums = _added(gather, one_gather), _added(sums, one_sum)
-    return GathersOfPasses(gather, _added(gather, sums))
+        if not p.gather_axes:
+            continue
+        elements, where = p.used_size / p.layers, (p.gather_axes, step.mesh)
+        arriving, size = gathered_bytes(step, p) * elements, ELEMENT * elements
+        if step.hops == "copies":
+            share = 1 / math.prod(getattr(step.mesh, name) for name in p.gather_axes)
+            others, own, from_others = (1 - share) * size, share * size, (1 - share) * arriving
+            travel, back = (ring_hop_seconds(machine, moved, *where, copied=True) for moved in (from_others, others))
+            one_gather = Gathers(travel, (2 * from_others + 2 * arriving) / machine.hbm)
+            one_sum = Gathers(back, (4 * others + size + own) / machine.hbm)
+        else:
+            one_gather = Gathers(all_gather_seconds(machine, arriving, *where), 0.0)
+            one_sum = Gathers(all_to_all_seconds(machine, size, *where), 0.0)
+        gather, sums = _added(gather, one_gather), _added(sums, one_sum)
+    return gather, _added(gather, sums)
 
 
 def _added(a: Gathers, b: Gathers) -> Gathers:

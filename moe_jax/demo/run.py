@@ -7,7 +7,6 @@ Qwen3-MoE). Training is interrupted and resumed. The model is exported, compared
 import ast
 import importlib.util
 import json
-import os
 import shlex
 import shutil
 import time
@@ -35,6 +34,7 @@ from moe_jax.parallel.choices import MeshShape
 from moe_jax.parallel.pipeline.chunks import PipeShape
 from moe_jax.recipes import FinetuneSettings, finetune
 from moe_jax.runtime.environment import program
+from moe_jax.runtime.files import write_text
 from moe_jax.train.plots import plot_run
 
 MAX_LOGIT_DIFFERENCE = 1e-3
@@ -121,7 +121,9 @@ def run_demo(settings: DemoSettings) -> DemoResult:
         num_parameters = sum(x.size for x in jax.tree.leaves(nnx.state(model, nnx.Param)))
         save_pretrained(model, output / "initial", tokenizer_from=output / "tokenizer", progress=False)
         # Every model trained from this one inherits the file.
-        write_json_lines(output / "initial" / "generation_config.json", [generation_defaults()])
+        ends = {"eos_token_id": [0, SPECIAL_TOKENS.index(TURN_END)], "pad_token_id": 0}  # of a text, and of an answer in a chat
+        defaults = ends | {"do_sample": True, "temperature": TEMPERATURE, "top_p": TOP_P}
+        write_json_lines(output / "initial" / "generation_config.json", [defaults])
         print(f"  {config.model_type}, {config.num_hidden_layers} layers, {num_parameters / 1e6:.1f} M parameters", end="")
         if experts := config.experts:
             print(f", {experts.num_experts} experts a layer of which each token takes {experts.num_experts_per_tok}", end="")
@@ -302,24 +304,19 @@ def training_settings(settings: DemoSettings, output: Path, data: Path) -> Finet
     The load-balancing loss averages over layers, so single layers may stay uneven: with this loss alone the busiest expert had
     2.5 times the mean load. The loss within each sequence is a sum over layers, and balances every layer.
     """
+    names = "seq_len", "batch_size", "mesh", "pipe_chunks", "lora", "steps", "seed"
     return FinetuneSettings(
         model=str(output / "initial"),
         data=str(data),
         data_format="text",
         output=str(output / "training"),
-        seq_len=settings.seq_len,
-        batch_size=settings.batch_size,
         gradient_accumulation=settings.gradient_accumulation or (2 * settings.mesh.pipe if settings.mesh.pipe > 1 else 1),
-        mesh=settings.mesh,
-        pipe_chunks=settings.pipe_chunks,
-        lora=settings.lora,
-        steps=settings.steps,
         learning_rate=5e-3,
         sequence_loss_coef=0.03,
         checkpoint_every=settings.steps,
         dtype="bfloat16" if jax.default_backend() == "gpu" else "float32",
         remat=False,
-        seed=settings.seed,
+        **{name: getattr(settings, name) for name in names},
     )
 
 
@@ -356,12 +353,6 @@ def transformers_logits(folder: Path, tokens: list[int]) -> np.ndarray:
             logging.enable_progress_bar()
 
 
-def generation_defaults() -> dict[str, Any]:
-    """Returns the model's generation_config.json. The first special token ends a text, the last ends an answer in a chat."""
-    ends = [0, SPECIAL_TOKENS.index(TURN_END)]
-    return {"eos_token_id": ends, "pad_token_id": 0, "do_sample": True, "temperature": TEMPERATURE, "top_p": TOP_P}
-
-
 def is_python(text: str) -> bool:
     """Returns True if `text` parses as Python."""
     try:
@@ -386,6 +377,4 @@ def try_next(output: Path) -> list[str]:
 
 def write_json_lines(path: Path, objects: list[dict]) -> None:
     """Writes one object a line; the file is complete or absent."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text("".join(json.dumps(item) + "\n" for item in objects))
-    os.replace(temporary, path)
+    write_text(path, "".join(json.dumps(item) + "\n" for item in objects))

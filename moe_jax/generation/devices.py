@@ -24,8 +24,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from jaxtyping import Array, Bool, Int, Key
 
 from moe_jax.config import ModelConfig
-from moe_jax.generation.prompts import left_padded
-from moe_jax.generation.request import DecodeOptions, check_memory
+from moe_jax.generation.request import DecodeOptions, check_memory, left_padded
 from moe_jax.kernels.varying import vary_as
 from moe_jax.layers.moe import Experts
 from moe_jax.layers.tickets import is_expert_matrix
@@ -90,7 +89,7 @@ def decode_on_devices[Results: tuple](
     """Runs `decode` on all devices that hold the model, and returns its results with a row for each prompt, in their order.
 
     Args:
-      decode: a decoding loop, traced for one device. Each array of its result, a NamedTuple, has a row for each of the device's
+      decode: a decoding loop, traced for one device. Each array of its result, a tuple, has a row for each of the device's
         prompts. Results of rows without a prompt are dropped.
       options: a compilation is kept for each set of values.
 
@@ -99,7 +98,8 @@ def decode_on_devices[Results: tuple](
         `options.overlap_prefill` is True and `overlap_refusal` has a reason against it. Or the cache would not fit the memory.
     """
     graph, parameters, *rest = nnx.split(model, nnx.Param, ...)
-    mesh = generation_mesh(devices_of(model, "generation"), model.config, spread_experts=not _adapts_experts(model))
+    adapts = any(isinstance(module, Experts) and module.adapter is not None for _, module in nnx.iter_modules(model))
+    mesh = generation_mesh(devices_of(model, "generation"), model.config, spread_experts=not adapts)
     refuse_chunks(parameters, "generation")
     check_memory(model.config, prompts, options.max_new_tokens, dtype=model.dtype, devices=mesh.size)
     if options.overlap_prefill and (reason := overlap_refusal(mesh, model.config, len(prompts))):
@@ -152,10 +152,6 @@ def _whole_because(mesh: Mesh, config: ModelConfig) -> str:
     if math.gcd(mesh.size, number) == 1:
         return f"the model has {number}, and a number of devices with a common divisor can share them; got {mesh.size}"
     return "those with adapters lie whole on each device"
-
-
-def _adapts_experts(model: Decoder) -> bool:
-    return any(isinstance(module, Experts) and module.adapter is not None for _, module in nnx.iter_modules(model))
 
 
 def _specs_of_others(others: nnx.State, mesh: Mesh | AbstractMesh) -> nnx.State:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,12 +10,11 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from moe_jax.generation.devices import DecodeInputs, decode_on_devices
-from moe_jax.generation.prefill import prefill
-from moe_jax.generation.prompts import new_tokens
-from moe_jax.generation.request import DecodeOptions, Padding, checked_request, padding_ids
+from moe_jax.generation.request import DecodeOptions, checked_request, new_tokens, padding_ids
 from moe_jax.generation.sampling import folded, sample
 from moe_jax.kernels.varying import vary_as
-from moe_jax.layers.cache import KVCache
+from moe_jax.layers.cache import KVCache, init_cache, join_rows
+from moe_jax.layers.passes import run_together
 from moe_jax.models.decoder import Decoder
 
 
@@ -60,25 +59,12 @@ def generate(
     """
     if not isinstance(overlap_prefill, bool | np.bool_):
         raise ValueError(f"overlap_prefill must be True or False; got {overlap_prefill!r}")
-    request = checked_request(
-        model.config,
-        prompt_tokens,
-        Padding(attention_mask, padding_ids(model)),
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        eos_token_id=eos_token_id,
-    )
-    options = request.options._replace(overlap_prefill=bool(overlap_prefill))
-    decoded = decode_on_devices(_decode, options, model, request.prompts, seed)
-    return new_tokens(decoded.tokens, decoded.lengths, request.single)
-
-
-class _Decoded(NamedTuple):
-    tokens: Int[Array, "batch max_new_tokens"]
-    lengths: Int[Array, "batch"]
-    """The number of valid tokens in each row."""
+    options: Any = dict(max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p)
+    padding = attention_mask, padding_ids(model)
+    request = checked_request(model.config, prompt_tokens, padding, eos_token_id=eos_token_id, **options)
+    chosen = request.options._replace(overlap_prefill=bool(overlap_prefill))
+    tokens, lengths = decode_on_devices(_decode, chosen, model, request.prompts, seed)
+    return new_tokens(tokens, lengths, request.single)
 
 
 class _State(NamedTuple):
@@ -92,7 +78,8 @@ class _State(NamedTuple):
     done: Bool[Array, "batch"]
 
 
-def _decode(options: DecodeOptions, inputs: DecodeInputs) -> _Decoded:
+def _decode(options: DecodeOptions, inputs: DecodeInputs) -> tuple[Int[Array, "batch max_new_tokens"], Int[Array, "batch"]]:
+    """Returns new tokens, and the number of valid tokens in each row."""
     max_new_tokens, temperature, top_k, top_p, ends, overlap = options
     devices, model, tokens, segment_ids, keys = inputs
     batch, prompt_length = tokens.shape
@@ -106,8 +93,8 @@ def _decode(options: DecodeOptions, inputs: DecodeInputs) -> _Decoded:
         """Computes the logits of one position, so that a long prompt does not need memory for the others."""
         return jnp.einsum("bd,vd->bv", hidden, model.head_weight.astype(model.dtype))
 
-    prompts = prefill(inputs, positions, prompt_length + max_new_tokens, overlap=overlap)
-    first = draw(logits_of(prompts.hidden), folded(keys, 0))
+    hidden, cache = prefill(inputs, positions, prompt_length + max_new_tokens, overlap=overlap)
+    first = draw(logits_of(hidden), folded(keys, 0))
     produced = jnp.zeros((batch, max_new_tokens), jnp.int32).at[:, 0].set(first)
 
     def unfinished(state: _State):
@@ -130,6 +117,31 @@ def _decode(options: DecodeOptions, inputs: DecodeInputs) -> _Decoded:
         )
 
     lengths = vary_as(jnp.ones(batch, jnp.int32), tokens)
-    start = _State(jnp.int32(1), first, prompts.cache, produced, lengths, ends_with(first) | ~segment_ids.any(axis=1))
+    start = _State(jnp.int32(1), first, cache, produced, lengths, ends_with(first) | ~segment_ids.any(axis=1))
     end = jax.lax.while_loop(unfinished, step_once, start)
-    return _Decoded(end.produced, end.lengths)
+    return end.produced, end.lengths
+
+
+def prefill(
+    inputs: DecodeInputs, positions: Int[Array, "batch seq"], max_length: int, *, overlap: bool = False
+) -> tuple[Float[Array, "batch hidden"], KVCache]:
+    """Computes the prompts of one device; returns each one's last hidden state, and a cache with room for `max_length` tokens.
+
+    Args:
+      overlap: two halves of the prompts pass the layers in one loop. The tokens of one half travel to other devices' experts
+        while the other half computes. The number of prompts is even, padding among them.
+    """
+    devices, model, tokens, segment_ids, _ = inputs
+    batch = len(tokens)
+    if not overlap:
+        cache = init_cache(model.config, batch, max_length, model.dtype)
+        states = model.hidden_states(tokens, positions, segment_ids, cache=cache, spread=devices.spread)
+        assert states.cache is not None
+        return states.hidden[:, -1], states.cache
+    passes = []
+    for rows in (slice(batch // 2), slice(batch // 2, batch)):
+        cache = init_cache(model.config, batch // 2, max_length, model.dtype)
+        arrays = tokens[rows], positions[rows], segment_ids[rows]
+        passes.append(model.forward_pass(*arrays, cache=cache, spread=devices.spread_of_halves))
+    first, second = run_together(*passes)
+    return jnp.concatenate([first.hidden[:, -1], second.hidden[:, -1]]), join_rows(first.cache, second.cache)

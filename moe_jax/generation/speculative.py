@@ -17,7 +17,7 @@ padding, which no token sees. The caches have room for two tokens for each new o
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,8 +25,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from moe_jax.config import ModelConfig
 from moe_jax.generation.devices import DecodeInputs, decode_on_devices
-from moe_jax.generation.prompts import new_tokens
-from moe_jax.generation.request import DecodeOptions, Padding, checked_request, padding_ids
+from moe_jax.generation.request import DecodeOptions, checked_request, new_tokens, padding_ids
 from moe_jax.generation.sampling import distribution, draw, folded
 from moe_jax.kernels.varying import vary_as
 from moe_jax.layers.cache import KVCache, init_cache
@@ -74,19 +73,11 @@ def generate_with_drafts(
       ValueError: the model has no such module, or `generate` refuses the arguments.
     """
     check_drafts(model.config)
-    request = checked_request(
-        model.config,
-        prompt_tokens,
-        Padding(attention_mask, padding_ids(model)),
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        eos_token_id=eos_token_id,
-    )
-    decoded = decode_on_devices(_decode, request.options, model, request.prompts, seed)
-    drafts = Drafts(int(decoded.drafted.sum()), int(decoded.accepted.sum()))
-    return new_tokens(decoded.tokens, decoded.lengths, request.single), drafts
+    options: Any = dict(max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p)
+    padding = attention_mask, padding_ids(model)
+    request = checked_request(model.config, prompt_tokens, padding, eos_token_id=eos_token_id, **options)
+    tokens, lengths, drafted, accepted = decode_on_devices(_decode, request.options, model, request.prompts, seed)
+    return new_tokens(tokens, lengths, request.single), Drafts(int(drafted.sum()), int(accepted.sum()))
 
 
 def check_drafts(config: ModelConfig) -> None:
@@ -123,16 +114,8 @@ class _DraftState:
     accepted: Int[Array, "batch"]
 
 
-class _Decoded(NamedTuple):
-    """New tokens, and for each row the numbers of valid, drafted and accepted tokens."""
-
-    tokens: Int[Array, "batch max_new_tokens"]
-    lengths: Int[Array, "batch"]
-    drafted: Int[Array, "batch"]
-    accepted: Int[Array, "batch"]
-
-
-def _decode(options: DecodeOptions, inputs: DecodeInputs) -> _Decoded:
+def _decode(options: DecodeOptions, inputs: DecodeInputs) -> tuple:
+    """Returns new tokens, and for each row the numbers of valid, drafted and accepted tokens."""
     max_new_tokens, temperature, top_k, top_p, ends, _ = options
     devices, model, tokens, segment_ids, keys = inputs
     batch, prompt_length = tokens.shape
@@ -221,7 +204,7 @@ def _decode(options: DecodeOptions, inputs: DecodeInputs) -> _Decoded:
         )
 
     state = jax.lax.while_loop(lambda state: devices.any(~state.done), one_pass, start())
-    return _Decoded(state.produced, state.lengths, state.drafted, state.accepted)
+    return state.produced, state.lengths, state.drafted, state.accepted
 
 
 def given_draft(

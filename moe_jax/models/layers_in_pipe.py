@@ -1,4 +1,6 @@
-"""The layers of a model that a pipeline deals out to its ranks."""
+"""Where a model's layers are: the stage that a pipeline deals out to its ranks, and the layers of each stack."""
+
+import itertools
 
 from moe_jax.config import ModelConfig
 from moe_jax.parallel.pipeline.chunks import LayersInPipe, PipeShape, check_layers
@@ -18,3 +20,24 @@ def layers_in_pipe(config: ModelConfig, pipe: PipeShape) -> LayersInPipe:
         )
     check_layers(last.repeats, pipe)
     return LayersInPipe(len(before), last.repeats)
+
+
+def stack_of(path: tuple) -> tuple:
+    """Returns the path of the stacked layers, a stage or a place in its body, that the parameter at `path` belongs to."""
+    return path[:4] if path[2] == "places" else path[:2]
+
+
+def layers_of_stacks(lengths: dict[tuple, int]) -> dict[tuple, slice]:
+    """Returns the places of each stack's layers among the layers of all stacks, in the order in which tokens pass them.
+
+    Args:
+      lengths: the number of layers of each stack, by `stack_of`. The stacks of a stage take turns.
+    """
+    found: dict[tuple, slice] = {}
+    first = 0
+    for _, group in itertools.groupby(sorted(lengths), lambda stack: stack[1]):
+        stacks = list(group)
+        end = first + sum(lengths[stack] for stack in stacks)
+        found |= {stack: slice(first + place, end, len(stacks)) for place, stack in enumerate(stacks)}
+        first = end
+    return found

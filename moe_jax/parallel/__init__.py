@@ -18,24 +18,9 @@ if TYPE_CHECKING:
     from moe_jax.runtime.processes import initialize_processes
 
 __all__ = [
-    "MESH_AXES",
-    "ContextParallel",
-    "ExpertParallel",
-    "MeshShape",
-    "Parallelism",
-    "ShardedParameters",
-    "Spread",
-    "context_attention",
-    "default_hops",
-    "expert_parallel_mlp",
-    "initialize_processes",
-    "make_mesh",
-    "own_tokens",
-    "parameter_sharding",
-    "shard_sequence",
-    "starts_of_segments",
-    "token_indices",
-    "unshard_sequence",
-]
+    "MESH_AXES", "ContextParallel", "ExpertParallel", "MeshShape", "Parallelism", "ShardedParameters", "Spread",
+    "context_attention", "default_hops", "expert_parallel_mlp", "initialize_processes", "make_mesh", "own_tokens",
+    "parameter_sharding", "shard_sequence", "starts_of_segments", "token_indices", "unshard_sequence",
+]  # fmt: skip
 
 export_lazily(__name__)

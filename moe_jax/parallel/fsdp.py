@@ -1,9 +1,12 @@
 """Fully sharded parameters: each device keeps a part of every matrix and gathers the full matrix where it is used.
 
 ZeRO, stage 3 (Rajbhandari et al., 2020, https://arxiv.org/abs/1910.02054), with the precisions of torch's FSDP2. Matrices are
-gathered in the compute dtype; those of experts that multiply in FP8 are gathered in FP8 (`parallel.fsdp_fp8`). Each device
-sends its gradients in the compute dtype to the devices that keep the parts, which sum them in f32. All code here runs inside
-`jax.shard_map` under `check_vma`.
+gathered in the compute dtype; those of experts that multiply in FP8 are gathered in FP8. Each device sends its gradients in
+the compute dtype to the devices that keep the parts, which sum them in f32. All code here runs inside `jax.shard_map` under
+`check_vma`.
+
+In FP8 half the bytes travel: the device that keeps a part rounds it. A block of 128 x 128 has its own scale. So rounded parts,
+gathered, are the bits of gathered matrices that are rounded then, as long as no part's edge cuts a block.
 """
 
 from collections.abc import Sequence
@@ -16,17 +19,16 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh
-from jaxtyping import Array
+from jaxtyping import Array, Float, UInt8
 
-from moe_jax.kernels.experts.fp8.quantise import QuantisedMatrices
+from moe_jax.kernels.experts.fp8.quantise import GROUP, QuantisedMatrices, quantise_matrices
 from moe_jax.kernels.experts.fp8.rounded import RoundedWeights, like_weights
 from moe_jax.kernels.precision import at_least_f32, widened
 from moe_jax.kernels.varying import varying_axes
 from moe_jax.parallel.choices import Hops
-from moe_jax.parallel.collectives.direct import add_contributions, join_parts, send_contributions, send_part
+from moe_jax.parallel.collectives.hops import add_contributions, join_parts, send_contributions, send_part
 from moe_jax.parallel.collectives.sums import sum_scatter
-from moe_jax.parallel.fsdp_fp8 import can_travel_in_fp8, of_bytes, round_part, to_bytes
-from moe_jax.parallel.layout import gathered_axes, parameter_path, parameter_spec
+from moe_jax.parallel.layout import gathered_axes, parameter_path, parameter_spec, part_shape
 
 Gather = tuple[tuple[int, tuple[str, ...]], ...]
 """The joins that make an array from the devices' parts, in order: (array axis, counted from the end; mesh axes along which the
@@ -267,22 +269,14 @@ def _finish_scatter(how: Gather, hops: Hops, sent) -> Array:
     return gradient
 
 
-def _gather_whole(how: Gather, dtype: jnp.dtype, hops: Hops, part: Array) -> Array:
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _gathered(how: Gather, dtype: jnp.dtype, hops: Hops, part: Array) -> Array:
     return _finish_gather(how, hops, _start_gather(how, dtype, hops, part))
 
 
-def _scatter_to_part(how: Gather, dtype: jnp.dtype, hops: Hops, gradient: Array) -> Array:
-    return _finish_scatter(how, hops, _start_scatter(how, hops, gradient)).astype(dtype)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _gathered(how: Gather, dtype: jnp.dtype, hops: Hops, part: Array) -> Array:
-    return _gather_whole(how, dtype, hops, part)
-
-
 _gathered.defvjp(
-    lambda how, dtype, hops, part: (_gather_whole(how, dtype, hops, part), jnp.zeros(0, part.dtype)),
-    lambda how, _, hops, like, gradient: (_scatter_to_part(how, like.dtype, hops, gradient),),
+    lambda how, dtype, hops, part: (_gathered(how, dtype, hops, part), jnp.zeros(0, part.dtype)),
+    lambda how, _, hops, like, g: (_finish_scatter(how, hops, _start_scatter(how, hops, g)).astype(like.dtype),),
 )
 
 
@@ -296,3 +290,27 @@ _summed_over.defvjp(
     lambda parameter, axes: (_summed_over(parameter, axes), None),
     lambda axes, _, g: (lax.psum(widened(g), axes).astype(g.dtype) if axes else g,),
 )
+
+
+def round_part(part: Float[Array, "*stack n k"], dtype: jnp.dtype) -> QuantisedMatrices:
+    """Rounds a part to the dtype of the computation and then to FP8, as if it had travelled in that dtype."""
+    # A cast to bf16 and back is one that XLA may leave out.
+    info = jnp.finfo(dtype)
+    return quantise_matrices(lax.reduce_precision(lax.stop_gradient(part), info.nexp, info.nmant))
+
+
+def to_bytes(rounded: QuantisedMatrices) -> tuple[UInt8[Array, "*stack n k"], Float[Array, "*stack n/128 k/128"]]:
+    """Returns the values' bytes, and the scales. XLA may widen a transfer of FP8 to 16 bits, but none of bytes."""
+    return lax.bitcast_convert_type(rounded.values, jnp.uint8), rounded.scales
+
+
+def of_bytes(values: UInt8[Array, "*stack n k"], scales: Float[Array, "*stack n/128 k/128"]) -> QuantisedMatrices:
+    """Undoes `to_bytes`."""
+    return QuantisedMatrices(lax.bitcast_convert_type(values, jnp.float8_e4m3fn), scales)
+
+
+def can_travel_in_fp8(path: tuple, shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> bool:
+    """Returns True for experts' matrices that are gathered, of which each device keeps whole blocks of 128 x 128."""
+    if "experts" not in path or not gathered_axes(path, shape, mesh):
+        return False
+    return not any(size % GROUP for size in part_shape(path, shape, mesh)[-2:])

@@ -58,7 +58,8 @@ class Parallelism:
     def __post_init__(self):
         check_hops(self.hops, self.mesh)
         pipe_of(self.mesh, self.pipe_chunks)
-        self._check_schedule()
+        if problem := ranks_problem(self.pipe_schedule, self._size("pipe"), self.pipe_chunks):
+            raise ValueError(problem)
         name = self.expert.axis_name
         if self._size("expert") > 1 and name != "expert":
             raise ValueError(
@@ -136,10 +137,6 @@ class Parallelism:
         if rows % ways:
             axes = " x ".join(f"{name}={self._size(name)}" for name in self.row_axes)
             raise ValueError(f"a (micro-)batch of {rows} rows cannot be dealt out to {axes}; it must be a multiple of {ways}")
-
-    def _check_schedule(self) -> None:
-        if problem := ranks_problem(self.pipe_schedule, self._size("pipe"), self.pipe_chunks):
-            raise ValueError(problem)
 
     def own_rows(self, rows: int) -> list[int]:
         """Returns the rows of a batch of `rows` rows that lie, wholly or partly, on devices of this process."""

@@ -1,30 +1,21 @@
-"""The log-probabilities of the answers of a batch, each answer a segment of a packed row.
+"""The log-probabilities of the answers of a batch, each answer a segment of a packed row (`preferences.batches`)."""
 
-    tokens        p p c c c p p r r q q d q q s _      one row: prompt p with the answers c and r, prompt q with d and s
-    segment_ids   1 1 1 1 1 2 2 2 2 3 3 3 4 4 4 0      pair k has the segments 2 k + 1 (chosen) and 2 k + 2 (rejected)
-    loss_mask     0 1 1 1 0 0 1 1 0 0 1 0 0 1 0 0      prompts are masked
-    example       [7, 4, -1]                           the pairs' places in the data; -1: no further pair in this row
-
-A batch of single answers (KTO) has example k in segment k + 1, and "desirable" beside "example". The arrays "kl_tokens",
-"kl_labels", ... hold the same prompts, each with an answer to another prompt, in the same segments.
-"""
-
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from moe_jax.adapters.merge import with_zero_changes, without_adapter
-from moe_jax.kernels.token_log_probs import token_log_probs
+from moe_jax.kernels.vocabulary import token_log_probs
 from moe_jax.layers.lora import has_adapters
 from moe_jax.models.decoder import Decoder
 from moe_jax.models.output import HiddenStates
-from moe_jax.train.batch import BATCH_ARRAYS, Batch
-
-KL = "kl_"
-"""Names of arrays with mismatched answers begin so."""
+from moe_jax.preferences.batches import KL, PreferenceBatches
+from moe_jax.train.batch import BATCH_ARRAYS, Batch, put_batch
 
 
 class AnswerSums(NamedTuple):
@@ -88,6 +79,39 @@ def reference_log_probs(model: Decoder, batch: Batch) -> Float[Array, "batch exa
     if KL + "tokens" in batch:
         return jnp.stack([answer_log_probs(model, batch, examples, prefix) for prefix in ("", KL)], axis=-1)
     return answer_log_probs(model, batch, 2 * examples).reshape(-1, examples, 2)
+
+
+def reference_table(
+    model: Decoder, batches: PreferenceBatches, on_batch: Callable[[int, int], Any] | None = None
+) -> Float[np.ndarray, "examples 2"]:
+    """Returns `reference_log_probs` of each example, by its index in the data; NaN for examples that are left out.
+
+        in_order = preferences.preference_batches(data, tokenizer, seq_len=4096, batch_size=8, seed=None)
+        table = preferences.reference_table(model, in_order)
+        batches = preferences.preference_batches(data, tokenizer, seq_len=4096, batch_size=8, reference=table)
+
+    Args:
+      batches: at their beginning, in the data's order (`seed=None`), on the model's device. They are closed.
+      on_batch: called with the number of examples done, and of all.
+
+    Raises:
+      ValueError: batches that are shuffled or have begun.
+    """
+    if batches.seed is not None or batches.position:
+        raise ValueError("a table of the reference needs batches in the data's order, from their beginning: give seed=None")
+    number, params = len(batches.preferences), nnx.state(model, nnx.Param)
+    table = np.full((number, 2), np.nan, np.float32)
+    compute = nnx.jit(reference_log_probs)
+    try:
+        while batches.position < number:
+            batch = next(batches)
+            found, present = np.asarray(compute(model, put_batch(batch, params))), batch["example"] >= 0
+            table[batch["example"][present]] = found[present]
+            if on_batch is not None:
+                on_batch(min(batches.position, number), number)
+    finally:
+        batches.close()
+    return table
 
 
 def _without_gradients(model: Decoder) -> Decoder:

@@ -1,16 +1,27 @@
-"""Endless, shuffled, resumable batches of packed preference data."""
+"""Endless, shuffled, resumable batches of packed preference data, each answer a segment of a row.
 
-from collections.abc import Iterator
+    tokens        p p c c c p p r r q q d q q s _      one row: prompt p with the answers c and r, prompt q with d and s
+    segment_ids   1 1 1 1 1 2 2 2 2 3 3 3 4 4 4 0      pair k has the segments 2 k + 1 (chosen) and 2 k + 2 (rejected)
+    loss_mask     0 1 1 1 0 0 1 1 0 0 1 0 0 1 0 0      prompts are masked
+    example       [7, 4, -1]                           the pairs' places in the data; -1: no further pair in this row
+
+A batch of single answers (KTO) has example k in segment k + 1, and "desirable" beside "example". The arrays "kl_tokens",
+"kl_labels", ... hold the same prompts, each with an answer to another prompt, in the same segments.
+"""
+
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Float, Int
 
 from moe_jax.preferences.documents import Preferences
-from moe_jax.preferences.packing import OpenRows
-from moe_jax.preferences.tokens import example_tokens
+from moe_jax.preferences.tokens import Example, Text, example_tokens
+from moe_jax.train.batch import BATCH_ARRAYS
 
+KL = "kl_"
+"""Names of arrays with mismatched answers begin so."""
 MAX_EXAMPLES = 16
 """The most examples of a row; shorter ones leave the rest of the row empty."""
 
@@ -25,7 +36,7 @@ def preference_batches(
     seed: int | None = 0,
     reference: Float[np.ndarray, "examples 2"] | None = None,
 ) -> "PreferenceBatches":
-    """Returns an endless iterator of batches, as `preferences.answers` draws them. Each epoch has its own order.
+    """Returns an endless iterator of batches, as drawn above. Each epoch has its own order.
 
     Examples are put into the first of `batch_size` rows that has room. The first example without room begins the next batch.
     A thread makes the next batch while a step computes.
@@ -134,3 +145,62 @@ class _Made(NamedTuple):
     position: int
     """The position behind the batch."""
     skipped: set[int]
+
+
+class OpenRows:
+    """Rows of a batch that are being filled. All texts of an example lie in one row.
+
+    Attributes:
+      examples: the examples of each row.
+    """
+
+    def __init__(self, rows: int, seq_len: int, max_examples: int):
+        self.seq_len, self.max_examples = seq_len, max_examples
+        self.examples: list[list[Example]] = [[] for _ in range(rows)]
+
+    def add(self, example: Example) -> bool:
+        """Puts an example into the first row that has room; returns False if none has."""
+        for row in self.examples:
+            if len(row) < self.max_examples and self._fits([*row, example]):
+                row.append(example)
+                return True
+        return False
+
+    def _fits(self, row: Sequence[Example]) -> bool:
+        lengths = sum(len(text.tokens) for example in row for text in example.texts)
+        mismatched = sum(len(example.mismatched.tokens) for example in row if example.mismatched)
+        return max(lengths, mismatched) <= self.seq_len
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """Returns the batch: int32 [rows, seq_len], and [rows, max_examples] for "example" and "desirable"."""
+        batch = self._of_texts("", lambda example: example.texts)
+        shape = len(self.examples), self.max_examples
+        batch["example"] = np.full(shape, -1, np.int32)
+        single = any(example.desirable is not None for row in self.examples for example in row)
+        if single:
+            batch |= self._of_texts(KL, lambda example: (example.mismatched,))
+            batch["desirable"] = np.zeros(shape, np.int32)
+        for i, row in enumerate(self.examples):
+            batch["example"][i, : len(row)] = [example.number for example in row]
+            if single:
+                batch["desirable"][i, : len(row)] = [example.desirable for example in row]
+        return batch
+
+    def _of_texts(self, prefix: str, texts_of) -> dict[str, np.ndarray]:
+        rows = [row_of_texts([text for example in row for text in texts_of(example)], self.seq_len) for row in self.examples]
+        return {prefix + name: np.stack([row[name] for row in rows]) for name in BATCH_ARRAYS}
+
+
+def row_of_texts(texts: Sequence[Text], seq_len: int) -> dict[str, Int[np.ndarray, " seq"]]:
+    """Returns the arrays of a row, text i in segment i + 1."""
+    row = {name: np.zeros(seq_len, np.int32) for name in BATCH_ARRAYS}
+    start = 0
+    for segment, (tokens, learned) in enumerate(texts, start=1):
+        inside = slice(start, start + len(tokens))
+        row["tokens"][inside] = tokens
+        row["labels"][inside] = np.append(tokens[1:], 0)
+        row["loss_mask"][inside] = np.append(learned[1:], False)
+        row["positions"][inside] = np.arange(len(tokens))
+        row["segment_ids"][inside] = segment
+        start = inside.stop
+    return row

@@ -1,6 +1,7 @@
 """A preference loss as the objective of a training step."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -8,16 +9,21 @@ from jaxtyping import Array, Float
 from moe_jax.layers.lora import has_adapters
 from moe_jax.layers.router import load_balancing_loss
 from moe_jax.models.decoder import Decoder
-from moe_jax.preferences.answers import KL, answer_log_probs, answer_sums, has_label, reference_log_probs
-from moe_jax.preferences.parts import Parts, baseline_parts, parts_of_answers, parts_of_pairs
+from moe_jax.parallel.spread import Spread
+from moe_jax.preferences import losses
+from moe_jax.preferences.answers import AnswerSums, answer_log_probs, answer_sums, has_label, reference_log_probs
+from moe_jax.preferences.batches import KL
+from moe_jax.preferences.losses import Pair
 from moe_jax.preferences.settings import PreferenceSettings
 from moe_jax.train.batch import BATCH_ARRAYS, Batch
 from moe_jax.train.objective import Objective, refuse_further_predictors
 
+Parts = dict[str, Float[Array, ""]]
+
 
 @dataclass(frozen=True)
 class Preference(Objective):
-    """A preference loss for `train.make_train_step`. Batches are as in `preferences.answers`.
+    """A preference loss for `train.make_train_step`. Batches are as in `preferences.batches`.
 
         objective = preferences.Preference(preferences.PreferenceSettings("dpo", beta=0.1))
         step = train.make_train_step(nnx.graphdef(model), optimizer, objective, gradient_accumulation=4)
@@ -106,3 +112,87 @@ class Preference(Objective):
                 'batch["reference_log_probs"] = preferences.reference_log_probs(reference_model, batch) into each batch'
             )
         return reference_log_probs(model, batch)
+
+
+def parts_of_pairs(
+    settings: PreferenceSettings, found: AnswerSums, reference: Float[Array, "batch examples 2"], batch: Batch
+) -> Parts:
+    """Returns the parts of a loss of pairs.
+
+    Args:
+      found: of the segments of the rows; chosen and rejected answers take turns.
+      reference: sums of log-probabilities; zeros for a loss without a reference.
+      batch: with "num_examples" of the whole batch; with "num_answer_labels" for a loss with a reference.
+    """
+    sums, means, lengths = (Pair(each[:, ::2], each[:, 1::2]) for each in (found.log_probs, found.means, found.lengths))
+    of_reference, beta = Pair(reference[..., 0], reference[..., 1]), settings.scale
+    # Rewards of losses with a reference are of whole answers, even where the loss is of means.
+    log_probs = sums if settings.needs_reference else means
+    match settings.loss:
+        case "dpo":
+            per_pair = losses.dpo_loss(sums, of_reference, beta=beta, label_smoothing=settings.label_smoothing)
+        case "hinge":
+            per_pair = losses.hinge_loss(sums, of_reference, beta=beta)
+        case "ipo":
+            of_means = Pair(*(summed / length.clip(1) for summed, length in zip(of_reference, lengths, strict=True)))
+            per_pair = losses.ipo_loss(means, of_means, beta=beta)
+        case "orpo":
+            per_pair = losses.orpo_loss(means, beta=beta)
+        case _:
+            per_pair = losses.simpo_loss(means, beta=beta, gamma=settings.gamma)
+
+    def mean(values: Float[Array, "batch examples"]) -> Float[Array, ""]:
+        return jnp.where(batch["example"] >= 0, values, 0).sum() / batch["num_examples"]
+
+    rewards = Pair(*(beta * (own - other) for own, other in zip(log_probs, of_reference, strict=True)))
+    parts = {
+        "loss": mean(per_pair),
+        "reward_chosen": mean(rewards.chosen),
+        "reward_rejected": mean(rewards.rejected),
+        "reward_accuracy": mean((rewards.chosen > rewards.rejected).astype(jnp.float32)),
+        "log_prob_chosen": mean(log_probs.chosen),
+        "log_prob_rejected": mean(log_probs.rejected),
+    }
+    if settings.needs_reference:
+        ratios = sum(own - other for own, other in zip(sums, of_reference, strict=True))
+        parts["kl"] = jnp.where(batch["example"] >= 0, ratios, 0).sum() / batch["num_answer_labels"]
+    if settings.loss == "orpo":
+        cross_entropy = -found.text_log_probs[:, ::2].sum() / batch["num_chosen_labels"]
+        parts |= {"loss": parts["loss"] + cross_entropy, "chosen_cross_entropy": cross_entropy}
+    return parts
+
+
+def baseline_parts(log_ratios: Float[Array, "batch examples"], batch: Batch, spread: Spread, micro_batches: int) -> tuple:
+    """Returns KTO's baseline of a micro-batch, by its mismatched answers' log p/p_ref on all devices, and its part of `kl`."""
+    present = batch["example"] >= 0
+    summed, count = jnp.where(present, log_ratios, 0).sum(), present.sum().astype(jnp.float32)
+    total, total_count = spread.sum((summed, count))
+    kl = losses.kto_baseline(total / total_count.clip(1))
+    return kl, kl * count / total_count.clip(1) / micro_batches
+
+
+def parts_of_answers(
+    settings: PreferenceSettings,
+    policy: Float[Array, "batch examples"],
+    reference: Float[Array, "batch examples"],
+    baseline: tuple[Float[Array, ""], Float[Array, ""]],
+    batch: Batch,
+) -> Parts:
+    """Returns the parts of KTO's loss.
+
+    Args:
+      policy, reference: sums of log-probabilities.
+      baseline: as `baseline_parts` returns it.
+      batch: with "num_examples", "num_chosen" (desirable) and "num_rejected" of the whole batch.
+    """
+    present, desirable, (kl, kl_part) = batch["example"] >= 0, batch["desirable"] != 0, baseline
+    weights: Any = dict(desirable_weight=settings.desirable_weight, undesirable_weight=settings.undesirable_weight)
+    per_answer = losses.kto_loss(policy, reference, desirable, kl, beta=settings.scale, **weights)
+    parts = {"loss": jnp.where(present, per_answer, 0).sum() / batch["num_examples"], "kl": kl_part}
+    for name, kind in (("chosen", desirable), ("rejected", ~desirable)):
+        rewards, log_probs = (
+            jnp.where(present & kind, values, 0).sum() / batch[f"num_{name}"]
+            for values in (settings.scale * (policy - reference), policy)
+        )
+        parts |= {f"reward_{name}": rewards, f"log_prob_{name}": log_probs}
+    return parts

@@ -7,8 +7,7 @@ import numpy as np
 from jaxtyping import Bool, Int
 
 from moe_jax.checkpoint.tokenizer import beginning, begun, ended
-from moe_jax.preferences.documents import Preferences
-from moe_jax.preferences.records import Judged, Messages
+from moe_jax.preferences.documents import Judged, Messages, Preferences
 from moe_jax.train.data.chat import chat_tokens
 
 MAX_STEPS_BACK = 100
@@ -69,15 +68,11 @@ def example_tokens(preferences: Preferences, tokenizer: Any, max_length: int) ->
         except ValueError as error:
             raise ValueError(f"{preferences.where(index)}: {error}") from error
         all_texts = texts if other is None else (*texts, other)
-        if not all(text.learned[1:].any() for text in all_texts) or (len(texts) == 2 and _equal(*texts)):
+        if not all(text.learned[1:].any() for text in all_texts) or (len(texts) == 2 and all(map(np.array_equal, *texts))):
             return None
         return Example(index, texts, other, found.desirable)
 
     return example
-
-
-def _equal(text: Text, other: Text) -> bool:
-    return all(np.array_equal(a, b) for a, b in zip(text, other, strict=True))
 
 
 def _answer_to_another(preferences: Preferences, index: int, found: Judged) -> str | Messages:

@@ -8,22 +8,14 @@ if TYPE_CHECKING:
     from moe_jax.recipes.finetuning.dry_run import dry_run
     from moe_jax.recipes.finetuning.learning_rate import LearningRates, find_learning_rate
     from moe_jax.recipes.finetuning.loop import FinetuneResult, finetune
-    from moe_jax.recipes.finetuning.report import write_report
     from moe_jax.recipes.finetuning.settings import FinetuneSettings
     from moe_jax.recipes.preferring.loop import PreferResult, prefer
     from moe_jax.recipes.preferring.settings import PreferSettings
+    from moe_jax.recipes.run.report import write_report
 
 __all__ = [
-    "FinetuneResult",
-    "FinetuneSettings",
-    "LearningRates",
-    "PreferResult",
-    "PreferSettings",
-    "dry_run",
-    "find_learning_rate",
-    "finetune",
-    "prefer",
-    "write_report",
-]
+    "FinetuneResult", "FinetuneSettings", "LearningRates", "PreferResult", "PreferSettings", "dry_run", "find_learning_rate",
+    "finetune", "prefer", "write_report",
+]  # fmt: skip
 
 export_lazily(__name__)

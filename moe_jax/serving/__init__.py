@@ -6,24 +6,14 @@ from moe_jax.runtime.lazy import export_lazily
 
 if TYPE_CHECKING:
     from moe_jax.serving.engine import Engine
-    from moe_jax.serving.events import Event
-    from moe_jax.serving.handle import Handle
+    from moe_jax.serving.handle import Event, Handle
     from moe_jax.serving.limits import EngineLimits
-    from moe_jax.serving.loop import QueueFull
+    from moe_jax.serving.loop import QueueFull, Stats
     from moe_jax.serving.request import Completion, SamplingOptions
-    from moe_jax.serving.stats import Stats
     from moe_jax.serving.strict_log_probs import strict_log_probs
 
 __all__ = [
-    "Completion",
-    "Engine",
-    "EngineLimits",
-    "Event",
-    "Handle",
-    "QueueFull",
-    "SamplingOptions",
-    "Stats",
-    "strict_log_probs",
-]
+    "Completion", "Engine", "EngineLimits", "Event", "Handle", "QueueFull", "SamplingOptions", "Stats", "strict_log_probs",
+]  # fmt: skip
 
 export_lazily(__name__)

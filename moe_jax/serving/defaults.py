@@ -13,20 +13,12 @@ from moe_jax.serving.request import SamplingOptions
 class Defaults(NamedTuple):
     """A model's own options, where a request gives none."""
 
-    temperature: float = 0.0
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    repetition_penalty: float = 1.0
+    sampling: dict[str, Any]
+    """The fields of `SamplingOptions` that say how tokens are drawn."""
     ends: tuple[int, ...] = ()
     """Tokens that end a text."""
     ends_of_answers: tuple[int, ...] = ()
     """Tokens that end an answer in a chat."""
-
-    @property
-    def sampling(self) -> dict[str, Any]:
-        """The fields of `SamplingOptions` that say how tokens are drawn."""
-        return {name: getattr(self, name) for name in SAMPLING}
 
 
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
@@ -43,7 +35,7 @@ def model_defaults(source: str | Path | None, config: ModelConfig, tokenizer: An
     ends, ends_of_answers = (tuple(each.pop("eos_token_id")) for each in (found, answers))
     if problems := SamplingOptions(**found).problems(config.vocab_size):
         raise ValueError(f"generation_config.json: {'; '.join(problems)}")
-    return Defaults(**found, ends=ends, ends_of_answers=ends_of_answers)
+    return Defaults(found, ends, ends_of_answers)
 
 
 def fitted(options: SamplingOptions, prompt: list[int], limits: EngineLimits) -> SamplingOptions:

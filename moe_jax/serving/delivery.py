@@ -1,16 +1,19 @@
 """Gives the tokens of steps to the requests that wait for them, and completes the records of sequences that end."""
 
 from collections.abc import Callable, Set
+from collections.abc import Sequence as Many
+from dataclasses import dataclass, field
 from itertools import islice
+from typing import Any
+
+import numpy as np
 
 from moe_jax.serving.device import Device, Launched
-from moe_jax.serving.events import Event
-from moe_jax.serving.handle import Listener, wake
+from moe_jax.serving.handle import Event, Handle, Listener, NewToken, wake
 from moe_jax.serving.prompts import read_scores
 from moe_jax.serving.queues import EngineQueues, finish
-from moe_jax.serving.reading import NewToken, read_tokens
-from moe_jax.serving.records import completion_of
-from moe_jax.serving.request import FinishReason
+from moe_jax.serving.request import Completion, FinishReason
+from moe_jax.serving.sampling import Sampled
 from moe_jax.serving.schedule import read_step
 from moe_jax.serving.sequence import Sequence
 
@@ -47,8 +50,7 @@ class TokenDelivery:
         self.num_tokens += sum(taken)
         for i, count in enumerate(taken):
             sequence = samples[i]
-            for one in new[i][:count]:
-                sequence.owner.add(one.logprob, one.top_logprobs)
+            sequence.owner.new += new[i][:count]
             if count and sequence.finish_reason is not None:
                 self.keep_experts(sequence, pages.get(i, []))
                 self._close_record(sequence)
@@ -93,3 +95,62 @@ class TokenDelivery:
         listener = sequence.owner.handle.deliver(event)
         if listener is not None:
             self._listeners.add(listener)
+
+
+def read_tokens(launched: Launched) -> list[list[NewToken]]:
+    """Waits for the tokens of a step; returns for each of `samples` its token, and the one behind an accepted draft."""
+    rows, samples = launched.rows, launched.samples
+    found = [[token] for token in _tokens(launched.sampled, rows, samples)]
+    if launched.second is not None:
+        num = len(launched.plans[0].decodes)
+        seconds, accepted = _tokens(launched.second, rows[:num], samples[:num]), np.asarray(launched.accepted).tolist()
+        for tokens, second, row in zip(found, seconds, rows, strict=False):
+            tokens += [second] if accepted[row] else []
+    return found
+
+
+def _tokens(sampled: Sampled, rows: list[int], samples: Many[Sequence]) -> list[NewToken]:
+    tokens, logprobs, top_tokens, top_logprobs = (np.asarray(array)[rows] for array in sampled)
+    found = []
+    for i, (token, logprob) in enumerate(zip(tokens.tolist(), logprobs.tolist(), strict=True)):
+        tops = None
+        if wanted := samples[i].options.logprobs:
+            tops = dict(zip(top_tokens[i, :wanted].tolist(), top_logprobs[i, :wanted].tolist(), strict=True))
+        found.append(NewToken(token, logprob, tops))
+    return found
+
+
+@dataclass(eq=False)
+class Record:
+    """The results of a sequence beside its tokens (`Sequence.owner`)."""
+
+    handle: Handle
+    prompt_logprobs: list[dict[int, float] | None]
+    """Log-probabilities of the prompt's tokens so far; the first token has none. All continuations of a prompt share them."""
+    new: list[NewToken] = field(default_factory=list)
+    weights_version: int | None = None
+    """The version under which the first token was computed."""
+    experts: Any = None
+    """Experts of the computed positions, as far as they were asked for when the sequence ended or was preempted."""
+
+    def started(self, weights_version: int) -> None:
+        """Notes the version of the weights when the sequence is first computed."""
+        if self.weights_version is None:
+            self.weights_version = weights_version
+
+
+def completion_of(sequence: Sequence) -> Completion:
+    """Returns the completion of a sequence that has ended."""
+    record: Record = sequence.owner
+    assert sequence.finish_reason is not None
+    wanted = sequence.options.logprobs
+    return Completion(
+        tokens=sequence.new_tokens,
+        finish_reason=sequence.finish_reason,
+        logprobs=None if wanted is None else [one.logprob for one in record.new],
+        top_logprobs=[one.top_logprobs or {} for one in record.new] if wanted else None,
+        prompt_logprobs=None if sequence.options.prompt_logprobs is None else record.prompt_logprobs,
+        experts=None if record.experts is None else record.experts[: len(sequence.tokens) - 1],
+        weights_version=record.weights_version or 0,
+        cached_tokens=sequence.cached_tokens,
+    )

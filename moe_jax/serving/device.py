@@ -12,22 +12,19 @@ from jax.stages import Compiled
 from jaxtyping import Array, Int, UInt
 
 from moe_jax.models.decoder import Decoder
-from moe_jax.serving.draft_state import DraftedTokens
-from moe_jax.serving.drafts import check_program, draft_program
-from moe_jax.serving.drawing import VARIANTS, Variant, draw_program
+from moe_jax.serving.batch import DraftedTokens, StepRows, StepShape, empty_rows, filled, packed
+from moe_jax.serving.drafts import draft_program
+from moe_jax.serving.drawing import VARIANTS, DrawingSlots, Variant, draw_program
 from moe_jax.serving.limits import EngineLimits
-from moe_jax.serving.memory_gaps import leave_gaps
 from moe_jax.serving.pages import pages_of
 from moe_jax.serving.placement import Placement
-from moe_jax.serving.programs import OnDemand, StepProgram, module_programs, step_programs
+from moe_jax.serving.programs import OnDemand, StepProgram, leave_gaps, module_programs, step_programs
 from moe_jax.serving.prompts import PIECE_TOKENS, PromptScores, score_piece, score_prompts
 from moe_jax.serving.request import SamplingOptions
 from moe_jax.serving.sampling import Sampled
 from moe_jax.serving.schedule import StepPlan
 from moe_jax.serving.sequence import Sequence
-from moe_jax.serving.slots import DrawingSlots
 from moe_jax.serving.step import StepOutput, initial_state
-from moe_jax.serving.upload import StepRows, StepShape, empty_rows, filled, packed
 from moe_jax.serving.weights import Weights, first_difference, frame_of, head_of, take_apart
 
 _logger = logging.getLogger(__name__)
@@ -43,12 +40,11 @@ class Launched(NamedTuple):
     """The plan of each device."""
     rows: list[int]
     """The row of each of `samples` in the arrays of `sampled`."""
-    sampled: Sampled
     scores: PromptScores
-    second: Sampled | None = None
-    """The tokens behind accepted drafts of decoding rows; None without drafts."""
-    accepted: Array | None = None
-    """True for each decoding row whose draft was accepted."""
+    sampled: Sampled
+    second: Sampled | None
+    """The tokens behind accepted drafts of decoding rows, as in `Drawn`; None without drafts."""
+    accepted: Array | None
 
     @property
     def samples(self) -> list[Sequence]:
@@ -112,7 +108,7 @@ class Device:
             self._modules = module_programs(*arrays, shapes) if drafts else {}
         self.slots = DrawingSlots(limits, self.served.config.vocab_size, self.placement)
         self._gaps: list[Array] = []
-        """Arrays that keep the gaps between them free (`memory_gaps.leave_gaps`)."""
+        """Arrays that keep the gaps between them free (`programs.leave_gaps`)."""
 
     def warm_up(self) -> None:
         """Runs every compiled program once, on rows that are not used: the first run is the slow one. Then leaves gaps.
@@ -153,9 +149,9 @@ class Device:
         self.slots.make_penalties()
         for shape in self._programs:
             for variant in VARIANTS:
-                step = self._launch(shape, [empty_rows(shape)] * len(self.placement.devices), variant)
+                hidden, _ = self._launch(shape, [empty_rows(shape)] * len(self.placement.devices), variant)
             if shape.chunks:
-                score_piece(step.hidden, self._head, *np.zeros((2, PIECE_TOKENS), np.int32), strict=self.served.strict)
+                score_piece(hidden, self._head, *np.zeros((2, PIECE_TOKENS), np.int32), strict=self.served.strict)
         self.slots.start_penalties(0, [0], [0], SamplingOptions())
         # Most engines are never asked for any.
         self.slots.penalties = None
@@ -168,13 +164,13 @@ class Device:
         self.slots.start([chunk.sequence for plan in plans for chunk in plan.chunks if chunk.samples])
         shape = self._shape_for(plans)
         rows = [filled(plan, empty_rows(shape)) for plan in plans]
-        step = self._launch(shape, rows, self.slots.variant_for(plans))
-        for array in jax.tree.leaves((step.sampled, step.second, step.accepted)):
+        hidden, new = self._launch(shape, rows, self.slots.variant_for(plans))
+        for array in jax.tree.leaves(new):
             array.copy_to_host_async()
         in_chunks = shape.decodes * (1 + self._drafts)
         firsts = [number * (in_chunks + shape.chunk_tokens) + in_chunks for number in range(len(plans))]
-        scores = score_prompts(plans, firsts, step.hidden, self._head, strict=self.served.strict)
-        return Launched(plans, _rows_of_samples(shape, plans), step.sampled, scores, step.second, step.accepted)
+        scores = score_prompts(plans, firsts, hidden, self._head, strict=self.served.strict)
+        return Launched(plans, _rows_of_samples(shape, plans), scores, *new)
 
     def experts_of(self, device: int, pages: list[int], num_tokens: int) -> np.ndarray:
         """Returns the experts of a sequence's tokens, [tokens, moe_layers, k], from its pages on the device."""
@@ -206,28 +202,24 @@ class Device:
         # Small weights may have taken the old gaps.
         self._leave_gaps()
 
-    def _launch(self, shape: StepShape, rows: list[StepRows], variant: Variant) -> "_Step":
-        """Starts a step; returns what it draws, and the hidden states of its tokens."""
+    def _launch(self, shape: StepShape, rows: list[StepRows], variant: Variant) -> tuple[Array, tuple]:
+        """Starts a step; returns the hidden states of its tokens, and `sampled`, `second` and `accepted` of `Drawn`."""
         upload = packed(rows)
         self.state, output = self._programs[shape](self._weights, self.state, upload)
         penalties = self.slots.penalties if variant == "full" else None
-        arguments = _for_drawing(output), self.slots.options, self.state.last_token, penalties
-        if self.state.drafting is None:
-            draw = draw_program(variant, strict=self.served.strict, mesh=self.served.mesh)
-            last_token, new_penalties, sampled = draw(*arguments)
-            step = _Step(output.hidden, sampled)
-        else:
-            last_token, new_penalties, first, second, accepted = check_program(variant)(*arguments)
-            step = _Step(output.hidden, first, second, accepted)
-            checked = first.tokens, second.tokens, accepted
-            inputs = self.state.drafting, _without_logits(output), checked, upload
+        draw = draw_program(variant, strict=self.served.strict, mesh=self.served.mesh)
+        last_token, penalties, first, second, accepted = draw(
+            _for_drawing(output), self.slots.options, self.state.last_token, penalties
+        )
+        if second is not None:
+            inputs = self.state.drafting, _without_logits(output), (first.tokens, second.tokens, accepted), upload
             drafting, of_module = self._modules[shape](self._weights, *inputs)
-            draft = draft_program(variant)(of_module, self.slots.options, drafting.draft, new_penalties)
+            draft = draft_program(variant)(of_module, self.slots.options, drafting.draft, penalties)
             self.state = self.state._replace(drafting=drafting._replace(draft=draft))
         self.state = self.state._replace(last_token=last_token)
         if variant == "full":
-            self.slots.penalties = new_penalties
-        return step
+            self.slots.penalties = penalties
+        return output.hidden, (first, second, accepted)
 
     def _leave_gaps(self) -> None:
         """Leaves gaps on all devices, behind all that lives on."""
@@ -242,15 +234,6 @@ class Device:
         tokens = max(sum(len(chunk.tokens) for chunk in plan.chunks) for plan in plans)
         shapes = self._chunk_shapes if tokens else self._decode_shapes
         return next(shape for shape in shapes if shape.chunk_tokens >= tokens and shape.decodes >= decodes)
-
-
-class _Step(NamedTuple):
-    """The results of a step that runs: hidden states of its tokens, and all that it draws."""
-
-    hidden: Array
-    sampled: Sampled
-    second: Sampled | None = None
-    accepted: Array | None = None
 
 
 def _rows_of_samples(shape: StepShape, plans: list[StepPlan]) -> list[int]:

@@ -22,32 +22,17 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.stages import Wrapped
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from moe_jax.layers.paged import PagedAttend
 from moe_jax.models.forward import layer_inputs
 from moe_jax.models.mtp import PredictorState
 from moe_jax.parallel.spread import ONE_DEVICE
-from moe_jax.serving.draft_state import Drafting
+from moe_jax.serving.batch import Drafting, StepRows, StepShape, unpacked
 from moe_jax.serving.drawing import Variant, draw_rows
-from moe_jax.serving.logits import logits_of
-from moe_jax.serving.penalties import Penalties
-from moe_jax.serving.sampling import Sampled, SlotOptions, with_last_tokens
+from moe_jax.serving.sampling import Penalties, SlotOptions, with_last_tokens
 from moe_jax.serving.step import StepOutput
-from moe_jax.serving.upload import StepRows, StepShape, unpacked
-from moe_jax.serving.weights import LayerWeights, ServedModel, Weights, frame_of, head_of, layer_module
-
-
-class Checked(NamedTuple):
-    """The results of checking drafts. What is changed in place comes first, as in `Drawn`."""
-
-    last_token: Int[Array, "slots"]
-    penalties: Penalties | None
-    first: Sampled
-    """The token behind each row's newest one; rows as in a step without drafts."""
-    second: Sampled
-    """The token behind each decoding row's draft; 0 where the draft was wrong."""
-    accepted: Bool[Array, "decodes"]
+from moe_jax.serving.weights import LayerWeights, ServedModel, Weights, frame_of, head_of, layer_module, logits_of
 
 
 class DraftLogits(NamedTuple):
@@ -56,12 +41,6 @@ class DraftLogits(NamedTuple):
     logits: Float[Array, "rows vocab"]
     slots: Int[Array, "rows"]
     positions: Int[Array, "rows"]
-
-
-@functools.cache
-def check_program(variant: Variant) -> Callable[..., Checked]:
-    """Returns the jitted f(output, options, last_token, penalties) -> `Checked`, which changes the last two in place."""
-    return jax.jit(functools.partial(_check, variant), donate_argnums=(2, 3))
 
 
 @functools.cache
@@ -81,25 +60,6 @@ def module_program(served: ServedModel, weights_tree: Any, shape: StepShape) -> 
         return _module(served, weights, drafting, output, checked, unpacked(upload, shape))
 
     return jax.jit(of_leaves, donate_argnums=1)
-
-
-def _check(
-    variant: Variant, output: StepOutput, options: SlotOptions, last_token: Int[Array, "slots"], penalties: Penalties | None
-) -> Checked:
-    assert output.drafted is not None
-    drafts = output.drafted.drafts
-    behind_drafts = 2 * len(drafts)
-    firsts = jnp.concatenate([jnp.arange(0, behind_drafts, 2), jnp.arange(behind_drafts, len(output.logits))])
-    logits, positions, slots = output.logits, output.positions, output.slots
-    first, penalties = draw_rows(variant, logits[firsts], slots, positions[firsts], options, penalties)
-    slots_of_drafts = slots[: len(drafts)]
-    accepted = (slots_of_drafts >= 0) & (first.tokens[: len(drafts)] == drafts)
-    slots_of_drafts = jnp.where(accepted, slots_of_drafts, -1)
-    seconds = slice(1, behind_drafts, 2)
-    second, penalties = draw_rows(variant, logits[seconds], slots_of_drafts, positions[seconds], options, penalties)
-    last_token = with_last_tokens(last_token, slots, first.tokens)
-    last_token = with_last_tokens(last_token, slots_of_drafts, second.tokens)
-    return Checked(last_token, penalties, first, second, accepted)
 
 
 def _draft(

@@ -9,16 +9,15 @@ import numpy as np
 from moe_jax.checkpoint.companions import generation_config
 from moe_jax.generation.request import warn_of_length
 from moe_jax.models.decoder import Decoder
+from moe_jax.serving.delivery import Record
 from moe_jax.serving.device import Device
 from moe_jax.serving.handle import Handle, results
 from moe_jax.serving.limits import EngineLimits
-from moe_jax.serving.loop import EngineLoop
+from moe_jax.serving.loop import EngineLoop, Stats, stats_of
 from moe_jax.serving.queues import EngineQueues, change_weights
-from moe_jax.serving.records import Record
 from moe_jax.serving.request import Completion, SamplingOptions, check_prompts, checked, seeds_of
 from moe_jax.serving.sequence import Sequence
 from moe_jax.serving.servable import check_model, check_servable
-from moe_jax.serving.stats import Stats, stats_of
 
 GREEDY = SamplingOptions()
 

@@ -27,9 +27,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from moe_jax.config import ModelConfig, Qwen3Config, Qwen3MoeConfig
 from moe_jax.kernels.decode.add_norm import AddedNorm, ExpertRows, add_experts, add_splits
-from moe_jax.kernels.decode.chunk_heads import chunk_heads_to_pages
 from moe_jax.kernels.decode.experts import MOST_PLANNED_TOKENS, expert_rows, expert_rows_in_fp8
-from moe_jax.kernels.decode.heads import HEAD_DIM, HeadNorms, NewTokens, heads_to_pages
+from moe_jax.kernels.decode.heads import HEAD_DIM, HeadNorms, NewTokens, chunk_heads_to_pages, heads_to_pages
 from moe_jax.kernels.decode.project import project as project_in_splits
 from moe_jax.kernels.decode.route import TokenChoices, route_rows
 from moe_jax.kernels.experts import mosaic

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, fields
 from numbers import Integral
 
-from moe_jax.kernels.attention.paged.page_size import PAGE_SIZE
+from moe_jax.kernels.attention.paged import PAGE_SIZE
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,8 @@ import logging
 import queue
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
+from typing import NamedTuple
 
 from moe_jax.serving.delivery import TokenDelivery
 from moe_jax.serving.device import Device, Launched
@@ -88,21 +90,18 @@ class EngineLoop:
         Raises:
           RuntimeError: the engine failed or was closed; and whatever the function raises.
         """
-        done: queue.SimpleQueue[Callable[[], T]] = queue.SimpleQueue()
+        done: Future[T] = Future()
 
         def run() -> None:
             try:
-                result = function()
+                done.set_result(function())
             except Exception as error:  # raised again where the caller waits
-                failure = error
-                done.put(lambda: _raise(failure))
-            else:
-                done.put(lambda: result)
+                done.set_exception(error)
 
         with self._lock:
             self._refuse_if_ended()
             self._commands.put(run)
-        return done.get()()
+        return done.result()
 
     def close(self, *, drain: bool) -> None:
         """Ends the thread: after all sequences with `drain`, else aborts them. Then the device has freed its memory."""
@@ -213,5 +212,43 @@ class EngineLoop:
             self._open.discard(sequence)
 
 
-def _raise(error: Exception):
-    raise error
+class Stats(NamedTuple):
+    """The state of an engine: numbers of all its devices together."""
+
+    running: int
+    waiting: int
+    free_pages: int
+    cached_pages: int
+    owned_pages: int
+    num_steps: int
+    num_tokens: int
+    """New tokens so far."""
+    num_preemptions: int
+    weights_version: int
+    num_drafted: int
+    """Drafts that were checked so far (`Engine(drafts=)`)."""
+    num_accepted: int
+    """Drafts that were accepted so far: each gave a token without a step of its own."""
+
+    @property
+    def acceptance_rate(self) -> float:
+        """The accepted share of the drafts; 0 without any."""
+        return self.num_accepted / max(self.num_drafted, 1)
+
+
+def stats_of(loop: EngineLoop) -> Stats:
+    """Returns the present state; any thread may call it."""
+    delivery, pages = loop.delivery, [queues.pool.counts() for queues in loop.queues]
+    return Stats(
+        running=sum(len(queues.running) for queues in loop.queues),
+        waiting=sum(len(queues.waiting) for queues in loop.queues),
+        free_pages=sum(each.free for each in pages),
+        cached_pages=sum(each.cached for each in pages),
+        owned_pages=sum(each.owned for each in pages),
+        num_steps=loop.num_steps,
+        num_tokens=delivery.num_tokens,
+        num_preemptions=sum(queues.num_preemptions for queues in loop.queues),
+        weights_version=loop.queues[0].weights_version,
+        num_drafted=delivery.num_drafted,
+        num_accepted=delivery.num_accepted,
+    )

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from hashlib import blake2b
 from typing import NamedTuple
 
-from moe_jax.kernels.attention.paged.page_size import PAGE_SIZE
+from moe_jax.kernels.attention.paged import PAGE_SIZE
 
 HASH_BYTES = 16
 """At 128 bits two of 2**40 pages have the same hash with a probability below 1e-14."""

@@ -2,6 +2,10 @@
 
 A GPU replays a step as a CUDA graph. It takes the host 1 to 2 ms to change a graph's addresses. So a step without chunks writes
 its results over those of the last step of its shape.
+
+A step's temporaries are allocated anew in each step, where the last step's were. Between two steps small arrays may take a
+piece of that place. Then XLA changes an address in each kernel of the graph: for 540 kernels the host needs 1.2 to 2.3 ms.
+XLA's default allocator places an array in the smallest free gap that it fits. So `leave_gaps` leaves some for small arrays.
 """
 
 import itertools
@@ -19,10 +23,10 @@ from jax.sharding import NamedSharding, Sharding
 from jax.stages import Compiled, Lowered
 from jaxtyping import Array, Int
 
+from moe_jax.serving.batch import StepShape, empty_rows, packed
 from moe_jax.serving.drafts import module_program
 from moe_jax.serving.placement import ROWS, on_each, rows_like
 from moe_jax.serving.step import DeviceState, StepOutput, output_like, step
-from moe_jax.serving.upload import StepShape, empty_rows, packed
 from moe_jax.serving.weights import ServedModel
 
 _logger = logging.getLogger(__name__)
@@ -153,3 +157,29 @@ def _writes_over(shape: StepShape) -> bool:
 def _zeros(like: StepOutput, sharding: Sharding) -> StepOutput:
     # Compiled, so that each array has memory of its own: the same zeros twice could not be donated.
     return jax.jit(lambda: jax.tree.map(lambda array: jnp.zeros(array.shape, array.dtype), like), out_shardings=sharding)()
+
+
+GAP_BYTES = tuple(256 << i for i in range(9))
+"""256 bytes to 64 KiB. XLA's allocator rounds sizes up to multiples of 256 bytes."""
+
+GAPS_OF_A_SIZE = 24
+"""More than the arrays of a size that steps in flight have."""
+
+
+def leave_gaps(device: jax.Device) -> list[Array]:
+    """Returns small arrays of a GPU with gaps between them, and none of another device. The gaps last as long as the arrays do.
+
+    Arrays that the process makes later and keeps may fill them.
+    """
+    if device.platform != "gpu":
+        return []
+    gaps: list[Array] = []
+    borders: list[Array] = []
+    for num_bytes in GAP_BYTES:
+        for _ in range(GAPS_OF_A_SIZE):
+            # A border has its gap's size. A smaller one might lie in a hole elsewhere, and two gaps would be one.
+            for arrays in (gaps, borders):
+                arrays.append(jax.device_put(np.zeros(num_bytes, np.uint8), device))
+    # All must be there before the first gap is freed.
+    jax.block_until_ready((gaps, borders))
+    return borders

@@ -12,11 +12,11 @@ import jax
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from moe_jax.serving.logits import logits_of
 from moe_jax.serving.request import MAX_LOGPROBS
 from moe_jax.serving.sampling import Scores, scores_of
 from moe_jax.serving.schedule import StepPlan
 from moe_jax.serving.sequence import Sequence
+from moe_jax.serving.weights import logits_of
 
 PIECE_TOKENS = 256
 """Tokens whose logits exist at the same time."""

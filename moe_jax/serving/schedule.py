@@ -7,7 +7,7 @@ which they came. If pages run out, the youngest that runs goes back to the front
 
 from typing import NamedTuple
 
-from moe_jax.kernels.attention.paged.page_size import PAGE_SIZE
+from moe_jax.kernels.attention.paged import PAGE_SIZE
 from moe_jax.serving.pages import pages_of
 from moe_jax.serving.queues import EngineQueues, Preempted, finish, preempt_youngest
 from moe_jax.serving.sequence import Sequence, seal_full_pages

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from moe_jax.kernels.attention.paged.page_size import PAGE_SIZE
+from moe_jax.kernels.attention.paged import PAGE_SIZE
 from moe_jax.serving.pages import PagePool, extend_chain
 from moe_jax.serving.request import FinishReason, SamplingOptions
 
@@ -70,11 +70,6 @@ class Sequence:
     def scores_prompt(self) -> bool:
         """True if log-probabilities of the prompt are computed with this sequence: with the first of a request."""
         return self.options.prompt_logprobs is not None and self.index == 0
-
-    @property
-    def wants_step(self) -> bool:
-        """True if another position is to be computed, as far as the host knows."""
-        return self.finish_reason is None and self.num_scheduled < self.end
 
     def page_hashes(self, root: bytes, num_pages: int) -> list[bytes]:
         """Returns the hashes of the first `num_pages` pages, whose tokens are known. Each page is hashed once a root."""

@@ -11,7 +11,7 @@ from moe_jax.layers.moe import Experts
 from moe_jax.layers.quantised import FP8_BLOCK, BlockScaled
 from moe_jax.models.decoder import Decoder
 from moe_jax.parallel.pipeline.chunks import refuse_chunks
-from moe_jax.serving.draft_state import check_drafting
+from moe_jax.serving.batch import check_drafting
 from moe_jax.serving.limits import EngineLimits
 
 

@@ -18,13 +18,29 @@ from moe_jax.kernels.attention.paged import PAGE_SIZE
 from moe_jax.kernels.hopper import target
 from moe_jax.layers.paged import LayerPages, PagedAttend, empty_pages
 from moe_jax.models.forward import LayerInputs, layer_inputs
-from moe_jax.serving.adapted import behind_norm
-from moe_jax.serving.batch import ComputedLayers, StepBatch, batch_of, updated_table
-from moe_jax.serving.draft_state import DraftedTokens, Drafting, init_drafting
-from moe_jax.serving.logits import logits_of
+from moe_jax.serving.batch import (
+    ComputedLayers,
+    DraftedTokens,
+    Drafting,
+    StepBatch,
+    StepShape,
+    batch_of,
+    init_drafting,
+    unpacked,
+    updated_table,
+)
 from moe_jax.serving.placement import spread_on
-from moe_jax.serving.upload import StepShape, unpacked
-from moe_jax.serving.weights import LayerWeights, ServedModel, Weights, frame_of, head_of, layer_module, layers_of
+from moe_jax.serving.weights import (
+    LayerWeights,
+    ServedModel,
+    Weights,
+    behind_norm,
+    frame_of,
+    head_of,
+    layer_module,
+    layers_of,
+    logits_of,
+)
 
 
 class DeviceState(NamedTuple):
@@ -55,7 +71,7 @@ class StepOutput(NamedTuple):
     positions: Int[Array, "outputs"]
     """The position of the token that is to be drawn."""
     hidden: Float[Array, "tokens columns"]
-    """Hidden states of all tokens, behind the last norm; as `head_of` takes them (`adapted.behind_norm`)."""
+    """Hidden states of all tokens, behind the last norm; as `head_of` takes them (`weights.behind_norm`)."""
     drafted: DraftedTokens | None = None
     """The step's tokens, if the engine drafts."""
 
@@ -92,7 +108,7 @@ def output_like(served: ServedModel, weights: Weights, shape: StepShape) -> Step
 def step(
     served: ServedModel, shape: StepShape, weights: Weights, state: DeviceState, upload: Int[Array, "_"]
 ) -> tuple[DeviceState, StepOutput]:
-    """Runs the step that `upload` describes (`upload.packed`)."""
+    """Runs the step that `upload` describes (`batch.packed`)."""
     rows = unpacked(upload, shape)
     page_table = updated_table(state.page_table, rows)
     batch = batch_of(rows, page_table, state.last_token, state.drafting)

@@ -7,16 +7,56 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, Integer
 
-from moe_jax.kernels.token_log_probs import token_log_probs
-from moe_jax.layers.paged import PagedAttend, empty_pages
-from moe_jax.layers.segments import has_successor
+from moe_jax.kernels.attention.paged import PAGE_SIZE, PagedQueries
+from moe_jax.kernels.vocabulary import token_log_probs
+from moe_jax.layers.paged import PagedAttend, TokenPlaces, empty_pages
+from moe_jax.layers.segments import has_successor, segment_positions
 from moe_jax.models.decoder import Decoder
 from moe_jax.models.inputs import check_shapes
 from moe_jax.parallel.spread import ONE_DEVICE
-from moe_jax.serving.packed_rows import PackedRows, in_pages
 from moe_jax.serving.prompts import PIECE_TOKENS, piece_scores
 from moe_jax.serving.strict import check_strict, strict_layers
 from moe_jax.serving.weights import frame_of, head_of, layers_of, take_apart
+
+
+class PackedRows(NamedTuple):
+    """The places, positions and queries of the tokens of packed rows, one row behind the other."""
+
+    positions: Int[Array, "tokens"]
+    """Each token's index in its segment."""
+    places: TokenPlaces
+    queries: PagedQueries
+    """A row for each segment; rows behind the last segment of a row of tokens have no queries."""
+    num_pages: int
+    num_segments: Int[Array, "rows"]
+    """The segments of each row of tokens. Of a row with more than `max_segments` nothing else here is of use."""
+
+
+def in_pages(segment_ids: Integer[Array, "rows seq"], max_segments: int) -> PackedRows:
+    """Gives the tokens of each segment, a run of equal ids, pages of its own. Padding is a segment too.
+
+        row         | a: 100 tokens | b: 70 tokens | padding: 22 tokens |
+        pages       |   0   |   1   |   2   |  3   |         4          |
+
+    Args:
+      max_segments: the most segments of a row.
+    """
+    rows, seq = segment_ids.shape
+    positions = segment_positions(segment_ids)
+    row = jnp.arange(rows, dtype=jnp.int32)[:, None]
+    number = jnp.cumsum(positions == 0, axis=1, dtype=jnp.int32) - 1
+    # The sum of ceil(length / 64) is largest where each segment leaves 63 places of its last page empty.
+    per_row = (seq + (PAGE_SIZE - 1) * max_segments) // PAGE_SIZE
+    page = jnp.cumsum(positions % PAGE_SIZE == 0, axis=1, dtype=jnp.int32) - 1
+    page = (per_row * row + jnp.minimum(page, per_row - 1)).ravel()
+    segment = (max_segments * row + jnp.minimum(number, max_segments - 1)).ravel()
+    lengths = jnp.zeros(rows * max_segments, jnp.int32).at[segment].add(1)
+    num_pages = rows * per_row
+    first_page = jnp.full(rows * max_segments, num_pages, jnp.int32).at[segment].min(page)
+    table = jnp.minimum(first_page[:, None] + jnp.arange(-(-seq // PAGE_SIZE), dtype=jnp.int32), num_pages - 1)
+    queries = PagedQueries(jnp.pad(jnp.cumsum(lengths, dtype=jnp.int32), (1, 0)), lengths, table)
+    places = TokenPlaces(page, (positions % PAGE_SIZE).ravel())
+    return PackedRows(positions.ravel(), places, queries, num_pages, number[:, -1] + 1)
 
 
 def strict_log_probs(
@@ -59,8 +99,8 @@ def strict_log_probs(
         )
     graphdef, state = nnx.split(model)
     fixed = nnx.merge(graphdef, jax.tree.map(jax.lax.stop_gradient, state))
-    strict = _strict_pass(fixed, tokens, segment_ids != 0, packed)
-    found = _with_gradients_of(_training_pass(model, tokens, segment_ids, strict.experts), strict.log_probs)
+    log_probs, experts = _strict_pass(fixed, tokens, segment_ids != 0, packed)
+    found = _with_gradients_of(_training_pass(model, tokens, segment_ids, experts), log_probs)
     return jnp.where(fits[:, None], jnp.where(has_successor(segment_ids, 1)[:, :-1], found, 0), jnp.nan)
 
 
@@ -85,15 +125,10 @@ def _training_pass(
     return token_log_probs(hidden.reshape(-1, hidden.shape[-1]), model.head_weight, labels.ravel()).reshape(labels.shape)
 
 
-class _StrictPass(NamedTuple):
-    log_probs: Float[Array, "rows seq-1"]
-    experts: Int[Array, "moe_layers rows seq k"] | None
-    """None: no layer has experts."""
-
-
 def _strict_pass(
     model: Decoder, tokens: Int[Array, "rows seq"], valid: Bool[Array, "rows seq"], packed: PackedRows
-) -> _StrictPass:
+) -> tuple[Float[Array, "rows seq-1"], Int[Array, "moe_layers rows seq k"] | None]:
+    """Returns the log-probabilities, and the experts, None if no layer has any."""
     served, weights = take_apart(model)
     (rows, seq), config = tokens.shape, served.config
     attends = [
@@ -107,10 +142,10 @@ def _strict_pass(
     hidden = computed.hidden.reshape(rows, seq, -1)[:, :-1].reshape(rows * (seq - 1), -1)
     log_probs = _of_tokens(hidden, head_of(frame), tokens[:, 1:].ravel()).reshape(rows, seq - 1)
     if not computed.experts:
-        return _StrictPass(log_probs, None)
+        return log_probs, None
     experts = jnp.stack(computed.experts).reshape(-1, rows, seq, computed.experts[0].shape[1])
     # Padding chose no expert: its ids are behind the last expert.
-    return _StrictPass(log_probs, jnp.where(valid[..., None], experts, jnp.arange(experts.shape[3], dtype=experts.dtype)))
+    return log_probs, jnp.where(valid[..., None], experts, jnp.arange(experts.shape[3], dtype=experts.dtype))
 
 
 def _of_tokens(

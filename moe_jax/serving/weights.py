@@ -14,13 +14,13 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from moe_jax.config import ModelConfig
+from moe_jax.kernels.experts.choose_backend import ENVIRONMENT_VARIABLE, is_mosaic_allowed
 from moe_jax.kernels.experts.fp8.precision import Precision
-from moe_jax.layers.lora import Frozen
+from moe_jax.layers.lora import Adapter, Frozen, beside_head, has_adapters, wider_head
 from moe_jax.layers.moe import Experts
-from moe_jax.layers.quantised import Quantised
+from moe_jax.layers.quantised import Quantised, is_quantised
 from moe_jax.layers.tickets import is_expert_matrix
 from moe_jax.models.decoder import Decoder
-from moe_jax.serving.adapted import unfused_reason, with_ready_adapters
 
 
 class ServedModel(NamedTuple):
@@ -39,7 +39,7 @@ class ServedModel(NamedTuple):
     mesh: Mesh | None = None
     """The mesh of an engine on several devices."""
     unfused: str | None = None
-    """The reason why steps run the modules, whatever the device (`adapted.unfused_reason`); None: there is none."""
+    """The reason why steps run the modules, whatever the device (`unfused_reason`); None: there is none."""
 
 
 class Weights(NamedTuple):
@@ -65,7 +65,7 @@ def take_apart(
 ) -> tuple[ServedModel, Weights]:
     """Returns the model's parts. Layers' arrays are copies; experts, and arrays around the layers, are the model's own.
 
-    Quantised experts stay so, and all other matrices become whole. Adapters are those of `adapted.with_ready_adapters`.
+    Quantised experts stay so, and all other matrices become whole. Adapters are those of `with_ready_adapters`.
 
     Args:
       drafts: 1 takes the first module that predicts further tokens too, as the last layer.
@@ -125,6 +125,57 @@ def layer_module(served: ServedModel, stage: int, weights: LayerWeights) -> Any:
         if isinstance(module, Experts):
             module.read_in_stack(weights.place)
     return block
+
+
+def logits_of(
+    hidden: Float[Array, "rows hidden"], head: Float[Array, "vocab hidden"], *, strict: bool
+) -> Float[Array, "rows vocab"]:
+    """Returns f32 logits; with `strict` a row's bits do not depend on the number of rows."""
+    head = head.astype(hidden.dtype)
+    if strict:
+        # Imports Pallas Mosaic GPU, a second of CPU time that other engines save.
+        from moe_jax.kernels.strict.matmul import matmul
+
+        return matmul(hidden, head)
+    return jnp.einsum("rd,vd->rv", hidden, head, preferred_element_type=jnp.float32)
+
+
+def with_ready_adapters(model: Decoder) -> Decoder:
+    """Returns the model with factors in its dtype, the scale in b; it shares all other arrays. Without adapters, the model.
+
+    Each layer rounds a and scale * b to its dtype in every call, so that results are the same. With an adapter of the head the
+    copy that `lora.wider_head` makes takes the matrix's place.
+    """
+    if not has_adapters(model):
+        return model
+    twin = nnx.merge(*nnx.split(model))
+    if not model.config.tie_word_embeddings and twin.lm_head.lora is not None:
+        twin.lm_head.weight = Frozen(wider_head(twin.lm_head.lora, twin.lm_head.weight[...]))
+    for _, module in nnx.iter_modules(twin):
+        if isinstance(module, Adapter):
+            a, b = module.factors
+            # New variables: the twin's are the model's own.
+            module.a, module.b = nnx.LoRAParam(a.astype(model.dtype)), nnx.LoRAParam(b.astype(model.dtype))
+            # Attributes of the graph: models whose adapters differ in them alone take turns in one engine.
+            module.scale, module.dropout = 1.0, 0.0
+    return twin
+
+
+def behind_norm(frame: nnx.Dict, hidden: Float[Array, "tokens hidden"]) -> Float[Array, "tokens columns"]:
+    """Returns the hidden states as the head's matrix takes them: wider, if the head has an adapter."""
+    adapter = frame["lm_head"].lora if "lm_head" in frame else None
+    return hidden if adapter is None else beside_head(adapter, hidden)
+
+
+def unfused_reason(model: Decoder) -> str | None:
+    """Returns the reason why steps of this model run its modules, whatever the device; None if there is none."""
+    if not is_mosaic_allowed():
+        return f"{ENVIRONMENT_VARIABLE} names another backend than 'mosaic', of which the fused kernels are"
+    if has_adapters(model):
+        return "an adapter lies beside the weights"
+    if model.precision is None and is_quantised(nnx.state(model)):
+        return "quantised experts are made whole in every step"
+    return None
 
 
 def _described(served: ServedModel, weights: Weights) -> dict[str, Any]:

@@ -21,31 +21,10 @@ if TYPE_CHECKING:
     from moe_jax.train.step import make_train_step
 
 __all__ = [
-    "LossWeights",
-    "NextToken",
-    "Survey",
-    "TrainState",
-    "accumulate",
-    "accumulate_in_place",
-    "apply_gradients",
-    "batches",
-    "gradients_fn",
-    "init_state",
-    "load_tokenizer",
-    "log_probs",
-    "log_probs_and_entropies",
-    "loss",
-    "make_evaluation",
-    "make_optimizer",
-    "make_train_step",
-    "mean_over_devices",
-    "model_of_run",
-    "on_devices",
-    "open_documents",
-    "put_batch",
-    "sum_over_devices",
-    "survey",
-    "warmup_cosine",
-]
+    "LossWeights", "NextToken", "Survey", "TrainState", "accumulate", "accumulate_in_place", "apply_gradients", "batches",
+    "gradients_fn", "init_state", "load_tokenizer", "log_probs", "log_probs_and_entropies", "loss", "make_evaluation",
+    "make_optimizer", "make_train_step", "mean_over_devices", "model_of_run", "on_devices", "open_documents", "put_batch",
+    "sum_over_devices", "survey", "warmup_cosine",
+]  # fmt: skip
 
 export_lazily(__name__)

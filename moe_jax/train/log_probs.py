@@ -1,10 +1,13 @@
 """Log-probabilities of a batch's labels: the building block of losses of your own (DPO, GRPO, distillation)."""
 
+from collections.abc import Callable
+from typing import Any
+
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from moe_jax.kernels.token_entropies import TokenScores, token_log_probs_and_entropies
-from moe_jax.kernels.token_log_probs import token_log_probs
+from moe_jax.kernels.vocabulary import TokenScores, token_log_probs, token_log_probs_and_entropies
 from moe_jax.models.decoder import Decoder
 from moe_jax.train.batch import Batch
 
@@ -26,10 +29,7 @@ def log_probs(model: Decoder, batch: Batch) -> Float[Array, "batch seq"]:
     Raises:
       ValueError: shapes that do not fit each other.
     """
-    states = model.hidden_states(batch["tokens"], batch.get("positions"), batch.get("segment_ids"))
-    hidden = states.hidden.reshape(-1, states.hidden.shape[-1])
-    found = token_log_probs(hidden, model.head_weight, batch["labels"].reshape(-1)).reshape(batch["labels"].shape)
-    return jnp.where(batch["loss_mask"] != 0, found, 0)
+    return _of_labels(token_log_probs, model, batch)
 
 
 def log_probs_and_entropies(model: Decoder, batch: Batch) -> TokenScores:
@@ -37,7 +37,10 @@ def log_probs_and_entropies(model: Decoder, batch: Batch) -> TokenScores:
 
     Entropies are 0 where `loss_mask` is 0. They cost no further pass over the logits. Arguments and errors as in `log_probs`.
     """
-    states = model.hidden_states(batch["tokens"], batch.get("positions"), batch.get("segment_ids"))
-    hidden, labels = states.hidden.reshape(-1, states.hidden.shape[-1]), batch["labels"]
-    found = token_log_probs_and_entropies(hidden, model.head_weight, labels.reshape(-1))
-    return TokenScores(*(jnp.where(batch["loss_mask"] != 0, each.reshape(labels.shape), 0) for each in found))
+    return _of_labels(token_log_probs_and_entropies, model, batch)
+
+
+def _of_labels(function: Callable, model: Decoder, batch: Batch) -> Any:
+    states, labels = model.hidden_states(batch["tokens"], batch.get("positions"), batch.get("segment_ids")), batch["labels"]
+    found = function(states.hidden.reshape(-1, states.hidden.shape[-1]), model.head_weight, labels.reshape(-1))
+    return jax.tree.map(lambda each: jnp.where(batch["loss_mask"] != 0, each.reshape(labels.shape), 0), found)

@@ -91,7 +91,12 @@ def loss(
     Raises:
       ValueError: the spread's `mesh_axes` lack the axis of its `context`.
     """
-    check_axes(model.execution.spread)
+    spread = model.execution.spread
+    # Sums over devices would leave out the axis that splits the sequences.
+    if spread.context is not None and spread.context.axis_name not in spread.mesh_axes:
+        raise ValueError(
+            f"mesh_axes must name the axis of Spread.context, {spread.context.axis_name!r}; got {spread.mesh_axes}"
+        )
     tokens = (batch["tokens"], batch["positions"], batch["segment_ids"])
     states = model.hidden_states(*tokens, sequence_balance=weights.sequence_loss_coef != 0)
     return loss_of_states(model, states, batch, weights, num_labels=num_labels, router_share=router_share)
@@ -134,18 +139,6 @@ def loss_of_states(
         routed_tokens=jnp.concatenate([p.routed_tokens for p in (parts, *modules)]),
         mtp_cross_entropy=jnp.stack([p.cross_entropy for p in modules]).mean(),
     )
-
-
-def check_axes(spread: Spread) -> None:
-    """Refuses a spread whose sums over devices would leave out the axis that splits the sequences.
-
-    Raises:
-      ValueError: `mesh_axes` lacks the axis of `context`.
-    """
-    if spread.context is not None and spread.context.axis_name not in spread.mesh_axes:
-        raise ValueError(
-            f"mesh_axes must name the axis of Spread.context, {spread.context.axis_name!r}; got {spread.mesh_axes}"
-        )
 
 
 def _parts(model: Decoder, states: HiddenStates, labels, mask, spread: Spread) -> LossParts:

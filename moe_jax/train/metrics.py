@@ -5,7 +5,6 @@ metrics.jsonl has a step's scalars, expert_load.jsonl the load and entropy of ea
 
 import json
 import logging
-import os
 import time
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from moe_jax.config import ModelConfig
+from moe_jax.runtime.files import write_text
 from moe_jax.train.objective import TAKEN_NAMES
 
 _logger = logging.getLogger(__name__)
@@ -83,8 +83,7 @@ def record_of_step(
     if "expert_load" not in metrics:  # a user's loss, which has metrics of its own
         return record | {name: float(value) for name, value in metrics.items() if name not in TAKEN_NAMES and value.ndim == 0}
     record |= {
-        "max_mean_expert_load": max_mean_load(metrics["expert_load"]),
-        "min_mean_expert_load": min_mean_load(metrics["expert_load"]),
+        **mean_loads(metrics["expert_load"]),
         "num_dropped": int(metrics["num_dropped"]),
     }
     if config.routed_layers:
@@ -149,26 +148,21 @@ def of_layers(metrics: dict[str, np.ndarray], layers: tuple[int, ...]) -> dict[s
     return {"layers": list(layers)} | {name: np.asarray(metrics[name]).tolist() for name in names if name in metrics}
 
 
-def max_mean_load(expert_load: np.ndarray) -> float:
-    """Returns the worst layer's ratio of the largest load to the mean load. 1 is perfect balance; 1 without experts."""
-    if not expert_load.size or not expert_load.sum():
-        return 1.0
-    return float((expert_load.max(axis=1) / np.maximum(expert_load.mean(axis=1), 1e-9)).max())
+def mean_loads(expert_load: np.ndarray) -> dict[str, float]:
+    """Returns the worst layer's ratios of the largest and of the smallest load to the mean load: 1 is perfect balance.
 
-
-def min_mean_load(expert_load: np.ndarray) -> float:
-    """Returns the worst layer's ratio of the smallest load to the mean load. 0 if an expert got no token; 1 without experts."""
+    The smallest is 0 if an expert got no token. Both are 1 without experts.
+    """
     if not expert_load.size or not expert_load.sum():
-        return 1.0
-    return float((expert_load.min(axis=1) / np.maximum(expert_load.mean(axis=1), 1e-9)).min())
+        return {"max_mean_expert_load": 1.0, "min_mean_expert_load": 1.0}
+    shares = expert_load / np.maximum(expert_load.mean(axis=1, keepdims=True), 1e-9)
+    return {"max_mean_expert_load": float(shares.max()), "min_mean_expert_load": float(shares.min())}
 
 
 def keep_steps(file: Path, last_step: int) -> None:
     """Drops the records behind a step from a JSON Lines file, which is made if it is missing."""
     records = [record for record in read_records(file) if record["step"] <= last_step]
-    temporary = file.with_suffix(".tmp")
-    temporary.write_text("".join(json.dumps(record) + "\n" for record in records))
-    os.replace(temporary, file)
+    write_text(file, "".join(json.dumps(record) + "\n" for record in records))
 
 
 def append_record(file: Path, record: dict[str, Any]) -> None:

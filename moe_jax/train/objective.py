@@ -9,15 +9,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from moe_jax.config import ModelConfig
 from moe_jax.kernels.varying import varying_axes
+from moe_jax.layers.balance import move_bias
 from moe_jax.layers.router_sums import RouterSums
 from moe_jax.models.decoder import Decoder
+from moe_jax.models.layers_in_pipe import layers_of_stacks, stack_of
 from moe_jax.models.output import HiddenStates
+from moe_jax.parallel.layout import parameter_path
 from moe_jax.train.batch import BATCH_ARRAYS, Batch, as_divisor, total_weight
-from moe_jax.train.expert_bias import move_expert_bias
 from moe_jax.train.loss import LossParts, LossWeights, loss, loss_of_states
 
 LossFunction = Callable[[Decoder, Batch], tuple[Float[Array, ""], dict[str, Float[Array, ""]]]]
@@ -263,3 +265,32 @@ def _check_result(found: Any) -> None:
                 f"loss must return the same on every device, and {name} differs along {', '.join(sorted(axes))}: sum it over "
                 "them with train.sum_over_devices(model, ...)"
             )
+
+
+def move_expert_bias(expert_bias: nnx.State, expert_load: Int[Array, "moe_layers experts"], rate: float) -> nnx.State:
+    """Moves the biases of each stack, [layers, experts], by the load of its layers (`layers.balance.move_bias`).
+
+    `expert_load` is in the order of the layers. Without biases, or with rate 0, returns `expert_bias` itself.
+
+    Raises:
+      ValueError: the biases have more or fewer layers than the load.
+    """
+    biases = {stack_of(parameter_path(path)): bias for path, bias in jax.tree.leaves_with_path(expert_bias)}
+    if not biases or rate == 0:
+        return expert_bias
+    if (found := sum(map(len, biases.values()))) != len(expert_load):
+        raise ValueError(f"the model has biases for {found} of its {len(expert_load)} layers with experts; all need one")
+    places = layers_of_stacks({stack: len(bias) for stack, bias in biases.items()})
+    moved = [move_bias(bias, expert_load[places[stack]], rate) for stack, bias in biases.items()]
+    return jax.tree.unflatten(jax.tree.structure(expert_bias), moved)
+
+
+def expert_bias_range(expert_bias: nnx.State) -> dict[str, Float[Array, "moe_layers 2"]]:
+    """Returns the metric "expert_bias_range", each layer's (smallest, largest) bias; no metric for a model without biases."""
+    stacks = {stack_of(parameter_path(path)): bias for path, bias in jax.tree.leaves_with_path(expert_bias)}
+    if not stacks:
+        return {}
+    biases, places = jnp.concatenate(list(stacks.values())), layers_of_stacks({n: len(bias) for n, bias in stacks.items()})
+    if any(place.step > 1 for place in places.values()):
+        biases = biases[np.argsort(np.concatenate([np.arange(len(biases))[places[stack]] for stack in stacks]))]
+    return {"expert_bias_range": jnp.stack([biases.min(axis=1), biases.max(axis=1)], axis=1)}

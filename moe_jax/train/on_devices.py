@@ -1,4 +1,8 @@
-"""Calls a function of (model, batch) where the model's parameters lie: on one device, or on each device of a mesh."""
+"""Calls a function of (model, batch) where the model's parameters lie: on one device, or on each device of a mesh.
+
+Dropout of adapters follows from the step and the place alone (`with_dropout_seeds`). So a run that continues leaves out the
+same numbers as one that never stopped. A layer that is computed again in the backward pass leaves out the same as before.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -8,8 +12,10 @@ from typing import Any
 import jax
 from flax import nnx
 from jax.sharding import PartitionSpec
+from jaxtyping import Array, Int
 
 from moe_jax.layers.fp8 import Fp8Copies
+from moe_jax.layers.lora import draw_dropout
 from moe_jax.layers.moe import fp8_copies, hold_fp8_copies, precision_of
 from moe_jax.models.decoder import Decoder
 from moe_jax.models.execution import Execution
@@ -18,7 +24,9 @@ from moe_jax.parallel.parallelism import Parallelism
 from moe_jax.parallel.spread import Spread
 from moe_jax.parallel.zero1 import stacked_specs
 from moe_jax.train.batch import Batch, batch_specs
-from moe_jax.train.dropout import ready_for_pass
+
+SEEDS = "dropout_seeds"
+"""The array [batch] of a batch inside a step; a pass takes that of its first row."""
 
 
 def on_devices(
@@ -157,3 +165,18 @@ def spread_of(parallelism: Parallelism, sharded: ShardedParameters) -> Spread:
         layer_gathers=sharded.layers,
         mesh_axes=parallelism.token_axes,
     )
+
+
+def with_dropout_seeds(batch: Batch, step: Int[Array, ""]) -> Batch:
+    """Returns the batch with a seed for each row, so that each micro-batch and each device has its own."""
+    rows = next(array.shape[0] for array in batch.values() if array.ndim)
+    seeds = jax.random.bits(jax.random.fold_in(jax.random.PRNGKey(0), step), (rows,), "uint32")
+    return batch | {SEEDS: seeds}
+
+
+def ready_for_pass(model: Decoder, batch: Batch) -> tuple[Decoder, Batch]:
+    """Returns the model with the keys of this batch's pass, and the batch without its seeds; both unchanged without seeds."""
+    if SEEDS not in batch:
+        return model, batch
+    draw_dropout(model, batch[SEEDS][0])
+    return model, {name: array for name, array in batch.items() if name != SEEDS}

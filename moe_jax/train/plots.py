@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Float, Int
 from matplotlib.figure import Figure
 
-from moe_jax.runtime.pictures import save_png
+from moe_jax.runtime.files import save_png
 from moe_jax.train.metrics import read_records
 
 SMOOTHING_STEPS = 10

@@ -15,10 +15,10 @@ from jax.sharding import Sharding
 from jaxtyping import Array, Int, Num, PyTree
 
 from moe_jax.config import ModelConfig
+from moe_jax.models.layers_in_pipe import layers_of_stacks, stack_of
 from moe_jax.parallel.expert.placement import balanced_order
 from moe_jax.parallel.layout import parameter_path
 from moe_jax.parallel.pipeline.chunks import refuse_chunks
-from moe_jax.train.expert_bias import layers_of_stacks, stack_of
 from moe_jax.train.state import TrainState
 
 

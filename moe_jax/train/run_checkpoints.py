@@ -1,11 +1,19 @@
-"""Opens a checkpoint in the output folder of a training run."""
+"""Checkpoints in the output folder of a training run, perhaps of layers stacked for another pipeline than the reader's."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
+
 from moe_jax.checkpoint.training import TrainingCheckpoints
+from moe_jax.parallel.pipeline.chunks import LayersInPipe, PipeShape
+from moe_jax.parallel.pipeline.restack import restack, stacked_as
+from moe_jax.train.state import TrainState
+
+PIPE = "pipe"
+"""The entry of a checkpoint's position for its `PipeShape`, as a JSON object; absent in runs that know no pipeline."""
 
 
 class RunCheckpoint(NamedTuple):
@@ -39,3 +47,30 @@ def open_run(run: str | Path, step: int | None = None) -> Iterator[RunCheckpoint
         yield RunCheckpoint(checkpoints, step, checkpoints.position(step))
     finally:
         checkpoints.close()
+
+
+def restored[Tree: Any](
+    read: Callable[[Tree], Tree], like: Tree, layers: LayersInPipe, position: dict[str, Any], pipe: PipeShape
+) -> Tree:
+    """Returns arrays of a checkpoint in the shapes and layouts of `like`.
+
+    Moments and low halves of masters move as their parameters do. If the checkpoint's layers are stacked otherwise, one array
+    moves after the other, layer by layer. A device holds all layers of an array only if the new layout says so.
+
+    Args:
+      read: reads arrays of given shapes, dtypes and shardings from the checkpoint: `TrainingCheckpoints.restore` or
+        `restore_parts`.
+      like: arrays or ShapeDtypeStructs, such as a TrainState, with layers stacked for `pipe`.
+      position: the checkpoint's.
+    """
+    saved = PipeShape(**position.get(PIPE, {}))
+    if saved == pipe:
+        return read(like)
+    return restack(read(stacked_as(like, layers, saved)), like, layers.num_layers)
+
+
+def freed(state: TrainState) -> TrainState:
+    """Deletes the state's arrays; returns their shapes and shardings. A restored state of a large model needs the memory."""
+    template = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
+    jax.tree.map(lambda x: x.delete(), state)
+    return template

@@ -13,17 +13,16 @@ import optax
 from flax import nnx
 from jaxtyping import Array
 
+from moe_jax.layers.lora import has_dropout
 from moe_jax.layers.passes import Remat
 from moe_jax.models.execution import Execution
 from moe_jax.parallel.choices import UNIFORM
 from moe_jax.parallel.parallelism import Parallelism
 from moe_jax.parallel.zero1 import optimizer_mesh, sum_to_parts
 from moe_jax.train.batch import Batch, num_rows, replicated_sharding, total_weight
-from moe_jax.train.dropout import trains_with_dropout, with_dropout_seeds
-from moe_jax.train.expert_bias import expert_bias_range
 from moe_jax.train.gradients import accumulate, accumulate_in_place, gradients_fn
-from moe_jax.train.objective import LossFunction, NextToken, Objective, as_objective
-from moe_jax.train.on_devices import with_fp8_copies
+from moe_jax.train.objective import LossFunction, NextToken, Objective, as_objective, expert_bias_range
+from moe_jax.train.on_devices import with_dropout_seeds, with_fp8_copies
 from moe_jax.train.overlap import accumulate_overlapping, can_overlap
 from moe_jax.train.pipelined import accumulate_pipelined
 from moe_jax.train.scheduled import accumulate_scheduled
@@ -49,7 +48,7 @@ def make_train_step(
     """Returns a jitted step(state, batch) -> (state, metrics). The state passed in is donated: its arrays are gone afterwards.
 
     Frozen weights beside adapters are not donated: the state that comes back holds the same arrays. Dropout of adapters follows
-    from the step's number (`train.dropout`).
+    from the step's number (`train.on_devices`).
 
         step = train.make_train_step(graphdef, optimizer, train.NextToken(train.LossWeights(aux_loss_coef=0.001)))
 
@@ -134,7 +133,7 @@ def make_train_step(
         # Split over devices, the experts' gradients can be added up only after they have travelled. Adapters' are small.
         compute = in_place if one_device and gradient_accumulation > 1 and not frozen else gradients
         prepared = objective.prepare(batch, label_weight)
-        if trains_with_dropout(graphdef, state.params, own):
+        if has_dropout(nnx.merge(graphdef, state.params, own)):
             if orders_passes:
                 raise ValueError("dropout of adapters needs a step whose micro-batches do not overlap: leave overlapping out")
             prepared = with_dropout_seeds(prepared, state.step)

@@ -15,8 +15,8 @@ from safetensors.numpy import load_file, save_file
 
 import moe_jax
 from moe_jax.adapters import LoraSettings, add_lora, load_adapter, merge_adapter, save_adapter, without_adapter
-from moe_jax.adapters.check_merged import changes_of, check_merged
 from moe_jax.adapters.load import TABLES, check_adapter
+from moe_jax.adapters.merge import changes_of, check_merged
 from moe_jax.adapters.targets import targets_of
 from moe_jax.checkpoint.hf_names import export
 from moe_jax.train import init_state, make_train_step
@@ -46,7 +46,7 @@ def test_files(model_type, tmp_path):
     new = moe_jax.generate(read, tokens[0].tolist(), max_new_tokens=4)
     merge_adapter(read)
     assert_near(of(read), logits, "merged")
-    assert check_merged(tensors_of(read), tensors_of(base), changes).changed == len(changes)
+    check_merged(tensors_of(read), tensors_of(base), changes)
     assert moe_jax.generate(read, tokens[0].tolist(), max_new_tokens=4) == new
     assert np.abs(of(without_adapter(model)) - of(base)).max() == 0
     theirs = peft.PeftModel.from_pretrained(hf, str(tmp_path / "a")).eval()

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from moe_jax.checkpoint.fingerprint import weights_fingerprint
+from moe_jax.checkpoint.stored import weights_fingerprint
 from moe_jax.config import NAMED_CONFIGS, config_to_dict
 
 

@@ -22,9 +22,9 @@ from hypothesis import strategies as st
 
 import moe_jax
 from moe_jax.checkpoint import hf_load
-from moe_jax.checkpoint.fp8 import dequantised
 from moe_jax.checkpoint.hf_files import CheckpointError, open_tensors
 from moe_jax.checkpoint.hf_load import from_pretrained
+from moe_jax.checkpoint.quantised import dequantised
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -195,7 +195,7 @@ def test_bad_checkpoints_are_refused_before_anything_is_read(fp8_folder, tmp_pat
     stored = read_weights(fp8_folder)
     offenders = spoil(tmp_path, stored)
     rewrite_weights(tmp_path, stored)
-    monkeypatch.setattr(hf_load, "load_parameter", None)
+    monkeypatch.setattr(hf_load.streaming, "load_parameter", None)
     with pytest.raises(CheckpointError) as caught:
         from_pretrained(tmp_path)
     for offender in offenders:

@@ -11,9 +11,9 @@ import torch
 from checkpoint_helpers import edit_config, parameters, read_weights, rewrite_weights, write_checkpoint
 from flax import nnx
 
-from moe_jax.checkpoint.gptq import read_group_size
 from moe_jax.checkpoint.hf_files import CheckpointError
 from moe_jax.checkpoint.hf_load import from_pretrained
+from moe_jax.checkpoint.quantised import read_group_size
 from moe_jax.layers.quantised import FourBits
 
 GROUP = 32

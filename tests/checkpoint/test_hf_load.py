@@ -370,7 +370,7 @@ def test_bad_checkpoints_are_refused_before_anything_is_read(tmp_path, monkeypat
     def not_reached(*args, **options):
         raise AssertionError("device memory was taken")
 
-    monkeypatch.setattr(hf_load, "load_parameter", not_reached)
+    monkeypatch.setattr(hf_load.streaming, "load_parameter", not_reached)
     with pytest.raises(CheckpointError) as caught:
         from_pretrained(tmp_path)
     for offender in offenders:

@@ -9,7 +9,7 @@ from flax import nnx
 import moe_jax
 from moe_jax.checkpoint.hf_load import from_pretrained
 from moe_jax.checkpoint.orbax_params import load_orbax, save_orbax
-from moe_jax.checkpoint.stored_dtype import stored_dtype
+from moe_jax.checkpoint.stored import stored_dtype
 from moe_jax.config import Qwen3Config, Qwen3MoeConfig
 from moe_jax.models.auto import from_config
 

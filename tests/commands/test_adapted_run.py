@@ -75,7 +75,7 @@ def test_a_merge_that_lost_an_expert_is_refused(run, tmp_path, monkeypatch, caps
         down.b[...] = down.b[...].at[1, 3].set(0)
         merge_adapter(model)
 
-    monkeypatch.setattr("moe_jax.adapters.write_merged.merge_adapter", forgetful)
+    monkeypatch.setattr("moe_jax.adapters.merge.merge_adapter", forgetful)
     with pytest.raises(SystemExit):
         main(["convert", str(run), str(tmp_path / "merged"), "--merge"])
     assert "model.layers.1.mlp.experts.3.down_proj.weight: the merged checkpoint differs from base" in capsys.readouterr().err

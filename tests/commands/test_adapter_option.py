@@ -15,7 +15,7 @@ from flax import nnx
 
 import moe_jax
 from moe_jax.adapters import merge_adapter, save_adapter
-from moe_jax.adapters.base import _last_name
+from moe_jax.adapters.source import _last_name
 from moe_jax.cli import main
 from moe_jax.commands.loading import with_adapter
 from moe_jax.serving.engine import Engine

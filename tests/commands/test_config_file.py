@@ -15,8 +15,8 @@ from moe_jax.commands.prefer import PreferCommand
 from moe_jax.parallel.choices import MeshShape
 from moe_jax.preferences import PreferenceSettings
 from moe_jax.recipes.finetuning.settings import FinetuneSettings
-from moe_jax.recipes.finetuning.settings_file import RUN_YAML, write_settings
 from moe_jax.recipes.preferring.settings import PreferSettings
+from moe_jax.recipes.run.settings_file import RUN_YAML, write_settings
 
 
 def parsed(*arguments) -> FinetuneSettings:

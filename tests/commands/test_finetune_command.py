@@ -8,6 +8,7 @@ import tyro
 from moe_jax.adapters.settings import LoraSettings
 from moe_jax.commands.finetune import GROUPS, FinetuneCommand
 from moe_jax.commands.generate import GenerateCommand
+from moe_jax.commands.loading import LoadingOptions
 from moe_jax.commands.other_names import OTHER_NAMES
 from moe_jax.commands.plan import PlanCommand
 from moe_jax.parallel.choices import MeshShape
@@ -56,7 +57,7 @@ def test_help_lists_the_groups_and_describes_every_option(capsys):
     [("finetune", FinetuneSettings), ("generate", GenerateCommand), ("prefer", PreferSettings), ("plan", PlanCommand)],
 )
 def test_other_programs_names_lead_to_options_that_exist(command, names):
-    known = {field.name for field in fields(names)}
+    known = {field.name for field in (*fields(names), *fields(LoadingOptions))}
     known |= {f"{group}.{field.name}" for group, of in GROUPED.items() if group in known for field in fields(of)}
     known = {name.replace("_", "-") for name in known}
     for other, ours in OTHER_NAMES[command].items():

@@ -11,7 +11,7 @@ from flax import nnx
 import moe_jax
 from moe_jax.adapters import LoraSettings, add_lora, save_adapter
 from moe_jax.cli import main
-from moe_jax.commands.loading import checked_loading
+from moe_jax.commands.loading import LoadingOptions, checked_loading
 from moe_jax.layers.lora import has_adapters
 from moe_jax.layers.quantised import is_quantised
 
@@ -42,14 +42,14 @@ def folder(tmp_path_factory):
 )
 def test_forms(folder, base, precision, weights, form, capsys):
     adapter = str(folder / "adapter")
-    options = dict(precision=precision, weights=weights, dtype="bfloat16", mtp=False)
-    loading = checked_loading(folder / base, adapter, **options)
-    assert loading.form == form
-    model = loading.load()
+    wanted = LoadingOptions(precision=precision, weights=weights)
+    chosen, load = checked_loading(folder / base, adapter, wanted, mtp=False)
+    assert chosen == form
+    model = load()
     assert has_adapters(model) == is_quantised(nnx.state(model)) == (form != "whole")
     assert (model.precision is not None) == (precision == "fp8")
     assert "rank 6" in capsys.readouterr().err
-    assert checked_loading(folder / base, None, **options).form == (weights or ("fp8" if precision == "fp8" else "whole"))
+    assert checked_loading(folder / base, None, wanted, mtp=False)[0] == (weights or ("fp8" if precision == "fp8" else "whole"))
 
 
 def test_generate_beside_stored_weights(folder, capsys):

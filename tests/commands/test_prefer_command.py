@@ -48,7 +48,7 @@ def test_prefer(tmp_path, capsys):
     places = ["--model", str(tmp_path / "model"), "--data", str(tmp_path / "pairs.jsonl"), "--output", str(tmp_path / "run")]
     main(["prefer", *places, *options])
     printed = capsys.readouterr().out
-    assert f"trained to step 3; adapter in {tmp_path / 'run' / 'adapter'}" in printed
+    assert f"trained to step 3; adapter, for PEFT too, in {tmp_path / 'run' / 'adapter'}" in printed
     assert f"report in {tmp_path / 'run' / 'report.html'}" in printed and (tmp_path / "run" / "report.html").exists()
     model = moe_jax.from_pretrained(tmp_path / "model", progress=False)
     assert "rank 2" in str(load_adapter(model, tmp_path / "run" / "adapter"))

@@ -8,8 +8,7 @@ import pytest
 from moe_jax.config import NAMED_CONFIGS, Qwen3MoeConfig
 from moe_jax.cost import PlannedStep, Prediction, predict
 from moe_jax.cost.flops import num_parameters
-from moe_jax.cost.gpus import SHEETS, scaled
-from moe_jax.cost.machine import H200, ring_hop_seconds
+from moe_jax.cost.machine import H200, SHEETS, ring_hop_seconds, scaled
 from moe_jax.cost.pipeline import HIDDEN_EXCHANGE
 from moe_jax.cost.stage import stage_seconds
 from moe_jax.cost.step import vocabulary_seconds

@@ -15,7 +15,7 @@ from moe_jax.cli import main
 from moe_jax.commands.plan import PlanCommand
 from moe_jax.config import HUB_IDS, NAMED_CONFIGS, config_to_dict
 from moe_jax.cost import PlannedStep, predict
-from moe_jax.cost.gpus import GPUS
+from moe_jax.cost.machine import GPUS
 from moe_jax.cost.plan import MICRO_BATCHES, chunk_counts, meshes, plan, rank
 from moe_jax.cost.plan_table import KINDS, flags, format_plan, how_to_train
 from moe_jax.parallel.choices import MeshShape

@@ -7,15 +7,14 @@ import pytest
 from moe_jax.cli import main
 from moe_jax.config import NAMED_CONFIGS
 from moe_jax.cost import PlannedStep, predict
-from moe_jax.cost.fp8 import copies_bytes, rounding_bytes
-from moe_jax.cost.gpus import GPUS
 from moe_jax.cost.layer import ExpertsWork, experts_seconds
-from moe_jax.cost.machine import H200
+from moe_jax.cost.machine import GPUS, H200
+from moe_jax.cost.memory import gathered_layer
 from moe_jax.cost.plan import plan
 from moe_jax.cost.plan_table import flags
 from moe_jax.cost.planned_step import PlannedAdapters
+from moe_jax.cost.quantised import copies_bytes, rounding_bytes
 from moe_jax.cost.travel import exchange_seconds, gather_seconds
-from moe_jax.cost.workspace import gathered_layer
 from moe_jax.parallel.choices import MeshShape
 
 DEEPSEEK = NAMED_CONFIGS["deepseek-v3"]
@@ -76,8 +75,8 @@ def test_gathered_weights_travel_in_half_the_bytes(hops):
     assert gathered_layer(in_bf16, 0) - gathered_layer(step, 0) == pytest.approx(OF_LAYER, rel=1e-3)
     # Experts are nearly all of a layer. Gradients travel as before.
     half, whole = (gather_seconds(each, 0, H200) for each in (step, in_bf16))
-    assert half.forward.travel == pytest.approx(whole.forward.travel / 2, rel=0.08)
-    gradients = (each.backward.travel - each.forward.travel for each in (half, whole))
+    assert half[0].travel == pytest.approx(whole[0].travel / 2, rel=0.08)
+    gradients = (backward.travel - forward.travel for forward, backward in (half, whole))
     assert next(gradients) == pytest.approx(next(gradients))
 
 

@@ -6,7 +6,7 @@ import pytest
 import tyro
 
 from moe_jax.adapters import LoraSettings
-from moe_jax.adapters.planned import planned_lora
+from moe_jax.adapters.add import planned_lora
 from moe_jax.cli import main
 from moe_jax.commands.demo import DemoCommand
 from moe_jax.commands.options import options_of_lora

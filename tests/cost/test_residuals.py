@@ -11,7 +11,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from moe_jax import from_config
 from moe_jax.config import NAMED_CONFIGS
 from moe_jax.cost import PlannedStep
-from moe_jax.cost.workspace import kept_by_layer
+from moe_jax.cost.memory import kept_by_layer
 from moe_jax.layers.passes import forward_loop, run_loops
 from moe_jax.models.execution import Execution
 from moe_jax.models.forward import stage_layers

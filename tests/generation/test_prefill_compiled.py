@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from flax import nnx
 import moe_jax
 from moe_jax.generation import devices
-from moe_jax.generation.prefill import prefill
+from moe_jax.generation.generate import prefill
 from moe_jax.generation.request import DecodeOptions
 from moe_jax.parallel.collectives.hops import COPIES, MANY_AT_ONCE
 from moe_jax.parallel.fsdp import ShardedParameters
@@ -28,8 +28,8 @@ class Cached(NamedTuple):
 
 def prefilled(options, inputs):
     positions = jnp.maximum(jnp.cumsum(inputs.segment_ids, axis=1) - 1, 0)
-    found = prefill(inputs, positions, inputs.tokens.shape[1] + 64, overlap=options.overlap_prefill)
-    return Cached(found.hidden, tuple(jnp.moveaxis(a, 1, 0) for a in found.cache.kept))
+    hidden, cache = prefill(inputs, positions, inputs.tokens.shape[1] + 64, overlap=options.overlap_prefill)
+    return Cached(hidden, tuple(jnp.moveaxis(a, 1, 0) for a in cache.kept))
 
 model = nnx.eval_shape(lambda: moe_jax.from_config(config, dtype=bf16, rngs=nnx.Rngs(0)))
 graph, parameters, others = nnx.split(model, nnx.Param, ...)

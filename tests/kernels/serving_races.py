@@ -5,10 +5,9 @@ import numpy as np
 
 from moe_jax.kernels.attention.paged import PAGE_SIZE, PagedQueries, paged_attention
 from moe_jax.kernels.attention.paged.blocks import QueryBlocks, Splits
-from moe_jax.kernels.attention.paged.merge import merge_splits
+from moe_jax.kernels.attention.paged.mosaic import merge_splits
 from moe_jax.kernels.decode.add_norm import ExpertRows, add_experts, add_splits
-from moe_jax.kernels.decode.chunk_heads import chunk_heads_to_pages
-from moe_jax.kernels.decode.heads import HeadNorms, NewTokens, heads_to_pages
+from moe_jax.kernels.decode.heads import HeadNorms, NewTokens, chunk_heads_to_pages, heads_to_pages
 from moe_jax.kernels.decode.plan_rows import place_rows, plan_rows
 from moe_jax.kernels.decode.route import route_rows
 from moe_jax.kernels.hopper.mainloop import TileShape

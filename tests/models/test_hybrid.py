@@ -12,10 +12,12 @@ from moe_jax.adapters import LoraSettings, add_lora
 from moe_jax.cost.planned_step import PlannedStep
 from moe_jax.generation.speculative import check_drafts
 from moe_jax.layers.cache import cache_rows, init_cache
+from moe_jax.models.layers_in_pipe import layers_of_stacks
 from moe_jax.parallel.choices import MeshShape
 from moe_jax.parallel.sequence.attention import ContextParallel
 from moe_jax.serving import Engine
 from moe_jax.serving.strict import check_strict
+from moe_jax.train.rebalance import move_experts
 
 
 @pytest.fixture(scope="module")
@@ -93,6 +95,23 @@ def test_a_segment_ends_between_two_calls_too(model, rng):
         output = call(tokens[:, part], positions[:, part], segments[:, part], cache=cache)
         np.testing.assert_allclose(output.logits, whole[:, part], rtol=1e-4, atol=1e-4)
         cache = output.cache
+
+
+def test_the_layers_of_a_bodys_places_take_turns():
+    lengths = {("stages", 0): 2, ("stages", 1, "places", 0): 2, ("stages", 1, "places", 1): 2, ("stages", 2): 1}
+    places = layers_of_stacks(lengths)
+    found = {stack: list(range(7))[place] for stack, place in places.items()}
+    assert list(found.values()) == [[0, 1], [2, 4], [3, 5], [6]] and list(found) == list(lengths)
+
+
+def test_experts_that_change_places_change_no_logits(rng):
+    model, tokens = hybrid(), rng.integers(0, 264, (2, 5))
+    graph, params = nnx.split(model)
+    call = jax.jit(lambda params: nnx.merge(graph, params)(tokens))
+    before, orders = call(params), rng.permuted(np.tile(np.arange(4), (6, 1)), axis=1)
+    after = call(move_experts(params, model.config, orders))
+    np.testing.assert_allclose(after.logits, before.logits, rtol=1e-4, atol=1e-4)
+    np.testing.assert_array_equal(after.expert_load, np.take_along_axis(np.asarray(before.expert_load), orders, axis=1))
 
 
 def test_lora_reaches_the_matrices_of_every_kind(rng):

@@ -5,7 +5,7 @@ import numpy as np
 import seeds
 import torch
 
-from moe_jax.preferences.packing import OpenRows
+from moe_jax.preferences.batches import OpenRows
 from moe_jax.preferences.tokens import Example, Text
 
 

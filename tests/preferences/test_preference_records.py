@@ -5,7 +5,7 @@ import json
 import pytest
 
 from moe_jax.preferences import open_preferences
-from moe_jax.preferences.records import Judged, judged
+from moe_jax.preferences.documents import Judged, judged
 
 
 def message(role, content):

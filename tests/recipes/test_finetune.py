@@ -13,7 +13,7 @@ from flax import nnx
 from tiny import settings
 
 from moe_jax.recipes import finetune
-from moe_jax.recipes.finetuning.run_log import default_log_every
+from moe_jax.recipes.run.run_log import default_log_every
 from moe_jax.train import batches, loss, open_documents, survey
 from moe_jax.train.metrics import read_records
 from moe_jax.train.plots import plot_run

@@ -12,7 +12,7 @@ import pytest
 import tiny
 
 from moe_jax.recipes import finetune
-from moe_jax.recipes.finetuning.lock import output_lock
+from moe_jax.recipes.run.lock import output_lock
 from moe_jax.train.metrics import MetricsWriter
 
 HOLDER = """

@@ -247,9 +247,9 @@ def test_experts_in_fp8(tmp_path):
         (dict(learning_rate=0.0), "learning_rate=0.0 must be a number greater than 0"),
         (dict(epochs=2), "epochs=2 and steps=6 exclude each other"),
         (dict(epochs=0, steps=500), "epochs=0 must be a number greater than 0"),
-        (dict(warmup_steps=7), "warmup_steps=7 must be from 0 to steps=6"),
+        (dict(warmup_steps=7), "warmup_steps=7 must not exceed steps=6"),
         (dict(data="/none"), "data='/none' does not exist"),
-        (dict(dtype="float64"), "dtype='float64' must be bfloat16 or float32"),
+        (dict(dtype="float64"), "dtype='float64' must be one of bfloat16, float32"),
     ],
 )
 def test_settings(tmp_path, changes, message):

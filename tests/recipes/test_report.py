@@ -6,7 +6,7 @@ from html.parser import HTMLParser
 import pytest
 
 from moe_jax.recipes import write_report
-from moe_jax.recipes.finetuning import report
+from moe_jax.recipes.run import report
 
 
 @pytest.fixture

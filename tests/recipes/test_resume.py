@@ -20,8 +20,8 @@ from flax import nnx
 import moe_jax
 from moe_jax.checkpoint.training import TrainingCheckpoints, finished_steps
 from moe_jax.recipes import FinetuneSettings, finetune
-from moe_jax.recipes.finetuning.identity import same_run
 from moe_jax.recipes.finetuning.prepare import prepare_run
+from moe_jax.recipes.run.identity import same_run
 from moe_jax.train.metrics import MetricsWriter, read_records
 from moe_jax.train.optimizer import warmup_cosine
 from moe_jax.train.starting_weights import MODEL
@@ -149,17 +149,17 @@ def test_a_run_that_began_without_a_bos_token_goes_on_without(tmp_path, monkeypa
     def prepared():
         with ExitStack() as until_end:
             run = prepare_run(settings, tiny.dense(), tokenizer, until_end)
-            run.checkpoints.close()
+            run.begun.checkpoints.close()
             return run, next(run.batches)["tokens"]
 
     run, first = prepared()
-    assert run.identity["begin_texts"] and (first == 1).any()
-    old = {name: value for name, value in run.identity.items() if name != "begin_texts"}
+    assert run.begun.fixed["identity"]["begin_texts"] and (first == 1).any()
+    old = {name: value for name, value in run.begun.fixed["identity"].items() if name != "begin_texts"}
     checkpoints = TrainingCheckpoints(tmp_path / "run" / "checkpoints")
     checkpoints.save(1, {"x": jnp.zeros(1)}, {"data": run.batches.get_state(), "identity": old})
     checkpoints.close()
     run, rows = prepared()
-    assert run.steps_done == 1 and "begin_texts" not in run.identity and not (rows == 1).any()
+    assert run.begun.step == 1 and "begin_texts" not in run.begun.fixed["identity"] and not (rows == 1).any()
 
 
 def test_folder_of_another_run(tmp_path, monkeypatch, steps_that_learn_nothing):

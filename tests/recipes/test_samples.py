@@ -11,7 +11,8 @@ from flax import nnx
 from moe_jax.adapters import LoraSettings
 from moe_jax.generation.text import complete
 from moe_jax.recipes import finetune
-from moe_jax.recipes.finetuning.samples import SAMPLES, Sampler
+from moe_jax.recipes.finetuning.samples import Sampler
+from moe_jax.recipes.run.run_log import SAMPLES
 from moe_jax.train.metrics import read_records
 
 

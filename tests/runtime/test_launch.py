@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from moe_jax.runtime.launch import LaunchSettings, launch, process_environments
+from moe_jax.commands.launch import LaunchCommand, launch, process_environments
 
 SHOW = "import os; print(*(os.environ.get(f'MOE_JAX_{n}') for n in ('PROCESS_ID', 'NUM_PROCESSES', 'LOCAL_DEVICE_IDS')))"
 
 
-def settings(source: str, **options) -> LaunchSettings:
-    return LaunchSettings((sys.executable, "-c", source), **{"processes": 3, "cpu_devices": 2, **options})
+def settings(source: str, **options) -> LaunchCommand:
+    return LaunchCommand((sys.executable, "-c", source), **{"processes": 3, "cpu_devices": 2, **options})
 
 
 def test_each_process_knows_its_place_and_its_lines_are_marked(capfd):
@@ -67,7 +67,7 @@ def test_a_failing_process_does_not_wait_for_the_others(tmp_path, capfd, monkeyp
     command = (sys.executable, "-c", CONNECTED, str(tmp_path / "folder"))
     # Without `initialize_processes`' care JAX would wait for five minutes.
     began = time.monotonic()
-    assert launch(LaunchSettings(command, processes=2, cpu_devices=2, grace_seconds=1)) == 1
+    assert launch(LaunchCommand(command, processes=2, cpu_devices=2, grace_seconds=1)) == 1
     assert time.monotonic() - began < 200
     out, err = capfd.readouterr()
     assert "[1] KeyError: 'in the middle'" in err and "process 1 failed with status 1" in err
@@ -153,17 +153,17 @@ def test_ignored_signals_stay_ignored():
 
 def test_gpus_are_shared_out_evenly_and_the_users_settings_win():
     environment = {"CUDA_VISIBLE_DEVICES": "4,5,6,7", "XLA_PYTHON_CLIENT_MEM_FRACTION": ".5"}
-    each = process_environments(LaunchSettings(("x",)), environment)
+    each = process_environments(LaunchCommand(("x",)), environment)
     assert [variables["MOE_JAX_LOCAL_DEVICE_IDS"] for variables in each] == ["0", "1", "2", "3"]
     assert each[0]["XLA_PYTHON_CLIENT_MEM_FRACTION"] == ".5" and "JAX_PLATFORMS" not in each[0]
-    pairs = process_environments(LaunchSettings(("x",), processes=2), {"CUDA_VISIBLE_DEVICES": "4,5,6,7"})
+    pairs = process_environments(LaunchCommand(("x",), processes=2), {"CUDA_VISIBLE_DEVICES": "4,5,6,7"})
     assert [variables["MOE_JAX_LOCAL_DEVICE_IDS"] for variables in pairs] == ["0,1", "2,3"]
     assert pairs[0]["XLA_PYTHON_CLIENT_MEM_FRACTION"] == "0.95"
     assert pairs[0]["MOE_JAX_COORDINATOR"] == pairs[1]["JAX_COORDINATOR_BIND_ADDRESS"]
 
 
 def test_several_hosts_number_their_processes_on():
-    command = LaunchSettings(("x",), hosts=3, host=1, coordinator="node0:1234")
+    command = LaunchCommand(("x",), hosts=3, host=1, coordinator="node0:1234")
     each = process_environments(command, {"CUDA_VISIBLE_DEVICES": "0,1"})
     assert [variables["MOE_JAX_PROCESS_ID"] for variables in each] == ["2", "3"]
     assert {variables["MOE_JAX_NUM_PROCESSES"] for variables in each} == {"6"}
@@ -186,11 +186,11 @@ def test_settings_that_make_no_sense_are_refused():
         ({"save_seconds": -1}, gpus, "save_seconds=-1 must not be negative"),
     ):
         with pytest.raises(ValueError, match=message):
-            process_environments(LaunchSettings(**{"command": ("x",), **options}), environment)
+            process_environments(LaunchCommand(**{"command": ("x",), **options}), environment)
 
 
 def test_a_library_s_chatter_is_left_out_and_its_errors_are_not(capfd):
     ready = "[Gloo] Rank 0 is connected to 1 peer ranks. Expected number of connected peer ranks is : 1"
     lost = "[Gloo] Rank 0 lost its connection"
-    launch(LaunchSettings((sys.executable, "-c", f"print({ready!r}); print({lost!r})"), processes=1, cpu_devices=1))
+    launch(LaunchCommand((sys.executable, "-c", f"print({ready!r}); print({lost!r})"), processes=1, cpu_devices=1))
     assert capfd.readouterr().out == f"[0] {lost}\n"

@@ -4,7 +4,7 @@ from collections import Counter
 
 import fake_device
 
-from moe_jax.kernels.attention.paged.page_size import PAGE_SIZE
+from moe_jax.kernels.attention.paged import PAGE_SIZE
 from moe_jax.serving.pages import pages_of
 from moe_jax.serving.queues import EngineQueues
 from moe_jax.serving.request import SamplingOptions

@@ -5,7 +5,7 @@ If a page of one sequence holds what another wrote, the next token differs from 
 
 import zlib
 
-from moe_jax.kernels.attention.paged.page_size import PAGE_SIZE
+from moe_jax.kernels.attention.paged import PAGE_SIZE
 from moe_jax.serving.pages import pages_of
 
 VOCAB_SIZE = 50

@@ -7,12 +7,10 @@ from typing import Any
 
 import tiny
 
-from moe_jax.serving.events import Event
-from moe_jax.serving.handle import Handle, wake
+from moe_jax.serving.handle import Event, Handle, wake
 from moe_jax.serving.limits import EngineLimits
-from moe_jax.serving.loop import QueueFull
+from moe_jax.serving.loop import QueueFull, Stats
 from moe_jax.serving.request import Completion, SamplingOptions, checked
-from moe_jax.serving.stats import Stats
 
 VOCAB, END = 264, 0
 LIMITS = EngineLimits(max_sequences=64, max_tokens_per_step=64, max_length=512, num_pages=64, max_waiting=64)

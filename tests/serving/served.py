@@ -14,12 +14,12 @@ import openai
 import tiny
 from fake_engine import FakeEngine
 
-from moe_jax.serving.defaults import Defaults
+from moe_jax.serving.defaults import SAMPLING, Defaults
 from moe_jax.serving.http.server import Server, bind
-from moe_jax.serving.http.service import Service
-from moe_jax.serving.http.settings import ServerSettings
+from moe_jax.serving.http.service import ServerSettings, Service
+from moe_jax.serving.request import SamplingOptions
 
-DEFAULTS = Defaults(0.0, None, None, ends=(0,), ends_of_answers=(0, 2))
+DEFAULTS = Defaults({name: getattr(SamplingOptions, name) for name in SAMPLING}, ends=(0,), ends_of_answers=(0, 2))
 
 tokenizer = functools.cache(tiny.tokenizer)
 

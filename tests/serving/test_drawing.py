@@ -4,11 +4,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from moe_jax.serving.draft_state import DraftedTokens
-from moe_jax.serving.drafts import check_program
+from moe_jax.serving.batch import DraftedTokens
 from moe_jax.serving.drawing import VARIANTS, draw_program
-from moe_jax.serving.penalties import init_penalties
-from moe_jax.serving.sampling import init_slots
+from moe_jax.serving.sampling import init_penalties, init_slots
 from moe_jax.serving.step import StepOutput
 
 SLOTS, VOCAB = 2, 97
@@ -40,5 +38,5 @@ def test_checked_in_place():
     drafts = DraftedTokens(jnp.zeros(SLOTS, jnp.int32), *[None] * 5)
     last_token = jnp.zeros(SLOTS, jnp.int32)
     before = addresses(last_token)
-    checked = check_program("greedy")(output_of(SLOTS, 2 * SLOTS, drafts), init_slots(SLOTS), last_token, None)
+    checked = draw_program("greedy")(output_of(SLOTS, 2 * SLOTS, drafts), init_slots(SLOTS), last_token, None)
     assert addresses(checked.last_token) == before

@@ -20,14 +20,13 @@ from moe_jax.layers.quantised import BlockScaled
 from moe_jax.layers.tickets import EXPERT_MATRICES
 from moe_jax.serving import fused
 from moe_jax.serving import step as step_module
-from moe_jax.serving.adapted import unfused_reason
+from moe_jax.serving.batch import StepShape, empty_rows, packed
 from moe_jax.serving.engine import Engine
 from moe_jax.serving.fused import refusal
 from moe_jax.serving.limits import EngineLimits
 from moe_jax.serving.request import SamplingOptions
 from moe_jax.serving.step import initial_state, step
-from moe_jax.serving.upload import StepShape, empty_rows, packed
-from moe_jax.serving.weights import take_apart
+from moe_jax.serving.weights import take_apart, unfused_reason
 
 CONFIG = Qwen3MoeConfig(
     vocab_size=64,

@@ -13,7 +13,7 @@ import tiny
 from fake_engine import LIMITS, FakeEngine
 
 from moe_jax.serving.engine import Engine
-from moe_jax.serving.http.settings import ServerSettings
+from moe_jax.serving.http.service import ServerSettings
 
 COMPLETION, CHAT = "/v1/completions", "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "x"}]
@@ -269,8 +269,8 @@ def test_noise_and_too_many_connections_get_json_too():
 
 def test_all_bodies_together_are_bounded(monkeypatch):
     """Many clients could else fill the memory with bodies that are each small enough."""
-    monkeypatch.setattr("moe_jax.serving.http.guard.MOST_HELD", 5)
-    monkeypatch.setattr("moe_jax.serving.http.guard.SMALL_BODY", 100)
+    monkeypatch.setattr("moe_jax.serving.http.app.MOST_HELD", 5)
+    monkeypatch.setattr("moe_jax.serving.http.app.SMALL_BODY", 100)
     with served.serve(max_body_bytes=2000) as running:
         large = served.request_bytes({"prompt": "a" * 400})
         with running.connect() as connection:

@@ -263,7 +263,7 @@ import served
 from fake_engine import FakeEngine
 from moe_jax.serving.http.server import bind, run_server
 from moe_jax.serving.http.service import Service
-from moe_jax.serving.http.settings import ServerSettings
+from moe_jax.serving.http.service import ServerSettings
 logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
 engine = FakeEngine(repeats=1000, step_seconds=0.01)
 settings = ServerSettings("tiny", shutdown_seconds={seconds})

@@ -17,15 +17,14 @@ import transformers
 from fake_engine import FakeEngine
 from tokenizers import Tokenizer, models
 
-from moe_jax.serving.http.service import LONG_BODY
-from moe_jax.serving.http.worker import Worker
+from moe_jax.serving.http.service import LONG_BODY, Worker
 
 
 @pytest.fixture
 def endless(monkeypatch):
     """POST /tokenize does not end while the test runs."""
     ended = threading.Event()
-    monkeypatch.setattr("moe_jax.serving.http.tokens.completion_tokens", lambda *_: ended.wait(60))
+    monkeypatch.setattr("moe_jax.serving.http.app.completion_tokens", lambda *_: ended.wait(60))
     yield
     ended.set()
 
@@ -140,7 +139,7 @@ def test_a_cancelled_call_is_not_kept():
 def test_a_process_ends_whatever_its_worker_does():
     script = """
 import asyncio, time
-from moe_jax.serving.http.worker import Worker
+from moe_jax.serving.http.service import Worker
 async def main():
     worker = Worker("worker")
     assert await worker.run(lambda: 7) == 7

@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 import jax
 
-from moe_jax.serving import memory_gaps
-from moe_jax.serving.memory_gaps import GAP_BYTES, GAPS_OF_A_SIZE, leave_gaps
+from moe_jax.serving import programs
+from moe_jax.serving.programs import GAP_BYTES, GAPS_OF_A_SIZE, leave_gaps
 
 
 def test_gaps_of_each_size(monkeypatch):
@@ -17,7 +17,7 @@ def test_gaps_of_each_size(monkeypatch):
         begin, end = end, end + -(-array.nbytes // 256) * 256
         return SimpleNamespace(begin=begin, end=end)
 
-    monkeypatch.setattr(memory_gaps.jax, "device_put", place)
+    monkeypatch.setattr(programs.jax, "device_put", place)
     borders = leave_gaps(SimpleNamespace(platform="gpu"))
     ends = [0, *(border.end for border in borders)]
     gaps = [border.begin - before for before, border in zip(ends, borders, strict=False)]

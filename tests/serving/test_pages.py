@@ -2,7 +2,7 @@
 
 import pytest
 
-from moe_jax.kernels.attention.paged.page_size import PAGE_SIZE
+from moe_jax.kernels.attention.paged import PAGE_SIZE
 from moe_jax.serving.pages import PagePool, extend_chain, pages_of, root_hash
 
 ROOT = root_hash((0, None))

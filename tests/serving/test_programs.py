@@ -8,11 +8,10 @@ import pytest
 import seeds
 from hf_reference import load_ours, reference
 
+from moe_jax.serving.batch import DraftedTokens, StepShape, empty_rows, packed
 from moe_jax.serving.device import _for_drawing
-from moe_jax.serving.draft_state import DraftedTokens
 from moe_jax.serving.programs import _at_once, step_programs
 from moe_jax.serving.step import StepOutput, initial_state
-from moe_jax.serving.upload import StepShape, empty_rows, packed
 from moe_jax.serving.weights import take_apart
 
 DECODES, CHUNKS = StepShape(1, 0, 0, 2), StepShape(0, 64, 1, 2)

@@ -9,14 +9,19 @@ import pytest
 import seeds
 
 from moe_jax.generation import sampling as generation
-from moe_jax.serving.penalties import count_tokens, has_penalties, init_penalties, penalised, penalty_row, start_slot
 from moe_jax.serving.request import SMALLEST
 from moe_jax.serving.sampling import (
     SlotOptions,
     _restricted,
+    count_tokens,
+    has_penalties,
+    init_penalties,
     init_slots,
+    penalised,
+    penalty_row,
     sample_rows,
     slot_row,
+    start_slot,
     variant_for,
     with_last_tokens,
 )

@@ -4,7 +4,7 @@ import fake_device
 import pytest
 from scheduling import add, assert_given_back, assert_right, make_queues, serve, serve_and_return
 
-from moe_jax.kernels.attention.paged.page_size import PAGE_SIZE
+from moe_jax.kernels.attention.paged import PAGE_SIZE
 from moe_jax.serving.queues import finish, preempt_youngest
 from moe_jax.serving.request import SamplingOptions
 from moe_jax.serving.schedule import plan_step, read_step

@@ -19,8 +19,7 @@ from moe_jax.models.decoder import Decoder
 from moe_jax.models.execution import Execution
 from moe_jax.parallel.spread import Spread
 from moe_jax.serving import fused
-from moe_jax.serving.packed_rows import in_pages
-from moe_jax.serving.strict_log_probs import strict_log_probs
+from moe_jax.serving.strict_log_probs import in_pages, strict_log_probs
 
 MOE = replace(FUSED_CONFIG, vocab_size=128)
 DENSE = Qwen3Config(

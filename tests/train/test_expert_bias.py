@@ -12,7 +12,7 @@ from test_step import make_batch
 from moe_jax.checkpoint.training import TrainingCheckpoints
 from moe_jax.layers.router import ExpertBias
 from moe_jax.train import LossWeights, NextToken, init_state, make_optimizer, make_train_step
-from moe_jax.train.expert_bias import move_expert_bias
+from moe_jax.train.objective import move_expert_bias
 from moe_jax.train.rebalance import move_experts
 
 RATE = np.float32(0.01)

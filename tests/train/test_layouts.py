@@ -7,7 +7,7 @@ import pytest
 import tiny
 
 from moe_jax.train import open_documents
-from moe_jax.train.data.description import describe_sources
+from moe_jax.train.data.report import describe_sources
 from moe_jax.train.data.tokenization import tokenization
 
 CHAT = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "hi"}]

@@ -8,8 +8,7 @@ import tiny
 
 from moe_jax.train import open_documents, survey
 from moe_jax.train.data.chat import chat_tokens
-from moe_jax.train.data.description import describe_tokens
-from moe_jax.train.data.report import report
+from moe_jax.train.data.report import describe_tokens, report
 
 # Qwen3's way: thoughts stand in the turns behind the last question alone.
 THINKING = (

@@ -1,13 +1,14 @@
 """A data set of the hub as a stream: its rows in their order, once each, from any position; a local generator is the hub."""
 
 import json
+import sys
 
 import numpy as np
 import pytest
 import tiny
 
 from moe_jax.train import batches, open_documents, survey
-from moe_jax.train.data import hub, streams, unused
+from moe_jax.train.data import hub
 
 datasets = pytest.importorskip("datasets")
 
@@ -61,8 +62,8 @@ def test_rows_come_in_order_round_after_round(made, batch_size, caplog):
 @pytest.mark.parametrize("steps", [1, 4, 30])
 def test_a_restored_position_continues_the_rows(made, steps, monkeypatch):
     """In another process, also in a later round, and where rows are no longer kept."""
-    monkeypatch.setattr(streams, "KEPT_ROWS", 5)
-    monkeypatch.setattr(streams, "MARKED_ROWS", 7)
+    monkeypatch.setattr(hub, "KEPT_ROWS", 5)
+    monkeypatch.setattr(hub, "MARKED_ROWS", 7)
     first, second = (stream_of(open_documents("owner/name,stream=true")) for _ in range(2))
     for _ in range(steps):
         next(first)
@@ -80,7 +81,7 @@ def test_a_restored_position_continues_the_rows(made, steps, monkeypatch):
 
 def test_a_run_that_continues_skips_rows_by_the_state(tmp_path, monkeypatch):
     """The first of three Parquet files is not opened again."""
-    monkeypatch.setattr(streams, "MARKED_ROWS", 50)
+    monkeypatch.setattr(hub, "MARKED_ROWS", 50)
     for file, begin in ("a", 0), ("b", 300), ("c", 600):
         rows = [{"text": f"text {i} " + "x" * 70} for i in range(begin, begin + 300)]
         datasets.Dataset.from_list(rows).to_parquet(tmp_path / f"{file}.parquet")
@@ -144,7 +145,7 @@ def chats_of(monkeypatch, *asked, **options):
 @pytest.mark.parametrize("position", [0, 30, 70])
 def test_a_round_without_a_usable_row_ends_a_stream(monkeypatch, position, caplog):
     """Wherever a restored position lies; the next attempt ends too."""
-    monkeypatch.setattr(unused, "MANY_ROWS", 45)
+    monkeypatch.setattr(sys.modules["moe_jax.train.data.tokenization"], "MANY_ROWS", 45)
     stream = chats_of(monkeypatch, *["bad"] * 50, most_rounds=20)()
     if position:
         state = stream.get_state()

@@ -8,7 +8,6 @@ import functools
 import logging
 import os
 from collections.abc import Callable
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -71,7 +70,11 @@ def attention(
     if isinstance(window, int | np.integer) and window < 1:
         raise ValueError(f"window must be at least 1 or None; got {window}")
 
-    refusal = partial(_fused_refusal, q, k, v, scale, query_segment_ids, key_segment_ids, query_offset, window)
+    def refusal() -> str | None:
+        if key_segment_ids is not query_segment_ids or not isinstance(query_offset, int) or query_offset:
+            return "queries and keys must be the same tokens: one array of segment ids, query_offset 0"
+        return flash_refusal(q, k, v, scale, window)
+
     if resolve_attention_backend(backend, refusal) == "mosaic":
         from moe_jax.kernels.attention.mosaic.flash import flash_attention
 
@@ -104,13 +107,6 @@ def attention(
     if not lse:
         return out
     return PartialAttention(out, jnp.moveaxis(lse[0], 0, 2).reshape(*lse[0].shape[1:3], -1)[:, :, :queries])
-
-
-def _fused_refusal(q, k, v, scale, query_segment_ids, key_segment_ids, query_offset, window) -> str | None:
-    """Returns the reason why `flash_attention` cannot compute this attention; None where it can."""
-    if key_segment_ids is not query_segment_ids or not isinstance(query_offset, int) or query_offset:
-        return "queries and keys must be the same tokens: one array of segment ids, query_offset 0"
-    return flash_refusal(q, k, v, scale, window)
 
 
 def flash_refusal(q: Array, k: Array, v: Array, scale: float, window: Array | int | None) -> str | None:
@@ -148,9 +144,7 @@ def _reason_against_fused() -> str | None:
     """Returns the reason not to take the kernel by default though it could run."""
     if os.environ.get(ENVIRONMENT_VARIABLE) == "xla":
         return f"{ENVIRONMENT_VARIABLE} is 'xla'"
-    if is_interpreted():
-        return "it is not written for this device"
-    return splitting_refusal()
+    return "it is not written for this device" if is_interpreted() else splitting_refusal()
 
 
 @functools.cache

@@ -48,7 +48,7 @@ def forward(
     if backend == "mosaic":
         from moe_jax.kernels.attention.mosaic.interval import forward_of_interval
 
-        return forward_of_interval(q, k, v, *bounds, scale=scale, previous=previous, out_dtype=out_dtype)
+        return forward_of_interval(q, k, v, bounds, scale, previous, out_dtype)
     if previous is None:
         none_yet = jnp.full((q.shape[0], *q.shape[2:0:-1]), -jnp.inf, wide)
         previous = PartialAttention(jnp.zeros((*q.shape[:3], v.shape[3]), wide), none_yet)
@@ -83,7 +83,7 @@ def gradient_of_queries(
     if backend == "mosaic":
         from moe_jax.kernels.attention.mosaic.interval import gradient_of_queries
 
-        return gradient_of_queries(arrays, *bounds, scale=scale, previous=previous, out_dtype=out_dtype)
+        return gradient_of_queries(arrays, bounds, scale, previous, out_dtype)
 
     def add_keys(queries: _Queries, keys: _Keys, dq: Array) -> Array:
         _, ds = _probabilities(queries, keys, scale)
@@ -107,7 +107,7 @@ def gradients_of_keys(
     if backend == "mosaic":
         from moe_jax.kernels.attention.mosaic.interval import gradients_of_keys
 
-        return gradients_of_keys(arrays, *bounds, scale=scale, previous=previous)
+        return gradients_of_keys(arrays, bounds, scale, previous)
     k, v = arrays.k, arrays.v
     wide = at_least_f32(arrays.q.dtype)
 

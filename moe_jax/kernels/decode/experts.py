@@ -40,7 +40,11 @@ def expert_rows(
     if rows is not None:
         return ExpertRows(rows, choice.weights, choice.experts, None, None)
     many = len(x) > MOST_PLANNED_TOKENS
-    planned = _planned_by_xla(chosen, choice.experts.shape[1], layer) if many else _planned(choice, layer, k)
+    if many:
+        by_xla = dataclasses.replace(plan(chosen, choice.experts.shape[1], ROW_ALIGNMENT), layer=layer)
+        planned = _Planned(by_xla, by_xla.token_of_row, None)
+    else:
+        planned = _planned(choice, layer, k)
     if planned.plan.holds_all_tokens:
         x, _ = mosaic.rows_of_tokens(x, planned.plan, for_gradients=False)
     _, act = mosaic.gated_matmul(x, w_gate_up, planned.plan, source_of_row=planned.source_of_row, keep_h=False)
@@ -89,12 +93,7 @@ class _Planned(NamedTuple):
     """With the fields that matmuls read; of a plan by kernels the others are of the right sizes, and zeros."""
     source_of_row: Int[Array, "rows"] | None
     place: Int[Array, "tokens experts"] | None
-    """`RowPlaces.place`; None: token t's row is row t of its expert's block."""
-
-
-def _planned_by_xla(chosen: Int[Array, "tokens k"], num_experts: int, layer: Int[Array, ""]) -> _Planned:
-    planned = dataclasses.replace(plan(chosen, num_experts, ROW_ALIGNMENT), layer=layer)
-    return _Planned(planned, planned.token_of_row, None)
+    """`place_rows`; None: token t's row is row t of its expert's block."""
 
 
 def _planned(choice: TokenChoices, layer: Int[Array, ""], k: int) -> _Planned:
@@ -119,5 +118,5 @@ def _planned(choice: TokenChoices, layer: Int[Array, ""], k: int) -> _Planned:
     )
     if holds_all_tokens:
         return _Planned(planned, None, None)
-    places = place_rows(choice.is_chosen, choice.experts, found, k=k, num_blocks=blocks)
-    return _Planned(planned, places.source_of_row, places.place)
+    place, source_of_row = place_rows(choice.is_chosen, choice.experts, found, k=k, num_blocks=blocks)
+    return _Planned(planned, source_of_row, place)

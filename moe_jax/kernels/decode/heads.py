@@ -1,14 +1,22 @@
 """Queries, keys and values of new tokens: norm and rotation of each head, and keys and values into their pages.
 
+The projection, its norm and the result are rounded to the model's dtype, as between the modules.
+
 Kernel `heads_to_pages`:
 
     roles     one warpgroup a block and (token, some heads): 128 columns, one a thread; heads one after the other
     smem      each head's row twice, 2 x 128 f32: read from its middle it is rotated by half
-    rounding  as between the modules: the projection, its norm and the result are rounded to the model's dtype
+
+Kernel `chunk_heads_to_pages`, of many tokens:
+
+    roles     one warpgroup a block; 64 rows of a head in the layout of a wgmma's result: a row lies in four threads
+    smem      a head, 64 x 128, and a key head's rows without swizzle, in 16 bits: 32 KiB
+    barriers  loaded: 1 copy
+    cost      all heads are read and written once; cos and sin are read, from L2, for every head of queries and keys
 """
 
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +25,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
+from moe_jax.kernels.attention.mosaic.warpgroups import COLUMNS, broadcast_columns, broadcast_rows, load_tile
 from moe_jax.kernels.decode.rows import BLOCKS_PER_CORE, load_row, normalized, sum_of_splits
-from moe_jax.kernels.hopper.launch import grid_size, launch
+from moe_jax.kernels.hopper.launch import grid_size, launch, operand_transforms, store
+from moe_jax.kernels.hopper.pipeline import WGMMA_ROWS
 
 HEAD_DIM = 128
 
@@ -131,3 +141,119 @@ def _heads_at_once(tokens: int, all_heads: int) -> int:
     """Returns the smallest number of heads with which each block works once; the largest there is if none is large enough."""
     numbers = [n for n in range(1, MOST_HEADS_AT_ONCE + 1) if all_heads % n == 0]
     return next((n for n in numbers if tokens * all_heads <= n * grid_size(HEAD_BLOCKS)), numbers[-1])
+
+
+CHUNK_BLOCKS = 4
+"""Thread blocks a core, as many as registers hold: a thread has 120 of them, at most."""
+
+ROWS_AT_ONCE = 8
+"""Rows that are loaded before the first of them is written to its page."""
+
+HALF, PIECE = HEAD_DIM // 2, 32
+
+
+@partial(jax.jit, static_argnames="eps")
+def chunk_heads_to_pages(
+    projections: Float[Array, "tokens columns"],
+    norms: HeadNorms,
+    new: NewTokens,
+    keys: Float[Array, "pages kv_heads page_size 128"],
+    values: Float[Array, "pages kv_heads page_size 128"],
+    *,
+    eps: float,
+) -> HeadsAndPages:
+    """Computes `heads_to_pages` of at least 64 tokens, whose projections have the pages' dtype."""
+    num_tokens = len(projections)
+    # TMA copies begin at multiples of 8 rows. Rows behind the last token write what that one writes.
+    fill = -num_tokens % 8
+    projections, new = jax.tree.map(
+        lambda rows: jnp.pad(rows, ((0, fill), *((0, 0),) * (rows.ndim - 1)), mode="edge"), (projections, new)
+    )
+    (tokens, columns), kv_heads, dtype = projections.shape, keys.shape[1], keys.dtype
+    heads = columns // HEAD_DIM - 2 * kv_heads
+    items = -(-tokens // WGMMA_ROWS), heads + 2 * kv_heads
+
+    def body(projections_ref, norms: HeadNorms, new: NewTokens, keys_ref, values_ref, q_ref, scratch: _Scratch):
+        @plgpu.nd_loop(items, collective_axes="block")
+        def _item(info):
+            # The last block begins early enough to be whole. Tokens of two blocks are written twice, with the same values.
+            first = pl.multiple_of(jnp.minimum(info.index[0] * WGMMA_ROWS, tokens - WGMMA_ROWS), 8)
+            rows, head = pl.ds(first, WGMMA_ROWS), info.index[1]
+            of_head = pl.ds(head * HEAD_DIM, HEAD_DIM)
+
+            def rotate(target, weight_ref) -> None:
+                """Loads the head. Writes it normed and rotated, by pieces of both halves, for want of registers."""
+                plgpu.copy_gmem_to_smem(projections_ref.at[rows, of_head], scratch.head, scratch.loaded)
+                plgpu.barrier_wait(scratch.loaded)
+                scale = _scale(scratch.head, eps)
+                for start in range(0, HALF, PIECE):
+                    first_half, second_half = pl.ds(start, PIECE), pl.ds(HALF + start, PIECE)
+                    cos, sin = load_tile(new.cos.at[rows, first_half]), load_tile(new.sin.at[rows, second_half])
+                    a, b = (_normed(scratch.head, scale, weight_ref, half) for half in (first_half, second_half))
+                    # The rows of keys are read one by one, so they have no swizzle, and their store has bank conflicts.
+                    swizzled = target is scratch.head
+                    store(target.at[:, first_half], (a * cos - b * sin).astype(dtype), optimized=swizzled)
+                    store(target.at[:, second_half], (b * cos + a * sin).astype(dtype), optimized=swizzled)
+                plgpu.commit_smem()
+
+            def write_rows(load, pages_ref, kv_head) -> None:
+                @pl.loop(0, WGMMA_ROWS // ROWS_AT_ONCE)
+                def _rows(part):
+                    own = [part * ROWS_AT_ONCE + i for i in range(ROWS_AT_ONCE)]
+                    places = [(new.page[first + row], new.offset[first + row]) for row in own]
+                    loaded = [load(row) for row in own]
+                    for (page, offset), row in zip(places, loaded, strict=True):
+                        pages_ref[page, kv_head, offset] = row
+
+            @pl.when(head < heads)
+            def _query():
+                rotate(scratch.head, norms.q)
+                plgpu.copy_smem_to_gmem(scratch.head, q_ref.at[rows, head])
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+            @pl.when((head >= heads) & (head < heads + kv_heads))
+            def _key():
+                rotate(scratch.rows, norms.k)
+                write_rows(lambda row: load_row(scratch.rows.at[row]), keys_ref, head - heads)
+                # The next key overwrites rows that slower threads may still read.
+                plgpu.commit_smem()
+
+            @pl.when(head >= heads + kv_heads)
+            def _value():
+                load = lambda row: load_row(projections_ref.at[first + row, of_head])  # noqa: E731
+                write_rows(load, values_ref, head - heads - kv_heads)
+
+        plgpu.wait_smem_to_gmem(0)
+
+    outputs = [jax.ShapeDtypeStruct((tokens, heads, HEAD_DIM), dtype)]
+    scratch = _Scratch(
+        head=plgpu.SMEM((WGMMA_ROWS, HEAD_DIM), dtype, transforms=operand_transforms(dtype, PIECE)),
+        rows=plgpu.SMEM((WGMMA_ROWS, HEAD_DIM), dtype),
+        loaded=plgpu.Barrier(),
+    )
+    kernel = launch("chunk_heads_to_pages", body, outputs, [scratch], warpgroups=1, in_place=2, blocks_per_core=CHUNK_BLOCKS)
+    weights = HeadNorms(*(weight.astype(dtype) for weight in norms))
+    # The barrier keeps XLA from fusing a slice with the kernel, as in `heads_to_pages`.
+    projections, weights, new = lax.optimization_barrier((projections, weights, new))
+    q, *pages = kernel(projections, weights, new, keys, values)
+    return HeadsAndPages(q[:num_tokens], *pages)
+
+
+class _Scratch(NamedTuple):
+    head: Any
+    rows: Any
+    loaded: Any
+
+
+def _scale(head_smem, eps: float):
+    """Returns the factor of each row with which the mean of its squares is 1."""
+    parts = [head_smem[:, pl.ds(start, PIECE)].astype(jnp.float32) for start in range(0, HEAD_DIM, PIECE)]
+    squares = [(part * part).sum(axis=1) for part in parts]
+    return lax.rsqrt(sum(squares[1:], start=squares[0]) / HEAD_DIM + eps)
+
+
+def _normed(head_smem, scale, weight_ref, columns):
+    row = head_smem[:, columns].astype(jnp.float32)
+    row = (row * broadcast_columns(scale, row.shape)).astype(head_smem.dtype)
+    weight = plgpu.load(weight_ref.at[columns], layout=COLUMNS, optimized=False)
+    return (broadcast_rows(weight, row.shape) * row).astype(jnp.float32)

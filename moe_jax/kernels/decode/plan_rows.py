@@ -181,15 +181,6 @@ def _rows_of_last_block(count):
     return reduce(jnp.add, bits)
 
 
-class RowPlaces(NamedTuple):
-    """The rows of tokens, and the tokens of rows."""
-
-    place: Int[Array, "tokens experts"]
-    """The number of earlier tokens that chose the expert: a token's row in the expert's blocks."""
-    source_of_row: Int[Array, "rows"]
-    """The token of each row; any number for a row without one."""
-
-
 @partial(jax.jit, static_argnames=("k", "num_blocks"))
 def place_rows(
     is_chosen: Int[Array, "tokens experts"],
@@ -198,8 +189,12 @@ def place_rows(
     *,
     k: int,
     num_blocks: int,
-) -> RowPlaces:
-    """Returns where the tokens' rows are. The first k columns of `experts` are a token's choices, as in `TokenChoices`."""
+) -> tuple[Int[Array, "tokens experts"], Int[Array, "rows"]]:
+    """Returns each token's row in its experts' blocks, and the token of each row; any number for a row without one.
+
+    A token's row is the number of earlier tokens that chose the expert. The first k columns of `experts` are a token's choices,
+    as in `TokenChoices`.
+    """
     tokens, num_experts = is_chosen.shape
     of_part, whole = _tokens_of_part(tokens), pl.ds(0, num_experts)
 
@@ -230,7 +225,8 @@ def place_rows(
     outputs = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes]
     scratch = [plgpu.SMEM((num_experts,), jnp.int32)]
     kernel = launch("place_rows", body, outputs, scratch, warpgroups=1, blocks_per_core=2)
-    return RowPlaces(*kernel(is_chosen, experts, rows.before_part, rows.offsets))
+    place, source_of_row = kernel(is_chosen, experts, rows.before_part, rows.offsets)
+    return place, source_of_row
 
 
 def _tokens_of_part(tokens: int) -> int:

@@ -3,14 +3,21 @@
 With "nccl" a hop is a kernel, which takes cores from the computation. With "copies" it is a peer-to-peer copy from GPU to GPU
 beside the computation. Ring attention, exchanges with experts and gathers were all faster with copies (docs/performance.md).
 XLA copies only between the GPUs of one process. A compiler option of the program chooses between the two.
+
+An all-gather and a reduce-scatter of copies write the arrived parts once more, to their position in the whole. Each is in two
+halves, so that a program can compute between sending and receiving.
 """
 
+from functools import reduce
 from typing import get_args
 
+import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh
 from jaxtyping import Array
 
+from moe_jax.kernels.precision import at_least_f32
+from moe_jax.kernels.varying import vary_as
 from moe_jax.parallel.choices import MESH_AXES, Hops
 
 COPIES = {"xla_gpu_collective_permute_mode": "COLLECTIVES_PEER_MEMORY"}
@@ -55,3 +62,41 @@ def _obstacle(mesh: Mesh) -> str:
     axes = [name for name in mesh.axis_names if name in MESH_AXES]
     in_order = axes == sorted(axes, key=MESH_AXES.index)
     return "" if in_order else f"the axes {', '.join(axes)} in another order than {', '.join(MESH_AXES)}"
+
+
+def send_part(part: Array, mesh_axes: tuple[str, ...]) -> list[Array]:
+    """Sends this device's part to all devices, inside `jax.shard_map`.
+
+    Returns the parts that arrive: its own, then the part of the device before it, and so on.
+    """
+    return [hop(part, mesh_axes, distance) for distance in range(lax.axis_size(mesh_axes))]
+
+
+def join_parts(arrived: list[Array], mesh_axes: tuple[str, ...], axis: int) -> Array:
+    """Joins the parts that `send_part` returned, along `axis` and in the devices' order."""
+    devices, own = lax.axis_size(mesh_axes), lax.axis_index(mesh_axes)
+    part = arrived[0]
+    size = part.shape[axis]
+    whole = vary_as(lax.empty((*part.shape[:axis], devices * size, *part.shape[axis + 1 :]), part.dtype), part)
+    for distance, part in enumerate(arrived):
+        whole = lax.dynamic_update_slice_in_dim(whole, part, (own - distance) % devices * size, axis)
+    return whole
+
+
+def send_contributions(x: Array, mesh_axes: tuple[str, ...], axis: int) -> list[Array]:
+    """Sends each device the part of x, along `axis`, whose sum it keeps.
+
+    Returns the devices' contributions to this device's part, in the order of `send_part`.
+    """
+    devices, own = lax.axis_size(mesh_axes), lax.axis_index(mesh_axes)
+    size = x.shape[axis] // devices
+
+    def contribution(distance: int) -> Array:
+        return lax.dynamic_slice_in_dim(x, (own + distance) % devices * size, size, axis)
+
+    return [hop(contribution(distance), mesh_axes, distance) for distance in range(devices)]
+
+
+def add_contributions(arrived: list[Array]) -> Array:
+    """Returns the sum of the contributions, in at least f32."""
+    return reduce(jnp.add, (a.astype(at_least_f32(a.dtype)) for a in arrived))

@@ -22,25 +22,8 @@ if TYPE_CHECKING:
     from moe_jax.parallel.pipeline.zero_bubble import zb_h1, zb_v
 
 __all__ = [
-    "Part",
-    "PassTimes",
-    "Schedule",
-    "TimedSlot",
-    "Timeline",
-    "bubble_formula",
-    "draw",
-    "dualpipe",
-    "dualpipe_v",
-    "interleaved",
-    "one_f_one_b",
-    "plot",
-    "simulate",
-    "to_actions",
-    "uniform",
-    "uniform_w",
-    "verify",
-    "zb_h1",
-    "zb_v",
-]
+    "Part", "PassTimes", "Schedule", "TimedSlot", "Timeline", "bubble_formula", "draw", "dualpipe", "dualpipe_v", "interleaved",
+    "one_f_one_b", "plot", "simulate", "to_actions", "uniform", "uniform_w", "verify", "zb_h1", "zb_v",
+]  # fmt: skip
 
 export_lazily(__name__)

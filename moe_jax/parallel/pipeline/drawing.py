@@ -6,7 +6,7 @@ from string import ascii_lowercase as LETTERS
 
 from moe_jax.parallel.pipeline.schedules import Part, Slot
 from moe_jax.parallel.pipeline.simulator import TimedSlot, Timeline
-from moe_jax.runtime.pictures import save_png
+from moe_jax.runtime.files import save_png
 
 MAX_COLUMNS_PER_SLOT = 24
 """Columns of a mean slot at most: labels of much shorter slots are cut instead."""

@@ -1,9 +1,9 @@
 """The announcement of a run: its data and its length, printed before it starts."""
 
 from moe_jax.parallel.pipeline.chunks import layers_of_chunk
-from moe_jax.recipes.finetuning.best import told_held_out
 from moe_jax.recipes.finetuning.prepare import PlannedRun
-from moe_jax.train.data.description import describe_sources, describe_tokens, kind_of
+from moe_jax.recipes.run.best import told_held_out
+from moe_jax.train.data.report import describe_sources, describe_tokens, kind_of
 from moe_jax.train.data.survey import Survey
 
 MANY_EPOCHS = 100

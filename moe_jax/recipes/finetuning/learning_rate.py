@@ -14,10 +14,9 @@ import optax
 
 from moe_jax.models.decoder import Decoder
 from moe_jax.recipes.finetuning.loop import load_training
-from moe_jax.recipes.finetuning.lora_settings import default_learning_rate
 from moe_jax.recipes.finetuning.prepare import plan_run
 from moe_jax.recipes.finetuning.settings import FinetuneSettings
-from moe_jax.recipes.finetuning.settings_file import write_whole
+from moe_jax.runtime.files import write_text
 from moe_jax.runtime.processes import is_first_process
 from moe_jax.train.batch import put_batch
 
@@ -73,7 +72,7 @@ def find_learning_rate(
     folder = Path(settings.output).expanduser() / FOLDER
     # In a folder of its own no checkpoint of another run stands in the way.
     run = plan_run(replace(settings, output=str(folder), dry_run=False, find_learning_rate=False), model, tokenizer)
-    default = default_learning_rate(settings.lora)
+    default = settings.default_learning_rate
     rates = np.geomspace(LOWEST * default, HIGHEST * default, steps).tolist()
     try:
         found = _swept(run, model, rates)
@@ -84,7 +83,7 @@ def find_learning_rate(
         from moe_jax.train.plots import plot_learning_rates
 
         folder.mkdir(parents=True, exist_ok=True)
-        write_whole(folder / "losses.json", json.dumps(found._asdict(), indent=2) + "\n")
+        write_text(folder / "losses.json", json.dumps(found._asdict(), indent=2) + "\n")
         plot_learning_rates(*found, folder / "loss.png")
         print(found.table())
         print(

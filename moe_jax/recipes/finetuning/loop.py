@@ -1,13 +1,10 @@
-"""The fine-tuning loop: settings in, a trained model and its log out. An interrupted run continues where it stopped."""
+"""Fine-tuning: settings in, a trained model and its log out. An interrupted run continues where it stopped."""
 
 import json
-import signal
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -15,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from tqdm import tqdm
 
 from moe_jax.adapters.add import add_lora
 from moe_jax.checkpoint.hf_load import from_pretrained
@@ -25,45 +21,24 @@ from moe_jax.models.decoder import Decoder
 from moe_jax.models.layers_in_pipe import layers_in_pipe
 from moe_jax.parallel.pipeline.chunks import PipeShape
 from moe_jax.recipes.finetuning.announcement import announcement
-from moe_jax.recipes.finetuning.best import Best, counts, told_early, told_stop
-from moe_jax.recipes.finetuning.finite import check_eval_loss, check_finite
 from moe_jax.recipes.finetuning.prepare import PlannedRun, PreparedRun, prepare_run
-from moe_jax.recipes.finetuning.run_log import RunLog
 from moe_jax.recipes.finetuning.samples import is_sampled, record_of_samples, sampler_of
 from moe_jax.recipes.finetuning.settings import FinetuneSettings
-from moe_jax.recipes.finetuning.settings_file import write_settings
-from moe_jax.runtime.processes import barrier, is_first_process, texts_of_all
+from moe_jax.recipes.run.loop import RunResult, announce, run
+from moe_jax.recipes.run.run_log import RunLog
+from moe_jax.runtime.processes import texts_of_all
 from moe_jax.train.batch import Batch, put_batch
 from moe_jax.train.evaluate import make_evaluation
 from moe_jax.train.loss import LossWeights
-from moe_jax.train.metrics import of_layers, read_records, record_of_step
+from moe_jax.train.metrics import of_layers, record_of_step
 from moe_jax.train.objective import LossFunction, NextToken
 from moe_jax.train.optimizer import make_optimizer, warmup_cosine
 from moe_jax.train.rebalance import Places, move_experts
-from moe_jax.train.restored import PIPE, freed, restored
+from moe_jax.train.run_checkpoints import PIPE, freed, restored
 from moe_jax.train.state import TrainState, init_state
 from moe_jax.train.step import make_train_step
 
-
-@dataclass(frozen=True)
-class FinetuneResult:
-    """The result of a run.
-
-    Attributes:
-      model: the trained model; with `settings.lora`, its adapters beside the weights that it began with.
-      step: the last step done.
-      metrics: the records of all steps of the run, including the steps before it was resumed.
-      finished: all of `settings.steps` are done, or `settings.early_stop` ended the run.
-      stopped_early: `settings.early_stop` ended the run.
-      model_step: the step that the model's weights are of: with `settings.keep_best` and a finished run, the best.
-    """
-
-    model: Decoder
-    step: int
-    metrics: list[dict[str, Any]]
-    finished: bool = True
-    stopped_early: bool = False
-    model_step: int = 0
+FinetuneResult = RunResult
 
 
 def finetune(
@@ -112,9 +87,95 @@ def finetune(
     if settings.dry_run:
         raise ValueError("settings.dry_run=True: call moe_jax.recipes.dry_run(settings), which trains nothing")
     with ExitStack() as until_end:
-        run = prepare_run(settings, model, tokenizer, until_end, loss)
-        _announce(settings, run)
-        return _train(run, model, stop_after, loss, on_step)
+        planned = prepare_run(settings, model, tokenizer, until_end, loss)
+        template = None if settings.chat_template is None else planned.tokenizer.chat_template
+        lines = announcement(planned, planned.begun.step)
+        announce(settings, planned.settings.steps, planned.begun, lines, command="finetune", chat_template=template)
+        task = _Texts(planned, load_training(planned, model, loss))
+        options: dict[str, Any] = dict(stop_after=stop_after, on_step=on_step, samples=bool(settings.sample_prompts))
+        return run(task, planned.settings, planned.begun, **options)
+
+
+class _Texts:
+    """The task of a run on texts: `recipes.run.loop.Task`."""
+
+    def __init__(self, planned: PreparedRun, training: "Training"):
+        settings = planned.settings
+        self.planned, self.training, self.state = planned, training, training.state
+        if planned.begun.step:
+            self.restore(planned.begun.step)
+        self.places = planned.places
+        params = self.state.params
+        self.held_out = [put_batch(batch, params, planned.parallelism) for batch in planned.held_out.batches]
+        self.flops_per_token = training_flops_per_token(planned.config, settings.seq_len, frozen=settings.lora is not None)
+        self.sampler = sampler_of(settings, planned.documents, planned.tokenizer)
+
+    @property
+    def skipped(self) -> Mapping[int, str]:
+        return self.planned.batches.skipped
+
+    def next_batch(self) -> dict[str, np.ndarray]:
+        return next(self.planned.batches)
+
+    def step(self, batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
+        self.state, metrics = self.training.step(self.state, put_batch(batch, self.state.params, self.planned.parallelism))
+        return metrics
+
+    def record(
+        self, step: int, metrics: dict[str, Any], batch: dict[str, np.ndarray], seconds: float
+    ) -> tuple[dict[str, Any], dict[str, list]]:
+        config = self.planned.config
+        if self.places is not None:
+            self.places = self.places.after_step(metrics["expert_load"])
+            metrics["expert_load"] = self.places.by_number(metrics["expert_load"])
+        return record_of_step(step, metrics, config, seconds, self.flops_per_token), of_layers(metrics, config.routed_layers)
+
+    def places_of(self, batch: dict[str, np.ndarray]) -> str:
+        sources = np.unique(batch["document"][batch["segment_ids"] > 0])
+        places = "\n  ".join(self.planned.documents.where(int(index)) for index in sources)
+        whose = "The rows" if jax.process_count() == 1 else f"Process {jax.process_index()}'s rows"
+        return f"{whose} of the batch hold pieces of:\n  {places}"
+
+    def measure(self) -> dict[str, float]:
+        evaluate = self.training.evaluate
+        return {} if evaluate is None else {"eval_loss": evaluate(self.state, self.held_out)}
+
+    def end_step(self, step: int) -> None:
+        planned, every = self.planned, self.planned.settings.rebalance_every
+        if self.places is not None and every and step % every == 0 and step < planned.settings.steps:
+            self.state, self.places = self.places.rebalance(self.state, planned.config, planned.expert_devices)
+
+    def position(self) -> dict[str, Any]:
+        """Returns the data streams of all processes, the places of experts and the pipe."""
+        data: dict[str, Any] = {}
+        for text in texts_of_all(json.dumps(self.planned.batches.get_state())):
+            data |= json.loads(text)
+        pipe = {} if self.planned.parallelism is None else {PIPE: self.planned.parallelism.pipe._asdict()}
+        return {"data": data, "places": self.places and self.places.to_json(), **pipe}
+
+    def sample(self, step: int, log: RunLog) -> None:
+        if self.sampler is not None and is_sampled(self.planned.settings, step):
+            texts = self.sampler(nnx.merge(self.training.graph, self.state.params, self.state.fixed))
+            log.write_samples(record_of_samples(step, self.sampler.prompts, texts))
+
+    def restore(self, step: int) -> None:
+        """Reads a checkpoint, laid out as the state, whose arrays are deleted."""
+        planned = self.planned
+        position = planned.begun.checkpoints.position(step)
+        pipe = PipeShape() if planned.parallelism is None else planned.parallelism.pipe
+        read = partial(planned.begun.checkpoints.restore, step)
+        like = freed(self.state.without_frozen)
+        state = restored(read, like, layers_in_pipe(planned.config, pipe), position, pipe)
+        self.state = replace(state, frozen=self.state.frozen)
+        self.places = Places.from_json(position["places"]) if position.get("places") else None
+
+    def model(self) -> Decoder:
+        parts = self.state.params, self.state.expert_bias
+        parts = parts if self.places is None else move_experts(parts, self.planned.config, self.places.back)
+        return nnx.merge(self.training.graph, *parts, self.state.frozen)
+
+    def close(self) -> None:
+        self.planned.batches.close()
 
 
 class Training(NamedTuple):
@@ -125,88 +186,6 @@ class Training(NamedTuple):
     step: Callable[[TrainState, Batch], tuple[TrainState, dict[str, jax.Array]]]
     evaluate: Callable[[TrainState, Sequence[Batch]], float] | None
     """None without held-out text."""
-
-
-def _train(
-    run: PreparedRun,
-    model: Decoder | None,
-    stop_after: int | None,
-    loss: LossFunction | None,
-    on_step: Callable[[dict[str, Any]], None] | None,
-) -> FinetuneResult:
-    """Trains from the run's last step, or from the first, to the run's end."""
-    settings, checkpoints, places = run.settings, run.checkpoints, run.places
-    training = load_training(run, model, loss)
-    state = training.state
-    if run.steps_done:
-        state, _ = _state_of(run, run.steps_done, state)
-    held_out = [put_batch(batch, state.params, run.parallelism) for batch in run.held_out.batches]
-    flops_per_token = training_flops_per_token(run.config, settings.seq_len, frozen=settings.lora is not None)
-    step, last = run.steps_done, settings.steps if stop_after is None else min(stop_after, settings.steps)
-    best, last = run.best, step if run.is_over else last
-    checkpoints.kept_step = best.step if settings.keep_best else None
-    sampler = sampler_of(settings, run.documents, run.tokenizer)
-    # Nothing is sent by a run that has no step left.
-    log = RunLog(
-        settings,
-        first_step=run.steps_done + 1,
-        send_to=() if step >= last else settings.log_to,
-        samples=bool(settings.sample_prompts),
-        on_step=on_step,
-    )
-    checkpoints.listen()
-    if step < last:
-        log.tell_compiling()
-    try:
-        while step < last:
-            began = time.perf_counter()
-            batch = _next_batch(run, step, state, places, best)
-            log.tell_skipped(run.batches.skipped)
-            state, metrics = training.step(state, put_batch(batch, state.params, run.parallelism))
-            step += 1
-            host = jax.device_get(metrics)
-            seconds = time.perf_counter() - began
-            if places is not None:
-                places = places.after_step(host["expert_load"])
-                host["expert_load"] = places.by_number(host["expert_load"])
-            record = record_of_step(step, host, run.config, seconds, flops_per_token)
-            check_finite(record, host["total_loss"], batch, run.documents)
-            if training.evaluate is not None and (step % settings.eval_every == 0 or step == last):
-                record["eval_loss"] = training.evaluate(state, held_out)
-                check_eval_loss(record)
-                best = best.after(step, record["eval_loss"]) if counts(settings, step) else best
-            log.write(record, of_layers(host, run.config.routed_layers), last)
-            moves = settings.rebalance_every and step % settings.rebalance_every == 0 and step < settings.steps
-            if places is not None and moves:
-                state, places = places.rebalance(state, run.config, run.expert_devices)
-            if checkpoints.told_to_stop(step) or best.ends(settings.early_stop):
-                last = step
-            is_best = settings.keep_best and best.step == step
-            if is_best:
-                checkpoints.kept_step = step
-            if step % settings.checkpoint_every == 0 or step == last or is_best:
-                checkpoints.save(step, state.without_frozen, _position(run, places, best))
-            # Behind the save: what fails here costs no step.
-            if sampler is not None and is_sampled(settings, step):
-                texts = sampler(nnx.merge(training.graph, state.params, state.fixed))
-                log.write_samples(record_of_samples(step, sampler.prompts, texts))
-        early, model_step = step < settings.steps and best.ends(settings.early_stop), step
-        finished = step >= settings.steps or early
-        if finished and settings.keep_best and best.step:
-            model_step = best.step
-            state, places = _state_of(run, model_step, state) if model_step != step else (state, places)
-    finally:
-        run.batches.close()
-        log.close()
-        checkpoints.close()
-    barrier("metrics written")
-    if checkpoints.stopped_by == signal.SIGINT and not finished:
-        raise KeyboardInterrupt(told_stop("interrupted", step))
-    parts = state.params, state.expert_bias
-    parts = parts if places is None else move_experts(parts, run.config, places.back)
-    trained = nnx.merge(training.graph, *parts, state.frozen)
-    records = read_records(Path(settings.output).expanduser() / "metrics.jsonl")
-    return FinetuneResult(trained, step, records, finished, early, model_step)
 
 
 def load_training(
@@ -277,49 +256,3 @@ def _next_token(settings: FinetuneSettings, config: ModelConfig) -> NextToken:
         mtp_loss_coef=settings.mtp_loss_coef,
     )
     return NextToken(weights, 0.0 if settings.lora else settings.expert_bias_update_rate)
-
-
-def _state_of(run: PreparedRun, step: int, state: TrainState) -> tuple[TrainState, Places | None]:
-    """Returns the state of a checkpoint and its places of experts, laid out as `state`, whose arrays are deleted."""
-    position = run.checkpoints.position(step)
-    pipe = PipeShape() if run.parallelism is None else run.parallelism.pipe
-    like = freed(state.without_frozen)
-    read = restored(partial(run.checkpoints.restore, step), like, layers_in_pipe(run.config, pipe), position, pipe)
-    places = Places.from_json(position["places"]) if position.get("places") else None
-    return replace(read, frozen=state.frozen), places
-
-
-def _announce(asked: FinetuneSettings, run: PreparedRun) -> None:
-    """Prints what is ahead and writes settings.json; if no step is left, only says so of a run that stopped early."""
-    if run.is_over and run.steps_done < run.settings.steps and is_first_process():
-        tqdm.write(told_early(run.steps_done))
-    elif not run.is_over and is_first_process():
-        tqdm.write(announcement(run, run.steps_done))
-        template = None if asked.chat_template is None else run.tokenizer.chat_template
-        write_settings(asked, command="finetune", steps=run.settings.steps, chat_template=template)
-
-
-def _next_batch(run: PreparedRun, step: int, state: TrainState, places: Places | None, best: Best) -> dict[str, np.ndarray]:
-    """Returns the batch of the step after `step`. If data ends the run, the steps so far are saved first.
-
-    With several processes nothing can be saved then: the others wait within the next step.
-    """
-    try:
-        return next(run.batches)
-    except (ValueError, OSError) as error:
-        if step == run.steps_done or jax.process_count() > 1:
-            raise
-        run.checkpoints.save(step, state.without_frozen, _position(run, places, best))
-        raise ValueError(f"{error}; the run is saved at step {step}") from error
-
-
-def _position(run: PreparedRun, places: Places | None, best: Best) -> dict[str, Any]:
-    """Returns the position that a checkpoint holds.
-
-    These are the data streams of all processes, the identity, places of experts, the pipe, the base and the best loss.
-    """
-    data: dict[str, Any] = {}
-    for text in texts_of_all(json.dumps(run.batches.get_state())):
-        data |= json.loads(text)
-    pipe = {} if run.parallelism is None else {PIPE: run.parallelism.pipe._asdict()}
-    return {"data": data, "identity": run.identity, "places": places and places.to_json(), **pipe, **run.base, **best.entry()}

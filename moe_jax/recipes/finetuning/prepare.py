@@ -12,12 +12,12 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from moe_jax.adapters.summary import LoraSummary
+from moe_jax.adapters.add import LoraSummary, planned_lora
 from moe_jax.checkpoint.companions import tokenizer_files
-from moe_jax.checkpoint.fingerprint import weights_fingerprint
 from moe_jax.checkpoint.hf_load import check_form, find_config, read_config
+from moe_jax.checkpoint.stored import weights_fingerprint
 from moe_jax.checkpoint.tokenizer import load_tokenizer
-from moe_jax.checkpoint.training import TrainingCheckpoints, finished_steps
+from moe_jax.checkpoint.training import finished_steps
 from moe_jax.config import ModelConfig, config_to_dict
 from moe_jax.models.auto import from_config
 from moe_jax.models.decoder import Decoder
@@ -32,15 +32,12 @@ from moe_jax.parallel.parallelism import Parallelism
 from moe_jax.parallel.pipeline.chunks import pipe_of_model
 from moe_jax.parallel.pipeline.of_mesh import check_branches
 from moe_jax.parallel.zero1 import optimizer_mesh, optimizer_shardings
-from moe_jax.recipes.finetuning.best import Best, best_of
 from moe_jax.recipes.finetuning.data import HeldOut, held_out_batches, open_data, run_batches, try_first_batch, with_survey
-from moe_jax.recipes.finetuning.export import check_destination
-from moe_jax.recipes.finetuning.identity import check_steps, same_run
-from moe_jax.recipes.finetuning.lock import output_lock
-from moe_jax.recipes.finetuning.lora import base_of, check_lora, identity_of_lora
-from moe_jax.recipes.finetuning.precision import check_precision, identity_of_precision
 from moe_jax.recipes.finetuning.samples import sampler_of
-from moe_jax.recipes.finetuning.settings import FinetuneSettings, pipe_problems
+from moe_jax.recipes.finetuning.settings import FinetuneSettings, lora_problems, pipe_problems
+from moe_jax.recipes.run.export import check_destination
+from moe_jax.recipes.run.identity import check_model, entries_of, same_run
+from moe_jax.recipes.run.loop import Begun, begin
 from moe_jax.runtime.processes import is_first_process, require_shared, unlike_the_first
 from moe_jax.train.data import Batches, Documents, tokenizer_fingerprint
 from moe_jax.train.data.chat_templates import with_chat_template
@@ -113,22 +110,12 @@ class PreparedRun(PlannedRun):
     """A run that can start, or continue.
 
     Attributes:
-      steps_done: the step of the newest checkpoint, 0 without one. `batches` stands behind the batches of these steps.
+      begun: the newest checkpoint. `batches` are at the first batch after it.
       places: where the experts are, if they move between the `expert_devices`.
-      base: the entry of a checkpoint's position for frozen weights; empty without any.
-      best: the best held-out loss up to the checkpoint.
     """
 
-    checkpoints: TrainingCheckpoints
-    steps_done: int
+    begun: Begun
     places: Places | None
-    base: dict[str, Any]
-    best: Best
-
-    @property
-    def is_over(self) -> bool:
-        """True if no step is left: all are done, or the run stopped early."""
-        return self.steps_done >= self.settings.steps or self.best.ends(self.settings.early_stop)
 
 
 class SavedRun(NamedTuple):
@@ -156,26 +143,17 @@ def prepare_run(
     if jax.process_count() > 1:
         _check_same_everywhere(asdict(settings) | identity | {"held-out data": plan.held_out.fingerprint})
         require_shared(output)
-    until_end.enter_context(output_lock(output))
-    checkpoints = TrainingCheckpoints(output / "checkpoints", keep=settings.keep_checkpoints, remove_unfinished=True)
-    steps_done = checkpoints.latest_step() or 0
+    begun = begin(settings, identity, plan.held_out.fingerprint, model, until_end)
     places = Places.at_first(len(config.routed_layers), _num_experts(config)) if settings.rebalance_every else None
-    best = best_of({}, settings, plan.held_out.fingerprint, ())
-    if steps_done:
-        position = checkpoints.position(steps_done)
-        best = best_of(position, settings, plan.held_out.fingerprint, checkpoints.steps())
-        identity = same_run(position["identity"], identity, output)
-        check_steps(output, steps_done, settings.steps)
-        plan.batches.set_state(position["data"])
-        places = Places.from_json(position["places"]) if position.get("places") else places
+    if begun.step:
+        plan.batches.set_state(begun.position["data"])
+        places = Places.from_json(begun.position["places"]) if begun.position.get("places") else places
         if places is not None and plan.parallelism is not None and plan.parallelism.pipelined:
             raise ValueError(
                 f"the experts of the run in {output} have changed places, and in a pipe they cannot move back at the end: take "
                 "a mesh without pipe"
             )
-    known = vars(plan) | {"identity": identity}
-    base = base_of(settings, model)
-    return PreparedRun(**known, checkpoints=checkpoints, steps_done=steps_done, places=places, base=base, best=best)
+    return PreparedRun(**vars(plan), begun=begun, places=places)
 
 
 def plan_run(settings: FinetuneSettings, model: Decoder | None, tokenizer: Any) -> PlannedRun:
@@ -188,11 +166,10 @@ def plan_run(settings: FinetuneSettings, model: Decoder | None, tokenizer: Any) 
     tokenizer = _tokenizer(settings, model, tokenizer)
     documents, held_out_documents = open_data(settings)
     config = _config(settings, model)
-    _check_vocabulary(config, tokenizer)
+    check_model(settings, config, tokenizer, model)
     _warn_of_far_positions(config, settings.seq_len)
     expert_devices = _check_experts(settings, parallelism, config)
-    lora = check_lora(settings, config, model, parallelism)
-    check_precision(settings.precision, config, settings.fp8_dense, model)
+    lora = _planned_lora(settings, config, parallelism)
     _check_optimizer(settings, parallelism, config)
     if parallelism is not None:
         layers_in_pipe(config, parallelism.pipe)
@@ -302,8 +279,7 @@ def _identity(
     begin_texts: bool,
 ) -> dict[str, Any]:
     """Returns what must be equal for a run to continue. The starting weights and the loss are added by `prepare_run`."""
-    identity = {name: getattr(settings, name) for name in RESUME_MUST_MATCH}
-    identity |= identity_of_lora(settings) | identity_of_precision(settings.precision, settings.fp8_dense)
+    identity = entries_of(settings, RESUME_MUST_MATCH)
     identity |= {"config": config_to_dict(config), "data": documents.fingerprint, "tokenizer": tokenizer_fingerprint(tokenizer)}
     return identity | _dtypes_of(model) | ({"begin_texts": True} if begin_texts else {})
 
@@ -378,13 +354,18 @@ def _pipe_chunks(settings: FinetuneSettings, model: Decoder | None, mesh: Mesh |
     return pipe.chunks
 
 
-def _check_vocabulary(config: ModelConfig, tokenizer: Any) -> None:
-    """Refuses a tokenizer with tokens that have no embedding: the loss would be NaN at the first document with such a token."""
-    if len(tokenizer) > config.vocab_size:
-        raise ValueError(
-            f"the tokenizer has {len(tokenizer)} tokens, and the model's vocabulary {config.vocab_size}; take the model's "
-            "own tokenizer"
-        )
+def _planned_lora(settings: FinetuneSettings, config: ModelConfig, parallelism: Parallelism | None) -> LoraSummary | None:
+    """Returns what the run's adapters will train; None for a run of all parameters.
+
+    Raises:
+      ValueError: adapters do not train on the mesh, or the config's model cannot have them.
+    """
+    if settings.lora is None:
+        return None
+    mesh = {} if parallelism is None else dict(parallelism.mesh.shape)
+    if problems := lora_problems(settings.lora, mesh, settings.shard_optimizer):
+        raise ValueError("FinetuneSettings: " + "; ".join(problems))
+    return planned_lora(config, settings.lora).summary
 
 
 def _warn_of_far_positions(config: ModelConfig, seq_len: int) -> None:

@@ -1,6 +1,5 @@
 """Samples of a run: texts that the model in training continues, so that a reader sees more than the loss."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,8 +9,6 @@ from moe_jax.generation.text import chat, chat_prompts, complete, completion_tok
 from moe_jax.models.decoder import Decoder
 from moe_jax.recipes.finetuning.settings import FinetuneSettings
 from moe_jax.train.data import Documents
-
-SAMPLES = "samples.jsonl"
 
 
 @dataclass(frozen=True)
@@ -59,12 +56,6 @@ def record_of_samples(step: int, prompts: Sequence[str], texts: Sequence[str]) -
     """Returns the line of samples.jsonl for a step."""
     pairs = [{"prompt": prompt, "text": text} for prompt, text in zip(prompts, texts, strict=True)]
     return {"step": step, "samples": pairs}
-
-
-def describe_samples(record: dict[str, Any]) -> str:
-    """Returns the samples of a step for the console, a line each."""
-    quoted = ([json.dumps(each[name], ensure_ascii=False) for name in ("prompt", "text")] for each in record["samples"])
-    return "\n".join([f"samples after step {record['step']}:", *(f"  {prompt} -> {text}" for prompt, text in quoted)])
 
 
 def _prompts(given: str) -> list[str]:

@@ -1,79 +1,36 @@
-"""The loop of a run on preferences: settings in, a trained model or adapter and a log out. An interrupted run continues."""
+"""A run on preferences: settings in, a trained model or adapter and a log out. An interrupted run continues."""
 
-import math
-import signal
-import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import partial
-from pathlib import Path
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from tqdm import tqdm
 
 from moe_jax.adapters.add import add_lora
 from moe_jax.checkpoint.hf_load import from_pretrained
-from moe_jax.checkpoint.training import TrainingCheckpoints
 from moe_jax.cost.flops import training_flops_per_token
 from moe_jax.models.decoder import Decoder
 from moe_jax.preferences.batches import PreferenceBatches
 from moe_jax.preferences.objective import Preference
-from moe_jax.recipes.finetuning.best import Best, best_of, counts, told_early, told_stop
-from moe_jax.recipes.finetuning.finite import check_eval_loss
-from moe_jax.recipes.finetuning.identity import check_steps, same_run
-from moe_jax.recipes.finetuning.lock import output_lock
-from moe_jax.recipes.finetuning.lora import base_of
-from moe_jax.recipes.finetuning.run_log import RunLog
-from moe_jax.recipes.finetuning.settings_file import write_settings
 from moe_jax.recipes.preferring.evaluation import make_preference_evaluation
 from moe_jax.recipes.preferring.prepare import PlannedPreferences, plan_preferences
 from moe_jax.recipes.preferring.reference_file import table_of_reference
 from moe_jax.recipes.preferring.settings import PreferSettings
+from moe_jax.recipes.run.loop import Begun, RunResult, announce, begin, run
+from moe_jax.recipes.run.run_log import RunLog
 from moe_jax.train.batch import put_batch
-from moe_jax.train.metrics import read_records, record_of_step
+from moe_jax.train.metrics import record_of_step
 from moe_jax.train.optimizer import make_optimizer, warmup_cosine
-from moe_jax.train.restored import freed
+from moe_jax.train.run_checkpoints import freed
 from moe_jax.train.state import TrainState, init_state
 from moe_jax.train.step import make_train_step
 
-
-@dataclass(frozen=True)
-class PreferResult:
-    """The result of a run on preferences.
-
-    Attributes:
-      model: the trained model; with its adapters, if the run trained some.
-      step: the last step done.
-      metrics: the records of all steps of the run, including the steps before it was resumed.
-      finished: all steps are done, or `settings.early_stop` ended the run.
-      stopped_early: `settings.early_stop` ended the run.
-      model_step: the step that the model's weights are of: with `settings.keep_best` and a finished run, the best.
-    """
-
-    model: Decoder
-    step: int
-    metrics: list[dict[str, Any]]
-    finished: bool
-    stopped_early: bool = False
-    model_step: int = 0
-
-
-class Begun(NamedTuple):
-    """The place where a run begins: its folder is new, or holds checkpoints."""
-
-    step: int
-    position: dict[str, Any]
-    """Place in the data at the checkpoint of this step; empty without one."""
-    extra: dict[str, Any]
-    """The entries of a position that no step changes."""
-    best: Best
-
-    def is_over(self, settings: PreferSettings) -> bool:
-        """Tells if no step is left."""
-        return self.step >= settings.steps or self.best.ends(settings.early_stop)
+PreferResult = RunResult
 
 
 def prefer(
@@ -83,7 +40,7 @@ def prefer(
     tokenizer: Any = None,
     stop_after: int | None = None,
     on_step: Callable[[dict[str, Any]], None] | None = None,
-) -> PreferResult:
+) -> RunResult:
     """Trains a model on preferences. If `settings.output` holds checkpoints of the same run, continues from the newest.
 
     SIGTERM makes the run save and return, the first Ctrl-C save and raise KeyboardInterrupt.
@@ -105,109 +62,91 @@ def prefer(
     if settings.dry_run:
         raise ValueError("settings.dry_run=True: call moe_jax.recipes.preferring.dry_run.dry_run, which trains nothing")
     plan = plan_preferences(settings, model, tokenizer)
-    asked, settings = settings, plan.settings
-    output = Path(settings.output).expanduser()
-    with output_lock(output):
-        checkpoints = TrainingCheckpoints(output / "checkpoints", keep=settings.keep_checkpoints, remove_unfinished=True)
-        steps_done, identity, position = checkpoints.latest_step() or 0, plan.identity, {}
-        if steps_done:
-            position = checkpoints.position(steps_done)
-            identity = same_run(position["identity"], identity, output)
-            check_steps(output, steps_done, settings.steps)
-        extra = {"identity": identity} | base_of(settings, model)
-        fingerprint = None if plan.eval_data is None else plan.eval_data.fingerprint
-        begun = Begun(steps_done, position, extra, best_of(position, settings, fingerprint, checkpoints.steps()))
-        if not begun.is_over(settings):
-            tqdm.write(plan.announcement(steps_done))
-            write_settings(asked, command="prefer", steps=settings.steps)
-        elif steps_done < settings.steps:
-            tqdm.write(told_early(steps_done))
-        return _train(plan, model, checkpoints, begun, stop_after, on_step)
-
-
-def _train(
-    plan: PlannedPreferences,
-    model: Decoder | None,
-    checkpoints: TrainingCheckpoints,
-    begun: Begun,
-    stop_after: int | None,
-    on_step: Callable[[dict[str, Any]], None] | None,
-) -> PreferResult:
-    """Trains from the run's last step, or from the first, to the run's end."""
-    settings, (step, position, extra, best) = plan.settings, begun
-    model = _loaded(settings, model)
-    tables = [
-        table_of_reference(plan, data, model, name) for name, data in (("data", plan.data), ("eval_data", plan.eval_data))
-    ]
-    batches = plan.batches(plan.data, reference=tables[0])
-    schedule = warmup_cosine(
-        float(settings.learning_rate or 0),
-        steps=settings.steps,
-        warmup_steps=settings.warmup_steps,
-        min_ratio=settings.min_learning_rate_ratio,
-    )
-    optimizer = make_optimizer(schedule, weight_decay=settings.weight_decay, max_grad_norm=settings.max_grad_norm)
-    graph, state, objective = nnx.graphdef(model), init_state(model, optimizer), Preference(settings.preference)
-    options: dict[str, Any] = dict(gradient_accumulation=settings.gradient_accumulation, remat=settings.remat)
-    train_step = make_train_step(graph, optimizer, objective, schedule=schedule, **options)
-    if step:
-        state = _restored(partial(checkpoints.restore, step), state)
-        batches.set_state(position["data"])
-    evaluate = None
-    if plan.eval_data is not None:
-        held_out = _held_out(plan.batches(plan.eval_data, reference=tables[1]), settings.eval_batches, state)
-        evaluate = make_preference_evaluation(graph, objective, held_out)
-    last = settings.steps if stop_after is None else min(stop_after, settings.steps)
-    last = step if begun.is_over(settings) else last
-    checkpoints.kept_step = best.step if settings.keep_best else None
-    # Nothing is sent by a run that has no step left.
-    log = RunLog(settings, first_step=step + 1, send_to=() if step >= last else settings.log_to, on_step=on_step)
-    checkpoints.listen()
-    if step < last:
-        log.tell_compiling()
-    try:
-        while step < last:
-            began = time.perf_counter()
-            batch = next(batches)
-            state, metrics = train_step(state, put_batch(batch, state.params))
-            step += 1
-            host = jax.device_get(metrics)
-            record = record_of_step(step, host, plan.config, time.perf_counter() - began, _flops_per_token(plan))
-            record["num_examples"] = int((batch["example"] >= 0).sum())
-            if not (math.isfinite(record["loss"]) and math.isfinite(record["grad_norm"])):
-                raise FloatingPointError(
-                    f"step {step}: loss {record['loss']}, gradient norm {record['grad_norm']} is not finite; training "
-                    "stopped, the last checkpoint is unharmed"
-                )
-            if evaluate is not None and (step % settings.eval_every == 0 or step == last):
-                record |= evaluate(state)
-                check_eval_loss(record)
-                best = best.after(step, record["eval_loss"]) if counts(settings, step) else best
-            log.write(record, {}, last)
-            if checkpoints.told_to_stop(step) or best.ends(settings.early_stop):
-                last = step
-            is_best = settings.keep_best and best.step == step
-            if is_best:
-                checkpoints.kept_step = step
-            if step % settings.checkpoint_every == 0 or step == last or is_best:
-                checkpoints.save(step, state.without_frozen, {"data": batches.get_state(), **extra, **best.entry()})
-        early, model_step = step < settings.steps and best.ends(settings.early_stop), step
-        finished = step >= settings.steps or early
-        if finished and settings.keep_best and best.step and best.step != step:
-            model_step = best.step
-            state = _restored(partial(checkpoints.restore, model_step), state)
-    finally:
-        batches.close()
-        log.close()
-        checkpoints.close()
-    if batches.skipped:
+    with ExitStack() as until_end:
+        held_out = None if plan.eval_data is None else plan.eval_data.fingerprint
+        begun = begin(plan.settings, plan.identity, held_out, model, until_end)
+        announce(settings, plan.settings.steps, begun, plan.announcement(begun.step), command="prefer")
+        task = _Preferences(plan, begun, model)
+        result = run(task, plan.settings, begun, stop_after=stop_after, on_step=on_step)
+    if skipped := task.batches.skipped:
         why = "their prompts leave no room for an answer, or both answers are equal"
-        tqdm.write(f"{len(batches.skipped):,} examples were left out: {why}")
-    if checkpoints.stopped_by == signal.SIGINT and not finished:
-        raise KeyboardInterrupt(told_stop("interrupted", step))
-    trained = nnx.merge(graph, state.params, state.fixed)
-    records = read_records(Path(settings.output).expanduser() / "metrics.jsonl")
-    return PreferResult(trained, step, records, finished, early, model_step)
+        tqdm.write(f"{len(skipped):,} examples were left out: {why}")
+    return result
+
+
+class _Preferences:
+    """The task of a run on preferences: `recipes.run.loop.Task`."""
+
+    skipped: Mapping[int, str] = {}
+
+    def __init__(self, plan: PlannedPreferences, begun: Begun, model: Decoder | None):
+        settings = plan.settings
+        model = _loaded(settings, model)
+        self.plan, self.checkpoints = plan, begun.checkpoints
+        reference, of_held_out = (
+            table_of_reference(plan, data, model, name) for name, data in (("data", plan.data), ("eval_data", plan.eval_data))
+        )
+        self.batches = plan.batches(plan.data, reference=reference)
+        schedule = warmup_cosine(
+            float(settings.learning_rate or 0),
+            steps=settings.steps,
+            warmup_steps=settings.warmup_steps,
+            min_ratio=settings.min_learning_rate_ratio,
+        )
+        optimizer = make_optimizer(schedule, weight_decay=settings.weight_decay, max_grad_norm=settings.max_grad_norm)
+        objective, micro_batches = Preference(settings.preference), settings.gradient_accumulation
+        self.graph, self.state = nnx.graphdef(model), init_state(model, optimizer)
+        self.train = make_train_step(
+            self.graph, optimizer, objective, schedule=schedule, gradient_accumulation=micro_batches, remat=settings.remat
+        )
+        if begun.step:
+            self.restore(begun.step)
+            self.batches.set_state(begun.position["data"])
+        self.evaluate = None
+        if plan.eval_data is not None:
+            held_out = plan.batches(plan.eval_data, reference=of_held_out)
+            batches = _held_out(held_out, settings.eval_batches, self.state)
+            self.evaluate = make_preference_evaluation(self.graph, objective, batches)
+
+    def next_batch(self) -> dict[str, np.ndarray]:
+        return next(self.batches)
+
+    def step(self, batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
+        self.state, metrics = self.train(self.state, put_batch(batch, self.state.params))
+        return metrics
+
+    def record(
+        self, step: int, metrics: dict[str, Any], batch: dict[str, np.ndarray], seconds: float
+    ) -> tuple[dict[str, Any], dict[str, list]]:
+        record = record_of_step(step, metrics, self.plan.config, seconds, _flops_per_token(self.plan))
+        return record | {"num_examples": int((batch["example"] >= 0).sum())}, {}
+
+    def places_of(self, batch: dict[str, np.ndarray]) -> str:
+        examples = np.unique(batch["example"][batch["example"] >= 0])
+        return "The batch holds:\n  " + "\n  ".join(self.plan.data.where(int(index)) for index in examples)
+
+    def measure(self) -> dict[str, float]:
+        return {} if self.evaluate is None else self.evaluate(self.state)
+
+    def end_step(self, step: int) -> None:
+        pass
+
+    def position(self) -> dict[str, Any]:
+        return {"data": self.batches.get_state()}
+
+    def sample(self, step: int, log: RunLog) -> None:
+        pass
+
+    def restore(self, step: int) -> None:
+        """Reads a checkpoint, which lacks frozen weights; all other arrays of the state are deleted."""
+        frozen = self.state.frozen
+        self.state = replace(self.checkpoints.restore(step, freed(self.state.without_frozen)), frozen=frozen)
+
+    def model(self) -> Decoder:
+        return nnx.merge(self.graph, self.state.params, self.state.fixed)
+
+    def close(self) -> None:
+        self.batches.close()
 
 
 def _loaded(settings: PreferSettings, model: Decoder | None) -> Decoder:
@@ -220,11 +159,6 @@ def _loaded(settings: PreferSettings, model: Decoder | None) -> Decoder:
     if settings.lora is not None:
         add_lora(model, settings.lora, rngs=nnx.Rngs(settings.seed))
     return model
-
-
-def _restored(restore: Callable[[TrainState], TrainState], state: TrainState) -> TrainState:
-    """Returns the state of a checkpoint, which lacks frozen weights; deletes all other arrays of `state`."""
-    return replace(restore(freed(state.without_frozen)), frozen=state.frozen)
 
 
 def _held_out(batches: PreferenceBatches, number: int, state: TrainState) -> list[dict[str, jax.Array]]:

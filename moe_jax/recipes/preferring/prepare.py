@@ -9,10 +9,9 @@ from typing import Any
 from flax import nnx
 from tqdm import tqdm
 
-from moe_jax.adapters.planned import planned_lora
-from moe_jax.adapters.summary import LoraSummary
-from moe_jax.checkpoint.fingerprint import weights_fingerprint
+from moe_jax.adapters.add import LoraSummary, planned_lora
 from moe_jax.checkpoint.hf_load import check_form, find_config, read_config
+from moe_jax.checkpoint.stored import weights_fingerprint
 from moe_jax.checkpoint.tokenizer import load_tokenizer
 from moe_jax.checkpoint.training import finished_steps
 from moe_jax.config import ModelConfig, config_to_dict
@@ -20,12 +19,11 @@ from moe_jax.models.decoder import Decoder
 from moe_jax.parallel.layout import mesh_of
 from moe_jax.preferences.batches import PreferenceBatches, preference_batches
 from moe_jax.preferences.documents import Preferences, open_preferences
-from moe_jax.recipes.finetuning.best import told_held_out
-from moe_jax.recipes.finetuning.export import check_destination
-from moe_jax.recipes.finetuning.lora import identity_of_lora, refuse_adapted
-from moe_jax.recipes.finetuning.precision import check_precision, identity_of_precision
-from moe_jax.recipes.finetuning.settings_file import noted_steps
 from moe_jax.recipes.preferring.settings import PreferSettings
+from moe_jax.recipes.run.best import told_held_out
+from moe_jax.recipes.run.export import check_destination
+from moe_jax.recipes.run.identity import check_model, entries_of
+from moe_jax.recipes.run.settings_file import noted_steps
 from moe_jax.train.data.tokenization import tokenizer_fingerprint
 from moe_jax.train.starting_weights import MODEL, values_of
 
@@ -102,7 +100,6 @@ class PlannedPreferences:
 def plan_preferences(settings: PreferSettings, model: Decoder | None, tokenizer: Any) -> PlannedPreferences:
     """Checks everything that can be checked without weights, and writes nothing; arguments and errors as in `prefer`."""
     check_destination(settings)
-    refuse_adapted(model)
     if model is not None and (mesh := mesh_of(nnx.state(model))) is not None and mesh.size > 1:
         raise ValueError(f"a run on preferences uses one device, and the model lies on {mesh.size}; load it without a mesh")
     if model is None:
@@ -119,15 +116,9 @@ def plan_preferences(settings: PreferSettings, model: Decoder | None, tokenizer:
     if eval_data is not None and eval_data.fingerprint == data.fingerprint:
         raise ValueError(f"eval_data={settings.eval_data!r} has the same contents as data, and must not be trained on")
     config = read_config(settings.model, mtp=False) if model is None else model.config
-    check_precision(settings.precision, config, settings.fp8_dense, model)
+    check_model(settings, config, tokenizer, model)
     lora = None if settings.lora is None else planned_lora(config, settings.lora).summary
-    if len(tokenizer) > config.vocab_size:
-        raise ValueError(
-            f"the tokenizer has {len(tokenizer)} tokens, and the model's vocabulary {config.vocab_size}; take the model's "
-            "own tokenizer"
-        )
-    identity = {name: getattr(settings, name) for name in RESUME_MUST_MATCH}
-    identity |= identity_of_lora(settings) | identity_of_precision(settings.precision, settings.fp8_dense)
+    identity = entries_of(settings, RESUME_MUST_MATCH)
     identity |= json.loads(json.dumps({"preference": asdict(settings.preference)}))
     identity |= {"config": config_to_dict(config), "data": data.fingerprint, "tokenizer": tokenizer_fingerprint(tokenizer)}
     identity[MODEL] = weights_fingerprint(settings.model) if model is None else values_of(model)

@@ -9,11 +9,11 @@ import numpy as np
 from tqdm import tqdm
 
 from moe_jax.models.decoder import Decoder
+from moe_jax.preferences.answers import reference_table
 from moe_jax.preferences.documents import Preferences
-from moe_jax.preferences.reference import reference_table
-from moe_jax.recipes.finetuning.precision import FP8_DENSE, PRECISION
-from moe_jax.recipes.finetuning.settings_file import write_whole
 from moe_jax.recipes.preferring.prepare import PlannedPreferences
+from moe_jax.recipes.run.identity import FP8_DENSE, PRECISION
+from moe_jax.runtime.files import write_text
 from moe_jax.train.starting_weights import MODEL
 
 REFERENCE = "reference_{}.npy"
@@ -43,7 +43,7 @@ def table_of_reference(plan: PlannedPreferences, data: Preferences | None, model
         # Without the note a table counts as none. So a note never stands beside the table of another one.
         note.unlink(missing_ok=True)
         os.replace(unfinished, file)
-        write_whole(note, computed_of)
+        write_text(note, computed_of)
     return np.load(file)
 
 

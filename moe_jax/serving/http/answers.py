@@ -5,8 +5,8 @@ import itertools
 import json
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from starlette.requests import Request
@@ -15,7 +15,6 @@ from starlette.types import Receive, Scope, Send
 
 from moe_jax.serving.http.choices import Choice, TextPiece, follow
 from moe_jax.serving.http.errors import ApiError, DisconnectedError, took_too_long
-from moe_jax.serving.http.fields import Delivery
 from moe_jax.serving.http.record import RequestRecord
 from moe_jax.serving.http.service import Service
 
@@ -28,12 +27,8 @@ class Shape(Protocol):
     whole_object: str
     chunk_object: str
 
-    def whole(self, pieces: Sequence[TextPiece]) -> dict[str, Any]:
-        """Returns a choice of which these are all pieces."""
-        ...
-
-    def chunk(self, piece: TextPiece, *, is_first: bool) -> dict[str, Any]:
-        """Returns a piece of a choice in a stream."""
+    def choice(self, piece: TextPiece, *, is_first: bool, is_whole: bool) -> dict[str, Any]:
+        """Returns a piece of a choice in a stream, or a whole choice."""
         ...
 
 
@@ -44,7 +39,8 @@ class Answer:
     service: Service
     choices: list[Choice]
     shape: Shape
-    delivery: Delivery
+    delivery: tuple[bool, bool]
+    """True for a stream, and for one that ends with the numbers of tokens (`body.delivery`)."""
     record: RequestRecord
     created: int = field(default_factory=lambda: int(time.time()))
     id: str = field(default_factory=lambda: secrets.token_hex(12))
@@ -56,7 +52,7 @@ class Answer:
             ApiError: A choice failed, or the time is over.
             DisconnectedError: The client is gone.
         """
-        if self.delivery.stream:
+        if self.delivery[0]:
             return _EventStream(self._stream, lambda: self.service.release(self.choices))
         pieces: list[list[TextPiece]] = [[] for _ in self.choices]
 
@@ -69,23 +65,26 @@ class Answer:
             self.service.release(self.choices)
         choices = []
         for each in pieces:
-            choices.append(self.shape.whole(each))
+            text, logprobs = "".join(piece.text for piece in each), [new for piece in each for new in piece.logprobs]
+            whole = replace(each[-1], text=text, logprobs=logprobs)
+            choices.append(self.shape.choice(whole, is_first=True, is_whole=True))
             # Each may have thousands of log-probabilities: other requests come in between.
             await asyncio.sleep(0)
         return JSONResponse(self._frame(self.shape.whole_object, choices) | {"usage": self._usage()})
 
     async def _stream(self, send_data: Callable[[Any], Awaitable[None]]) -> None:
         begun: set[int] = set()
-        no_usage = {"usage": None} if self.delivery.include_usage else {}
+        _, includes_usage = self.delivery
+        no_usage = {"usage": None} if includes_usage else {}
 
         async def send(piece: TextPiece) -> None:
-            chunk = self.shape.chunk(piece, is_first=piece.index not in begun)
+            chunk = self.shape.choice(piece, is_first=piece.index not in begun, is_whole=False)
             begun.add(piece.index)
             await send_data(self._frame(self.shape.chunk_object, [chunk]) | no_usage)
 
         try:
             await self._follow(send)
-            if self.delivery.include_usage:
+            if includes_usage:
                 await send_data(self._frame(self.shape.chunk_object, []) | {"usage": self._usage()})
             await send_data("[DONE]")
         except ApiError as error:

@@ -1,24 +1,27 @@
 """The ASGI application: the endpoints, and what surrounds them."""
 
 import contextlib
-from collections.abc import AsyncIterator
+import hmac
+import secrets
+import time
+from collections.abc import AsyncIterator, Collection
 from functools import partial
 
 from prometheus_client import generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from moe_jax.serving.http.chat import answer_chat
-from moe_jax.serving.http.completions import answer_completion
-from moe_jax.serving.http.errors import ApiError, answer_api_error, answer_defect, answer_http_error
-from moe_jax.serving.http.guard import Guard
-from moe_jax.serving.http.service import Service
-from moe_jax.serving.http.tokens import answer_detokenize, answer_tokenize
+from moe_jax.generation.text import completion_tokens
+from moe_jax.serving.http.body import read_body, refuse_others, take
+from moe_jax.serving.http.completions import answer_chat, answer_completion, conversation_encoder
+from moe_jax.serving.http.errors import ApiError, DisconnectedError, answer_api_error, answer_defect, answer_http_error
+from moe_jax.serving.http.record import RequestRecord, record_of
+from moe_jax.serving.http.service import Service, logger
 
 
 def make_app(service: Service) -> ASGIApp:
@@ -74,3 +77,143 @@ def _model(service: Service) -> dict:
         "owned_by": "moe_jax",
         "max_model_len": service.engine.limits.longest_request,
     }
+
+
+async def answer_tokenize(service: Service, request: Request) -> JSONResponse:
+    """Answers with the tokens of a text as a completion has them, or of a conversation as a chat has them."""
+    body, record = await read_body(request, service.settings.body_seconds), record_of(request)
+    refuse_others(body, {"chat_template_kwargs", "messages", "model", "prompt", "tool_choice", "tools"})
+    service.check_model(body.get("model"))
+    if ("prompt" in body) == ("messages" in body):
+        raise ApiError(400, "give either prompt or messages")
+    if "messages" in body:
+        encode = conversation_encoder(service.tokenizer, body)
+    else:
+        text = take(body, "prompt", str)
+
+        def encode() -> list[list[int]]:
+            return completion_tokens(service.tokenizer, [text]) if text else [[]]
+
+    (tokens,) = await service.encode(encode, record, "messages" if "messages" in body else "prompt")
+    return JSONResponse({"tokens": tokens, "count": len(tokens), "max_model_len": service.engine.limits.longest_request})
+
+
+async def answer_detokenize(service: Service, request: Request) -> JSONResponse:
+    """Answers with the text of tokens, special ones too."""
+    body, record = await read_body(request, service.settings.body_seconds), record_of(request)
+    refuse_others(body, {"model", "tokens"})
+    service.check_model(body.get("model"))
+    tokens = take(body, "tokens", list)
+    if tokens is None or not all(type(token) is int for token in tokens):
+        raise ApiError(400, "tokens must be a list of token ids", param="tokens")
+    (text,) = await service.decode([tokens], record, "tokens")
+    return JSONResponse({"prompt": text})
+
+
+MOST_HELD = 1 << 30
+"""Bytes of all requests' bodies together, beyond which the server accepts no further large one."""
+
+SMALL_BODY = 1 << 16
+"""Bytes of a body that always has room."""
+
+CLIENT_IS_GONE = 499
+"""Status in the log of a request whose client did not wait; no client ever sees it."""
+
+
+class Guard:
+    """An ASGI application around another one."""
+
+    def __init__(self, app: ASGIApp, service: Service, paths: Collection[str]):
+        self.app = app
+        self.service = service
+        self.paths = frozenset(paths)
+        self._held = 0
+        """Bytes of the bodies of all requests that have not ended."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Runs a request, or refuses it, and writes it down."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        # The path as the client wrote it: decoded, it could hold a new line for the log.
+        path = scope["raw_path"].decode("ascii", "backslashreplace")[:200]
+        client = scope["client"][0] if scope.get("client") else "-"
+        record = RequestRecord(secrets.token_hex(4), scope["method"], path, client)
+        scope["moe_jax.record"] = record
+
+        async def send_noted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                record.status = message["status"]
+                message["headers"] = [*message["headers"], (b"x-request-id", record.id.encode())]
+            await send(message)
+
+        try:
+            self._check(scope)
+            await self.app(scope, self._limited(receive, record), send_noted)
+        except ApiError as error:
+            record.error = str(error)
+            await error.response(scope, receive, send_noted)
+        except (DisconnectedError, ClientDisconnect):
+            record.error = f"the client went away, with status {record.status or 'not yet sent'}"
+            record.status = CLIENT_IS_GONE
+        except BaseException as error:
+            record.error = f"{type(error).__name__}: {error}"
+            record.status = record.status or 500
+            raise
+        finally:
+            self._held -= record.body_bytes
+            self._write_down(scope, record)
+
+    def _check(self, scope: Scope) -> None:
+        headers = dict(scope["headers"])
+        if b"content-length" in headers and b"transfer-encoding" in headers:
+            # A proxy that believes the length would see two requests where this server sees one (RFC 9112, 6.1).
+            raise ApiError(400, "a request has Content-Length or Transfer-Encoding, not both", closes=True)
+        if len(self.service.connections) >= self.service.settings.max_connections:
+            raise ApiError(503, "the server has no room for another connection", closes=True)
+        if self.service.stopping:
+            raise ApiError(503, "the server is stopping")
+        self._check_host(headers.get(b"host", b"").decode("latin-1"))
+        key = self.service.settings.api_key
+        if key is not None and scope["path"] != "/health":
+            scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
+            if scheme.lower() != b"bearer" or not hmac.compare_digest(given.strip(), key.encode()):
+                raise ApiError(401, "the request needs this server's key: Authorization: Bearer KEY", code="invalid_api_key")
+        length = headers.get(b"content-length", b"0")
+        if length.isdigit() and int(length) > self.service.settings.max_body_bytes:
+            raise self._too_large()
+
+    def _check_host(self, host: str) -> None:
+        """Refuses a name that is not this machine's: its page could have been rebound to this address by its own DNS."""
+        name = host if host.endswith("]") else host.rpartition(":")[0] or host
+        hosts = self.service.hosts
+        # A browser always sends the header.
+        if hosts is not None and host and name.lower().rstrip(".") not in hosts:
+            known = ", ".join(sorted(hosts))
+            raise ApiError(
+                403, f"the server answers to {known}; got Host: {host:.80} (--hosts adds names, and a key allows all)"
+            )
+
+    def _limited(self, receive: Receive, record: RequestRecord) -> Receive:
+        async def receive_limited() -> Message:
+            message = await receive()
+            size = len(message.get("body", b""))
+            record.body_bytes += size
+            self._held += size
+            if record.body_bytes > self.service.settings.max_body_bytes:
+                raise self._too_large()
+            if record.body_bytes > SMALL_BODY and self._held - record.body_bytes > MOST_HELD:
+                raise ApiError(503, "the server has no room for the body now: other requests' bodies fill it")
+            return message
+
+        return receive_limited
+
+    def _too_large(self) -> ApiError:
+        return ApiError(413, f"the body is larger than {self.service.settings.max_body_bytes} bytes")
+
+    def _write_down(self, scope: Scope, record: RequestRecord) -> None:
+        seconds = time.perf_counter() - record.began
+        known = scope["path"] if scope["path"] in self.paths else "other"
+        self.service.metrics.observe(record, known, seconds)
+        if known not in ("/health", "/metrics"):
+            logger.info("%s", record.line(seconds))

@@ -2,24 +2,64 @@
 
 import asyncio
 import logging
+import queue
+import threading
 import time
 from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any
 
 from moe_jax.checkpoint.tokenizer import beginning
 from moe_jax.serving.defaults import Defaults
 from moe_jax.serving.engine import Engine
 from moe_jax.serving.handle import Handle
+from moe_jax.serving.http.body import SHARED
 from moe_jax.serving.http.choices import Choice
 from moe_jax.serving.http.errors import ApiError, took_too_long
-from moe_jax.serving.http.fields import SHARED
-from moe_jax.serving.http.metrics import Metrics
-from moe_jax.serving.http.record import RequestRecord
-from moe_jax.serving.http.settings import ServerSettings
-from moe_jax.serving.http.worker import Worker
+from moe_jax.serving.http.record import Metrics, RequestRecord
 from moe_jax.serving.loop import QueueFull
 from moe_jax.serving.request import SamplingOptions
 from moe_jax.serving.text import fewest_tokens
+
+
+@dataclass(frozen=True)
+class ServerSettings:
+    """The name that the model is served under, and limits that keep one client from hurting others."""
+
+    model_name: str
+    api_key: str | None = None
+    """The key that requests must carry, without the space around it; None: none."""
+    hosts: tuple[str, ...] = ()
+    """Names beyond localhost that the header Host may have, where no key is asked for and only this machine can connect.
+
+    `*`: any name.
+    """
+    max_body_bytes: int = 8 << 20
+    max_choices: int = 128
+    """Largest number of continuations that one request may ask for: its prompts times n."""
+    max_connections: int = 2048
+    body_seconds: float = 30
+    """Time in which a request's body must have come."""
+    request_seconds: float = 3600
+    """Time after which a request is aborted, with what it waits for a slow reader."""
+    shutdown_seconds: float = 30
+    """Time that running requests have to finish once the server was told to stop."""
+
+    def __post_init__(self):
+        if not self.model_name:
+            raise ValueError("model_name must not be empty")
+        if self.api_key is not None:
+            # A header's value comes without the space around it.
+            object.__setattr__(self, "api_key", self.api_key.strip())
+            if not (self.api_key and self.api_key.isascii() and self.api_key.isprintable()):
+                raise ValueError("api_key must be printable ASCII, and not empty")
+        names = ("max_body_bytes", "max_choices", "max_connections", "body_seconds", "request_seconds")
+        wrong = [name for name in names if not getattr(self, name) > 0]
+        wrong += [] if self.shutdown_seconds >= 0 else ["shutdown_seconds"]
+        if wrong:
+            raise ValueError("; ".join(f"{name} must be above 0; got {getattr(self, name)}" for name in wrong))
+
 
 logger = logging.getLogger("moe_jax.serving")
 
@@ -175,3 +215,51 @@ def _answer_for(error: Exception, field: str) -> Exception:
     if isinstance(error, RuntimeError):
         return ApiError(503, "the engine does not run any more")
     return error
+
+
+class Worker:
+    """A thread that runs functions in turn. It holds up no exit: a function that never ends dies with the process."""
+
+    def __init__(self, name: str):
+        self._calls: queue.SimpleQueue[list[tuple[Callable[[], Any], Future]] | None] = queue.SimpleQueue()
+        """Lists of one call, or of none if its caller was cancelled; None at the end."""
+        # An executor's thread would be joined when Python exits.
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    async def run[T](self, function: Callable[[], T]) -> T:
+        """Runs a function in the thread, and returns its result or raises its error.
+
+        If the caller is cancelled, a function that waits is left out, and the result of one that runs is dropped.
+        """
+        done: Future[T] = Future()
+        call = [(function, done)]
+        self._calls.put(call)
+        try:
+            return await asyncio.wrap_future(done)
+        finally:
+            # Behind a function that never ends, calls would pile up with all that they hold.
+            call.clear()
+
+    def close(self, seconds: float = 0.0) -> bool:
+        """Lets the thread end behind the functions that wait; returns whether it has, after at most so many seconds."""
+        self._calls.put(None)
+        self._thread.join(seconds)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        while self._run_next():
+            pass
+
+    # A function of its own: else the last call, with all that it holds, would live until the next one.
+    def _run_next(self) -> bool:
+        call = self._calls.get()
+        if call is None:
+            return False
+        for function, done in call.copy():
+            if done.set_running_or_notify_cancel():
+                try:
+                    done.set_result(function())
+                except BaseException as error:  # raised again where the caller waits
+                    done.set_exception(error)
+        return True

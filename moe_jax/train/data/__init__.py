@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from moe_jax.train.data.documents import Documents
+from moe_jax.train.data.hub import Mark, RowStream, Streamed
 from moe_jax.train.data.mixing import endless
 from moe_jax.train.data.opening import open_documents
 from moe_jax.train.data.packing import PACKING_ROWS, PADDING, packed, pieces
-from moe_jax.train.data.streams import Mark, RowStream, Streamed
 from moe_jax.train.data.tokenization import Tokenized, tokenization, tokenizer_fingerprint
 
 if TYPE_CHECKING:

@@ -16,18 +16,10 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from moe_jax.checkpoint.messages import as_template_wants, check_template, without_nulls
+from moe_jax.train.data import reasoning
 from moe_jax.train.data.chat_templates import keeping_template
 from moe_jax.train.data.marks import GENERATION_TAG, Span, marked_spans, weights_of_answers
-from moe_jax.train.data.reasoning import (
-    THINK_BLOCK,
-    Message,
-    Render,
-    after_empty_thinking,
-    check_reasoning,
-    is_learned,
-    reasoning_left_out,
-    without_reasoning,
-)
+from moe_jax.train.data.reasoning import Message, Render
 from moe_jax.train.data.turns import of_last_turn
 
 _PROMPT_THINKS = re.compile(r"<think>\s*(</think>\s*)?$")
@@ -50,7 +42,7 @@ def chat_tokens(
     """
     template, messages, render = _prepared(tokenizer, messages, tools)
     check_template(template, messages, tools)
-    check_reasoning(template, messages, render)
+    reasoning.check_reasoning(template, messages, render)
     has_marks = bool(GENERATION_TAG.search(template))
     if has_marks:
         text, spans = marked_spans(template, messages, render)
@@ -58,7 +50,7 @@ def chat_tokens(
         text = render(messages)
         spans = _found_spans(template, render, messages, text)
     if empty_thinking == "mask":
-        spans = [span._replace(first=after_empty_thinking(text, span.first, span.end)) for span in spans]
+        spans = [span._replace(first=reasoning.after_empty_thinking(text, span.first, span.end)) for span in spans]
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     starts, ends = np.asarray(encoded["offset_mapping"], np.int64).reshape(-1, 2).T
     # A token that reaches over a mark is learned, as in transformers; one that reaches over the end of a prompt is not.
@@ -81,7 +73,7 @@ def has_weights(messages: list[dict[str, Any]]) -> bool:
 def answers_without_reasoning(tokenizer: Any, messages: list[dict[str, Any]], tools: list | None = None) -> list[int]:
     """Returns the numbers of the learned answers whose reasoning the chat template leaves out."""
     _, messages, render = _prepared(tokenizer, messages, tools)
-    return reasoning_left_out(messages, render)
+    return reasoning.reasoning_left_out(messages, render)
 
 
 def _prepared(tokenizer: Any, messages: list[Message], tools: list | None) -> tuple[str, list[Message], Render]:
@@ -111,7 +103,7 @@ def _found_spans(template: str, render: Render, messages: list[Message], text: s
 
 
 def _learned(messages: list[Message]) -> list[int]:
-    return [i for i, message in enumerate(messages) if is_learned(message)]
+    return [i for i, message in enumerate(messages) if reasoning.is_learned(message)]
 
 
 def _cause(render: Render, messages: list[Message]) -> str:
@@ -121,7 +113,7 @@ def _cause(render: Render, messages: list[Message]) -> str:
         text = render(others)
         return others != messages and all(_span(render, others, i, text) for i in _learned(others))
 
-    cause = ", because of their reasoning" if found(without_reasoning(messages)) else ""
+    cause = ", because of their reasoning" if found(reasoning.without_reasoning(messages)) else ""
     remedy = " --learned-answers last learns the last turn, which can be found; or" if found(of_last_turn(messages)) else ""
     return f"{cause}, so the assistant's tokens cannot be found;{remedy}"
 
@@ -160,7 +152,7 @@ def _after_header(prompted: str, plain: str, text: str) -> int | None:
     """
     header = _PROMPT_THINKS.sub("", prompted.removeprefix(plain)) if prompted.startswith(plain) else ""
     start = text.rfind(header) + len(header)
-    return start if header and header in text and THINK_BLOCK.fullmatch(text, start) else None
+    return start if header and header in text and reasoning.THINK_BLOCK.fullmatch(text, start) else None
 
 
 def _with_other_contents(render: Render, messages: list[Message], i: int) -> list[str]:

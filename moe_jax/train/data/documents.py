@@ -4,16 +4,16 @@ All rows are read once when they are opened. That finds bad rows before training
 It also gives a fingerprint that a resumed run compares. After that one document of a file at a time is in memory.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import contextlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from moe_jax.train.data.layouts import CHATS
-from moe_jax.train.data.records import read_record
-from moe_jax.train.data.rows import Reader
+from moe_jax.train.data.layouts import CHATS, read_record
+from moe_jax.train.data.readers import Reader
 
 BAD = "\0bad"
 """Key of a record that is left out or refused: the reason, "" for a blank row. A stream alone has such records."""
@@ -40,16 +40,39 @@ class SourcePart(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Documents:
+class IndexedRows:
+    """Rows of files and tables by index.
+
+    Attributes:
+      readers: files and tables; `file`, `line` (from 1), `offset` and `size` (bytes) say where each row is.
+      fingerprint: a hash of all contents, in order.
+    """
+
+    readers: tuple[Reader, ...]
+    file: np.ndarray
+    line: np.ndarray
+    offset: np.ndarray
+    size: np.ndarray
+    fingerprint: str
+
+    def __len__(self) -> int:
+        return len(self.file)
+
+    def content(self, index: int) -> bytes | None:
+        """Returns the content of a row; None if its file has changed."""
+        return self.readers[self.file[index]].content(int(self.offset[index]), int(self.size[index]))
+
+
+@dataclass(frozen=True)
+class Documents(IndexedRows):
     """A random-access source: `documents[i]` is {"document": i} and "text", "messages", or "prompt" and "completion".
 
     Reading raises a ValueError that names the file where it has changed since it was opened.
 
     Attributes:
       format: "folder", "text" or "chat"; "mixed" for texts and chats together.
-      readers: files and tables; `file`, `line` (from 1), `offset` and `size` (bytes) say where each document lies.
       layouts: the layout of each reader's rows; "folder" for a text file.
-      fingerprint: a hash of the layouts and of all contents, in order.
+      columns: {key of a layout: column} of each reader's rows, as in `DataSource`.
       begins_with_answer: bool [documents], true for conversations whose first message is the assistant's.
       parts: the sources.
       bad: the rows that were left out, as a message; "" if there are none.
@@ -59,31 +82,27 @@ class Documents:
     """
 
     format: str
-    readers: tuple[Reader, ...]
     layouts: tuple[str, ...]
-    file: np.ndarray
-    line: np.ndarray
-    offset: np.ndarray
-    size: np.ndarray
-    fingerprint: str
+    columns: tuple[Mapping[str, str], ...]
     begins_with_answer: np.ndarray
     parts: tuple[SourcePart, ...]
     bad: str = ""
     learned_answers: str = "all"
     empty_thinking: str = "learn"
     weighted: bool = False
-
-    def __len__(self) -> int:
-        return len(self.file)
+    is_stream = False
+    """True for documents that are read in their order (`hub.Streamed`)."""
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        record = self._read(index)
-        if record is None:
-            raise ValueError(
-                f"the training data changed while it was in use: {self.readers[self.file[index]].name} is not as it was when "
-                f"it was opened (document {self.where(index)}); put the old file back, or begin a new run with the new one"
-            )
-        return {**record, "document": int(index)}
+        number = self.file[index]
+        with contextlib.suppress(ValueError):
+            content, named = self.content(index), (self.layouts[number], self.learned_answers, self.columns[number])
+            if content is not None and (record := read_record(content, *named)) is not None:
+                return {**record, "document": int(index)}
+        raise ValueError(
+            f"the training data changed while it was in use: {self.readers[number].name} is not as it was when "
+            f"it was opened (document {self.where(index)}); put the old file back, or begin a new run with the new one"
+        )
 
     @property
     def files(self) -> tuple[Path, ...]:
@@ -101,23 +120,9 @@ class Documents:
         return self
 
     @property
-    def is_stream(self) -> bool:
-        """Tells documents that are read in their order (`streams.Streamed`)."""
-        return False
-
-    @property
     def num_bad(self) -> int:
         """The number of rows that were left out."""
         return sum(part.bad for part in self.parts)
-
-    def _read(self, index: int) -> dict[str, Any] | None:
-        """Returns the document's record; None if its file has changed."""
-        number = self.file[index]
-        try:
-            content = self.readers[number].content(int(self.offset[index]), int(self.size[index]))
-            return None if content is None else read_record(content, self.layouts[number], self.learned_answers)
-        except ValueError:
-            return None
 
     def where(self, index: int) -> str:
         """Returns the document's place for messages: file, line and byte offset, or a row's number."""
@@ -128,19 +133,18 @@ def joined(parts: Sequence[Documents], fingerprint: str) -> Documents:
     """Returns the documents of all parts, one part after the other."""
     firsts = np.cumsum([0, *(len(part.readers) for part in parts)])
     formats = {part.format for part in parts}
-    return Documents(
+    joint: dict[str, Any] = {
+        name: tuple(each for part in parts for each in getattr(part, name))
+        for name in ("readers", "layouts", "columns", "parts")
+    }
+    for name in ("line", "offset", "size", "begins_with_answer"):
+        joint[name] = np.concatenate([getattr(part, name) for part in parts])
+    return replace(
+        parts[0],
         format=formats.pop() if len(formats) == 1 else "mixed" if formats & {"chat", "mixed"} else "text",
-        readers=tuple(reader for part in parts for reader in part.readers),
-        layouts=tuple(layout for part in parts for layout in part.layouts),
         file=np.concatenate([part.file + first for part, first in zip(parts, firsts, strict=False)]),
-        line=np.concatenate([part.line for part in parts]),
-        offset=np.concatenate([part.offset for part in parts]),
-        size=np.concatenate([part.size for part in parts]),
         fingerprint=fingerprint,
-        begins_with_answer=np.concatenate([part.begins_with_answer for part in parts]),
-        parts=tuple(each for part in parts for each in part.parts),
         bad="; ".join(part.bad for part in parts if part.bad),
-        learned_answers=parts[0].learned_answers,
-        empty_thinking=parts[0].empty_thinking,
         weighted=any(part.weighted for part in parts),
+        **joint,
     )

@@ -1,72 +1,150 @@
-"""Tables that the library `datasets` reads: Parquet files, and data sets of the hub, whole or as a stream."""
+"""Tables that the library `datasets` reads: Parquet files, and data sets of the hub, whole or as a stream.
 
-import hashlib
+A stream's rows are read in their order, and nothing is downloaded before. Its first rows are looked at when it is opened: they
+decide the layout, and are measured before a run.
+"""
+
+import copy
 import importlib.util
-import json
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+import logging
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from moe_jax.train.data.layouts import KEYS
-from moe_jax.train.data.rows import RawRow
+from moe_jax.train.data.documents import BAD, Documents
+from moe_jax.train.data.layouts import CHATS, KEYS, read_record
+from moe_jax.train.data.readers import ArrowTable, as_json
 from moe_jax.train.data.sources import DataSource
-from moe_jax.train.data.streams import RowStream
 
-FIRST_ROWS = 1000
-"""Rows of a stream that are looked at when it is opened."""
+KEPT_ROWS = 4096
+"""Rows that stay in memory, so that the first batch can be made twice without reading them twice."""
+MARKED_ROWS = 256
+"""A mark is made after this many rows: a run that continues passes over fewer rows than these."""
+KEPT_MARKS = 1024
+"""Marks that stay in memory. Rows that were read ahead and not learned must not push out those that a checkpoint needs."""
+_logger = logging.getLogger(__name__)
+
+
+def streamed(first: Documents, rows: "RowStream") -> "Streamed":
+    """Returns the endless documents of a stream, given those of its first rows."""
+    return Streamed(**{**vars(first), "weighted": first.layouts[0] in CHATS}, first=first, rows=rows)
 
 
 @dataclass(frozen=True)
-class ArrowTable:
-    """Rows by number.
+class Streamed(Documents):
+    """Documents by the number of their row, from 0; a stream that ends begins again. Other fields are of the first rows.
+
+    A chat counts as weighted, because a later row may have weights.
 
     Attributes:
-      name: the file, or the id and the split.
-      path: the file; None for data of the hub.
-      columns: all columns, those that are not read too.
-      table: the rows, {column: value} each.
+      first: the documents of the first rows.
+      rows: all rows.
     """
 
-    name: str
-    path: Path | None
-    columns: tuple[str, ...]
-    table: Sequence[dict[str, Any]]
+    first: Documents = field(kw_only=True)
+    rows: "RowStream" = field(kw_only=True)
+    is_stream = True
 
-    def rows(self, digest: "hashlib.blake2b") -> Iterator[RawRow]:
-        """Yields the rows as JSON objects."""
-        for number, row in enumerate(self.table):
-            content = _json(row)
-            digest.update(content + b"\n")
-            yield RawRow(number + 1, number, len(content), content)
+    def __len__(self) -> int:
+        return sys.maxsize
 
-    def content(self, offset: int, size: int) -> bytes | None:
-        """Returns a row as a JSON object. A table is not read from its file again, and so never changed."""
-        return _json(self.table[offset])
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        content, layout = self.rows[int(index)], self.layouts[0]
+        try:
+            record = read_record(content, layout, self.learned_answers, self.columns[0])
+        except ValueError as error:
+            record = {BAD: str(error)}
+        return {**({BAD: ""} if record is None else record), "document": int(index)}
 
-    def place(self, line: int) -> str:
-        """Returns the number of the row, from 1."""
-        return f"{self.name} row {line}"
+    @property
+    def surveyed(self) -> Documents:
+        """The documents of the first rows."""
+        return self.first
 
-    def where(self, line: int, offset: int) -> str:
-        """Returns the number of the row, from 1."""
-        return self.place(line)
+    def where(self, index: int) -> str:
+        """Returns the number of the row, from 1, which counts on where the stream begins again."""
+        return self.readers[0].place(int(index) + 1)
 
 
-def parquet_table(path: Path, further: Collection[str] = ()) -> ArrowTable:
-    """Opens a Parquet file, with columns of other names that are read too.
+class Mark(NamedTuple):
+    """A place in a stream: the number of a row, and the state of the data set before it, in values of JSON."""
 
-    The library keeps the rows in its cache, from where they are read by number.
+    row: int
+    state: dict[str, Any]
 
-    Raises:
-      ImportError: `datasets` is not installed.
-      ValueError: the file cannot be read.
+
+class RowStream:
+    """The rows of a stream by their number, read forward. The newest KEPT_ROWS stay; a row before them is read again.
+
+    Args:
+      data: a `datasets.IterableDataset`.
+      content: gives a row's content.
+
+    Attributes:
+      last_round: the numbers of the rows from the stream's beginning to its end, when they were read last; None before.
     """
-    datasets = _datasets(str(path))
-    try:
-        return _table(str(path), path, datasets.Dataset.from_parquet(str(path)), further)
-    except Exception as error:  # pyarrow's and the library's own, of many kinds
-        raise ValueError(f"{path}: not readable as Parquet: {_reason(error)}") from error
+
+    def __init__(self, name: str, data: Any, content: Callable[[dict[str, Any]], bytes]):
+        self._name, self._data, self._content = name, data, content
+        self._kept: deque[bytes] = deque(maxlen=KEPT_ROWS)
+        self._marks: deque[Mark] = deque([], maxlen=KEPT_MARKS)
+        self._beginning = Mark(0, copy.deepcopy(data.state_dict()))
+        self._coming: Iterator[bytes] | None = None
+        self._next = 0
+        self.last_round: range | None = None
+        self._lock = threading.Lock()
+
+    def __getitem__(self, number: int) -> bytes:
+        with self._lock:
+            if self._coming is None or number < self._next - len(self._kept):
+                self._kept.clear()
+                self._coming, self._next = self._from(number), number
+            while self._next <= number:
+                try:
+                    self._kept.append(next(self._coming))
+                except Exception as error:  # of many kinds, for a network or a file that fails
+                    self._coming = None
+                    raise ValueError(f"{self._name}: row {self._next + 1} cannot be read: {_reason(error)}") from error
+                self._next += 1
+            return self._kept[number - self._next]
+
+    def mark_before(self, number: int) -> Mark:
+        """Returns the last mark at or before a row, from which the row is reached soon; the beginning without one."""
+        before = [mark for mark in list(self._marks) if mark.row <= number]
+        return max(before, default=self._beginning, key=lambda mark: mark.row)
+
+    def add_mark(self, mark: Mark) -> None:
+        """Adds a mark of another reader of the same stream."""
+        self._marks.append(mark)
+
+    def _from(self, start: int) -> Iterator[bytes]:
+        """Yields the contents from a number on, round after round. Rows between the last mark and `start` are passed over."""
+        number, state = self.mark_before(start)
+        while True:
+            # An iteration writes into the state that it began with. Copies of a data set share it.
+            self._data.load_state_dict(copy.deepcopy(state))
+            began = number
+            for row in self._data:
+                number += 1
+                if number % MARKED_ROWS == 0:
+                    self._marks.append(Mark(number, copy.deepcopy(self._data.state_dict())))
+                if number > start:
+                    yield self._content(row)
+            if state == self._beginning.state:
+                if number == began:
+                    raise ValueError("there are no rows")
+                self.last_round = range(began, number)
+            if number >= start:
+                _logger.warning("%s has ended, and begins again", self._name)
+            state = self._beginning.state
+
+
+FIRST_ROWS = 1000
+"""Rows of a stream that are looked at when it is opened."""
 
 
 def is_saved_dataset(path: Path) -> bool:
@@ -74,18 +152,21 @@ def is_saved_dataset(path: Path) -> bool:
     return all((path / name).is_file() for name in ("state.json", "dataset_info.json"))
 
 
-def saved_table(path: Path, further: Collection[str] = ()) -> ArrowTable:
-    """Opens a folder that `save_to_disk` wrote, with columns of other names that are read too.
+def local_table(path: Path, further: Collection[str] = ()) -> ArrowTable:
+    """Opens a Parquet file, or a folder that `save_to_disk` wrote, with columns of other names that are read too.
+
+    The library keeps the rows of a file in its cache, from where they are read by number.
 
     Raises:
       ImportError: `datasets` is not installed.
-      ValueError: the folder cannot be read.
+      ValueError: the file or folder cannot be read.
     """
     datasets = _datasets(str(path))
+    read, kind = (datasets.load_from_disk, "a saved data set") if path.is_dir() else (datasets.Dataset.from_parquet, "Parquet")
     try:
-        return _table(str(path), path, datasets.load_from_disk(str(path)), further)
+        return _table(str(path), path, read(str(path)), further)
     except Exception as error:  # pyarrow's and the library's own, of many kinds
-        raise ValueError(f"{path}: not readable as a saved data set: {_reason(error)}") from error
+        raise ValueError(f"{path}: not readable as {kind}: {_reason(error)}") from error
 
 
 def hub_table(source: DataSource) -> ArrowTable:
@@ -115,7 +196,7 @@ def hub_rows(source: DataSource) -> RowStream:
     """Opens a data set of the hub as a stream of all its rows; raises as `hub_table`."""
 
     def content(row: dict[str, Any]) -> bytes:
-        return _json({column: row[column] for column in _read(row, source.columns.values())})
+        return as_json({column: row[column] for column in _read(row, source.columns.values())})
 
     return _loaded(source, streaming=True, then=lambda found: RowStream(_name(source), found, content))
 
@@ -159,17 +240,6 @@ def _read(columns: Iterable[str], further: Collection[str]) -> list[str]:
     All columns are taken if there are none such, so that the error about the missing keys names what there is.
     """
     return [column for column in columns if column in KEYS or column in further] or list(columns)
-
-
-def _json(row: dict[str, Any]) -> bytes:
-    return json.dumps(_without_nulls(row), ensure_ascii=False, default=repr).encode(errors="surrogatepass")
-
-
-def _without_nulls(value: Any) -> Any:
-    """Drops entries without a value: a table gives each message the keys of all messages."""
-    if isinstance(value, dict):
-        return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
-    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _datasets(name: str) -> Any:

@@ -1,49 +1,24 @@
 """Opens data sets: reads all rows of their sources once, and checks each of them."""
 
+import contextlib
 import hashlib
+import json
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 import numpy as np
 
+from moe_jax.train.data import layouts
 from moe_jax.train.data.chat import has_weights
 from moe_jax.train.data.documents import Documents, SourcePart, joined
-from moe_jax.train.data.files import data_files, row_files
-from moe_jax.train.data.hub import ArrowTable, hub_rows, hub_table, is_saved_dataset, parquet_table, saved_table
-from moe_jax.train.data.layouts import CHATS, LAYOUTS, layout_of, no_layout, unread_keys
-from moe_jax.train.data.problems import Problems
-from moe_jax.train.data.readers import file_reader
+from moe_jax.train.data.hub import hub_rows, hub_table, is_saved_dataset, local_table, streamed
+from moe_jax.train.data.readers import ArrowTable, Reader, file_reader
 from moe_jax.train.data.reasoning import EMPTY_THINKING
-from moe_jax.train.data.records import LEARNED_ANSWERS, read_row, record_of
-from moe_jax.train.data.renaming import Renamed, check_columns, renamed
-from moe_jax.train.data.rows import RawRow, Reader
-from moe_jax.train.data.sources import DataSource, sources
-from moe_jax.train.data.streams import streamed
+from moe_jax.train.data.sources import DataSource, data_files, row_files, sources
 from moe_jax.train.data.turns import further_keys
-
-
-class _Found(NamedTuple):
-    """The result of reading all rows of a source."""
-
-    places: "list[_Place]"
-    layouts: list[str | None]
-    problems: Problems
-    unread: tuple[str, ...]
-    fingerprint: str
-
-
-class _Place(NamedTuple):
-    """The place of a document, whether it begins with an answer, and whether answers have weights other than 0 and 1."""
-
-    file: int
-    line: int
-    offset: int
-    size: int
-    answer_first: bool
-    weighted: bool
 
 
 def open_documents(
@@ -74,8 +49,8 @@ def open_documents(
       ValueError: bad rows or files, listed by file and line; not one document that has any text; or a link that leads
         nowhere. Also data that is compressed, a pipe or a device. With "auto", a folder of files of rows and others.
     """
-    if learned_answers not in LEARNED_ANSWERS:
-        raise ValueError(f"learned_answers must be one of {', '.join(LEARNED_ANSWERS)}; got {learned_answers!r}")
+    if learned_answers not in layouts.LEARNED_ANSWERS:
+        raise ValueError(f"learned_answers must be one of {', '.join(layouts.LEARNED_ANSWERS)}; got {learned_answers!r}")
     if empty_thinking not in EMPTY_THINKING:
         raise ValueError(f"empty_thinking must be one of {', '.join(EMPTY_THINKING)}; got {empty_thinking!r}")
     found = sources(data)
@@ -83,7 +58,7 @@ def open_documents(
     if empty_thinking == "mask":
         opened = [replace(each, empty_thinking="mask", fingerprint=f"{each.fingerprint} mask") for each in opened]
     if found[0].stream:
-        return streamed(opened[0], hub_rows(found[0]), found[0].columns)
+        return streamed(opened[0], hub_rows(found[0]))
     if len(opened) == 1:
         return opened[0]
     digest = hashlib.blake2b(b"several", digest_size=16)
@@ -94,33 +69,73 @@ def open_documents(
 
 def _opened(source: DataSource, data_format: str, learned_answers: str, skip_bad: bool) -> Documents:
     readers, whole = _readers(source, data_format)
-    layouts = _layouts(readers, "folder" if whole else data_format)
+    found = _layouts(readers, "folder" if whole else data_format, source.columns)
     # Stored runs have the fingerprint of one format alone.
-    kinds = layouts[0] if len(set(layouts)) == 1 else ",".join(map(str, layouts))
+    kinds = found[0] if len(set(found)) == 1 else ",".join(map(str, found))
     kinds = str(kinds) + (" last" if learned_answers == "last" else "") + (" stream" if source.stream else "")
-    digest, problems = hashlib.blake2b(kinds.encode(), digest_size=16), Problems()
-    places: list[_Place] = []
-    unread: Counter[str] = Counter()
-    for i, (reader, layout) in enumerate(zip(readers, layouts, strict=True)):
-        digest.update(b"\0file\0")
-        for row in reader.rows(digest):
-            try:
-                place = _place(i, row, layout, learned_answers, unread)
-            except ValueError as error:
-                problems.add(str(error), reader.place(row.line))
-            else:
-                places += [] if place is None else [place]
-        if layout in LAYOUTS:
-            unread.update(unread_keys(_columns(reader), layout))
+    digest, problems, unread = hashlib.blake2b(kinds.encode(), digest_size=16), Problems(), Counter[str]()
+
+    def facts_of(file: int, content: bytes) -> tuple[bool, bool] | None:
+        """Returns whether a document begins with an answer, and whether answers have weights other than 0 and 1."""
+        return _facts(content, found[file], source.columns, learned_answers, unread)
+
+    names = json.dumps(dict(source.columns), sort_keys=True).encode() if source.columns else b""
+    places = read_all(readers, digest, problems, facts_of, names)
+    for reader, layout in zip(readers, found, strict=True):
+        if layout in layouts.LAYOUTS:
+            unread.update(layouts.unread_keys(_columns(reader, source.columns), layout))
     listed = problems.listed(len(places))
     if listed and not (skip_bad and places):
         how_to_skip = "; --skip-bad-documents leaves them out, and counts them" if places else ""
-        what = f"bad training data ({kinds}): " if any(layouts) else "bad training data: "
+        what = f"bad training data ({kinds}): " if any(found) else "bad training data: "
         raise ValueError(f"{what}{listed}{how_to_skip}")
     if not places:
         raise ValueError(f"no document with any text in {source.path} ({len(readers)} files)")
-    found = _Found(places, layouts, problems, tuple(sorted(unread)), digest.hexdigest())
-    return _documents(source, readers, found, learned_answers)
+    file, line, offset, size, begins_with_answer, weighted = np.asarray(places, np.int64).T
+    # A file without a document has no say.
+    held = sorted({str(found[i]) for i in set(file.tolist())})
+    texts, chats = set(held) - layouts.CHATS, set(held) & layouts.CHATS
+    part = SourcePart(source.path, len(places), source.weight, problems.count, tuple(held), tuple(sorted(unread)))
+    return Documents(
+        *(tuple(readers), file, line, offset, size, digest.hexdigest()),
+        format="mixed" if texts and chats else "chat" if chats else "folder" if texts == {"folder"} else "text",
+        layouts=tuple(layout or "text" for layout in found),
+        columns=(source.columns,) * len(readers),
+        begins_with_answer=begins_with_answer.astype(bool),
+        parts=(part,),
+        bad=listed,
+        learned_answers=learned_answers,
+        weighted=bool(weighted.any()),
+    )
+
+
+def read_all(
+    readers: Sequence[Reader],
+    digest: "hashlib.blake2b",
+    problems: "Problems",
+    facts_of: Callable[[int, bytes], tuple[bool, ...] | None],
+    names: bytes = b"",
+) -> list[tuple[int, ...]]:
+    """Reads all rows once; returns (file, line, offset, size, *facts) of each that is not blank.
+
+    Args:
+      digest: is updated with all that the rows depend on; `names` too, for each reader.
+      problems: gets the rows that cannot be read.
+      facts_of: called with the number of the reader and a row's content; None for a blank row. A ValueError is a problem.
+    """
+    found = []
+    for i, reader in enumerate(readers):
+        digest.update(b"\0file\0" + names)
+        for row in reader.rows(digest):
+            try:
+                if row.problem is not None:
+                    raise ValueError(row.problem)
+                facts = facts_of(i, row.content)
+            except ValueError as error:
+                problems.add(str(error), reader.place(row.line))
+            else:
+                found += [] if facts is None else [(i, row.line, row.offset, row.size, *facts)]
+    return found
 
 
 def row_readers(path: str | Path, further: Collection[str]) -> list[Reader]:
@@ -134,121 +149,107 @@ def row_readers(path: str | Path, further: Collection[str]) -> list[Reader]:
     """
     folder = Path(path).expanduser()
     if is_saved_dataset(folder):
-        return [saved_table(folder.resolve(), further)]
+        return [local_table(folder.resolve(), further)]
     return [reader_of_rows(file, further) for file in row_files(folder)]
 
 
 def reader_of_rows(file: Path, further: Collection[str]) -> Reader:
     """Opens a file of rows by its name's ending."""
-    return parquet_table(file, further) if file.suffix.lower() == ".parquet" else file_reader(file, whole=False)
+    return local_table(file, further) if file.suffix.lower() == ".parquet" else file_reader(file, whole=False)
 
 
 def _readers(source: DataSource, data_format: str) -> tuple[list[Reader], bool]:
-    """Returns the readers of a source, with its columns renamed, and True if each file is a document as a whole."""
-    readers, whole = _own_readers(source, data_format)
+    """Returns the readers of a source, and True if each file is a document as a whole; checks the names of its columns."""
+    further, path = source.columns.values(), Path(source.path).expanduser()
+    readers: list[Reader]
+    if source.on_hub:
+        readers, whole = [hub_table(source)], False
+    elif data_format != "folder" and is_saved_dataset(path):
+        readers, whole = [local_table(path.resolve(), further)], False
+    else:
+        files, whole = data_files(source.path, data_format, source.columns)
+        readers = [file_reader(file, whole) if whole else reader_of_rows(file, further) for file in files]
     if source.columns and whole:
         raise ValueError(f"{source.path} holds texts, and {', '.join(source.columns)} name columns of rows; leave them out")
-    if not source.columns:
-        return readers, whole
-    try:
-        check_columns(source.columns, (keys for reader in readers for keys in _keys_of_rows(reader)))
-    except ValueError as error:
-        raise ValueError(f"{source.path}: {error}") from error
-    return [Renamed(reader, source.columns) for reader in readers], whole
+    if source.columns:
+        try:
+            layouts.check_columns(
+                source.columns, (row for reader in readers for row in _values(reader) if isinstance(row, dict))
+            )
+        except ValueError as error:
+            raise ValueError(f"{source.path}: {error}") from error
+    return readers, whole
 
 
-def _keys_of_rows(reader: Reader) -> Iterator[list[str]]:
-    """Yields the columns of a table, or the keys of each row of a file that can be read."""
-    if columns := _columns(reader):
-        yield list(columns)
+def _values(reader: Reader, columns: Mapping[str, str] = layouts.NO_COLUMNS) -> Iterator[Any]:
+    """Yields a row with all columns of a table, or each row of a file that can be read."""
+    if isinstance(reader, ArrowTable):
+        yield _columns(reader, columns)
         return
     for row in reader.rows(hashlib.blake2b()):
-        try:
-            value = read_row(row.content, None)
-        except ValueError:
-            continue
-        if isinstance(value, dict):
-            yield list(value)
+        with contextlib.suppress(ValueError):
+            yield layouts.read_row(row.content, None, columns)
 
 
-def _own_readers(source: DataSource, data_format: str) -> tuple[list[Reader], bool]:
-    further = source.columns.values()
-    if source.on_hub:
-        return [hub_table(source)], False
-    if data_format != "folder" and is_saved_dataset(path := Path(source.path).expanduser()):
-        return [saved_table(path.resolve(), further)], False
-    files, whole = data_files(source.path, data_format, source.columns)
-    return [file_reader(file, whole) if whole else reader_of_rows(file, further) for file in files], whole
-
-
-def _layouts(readers: Sequence[Reader], data_format: str) -> list[str | None]:
+def _layouts(readers: Sequence[Reader], data_format: str, columns: Mapping[str, str]) -> list[str | None]:
     """Returns the layout of each reader's rows: of the first row with known keys, or `data_format`.
 
     A reader without such a row has the only layout of the others, if there is one.
     """
     if data_format != "auto":
         return [data_format] * len(readers)
-    found = [_first_layout(reader) for reader in readers]
+    found = [next(filter(None, map(layouts.layout_of, _values(reader, columns))), None) for reader in readers]
     known = set(found) - {None}
     return [layout or (known.copy().pop() if len(known) == 1 else None) for layout in found]
 
 
-def _columns(reader: Reader) -> dict[str, None]:
+def _columns(reader: Reader, columns: Mapping[str, str]) -> dict[str, None]:
     """Returns the columns of a table, as they are read; none of a file whose rows have keys of their own."""
-    if isinstance(reader, Renamed):
-        return renamed(_columns(reader.reader), reader.names)
-    return dict.fromkeys(reader.columns) if isinstance(reader, ArrowTable) else {}
+    return layouts.renamed(dict.fromkeys(reader.columns), columns) if isinstance(reader, ArrowTable) else {}
 
 
-def _first_layout(reader: Reader) -> str | None:
-    if columns := _columns(reader):
-        return layout_of(columns)
-    for row in reader.rows(hashlib.blake2b()):
-        try:
-            layout = layout_of(read_row(row.content, None))
-        except ValueError:
-            continue
-        if layout is not None:
-            return layout
-    return None
-
-
-def _place(file: int, row: RawRow, layout: str | None, learned_answers: str, unread: Counter[str]) -> _Place | None:
-    """Returns the place of a row's document; None if it is blank. Counts keys that are not read."""
-    if row.problem is not None:
-        raise ValueError(row.problem)
-    value = read_row(row.content, layout)
+def _facts(
+    content: bytes, layout: str | None, columns: Mapping[str, str], learned_answers: str, unread: Counter[str]
+) -> tuple[bool, bool] | None:
+    """Returns the facts of a row's document; None if it is blank. Counts keys that are not read."""
+    value = layouts.read_row(content, layout, columns)
     if value is None:
         return None
     if layout is None:
-        raise ValueError(no_layout(value))
-    record = record_of(value, layout, learned_answers)
+        raise ValueError(layouts.no_layout(value))
+    record = layouts.record_of(value, layout, learned_answers)
     if record is None:
         return None
+    messages = record["messages"] if layout in layouts.CHATS else []
     if layout != "folder":
-        unread.update(unread_keys(value, layout) | (further_keys(record["messages"]) if layout in CHATS else set()))
-    answer_first = layout in CHATS and record["messages"][0]["role"] == "assistant"
-    weighted = layout in CHATS and has_weights(record["messages"])
-    return _Place(file, row.line, row.offset, row.size, answer_first, weighted)
+        unread.update(layouts.unread_keys(value, layout) | further_keys(messages))
+    return bool(messages) and messages[0]["role"] == "assistant", has_weights(messages)
 
 
-def _documents(source: DataSource, readers: list[Reader], found: _Found, learned_answers: str) -> Documents:
-    columns = np.asarray(found.places, np.int64).T
-    # A file without a document has no say.
-    layouts = sorted({str(found.layouts[i]) for i in set(columns[0].tolist())})
-    texts, chats = set(layouts) - CHATS, set(layouts) & CHATS
-    return Documents(
-        format="mixed" if texts and chats else "chat" if chats else "folder" if texts == {"folder"} else "text",
-        readers=tuple(readers),
-        layouts=tuple(layout or "text" for layout in found.layouts),
-        file=columns[0],
-        line=columns[1],
-        offset=columns[2],
-        size=columns[3],
-        fingerprint=found.fingerprint,
-        begins_with_answer=columns[4].astype(bool),
-        parts=(SourcePart(source.path, len(found.places), source.weight, found.problems.count, tuple(layouts), found.unread),),
-        bad=found.problems.listed(len(found.places)),
-        learned_answers=learned_answers,
-        weighted=bool(columns[5].any()),
-    )
+MAX_PROBLEMS = 10
+"""A message lists this many problems, and counts the rest."""
+
+
+class Problems:
+    """Counts problems, and keeps the first place of each."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._first: dict[str, str] = {}
+        self._times: Counter[str] = Counter()
+
+    def add(self, problem: str, place: str) -> None:
+        """Notes a problem, a clause that follows the name of its place."""
+        self.count += 1
+        self._first.setdefault(problem, place)
+        self._times[problem] += 1
+
+    def listed(self, num_good: int) -> str:
+        """Returns one clause for each problem, with its first place in front."""
+        clauses = []
+        for problem, place in self._first.items():
+            times = self._times[problem]
+            same = f"the same in all {times}" if times == self.count + num_good else f"the same in {times - 1} more"
+            clauses.append(f"{place}: {problem}" + (f" ({same})" if times > 1 else ""))
+        rest = len(clauses) - MAX_PROBLEMS
+        return "; ".join(clauses[:MAX_PROBLEMS]) + (f"; and {rest} more" if rest > 0 else "")

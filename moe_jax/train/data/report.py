@@ -1,4 +1,4 @@
-"""A look at a data set as a model learns it: numbers, and the first documents with the learned tokens marked."""
+"""Describes a data set in lines for people: its sources, numbers, and the first documents with the learned tokens marked."""
 
 import itertools
 from collections.abc import Iterator
@@ -7,10 +7,99 @@ from typing import Any
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from moe_jax.train.data.description import MASKING_BLOCKS, describe_sources, keeping_reasoning, kind_of
-from moe_jax.train.data.documents import Documents
+from moe_jax.train.data.documents import Documents, SourcePart
+from moe_jax.train.data.mixing import places_of_sources
 from moe_jax.train.data.survey import Survey, survey
 from moe_jax.train.data.tokenization import BadDocument, tokenization
+from moe_jax.train.data.turns import OF_MESSAGES
+
+UNNAMED = {("chat",), ("text",), ("folder",)}
+"""Layouts that need no line of their own."""
+MASKING_BLOCKS = "--empty-thinking mask leaves the block out of the loss"
+
+
+def describe_sources(documents: Documents, found: Survey | None = None, template: Any = None) -> list[str]:
+    """Returns a line for each source that has a weight, other layouts, or keys that are not read; and one for bad rows.
+
+    With several sources each has a line. Keys of messages that the chat template mentions are read.
+    """
+    parts = [part._replace(unread=_unread(part, str(template))) for part in documents.parts]
+    weighted = documents.parts[0].weight is not None
+    places = places_of_sources(documents) if weighted else [part.documents for part in documents.parts]
+    lines = [
+        _source(part, places[number], documents, None if found is None else found.of_source[number])
+        for number, part in enumerate(parts)
+        if len(parts) > 1 or part.layouts not in UNNAMED or part.unread
+    ]
+    if documents.num_bad:
+        lines.append(f"{_of(documents.num_bad, 'bad row')} left out: {documents.bad}")
+    return lines
+
+
+def describe_tokens(documents: Documents, found: Survey, seq_len: int) -> list[str]:
+    """Returns lines with tokens, the learned share, padding, documents that are left out, and cuts."""
+    about = "" if found.exact else "about "
+    kind = kind_of(documents)
+    weight = f" (mean weight {found.mean_weight:.3g})" if found.mean_weight != 1 else ""
+    first, stream = ("the first ", " of a stream") if documents.is_stream else ("", "")
+    sample = "" if found.exact else f" (measured on {found.measured:,} of them)"
+    learned = f"{found.learned:.0%} of them learned{weight}"
+    lines = [
+        f"{first}{found.documents:,} {kind}{stream}{sample}: {about}{found.tokens:,} tokens, {learned}; rows of "
+        f"{seq_len} tokens with {found.padding:.0%} padding"
+    ]
+    if found.skipped:
+        lines.append(f"{about}{found.skipped:,} of {found.documents:,} {kind} are left out: the chat template refuses them")
+    if found.without_reasoning:
+        lines.append(
+            f"{about}{found.without_reasoning:,} of {found.answers:,} answers are learned without their reasoning, which the "
+            f"chat template leaves out: {keeping_reasoning(found)}"
+        )
+    if found.empty_thinking:
+        lines.append(
+            f"{about}{found.empty_thinking:,} of {found.answers:,} answers are learned with the empty think block that they "
+            f"begin with: {MASKING_BLOCKS}"
+        )
+    if not found.cut:
+        return lines
+    line = f"{about}{found.cut:,} of {found.documents:,} {kind} are longer than a row and are cut"
+    if found.answers_cut:
+        line += (
+            f"; {about}{found.answers_cut:,} of {found.answers:,} answers reach beyond the first cut, and are learned without "
+            "what stood before it: a larger --seq-len keeps them whole"
+        )
+    return [*lines, line]
+
+
+def keeping_reasoning(found: Survey) -> str:
+    """Returns the options that learn no answer without its reasoning."""
+    marked = "a template that keeps it (--chat-template, docs/data.md) learns it"
+    return marked if found.of_last_turns else f"--learned-answers last learns last turns alone; {marked}"
+
+
+def kind_of(documents: Documents) -> str:
+    """Returns the plural of a document's name."""
+    return "conversations" if documents.format == "chat" else "documents"
+
+
+def _unread(part: SourcePart, template: str) -> tuple[str, ...]:
+    return tuple(key for key in part.unread if not (key.startswith(OF_MESSAGES) and key.removeprefix(OF_MESSAGES) in template))
+
+
+def _source(part: SourcePart, places: int, documents: Documents, tokens: int | None) -> str:
+    line = f"{part.name}: {', '.join(part.layouts)}, {_of(part.documents, 'document')}"
+    if part.weight is not None:
+        line += (
+            f", weight {part.weight:g}: {places:,} of {len(documents):,} in an epoch, each {places / part.documents:.3g} times"
+        )
+    if tokens is not None and len(documents.parts) > 1:
+        line += f", {tokens:,} tokens"
+    return line + (f"; keys that are not read: {', '.join(part.unread)}" if part.unread else "")
+
+
+def _of(number: int, what: str) -> str:
+    return f"{number:,} {what}{'s' if number != 1 else ''}"
+
 
 Marks = tuple[str, str]
 """The texts before and after learned text."""

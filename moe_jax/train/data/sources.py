@@ -1,13 +1,15 @@
 """The sources of a data set as a user names them: a file, a folder or a hub id, with options behind commas."""
 
+import json
+import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from moe_jax.train.data.files import FORMATS, is_table_or_lines
-from moe_jax.train.data.layouts import KEYS
+from moe_jax.train.data.layouts import KEYS, LAYOUTS, NO_COLUMNS, layout_of, renamed, unread_keys
+from moe_jax.train.data.readers import csv_file
 
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 
@@ -115,3 +117,164 @@ def _value(text: str, name: str, value: str) -> str | float | int | bool:
         what = "a number greater than 0" if name == "weight" else "an integer of at least 1"
         raise ValueError(f"data {text!r}: {name} must be {what}; got {value!r}")
     return number
+
+
+FORMATS = ("auto", *LAYOUTS, "folder")
+COMPRESSED = {".gz": "gunzip", ".bz2": "bunzip2", ".xz": "unxz", ".zst": "unzstd", ".zip": "unzip"}
+"""Endings of compressed files, each with the command that unpacks one."""
+ROWS = (".jsonl", ".ndjson", ".parquet")
+"""Endings of files that always hold rows."""
+PERHAPS_ROWS = (".json", ".csv", ".tsv")
+"""Endings of files that hold rows, or a text: the first row's keys decide."""
+MAX_NAMES = 10
+"""A message names this many files at most, and counts the rest."""
+_HEAD = 1 << 20
+_logger = logging.getLogger(__name__)
+
+
+def data_files(path: str | Path, data_format: str, columns: Mapping[str, str] = NO_COLUMNS) -> tuple[list[Path], bool]:
+    """Returns the files of a data set, sorted, and True if each is a document as a whole.
+
+    Args:
+      columns: {key of a layout: column}, as in `DataSource`.
+
+    Raises:
+      FileNotFoundError: there is no such path, or no file in it.
+      ValueError: the format is unknown, or does not fit the files; a link leads nowhere; or `path` is a pipe or a device, or
+        compressed. Also if, with "auto", files of rows and others stand side by side.
+    """
+    path = Path(path).expanduser()
+    if data_format not in FORMATS:
+        raise ValueError(f"data_format must be one of {', '.join(FORMATS)}; got {data_format!r}")
+    if not path.exists():
+        raise FileNotFoundError(
+            f"no data at {path.resolve()}: give a file of rows ({', '.join((*ROWS, *PERHAPS_ROWS))}), a folder of such "
+            "files or of texts, or the id of a data set of the hub, owner/name"
+        )
+    if not (path.is_file() or path.is_dir()):
+        raise ValueError(
+            f"the data at {path} is a pipe or a device, and documents are read in any order; write them to a regular file first"
+        )
+    path = path.resolve()
+    files = [path] if path.is_file() else _files_below(path, data_format, columns)
+    _check_not_compressed(files)
+    whole = data_format == "folder" or (data_format == "auto" and path.is_dir() and _are_texts(path, files, columns))
+    if path.is_file() and (whole or not is_table_or_lines(path)):
+        raise ValueError(
+            f"{path} is a single file and no file of rows: give a {', '.join((*ROWS, *PERHAPS_ROWS))} file, or a folder of "
+            "text files"
+        )
+    return files, whole
+
+
+def row_files(path: str | Path) -> list[Path]:
+    """Returns a file of rows, or all such files in a folder, sorted; others there are logged as left out.
+
+    Raises:
+      FileNotFoundError: there is no such path, or no file of rows in it.
+      ValueError: a file of another kind, compressed files, or links that lead nowhere.
+    """
+    path = Path(path).expanduser().resolve()
+    endings = " or ".join((*ROWS, *PERHAPS_ROWS))
+    if not path.exists():
+        raise FileNotFoundError(f"no data at {path}: give a file of rows ({endings}), or a folder of some")
+    found = [path] if path.is_file() else _files_below(path, "folder", NO_COLUMNS)
+    _check_not_compressed(found)
+    files = [file for file in found if is_table_or_lines(file)]
+    if not files:
+        error = ValueError if path.is_file() else FileNotFoundError
+        raise error(f"{path} is no file of rows, and holds none: rows are in {endings} files")
+    if left_out := sorted(set(found) - set(files)):
+        _logger.warning("left out of the data: %s", named(left_out))
+    return files
+
+
+def is_table_or_lines(file: Path) -> bool:
+    """Tells files that can hold rows by the name, in capitals or not."""
+    return file.suffix.lower() in (*ROWS, *PERHAPS_ROWS)
+
+
+def named(paths: Iterable[Path]) -> str:
+    """Lists paths for a message, at most MAX_NAMES of them."""
+    names = [str(path) for path in paths]
+    more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
+    return ", ".join(names[:MAX_NAMES]) + more
+
+
+def _files_below(folder: Path, data_format: str, columns: Mapping[str, str]) -> list[Path]:
+    # Sorted by their path in the folder, links included: the fingerprint of a data set follows this order.
+    found = sorted(_entries(folder, (folder,)))
+    if broken := [path for path in found if not path.exists()]:
+        raise ValueError(f"links in {folder} that lead nowhere: {named(broken)}; mend or remove them")
+    files = [path for path in found if path.is_file()]
+    of_rows = data_format not in ("auto", "folder")
+    if of_rows:
+        files = [path for path in files if _holds_rows(path, data_format, columns)]
+    if not files:
+        kind = f"{' or '.join((*ROWS, *PERHAPS_ROWS))} files with rows of {data_format}" if of_rows else "files"
+        raise FileNotFoundError(f"no {kind} in the folder {folder}")
+    if left_out := sorted(set(found) - set(files)):
+        _logger.warning("left out of the training data: %s", named(left_out))
+    return files
+
+
+def _entries(folder: Path, inside: tuple[Path, ...]) -> Iterator[Path]:
+    """Yields the paths below `folder`, except folders and hidden files. A link back to a folder in `inside` is yielded too."""
+    for path in folder.iterdir():
+        if path.name.startswith("."):
+            continue
+        real = path.resolve() if path.is_symlink() else inside[-1] / path.name
+        if path.is_dir() and real not in inside:
+            yield from _entries(path, (*inside, real))
+        else:
+            yield path
+
+
+def _check_not_compressed(files: list[Path]) -> None:
+    packed = [file for file in files if file.suffix.lower() in COMPRESSED]
+    if packed:
+        command = COMPRESSED[packed[0].suffix.lower()]
+        raise ValueError(
+            f"compressed data cannot be read by its place: {named(packed)}; unpack it first ({command} {packed[0]})"
+        )
+
+
+def _are_texts(folder: Path, files: list[Path], columns: Mapping[str, str]) -> bool:
+    """Tells if a folder's files are documents as a whole, or files of rows.
+
+    Raises:
+      ValueError: there are files that always hold rows, and others that hold none.
+    """
+    rows = [file for file in files if _holds_rows(file, "auto", columns)]
+    always = [file for file in rows if file.suffix.lower() in ROWS]
+    if len(rows) == len(files):
+        return False
+    if always:
+        other = min(set(files) - set(rows))
+        raise ValueError(
+            f"{folder} holds {always[0].suffix} files and others, such as {other.name}: say which are meant, with data_format "
+            "chat, text or another layout the files of rows alone, with folder all files as they are"
+        )
+    return True
+
+
+def _holds_rows(file: Path, layout: str, columns: Mapping[str, str]) -> bool:
+    ending = file.suffix.lower()
+    if ending not in PERHAPS_ROWS:
+        return ending in ROWS
+    row = renamed(_first_row(file), columns)
+    if layout == "auto":
+        return layout_of(row) is not None
+    return isinstance(row, dict) and unread_keys(row, layout) != set(row)
+
+
+def _first_row(file: Path) -> Any:
+    """Returns the first row of a .json file or a table; of a table only the keys count. None if there is no row."""
+    try:
+        if file.suffix.lower() != ".json":
+            return dict.fromkeys(csv_file(file).columns, "")
+        with open(file, "rb") as handle:
+            head = handle.read(_HEAD).decode("utf-8-sig", errors="replace")
+        return json.JSONDecoder().raw_decode(head, head.index("{"))[0]
+    except (ValueError, RecursionError):
+        return None

@@ -5,7 +5,7 @@ import numpy as np
 import seeds
 
 from moe_jax.kernels.attention.paged.blocks import QueryBlocks, Splits
-from moe_jax.kernels.attention.paged.merge import merge_splits
+from moe_jax.kernels.attention.paged.mosaic import merge_splits
 
 
 def test_merge_splits():

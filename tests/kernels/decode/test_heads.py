@@ -5,8 +5,7 @@ import numpy as np
 import seeds
 from h200 import needs_compiler, run_script
 
-from moe_jax.kernels.decode.chunk_heads import chunk_heads_to_pages
-from moe_jax.kernels.decode.heads import HeadNorms, NewTokens, heads_to_pages
+from moe_jax.kernels.decode.heads import HeadNorms, NewTokens, chunk_heads_to_pages, heads_to_pages
 from moe_jax.layers.norm import rms_norm
 from moe_jax.layers.rope import RopeTables, apply_rope
 

@@ -43,11 +43,11 @@ def test_blocks_of_sorted_rows(tokens):
     check_blocks(found, expected)
     assert int((expected.offsets[1:] - expected.offsets[:-1]).max()) > 64
     experts = jnp.pad(ids, ((0, 0), (0, EXPERTS - K)))
-    places = place_rows(is_chosen, experts, found, k=K, num_blocks=num_blocks)
-    place = np.take_along_axis(np.asarray(places.place), np.asarray(ids), axis=1)
+    places, source_of_row = place_rows(is_chosen, experts, found, k=K, num_blocks=num_blocks)
+    place = np.take_along_axis(np.asarray(places), np.asarray(ids), axis=1)
     np.testing.assert_array_equal(np.asarray(found.offsets)[ids] + place, expected.row_of_pair)
     has_token = np.asarray(expected.token_of_row) < tokens
-    np.testing.assert_array_equal(places.source_of_row[has_token], expected.token_of_row[has_token])
+    np.testing.assert_array_equal(source_of_row[has_token], expected.token_of_row[has_token])
     # Bits of an expert's last block: rows 8 i and on, while they have tokens.
     in_last = np.asarray(expected.ends - expected.offsets[:-1]) % 64
     bits = np.where(in_last, (1 << -(-in_last // 8)) - 1, 255)

@@ -10,7 +10,7 @@ import tiny
 from meshes import laid_out
 
 import moe_jax
-from moe_jax.check.passes import passes_over
+from moe_jax.check.report import passes_over
 from moe_jax.cli import main
 
 TOKENS = [5, 3, 260, 3, 3, 17, 80]

@@ -19,7 +19,7 @@ from moe_jax.cli import main
 from moe_jax.config import RopeParameters
 from moe_jax.generation import generate_with_drafts
 from moe_jax.generation.devices import decode_on_devices
-from moe_jax.generation.prefill import prefill
+from moe_jax.generation.generate import prefill
 from moe_jax.generation.request import DecodeOptions
 from moe_jax.parallel import make_mesh
 
@@ -75,8 +75,8 @@ class Cached(NamedTuple):
 
 def prefilled(options, inputs) -> Cached:
     positions = jnp.maximum(jnp.cumsum(inputs.segment_ids, axis=1) - 1, 0)
-    found = prefill(inputs, positions, inputs.tokens.shape[1] + 2, overlap=options.overlap_prefill)
-    return Cached(found.hidden, found.cache.segment_ids, tuple(jnp.moveaxis(a, 1, 0) for a in found.cache.kept))
+    hidden, cache = prefill(inputs, positions, inputs.tokens.shape[1] + 2, overlap=options.overlap_prefill)
+    return Cached(hidden, cache.segment_ids, tuple(jnp.moveaxis(a, 1, 0) for a in cache.kept))
 
 
 @pytest.mark.parametrize("make", [tiny.model, pytest.param(tiny.deepseek, marks=pytest.mark.thorough)])

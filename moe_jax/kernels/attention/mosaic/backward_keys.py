@@ -35,7 +35,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from moe_jax.kernels.attention.mosaic.masks import BlockSteps, Mask, TokenInterval, m_block_steps
-from moe_jax.kernels.attention.mosaic.producer import load_tiles
+from moe_jax.kernels.attention.mosaic.producer import walk_tiles
 from moe_jax.kernels.attention.mosaic.warpgroups import (
     COLUMNS,
     LOG2_E,
@@ -54,7 +54,7 @@ from moe_jax.kernels.attention.mosaic.warpgroups import (
     own_rows,
 )
 from moe_jax.kernels.attention.online_softmax import BackwardInputs
-from moe_jax.kernels.hopper.pipeline import ATTENTION_REGISTERS, WGMMA_ROWS, Pipeline, run_roles
+from moe_jax.kernels.hopper.pipeline import WGMMA_ROWS, Pipeline
 
 BLOCK_N = RESIDENT_BLOCK
 """Keys of a block."""
@@ -118,8 +118,8 @@ def _launch(
     )
 
     def kernel(inputs: _Inputs, outputs: KeyGradients, scratch: _Scratch) -> None:
-        block = _Block(inputs, outputs, scratch, scheduler, scale, heads // kv_heads)
-        run_roles(block.produce, block.consume, ATTENTION_REGISTERS)
+        block, pipes = _Block(inputs, outputs, scratch, scale, heads // kv_heads), (scratch.pipe,)
+        walk_tiles(scheduler, block.load_tile, block.consume_tile, once_a_tile=scratch.kv_pipe, once_a_step=pipes)
 
     return launch("flash_attention_backward_keys", kernel, inputs, wanted, scratch)
 
@@ -159,28 +159,17 @@ class _Scratch(NamedTuple):
 
 @dataclass(frozen=True)
 class _Block:
-    """A thread block's two roles, each a loop over the block's tiles."""
+    """A thread block's work on each of its tiles."""
 
     inputs: _Inputs
     outputs: KeyGradients
     scratch: _Scratch
-    scheduler: TileScheduler
     scale: float
     group: int
     """Query heads of a key head."""
 
-    def produce(self) -> None:
-        """Loads k and v once a tile, and q, lse, dout and delta once a step."""
-        scratch = self.scratch
-        load_tiles(self.scheduler, self._load_tile, once_a_tile=scratch.kv_pipe, once_a_step=(scratch.pipe,))
-
-    def consume(self, warpgroup) -> None:
-        """Computes this warpgroup's 64 keys of each tile."""
-        self.scheduler.for_each_tile(partial(self._consume_tile, warpgroup), jnp.int32(0))
-        plgpu.wait_smem_to_gmem(0)
-
-    def _load_tile(self, number, tile: WorkTile, first_step):
-        """Returns the number of steps so far."""
+    def load_tile(self, number, tile: WorkTile, first_step):
+        """Loads k and v once a tile, and q, lse, dout and delta once a step; returns the number of steps so far."""
         inputs, scratch, pipe = self.inputs, self.scratch, self.scratch.pipe
         batch, n_block, kv_head, _ = tile
         m_block_min, _, _, total = BlockSteps.load(inputs.m_block_steps, tile)
@@ -203,8 +192,8 @@ class _Block:
 
         return first_step + self.group * total
 
-    def _consume_tile(self, warpgroup, _, tile: WorkTile, first_step):
-        """Returns the number of steps so far."""
+    def consume_tile(self, warpgroup, _, tile: WorkTile, first_step):
+        """Computes this warpgroup's 64 keys of a tile; returns the number of steps so far."""
         inputs, scratch, wanted = self.inputs, self.scratch, self.outputs
         steps = BlockSteps.load(inputs.m_block_steps, tile)
         first_row = tile.block * BLOCK_N + warpgroup * WGMMA_ROWS

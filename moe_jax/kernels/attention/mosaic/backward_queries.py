@@ -31,7 +31,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from moe_jax.kernels.attention.mosaic.masks import BlockSteps, Mask, TokenInterval, n_block_steps
-from moe_jax.kernels.attention.mosaic.producer import load_n_blocks, load_tiles
+from moe_jax.kernels.attention.mosaic.producer import load_n_blocks, store_by_columns, walk_tiles
 from moe_jax.kernels.attention.mosaic.warpgroups import (
     LOG2_E,
     RESIDENT_BLOCK,
@@ -49,7 +49,7 @@ from moe_jax.kernels.attention.mosaic.warpgroups import (
     own_rows,
 )
 from moe_jax.kernels.attention.online_softmax import BackwardInputs
-from moe_jax.kernels.hopper.pipeline import ATTENTION_REGISTERS, CONSUMERS, WGMMA_ROWS, Pipeline, run_roles
+from moe_jax.kernels.hopper.pipeline import CONSUMERS, WGMMA_ROWS, Pipeline
 
 BLOCK_M = RESIDENT_BLOCK
 """Queries of a block."""
@@ -79,7 +79,6 @@ def backward_queries(
     )
     steps = n_block_steps(in_sight, keys, BLOCK_M, n_blocks.block)
     inputs = _Inputs(*in_sight, steps, q, k, v, dout, lse, delta, previous)
-    outputs = _Outputs(jax.ShapeDtypeStruct(q.shape, out_dtype))
     scratch = _Scratch(
         q=operand(BLOCK_M, head_dim, dtype=q.dtype),
         dout=operand(BLOCK_M, value_dim, dtype=q.dtype),
@@ -92,11 +91,11 @@ def backward_queries(
         v_pipe=Pipeline.allocate(n_blocks.stages, has_opaque_slots=True),
     )
 
-    def kernel(inputs: _Inputs, outputs: _Outputs, scratch: _Scratch) -> None:
-        block = _Block(inputs, outputs, scratch, scheduler, scale)
-        run_roles(block.produce, block.consume, ATTENTION_REGISTERS)
+    def kernel(inputs: _Inputs, dq_ref, scratch: _Scratch) -> None:
+        block, pipes = _Block(inputs, dq_ref, scratch, scale), (scratch.k_pipe, scratch.v_pipe)
+        walk_tiles(scheduler, block.load_tile, block.consume_tile, once_a_tile=scratch.q_pipe, once_a_step=pipes)
 
-    return launch("flash_attention_backward_queries", kernel, inputs, outputs, scratch).dq
+    return launch("flash_attention_backward_queries", kernel, inputs, jax.ShapeDtypeStruct(q.shape, out_dtype), scratch)
 
 
 def _n_blocks(head_dim: int, value_dim: int) -> StagedBlocks:
@@ -119,10 +118,6 @@ class _Inputs(NamedTuple):
     previous: Any
 
 
-class _Outputs(NamedTuple):
-    dq: Any
-
-
 class _Scratch(NamedTuple):
     q: Any
     dout: Any
@@ -139,26 +134,15 @@ class _Scratch(NamedTuple):
 
 @dataclass(frozen=True)
 class _Block:
-    """A thread block's two roles, each a loop over the block's tiles."""
+    """A thread block's work on each of its tiles."""
 
     inputs: _Inputs
-    outputs: _Outputs
+    dq: Any
     scratch: _Scratch
-    scheduler: TileScheduler
     scale: float
 
-    def produce(self) -> None:
-        """Loads q and dout once a tile and k and v once a step."""
-        scratch = self.scratch
-        load_tiles(self.scheduler, self._load_tile, once_a_tile=scratch.q_pipe, once_a_step=(scratch.k_pipe, scratch.v_pipe))
-
-    def consume(self, warpgroup) -> None:
-        """Computes this warpgroup's 64 queries of each tile."""
-        self.scheduler.for_each_tile(partial(self._consume_tile, warpgroup), jnp.int32(0))
-        plgpu.wait_smem_to_gmem(0)
-
-    def _load_tile(self, number, tile: WorkTile, first_step):
-        """Returns the number of steps so far."""
+    def load_tile(self, number, tile: WorkTile, first_step):
+        """Loads q and dout once a tile, and k and v once a step; returns the number of steps so far."""
         inputs, scratch = self.inputs, self.scratch
         steps = BlockSteps.load(inputs.n_block_steps, tile)
         queries = pl.ds(tile.block * BLOCK_M, BLOCK_M)
@@ -168,8 +152,8 @@ class _Block:
         load_n_blocks(inputs, scratch, tile, steps, first_step)
         return first_step + steps.total
 
-    def _consume_tile(self, warpgroup, _, tile: WorkTile, first_step):
-        """Returns the number of steps so far."""
+    def consume_tile(self, warpgroup, _, tile: WorkTile, first_step):
+        """Computes this warpgroup's 64 queries of a tile; returns the number of steps so far."""
         inputs, scratch = self.inputs, self.scratch
         steps = BlockSteps.load(inputs.n_block_steps, tile)
         first_row = tile.block * BLOCK_M + warpgroup * WGMMA_ROWS
@@ -265,16 +249,10 @@ class _Consumer:
     def store(self, dq, queries) -> None:
         """Writes dq: through shared memory if it is 16 bits wide, else from registers."""
         batch, _, head, _ = self.tile
-        scratch, previous, out_ref = self.block.scratch, self.block.inputs.previous, self.block.outputs.dq
-        for column in range(0, dq.shape[1], DQ_COLUMNS):
-            columns, part = pl.ds(column, DQ_COLUMNS), dq[:, column : column + DQ_COLUMNS]
-            target = out_ref.at[batch, queries, head, columns]
-            if previous is not None:
-                part += load_tile(previous.at[batch, queries, head, columns])
-            if out_ref.dtype != scratch.dq.dtype:
-                target[...] = part.astype(out_ref.dtype)
-                continue
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            scratch.dq[self.warpgroup] = part.astype(out_ref.dtype)
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(scratch.dq.at[self.warpgroup], target)
+        scratch, previous, out_ref = self.block.scratch, self.block.inputs.previous, self.block.dq
+        store_by_columns(
+            dq,
+            scratch.dq.at[self.warpgroup],
+            lambda columns: out_ref.at[batch, queries, head, columns],
+            None if previous is None else lambda columns: load_tile(previous.at[batch, queries, head, columns]),
+        )

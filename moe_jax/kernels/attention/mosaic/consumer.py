@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from moe_jax.kernels.attention.mosaic.masks import BlockSteps, Mask
-from moe_jax.kernels.attention.mosaic.producer import load_tiles
+from moe_jax.kernels.attention.mosaic.producer import walk_tiles
 from moe_jax.kernels.attention.mosaic.warpgroups import (
     RESIDENT_BLOCK,
     ROWS,
@@ -29,7 +29,7 @@ from moe_jax.kernels.attention.mosaic.warpgroups import (
     read_accumulator,
     start_accumulator,
 )
-from moe_jax.kernels.hopper.pipeline import ATTENTION_REGISTERS, CONSUMERS, WGMMA_ROWS, Pipeline, run_roles
+from moe_jax.kernels.hopper.pipeline import CONSUMERS, WGMMA_ROWS, Pipeline
 
 BLOCK_M = RESIDENT_BLOCK
 """Queries of a block."""
@@ -67,6 +67,11 @@ class Scratch(NamedTuple):
             v_pipe=Pipeline.allocate(stages, copies, has_opaque_slots=True),
             warp_scheduler_barrier=plgpu.Barrier(num_barriers=CONSUMERS),
         )
+
+    def run(self, scheduler: TileScheduler, load_tile: Callable, consume_tile: Callable) -> None:
+        """Runs a thread block's tiles (`producer.walk_tiles`)."""
+        pipes: dict[str, Any] = dict(once_a_tile=self.q_pipe, once_a_step=(self.k_pipe, self.v_pipe))
+        walk_tiles(scheduler, load_tile, consume_tile, **pipes, turns=self.warp_scheduler_barrier)
 
 
 def n_blocks(head_dim: int, value_dim: int) -> StagedBlocks:
@@ -190,14 +195,14 @@ class Consumer:
         """Issues o += p v."""
         multiply_registers(o_accumulator, p, self.scratch.v.at[slot], self.scratch.staging, self.warpgroup)
 
-    def softmax(self, s, step, row_max, mask: Mask) -> "Softmax":
-        """Returns p of one step's scores, given the row maximum of the steps before."""
+    def softmax(self, s, step, row_max, mask: Mask) -> tuple[Any, Any, Any]:
+        """Returns a new row maximum, p = exp2(score - row_max) of one step in f32, and the factor of sums with the old one."""
         scale = self.scale_log2
         first_key = (self.steps.start - step) * s.shape[1]
         s = mask.with_diagonal().apply(s, first_key, -jnp.inf)
         new_max = jnp.maximum(row_max, s.max(axis=1) * scale)
         p = jnp.exp2(s * scale - broadcast_columns(new_max, s.shape))
-        return Softmax(new_max, p, jnp.exp2(row_max - new_max))
+        return new_max, p, jnp.exp2(row_max - new_max)
 
     def warp_scheduler_barrier_sync(self) -> None:
         """Waits until the other consumer has issued its wgmmas: its softmax then runs beside this one's matmuls."""
@@ -218,16 +223,6 @@ class Sums(NamedTuple):
     scale: "RowScale"
 
 
-class Softmax(NamedTuple):
-    """The weights of one step's keys."""
-
-    row_max: Any
-    p: Any
-    """exp2(score - row_max), f32."""
-    rescale: Any
-    """The factor of sums that were formed with the row_max before."""
-
-
 class RowScale(NamedTuple):
     """The factors of each row at the end of a tile."""
 
@@ -237,28 +232,6 @@ class RowScale(NamedTuple):
     """The factor of o."""
     previous_scale: Any = None
     """The factor of the previous out."""
-
-
-def run_block(scheduler: TileScheduler, scratch: Scratch, load_tile: Callable, consume_tile: Callable) -> None:
-    """Runs a thread block's two roles, each a loop over the block's tiles.
-
-    Args:
-        load_tile: as of `load_tiles`. The producer calls it.
-        consume_tile: consume_tile(warpgroup, number, tile, first_step) returns the first step of the next tile.
-    """
-
-    def produce() -> None:
-        load_tiles(scheduler, load_tile, once_a_tile=scratch.q_pipe, once_a_step=(scratch.k_pipe, scratch.v_pipe))
-
-    def consume(warpgroup) -> None:
-        barrier = scratch.warp_scheduler_barrier
-        # The order goes on across tiles: warpgroup 0 is first, and would be first after the last tile.
-        pl.when(warpgroup == 1)(lambda: plgpu.barrier_arrive(barrier.at[0]))
-        scheduler.for_each_tile(partial(consume_tile, warpgroup), jnp.int32(0))
-        pl.when(warpgroup == 0)(lambda: plgpu.barrier_wait(barrier.at[0]))
-        plgpu.wait_smem_to_gmem(0)
-
-    run_roles(produce, consume, ATTENTION_REGISTERS)
 
 
 def rescale_o(o, rescale):

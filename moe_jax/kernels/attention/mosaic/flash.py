@@ -11,7 +11,6 @@ Residuals: q, k, v, out, lse. (FlashAttention-3, https://arxiv.org/abs/2407.0860
 
 import functools
 import math
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,15 +20,13 @@ from jaxtyping import Array, Float, Int
 from moe_jax.kernels.attention.mosaic.backward_keys import backward_keys
 from moe_jax.kernels.attention.mosaic.backward_queries import backward_queries
 from moe_jax.kernels.attention.mosaic.forward import forward
-from moe_jax.kernels.attention.mosaic.interval import forward_of_interval, gradient_of_queries, gradients_of_keys, pad_to_block
+from moe_jax.kernels.attention.mosaic.interval import pad_to_block
 from moe_jax.kernels.attention.mosaic.masks import TokenInterval, first_keys, last_queries
 from moe_jax.kernels.attention.online_softmax import BackwardInputs, PartialAttention
 from moe_jax.kernels.hopper.interpreter import is_interpreted
 from moe_jax.kernels.hopper.target import compute_capability
 from moe_jax.kernels.shapes import check_shape
 from moe_jax.kernels.varying import vary_alike
-
-__all__ = ["flash_attention", "forward_of_interval", "gradient_of_queries", "gradients_of_keys", "refusal"]
 
 
 def flash_attention(
@@ -93,22 +90,12 @@ def _forward(q: Array, k: Array, v: Array, segment_ids: Array, window: Array | i
     return PartialAttention(out[:, :seq], lse[:, :, :seq])
 
 
-class _Residuals(NamedTuple):
-    q: Array
-    k: Array
-    v: Array
-    segment_ids: Array
-    window: Array | int | None
-    out: Array
-    lse: Array
-
-
-def _forward_for_backward(q, k, v, segment_ids, window, scale: float) -> tuple[PartialAttention, _Residuals]:
+def _forward_for_backward(q, k, v, segment_ids, window, scale: float) -> tuple[PartialAttention, tuple]:
     result = _forward(q, k, v, segment_ids, window, scale)
-    return result, _Residuals(q, k, v, segment_ids, window, *result)
+    return result, (q, k, v, segment_ids, window, *result)
 
 
-def _backward(scale: float, residuals: _Residuals, gradients: PartialAttention) -> tuple:
+def _backward(scale: float, residuals: tuple, gradients: PartialAttention) -> tuple:
     q, k, v, segment_ids, window, out, lse = residuals
     dout, dlse = gradients
     seq = q.shape[1]

@@ -33,9 +33,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from moe_jax.kernels.attention.mosaic.consumer import BLOCK_M, LOWEST, Consumer, RowScale, Scratch, n_blocks, run_block
+from moe_jax.kernels.attention.mosaic.consumer import BLOCK_M, LOWEST, Consumer, RowScale, Scratch, n_blocks
 from moe_jax.kernels.attention.mosaic.masks import BlockSteps, Mask, TokenInterval, n_block_steps
-from moe_jax.kernels.attention.mosaic.producer import load_n_blocks
+from moe_jax.kernels.attention.mosaic.producer import load_n_blocks, store_by_columns
 from moe_jax.kernels.attention.mosaic.warpgroups import (
     LOG2_E,
     TileScheduler,
@@ -71,17 +71,16 @@ def forward(
     )
     steps = n_block_steps(in_sight, keys, BLOCK_M, n_blocks(head_dim, value_dim).block)
     inputs = _Inputs(*in_sight, steps, q, k, v, None if previous is None else PartialAttention(*previous))
-    outputs = _Outputs(
-        out=jax.ShapeDtypeStruct((*q.shape[:3], value_dim), out_dtype),
-        lse=jax.ShapeDtypeStruct((batch, heads, seq), jnp.float32),
-    )
+    out: Any = jax.ShapeDtypeStruct((*q.shape[:3], value_dim), out_dtype)
+    lse: Any = jax.ShapeDtypeStruct((batch, heads, seq), jnp.float32)
+    outputs = PartialAttention(out, lse)
     scratch = Scratch.of(q.dtype, head_dim, value_dim)
 
-    def kernel(inputs: _Inputs, outputs: _Outputs, scratch: Scratch) -> None:
+    def kernel(inputs: _Inputs, outputs: PartialAttention, scratch: Scratch) -> None:
         block = _Block(inputs, outputs, scratch, scale * LOG2_E)
-        run_block(scheduler, scratch, block.load_tile, block.consume_tile)
+        scratch.run(scheduler, block.load_tile, block.consume_tile)
 
-    return PartialAttention(*launch("flash_attention_forward", kernel, inputs, outputs, scratch))
+    return launch("flash_attention_forward", kernel, inputs, outputs, scratch)
 
 
 class _Inputs(NamedTuple):
@@ -95,17 +94,12 @@ class _Inputs(NamedTuple):
     previous: Any
 
 
-class _Outputs(NamedTuple):
-    out: Any
-    lse: Any
-
-
 @dataclass(frozen=True)
 class _Block:
     """A thread block's work on each of its tiles."""
 
     inputs: _Inputs
-    outputs: _Outputs
+    outputs: PartialAttention
     scratch: Scratch
     scale_log2: float
     """The factor of scores in base 2."""
@@ -139,22 +133,18 @@ class _Block:
     def _store(self, warpgroup, tile: WorkTile, queries, o, row_scale: RowScale) -> None:
         """Writes out and lse: out through shared memory if it is 16 bits wide, else from registers."""
         batch, _, head, _ = tile
-        previous, outputs, scratch = self.inputs.previous, self.outputs, self.scratch
-        out_dtype, out_columns = outputs.out.dtype, scratch.out.shape[2]
-        o *= broadcast_columns(row_scale.scale, o.shape)
-        for column in range(0, o.shape[1], out_columns):
-            columns, part = pl.ds(column, out_columns), o[:, column : column + out_columns]
-            target = outputs.out.at[batch, queries, head, columns]
-            if previous is not None:
-                old = load_tile(previous.out.at[batch, queries, head, columns])
-                part = part + old * broadcast_columns(row_scale.previous_scale, old.shape)
-            if out_dtype != scratch.out.dtype:
-                target[...] = part.astype(out_dtype)
-                continue
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            scratch.out[warpgroup] = part.astype(out_dtype)
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(scratch.out.at[warpgroup], target)
+        previous, outputs = self.inputs.previous, self.outputs
+
+        def old(columns):
+            out = load_tile(previous.out.at[batch, queries, head, columns])
+            return out * broadcast_columns(row_scale.previous_scale, out.shape)
+
+        store_by_columns(
+            o * broadcast_columns(row_scale.scale, o.shape),
+            self.scratch.out.at[warpgroup],
+            lambda columns: outputs.out.at[batch, queries, head, columns],
+            None if previous is None else old,
+        )
         outputs.lse[batch, head, queries] = row_scale.lse_log2 * math.log(2)
 
 

@@ -7,7 +7,7 @@ add the results of other parts themselves.
 import math
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int
 
 from moe_jax.kernels.attention.mosaic.backward_keys import KeyGradients, backward_keys
 from moe_jax.kernels.attention.mosaic.backward_queries import backward_queries
@@ -18,68 +18,48 @@ from moe_jax.kernels.attention.online_softmax import BackwardInputs, PartialAtte
 BLOCK = 128
 """A multiple of every kernel's blocks: sequences are padded to a multiple of it."""
 
-F32 = jnp.dtype(jnp.float32)
+Bounds = tuple[Int[Array, "batch queries"], Int[Array, "batch queries"]]
+"""(first_key, last_key) of each query."""
 
 
 def forward_of_interval(
-    q: Float[Array, "batch queries heads head_dim"],
-    k: Float[Array, "batch keys kv_heads head_dim"],
-    v: Float[Array, "batch keys kv_heads value_dim"],
-    first_key: Int[Array, "batch queries"],
-    last_key: Int[Array, "batch queries"],
-    *,
-    scale: float,
-    previous: PartialAttention | None = None,
-    out_dtype: jnp.dtype = F32,
+    q: Array, k: Array, v: Array, bounds: Bounds, scale: float, previous: PartialAttention | None, out_dtype: jnp.dtype
 ) -> PartialAttention:
-    """Returns attention to the keys first_key[i] .. last_key[i] of each query; out 0 and lse -inf where there is none.
+    """Computes `partial.forward`; 0 <= first_key, last_key < keys.
 
-    With `previous`, the attention of the same queries over other keys, the result is over both parts. Neither bound may fall
-    from one query to the next, and 0 <= first_key, last_key < keys. Not differentiable: `gradient_of_queries` and
-    `gradients_of_keys` are the other half.
+    Not differentiable: `gradient_of_queries` and `gradients_of_keys` are the other half.
     """
     queries, keys = q.shape[1], k.shape[1]
     q, k, v = (pad_to_block(a) for a in (q, k, v))
     if previous is not None:
         previous = PartialAttention(pad_to_block(previous[0]), pad_to_block(previous[1], axis=2))
-    in_sight = _pad_interval(first_key, last_key, keys)
-    out, lse = forward(q, k, v, in_sight, previous, float(scale), out_dtype)
+    out, lse = forward(q, k, v, _pad_interval(*bounds, keys), previous, float(scale), out_dtype)
     return PartialAttention(out[:, :queries], lse[:, :, :queries])
 
 
 def gradient_of_queries(
-    arrays: BackwardInputs,
-    first_key: Int[Array, "batch queries"],
-    last_key: Int[Array, "batch queries"],
-    *,
-    scale: float,
-    previous: Float[Array, "batch queries heads head_dim"] | None = None,
-    out_dtype: jnp.dtype = F32,
-) -> Float[Array, "batch queries heads head_dim"]:
-    """Returns dq by way of the pairs (query, key) of `forward_of_interval`, plus `previous`.
+    arrays: BackwardInputs, bounds: Bounds, scale: float, previous: Array | None, out_dtype: jnp.dtype
+) -> Array:
+    """Computes `partial.gradient_of_queries`.
 
     arrays.lse is over all keys of the sequence, and arrays.delta[i] = <dout[i], out[i]> is of the whole `out`. The gradients by
     way of the sequence's parts then add up to the gradient.
     """
     queries = arrays.q.shape[1]
-    arrays, in_sight = _pad_backward(arrays, first_key, last_key)
+    arrays, in_sight = _pad_backward(arrays, *bounds)
     previous = None if previous is None else pad_to_block(previous)
     return backward_queries(arrays, in_sight, previous, float(scale), out_dtype)[:, :queries]
 
 
 def gradients_of_keys(
-    arrays: BackwardInputs,
-    first_key: Int[Array, "batch queries"],
-    last_key: Int[Array, "batch queries"],
-    *,
-    scale: float,
-    previous: tuple[Array, Array] | None = None,
-) -> tuple[Float[Array, "batch keys kv_heads head_dim"], Float[Array, "batch keys kv_heads value_dim"]]:
-    """Returns dk and dv, both f32, by way of the pairs of `gradient_of_queries`, plus `previous`."""
+    arrays: BackwardInputs, bounds: Bounds, scale: float, previous: tuple[Array, Array] | None
+) -> tuple[Array, Array]:
+    """Computes `partial.gradients_of_keys`, in f32."""
     keys = arrays.k.shape[1]
-    arrays, in_sight = _pad_backward(arrays, first_key, last_key)
+    arrays, in_sight = _pad_backward(arrays, *bounds)
     padded = None if previous is None else KeyGradients(*(pad_to_block(a) for a in previous))
-    dk, dv = backward_keys(arrays, queries_of_keys(in_sight, arrays.k.shape[1]), padded, float(scale), F32)
+    f32 = jnp.dtype(jnp.float32)
+    dk, dv = backward_keys(arrays, queries_of_keys(in_sight, arrays.k.shape[1]), padded, float(scale), f32)
     return dk[:, :keys], dv[:, :keys]
 
 

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -34,11 +34,11 @@ COLUMNS = plgpu.Layout.WGMMA.reduce(0)
 """The layout of one number for each column of a wgmma's result."""
 
 
-def launch(name: str, kernel: Callable, inputs: NamedTuple, outputs: NamedTuple, scratch: NamedTuple):
+def launch(name: str, kernel: Callable, inputs: NamedTuple, outputs: Any, scratch: NamedTuple) -> Any:
     """Launches `kernel(inputs, outputs, scratch)`, whose fields are references, in every warpgroup of every thread block.
 
-    `inputs` holds arrays, `outputs` their shapes and `scratch` what `pl.run_scoped` allocates. A field may be None, and is
-    None in the kernel too. Returns `outputs` with arrays.
+    `inputs` holds arrays, `outputs` the shapes of results and `scratch` what `pl.run_scoped` allocates. A field may be None,
+    and is None in the kernel too. Returns `outputs` with arrays.
     """
     types, results = jax.tree.structure(inputs), jax.tree.structure(outputs)
 

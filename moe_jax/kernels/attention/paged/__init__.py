@@ -6,8 +6,10 @@ from moe_jax.runtime.lazy import export_lazily
 
 if TYPE_CHECKING:
     from moe_jax.kernels.attention.paged.api import paged_attention
-    from moe_jax.kernels.attention.paged.page_size import PAGE_SIZE
-    from moe_jax.kernels.attention.paged.queries import PagedQueries
+    from moe_jax.kernels.attention.paged.blocks import PagedQueries
+
+PAGE_SIZE = 64
+"""Tokens of a page; without JAX, since the schedule of an engine plans pages too."""
 
 __all__ = ["PAGE_SIZE", "PagedQueries", "paged_attention"]
 

@@ -6,9 +6,8 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from moe_jax.kernels.attention.api import resolve_attention_backend
-from moe_jax.kernels.attention.paged import xla
-from moe_jax.kernels.attention.paged.page_size import PAGE_SIZE
-from moe_jax.kernels.attention.paged.queries import PagedQueries
+from moe_jax.kernels.attention.paged import PAGE_SIZE, xla
+from moe_jax.kernels.attention.paged.blocks import PagedQueries
 
 
 def paged_attention(

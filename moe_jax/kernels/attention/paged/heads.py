@@ -29,10 +29,9 @@ from moe_jax.kernels.attention.mosaic.warpgroups import (
     read_accumulator,
     start_accumulator,
 )
+from moe_jax.kernels.attention.paged import PAGE_SIZE
 from moe_jax.kernels.attention.paged.blocks import QueryBlocks, RowPages, Splits
-from moe_jax.kernels.attention.paged.items import Before, BlockPages, Item, ItemOrder, block_pages
-from moe_jax.kernels.attention.paged.page_size import PAGE_SIZE
-from moe_jax.kernels.attention.paged.scores import RowSums, Scoring, no_keys
+from moe_jax.kernels.attention.paged.items import Before, BlockPages, Item, ItemOrder, RowSums, Scoring, block_pages, no_keys
 from moe_jax.kernels.hopper.interpreter import is_interpreted
 from moe_jax.kernels.hopper.launch import BLOCKS_PER_CORE, launch, operand_transforms
 from moe_jax.kernels.hopper.pipeline import WGMMA_ROWS
@@ -113,13 +112,6 @@ class _Scratch(NamedTuple):
     v_barriers: Any
 
 
-class _State(NamedTuple):
-    """The sums over the pages so far."""
-
-    o: Any
-    sums: RowSums
-
-
 class _Attention(NamedTuple):
     """A thread block's work on one item."""
 
@@ -145,13 +137,13 @@ class _Attention(NamedTuple):
             pl.when(step < steps)(partial(load, jnp.int32(step)))
         plgpu.barrier_wait(scratch.q_barrier)
 
-        def add_page(step, state: _State) -> _State:
-            state = self.add_page(step, state)
+        def add_page(step, state: tuple[Any, RowSums]) -> tuple[Any, RowSums]:
+            state = self.add_page(step, *state)
             pl.when(step + STAGES < steps)(lambda: load(step + STAGES))
             return state
 
         o = plgpu.layout_cast(jnp.zeros((WGMMA_ROWS, scratch.v.shape[2]), jnp.float32), plgpu.Layout.WGMMA)
-        o, sums = lax.fori_loop(0, steps, add_page, _State(o, no_keys()))
+        o, sums = lax.fori_loop(0, steps, add_page, (o, no_keys()))
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         scratch.out[...] = rescale_o(o, sums.inverse()).astype(scratch.out.dtype)
         plgpu.commit_smem()
@@ -162,18 +154,18 @@ class _Attention(NamedTuple):
     def slot(self, step):
         return lax.rem(self.first_step + step, jnp.int32(STAGES))
 
-    def add_page(self, step, state: _State) -> _State:
+    def add_page(self, step, o: Any, sums: RowSums) -> tuple[Any, RowSums]:
         scratch, slot = self.scratch, self.slot(step)
         plgpu.barrier_wait(scratch.k_barriers.at[slot])
 
-        def multiply(s_accumulator, o_accumulator) -> _State:
+        def multiply(s_accumulator, o_accumulator) -> tuple[Any, RowSums]:
             plgpu.wgmma(s_accumulator, scratch.q, scratch.k.at[slot].transpose((1, 0)))
-            p, rescale, sums = self.scoring.weigh(s_accumulator[...], state.sums, self.item.last_key(step))
-            o = rescale_o(state.o, rescale)
+            p, rescale, new_sums = self.scoring.weigh(s_accumulator[...], sums, self.item.last_key(step))
+            rescaled = rescale_o(o, rescale)
             plgpu.barrier_wait(scratch.v_barriers.at[slot])
-            start_accumulator(o_accumulator, o)
+            start_accumulator(o_accumulator, rescaled)
             multiply_registers(o_accumulator, p.astype(scratch.q.dtype), scratch.v.at[slot], scratch.staging, 0)
-            return _State(read_accumulator(o_accumulator, o), sums)
+            return read_accumulator(o_accumulator, rescaled), new_sums
 
         s_accumulator = plgpu.ACC((WGMMA_ROWS, PAGE_SIZE), jnp.float32)
-        return pl.run_scoped(multiply, s_accumulator, plgpu.ACC(state.o.shape, jnp.float32))
+        return pl.run_scoped(multiply, s_accumulator, plgpu.ACC(o.shape, jnp.float32))

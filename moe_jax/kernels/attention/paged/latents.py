@@ -29,12 +29,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from moe_jax.kernels.attention.mosaic.consumer import rescale_o
-from moe_jax.kernels.attention.mosaic.warpgroups import LOG2_E, ROWS, read_accumulator, start_accumulator
+from moe_jax.kernels.attention.mosaic.warpgroups import LOG2_E, ROWS, operand, read_accumulator, start_accumulator
+from moe_jax.kernels.attention.paged import PAGE_SIZE
 from moe_jax.kernels.attention.paged.blocks import QueryBlocks, RowPages, Splits
-from moe_jax.kernels.attention.paged.items import Before, BlockPages, Item, ItemOrder, block_pages
-from moe_jax.kernels.attention.paged.latent_columns import ROTARY_COLUMNS, LatentColumns, value_parts
-from moe_jax.kernels.attention.paged.page_size import PAGE_SIZE
-from moe_jax.kernels.attention.paged.scores import RowSums, Scoring, no_keys
+from moe_jax.kernels.attention.paged.items import Before, BlockPages, Item, ItemOrder, RowSums, Scoring, block_pages, no_keys
 from moe_jax.kernels.hopper.interpreter import finish_reading
 from moe_jax.kernels.hopper.launch import launch, store
 from moe_jax.kernels.hopper.pipeline import CONSUMERS, WGMMA_ROWS, Pipeline
@@ -45,6 +43,13 @@ SCORES, PRODUCER = CONSUMERS, CONSUMERS + 1
 """Warpgroups behind the two of the outputs."""
 
 REGISTERS = {"outputs": 168, "scores": 136, "producer": 40}
+
+ROTARY_COLUMNS = 64
+"""Columns behind the values. A page's p, 64 rows of 64 keys, fits into their place."""
+
+PART_COLUMNS = 128
+"""Columns of a matmul of the outputs. With 512 threads ptxas compiles no instruction of 256 columns, whatever registers a
+warpgroup gets later."""
 
 
 @partial(jax.jit, static_argnames=("scale", "group", "splits"))
@@ -108,6 +113,40 @@ def attend_latents(
     kernel = launch(name, body, outputs, [scratch], warpgroups=PRODUCER + 1, blocks_per_core=1)
     out, *lse = kernel(block_pages(blocks, row_pages), q, latents)
     return out, lse[0] if lse else None
+
+
+class LatentColumns(NamedTuple):
+    """Rows of latents or queries in shared memory, by the columns that are read together."""
+
+    values: Any
+    """The columns of values: [.., 2 warpgroups of the outputs, parts, 64, part's columns]."""
+    rotary: Any
+    """The columns behind them; once scores are computed, p."""
+
+    @classmethod
+    def allocate(cls, value_dim: int, dtype: jnp.dtype, *slots: int) -> "LatentColumns":
+        """Allocates 64 rows in each slot."""
+        parts = operand(*slots, *value_parts(value_dim), dtype=dtype)
+        return cls(parts, operand(*slots, WGMMA_ROWS, ROTARY_COLUMNS, dtype=dtype))
+
+    def copy(self, source, rows: int, barrier) -> None:
+        """Starts the copies of the first `rows` rows."""
+        *_, parts, _, width = self.values.shape
+        for part, (warpgroup, own) in enumerate(np.ndindex(CONSUMERS, parts)):
+            columns = pl.ds(part * width, width)
+            plgpu.copy_gmem_to_smem(source.at[:, columns], self.values.at[warpgroup, own, pl.ds(0, rows)], barrier)
+        columns = pl.ds(CONSUMERS * parts * width, ROTARY_COLUMNS)
+        plgpu.copy_gmem_to_smem(source.at[:, columns], self.rotary.at[pl.ds(0, rows)], barrier)
+
+    def slot(self, slot) -> "LatentColumns":
+        """Returns one of several slots."""
+        return LatentColumns(self.values.at[slot], self.rotary.at[slot])
+
+
+def value_parts(value_dim: int) -> tuple[int, int, int, int]:
+    """Returns the shape of the columns of values."""
+    width = min(PART_COLUMNS, value_dim // CONSUMERS)
+    return CONSUMERS, value_dim // CONSUMERS // width, WGMMA_ROWS, width
 
 
 class _Scratch(NamedTuple):
@@ -187,12 +226,12 @@ class _Roles(NamedTuple):
             for part in np.ndindex(q.values.shape[:2]):
                 plgpu.wgmma(accumulator, q.values.at[part], k.values.at[part].transpose((1, 0)))
             plgpu.wgmma(accumulator, q.rotary, k.rotary.transpose((1, 0)))
-            weights = self.scoring.weigh(accumulator[...], sums, last_key)
-            k.rotary[...] = weights.p.astype(k.rotary.dtype)
-            scratch.rescale.at[slot][...] = weights.rescale
+            p, rescale, new_sums = self.scoring.weigh(accumulator[...], sums, last_key)
+            k.rotary[...] = p.astype(k.rotary.dtype)
+            scratch.rescale.at[slot][...] = rescale
             plgpu.commit_smem()
             plgpu.barrier_arrive(scratch.p_full.at[slot])
-            return weights.sums
+            return new_sums
 
         return pl.run_scoped(multiply, plgpu.ACC((WGMMA_ROWS, PAGE_SIZE), jnp.float32))
 

@@ -22,7 +22,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from moe_jax.kernels.attention.mosaic.consumer import BLOCK_M, Consumer, Scratch, Sums, n_blocks, run_block
+from moe_jax.kernels.attention.mosaic.consumer import BLOCK_M, Consumer, Scratch, Sums, n_blocks
 from moe_jax.kernels.attention.mosaic.masks import BlockSteps, Mask
 from moe_jax.kernels.attention.mosaic.warpgroups import (
     LOG2_E,
@@ -32,10 +32,9 @@ from moe_jax.kernels.attention.mosaic.warpgroups import (
     broadcast_columns,
     launch,
 )
-from moe_jax.kernels.attention.paged.blocks import RowPages, most_blocks, query_blocks, window_operand
+from moe_jax.kernels.attention.paged import PAGE_SIZE
+from moe_jax.kernels.attention.paged.blocks import PagedQueries, RowPages, most_blocks, query_blocks, window_operand
 from moe_jax.kernels.attention.paged.items import BlockPages, block_pages
-from moe_jax.kernels.attention.paged.page_size import PAGE_SIZE
-from moe_jax.kernels.attention.paged.queries import PagedQueries
 from moe_jax.kernels.hopper.pipeline import WGMMA_ROWS
 
 
@@ -64,13 +63,13 @@ def attend_prompts(
     pages_of_block = n_blocks(key_dim, value_dim).block // PAGE_SIZE
     scratch = Scratch.of(q.dtype, key_dim, value_dim, q_copies=block_tokens, copies=pages_of_block)
     inputs = _Inputs(block_pages(blocks, row_pages), blocks.tokens, q, keys, values)
-    outputs = _Outputs(jax.ShapeDtypeStruct((tokens, kv_heads, group, value_dim), q.dtype))
+    out = jax.ShapeDtypeStruct((tokens, kv_heads, group, value_dim), q.dtype)
 
-    def kernel(inputs: _Inputs, outputs: _Outputs, scratch: Scratch) -> None:
-        block = _Block(inputs, outputs.out, scratch, scale * LOG2_E)
-        run_block(scheduler, scratch, block.load_tile, block.consume_tile)
+    def kernel(inputs: _Inputs, out_ref, scratch: Scratch) -> None:
+        block = _Block(inputs, out_ref, scratch, scale * LOG2_E)
+        scratch.run(scheduler, block.load_tile, block.consume_tile)
 
-    return launch("paged_attention_prompts", kernel, inputs, outputs, scratch).out
+    return launch("paged_attention_prompts", kernel, inputs, out, scratch)
 
 
 def takes_group(group: int) -> bool:
@@ -93,10 +92,6 @@ class _Inputs(NamedTuple):
     q: Any
     k: Any
     v: Any
-
-
-class _Outputs(NamedTuple):
-    out: Any
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from moe_jax.kernels.attention.paged.page_size import PAGE_SIZE
-from moe_jax.kernels.attention.paged.queries import PagedQueries, places
+from moe_jax.kernels.attention.paged import PAGE_SIZE
+from moe_jax.kernels.attention.paged.blocks import PagedQueries, places
 from moe_jax.kernels.precision import at_least_f32
 
 TOKEN_BLOCK = 32

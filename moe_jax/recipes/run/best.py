@@ -1,0 +1,108 @@
+"""The best held-out loss of a run so far: the checkpoint to keep (`keep_best`), and the end of the run (`early_stop`)."""
+
+import logging
+from collections.abc import Collection
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from moe_jax.recipes.run.settings import RunSettings
+from moe_jax.runtime.processes import is_first_process
+
+BEST = "best"
+"""The entry of a checkpoint's position."""
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Best:
+    """The smallest held-out loss so far, its step, and the number of measurements since.
+
+    Attributes:
+      loss: None before the first measurement.
+      data: what the loss is measured on; losses on other text are not compared.
+    """
+
+    loss: float | None = None
+    step: int = 0
+    since: int = 0
+    data: str | None = None
+
+    def after(self, step: int, loss: float) -> "Best":
+        """Returns the best after another measurement; of equal losses the earlier is better."""
+        if self.loss is None or loss < self.loss:
+            return Best(loss, step, data=self.data)
+        return replace(self, since=self.since + 1)
+
+    def ends(self, early_stop: int) -> bool:
+        """Tells if `early_stop` measurements have brought no improvement; never with 0."""
+        return 0 < early_stop <= self.since
+
+    def entry(self) -> dict[str, Any]:
+        """Returns the entry of a checkpoint's position; empty before the first measurement."""
+        return {} if self.loss is None else {BEST: asdict(self)}
+
+
+def best_of(position: dict[str, Any], settings: RunSettings, fingerprint: str | None, steps: Collection[int]) -> Best:
+    """Returns the best that a checkpoint's position holds; none yet if it was measured on other data.
+
+    None either, and a warning, if `keep_best` needs its checkpoint, which a run without `keep_best` did not keep.
+
+    Args:
+      position: empty before the first step.
+      fingerprint: of the held-out data.
+      steps: those of the checkpoints that there are.
+    """
+    data = f"{fingerprint}, {settings.eval_batches} batches"
+    found = Best(**position.get(BEST, {})) if is_watched(settings) else Best()
+    if found.data != data:
+        return Best(data=data)
+    if settings.keep_best and found.step not in steps:
+        if is_first_process():
+            _logger.warning(
+                "the checkpoint of step %d, which has the smallest held-out loss so far, was not kept: keep_best=True keeps "
+                "the best of the steps that follow",
+                found.step,
+            )
+        return Best(data=data)
+    return found
+
+
+def told_held_out(settings: RunSettings, number: int | None, kind: str, rows: int) -> str:
+    """Returns the announcement's line about held-out data.
+
+    Args:
+      number: of documents; None for a stream.
+      kind: the plural of a document's name.
+      rows: of a batch.
+    """
+    what = f"a stream of {kind}" if number is None else f"{number:,} {kind[:-1] if number == 1 else kind}"
+    batches = f"{settings.eval_batches} batch{'es' if settings.eval_batches > 1 else ''} of {rows} row{'s' if rows > 1 else ''}"
+    every = f"every {settings.eval_every} steps" if settings.eval_every > 1 else "every step"
+    return f"held out: {what}; their loss is measured {every}, on {batches}"
+
+
+def told_early(steps_done: int) -> str:
+    """Returns the line about a run that stopped early, when its command is given again."""
+    return f"the run stopped early after step {steps_done}; a larger --early-stop resumes it"
+
+
+def told_stop(how: str, step: int) -> str:
+    """Returns the line about a run that was "stopped" by SIGTERM, or "interrupted" by Ctrl-C."""
+    return f"{how} after step {step} and saved; the same command resumes from there"
+
+
+def told_end(settings: RunSettings, step: int, model_step: int, stopped_early: bool) -> str:
+    """Returns the beginning of a command's last line: the last step, and the step of the weights with `keep_best`."""
+    best = f"the weights of step {model_step}, which has the smallest held-out loss: " if settings.keep_best else ""
+    early = ", where the held-out loss had stopped falling" if stopped_early else ""
+    return f"trained to step {step}{early}; {best}"
+
+
+def counts(settings: RunSettings, step: int) -> bool:
+    """Tells if the measurement of a step counts. One where a run was interrupted does not, or the run would not be the same."""
+    return is_watched(settings) and (step % settings.eval_every == 0 or step == settings.steps)
+
+
+def is_watched(settings: RunSettings) -> bool:
+    """Tells if the run follows the best held-out loss."""
+    return settings.keep_best or settings.early_stop > 0

@@ -1,0 +1,252 @@
+"""The loop of every run: steps from its newest checkpoint to its end, with measurements, checkpoints and a log."""
+
+import math
+import signal
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import jax
+import numpy as np
+from tqdm import tqdm
+
+from moe_jax.checkpoint.training import TrainingCheckpoints
+from moe_jax.models.decoder import Decoder
+from moe_jax.recipes.run.best import Best, best_of, counts, told_early, told_stop
+from moe_jax.recipes.run.identity import base_of, check_steps, same_run
+from moe_jax.recipes.run.lock import output_lock
+from moe_jax.recipes.run.run_log import RunLog
+from moe_jax.recipes.run.settings import RunSettings
+from moe_jax.recipes.run.settings_file import write_settings
+from moe_jax.runtime.processes import barrier, is_first_process
+from moe_jax.train.metrics import read_records
+from moe_jax.train.state import TrainState
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """The result of a run.
+
+    Attributes:
+      model: the trained model; with `settings.lora`, its adapters beside the weights that it began with.
+      step: the last step done.
+      metrics: the records of all steps of the run, including the steps before it was resumed.
+      finished: all of `settings.steps` are done, or `settings.early_stop` ended the run.
+      stopped_early: `settings.early_stop` ended the run.
+      model_step: the step that the model's weights are of: with `settings.keep_best` and a finished run, the best.
+    """
+
+    model: Decoder
+    step: int
+    metrics: list[dict[str, Any]]
+    finished: bool = True
+    stopped_early: bool = False
+    model_step: int = 0
+
+
+@dataclass(frozen=True)
+class Begun:
+    """The place where a run begins: its folder is new, or holds checkpoints.
+
+    Attributes:
+      step: of the newest checkpoint; 0 without one.
+      position: the position of that checkpoint; empty without one.
+      fixed: the entries of every position that no step changes: the identity, and the base of adapters.
+      best: the best held-out loss up to the checkpoint.
+      is_over: no step is left: all are done, or the run stopped early.
+    """
+
+    checkpoints: TrainingCheckpoints
+    step: int
+    position: dict[str, Any]
+    fixed: dict[str, Any]
+    best: Best
+    is_over: bool
+
+
+def begin(
+    settings: RunSettings, identity: dict[str, Any], held_out: str | None, model: Decoder | None, until_end: ExitStack
+) -> Begun:
+    """Locks the run's folder until `until_end` closes, and compares its checkpoints with the run.
+
+    Args:
+      identity: what may not change between the start of the run and its resumption.
+      held_out: the fingerprint of the held-out data.
+
+    Raises:
+      ValueError: the folder holds another run, or has more steps than `settings.steps`.
+      BlockingIOError: another run is under way there.
+    """
+    output = Path(settings.output).expanduser()
+    until_end.enter_context(output_lock(output))
+    checkpoints = TrainingCheckpoints(output / "checkpoints", keep=settings.keep_checkpoints, remove_unfinished=True)
+    step, position = checkpoints.latest_step() or 0, {}
+    if step:
+        position = checkpoints.position(step)
+        identity = same_run(position["identity"], identity, output)
+        check_steps(output, step, settings.steps)
+    best = best_of(position, settings, held_out, checkpoints.steps())
+    fixed = {"identity": identity} | base_of(settings, model)
+    return Begun(checkpoints, step, position, fixed, best, step >= settings.steps or best.ends(settings.early_stop))
+
+
+def announce(
+    asked: RunSettings,
+    steps: int,
+    begun: Begun,
+    lines: str,
+    *,
+    command: Literal["finetune", "prefer"],
+    chat_template: str | None = None,
+) -> None:
+    """Prints what is ahead and writes settings.json; if no step is left, only tells of a run that stopped early."""
+    if not is_first_process():
+        return
+    if not begun.is_over:
+        tqdm.write(lines)
+        write_settings(asked, command=command, steps=steps, chat_template=chat_template)
+    elif begun.step < steps:
+        tqdm.write(told_early(begun.step))
+
+
+class Task(Protocol):
+    """The part of a run that depends on what it learns: data, the step, measurements. It holds the state of training."""
+
+    state: TrainState
+
+    @property
+    def skipped(self) -> Mapping[int, str]:
+        """The documents that were left out so far, with reasons."""
+
+    def next_batch(self) -> dict[str, np.ndarray]:
+        """Returns the next step's batch."""
+
+    def step(self, batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
+        """Trains on a batch, and returns the step's metrics."""
+
+    def record(
+        self, step: int, metrics: dict[str, Any], batch: dict[str, np.ndarray], seconds: float
+    ) -> tuple[dict[str, Any], dict[str, list]]:
+        """Returns the line of metrics.jsonl, and lists over the layers."""
+
+    def places_of(self, batch: dict[str, np.ndarray]) -> str:
+        """Returns a sentence that names the documents of a batch, for the error of a loss that is not finite."""
+
+    def measure(self) -> dict[str, float]:
+        """Returns "eval_loss" and more on held-out data; empty without."""
+
+    def end_step(self, step: int) -> None:
+        """Changes the state after a step was logged, before it is saved."""
+
+    def position(self) -> dict[str, Any]:
+        """Returns the entries of a checkpoint's position that change from step to step."""
+
+    def sample(self, step: int, log: RunLog) -> None:
+        """Writes samples of a step; an error here costs no step."""
+
+    def restore(self, step: int) -> None:
+        """Sets the state to a checkpoint's."""
+
+    def model(self) -> Decoder:
+        """Returns the trained model."""
+
+    def close(self) -> None:
+        """Ends the threads that make batches."""
+
+
+def run(
+    task: Task,
+    settings: RunSettings,
+    begun: Begun,
+    *,
+    stop_after: int | None = None,
+    on_step: Callable[[dict[str, Any]], None] | None = None,
+    samples: bool = False,
+) -> RunResult:
+    """Trains from the run's last step, or from the first, to the run's end.
+
+    Args:
+      stop_after: save and return after this step, as if interrupted.
+      on_step: called in the first process after each step with its record.
+      samples: True if the run writes samples of text.
+
+    Raises:
+      FloatingPointError: the loss of training or of held-out data is not finite.
+      KeyboardInterrupt: Ctrl-C; the run is saved.
+    """
+    checkpoints, step, best = begun.checkpoints, begun.step, begun.best
+    last = settings.steps if stop_after is None else min(stop_after, settings.steps)
+    last = step if begun.is_over else last
+    checkpoints.kept_step = best.step if settings.keep_best else None
+    # Nothing is sent by a run that has no step left.
+    send_to = () if step >= last else settings.log_to
+    log = RunLog(settings, first_step=step + 1, send_to=send_to, samples=samples, on_step=on_step)
+
+    def save() -> None:
+        checkpoints.save(step, task.state.without_frozen, {**begun.fixed, **task.position(), **best.entry()})
+
+    checkpoints.listen()
+    if step < last:
+        log.tell_compiling()
+    try:
+        while step < last:
+            began = time.perf_counter()
+            try:
+                batch = task.next_batch()
+            except (ValueError, OSError) as error:
+                # With several processes nothing can be saved: the others wait within the next step.
+                if step == begun.step or jax.process_count() > 1:
+                    raise
+                save()
+                raise ValueError(f"{error}; the run is saved at step {step}") from error
+            log.tell_skipped(task.skipped)
+            metrics = task.step(batch)
+            step += 1
+            host = jax.device_get(metrics)
+            record, layers = task.record(step, host, batch, time.perf_counter() - began)
+            if not (math.isfinite(float(host["total_loss"])) and math.isfinite(record["grad_norm"])):
+                raise FloatingPointError(
+                    f"step {step}: loss {record['loss']}, gradient norm {record['grad_norm']} is not finite; training stopped, "
+                    f"the last checkpoint is unharmed. {task.places_of(batch)}"
+                )
+            if step % settings.eval_every == 0 or step == last:
+                record |= task.measure()
+            if "eval_loss" in record:
+                _check_eval_loss(record)
+                best = best.after(step, record["eval_loss"]) if counts(settings, step) else best
+            log.write(record, layers, last)
+            task.end_step(step)
+            if checkpoints.told_to_stop(step) or best.ends(settings.early_stop):
+                last = step
+            is_best = settings.keep_best and best.step == step
+            if is_best:
+                checkpoints.kept_step = step
+            if step % settings.checkpoint_every == 0 or step == last or is_best:
+                save()
+            task.sample(step, log)
+        early, model_step = step < settings.steps and best.ends(settings.early_stop), step
+        finished = step >= settings.steps or early
+        if finished and settings.keep_best and best.step:
+            model_step = best.step
+            if model_step != step:
+                task.restore(model_step)
+    finally:
+        task.close()
+        log.close()
+        checkpoints.close()
+    barrier("metrics written")
+    if checkpoints.stopped_by == signal.SIGINT and not finished:
+        raise KeyboardInterrupt(told_stop("interrupted", step))
+    records = read_records(Path(settings.output).expanduser() / "metrics.jsonl")
+    return RunResult(task.model(), step, records, finished, early, model_step)
+
+
+def _check_eval_loss(record: dict[str, Any]) -> None:
+    if not math.isfinite(record["eval_loss"]):
+        raise FloatingPointError(
+            f"step {record['step']}: the held-out loss {record['eval_loss']} is not finite; training stopped, the last "
+            "checkpoint is unharmed"
+        )

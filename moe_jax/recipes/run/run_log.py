@@ -1,0 +1,111 @@
+"""The log of a run: every step in the files of `MetricsWriter`, and a readable number of lines on the console."""
+
+import json
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from moe_jax.recipes.run.settings import RunSettings
+from moe_jax.recipes.run.trackers import Trackers
+from moe_jax.runtime.processes import is_first_process
+from moe_jax.train.metrics import Clock, MetricsWriter, append_record, keep_steps, one_line
+
+SAMPLES = "samples.jsonl"
+
+
+def default_log_every(steps: int) -> int:
+    """Returns the largest of 1, 2, 5, 10, 20, 50, ... that prints at least 50 of the run's steps."""
+    most = max(1, steps // 50)
+    power = 10 ** (len(str(most)) - 1)
+    return max(digit * power for digit in (1, 2, 5) if digit * power <= most)
+
+
+class RunLog:
+    """Writes each step's record, in the first process of a job alone.
+
+    Args:
+      send_to: trackers, as of `RunSettings.log_to`.
+      samples: True if the run writes samples of text.
+    """
+
+    def __init__(
+        self,
+        settings: RunSettings,
+        *,
+        first_step: int,
+        send_to: Sequence[str] = (),
+        samples: bool = False,
+        on_step: Callable[[dict[str, Any]], None] | None = None,
+    ):
+        self.first_step, self.on_step = first_step, on_step
+        self.log_every = settings.log_every or default_log_every(settings.steps)
+        self.writer: MetricsWriter | None = None
+        if is_first_process():
+            output = Path(settings.output).expanduser()
+            board = settings.tensorboard or "tensorboard" in send_to
+            self.writer = MetricsWriter(output, resumed_step=first_step - 1, tensorboard=board)
+            self.samples_file = output / SAMPLES
+            if samples:
+                keep_steps(self.samples_file, first_step - 1)
+            self.trackers = Trackers(send_to, output, asdict(settings))
+        # None: a progress bar on terminals alone.
+        disable = None if self.writer is not None else True
+        self.progress = tqdm(total=settings.steps, initial=first_step - 1, desc="training", unit="step", disable=disable)
+        self.clock, self.num_told, self.began = Clock(), 0, time.monotonic()
+
+    def tell_compiling(self) -> None:
+        """Prints that the first step is compiled, which may take minutes; the step's own line has the seconds from here."""
+        self.began = time.monotonic()
+        if self.writer is not None:
+            tqdm.write(f"compiling step {self.first_step} ...")
+
+    def write(self, record: dict[str, Any], layers: dict[str, list], last_step: int) -> None:
+        """Writes a step's record and its lists over the layers, and calls `on_step`.
+
+        Prints a line every `log_every` steps, of the first and the last step, and of each measurement of held-out data.
+        """
+        if self.writer is None:
+            return
+        self.writer.write(record, layers)
+        self.trackers.write(record)
+        step = record["step"]
+        self.progress.set_postfix_str(f"loss {record['loss']:.4f}", refresh=False)
+        self.progress.update()
+        if step in (self.first_step, last_step) or step % self.log_every == 0 or "eval_loss" in record:
+            line = one_line(record, compiled=time.monotonic() - self.began if step == self.first_step else None)
+            tqdm.write(f"step {step}: {line}{self.clock.left(step, last_step)}")
+            sys.stdout.flush()
+        if self.on_step is not None:
+            self.on_step(record)
+
+    def write_samples(self, record: dict[str, Any]) -> None:
+        """Writes a step's samples into samples.jsonl, and prints them."""
+        if self.writer is not None:
+            append_record(self.samples_file, record)
+            tqdm.write(describe_samples(record))
+
+    def tell_skipped(self, skipped: Mapping[int, str]) -> None:
+        """Prints the number of documents that are left out, the first time and whenever the number has doubled."""
+        if len(skipped) < max(1, 2 * self.num_told):
+            return
+        reason = list(skipped.values())[-1]
+        tqdm.write(f"skipped so far: {len(skipped)} conversation(s) that the chat template refuses; {reason}")
+        self.num_told = len(skipped)
+
+    def close(self) -> None:
+        """Ends the progress bar and closes the files."""
+        self.progress.close()
+        if self.writer is not None:
+            self.writer.close()
+            self.trackers.close()
+
+
+def describe_samples(record: dict[str, Any]) -> str:
+    """Returns the samples of a step for the console, a line each."""
+    quoted = ([json.dumps(each[name], ensure_ascii=False) for name in ("prompt", "text")] for each in record["samples"])
+    return "\n".join([f"samples after step {record['step']}:", *(f"  {prompt} -> {text}" for prompt, text in quoted)])

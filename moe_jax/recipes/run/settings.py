@@ -1,0 +1,230 @@
+"""The settings that every run has, with their checks. They need no JAX to import."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, ClassVar, get_args
+
+from moe_jax.adapters.settings import LoraSettings
+from moe_jax.checkpoint.weights import Weights, form_problems
+from moe_jax.models.precision import DenseGroup, PrecisionName
+from moe_jax.recipes.run.trackers import Tracker, log_problems
+
+DTYPES = ("bfloat16", "float32")
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """The settings of any run. `WANTED` and `ONE_OF` name the values that are allowed, by field.
+
+    Attributes:
+      model: a checkpoint folder or hub id.
+      output: the folder for metrics and checkpoints. A run that finds checkpoints there continues from the last one.
+      eval_every: steps between two measurements of the held-out loss; the last step is always measured.
+      eval_batches: batches in a measurement, each with a micro-batch's rows; the same each time.
+      keep_best: keep the checkpoint with the smallest held-out loss beside the newest ones, and end with its weights. Each
+        improvement writes a checkpoint. May be changed when a run continues, as `early_stop` and all settings of the log.
+      early_stop: end the run after this number of measurements of the held-out loss without an improvement; 0: never.
+      log_every: steps between two lines on the console. The first and the last step and each measurement always have one, and
+        metrics.jsonl has every step. None: 1, 2, 5, 10, 20 and so on, for 50 to 125 lines a run.
+      log_to: further places for the log, any of tensorboard (output/tensorboard), wandb and trackio. The two send scalars and
+        settings to their servers; each is a package to install.
+      tensorboard: write output/tensorboard too.
+      tokenizer: a folder or hub id; None: the model's.
+      lora: train adapters beside the model's weights, which stay as they are (docs/adapters.md). The run's folder gets the
+        adapter in place of a model. None: train all parameters.
+      gradient_accumulation: micro-batches in an optimizer step.
+      steps: total number of optimizer steps. Run the command again with a larger value to continue a run that has ended.
+      epochs: passes through the data, in place of `steps`; all of it is tokenized once to count the steps.
+      min_learning_rate_ratio: the learning rate at the end, as a part of the peak.
+      warmup_steps: steps in which the learning rate rises to its peak; None: a tenth of `steps`, at most 100.
+      weight_decay: AdamW's weight decay; norms and biases do not decay.
+      max_grad_norm: gradients with a larger norm are scaled down to it.
+      checkpoint_every: steps between checkpoints; the last step always has one.
+      keep_checkpoints: the number of newest checkpoints to keep.
+      dtype: the dtype that the model computes in, "bfloat16" or "float32".
+      param_dtype: the dtype of parameters, and of their gradients within a micro-batch, "float32" or "bfloat16". Masters are
+        float32 in either case: a bfloat16 parameter is the upper half of its master, so that no pass casts it. None: float32.
+        With lora these are the frozen weights, without gradients and masters, and None is `dtype`.
+      remat: recompute each layer in the backward pass: less memory, about a third more time.
+      weights: the form of the weights beside adapters: "whole", "as stored" for a checkpoint in FP8, or experts in "nf4" or
+        "fp8" (docs/adapters.md).
+      precision: "fp8" multiplies the experts in 8 bits, forward and for the gradients of their inputs; "fp8_kept" also keeps
+        their activations so (docs/fp8.md). "bf16": in `dtype`. A pipe must have the schedule "uniform".
+      fp8_dense: with precision "fp8", dense matrices that multiply in 8 bits too: attention (its projections), shared_experts,
+        mlp (dense layers). See docs/fp8.md.
+    """
+
+    model: str
+    data: Any
+    output: str
+    eval_data: str | None = None
+    eval_every: int = 100
+    eval_batches: int = 8
+    keep_best: bool = False
+    early_stop: int = 0
+    log_every: int | None = None
+    log_to: tuple[Tracker, ...] = ()
+    tensorboard: bool = False
+    tokenizer: str | None = None
+    seq_len: int = 4096
+    batch_size: int = 8
+    gradient_accumulation: int = 1
+    steps: int = 1000
+    epochs: float | None = None
+    learning_rate: float | None = None
+    min_learning_rate_ratio: float = 0.1
+    warmup_steps: int | None = None
+    weight_decay: float = 0.1
+    max_grad_norm: float = 1.0
+    seed: int = 0
+    checkpoint_every: int = 200
+    keep_checkpoints: int = 3
+    dtype: str = "bfloat16"
+    param_dtype: str | None = None
+    remat: bool = True
+    lora: LoraSettings | None = None
+    weights: Weights = "whole"
+    precision: PrecisionName = "bf16"
+    fp8_dense: tuple[DenseGroup, ...] = ()
+    dry_run: bool = False
+
+    PEAKS: ClassVar[tuple[float, float]] = (1e-5, 1e-4)
+    """The default peaks of the learning rate of all weights, and of adapters, which want about ten times as much
+    (Schulman, 2025, https://thinkingmachines.ai/blog/lora)."""
+    WANTED: ClassVar[Mapping[str, str]] = {
+        **dict.fromkeys(("model", "output"), "a string that is not empty"),
+        **dict.fromkeys(
+            ("batch_size", "gradient_accumulation", "steps", "checkpoint_every", "keep_checkpoints", "eval_every",
+             "eval_batches", "log_every"),
+            "an integer of at least 1",
+        ),
+        "seq_len": "an integer of at least 2",
+        **dict.fromkeys(("warmup_steps", "early_stop"), "an integer of at least 0"),
+        "seed": "an integer from 0 to 2**32 - 1",
+        **dict.fromkeys(("epochs", "learning_rate", "max_grad_norm"), "a number greater than 0"),
+        "weight_decay": "a number of at least 0",
+        "min_learning_rate_ratio": "a number from 0 to 1",
+    }  # fmt: skip
+    ONE_OF: ClassVar[Mapping[str, tuple[str, ...]]] = {"dtype": DTYPES, "param_dtype": DTYPES}
+    MAY_BE_NONE: ClassVar[tuple[str, ...]] = ("epochs", "warmup_steps", "log_every")
+
+    def __post_init__(self):
+        if self.learning_rate is None:
+            object.__setattr__(self, "learning_rate", self.default_learning_rate)
+        if self.param_dtype is None:
+            # Frozen weights need no masters.
+            object.__setattr__(self, "param_dtype", "float32" if self.lora is None else self.dtype)
+        if problems := self.values_problems() or self.problems():
+            raise ValueError(f"{type(self).__name__}: " + "; ".join(problems))
+
+    @property
+    def default_learning_rate(self) -> float:
+        """The peak of the learning rate of a run that was given none."""
+        return self.PEAKS[self.lora is not None]
+
+    def values_problems(self) -> list[str]:
+        """Returns the values that no run can have, one clause each."""
+        problems = [
+            f"{name}={value!r} must be {want}"
+            for name, want in self.WANTED.items()
+            if not ((value := getattr(self, name)) is None and name in self.MAY_BE_NONE) and not fits(value, want)
+        ]
+        return problems + [
+            f"{name}={getattr(self, name)!r} must be one of {', '.join(choices)}"
+            for name, choices in self.ONE_OF.items()
+            if getattr(self, name) not in choices
+        ]
+
+    def problems(self) -> list[str]:
+        """Returns the settings that do not fit each other, one clause each, where every value alone is allowed."""
+        problems = []
+        if self.batch_size % self.gradient_accumulation:
+            problems.append(
+                f"batch_size={self.batch_size} must be a multiple of gradient_accumulation={self.gradient_accumulation}"
+            )
+        default = next(each.default for each in fields(self) if each.name == "steps")
+        if self.epochs is not None and self.steps != default:
+            problems.append(f"epochs={self.epochs} and steps={self.steps} exclude each other: give one of them")
+        if self.epochs is None and self.warmup_steps is not None and self.warmup_steps > self.steps:
+            problems.append(f"warmup_steps={self.warmup_steps} must not exceed steps={self.steps}")
+        watched = [name for name in ("keep_best", "early_stop") if getattr(self, name) and self.eval_data is None]
+        problems += [f"{name}={getattr(self, name)!r} needs a held-out loss: give eval_data" for name in watched]
+        problems += dense_problems(self.fp8_dense, self.precision)
+        problems += log_problems(self.tensorboard, self.log_to)
+        if Path(self.output).expanduser().is_file():
+            problems.append(f"output={self.output!r} is a file; it must be a folder")
+        return problems
+
+
+def precision_problems(
+    precision: str,
+    dtype: str,
+    pipe_schedule: str = "uniform",
+    lora: LoraSettings | None = None,
+    weights: str = "whole",
+    *,
+    tokens_in_fp8: bool = False,
+) -> list[str]:
+    """Returns the settings that do not fit a precision, one clause each. "bf16" fits all but `tokens_in_fp8`.
+
+    Args:
+      pipe_schedule: of a mesh with a pipe.
+      weights: the form of the weights beside adapters.
+      tokens_in_fp8: as in `parallel.ExpertParallel`.
+    """
+    if precision not in get_args(PrecisionName):
+        return [f"precision={precision!r} must be one of {', '.join(map(repr, get_args(PrecisionName)))}"]
+    if precision == "bf16":
+        needs = "tokens_in_fp8=True needs experts that multiply in FP8: give precision='fp8' or 'fp8_kept'; got 'bf16'"
+        return [needs] if tokens_in_fp8 else []
+    problems = []
+    if dtype != "bfloat16":
+        problems.append(f"precision={precision!r} needs dtype='bfloat16', which everything else computes in; got {dtype!r}")
+    if pipe_schedule != "uniform":
+        problems.append(f"precision={precision!r} needs pipe_schedule='uniform': {pipe_schedule!r} holds operands in bf16")
+    if lora is not None and weights not in ("fp8", "as stored"):
+        problems.append(
+            f"precision={precision!r} would round the frozen experts again in each pass: give weights='fp8', which keeps them "
+            f"in FP8; got {weights!r}"
+        )
+    return problems
+
+
+def dense_problems(fp8_dense: tuple[str, ...], precision: str) -> list[str]:
+    """Returns the dense groups that do not fit a precision, one clause each."""
+    if not isinstance(fp8_dense, tuple):
+        return [f"fp8_dense={fp8_dense!r} must be a tuple of groups, as ('attention',)"]
+    problems, groups = [], get_args(DenseGroup)
+    for group in fp8_dense:
+        if group not in groups:
+            problems.append(f"fp8_dense={group!r} must be one of {', '.join(map(repr, groups))}")
+    if fp8_dense and precision == "bf16":
+        problems.append("fp8_dense needs experts in FP8: give precision='fp8'")
+    return problems
+
+
+def weights_problems(weights: str, lora: LoraSettings | None, devices: int) -> list[str]:
+    """Returns the reasons why a run cannot have weights in this form, one clause each."""
+    problems = form_problems(weights)
+    if not problems and weights != "whole" and devices > 1:
+        problems.append(f"weights={weights!r} need one device in training; the mesh has {devices}")
+    if weights in get_args(Weights) and weights != "whole" and lora is None:
+        problems.insert(0, f"weights={weights!r} cannot be trained: train adapters beside them (lora)")
+    return problems
+
+
+def fits(value, want: str) -> bool:
+    """Tells if a value is what a clause of `WANTED` asks for."""
+    if want.startswith("a string"):
+        return bool(str(value))
+    if isinstance(value, bool) or not isinstance(value, int if want.startswith("an integer") else int | float):
+        return False
+    bounds = {
+        "an integer of at least 1": value >= 1,
+        "an integer of at least 2": value >= 2,
+        "an integer from 0 to 2**32 - 1": 0 <= value < 2**32,
+        "a number greater than 0": 0 < value < float("inf"),
+        "a number from 0 to 1": 0 <= value <= 1,
+    }
+    return bounds.get(want, 0 <= value < float("inf"))
