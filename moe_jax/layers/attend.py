@@ -25,6 +25,8 @@ class Attend:
       window: the sliding window; None if there is none.
       cache: earlier tokens and room for these behind them; its `segment_ids` hold these tokens' segments already.
       context: how the sequences are split over devices; None if they are not.
+      sinks: each head's score of no token, which takes a part of the softmax's weights; not with `context`. An attention module
+        that has sinks sets them.
     """
 
     segments: Int[Array, "batch seq"]
@@ -32,6 +34,7 @@ class Attend:
     window: Int[Array, ""] | None = None
     cache: KVCache | None = None
     context: ContextParallel | None = None
+    sinks: Float[Array, " heads"] | None = None
 
     @property
     def sees_cached_tokens(self) -> bool:
@@ -70,7 +73,6 @@ class Attend:
         expansion: Expansion | None = None,
         *,
         scale: float,
-        sinks: Float[Array, " heads"] | None = None,
     ) -> tuple[Float[Array, "batch seq heads value_dim"], KVCache | None]:
         """Returns the result, and the cache with these tokens in it (None without a cache).
 
@@ -78,10 +80,9 @@ class Attend:
           kept: k and v, or the arrays that `expansion` makes them from. A cache holds `kept`, and devices send it to each
             other.
           expansion: makes k and v of `kept`, for any tokens.
-          sinks: each head's score of no token, which takes a part of the softmax's weights. Not with `context`.
         """
         if self.context is not None:
-            assert sinks is None  # refused by `models.forward.layer_inputs`
+            assert self.sinks is None  # refused by `models.forward.layer_inputs`
             out = self.context.attention(q, kept, self.segments, scale=scale, expansion=expansion, window=self.window)
             return out, None
         cache, keys = self.cache, self.segments
@@ -103,12 +104,12 @@ class Attend:
             key_segment_ids=keys,
             query_offset=offset,
             window=self.window,
-            return_lse=sinks is not None,
+            return_lse=self.sinks is not None,
         )
         if not isinstance(found, PartialAttention):
             return found, cache
-        assert sinks is not None
-        return with_sinks(*found, sinks), cache
+        assert self.sinks is not None
+        return with_sinks(*found, self.sinks), cache
 
 
 def with_sinks(

@@ -1,5 +1,7 @@
 """Attention of query heads to equally many or fewer heads of keys and values, as the config's `HeadsSpec` says."""
 
+from dataclasses import replace
+
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
@@ -60,6 +62,8 @@ class Attention(nnx.Module):
         mixer = self.mixer
         q = apply_rope(heads(self.q_proj(x), mixer.key_dim, self.q_norm), rope)
         k = apply_rope(heads(self.k_proj(x), mixer.key_dim, self.k_norm), rope)
-        kept, sinks = (k, heads(self.v_proj(x), mixer.value_dim)), None if self.sinks is None else self.sinks[...]
-        out, cache = attend(q, kept, scale=mixer.key_dim**-0.5, sinks=sinks)
+        if self.sinks is not None:
+            assert isinstance(attend, Attend)  # the engine refuses sinks (`serving.servable`)
+            attend = replace(attend, sinks=self.sinks[...])
+        out, cache = attend(q, (k, heads(self.v_proj(x), mixer.value_dim)), scale=mixer.key_dim**-0.5)
         return self.o_proj.of_heads(out), cache

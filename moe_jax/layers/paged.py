@@ -65,13 +65,11 @@ class PagedAttend:
         expansion: Expansion | None = None,
         *,
         scale: float,
-        sinks: Float[Array, " heads"] | None = None,
     ) -> tuple[Float[Array, "1 tokens heads value_dim"], LayerPages]:
         """Returns the result, and the pages with these tokens in them.
 
         Args:
           kept: k and v, or the latents, of this call's tokens, which are written before queries read.
-          sinks: None; the engine refuses models with sinks (`serving.servable`).
           expansion: not read. Queries of latents come absorbed (`LatentAttention.absorb`); their result is a mean of latents.
         """
         page, offset = self.places

@@ -1,4 +1,4 @@
-"""Where a model's layers are: the stage that a pipeline deals out to its ranks, and the layers of each stack."""
+"""Places of a model's layers: the stage that a pipeline deals out to its ranks, and the layers of each stack."""
 
 import itertools
 
