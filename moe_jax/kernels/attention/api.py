@@ -47,8 +47,8 @@ def attention(
     G = heads / kv_heads. A query that sees no key gives some finite average: it is padding, which nobody reads. A traced
     window below 1 counts as 1.
 
-    With `return_lse` the result is a pair (out, lse): lse [batch, heads, queries] is the log of the sum of
-    exp(scale * q k^T + mask), in f32. Both are differentiable. A query that sees no key has some finite lse.
+    With `return_lse` the result is a pair (out, lse), both differentiable. A query's lse is the logsumexp of its masked scores
+    [batch, heads, queries], in f32. A query that sees no key has some finite lse.
 
     `backend` "mosaic" is `flash_attention`, the default on a Hopper GPU in bf16 and f16 if queries and keys are the same
     tokens. They are if `key_segment_ids` is the very array of `query_segment_ids`. A segment is then a run of equal ids. "xla"
