@@ -9,8 +9,8 @@ from flax import nnx
 
 from moe_jax.config import ModelConfig
 from moe_jax.layers.lora import Frozen
+from moe_jax.layers.moe import EXPERT_MATRICES
 from moe_jax.layers.quantised import NF4_BLOCK, BlockScaled, FourBits, Quantised
-from moe_jax.layers.tickets import EXPERT_MATRICES
 from moe_jax.models.auto import from_config
 from moe_jax.models.decoder import Decoder
 

@@ -24,8 +24,8 @@ from moe_jax.checkpoint.hf_files import StoredTensor
 from moe_jax.checkpoint.hf_names import HfTensor
 from moe_jax.checkpoint.weights import Weights, form_problems
 from moe_jax.config import ModelConfig
+from moe_jax.layers.moe import EXPERT_MATRICES, is_expert_matrix
 from moe_jax.layers.quantised import FP8_BLOCK, INT4_VALUES, NF4_BLOCK, BlockScaled, FourBits, Quantised
-from moe_jax.layers.tickets import EXPERT_MATRICES, is_expert_matrix
 from moe_jax.parallel.layout import quantised_sharding
 
 READ_CHUNK_BYTES = 64 * 2**20

@@ -12,8 +12,8 @@ from moe_jax.cost.machine import Machine
 from moe_jax.cost.parameters import Parameter
 from moe_jax.cost.planned_step import BYTES, PlannedStep
 from moe_jax.kernels.experts.fp8.quantise import GROUP
+from moe_jax.layers.moe import EXPERT_MATRICES
 from moe_jax.layers.quantised import NF4_BLOCK
-from moe_jax.layers.tickets import EXPERT_MATRICES
 
 SCALE = 4
 """Bytes of a scale."""

@@ -18,7 +18,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from moe_jax.kernels.experts.choose_backend import is_mosaic_allowed, splitting_refusal
-from moe_jax.kernels.hopper.target import compute_capability
+from moe_jax.kernels.target import compute_capability
 
 FEWEST_ROWS = 1024
 """Rows that the kernel is taken for, at least: XLA sorts few rows in a few microseconds."""

@@ -1,6 +1,8 @@
 """Attention of one layer's queries to the tokens they see: of this call, of all devices, or of a cache."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +13,22 @@ from moe_jax.kernels.attention.api import attention
 from moe_jax.kernels.attention.online_softmax import PartialAttention
 from moe_jax.kernels.varying import vary_as
 from moe_jax.layers.cache import KVCache
-from moe_jax.parallel.sequence.attention import ContextParallel
-from moe_jax.parallel.sequence.ring import KV, Expansion, keys_and_values
+from moe_jax.layers.segments import SequenceSplit
+
+KV = tuple[Float[Array, "batch seq ..."], ...]
+"""k and v, or the smaller arrays that an `Expand` makes them of."""
+
+Expand = Callable[..., tuple[Array, Array]]
+"""(k, v) = expand(weights, *kv), for each token alone. Its gradients are taken by `jax.vjp`."""
+
+
+class Expansion(NamedTuple):
+    """Makes keys and values of smaller arrays: (k, v) = expand(weights, *kv)."""
+
+    expand: Expand
+    """Closes over no array."""
+    weights: Any
+    """A pytree of arrays, the same on all devices of the axis."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +49,7 @@ class Attend:
     layer: Int[Array, ""]
     window: Int[Array, ""] | None = None
     cache: KVCache | None = None
-    context: ContextParallel | None = None
+    context: SequenceSplit | None = None
     sinks: Float[Array, " heads"] | None = None
 
     @property
@@ -118,7 +134,13 @@ def with_sinks(
     """Returns attention whose softmax has one more score, of no token: out * sigmoid(lse - sinks), in f32.
 
     With z = exp(lse), the sum over the seen keys becomes z + exp(sink), so that their weights shrink by z / (z + exp(sink)).
-    (https://arxiv.org/abs/2508.10925, as in the models gpt-oss.)
+    (gpt-oss, https://arxiv.org/abs/2508.10925.)
     """
     seen = jax.nn.sigmoid(lse - sinks.astype(lse.dtype)[:, None]).swapaxes(1, 2)[..., None]
     return (out * seen).astype(out.dtype)
+
+
+def keys_and_values(expand: Expand | None, weights, kv: KV) -> tuple[Array, Array]:
+    """Returns (k, v) = expand(weights, *kv); without `expand`, `kv` are keys and values already."""
+    k, v = kv if expand is None else expand(weights, *kv)
+    return k, v

@@ -55,15 +55,15 @@ class Attention(nnx.Module):
     ) -> tuple[Float[Array, "batch seq hidden"], KVCache | LayerPages | None]:
         """Returns the output, and the cache or pages with these tokens in it (None without either)."""
 
-        def heads(y: Array, width: int, norm: RMSNorm | None = None) -> Array:
-            y = y.reshape(*y.shape[:-1], -1, width)
+        def heads(projection: Linear, width: int, norm: RMSNorm | None = None) -> Array:
+            y = projection.to_heads(x, width)
             return y if norm is None else norm(y)
 
         mixer = self.mixer
-        q = apply_rope(heads(self.q_proj(x), mixer.key_dim, self.q_norm), rope)
-        k = apply_rope(heads(self.k_proj(x), mixer.key_dim, self.k_norm), rope)
+        q = apply_rope(heads(self.q_proj, mixer.key_dim, self.q_norm), rope)
+        k = apply_rope(heads(self.k_proj, mixer.key_dim, self.k_norm), rope)
         if self.sinks is not None:
             assert isinstance(attend, Attend)  # the engine refuses sinks (`serving.servable`)
             attend = replace(attend, sinks=self.sinks[...])
-        out, cache = attend(q, (k, heads(self.v_proj(x), mixer.value_dim)), scale=mixer.key_dim**-0.5)
+        out, cache = attend(q, (k, heads(self.v_proj, mixer.value_dim)), scale=mixer.key_dim**-0.5)
         return self.o_proj.of_heads(out), cache

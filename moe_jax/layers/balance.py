@@ -15,8 +15,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Float32, Int
 
 from moe_jax.kernels.top_k import top_k_indices
-from moe_jax.layers.segments import segment_positions
-from moe_jax.parallel.sequence.attention import ContextParallel
+from moe_jax.layers.segments import SequenceSplit, segment_positions
 
 
 def move_bias(
@@ -47,7 +46,7 @@ class Sequences:
     axis_name: str | None = field(default=None, metadata=dict(static=True))
 
     @classmethod
-    def of(cls, segment_ids: Int[Array, "batch seq"], context_parallel: ContextParallel | None = None) -> "Sequences":
+    def of(cls, segment_ids: Int[Array, "batch seq"], context_parallel: SequenceSplit | None = None) -> "Sequences":
         """Finds the documents of `segment_ids` (0 is padding); with `context_parallel`, of this device's tokens.
 
         With `context_parallel` the call stands inside `jax.shard_map`.

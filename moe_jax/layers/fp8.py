@@ -10,19 +10,14 @@ from flax import nnx
 from jaxtyping import Array, Int
 
 from moe_jax.kernels.experts.fp8.dense import NO_COPIES, DenseCopies
+from moe_jax.kernels.experts.fp8.dense import fp8_matmul as fp8_matmul
 from moe_jax.kernels.experts.fp8.experts import Fp8Matrices
 from moe_jax.kernels.experts.fp8.passes import QuantisedExperts
 from moe_jax.kernels.experts.fp8.quantise import QuantisedMatrices
 from moe_jax.kernels.experts.fp8.rounded import weights_and_copies
 from moe_jax.kernels.experts.fused_vjp import Matrices
+from moe_jax.layers.linear import Fp8Copies
 from moe_jax.layers.quantised import FP8_BLOCK, BlockScaled
-
-
-class Fp8Copies(nnx.Variable):
-    """The `QuantisedExperts` of an `Experts` module, or the `DenseCopies` of a `Linear`, made of its weights.
-
-    No gradient reaches them.
-    """
 
 
 def frozen_matrices(gate_up: nnx.Variable, down: nnx.Variable, layer: Int[Array, ""] | None) -> Fp8Matrices:

@@ -12,7 +12,6 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Integer
 
-from moe_jax.kernels.precision import at_least_f32
 from moe_jax.kernels.top_k import top_k_indices
 from moe_jax.layers.balance import Sequences
 from moe_jax.layers.router import ExpertBias, Router, Routing, scores_of_replayed
@@ -96,7 +95,7 @@ def route_by_groups(
     Args:
       valid, expert_ids: as in `route`.
     """
-    logits = logits.astype(at_least_f32(logits.dtype))
+    logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
     scores = jax.nn.sigmoid(logits) if rule.scoring_func == "sigmoid" else jax.nn.softmax(logits, axis=-1)
     if expert_ids is None:
         expert_ids = _choose(scores if bias is None else scores + bias, num_experts_per_tok, rule)

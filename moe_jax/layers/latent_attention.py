@@ -14,14 +14,12 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from moe_jax.config import DeepseekV3Config
-from moe_jax.layers.attend import Attend
+from moe_jax.layers.attend import Attend, Expansion
 from moe_jax.layers.cache import KVCache
-from moe_jax.layers.linear import Linear
+from moe_jax.layers.linear import Linear, TicketedMatrix, linear_map
 from moe_jax.layers.norm import RMSNorm
 from moe_jax.layers.paged import LayerPages, PagedAttend
 from moe_jax.layers.rope import RopeTables, apply_rope, mscale_of_scores
-from moe_jax.layers.tickets import TicketedMatrix, linear_map
-from moe_jax.parallel.sequence.ring import Expansion
 
 LATENT_NORM_EPS = 1e-6
 """Epsilon of the norms on the latents, whatever `rms_norm_eps` is, as in DeepSeek's code and in transformers."""

@@ -2,6 +2,9 @@
 
 import math
 from functools import partial
+from importlib import import_module
+from types import ModuleType
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,9 +12,61 @@ from flax import nnx
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float, Integer
 
-from moe_jax.layers.fp8 import Fp8Copies, copies_of_matrix
-from moe_jax.layers.lora import Adapter, dropout_of, factors_of
-from moe_jax.layers.tickets import LinearProduct, TicketedMatrix, TicketHolder, linear_map, linear_product_like
+from moe_jax.kernels.low_rank import Dropout, LowRank, low_rank_map
+from moe_jax.layers.lora import Adapter
+
+
+def fp8() -> ModuleType:
+    """Returns `layers.fp8`, the implementation of matrices in FP8. It is imported on first use, as kernels are."""
+    return import_module("moe_jax.layers.fp8")
+
+
+class Fp8Copies(nnx.Variable):
+    """The `QuantisedExperts` of an `Experts` module, or the `DenseCopies` of a `Linear`, made of its weights.
+
+    No gradient reaches them.
+    """
+
+
+class WeightTicket(nnx.Variable):
+    """Arrays with the shapes of a product's operands (`LinearProduct` or `ExpertProducts`), which are its "gradient"."""
+
+
+class LinearProduct(NamedTuple):
+    """The operands of the gradient dW = dy^T x of a linear map y = x W^T."""
+
+    x: Float[Array, "*batch in"]
+    dy: Float[Array, "*batch out"]
+
+
+class TicketedMatrix(NamedTuple):
+    """A matrix W [out, in], the arrays of its ticket, the change of an adapter and its dropout; None without these."""
+
+    weight: Float[Array, "out in"]
+    ticket: LinearProduct | None
+    change: LowRank | None = None
+    dropout: Dropout | None = None
+    in_fp8: Any = None
+    """`kernels.experts.fp8.dense.DenseCopies`; None: W multiplies in x's dtype."""
+
+
+class TicketHolder(nnx.Module):
+    """A module with weight matrices, stacked along a leading axis of layers, that can take a ticket together.
+
+    A subclass names its matrices in `matrices` and describes the products in `products_like`. `layers.tickets` gives tickets.
+    """
+
+    matrices: tuple[str, ...] = ("weight",)
+    ticket: WeightTicket | None = None
+
+    def products_like(self, x: Float[Array, "*batch hidden"]) -> Any:
+        """Returns arrays like the operands of one layer's products, for tokens like x."""
+        raise NotImplementedError
+
+    @property
+    def held_ticket(self) -> Any:
+        """The ticket's arrays; None without a ticket."""
+        return None if self.ticket is None else self.ticket.get_value()
 
 
 class Linear(TicketHolder):
@@ -53,6 +108,11 @@ class Linear(TicketHolder):
         y = linear_map(x, self.matrix)
         return y + self.bias[...].astype(x.dtype) if self.use_bias else y
 
+    def to_heads(self, x: Float[Array, "*batch in"], head_dim: int) -> Float[Array, "*batch heads head_dim"]:
+        """Applies the map and splits the last axis of its result into heads."""
+        y = self(x)
+        return y.reshape(*y.shape[:-1], -1, head_dim)
+
     def of_heads(self, x: Float[Array, "*batch heads head_dim"]) -> Float[Array, "*batch out"]:
         """Applies the map to the last two axes of x as one. The backward pass reads x as it is, not a second array."""
 
@@ -66,12 +126,63 @@ class Linear(TicketHolder):
     @property
     def matrix(self) -> TicketedMatrix:
         """W, its ticket, its change and the change's dropout, and its copies in FP8."""
-        in_fp8 = copies_of_matrix(self.weight, self.fp8_copies) if self.in_fp8 else None
-        return TicketedMatrix(self.weight[...], self.held_ticket, factors_of(self.lora), dropout_of(self.lora), in_fp8)
+        in_fp8 = fp8().copies_of_matrix(self.weight, self.fp8_copies) if self.in_fp8 else None
+        if self.lora is None:
+            return TicketedMatrix(self.weight[...], self.held_ticket, in_fp8=in_fp8)
+        return TicketedMatrix(self.weight[...], self.held_ticket, self.lora.factors, self.lora.dropped, in_fp8)
 
     def products_like(self, x: Float[Array, "*batch _"]) -> LinearProduct:
         """Returns arrays like the operands of W's gradient; of x it reads the leading axes and the dtype."""
         return linear_product_like(x, self.weight, x.dtype)
+
+
+def linear_map(
+    x: Float[Array, "*batch in"], matrix: TicketedMatrix, out_dtype: DTypeLike | None = None
+) -> Float[Array, "*batch out"]:
+    """Computes x W^T, W with its change, in x's dtype; `out_dtype` is the result's dtype, by default x's.
+
+    Raises:
+      ValueError: a matrix with a ticket that multiplies in FP8.
+    """
+    if matrix.in_fp8 is not None:
+        if matrix.ticket is not None:
+            raise ValueError("weight tickets hold operands in bf16: take precision 'bf16', or a schedule without tickets")
+        y = fp8().fp8_matmul(x, matrix.weight, matrix.in_fp8)
+    elif matrix.ticket is not None:
+        return _with_ticket(x, matrix.weight, matrix.ticket, out_dtype)
+    else:
+        y = _linear_map(x, matrix.weight, out_dtype)
+    return y if matrix.change is None else y + low_rank_map(x, matrix.change, out_dtype, matrix.dropout)
+
+
+def linear_product_like(x: Float[Array, "*batch _"], matrix: nnx.Variable, out_dtype: DTypeLike) -> LinearProduct:
+    """Returns arrays like the operands of a (stacked) matrix's gradient, for tokens with x's leading axes and dtype."""
+    *_, num_out, num_in = matrix.shape
+    return LinearProduct(jnp.zeros((*x.shape[:-1], num_in), x.dtype), jnp.zeros((*x.shape[:-1], num_out), out_dtype))
+
+
+# The residuals are x and the weight, which is a parameter: a layer would keep a weight that is cast in a second array.
+@partial(jax.checkpoint, prevent_cse=False, static_argnums=2)
+def _linear_map(x: Array, weight: Array, out_dtype: DTypeLike | None) -> Array:
+    return jnp.einsum("...i,oi->...o", x, weight.astype(x.dtype), preferred_element_type=out_dtype)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _with_ticket(x: Array, weight: Array, ticket: LinearProduct, out_dtype: DTypeLike | None) -> Array:
+    return _linear_map(x, weight, out_dtype)
+
+
+def _with_ticket_forward(x: Array, weight: Array, ticket: LinearProduct, out_dtype: DTypeLike | None):
+    return _linear_map(x, weight, out_dtype), (x, weight)
+
+
+def _with_ticket_backward(out_dtype: DTypeLike | None, residuals: tuple[Array, Array], dy: Array):
+    x, weight = residuals
+    (dx,) = jax.linear_transpose(lambda x: _linear_map(x, weight, out_dtype), x)(dy)
+    return dx, None, LinearProduct(x, dy)
+
+
+_with_ticket.defvjp(_with_ticket_forward, _with_ticket_backward)
 
 
 class Embedding(nnx.Module):

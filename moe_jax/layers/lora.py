@@ -55,6 +55,11 @@ class Adapter(nnx.Module):
         return LowRank(self.a[...], self.scale * self.b[...])
 
     @property
+    def dropped(self) -> Dropout | None:
+        """The dropout of a's input in this pass; None without."""
+        return None if self.key is None else Dropout(self.key[...], self.dropout)
+
+    @property
     def change(self) -> Float[Array, "*experts out in"]:
         """The whole change in f32."""
         a, b = self.factors
@@ -86,16 +91,6 @@ def freeze(model: nnx.Module) -> None:
         for name, variable in list(vars(module).items()):
             if isinstance(variable, nnx.Param):
                 setattr(module, name, Frozen(variable.get_value()))
-
-
-def factors_of(adapter: Adapter | None) -> LowRank | None:
-    """Returns the adapter's factors; None without an adapter."""
-    return None if adapter is None else adapter.factors
-
-
-def dropout_of(adapter: Adapter | None) -> Dropout | None:
-    """Returns the adapter's dropout in this pass; None without."""
-    return None if adapter is None or adapter.key is None else Dropout(adapter.key[...], adapter.dropout)
 
 
 def draw_dropout(model: nnx.Module, seed: UInt32[Array, ""]) -> None:

@@ -24,22 +24,26 @@ from moe_jax.kernels.experts.internal import (
     experts_mlp_frozen,
     experts_mlp_in_stack,
 )
-from moe_jax.kernels.experts.routing import int32_ids
-from moe_jax.kernels.varying import vary_as
 from moe_jax.layers.balance import Sequences
-from moe_jax.layers.fp8 import Fp8Copies, frozen_matrices, trained_matrices
-from moe_jax.layers.linear import Linear, normal_parameter
+from moe_jax.layers.fp8 import frozen_matrices, trained_matrices
+from moe_jax.layers.linear import Fp8Copies, Linear, TicketHolder, normal_parameter
 from moe_jax.layers.lora import Adapter, Frozen
 from moe_jax.layers.mlp import MLP
 from moe_jax.layers.quantised import Quantised, is_quantised, of_stack
 from moe_jax.layers.router import Router, Routing
-from moe_jax.layers.tickets import EXPERT_MATRICES, TicketHolder
-from moe_jax.parallel.expert import ExpertParallel, expert_parallel_mlp
-from moe_jax.parallel.mesh import axis_size
-from moe_jax.parallel.spread import ONE_DEVICE, Spread
+from moe_jax.layers.spread import ONE_DEVICE, OneDevice
 
 EXPERT_CHUNK_TOKENS = 65536
 """Above twice this number of tokens, the experts compute in chunks of this size. Same speed, bounded temporary memory."""
+
+
+EXPERT_MATRICES = ("gate_up_proj", "down_proj")
+"""The names of the experts' matrices, in the order of `Matrices`."""
+
+
+def is_expert_matrix(path: tuple) -> bool:
+    """Returns True for the path of a matrix of experts, as the names of modules and parameter."""
+    return path[-2:-1] == ("experts",) and path[-1] in EXPERT_MATRICES
 
 
 class MoE(nnx.Module):
@@ -96,7 +100,7 @@ class MoE(nnx.Module):
         valid: Bool[Array, "*batch"] | Bool[Array, "tokens"] | Sequences | None = None,
         *,
         expert_ids: Integer[Array, "*batch k"] | Integer[Array, "tokens k"] | Literal["balanced"] | None = None,
-        spread: Spread = ONE_DEVICE,
+        spread: OneDevice = ONE_DEVICE,
     ) -> tuple[Float[Array, "*batch hidden"], Routing]:
         """Returns y in x's dtype, and the routing with x's tokens along one axis.
 
@@ -109,7 +113,7 @@ class MoE(nnx.Module):
           valid: tokens that count in the routing's sums, with x's leading axes or with one axis of all tokens; all if None.
             `Sequences` also says which documents the tokens are of, for the sequence-wise loss.
           expert_ids: as in `Router`; ids have x's leading axes or one axis of all tokens, as `routing.experts` has.
-          spread: only `spread.expert` is read: how tokens travel to the experts of other devices.
+          spread: a `parallel.Spread`, of which only `expert` is read: how tokens travel to the experts of other devices.
 
         Raises:
           ValueError: x's last axis is not the block's hidden size; or `valid` or `expert_ids` does not fit x. The devices of
@@ -125,40 +129,12 @@ class MoE(nnx.Module):
         if expert_ids is not None and not isinstance(expert_ids, str):
             expert_ids = _one_axis_of_tokens("expert_ids", expert_ids, leading, (self.router.num_experts_per_tok,))
         routing = self.router(x, valid, expert_ids=expert_ids)
-        num_experts = len(routing.sums.expert_load)
-        self._check_experts(num_experts, spread.expert)
-        if spread.expert is None:
-            y = self.experts(x, routing.weights, routing.experts)
-        else:
-            matrices, layer = self.experts.matrices_of_device()
-            experts = routing.experts
-            if valid is not None:
-                is_valid = valid.valid if isinstance(valid, Sequences) else valid
-                experts = jnp.where(is_valid[:, None], int32_ids(experts, num_experts), -1)
-            options: dict[str, Any] = dict(
-                accumulators=self.experts.accumulators, layer=layer, precision=self.experts.precision
-            )
-            y, exchange = expert_parallel_mlp(x, *matrices, routing.weights, experts, spread.expert, **options)
-            # Typed as varying like the tokens, even where devices agree: a sum over the mesh takes one type for all its terms.
-            routing = routing._replace(sums=routing.sums.with_exchange(vary_as(exchange, x)))
+        y, exchange = spread.experts(self.experts, x, routing, valid)
+        if exchange is not None:
+            routing = routing._replace(sums=routing.sums.with_exchange(exchange))
         if self.shared_experts is not None:
             y = y + self.shared_experts(x)
         return y.reshape(*leading, hidden), routing
-
-    def _check_experts(self, num_experts: int, expert_parallel: ExpertParallel | None) -> None:
-        if expert_parallel is not None and self.experts.adapter is not None:
-            raise ValueError("adapters need experts that lie on one device; these are split over several")
-        if expert_parallel is not None and self.experts.ticket is not None:
-            raise ValueError("weight tickets need experts that lie on one device; these are split over several")
-        devices = 1 if expert_parallel is None else axis_size(expert_parallel.axis_name)
-        held = self.experts.gate_up_proj.shape[-3]
-        # Choices of experts that no device holds would add nothing, silently.
-        if devices * held != num_experts:
-            how = "without spread.expert" if expert_parallel is None else f"with axis_name={expert_parallel.axis_name!r}"
-            raise ValueError(
-                f"the router chooses among {num_experts} experts; {how}, the devices hold {devices} x {held}: spread.expert "
-                "must name the mesh axis over which the experts are split, and be None where each device holds them all"
-            )
 
 
 def _one_axis_of_tokens(name: str, array: Array, leading: tuple[int, ...], own_axes: tuple[int, ...]) -> Array:

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from moe_jax.config import ModelConfig
 from moe_jax.kernels.attention.paged import PAGE_SIZE, PagedQueries, paged_attention
-from moe_jax.parallel.sequence.ring import KV, Expansion
+from moe_jax.layers.attend import KV, Expansion
 
 LayerPages = tuple[Float[Array, "pages kv_heads page_size _"], ...]
 """One layer's pages: keys and values, or the latents that both are made from, as one head."""

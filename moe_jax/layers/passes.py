@@ -28,6 +28,7 @@ each pass beside the kernels of the other.
 """
 
 from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -38,7 +39,6 @@ from jax import lax
 from jaxtyping import Array, Int
 
 from moe_jax.kernels.varying import vary_as
-from moe_jax.parallel.fsdp import LayerGather
 
 Body = Callable[[Any, Any, Any, Any, Any], tuple[Any, Any]]
 """A layer: (x, y) = body(shared, per_layer, x, parameters, accumulators)."""
@@ -49,11 +49,59 @@ Remat = bool | Literal["offload"]
 Turn = Int[Array, ""] | int
 
 
+@dataclass(frozen=True)
+class WholeLayer:
+    """The parameters of a layer that are whole on every device: nothing moves. `parallel.fsdp.LayerGather` moves parts."""
+
+    def gather(self, parts) -> list[Any]:
+        """Gathers the full parameters from this device's parts; whole leaves are left out."""
+        return self.finish_gather(self.start_gather(parts))
+
+    def start_gather(self, parts) -> list:
+        """Starts the all-gather of the layer's parameters; `finish_gather` takes the result."""
+        return []
+
+    def finish_gather(self, arriving: list) -> list[Any]:
+        """Waits for the all-gather and returns the full parameters."""
+        return []
+
+    def barrier(self, computed, arriving):
+        """Returns both unchanged; a gather may make the transfer wait for `computed`."""
+        return computed, arriving
+
+    def layer(self, parts, gathered: list[Any]):
+        """Returns the layer's full parameters: the gathered leaves, and the whole leaves of `parts`."""
+        return parts
+
+    def zero_gradients(self, gathered: list[Any]) -> list[Array]:
+        """Returns zeros for `start_scatter`: the gradients of gathered parameters, as `finish_gather` returned these."""
+        return []
+
+    def start_scatter(self, gradients: list[Array]) -> list:
+        """Starts the reduce-scatter of gradients of gathered parameters; `finish_scatter` takes the result."""
+        return []
+
+    def finish_scatter(self, arriving: list, like: list[Array]) -> list[Array]:
+        """Waits for the reduce-scatter and returns the gradients of this device's parts, in the dtypes of `like`."""
+        return []
+
+    def split(self, tree) -> tuple[list[Array], list[Array]]:
+        """Returns (leaves that are gathered, leaves that are whole)."""
+        return [], jax.tree.leaves(tree)
+
+    def join(self, tree, gathered: list[Any], whole: list[Array]):
+        """Inverse of `split`; `tree` gives the structure."""
+        return jax.tree.unflatten(jax.tree.structure(tree), whole)
+
+
+WHOLE_LAYER = WholeLayer()
+
+
 class Layers(NamedTuple):
     """Stacked layers without their arrays: the body, how parameters are gathered, and what is recomputed."""
 
     body: Body
-    gather: LayerGather
+    gather: WholeLayer
     remat: Remat
     whole_accumulators: bool = False
     """The body is given the whole stacks of accumulators, and adds to its own layer's place; else its own layer's alone."""

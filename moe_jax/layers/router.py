@@ -14,14 +14,12 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Integer
 
 from moe_jax.kernels.experts.routing import int32_ids, is_an_expert
-from moe_jax.kernels.precision import at_least_f32
 from moe_jax.kernels.top_k import top_k_indices
 from moe_jax.kernels.varying import vary_alike
 from moe_jax.layers.balance import Sequences
-from moe_jax.layers.linear import normal_parameter
-from moe_jax.layers.lora import Adapter, factors_of
+from moe_jax.layers.linear import LinearProduct, TicketedMatrix, TicketHolder, linear_map, linear_product_like, normal_parameter
+from moe_jax.layers.lora import Adapter
 from moe_jax.layers.router_sums import RouterSums
-from moe_jax.layers.tickets import LinearProduct, TicketedMatrix, TicketHolder, linear_map, linear_product_like
 
 
 class Routing(NamedTuple):
@@ -82,8 +80,8 @@ class Router(TicketHolder):
         Raises:
           ValueError: `expert_ids` is another text.
         """
-        matrix = TicketedMatrix(self.weight[...], self.held_ticket, factors_of(self.lora))
-        logits = linear_map(x, matrix, at_least_f32(x.dtype))
+        matrix = TicketedMatrix(self.weight[...], self.held_ticket, None if self.lora is None else self.lora.factors)
+        logits = linear_map(x, matrix, jnp.promote_types(x.dtype, jnp.float32))
         if isinstance(expert_ids, str):
             check_expert_choice(expert_ids)
             expert_ids = balanced_expert_ids(x.shape[0], self.num_experts_per_tok, logits.shape[1])
@@ -91,7 +89,7 @@ class Router(TicketHolder):
 
     def products_like(self, x: Float[Array, "tokens hidden"]) -> LinearProduct:
         """Returns arrays like the operands of the weight's gradient."""
-        return linear_product_like(x, self.weight, at_least_f32(x.dtype))
+        return linear_product_like(x, self.weight, jnp.promote_types(x.dtype, jnp.float32))
 
     def _route(self, logits, valid, expert_ids) -> Routing:
         return route(logits, self.num_experts_per_tok, self.norm_topk_prob, valid, expert_ids)
@@ -114,7 +112,7 @@ def route(
         needs this to train on the choices of the rollout engine. An id outside [0, experts), such as -1, adds nothing:
         its weight is 0, and it is counted nowhere. The token's other weights have their own sum. Any integer dtype.
     """
-    logits = logits.astype(at_least_f32(logits.dtype))
+    logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
     probabilities = jax.nn.softmax(logits, axis=-1)
     if expert_ids is None:
         experts = top_k_indices(probabilities, num_experts_per_tok)

@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from moe_jax.kernels.varying import vary_as
 from moe_jax.layers.balance import Sequences, sequence_balance
-from moe_jax.parallel.expert import Exchange
+from moe_jax.layers.spread import Exchange
 
 
 @jax.tree_util.register_dataclass

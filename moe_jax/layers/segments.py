@@ -1,10 +1,13 @@
 """Packed sequences: tells which tokens belong to one document, their index in it, and which tokens follow them."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, Integer, Num
 
-from moe_jax.parallel.sequence.attention import ContextParallel
+SequenceSplit = Any
+"""A `parallel.ContextParallel`: how sequences are split over the devices of a mesh axis. Layers call its methods alone."""
 
 
 def segment_positions(segment_ids: Integer[Array, "batch seq"]) -> Int[Array, "batch seq"]:
@@ -21,7 +24,7 @@ def runs(segment_ids: Integer[Array, "batch seq"]) -> Int[Array, "batch seq"]:
 
 
 def shift_left(
-    x: Num[Array, "batch seq"], offset: int, context_parallel: ContextParallel | None = None
+    x: Num[Array, "batch seq"], offset: int, context_parallel: SequenceSplit | None = None
 ) -> Num[Array, "batch seq"]:
     """Returns x[:, i + offset] at i, and 0 behind the row's end; with `context_parallel`, for this device's tokens."""
     if context_parallel is not None:
@@ -30,7 +33,7 @@ def shift_left(
 
 
 def has_successor(
-    segment_ids: Integer[Array, "batch seq"], offset: int, context_parallel: ContextParallel | None = None
+    segment_ids: Integer[Array, "batch seq"], offset: int, context_parallel: SequenceSplit | None = None
 ) -> Bool[Array, "batch seq"]:
     """Returns True where token i + offset is in token i's document: [7 7 7 8 8 0], 1 -> [1 1 0 1 0 0].
 

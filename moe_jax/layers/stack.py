@@ -12,29 +12,31 @@ import jax.numpy as jnp
 from jax import lax
 
 from moe_jax.layers.passes import (
+    WHOLE_LAYER,
     Body,
     LayerArrays,
     Layers,
     Remat,
     SavedLayers,
+    WholeLayer,
     backward_loop,
     forward_loop,
     run_loops,
     take_layer,
 )
-from moe_jax.parallel.fsdp import LayerGather
 
 
 def run_layers(
-    body: Body, shared, per_layer, x, parameters, gather: LayerGather | None = None, accumulators=None, *, remat: Remat = False
+    body: Body, shared, per_layer, x, parameters, gather: WholeLayer = WHOLE_LAYER, accumulators=None, *, remat: Remat = False
 ):
     """Computes x, y[l] = body(shared, per_layer[l], x, parameters[l], accumulators[l]) for each layer l in turn.
 
     Returns the last x, and y stacked. Differentiable in x and parameters; each gradient has its argument's dtype. The residuals
     are the arrays that `body` needs of each layer; with `remat`, x alone. Memory is as with `lax.scan`.
 
-    With `gather`, inside `jax.shard_map`, `parameters` are a device's parts. While a layer computes, the parameters of the next
-    layer are gathered. In the backward pass, the gradients of the layer before also travel to the devices that keep the parts.
+    With a `gather` that moves, inside `jax.shard_map`, `parameters` are a device's parts. While a layer computes, the
+    parameters of the next layer are gathered. In the backward pass, the gradients of the layer before also travel to the
+    devices that keep the parts.
     With peer-to-peer copies (`parallel.collectives.hops`) both hide behind the layer.
 
     Args:
@@ -47,8 +49,6 @@ def run_layers(
       accumulators: arrays with the layers as leading axis. `body` gives each a gradient that is the array plus what was added
         to it (`kernels.experts.internal.Accumulators`); the gradients are written over the arrays.
     """
-    if gather is None:
-        gather = LayerGather.of_whole_layer(len(jax.tree.leaves(parameters)))
     return _run_layers(Layers(body, gather, remat), shared, per_layer, x, parameters, accumulators)
 
 

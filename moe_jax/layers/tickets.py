@@ -13,21 +13,18 @@ gradients. W is the pass of zero-bubble schedules (https://arxiv.org/abs/2401.10
 Operands are large: for Qwen3-30B-A3B 82 KiB a token and layer in bf16, 20 times x.
 """
 
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 from jax import lax
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from moe_jax.kernels.experts.deferred import ExpertProducts, add_expert_products
-from moe_jax.kernels.experts.fp8.dense import DenseCopies, fp8_matmul
 from moe_jax.kernels.experts.fused_vjp import Matrices
-from moe_jax.kernels.low_rank import Dropout, LowRank, low_rank_map
 from moe_jax.kernels.varying import vary_as
+from moe_jax.layers.linear import LinearProduct, TicketHolder, WeightTicket
+from moe_jax.layers.moe import EXPERT_MATRICES
 from moe_jax.layers.passes import (
     Chunk,
     LayerArrays,
@@ -43,57 +40,11 @@ from moe_jax.layers.passes import (
 )
 
 
-class WeightTicket(nnx.Variable):
-    """Arrays with the shapes of a product's operands (`LinearProduct` or `ExpertProducts`), which are its "gradient"."""
-
-
 class DeferredWeight(nnx.Variable):
     """A weight matrix that has a ticket; it has no gradient of its own."""
 
 
-class LinearProduct(NamedTuple):
-    """The operands of the gradient dW = dy^T x of a linear map y = x W^T."""
-
-    x: Float[Array, "*batch in"]
-    dy: Float[Array, "*batch out"]
-
-
 Product = LinearProduct | ExpertProducts
-
-EXPERT_MATRICES = ("gate_up_proj", "down_proj")
-"""The names of the matrices that share `ExpertProducts`, in the order of `Matrices`."""
-
-
-def is_expert_matrix(path: tuple) -> bool:
-    """Returns True for the path of a matrix of experts, as the names of modules and parameter."""
-    return path[-2:-1] == ("experts",) and path[-1] in EXPERT_MATRICES
-
-
-class TicketHolder(nnx.Module):
-    """A module with weight matrices, stacked along a leading axis of layers, that can take a ticket together.
-
-    A subclass names its matrices in `matrices` and describes the products in `products_like`.
-    """
-
-    matrices: tuple[str, ...] = ("weight",)
-    ticket: WeightTicket | None = None
-
-    def products_like(self, x: Float[Array, "*batch hidden"]) -> Product:
-        """Returns arrays like the operands of one layer's products, for tokens like x."""
-        raise NotImplementedError
-
-    def take_ticket(self, x: Float[Array, "*batch hidden"]) -> None:
-        """Defers the gradients of the matrices, for inputs with x's leading axes and dtype."""
-        like = jax.eval_shape(lambda x: vary_as(self.products_like(x), x), x)
-        for name in self.matrices:
-            matrix = getattr(self, name)
-            setattr(self, name, DeferredWeight(matrix[...]))
-        self.ticket = WeightTicket(unwritten(matrix.shape[0], like))
-
-    @property
-    def held_ticket(self) -> Any:
-        """The ticket's arrays; None without a ticket."""
-        return None if self.ticket is None else self.ticket.get_value()
 
 
 def defer_weight_gradients(layers: nnx.Module, x: Float[Array, "*batch hidden"]) -> None:
@@ -109,69 +60,16 @@ def defer_weight_gradients(layers: nnx.Module, x: Float[Array, "*batch hidden"])
     flat = jax.eval_shape(lambda x: x.reshape(-1, x.shape[-1]), x)
     for path, module in modules:
         if isinstance(module, TicketHolder):
-            module.take_ticket(flat if any(path[: len(block)] == block for block in flattening) else x)
+            _take_ticket(module, flat if any(path[: len(block)] == block for block in flattening) else x)
 
 
-class TicketedMatrix(NamedTuple):
-    """A matrix W [out, in], the arrays of its ticket, the change of an adapter and its dropout; None without these.
-
-    With `in_fp8` W multiplies in FP8, as copies that it may hold.
-    """
-
-    weight: Float[Array, "out in"]
-    ticket: LinearProduct | None
-    change: LowRank | None = None
-    dropout: Dropout | None = None
-    in_fp8: DenseCopies | None = None
-
-
-def linear_map(
-    x: Float[Array, "*batch in"], matrix: TicketedMatrix, out_dtype: DTypeLike | None = None
-) -> Float[Array, "*batch out"]:
-    """Computes x W^T, W with its change, in x's dtype; `out_dtype` is the result's dtype, by default x's.
-
-    Raises:
-      ValueError: a matrix with a ticket that multiplies in FP8.
-    """
-    if matrix.in_fp8 is not None:
-        if matrix.ticket is not None:
-            raise ValueError("weight tickets hold operands in bf16: take precision 'bf16', or a schedule without tickets")
-        y = fp8_matmul(x, matrix.weight, matrix.in_fp8)
-    elif matrix.ticket is not None:
-        return _with_ticket(x, matrix.weight, matrix.ticket, out_dtype)
-    else:
-        y = _linear_map(x, matrix.weight, out_dtype)
-    return y if matrix.change is None else y + low_rank_map(x, matrix.change, out_dtype, matrix.dropout)
-
-
-def linear_product_like(x: Float[Array, "*batch _"], matrix: nnx.Variable, out_dtype: DTypeLike) -> LinearProduct:
-    """Returns arrays like the operands of a (stacked) matrix's gradient, for tokens with x's leading axes and dtype."""
-    *_, num_out, num_in = matrix.shape
-    return LinearProduct(jnp.zeros((*x.shape[:-1], num_in), x.dtype), jnp.zeros((*x.shape[:-1], num_out), out_dtype))
-
-
-# The residuals are x and the weight, which is a parameter: a layer would keep a weight that is cast in a second array.
-@partial(jax.checkpoint, prevent_cse=False, static_argnums=2)
-def _linear_map(x: Array, weight: Array, out_dtype: DTypeLike | None) -> Array:
-    return jnp.einsum("...i,oi->...o", x, weight.astype(x.dtype), preferred_element_type=out_dtype)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _with_ticket(x: Array, weight: Array, ticket: LinearProduct, out_dtype: DTypeLike | None) -> Array:
-    return _linear_map(x, weight, out_dtype)
-
-
-def _with_ticket_forward(x: Array, weight: Array, ticket: LinearProduct, out_dtype: DTypeLike | None):
-    return _linear_map(x, weight, out_dtype), (x, weight)
-
-
-def _with_ticket_backward(out_dtype: DTypeLike | None, residuals: tuple[Array, Array], dy: Array):
-    x, weight = residuals
-    (dx,) = jax.linear_transpose(lambda x: _linear_map(x, weight, out_dtype), x)(dy)
-    return dx, None, LinearProduct(x, dy)
-
-
-_with_ticket.defvjp(_with_ticket_forward, _with_ticket_backward)
+def _take_ticket(module: TicketHolder, x: Float[Array, "*batch hidden"]) -> None:
+    """Defers the gradients of a module's matrices, for inputs with x's leading axes and dtype."""
+    like = jax.eval_shape(lambda x: vary_as(module.products_like(x), x), x)
+    for name in module.matrices:
+        matrix = getattr(module, name)
+        setattr(module, name, DeferredWeight(matrix[...]))
+    module.ticket = WeightTicket(unwritten(matrix.shape[0], like))
 
 
 class InputsRun(NamedTuple):

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from moe_jax.layers.passes import Remat
-from moe_jax.parallel.spread import ONE_DEVICE, Spread
+from moe_jax.layers.spread import ONE_DEVICE, OneDevice
 
 
 @dataclass(frozen=True)
@@ -13,9 +13,9 @@ class Execution:
     Attributes:
       remat: recompute each layer in the backward pass and keep only its input; "offload" keeps it in the host's memory.
       balanced_routing: deal tokens to experts in turn and ignore the router's choice. For benchmarks only.
-      spread: how the call is spread over devices, inside `jax.shard_map`.
+      spread: how the call is spread over devices; inside `jax.shard_map` a `parallel.Spread`.
     """
 
     remat: Remat = False
     balanced_routing: bool = False
-    spread: Spread = ONE_DEVICE
+    spread: OneDevice = ONE_DEVICE

@@ -17,7 +17,7 @@ from moe_jax.layers.fp8 import Fp8Copies
 from moe_jax.layers.lora import DropoutKey, Frozen
 from moe_jax.layers.moe import AccumulatedWeight, GradientAccumulator, PlaceInStack, StackedWeight
 from moe_jax.layers.paged import LayerPages
-from moe_jax.layers.passes import LayerArrays, Layers
+from moe_jax.layers.passes import WHOLE_LAYER, LayerArrays, Layers
 from moe_jax.layers.rope import RopeTables, rope_tables
 from moe_jax.layers.router import ExpertBias, Routing
 from moe_jax.layers.router_sums import RouterSums
@@ -26,7 +26,6 @@ from moe_jax.layers.stack import run_layers
 from moe_jax.layers.tickets import DeferredWeight, WeightTicket
 from moe_jax.models.execution import Execution
 from moe_jax.models.output import HiddenStates
-from moe_jax.parallel.fsdp import LayerGather
 from moe_jax.parallel.sequence.attention import ContextParallel
 
 
@@ -224,7 +223,7 @@ def stage_layers(stage: nnx.Module, number: int, inputs: LayerInputs, per_layer:
 
     # Adapters are whole on each device, and a stage may have none.
     is_frozen = bool(jax.tree.leaves(nnx.state(stage, Frozen)))
-    gather = None if spread.layer_gathers is None or is_frozen else spread.layer_gathers[number]
+    gather = None if is_frozen else spread.gather(number)
     if gather is not None and jax.tree.leaves(nnx.state(stage, WeightTicket)):
         if any(gather.gathers):
             raise ValueError(
@@ -232,8 +231,7 @@ def stage_layers(stage: nnx.Module, number: int, inputs: LayerInputs, per_layer:
             )
         # It has a place for each parameter, and matrices with tickets are none.
         gather = None
-    gather = gather or LayerGather.of_whole_layer(len(jax.tree.leaves(parameters)))
-    layers = Layers(layer, gather, execution.remat, whole_accumulators=bool(jax.tree.leaves(stacks)))
+    layers = Layers(layer, gather or WHOLE_LAYER, execution.remat, whole_accumulators=bool(jax.tree.leaves(stacks)))
     return StageLayers(layers, LayerArrays((inputs, stacks), (per_layer, others), parameters, accumulators))
 
 

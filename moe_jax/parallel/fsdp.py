@@ -25,6 +25,7 @@ from moe_jax.kernels.experts.fp8.quantise import GROUP, QuantisedMatrices, quant
 from moe_jax.kernels.experts.fp8.rounded import RoundedWeights, like_weights
 from moe_jax.kernels.precision import at_least_f32, widened
 from moe_jax.kernels.varying import varying_axes
+from moe_jax.layers.passes import WholeLayer
 from moe_jax.parallel.choices import Hops
 from moe_jax.parallel.collectives.hops import add_contributions, join_parts, send_contributions, send_part
 from moe_jax.parallel.collectives.sums import sum_scatter
@@ -36,7 +37,7 @@ parts lie). () if the array is whole on every device."""
 
 
 @dataclass(frozen=True)
-class LayerGather:
+class LayerGather(WholeLayer):
     """The all-gather of one layer's parameters and the reduce-scatter of their gradients, each in two halves: start and finish.
 
     A tree of the layer's parameters has leaves that are gathered and leaves that are whole on every device.
@@ -51,20 +52,11 @@ class LayerGather:
     in_fp8: frozenset[int] = frozenset()
     """The indices of gathered leaves that travel in FP8. Behind the gather each is a `RoundedWeights`."""
 
-    @classmethod
-    def of_whole_layer(cls, num_leaves: int) -> "LayerGather":
-        """Returns a gather that moves nothing, for a layer whose parameters are whole on every device."""
-        return cls(((),) * num_leaves, jnp.dtype(jnp.float32))
-
     def without(self, left_out: Sequence[bool]) -> "LayerGather":
         """Returns the gather of a layer without some of its leaves."""
         kept = [i for i, out in enumerate(left_out) if not out]
         in_fp8 = frozenset(place for place, i in enumerate(kept) if i in self.in_fp8)
         return replace(self, gathers=tuple(self.gathers[i] for i in kept), in_fp8=in_fp8)
-
-    def gather(self, parts) -> list[Any]:
-        """Gathers the full parameters from this device's parts; whole leaves are left out."""
-        return self.finish_gather(self.start_gather(parts))
 
     def start_gather(self, parts) -> list:
         """Starts the all-gather of the layer's parameters; `finish_gather` takes the result."""

@@ -2,20 +2,26 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
 
-from moe_jax.parallel.expert import ExpertParallel
+from moe_jax.kernels.experts.routing import int32_ids
+from moe_jax.kernels.varying import vary_as
+from moe_jax.layers.balance import Sequences
+from moe_jax.layers.spread import ONE_DEVICE as ONE_DEVICE
+from moe_jax.layers.spread import Exchange, OneDevice, Sums, check_experts
+from moe_jax.parallel.expert import ExpertParallel, expert_parallel_mlp
 from moe_jax.parallel.fsdp import LayerGather
+from moe_jax.parallel.mesh import axis_size
 from moe_jax.parallel.sequence.attention import ContextParallel
-
-Sums = TypeVar("Sums")
 
 
 @dataclass(frozen=True)
-class Spread:
-    """The parts of a call that lie on other devices. `Spread()` is a call on one device.
+class Spread(OneDevice):
+    """The parts of a call that lie on other devices. `Spread()` computes what `ONE_DEVICE` does.
 
     Attributes:
       expert: how tokens travel to the experts of other devices; None: every device holds all experts.
@@ -30,9 +36,36 @@ class Spread:
     mesh_axes: tuple[str, ...] = ()
 
     def sum(self, values: Sums) -> Sums:
-        """Sums every array of `values` over the devices of `mesh_axes`; returns `values` unchanged on one device."""
+        """Sums every array of `values` over the devices of `mesh_axes`; returns `values` unchanged without axes."""
         return jax.lax.psum(values, self.mesh_axes) if self.mesh_axes else values
 
+    def gather(self, stage: int) -> LayerGather | None:
+        """Returns the `LayerGather` of a stage's layers, by its index in `Decoder.stages`; None: their parameters are whole."""
+        return None if self.layer_gathers is None else self.layer_gathers[stage]
 
-ONE_DEVICE = Spread()
-"""A call on one device, which holds everything."""
+    def experts(
+        self, experts: Any, x: Float[Array, "tokens hidden"], routing: Any, valid: Any = None
+    ) -> tuple[Float[Array, "tokens hidden"], Exchange | None]:
+        """Sends the tokens to their experts; as `OneDevice.experts`, inside a `jax.shard_map` over the experts' axis.
+
+        Raises:
+          ValueError: the devices of the axis together do not hold the router's number of experts. Also experts with adapters
+            or tickets.
+          NameError: outside `shard_map` or in one whose mesh lacks the axis.
+        """
+        if self.expert is None:
+            return super().experts(experts, x, routing, valid)
+        for name, held in (("adapters", experts.adapter), ("weight tickets", experts.ticket)):
+            if held is not None:
+                raise ValueError(f"{name} need experts that lie on one device; these are split over several")
+        axis_name = self.expert.axis_name
+        check_experts(experts, routing, axis_size(axis_name), f"with axis_name={axis_name!r}")
+        (gate_up, down), layer = experts.matrices_of_device()
+        chosen = routing.experts
+        if valid is not None:
+            is_valid = valid.valid if isinstance(valid, Sequences) else valid
+            chosen = jnp.where(is_valid[:, None], int32_ids(chosen, len(routing.sums.expert_load)), -1)
+        options: dict[str, Any] = dict(accumulators=experts.accumulators, layer=layer, precision=experts.precision)
+        y, exchange = expert_parallel_mlp(x, gate_up, down, routing.weights, chosen, self.expert, **options)
+        # Typed as varying like the tokens, even where devices agree: a sum over the mesh takes one type for all its terms.
+        return y, vary_as(exchange, x)

@@ -8,8 +8,8 @@ from jaxtyping import Array, Float
 
 from moe_jax.layers.lora import has_adapters
 from moe_jax.layers.router import load_balancing_loss
+from moe_jax.layers.spread import OneDevice
 from moe_jax.models.decoder import Decoder
-from moe_jax.parallel.spread import Spread
 from moe_jax.preferences import losses
 from moe_jax.preferences.answers import AnswerSums, answer_log_probs, answer_sums, has_label, reference_log_probs
 from moe_jax.preferences.batches import KL
@@ -162,7 +162,7 @@ def parts_of_pairs(
     return parts
 
 
-def baseline_parts(log_ratios: Float[Array, "batch examples"], batch: Batch, spread: Spread, micro_batches: int) -> tuple:
+def baseline_parts(log_ratios: Float[Array, "batch examples"], batch: Batch, spread: OneDevice, micro_batches: int) -> tuple:
     """Returns KTO's baseline of a micro-batch, by its mismatched answers' log p/p_ref on all devices, and its part of `kl`."""
     present = batch["example"] >= 0
     summed, count = jnp.where(present, log_ratios, 0).sum(), present.sum().astype(jnp.float32)

@@ -12,11 +12,12 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from moe_jax.generation.devices import AXES, devices_of, generation_mesh
-from moe_jax.layers.tickets import is_expert_matrix
+from moe_jax.layers.moe import is_expert_matrix
+from moe_jax.layers.spread import ONE_DEVICE, OneDevice
 from moe_jax.models.decoder import Decoder
 from moe_jax.parallel.expert import ExpertParallel
 from moe_jax.parallel.layout import parameter_path
-from moe_jax.parallel.spread import ONE_DEVICE, Spread
+from moe_jax.parallel.spread import Spread
 
 ROWS = PartitionSpec(AXES)
 """Splits the first axis over all devices."""
@@ -67,7 +68,7 @@ def splits_experts(mesh: Mesh | None) -> bool:
     return mesh is not None and mesh.shape["expert"] > 1
 
 
-def spread_on(mesh: Mesh | None) -> Spread:
+def spread_on(mesh: Mesh | None) -> OneDevice:
     """Returns the spread of calls of layers in a program of `on_each`."""
     return Spread(expert=ExpertParallel()) if splits_experts(mesh) else ONE_DEVICE
 

@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt
 
+from moe_jax.kernels import target
 from moe_jax.kernels.attention.paged import PAGE_SIZE
-from moe_jax.kernels.hopper import target
 from moe_jax.layers.paged import LayerPages, PagedAttend, empty_pages
 from moe_jax.models.forward import LayerInputs, layer_inputs
 from moe_jax.serving.batch import (

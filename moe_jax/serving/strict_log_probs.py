@@ -13,7 +13,7 @@ from moe_jax.layers.paged import PagedAttend, TokenPlaces, empty_pages
 from moe_jax.layers.segments import has_successor, segment_positions
 from moe_jax.models.decoder import Decoder
 from moe_jax.models.inputs import check_shapes
-from moe_jax.parallel.spread import ONE_DEVICE
+from moe_jax.parallel.spread import ONE_DEVICE, Spread
 from moe_jax.serving.prompts import PIECE_TOKENS, piece_scores
 from moe_jax.serving.strict import check_strict, strict_layers
 from moe_jax.serving.weights import frame_of, head_of, layers_of, take_apart
@@ -85,7 +85,7 @@ def strict_log_probs(
         or, where the ids are known, more segments than `max_segments`.
     """
     check_strict(model)
-    if model.execution.spread != ONE_DEVICE:
+    if model.execution.spread not in (ONE_DEVICE, Spread()):
         raise ValueError("strict_log_probs computes on one device; on several, use train.log_probs")
     check_shapes(model.config, tokens, None, segment_ids, None, None)
     if segment_ids is None:

@@ -17,9 +17,8 @@ from moe_jax.config import ModelConfig
 from moe_jax.kernels.experts.choose_backend import ENVIRONMENT_VARIABLE, is_mosaic_allowed
 from moe_jax.kernels.experts.fp8.precision import Precision
 from moe_jax.layers.lora import Adapter, Frozen, beside_head, has_adapters, wider_head
-from moe_jax.layers.moe import Experts
+from moe_jax.layers.moe import Experts, is_expert_matrix
 from moe_jax.layers.quantised import Quantised, is_quantised
-from moe_jax.layers.tickets import is_expert_matrix
 from moe_jax.models.decoder import Decoder
 
 

@@ -23,9 +23,9 @@ from moe_jax.kernels import cross_entropy
 from moe_jax.layers.router import load_balancing_loss, router_z_loss, sequence_balance_loss
 from moe_jax.layers.router_sums import RouterSums
 from moe_jax.layers.segments import has_successor, shift_left
+from moe_jax.layers.spread import OneDevice
 from moe_jax.models.decoder import Decoder
 from moe_jax.models.output import HiddenStates
-from moe_jax.parallel.spread import Spread
 from moe_jax.train.batch import Batch, as_divisor
 
 
@@ -141,7 +141,7 @@ def loss_of_states(
     )
 
 
-def _parts(model: Decoder, states: HiddenStates, labels, mask, spread: Spread) -> LossParts:
+def _parts(model: Decoder, states: HiddenStates, labels, mask, spread: OneDevice) -> LossParts:
     """Returns the parts of the model's hidden states, or of one module's, summed over devices."""
     hidden = states.hidden.reshape(-1, states.hidden.shape[-1])
     mask = mask if jnp.issubdtype(mask.dtype, jnp.floating) else mask != 0

@@ -16,8 +16,8 @@ from hf_reference import load_ours, reference
 from moe_jax.adapters import LoraSettings, add_lora, load_adapter, save_adapter
 from moe_jax.adapters.source import CONFIG_FILE
 from moe_jax.kernels.low_rank import Dropout, LowRank
+from moe_jax.layers.linear import TicketedMatrix, linear_map
 from moe_jax.layers.lora import Adapter, draw_dropout
-from moe_jax.layers.tickets import TicketedMatrix, linear_map
 from moe_jax.models.execution import Execution
 from moe_jax.train import NextToken, gradients_fn, init_state, make_train_step
 from moe_jax.train.objective import as_objective

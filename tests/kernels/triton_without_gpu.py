@@ -14,9 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from moe_jax.kernels import target
 from moe_jax.kernels.experts import triton as ours
 from moe_jax.kernels.experts.triton import launch
-from moe_jax.kernels.hopper import target
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs the package triton")
 

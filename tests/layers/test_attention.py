@@ -92,7 +92,7 @@ def transformers_config(**sizes):
     return config
 
 
-def test_a_head_without_norms_biases_or_sinks_has_no_parameters_of_them():
+def test_a_plain_head_has_four_matrices_alone():
     class PlainConfig(SinksConfig):
         mixer = replace(CONFIG.mixer, biases=False, sinks=False)
 

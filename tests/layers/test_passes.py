@@ -10,6 +10,7 @@ import seeds
 from h200 import needs_compiler, run_script, scopes_beside_copies
 
 from moe_jax.layers.passes import (
+    WHOLE_LAYER,
     LayerArrays,
     Layers,
     backward_loop,
@@ -19,7 +20,6 @@ from moe_jax.layers.passes import (
     run_pass,
     run_together,
 )
-from moe_jax.parallel.fsdp import LayerGather
 
 LAYERS, WIDTH = 3, 8
 
@@ -33,7 +33,7 @@ def a_stack(rng, remat=True, layers=LAYERS):
     """Returns layers, their arrays, and an input."""
     w = jnp.asarray(rng.normal(size=(layers, WIDTH, WIDTH)), jnp.float32)
     arrays = LayerArrays(jnp.float32(0.3), jnp.arange(layers), w)
-    return Layers(body, LayerGather.of_whole_layer(1), remat), arrays, jnp.asarray(rng.normal(size=(5, WIDTH)), jnp.float32)
+    return Layers(body, WHOLE_LAYER, remat), arrays, jnp.asarray(rng.normal(size=(5, WIDTH)), jnp.float32)
 
 
 @pytest.mark.parametrize("remat", [False, True])

@@ -25,7 +25,7 @@ def model():
     return hybrid()
 
 
-def test_two_periods_are_one_stage_whose_parameters_are_stacked_by_place(model):
+def test_two_periods_are_one_stage_stacked_by_place(model):
     (stage,) = model.config.stages
     assert (stage.repeats, len(stage.body), stage.num_layers) == (2, 3, 6)
     (kinds,) = [[type(layer.self_attn).__name__ for layer in body.places] for body in model.stages]

@@ -10,7 +10,6 @@ import tiny
 from flax import nnx
 
 from moe_jax.models.execution import Execution
-from moe_jax.parallel.spread import Spread
 from moe_jax.recipes import finetune
 from moe_jax.train import (
     init_state,
@@ -96,7 +95,7 @@ def test_means_over_micro_batches():
     batch = {"tokens": jnp.ones((4, 3), jnp.int32), "reward": jnp.asarray([1.0, 2.0, 3.0, 6.0])}
     _, metrics = one_step(batch, loss=loss, gradient_accumulation=2, remat=False)
     assert float(metrics["reward"]) == 3 and float(metrics["loss"]) == 6 and "num_labels" not in metrics
-    assert seen == {"execution": Execution(remat=False, spread=Spread()), "shapes": {"tokens": (2, 3), "reward": (2,)}}
+    assert seen == {"execution": Execution(remat=False), "shapes": {"tokens": (2, 3), "reward": (2,)}}
 
 
 @pytest.mark.parametrize(

@@ -19,9 +19,8 @@ from moe_jax.adapters import LoraSettings, add_lora
 from moe_jax.adapters.merge import with_zero_changes
 from moe_jax.kernels.experts import mosaic
 from moe_jax.layers.lora import Frozen, freeze
-from moe_jax.layers.moe import Experts
+from moe_jax.layers.moe import EXPERT_MATRICES, Experts
 from moe_jax.layers.quantised import INT4_VALUES, BlockScaled, FourBits
-from moe_jax.layers.tickets import EXPERT_MATRICES
 from moe_jax.serving.engine import Engine
 from moe_jax.serving.limits import EngineLimits
 from moe_jax.serving.request import SamplingOptions

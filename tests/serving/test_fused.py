@@ -15,9 +15,8 @@ from moe_jax.kernels.attention.paged import paged_attention
 from moe_jax.kernels.decode import experts
 from moe_jax.layers import paged
 from moe_jax.layers.lora import Frozen
-from moe_jax.layers.moe import Experts
+from moe_jax.layers.moe import EXPERT_MATRICES, Experts
 from moe_jax.layers.quantised import BlockScaled
-from moe_jax.layers.tickets import EXPERT_MATRICES
 from moe_jax.serving import fused
 from moe_jax.serving import step as step_module
 from moe_jax.serving.batch import StepShape, empty_rows, packed

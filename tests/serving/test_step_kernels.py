@@ -19,7 +19,7 @@ import moe_jax
 from moe_jax.config import NAMED_CONFIGS
 from moe_jax.layers.lora import Frozen
 from moe_jax.layers.quantised import BlockScaled
-from moe_jax.layers.tickets import EXPERT_MATRICES
+from moe_jax.layers.moe import EXPERT_MATRICES
 from moe_jax.serving.step import initial_state, step
 from moe_jax.serving.batch import StepShape, empty_rows, packed
 from moe_jax.serving.weights import take_apart
@@ -102,7 +102,7 @@ from flax import nnx
 import moe_jax
 from moe_jax.config import NAMED_CONFIGS
 from moe_jax.parallel.layout import parameter_path
-from moe_jax.layers.tickets import is_expert_matrix
+from moe_jax.layers.moe import is_expert_matrix
 from moe_jax.serving.placement import ROWS, on_each, rows_like
 from moe_jax.serving.step import initial_state, step
 from moe_jax.serving.batch import StepShape, empty_rows, packed

@@ -16,8 +16,7 @@ from jaxtyping import Array, Float, Int, Integer
 
 from moe_jax.kernels.attention.online_softmax import PartialAttention
 from moe_jax.kernels.experts.choose_backend import ENVIRONMENT_VARIABLE, splitting_refusal
-from moe_jax.kernels.hopper.target import is_interpreted
-from moe_jax.kernels.precision import at_least_f32
+from moe_jax.kernels.target import is_interpreted
 
 _logger = logging.getLogger(__name__)
 
@@ -157,7 +156,7 @@ def _masked_attention(q: Array, k: Array, v: Array, visible: Array, scale: float
     """Computes attention of all queries at once under `visible` [batch, queries, keys]: (out, lse) or (out,)."""
     kv_heads = k.shape[2]
     grouped = q.reshape(*q.shape[:2], kv_heads, q.shape[2] // kv_heads, q.shape[3])
-    accumulate = at_least_f32(q.dtype)
+    accumulate = jnp.promote_types(q.dtype, jnp.float32)
     scores = jnp.einsum("bqhgd,bkhd->bhgqk", grouped, k, preferred_element_type=accumulate) * scale
     # A finite minimum, not -inf: a row with no visible key stays free of NaN in both passes.
     scores = jnp.where(visible[:, None, None], scores, jnp.finfo(accumulate).min)

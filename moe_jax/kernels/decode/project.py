@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from moe_jax.kernels.hopper import target
+from moe_jax.kernels import target
 from moe_jax.kernels.hopper.mainloop import TileShape
 from moe_jax.kernels.hopper.pipeline import WGMMA_ROWS
 from moe_jax.kernels.split_matmul import refusal, split_matmul, stages_of

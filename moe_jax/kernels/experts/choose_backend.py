@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from moe_jax.kernels.experts.backends import BACKENDS, implementation
-from moe_jax.kernels.hopper.target import compute_capability
+from moe_jax.kernels.target import compute_capability
 
 ENVIRONMENT_VARIABLE = "MOE_JAX_BACKEND"
 

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Integer
 
+from moe_jax.kernels import target
 from moe_jax.kernels.experts.backends import OuterPart, grouped_outer_of_parts, implementation
 from moe_jax.kernels.experts.fp8 import backends as fp8_backends
 from moe_jax.kernels.experts.fp8.kept import KeptRows
@@ -26,10 +27,8 @@ from moe_jax.kernels.experts.fp8.passes import (
 )
 from moe_jax.kernels.experts.fp8.quantise import QuantisedRows
 from moe_jax.kernels.experts.fp8.rounded_tokens import RoundedTokens
-from moe_jax.kernels.experts.routing import Plan, of_layer, plan, plan_of_few, rows_of_pairs, wide_ids
+from moe_jax.kernels.experts.routing import Plan, of_layer, plan, plan_of_few, rows_of_pairs, sum_of_choices, wide_ids
 from moe_jax.kernels.experts.separate_vjps import down_of_shares, dx_of_shares, gate_up_gradients, weight_of_row
-from moe_jax.kernels.experts.xla import sum_of_choices
-from moe_jax.kernels.hopper import target
 from moe_jax.kernels.precision import at_least_f32, widened
 from moe_jax.kernels.varying import vary_as
 

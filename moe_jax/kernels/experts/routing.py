@@ -5,8 +5,9 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int, Integer, Num
+from jaxtyping import Array, Bool, Float, Int, Integer, Num
 
+from moe_jax.kernels.precision import sum_in_order, widened
 from moe_jax.kernels.varying import refuse_explicit_axes
 
 PAIRS_TO_COMPARE = 2048
@@ -231,6 +232,13 @@ def rows_of_pairs(rows: Num[Array, "rows ..."], plan: Plan, tokens: slice = slic
     # All choices without a computed row read row 0. In expert parallelism they are the majority: their experts live elsewhere.
     pairs = rows.at[jnp.where(is_computed, row_of_pair, 0)].get(mode="promise_in_bounds")
     return jnp.where(is_computed.reshape(is_computed.shape + (1,) * (rows.ndim - 1)), pairs, 0)
+
+
+def sum_of_choices(
+    pairs: Float[Array, "tokens k features"], weights: Float[Array, "tokens k"] | None
+) -> Float[Array, "tokens features"]:
+    """Computes sum_k weights[t, k] * pairs[t, k] from the first choice to the last, in pairs' dtype; default weights are 1."""
+    return sum_in_order(pairs if weights is None else widened(weights)[:, :, None] * pairs, axis=1)
 
 
 def _check(topk_experts: Integer[Array, "tokens k"], **counts: int | None) -> None:

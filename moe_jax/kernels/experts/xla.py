@@ -18,8 +18,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from moe_jax.kernels.experts.activation import gated_silu, gated_silu_backward
-from moe_jax.kernels.experts.routing import Plan, of_own_layer, rows_of_pairs
-from moe_jax.kernels.precision import at_least_f32, sum_in_order, widened
+from moe_jax.kernels.experts.routing import Plan, of_own_layer, rows_of_pairs, sum_of_choices
+from moe_jax.kernels.precision import widened
 from moe_jax.kernels.varying import vary_as
 
 ROW_ALIGNMENT = 1
@@ -206,13 +206,6 @@ def token_sums(
     return sum_of_choices(summands, None if weights is None else weights[own]).astype(rows.dtype)
 
 
-def sum_of_choices(
-    pairs: Float[Array, "tokens k features"], weights: Float[Array, "tokens k"] | None
-) -> Float[Array, "tokens features"]:
-    """Computes sum_k weights[t, k] * pairs[t, k] from the first choice to the last, in pairs' dtype; default weights are 1."""
-    return sum_in_order(pairs if weights is None else widened(weights)[:, :, None] * pairs, axis=1)
-
-
 def grouped_outer(
     a: Float[Array, "a_sources n"],
     b: Float[Array, "b_sources m"],
@@ -236,7 +229,7 @@ def grouped_outer(
     if num_rows == 0:
         return jnp.zeros((num_experts, n, m), dtype) if accumulate_into is None else accumulate_into
     take_a, take_b = taker(a, a_source_of_row, num_rows), taker(b, b_source_of_row, num_rows)
-    sum_bytes = at_least_f32(a.dtype).itemsize
+    sum_bytes = jnp.promote_types(a.dtype, jnp.float32).itemsize
 
     direct_rows, height = _direct_rows(num_rows, num_experts), _block_height(num_rows, num_experts)
     first_block, block_expert, block_start, block_end = _overflow_blocks(plan, direct_rows, height, 1)
@@ -271,7 +264,7 @@ def grouped_outer(
 
 def _batched_dot(a: Array, b: Array, contract: tuple[tuple[int, ...], tuple[int, ...]]) -> Array:
     """Multiplies matrices batched over the leading axis, summed in at least f32."""
-    return jax.lax.dot_general(a, b, (contract, ((0,), (0,))), preferred_element_type=at_least_f32(a.dtype))
+    return jax.lax.dot_general(a, b, (contract, ((0,), (0,))), preferred_element_type=jnp.promote_types(a.dtype, jnp.float32))
 
 
 def taker(x: Array, source_of_row: Array | None, num_rows: int) -> Callable[[Array, Array, int], Array]:

@@ -14,7 +14,7 @@ from typing import Any
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
-from moe_jax.kernels.hopper.target import is_interpreted
+from moe_jax.kernels.target import is_interpreted
 
 INTERPRETED_BLOCKS = 2
 """Thread blocks of a kernel. The interpreter runs one after the other; of two, neither has all tiles."""

@@ -10,7 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
-from moe_jax.kernels.hopper import target
+from moe_jax.kernels import target
 from moe_jax.kernels.hopper.interpreter import INTERPRETED_BLOCKS, interpret, is_interpreted
 from moe_jax.kernels.varying import vary_as, varying_axes
 

@@ -4,8 +4,6 @@ Tokens travel to the devices that hold their experts, and outputs travel home. T
 no room in it take further ones (`rounds`). Choices of shadow experts (`shadow`) take no part in this exchange.
 """
 
-from typing import NamedTuple
-
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, Integer
@@ -21,6 +19,7 @@ from moe_jax.kernels.experts.internal import Accumulators, TokenPart, experts_ml
 from moe_jax.kernels.experts.routing import int32_ids
 from moe_jax.kernels.shapes import check_experts_mlp
 from moe_jax.kernels.varying import vary_as
+from moe_jax.layers.spread import Exchange
 from moe_jax.parallel.expert.exchange_plan import plan_exchange
 from moe_jax.parallel.expert.inputs import Choices, ExpertInputs, HeldExperts, held_experts
 from moe_jax.parallel.expert.one_round import first_round
@@ -29,20 +28,6 @@ from moe_jax.parallel.expert.routes import further_rounds, in_first_round, owner
 from moe_jax.parallel.expert.settings import ExpertParallel
 from moe_jax.parallel.expert.shadow import compute_shadows
 from moe_jax.parallel.mesh import axis_size
-
-
-class Exchange(NamedTuple):
-    """Counts of one exchange on this device. They differ between the devices of the axis unless they are summed over it."""
-
-    num_dropped: Int[Array, ""]
-    """Choices of this device's tokens that no expert computed, because a buffer was full; 0 unless `drop` is set."""
-    num_rounds: Int[Array, ""]
-    """Rounds of the exchange: 1 plus the further rounds. All devices of the axis have the same number."""
-    num_shadows: Int[Array, ""]
-    """Experts that were copied to all devices of the axis; 0 unless `shadow_experts` is set.
-
-    All devices have the same number, although its type under `check_vma` says that it may vary.
-    """
 
 
 def expert_parallel_mlp(

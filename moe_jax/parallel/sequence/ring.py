@@ -43,28 +43,14 @@ from jaxtyping import Array, Float, Int
 
 from moe_jax.kernels.attention import partial as partial_attention
 from moe_jax.kernels.precision import widened
+from moe_jax.layers.attend import KV, Expand, keys_and_values
+from moe_jax.layers.attend import Expansion as Expansion
 from moe_jax.parallel.choices import Hops
 from moe_jax.parallel.collectives.hops import hop
 from moe_jax.parallel.sequence.layouts import Layout, join_in_order, split_in_order, token_indices, tokens_before
 
-KV = tuple[Float[Array, "batch seq ..."], ...]
-"""k and v, or the smaller arrays that an `Expand` makes them of."""
-
 Message = tuple[Float[Array, "..."], ...]
 """Arrays that travel together: a `KV`, or all its numbers in one array."""
-
-Expand = Callable[..., tuple[Array, Array]]
-"""(k, v) = expand(weights, *kv), for each token alone. Its gradients are taken by `jax.vjp`."""
-
-
-class Expansion(NamedTuple):
-    """Makes keys and values of smaller arrays: (k, v) = expand(weights, *kv)."""
-
-    expand: Expand
-    """Closes over no array."""
-    weights: Any
-    """A pytree of arrays, the same on all devices of the axis."""
-
 
 MAX_KEY_BYTES_PER_STEP = 2**28
 """Upper bound on the bytes of other devices' k and v in one ring step with peer-to-peer copies. A step holds one device's keys
@@ -154,12 +140,6 @@ class SequenceRing:
 def devices_per_ring_step(size: int, hops: Hops) -> int:
     """Returns the largest number of other devices in a ring step, if one device has `size` bytes of k and v."""
     return max(1, MAX_KEY_BYTES_PER_STEP // max(1, size)) if hops == "copies" else 1
-
-
-def keys_and_values(expand: Expand | None, weights, kv: KV) -> tuple[Array, Array]:
-    """Returns (k, v) = expand(weights, *kv); without `expand`, `kv` are keys and values already."""
-    k, v = kv if expand is None else expand(weights, *kv)
-    return k, v
 
 
 class AttentionResiduals(NamedTuple):

@@ -5,10 +5,11 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
+from moe_jax.kernels import target
 from moe_jax.kernels.experts import choose_backend as backend
 from moe_jax.kernels.experts import mosaic, triton, xla
 from moe_jax.kernels.experts.backends import implementation
-from moe_jax.kernels.hopper import interpreter, target
+from moe_jax.kernels.hopper import interpreter
 
 LAYER = (jnp.bfloat16, 128, 64)
 

@@ -28,6 +28,7 @@ from jax.sharding import AbstractDevice, AbstractMesh
 from triton_without_gpu import compiled_without_spills, needs_triton, pretend_hopper, recorded_calls
 
 from moe_jax import kernels
+from moe_jax.kernels import target
 from moe_jax.kernels.experts import choose_backend as backend
 from moe_jax.kernels.experts import triton as ours
 from moe_jax.kernels.experts import xla
@@ -35,7 +36,6 @@ from moe_jax.kernels.experts.adapted import ExpertsAdapter, experts_mlp_adapted
 from moe_jax.kernels.experts.internal import Accumulators, experts_mlp_accumulating
 from moe_jax.kernels.experts.routing import plan
 from moe_jax.kernels.experts.triton import launch
-from moe_jax.kernels.hopper import target
 from moe_jax.kernels.low_rank import LowRank, RowsChange
 
 ROUTINGS = ["random", "one_takes_all", "half_empty", "some_nobody", "nobody"]

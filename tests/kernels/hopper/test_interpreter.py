@@ -14,7 +14,7 @@ from lowered import H200
 
 from moe_jax.kernels.hopper.interpreter import interpret, is_interpreted, operand_staging
 from moe_jax.kernels.hopper.launch import grid_size, launch
-from moe_jax.kernels.hopper.target import compute_capability
+from moe_jax.kernels.target import compute_capability
 
 needs_interpreter = pytest.mark.skipif(not is_interpreted(), reason="the kernels run on this GPU")
 

@@ -17,7 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from moe_jax.kernels.hopper.interpreter import is_interpreted
 from moe_jax.kernels.hopper.launch import launch
 from moe_jax.kernels.hopper.pipeline import ATTENTION_REGISTERS, CONSUMERS, Pipeline, run_roles
-from moe_jax.kernels.hopper.target import compute_capability
+from moe_jax.kernels.target import compute_capability
 
 STAGES = 2
 ROWS, COLUMNS = 8, 128

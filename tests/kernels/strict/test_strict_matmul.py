@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import seeds
 
-from moe_jax.kernels.hopper import target
+from moe_jax.kernels import target
 from moe_jax.kernels.hopper.interpreter import is_interpreted
 from moe_jax.kernels.hopper.mainloop import TileShape
 from moe_jax.kernels.split_matmul import split_matmul

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 from meshes import make_mesh, relative_error
 
 from moe_jax.kernels import attention
+from moe_jax.layers.attend import Expansion
 from moe_jax.layers.segments import segment_positions
 from moe_jax.parallel import ContextParallel, context_attention, shard_sequence, starts_of_segments, unshard_sequence
 from moe_jax.parallel.sequence import ring
@@ -171,7 +172,7 @@ def test_latents_travel(devices, layout, method, hops, travels):
         return attention(q, k, v, scale=SCALE, query_segment_ids=runs, key_segment_ids=runs)
 
     def local(q, latents, k_shared, weight, ids):
-        parallel, expansion = ContextParallel(layout=layout, method=method, hops=hops), ring.Expansion(expand, weight)
+        parallel, expansion = ContextParallel(layout=layout, method=method, hops=hops), Expansion(expand, weight)
         options = dict(scale=SCALE, parallel=parallel, segment_starts=parallel.starts_of_segments(ids))
         return context_attention(q, latents, k_shared, expansion=expansion, **options)
 
@@ -216,7 +217,7 @@ def test_weights_without_gradients(method):
         return k[:, :, None], k[:, :, None]
 
     def local(factor, q, latents):
-        expansion = ring.Expansion(expand, (factor, codes, jnp.ones(2, jnp.uint32)))
+        expansion = Expansion(expand, (factor, codes, jnp.ones(2, jnp.uint32)))
         return context_attention(q, latents, scale=SCALE, parallel=ContextParallel(method=method), expansion=expansion)
 
     on_mesh = jax.shard_map(local, mesh=make_mesh(context=2), in_specs=(P(), SHARDED, SHARDED), out_specs=SHARDED)
@@ -267,7 +268,7 @@ def test_errors(change, message):
     length, kv_heads, arrays = (change.pop(name, default) for name, default in (("local", 4), ("kv_heads", 2), ("kv", 2)))
     how = {name: change.pop(name) for name in ("layout", "method", "hops") if name in change}
     if "expand" in change:
-        change["expansion"] = ring.Expansion(change.pop("expand"), change.pop("weights", ()))
+        change["expansion"] = Expansion(change.pop("expand"), change.pop("weights", ()))
 
     def local(_):
         q, k = (jnp.zeros((1, length, heads, WIDTH)) for heads in (8, kv_heads))

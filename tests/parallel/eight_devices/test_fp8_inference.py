@@ -17,8 +17,8 @@ from moe_jax.checkpoint.hf_load import from_pretrained
 from moe_jax.cli import main
 from moe_jax.config import NAMED_CONFIGS
 from moe_jax.kernels import Precision, experts_mlp, quantise_matrices
+from moe_jax.layers.moe import EXPERT_MATRICES
 from moe_jax.layers.quantised import BlockScaled, is_quantised
-from moe_jax.layers.tickets import EXPERT_MATRICES
 from moe_jax.parallel import ExpertParallel, expert_parallel_mlp
 from moe_jax.parallel.layout import quantised_sharding
 from moe_jax.serving import Engine, EngineLimits, SamplingOptions

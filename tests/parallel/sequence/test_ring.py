@@ -14,10 +14,11 @@ from jax.sharding import PartitionSpec as P
 from lowered import num_kernels
 
 from moe_jax.config import NAMED_CONFIGS
+from moe_jax.layers.attend import Expansion
 from moe_jax.layers.latent_attention import expand
-from moe_jax.layers.tickets import TicketedMatrix
+from moe_jax.layers.linear import TicketedMatrix
 from moe_jax.parallel import ContextParallel, context_attention
-from moe_jax.parallel.sequence.ring import Expansion, devices_per_ring_step
+from moe_jax.parallel.sequence.ring import devices_per_ring_step
 
 
 @pytest.mark.thorough

@@ -15,6 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from moe_jax.kernels import target
 from moe_jax.kernels.attention.mosaic.consumer import LOWEST
 from moe_jax.kernels.attention.paged.blocks import (
     WHOLE,
@@ -31,11 +32,10 @@ from moe_jax.kernels.attention.paged.blocks import (
 from moe_jax.kernels.attention.paged.heads import attend_blocks
 from moe_jax.kernels.attention.paged.latents import ROTARY_COLUMNS, attend_latents
 from moe_jax.kernels.attention.paged.prompts import attend_prompts, most_tiles, takes_group
-from moe_jax.kernels.hopper import target
 from moe_jax.kernels.hopper.interpreter import is_interpreted
 from moe_jax.kernels.hopper.launch import WARPGROUP_THREADS, launch
 from moe_jax.kernels.hopper.pipeline import WGMMA_ROWS
-from moe_jax.kernels.hopper.target import compute_capability
+from moe_jax.kernels.target import compute_capability
 
 SPLIT_PAGES = 8
 """Pages of a split: 512 keys."""

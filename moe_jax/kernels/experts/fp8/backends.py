@@ -56,6 +56,7 @@ def resolve_fp8_backend(name: str | None, dtype: jnp.dtype, hidden: int, inter: 
     return Fp8Backend(sums, matmuls)
 
 
+@functools.cache
 def implementation(matmuls: str) -> ModuleType:
     """Returns the module of `Fp8Backend.matmuls`, imported on first use as by `experts.backends.implementation`."""
     return import_module(f"moe_jax.kernels.experts.fp8.{matmuls}")

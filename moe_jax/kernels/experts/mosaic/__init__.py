@@ -26,8 +26,8 @@ from moe_jax.kernels.experts.routing import Plan, int32_ids, is_an_expert, of_ow
 from moe_jax.kernels.hopper.interpreter import is_interpreted
 from moe_jax.kernels.hopper.mainloop import ROW_ALIGNMENT, TileShape
 from moe_jax.kernels.hopper.pipeline import SHARED_MEMORY
-from moe_jax.kernels.hopper.target import compute_capability
 from moe_jax.kernels.low_rank import RowsChange
+from moe_jax.kernels.target import compute_capability
 
 __all__ = [
     "ROW_ALIGNMENT",

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from moe_jax.kernels.hopper import target
+from moe_jax.kernels import target
 from moe_jax.kernels.varying import vary_as
 
 

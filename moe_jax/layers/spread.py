@@ -1,0 +1,74 @@
+"""The devices of one call of a model, as layers see them: `OneDevice` here; `parallel.Spread` overrides it for a mesh."""
+
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeVar
+
+from jaxtyping import Array, Float, Int
+
+Sums = TypeVar("Sums")
+
+
+class Exchange(NamedTuple):
+    """Counts of one exchange on this device. They differ between the devices of the axis unless they are summed over it."""
+
+    num_dropped: Int[Array, ""]
+    """Choices of this device's tokens that no expert computed, because a buffer was full; 0 unless `drop` is set."""
+    num_rounds: Int[Array, ""]
+    """Rounds of the exchange: 1 plus the further rounds. All devices of the axis have the same number."""
+    num_shadows: Int[Array, ""]
+    """Experts that were copied to all devices of the axis; 0 unless `shadow_experts` is set.
+
+    All devices have the same number, although its type under `check_vma` says that it may vary.
+    """
+
+
+@dataclass(frozen=True)
+class OneDevice:
+    """A call on one device, which holds everything. `parallel.Spread` gives the attributes other values, and describes them."""
+
+    expert: Any = field(default=None, init=False)
+    context: Any = field(default=None, init=False)
+    layer_gathers: Any = field(default=None, init=False)
+    mesh_axes: tuple[str, ...] = field(default=(), init=False)
+
+    def sum(self, values: Sums) -> Sums:
+        """Sums every array of `values` over the devices of `mesh_axes`; returns `values` unchanged on one device."""
+        return values
+
+    def gather(self, stage: int) -> Any:
+        """Returns the `LayerGather` of a stage's layers, by its index in `Decoder.stages`; None: their parameters are whole."""
+        return None
+
+    def experts(
+        self, experts: Any, x: Float[Array, "tokens hidden"], routing: Any, valid: Any = None
+    ) -> tuple[Float[Array, "tokens hidden"], Exchange | None]:
+        """Returns the weighted sum of each token's experts, and the counts of an exchange with other devices' experts.
+
+        Args:
+          experts: the `layers.Experts` of this device.
+          routing: the `layers.Routing` of the tokens, to the experts of all devices.
+          valid: as in `MoE`. On several devices a token that is not valid goes to no expert.
+
+        Raises:
+          ValueError: the devices together do not hold the router's number of experts.
+        """
+        check_experts(experts, routing, 1, "without spread.expert")
+        return experts(x, routing.weights, routing.experts), None
+
+
+ONE_DEVICE = OneDevice()
+"""A call on one device, which holds everything."""
+
+
+def check_experts(experts: Any, routing: Any, devices: int, how: str) -> None:
+    """Compares the experts of all devices with the router's: choices of experts that no device holds would add nothing.
+
+    Raises:
+      ValueError: the numbers differ. `how` says how the devices share the experts.
+    """
+    num_experts, held = len(routing.sums.expert_load), experts.gate_up_proj.shape[-3]
+    if devices * held != num_experts:
+        raise ValueError(
+            f"the router chooses among {num_experts} experts; {how}, the devices hold {devices} x {held}: spread.expert "
+            "must name the mesh axis over which the experts are split, and be None where each device holds them all"
+        )
