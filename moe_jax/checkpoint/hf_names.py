@@ -27,7 +27,7 @@ Index = tuple[int | slice, ...]
 class HfTensor:
     """The tensor `name` of a checkpoint: it has `shape` and is `parameters[path][index]`; index () is the whole parameter.
 
-    The index of a stacked parameter begins with the layer's place in its stage. A tensor that is not `trained` has no gradient.
+    The index of a stacked parameter begins with the layer's row. A tensor that is not `trained` has no gradient.
     A `copy` repeats a tensor of another name: it is written, and not read.
     """
 
@@ -111,18 +111,25 @@ def _layers(config: ModelConfig) -> Iterator[tuple[int, list[tuple[tuple, int, n
     """Yields each layer's index and its parameters: their paths, its row in them, and the stacked parameters themselves."""
 
     def place(parameter: tuple[tuple, nnx.Variable]) -> list[int]:
-        return [_ORDER.index(name) if name in _ORDER else len(_ORDER) for name in parameter[0][2:]]
+        return [_ORDER.index(name) if name in _ORDER else len(_ORDER) for name in _inside_layer(parameter[0])]
 
     for number, stage in enumerate((*config.stages, *config.mtp_stages)):
         of_stage = [item for item in abstract_parameters(config).items() if item[0][:2] == ("stages", number)]
         of_stage.sort(key=place)
-        for row in range(stage.num_layers):
-            yield stage.first_layer + row, [(path, row, leaf) for path, leaf in of_stage]
+        places = len(stage.body)
+        for i, layer in enumerate(stage.layers):
+            own = [item for item in of_stage if places == 1 or item[0][2:4] == ("places", i % places)]
+            yield layer, [(path, i // places, leaf) for path, leaf in own]
+
+
+def _inside_layer(path: tuple) -> tuple:
+    """Returns the part of a parameter's path that is inside its layer, which may have a place in a `LayerPattern`."""
+    return path[4:] if path[2] == "places" else path[2:]
 
 
 def _tensors(prefix: str, path: tuple, row: int, leaf: nnx.Variable) -> Iterator[HfTensor]:
     """Yields the tensors of one layer's parameter; gate_up_proj of experts holds gate rows first, then up rows."""
-    own = ".".join(map(str, path[2:])).removeprefix("block.")
+    own = ".".join(map(str, _inside_layer(path))).removeprefix("block.")
     if declaration_of(path, leaf.shape).role != "experts":
         yield HfTensor(prefix + _HUB_NAMES.get(own, own), leaf.shape[1:], path, (row,), trained=isinstance(leaf, nnx.Param))
         return

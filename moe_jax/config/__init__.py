@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from moe_jax.runtime.lazy import export_lazily
 
 if TYPE_CHECKING:
-    from moe_jax.config.base import ModelConfig, RopeParameters, Stage
+    from moe_jax.config.base import LayerKind, ModelConfig, RopeParameters, Stage
     from moe_jax.config.deepseek_v3 import DeepseekV2Config, DeepseekV3Config, KimiK2Config
     from moe_jax.config.hf_json import CONFIG_CLASSES, config_from_dict, config_to_dict, load_config
     from moe_jax.config.named import EXPERT_LAYERS, HUB_IDS, NAMED_CONFIGS, ExpertLayer
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CONFIG_CLASSES", "EXPERT_LAYERS", "HUB_IDS", "NAMED_CONFIGS", "DeepseekV2Config", "DeepseekV3Config", "ExpertLayer",
-    "ExpertsSpec", "HeadsSpec", "KimiK2Config", "LatentSpec", "Mixer", "ModelConfig", "Qwen3Config", "Qwen3MoeConfig",
-    "RopeParameters", "Stage", "config_from_dict", "config_to_dict", "load_config",
+    "ExpertsSpec", "HeadsSpec", "KimiK2Config", "LatentSpec", "LayerKind", "Mixer", "ModelConfig", "Qwen3Config",
+    "Qwen3MoeConfig", "RopeParameters", "Stage", "config_from_dict", "config_to_dict", "load_config",
 ]  # fmt: skip
 
 export_lazily(__name__)

@@ -1,13 +1,14 @@
 """Base of the configurations of all architectures: frozen dataclasses that check their values."""
 
 import dataclasses
+import functools
 import itertools
 import json
 from dataclasses import dataclass, field
 from types import UnionType
 from typing import Any, ClassVar, Self, get_args, get_origin, get_type_hints
 
-from moe_jax.config.specs import ExpertsSpec, HeadsSpec, Shapes
+from moe_jax.config.specs import ExpertsSpec, HeadsSpec, Mixer, Shapes
 
 
 @dataclass(frozen=True)
@@ -46,12 +47,40 @@ class RopeParameters:
 
 
 @dataclass(frozen=True)
+class LayerKind:
+    """A kind of decoder layer: layers of one kind differ in their numbers alone."""
+
+    mixer: Mixer
+    sparse: bool
+    """True for a mixture of experts, False for a dense feed-forward block."""
+
+
+@dataclass(frozen=True)
 class Stage:
-    """Consecutive layers of one kind (all sparse or all dense), stored stacked and run by `layers.stack`."""
+    """Consecutive layers that repeat a pattern of kinds, the body, and are run by `layers.stack`, one body a turn.
+
+    Layer first_layer + repeat * len(body) + place is of kind body[place]. Each place's parameters are stacked over the repeats.
+    The kinds of a body are all sparse or all dense.
+    """
 
     first_layer: int
-    num_layers: int
-    sparse: bool
+    repeats: int
+    body: tuple[LayerKind, ...]
+
+    @property
+    def num_layers(self) -> int:
+        """The number of layers."""
+        return self.repeats * len(self.body)
+
+    @property
+    def sparse(self) -> bool:
+        """True if the layers have a mixture of experts."""
+        return self.body[0].sparse
+
+    @property
+    def layers(self) -> range:
+        """The indices of the layers."""
+        return range(self.first_layer, self.first_layer + self.num_layers)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,6 +141,12 @@ class ModelConfig:
                 f"{type(self).__name__}.experts is {self.experts} with sparse layers {self.routed_layers}: a config class with "
                 "sparse layers must return their ExpertsSpec, any other None"
             )
+        for kept in ("of_token", "of_sequence"):
+            if len(shapes := {getattr(mixer, kept) for mixer in self.layer_mixers} - {()}) > 1:
+                raise NotImplementedError(
+                    f"{type(self).__name__}.layer_mixers keep arrays of several shapes {kept.replace('_', ' a ')}, {shapes}: a "
+                    "cache holds arrays of one shape"
+                )
 
     def problems(self) -> list[str]:
         """Returns the problems of the values, each as one clause."""
@@ -163,11 +198,29 @@ class ModelConfig:
         return (None,) * self.num_hidden_layers
 
     @property
+    def layer_mixers(self) -> tuple[Mixer, ...]:
+        """The mixer of each layer; attention in all, unless a config class says otherwise."""
+        return (self.mixer,) * self.num_hidden_layers
+
+    def mixer_refusal(self, work: str, *, has_sinks: bool = True) -> str | None:
+        """Returns the reason why `work`, which no recurrent layer can do, cannot be done; None if it can.
+
+        Args:
+          has_sinks: the work computes attention with sinks too.
+        """
+        recurrent = [layer for layer, mixer in enumerate(self.layer_mixers) if mixer.of_sequence]
+        if not recurrent:
+            return f"{work} has no sinks, and this model's attention has" if self.mixer.sinks and not has_sinks else None
+        return (
+            f"{work} needs the keys and values of each token in each layer; {len(recurrent)} of {self.num_hidden_layers} "
+            f"layers (first: layer {recurrent[0]}, {self.layer_mixers[recurrent[0]].name}) keep a state of the sequence instead"
+        )
+
+    @property
     def stages(self) -> tuple[Stage, ...]:
         """The layers as stages, in order."""
         sparse_layers = frozenset(self.moe_layers)
-        runs = itertools.groupby(range(self.num_hidden_layers), sparse_layers.__contains__)
-        return tuple(Stage(next(layers), 1 + sum(1 for _ in layers), sparse) for sparse, layers in runs)
+        return _stages(tuple(LayerKind(mixer, i in sparse_layers) for i, mixer in enumerate(self.layer_mixers)))
 
     @property
     def mtp_stages(self) -> tuple[Stage, ...]:
@@ -194,6 +247,30 @@ class ModelConfig:
 
     def write_dialect(self, values: dict[str, Any]) -> None:
         """Converts this class's fields to the hub's dialect, in place."""
+
+
+@functools.cache
+def _stages(kinds: tuple[LayerKind, ...]) -> tuple[Stage, ...]:
+    """Returns the stages of layers of these kinds.
+
+    Each stage has the pattern that covers the most layers; of several, the shortest. A pattern repeats at least twice.
+    """
+    stages: list[Stage] = []
+    for _, run in itertools.groupby(kinds, lambda kind: kind.sparse):
+        left = tuple(run)
+        while left:
+            patterns = {size: _repeats(left, size) for size in range(1, len(left) // 2 + 1)}
+            patterns = {1: _repeats(left, 1)} | {size: repeats for size, repeats in patterns.items() if repeats > 1}
+            size = max(patterns, key=lambda size: (size * patterns[size], -size))
+            stages.append(Stage(stages[-1].layers.stop if stages else 0, patterns[size], left[:size]))
+            left = left[stages[-1].num_layers :]
+    return tuple(stages)
+
+
+def _repeats(kinds: tuple[LayerKind, ...], size: int) -> int:
+    """Returns the number of times that `kinds` begin with their first `size`."""
+    alike = itertools.takewhile(lambda i: kinds[i : i + size] == kinds[:size], range(0, len(kinds) - size + 1, size))
+    return sum(1 for _ in alike)
 
 
 def value_of(cls: type[ModelConfig], given: dict[str, Any], name: str) -> Any:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
-from moe_jax.config.base import ModelConfig, Stage, is_positive, rename, value_of
+from moe_jax.config.base import LayerKind, ModelConfig, Stage, is_positive, rename, value_of
 from moe_jax.config.specs import ExpertsSpec, LatentSpec
 
 SCORING_FUNCTIONS = ("sigmoid", "softmax")
@@ -148,7 +148,8 @@ class DeepseekV3Config(ModelConfig):
     def mtp_stages(self) -> tuple[Stage, ...]:
         """The MTP modules as stages of one layer each, after the last layer (`models.mtp`)."""
         last = self.num_hidden_layers + self.num_nextn_predict_layers
-        return tuple(Stage(layer, 1, self._is_sparse(layer)) for layer in range(self.num_hidden_layers, last))
+        kinds = {layer: LayerKind(self.mixer, self._is_sparse(layer)) for layer in range(self.num_hidden_layers, last)}
+        return tuple(Stage(layer, 1, (kind,)) for layer, kind in kinds.items())
 
     def without_mtp(self) -> Self:
         """Returns this config without MTP modules."""

@@ -38,6 +38,7 @@ class HeadsSpec:
       rotary_dim: dimensions of a head that the rotary embedding rotates.
       biases: True if projections have biases.
       head_norms: True if each query and key head has an RMSNorm.
+      sinks: True if each query head has a score of no token, which takes a part of the weights.
     """
 
     heads: int
@@ -45,8 +46,9 @@ class HeadsSpec:
     key_dim: int
     value_dim: int
     rotary_dim: int
-    biases: bool
-    head_norms: bool
+    biases: bool = False
+    head_norms: bool = False
+    sinks: bool = False
 
     name: ClassVar[str] = "attention"
     of_sequence: ClassVar[Shapes] = ()

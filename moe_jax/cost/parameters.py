@@ -56,8 +56,8 @@ def piped_stage(config: ModelConfig) -> int:
 
 @functools.cache
 def num_piped_layers(config: ModelConfig) -> int:
-    """Returns the layers that a pipe computes."""
-    return config.stages[piped_stage(config)].num_layers
+    """Returns the layers that a pipe deals out, counted as repeats of a stage's body."""
+    return config.stages[piped_stage(config)].repeats
 
 
 @functools.cache

@@ -264,6 +264,8 @@ def _problems(step: PlannedStep) -> list[str]:
         problems.append(f"expert_load_imbalance={step.expert_load_imbalance!r} must be a number of at least 1")
     if not 0 < step.capacity_factor < math.inf:
         problems.append(f"capacity_factor={step.capacity_factor!r} must be a number above 0")
+    if (reason := step.config.mixer_refusal("the cost model")) is not None:
+        problems.append(reason)
     return problems or [*_problems_of_mesh(step), *_problems_of_pipe(step)]
 
 

@@ -96,8 +96,11 @@ def check_memory(config: ModelConfig, prompts: list[list[int]], new: int, *, dty
       ValueError: the cache does not fit; the message names max_new_tokens, and the GiB needed and available.
     """
     rows, length = -(-len(prompts) // devices), max(map(len, prompts)) + new
-    numbers = config.num_hidden_layers * sum(map(math.prod, config.cache_shapes))
-    needed = rows * length * numbers * jnp.dtype(dtype).itemsize
+    of_token, of_sequence = (
+        sum(math.prod(shape) for mixer in config.layer_mixers for shape in getattr(mixer, kept))
+        for kept in ("of_token", "of_sequence")
+    )
+    needed = rows * (length * of_token * jnp.dtype(dtype).itemsize + of_sequence * jnp.dtype(jnp.float32).itemsize)
     has = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
     has = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if has is None else has
     if needed > has:

@@ -84,8 +84,10 @@ def check_drafts(config: ModelConfig) -> None:
     """Checks that a model has a module that can draft.
 
     Raises:
-      ValueError: the model has no module that predicts further tokens.
+      ValueError: the model has no module that predicts further tokens, or recurrent layers, which cannot take back a draft.
     """
+    if (reason := config.mixer_refusal("taking back a draft")) is not None:
+        raise ValueError(reason)
     if not config.mtp_stages:
         raise ValueError("drafts need a model loaded with its modules that predict further tokens (num_nextn_predict_layers)")
 

@@ -4,9 +4,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from jaxtyping import Array, Float, Int
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
 
 from moe_jax.kernels.attention.api import attention
+from moe_jax.kernels.attention.online_softmax import PartialAttention
+from moe_jax.kernels.varying import vary_as
 from moe_jax.layers.cache import KVCache
 from moe_jax.layers.segments import SequenceSplit
 
@@ -36,6 +41,8 @@ class Attend:
       window: the sliding window; None if there is none.
       cache: earlier tokens and room for these behind them; its `segment_ids` hold these tokens' segments already.
       context: how the sequences are split over devices; None if they are not.
+      sinks: each head's score of no token, which takes a part of the softmax's weights; not with `context`. An attention module
+        that has sinks sets them.
     """
 
     segments: Int[Array, "batch seq"]
@@ -43,11 +50,37 @@ class Attend:
     window: Int[Array, ""] | None = None
     cache: KVCache | None = None
     context: SequenceSplit | None = None
+    sinks: Float[Array, " heads"] | None = None
 
     @property
     def sees_cached_tokens(self) -> bool:
         """True if a cache holds earlier tokens for these to see."""
         return self.cache is not None and not self.cache.is_empty
+
+    def follows(self) -> Bool[Array, "batch seq"]:
+        """Returns True for tokens that continue a recurrent layer's state: the token before is of the same segment.
+
+        The token before the first is the last of the cache. False for padding.
+        """
+        before = jnp.zeros_like(self.segments[:, :1])
+        if self.cache is not None and not self.cache.is_empty:
+            before = lax.dynamic_slice_in_dim(self.cache.segment_ids, self.cache.length - 1, 1, axis=1)
+        before = jnp.concatenate([before, self.segments[:, :-1]], axis=1)
+        return (self.segments == before) & (self.segments != 0)
+
+    def states(self, like: tuple[Float[Array, "batch ..."], ...]) -> tuple[Float[Array, "batch ..."], ...]:
+        """Returns a recurrent layer's states before these tokens, in the dtypes of `like`, which is returned if there are none.
+
+        Inside `jax.shard_map` they vary over the devices as the tokens do.
+        """
+        if not self.sees_cached_tokens:
+            return vary_as(like, self.segments)
+        assert self.cache is not None
+        return tuple(a.astype(b.dtype) for a, b in zip(self.cache.read_states(self.layer), like, strict=True))
+
+    def keep(self, states: tuple[Float[Array, "batch ..."], ...]) -> KVCache | None:
+        """Returns the cache with a recurrent layer's states behind these tokens in it; None without a cache."""
+        return None if self.cache is None else self.cache.write_states(self.layer, states)
 
     def __call__(
         self,
@@ -65,6 +98,7 @@ class Attend:
           expansion: makes k and v of `kept`, for any tokens.
         """
         if self.context is not None:
+            assert self.sinks is None  # refused by `models.forward.layer_inputs`
             out = self.context.attention(q, kept, self.segments, scale=scale, expansion=expansion, window=self.window)
             return out, None
         cache, keys = self.cache, self.segments
@@ -77,7 +111,7 @@ class Attend:
                 kept, keys, offset = cache.read(self.layer, q.dtype), cache.segment_ids, cache.length
         expand, weights = (None, ()) if expansion is None else expansion
         k, v = keys_and_values(expand, weights, kept)
-        out = attention(
+        found = attention(
             q,
             k,
             v,
@@ -86,8 +120,24 @@ class Attend:
             key_segment_ids=keys,
             query_offset=offset,
             window=self.window,
+            return_lse=self.sinks is not None,
         )
-        return out, cache
+        if not isinstance(found, PartialAttention):
+            return found, cache
+        assert self.sinks is not None
+        return with_sinks(*found, self.sinks), cache
+
+
+def with_sinks(
+    out: Float[Array, "batch seq heads value_dim"], lse: Float[Array, "batch heads seq"], sinks: Float[Array, " heads"]
+) -> Float[Array, "batch seq heads value_dim"]:
+    """Returns attention whose softmax has one more score, of no token: out * sigmoid(lse - sinks), in f32.
+
+    With z = exp(lse), the sum over the seen keys becomes z + exp(sink), so that their weights shrink by z / (z + exp(sink)).
+    (gpt-oss, https://arxiv.org/abs/2508.10925.)
+    """
+    seen = jax.nn.sigmoid(lse - sinks.astype(lse.dtype)[:, None]).swapaxes(1, 2)[..., None]
+    return (out * seen).astype(out.dtype)
 
 
 def keys_and_values(expand: Expand | None, weights, kv: KV) -> tuple[Array, Array]:

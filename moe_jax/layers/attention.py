@@ -1,11 +1,13 @@
-"""Qwen3's attention: grouped queries with their own head size, RMSNorm on each query and key head, rotary positions."""
+"""Attention of query heads to equally many or fewer heads of keys and values, as the config's `HeadsSpec` says."""
+
+from dataclasses import replace
 
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from moe_jax.config import Qwen3Config
+from moe_jax.config import ModelConfig
 from moe_jax.layers.attend import Attend
 from moe_jax.layers.cache import KVCache
 from moe_jax.layers.linear import Linear
@@ -15,38 +17,53 @@ from moe_jax.layers.rope import RopeTables, apply_rope
 
 
 class Attention(nnx.Module):
-    """o_proj(attend(rope(q_norm(q_proj x)), rope(k_norm(k_proj x)), v_proj x))."""
+    """o_proj(attend(rope(q_norm(q_proj x)), rope(k_norm(k_proj x)), v_proj x)).
+
+    `config.mixer` says if the projections have biases, the heads norms (RMSNorm on each query and key head), and sinks.
+    """
 
     def __init__(
-        self, config: Qwen3Config, *, stack: tuple[int, ...] = (), param_dtype: DTypeLike = jnp.float32, rngs: nnx.Rngs
+        self, config: ModelConfig, *, stack: tuple[int, ...] = (), param_dtype: DTypeLike = jnp.float32, rngs: nnx.Rngs
     ):
-        query_size = config.num_attention_heads * config.head_dim
-        key_size = config.num_key_value_heads * config.head_dim
+        mixer = config.mixer
 
         def linear(in_features: int, out_features: int) -> Linear:
             return Linear(
                 in_features,
                 out_features,
-                use_bias=config.attention_bias,
+                use_bias=mixer.biases,
                 stddev=config.initializer_range,
                 stack=stack,
                 param_dtype=param_dtype,
                 rngs=rngs,
             )
 
-        self.q_proj = linear(config.hidden_size, query_size)
-        self.k_proj = linear(config.hidden_size, key_size)
-        self.v_proj = linear(config.hidden_size, key_size)
-        self.o_proj = linear(query_size, config.hidden_size)
-        self.q_norm = RMSNorm(config.head_dim, eps=config.rms_norm_eps, stack=stack, param_dtype=param_dtype)
-        self.k_norm = RMSNorm(config.head_dim, eps=config.rms_norm_eps, stack=stack, param_dtype=param_dtype)
-        self.head_dim = config.head_dim
+        def norm() -> RMSNorm | None:
+            width, eps = mixer.key_dim, config.rms_norm_eps
+            return RMSNorm(width, eps=eps, stack=stack, param_dtype=param_dtype) if mixer.head_norms else None
+
+        self.q_proj = linear(config.hidden_size, mixer.heads * mixer.key_dim)
+        self.k_proj = linear(config.hidden_size, mixer.kv_heads * mixer.key_dim)
+        self.v_proj = linear(config.hidden_size, mixer.kv_heads * mixer.value_dim)
+        self.o_proj = linear(mixer.heads * mixer.value_dim, config.hidden_size)
+        self.q_norm, self.k_norm = norm(), norm()
+        self.sinks = nnx.Param(jnp.zeros((*stack, mixer.heads), param_dtype)) if mixer.sinks else None
+        self.mixer = mixer
 
     def __call__(
         self, x: Float[Array, "batch seq hidden"], rope: RopeTables, attend: Attend | PagedAttend
     ) -> tuple[Float[Array, "batch seq hidden"], KVCache | LayerPages | None]:
         """Returns the output, and the cache or pages with these tokens in it (None without either)."""
-        q = apply_rope(self.q_norm(self.q_proj.to_heads(x, self.head_dim)), rope)
-        k = apply_rope(self.k_norm(self.k_proj.to_heads(x, self.head_dim)), rope)
-        out, cache = attend(q, (k, self.v_proj.to_heads(x, self.head_dim)), scale=self.head_dim**-0.5)
+
+        def heads(projection: Linear, width: int, norm: RMSNorm | None = None) -> Array:
+            y = projection.to_heads(x, width)
+            return y if norm is None else norm(y)
+
+        mixer = self.mixer
+        q = apply_rope(heads(self.q_proj, mixer.key_dim, self.q_norm), rope)
+        k = apply_rope(heads(self.k_proj, mixer.key_dim, self.k_norm), rope)
+        if self.sinks is not None:
+            assert isinstance(attend, Attend)  # the engine refuses sinks (`serving.servable`)
+            attend = replace(attend, sinks=self.sinks[...])
+        out, cache = attend(q, (k, heads(self.v_proj, mixer.value_dim)), scale=mixer.key_dim**-0.5)
         return self.o_proj.of_heads(out), cache

@@ -1,5 +1,9 @@
-"""The KV cache for decoding one token after the other: keys and values of earlier tokens, or the latents they come from."""
+"""The cache for decoding one token after the other: keys and values of earlier tokens, or the latents they come from.
 
+Recurrent layers keep a state of each sequence instead.
+"""
+
+from collections import Counter
 from dataclasses import dataclass, replace
 
 import jax
@@ -8,7 +12,8 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from moe_jax.config import ModelConfig
+from moe_jax.config import Mixer, ModelConfig
+from moe_jax.config.specs import Shapes
 from moe_jax.kernels.varying import vary_as
 
 
@@ -21,16 +26,18 @@ class KVCache:
     A `lax` loop cannot turn one structure into the other: start it with `replace(cache, written=jnp.int32(0))`.
 
     Attributes:
-      kept: the arrays that layers keep of each token (`ModelConfig.cache_shapes`): rotated keys, and values, or the latents
-        that both are made from. Rows from `length` on are unused.
+      kept: the arrays that layers keep of each token (`Mixer.of_token`): rotated keys, and values, or the latents that both
+        are made from. Tokens from `length` on are unused.
       segment_ids: the cached tokens' segments; 0 (padding, unused rows) is seen by no token of a document.
       written: number of tokens in the cache, the same for every sequence (shorter prompts are padded on the left); None: no
         token was written yet.
+      states: the arrays (f32) that recurrent layers keep of each sequence behind its last token.
     """
 
-    kept: tuple[Float[Array, "layers batch max_length ..."], ...]
+    kept: tuple[Float[Array, "token_layers batch max_length ..."], ...]
     segment_ids: Int[Array, "batch max_length"]
     written: Int[Array, ""] | None
+    states: tuple[Float[Array, "recurrent_layers batch ..."], ...] = ()
 
     @property
     def is_empty(self) -> bool:
@@ -48,10 +55,14 @@ class KVCache:
         ids = segment_ids.astype(self.segment_ids.dtype)
         segments = lax.dynamic_update_slice(self.segment_ids, ids, (0, self.length))
         # Inside `jax.shard_map` the rows vary over the devices as the tokens do.
-        return replace(self, kept=vary_as(self.kept, segment_ids), segment_ids=segments)
+        kept, states = vary_as((self.kept, self.states), segment_ids)
+        return replace(self, kept=kept, states=states, segment_ids=segments)
 
     def write(self, layer: Int[Array, ""], kept: tuple[Float[Array, "batch seq ..."], ...]) -> "KVCache":
-        """Writes one layer's new tokens behind its earlier ones; `length` stays (see `advanced`)."""
+        """Writes one layer's new tokens behind its earlier ones; `length` stays (see `advanced`).
+
+        Here and below, `layer` is a row of `cache_rows`.
+        """
 
         def put(all_layers: Array, tokens: Array) -> Array:
             start: list[Array | int] = [layer, 0, self.length, *[0] * (tokens.ndim - 2)]
@@ -60,8 +71,18 @@ class KVCache:
         return replace(self, kept=tuple(map(put, self.kept, kept)))
 
     def read(self, layer: Int[Array, ""], dtype: DTypeLike) -> tuple[Float[Array, "batch max_length ..."], ...]:
-        """Returns all rows of the layer as `dtype`."""
+        """Returns all tokens of the layer as `dtype`."""
         return tuple(lax.dynamic_index_in_dim(a, layer, keepdims=False).astype(dtype) for a in self.kept)
+
+    def write_states(self, layer: Int[Array, ""], states: tuple[Float[Array, "batch ..."], ...]) -> "KVCache":
+        """Overwrites a recurrent layer's states with those behind the new tokens."""
+        put = lax.dynamic_update_index_in_dim
+        pairs = zip(self.states, states, strict=True)
+        return replace(self, states=tuple(put(rows, new.astype(rows.dtype), layer, 0) for rows, new in pairs))
+
+    def read_states(self, layer: Int[Array, ""]) -> tuple[Float[Array, "batch ..."], ...]:
+        """Returns a recurrent layer's states behind the cached tokens; zeros in an empty cache."""
+        return tuple(lax.dynamic_index_in_dim(rows, layer, keepdims=False) for rows in self.states)
 
     def advanced(self, num_tokens: int) -> "KVCache":
         """Counts `num_tokens` more tokens per sequence, after every layer has written them."""
@@ -69,13 +90,31 @@ class KVCache:
 
 
 def init_cache(config: ModelConfig, batch: int, max_length: int, dtype: DTypeLike) -> KVCache:
-    """Makes an empty cache: layers * batch * max_length * (sum of the sizes of `config.cache_shapes`) numbers of `dtype`."""
-    rows = config.num_hidden_layers, batch, max_length
-    kept = tuple(jnp.zeros((*rows, *shape), dtype) for shape in config.cache_shapes)
-    return KVCache(kept, jnp.zeros((batch, max_length), jnp.int32), written=None)
+    """Makes an empty cache: for each layer, max_length * (sizes of `Mixer.of_token`) numbers of `dtype` of each sequence.
+
+    A recurrent layer has (sizes of `Mixer.of_sequence`) numbers in f32 instead.
+    """
+    kept: list[Array] = []
+    states: list[Array] = []
+    for (of_token, of_sequence), layers in Counter(map(_kept, config.layer_mixers)).items():
+        kept += [jnp.zeros((layers, batch, max_length, *shape), dtype) for shape in of_token]
+        states += [jnp.zeros((layers, batch, *shape), jnp.float32) for shape in of_sequence]
+    return KVCache(tuple(kept), jnp.zeros((batch, max_length), jnp.int32), None, tuple(states))
+
+
+def cache_rows(config: ModelConfig) -> list[int]:
+    """Returns each layer's row in the cache: the number of layers before it that keep the same arrays."""
+    kept = [_kept(mixer) for mixer in config.layer_mixers]
+    return [kept[:layer].count(own) for layer, own in enumerate(kept)]
 
 
 def join_rows(first: KVCache, second: KVCache) -> KVCache:
     """Returns one cache with the sequences of both, which hold equally many tokens and have equal room."""
-    kept = tuple(jnp.concatenate(pair, axis=1) for pair in zip(first.kept, second.kept, strict=True))
-    return KVCache(kept, jnp.concatenate([first.segment_ids, second.segment_ids]), first.written)
+    kept, states = jax.tree.map(
+        lambda *pair: jnp.concatenate(pair, axis=1), (first.kept, first.states), (second.kept, second.states)
+    )
+    return KVCache(kept, jnp.concatenate([first.segment_ids, second.segment_ids]), first.written, states)
+
+
+def _kept(mixer: Mixer) -> tuple[Shapes, Shapes]:
+    return mixer.of_token, mixer.of_sequence

@@ -4,15 +4,16 @@ import inspect
 from dataclasses import replace
 from typing import Any, Literal
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Integer
 
-from moe_jax.config import ModelConfig, Stage
+from moe_jax.config import LayerKind, Mixer, ModelConfig, Stage
 from moe_jax.kernels.experts.fp8 import quantise
 from moe_jax.kernels.experts.fp8.precision import DenseGroup, Precision
-from moe_jax.layers.cache import KVCache
+from moe_jax.layers.cache import KVCache, cache_rows
 from moe_jax.layers.linear import Embedding, Linear
 from moe_jax.layers.lora import Adapter, beside_head, wider_head
 from moe_jax.layers.mlp import MLP
@@ -27,6 +28,7 @@ from moe_jax.models.forward import (
     Carry,
     Entered,
     LayerInputs,
+    LayerPattern,
     PerLayer,
     StageRouting,
     collect,
@@ -335,23 +337,28 @@ class Decoder(nnx.Module):
     def _head_adapter(self) -> Adapter | None:
         return None if self.config.tie_word_embeddings else self.lm_head.lora
 
-    def _decoder_layers(self, stage: Stage, param_dtype, rngs: nnx.Rngs) -> DecoderLayer:
-        """Builds the layers of one stage, stacked."""
+    def _decoder_layers(self, stage: Stage, param_dtype, rngs: nnx.Rngs) -> DecoderLayer | LayerPattern:
+        """Builds the layers of one stage, stacked over the repeats of its body."""
         config = self.config
-        stacked: dict[str, Any] = dict(stack=(stage.num_layers,), param_dtype=param_dtype)
-        if stage.sparse:
-            experts = self._experts(**stacked, rngs=rngs)
-            return SparseDecoderLayer(config, experts, self._attention(**stacked, rngs=rngs), **stacked)
-        mlp = MLP(config.hidden_size, config.intermediate_size, stddev=config.initializer_range, **stacked, rngs=rngs)
-        return DecoderLayer(config, mlp, self._attention(**stacked, rngs=rngs), **stacked)
+        stacked: dict[str, Any] = dict(stack=(stage.repeats,), param_dtype=param_dtype)
+
+        def layers(kind: LayerKind) -> DecoderLayer:
+            if kind.sparse:
+                experts = self._experts(**stacked, rngs=rngs)
+                return SparseDecoderLayer(config, experts, self._mixer(kind.mixer, **stacked, rngs=rngs), **stacked)
+            mlp = MLP(config.hidden_size, config.intermediate_size, stddev=config.initializer_range, **stacked, rngs=rngs)
+            return DecoderLayer(config, mlp, self._mixer(kind.mixer, **stacked, rngs=rngs), **stacked)
+
+        places = [layers(kind) for kind in stage.body]
+        return places[0] if len(places) == 1 else LayerPattern(places)
 
     def _predictor(self, stage: Stage, param_dtype, rngs: nnx.Rngs) -> TokenPredictor:
         """Builds a module that predicts further tokens, stacked as a stage of one layer."""
         block = self._decoder_layers(stage, param_dtype, rngs)
-        return TokenPredictor(self.config, block, stack=(stage.num_layers,), param_dtype=param_dtype, rngs=rngs)
+        return TokenPredictor(self.config, block, stack=(stage.repeats,), param_dtype=param_dtype, rngs=rngs)
 
-    def _attention(self, *, stack: tuple[int, ...], param_dtype, rngs: nnx.Rngs) -> nnx.Module:
-        """Builds the attention of a stack of layers; same call signature as `layers.attention.Attention`."""
+    def _mixer(self, mixer: Mixer, *, stack: tuple[int, ...], param_dtype, rngs: nnx.Rngs) -> nnx.Module:
+        """Builds the token mixer of a stack of layers; same call signature as `layers.attention.Attention`."""
         raise NotImplementedError
 
     def _experts(self, *, stack: tuple[int, ...], param_dtype, rngs: nnx.Rngs) -> MoE:
@@ -404,13 +411,19 @@ def _per_layer(config: ModelConfig, expert_ids: Integer[Array, "moe_layers batch
     windows = None
     if any(config.layer_windows):
         windows = jnp.array([window or NO_WINDOW for window in config.layer_windows], jnp.int32)
+    rows = cache_rows(config)
     stages, first_moe_layer = [], 0
     for stage in config.stages:
-        end, end_of_moe = stage.first_layer + stage.num_layers, first_moe_layer + stage.num_layers
+        first, end, end_of_moe = stage.first_layer, stage.layers.stop, first_moe_layer + stage.num_layers
         replay = None
         if stage.sparse:
             replay = None if expert_ids is None else expert_ids[first_moe_layer:end_of_moe]
             first_moe_layer = end_of_moe
-        window = None if windows is None else windows[stage.first_layer : end]
-        stages.append(PerLayer(jnp.arange(stage.first_layer, end), window, replay))
+        window = None if windows is None else windows[first:end]
+        places = len(stage.body)
+        row = jnp.arange(rows[first], rows[first] + stage.num_layers) if places == 1 else jnp.array(rows[first:end])
+        own = PerLayer(row, window, replay)
+        if places > 1:
+            own = jax.tree.map(lambda a, places=places: a.reshape(-1, places, *a.shape[1:]), own)
+        stages.append(own)
     return stages

@@ -6,7 +6,7 @@ the router chooses within a few groups. Modules behind the layers predict furthe
 
 from flax import nnx
 
-from moe_jax.config import DeepseekV3Config
+from moe_jax.config import DeepseekV3Config, Mixer
 from moe_jax.layers.group_router import GroupRouter, GroupRule
 from moe_jax.layers.latent_attention import LatentAttention
 from moe_jax.models.decoder import Decoder
@@ -17,7 +17,7 @@ class DeepseekV3(Decoder):
 
     config: DeepseekV3Config
 
-    def _attention(self, *, stack: tuple[int, ...], param_dtype, rngs: nnx.Rngs) -> LatentAttention:
+    def _mixer(self, mixer: Mixer, *, stack: tuple[int, ...], param_dtype, rngs: nnx.Rngs) -> LatentAttention:
         return LatentAttention(self.config, stack=stack, param_dtype=param_dtype, rngs=rngs)
 
     def _router(self, **options) -> GroupRouter:

@@ -1,5 +1,6 @@
 """One pass through a model's layers: the inputs that all layers read, the state between layers, and the loop over a stage."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
@@ -62,10 +63,13 @@ class LayerInputs:
 
 
 class PerLayer(NamedTuple):
-    """Inputs that differ from layer to layer, with the layers of a stage as leading axis."""
+    """Inputs that differ from layer to layer, with the layers of a stage as leading axis.
+
+    A stage whose body is a pattern has axes of repeats and places instead, [repeats, places, ...]; `exists` has one of repeats.
+    """
 
     layer: Int[Array, "layers"]
-    """The layer's index in the cache."""
+    """The layer's row in the cache (`layers.cache.cache_rows`)."""
     window: Int[Array, "layers"] | None = None
     """The layer's sliding window."""
     expert_ids: Integer[Array, "layers batch seq k"] | None = None
@@ -119,8 +123,10 @@ def layer_inputs(
       cache, context, sequence_balance: as in `Decoder.hidden_states`; `context` is `Spread.context`.
 
     Raises:
-      ValueError: both a cache and `context`.
+      ValueError: both a cache and `context`; or `context` and recurrent layers.
     """
+    if context is not None and (reason := config.mixer_refusal("attention over devices", has_sinks=False)) is not None:
+        raise ValueError(reason)
     if cache is not None and context is not None:
         raise ValueError("cache and spread.context cannot be given together: cached tokens are not split over devices")
     segments = segment_ids
@@ -139,10 +145,21 @@ def layer_inputs(
 
 
 class StageRouting(NamedTuple):
-    """The routing of a stage's layers, stacked; the fields as in `Routing`."""
+    """The routing of a stage's layers, stacked as in `PerLayer`; the fields as in `Routing`."""
 
     sums: RouterSums
     experts: Int[Array, "layers tokens k"]
+
+    def in_order(self, arrays: Any) -> Any:
+        """Returns arrays that are stacked as these, with one axis of layers in place of axes of repeats and places."""
+        return jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), arrays) if self.experts.ndim == 4 else arrays
+
+
+class LayerPattern(nnx.Module):
+    """The body of a stage: decoder layers of several kinds that follow each other, each stacked over the body's repeats."""
+
+    def __init__(self, places: Sequence[nnx.Module]):
+        self.places = nnx.List(places)
 
 
 class StageLayers(NamedTuple):
@@ -171,7 +188,7 @@ def stage_layers(stage: nnx.Module, number: int, inputs: LayerInputs, per_layer:
     """Returns the body of a stage's layers, and the arrays that the layers read. A carry goes through the layers.
 
     Args:
-      stage: the stacked layers, called as `decoder_layer.DecoderLayer` is.
+      stage: the stacked layers, called as `decoder_layer.DecoderLayer` is, or a `LayerPattern` of them.
       number: the stage's index in `Decoder.stages`, and so in `Spread.layer_gathers`.
 
     Raises:
@@ -187,13 +204,22 @@ def stage_layers(stage: nnx.Module, number: int, inputs: LayerInputs, per_layer:
     def layer(shared: tuple[LayerInputs, nnx.State], own: tuple[PerLayer, nnx.State], carry: Carry, parameters, accumulators):
         (inputs, stacks), (per_layer, others) = shared, own
         block = nnx.merge(graph, parameters, accumulators, stacks, others)
-        attend = Attend(inputs.segments, per_layer.layer, per_layer.window, carry.cache, spread.context)
-        inputs = replace(inputs, expert_ids="balanced" if execution.balanced_routing else per_layer.expert_ids)
         if per_layer.exists is not None:
             inputs = inputs.counted_where(per_layer.exists)
+        if not isinstance(block, LayerPattern):
+            return one(block, inputs, per_layer, carry)
+        routings = []
+        for place, of_place in enumerate(block.places):
+            own_inputs = jax.tree.map(lambda a, place=place: a[place], per_layer._replace(exists=None))
+            carry, routing = one(of_place, inputs, own_inputs, carry)
+            routings.append(routing)
+        return carry, jax.tree.map(lambda *of_places: jnp.stack(of_places), *routings)
+
+    def one(block: Any, inputs: LayerInputs, per_layer: PerLayer, carry: Carry) -> tuple[Carry, StageRouting | None]:
+        attend = Attend(inputs.segments, per_layer.layer, per_layer.window, carry.cache, spread.context)
+        inputs = replace(inputs, expert_ids="balanced" if execution.balanced_routing else per_layer.expert_ids)
         out = block(carry.x, inputs, attend, spread)
-        routing = None if out.routing is None else StageRouting(out.routing.sums, out.routing.experts)
-        return Carry(out.x, out.cache), routing
+        return Carry(out.x, out.cache), None if out.routing is None else StageRouting(out.routing.sums, out.routing.experts)
 
     # Adapters are whole on each device, and a stage may have none.
     is_frozen = bool(jax.tree.leaves(nnx.state(stage, Frozen)))
@@ -215,6 +241,7 @@ def collect(
     """Joins the stages' routings over all MoE layers, and counts the call's tokens in the cache."""
     batch, seq, _ = hidden.shape
     if routings:
+        routings = [routing.in_order(routing) for routing in routings]
         sums = RouterSums.concatenate([routing.sums for routing in routings])
         experts = jnp.concatenate([routing.experts for routing in routings])
     else:

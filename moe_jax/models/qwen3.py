@@ -5,7 +5,7 @@ The feed-forward block is dense; in Qwen3-MoE experts take its place.
 
 from flax import nnx
 
-from moe_jax.config import Qwen3Config, Qwen3MoeConfig
+from moe_jax.config import Mixer, Qwen3Config, Qwen3MoeConfig
 from moe_jax.layers.attention import Attention
 from moe_jax.models.decoder import Decoder
 
@@ -15,7 +15,7 @@ class Qwen3(Decoder):
 
     config: Qwen3Config
 
-    def _attention(self, *, stack: tuple[int, ...], param_dtype, rngs: nnx.Rngs) -> Attention:
+    def _mixer(self, mixer: Mixer, *, stack: tuple[int, ...], param_dtype, rngs: nnx.Rngs) -> Attention:
         return Attention(self.config, stack=stack, param_dtype=param_dtype, rngs=rngs)
 
 

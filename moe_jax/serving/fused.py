@@ -58,8 +58,8 @@ def refusal(config: ModelConfig, dtype: Any, tokens: int, *, in_fp8: bool = Fals
         return f"it is written for Qwen3 and Qwen3-MoE; this is {config.model_type}"
     if in_fp8 and tokens > MOST_PLANNED_TOKENS:
         return f"it takes at most {MOST_PLANNED_TOKENS} tokens of experts in FP8; got {tokens}"
-    if heads.biases:
-        return "attention has biases"
+    if heads.biases or heads.sinks or not heads.head_norms:
+        return "attention has biases or sinks, or no norms of its heads"
     if {heads.key_dim, heads.value_dim, heads.rotary_dim} != {HEAD_DIM}:
         return f"head_dim must be {HEAD_DIM}; got {heads.key_dim}"
     if config.hidden_size % WARPGROUP_THREADS:
@@ -138,6 +138,7 @@ def _attended(
 ) -> tuple[Float[Array, "splits tokens hidden"], LayerPages]:
     projections = (attention.q_proj, attention.k_proj, attention.v_proj)
     splits = project(normed, *(projection.weight[...] for projection in projections))
+    assert attention.q_norm is not None and attention.k_norm is not None  # `refusal`
     norms = HeadNorms(attention.q_norm.weight[...], attention.k_norm.weight[...])
     if splits.dtype == normed.dtype:
         q, *pages = chunk_heads_to_pages(splits[0], norms, new, *attend.pages, eps=attention.q_norm.eps)

@@ -66,8 +66,12 @@ def check_config(config: ModelConfig) -> None:
     """Refuses an architecture that no engine can serve, before weights are read.
 
     Raises:
-      ValueError: positions scale with the longest text of a batch.
+      ValueError: positions scale with the longest text of a batch, or layers are recurrent or of a repeated pattern.
     """
+    if (reason := config.mixer_refusal("an engine", has_sinks=False)) is not None:
+        raise ValueError(f"{reason}; generate without an engine (moe_jax.generate)")
+    if any(len(stage.body) > 1 for stage in config.stages):
+        raise ValueError("an engine needs stages of equal layers; this model repeats a pattern of several kinds")
     if config.rope_parameters.rope_type == "dynamic":
         raise ValueError(
             'rope type "dynamic" gives all tokens of a batch the frequencies of the longest sequence; an engine cannot serve it'

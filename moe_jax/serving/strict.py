@@ -42,7 +42,7 @@ def check_strict(model: Decoder) -> None:
       ValueError: the model is not Qwen3 or Qwen3-MoE, or has biases or sizes that the kernels do not take. Or it has adapters,
         quantised weights, or a precision.
     """
-    reason = refusal(model.config, model.dtype)
+    reason = model.config.mixer_refusal("strict computation") or refusal(model.config, model.dtype)
     if model.precision is not None:
         reason = "it multiplies in FP8; take precision 'bf16'"
     if reason is None and has_adapters(model):

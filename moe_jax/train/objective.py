@@ -16,7 +16,9 @@ from moe_jax.kernels.varying import varying_axes
 from moe_jax.layers.balance import move_bias
 from moe_jax.layers.router_sums import RouterSums
 from moe_jax.models.decoder import Decoder
+from moe_jax.models.layers_in_pipe import layers_of_stacks, stack_of
 from moe_jax.models.output import HiddenStates
+from moe_jax.parallel.layout import parameter_path
 from moe_jax.train.batch import BATCH_ARRAYS, Batch, as_divisor, total_weight
 from moe_jax.train.loss import LossParts, LossWeights, loss, loss_of_states
 
@@ -266,27 +268,29 @@ def _check_result(found: Any) -> None:
 
 
 def move_expert_bias(expert_bias: nnx.State, expert_load: Int[Array, "moe_layers experts"], rate: float) -> nnx.State:
-    """Moves the biases of each stage, [layers, experts], by the load of the stage's layers (`layers.balance.move_bias`).
+    """Moves the biases of each stack, [layers, experts], by the load of its layers (`layers.balance.move_bias`).
 
-    Stages follow each other in `expert_load`. Without biases, or with rate 0, returns `expert_bias` itself.
+    `expert_load` is in the order of the layers. Without biases, or with rate 0, returns `expert_bias` itself.
 
     Raises:
       ValueError: the biases have more or fewer layers than the load.
     """
-    biases, structure = jax.tree.flatten(expert_bias)
+    biases = {stack_of(parameter_path(path)): bias for path, bias in jax.tree.leaves_with_path(expert_bias)}
     if not biases or rate == 0:
         return expert_bias
-    ends = np.cumsum([len(bias) for bias in biases])
-    if ends[-1] != len(expert_load):
-        raise ValueError(f"the model has biases for {ends[-1]} of its {len(expert_load)} layers with experts; all need one")
-    loads = jnp.split(expert_load, ends[:-1])
-    return jax.tree.unflatten(structure, [move_bias(bias, load, rate) for bias, load in zip(biases, loads, strict=True)])
+    if (found := sum(map(len, biases.values()))) != len(expert_load):
+        raise ValueError(f"the model has biases for {found} of its {len(expert_load)} layers with experts; all need one")
+    places = layers_of_stacks({stack: len(bias) for stack, bias in biases.items()})
+    moved = [move_bias(bias, expert_load[places[stack]], rate) for stack, bias in biases.items()]
+    return jax.tree.unflatten(jax.tree.structure(expert_bias), moved)
 
 
 def expert_bias_range(expert_bias: nnx.State) -> dict[str, Float[Array, "moe_layers 2"]]:
     """Returns the metric "expert_bias_range", each layer's (smallest, largest) bias; no metric for a model without biases."""
-    stages = jax.tree.leaves(expert_bias)
-    if not stages:
+    stacks = {stack_of(parameter_path(path)): bias for path, bias in jax.tree.leaves_with_path(expert_bias)}
+    if not stacks:
         return {}
-    biases = jnp.concatenate(stages)
+    biases, places = jnp.concatenate(list(stacks.values())), layers_of_stacks({n: len(bias) for n, bias in stacks.items()})
+    if any(place.step > 1 for place in places.values()):
+        biases = biases[np.argsort(np.concatenate([np.arange(len(biases))[places[stack]] for stack in stacks]))]
     return {"expert_bias_range": jnp.stack([biases.min(axis=1), biases.max(axis=1)], axis=1)}

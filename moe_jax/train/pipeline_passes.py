@@ -219,14 +219,15 @@ class RankPasses:
         if own is None:
             return aux
         spread = self.micro.execution.spread
-        router = spread.sum(self._of_all_ranks(own))
+        assert self._routing is not None
+        router = self._routing.in_order(spread.sum(self._of_all_ranks(own)))
         devices = math.prod(map(lax.axis_size, spread.mesh_axes)) // lax.axis_size("pipe")
         return self.micro.objective.with_layers(aux, router, devices)
 
     @property
     def num_layers(self) -> int:
-        """The layers that lie in the pipeline, without those that fill up chunks."""
-        return self.micro.model().config.stages[self.stage].num_layers
+        """The repeats of a body of layers that lie in the pipeline, without those that fill up chunks."""
+        return self.micro.model().config.stages[self.stage].repeats
 
     @property
     def stage(self) -> int:
@@ -312,7 +313,8 @@ class RankPasses:
         joined = _joined(
             jax.tree.map(lambda a: jnp.where(is_last, a, 0), (finished.router, finished.counts)), self._routing.sums
         )
-        return jax.tree.map(lambda a: jnp.pad(a[None], [(0, self.num_layers - 1), *[(0, 0)] * a.ndim]), joined)
+        padded = jax.tree.map(lambda a: jnp.pad(a[None], [(0, self.num_layers - 1), *[(0, 0)] * a.ndim]), joined)
+        return self._routing.in_order(padded)
 
     def _vary(self, arrays):
         """Casts arrays to vary over all mesh axes along which devices have tokens or layers of their own."""
@@ -394,7 +396,7 @@ def check_chunks(model: Decoder, ranks: int, chunks: int) -> None:
     """
     stages = nnx.state(model, nnx.Param)["stages"]
     stage = stage_in_pipe(stages)
-    wanted = (chunks, ranks, layers_of_chunk(model.config.stages[stage].num_layers, ranks, chunks))
+    wanted = (chunks, ranks, layers_of_chunk(model.config.stages[stage].repeats, ranks, chunks))
     shape = jax.tree.leaves(stages[stage])[0].shape
     if shape[:3] != wanted:
         raise ValueError(

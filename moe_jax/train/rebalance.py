@@ -8,7 +8,6 @@ If the router chooses among groups of experts (DeepSeek), a group's experts stay
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import jax
 import numpy as np
@@ -16,6 +15,7 @@ from jax.sharding import Sharding
 from jaxtyping import Array, Int, Num, PyTree
 
 from moe_jax.config import ModelConfig
+from moe_jax.models.layers_in_pipe import layers_of_stacks, stack_of
 from moe_jax.parallel.expert.placement import balanced_order
 from moe_jax.parallel.layout import parameter_path
 from moe_jax.parallel.pipeline.chunks import refuse_chunks
@@ -65,7 +65,7 @@ def move_experts[Tree: PyTree](state: Tree, config: ModelConfig, orders: Int[np.
         names = parameter_path(path)
         if names[:1] != ("stages",) or not {"experts", "router"} & {*names}:
             return array
-        return _move(array, stages[names[1]], array.sharding)
+        return _move(array, stages[stack_of(names)], array.sharding)
 
     # One array after the other: memory has room for a second copy of one array, not of all.
     return jax.tree.map_with_path(move, state)
@@ -149,9 +149,8 @@ def _check_orders(orders: np.ndarray, config: ModelConfig) -> None:
         raise ValueError(f"the experts of each of the router's {num_groups(config)} groups must stay neighbours")
 
 
-def _orders_of_stages(state: PyTree, orders: np.ndarray) -> dict[Any, np.ndarray]:
-    """Returns the rows of `orders` that belong to each stage with experts."""
+def _orders_of_stages(state: PyTree, orders: np.ndarray) -> dict[tuple, np.ndarray]:
+    """Returns the rows of `orders` that belong to each stack of layers with experts."""
     named = ((parameter_path(path), array) for path, array in jax.tree.leaves_with_path(state))
-    layers = {n[1]: len(array) for n, array in named if n[:1] == ("stages",) and n[-1] == "gate_up_proj"}
-    ends = np.cumsum([layers[stage] for stage in sorted(layers)])
-    return {stage: orders[end - layers[stage] : end] for stage, end in zip(sorted(layers), ends, strict=True)}
+    lengths = {stack_of(n): len(array) for n, array in named if n[:1] == ("stages",) and n[-1] == "gate_up_proj"}
+    return {stack: orders[places] for stack, places in layers_of_stacks(lengths).items()}

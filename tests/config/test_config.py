@@ -8,6 +8,7 @@ import transformers
 from moe_jax.config import (
     NAMED_CONFIGS,
     DeepseekV3Config,
+    LayerKind,
     Qwen3Config,
     Qwen3MoeConfig,
     RopeParameters,
@@ -16,6 +17,7 @@ from moe_jax.config import (
     config_to_dict,
     load_config,
 )
+from moe_jax.config.base import _stages
 
 HUB_30B = {
     "architectures": ["Qwen3MoeForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 151643,
@@ -49,10 +51,15 @@ HUB_DEEPSEEK_V3 = {
 }  # fmt: skip
 
 
+def alike(config, first_layer, num_layers, sparse):
+    """The stage of layers that all attend alike."""
+    return Stage(first_layer, num_layers, (LayerKind(config.mixer, sparse),))
+
+
 def test_the_hub_file_of_deepseek_v3_is_the_named_config():
     config = config_from_dict(HUB_DEEPSEEK_V3)
     assert config == NAMED_CONFIGS["deepseek-v3"]
-    assert config.stages == (Stage(0, 3, sparse=False), Stage(3, 58, sparse=True))
+    assert config.stages == (alike(config, 0, 3, False), alike(config, 3, 58, True))
     assert (config.mixer.key_dim, config.mixer.value_dim, config.rotary_dim, config.num_groups) == (192, 128, 64, 8)
 
 
@@ -108,7 +115,7 @@ def test_the_hub_file_of_30b_is_the_named_config():
     config = config_from_dict(HUB_30B)
     assert config.rope_parameters == RopeParameters(rope_theta=1e6)
     assert config_to_dict(config) | {"sliding_window": 4096} == config_to_dict(NAMED_CONFIGS["qwen3-30b-a3b"])
-    assert config.stages == (Stage(0, 48, sparse=True),)
+    assert config.stages == (alike(config, 0, 48, True),)
     assert config.layer_windows == (None,) * 48
 
 
@@ -237,10 +244,29 @@ def test_yarn_stretches_the_known_positions(rope, known):
     assert config_from_dict({**HUB_30B, "rope_scaling": rope}).known_positions == known
 
 
+@pytest.mark.parametrize(
+    "layers, expected",
+    [
+        ("aaaaaaa", [(0, 7, "a")]),
+        ("rrrarrrarrra", [(0, 3, "rrra")]),
+        ("rrrarrrarr", [(0, 2, "rrra"), (8, 2, "r")]),
+        ("aarararar", [(0, 2, "a"), (2, 3, "ra"), (8, 1, "r")]),
+        ("ra", [(0, 1, "r"), (1, 1, "a")]),
+        ("aaAAA", [(0, 2, "a"), (2, 3, "A")]),
+        ("aAaA", [(0, 1, "a"), (1, 1, "A"), (2, 1, "a"), (3, 1, "A")]),
+    ],
+)
+def test_a_stage_repeats_the_pattern_that_covers_the_most_layers(layers, expected):
+    """A letter is a mixer, an upper one of a layer with experts. Patterns never have both kinds of layers."""
+    kinds = {letter: LayerKind(letter.lower(), letter.isupper()) for letter in layers}
+    found = _stages(tuple(kinds[letter] for letter in layers))
+    assert found == tuple(Stage(first, repeats, tuple(kinds[letter] for letter in body)) for first, repeats, body in expected)
+
+
 def test_layers_of_one_kind_form_stages():
     config = Qwen3MoeConfig(num_hidden_layers=6, mlp_only_layers=(0, 1, 4))
     assert config.moe_layers == (2, 3, 5)
-    assert config.stages == (Stage(0, 2, False), Stage(2, 2, True), Stage(4, 1, False), Stage(5, 1, True))
+    assert config.stages == tuple(alike(config, *each) for each in ((0, 2, False), (2, 2, True), (4, 1, False), (5, 1, True)))
     assert Qwen3MoeConfig(num_hidden_layers=6, decoder_sparse_step=3).moe_layers == (2, 5)
 
 

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Integer
 
+from moe_jax.kernels.attention.online_softmax import PartialAttention
 from moe_jax.kernels.experts.choose_backend import ENVIRONMENT_VARIABLE, splitting_refusal
 from moe_jax.kernels.target import is_interpreted
 
@@ -35,8 +36,9 @@ def attention(
     key_segment_ids: Integer[Array, "batch keys"],
     query_offset: Int[Array, ""] | int = 0,
     window: Int[Array, ""] | int | None = None,
+    return_lse: bool = False,
     backend: str | None = None,
-) -> Float[Array, "batch queries heads value_dim"]:
+) -> Float[Array, "batch queries heads value_dim"] | PartialAttention:
     """Returns softmax(scale * q k^T + mask) v, with scores and softmax in f32 and the result in q's dtype.
 
     Query i stands at key index query_offset + i. It sees key j if j is not after it and their segments are equal. With a
@@ -44,10 +46,12 @@ def attention(
     G = heads / kv_heads. A query that sees no key gives some finite average: it is padding, which nobody reads. A traced
     window below 1 counts as 1.
 
+    With `return_lse` the result is a pair (out, lse), both differentiable. A query's lse is the logsumexp of its masked scores
+    [batch, heads, queries], in f32. A query that sees no key has some finite lse.
+
     `backend` "mosaic" is `flash_attention`, the default on a Hopper GPU in bf16 and f16 if queries and keys are the same
     tokens. They are if `key_segment_ids` is the very array of `query_segment_ids`. A segment is then a run of equal ids. "xla"
-    takes
-    every input: above QUERY_CHUNK queries, chunks run one after the other and are recomputed in the backward pass.
+    takes every input: above QUERY_CHUNK queries, chunks run one after the other and are recomputed in the backward pass.
     MOE_JAX_BACKEND=xla turns the kernel off.
 
     Raises:
@@ -73,19 +77,21 @@ def attention(
     if resolve_attention_backend(backend, refusal) == "mosaic":
         from moe_jax.kernels.attention.mosaic.flash import flash_attention
 
-        return flash_attention(q, k, v, scale=scale, segment_ids=query_segment_ids, window=window)[0]
+        found = PartialAttention(*flash_attention(q, k, v, scale=scale, segment_ids=query_segment_ids, window=window))
+        return found if return_lse else found.out
 
-    def chunk(q: Array, segment_ids: Array, offset) -> Array:
+    def chunk(q: Array, segment_ids: Array, offset) -> tuple[Array, ...]:
         index = offset + jnp.arange(q.shape[1])
         keys = jnp.arange(k.shape[1])
         visible = keys[None, :] <= index[:, None]
         if window is not None:
             visible &= keys[None, :] > index[:, None] - jnp.maximum(window, 1)
         visible = visible & (segment_ids[:, :, None] == key_segment_ids[:, None, :])
-        return _masked_attention(q, k, v, visible, scale)
+        return _masked_attention(q, k, v, visible, scale, return_lse)
 
     if queries <= QUERY_CHUNK:
-        return chunk(q, query_segment_ids, query_offset)
+        out, *lse = chunk(q, query_segment_ids, query_offset)
+        return PartialAttention(out, lse[0]) if lse else out
 
     num_chunks = -(-queries // QUERY_CHUNK)
     padding = num_chunks * QUERY_CHUNK - queries
@@ -95,8 +101,11 @@ def attention(
         return jnp.moveaxis(x.reshape(x.shape[0], num_chunks, QUERY_CHUNK, *x.shape[2:]), 1, 0)
 
     offsets = query_offset + jnp.arange(num_chunks) * QUERY_CHUNK
-    out = jax.lax.map(jax.checkpoint(lambda xs: chunk(*xs)), (split(q), split(query_segment_ids), offsets))
-    return jnp.moveaxis(out, 0, 1).reshape(q.shape[0], -1, *out.shape[3:])[:, :queries]
+    out, *lse = jax.lax.map(jax.checkpoint(lambda xs: chunk(*xs)), (split(q), split(query_segment_ids), offsets))
+    out = jnp.moveaxis(out, 0, 1).reshape(q.shape[0], -1, *out.shape[3:])[:, :queries]
+    if not lse:
+        return out
+    return PartialAttention(out, jnp.moveaxis(lse[0], 0, 2).reshape(*lse[0].shape[1:3], -1)[:, :, :queries])
 
 
 def flash_refusal(q: Array, k: Array, v: Array, scale: float, window: Array | int | None) -> str | None:
@@ -143,8 +152,8 @@ def _announce(backend: str, reason: str | None) -> None:
     _logger.info("attention runs on backend %r%s", backend, f"; 'mosaic' not: {reason}" if reason else "")
 
 
-def _masked_attention(q: Array, k: Array, v: Array, visible: Array, scale: float) -> Array:
-    """Computes attention of all queries at once under `visible` [batch, queries, keys]."""
+def _masked_attention(q: Array, k: Array, v: Array, visible: Array, scale: float, return_lse: bool) -> tuple[Array, ...]:
+    """Computes attention of all queries at once under `visible` [batch, queries, keys]: (out, lse) or (out,)."""
     kv_heads = k.shape[2]
     grouped = q.reshape(*q.shape[:2], kv_heads, q.shape[2] // kv_heads, q.shape[3])
     accumulate = jnp.promote_types(q.dtype, jnp.float32)
@@ -152,4 +161,5 @@ def _masked_attention(q: Array, k: Array, v: Array, visible: Array, scale: float
     # A finite minimum, not -inf: a row with no visible key stays free of NaN in both passes.
     scores = jnp.where(visible[:, None, None], scores, jnp.finfo(accumulate).min)
     probabilities = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
-    return jnp.einsum("bhgqk,bkhe->bqhge", probabilities, v).reshape(*q.shape[:3], v.shape[3]).astype(q.dtype)
+    out = jnp.einsum("bhgqk,bkhe->bqhge", probabilities, v).reshape(*q.shape[:3], v.shape[3]).astype(q.dtype)
+    return (out, jax.nn.logsumexp(scores, axis=-1).reshape(len(q), q.shape[2], q.shape[1])) if return_lse else (out,)

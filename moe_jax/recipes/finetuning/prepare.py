@@ -173,6 +173,11 @@ def plan_run(settings: FinetuneSettings, model: Decoder | None, tokenizer: Any) 
     _check_optimizer(settings, parallelism, config)
     if parallelism is not None:
         layers_in_pipe(config, parallelism.pipe)
+        if (
+            parallelism.context_parallel
+            and (reason := config.mixer_refusal("attention over devices (mesh.context)", has_sinks=False)) is not None
+        ):
+            raise ValueError(f"FinetuneSettings: {reason}")
     saved = saved_run(output)
     # A run that began when texts had no BOS token continues without it, or its data would be other data.
     begin_texts = not saved.identity or "begin_texts" in saved.identity

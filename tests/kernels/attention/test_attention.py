@@ -52,6 +52,31 @@ def test_equals_the_definition(window, chunk, offset, monkeypatch):
     np.testing.assert_allclose(out, definition(q, k, v, 0.3, query_segments, key_segments, offset, window), atol=2e-6)
 
 
+@pytest.mark.parametrize("chunk", [1024, 4])
+def test_lse_and_its_gradients_are_those_of_the_definition(rng, chunk, monkeypatch):
+    monkeypatch.setattr(module, "QUERY_CHUNK", chunk)
+    q, k = (jnp.asarray(rng.normal(size=(2, 7, heads, 8)), jnp.float32) for heads in (4, 2))
+    dout, dlse = rng.normal(size=(2, 7, 4, 8)), rng.normal(size=(2, 4, 7))
+    ids = jnp.asarray(np.sort(rng.integers(1, 4, (2, 7)), axis=1))
+    seen = (ids[:, :, None] == ids[:, None]) & (jnp.arange(7)[:, None] >= jnp.arange(7))
+
+    def ours(q, k):
+        return attention(q, k, k, scale=0.3, query_segment_ids=ids, key_segment_ids=ids, return_lse=True)
+
+    def plain(q, k):
+        k = jnp.repeat(k, 2, axis=2)
+        scores = jnp.where(seen[:, None], jnp.einsum("bqhd,bkhd->bhqk", q, k) * 0.3, -jnp.inf)
+        lse = jnp.log(jnp.exp(scores).sum(-1))
+        return jnp.einsum("bhqk,bkhd->bqhd", jnp.exp(scores - lse[..., None]), k), lse
+
+    def value_and_gradients(f):
+        return jax.value_and_grad(lambda q, k: sum(jnp.sum(a * d) for a, d in zip(f(q, k), (dout, dlse), strict=True)), (0, 1))
+
+    np.testing.assert_allclose(ours(q, k).lse, plain(q, k)[1], rtol=1e-5, atol=1e-6)
+    for found, expected in zip(*(jax.tree.leaves(jax.jit(value_and_gradients(f))(q, k)) for f in (ours, plain)), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+
+
 def test_chunked_gradients(monkeypatch):
     """A smaller QUERY_CHUNK gives the same gradients."""
     keys = jax.random.split(jax.random.key(seeds.integer()), 4)
@@ -136,9 +161,10 @@ def fused_inputs(rng, dtype=jnp.bfloat16, seq=130):
 )
 def test_fused_equals_xla(rng, window):
     q, k, v, options = fused_inputs(rng)
-    fused, plain = (attention(q, k, v, window=window, backend=name, **options) for name in ("mosaic", "xla"))
+    fused, plain = (attention(q, k, v, window=window, return_lse=True, backend=name, **options) for name in ("mosaic", "xla"))
     # Two steps of bf16; a step is 1/32 at 4 and above.
-    np.testing.assert_allclose(np.asarray(fused, np.float32), np.asarray(plain, np.float32), rtol=1.6e-2, atol=3e-2)
+    np.testing.assert_allclose(np.asarray(fused.out, np.float32), np.asarray(plain.out, np.float32), rtol=1.6e-2, atol=3e-2)
+    np.testing.assert_allclose(fused.lse, plain.lse, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(
