@@ -16,10 +16,10 @@ from jax import lax
 
 from moe_jax.config import Qwen3MoeConfig
 from moe_jax.layers.linear import Linear
-from moe_jax.models.qwen3_moe import Qwen3Moe
-from moe_jax.parallel import layout
+from moe_jax.layers.matrices import MATRICES, Matrix
+from moe_jax.models.qwen3 import Qwen3Moe
 
-layout._MATRICES["decay_proj"] = 2
+MATRICES["decay_proj"] = Matrix("attention")
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,9 @@ class RecurrenceSpec:
     @property
     def of_sequence(self):
         return ((self.heads, self.head_dim, self.head_dim),)
+
+    def flops(self, keys):
+        return 4 * self.heads * self.head_dim**2
 
 
 @dataclass(frozen=True, kw_only=True)
