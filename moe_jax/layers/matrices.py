@@ -38,6 +38,7 @@ MATRICES: dict[str, Matrix] = {
     "router": Matrix("router", split=()),
     "experts.gate_up_proj": _EXPERTS,
     "experts.down_proj": _EXPERTS,
+    "sinks": _VECTOR,
     **dict.fromkeys(_ATTENTION, Matrix("attention")),
     **dict.fromkeys(_MLP, Matrix("mlp")),
     **{f"shared_experts.{name}": Matrix("shared_experts") for name in _MLP},
