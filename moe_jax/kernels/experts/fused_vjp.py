@@ -349,7 +349,7 @@ def _backward_of_chunks(options: ExpertsOptions, residuals: ExpertsResiduals, dy
     dx, dweights = join_tokens(dx, x.shape[0]), join_tokens(dweights, x.shape[0])
     if residuals.accumulators is None and matrices is not None:
         matrices = Matrices._make(total.astype(w.dtype) for total, w in zip(matrices, weights_of_experts, strict=True))
-    bias = None if of_bias is None else sum_in_order(biases, axis=0).astype(of_bias.dtype)
+    bias = None if of_bias is None or biases is None else sum_in_order(biases, axis=0).astype(of_bias.dtype)
     return _Gradients((dx,), (dweights,), matrices, bias)
 
 
