@@ -10,7 +10,7 @@ import pytest
 import shapes
 from jaxtyping import Array, Float, Int
 
-from moe_jax.kernels.experts.activation import gated_silu
+from moe_jax.kernels.experts.activation import activated
 
 WRONG = jaxtyping.TypeCheckError
 
@@ -83,9 +83,9 @@ def test_gradients_of_integers_pass():
 
 def test_package_is_checked():
     """A function of the package that computes with any number of axes refuses the wrong one."""
-    assert gated_silu(jnp.ones((3, 8))).shape == (3, 4)
+    assert activated(jnp.ones((3, 8))).shape == (3, 4)
     with pytest.raises(WRONG):
-        gated_silu(jnp.ones((2, 4, 8)))
+        activated(jnp.ones((2, 4, 8)))
 
 
 def test_no_module_is_left_out():

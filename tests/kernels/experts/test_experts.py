@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_jax import kernels
-from moe_jax.kernels.experts.activation import gated_silu
+from moe_jax.kernels.experts.activation import activated
 
 
 @pytest.mark.parametrize("tokens, experts, k", [(1, 1, 1), (13, 9, 4), pytest.param(40, 3, 2, marks=pytest.mark.thorough)])
@@ -120,7 +120,7 @@ def test_gate_up_and_down_compose_to_the_whole():
 
     def halves(x, w_gate_up, w_down, weights, chosen):
         rows = kernels.plan(chosen, w_gate_up.shape[0])
-        return kernels.down(gated_silu(kernels.gate_up(x, w_gate_up, rows)), w_down, weights, rows)
+        return kernels.down(activated(kernels.gate_up(x, w_gate_up, rows)), w_down, weights, rows)
 
     with jax.enable_x64(True):
         compare(halves, oracle.experts_mlp, make_inputs(seeds.rng(), 33, 5, 2, 8, 4), 1e-12)

@@ -13,14 +13,14 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from moe_jax import kernels
-from moe_jax.kernels.experts.activation import gated_silu
+from moe_jax.kernels.experts.activation import activated
 
 
 def test_products_with_the_hessian_are_those_of_the_oracle():
     def halves(x, w_gate_up, w_down, weights, chosen):
         rows = kernels.plan(chosen, w_gate_up.shape[0])
         h = kernels.gate_up(x, w_gate_up, rows, backend="xla")
-        return kernels.down(gated_silu(h), w_down, weights, rows, backend="xla")
+        return kernels.down(activated(h), w_down, weights, rows, backend="xla")
 
     @partial(jax.jit, static_argnums=0)
     def product(f, arrays, direction, chosen):

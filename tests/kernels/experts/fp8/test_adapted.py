@@ -12,7 +12,7 @@ import seeds
 from lowered import lowered_for_h200, num_kernels
 
 from moe_jax.kernels import Precision, quantise_matrices
-from moe_jax.kernels.experts.activation import gated_silu
+from moe_jax.kernels.experts.activation import activated
 from moe_jax.kernels.experts.adapted import ExpertsAdapter
 from moe_jax.kernels.experts.fp8.adapted import experts_mlp_adapted_in_fp8
 from moe_jax.kernels.experts.fp8.experts import Fp8Matrices
@@ -71,7 +71,7 @@ def _row_by_row(quantised, chosen, x, weights, adapter):
 
     rows = jnp.repeat(x.astype(jnp.float32), K, axis=0).astype(jnp.bfloat16)
     h = product(rows, quantised.gate_up, adapter.gate_up)
-    y_rows = product(gated_silu(h), quantised.down, adapter.down).astype(jnp.float32)
+    y_rows = product(activated(h), quantised.down, adapter.down).astype(jnp.float32)
     return jnp.sum(weights[:, :, None] * y_rows.reshape(*weights.shape, -1), axis=1).astype(x.dtype)
 
 
