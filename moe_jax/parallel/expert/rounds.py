@@ -17,9 +17,9 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from moe_jax.kernels.precision import widened
-from moe_jax.parallel.expert.exchange_plan import ExchangePlan
 from moe_jax.parallel.expert.inputs import Choices, ExpertInputs
 from moe_jax.parallel.expert.one_round import first_round, further_round
+from moe_jax.parallel.expert.settings import ExchangePlan
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
