@@ -17,7 +17,7 @@ from moe_jax.train.batch import BATCH_ARRAYS, Batch
 from moe_jax.train.loss import LossWeights, loss, loss_of_states
 from moe_jax.train.objective import Objective
 from moe_jax.train.on_devices import on_devices
-from moe_jax.train.pipelined_evaluation import evaluate_pipelined
+from moe_jax.train.pipelined import evaluate_pipelined
 from moe_jax.train.state import TrainState
 
 
@@ -80,7 +80,7 @@ def _through_pipe(graphdef: nnx.GraphDef, parallelism: Parallelism) -> Callable[
         rows = {
             name: jnp.stack([b[name] for b in batches], 1).reshape(-1, *batches[0][name].shape[1:]) for name in BATCH_ARRAYS
         }
-        return evaluate_pipelined(_CrossEntropy(), graphdef, parallelism, len(batches))(params, fixed, rows).aux
+        return evaluate_pipelined(_CrossEntropy(), graphdef, parallelism, len(batches))(params, fixed, rows)[1]
 
     compiled = jax.jit(compute, compiler_options=parallelism.compiler_options)
 

@@ -16,7 +16,6 @@ from jaxtyping import Array
 from moe_jax.layers.lora import has_dropout
 from moe_jax.layers.passes import Remat
 from moe_jax.models.execution import Execution
-from moe_jax.parallel.choices import UNIFORM
 from moe_jax.parallel.parallelism import Parallelism
 from moe_jax.parallel.zero1 import optimizer_mesh, sum_to_parts
 from moe_jax.train.batch import Batch, num_rows, replicated_sharding, total_weight
@@ -25,7 +24,6 @@ from moe_jax.train.objective import LossFunction, NextToken, Objective, as_objec
 from moe_jax.train.on_devices import with_dropout_seeds, with_fp8_copies
 from moe_jax.train.overlap import accumulate_overlapping, can_overlap
 from moe_jax.train.pipelined import accumulate_pipelined
-from moe_jax.train.scheduled import accumulate_scheduled
 from moe_jax.train.state import TrainState, apply_gradients, check_adapters, check_layout
 
 COUNTED = {"num_labels": "loss_mask", "num_tokens": "segment_ids"}
@@ -113,8 +111,7 @@ def make_train_step(
     stacked: dict[str, bool] = dict(stack_over_data=split_over is not None)
     orders_passes = True
     if parallelism is not None and parallelism.pipelined:
-        pipeline = accumulate_pipelined if parallelism.pipe_schedule in UNIFORM else accumulate_scheduled
-        gradients = pipeline(objective, graphdef, execution, parallelism, gradient_accumulation, **stacked)
+        gradients = accumulate_pipelined(objective, graphdef, execution, parallelism, gradient_accumulation, **stacked)
     elif parallelism is not None and overlaps(objective, parallelism, remat, gradient_accumulation):
         gradients = accumulate_overlapping(objective, graphdef, execution, parallelism, gradient_accumulation, **stacked)
     else:

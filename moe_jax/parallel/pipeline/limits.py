@@ -1,13 +1,13 @@
-"""The meshes that a pipeline schedule can run on, from plain values: settings, plans and `Parallelism` ask here.
-
-`of_mesh` refuses the transfers that a schedule's branches cannot have.
-"""
+"""The meshes that a pipeline schedule can run on, from plain values: settings, plans and `Parallelism` ask here."""
 
 from collections.abc import Mapping
 from typing import get_args
 
 from moe_jax.parallel.choices import CHOOSES_CHUNKS, PipeSchedule
-from moe_jax.parallel.pipeline.by_name import schedule_by_name
+from moe_jax.parallel.pipeline.dual_pipe import dualpipe, dualpipe_v
+from moe_jax.parallel.pipeline.ring_schedules import interleaved, uniform, uniform_w
+from moe_jax.parallel.pipeline.schedules import Schedule, one_f_one_b
+from moe_jax.parallel.pipeline.zero_bubble import zb_h1, zb_v
 
 SPLIT_MATRICES = ("fsdp", "expert", "context")
 """The mesh axes that split matrices inside a rank of the pipe. There b and W are not apart (`layers.tickets`)."""
@@ -63,3 +63,16 @@ def schedule_problem(name: PipeSchedule, axes: Mapping[str, int], chunks: int, m
 def split_axes(axes: Mapping[str, int]) -> list[str]:
     """Returns the axes with several devices that split matrices inside a rank."""
     return [axis for axis in SPLIT_MATRICES if axes.get(axis, 1) > 1]
+
+
+def schedule_by_name(name: PipeSchedule, ranks: int, chunks: int, micro_batches: int) -> Schedule:
+    """Returns a schedule; `chunks` is for the schedules that let it be chosen.
+
+    Raises:
+      ValueError: sizes that the schedule refuses.
+    """
+    with_chunks = {"interleaved": interleaved, "uniform": uniform, "uniform-w": uniform_w}
+    if name in with_chunks:
+        return with_chunks[name](ranks, chunks, micro_batches)
+    make = {"1f1b": one_f_one_b, "zb-h1": zb_h1, "zb-v": zb_v, "dualpipe": dualpipe, "dualpipe-v": dualpipe_v}
+    return make[name](ranks, micro_batches)

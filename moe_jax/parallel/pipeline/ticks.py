@@ -10,6 +10,7 @@ Ticks and ranks may be traced integers: the functions use + - * // % and compari
 """
 
 import heapq
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 
@@ -85,14 +86,21 @@ def input_slots(ranks: int, chunks: int, micro_batches: int) -> tuple[int, ...]:
     An input is kept from the tick of its forward pass up to and including the tick of its backward pass. Rank 0 keeps inputs
     longest, and the lowest free slot is taken. Long steps need `(chunks + 1) ranks` slots.
     """
+
+    def interval(n: int) -> tuple[int, int]:
+        return n, n + 2 * (chunks - n % (chunks * ranks) // ranks) * ranks - 1
+
+    return tuple(lowest_free_slots(map(interval, range(num_passes(ranks, chunks, micro_batches)))))
+
+
+def lowest_free_slots(intervals: Iterable[tuple[int, int]]) -> list[int]:
+    """Returns the slot of each interval (first, last tick), in the order of their first ticks: the lowest that is free."""
     slots: list[int] = []
     free: list[int] = []
-    kept: list[tuple[int, int]] = []
-    for n in range(num_passes(ranks, chunks, micro_batches)):
-        while kept and kept[0][0] < n:
-            heapq.heappush(free, heapq.heappop(kept)[1])
-        slots.append(heapq.heappop(free) if free else len(kept))
-        chunk = n % (chunks * ranks) // ranks
-        last_tick = n + 2 * (chunks - chunk) * ranks - 1
-        heapq.heappush(kept, (last_tick, slots[-1]))
-    return tuple(slots)
+    held: list[tuple[int, int]] = []
+    for begin, end in intervals:
+        while held and held[0][0] < begin:
+            heapq.heappush(free, heapq.heappop(held)[1])
+        slots.append(heapq.heappop(free) if free else len(held))
+        heapq.heappush(held, (end, slots[-1]))
+    return slots
