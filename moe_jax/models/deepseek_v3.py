@@ -9,9 +9,9 @@ from typing import Any
 from flax import nnx
 
 from moe_jax.config import DeepseekV3Config
-from moe_jax.layers.group_router import GroupRouter, GroupRule
 from moe_jax.layers.latent_attention import LatentAttention
 from moe_jax.layers.moe import MoE
+from moe_jax.layers.router import GroupRouter, GroupRule
 from moe_jax.models.decoder import Decoder
 
 
