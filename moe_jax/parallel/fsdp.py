@@ -27,8 +27,7 @@ from moe_jax.kernels.precision import at_least_f32, widened
 from moe_jax.kernels.varying import varying_axes
 from moe_jax.layers.passes import WholeLayer
 from moe_jax.parallel.choices import Hops
-from moe_jax.parallel.collectives.hops import add_contributions, join_parts, send_contributions, send_part
-from moe_jax.parallel.collectives.sums import sum_scatter
+from moe_jax.parallel.collectives.hops import add_contributions, join_parts, send_contributions, send_part, sum_scatter
 from moe_jax.parallel.layout import gathered_axes, parameter_path, parameter_spec, part_shape
 
 Gather = tuple[tuple[int, tuple[str, ...]], ...]

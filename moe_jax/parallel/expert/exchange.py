@@ -19,7 +19,7 @@ from jaxtyping import Array, BFloat16, Float, Num, UInt8
 
 from moe_jax.kernels.experts.fp8.quantise import GROUP, QuantisedRows, quantise_rows
 from moe_jax.kernels.experts.fp8.rounded_tokens import RoundedTokens
-from moe_jax.parallel.collectives.sums import sum_scatter
+from moe_jax.parallel.collectives.hops import sum_scatter
 from moe_jax.parallel.expert import pairwise
 from moe_jax.parallel.expert.routes import Route, pack, unpack
 from moe_jax.parallel.expert.settings import Transport, TransportName

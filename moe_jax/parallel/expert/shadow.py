@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int
 from moe_jax.kernels.experts.api import experts_mlp
 from moe_jax.kernels.experts.fp8.precision import Precision
 from moe_jax.kernels.experts.fused_vjp import Matrices
-from moe_jax.parallel.collectives.sums import sum_to_all
+from moe_jax.parallel.collectives.hops import sum_to_all
 from moe_jax.parallel.expert.inputs import ExpertInputs
 from moe_jax.parallel.expert.settings import ExpertParallel
 from moe_jax.parallel.mesh import axis_size
@@ -159,13 +159,6 @@ def _raise_under_vmap(axis_size: int, in_batched: list[bool], shadows: Array):
     )
 
 
-class _LendResiduals(NamedTuple):
-    local_index: Int[Array, "slots"]
-    """The shadow's index among this device's experts; out of range on all devices but the owner."""
-    num_shadows: Int[Array, ""]
-    """The number of shadows."""
-
-
 def _lend_forward(weights: Matrices, shadows: Array, axis_name: str, dtype: jnp.dtype):
     shadows = _refuse_vmap(shadows)
     local_experts = weights.gate_up.shape[0]
@@ -176,10 +169,10 @@ def _lend_forward(weights: Matrices, shadows: Array, axis_name: str, dtype: jnp.
     count = jnp.sum(shadows >= 0, dtype=jnp.int32)
     # Every device but the owner contributes zeros to the sum.
     owned = [w.at[index].get(mode="fill", fill_value=0).astype(dtype) for w in weights]
-    return (weights, Matrices(*_sum_slots(owned, count, axis_name))), _LendResiduals(index, count)
+    return (weights, Matrices(*_sum_slots(owned, count, axis_name))), (index, count)
 
 
-def _lend_backward(axis_name: str, dtype: jnp.dtype, residuals: _LendResiduals, gradients: tuple[Matrices, Matrices]):
+def _lend_backward(axis_name: str, dtype: jnp.dtype, residuals: tuple[Array, Array], gradients: tuple[Matrices, Matrices]):
     index, count = residuals
     d_weights, d_copies = gradients
     sums = _sum_slots(list(d_copies), count, axis_name)

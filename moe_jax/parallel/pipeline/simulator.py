@@ -173,26 +173,22 @@ def simulate(
     ranks, makespan = _in_ticks(schedule, times, hop, masked) if lockstep else _asynchronously(schedule, times, hop)
     if not makespan < math.inf:
         raise ValueError("the time of the step is too large for a float; give the times in a larger unit")
-    peaks = [memory_peaks(slots) for slots in schedule.ranks]
+    in_flight, weights_queue = zip(*map(memory_peaks, schedule.ranks), strict=True)
     return Timeline(
         schedule,
         times,
         tuple(tuple(timed for timed in slots if timed.slot) for slots in ranks),
-        tuple(peak.in_flight for peak in peaks),
-        tuple(peak.weights_queue for peak in peaks),
+        in_flight,
+        weights_queue,
         makespan,
     )
 
 
-class MemoryPeaks(NamedTuple):
-    """The largest numbers of chunk inputs and of passes W that wait on a rank."""
+def memory_peaks(slots: Sequence[Slot]) -> tuple[int, int]:
+    """Returns the largest numbers of chunk inputs and of waiting passes W, for a rank's slots.
 
-    in_flight: int
-    weights_queue: int
-
-
-def memory_peaks(slots: Sequence[Slot]) -> MemoryPeaks:
-    """Returns the peaks of a rank's slots. A chunk's input is held from the begin of its F to the end of its W."""
+    A chunk's input is held from the begin of its F to the end of its W.
+    """
     in_flight = most_in_flight = queue = longest_queue = 0
     for slot in slots:
         in_flight += sum(part.kind == "F" for part in slot)
@@ -200,7 +196,7 @@ def memory_peaks(slots: Sequence[Slot]) -> MemoryPeaks:
         most_in_flight, longest_queue = max(most_in_flight, in_flight), max(longest_queue, queue)
         in_flight -= sum(part.kind in ("B", "W") for part in slot)
         queue -= sum(part.kind == "W" for part in slot)
-    return MemoryPeaks(most_in_flight, longest_queue)
+    return most_in_flight, longest_queue
 
 
 def ticks_of(schedule: Schedule) -> list[list[Slot]]:

@@ -116,16 +116,16 @@ def _check_hops(schedule: Schedule) -> None:
 
 
 def _check_memory(schedule: Schedule, rank: int, slots: tuple[Slot, ...]) -> None:
-    peaks = memory_peaks(slots)
-    if peaks.in_flight > schedule.in_flight[rank]:
+    in_flight, weights_queue = memory_peaks(slots)
+    if in_flight > schedule.in_flight[rank]:
         raise ValueError(
             f"rank {rank} of {schedule.name} holds at most {schedule.in_flight[rank]} chunk inputs; these slots need "
-            f"{peaks.in_flight}"
+            f"{in_flight}"
         )
-    if peaks.weights_queue > schedule.weights_queue[rank]:
+    if weights_queue > schedule.weights_queue[rank]:
         raise ValueError(
             f"rank {rank} of {schedule.name} puts off at most {schedule.weights_queue[rank]} passes W; these slots put off "
-            f"{peaks.weights_queue}"
+            f"{weights_queue}"
         )
 
 
