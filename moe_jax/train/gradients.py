@@ -136,17 +136,17 @@ def sum_on_mesh(
     execution: Execution,
     parallelism: Parallelism,
     micro_batches: int,
-    *,
-    stack_over_data: bool = False,
 ) -> GradientsFn:
     """Returns what `accumulate` returns, of a function that orders a device's micro-batches itself.
 
     Parameters outside the layers are gathered once for all micro-batches, and their gradients are summed over devices once.
+    Where the optimizer's state is split over `data`, gradients are as of `on_devices` with `stack_over_data`.
 
     Args:
       sum_of: called on each device; its `execution` says how the model is spread.
-      graphdef, execution, parallelism, stack_over_data: as in `on_devices`.
+      graphdef, execution, parallelism: as in `on_devices`.
     """
+    stack_over_data = parallelism.splits_optimizer
 
     def summed(params: nnx.State, fixed: nnx.State, batch: Batch) -> Gradients:
         stacked, scalars = micro_batches_of(batch, micro_batches)

@@ -305,25 +305,20 @@ class RankPasses:
         return jax.eval_shape(routing, x)
 
     def _droutings(self, dy: _Moving):
-        """Returns the gradients of a chunk's routing; None for dense layers."""
+        """Returns the gradients of a chunk's routing: those of the sums over layers, for each layer; None for dense layers."""
         if self._routing is None:
             return None
-        return jax.tree.unflatten(jax.tree.structure(self._routing), self._routing_gradients(dy.router))
+        gradients = iter(jax.tree.leaves(dy.router))
 
-    def _routing_gradients(self, router) -> list:
-        """Returns the gradients of a chunk's routing, leaf by leaf: those of the sums over layers, for each layer."""
-        gradients = iter(jax.tree.leaves(router))
-        leaves: list[Any] = []
-        # The routing's only floats are those of its sums.
-        for shape in jax.tree.leaves(self._routing):
-            if jnp.issubdtype(shape.dtype, jnp.floating):
-                gradient = jnp.broadcast_to(next(gradients), shape.shape)
-                # A constant, as the sum within sequences of a loss without that term, is typed as the same on all devices.
-                is_constant = not shape.manual_axis_type.varying
-                leaves.append(jnp.zeros(shape.shape, shape.dtype) if is_constant else gradient)
-            else:
-                leaves.append(np.zeros(shape.shape, jax.dtypes.float0))
-        return leaves
+        def of_leaf(shape) -> Any:
+            # The routing's only floats are those of its sums.
+            if not jnp.issubdtype(shape.dtype, jnp.floating):
+                return np.zeros(shape.shape, jax.dtypes.float0)
+            gradient = jnp.broadcast_to(next(gradients), shape.shape)
+            # A constant, as the sum within sequences of a loss without that term, is typed as the same on all devices.
+            return gradient if shape.manual_axis_type.varying else jnp.zeros(shape.shape, shape.dtype)
+
+        return jax.tree.map(of_leaf, self._routing)
 
     def _stage(self, of_tick: TickPass, gradients: nnx.State) -> StageLayers:
         """Returns the rank's layers for a micro-batch; in place, with the sums of the experts' gradients as accumulators."""

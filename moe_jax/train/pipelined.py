@@ -39,8 +39,6 @@ def accumulate_pipelined(
     execution: Execution,
     parallelism: Parallelism,
     micro_batches: int,
-    *,
-    stack_over_data: bool = False,
 ) -> GradientsFn:
     """Returns what `gradients.accumulate` returns, for parameters of `parallel.pipeline.chunks.to_chunks`.
 
@@ -52,7 +50,6 @@ def accumulate_pipelined(
     Args:
       objective: one that has `of_states`, and whose value is a sum over tokens. It sees the tokens of a micro-batch in as many
         parts as there are ranks, along one axis. If the model has modules that predict further tokens, parts are whole rows.
-      stack_over_data: as in `train.on_devices`.
 
     Raises:
       TypeError: an objective that works on batches alone.
@@ -87,7 +84,7 @@ def accumulate_pipelined(
         gradients = _gradients_of_chunks(front.backward(totals.embedded[:-1], totals.gradients), params, schedule)
         return Gradients(totals.value, passes.aux_of_layers(totals.aux, totals.router), gradients)
 
-    on_mesh = sum_on_mesh(sum_of, graphdef, execution, parallelism, micro_batches, stack_over_data=stack_over_data)
+    on_mesh = sum_on_mesh(sum_of, graphdef, execution, parallelism, micro_batches)
     return _checked(on_mesh, graphdef, parallelism)
 
 

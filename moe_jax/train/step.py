@@ -108,14 +108,13 @@ def make_train_step(
     execution = Execution(remat=remat, balanced_routing=force_balanced_routing)
     # Split over `data`, the optimizer's state needs sums over `data` once a step, and only their parts.
     split_over = optimizer_mesh(parallelism)
-    stacked: dict[str, bool] = dict(stack_over_data=split_over is not None)
     orders_passes = True
     if parallelism is not None and parallelism.pipelined:
-        gradients = accumulate_pipelined(objective, graphdef, execution, parallelism, gradient_accumulation, **stacked)
+        gradients = accumulate_pipelined(objective, graphdef, execution, parallelism, gradient_accumulation)
     elif parallelism is not None and overlaps(objective, parallelism, remat, gradient_accumulation):
-        gradients = accumulate_overlapping(objective, graphdef, execution, parallelism, gradient_accumulation, **stacked)
+        gradients = accumulate_overlapping(objective, graphdef, execution, parallelism, gradient_accumulation)
     else:
-        gradients = gradients_fn(objective, graphdef, execution, parallelism, **stacked)
+        gradients = gradients_fn(objective, graphdef, execution, parallelism, stack_over_data=split_over is not None)
         gradients = accumulate(gradients, gradient_accumulation)
         orders_passes = False
     in_place = accumulate_in_place(objective, graphdef, execution, gradient_accumulation)

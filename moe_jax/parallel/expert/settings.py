@@ -123,11 +123,6 @@ def further_capacity(first: Capacity, k: int) -> Capacity:
     return Capacity(max(1, first.pairs // k), first.pairs)
 
 
-def devices_of_step(first: Capacity) -> int:
-    """Returns the number of other devices whose tokens one "pairwise" step computes, if `group_size` is None."""
-    return max(1, MAX_ROWS_PER_STEP // first.pairs)
-
-
 class ExchangePlan(NamedTuple):
     """The facts of a call that are known when it is traced."""
 
@@ -176,5 +171,5 @@ def plan_exchange(
 
 def devices_per_step(plan: ExchangePlan) -> tuple[int, ...]:
     """Returns the number of devices whose tokens each "pairwise" step computes: this device alone, then groups of others."""
-    at_once = plan.group_size or devices_of_step(plan.first)
+    at_once = plan.group_size or max(1, MAX_ROWS_PER_STEP // plan.first.pairs)
     return 1, *(min(at_once, plan.devices - first) for first in range(1, plan.devices, at_once))
