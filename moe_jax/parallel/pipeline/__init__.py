@@ -13,9 +13,9 @@ from moe_jax.runtime.lazy import export_lazily
 if TYPE_CHECKING:
     from moe_jax.parallel.pipeline.drawing import draw, plot, to_actions
     from moe_jax.parallel.pipeline.dual_pipe import dualpipe, dualpipe_v
-    from moe_jax.parallel.pipeline.ring_schedules import interleaved, uniform, uniform_w
     from moe_jax.parallel.pipeline.schedules import Part, Schedule, one_f_one_b, zb_h1, zb_v
     from moe_jax.parallel.pipeline.simulator import PassTimes, TimedSlot, Timeline, bubble_formula, simulate
+    from moe_jax.parallel.pipeline.ticks import interleaved, uniform, uniform_w
     from moe_jax.parallel.pipeline.verification import verify
 
 __all__ = [

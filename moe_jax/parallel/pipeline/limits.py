@@ -5,8 +5,8 @@ from typing import get_args
 
 from moe_jax.parallel.choices import CHOOSES_CHUNKS, PipeSchedule
 from moe_jax.parallel.pipeline.dual_pipe import dualpipe, dualpipe_v
-from moe_jax.parallel.pipeline.ring_schedules import interleaved, uniform, uniform_w
 from moe_jax.parallel.pipeline.schedules import Schedule, one_f_one_b, zb_h1, zb_v
+from moe_jax.parallel.pipeline.ticks import interleaved, uniform, uniform_w
 
 SPLIT_MATRICES = ("fsdp", "expert", "context")
 """The mesh axes that split matrices inside a rank of the pipe. There b and W are not apart (`layers.tickets`)."""
