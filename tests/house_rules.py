@@ -26,7 +26,6 @@ MANY_PARAMETERS = {
     "moe_jax/generation/text.py:chat": _SAMPLING,
     "moe_jax/kernels/attention/api.py:attention": "three arrays, and masks by name as in jax.nn.dot_product_attention",
     "moe_jax/kernels/attention/paged/api.py:paged_attention": "as attention, and the pages",
-    "moe_jax/layers/group_router.py:GroupRouter.__init__": _MODULE,
     "moe_jax/layers/moe.py:Experts.__init__": _MODULE,
     "moe_jax/layers/moe.py:MoE.__init__": _MODULE,
     "moe_jax/kernels/experts/adapted.py:experts_mlp_adapted": "the arguments of experts_mlp, and the adapter",

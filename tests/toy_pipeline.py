@@ -7,9 +7,10 @@ from jax.sharding import PartitionSpec
 
 from moe_jax.kernels.varying import vary_as
 from moe_jax.parallel import make_mesh
-from moe_jax.parallel.pipeline.stages import from_stages, to_stages
+from moe_jax.parallel.pipeline.chunks import from_stages, to_stages
+from moe_jax.parallel.pipeline.executor import PipelinePasses
 from moe_jax.parallel.pipeline.table import lockstep_table
-from moe_jax.parallel.pipeline.table_executor import TablePasses, run_table
+from moe_jax.parallel.pipeline.table_executor import run_table
 
 
 def toy_passes(weights, inputs, travel):
@@ -39,7 +40,7 @@ def toy_passes(weights, inputs, travel):
         value, of_weights, of_inputs = totals
         return value, of_weights, of_inputs.at[of_pass.micro_batch].add(jnp.where(of_pass.exists, dx, 0))
 
-    return TablePasses(
+    return PipelinePasses(
         enter=lambda i: inputs[i],
         forward=forward,
         backward=backward,

@@ -7,7 +7,7 @@ import tyro
 
 from moe_jax.parallel import pipeline
 from moe_jax.parallel.choices import CHOOSES_CHUNKS, PipeSchedule
-from moe_jax.parallel.pipeline.by_name import schedule_by_name
+from moe_jax.parallel.pipeline.limits import schedule_by_name
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,7 @@ from moe_jax.layers.passes import Remat
 from moe_jax.models.decoder import fp8_refusal
 from moe_jax.models.precision import PrecisionName
 from moe_jax.parallel.choices import UNIFORM, Hops, MeshShape, PipeSchedule
-from moe_jax.parallel.expert.exchange_plan import ExchangePlan, plan_exchange
-from moe_jax.parallel.expert.settings import ExpertParallel
+from moe_jax.parallel.expert.settings import ExchangePlan, ExpertParallel, plan_exchange
 from moe_jax.parallel.pipeline.chunks import fills_chunks, layers_of_chunk
 from moe_jax.parallel.pipeline.limits import ranks_problem, schedule_problem, split_axes
 from moe_jax.parallel.pipeline.ticks import input_slots
@@ -325,7 +324,7 @@ def _problems_of_pipe(step: PlannedStep) -> list[str]:
 
 
 def _problems_of_schedule(step: PlannedStep) -> list[str]:
-    """Returns the problems of `pipe_schedule`, which `parallel.pipeline.of_mesh` would find in training."""
+    """Returns the problems of `pipe_schedule`, which `train.pipelined` would find in training."""
     name, axes = step.pipe_schedule, asdict(step.mesh)
     if problem := schedule_problem(name, axes, step.pipe_chunks, step.gradient_accumulation):
         return [problem]

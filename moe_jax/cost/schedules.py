@@ -11,12 +11,10 @@ from moe_jax.cost.layer import ELEMENT
 from moe_jax.cost.parameters import operand_elements
 from moe_jax.cost.planned_step import PlannedStep
 from moe_jax.parallel.choices import UNIFORM, PipeSchedule
-from moe_jax.parallel.pipeline.by_name import schedule_by_name
-from moe_jax.parallel.pipeline.limits import split_axes
+from moe_jax.parallel.pipeline.limits import schedule_by_name, split_axes
 from moe_jax.parallel.pipeline.schedules import Schedule
 from moe_jax.parallel.pipeline.simulator import PassTimes, simulate
-from moe_jax.parallel.pipeline.slots import Sizes
-from moe_jax.parallel.pipeline.table import lockstep_table, undivided
+from moe_jax.parallel.pipeline.table import Sizes, lockstep_table, undivided
 
 
 class Ticks(NamedTuple):

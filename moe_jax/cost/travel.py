@@ -15,7 +15,7 @@ from moe_jax.cost.machine import (
 from moe_jax.cost.planned_step import BYTES, PlannedStep
 from moe_jax.cost.quantised import gathered_bytes, travelling_bytes
 from moe_jax.parallel.choices import MESH_AXES
-from moe_jax.parallel.expert.exchange_plan import devices_per_step
+from moe_jax.parallel.expert.settings import devices_per_step
 
 QUERIES_SHARE = 0.4
 """Share of attention's backward pass that computes the gradients of queries."""

@@ -15,19 +15,18 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Num
 
-from moe_jax.parallel.expert.routes import Route
+from moe_jax.parallel.expert.routes import Route, pack, unpack
 from moe_jax.parallel.expert.settings import Transport
-from moe_jax.parallel.expert.slots import pack, unpack
 
 
 def to_experts(x: Num[Array, "tokens features"], route: Route, axis_name: str) -> Num[Array, "received features"]:
-    """Returns what `all_to_all.to_experts` returns."""
+    """Returns what the transport `all_to_all` sends to the experts."""
     received = jax.lax.all_to_all(route.sent, axis_name, 0, 0, tiled=True)
     return _exchange(pack(x, route), route.sent, received, axis_name).reshape(-1, x.shape[1])
 
 
 def to_home(rows: Float[Array, "received features"], route: Route, axis_name: str) -> Float[Array, "tokens features"]:
-    """Returns what `all_to_all.to_home` returns."""
+    """Returns what the transport `all_to_all` sums at home."""
     received = jax.lax.all_to_all(route.sent, axis_name, 0, 0, tiled=True)
     slots = rows.reshape(*route.token_of_slot.shape, rows.shape[1])
     return unpack(_exchange(slots, received, route.sent, axis_name), route)

@@ -9,7 +9,6 @@ if TYPE_CHECKING:
     from moe_jax.layers.attention import Attention
     from moe_jax.layers.balance import Sequences, move_bias
     from moe_jax.layers.cache import KVCache
-    from moe_jax.layers.group_router import GroupRouter, GroupRule
     from moe_jax.layers.latent_attention import LatentAttention
     from moe_jax.layers.linear import Embedding, Linear
     from moe_jax.layers.mlp import MLP
@@ -17,6 +16,8 @@ if TYPE_CHECKING:
     from moe_jax.layers.norm import RMSNorm
     from moe_jax.layers.router import (
         ExpertBias,
+        GroupRouter,
+        GroupRule,
         Router,
         Routing,
         load_balancing_loss,

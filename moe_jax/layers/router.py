@@ -1,11 +1,16 @@
 """The router chooses each token's experts and their weights; the losses here keep the experts evenly loaded.
 
-Softmax over all experts, then top-k (Qwen3-MoE, Mixtral); `group_router` has DeepSeek's router. The load-balancing loss is
+Softmax over all experts, then top-k (Qwen3-MoE, Mixtral), or DeepSeek's router. It chooses experts within a few groups
+(DeepSeek-V2, 2024, https://arxiv.org/abs/2405.04434, section 2.1.3: a group is a device). DeepSeek-V3 has sigmoid scores, and a
+bias that keeps the load even and has no part in the weights (2024, https://arxiv.org/abs/2412.19437, eq. 12 to 16).
+
+The load-balancing loss is
 equation 4 of Switch Transformers (Fedus et al., 2021, https://arxiv.org/abs/2101.03961) with each of the k choices counted.
 The z-loss is equation 5 of ST-MoE (Zoph et al., 2022, https://arxiv.org/abs/2202.08906).
 """
 
-from typing import Literal, NamedTuple
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -43,10 +48,38 @@ class ExpertBias(nnx.Variable):
     """
 
 
+TINY = 1e-20
+"""Added to sums of scores before a division by them, as DeepSeek and transformers do."""
+
+
+@dataclass(frozen=True)
+class GroupRule:
+    """The rule that makes choices and weights from scores. Without groups all experts are one group.
+
+    Attributes:
+      scoring_func: "sigmoid" of each logit, or "softmax" over all.
+      num_groups: number of equal groups of consecutive experts.
+      groups_per_token: largest number of groups that hold a token's experts.
+      group_score_size: number of a group's best scores that are summed to the group's score.
+      norm_topk_prob: True divides a token's weights by their sum.
+      routed_scaling_factor: factor on the weights after that division.
+      added_to_sum: is added to the sum before that division; 0 replaces the sum of a token without any expert by 1.
+    """
+
+    scoring_func: str = "sigmoid"
+    num_groups: int = 1
+    groups_per_token: int = 1
+    group_score_size: int = 2
+    norm_topk_prob: bool = True
+    routed_scaling_factor: float = 1.0
+    added_to_sum: float = TINY
+
+
 class Router(TicketHolder):
     """A linear map to one logit per expert, and `route` on the logits."""
 
     lora: Adapter | None = None
+    expert_bias: ExpertBias | None = None
 
     def __init__(
         self,
@@ -62,7 +95,7 @@ class Router(TicketHolder):
     ):
         self.weight: nnx.Variable = normal_parameter((*stack, num_experts, hidden_size), stddev, param_dtype, rngs)
         self.num_experts_per_tok = num_experts_per_tok
-        self.norm_topk_prob = norm_topk_prob
+        self.rule = _softmax_rule(norm_topk_prob)
 
     def __call__(
         self,
@@ -75,7 +108,7 @@ class Router(TicketHolder):
 
         Args:
           valid: as in `RouterSums.of`.
-          expert_ids: routing replay, as in `route`; "balanced" deals the experts out in turn, for benchmarks.
+          expert_ids: routing replay, as in `route_by_groups`; "balanced" deals the experts out in turn, for benchmarks.
 
         Raises:
           ValueError: `expert_ids` is another text.
@@ -85,14 +118,40 @@ class Router(TicketHolder):
         if isinstance(expert_ids, str):
             check_expert_choice(expert_ids)
             expert_ids = balanced_expert_ids(x.shape[0], self.num_experts_per_tok, logits.shape[1])
-        return self._route(logits, valid, expert_ids)
+        bias = None if self.expert_bias is None else self.expert_bias[...]
+        return route_by_groups(logits, self.num_experts_per_tok, self.rule, bias, valid, expert_ids)
 
     def products_like(self, x: Float[Array, "tokens hidden"]) -> LinearProduct:
         """Returns arrays like the operands of the weight's gradient."""
         return linear_product_like(x, self.weight, jnp.promote_types(x.dtype, jnp.float32))
 
-    def _route(self, logits, valid, expert_ids) -> Routing:
-        return route(logits, self.num_experts_per_tok, self.norm_topk_prob, valid, expert_ids)
+    @property
+    def norm_topk_prob(self) -> bool:
+        """True if a token's weights are divided by their sum."""
+        return self.rule.norm_topk_prob
+
+
+class GroupRouter(Router):
+    """A linear map to one logit per expert, and `route_by_groups` on the logits; `has_bias` adds an `ExpertBias` of zeros.
+
+    Other arguments as in `Router`.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_experts: int,
+        num_experts_per_tok: int,
+        rule: GroupRule,
+        *,
+        has_bias: bool = True,
+        stack: tuple[int, ...] = (),
+        **options: Any,
+    ):
+        sizes = hidden_size, num_experts, num_experts_per_tok
+        super().__init__(*sizes, norm_topk_prob=rule.norm_topk_prob, stack=stack, **options)
+        self.rule = rule
+        self.expert_bias = ExpertBias(jnp.zeros((*stack, num_experts), jnp.float32)) if has_bias else None
 
 
 def route(
@@ -104,28 +163,68 @@ def route(
 ) -> Routing:
     """Computes p = softmax(logits) in f32 and takes the k largest p as weights, divided by their sum if `norm_topk_prob`.
 
-    Gradients flow through the weights to all logits; the choice itself has none.
+    Gradients flow through the weights to all logits; the choice itself has none. Arguments as in `route_by_groups`.
+    """
+    return route_by_groups(logits, num_experts_per_tok, _softmax_rule(norm_topk_prob), None, valid, expert_ids)
+
+
+def route_by_groups(
+    logits: Float[Array, "tokens experts"],
+    num_experts_per_tok: int,
+    rule: GroupRule,
+    bias: Float[Array, "experts"] | None = None,
+    valid: Bool[Array, "tokens"] | Sequences | None = None,
+    expert_ids: Integer[Array, "tokens k"] | None = None,
+) -> Routing:
+    """Chooses the k largest s + bias in the best groups, with s = sigmoid or softmax of the logits in f32.
+
+        weights = factor * s / (sum of the chosen s + 1e-20)       (without `norm_topk_prob` factor * s)
+
+    Gradients flow through the weights to the chosen experts' s, and from there to their logits (with softmax, to all). The
+    choice has no gradient; neither have the bias and the experts not chosen. The probabilities in the routing's sums are
+    s / sum_e s_e (DeepSeek-V3, eq. 18).
 
     Args:
       valid: as in `RouterSums.of`. Tokens that are not valid are routed and counted nowhere.
-      expert_ids: routing replay: these experts instead of the top k, with weights from the live logits. Reinforcement learning
+      expert_ids: routing replay: these experts instead of the best, with weights from the live logits. Reinforcement learning
         needs this to train on the choices of the rollout engine. An id outside [0, experts), such as -1, adds nothing:
         its weight is 0, and it is counted nowhere. The token's other weights have their own sum. Any integer dtype.
     """
     logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
-    probabilities = jax.nn.softmax(logits, axis=-1)
+    is_sigmoid, is_replayed = rule.scoring_func == "sigmoid", expert_ids is not None
+    scores = jax.nn.sigmoid(logits) if is_sigmoid else jax.nn.softmax(logits, axis=-1)
     if expert_ids is None:
-        experts = top_k_indices(probabilities, num_experts_per_tok)
-        weights = jnp.take_along_axis(probabilities, experts, axis=-1)
+        experts = _choose(scores if bias is None else scores + bias, num_experts_per_tok, rule)
+        weights = jnp.take_along_axis(scores, experts, axis=-1)
     else:
-        weights, experts = scores_of_replayed(probabilities, expert_ids)
-    if norm_topk_prob:
+        weights, experts = scores_of_replayed(scores, expert_ids)
+    if rule.norm_topk_prob:
         total = weights.sum(axis=-1, keepdims=True)
-        if expert_ids is not None:
+        if rule.added_to_sum:
+            total = total + rule.added_to_sum
+        elif is_replayed:
             # A token without any expert would have 0 / 0.
             total = jnp.where((experts < logits.shape[1]).any(axis=-1, keepdims=True), total, 1)
         weights = weights / total
-    return Routing(weights, experts, RouterSums.of(probabilities, logits, experts, valid))
+    probabilities = scores / (scores.sum(axis=-1, keepdims=True) + TINY) if is_sigmoid else scores
+    sums = RouterSums.of(probabilities, logits, experts, valid)
+    return Routing(weights if rule.routed_scaling_factor == 1 else weights * rule.routed_scaling_factor, experts, sums)
+
+
+def _softmax_rule(norm_topk_prob: bool) -> GroupRule:
+    return GroupRule("softmax", norm_topk_prob=norm_topk_prob, added_to_sum=0.0)
+
+
+def _choose(preference: Float[Array, "tokens experts"], num_experts_per_tok: int, rule: GroupRule) -> Int[Array, "tokens k"]:
+    """Returns the most preferred experts of the best groups."""
+    tokens = preference.shape[0]
+    if rule.groups_per_token < rule.num_groups:
+        groups = preference.reshape(tokens * rule.num_groups, -1)
+        group_scores = jnp.take_along_axis(groups, top_k_indices(groups, rule.group_score_size), axis=1).sum(axis=1)
+        best = top_k_indices(group_scores.reshape(tokens, -1), rule.groups_per_token)
+        is_best = (best[:, :, None] == jnp.arange(rule.num_groups)).any(axis=1)
+        preference = jnp.where(is_best.reshape(-1, 1), groups, -jnp.inf).reshape(preference.shape)
+    return top_k_indices(preference, num_experts_per_tok)
 
 
 def scores_of_replayed(

@@ -7,8 +7,8 @@ the router chooses within a few groups. Modules behind the layers predict furthe
 from flax import nnx
 
 from moe_jax.config import DeepseekV3Config, Mixer
-from moe_jax.layers.group_router import GroupRouter, GroupRule
 from moe_jax.layers.latent_attention import LatentAttention
+from moe_jax.layers.router import GroupRouter, GroupRule
 from moe_jax.models.decoder import Decoder
 
 

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh
-from jaxtyping import Array, Float, UInt8
+from jaxtyping import Array, Float
 
 from moe_jax.kernels.experts.fp8.quantise import GROUP, QuantisedMatrices, quantise_matrices
 from moe_jax.kernels.experts.fp8.rounded import RoundedWeights, like_weights
@@ -27,8 +27,7 @@ from moe_jax.kernels.precision import at_least_f32, widened
 from moe_jax.kernels.varying import varying_axes
 from moe_jax.layers.passes import WholeLayer
 from moe_jax.parallel.choices import Hops
-from moe_jax.parallel.collectives.hops import add_contributions, join_parts, send_contributions, send_part
-from moe_jax.parallel.collectives.sums import sum_scatter
+from moe_jax.parallel.collectives.hops import add_contributions, join_parts, send_contributions, send_part, sum_scatter
 from moe_jax.parallel.layout import gathered_axes, parameter_path, parameter_spec, part_shape
 
 Gather = tuple[tuple[int, tuple[str, ...]], ...]
@@ -64,7 +63,10 @@ class LayerGather(WholeLayer):
         def start(how: Gather, in_fp8: bool, part: Array):
             if not in_fp8:
                 return _start_gather(how, self.dtype, self.hops, part)
-            return [_start_gather(how, a.dtype, self.hops, a) for a in to_bytes(round_part(part, self.dtype))]
+            rounded = _round_part(part, self.dtype)
+            # XLA may widen a transfer of FP8 to 16 bits, but none of bytes.
+            sent = lax.bitcast_convert_type(rounded.values, jnp.uint8), rounded.scales
+            return [_start_gather(how, a.dtype, self.hops, a) for a in sent]
 
         return [start(*how, part) for how, part in zip(self._moving, self.split(parts)[0], strict=True)]
 
@@ -74,7 +76,8 @@ class LayerGather(WholeLayer):
         def finish(how: Gather, in_fp8: bool, sent):
             if not in_fp8:
                 return _finish_gather(how, self.hops, sent)
-            return of_bytes(*(_finish_gather(how, self.hops, a) for a in sent))
+            values, scales = (_finish_gather(how, self.hops, a) for a in sent)
+            return QuantisedMatrices(lax.bitcast_convert_type(values, jnp.float8_e4m3fn), scales)
 
         return [finish(*how, sent) for how, sent in zip(self._moving, arriving, strict=True)]
 
@@ -281,21 +284,11 @@ _summed_over.defvjp(
 )
 
 
-def round_part(part: Float[Array, "*stack n k"], dtype: jnp.dtype) -> QuantisedMatrices:
+def _round_part(part: Float[Array, "*stack n k"], dtype: jnp.dtype) -> QuantisedMatrices:
     """Rounds a part to the dtype of the computation and then to FP8, as if it had travelled in that dtype."""
     # A cast to bf16 and back is one that XLA may leave out.
     info = jnp.finfo(dtype)
     return quantise_matrices(lax.reduce_precision(lax.stop_gradient(part), info.nexp, info.nmant))
-
-
-def to_bytes(rounded: QuantisedMatrices) -> tuple[UInt8[Array, "*stack n k"], Float[Array, "*stack n/128 k/128"]]:
-    """Returns the values' bytes, and the scales. XLA may widen a transfer of FP8 to 16 bits, but none of bytes."""
-    return lax.bitcast_convert_type(rounded.values, jnp.uint8), rounded.scales
-
-
-def of_bytes(values: UInt8[Array, "*stack n k"], scales: Float[Array, "*stack n/128 k/128"]) -> QuantisedMatrices:
-    """Undoes `to_bytes`."""
-    return QuantisedMatrices(lax.bitcast_convert_type(values, jnp.float8_e4m3fn), scales)
 
 
 def can_travel_in_fp8(path: tuple, shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> bool:

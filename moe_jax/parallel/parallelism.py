@@ -53,7 +53,7 @@ class Parallelism:
     pipe_schedule: PipeSchedule = "uniform"
     """The order of the passes along `pipe`. "uniform" runs the same operations on all ranks; "uniform-w" too, but for
     gradients of weights that it puts off to the end. The others run from a table, each rank in a branch of its own
-    (`train.scheduled`). Then transfers inside the layers must be collectives with groups."""
+    (`train.pipelined`). Then transfers inside the layers must be collectives with groups."""
 
     def __post_init__(self):
         check_hops(self.hops, self.mesh)

@@ -11,8 +11,7 @@ if TYPE_CHECKING:
     from moe_jax.train.data.survey import Survey, survey
     from moe_jax.train.evaluate import make_evaluation
     from moe_jax.train.gradients import accumulate, accumulate_in_place, gradients_fn
-    from moe_jax.train.log_probs import log_probs, log_probs_and_entropies
-    from moe_jax.train.loss import LossWeights, loss
+    from moe_jax.train.loss import LossWeights, log_probs, log_probs_and_entropies, loss
     from moe_jax.train.model_of_run import model_of_run
     from moe_jax.train.objective import NextToken
     from moe_jax.train.on_devices import mean_over_devices, on_devices, sum_over_devices

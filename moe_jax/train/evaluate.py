@@ -1,7 +1,6 @@
 """The loss on text that a model is not trained on."""
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,15 +16,11 @@ from moe_jax.train.batch import BATCH_ARRAYS, Batch
 from moe_jax.train.loss import LossWeights, loss, loss_of_states
 from moe_jax.train.objective import Objective
 from moe_jax.train.on_devices import on_devices
-from moe_jax.train.pipelined_evaluation import evaluate_pipelined
+from moe_jax.train.pipelined import evaluate_pipelined
 from moe_jax.train.state import TrainState
 
-
-class CrossEntropySum(NamedTuple):
-    """A batch's cross-entropy, summed over its labels, and their number; or both weighted by the labels' weights."""
-
-    summed: Float[Array, ""]
-    num_labels: Float[Array, ""]
+Sums = tuple[Float[Array, ""], Float[Array, ""]]
+"""A batch's cross-entropy, summed over its labels, and their number; or both weighted by the labels' weights."""
 
 
 def make_evaluation(
@@ -58,29 +53,29 @@ def make_evaluation(
             if further:
                 batch |= {SECOND + name: array for name, array in further[0].items()}
             sums.append((of_two if further else of_one)(state.params, state.fixed, batch))
-        sums = jax.device_get(sums)
-        return _mean(sum(of_batch.summed for of_batch in sums), sum(of_batch.num_labels for of_batch in sums))
+        summed, weights = zip(*jax.device_get(sums), strict=True) if sums else ((), ())
+        return _mean(sum(summed), sum(weights))
 
     return evaluate
 
 
 class _CrossEntropy(Objective):
-    """The cross-entropy alone; aux is a `CrossEntropySum`."""
+    """The cross-entropy alone; aux is `Sums`."""
 
-    def of_states(self, model: Decoder, states: HiddenStates, batch: Batch) -> tuple[Float[Array, ""], CrossEntropySum]:
-        found = _sum_of_states(model, states, batch)
-        return found.summed, found
+    def of_states(self, model: Decoder, states: HiddenStates, batch: Batch) -> tuple[Float[Array, ""], Sums]:
+        _, parts = loss_of_states(model, states, batch, LossWeights(mtp_loss_coef=0))
+        return parts.cross_entropy, (parts.cross_entropy, parts.num_labels)
 
 
 def _through_pipe(graphdef: nnx.GraphDef, parallelism: Parallelism) -> Callable[[TrainState, Sequence[Batch]], float]:
     """Returns evaluate(state, batches), where each batch is a micro-batch of a pipeline."""
 
-    def compute(params: nnx.State, fixed: nnx.State, batches: list[Batch]) -> CrossEntropySum:
+    def compute(params: nnx.State, fixed: nnx.State, batches: list[Batch]) -> Sums:
         # Row r of batch i of n becomes row r n + i: micro-batch i of these rows is batch i, and its rows stay where they are.
         rows = {
             name: jnp.stack([b[name] for b in batches], 1).reshape(-1, *batches[0][name].shape[1:]) for name in BATCH_ARRAYS
         }
-        return evaluate_pipelined(_CrossEntropy(), graphdef, parallelism, len(batches))(params, fixed, rows).aux
+        return evaluate_pipelined(_CrossEntropy(), graphdef, parallelism, len(batches))(params, fixed, rows)[1]
 
     compiled = jax.jit(compute, compiler_options=parallelism.compiler_options)
 
@@ -91,8 +86,7 @@ def _through_pipe(graphdef: nnx.GraphDef, parallelism: Parallelism) -> Callable[
         if not batches:
             return 0.0
         own = [{name: batch[name] for name in BATCH_ARRAYS} for batch in batches]
-        sums = jax.device_get(compiled(state.params, state.fixed, own))
-        return _mean(sums.summed, sums.num_labels)
+        return _mean(*jax.device_get(compiled(state.params, state.fixed, own)))
 
     return evaluate
 
@@ -105,18 +99,16 @@ SECOND = "second_"
 """Names of the second batch's arrays begin so where two batches are one."""
 
 
-def _cross_entropy_of_two(model: Decoder, both: Batch) -> CrossEntropySum:
+def _cross_entropy_of_two(model: Decoder, both: Batch) -> Sums:
     batches = [{name: both[prefix + name] for name in BATCH_ARRAYS} for prefix in ("", SECOND)]
     passes = [model.forward_pass(b["tokens"], b["positions"], b["segment_ids"]) for b in batches]
-    pairs = zip(run_together(*passes), batches, strict=True)
-    return jax.tree.map(jnp.add, *(_sum_of_states(model, states, batch) for states, batch in pairs))
+    sums = []
+    for states, batch in zip(run_together(*passes), batches, strict=True):
+        _, parts = loss_of_states(model, states, batch, LossWeights(mtp_loss_coef=0))
+        sums.append((parts.cross_entropy, parts.num_labels))
+    return jax.tree.map(jnp.add, *sums)
 
 
-def _sum_of_states(model: Decoder, states: HiddenStates, batch: Batch) -> CrossEntropySum:
-    _, parts = loss_of_states(model, states, batch, LossWeights(mtp_loss_coef=0))
-    return CrossEntropySum(parts.cross_entropy, parts.num_labels)
-
-
-def _cross_entropy(model: Decoder, batch: Batch) -> CrossEntropySum:
+def _cross_entropy(model: Decoder, batch: Batch) -> Sums:
     _, parts = loss(model, batch, LossWeights(mtp_loss_coef=0))
-    return CrossEntropySum(parts.cross_entropy, parts.num_labels)
+    return (parts.cross_entropy, parts.num_labels)

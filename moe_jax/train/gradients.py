@@ -75,15 +75,10 @@ def accumulate(gradients: GradientsFn, micro_batches: int) -> GradientsFn:
         return gradients
 
     def summed(params: nnx.State, fixed: nnx.State, batch: Batch) -> Gradients:
-        stacked, scalars = micro_batches_of(batch, micro_batches)
+        def of_micro_batch(carry: None, batch: Batch) -> tuple[Gradients, None]:
+            return gradients(params, fixed, batch), carry
 
-        def of_micro_batch(arrays: Batch) -> Gradients:
-            return gradients(params, fixed, arrays | scalars)
-
-        def add(sums: Gradients, arrays: Batch):
-            return jax.tree.map(jnp.add, sums, of_micro_batch(arrays)), None
-
-        return jax.lax.scan(add, _zeros(of_micro_batch, stacked), stacked)[0]
+        return _summed(of_micro_batch, None, batch, micro_batches)[0]
 
     return summed
 
@@ -100,26 +95,19 @@ def accumulate_in_place(
     def summed(params: nnx.State, fixed: nnx.State, batch: Batch) -> Gradients:
         dtype = at_least_f32(merged_model(graphdef, params, fixed).dtype)
         experts, others = nnx.split_state(params, lambda path, _: "experts" in path, ...)
-        stacked, scalars = micro_batches_of(batch, micro_batches)
 
-        def of_micro_batch(accumulators: nnx.State, arrays: Batch) -> tuple[Gradients, nnx.State]:
+        def of_micro_batch(accumulators: nnx.State, batch: Batch) -> tuple[Gradients, nnx.State]:
             def value(others: nnx.State, accumulators: nnx.State):
                 model = merged_model(graphdef, nnx.merge_state(experts, others), fixed, execution)
                 add_expert_gradients_to(model, accumulators)
-                return objective(model, arrays | scalars)
+                return objective(model, batch)
 
             # The derivative in the accumulators is the accumulators with this micro-batch's gradients added.
             (value_, aux), (grads, accumulators) = jax.value_and_grad(value, (0, 1), has_aux=True)(others, accumulators)
             return Gradients(value_, aux, as_f32(grads)), accumulators
 
-        def add(carry: tuple[Gradients, nnx.State], arrays: Batch):
-            sums, accumulators = carry
-            found, accumulators = of_micro_batch(accumulators, arrays)
-            return (jax.tree.map(jnp.add, sums, found), accumulators), None
-
         accumulators = jax.tree.map(lambda w: jnp.zeros(w.shape, dtype), experts)
-        zeros = _zeros(lambda arrays: of_micro_batch(accumulators, arrays)[0], stacked)
-        (sums, accumulators), _ = jax.lax.scan(add, (zeros, accumulators), stacked)
+        sums, accumulators = _summed(of_micro_batch, accumulators, batch, micro_batches)
         return sums._replace(gradients=nnx.merge_state(sums.gradients, as_f32(accumulators)))
 
     return summed
@@ -131,17 +119,17 @@ def sum_on_mesh(
     execution: Execution,
     parallelism: Parallelism,
     micro_batches: int,
-    *,
-    stack_over_data: bool = False,
 ) -> GradientsFn:
     """Returns what `accumulate` returns, of a function that orders a device's micro-batches itself.
 
     Parameters outside the layers are gathered once for all micro-batches, and their gradients are summed over devices once.
+    Where the optimizer's state is split over `data`, gradients are as of `on_devices` with `stack_over_data`.
 
     Args:
       sum_of: called on each device; its `execution` says how the model is spread.
-      graphdef, execution, parallelism, stack_over_data: as in `on_devices`.
+      graphdef, execution, parallelism: as in `on_devices`.
     """
+    stack_over_data = parallelism.splits_optimizer
 
     def summed(params: nnx.State, fixed: nnx.State, batch: Batch) -> Gradients:
         stacked, scalars = micro_batches_of(batch, micro_batches)
@@ -168,9 +156,19 @@ def sum_on_mesh(
     return summed
 
 
-def _zeros(of_micro_batch: Callable[[Batch], Gradients], stacked: Batch) -> PyTree:
-    """Returns the zeros that sums of `of_micro_batch` over micro-batches begin with."""
-    return zeros_of(jax.eval_shape(of_micro_batch, jax.tree.map(lambda x: x[0], stacked)))
+def _summed[Carry](
+    of_micro_batch: Callable[[Carry, Batch], tuple[Gradients, Carry]], carry: Carry, batch: Batch, micro_batches: int
+) -> tuple[Gradients, Carry]:
+    """Sums `of_micro_batch` over the batch's micro-batches, one after the other; returns also the last carry."""
+    stacked, scalars = micro_batches_of(batch, micro_batches)
+
+    def add(state: tuple[Gradients, Carry], arrays: Batch):
+        sums, carry = state
+        found, carry = of_micro_batch(carry, arrays | scalars)
+        return (jax.tree.map(jnp.add, sums, found), carry), None
+
+    found, _ = jax.eval_shape(of_micro_batch, carry, jax.tree.map(lambda x: x[0], stacked) | scalars)
+    return jax.lax.scan(add, (zeros_of(found), carry), stacked)[0]
 
 
 def zeros_of(shapes: PyTree) -> PyTree:

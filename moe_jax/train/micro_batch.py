@@ -16,13 +16,11 @@ from moe_jax.layers.passes import (
     BackwardRun,
     ForwardRun,
     LayerArrays,
-    Loop,
     Pass,
     SavedLayers,
     backward_loop,
     forward_loop,
 )
-from moe_jax.layers.tickets import defer_weight_gradients, inputs_backward, weights_backward
 from moe_jax.models.decoder import Decoder
 from moe_jax.models.execution import Execution
 from moe_jax.models.forward import Carry, Entered, StageLayers, StageRouting, stage_layers
@@ -54,26 +52,6 @@ class LossRun(NamedTuple):
     """The sums of gradients, with the gradients of norm, head and modules that predict further tokens added."""
 
 
-class Backwarded(NamedTuple):
-    """A micro-batch before its first layer, on its way back."""
-
-    dx: Float[Array, "batch seq hidden"]
-    """The gradient of the embedded tokens."""
-    gradients: nnx.State
-    """The sums of gradients, with the gradients of the stages added."""
-
-
-class InputsBackwarded(NamedTuple):
-    """A micro-batch before its first layer, whose weights' gradients are still to be multiplied out."""
-
-    dx: Float[Array, "batch seq hidden"]
-    """The gradient of the embedded tokens."""
-    gradients: nnx.State
-    """The sums of gradients, with the gradients of the stages' vectors added."""
-    products: list[nnx.State]
-    """The operands of the gradients of all matrices, of all stages."""
-
-
 @dataclass(frozen=True)
 class MicroBatchPasses:
     """The passes of a micro-batch. Together they compute an objective's value and its gradients, as `jax.value_and_grad` does.
@@ -83,17 +61,11 @@ class MicroBatchPasses:
         dx, gradients = run_pass(passes.backward(batch, forwarded.saved, found.dx, found.droutings, found.gradients))
         gradients = passes.embedding(batch["tokens"], dx, gradients)
 
-    With `divided`, two halves take the place of `backward`; the second may wait:
-
-        dx, gradients, products = run_pass(passes.inputs_backward(batch, ...))
-        gradients = run_pass(passes.weights_backward(products, gradients))
-
     Attributes:
       objective: one that has `of_states`.
       graphdef, fixed, execution: as in `train.on_devices`.
       params: as the model reads them; on a mesh, what `ShardedParameters.enter` returns.
       in_place: the kernels add the experts' gradients to the sums; for devices that hold all experts of their layers.
-      divided: the stages' matrices have tickets (`layers.tickets`), so that the backward pass has two halves; for one device.
     """
 
     objective: Objective
@@ -102,7 +74,6 @@ class MicroBatchPasses:
     fixed: nnx.State
     execution: Execution
     in_place: bool
-    divided: bool = False
 
     @property
     def num_stages(self) -> int:
@@ -166,24 +137,17 @@ class MicroBatchPasses:
         return LossRun(found, aux, dx, droutings, nnx.merge_state(of_stages, _add(of_others, own)))
 
     def backward(self, batch: Batch, saved: list[SavedLayers], dx, droutings: list[Any], gradients: nnx.State) -> Pass:
-        """Runs all stages backwards; the result is a `Backwarded`, whose gradients are `gradients` with the stages' added."""
-        dx, runs = yield from self._stages_backward(backward_loop, batch, saved, dx, droutings, gradients)
-        stages = {number: gradients_of_stage(run) for number, run in runs.items()}
-        return Backwarded(dx, self._with_stages(gradients, stages))
-
-    def inputs_backward(self, batch: Batch, saved: list[SavedLayers], dx, droutings: list[Any], gradients: nnx.State) -> Pass:
-        """Runs B of all stages, as `backward` with `divided`; the result is an `InputsBackwarded`."""
-        dx, runs = yield from self._stages_backward(inputs_backward, batch, saved, dx, droutings, gradients)
-        stages = {number: nnx.merge_state(gradients["stages"][number], run.vectors) for number, run in runs.items()}
-        products = [runs[number].products for number in range(self.num_stages)]
-        return InputsBackwarded(dx, self._with_stages(gradients, stages), products)
-
-    def weights_backward(self, products: list[nnx.State], gradients: nnx.State) -> Pass:
-        """Runs W of all stages: the result is `gradients` with the gradients of the stages' matrices added."""
+        """Runs all stages backwards; the result is (gradient of the embedded tokens, `gradients` with the stages' added)."""
+        entered = self.enter(batch)
+        carry, droutings = Carry(dx, None), list(droutings)
         stages = {}
         for number in reversed(range(self.num_stages)):
-            stages[number] = yield weights_backward(products[number], gradients["stages"][number])
-        return self._with_stages(gradients, stages)
+            layers, arrays = self._stage(number, entered, gradients)
+            routing = droutings.pop() if self.model().config.stages[number].sparse else None
+            sums = sums_of_loop(gradients["stages"][number], arrays)
+            run: BackwardRun = yield backward_loop(layers, arrays, saved[number], carry, routing, sums)
+            stages[number], carry = gradients_of_stage(run), run.dx
+        return carry.x, nnx.merge_state(nnx.State({"stages": stages}), self._split(gradients)[1])
 
     def embedding(
         self, tokens: Int[Array, "batch seq"], dx: Float[Array, "batch seq hidden"], gradients: nnx.State
@@ -207,30 +171,9 @@ class MicroBatchPasses:
     def _stage(self, number: int, entered: Entered, gradients: nnx.State) -> StageLayers:
         """Returns the layers of a stage; in place, with the sums of the experts' gradients as accumulators."""
         model = self.model()
-        if self.divided:
-            defer_weight_gradients(model.stages[number], entered.carry.x)
-        elif self.in_place:
+        if self.in_place:
             add_expert_gradients_to(model, gradients)
         return stage_layers(model.stages[number], number, entered.inputs, entered.per_layer[number], self.execution)
-
-    def _stages_backward(
-        self, loop: Callable[..., Loop], batch: Batch, saved: list[SavedLayers], dx, droutings: list[Any], gradients: nnx.State
-    ) -> Pass:
-        """Runs a backward loop of each stage, the last first; the result is dx, and the loops' results by stage."""
-        entered = self.enter(batch)
-        carry, droutings = Carry(dx, None), list(droutings)
-        runs = {}
-        for number in reversed(range(self.num_stages)):
-            layers, arrays = self._stage(number, entered, gradients)
-            routing = droutings.pop() if self.model().config.stages[number].sparse else None
-            sums = sums_of_loop(gradients["stages"][number], arrays)
-            runs[number] = yield loop(layers, arrays, saved[number], carry, routing, sums)
-            carry = runs[number].dx
-        return carry.x, runs
-
-    def _with_stages(self, gradients: nnx.State, stages: dict[int, nnx.State]) -> nnx.State:
-        """Returns the gradients with those of the stages replaced."""
-        return nnx.merge_state(nnx.State({"stages": stages}), self._split(gradients)[1])
 
     def _split(self, tree: nnx.State) -> tuple[nnx.State, nnx.State]:
         """Splits a tree of parameters into the stages of the passes, and everything else."""

@@ -35,7 +35,6 @@ def accumulate_overlapping(
     micro_batches: int,
     *,
     in_place: bool = False,
-    stack_over_data: bool = False,
 ) -> GradientsFn:
     """Returns what `gradients.accumulate` returns, with passes of neighbouring micro-batches in one loop.
 
@@ -48,7 +47,6 @@ def accumulate_overlapping(
       graphdef, execution, parallelism: as in `train.on_devices`.
       micro_batches: at least 2.
       in_place: as in `MicroBatchPasses`; without `parallelism` alone.
-      stack_over_data: as in `train.on_devices`.
 
     Raises:
       ValueError: fewer than 2 micro-batches.
@@ -63,7 +61,7 @@ def accumulate_overlapping(
         return _sum_of(MicroBatchPasses(objective, graphdef, params, fixed, execution, adds_in_kernel), stacked, scalars)
 
     if parallelism is not None:
-        return sum_on_mesh(sum_of, graphdef, execution, parallelism, micro_batches, stack_over_data=stack_over_data)
+        return sum_on_mesh(sum_of, graphdef, execution, parallelism, micro_batches)
 
     def summed(params: nnx.State, fixed: nnx.State, batch: Batch) -> Gradients:
         found = sum_of(params, fixed, execution, *micro_batches_of(batch, micro_batches))

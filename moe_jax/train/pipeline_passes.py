@@ -1,4 +1,4 @@
-"""The passes of one rank of a pipeline: what `parallel.pipeline.executor` runs, for a model's layers and an objective.
+"""The passes of one rank of a pipeline: what the executors of `parallel.pipeline` run, for a model's layers and an objective.
 
 The embedding and the head are whole on every rank. The last rank deals the tokens of a micro-batch out to all ranks, and each
 computes the loss of its part. Modules that predict further tokens run with the loss, on whole rows: a rank that gets no row
@@ -9,7 +9,7 @@ gradients travel back.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -24,14 +24,21 @@ from moe_jax.kernels.varying import vary_as
 from moe_jax.layers.moe import add_expert_gradients_to, fp8_copies
 from moe_jax.layers.passes import Chunk, Loop, SavedPlace, backward_loop, forward_loop, run_loops
 from moe_jax.layers.router_sums import RouterSums
-from moe_jax.layers.tickets import defer_weight_gradients
+from moe_jax.layers.tickets import defer_weight_gradients, inputs_backward, weights_backward
 from moe_jax.models.decoder import Decoder
 from moe_jax.models.execution import Execution
 from moe_jax.models.forward import Carry, StageLayers, StageRouting, stage_layers
 from moe_jax.models.output import HiddenStates
-from moe_jax.parallel.layout import lies_in_chunks, parameter_path
-from moe_jax.parallel.pipeline.chunks import join_layers, layers_of_all_ranks, layers_of_chunk, layers_of_rank, stage_in_pipe
+from moe_jax.parallel.pipeline.chunks import (
+    join_layers,
+    layers_of_all_ranks,
+    layers_of_all_stages,
+    layers_of_chunk,
+    layers_of_rank,
+    layers_of_stages,
+)
 from moe_jax.parallel.pipeline.executor import PipelinePasses, Slot
+from moe_jax.parallel.pipeline.schedules import Schedule
 from moe_jax.parallel.pipeline.ticks import TickPass
 from moe_jax.train.batch import Batch, micro_batch_at
 from moe_jax.train.gradients import zeros_of
@@ -49,14 +56,15 @@ class _Moving(NamedTuple):
     """The same of its integers, which have no gradient."""
 
 
-class _Totals(NamedTuple):
+class Totals(NamedTuple):
     """Sums over the micro-batches, on a rank."""
 
     value: Float[Array, ""]
     aux: Any
-    gradients: nnx.State
-    embedded: Float[Array, "micro_batches_and_one batch seq hidden"]
-    """The gradients of what entered; the last place takes what is not needed."""
+    gradients: Any
+    """The sums of gradients; None in evaluation, as `embedded`."""
+    embedded: Any
+    """The gradients of what entered, [micro_batches + 1, batch, seq, hidden]; the last place takes what is not needed."""
     router: RouterSums | None
     """The sums of the rank's layers, stacked."""
 
@@ -72,29 +80,43 @@ class RankPasses:
     scalars: Batch
     entering: Float[Array, "micro_batches batch seq hidden"] | None = None
     """The outputs of dense layers before the pipeline (`pipeline_front`); None without such layers."""
-    last_rank: int | None = None
-    """The rank of the model's last layers; None: the last."""
+    schedule: Schedule | None = None
+    """The schedule whose stages are the rank's chunks; None: those of `chunks.to_chunks`."""
     divided: bool = False
-    """The layers' matrices have tickets (`layers.tickets`)."""
+    """The layers' matrices have tickets (`layers.tickets`), so that backward passes have two halves, b and W."""
     copies: nnx.State = field(default_factory=lambda: nnx.State({}))
     """Copies in FP8 of the experts of the rank's layers (`fp8_copies_of_rank`); without, each pass makes its own."""
     saved_structure: Any = None
     """The structure of what the last traced forward pass saved."""
 
-    def of_pipeline(self) -> PipelinePasses:
-        """Returns the passes as the executor takes them."""
-        offload = self.micro.execution.remat == "offload"
-        memory = jax.memory.Space.Host if offload else jax.memory.Space.Device
-        return PipelinePasses(self.enter, self.forward, self.backward, self.run, self.loss, self.leave, memory)
+    def of_pipeline(self, *, divides: bool = False) -> PipelinePasses:
+        """Returns the passes as an executor needs them; `divides`: with b and W.
 
-    def zeros(self) -> _Totals:
+        Recomputed layers need tickets in b alone. Otherwise what a forward pass saves must be what b needs, and a whole B is b
+        and then W.
+        """
+        remat = self.micro.execution.remat
+        memory = jax.memory.Space.Host if remat == "offload" else jax.memory.Space.Device
+        others = self.run, self.loss, self.leave, memory
+        if not divides:
+            return PipelinePasses(self.enter, self.forward, self.backward, *others)
+        apart = replace(self, micro=replace(self.micro, in_place=False), divided=True)
+        whole = self if remat else apart
+
+        def inputs_backward(*arguments):
+            apart.saved_structure = whole.saved_structure
+            return apart.inputs_backward(*arguments)
+
+        return PipelinePasses(self.enter, whole.forward, whole.backward, *others, inputs_backward, apart.weights_backward)
+
+    def zeros(self) -> Totals:
         """Returns the totals before the first micro-batch."""
         moving = self.enter(0)
         gradients = self.micro.zeros()
-        found = jax.eval_shape(lambda: self.loss_run(0, moving, gradients))
+        found = jax.eval_shape(lambda: self.loss_run(0, lax.axis_size("pipe") - 1, moving, gradients))
         value, aux = zeros_of((found.value, found.aux))
         embedded = self._vary(jnp.zeros((len(self.stacked["tokens"]) + 1, *moving.x.shape), moving.x.dtype))
-        return _Totals(value, aux, gradients, embedded, self.zeros_of_layers())
+        return Totals(value, aux, gradients, embedded, self.zeros_of_layers())
 
     def zeros_of_layers(self) -> RouterSums | None:
         """Returns the router's sums of the rank's layers before the first micro-batch; None for dense layers."""
@@ -152,45 +174,79 @@ class RankPasses:
 
         return loop, finish
 
-    def backward(self, of_tick: TickPass, saved, dy: _Moving, totals: _Totals):
+    def backward(self, of_tick: TickPass, saved, dy: _Moving, totals: Totals):
         """Returns a chunk's backward pass, which adds to the sums of gradients."""
+        if not self.divided:
+            return self._backward(backward_loop, lambda _, run: gradients_of_stage(run), of_tick, saved, dy, totals)
+        loop, finish = self.inputs_backward(of_tick, saved, dy, totals)
+
+        def finish_both(run):
+            dx, product, totals = finish(run)
+            return dx, self.run(self.weights_backward(of_tick, product, totals))[0]
+
+        return loop, finish_both
+
+    def inputs_backward(self, of_tick: TickPass, saved, dy: _Moving, totals: Totals):
+        """Returns b of a chunk, which adds the gradients of vectors; its product are the operands of those of matrices."""
+        loop, finish = self._backward(
+            inputs_backward, lambda stage, run: nnx.merge_state(stage, run.vectors), of_tick, saved, dy, totals
+        )
+
+        def finish_inputs(run):
+            dx, totals = finish(run)
+            return dx, run.products, totals
+
+        return loop, finish_inputs
+
+    def weights_backward(self, of_tick: TickPass, product, totals: Totals):
+        """Returns W of a chunk, which adds the gradients of matrices."""
+        loop = weights_backward(product, totals.gradients["stages"][self.stage], self._chunk(of_tick))
+        return loop, partial(self._with_stage, totals)
+
+    def _backward(self, loop_of: Callable, sums_after: Callable, of_tick: TickPass, saved, dy: _Moving, totals: Totals):
+        """Returns the loop `loop_of` of a chunk, and its (gradient of the input, totals); `sums_after` is of (stage, run)."""
         layers, arrays = self._stage_on_device(of_tick, totals.gradients)
         saved = jax.tree.unflatten(self.saved_structure, saved)
-        sums = sums_of_loop(totals.gradients["stages"][self.stage], arrays)
-        loop = backward_loop(layers, arrays, saved, Carry(dy.x, None), self._droutings(dy), sums, self._chunk(of_tick))
+        stage = totals.gradients["stages"][self.stage]
+        sums = sums_of_loop(stage, arrays)
+        loop = loop_of(layers, arrays, saved, Carry(dy.x, None), self._droutings(dy), sums, self._chunk(of_tick))
 
         def finish(run):
-            gradients = nnx.merge_state(totals.gradients, nnx.State({"stages": {self.stage: gradients_of_stage(run)}}))
             # The sums over layers are sums: their gradient is the same for all layers.
-            return _Moving(run.dx.x, dy.router, dy.counts), totals._replace(gradients=gradients)
+            return _Moving(run.dx.x, dy.router, dy.counts), self._with_stage(totals, sums_after(stage, run))
 
         return loop, finish
+
+    def _with_stage(self, totals: Totals, stage: nnx.State) -> Totals:
+        """Returns the totals with other sums of the gradients of the rank's layers."""
+        return totals._replace(gradients=nnx.merge_state(totals.gradients, nnx.State({"stages": {self.stage: stage}})))
 
     def run(self, *passes: tuple[Loop, Any]) -> tuple:
         """Runs one pass, or two in one loop."""
         loops, finishes = zip(*passes, strict=True)
         return tuple(finish(result) for finish, result in zip(finishes, run_loops(*loops), strict=True))
 
-    def loss(self, i, finished: _Moving, totals: _Totals) -> tuple[_Moving, _Totals]:
+    def loss(self, i, last_rank: int, finished: _Moving, totals: Totals) -> tuple[_Moving, Totals]:
         """Computes the objective of a micro-batch, and its gradients."""
-        found = self.loss_run(i, finished, totals.gradients)
+        found = self.loss_run(i, last_rank, finished, totals.gradients)
         totals = totals._replace(
             value=totals.value + found.value, aux=jax.tree.map(jnp.add, totals.aux, found.aux), gradients=found.gradients
         )
         return _Moving(found.dx, found.droutings, jax.tree.map(jnp.zeros_like, finished.counts)), totals
 
-    def loss_run(self, i, finished: _Moving, gradients: nnx.State) -> LossRun:
-        """Computes the objective of the tokens that the last rank finished, and its gradients."""
-        return self.micro.loss_of(self._objective_of(i, finished), finished.x, finished.router, gradients)
+    def loss_run(self, i, last_rank: int, finished: _Moving, gradients: nnx.State) -> LossRun:
+        """Computes the objective of the tokens that left the last layer, on `last_rank`, and its gradients."""
+        return self.micro.loss_of(self._objective_of(i, last_rank, finished), finished.x, finished.router, gradients)
 
     def value_of(self, i, finished: _Moving) -> tuple[Float[Array, ""], Any]:
         """Computes the objective of the tokens that the last rank finished, without gradients; returns value and aux."""
-        return self._objective_of(i, finished)(self.micro.model(), finished.x, finished.router)
+        value = self._objective_of(i, lax.axis_size("pipe") - 1, finished)
+        return value(self.micro.model(), finished.x, finished.router)
 
-    def _objective_of(self, i, finished: _Moving) -> Callable[[Decoder, Any, Any], tuple[Float[Array, ""], Any]]:
+    def _objective_of(self, i, last_rank: int, finished: _Moving) -> Callable[[Decoder, Any, Any], tuple[Array, Any]]:
         """Returns the function (model, x, router) -> (value, aux), of which every rank computes its part of the tokens."""
         ranks, rank = lax.axis_size("pipe"), lax.axis_index("pipe")
-        is_last = rank == (ranks - 1 if self.last_rank is None else self.last_rank)
+        is_last = rank == last_rank
         batch = micro_batch_at(self.stacked, i)
         inputs = self.micro.enter(batch).inputs
         by_rows = bool(self.micro.model().config.mtp_stages)
@@ -208,7 +264,7 @@ class RankPasses:
 
         return value
 
-    def leave(self, of_tick: TickPass, dx: _Moving, totals: _Totals) -> _Totals:
+    def leave(self, of_tick: TickPass, dx: _Moving, totals: Totals) -> Totals:
         """Keeps the gradients of what entered for a micro-batch."""
         place = jnp.where(of_tick.exists, of_tick.micro_batch, len(totals.embedded) - 1)
         embedded = lax.dynamic_update_index_in_dim(totals.embedded, dx.x.astype(totals.embedded.dtype), place, 0)
@@ -250,25 +306,20 @@ class RankPasses:
         return jax.eval_shape(routing, x)
 
     def _droutings(self, dy: _Moving):
-        """Returns the gradients of a chunk's routing; None for dense layers."""
+        """Returns the gradients of a chunk's routing: those of the sums over layers, for each layer; None for dense layers."""
         if self._routing is None:
             return None
-        return jax.tree.unflatten(jax.tree.structure(self._routing), self._routing_gradients(dy.router))
+        gradients = iter(jax.tree.leaves(dy.router))
 
-    def _routing_gradients(self, router) -> list:
-        """Returns the gradients of a chunk's routing, leaf by leaf: those of the sums over layers, for each layer."""
-        gradients = iter(jax.tree.leaves(router))
-        leaves: list[Any] = []
-        # The routing's only floats are those of its sums.
-        for shape in jax.tree.leaves(self._routing):
-            if jnp.issubdtype(shape.dtype, jnp.floating):
-                gradient = jnp.broadcast_to(next(gradients), shape.shape)
-                # A constant, as the sum within sequences of a loss without that term, is typed as the same on all devices.
-                is_constant = not shape.manual_axis_type.varying
-                leaves.append(jnp.zeros(shape.shape, shape.dtype) if is_constant else gradient)
-            else:
-                leaves.append(np.zeros(shape.shape, jax.dtypes.float0))
-        return leaves
+        def of_leaf(shape) -> Any:
+            # The routing's only floats are those of its sums.
+            if not jnp.issubdtype(shape.dtype, jnp.floating):
+                return np.zeros(shape.shape, jax.dtypes.float0)
+            gradient = jnp.broadcast_to(next(gradients), shape.shape)
+            # A constant, as the sum within sequences of a loss without that term, is typed as the same on all devices.
+            return gradient if shape.manual_axis_type.varying else jnp.zeros(shape.shape, shape.dtype)
+
+        return jax.tree.map(of_leaf, self._routing)
 
     def _stage(self, of_tick: TickPass, gradients: nnx.State) -> StageLayers:
         """Returns the rank's layers for a micro-batch; in place, with the sums of the experts' gradients as accumulators."""
@@ -295,14 +346,21 @@ class RankPasses:
 
     @property
     def _layers_of_chunk(self) -> int:
+        if self.schedule is not None:
+            return layers_of_chunk(self.num_layers, 1, self.schedule.num_stages)
         return layers_of_chunk(self.num_layers, lax.axis_size("pipe"), self.chunks)
 
     def _of_rank(self, stacked):
         """Returns the rank's layers of arrays [layers, ...], in the order of the parameters."""
+        if self.schedule is not None:
+            return layers_of_stages(stacked, self.schedule, self._layers_of_chunk, lax.axis_index("pipe"))
         return layers_of_rank(stacked, lax.axis_size("pipe"), self.chunks, lax.axis_index("pipe"))
 
     def _of_all_ranks(self, own):
         """Returns arrays of the rank's layers as [layers, ...], zeros for the layers of other ranks."""
+        if self.schedule is not None:
+            placed = layers_of_all_stages(own, self.schedule, self._layers_of_chunk, lax.axis_index("pipe"))
+            return jax.tree.map(lambda a: a[: self.num_layers], placed)
         placed = layers_of_all_ranks(own, lax.axis_size("pipe"), self.chunks, lax.axis_index("pipe"))
         return jax.tree.map(lambda a: join_layers(a, self.num_layers), placed)
 
@@ -350,7 +408,7 @@ def _joined(parts: tuple[list[Array], list[Array]], like: RouterSums) -> RouterS
 def passes_of_layers(
     objective: Objective, graphdef: nnx.GraphDef, params: nnx.State, fixed: nnx.State, execution: Execution, mesh: Mesh
 ) -> MicroBatchPasses:
-    """Returns the passes of a micro-batch through the rank's layers, whose parameters are those of `join_chunks`."""
+    """Returns the passes of a micro-batch through the rank's layers, whose parameters lie along one axis."""
     spread = execution.spread
     shadows = spread.expert is not None and spread.expert.shadow_experts > 0
     # Where experts lie whole on their device, kernels read their weights inside the stack, and add to their sums there.
@@ -376,30 +434,3 @@ def fp8_copies_of_rank(micro: MicroBatchPasses, mesh: Mesh) -> nnx.State:
         return nnx.State({})
     number = micro.num_stages - 1
     return nnx.State({"stages": {number: fp8_copies(micro.model().stages[number])}})
-
-
-def join_chunks(params: nnx.State) -> tuple[nnx.State, nnx.State]:
-    """Returns the rank's layers [chunks, 1, layers of a chunk, ...] along one axis, and the shapes that they had."""
-    shapes = jax.tree.map(lambda a: a.shape, params)
-
-    def join(key_path: tuple, array: Array) -> Array:
-        return array.reshape(-1, *array.shape[3:]) if lies_in_chunks(parameter_path(key_path), array.shape) else array
-
-    return jax.tree.map_with_path(join, params), shapes
-
-
-def check_chunks(model: Decoder, ranks: int, chunks: int) -> None:
-    """Checks that a model's last layers of one kind lie in chunks.
-
-    Raises:
-      ValueError: they lie otherwise, or layers with experts stand before them.
-    """
-    stages = nnx.state(model, nnx.Param)["stages"]
-    stage = stage_in_pipe(stages)
-    wanted = (chunks, ranks, layers_of_chunk(model.config.stages[stage].repeats, ranks, chunks))
-    shape = jax.tree.leaves(stages[stage])[0].shape
-    if shape[:3] != wanted:
-        raise ValueError(
-            f"the layers of a pipeline are stacked as {list(wanted)} (chunks, ranks, layers of a chunk); a parameter has shape "
-            f"{list(shape)}: lay the parameters out with parallel.pipeline.chunks.to_chunks"
-        )

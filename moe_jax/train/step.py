@@ -16,7 +16,6 @@ from jaxtyping import Array
 from moe_jax.layers.lora import has_dropout
 from moe_jax.layers.passes import Remat
 from moe_jax.models.execution import Execution
-from moe_jax.parallel.choices import UNIFORM
 from moe_jax.parallel.parallelism import Parallelism
 from moe_jax.parallel.zero1 import optimizer_mesh, sum_to_parts
 from moe_jax.train.batch import Batch, num_rows, replicated_sharding, total_weight
@@ -25,7 +24,6 @@ from moe_jax.train.objective import LossFunction, NextToken, Objective, as_objec
 from moe_jax.train.on_devices import with_dropout_seeds, with_fp8_copies
 from moe_jax.train.overlap import accumulate_overlapping, can_overlap
 from moe_jax.train.pipelined import accumulate_pipelined
-from moe_jax.train.scheduled import accumulate_scheduled
 from moe_jax.train.state import TrainState, apply_gradients, check_adapters, check_layout
 
 COUNTED = {"num_labels": "loss_mask", "num_tokens": "segment_ids"}
@@ -110,15 +108,13 @@ def make_train_step(
     execution = Execution(remat=remat, balanced_routing=force_balanced_routing)
     # Split over `data`, the optimizer's state needs sums over `data` once a step, and only their parts.
     split_over = optimizer_mesh(parallelism)
-    stacked: dict[str, bool] = dict(stack_over_data=split_over is not None)
     orders_passes = True
     if parallelism is not None and parallelism.pipelined:
-        pipeline = accumulate_pipelined if parallelism.pipe_schedule in UNIFORM else accumulate_scheduled
-        gradients = pipeline(objective, graphdef, execution, parallelism, gradient_accumulation, **stacked)
+        gradients = accumulate_pipelined(objective, graphdef, execution, parallelism, gradient_accumulation)
     elif parallelism is not None and overlaps(objective, parallelism, remat, gradient_accumulation):
-        gradients = accumulate_overlapping(objective, graphdef, execution, parallelism, gradient_accumulation, **stacked)
+        gradients = accumulate_overlapping(objective, graphdef, execution, parallelism, gradient_accumulation)
     else:
-        gradients = gradients_fn(objective, graphdef, execution, parallelism, **stacked)
+        gradients = gradients_fn(objective, graphdef, execution, parallelism, stack_over_data=split_over is not None)
         gradients = accumulate(gradients, gradient_accumulation)
         orders_passes = False
     in_place = accumulate_in_place(objective, graphdef, execution, gradient_accumulation)

@@ -9,9 +9,8 @@ from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_jax.layers.group_router import GroupRouter, GroupRule, route_by_groups
 from moe_jax.layers.moe import MoE
-from moe_jax.layers.router import ExpertBias
+from moe_jax.layers.router import ExpertBias, GroupRouter, GroupRule, route_by_groups
 
 
 def definition(logits, k, rule, bias):

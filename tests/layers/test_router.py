@@ -12,12 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_jax.layers.balance import Sequences
-from moe_jax.layers.group_router import GroupRule, route_by_groups
 from moe_jax.layers.router import (
+    GroupRule,
     balanced_expert_ids,
     load_balancing_loss,
     load_balancing_loss_per_layer,
     route,
+    route_by_groups,
     router_z_loss,
     sequence_balance_loss,
 )

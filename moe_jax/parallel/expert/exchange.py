@@ -2,16 +2,26 @@
 
 Each is the transpose of the other (as in DeepEP, https://github.com/deepseek-ai/DeepEP). The gradient of dispatch is combine,
 and the gradient of combine is dispatch, with any transport. A token travels to a device once, even if it chose several experts
-there.
+there. For n devices and T tokens of D elements:
+
+| transport | transfers | elements that enter and leave each device |
+|---|---|---|
+| gather | all tokens, by an all-gather and a `sum_scatter` | (n-1) T D, under any routing |
+| all_to_all | a buffer of C slots for each device (GShard, https://arxiv.org/abs/2006.16668) | (n-1) C D |
+| pairwise | the same, by a `ppermute` for each pair of devices (`pairwise`) | (n-1) C D |
 """
 
 from functools import partial
 
 import jax
-from jaxtyping import Array, Float
+import jax.numpy as jnp
+from jaxtyping import Array, BFloat16, Float, Num, UInt8
 
-from moe_jax.parallel.expert import all_to_all, gather, pairwise
-from moe_jax.parallel.expert.routes import Route
+from moe_jax.kernels.experts.fp8.quantise import GROUP, QuantisedRows, quantise_rows
+from moe_jax.kernels.experts.fp8.rounded_tokens import RoundedTokens
+from moe_jax.parallel.collectives.hops import sum_scatter
+from moe_jax.parallel.expert import pairwise
+from moe_jax.parallel.expert.routes import Route, pack, unpack
 from moe_jax.parallel.expert.settings import Transport, TransportName
 
 
@@ -53,9 +63,22 @@ def combine(
     return functions_of(transport).to_home(rows, route, axis_name)
 
 
+def _all_tokens(x: Num[Array, "tokens features"], route: Route, axis_name: str) -> Num[Array, "received features"]:
+    return jax.lax.all_gather(x, axis_name, tiled=True)
+
+
+def _to_experts(x: Num[Array, "tokens features"], route: Route, axis_name: str) -> Num[Array, "received features"]:
+    return jax.lax.all_to_all(pack(x, route), axis_name, 0, 0).reshape(-1, x.shape[1])
+
+
+def _to_home(rows: Float[Array, "received features"], route: Route, axis_name: str) -> Float[Array, "tokens features"]:
+    slots = rows.reshape(*route.token_of_slot.shape, rows.shape[1])
+    return unpack(jax.lax.all_to_all(slots, axis_name, 0, 0), route)
+
+
 _BUILT_IN = {
-    "gather": Transport("gather", gather.to_experts, gather.to_home),
-    "all_to_all": Transport("all_to_all", all_to_all.to_experts, all_to_all.to_home),
+    "gather": Transport("gather", _all_tokens, lambda rows, route, axis_name: sum_scatter(rows, axis_name, 0)),
+    "all_to_all": Transport("all_to_all", _to_experts, _to_home),
     "pairwise": Transport("pairwise", pairwise.to_experts, pairwise.to_home),
 }
 
@@ -84,3 +107,51 @@ def _combine_backward(axis_name, transport, steps, residuals, d_sums):
 
 dispatch.defvjp(_dispatch_forward, _dispatch_backward)
 combine.defvjp(_combine_forward, _combine_backward)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
+def dispatch_in_fp8(
+    x: BFloat16[Array, "tokens hidden"],
+    route: Route,
+    axis_name: str,
+    transport: TransportName | Transport,
+    steps: tuple[int, ...] = (),
+) -> RoundedTokens:
+    """Returns what `dispatch` returns, rounded to e4m3 with a scale for 128 numbers; values and scales of empty slots are zero.
+
+    Experts in FP8 round each token by itself, so tokens that are rounded and sent are the bits of tokens that are sent and
+    rounded. They are half the bytes.
+
+    The gradient is that of `dispatch`: the rounding has the derivative 1, as in the experts of one device.
+    """
+    # A cast to bf16 and back is one that XLA may leave out.
+    info = jnp.finfo(x.dtype)
+    rounded = quantise_rows(jax.lax.reduce_precision(x.astype(jnp.float32), info.nexp, info.nmant))
+    return RoundedTokens.of(_of_bytes(functions_of(transport).to_experts(_to_bytes(rounded), route, axis_name)))
+
+
+def _to_bytes(rows: QuantisedRows) -> UInt8[Array, "rows bytes"]:
+    """Returns values and scales of each row as one row. XLA may widen a transfer of FP8 to 16 bits, but none of bytes."""
+    values, scales = (jax.lax.bitcast_convert_type(a, jnp.uint8) for a in (rows.values, rows.scales.T))
+    return jnp.concatenate([values, scales.reshape(len(values), -1)], axis=1)
+
+
+def _of_bytes(rows: UInt8[Array, "rows bytes"]) -> QuantisedRows:
+    """Undoes `_to_bytes`: of GROUP + 4 bytes GROUP are values."""
+    hidden = rows.shape[1] // (GROUP + 4) * GROUP
+    values, scales = rows[:, :hidden], rows[:, hidden:].reshape(len(rows), -1, 4)
+    return QuantisedRows(
+        jax.lax.bitcast_convert_type(values, jnp.float8_e4m3fn), jax.lax.bitcast_convert_type(scales, jnp.float32).T
+    )  # fmt: skip
+
+
+def _in_fp8_forward(x, route, axis_name, transport, steps):
+    return dispatch_in_fp8(x, route, axis_name, transport, steps), route
+
+
+def _in_fp8_backward(axis_name, transport, steps, route, gradients):
+    d_rows = gradients.like
+    return combine(d_rows, route, axis_name, transport, steps).astype(d_rows.dtype), None
+
+
+dispatch_in_fp8.defvjp(_in_fp8_forward, _in_fp8_backward)

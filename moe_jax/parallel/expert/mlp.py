@@ -20,12 +20,11 @@ from moe_jax.kernels.experts.routing import int32_ids
 from moe_jax.kernels.shapes import check_experts_mlp
 from moe_jax.kernels.varying import vary_as
 from moe_jax.layers.spread import Exchange
-from moe_jax.parallel.expert.exchange_plan import plan_exchange
 from moe_jax.parallel.expert.inputs import Choices, ExpertInputs, HeldExperts, held_experts
 from moe_jax.parallel.expert.one_round import first_round
 from moe_jax.parallel.expert.rounds import all_rounds
 from moe_jax.parallel.expert.routes import further_rounds, in_first_round, owners, queue
-from moe_jax.parallel.expert.settings import ExpertParallel
+from moe_jax.parallel.expert.settings import ExpertParallel, plan_exchange
 from moe_jax.parallel.expert.shadow import compute_shadows
 from moe_jax.parallel.mesh import axis_size
 

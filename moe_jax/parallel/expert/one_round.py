@@ -16,12 +16,10 @@ from moe_jax.kernels.experts.fp8.rounded_tokens import RoundedTokens
 from moe_jax.kernels.experts.internal import Accumulators, TokenPart, experts_mlp_of_parts
 from moe_jax.kernels.precision import at_least_f32
 from moe_jax.parallel.expert import pairwise
-from moe_jax.parallel.expert.dispatch_fp8 import dispatch_in_fp8
-from moe_jax.parallel.expert.exchange import combine, dispatch
-from moe_jax.parallel.expert.exchange_plan import ExchangePlan, devices_per_step
+from moe_jax.parallel.expert.exchange import combine, dispatch, dispatch_in_fp8
 from moe_jax.parallel.expert.inputs import Choices, ExpertInputs, held_experts
 from moe_jax.parallel.expert.routes import Route, first_route, further_route
-from moe_jax.parallel.expert.settings import Capacity, Transport, TransportName
+from moe_jax.parallel.expert.settings import Capacity, ExchangePlan, Transport, TransportName, devices_per_step
 
 
 def first_round(plan: ExchangePlan, choices: Choices, inputs: ExpertInputs) -> Float[Array, "tokens hidden"]:

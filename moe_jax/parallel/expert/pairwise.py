@@ -16,8 +16,7 @@ from jaxtyping import Array, Float, Num
 
 from moe_jax.kernels.precision import widened
 from moe_jax.parallel.collectives.hops import hop
-from moe_jax.parallel.expert.routes import Route
-from moe_jax.parallel.expert.slots import unpack
+from moe_jax.parallel.expert.routes import Route, unpack
 
 
 def to_experts(x: Num[Array, "tokens features"], route: Route, axis_name: str) -> Num[Array, "received features"]:

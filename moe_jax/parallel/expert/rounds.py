@@ -9,17 +9,17 @@ the program is compiled. The backward pass computes them again.
 """
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from moe_jax.kernels.precision import widened
-from moe_jax.parallel.expert.exchange_plan import ExchangePlan
 from moe_jax.parallel.expert.inputs import Choices, ExpertInputs
 from moe_jax.parallel.expert.one_round import first_round, further_round
+from moe_jax.parallel.expert.settings import ExchangePlan
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -32,13 +32,6 @@ def all_rounds(plan: ExchangePlan, choices: Choices, inputs: ExpertInputs) -> Fl
     return _add_further_rounds(plan, choices, inputs, y)
 
 
-class _RoundsResiduals(NamedTuple):
-    pullback: Any
-    """The first round's pullback, without its arguments."""
-    choices: Choices
-    inputs: ExpertInputs
-
-
 def _all_rounds_forward(plan: ExchangePlan, choices: Choices, inputs: ExpertInputs):
     def first(*inputs: Any) -> Array:
         return first_round(plan, choices, ExpertInputs(*inputs))
@@ -46,43 +39,33 @@ def _all_rounds_forward(plan: ExchangePlan, choices: Choices, inputs: ExpertInpu
     # The pullback saves no arguments: the residuals below hold each of them once, not once per use.
     y, pullback = jax.vjp(first, *inputs, saveable_args=(False,) * len(inputs))
     y = _add_further_rounds(plan, choices, inputs, y)
-    return y, _RoundsResiduals(pullback, choices, inputs)
-
-
-class _OutputState(NamedTuple):
-    round_index: Int[Array, ""]
-    """The next further round, counted from 0."""
-    y: Float[Array, "tokens hidden"]
+    return y, (pullback, choices, inputs)
 
 
 def _add_further_rounds(plan: ExchangePlan, choices: Choices, inputs: ExpertInputs, y: Array) -> Array:
-    def add(state: _OutputState) -> _OutputState:
-        return _OutputState(state.round_index + 1, state.y + further_round(plan, choices, state.round_index, inputs))
+    def add(state: tuple[Array, Array]) -> tuple[Array, Array]:
+        index, y = state
+        return index + 1, y + further_round(plan, choices, index, inputs)
 
-    return lax.while_loop(lambda state: state.round_index < choices.rounds, add, _OutputState(jnp.zeros((), jnp.int32), y)).y
-
-
-class _GradientState(NamedTuple):
-    round_index: Int[Array, ""]
-    """The next further round, counted from 0."""
-    sums: ExpertInputs
-    """The gradients of all rounds so far, in at least f32. Their `sums` are the given sums with all weight gradients added."""
+    return lax.while_loop(lambda state: state[0] < choices.rounds, add, (jnp.zeros((), jnp.int32), y))[1]
 
 
-def _all_rounds_backward(plan: ExchangePlan, residuals: _RoundsResiduals, dy: Array) -> tuple[None, ExpertInputs]:
+def _all_rounds_backward(plan: ExchangePlan, residuals: tuple, dy: Array) -> tuple[None, ExpertInputs]:
     pullback, choices, inputs = residuals
     gradients = ExpertInputs(*pullback.replace(args_res=list(inputs))(dy))
 
     def add_further_rounds(gradients: ExpertInputs) -> ExpertInputs:
-        def add(state: _GradientState) -> _GradientState:
-            before = state.sums.sums
+        def add(state: tuple[Array, ExpertInputs]) -> tuple[Array, ExpertInputs]:
+            # In at least f32. Their own `sums` are the given sums with all weight gradients added.
+            index, sums = state
+            before = sums.sums
             of_inputs = inputs if before is None else inputs._replace(sums=before)
-            (of_round,) = jax.vjp(partial(further_round, plan, choices, state.round_index), of_inputs)[1](dy)
-            own, others = (each._replace(sums=None) for each in (state.sums, of_round))
-            return _GradientState(state.round_index + 1, jax.tree.map(jnp.add, own, others)._replace(sums=of_round.sums))
+            (of_round,) = jax.vjp(partial(further_round, plan, choices, index), of_inputs)[1](dy)
+            own, others = (each._replace(sums=None) for each in (sums, of_round))
+            return index + 1, jax.tree.map(jnp.add, own, others)._replace(sums=of_round.sums)
 
-        start = _GradientState(jnp.zeros((), jnp.int32), jax.tree.map(widened, gradients))
-        sums = lax.while_loop(lambda state: state.round_index < choices.rounds, add, start).sums
+        start = jnp.zeros((), jnp.int32), jax.tree.map(widened, gradients)
+        _, sums = lax.while_loop(lambda state: state[0] < choices.rounds, add, start)
         return jax.tree.map(lambda total, a: total.astype(a.dtype), sums, gradients)
 
     # The branch without further rounds allocates no f32 accumulators.

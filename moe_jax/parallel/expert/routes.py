@@ -9,9 +9,10 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int, Integer
+from jaxtyping import Array, Bool, Float, Int, Integer, Num
 
 from moe_jax.kernels.experts.routing import wide_ids
+from moe_jax.kernels.precision import at_least_f32
 from moe_jax.parallel.expert.settings import Capacity
 
 
@@ -112,3 +113,15 @@ def _route(queues: Queues, begin: Array, sent: Array, slots: int) -> Route:
     empty = jnp.full(devices * slots, tokens, jnp.int32)
     token_of_slot = empty.at[jnp.where(travels, flat, out_of_range)].set(source, unique_indices=True, mode="drop")
     return Route(token_of_slot.reshape(devices, slots), jnp.where(travels, flat, devices * slots), sent)
+
+
+def pack(x: Num[Array, "tokens features"], route: Route) -> Num[Array, "devices slots features"]:
+    """Returns out[d, c] = x[token_of_slot[d, c]]; empty slots are zero."""
+    return x.at[route.token_of_slot].get(mode="fill", fill_value=0)
+
+
+def unpack(slots: Float[Array, "devices slots features"], route: Route) -> Float[Array, "tokens features"]:
+    """Returns out[t], the sum of the slots of token t for all devices, in at least f32 and in the order of the devices."""
+    flat = slots.reshape(-1, slots.shape[2])
+    of_devices = flat.at[route.slot_of_token].get(mode="fill", fill_value=0)
+    return jnp.sum(of_devices, axis=0, dtype=at_least_f32(slots.dtype))

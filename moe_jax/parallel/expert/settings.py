@@ -1,9 +1,11 @@
-"""Settings of expert parallelism: how experts are spread over a mesh axis, how tokens travel to them, and buffer sizes."""
+"""Settings of expert parallelism: how experts and tokens travel, sizes of buffers, and the plan of a call."""
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
+
+from moe_jax.kernels.experts.fp8.precision import Precision
 
 TransportName = Literal["gather", "all_to_all", "pairwise"]
 
@@ -17,7 +19,7 @@ class Transport:
 
     Attributes:
       name: a name for tables and messages.
-      to_experts: (x [tokens, features], route, axis_name) -> [received, features], as `all_to_all.to_experts`.
+      to_experts: (x [tokens, features], route, axis_name) -> [received, features], as `pairwise.to_experts`.
       to_home: (rows [received, features], route, axis_name) -> [tokens, features], the transpose of `to_experts`.
     """
 
@@ -121,6 +123,53 @@ def further_capacity(first: Capacity, k: int) -> Capacity:
     return Capacity(max(1, first.pairs // k), first.pairs)
 
 
-def devices_of_step(first: Capacity) -> int:
-    """Returns the number of other devices whose tokens one "pairwise" step computes, if `group_size` is None."""
-    return max(1, MAX_ROWS_PER_STEP // first.pairs)
+class ExchangePlan(NamedTuple):
+    """The facts of a call that are known when it is traced."""
+
+    axis_name: str
+    devices: int
+    num_experts: int
+    """The number of experts of all devices."""
+    transport: TransportName | Transport
+    """The transport of the first round; further rounds take "all_to_all"."""
+    group_size: int | None
+    first: Capacity
+    further: Capacity
+    tokens_in_fp8: bool
+    backend: str | None
+    precision: Precision | None
+
+
+def plan_exchange(
+    tokens: int,
+    k: int,
+    devices: int,
+    local_experts: int,
+    parallel: ExpertParallel,
+    backend: str | None = None,
+    precision: Precision | None = None,
+) -> ExchangePlan:
+    """Plans a call in which each device has these numbers of tokens, of choices a token, and of experts."""
+    num_experts = local_experts * devices
+    first = first_capacity(tokens, k, num_experts, devices, parallel.capacity_factor)
+    transport = parallel.transport or ("gather" if first.tokens == tokens else "all_to_all")
+    if transport == "gather" and parallel.drop is None:
+        first = first._replace(tokens=tokens)
+    return ExchangePlan(
+        axis_name=parallel.axis_name,
+        devices=devices,
+        num_experts=num_experts,
+        transport=transport,
+        group_size=parallel.group_size,
+        first=first,
+        further=further_capacity(first, k),
+        tokens_in_fp8=parallel.tokens_in_fp8,
+        backend=backend,
+        precision=precision,
+    )
+
+
+def devices_per_step(plan: ExchangePlan) -> tuple[int, ...]:
+    """Returns the number of devices whose tokens each "pairwise" step computes: this device alone, then groups of others."""
+    at_once = plan.group_size or max(1, MAX_ROWS_PER_STEP // plan.first.pairs)
+    return 1, *(min(at_once, plan.devices - first) for first in range(1, plan.devices, at_once))

@@ -1,6 +1,6 @@
 """Pipeline parallelism: schedules as data, their rules, the time and memory of a step, and an executor.
 
-`chunks` and `stages` lay layers out, `executor` runs uniform ticks and `table_executor` the others. The other modules do not
+`chunks` and `restack` lay layers out, `executor` runs uniform ticks and `table_executor` the others. The other modules do not
 import JAX.
 
 docs/schedules.md compares the schedules.
@@ -11,15 +11,12 @@ from typing import TYPE_CHECKING
 from moe_jax.runtime.lazy import export_lazily
 
 if TYPE_CHECKING:
-    from moe_jax.parallel.pipeline.actions import to_actions
-    from moe_jax.parallel.pipeline.drawing import draw, plot
+    from moe_jax.parallel.pipeline.drawing import draw, plot, to_actions
     from moe_jax.parallel.pipeline.dual_pipe import dualpipe, dualpipe_v
-    from moe_jax.parallel.pipeline.formulas import bubble_formula
-    from moe_jax.parallel.pipeline.ring_schedules import interleaved, uniform, uniform_w
-    from moe_jax.parallel.pipeline.schedules import Part, Schedule, one_f_one_b
-    from moe_jax.parallel.pipeline.simulator import PassTimes, TimedSlot, Timeline, simulate
+    from moe_jax.parallel.pipeline.schedules import Part, Schedule, one_f_one_b, zb_h1, zb_v
+    from moe_jax.parallel.pipeline.simulator import PassTimes, TimedSlot, Timeline, bubble_formula, simulate
+    from moe_jax.parallel.pipeline.ticks import interleaved, uniform, uniform_w
     from moe_jax.parallel.pipeline.verification import verify
-    from moe_jax.parallel.pipeline.zero_bubble import zb_h1, zb_v
 
 __all__ = [
     "Part", "PassTimes", "Schedule", "TimedSlot", "Timeline", "bubble_formula", "draw", "dualpipe", "dualpipe_v", "interleaved",

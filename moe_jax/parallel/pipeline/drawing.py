@@ -4,7 +4,7 @@ import math
 from pathlib import Path
 from string import ascii_lowercase as LETTERS
 
-from moe_jax.parallel.pipeline.schedules import Part, Slot
+from moe_jax.parallel.pipeline.schedules import Part, Schedule, Slot
 from moe_jax.parallel.pipeline.simulator import TimedSlot, Timeline
 from moe_jax.runtime.files import save_png
 
@@ -134,3 +134,25 @@ def _shade(color: str, chunk: int) -> str:
         return color
     channels = (int(color[i : i + 2], 16) for i in (1, 3, 5))
     return "#" + "".join(f"{round(channel + 0.45 * (255 - channel)):02x}" for channel in channels)
+
+
+TORCH_KINDS = {"F": "F", "B": "B", "b": "I", "W": "W"}
+"""Kinds of parts, as torch names them: I is the gradient of inputs."""
+
+
+def to_actions(schedule: Schedule) -> str:
+    """Returns a CSV with a row for each rank, as torch's `_dump_csv` writes it.
+
+    An action is stage, kind and micro-batch: `2F0`, `2I0`, `2W0`. An overlapped pair is `(0F1;1B0)OVERLAP_F_B`, and an idle
+    tick is empty. The second stream of DualPipe continues the numbers of the first.
+    """
+
+    def action(rank: int, part: Part) -> str:
+        micro_batch = schedule.directions[part.chunk] * schedule.micro_batches + part.micro_batch
+        return f"{schedule.stages[rank][part.chunk]}{TORCH_KINDS[part.kind]}{micro_batch}"
+
+    def cell(rank: int, slot: Slot) -> str:
+        parts = ";".join(action(rank, part) for part in slot)
+        return f"({parts})OVERLAP_F_B" if len(slot) == 2 else parts
+
+    return "".join(",".join(cell(rank, slot) for slot in slots) + "\n" for rank, slots in enumerate(schedule.ranks))

@@ -47,9 +47,10 @@ from moe_jax.parallel.pipeline.ticks import (
 
 @dataclass(frozen=True)
 class PipelinePasses:
-    """Functions of arrays inside `jax.shard_map` that a pipeline runs.
+    """Functions of arrays inside `jax.shard_map` that a pipeline runs, in uniform ticks or from a table.
 
-    A `TickPass` says which chunk and micro-batch. If it does not exist, gradients and sums must not count it.
+    A `TickPass` says which chunk and micro-batch. If it does not exist, gradients and sums must not count it. From a table,
+    passes always exist, but for `leave`.
     """
 
     enter: Callable[[Any], Any]
@@ -61,26 +62,19 @@ class PipelinePasses:
     run: Callable[..., tuple]
     """Runs one pass, or a forward and a backward pass in one loop. Forward gives (output, all slots, totals -> totals); without
     a slot, what it saved takes the place of the slots. Backward gives (the gradient of the input, totals)."""
-    loss: Callable[[Any, Any, Any], tuple[Any, Any]]
-    """(micro-batch, what leaves the last layer on the last rank, totals) -> (its gradient, totals)."""
+    loss: Callable[[Any, int, Any, Any], tuple[Any, Any]]
+    """(micro-batch, rank of the last layer, what leaves that layer, totals) -> (its gradient, totals)."""
     leave: Callable[[TickPass, Any, Any], Any]
     """(pass, the gradient of what entered the first layer, totals) -> totals."""
     memory: jax.memory.Space = jax.memory.Space.Device
     """The memory of the slots. `forward` saves there, and `backward` gets arrays in the device's memory. In the host's memory a
     forward pass must save inputs alone: over inputs of zeros, a backward pass is finite."""
-    put_off: "PutOff | None" = None
-    """The two halves of a backward pass, to put W off. Then no pass may have a transfer that waits for all devices."""
-
-
-@dataclass(frozen=True)
-class PutOff:
-    """The halves of a backward pass: b and W."""
-
-    inputs_backward: Callable[[TickPass, Any, Any, Any], Any]
-    """Runs b with the arguments of `PipelinePasses.backward`; returns (the gradient of the input, product, totals)."""
-    weights_backward: Callable[[TickPass, Any, Any], Any]
-    """(pass, the product of b, totals) -> a pass that `run` runs. It is W, and gives totals. The product of a pass that does
-    not exist adds zeros."""
+    inputs_backward: Callable[[TickPass, Any, Any, Any], Any] | None = None
+    """b, the first half of a backward pass, with the arguments of `backward`. It returns (the gradient of the input, product,
+    totals). Uniform ticks with both halves put W off. Then no pass may have a transfer that waits for all devices."""
+    weights_backward: Callable[[TickPass, Any, Any], Any] | None = None
+    """(pass, the product of b, totals) -> W, the second half, which `run` runs; it returns totals. The product of a pass that
+    does not exist adds zeros."""
 
 
 class Slot(NamedTuple):
@@ -89,18 +83,6 @@ class Slot(NamedTuple):
     slots: Any
     """Arrays like those that a pass saves, stacked."""
     number: Int[Array, ""]
-
-
-@dataclass(frozen=True)
-class ForwardPasses:
-    """Functions of a pipeline without gradients; otherwise as in `PipelinePasses`."""
-
-    enter: Callable[[Any], Any]
-    """(micro-batch) -> what enters the first layer."""
-    forward: Callable[[TickPass, Any], tuple[Any, Callable[[Any], Any]]]
-    """(pass, what enters the chunk) -> (output, totals -> totals)."""
-    loss: Callable[[Any, Any, Any], Any]
-    """(micro-batch, what leaves the last layer on the last rank, totals) -> totals."""
 
 
 class _State(NamedTuple):
@@ -163,12 +145,12 @@ def run_ticks(passes: PipelinePasses, chunks: int, micro_batches: int, totals: A
                 of_loss, totals = _loss(passes, done, done.chunk == chunks - 1, state, totals)
                 dy = _where((rank == ranks - 1) & (back.chunk == chunks - 1), of_loss, dy)
             dy = _where(back.exists, dy, jax.tree.map(jnp.zeros_like, dy))
-            saved = _take(state.slots, slot_of(back))
+            saved = take(state.slots, slot_of(back))
             if on_host:
                 saved = jax.device_put(saved, jax.memory.Space.Device)
             if span.backward != "B or W":
-                halves = passes.put_off
-                of_span = halves.inputs_backward if span.backward == "b" and halves else passes.backward
+                of_span = passes.inputs_backward if span.backward == "b" else passes.backward
+                assert of_span is not None
                 running.append(of_span(back, saved, dy, totals))
         if span.backward == "B or W":
             results: list[tuple] = [_backward_or_weights(passes, t, sizes, (saved, dy, state.products, totals))]
@@ -180,14 +162,14 @@ def run_ticks(passes: PipelinePasses, chunks: int, micro_batches: int, totals: A
                 # A backward pass that does not exist reads what a forward pass over the same chunk and micro-batch saved.
                 # With zeros in place of residuals, its gradients would be NaN, and not the zeros that add nothing.
                 is_first = ahead.exists & (ahead.chunk == 0) & (ahead.micro_batch == 0)
-                slots = lax.cond(is_first, lambda s, i: _put(s, _take(s, i), num_slots), lambda s, i: s, slots, slot_of(ahead))
+                slots = lax.cond(is_first, lambda s, i: put(s, take(s, i), num_slots), lambda s, i: s, slots, slot_of(ahead))
             state = state._replace(arriving=jax.tree.map(lambda a: hop(a, "pipe", 1), output), finished=output, slots=slots)
         if has_backward:
             dx, *product, totals = results.pop(0)
             if product:
                 # A rank's first passes that exist write over what passes before them wrote into place 0.
                 place = jnp.maximum(t - first_backward(rank, ranks, chunks), 0)
-                state = state._replace(products=_put(state.products, product[0], place))
+                state = state._replace(products=put(state.products, product[0], place))
             totals = passes.leave(back._replace(exists=back.exists & (rank == 0) & (back.chunk == 0)), dx, totals)
             state = state._replace(returning=jax.tree.map(lambda a: hop(a, "pipe", -1), dx))
         return state._replace(totals=count(totals) if has_forward else totals)
@@ -195,7 +177,7 @@ def run_ticks(passes: PipelinePasses, chunks: int, micro_batches: int, totals: A
     entering = passes.enter(jnp.zeros((), jnp.int32))
     first = TickPass(jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32), rank < 0)
     saved = jax.eval_shape(lambda x: passes.run(passes.forward(first, x, None))[0][1], entering)
-    puts_off = passes.put_off is not None and ranks > 1
+    puts_off = passes.weights_backward is not None and ranks > 1
     everywhere = (entering, rank, totals)
     zeros = vary_as(jax.tree.map(jnp.zeros_like, entering), everywhere)
     slots = _slots(num_slots, saved, everywhere, on_host=on_host)
@@ -222,8 +204,8 @@ def _spans(ranks: int, chunks: int, micro_batches: int, *, puts_off: bool) -> It
 
 def _products(passes: PipelinePasses, first: TickPass, saved: Any, zeros: Any, totals: Any, everywhere: Any) -> Any:
     """Returns places for the products of p - 1 backward passes."""
-    assert passes.put_off is not None
-    b = passes.put_off.inputs_backward
+    b = passes.inputs_backward
+    assert b is not None
     restored = jax.tree.map(lambda s: vary_as(jnp.zeros(s.shape, s.dtype), everywhere), saved)
     like = jax.eval_shape(lambda *arrays: passes.run(b(first, *arrays))[0][1], restored, zeros, totals)
     places = lax.axis_size("pipe") - 1
@@ -244,10 +226,10 @@ def _backward_or_weights(passes: PipelinePasses, t, sizes: tuple[int, int, int],
         return passes.run(passes.backward(back, saved, dy, totals))[0]
 
     def weights(t, rank, saved, dy, products, totals):
-        assert passes.put_off is not None
-        product = _take(products, weights_number(t, rank, *sizes))
+        assert passes.weights_backward is not None
+        product = take(products, weights_number(t, rank, *sizes))
         of_product = _or_first(weights_at(t, rank, *sizes))
-        (totals,) = passes.run(passes.put_off.weights_backward(of_product, product, totals))
+        (totals,) = passes.run(passes.weights_backward(of_product, product, totals))
         return vary_as(jax.tree.map(jnp.zeros_like, dy), dy), totals
 
     arguments = (t, rank, *arrays)
@@ -268,10 +250,16 @@ def _slots(number: int, saved: Any, everywhere: Any, *, on_host: bool) -> Any:
     return jax.tree.map(of_array, saved)
 
 
-def run_forward_ticks(passes: ForwardPasses, chunks: int, micro_batches: int, totals: Any) -> Any:
-    """Runs the forward passes and the losses of all micro-batches; arguments and result as in `run_ticks`.
+def run_forward_ticks(
+    enter: Callable[[Any], Any], forward: Callable, loss: Callable, chunks: int, micro_batches: int, totals: Any
+) -> Any:
+    """Runs the forward passes and the losses of all micro-batches; other arguments and result as in `run_ticks`.
 
     If p divides m, this takes m v + p - 1 ticks of one chunk each, of which a rank needs m v.
+
+    Args:
+      forward: (pass, what enters the chunk) -> (output, totals -> totals).
+      loss: (micro-batch, what leaves the last layer on the last rank, totals) -> totals.
     """
     ranks, rank = lax.axis_size("pipe"), lax.axis_index("pipe")
     sizes = ranks, chunks, micro_batches
@@ -279,13 +267,13 @@ def run_forward_ticks(passes: ForwardPasses, chunks: int, micro_batches: int, to
     def tick(t, carry):
         arriving, totals = carry
         ahead, done = _or_first(forward_at(t, rank, *sizes)), forward_at(t, ranks - 1, *sizes)
-        output, count = passes.forward(ahead, _entering(passes.enter, ahead, arriving))
+        output, count = forward(ahead, _entering(enter, ahead, arriving))
         # The same on all ranks, so that the ranks agree whether there is a loss to compute.
         has_loss = done.exists & (done.chunk == chunks - 1)
-        totals = lax.cond(has_loss, passes.loss, lambda i, finished, totals: totals, done.micro_batch, output, count(totals))
+        totals = lax.cond(has_loss, loss, lambda i, finished, totals: totals, done.micro_batch, output, count(totals))
         return jax.tree.map(lambda a: hop(a, "pipe", 1), output), totals
 
-    entering = passes.enter(jnp.zeros((), jnp.int32))
+    entering = enter(jnp.zeros((), jnp.int32))
     zeros = vary_as(jax.tree.map(jnp.zeros_like, entering), (entering, rank, totals))
     ticks = pass_number(chunks - 1, micro_batches - 1, ranks, chunks) + ranks
     return lax.fori_loop(0, ticks, tick, (zeros, totals))[1]
@@ -301,7 +289,7 @@ def _loss(passes: PipelinePasses, done: TickPass, of_last_chunk, state: _State, 
     """Computes the loss of the micro-batch that left the last layer, if one did; returns its gradient and the totals."""
 
     def compute(finished, totals):
-        dy, totals = passes.loss(done.micro_batch, finished, totals)
+        dy, totals = passes.loss(done.micro_batch, lax.axis_size("pipe") - 1, finished, totals)
         return vary_as(dy, state.returning), totals
 
     def skip(finished, totals):
@@ -321,9 +309,11 @@ def _where(condition, one, other):
     return jax.tree.map(lambda a, b: jnp.where(condition, a, b), one, other)
 
 
-def _take(stacked, i):
+def take(stacked: Any, i) -> Any:
+    """Returns slot i of stacked arrays."""
     return jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, i, 0, keepdims=False), stacked)
 
 
-def _put(stacked, values, i):
+def put(stacked: Any, values: Any, i) -> Any:
+    """Returns the stacked arrays with other values in slot i."""
     return jax.tree.map(lambda a, value: lax.dynamic_update_index_in_dim(a, value, i, 0), stacked, values)

@@ -1,14 +1,13 @@
-"""The meshes that a pipeline schedule can run on, from plain values: settings, plans and `Parallelism` ask here.
-
-`of_mesh` refuses the transfers that a schedule's branches cannot have.
-"""
+"""The meshes that a pipeline schedule can run on, from plain values: settings, plans and `Parallelism` ask here."""
 
 from collections.abc import Mapping
 from typing import get_args
 
 from moe_jax.layers.matrices import SPLIT
 from moe_jax.parallel.choices import CHOOSES_CHUNKS, PipeSchedule
-from moe_jax.parallel.pipeline.by_name import schedule_by_name
+from moe_jax.parallel.pipeline.dual_pipe import dualpipe, dualpipe_v
+from moe_jax.parallel.pipeline.schedules import Schedule, one_f_one_b, zb_h1, zb_v
+from moe_jax.parallel.pipeline.ticks import interleaved, uniform, uniform_w
 
 NEEDS_W: Mapping[PipeSchedule, str] = {
     "uniform-w": "'uniform'",
@@ -61,3 +60,16 @@ def schedule_problem(name: PipeSchedule, axes: Mapping[str, int], chunks: int, m
 def split_axes(axes: Mapping[str, int]) -> list[str]:
     """Returns the axes with several devices that split matrices inside a rank."""
     return [axis for axis in SPLIT if axes.get(axis, 1) > 1]
+
+
+def schedule_by_name(name: PipeSchedule, ranks: int, chunks: int, micro_batches: int) -> Schedule:
+    """Returns a schedule; `chunks` is for the schedules that let it be chosen.
+
+    Raises:
+      ValueError: sizes that the schedule refuses.
+    """
+    with_chunks = {"interleaved": interleaved, "uniform": uniform, "uniform-w": uniform_w}
+    if name in with_chunks:
+        return with_chunks[name](ranks, chunks, micro_batches)
+    make = {"1f1b": one_f_one_b, "zb-h1": zb_h1, "zb-v": zb_v, "dualpipe": dualpipe, "dualpipe-v": dualpipe_v}
+    return make[name](ranks, micro_batches)

@@ -173,26 +173,22 @@ def simulate(
     ranks, makespan = _in_ticks(schedule, times, hop, masked) if lockstep else _asynchronously(schedule, times, hop)
     if not makespan < math.inf:
         raise ValueError("the time of the step is too large for a float; give the times in a larger unit")
-    peaks = [memory_peaks(slots) for slots in schedule.ranks]
+    in_flight, weights_queue = zip(*map(memory_peaks, schedule.ranks), strict=True)
     return Timeline(
         schedule,
         times,
         tuple(tuple(timed for timed in slots if timed.slot) for slots in ranks),
-        tuple(peak.in_flight for peak in peaks),
-        tuple(peak.weights_queue for peak in peaks),
+        in_flight,
+        weights_queue,
         makespan,
     )
 
 
-class MemoryPeaks(NamedTuple):
-    """The largest numbers of chunk inputs and of passes W that wait on a rank."""
+def memory_peaks(slots: Sequence[Slot]) -> tuple[int, int]:
+    """Returns the largest numbers of chunk inputs and of waiting passes W, for a rank's slots.
 
-    in_flight: int
-    weights_queue: int
-
-
-def memory_peaks(slots: Sequence[Slot]) -> MemoryPeaks:
-    """Returns the peaks of a rank's slots. A chunk's input is held from the begin of its F to the end of its W."""
+    A chunk's input is held from the begin of its F to the end of its W.
+    """
     in_flight = most_in_flight = queue = longest_queue = 0
     for slot in slots:
         in_flight += sum(part.kind == "F" for part in slot)
@@ -200,7 +196,7 @@ def memory_peaks(slots: Sequence[Slot]) -> MemoryPeaks:
         most_in_flight, longest_queue = max(most_in_flight, in_flight), max(longest_queue, queue)
         in_flight -= sum(part.kind in ("B", "W") for part in slot)
         queue -= sum(part.kind == "W" for part in slot)
-    return MemoryPeaks(most_in_flight, longest_queue)
+    return most_in_flight, longest_queue
 
 
 def ticks_of(schedule: Schedule) -> list[list[Slot]]:
@@ -301,3 +297,42 @@ def _deadlock(schedule: Schedule, position: Sequence[int], done) -> str:
 
 def _of(times: OfStages, stage: int) -> float:
     return times if isinstance(times, int | float) else times[stage]
+
+
+def bubble_formula(schedule: Schedule, times: PassTimes) -> float:
+    """Returns the bubble of a schedule over p ranks, for times F, B, W and F&B (overlapped) of one stage.
+
+    | schedule | bubble | exact for |
+    |---|---|---|
+    | 1f1b | (p - 1) (F + B) | all times |
+    | interleaved, uniform | (p - 1) (F + B) | micro-batches a multiple of p; otherwise it is longer |
+    | uniform-w | (p - 1) (F + B - W) | the same |
+    | zb-h1 | (p - 1) (F + B - 2 W) | W <= F and W <= B - W, at least p micro-batches; otherwise it may be longer |
+    | zb-v | (p - 1) F | F = B - W = W, at least 2 p - 1 micro-batches; otherwise it may be longer |
+    | dualpipe | (p / 2 - 1) (F&B + B - 3 W) | F = B - W = W and F&B = 3 F; an upper bound for W <= F <= B - W |
+    | dualpipe-v | (p - 1) (F&B + B - 3 W) | the same |
+
+    With v chunks a rank, F of a stage is 1/v of F of a rank: so interleaving divides the bubble by v. Ranks of zb-v begin one
+    after another and never wait between their first and their last pass. (p - 1) F is what they are idle before and after.
+
+    Raises:
+      ValueError: the schedule has no formula, or a time differs from stage to stage.
+    """
+    pair = (times.forward, times.backward, times.weights, times.overlapped)
+    if not all(time is None or isinstance(time, int | float) for time in pair):
+        raise ValueError("formulas of the bubble need one time for every stage")
+    f, b, w = (float(time) for time in (times.forward, times.backward, times.weights))  # type: ignore[arg-type]
+    both, p = times.both(0, 0), len(schedule.ranks)
+    formulas = {
+        "1f1b": (p - 1) * (f + b),
+        "interleaved": (p - 1) * (f + b),
+        "uniform": (p - 1) * (f + b),
+        "uniform-w": (p - 1) * (f + b - w),
+        "zb-h1": (p - 1) * (f + b - 2 * w),
+        "zb-v": (p - 1) * f,
+        "dualpipe": (p / 2 - 1) * (both + b - 3 * w),
+        "dualpipe-v": (p - 1) * (both + b - 3 * w),
+    }
+    if schedule.name not in formulas:
+        raise ValueError(f"no formula for a schedule named {schedule.name!r}; there are: {', '.join(formulas)}")
+    return formulas[schedule.name]

@@ -1,24 +1,54 @@
 """A schedule as a table of lockstep ticks: each rank's passes in a tick, and the slots of memory that they read and write.
 
 `ticks_of` puts each slot of a schedule into the first tick after all that it needs. A tick's outputs travel between that tick
-and the next. `slots` says where they lie until they are read. Nothing here imports JAX.
+and the next. Until they are read, arrays are in slots of memory:
+
+| kind of slot | written | read by |
+|---|---|---|
+| input | behind the tick of F of the stage before | F |
+| gradient | behind the tick of the next stage's backward pass; for the last stage by the loss, a tick after its F | B or b |
+| saved | by F | B or b |
+| product | by b | W |
+
+Nothing here imports JAX.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 
 from moe_jax.parallel.pipeline.schedules import Kind, Part, Result, Schedule, Slot
 from moe_jax.parallel.pipeline.simulator import ticks_of
-from moe_jax.parallel.pipeline.slots import Kept, Sizes, SlotKind, Slots, allocate
+from moe_jax.parallel.pipeline.ticks import lowest_free_slots
 from moe_jax.parallel.pipeline.verification import verify
 
 Ints = np.ndarray
 """Integers [ticks, ranks], or one of them inside a program."""
 
 Kinds = tuple[Kind, ...]
+
+
+SlotKind = Literal["input", "gradient", "saved", "product"]
+
+
+class Kept(NamedTuple):
+    """An array that a stage keeps for a micro-batch."""
+
+    kind: SlotKind
+    direction: int
+    stage: int
+    micro_batch: int
+
+
+class Sizes(NamedTuple):
+    """The number of slots of each kind, of the rank that needs most."""
+
+    inputs: int
+    gradients: int
+    saved: int
+    products: int
 
 
 class ForwardRow(NamedTuple):
@@ -110,11 +140,11 @@ def lockstep_table(schedule: Schedule) -> Table:
         for part in slot
         for result in schedule.results(rank, part)
     }
-    slots = allocate(schedule, when)
+    slots, sizes = _allocate(schedule, when)
     kinds = ((), *sorted({_kinds(slot) for row in ticks for slot in row} - {()}))
-    forward_hops, inputs = _arrivals(schedule, when, slots, "F", slots.sizes.inputs)
-    backward_hops, gradients = _arrivals(schedule, when, slots, "b", slots.sizes.gradients)
-    losses, of_losses, last_ranks = _losses(schedule, when, slots)
+    forward_hops, inputs = _arrivals(schedule, when, slots, "F", sizes.inputs)
+    backward_hops, gradients = _arrivals(schedule, when, slots, "b", sizes.gradients)
+    losses, of_losses, last_ranks = _losses(schedule, when, slots, sizes.gradients)
 
     def columns(kinds: Kinds, *values: Callable[[int, Part], int]) -> list[Ints]:
         """Returns a column of value(rank, part) for the slots' parts of these kinds; 0 without such a part."""
@@ -128,7 +158,7 @@ def lockstep_table(schedule: Schedule) -> Table:
         return found
 
     def kept(kind: SlotKind) -> Callable[[int, Part], int]:
-        return lambda rank, part: slots.of.get(Kept(kind, *_place(schedule, rank, part)), 0)
+        return lambda rank, part: slots.get(Kept(kind, *_place(schedule, rank, part)), 0)
 
     def chunk(rank: int, part: Part) -> int:
         return part.chunk
@@ -148,7 +178,7 @@ def lockstep_table(schedule: Schedule) -> Table:
         inputs,
         gradients,
     )
-    return Table(len(ticks[0]), kinds, rows, losses, last_ranks, forward_hops, backward_hops, slots.sizes)
+    return Table(len(ticks[0]), kinds, rows, losses, last_ranks, forward_hops, backward_hops, sizes)
 
 
 def undivided(schedule: Schedule) -> Schedule:
@@ -171,7 +201,7 @@ def _place(schedule: Schedule, rank: int, part: Part) -> tuple[int, int, int]:
 
 
 def _arrivals(
-    schedule: Schedule, when: dict[Result, int], slots: Slots, kind: str, unused: int
+    schedule: Schedule, when: dict[Result, int], slots: dict[Kept, int], kind: str, unused: int
 ) -> tuple[tuple[int, ...], tuple[Ints, ...]]:
     """Returns the distances over which results of a kind travel, and for each the slots for what arrives."""
     num_ranks, num_ticks = len(schedule.ranks), 1 + max(when.values())
@@ -184,22 +214,58 @@ def _arrivals(
             distance = (owner - schedule.owners[result.direction, result.stage]) % num_ranks
             column = columns.setdefault(distance, np.full((num_ticks, num_ranks), unused, np.int32))
             array = Kept(read_from, result.direction, there, result.micro_batch)  # type: ignore[arg-type]
-            column[tick, owner] = slots.of[array]
+            column[tick, owner] = slots[array]
     return tuple(sorted(columns)), tuple(columns[distance] for distance in sorted(columns))
 
 
 def _losses(
-    schedule: Schedule, when: dict[Result, int], slots: Slots
+    schedule: Schedule, when: dict[Result, int], slots: dict[Kept, int], unused: int
 ) -> tuple[tuple[Ints, ...], tuple[Ints, ...], tuple[int, ...]]:
     """Returns, for each direction, `Table.losses`, `Row.losses` and `Table.last_ranks`."""
     num_ranks, num_ticks, last = len(schedule.ranks), 1 + max(when.values()), schedule.num_stages - 1
     directions = sorted(set(schedule.directions))
     losses = tuple(np.full(num_ticks, -1, np.int32) for _ in directions)
-    of_losses = tuple(np.full((num_ticks, num_ranks), slots.sizes.gradients, np.int32) for _ in directions)
+    of_losses = tuple(np.full((num_ticks, num_ranks), unused, np.int32) for _ in directions)
     last_ranks = tuple(schedule.owners[direction, last] for direction in directions)
     for direction in directions:
         for micro_batch in range(schedule.micro_batches):
             tick = when[Result("F", direction, last, micro_batch)] + 1
             losses[direction][tick] = direction * schedule.micro_batches + micro_batch
-            of_losses[direction][tick, last_ranks[direction]] = slots.of[Kept("gradient", direction, last, micro_batch)]
+            of_losses[direction][tick, last_ranks[direction]] = slots[Kept("gradient", direction, last, micro_batch)]
     return losses, of_losses, last_ranks
+
+
+def _allocate(schedule: Schedule, when: Mapping[Result, int]) -> tuple[dict[Kept, int], Sizes]:
+    """Returns the slot of each array on its rank, and the numbers of slots.
+
+    Arrays that are needed in the same tick never share a slot, and a rank has as many slots as it needs at once.
+    """
+    of: dict[Kept, int] = {}
+    counts: dict[SlotKind, int] = {"input": 0, "gradient": 0, "saved": 0, "product": 0}
+    for chunks in schedule.stages:
+        held = [each for chunk, stage in enumerate(chunks) for each in _intervals(schedule, when, chunk, stage)]
+        for kind in counts:
+            of_kind = sorted(each for each in held if each[2].kind == kind)
+            numbers = lowest_free_slots((begin, end) for begin, end, _ in of_kind)
+            of |= zip((array for *_, array in of_kind), numbers, strict=True)
+            counts[kind] = max([counts[kind], *(number + 1 for number in numbers)])
+    return of, Sizes(*counts.values())
+
+
+def _intervals(schedule: Schedule, when: Mapping[Result, int], chunk: int, stage: int) -> Iterator[tuple[int, int, Kept]]:
+    """Returns the first and last ticks in which a chunk's arrays hold their slots.
+
+    An array that arrives between ticks k and k + 1 holds its slot from k on, and not in the tick of its reader: what arrives
+    behind that tick may take the place. What is written and read within ticks holds its slot in both.
+    """
+    direction, is_last = schedule.directions[chunk], stage == schedule.num_stages - 1
+    for micro_batch in range(schedule.micro_batches):
+        place = direction, stage, micro_batch
+        f, b, w = (when[Result(kind, *place)] for kind in ("F", "b", "W"))
+        if stage:
+            yield when[Result("F", direction, stage - 1, micro_batch)], f - 1, Kept("input", *place)
+        arrives = f if is_last else when[Result("b", direction, stage + 1, micro_batch)]
+        yield arrives, b - 1, Kept("gradient", *place)
+        yield f, b, Kept("saved", *place)
+        if w > b:
+            yield b, w, Kept("product", *place)

@@ -14,7 +14,6 @@ ranks and may use any.
 
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -24,37 +23,9 @@ from jax import lax
 from moe_jax.kernels.varying import vary_as
 from moe_jax.parallel.collectives.hops import hop
 from moe_jax.parallel.pipeline.branches import checked_branch
-from moe_jax.parallel.pipeline.executor import Slot
+from moe_jax.parallel.pipeline.executor import PipelinePasses, Slot, put, take
 from moe_jax.parallel.pipeline.table import Kinds, Row, Table
 from moe_jax.parallel.pipeline.ticks import TickPass
-
-
-@dataclass(frozen=True)
-class TablePasses:
-    """Functions of arrays inside `jax.shard_map` that a table runs.
-
-    A `TickPass` says which chunk of the rank and which micro-batch; it always exists, but for `leave`.
-    """
-
-    enter: Callable[[Any], Any]
-    """(micro-batch) -> what enters the first stage."""
-    forward: Callable[[TickPass, Any, Slot | None], Any]
-    """(pass, what enters the chunk, where to save) -> a pass that `run` runs."""
-    backward: Callable[[TickPass, Any, Any, Any], Any]
-    """(pass, what the forward pass saved, the gradient of the chunk's output, totals) -> a pass that `run` runs."""
-    inputs_backward: Callable[[TickPass, Any, Any, Any], Any]
-    """The same of b, the first half of a backward pass."""
-    weights_backward: Callable[[TickPass, Any, Any], Any]
-    """(pass, the product of b, totals) -> a pass that `run` runs: W, the second half."""
-    run: Callable[..., tuple]
-    """Runs one pass, or a forward and a backward pass in one loop.
-
-    F gives (output, all slots, totals -> totals); without a slot, what it saved takes the place of the slots. B gives (the
-    gradient of the input, totals), b (the gradient of the input, product, totals), W totals."""
-    loss: Callable[[Any, int, Any, Any], tuple[Any, Any]]
-    """(micro-batch, rank, what left the last stage on that rank, totals) -> (its gradient, totals)."""
-    leave: Callable[[TickPass, Any, Any], Any]
-    """(pass, the gradient of what entered the first stage, totals) -> totals. It counts nothing that does not exist."""
 
 
 class _State(NamedTuple):
@@ -71,11 +42,11 @@ class _State(NamedTuple):
     totals: Any
 
 
-def run_table(passes: TablePasses, table: Table, totals: Any) -> Any:
+def run_table(passes: PipelinePasses, table: Table, totals: Any) -> Any:
     """Runs all passes of a step and returns the totals, inside `jax.shard_map` over `pipe`.
 
     Args:
-      passes: their results vary over the same mesh axes as their arguments.
+      passes: their results vary over the same mesh axes as their arguments. A table with b and W needs both halves.
       table: for as many ranks as `pipe` has.
       totals: arrays that the passes add to, of any structure.
 
@@ -99,15 +70,15 @@ def run_table(passes: TablePasses, table: Table, totals: Any) -> Any:
         state = lax.switch(row.kinds, branches, row, state)
         inputs, gradients = state.inputs, state.gradients
         for distance, slot in zip(table.forward_hops, row.inputs, strict=True):
-            inputs = _put(inputs, _hop(state.output, distance), slot)
+            inputs = put(inputs, _hop(state.output, distance), slot)
         for distance, slot in zip(table.backward_hops, row.gradients, strict=True):
-            gradients = _put(gradients, _hop(state.dx, distance), slot)
+            gradients = put(gradients, _hop(state.dx, distance), slot)
         return state._replace(inputs=inputs, gradients=gradients)
 
     return lax.fori_loop(0, table.num_ticks, tick, first).totals
 
 
-def _first_state(passes: TablePasses, table: Table, totals: Any) -> _State:
+def _first_state(passes: PipelinePasses, table: Table, totals: Any) -> _State:
     first = _pass(0, 0)
     entering = passes.enter(first.micro_batch)
 
@@ -115,6 +86,7 @@ def _first_state(passes: TablePasses, table: Table, totals: Any) -> _State:
         output, saved, _ = passes.run(passes.forward(first, entering, None))[0]
         product = None
         if any("b" in kinds for kinds in table.kinds):
+            assert passes.inputs_backward is not None
             _, product, _ = passes.run(passes.inputs_backward(first, saved, output, totals))[0]
         return saved, product
 
@@ -136,24 +108,26 @@ def _first_state(passes: TablePasses, table: Table, totals: Any) -> _State:
     )
 
 
-def _branch(passes: TablePasses, kinds: Kinds) -> Callable[[Row, _State], _State]:
+def _branch(passes: PipelinePasses, kinds: Kinds) -> Callable[[Row, _State], _State]:
     """Returns the branch of slots of these kinds."""
 
     def forward(row: Row, state: _State):
         at = row.forward
-        arrived = _take(state.inputs, at.input)
+        arrived = take(state.inputs, at.input)
         x = jax.tree.map(lambda a, b: jnp.where(at.is_first, a, b), passes.enter(at.micro_batch), arrived)
         return passes.forward(_pass(at.chunk, at.micro_batch), x, Slot(state.saved, jnp.asarray(at.saved)))
 
     def backward(row: Row, state: _State):
         at, of_kind = row.backward, passes.backward if "B" in kinds else passes.inputs_backward
-        saved, dy = _take(state.saved, at.saved), _take(state.gradients, at.gradient)
+        saved, dy = take(state.saved, at.saved), take(state.gradients, at.gradient)
+        assert of_kind is not None
         return of_kind(_pass(at.chunk, at.micro_batch), saved, dy, state.totals)
 
     def branch(row: Row, state: _State) -> _State:
         if kinds == ("W",):
+            assert passes.weights_backward is not None
             of_w = row.weights
-            product = _take(state.products, of_w.product)
+            product = take(state.products, of_w.product)
             (totals,) = passes.run(passes.weights_backward(_pass(of_w.chunk, of_w.micro_batch), product, state.totals))
             return state._replace(totals=totals)
         starts = {"F": forward, "B": backward, "b": backward}
@@ -165,7 +139,7 @@ def _branch(passes: TablePasses, kinds: Kinds) -> Callable[[Row, _State], _State
                 leaving = _pass(at.chunk, at.micro_batch)._replace(exists=at.is_first == 1)
                 state = state._replace(dx=dx, totals=passes.leave(leaving, dx, totals))
                 if product:
-                    state = state._replace(products=_put(state.products, product[0], at.product))
+                    state = state._replace(products=put(state.products, product[0], at.product))
         if "F" in results:
             output, saved, count = results["F"]
             state = state._replace(output=output, saved=saved, totals=count(state.totals))
@@ -174,12 +148,12 @@ def _branch(passes: TablePasses, kinds: Kinds) -> Callable[[Row, _State], _State
     return branch
 
 
-def _with_loss(passes: TablePasses, micro_batch, last_rank: int, slot, state: _State) -> _State:
+def _with_loss(passes: PipelinePasses, micro_batch, last_rank: int, slot, state: _State) -> _State:
     """Computes the loss of a micro-batch that left the last stage, if one did, and puts its gradient into a slot."""
 
     def compute(gradients, totals):
         dy, totals = passes.loss(micro_batch, last_rank, state.output, totals)
-        return _put(gradients, vary_as(dy, state.dx), slot), totals
+        return put(gradients, vary_as(dy, state.dx), slot), totals
 
     gradients, totals = lax.cond(micro_batch >= 0, compute, lambda *arrays: arrays, state.gradients, state.totals)
     return state._replace(gradients=gradients, totals=totals)
@@ -203,11 +177,3 @@ def _hop(arrays, distance: int):
         for i, part, of_part in zip(places, parts, jnp.split(arrived, ends), strict=True):
             leaves[i] = of_part.reshape(part.shape)
     return jax.tree.unflatten(structure, leaves)
-
-
-def _take(slots, i):
-    return jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, i, 0, keepdims=False), slots)
-
-
-def _put(slots, values, i):
-    return jax.tree.map(lambda a, value: lax.dynamic_update_index_in_dim(a, value, i, 0), slots, values)

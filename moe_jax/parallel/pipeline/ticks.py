@@ -1,4 +1,4 @@
-"""The arithmetic of uniform ticks: which passes a rank computes in a tick, and in which slot it keeps their inputs.
+"""Interleaved 1F1B and uniform ticks: their schedules, and the arithmetic of ticks.
 
 Micro-batches go round the ring of ranks in groups of as many as there are ranks. In a tick every rank computes at most one
 forward pass and one backward pass. With p ranks, v chunks and micro-batch i = g p + j:
@@ -10,7 +10,11 @@ Ticks and ranks may be traced integers: the functions use + - * // % and compari
 """
 
 import heapq
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Any, NamedTuple
+
+from moe_jax.parallel.pipeline.schedules import Kind, Part, Schedule, Slot, one_f_one_b, require_positive
 
 
 class TickPass(NamedTuple):
@@ -85,14 +89,118 @@ def input_slots(ranks: int, chunks: int, micro_batches: int) -> tuple[int, ...]:
     An input is kept from the tick of its forward pass up to and including the tick of its backward pass. Rank 0 keeps inputs
     longest, and the lowest free slot is taken. Long steps need `(chunks + 1) ranks` slots.
     """
+
+    def interval(n: int) -> tuple[int, int]:
+        return n, n + 2 * (chunks - n % (chunks * ranks) // ranks) * ranks - 1
+
+    return tuple(lowest_free_slots(map(interval, range(num_passes(ranks, chunks, micro_batches)))))
+
+
+def lowest_free_slots(intervals: Iterable[tuple[int, int]]) -> list[int]:
+    """Returns the slot of each interval (first, last tick), in the order of their first ticks: the lowest that is free."""
     slots: list[int] = []
     free: list[int] = []
-    kept: list[tuple[int, int]] = []
-    for n in range(num_passes(ranks, chunks, micro_batches)):
-        while kept and kept[0][0] < n:
-            heapq.heappush(free, heapq.heappop(kept)[1])
-        slots.append(heapq.heappop(free) if free else len(kept))
-        chunk = n % (chunks * ranks) // ranks
-        last_tick = n + 2 * (chunks - chunk) * ranks - 1
-        heapq.heappush(kept, (last_tick, slots[-1]))
-    return tuple(slots)
+    held: list[tuple[int, int]] = []
+    for begin, end in intervals:
+        while held and held[0][0] < begin:
+            heapq.heappush(free, heapq.heappop(held)[1])
+        slots.append(heapq.heappop(free) if free else len(held))
+        heapq.heappush(held, (end, slots[-1]))
+    return slots
+
+
+def interleaved(ranks: int, chunks: int, micro_batches: int) -> Schedule:
+    """Returns interleaved 1F1B (Narayanan et al., arXiv 2104.04473): each rank holds `chunks` chunks of layers.
+
+    Chunk c of rank r is stage c * ranks + r. A rank computes the passes of `uniform` in their order, and in each tick the
+    backward pass first. Rank r therefore holds up to `(chunks + 1) ranks - 2 r - 1` chunk inputs. With one chunk the order is
+    `one_f_one_b`. Any number of micro-batches is legal; a multiple of `ranks` has the least idle time.
+
+    Raises:
+      ValueError: a size is below 1, or there are several chunks on one rank.
+    """
+    _require_ring(ranks, chunks, micro_batches)
+    if chunks == 1:
+        return replace(one_f_one_b(ranks, micro_batches), name="interleaved")
+    sizes = (ranks, chunks, micro_batches)
+
+    def slots(rank: int) -> Iterator[Slot]:
+        for tick in range(num_ticks(*sizes)):
+            for part in (*_part("B", backward_at(tick, rank, *sizes)), *_part("F", forward_at(tick, rank, *sizes))):
+                yield (part,)
+
+    bounds = ((chunks + 1) * ranks - 2 * rank - 1 for rank in range(ranks))
+    return Schedule(
+        name="interleaved",
+        ranks=tuple(tuple(slots(rank)) for rank in range(ranks)),
+        stages=_stages(ranks, chunks),
+        directions=(0,) * chunks,
+        micro_batches=micro_batches,
+        in_flight=tuple(min(bound, chunks * micro_batches) for bound in bounds),
+        weights_queue=(0,) * ranks,
+    )
+
+
+def uniform(ranks: int, chunks: int, micro_batches: int) -> Schedule:
+    """Returns interleaved 1F1B in ticks: slot k of each rank is tick k, with at most one forward and one backward pass.
+
+    All ranks can run one program, because every tick computes the same
+    on all of them and masks what does not exist. Rank r holds up to `(chunks + 1) ranks - 2 r` chunk inputs.
+
+    Raises:
+      ValueError: a size is below 1, or there are several chunks on one rank.
+    """
+    _require_ring(ranks, chunks, micro_batches)
+    sizes = (ranks, chunks, micro_batches)
+    return Schedule(
+        name="uniform",
+        ranks=tuple(tuple(uniform_slot(tick, rank, *sizes) for tick in range(num_ticks(*sizes))) for rank in range(ranks)),
+        stages=_stages(ranks, chunks),
+        directions=(0,) * chunks,
+        micro_batches=micro_batches,
+        in_flight=tuple(min((chunks + 1) * ranks - 2 * rank, chunks * micro_batches) for rank in range(ranks)),
+        weights_queue=(0,) * ranks,
+    )
+
+
+def uniform_w(ranks: int, chunks: int, micro_batches: int) -> Schedule:
+    """Returns `uniform` with W put off: the first p - 1 ticks with backward passes compute b alone, the last p - 1 ticks W.
+
+    Rank r puts off its first r backward passes and has nothing else to do in the last r ticks. The first of these ticks are
+    shorter by W, and the last are as long as before. Rank r holds r more chunk inputs.
+
+    Raises:
+      ValueError: as `uniform`.
+    """
+    plain, sizes = uniform(ranks, chunks, micro_batches), (ranks, chunks, micro_batches)
+    return replace(
+        plain,
+        name="uniform-w",
+        ranks=tuple(
+            tuple(uniform_slot(tick, rank, *sizes, divides=True) for tick in range(num_ticks(*sizes))) for rank in range(ranks)
+        ),
+        in_flight=tuple(held + rank for rank, held in enumerate(plain.in_flight)),
+        weights_queue=tuple(range(ranks)),
+    )
+
+
+def uniform_slot(tick: int, rank: int, ranks: int, chunks: int, micro_batches: int, *, divides: bool = False) -> Slot:
+    """Returns what a rank computes in a tick of `uniform`; with `divides` of `uniform_w`."""
+    sizes = (ranks, chunks, micro_batches)
+    kind: Kind = "b" if divides and puts_off(tick, ranks, chunks) else "B"
+    weights = _part("W", weights_at(tick, rank, *sizes)) if divides else ()
+    return (*_part("F", forward_at(tick, rank, *sizes)), *_part(kind, backward_at(tick, rank, *sizes)), *weights)
+
+
+def _part(kind: Kind, found: TickPass) -> tuple[Part, ...]:
+    return (Part(kind, found.chunk, found.micro_batch),) if found.exists else ()
+
+
+def _stages(ranks: int, chunks: int) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(chunk * ranks + rank for chunk in range(chunks)) for rank in range(ranks))
+
+
+def _require_ring(ranks: int, chunks: int, micro_batches: int) -> None:
+    require_positive(ranks=ranks, chunks=chunks, micro_batches=micro_batches)
+    if ranks == 1 and chunks > 1:
+        raise ValueError(f"chunks must be 1 with one rank, whose neighbour is itself; got {chunks}")

@@ -5,10 +5,9 @@ from itertools import pairwise
 from typing import Literal
 
 from moe_jax.parallel.choices import UNIFORM
-from moe_jax.parallel.pipeline.ring_schedules import uniform_slot, uniform_w_slot
 from moe_jax.parallel.pipeline.schedules import Part, Result, Schedule, Slot
 from moe_jax.parallel.pipeline.simulator import memory_peaks, ticks_of
-from moe_jax.parallel.pipeline.ticks import num_ticks
+from moe_jax.parallel.pipeline.ticks import num_ticks, uniform_slot
 
 KINDS_OF_RESULTS: tuple[Literal["F", "b", "W"], ...] = ("F", "b", "W")
 
@@ -116,29 +115,29 @@ def _check_hops(schedule: Schedule) -> None:
 
 
 def _check_memory(schedule: Schedule, rank: int, slots: tuple[Slot, ...]) -> None:
-    peaks = memory_peaks(slots)
-    if peaks.in_flight > schedule.in_flight[rank]:
+    in_flight, weights_queue = memory_peaks(slots)
+    if in_flight > schedule.in_flight[rank]:
         raise ValueError(
             f"rank {rank} of {schedule.name} holds at most {schedule.in_flight[rank]} chunk inputs; these slots need "
-            f"{peaks.in_flight}"
+            f"{in_flight}"
         )
-    if peaks.weights_queue > schedule.weights_queue[rank]:
+    if weights_queue > schedule.weights_queue[rank]:
         raise ValueError(
             f"rank {rank} of {schedule.name} puts off at most {schedule.weights_queue[rank]} passes W; these slots put off "
-            f"{peaks.weights_queue}"
+            f"{weights_queue}"
         )
 
 
 def _check_ticks(schedule: Schedule) -> None:
     sizes = (len(schedule.ranks), len(schedule.directions), schedule.micro_batches)
-    at = uniform_slot if schedule.name == "uniform" else uniform_w_slot
     for rank, slots in enumerate(schedule.ranks):
         if len(slots) != num_ticks(*sizes):
             raise ValueError(f"{schedule.name} has {num_ticks(*sizes)} ticks; rank {rank} has {len(slots)} slots")
         for tick, slot in enumerate(slots):
-            if slot != at(tick, rank, *sizes):
-                wanted = _text(*at(tick, rank, *sizes))
-                raise ValueError(f"uniform ticks follow their arithmetic; {_where(rank, tick)} is {_text(*slot)}, not {wanted}")
+            wanted = uniform_slot(tick, rank, *sizes, divides=schedule.name == "uniform-w")
+            if slot != wanted:
+                found = f"{_where(rank, tick)} is {_text(*slot)}, not {_text(*wanted)}"
+                raise ValueError(f"uniform ticks follow their arithmetic; {found}")
 
 
 def _where(rank: int, k: int) -> str:

@@ -32,7 +32,7 @@ from moe_jax.kernels.attention.api import attention, flash_refusal, resolve_atte
 from moe_jax.kernels.varying import vary_alike
 from moe_jax.layers.attend import KV, Expansion, keys_and_values
 from moe_jax.parallel.choices import Hops
-from moe_jax.parallel.collectives.sums import sum_scatter
+from moe_jax.parallel.collectives.hops import sum_scatter
 from moe_jax.parallel.mesh import axis_size
 from moe_jax.parallel.sequence.layouts import Layout, shard_sequence, token_indices, unshard_sequence
 from moe_jax.parallel.sequence.ring import (

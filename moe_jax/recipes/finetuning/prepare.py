@@ -30,7 +30,6 @@ from moe_jax.parallel.layout import mesh_of
 from moe_jax.parallel.mesh import make_mesh
 from moe_jax.parallel.parallelism import Parallelism
 from moe_jax.parallel.pipeline.chunks import pipe_of_model
-from moe_jax.parallel.pipeline.of_mesh import check_branches
 from moe_jax.parallel.zero1 import optimizer_mesh, optimizer_shardings
 from moe_jax.recipes.finetuning.data import HeldOut, held_out_batches, open_data, run_batches, try_first_batch, with_survey
 from moe_jax.recipes.finetuning.samples import sampler_of
@@ -50,6 +49,7 @@ from moe_jax.train.objective import (
     name_of,
     refuse_further_predictors,
 )
+from moe_jax.train.pipelined import check_branches
 from moe_jax.train.rebalance import Places, num_groups
 from moe_jax.train.starting_weights import MODEL, values_of
 

@@ -8,8 +8,7 @@ import seeds
 from jax.sharding import PartitionSpec as P
 from meshes import make_mesh
 
-from moe_jax.parallel.collectives.hops import add_contributions, join_parts, send_contributions, send_part
-from moe_jax.parallel.collectives.sums import sum_scatter
+from moe_jax.parallel.collectives.hops import add_contributions, join_parts, send_contributions, send_part, sum_scatter
 
 AXES = [("fsdp",), ("expert",), ("fsdp", "expert")]
 

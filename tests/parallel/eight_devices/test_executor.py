@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 from meshes import make_mesh
 
 from moe_jax.kernels.varying import vary_as
-from moe_jax.parallel.pipeline.executor import PipelinePasses, PutOff, run_ticks
+from moe_jax.parallel.pipeline.executor import PipelinePasses, run_ticks
 
 WIDTH = 3
 SIZES = [(2, 1, 1), (2, 1, 5), (2, 2, 3), (4, 1, 3), (4, 2, 2), (4, 2, 7)]
@@ -74,8 +74,8 @@ def passes_of(weights, entering, targets, puts_off):
     def later(run):
         return lambda *arguments: lambda: run(*arguments)
 
-    def loss(i, y, sums):
-        y = lax.psum(jnp.where(lax.axis_index("pipe") == lax.axis_size("pipe") - 1, y, 0), "pipe")
+    def loss(i, last_rank, y, sums):
+        y = lax.psum(jnp.where(lax.axis_index("pipe") == last_rank, y, 0), "pipe")
         error = y - targets[i]
         return 2 * error, sums._replace(loss=sums.loss + (error**2).sum(), losses=sums.losses.at[i].add(1))
 
@@ -89,7 +89,8 @@ def passes_of(weights, entering, targets, puts_off):
         run=lambda *passes: tuple(each() for each in passes),
         loss=loss,
         leave=leave,
-        put_off=PutOff(later(inputs_backward), later(weights_backward)) if puts_off else None,
+        inputs_backward=later(inputs_backward) if puts_off else None,
+        weights_backward=later(weights_backward) if puts_off else None,
     )
 
 

@@ -19,7 +19,7 @@ from moe_jax.train import init_state, make_evaluation, make_optimizer, put_batch
 from moe_jax.train.batch import micro_batch_at, micro_batches_of
 from moe_jax.train.objective import as_objective
 from moe_jax.train.on_devices import on_devices
-from moe_jax.train.pipelined_evaluation import evaluate_pipelined
+from moe_jax.train.pipelined import evaluate_pipelined
 
 
 @pytest.mark.parametrize(

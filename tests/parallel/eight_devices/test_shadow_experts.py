@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec as P
 from meshes import make_mesh, relative_error, value_and_gradients
 
 from moe_jax.parallel import ExpertParallel
-from moe_jax.parallel.collectives.sums import sum_to_all
+from moe_jax.parallel.collectives.hops import sum_to_all
 
 
 def shadowing(slots, **settings):

@@ -17,7 +17,6 @@ from moe_jax.layers.router import ExpertBias
 from moe_jax.models.execution import Execution
 from moe_jax.parallel import ExpertParallel, Parallelism, make_mesh
 from moe_jax.parallel.pipeline.chunks import from_chunks, to_chunks
-from moe_jax.parallel.pipeline.of_mesh import check_branches, schedule_of
 from moe_jax.parallel.sequence.attention import ContextParallel
 from moe_jax.train import (
     LossWeights,
@@ -30,7 +29,7 @@ from moe_jax.train import (
     put_batch,
 )
 from moe_jax.train.objective import as_objective
-from moe_jax.train.scheduled import accumulate_scheduled
+from moe_jax.train.pipelined import accumulate_pipelined, check_branches, schedule_of
 
 ALL_LOSSES = NextToken(LossWeights(aux_loss_coef=0.1, sequence_loss_coef=0.1, z_loss_coef=0.1))
 CHUNKS = {"interleaved": 2, "zb-v": 2, "dualpipe-v": 2}
@@ -108,7 +107,7 @@ def compare(name, model, layers, sizes, micro_batches, remat, prepare=dict):
     plain = jax.jit(accumulate(gradients_fn(objective, graph, Execution(remat=True)), micro_batches))
     expected = plain(params, fixed, objective.prepare(batch, num_labels))
     laid_out = to_chunks(params, parallelism.mesh, parallelism.pipe_chunks)
-    run = jax.jit(accumulate_scheduled(objective, graph, Execution(remat=remat), parallelism, micro_batches))
+    run = jax.jit(accumulate_pipelined(objective, graph, Execution(remat=remat), parallelism, micro_batches))
     arrays, everywhere = put_batch(batch, laid_out, parallelism), NamedSharding(parallelism.mesh, PartitionSpec())
     found = run(laid_out, jax.device_put(fixed, everywhere), objective.prepare(arrays, num_labels))
     found = found._replace(gradients=from_chunks(found.gradients, layers))

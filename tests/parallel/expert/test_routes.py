@@ -7,9 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_jax.parallel.expert.routes import first_route, further_route, in_first_round, owners, queue
+from moe_jax.parallel.expert.routes import first_route, further_route, in_first_round, owners, pack, queue, unpack
 from moe_jax.parallel.expert.settings import Capacity
-from moe_jax.parallel.expert.slots import pack, unpack
 
 DEVICES, EXPERTS = 3, 6
 

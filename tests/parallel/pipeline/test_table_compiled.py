@@ -48,7 +48,7 @@ from moe_jax.parallel.layout import parameter_path, parameter_sharding
 from moe_jax.parallel.pipeline.chunks import split_layers
 from moe_jax.train import NextToken
 from moe_jax.train.objective import as_objective
-from moe_jax.train.scheduled import accumulate_scheduled
+from moe_jax.train.pipelined import accumulate_pipelined
 
 sizes = dict(vocab_size=4096, hidden_size=1024, intermediate_size=1024, num_hidden_layers=4, num_attention_heads=8,
              num_key_value_heads=4, head_dim=128, num_experts=16, num_experts_per_tok=2, moe_intermediate_size=512)
@@ -68,7 +68,7 @@ whole = NamedSharding(mesh, PartitionSpec())
 names = "tokens", "labels", "loss_mask", "positions", "segment_ids"
 batch = {name: jax.ShapeDtypeStruct((4, 1024), i32, sharding=whole) for name in names}
 batch["num_labels"] = jax.ShapeDtypeStruct((), f32, sharding=whole)
-call = accumulate_scheduled(as_objective(NextToken(), 4), graph, Execution(remat=True), parallelism, 4)
+call = accumulate_pipelined(as_objective(NextToken(), 4), graph, Execution(remat=True), parallelism, 4)
 with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
     lowered = jax.jit(call).lower(jax.tree.map_with_path(placed, params), fixed, batch)
 print(lowered.compile(compiler_options=parallelism.compiler_options).as_text())
