@@ -16,7 +16,7 @@ from moe_jax.commands.options import Dtype, InferencePrecision, length_for, tell
 if TYPE_CHECKING:
     from moe_jax.serving.conversation import Conversation
 
-HELP = "Ctrl-C ends an answer, Ctrl-D the conversation. /new begins another conversation, /help prints these lines."
+HELP = "Ctrl-C ends an answer, Ctrl-D or /quit the conversation. /new begins another conversation, /help prints these lines."
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class ChatCommand:
         Default: in the dtype.
       weights: the form of the weights: whole, "as stored" for a checkpoint in FP8 or GPTQ, or experts in nf4 or fp8. These are
         made whole in each step, which takes time, except with --precision fp8. An adapter is merged into whole weights, and
-        lies beside others (docs/adapters.md). Default: whole; with an adapter as stored.
+        computed separately with other forms (docs/adapters.md). Default: whole; with an adapter as stored.
     """
 
     model: tyro.conf.Positional[str]
@@ -121,6 +121,8 @@ def talk(conversation: "Conversation") -> None:
     if is_terminal:
         print(HELP, file=sys.stderr)
     for line in _lines(is_terminal):
+        if line in ("/quit", "/exit"):
+            return
         if line == "/new":
             conversation.clear()
         elif line == "/help":

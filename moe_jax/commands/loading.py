@@ -1,4 +1,4 @@
-"""Models of commands that answer: what cannot run is refused before weights are read; an adapter is merged, or lies beside."""
+"""Models of commands that answer: what cannot run is refused before weights are read; an adapter is merged or kept."""
 
 import logging
 import sys
@@ -24,7 +24,7 @@ class Loading:
     Attributes:
       folder: of the weights.
       adapter: a folder or hub id.
-      form: of the weights. An adapter is merged into whole weights, and lies beside others.
+      form: of the weights. An adapter is merged into whole weights, and kept separate from others.
       options: further arguments of `from_pretrained`.
     """
 
@@ -87,7 +87,7 @@ def checked_loading(
             raise ValueError("--drafts is for a model without an adapter, whose file cannot hold the module that drafts")
         check_adapter(config, adapter)
         if form != "whole":
-            _logger.info("the adapter lies beside weights %s, and is not merged into them", _FORMS[form])
+            _logger.info("the adapter is not merged into weights %s: each step adds its part", _FORMS[form])
     return Loading(folder, adapter, precision, form, dict(dtype=dtype, mtp=mtp, mesh=mesh))
 
 

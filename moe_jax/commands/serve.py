@@ -51,7 +51,7 @@ class ServeCommand:
         Default: in the dtype.
       weights: the form of the weights: whole, "as stored" for a checkpoint in FP8 or GPTQ, or experts in nf4 or fp8. These are
         made whole in each step, which takes time, except with --precision fp8. An adapter is merged into whole weights, and
-        lies beside others (docs/adapters.md). Default: whole; with an adapter as stored.
+        computed separately with other forms (docs/adapters.md). Default: whole; with an adapter as stored.
     """
 
     model: tyro.conf.Positional[str]

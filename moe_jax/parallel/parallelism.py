@@ -135,7 +135,7 @@ class Parallelism:
         ways = math.prod(self._size(name) for name in self.row_axes)
         if rows % ways:
             axes = " x ".join(f"{name}={self._size(name)}" for name in self.row_axes)
-            raise ValueError(f"a (micro-)batch of {rows} rows cannot be dealt out to {axes}; it must be a multiple of {ways}")
+            raise ValueError(f"a (micro-)batch of {rows} rows cannot be divided among {axes}; it must be a multiple of {ways}")
 
     def _check_schedule(self) -> None:
         if problem := ranks_problem(self.pipe_schedule, self._size("pipe"), self.pipe_chunks):

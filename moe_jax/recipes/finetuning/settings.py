@@ -298,7 +298,7 @@ def _problems(settings: FinetuneSettings) -> list[str]:
     rows = settings.batch_size // settings.gradient_accumulation
     ways = settings.mesh.size // (settings.mesh.context * settings.mesh.pipe)
     if rows % ways:
-        problems.append(f"a micro-batch of {rows} rows cannot be dealt out to data x fsdp x expert = {ways} devices")
+        problems.append(f"a micro-batch of {rows} rows cannot be divided among data x fsdp x expert = {ways} devices")
     if settings.mesh.context > 1 and settings.seq_len % (2 * settings.mesh.context):
         problems.append(f"seq_len={settings.seq_len} must be a multiple of 2 * mesh.context = {2 * settings.mesh.context}")
     if settings.epochs is not None and settings.steps != FinetuneSettings.steps:
