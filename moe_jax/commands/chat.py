@@ -15,7 +15,7 @@ from moe_jax.commands.options import length_for, tell_programs
 if TYPE_CHECKING:
     from moe_jax.serving.conversation import Conversation
 
-HELP = "Ctrl-C ends an answer, Ctrl-D the conversation. /new begins another conversation, /help prints these lines."
+HELP = "Ctrl-C ends an answer, Ctrl-D or /quit the conversation. /new begins another conversation, /help prints these lines."
 
 
 @dataclass(frozen=True)
@@ -109,6 +109,8 @@ def talk(conversation: "Conversation") -> None:
     if is_terminal:
         print(HELP, file=sys.stderr)
     for line in _lines(is_terminal):
+        if line in ("/quit", "/exit"):
+            return
         if line == "/new":
             conversation.clear()
         elif line == "/help":

@@ -2,6 +2,7 @@
 
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 import tyro
 
@@ -18,7 +19,7 @@ class DataCommand:
 
     Args:
       data: as in `moe-jax finetune --data`.
-      model: a checkpoint folder or hub id, for its tokenizer.
+      model: a checkpoint folder or hub id, or a run's output folder, for its tokenizer.
       data_format: as in `moe-jax finetune`.
       learned_answers: as in `moe-jax finetune`.
       empty_thinking: as in `moe-jax finetune`.
@@ -60,7 +61,7 @@ class DataCommand:
             empty_thinking=self.empty_thinking,
             skip_bad=self.skip_bad_documents,
         )
-        tokenizer = load_tokenizer(self.model)
+        tokenizer = load_tokenizer(_with_tokenizer(self.model))
         if self.chat_template is not None:
             tokenizer = with_chat_template(tokenizer, self.chat_template)
         lines = report(
@@ -73,3 +74,15 @@ class DataCommand:
         )
         for line in lines:
             print(line)
+
+
+def _with_tokenizer(model: str) -> str:
+    """Returns the folder or hub id of the tokenizer: the base's, if the model is a run's folder that has none."""
+    folder = Path(model).expanduser()
+    if not folder.is_dir() or any(folder.glob("*token*")):
+        return model
+    # Imports JAX.
+    from moe_jax.adapters.source import source_of
+
+    source = source_of(model)
+    return source.tokenizer or source.weights

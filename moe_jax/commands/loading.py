@@ -1,4 +1,4 @@
-"""Models of commands that answer: what cannot run is refused before weights are read; an adapter is merged, or lies beside."""
+"""Models of commands that answer: what cannot run is refused before weights are read; an adapter is merged or kept."""
 
 import logging
 import sys
@@ -29,7 +29,7 @@ class LoadingOptions:
         Default: in the dtype.
       weights: the form of the weights: whole, "as stored" for a checkpoint in FP8 or GPTQ, or experts in nf4 or fp8. These are
         made whole in each step, which takes time, except with --precision fp8. An adapter is merged into whole weights, and
-        lies beside others (docs/adapters.md). Default: whole; with an adapter as stored.
+        computed separately with other forms (docs/adapters.md). Default: whole; with an adapter as stored.
     """
 
     adapter: str | None = None
@@ -73,7 +73,7 @@ def checked_loading(
             raise ValueError("--drafts is for a model without an adapter, whose file cannot hold the module that drafts")
         check_adapter(config, adapter)
         if form != "whole":
-            _logger.info("the adapter lies beside weights %s, and is not merged into them", _FORMS[form])
+            _logger.info("the adapter is not merged into weights %s: each step adds its part", _FORMS[form])
 
     def load() -> "Decoder":
         model = from_pretrained(folder, weights=form, dtype=dtype, mtp=mtp, mesh=mesh)

@@ -1,12 +1,14 @@
 """`moe-jax plan`: predicts time and memory of a training step on every mesh."""
 
+import contextlib
 import shlex
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
+from moe_jax.adapters.settings import LoraSettings
 from moe_jax.checkpoint.weights import Weights
 from moe_jax.commands.options import LoraOption, config_of, options_of_lora
 from moe_jax.models.precision import PrecisionName
@@ -18,6 +20,11 @@ OF_STEP = (
     "shard_optimizer", "pipe_schedule", "precision",
 )  # fmt: skip
 """The options that are fields of `cost.PlannedStep`."""
+
+if TYPE_CHECKING:
+    from moe_jax.adapters.add import PlannedLora
+    from moe_jax.cost.machine import Machine
+    from moe_jax.cost.step import Prediction
 
 
 @dataclass(frozen=True)
@@ -94,21 +101,10 @@ class PlanCommand:
           ValueError: an option has a wrong value, or the options contradict each other.
         """
         from moe_jax.cost.machine import machine, notes
-        from moe_jax.cost.plan import REMAT, plan
         from moe_jax.cost.plan_table import format_plan, write_batch_script
-        from moe_jax.cost.planned_step import PlannedAdapters
 
-        config, adapters = config_of(self.config), None
         if self.lora is not None:
-            from moe_jax.adapters.add import planned_lora
-
-            config = config.without_mtp()
-            planned = planned_lora(config, self.lora, in_fp8=self.precision != "bf16")
-            print(planned.summary)
-            options = options_of_lora(self.lora) + (
-                "" if self.weights == "whole" else f" --weights {shlex.quote(self.weights)}"
-            )
-            adapters = PlannedAdapters(planned.summary.parameters, planned.moved_elements, options, self.weights)
+            print(self._planned_lora().summary)
         problems = weights_problems(self.weights, self.lora, self.devices)
         of_weights, in_fp8 = (self.pipe_schedule, self.lora, self.weights), self.tokens_in_fp8
         if problems := problems + precision_problems(self.precision, "bfloat16", *of_weights, tokens_in_fp8=in_fp8):
@@ -119,18 +115,7 @@ class PlanCommand:
             raise ValueError(f"--seq-len must be at least 2, as in `moe-jax finetune`; got {self.sequence_length}")
         found = machine(self.gpu, memory=self.memory, gpus_of_host=self.hosts_of)
         rows = max(1, self.devices * 32768 // self.sequence_length) if self.rows is None else self.rows
-        predictions = plan(
-            config,
-            self.devices,
-            rows=rows,
-            sequence_length=self.sequence_length,
-            remat=None if self.remat is None else REMAT[self.remat],
-            machine=found,
-            param_dtype=self.param_dtype or ("float32" if self.lora is None else "bfloat16"),
-            hops=self.hops or ("copies" if self.devices <= self.hosts_of else "nccl"),
-            **{name: getattr(self, name) for name in OF_STEP},
-            adapters=adapters,
-        )
+        predictions = self._predictions(found, rows)
         hosts = f" in hosts of {self.hosts_of}" if self.devices > self.hosts_of else ""
         step = f"{rows} x {self.sequence_length} tokens a step"
         print(f"{self.config}, {self.devices} x {found.name}{hosts}, {step}; predicted, not measured")
@@ -143,4 +128,51 @@ class PlanCommand:
             write_batch_script(Path(self.sbatch), best.step, self.hosts_of)
             print(f"wrote {self.sbatch}; set its model, data and output, then: sbatch {self.sbatch}")
         if best is None:
+            for smaller in self._smaller():
+                # Adapters may have no mesh for these rows, which is an error.
+                with contextlib.suppress(ValueError):
+                    if any(prediction.fits for prediction in smaller._predictions(found, rows)):
+                        print(f"Adapters (LoRA) fit, with {smaller._options_of_adapters()}.")
+                        break
             raise SystemExit(1)
+
+    def _predictions(self, machine: "Machine", rows: int) -> "list[Prediction]":
+        from moe_jax.cost.plan import REMAT, plan
+        from moe_jax.cost.planned_step import PlannedAdapters
+
+        config, adapters = config_of(self.config), None
+        if self.lora is not None:
+            config, planned = config.without_mtp(), self._planned_lora()
+            options = self._options_of_adapters()
+            adapters = PlannedAdapters(planned.summary.parameters, planned.moved_elements, options, self.weights)
+        return plan(
+            config,
+            self.devices,
+            rows=rows,
+            sequence_length=self.sequence_length,
+            remat=None if self.remat is None else REMAT[self.remat],
+            machine=machine,
+            param_dtype=self.param_dtype or ("float32" if self.lora is None else "bfloat16"),
+            hops=self.hops or ("copies" if self.devices <= self.hosts_of else "nccl"),
+            **{name: getattr(self, name) for name in OF_STEP},
+            adapters=adapters,
+        )
+
+    def _planned_lora(self) -> "PlannedLora":
+        from moe_jax.adapters.add import planned_lora
+
+        assert self.lora is not None
+        return planned_lora(config_of(self.config).without_mtp(), self.lora, in_fp8=self.precision != "bf16")
+
+    def _options_of_adapters(self) -> str:
+        assert self.lora is not None
+        return options_of_lora(self.lora) + ("" if self.weights == "whole" else f" --weights {shlex.quote(self.weights)}")
+
+    def _smaller(self) -> "list[PlanCommand]":
+        """Returns plans that need less memory: with adapters, and for one device with their weights in nf4."""
+        if self.weights != "whole":
+            return []
+        forms: list[Weights] = ["whole"] if self.lora is None else []
+        forms += ["nf4"] if self.devices == 1 else []
+        loras = [LoraSettings(rank=rank) for rank in (32, 16, 8)] if self.lora is None else [self.lora]
+        return [replace(self, lora=lora, weights=form, param_dtype=None) for form in forms for lora in loras]

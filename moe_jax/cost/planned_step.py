@@ -285,13 +285,13 @@ def _problems_of_mesh(step: PlannedStep) -> list[str]:
         problems.append(f"{step.rows} rows must be a multiple of gradient_accumulation={step.gradient_accumulation}")
     elif rows % ways:
         of = f"{rows} rows" if step.gradient_accumulation == 1 else f"a micro-batch of {rows} rows"
-        problems.append(f"{of} cannot be dealt out to data x fsdp x expert = {ways} devices")
+        problems.append(f"{of} cannot be divided among data x fsdp x expert = {ways} devices")
     split = 2 * mesh.context if mesh.context > 1 else 1
     if step.sequence_length % split:
         problems.append(f"sequence_length={step.sequence_length} must be a multiple of 2 * mesh.context = {split}")
     experts = config.experts.num_experts if config.experts else 0
     if experts % mesh.expert:
-        problems.append(f"{experts} experts cannot be dealt out to mesh.expert={mesh.expert} devices; take a divisor")
+        problems.append(f"{experts} experts cannot be divided among mesh.expert={mesh.expert} devices; take a divisor")
     heads = step.mixer.heads, step.mixer.kv_heads
     if step.context_method == "ulysses" and any(number % mesh.context for number in heads):
         problems.append(f"ulysses needs mesh.context={mesh.context} to divide {heads[0]} heads and {heads[1]} key heads")

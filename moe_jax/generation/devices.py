@@ -28,6 +28,7 @@ from moe_jax.generation.request import DecodeOptions, check_memory, left_padded
 from moe_jax.kernels.varying import vary_as
 from moe_jax.layers.moe import Experts, is_expert_matrix
 from moe_jax.models.decoder import Decoder
+from moe_jax.models.inputs import refuse_deleted
 from moe_jax.parallel.choices import Hops
 from moe_jax.parallel.collectives.hops import COPIES, MANY_AT_ONCE, default_hops
 from moe_jax.parallel.expert import ExpertParallel
@@ -96,6 +97,7 @@ def decode_on_devices[Results: tuple](
       ValueError: the model lies on a mesh with several devices along `pipe`, or its layers in the chunks of a pipeline. Or
         `options.overlap_prefill` is True and `overlap_refusal` has a reason against it. Or the cache would not fit the memory.
     """
+    refuse_deleted(nnx.state(model))
     graph, parameters, *rest = nnx.split(model, nnx.Param, ...)
     adapts = any(isinstance(module, Experts) and module.adapter is not None for _, module in nnx.iter_modules(model))
     mesh = generation_mesh(devices_of(model, "generation"), model.config, spread_experts=not adapts)

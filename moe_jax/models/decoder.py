@@ -36,7 +36,7 @@ from moe_jax.models.forward import (
     run_stage,
     stage_layers,
 )
-from moe_jax.models.inputs import check_options, check_shapes, float_dtype, integers, token_ids
+from moe_jax.models.inputs import check_options, check_shapes, float_dtype, integers, refuse_deleted, token_ids
 from moe_jax.models.mtp import PredictorState, TokenPredictor
 from moe_jax.models.output import HiddenStates, ModelOutput
 from moe_jax.parallel.pipeline.chunks import refuse_chunks
@@ -161,6 +161,7 @@ class Decoder(nnx.Module):
         Arguments and errors as in `hidden_states`; `context` is `Spread.context`.
         """
         refuse_chunks(nnx.state(self.stages, nnx.Param), "a call of the model")
+        refuse_deleted(nnx.state(self))
         config = self.config
         tokens = token_ids(tokens, config.vocab_size)
         positions = None if positions is None else integers(positions, "positions")

@@ -45,6 +45,20 @@ def token_ids(tokens: Any, vocab_size: int, name: str = "tokens") -> Integer[Arr
     return jnp.asarray(tokens)
 
 
+def refuse_deleted(arrays: Any) -> None:
+    """Refuses a model's arrays that a program has deleted. JAX's own error does not say which program does that.
+
+    Raises:
+      ValueError: an array was deleted.
+    """
+    leaves = [leaf for leaf in jax.tree.leaves(arrays) if isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)]
+    if any(leaf.is_deleted() for leaf in leaves):
+        raise ValueError(
+            "model has arrays that were deleted, by a training step that donated them or by Engine(..., take_over=True): "
+            "give the trained model, which nnx.merge makes of the new state, or load it again"
+        )
+
+
 def integers(values: Any, name: str) -> Any:
     """Returns the values as an array of integers; booleans, as in a mask, become 0 and 1.
 

@@ -181,7 +181,7 @@ class ShardedParameters:
             names = parameter_path(path)
             ways = mesh.shape.get("expert", 1)
             if names[-1] == "gate_up_proj" and p.shape[-3] % ways:
-                raise ValueError(f"{p.shape[-3]} experts cannot be dealt out to expert={ways} devices; take a divisor")
+                raise ValueError(f"{p.shape[-3]} experts cannot be divided among expert={ways} devices; take a divisor")
         specs = jax.tree.map_with_path(lambda path, p: parameter_spec(parameter_path(path), p.shape, mesh), params)
         shapes = {parameter_path(path): p.shape for path, p in jax.tree.leaves_with_path(params)}
         gathers = {names: gathered_axes(names, shape, mesh) for names, shape in shapes.items()}

@@ -136,7 +136,7 @@ class Parallelism:
         ways = math.prod(self._size(name) for name in self.row_axes)
         if rows % ways:
             axes = " x ".join(f"{name}={self._size(name)}" for name in self.row_axes)
-            raise ValueError(f"a (micro-)batch of {rows} rows cannot be dealt out to {axes}; it must be a multiple of {ways}")
+            raise ValueError(f"a (micro-)batch of {rows} rows cannot be divided among {axes}; it must be a multiple of {ways}")
 
     def own_rows(self, rows: int) -> list[int]:
         """Returns the rows of a batch of `rows` rows that lie, wholly or partly, on devices of this process."""

@@ -172,6 +172,8 @@ def _problems_of_length(length: int, new: int, limits: EngineLimits) -> list[str
         return []
     pages = f"the {most} tokens that the engine's pages hold"
     bound = f"the engine's max_length={most}" if most == limits.max_length else pages
+    if length >= most:
+        return [f"a prompt of {length} tokens and the first token of its answer exceed {bound}"]
     return [f"a prompt of {length} tokens and max_new_tokens={new} exceed {bound}"]
 
 

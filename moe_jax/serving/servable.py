@@ -11,6 +11,7 @@ from moe_jax.layers.lora import has_adapters
 from moe_jax.layers.moe import Experts
 from moe_jax.layers.quantised import FP8_BLOCK, BlockScaled
 from moe_jax.models.decoder import Decoder
+from moe_jax.models.inputs import refuse_deleted
 from moe_jax.parallel.pipeline.chunks import refuse_chunks
 from moe_jax.serving.limits import EngineLimits
 
@@ -55,11 +56,7 @@ def check_model(model: Any) -> None:
     if not isinstance(model, Decoder):
         # Without its repr: a state of the model's arrays is easily given in its place.
         raise ValueError(f"model must be a Decoder, as moe_jax.from_pretrained(folder) returns; got {type(model).__name__}")
-    if any(leaf.is_deleted() for leaf in jax.tree.leaves(nnx.state(model))):
-        raise ValueError(
-            "model has arrays that were deleted, by a training step that donated them or by Engine(..., take_over=True): "
-            "give the trained model, which nnx.merge makes of the new state, or load it again"
-        )
+    refuse_deleted(nnx.state(model))
 
 
 def check_config(config: ModelConfig) -> None:

@@ -33,7 +33,7 @@ def rebalance(
       expert_load: the load of earlier steps, as the metrics give it. Sums over some hundred steps say more than one step.
 
     Raises:
-      ValueError: devices that the experts cannot be dealt out to (`balanced_order`), or loads that are not of this model.
+      ValueError: devices that the experts cannot be divided among (`balanced_order`), or loads that are not of this model.
     """
     expert_load, groups = np.asarray(expert_load), num_groups(config)
     _check_shape("expert_load", expert_load, config)

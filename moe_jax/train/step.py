@@ -101,7 +101,7 @@ def make_train_step(
       TypeError: a function that cannot be called as loss(model, batch); or any function as `loss` with
         gradient accumulation and `overlap_micro_batches=True`.
       ValueError: at the first step, a function that returns something else. A function for a model with modules that predict
-        further tokens, or `NextToken` with an `mtp_loss_coef` of 0 for such a model. Rows that cannot be dealt out to the
+        further tokens, or `NextToken` with an `mtp_loss_coef` of 0 for such a model. Rows that cannot be divided among the
         micro-batches and devices. A state whose optimizer is not split as `parallelism` says.
     """
     objective = as_objective(NextToken() if loss is None else loss, gradient_accumulation)

@@ -44,6 +44,15 @@ def test_numbers_and_documents_are_printed(tmp_path, model, capsys):
     assert printed.count("<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n[[hi<|im_end|>]]\n") == 2
 
 
+def test_a_runs_folder_names_the_tokenizer_of_its_base(tmp_path, model, capsys):
+    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": CHAT}))
+    adapter = tmp_path / "run" / "adapter"
+    adapter.mkdir(parents=True)
+    (adapter / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": model}))
+    main(["data", f"{tmp_path}/a.jsonl", "--model", f"{tmp_path}/run"])
+    assert "[[hi<|im_end|>]]" in capsys.readouterr().out
+
+
 def test_weights_are_shown(tmp_path, model, capsys):
     (tmp_path / "a.jsonl").write_text(json.dumps({"messages": [CHAT[0], CHAT[1] | {"weight": 0.5}, *CHAT]}))
     main(["data", f"{tmp_path}/a.jsonl", "--model", model])

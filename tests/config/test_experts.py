@@ -158,7 +158,7 @@ def test_flops_see_the_experts_of_a_new_architecture(monkeypatch):
 
 
 def test_checks_see_the_experts_of_a_new_architecture():
-    with pytest.raises(ValueError, match="6 experts cannot be dealt out to mesh.expert=4 devices"):
+    with pytest.raises(ValueError, match="6 experts cannot be divided among mesh.expert=4 devices"):
         PlannedStep(OTHER, MeshShape(expert=4), 4, 8)
     assert prepare._num_experts(OTHER) == 6 and prepare._num_experts(DENSE) == 0
     with pytest.raises(ValueError, match=r"\(2, 1, 3, 2\)"):

@@ -106,3 +106,12 @@ def test_moved_elements_of_a_token():
     assert moved == dense.num_hidden_layers * (dense.hidden_size + 2 * dense.num_attention_heads * dense.head_dim)
     of_experts = planned_lora(QWEN, LoraSettings(targets=("experts",))).moved_elements
     assert of_experts == 48 * 8 * ((2048 + 2 * 2 * 768) + (768 + 2 * 2048))
+
+
+@pytest.mark.parametrize(
+    "options, advice", [("", "--lora.rank 16 --weights nf4"), ("--lora.rank 8", "--lora.rank 8 --weights nf4")]
+)
+def test_adapters_that_would_fit_are_named(capsys, options, advice):
+    with pytest.raises(SystemExit):
+        main(["plan", "qwen3-30b-a3b", "--devices", "1", "--gpu", "rtx4090", *options.split()])
+    assert capsys.readouterr().out.endswith(f"Adapters (LoRA) fit, with {advice}.\n")

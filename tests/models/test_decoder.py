@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import tiny
 import torch
+from flax import nnx
 
 import moe_jax
 from moe_jax.layers.cache import init_cache
@@ -90,3 +91,15 @@ def test_dtypes_are_named(wrong, meant):
 def test_no_tokens_are_refused(shape):
     with pytest.raises(ValueError, match="tokens must hold at least one token"):
         tiny.dense()(jnp.ones(shape, int))
+
+
+@pytest.mark.parametrize(
+    "call", [lambda model: model([[1, 2]]), lambda model: moe_jax.generate(model, [[1, 2]])], ids=["call", "generate"]
+)
+def test_a_model_that_a_training_step_has_donated_is_named(call):
+    model = tiny.model()
+    jax.jit(lambda state: state, donate_argnums=0)(nnx.state(model))
+    with pytest.raises(
+        ValueError, match="arrays that were deleted, by a training step that donated them .* give the trained model"
+    ):
+        call(model)

@@ -48,7 +48,7 @@ def test_rows_are_not_split_over_the_pipe():
     assert piped.batch_spec == PartitionSpec(("data", "fsdp"), "context")
     assert piped.pipelined and not whole.pipelined
     piped.check_batch(4)
-    with pytest.raises(ValueError, match="of 2 rows cannot be dealt out to data=2 x fsdp=2; it must be a multiple of 4"):
+    with pytest.raises(ValueError, match="of 2 rows cannot be divided among data=2 x fsdp=2; it must be a multiple of 4"):
         piped.check_batch(2)
 
 

@@ -86,7 +86,7 @@ def test_a_mesh_that_is_not_the_models_is_refused(tmp_path):
 
 def test_experts_that_devices_do_not_divide_are_refused(tmp_path):
     parallelism = Parallelism(AbstractMesh((1, 1, 1, 3, 1), MESH_AXES))
-    with pytest.raises(ValueError, match="4 experts cannot be dealt out to mesh.expert=3 devices; take a divisor"):
+    with pytest.raises(ValueError, match="4 experts cannot be divided among mesh.expert=3 devices; take a divisor"):
         _check_experts(settings(tmp_path), parallelism, tiny.model().config)
 
 

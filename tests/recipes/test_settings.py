@@ -125,7 +125,7 @@ def test_what_a_pipe_cannot_do_is_refused(tmp_path, changes, message):
 
 def test_rows_are_not_dealt_out_to_the_ranks_of_a_pipe(tmp_path):
     settings(tmp_path, mesh=MeshShape(pipe=4, fsdp=2), batch_size=4, gradient_accumulation=2)
-    with pytest.raises(ValueError, match="a micro-batch of 1 rows cannot be dealt out to data x fsdp x expert = 2 devices"):
+    with pytest.raises(ValueError, match="a micro-batch of 1 rows cannot be divided among data x fsdp x expert = 2 devices"):
         settings(tmp_path, mesh=MeshShape(pipe=4, fsdp=2), batch_size=4, gradient_accumulation=4)
 
 

@@ -61,7 +61,11 @@ def test_lines_are_answered_until_the_input_ends(engine, monkeypatch, capsys):
     chat.talk(Conversation(engine, OPTIONS))
     printed = capsys.readouterr()
     assert printed.out == "user\nh\nuser\nt\n"
-    assert printed.err.startswith("moe-jax: a prompt of 6") and "exceed the engine's max_length=512" in printed.err
+    assert (
+        printed.err.startswith("moe-jax: a prompt of 6")
+        and "exceed the engine's max_length=512" in printed.err
+        and "max" not in printed.err.split("exceed")[0]
+    )
     assert [prompt.count("<|im_start|>user") for prompt in prompts(engine)] == [1, 1]
 
 
@@ -72,6 +76,13 @@ def test_commands_are_no_messages(engine, monkeypatch, capsys):
     unknown = "moe-jax: no command /nwe; /help lists them\nmoe-jax: no command /quit; /help lists them\n"
     assert capsys.readouterr().err == f"{chat.HELP}\n{unknown}"
     assert len(prompts(engine)) == 1 and "/etc/hosts" in prompts(engine)[0]
+
+
+@pytest.mark.parametrize("command", ["/quit", "/exit"])
+def test_a_command_ends_the_conversation(engine, monkeypatch, capsys, command):
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"hi\n{command}\nmore\n"))
+    chat.talk(Conversation(engine, OPTIONS))
+    assert len(prompts(engine)) == 1 and not capsys.readouterr().err
 
 
 def test_ctrl_c_ends_the_answer_alone(engine, monkeypatch, capsys):

@@ -31,6 +31,7 @@ def test_prompts_come_back_as_ints(prompt):
         ([2**80], "flat list of token ids; got"),
         (None, "flat list of token ids; got None"),
         ([True], "flat list of token ids"),
+        ([1] * 129, "a prompt of 129 tokens and the first token of its answer exceed the 129 tokens that"),
         ([1] * 66, "66 tokens and max_new_tokens=64 exceed the 129 tokens that the engine's pages hold"),
     ],
 )

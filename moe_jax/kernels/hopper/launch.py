@@ -1,5 +1,7 @@
 """Launches a Hopper kernel of persistent thread blocks, with named scratch and inputs; lays out operands for wgmma."""
 
+import functools
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +15,11 @@ from jax.typing import DTypeLike
 from moe_jax.kernels import target
 from moe_jax.kernels.hopper.interpreter import INTERPRETED_BLOCKS, interpret, is_interpreted
 from moe_jax.kernels.varying import vary_as, varying_axes
+
+_logger = logging.getLogger(__name__)
+
+SLOW_JAX = ("0.12.0", "0.12.0.1")
+"""Versions that assemble Hopper kernels with nvJitLink. It ignores `setmaxnreg`, so accumulators spill and wgmma serializes."""
 
 SWIZZLED_COLUMNS = 64
 """Columns of a 16-bit operand in one row of the widest swizzle, 128 bytes."""
@@ -52,6 +59,9 @@ def launch(
             barrier prevents both.
     """
 
+    if not is_interpreted():
+        _warn_of_slow_jax(jax.__version__)
+
     def run_flat(tree, *arrays):
         def kernel(*references):
             inputs = jax.tree.unflatten(tree, references[: len(arrays)])
@@ -82,6 +92,12 @@ def launch(
             return call_varying(lambda *arrays: run_flat(tree, *arrays))(*arrays)
 
     return call
+
+
+@functools.cache
+def _warn_of_slow_jax(version: str) -> None:
+    if version in SLOW_JAX:
+        _logger.warning("jax %s makes most Hopper kernels 2 to 6 times slower than 0.11.2 does: see docs/versions.md", version)
 
 
 def call_varying(run: Callable) -> Callable:

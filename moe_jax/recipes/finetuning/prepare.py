@@ -388,7 +388,7 @@ def _check_experts(settings: FinetuneSettings, parallelism: Parallelism | None, 
     num_experts = _num_experts(config)
     devices = 1 if parallelism is None or exchange is None else parallelism.mesh.shape[exchange.axis_name]
     if num_experts % devices:
-        raise ValueError(f"{num_experts} experts cannot be dealt out to mesh.expert={devices} devices; take a divisor")
+        raise ValueError(f"{num_experts} experts cannot be divided among mesh.expert={devices} devices; take a divisor")
     if settings.shadow_experts > num_experts:
         raise ValueError(f"shadow_experts={settings.shadow_experts} must be at most the {num_experts} experts of a layer")
     if settings.rebalance_every:

@@ -185,7 +185,7 @@ class FinetuneSettings(RunSettings):
         rows = self.batch_size // self.gradient_accumulation
         ways = self.mesh.size // (self.mesh.context * self.mesh.pipe)
         if rows % ways:
-            problems.append(f"a micro-batch of {rows} rows cannot be dealt out to data x fsdp x expert = {ways} devices")
+            problems.append(f"a micro-batch of {rows} rows cannot be divided among data x fsdp x expert = {ways} devices")
         if self.mesh.context > 1 and self.seq_len % (2 * self.mesh.context):
             problems.append(f"seq_len={self.seq_len} must be a multiple of 2 * mesh.context = {2 * self.mesh.context}")
         template = self.chat_template

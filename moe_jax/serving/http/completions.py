@@ -109,9 +109,10 @@ async def answer_chat(service: Service, request: Request) -> Response:
     logprobs = take(body, "top_logprobs", int, 0) if take(body, "logprobs", bool, False) else None
     if logprobs is None and "top_logprobs" in body:
         raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
-    length = take(body, "max_completion_tokens", int, take(body, "max_tokens", int))
+    field = "max_tokens" if body.get("max_completion_tokens") is None else "max_completion_tokens"
+    length = take(body, field, int)
     if length is not None and length < 1:
-        raise ApiError(400, f"max_completion_tokens must be at least 1; got {length}", param="max_completion_tokens")
+        raise ApiError(400, f"{field} must be at least 1; got {length}", param=field)
     ends = service.defaults.ends_of_answers
     options = sampling_options(body, service.defaults, ends, max_new_tokens=length, logprobs=logprobs)
     how = delivery(body)

@@ -145,7 +145,8 @@ def test_traced_scale_and_dtype(rng):
     out = jax.jit(lambda scale: attention(q, k.astype(jnp.float32), v.astype(jnp.float32), scale=scale, **options))(0.3)
     assert out.dtype == jnp.bfloat16
     traced = jax.jit(lambda scale: attention(q, k, v, scale=scale, **options))(0.3)
-    np.testing.assert_allclose(traced.astype(jnp.float32), out.astype(jnp.float32), atol=3e-2)
+    # One step of bf16, and a probability's rounding, 2^-9, of values up to 5.
+    np.testing.assert_allclose(traced.astype(jnp.float32), out.astype(jnp.float32), rtol=2**-7, atol=1e-2)
 
 
 def fused_inputs(rng, dtype=jnp.bfloat16, seq=130):

@@ -1,10 +1,13 @@
 """Paged attention equals attention to contiguous keys, whatever pages hold them."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import seeds
+from lowered import lowered_for_h200, num_kernels
 
 from moe_jax.kernels.attention.api import attention
 from moe_jax.kernels.attention.paged import PAGE_SIZE, PagedQueries, mosaic, paged_attention
@@ -182,6 +185,14 @@ def test_the_kernel_of_latents(rng, counts, num_keys, heads, value_dim, window, 
     assert out.dtype == q.dtype
     error = np.linalg.norm(np.asarray(out, np.float32) - wanted, axis=-1)
     assert (error < 6e-3 * np.linalg.norm(wanted, axis=-1)).all()
+
+
+def test_lowers_under_a_mesh_with_explicit_axes():
+    """Latents without a window, on the mesh that `jax.make_mesh` makes."""
+    q, latents = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((4, 16, 192), (9, 1, PAGE_SIZE, 192)))
+    queries = PagedQueries(*(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((5,), (4,), (4, 2))))
+    f = partial(paged_attention, scale=SCALE, value_dim=128, single_query_rows=4)
+    assert num_kernels(lowered_for_h200(lambda q, latents, queries: f(q, latents, None, queries), q, latents, queries)) == 1
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from jax.experimental import pallas as pl
 from lowered import H200
 
 from moe_jax.kernels.hopper.interpreter import interpret, is_interpreted, operand_staging
-from moe_jax.kernels.hopper.launch import grid_size, launch
+from moe_jax.kernels.hopper.launch import _warn_of_slow_jax, grid_size, launch
 from moe_jax.kernels.target import compute_capability
 
 needs_interpreter = pytest.mark.skipif(not is_interpreted(), reason="the kernels run on this GPU")
@@ -80,3 +80,14 @@ def test_an_h200_is_not_interpreted():
         assert not is_interpreted() and interpret() is False
         assert operand_staging((64, 64), jnp.dtype(jnp.bfloat16)) is None
         assert (compute_capability(), grid_size(), grid_size(1)) == ("9.0", 264, 132)
+
+
+@pytest.mark.parametrize("version, warns", [("0.11.2", False), ("0.12.0.1", True)])
+def test_a_jax_that_spills_is_named(monkeypatch, caplog, version, warns):
+    """Once, and where kernels are compiled for a GPU."""
+    monkeypatch.setattr(jax, "__version__", version)
+    _warn_of_slow_jax.cache_clear()
+    with jax.sharding.use_abstract_mesh(H200):
+        for _ in range(2):
+            launch("nothing", lambda: None, [], [], warpgroups=1)
+    assert [f"jax {version} makes most Hopper kernels" in message for message in caplog.messages] == [True] * warns

@@ -137,7 +137,7 @@ def test_num_rounds_and_num_shadows():
 def test_uneven_rows_are_refused():
     batch = {name: array[:6] for name, array in make_batch(seeds.rng()).items()}
     with pytest.raises(
-        ValueError, match=r"6 rows cannot be dealt out to data=2 x fsdp=4 x expert=1; it must be a multiple of 8"
+        ValueError, match=r"6 rows cannot be divided among data=2 x fsdp=4 x expert=1; it must be a multiple of 8"
     ):
         train(batch, Parallelism(make_mesh(data=2, fsdp=4)))
 

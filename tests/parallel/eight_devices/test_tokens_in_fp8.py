@@ -83,7 +83,8 @@ def _assert_equal_but_for_gate_up(results, expected):
         {"transport": "all_to_all", "capacity_factor": 0.5},
         {"transport": "pairwise", "group_size": 1, "capacity_factor": 4.0},
         {"transport": "pairwise", "drop": "probability"},
-        {"transport": RAGGED},
+        # Its text has addresses of functions, and pytest's processes would collect different tests.
+        pytest.param({"transport": RAGGED}, id="ragged"),
         {"transport": "all_to_all", "shadow_experts": 2, "flops_per_byte": 0.0},
     ],
     ids=str,

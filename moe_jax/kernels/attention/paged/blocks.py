@@ -134,7 +134,8 @@ def window_operand(window: Array | int | None) -> Int[Array, "1"] | None:
 def first_page(position: Any, num_pages: Any, window: Any) -> Any:
     """Returns the page at which the window of a block's first query begins; 0 without a window or without pages."""
     if window is None:
-        return jnp.zeros_like(num_pages)
+        # Under a mesh with explicit axes, `zeros_like` of a scalar is a literal, which Pallas cannot lower as a result.
+        return 0 * num_pages
     page = lax.div(jnp.maximum(position - window + 1, 0), jnp.int32(PAGE_SIZE))
     return jnp.minimum(page, jnp.maximum(num_pages - 1, 0))
 
