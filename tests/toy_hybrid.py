@@ -17,6 +17,7 @@ from jax import lax
 from moe_jax.config import Qwen3MoeConfig
 from moe_jax.layers.linear import Linear
 from moe_jax.layers.matrices import MATRICES, Matrix
+from moe_jax.models.auto import MODEL_CLASSES
 from moe_jax.models.qwen3 import Qwen3Moe
 
 MATRICES["decay_proj"] = Matrix("attention")
@@ -86,6 +87,9 @@ class Hybrid(Qwen3Moe):
 
     def _mixer(self, mixer, **options):
         return Recurrence(self.config, **options) if mixer.of_sequence else super()._mixer(mixer, **options)
+
+
+MODEL_CLASSES[HybridConfig.model_type] = Hybrid
 
 
 def hybrid(**fields):

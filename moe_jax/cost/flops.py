@@ -33,8 +33,9 @@ def forward_flops_per_token(config: ModelConfig, seq_len: float) -> float:
     average; a sliding window limits them. Norms, softmax and other elementwise work do not count, by custom. MTP modules do not
     count either.
     """
-    attended = sum(min(seq_len / 2, window or seq_len) for window in config.layer_windows)
-    return 2 * _matmul_weights(config, mtp=False) + config.mixer.flops(attended)
+    attended = (min(seq_len / 2, window or seq_len) for window in config.layer_windows)
+    mixing = sum(mixer.flops(keys) for mixer, keys in zip(config.layer_mixers, attended, strict=True))
+    return 2 * _matmul_weights(config, mtp=False) + mixing
 
 
 def training_flops_per_token(config: ModelConfig, seq_len: float, *, frozen: bool = False) -> float:

@@ -5,10 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from toy_hybrid import hybrid, plain_logits
+from toy_hybrid import hybrid, parameters_of_layer, plain_logits
 
 import moe_jax
 from moe_jax.adapters import LoraSettings, add_lora
+from moe_jax.checkpoint.hf_names import export
+from moe_jax.cost.flops import forward_flops_per_token
 from moe_jax.cost.planned_step import PlannedStep
 from moe_jax.generation.speculative import check_drafts
 from moe_jax.layers.cache import cache_rows, init_cache
@@ -95,6 +97,24 @@ def test_a_segment_ends_between_two_calls_too(model, rng):
         output = call(tokens[:, part], positions[:, part], segments[:, part], cache=cache)
         np.testing.assert_allclose(output.logits, whole[:, part], rtol=1e-4, atol=1e-4)
         cache = output.cache
+
+
+def test_exported_tensors_are_named_by_layer(model):
+    flat = dict(nnx.to_flat_state(nnx.state(model)))
+    tensors, params = dict(export(model.config, flat)), nnx.to_pure_dict(nnx.state(model))
+    for layer in range(6):
+        attention = parameters_of_layer(params, model.config, layer)["self_attn"]
+        prefix = f"model.layers.{layer}.self_attn."
+        assert {name for name in tensors if name.startswith(prefix)} == {f"{prefix}{name}.weight" for name in attention}
+        for name, arrays in attention.items():
+            np.testing.assert_array_equal(tensors[f"{prefix}{name}.weight"], arrays["weight"])
+
+
+def test_flops_are_the_sum_over_the_layers_mixers(model):
+    """Twice as many tokens attend to twice as many keys in two of six layers; a state costs the same at any length."""
+    attention, recurrence = model.config.mixer, model.config.layer_mixers[0]
+    short, long = (forward_flops_per_token(model.config, length) for length in (8, 16))
+    assert long - short == 2 * attention.flops(4) and recurrence.flops(4) == recurrence.flops(8) > 0
 
 
 def test_the_layers_of_a_bodys_places_take_turns():
