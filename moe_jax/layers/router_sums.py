@@ -63,7 +63,7 @@ class RouterSums:
         """
         if valid is None:
             valid = jnp.ones(logits.shape[0], bool)
-        valid, sequences = _mask_and_sequences(valid)
+        valid, sequences = (valid.valid, valid) if isinstance(valid, Sequences) else (valid, None)
         counted = valid[:, None]
         ones = jnp.broadcast_to(counted, experts.shape).astype(jnp.int32)
         balance = jnp.zeros((), logits.dtype)
@@ -132,10 +132,6 @@ def _sum_of_counted(counted: Bool[Array, "tokens 1"], probabilities: Float[Array
 def _with_counts_of(first: RouterSums, layers: RouterSums) -> RouterSums:
     """Returns `layers` with the two counts of one call, which have no layers axis; stacked layers give the first number."""
     return replace(layers, num_tokens=first.num_tokens.reshape(-1)[0], num_sequences=first.num_sequences.reshape(-1)[0])
-
-
-def _mask_and_sequences(valid: Bool[Array, "tokens"] | Sequences) -> tuple[Bool[Array, "tokens"], Sequences | None]:
-    return (valid.valid, valid) if isinstance(valid, Sequences) else (valid, None)
 
 
 def _num_tokens(valid: Bool[Array, "*batch"]) -> Float[Array, ""]:

@@ -205,7 +205,9 @@ class RankPasses:
 
     def _backward(self, loop_of: Callable, sums_after: Callable, of_tick: TickPass, saved, dy: _Moving, totals: Totals):
         """Returns the loop `loop_of` of a chunk, and its (gradient of the input, totals); `sums_after` is of (stage, run)."""
-        layers, arrays = self._stage_on_device(of_tick, totals.gradients)
+        layers, arrays = self._stage(of_tick, totals.gradients)
+        # The executor has copied what was offloaded back to the device.
+        layers = layers._replace(remat=bool(layers.remat))
         saved = jax.tree.unflatten(self.saved_structure, saved)
         stage = totals.gradients["stages"][self.stage]
         sums = sums_of_loop(stage, arrays)
@@ -335,11 +337,6 @@ class RankPasses:
         elif micro.in_place:
             add_expert_gradients_to(stage, gradients["stages"][self.stage], in_stacks=True)
         return stage_layers(stage, self.stage, self._vary(entered.inputs), per_layer, micro.execution)
-
-    def _stage_on_device(self, of_tick: TickPass, gradients: nnx.State) -> StageLayers:
-        """Returns `_stage` for a backward pass, for which the executor has copied what was offloaded back to the device."""
-        layers, arrays = self._stage(of_tick, gradients)
-        return StageLayers(layers._replace(remat=bool(layers.remat)), arrays)
 
     def _chunk(self, of_tick: TickPass) -> Chunk:
         return Chunk(of_tick.chunk * self._layers_of_chunk, self._layers_of_chunk)

@@ -1,10 +1,9 @@
 """Pipeline schedules as data: the order in which each rank computes its forward and backward passes.
 
 A rank holds one or more chunks of the model's layers. A stage is a chunk's place in the model: stage 0 has the first layers.
-Here are the types, the simplest schedule, 1F1B (Narayanan et al., arXiv 1806.03377), and two zero-bubble schedules, whose
-gradients of weights (W) fill the time in which a rank would wait. ZB-H1 is of Qi et al., "Zero Bubble Pipeline Parallelism",
-arXiv 2401.10241, and ZB-V of Qi et al., "Pipeline Parallelism with Controllable Memory", arXiv 2405.15362. Nothing here imports
-JAX.
+Here are the types, the simplest schedule, 1F1B (Narayanan et al., arXiv 1806.03377), and two zero-bubble schedules.
+Their gradients of weights (W) fill the time in which a rank would wait. ZB-H1 is of "Zero Bubble Pipeline Parallelism" (Qi et
+al., arXiv 2401.10241). ZB-V is of "Pipeline Parallelism with Controllable Memory" (arXiv 2405.15362). Nothing here imports JAX.
 """
 
 from collections.abc import Iterator

@@ -50,11 +50,6 @@ WholeKV = tuple[Float[Array, "batch keys ..."], ...]
 """A `KV` of all devices' tokens."""
 
 
-def _check_known(name: str, value: str, known) -> None:
-    if value not in get_args(known):
-        raise ValueError(f"unknown {name} {value!r}; choose one of {', '.join(map(repr, get_args(known)))}")
-
-
 @dataclass(frozen=True)
 class ContextParallel:
     """Splits a model's sequences over a mesh axis. A model takes it inside `jax.shard_map`.
@@ -78,7 +73,8 @@ class ContextParallel:
 
     def __post_init__(self):
         for name, value, known in (("layout", self.layout, Layout), ("method", self.method, Method), ("hops", self.hops, Hops)):
-            _check_known(name, value, known)
+            if value not in get_args(known):
+                raise ValueError(f"unknown {name} {value!r}; choose one of {', '.join(map(repr, get_args(known)))}")
 
     def starts_of_segments(self, segment_ids: Int[Array, "batch seq"]) -> Int[Array, "batch seq"]:
         """Returns `starts_of_segments` of these ids."""
@@ -89,8 +85,12 @@ class ContextParallel:
         return own_tokens(starts.shape[1], axis_name=self.axis_name, layout=self.layout) - starts
 
     def shift_left(self, x: Num[Array, "batch seq"], offset: int) -> Num[Array, "batch seq"]:
-        """Computes `shift_left` of this array."""
-        return shift_left(x, offset, axis_name=self.axis_name, layout=self.layout)
+        """Returns, for each own token, the entry of x `offset` tokens after it in the sequence; 0 after the sequence's end.
+
+        The entries of all devices are gathered, 4 bytes a token.
+        """
+        whole = jnp.pad(_gather(x, self.axis_name, self.layout), ((0, 0), (0, offset)))[:, offset:]
+        return _own_part(whole, self.axis_name, self.layout)
 
     def attention(
         self,
@@ -203,16 +203,6 @@ def starts_of_segments(
     index = jnp.arange(ids.shape[1], dtype=jnp.int32)
     begins = jnp.pad(ids[:, 1:] != ids[:, :-1], ((0, 0), (1, 0)), constant_values=True)
     return _own_part(lax.cummax(jnp.where(begins, index, 0), axis=1), axis_name, layout)
-
-
-def shift_left(
-    x: Num[Array, "batch seq"], offset: int, *, axis_name: str = "context", layout: Layout = "zigzag"
-) -> Num[Array, "batch seq"]:
-    """Returns, for each of this device's tokens, the entry of x `offset` tokens after it in the sequence; 0 behind its end.
-
-    The entries of all devices are gathered, 4 bytes a token.
-    """
-    return _own_part(jnp.pad(_gather(x, axis_name, layout), ((0, 0), (0, offset)))[:, offset:], axis_name, layout)
 
 
 def own_tokens(length: int, *, axis_name: str = "context", layout: Layout = "zigzag") -> Int[Array, "length"]:
