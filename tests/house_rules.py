@@ -28,7 +28,6 @@ MANY_PARAMETERS = {
     "moe_jax/kernels/attention/paged/api.py:paged_attention": "as attention, and the pages",
     "moe_jax/layers/group_router.py:GroupRouter.__init__": _MODULE,
     "moe_jax/layers/moe.py:MoE.__init__": _MODULE,
-    "moe_jax/kernels/experts/internal.py:experts_mlp_of_parts": "the arguments of experts_mlp, and how parts are computed",
     "moe_jax/parallel/expert/mlp.py:expert_parallel_mlp": "the arguments of experts_mlp, and how the experts are spread",
 }
 """Public functions that may have more than `MAX_PARAMETERS`, as `moe_jax/file.py:function`, and why each needs them."""

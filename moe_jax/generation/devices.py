@@ -155,7 +155,7 @@ def _whole_because(mesh: Mesh, config: ModelConfig) -> str:
 
 
 def _adapts_experts(model: Decoder) -> bool:
-    return any(isinstance(module, Experts) and module.adapter is not None for _, module in nnx.iter_modules(model))
+    return any(isinstance(module, Experts) and module.down_lora is not None for _, module in nnx.iter_modules(model))
 
 
 def _specs_of_others(others: nnx.State, mesh: Mesh | AbstractMesh) -> nnx.State:

@@ -3,6 +3,7 @@
 import functools
 import math
 import operator
+from dataclasses import replace
 from typing import Any, Literal
 
 import jax.numpy as jnp
@@ -10,31 +11,25 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Integer
 
-from moe_jax.kernels.experts.adapted import ExpertsAdapter, experts_mlp_adapted, experts_mlp_adapted_in_stack
-from moe_jax.kernels.experts.deferred import ExpertProducts, expert_products_like, experts_mlp_deferring
-from moe_jax.kernels.experts.fp8.adapted import experts_mlp_adapted_in_fp8
+from moe_jax.kernels.experts.call import TokenPart
+from moe_jax.kernels.experts.call import experts as compute_experts
+from moe_jax.kernels.experts.deferred import expert_products_like
 from moe_jax.kernels.experts.fp8.dense import dense_copies
-from moe_jax.kernels.experts.fp8.experts import Fp8Matrices, experts_mlp_in_fp8
 from moe_jax.kernels.experts.fp8.passes import quantise_experts
 from moe_jax.kernels.experts.fp8.precision import DenseGroup, Precision
-from moe_jax.kernels.experts.fused_vjp import Matrices
-from moe_jax.kernels.experts.internal import (
-    Accumulators,
-    experts_mlp_accumulating,
-    experts_mlp_frozen,
-    experts_mlp_in_stack,
-)
+from moe_jax.kernels.experts.fp8.quantise import InFp8
 from moe_jax.kernels.experts.routing import int32_ids
+from moe_jax.kernels.experts.weights import Accumulators, ExpertProducts, ExpertWeights, Matrix
 from moe_jax.kernels.varying import vary_as
 from moe_jax.layers.balance import Sequences
-from moe_jax.layers.fp8 import Fp8Copies, frozen_matrices, trained_matrices
+from moe_jax.layers.fp8 import Fp8Copies, codes_of
 from moe_jax.layers.linear import Linear, normal_parameter
-from moe_jax.layers.lora import Adapter, Frozen
+from moe_jax.layers.lora import Adapter, Frozen, factors_of
 from moe_jax.layers.mlp import MLP
 from moe_jax.layers.quantised import Quantised, is_quantised, of_stack
 from moe_jax.layers.router import Router, Routing
 from moe_jax.layers.tickets import EXPERT_MATRICES, TicketHolder
-from moe_jax.parallel.expert import ExpertParallel, expert_parallel_mlp
+from moe_jax.parallel.expert import ExpertParallel, experts_of_devices
 from moe_jax.parallel.mesh import axis_size
 from moe_jax.parallel.spread import ONE_DEVICE, Spread
 
@@ -130,15 +125,12 @@ class MoE(nnx.Module):
         if spread.expert is None:
             y = self.experts(x, routing.weights, routing.experts)
         else:
-            matrices, layer = self.experts.matrices_of_device()
-            experts = routing.experts
+            ids = routing.experts
             if valid is not None:
                 is_valid = valid.valid if isinstance(valid, Sequences) else valid
-                experts = jnp.where(is_valid[:, None], int32_ids(experts, num_experts), -1)
-            options: dict[str, Any] = dict(
-                accumulators=self.experts.accumulators, layer=layer, precision=self.experts.precision
-            )
-            y, exchange = expert_parallel_mlp(x, *matrices, routing.weights, experts, spread.expert, **options)
+                ids = jnp.where(is_valid[:, None], int32_ids(ids, num_experts), -1)
+            part, operands = TokenPart(x, routing.weights, ids), self.experts.operands
+            y, exchange = experts_of_devices(part, operands, spread.expert, precision=self.experts.precision)
             # Typed as varying like the tokens, even where devices agree: a sum over the mesh takes one type for all its terms.
             routing = routing._replace(sums=routing.sums.with_exchange(vary_as(exchange, x)))
         if self.shared_experts is not None:
@@ -146,10 +138,6 @@ class MoE(nnx.Module):
         return y.reshape(*leading, hidden), routing
 
     def _check_experts(self, num_experts: int, expert_parallel: ExpertParallel | None) -> None:
-        if expert_parallel is not None and self.experts.adapter is not None:
-            raise ValueError("adapters need experts that lie on one device; these are split over several")
-        if expert_parallel is not None and self.experts.ticket is not None:
-            raise ValueError("weight tickets need experts that lie on one device; these are split over several")
         devices = 1 if expert_parallel is None else axis_size(expert_parallel.axis_name)
         held = self.experts.gate_up_proj.shape[-3]
         # Choices of experts that no device holds would add nothing, silently.
@@ -172,7 +160,7 @@ def _one_axis_of_tokens(name: str, array: Array, leading: tuple[int, ...], own_a
 class GradientAccumulator(nnx.Variable):
     """An f32 array that a weight's gradient is added to.
 
-    The array's own gradient is the sum of both (`kernels.experts.internal.Accumulators`).
+    The array's own gradient is the sum of both (`ExpertWeights.gradient`).
     """
 
 
@@ -294,58 +282,36 @@ class Experts(TicketHolder):
         self, x: Float[Array, "tokens hidden"], weights: Float[Array, "tokens k"], experts: Int[Array, "tokens k"]
     ) -> Float[Array, "tokens hidden"]:
         """Returns the weighted sum of the chosen experts' outputs (`kernels.experts_mlp`)."""
-        chunk_tokens = EXPERT_CHUNK_TOKENS if len(x) > 2 * EXPERT_CHUNK_TOKENS else None
-        adapter = self.adapter
-        if self.precision is not None:
-            given = x, self._matrices_for_fp8(), weights, experts
-            if adapter is not None:
-                return experts_mlp_adapted_in_fp8(*given, adapter, self.precision, chunk_tokens=chunk_tokens)
-            return experts_mlp_in_fp8(*given, self.precision, accumulators=self.accumulators, chunk_tokens=chunk_tokens)
-        matrices, layer = self._matrices()
-        if layer is not None:
-            if adapter is not None:
-                return experts_mlp_adapted_in_stack(x, *matrices, weights, experts, adapter, layer)
-            return experts_mlp_in_stack(x, *matrices, weights, experts, layer)
-        if adapter is not None:
-            return experts_mlp_adapted(x, *matrices, weights, experts, adapter, chunk_tokens=chunk_tokens)
-        if isinstance(self.gate_up_proj, Frozen):
-            return experts_mlp_frozen(x, *matrices, weights, experts, chunk_tokens=chunk_tokens)
-        if self.ticket is not None:
-            return experts_mlp_deferring(x, *matrices, weights, experts, self.held_ticket)
-        return experts_mlp_accumulating(x, *matrices, weights, experts, self.accumulators, chunk_tokens=chunk_tokens)
-
-    def _matrices(self) -> tuple[Matrices, Int[Array, ""] | None]:
-        """Returns whole matrices, and their layer if they are stacks that kernels read in place."""
-        if self.place is None or self.accumulators is not None:
-            return Matrices(self.gate_up_proj[...], self.down_proj[...]), None
-        layer = self.place[...]
-        values = self.gate_up_proj.get_value(), self.down_proj.get_value()
-        if any(isinstance(value, Quantised) for value in values):
-            # Codes of one layer are made whole, not those of the stack.
-            return Matrices(*(of_stack(value, layer)[...] for value in values)), None
-        return Matrices(*values), layer
-
-    def matrices_of_device(self) -> tuple[tuple[Any, Any], Int[Array, ""] | None]:
-        """Returns both matrices as `parallel.expert_parallel_mlp` takes them, and their layer if they are stacks."""
-        if self.precision is not None and isinstance(self.gate_up_proj, Frozen):
-            in_fp8 = self._matrices_for_fp8()
-            if in_fp8.quantised is not None:
-                return (in_fp8.quantised.gate_up, in_fp8.quantised.down), in_fp8.layer
-        return self._matrices()
-
-    def _matrices_for_fp8(self) -> Fp8Matrices:
-        if self.ticket is not None:
-            raise ValueError("weight tickets hold operands in bf16: take precision 'bf16', or a schedule without tickets")
-        if isinstance(self.gate_up_proj, Frozen) or (self.place is not None and self.accumulators is None):
-            return frozen_matrices(self.gate_up_proj, self.down_proj, None if self.place is None else self.place[...])
-        return trained_matrices(self.gate_up_proj, self.down_proj, self.fp8_copies)
+        many = len(x) > 2 * EXPERT_CHUNK_TOKENS and self.ticket is None
+        options: dict[str, Any] = dict(chunk_tokens=EXPERT_CHUNK_TOKENS if many else None, precision=self.precision)
+        (y,) = compute_experts([TokenPart(x, weights, experts)], self.operands, **options)
+        return y
 
     @property
-    def adapter(self) -> ExpertsAdapter | None:
-        """The changes of both matrices; None without an adapter."""
-        if self.gate_up_lora is None or self.down_lora is None:
-            return None
-        return ExpertsAdapter(self.gate_up_lora.factors, self.down_lora.factors)
+    def operands(self) -> ExpertWeights:
+        """Both matrices as operands of a call. A stack that is read in place is frozen, but for its accumulators."""
+        values, layer = (self.gate_up_proj.get_value(), self.down_proj.get_value()), None
+        if self.place is not None:
+            layer = self.place[...]
+        codes = [None if self.precision is None else codes_of(value) for value in values]
+        if all(codes):
+            matrices = [Matrix(None, InFp8(each)) for each in codes if each is not None]
+        else:
+            if any(isinstance(value, Quantised) for value in values):
+                # Codes of one layer are made whole, not those of the stack.
+                whole = [value if layer is None else of_stack(value, layer) for value in values]
+                values, layer = (whole[0][...], whole[1][...]), None
+            matrices = list(map(Matrix.of, values))
+        if self.fp8_copies is not None:
+            copies = self.fp8_copies.get_value()
+            matrices = [replace(matrix, in_fp8=each) for matrix, each in zip(matrices, copies, strict=True)]
+        adapters = self.gate_up_lora, self.down_lora
+        gate_up, down = (replace(w, change=factors_of(lora)) for w, lora in zip(matrices, adapters, strict=True))
+        gradient, is_frozen = self.held_ticket, isinstance(self.gate_up_proj, Frozen)
+        if self.gate_up_accumulator is not None and self.down_accumulator is not None:
+            gradient = Accumulators(self.gate_up_accumulator[...], self.down_accumulator[...], in_stack=True)
+        is_frozen = is_frozen or (self.place is not None and gradient is None)
+        return ExpertWeights(gate_up, down, layer, gradient, is_frozen)
 
     def products_like(self, x: Float[Array, "tokens hidden"]) -> ExpertProducts:
         """Returns arrays like the operands of both matrices' gradients.
@@ -356,7 +322,7 @@ class Experts(TicketHolder):
         if self.num_experts_per_tok is None:
             raise ValueError("the experts' ticket needs num_experts_per_tok; give it to Experts")
         *_, num_experts, _, inter = self.down_proj.shape
-        return expert_products_like(x, num_experts, self.num_experts_per_tok, inter)
+        return expert_products_like(x, num_experts, self.num_experts_per_tok, inter, precision=self.precision)
 
     def add_gradients_to(self, gate_up: Array, down: Array, *, in_stacks: bool = False) -> None:
         """Adds the weights' gradients to these f32 arrays of the weights' shapes from now on, in place of returning them.
@@ -373,11 +339,3 @@ class Experts(TicketHolder):
     def read_in_stack(self, layer: Int[Array, ""]) -> None:
         """Computes with this layer's matrices of a stack from now on, without gradients; the weights are the whole stack."""
         self.place = PlaceInStack(layer)
-
-    @property
-    def accumulators(self) -> Accumulators | None:
-        """The arrays that `add_gradients_to` was given; None without."""
-        if self.gate_up_accumulator is None or self.down_accumulator is None:
-            return None
-        layer = None if self.place is None else self.place[...]
-        return Accumulators(self.gate_up_accumulator[...], self.down_accumulator[...], in_stack=True, layer=layer)

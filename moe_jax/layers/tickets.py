@@ -23,9 +23,9 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from moe_jax.kernels.experts.deferred import ExpertProducts, add_expert_products
+from moe_jax.kernels.experts.deferred import add_expert_products
 from moe_jax.kernels.experts.fp8.dense import DenseCopies, fp8_matmul
-from moe_jax.kernels.experts.fused_vjp import Matrices
+from moe_jax.kernels.experts.weights import ExpertProducts
 from moe_jax.kernels.low_rank import Dropout, LowRank, low_rank_map
 from moe_jax.kernels.varying import vary_as
 from moe_jax.layers.passes import (
@@ -61,7 +61,7 @@ class LinearProduct(NamedTuple):
 Product = LinearProduct | ExpertProducts
 
 EXPERT_MATRICES = ("gate_up_proj", "down_proj")
-"""The names of the matrices that share `ExpertProducts`, in the order of `Matrices`."""
+"""The names of the matrices that share `ExpertProducts`, in the order of `ExpertWeights`."""
 
 
 def is_expert_matrix(path: tuple) -> bool:
@@ -227,8 +227,8 @@ def weights_backward(products: nnx.State, sums: nnx.State, chunk: Chunk | None =
                 added: tuple[Array, ...] = (add_layer(after[path][...], _multiply(product), i),)
             else:
                 places = [(*module, name) for name in EXPERT_MATRICES]
-                of_layer = Matrices(*(take_layer(after[path][...], i) for path in places))
-                of_layer = add_expert_products(product, of_layer)
+                gate_up, down = (take_layer(after[path][...], i) for path in places)
+                of_layer = add_expert_products(product, (gate_up, down))
                 added = tuple(put_layer(after[path][...], part, i) for path, part in zip(places, of_layer, strict=True))
             for path, stacked in zip(places, added, strict=True):
                 after[path] = after[path].replace(stacked)

@@ -6,7 +6,7 @@ sends its gradients in the compute dtype to the devices that keep the parts, whi
 `jax.shard_map` under `check_vma`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -16,12 +16,12 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh
-from jaxtyping import Array
+from jaxtyping import Array, Float
 
-from moe_jax.kernels.experts.fp8.quantise import QuantisedMatrices
-from moe_jax.kernels.experts.fp8.rounded import RoundedWeights, like_weights
+from moe_jax.kernels.experts.fp8.quantise import InFp8, QuantisedMatrices
+from moe_jax.kernels.experts.weights import Matrix
 from moe_jax.kernels.precision import at_least_f32, widened
-from moe_jax.kernels.varying import varying_axes
+from moe_jax.kernels.varying import vary_as, varying_axes
 from moe_jax.parallel.choices import Hops
 from moe_jax.parallel.collectives.direct import add_contributions, join_parts, send_contributions, send_part
 from moe_jax.parallel.collectives.sums import sum_scatter
@@ -47,7 +47,7 @@ class LayerGather:
     hops: Hops = "nccl"
     """"nccl": by collectives of NCCL. "copies": by peer-to-peer copies."""
     in_fp8: frozenset[int] = frozenset()
-    """The indices of gathered leaves that travel in FP8. Behind the gather each is a `RoundedWeights`."""
+    """The indices of gathered leaves that travel in FP8. After the gather each is a `Matrix`."""
 
     @classmethod
     def of_whole_layer(cls, num_leaves: int) -> "LayerGather":
@@ -94,14 +94,14 @@ class LayerGather:
 
     def layer(self, parts, gathered: list[Any]):
         """Returns the layer's full parameters: the gathered leaves, and the whole leaves of `parts`."""
-        full = [RoundedWeights.of(a, self.dtype) if isinstance(a, QuantisedMatrices) else a for a in gathered]
+        full = [_as_parameter(a, self.dtype) if isinstance(a, QuantisedMatrices) else a for a in gathered]
         return self.join(parts, full, self.split(parts)[1])
 
     def zero_gradients(self, gathered: list[Any]) -> list[Array]:
         """Returns zeros for `start_scatter`: the gradients of gathered parameters, as `finish_gather` returned these."""
 
         def zeros(a: Array | QuantisedMatrices) -> Array:
-            return like_weights(a, self.dtype, 0) if isinstance(a, QuantisedMatrices) else jnp.zeros_like(a)
+            return _like(a, self.dtype, 0) if isinstance(a, QuantisedMatrices) else jnp.zeros_like(a)
 
         return [zeros(a) for a in gathered]
 
@@ -115,9 +115,9 @@ class LayerGather:
         return [_finish_scatter(how, self.hops, array).astype(part.dtype) for how, array, part in triples]
 
     def split(self, tree) -> tuple[list[Array], list[Array]]:
-        """Returns (leaves that are gathered, leaves that are whole); of a gradient to `RoundedWeights` the matrices'."""
-        leaves = jax.tree.leaves(tree, is_leaf=lambda leaf: isinstance(leaf, RoundedWeights))
-        arrays = (leaf.like if isinstance(leaf, RoundedWeights) else leaf for leaf in leaves)
+        """Returns (leaves that are gathered, leaves that are whole); of a `Matrix` its values."""
+        leaves = jax.tree.leaves(tree, is_leaf=lambda leaf: isinstance(leaf, Matrix))
+        arrays: Iterable[Any] = (leaf.values if isinstance(leaf, Matrix) else leaf for leaf in leaves)
         pairs = list(zip(self.gathers, arrays, strict=True))
         return [leaf for how, leaf in pairs if how], [leaf for how, leaf in pairs if not how]
 
@@ -134,6 +134,15 @@ class LayerGather:
     @property
     def _moving_in_fp8(self) -> list[bool]:
         return [i in self.in_fp8 for i, how in enumerate(self.gathers) if how]
+
+
+def _as_parameter(rounded: QuantisedMatrices, dtype: jnp.dtype) -> Matrix:
+    """Returns matrices in FP8 with a place for the gradient: NaN in the shape of the weights, since nothing may read it."""
+    return Matrix(_like(rounded, dtype, jnp.nan), InFp8(rounded))
+
+
+def _like(rounded: QuantisedMatrices, dtype: jnp.dtype, fill: float) -> Float[Array, "experts n k"]:
+    return vary_as(jnp.full(rounded.values.shape, fill, dtype), rounded.values)
 
 
 @dataclass(frozen=True)

@@ -18,18 +18,16 @@ plan. Backward computes act again, and dweights needs neither rows of y nor rows
 outlives the pass that makes it (SonicMoE, https://arxiv.org/abs/2512.14080).
 """
 
-from typing import Any
-
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Integer
 
 from moe_jax.kernels.experts import separate_vjps
+from moe_jax.kernels.experts.call import TokenPart, experts
 from moe_jax.kernels.experts.choose_backend import resolve_backend
-from moe_jax.kernels.experts.fp8.experts import experts_mlp_in_fp8, matrices_of
 from moe_jax.kernels.experts.fp8.precision import Precision
 from moe_jax.kernels.experts.fp8.quantise import QuantisedMatrices
-from moe_jax.kernels.experts.internal import experts_mlp_accumulating
 from moe_jax.kernels.experts.routing import Plan
+from moe_jax.kernels.experts.weights import ExpertWeights
 from moe_jax.kernels.shapes import check_shape
 from moe_jax.kernels.varying import refuse_explicit_axes, vary_alike
 
@@ -80,15 +78,9 @@ def experts_mlp(
             x that is not bf16, sizes that are no multiples of 128, or quantised matrices that are differentiated. Without,
             quantised matrices. A `precision` of another type.
     """
-    matrices = matrices_of(w_gate_up, w_down)
-    if precision is not None:
-        options: Any = dict(backend=backend, chunk_tokens=chunk_tokens)
-        return experts_mlp_in_fp8(x, matrices, topk_weights, topk_experts, precision, **options)
-    if matrices.weights is None:
-        raise ValueError("QuantisedMatrices need precision=Precision(), which multiplies them in FP8; got precision=None")
-    return experts_mlp_accumulating(
-        x, *matrices.weights, topk_weights, topk_experts, None, backend=backend, chunk_tokens=chunk_tokens
-    )
+    part, weights = TokenPart(x, topk_weights, topk_experts), ExpertWeights.of(w_gate_up, w_down)
+    (y,) = experts([part], weights, backend=backend, chunk_tokens=chunk_tokens, precision=precision)
+    return y
 
 
 def gate_up(

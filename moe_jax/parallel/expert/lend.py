@@ -10,8 +10,10 @@ from jax.custom_batching import custom_vmap
 from jax.flatten_util import ravel_pytree
 from jaxtyping import Array, Int
 
-from moe_jax.kernels.experts.fused_vjp import Matrices
 from moe_jax.parallel.collectives.sums import sum_to_all
+
+Matrices = tuple[Array, Array]
+"""An array for w_gate_up, and one for w_down."""
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3))
@@ -50,7 +52,7 @@ class _LendResiduals(NamedTuple):
 
 def _lend_forward(weights: Matrices, shadows: Array, axis_name: str, dtype: jnp.dtype):
     shadows = _refuse_vmap(shadows)
-    local_experts = weights.gate_up.shape[0]
+    local_experts = weights[0].shape[0]
     local = shadows - lax.axis_index(axis_name).astype(jnp.int32) * local_experts
     # Another device's shadow gets its own index out of range: `unique_indices` in backward needs distinct indices.
     out_of_range = local_experts + jnp.arange(shadows.shape[0], dtype=jnp.int32)
@@ -58,7 +60,7 @@ def _lend_forward(weights: Matrices, shadows: Array, axis_name: str, dtype: jnp.
     count = jnp.sum(shadows >= 0, dtype=jnp.int32)
     # Every device but the owner contributes zeros to the sum.
     owned = [w.at[index].get(mode="fill", fill_value=0).astype(dtype) for w in weights]
-    return (weights, Matrices(*_sum_slots(owned, count, axis_name))), _LendResiduals(index, count)
+    return (weights, tuple(_sum_slots(owned, count, axis_name))), _LendResiduals(index, count)
 
 
 def _lend_backward(axis_name: str, dtype: jnp.dtype, residuals: _LendResiduals, gradients: tuple[Matrices, Matrices]):
@@ -70,7 +72,7 @@ def _lend_backward(axis_name: str, dtype: jnp.dtype, residuals: _LendResiduals, 
         dw.at[index].add(rows.astype(dw.dtype), mode="drop", unique_indices=True)
         for dw, rows in zip(d_weights, sums, strict=True)
     ]
-    return Matrices(*add), None
+    return tuple(add), None
 
 
 lend.defvjp(_lend_forward, _lend_backward)

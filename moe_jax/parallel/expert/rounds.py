@@ -8,6 +8,7 @@ The first round saves the residuals that `experts_mlp` saves. Further rounds sav
 the program is compiled. The backward pass computes them again.
 """
 
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -66,7 +67,7 @@ class _GradientState(NamedTuple):
     round_index: Int[Array, ""]
     """The next further round, counted from 0."""
     sums: ExpertInputs
-    """The gradients of all rounds so far, in at least f32. Their `sums` are the given sums with all weight gradients added."""
+    """The gradients of all rounds so far, in at least f32. Accumulators are the given ones with all weight gradients added."""
 
 
 def _all_rounds_backward(plan: ExchangePlan, residuals: _RoundsResiduals, dy: Array) -> tuple[None, ExpertInputs]:
@@ -75,11 +76,11 @@ def _all_rounds_backward(plan: ExchangePlan, residuals: _RoundsResiduals, dy: Ar
 
     def add_further_rounds(gradients: ExpertInputs) -> ExpertInputs:
         def add(state: _GradientState) -> _GradientState:
-            before = state.sums.sums
-            of_inputs = inputs if before is None else inputs._replace(sums=before)
+            of_inputs = _with_accumulators(inputs, state.sums)
             (of_round,) = jax.vjp(partial(further_round, plan, choices, state.round_index), of_inputs)[1](dy)
-            own, others = (each._replace(sums=None) for each in (state.sums, of_round))
-            return _GradientState(state.round_index + 1, jax.tree.map(jnp.add, own, others)._replace(sums=of_round.sums))
+            without = replace(of_round.trained, gradient=None)
+            own, others = (_with_accumulators(each, of_round._replace(trained=without)) for each in (state.sums, of_round))
+            return _GradientState(state.round_index + 1, _with_accumulators(jax.tree.map(jnp.add, own, others), of_round))
 
         start = _GradientState(jnp.zeros((), jnp.int32), jax.tree.map(widened, gradients))
         sums = lax.while_loop(lambda state: state.round_index < choices.rounds, add, start).sums
@@ -88,6 +89,11 @@ def _all_rounds_backward(plan: ExchangePlan, residuals: _RoundsResiduals, dy: Ar
     # The branch without further rounds allocates no f32 accumulators.
     gradients = lax.cond(choices.rounds > 0, add_further_rounds, lambda gradients: gradients, gradients)
     return None, gradients
+
+
+def _with_accumulators(inputs: ExpertInputs, of: ExpertInputs) -> ExpertInputs:
+    """Returns the inputs with the accumulators of others; None without any."""
+    return inputs._replace(trained=replace(inputs.trained, gradient=of.trained.gradient))
 
 
 all_rounds.defvjp(_all_rounds_forward, _all_rounds_backward)

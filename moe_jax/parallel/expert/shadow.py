@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from moe_jax.kernels.experts.api import experts_mlp
 from moe_jax.kernels.experts.fp8.precision import Precision
-from moe_jax.kernels.experts.fused_vjp import Matrices
+from moe_jax.kernels.experts.weights import ExpertWeights
 from moe_jax.parallel.expert.inputs import ExpertInputs
 from moe_jax.parallel.expert.lend import lend
 from moe_jax.parallel.expert.settings import ExpertParallel
@@ -47,16 +47,17 @@ def compute_shadows(
     Raises:
         NotImplementedError: under `jax.vmap`.
     """
-    assert inputs.w_gate_up is not None and inputs.w_down is not None
-    axis_name, num_experts = parallel.axis_name, axis_size(parallel.axis_name) * inputs.w_down.shape[0]
+    weights = inputs.trained.gate_up.values, inputs.trained.down.values
+    assert weights[0] is not None and weights[1] is not None
+    axis_name, num_experts = parallel.axis_name, axis_size(parallel.axis_name) * weights[1].shape[0]
     dtype = inputs.x.dtype
     load = load_by_device(experts, num_experts, axis_name)
     cost = rows_per_shadow(parallel.flops_per_byte, dtype.itemsize, load.shape[0])
     shadows = select_shadows(load, parallel.shadow_experts, cost)
-    own, copies = lend(Matrices(inputs.w_gate_up, inputs.w_down), shadows, axis_name, dtype)
+    own, copies = lend((weights[0], weights[1]), shadows, axis_name, dtype)
     weights_of_shadows, slots, others = choices_of_shadows(inputs.weights, experts, shadows)
     y = experts_mlp(inputs.x, *copies, weights_of_shadows, slots, backend=backend, precision=precision)
-    left = inputs._replace(w_gate_up=own.gate_up, w_down=own.down)
+    left = inputs._replace(trained=ExpertWeights.of(*own))
     return ShadowOutput(y, jnp.sum(shadows >= 0, dtype=jnp.int32), left, others)
 
 

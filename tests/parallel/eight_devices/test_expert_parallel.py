@@ -26,8 +26,10 @@ from expert_layer import (
 from jax.sharding import PartitionSpec as P
 from meshes import make_mesh, relative_error, value_and_gradients
 
-from moe_jax.kernels.experts.internal import Accumulators
+from moe_jax.kernels.experts.call import TokenPart
+from moe_jax.kernels.experts.weights import Accumulators, ExpertWeights
 from moe_jax.parallel import ExpertParallel, expert_parallel_mlp
+from moe_jax.parallel.expert import experts_of_devices
 from moe_jax.parallel.expert.settings import first_capacity, further_capacity
 
 
@@ -58,8 +60,9 @@ def test_accumulators(transport):
     stacks = [jnp.stack([jnp.full_like(w, jnp.nan), w]) for w in (w_gate_up, w_down)]
 
     def layer(x, weights, sums, stacks, ids):
-        accumulators = Accumulators(*sums, in_stack=True, layer=jnp.int32(1))
-        y, exchange = expert_parallel_mlp(x, *stacks, weights, ids, settings, accumulators=accumulators)
+        accumulators = Accumulators(*sums, in_stack=True)
+        matrices = ExpertWeights.of(*stacks, layer=jnp.int32(1), gradient=accumulators)
+        y, exchange = experts_of_devices(TokenPart(x, weights, ids), matrices, settings)
         return y, exchange.num_rounds[None]
 
     tokens, experts = P("expert"), P(None, "expert")
