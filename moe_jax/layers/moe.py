@@ -28,7 +28,7 @@ from moe_jax.layers.lora import Adapter, Frozen, factors_of
 from moe_jax.layers.mlp import MLP
 from moe_jax.layers.quantised import Quantised, is_quantised, of_stack
 from moe_jax.layers.router import Router, Routing
-from moe_jax.layers.tickets import EXPERT_MATRICES, TicketHolder
+from moe_jax.layers.tickets import EXPERT_MATRICES, DeferredWeight, TicketHolder
 from moe_jax.parallel.expert import ExpertParallel, experts_of_devices
 from moe_jax.parallel.mesh import axis_size
 from moe_jax.parallel.spread import ONE_DEVICE, Spread
@@ -158,18 +158,11 @@ def _one_axis_of_tokens(name: str, array: Array, leading: tuple[int, ...], own_a
 
 
 class GradientAccumulator(nnx.Variable):
-    """An f32 array that a weight's gradient is added to.
-
-    The array's own gradient is the sum of both (`ExpertWeights.gradient`).
-    """
-
-
-class AccumulatedWeight(nnx.Variable):
-    """A weight whose gradient goes into a `GradientAccumulator`; it has no gradient of its own."""
+    """The `Accumulators` of both matrices of experts, whose gradient is the new sums (`ExpertWeights.gradient`)."""
 
 
 class StackedWeight(nnx.Variable):
-    """An `AccumulatedWeight` of all layers of a stack, of which a layer's kernels read their own. So is the accumulator."""
+    """A `DeferredWeight` of all layers of a stack, of which a layer's kernels read their own. So are the accumulators."""
 
 
 class PlaceInStack(nnx.Variable):
@@ -189,9 +182,11 @@ def add_expert_gradients_to(model: nnx.Module, accumulators: nnx.State, *, in_st
 
 def accumulated_gradients(accumulators: nnx.State) -> nnx.State:
     """Returns the arrays of `GradientAccumulator`s at the places of their weights: the inverse of `add_expert_gradients_to`."""
-    weights: dict[Any, str] = {"gate_up_accumulator": "gate_up_proj", "down_accumulator": "down_proj"}
-    flat = nnx.to_flat_state(accumulators)
-    return nnx.from_flat_state([((*path[:-1], weights[path[-1]]), nnx.Param(array[...])) for path, array in flat])
+    found = []
+    for (*path, _), variable in nnx.to_flat_state(accumulators):
+        sums = variable.get_value()
+        found += [((*path, "gate_up_proj"), nnx.Param(sums.gate_up)), ((*path, "down_proj"), nnx.Param(sums.down))]
+    return nnx.from_flat_state(found)
 
 
 def set_precision(model: nnx.Module, precision: Precision | None) -> None:
@@ -251,8 +246,7 @@ class Experts(TicketHolder):
     matrices = EXPERT_MATRICES
     gate_up_lora: Adapter | None = None
     down_lora: Adapter | None = None
-    gate_up_accumulator: GradientAccumulator | None = None
-    down_accumulator: GradientAccumulator | None = None
+    accumulators: GradientAccumulator | None = None
     place: PlaceInStack | None = None
     fp8_copies: Fp8Copies | None = None
     precision: Precision | None
@@ -307,10 +301,8 @@ class Experts(TicketHolder):
             matrices = [replace(matrix, in_fp8=each) for matrix, each in zip(matrices, copies, strict=True)]
         adapters = self.gate_up_lora, self.down_lora
         gate_up, down = (replace(w, change=factors_of(lora)) for w, lora in zip(matrices, adapters, strict=True))
-        gradient, is_frozen = self.held_ticket, isinstance(self.gate_up_proj, Frozen)
-        if self.gate_up_accumulator is not None and self.down_accumulator is not None:
-            gradient = Accumulators(self.gate_up_accumulator[...], self.down_accumulator[...], in_stack=True)
-        is_frozen = is_frozen or (self.place is not None and gradient is None)
+        gradient = self.held_ticket if self.accumulators is None else self.accumulators.get_value()
+        is_frozen = isinstance(self.gate_up_proj, Frozen) or (self.place is not None and gradient is None)
         return ExpertWeights(gate_up, down, layer, gradient, is_frozen)
 
     def products_like(self, x: Float[Array, "tokens hidden"]) -> ExpertProducts:
@@ -330,11 +322,11 @@ class Experts(TicketHolder):
         Args:
           in_stacks: the module is a stack of layers that run one by one. Each is given the whole stacks, and its place in them.
         """
-        weight = StackedWeight if in_stacks else AccumulatedWeight
+        weight = StackedWeight if in_stacks else DeferredWeight
         if in_stacks:
             self.place = PlaceInStack(jnp.arange(len(gate_up), dtype=jnp.int32))
         self.gate_up_proj, self.down_proj = weight(self.gate_up_proj[...]), weight(self.down_proj[...])
-        self.gate_up_accumulator, self.down_accumulator = GradientAccumulator(gate_up), GradientAccumulator(down)
+        self.accumulators = GradientAccumulator(Accumulators(gate_up, down, in_stack=True))
 
     def read_in_stack(self, layer: Int[Array, ""]) -> None:
         """Computes with this layer's matrices of a stack from now on, without gradients; the weights are the whole stack."""

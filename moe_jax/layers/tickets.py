@@ -48,7 +48,7 @@ class WeightTicket(nnx.Variable):
 
 
 class DeferredWeight(nnx.Variable):
-    """A weight matrix that has a ticket; it has no gradient of its own."""
+    """A weight matrix whose gradient goes to a ticket or to accumulators; it has none of its own."""
 
 
 class LinearProduct(NamedTuple):

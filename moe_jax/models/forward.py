@@ -14,7 +14,7 @@ from moe_jax.layers.balance import Sequences
 from moe_jax.layers.cache import KVCache
 from moe_jax.layers.fp8 import Fp8Copies
 from moe_jax.layers.lora import DropoutKey, Frozen
-from moe_jax.layers.moe import AccumulatedWeight, GradientAccumulator, PlaceInStack, StackedWeight
+from moe_jax.layers.moe import GradientAccumulator, PlaceInStack, StackedWeight
 from moe_jax.layers.paged import LayerPages
 from moe_jax.layers.passes import LayerArrays, Layers
 from moe_jax.layers.rope import RopeTables, rope_tables
@@ -180,7 +180,7 @@ def stage_layers(stage: nnx.Module, number: int, inputs: LayerInputs, per_layer:
     """
     spread = execution.spread
     accumulating = GradientAccumulator, WeightTicket
-    without_gradients = ExpertBias, Frozen, AccumulatedWeight, DeferredWeight, Fp8Copies
+    without_gradients = ExpertBias, Frozen, DeferredWeight, Fp8Copies
     graph, *states = nnx.split(stage, nnx.Param, accumulating, (*without_gradients, StackedWeight, PlaceInStack, DropoutKey))
     parameters, accumulators, others = states
     stacks, others = nnx.split_state(others, StackedWeight, ...)

@@ -113,6 +113,11 @@ def experts(
     is_frozen = weights.frozen or "in FP8 alone" in found
     operands = ExpertsOperands(xs, replace(weights, gate_up=gate_up, down=down, frozen=is_frozen), known, topk_experts)
     options = ExpertsOptions(backend, tuple(max_pairs), tuple(shares), chunk_tokens, fp8)
+    if isinstance(weights.gradient, ExpertProducts) and weights.gradient.row_alignment != options.row_alignment:
+        raise ValueError(
+            f"the ticket must come from expert_products_like with this call's backend and precision: row_alignment is "
+            f"{options.row_alignment}; got {weights.gradient.row_alignment}"
+        )
     return experts_of_parts(operands, options)
 
 

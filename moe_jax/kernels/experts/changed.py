@@ -31,11 +31,11 @@ from jaxtyping import Array, Float, Int
 from moe_jax.kernels.experts.activation import gated_silu, gated_silu_backward
 from moe_jax.kernels.experts.backends import OuterPart, implementation
 from moe_jax.kernels.experts.fp8 import backends as fp8_backends
-from moe_jax.kernels.experts.fp8.kept import KeptRows, keep_h, read_h
+from moe_jax.kernels.experts.fp8.kept import keep_h, read_h
 from moe_jax.kernels.experts.fp8.passes import Fp8Options, plan_of_matrices
 from moe_jax.kernels.experts.fp8.quantise import QuantisedRows, quantise_rows
 from moe_jax.kernels.experts.routing import Plan, rows_of_pairs
-from moe_jax.kernels.experts.separate_vjps import PartGradients, token_sums_of_shares, weight_of_row
+from moe_jax.kernels.experts.separate_vjps import GateUp, Hidden, PartGradients, token_sums_of_shares, weight_of_row
 from moe_jax.kernels.experts.weights import ExpertWeights, Matrix
 from moe_jax.kernels.low_rank import LowRank, RowsChange
 from moe_jax.kernels.precision import widened
@@ -50,22 +50,16 @@ class ChangedOptions(NamedTuple):
     """The matrices multiply in FP8, as `Matrix.in_fp8`, rows that are rounded. None: as `values`, in the rows' dtype."""
 
 
-class Changed(NamedTuple):
-    """The result of the gate-up step."""
-
-    act: Float[Array, "rows inter"]
-    h: Float[Array, "rows 2*inter"] | KeptRows
-    """As it is kept for the backward pass."""
-    u: Float[Array, "rows rank"]
-
-
-def gate_up_changed(options: ChangedOptions, x: Float[Array, "tokens hidden"], w_gate_up: Matrix, plan: Plan) -> Changed:
-    """Computes the gate-up step of a forward pass."""
+def gate_up_changed(
+    options: ChangedOptions, x: Float[Array, "tokens hidden"], w_gate_up: Matrix, plan: Plan, *, for_backward: bool
+) -> GateUp:
+    """Computes the gate-up step; h is None without a backward pass."""
     backend, change = implementation(options.backend), _change(w_gate_up)
     rows, source = backend.rows_of_tokens(x, plan)
     u = backend.grouped_matmul(rows, change.a, factors_plan(plan), source_of_row=source)
     h, act = changed_gated_matmul(options, rows, w_gate_up, plan, RowsChange(u, change.b), source_of_row=source)
-    return Changed(act, h if options.fp8 is None else keep_h(h, options.fp8.kept), u)
+    kept = h if options.fp8 is None else keep_h(h, options.fp8.kept)
+    return GateUp(act, kept if for_backward else None, u)
 
 
 def down_changed(
@@ -83,25 +77,18 @@ def down_changed(
     return token_sums_of_shares(rows, plan, weights, options.backend, shares), v
 
 
-class ChangedHidden(NamedTuple):
-    """The residuals of the forward pass for a part of the tokens."""
-
-    h: Float[Array, "rows 2*inter"] | KeptRows
-    u: Float[Array, "rows rank"]
-    v: Float[Array, "rows rank"]
-
-
 def gradients_changed(
     options: ChangedOptions,
     experts: ExpertWeights,
-    plan: Plan,
     x: Float[Array, "tokens hidden"],
     weights: Float[Array, "tokens k"],
-    kept: ChangedHidden,
+    hidden: Hidden,
     dy: Float[Array, "tokens hidden"],
     shares: int | None,
 ) -> PartGradients:
     """Returns the gradients of a part's tokens; the products are those of a1, b1, a2 and b2."""
+    h, plan, u, v = hidden
+    assert u is not None and v is not None
     backend, factors = implementation(options.backend), factors_plan(plan)
     gate_up, down = _change(experts.gate_up), _change(experts.down)
     matmul, outer = partial(backend.grouped_matmul, plan=factors, transpose=True), partial(OuterPart, plan=factors)
@@ -109,15 +96,15 @@ def gradients_changed(
     t2 = matmul(dy_rows, down.b, source_of_row=of_dy)
     weight = weight_of_row(weights, plan)
     dh, weighted_act, dweight_of_row = changed_gated_matmul_backward(
-        options, dy_rows, experts.down, read_h(kept.h), weight, plan, RowsChange(t2, down.a), source_of_row=of_dy
+        options, dy_rows, experts.down, read_h(h), weight, plan, RowsChange(t2, down.a), source_of_row=of_dy
     )
-    weighted_v = (kept.v * weight[:, None]).astype(kept.v.dtype)
+    weighted_v = (v * weight[:, None]).astype(v.dtype)
     of_down = outer(t2, weighted_act), outer(dy_rows, weighted_v, a_source_of_row=of_dy)
 
     x_rows, of_x = backend.rows_of_tokens(x, plan)
     t1 = matmul(dh, gate_up.b)
     dx_rows = changed_matmul(options, dh, experts.gate_up, plan, RowsChange(t1, gate_up.a), transpose=True)
-    of_gate_up = outer(t1, x_rows, b_source_of_row=of_x), outer(dh, kept.u)
+    of_gate_up = outer(t1, x_rows, b_source_of_row=of_x), outer(dh, u)
     return PartGradients(
         token_sums_of_shares(dx_rows, plan, None, options.backend, shares),
         rows_of_pairs(dweight_of_row, plan).astype(weights.dtype),

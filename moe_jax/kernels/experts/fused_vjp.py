@@ -8,14 +8,14 @@ Tokens come in parts that are computed one after the other, or in one part that 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Integer
 
 from moe_jax.kernels.experts.backends import OuterPart, grouped_outer_of_parts, implementation
-from moe_jax.kernels.experts.changed import ChangedHidden, ChangedOptions, down_changed, gate_up_changed, gradients_changed
+from moe_jax.kernels.experts.changed import ChangedOptions, down_changed, gate_up_changed, gradients_changed
 from moe_jax.kernels.experts.fp8 import backends as fp8_backends
 from moe_jax.kernels.experts.fp8.kept import KeptRows
 from moe_jax.kernels.experts.fp8.passes import Fp8Options, down_in_fp8, gate_up_in_fp8, gradients_in_fp8, quantise_experts
@@ -32,6 +32,8 @@ from moe_jax.kernels.experts.routing import (
     wide_ids,
 )
 from moe_jax.kernels.experts.separate_vjps import (
+    GateUp,
+    Hidden,
     PartGradients,
     down_of_shares,
     dx_of_shares,
@@ -80,16 +82,6 @@ class ExpertsOptions(NamedTuple):
         return ChangedOptions(self.backend, self.fp8)
 
 
-class HiddenResiduals(NamedTuple):
-    """The residuals of a part beside its tokens. `h` is None where no backward pass follows."""
-
-    h: Float[Array, "rows 2*inter"] | KeptRows | None
-    plan: Plan
-    u: Float[Array, "rows rank"] | None = None
-    v: Float[Array, "rows rank"] | None = None
-    """Both belong to changed matrices (`changed`)."""
-
-
 class ExpertsResiduals(NamedTuple):
     """The residuals of the backward pass.
 
@@ -103,7 +95,7 @@ class ExpertsResiduals(NamedTuple):
     """As given, without a ticket."""
     topk_weights: Arrays
     hidden: Any
-    """`HiddenResiduals`: one entry per part, or a single one with a leading axis of chunks."""
+    """`Hidden`: one entry per part, or a single one with a leading axis of chunks."""
     experts: Arrays | None = None
     """The chosen ids, where the weights' gradient is a ticket's."""
 
@@ -161,14 +153,6 @@ def forward_pass(
     return ys, residuals._replace(weights=kept, experts=operands.experts if is_ticket else None)
 
 
-class _GateUp(NamedTuple):
-    """The result of the gate-up pass; rows without a pair are finite, since later steps multiply them by zeros."""
-
-    act: Float[Array, "rows inter"] | QuantisedRows
-    h: Float[Array, "rows 2*inter"] | KeptRows | None
-    u: Float[Array, "rows rank"] | None = None
-
-
 class _PartOutput(NamedTuple):
     y_of_shares: list[Array]
     h: Float[Array, "rows 2*inter"] | KeptRows | None
@@ -188,9 +172,8 @@ class _Outcome(NamedTuple):
     extra: Any
 
 
-class _Step(NamedTuple):
-    function: Callable[..., _Outcome]
-    arguments: tuple
+_Step = tuple[Callable[..., _Outcome], tuple]
+"""A function and its arguments."""
 
 
 def _forward_of_parts(
@@ -207,9 +190,9 @@ def _forward_of_parts(
 
     own, *others = zip(options.max_pairs, options.shares, operands.xs, operands.topk_weights, operands.experts, strict=True)
     max_pairs, shares, x, own_weights, own_experts = own
-    steps = [_Step(partial(gate_up, max_pairs), (x, own_experts))]
+    steps: list[_Step] = [(partial(gate_up, max_pairs), (x, own_experts))]
     for max_pairs, other_shares, x, weights, experts in others:
-        steps.append(_Step(partial(both_passes, max_pairs, other_shares), (x, weights, experts)))
+        steps.append((partial(both_passes, max_pairs, other_shares), (x, weights, experts)))
     # The barriers hold h too: where `jax.checkpoint` does not compute y again, parts must still run one after the other.
     ((act, h, u), own_planned), *outcomes = _one_after_the_other(steps)
     if outcomes:
@@ -218,7 +201,7 @@ def _forward_of_parts(
     y, v = _down_of_part(operands, options, act, own_weights, own_planned.plan, shares)
     outcomes = [_Outcome(_PartOutput(y, h, u, v), own_planned), *outcomes]
     ys = tuple(jnp.concatenate(outcome.result.y_of_shares) for outcome in outcomes)
-    hidden = tuple(HiddenResiduals(part.h, planned.plan, part.u, part.v) for part, planned in outcomes)
+    hidden = tuple(Hidden(part.h, planned.plan, part.u, part.v) for part, planned in outcomes)
     xs = tuple(outcome.extra.x for outcome in outcomes)
     return ys, ExpertsResiduals(xs, operands.weights, operands.topk_weights, hidden)
 
@@ -235,10 +218,10 @@ def _forward_of_chunks(
     assert options.chunk_tokens is not None
     (x,), (weights,), (experts,) = operands.xs, operands.topk_weights, operands.experts
 
-    def of_chunk(chunk: _Chunk) -> tuple[Array, HiddenResiduals]:
+    def of_chunk(chunk: _Chunk) -> tuple[Array, Hidden]:
         (act, h, u), planned = _gate_up_of_part(operands, options, for_backward, options.max_pairs[0], chunk.x, chunk.experts)
         (y,), v = _down_of_part(operands, options, act, chunk.weights, planned.plan)
-        return y, HiddenResiduals(h, planned.plan, u, v)
+        return y, Hidden(h, planned.plan, u, v)
 
     # Padding tokens of the last chunk choose an id outside [0, E).
     chunks = _Chunk(
@@ -306,12 +289,11 @@ def _gradients_at(weights: ExpertWeights, gradients: Any) -> ExpertWeights:
 
 
 def _backward_of_parts(options: ExpertsOptions, residuals: ExpertsResiduals, dys: Arrays) -> _Gradients:
-    steps = []
+    steps: list[_Step] = []
     for shares, x, weights, hidden, dy in zip(
         options.shares, residuals.xs, residuals.topk_weights, residuals.hidden, dys, strict=True
     ):
-        of_part = partial(_gradients_of_part, residuals.weights, options, shares, x, weights, hidden)
-        steps.append(_Step(of_part, (dy,)))
+        steps.append((partial(_gradients_of_part, residuals.weights, options, shares, x, weights, hidden), (dy,)))
     outcomes = _one_after_the_other(steps)
     dxs = tuple(jnp.concatenate(outcome.result.dx_of_shares) for outcome in outcomes)
     dweights = tuple(outcome.result.dweights for outcome in outcomes)
@@ -335,7 +317,7 @@ class _BackwardChunk(NamedTuple):
     dy: Float[Array, "chunk hidden"]
     x: Float[Array, "chunk hidden"]
     weights: Float[Array, "chunk k"]
-    hidden: HiddenResiduals
+    hidden: Hidden
 
 
 def _backward_of_chunks(options: ExpertsOptions, residuals: ExpertsResiduals, dys: Arrays) -> _Gradients:
@@ -371,7 +353,7 @@ def _gate_up_of_part(
     x: Float[Array, "tokens hidden"] | QuantisedRows,
     experts: Integer[Array, "tokens k"],
 ) -> _Outcome:
-    """Returns a `_GateUp` and its `_PlannedTokens`."""
+    """Returns a `GateUp` and its `_PlannedTokens`."""
     experts_weights, backend, alignment = operands.weights, implementation(options.backend), options.row_alignment
     num_experts, w = experts_weights.num_experts, experts_weights.gate_up
     # With an alignment of 1 this holds for a single token alone.
@@ -383,15 +365,14 @@ def _gate_up_of_part(
     planned = replace(planned, layer=experts_weights.layer)
     if experts_weights.is_changed:
         assert not isinstance(x, QuantisedRows)
-        found = gate_up_changed(options.of_changed, x, w, planned)
-        made = _GateUp(found.act, found.h if for_backward else None, found.u)
+        made = gate_up_changed(options.of_changed, x, w, planned, for_backward=for_backward)
     elif options.fp8 is not None:
         assert w.in_fp8 is not None
-        made = _GateUp(*gate_up_in_fp8(x, w.in_fp8, planned, options.fp8, for_backward=for_backward))
+        made = gate_up_in_fp8(x, w.in_fp8, planned, options.fp8, for_backward=for_backward)
     else:
         rows, source = backend.rows_of_tokens(x, planned, for_gradients=for_backward)
         h, act = backend.gated_matmul(rows, w.values, planned, source_of_row=source, keep_h=for_backward)
-        made = _GateUp(act, h)
+        made = GateUp(act, h)
     return _Outcome(made, _PlannedTokens(planned, x))
 
 
@@ -415,20 +396,18 @@ def _gradients_of_part(
     shares: int | None,
     x: Float[Array, "tokens hidden"] | QuantisedRows,
     weights: Float[Array, "tokens k"],
-    hidden: HiddenResiduals,
+    hidden: Hidden,
     dy: Float[Array, "tokens hidden"],
 ) -> _Outcome:
     """Returns the `PartGradients` of one part, for which later parts wait, and their products, for which they do not."""
-    plan, h = hidden.plan, cast(Any, hidden.h)
-    if experts.is_changed:
-        assert hidden.u is not None and hidden.v is not None and not isinstance(x, QuantisedRows)
-        kept = ChangedHidden(h, hidden.u, hidden.v)
-        found = gradients_changed(options.of_changed, experts, plan, x, weights, kept, dy, shares)
-    elif options.fp8 is not None:
-        found = gradients_in_fp8(options.fp8, experts, plan, x, weights, h, dy, shares)
+    if options.fp8 is not None and not experts.is_changed:
+        found = gradients_in_fp8(options.fp8, experts, x, weights, hidden, dy, shares)
     else:
         assert not isinstance(x, QuantisedRows)
-        found = _gradients_in_dtype(experts, options.backend, shares, x, weights, hidden, dy)
+        if experts.is_changed:
+            found = gradients_changed(options.of_changed, experts, x, weights, hidden, dy, shares)
+        else:
+            found = _gradients_in_dtype(experts, options.backend, shares, x, weights, hidden, dy)
     products = found.products if _trained(experts) else ()
     return _Outcome(found._replace(products=()), products)
 
@@ -439,7 +418,7 @@ def _gradients_in_dtype(
     shares: int | None,
     x: Float[Array, "tokens hidden"],
     weights: Float[Array, "tokens k"],
-    hidden: HiddenResiduals,
+    hidden: Hidden,
     dy: Float[Array, "tokens hidden"],
 ) -> PartGradients:
     plan, (w_gate_up, w_down) = hidden.plan, (experts.gate_up.values, experts.down.values)

@@ -1,13 +1,15 @@
 """`gate_up` and `down`, each by itself with its gradients by hand; `api` derives the formulas and checks the arguments."""
 
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from moe_jax.kernels.experts.backends import OuterPart, grouped_outer_of_parts, implementation
+from moe_jax.kernels.experts.fp8.kept import KeptRows
+from moe_jax.kernels.experts.fp8.quantise import QuantisedRows
 from moe_jax.kernels.experts.routing import Plan, rows_of_pairs
 from moe_jax.kernels.precision import widened
 
@@ -22,6 +24,27 @@ def gate_up(x: Array, w_gate_up: Array, plan: Plan, backend: str) -> Float[Array
 def down(act: Array, w_down: Array, weights: Array, plan: Plan, backend: str) -> Float[Array, "tokens hidden"]:
     """Returns y for an act whose rows without a pair are finite."""
     return _differentiable_down(act, w_down, weights, plan, backend)
+
+
+class GateUp(NamedTuple):
+    """The result of the gate-up step; rows without a pair are finite, since later steps multiply them by zeros."""
+
+    act: Float[Array, "rows inter"] | QuantisedRows
+    h: Float[Array, "rows 2*inter"] | KeptRows | None
+    """As it is kept for the backward pass; None without one."""
+    u: Float[Array, "rows rank"] | None = None
+    """Of changed matrices (`changed`)."""
+
+
+class Hidden(NamedTuple):
+    """The residuals of a part of the tokens, beside its tokens."""
+
+    h: Any
+    """`GateUp.h`; None where no backward pass follows."""
+    plan: Plan
+    u: Float[Array, "rows rank"] | None = None
+    v: Float[Array, "rows rank"] | None = None
+    """Both belong to changed matrices (`changed`)."""
 
 
 class PartGradients(NamedTuple):

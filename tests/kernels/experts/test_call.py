@@ -1,5 +1,6 @@
 """The forms of weights that combine in one call give what plain matrices give; all others are refused with a reason."""
 
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -7,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
-from expert_layers import Adapter, Form, gradients_by_accumulators, gradients_by_tickets, make_layer
+from expert_layers import Adapter, Form, compute, gradients_by_accumulators, gradients_by_tickets, make_layer
 
 from moe_jax.kernels import Precision, quantise_matrices
 from moe_jax.kernels.experts.call import REFUSED, TokenPart, experts
@@ -144,3 +145,10 @@ def test_what_is_refused(rng):
         with pytest.raises(ValueError) as error:
             experts(parts, weights, **options)
         assert str(error.value) == why
+
+
+def test_a_ticket_of_another_call(rng):
+    x, w_gate_up, w_down, weights, chosen = make_layer(rng, "random", TOKENS, EXPERTS, K, 128, 128)
+    form = Form(gradient=replace(expert_products_like(x, EXPERTS, K, 128), row_alignment=64))
+    with pytest.raises(ValueError, match="the ticket must come from expert_products_like .*: row_alignment is 1; got 64"):
+        compute(x, w_gate_up, w_down, weights, chosen, form, backend="xla")

@@ -22,11 +22,11 @@ from jaxtyping import Array, BFloat16, Float
 from moe_jax.kernels.experts import backends
 from moe_jax.kernels.experts.backends import OuterPart
 from moe_jax.kernels.experts.fp8.backends import implementation, resolve_fp8_backend
-from moe_jax.kernels.experts.fp8.kept import KeptRows, keep_h, read_h
+from moe_jax.kernels.experts.fp8.kept import keep_h, read_h
 from moe_jax.kernels.experts.fp8.precision import Kept, Precision
 from moe_jax.kernels.experts.fp8.quantise import InFp8, QuantisedRows, dequantised_rows, quantise_matrices
 from moe_jax.kernels.experts.routing import Plan, rows_of_pairs
-from moe_jax.kernels.experts.separate_vjps import PartGradients, token_sums_of_shares, weight_of_row
+from moe_jax.kernels.experts.separate_vjps import GateUp, Hidden, PartGradients, token_sums_of_shares, weight_of_row
 from moe_jax.kernels.experts.weights import ExpertWeights
 
 
@@ -64,12 +64,12 @@ def gate_up_in_fp8(
     options: Fp8Options,
     *,
     for_backward: bool,
-) -> tuple[QuantisedRows, BFloat16[Array, "rows 2*inter"] | KeptRows | None]:
-    """Returns act, and h as it is kept for the backward pass; None without one."""
+) -> GateUp:
+    """Computes the gate-up step; h is None without a backward pass."""
     matmuls, plan = implementation(options.matmuls), plan_of_matrices(plan, w_gate_up)
     rows = matmuls.rows_of_rounded(x, plan) if isinstance(x, QuantisedRows) else matmuls.rows_of_tokens(x, plan)
     h, act = matmuls.gated_matmul(rows, w_gate_up.rounded, plan, keep_h=for_backward)
-    return act, None if h is None else keep_h(h, options.kept)
+    return GateUp(act, None if h is None else keep_h(h, options.kept))
 
 
 def down_in_fp8(
@@ -88,20 +88,19 @@ def down_in_fp8(
 def gradients_in_fp8(
     options: Fp8Options,
     experts: ExpertWeights,
-    plan: Plan,
     x: BFloat16[Array, "tokens hidden"] | QuantisedRows,
     weights: Float[Array, "tokens k"],
-    h: BFloat16[Array, "rows 2*inter"] | KeptRows,
+    hidden: Hidden,
     dy: BFloat16[Array, "tokens hidden"],
     shares: int | None,
 ) -> PartGradients:
     """Computes the gradients of the inputs in FP8, and gathers the bf16 operands of the matrices' gradients."""
-    w_gate_up, w_down = experts.gate_up.in_fp8, experts.down.in_fp8
+    plan, w_gate_up, w_down = hidden.plan, experts.gate_up.in_fp8, experts.down.in_fp8
     assert w_gate_up is not None and w_down is not None
     matmuls, of_matrices = implementation(options.matmuls), plan_of_matrices(plan, w_down)
     gate_up, down = w_gate_up.in_both_orders().transposed, w_down.in_both_orders().transposed
     backward = matmuls.gated_matmul_backward(
-        matmuls.rows_of_tokens(dy, of_matrices), down, read_h(h), weight_of_row(weights, plan), of_matrices
+        matmuls.rows_of_tokens(dy, of_matrices), down, read_h(hidden.h), weight_of_row(weights, plan), of_matrices
     )
     dh, dh_bf16, weighted_act, dweight_of_row = backward
     dx_rows = matmuls.grouped_matmul(dh, gate_up, of_matrices)
