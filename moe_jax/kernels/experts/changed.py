@@ -56,8 +56,14 @@ def gate_up_changed(
     """Computes the gate-up step; h is None without a backward pass."""
     backend, change = implementation(options.backend), _change(w_gate_up)
     rows, source = backend.rows_of_tokens(x, plan)
-    u = backend.grouped_matmul(rows, change.a, factors_plan(plan), source_of_row=source)
-    h, act = changed_gated_matmul(options, rows, w_gate_up, plan, RowsChange(u, change.b), source_of_row=source)
+    u = backend.grouped_matmul(rows, change.a, _of_one_layer(plan), source_of_row=source)
+    of_rows = RowsChange(u, change.b)
+    if _adds_in_kernel(options, plan):
+        of_rows = _in_dtype(of_rows, rows.dtype)
+        h, act = backend.gated_matmul(rows, w_gate_up.values, plan, source_of_row=source, change=of_rows)
+    else:
+        h = _matmul(options, rows, w_gate_up, plan, of_rows, source_of_row=source)
+        act = gated_silu(h)
     kept = h if options.fp8 is None else keep_h(h, options.fp8.kept)
     return GateUp(act, kept if for_backward else None, u)
 
@@ -72,8 +78,8 @@ def down_changed(
 ) -> tuple[list[Array], Float[Array, "rows rank"]]:
     """Returns y, one array per share of the tokens, and v."""
     change = _change(w_down)
-    v = implementation(options.backend).grouped_matmul(act, change.a, factors_plan(plan))
-    rows = changed_matmul(options, act, w_down, plan, RowsChange(v, change.b))
+    v = implementation(options.backend).grouped_matmul(act, change.a, _of_one_layer(plan))
+    rows = _matmul(options, act, w_down, plan, RowsChange(v, change.b))
     return token_sums_of_shares(rows, plan, weights, options.backend, shares), v
 
 
@@ -89,21 +95,21 @@ def gradients_changed(
     """Returns the gradients of a part's tokens; the products are those of a1, b1, a2 and b2."""
     h, plan, u, v = hidden
     assert u is not None and v is not None
-    backend, factors = implementation(options.backend), factors_plan(plan)
+    backend, factors = implementation(options.backend), _of_one_layer(plan)
     gate_up, down = _change(experts.gate_up), _change(experts.down)
     matmul, outer = partial(backend.grouped_matmul, plan=factors, transpose=True), partial(OuterPart, plan=factors)
     dy_rows, of_dy = backend.rows_of_tokens(dy, plan)
     t2 = matmul(dy_rows, down.b, source_of_row=of_dy)
     weight = weight_of_row(weights, plan)
-    dh, weighted_act, dweight_of_row = changed_gated_matmul_backward(
-        options, dy_rows, experts.down, read_h(h), weight, plan, RowsChange(t2, down.a), source_of_row=of_dy
+    dh, weighted_act, dweight_of_row = _gated_backward(
+        options, dy_rows, experts.down, read_h(h), weight, plan, RowsChange(t2, down.a), of_dy
     )
     weighted_v = (v * weight[:, None]).astype(v.dtype)
     of_down = outer(t2, weighted_act), outer(dy_rows, weighted_v, a_source_of_row=of_dy)
 
     x_rows, of_x = backend.rows_of_tokens(x, plan)
     t1 = matmul(dh, gate_up.b)
-    dx_rows = changed_matmul(options, dh, experts.gate_up, plan, RowsChange(t1, gate_up.a), transpose=True)
+    dx_rows = _matmul(options, dh, experts.gate_up, plan, RowsChange(t1, gate_up.a), transpose=True)
     of_gate_up = outer(t1, x_rows, b_source_of_row=of_x), outer(dh, u)
     return PartGradients(
         token_sums_of_shares(dx_rows, plan, None, options.backend, shares),
@@ -130,20 +136,17 @@ def of_each_expert(factors: LowRank, num_experts: int, alignment: int) -> LowRan
     return LowRank(jnp.pad(a, ((0, 0), (0, fill), (0, 0))), jnp.pad(b, ((0, 0), (0, 0), (0, fill)))) if fill else LowRank(a, b)
 
 
-def changed_matmul(
+def _matmul(
     options: ChangedOptions,
-    x: Float[Array, "sources in"],
+    x: Array,
     w: Matrix,
     plan: Plan,
     change: RowsChange,
     *,
-    source_of_row: Int[Array, "rows"] | None = None,
+    source_of_row: Array | None = None,
     transpose: bool = False,
 ) -> Float[Array, "rows out"]:
-    """Returns `grouped_matmul` of x with the changed matrices. Rows of no expert may be left unwritten.
-
-    With `plan.layer`, w is a stack of layers. The change's factor is always of one layer.
-    """
+    """Returns `grouped_matmul` of x with the changed matrices. Rows of no expert may be left unwritten."""
     given: dict[str, Any] = dict(source_of_row=source_of_row, transpose=transpose)
     backend = implementation(options.backend)
     if _adds_in_kernel(options, plan):
@@ -155,50 +158,30 @@ def changed_matmul(
         product = in_fp8(_rounded(x, source_of_row), codes, plan_of_matrices(plan, w.in_fp8))
     else:
         product = backend.grouped_matmul(x, w.values, plan, **given)
-    return product + backend.grouped_matmul(change.rows, change.factor, factors_plan(plan), transpose=transpose)
+    return product + backend.grouped_matmul(change.rows, change.factor, _of_one_layer(plan), transpose=transpose)
 
 
-def factors_plan(plan: Plan) -> Plan:
-    """Returns the plan of matmuls with factors of a change, which are of one layer whatever the matrices are."""
+def _of_one_layer(plan: Plan) -> Plan:
+    """Returns the plan of matmuls with factors, which are of one layer whatever the matrices are."""
     return dataclasses.replace(plan, layer=None)
 
 
-def changed_gated_matmul(
+def _gated_backward(
     options: ChangedOptions,
-    x: Float[Array, "sources in"],
-    w: Matrix,
-    plan: Plan,
-    change: RowsChange,
-    *,
-    source_of_row: Int[Array, "rows"] | None = None,
-) -> tuple[Float[Array, "rows 2*inter"], Float[Array, "rows inter"]]:
-    """Returns h = [gate | up] and act = silu(gate) * up, h being the product with the changed matrices."""
-    if _adds_in_kernel(options, plan):
-        gated = implementation(options.backend).gated_matmul
-        h, act = gated(x, w.values, plan, source_of_row=source_of_row, change=_in_dtype(change, x.dtype))
-        assert h is not None
-        return h, act
-    h = changed_matmul(options, x, w, plan, change, source_of_row=source_of_row)
-    return h, gated_silu(h)
-
-
-def changed_gated_matmul_backward(
-    options: ChangedOptions,
-    dy: Float[Array, "sources out"],
+    dy: Array,
     w_down: Matrix,
-    h: Float[Array, "rows 2*inter"],
-    weight_of_row: Float[Array, "rows"],
+    h: Array,
+    weight_of_row: Array,
     plan: Plan,
     change: RowsChange,
-    *,
-    source_of_row: Int[Array, "rows"] | None = None,
-) -> tuple[Float[Array, "rows 2*inter"], Float[Array, "rows inter"], Float[Array, "rows"]]:
+    source_of_row: Array | None,
+) -> tuple[Array, Array, Array]:
     """Returns what `gated_matmul_backward` returns, with the changed matrices: dh, weight * act, and the weights' gradients."""
     if _adds_in_kernel(options, plan):
         backward = implementation(options.backend).gated_matmul_backward
         change = _in_dtype(change, dy.dtype)
         return backward(dy, w_down.values, h, weight_of_row, plan, source_of_row=source_of_row, change=change)
-    g = widened(changed_matmul(options, dy, w_down, plan, change, source_of_row=source_of_row, transpose=True))
+    g = widened(_matmul(options, dy, w_down, plan, change, source_of_row=source_of_row, transpose=True))
     act, weight = widened(gated_silu(h)), widened(weight_of_row)[:, None]
     return gated_silu_backward(h, weight * g), (weight * act).astype(h.dtype), jnp.sum(g * act, axis=1)
 
