@@ -8,6 +8,7 @@ behind the other: the GPU is under load. "parts" times the thin products alone, 
 """
 
 import argparse
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -17,12 +18,10 @@ from timing import median_ms
 from moe_jax import kernels
 from moe_jax.config import NAMED_CONFIGS
 from moe_jax.kernels.experts import mosaic
-from moe_jax.kernels.experts.adapted import ExpertsAdapter, experts_mlp_adapted
-from moe_jax.kernels.experts.fp8.adapted import experts_mlp_adapted_in_fp8
-from moe_jax.kernels.experts.fp8.experts import Fp8Matrices
-from moe_jax.kernels.experts.fp8.passes import QuantisedExperts
-from moe_jax.kernels.experts.internal import experts_mlp_frozen
+from moe_jax.kernels.experts.call import TokenPart
+from moe_jax.kernels.experts.call import experts as compute
 from moe_jax.kernels.experts.routing import plan
+from moe_jax.kernels.experts.weights import ExpertWeights, Matrix
 from moe_jax.kernels.low_rank import LowRank
 
 
@@ -48,11 +47,17 @@ def main() -> None:
     chosen = ((jnp.arange(args.tokens)[:, None] * k + jnp.arange(k)) % experts).astype(jnp.int32)
     weights = jnp.full(chosen.shape, 1 / k, jnp.float32)
 
-    def adapter_of(rank: int) -> ExpertsAdapter:
+    def adapter_of(rank: int) -> tuple[LowRank, LowRank]:
         wide, narrow = partial(normal, 4, experts, dtype=jnp.float32), partial(normal, 5, experts, dtype=jnp.float32)
-        return ExpertsAdapter(
-            LowRank(wide(rank, hidden), narrow(2 * inter, rank)), LowRank(wide(rank, inter), narrow(hidden, rank))
-        )
+        return LowRank(wide(rank, hidden), narrow(2 * inter, rank)), LowRank(wide(rank, inter), narrow(hidden, rank))
+
+    def frozen(own, matrices, precision=None):
+        """The experts with frozen matrices, and their changes if there are some."""
+        x, weights, *adapter = own
+        changes = adapter[0] if adapter else (None, None)
+        pairs = zip(map(Matrix.of, matrices), changes, strict=True)
+        operands = ExpertWeights(*(replace(w, change=change) for w, change in pairs), frozen=True)
+        return compute([TokenPart(x, weights, chosen)], operands, precision=precision)[0]
 
     def show(name: str, f, trained: tuple, matrices: tuple = matrices) -> None:
         """Times f(trained, matrices): the result, and gradients of `trained` alone."""
@@ -65,25 +70,13 @@ def main() -> None:
         print(f"{name:24} {median_ms(step, (trained, matrices, dy), args.launches):7.2f} ms", flush=True)
 
     show("trained", lambda own, _: kernels.experts_mlp(own[0], *own[2:], own[1], chosen), (x, weights, *matrices))
-    show("frozen", lambda own, matrices: experts_mlp_frozen(own[0], *matrices, own[1], chosen), (x, weights))
+    show("frozen", frozen, (x, weights))
     for rank in args.ranks:
-        show(
-            f"frozen, rank {rank}",
-            lambda own, matrices: experts_mlp_adapted(own[0], *matrices, own[1], chosen, own[2]),
-            (x, weights, adapter_of(rank)),
-        )
-    precision, quantised = kernels.Precision(), tuple(map(kernels.quantise_matrices, matrices))
-
-    def in_fp8(own, matrices):
-        return kernels.experts_mlp(own[0], *matrices, own[1], chosen, precision=precision)
-
-    def adapted_in_fp8(own, matrices):
-        frozen = Fp8Matrices(None, QuantisedExperts(*matrices))
-        return experts_mlp_adapted_in_fp8(own[0], frozen, own[1], chosen, own[2], precision)
-
+        show(f"frozen, rank {rank}", frozen, (x, weights, adapter_of(rank)))
+    in_fp8, quantised = partial(frozen, precision=kernels.Precision()), tuple(map(kernels.quantise_matrices, matrices))
     show("frozen in FP8", in_fp8, (x, weights), quantised)
     for rank in args.ranks:
-        show(f"frozen in FP8, rank {rank}", adapted_in_fp8, (x, weights, adapter_of(rank)), quantised)
+        show(f"frozen in FP8, rank {rank}", in_fp8, (x, weights, adapter_of(rank)), quantised)
     if args.parts:
         show_parts(args, x, chosen, inter, experts)
 

@@ -5,16 +5,15 @@
     python benchmarks/gradient_totals.py --tokens 64 --experts 8 --top-k 2 --hidden 128 --intermediate 64    # for a CPU
 
 Each row is forward + backward of the experts without router. *none*: gradients in the weights' dtype, not accumulated. *xla*:
-these gradients, then totals + gradients. *kernels*: `experts_mlp_accumulating` with these totals. The totals (accumulators) are
-donated. MiB are temporaries, and results that do not reuse an argument's memory, as the compiler reports them. A time is the
-median of 5 groups of calls. First the two ways of adding must agree, or the process exits with 1.
+these gradients, then totals + gradients. *kernels*: the experts with these totals as accumulators. The totals are donated. MiB
+are temporaries, and results that do not reuse an argument's memory, as the compiler reports them. A time is the median of 5
+groups of calls. First the two ways of adding must agree, or the process exits with 1.
 """
 
 import argparse
 import statistics
 import sys
 import time
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -22,8 +21,10 @@ from jaxtyping import Array
 
 from moe_jax.config import EXPERT_LAYERS
 from moe_jax.kernels import experts_mlp
+from moe_jax.kernels.experts.call import TokenPart
+from moe_jax.kernels.experts.call import experts as compute
 from moe_jax.kernels.experts.choose_backend import BACKENDS
-from moe_jax.kernels.experts.internal import Accumulators, experts_mlp_accumulating
+from moe_jax.kernels.experts.weights import Accumulators, ExpertWeights
 
 WAYS = ("none", "xla", "kernels")
 TOLERANCE = 1e-2
@@ -82,10 +83,12 @@ def compiled(way: str, backend: str | None, inputs: tuple):
 
     def step(totals, x, experts, weights, chosen, dy):
         if way == "kernels":
-            run = partial(
-                experts_mlp_accumulating, w_gate_up=experts[0], w_down=experts[1], topk_experts=chosen, backend=backend
-            )
-            _, pullback = jax.vjp(lambda x, w, t: run(x, topk_weights=w, accumulators=Accumulators(*t)), x, weights, totals)
+
+            def run(x, weights, totals):
+                operands = ExpertWeights.of(*experts, gradient=Accumulators(*totals))
+                return compute([TokenPart(x, weights, chosen)], operands, backend=backend)[0]
+
+            _, pullback = jax.vjp(run, x, weights, totals)
             *others, totals = pullback(dy)
             return totals, others
         _, pullback = jax.vjp(lambda x, weights, w: experts_mlp(x, *w, weights, chosen, backend=backend), x, weights, experts)

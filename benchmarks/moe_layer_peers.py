@@ -145,14 +145,15 @@ def _router_in_jax(system: str, k: int) -> Callable:
 
 def _experts_in_fp8(backend: str, precision: str) -> Callable:
     from moe_jax.kernels import Precision
-    from moe_jax.kernels.experts.fp8.experts import Fp8Matrices, experts_mlp_in_fp8
-    from moe_jax.kernels.experts.fused_vjp import Matrices
+    from moe_jax.kernels.experts.call import TokenPart
+    from moe_jax.kernels.experts.call import experts as compute
+    from moe_jax.kernels.experts.weights import ExpertWeights, Matrix
 
     recipe = Precision.named(precision)
 
     def experts(x, w_gate_up, w_down, weights, chosen, copies):
-        matrices = Fp8Matrices(Matrices(w_gate_up, w_down), copies)
-        return experts_mlp_in_fp8(x, matrices, weights, chosen, recipe, backend=backend)
+        matrices = ExpertWeights(*map(Matrix, (w_gate_up, w_down), copies))
+        return compute([TokenPart(x, weights, chosen)], matrices, precision=recipe, backend=backend)[0]
 
     return experts
 

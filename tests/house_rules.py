@@ -28,14 +28,7 @@ MANY_PARAMETERS = {
     "moe_jax/kernels/attention/paged/api.py:paged_attention": "as attention, and the pages",
     "moe_jax/layers/moe.py:Experts.__init__": _MODULE,
     "moe_jax/layers/moe.py:MoE.__init__": _MODULE,
-    "moe_jax/kernels/experts/adapted.py:experts_mlp_adapted": "the arguments of experts_mlp, and the adapter",
-    "moe_jax/kernels/experts/adapted.py:experts_mlp_adapted_in_stack": "as experts_mlp_adapted, and the layer",
     "moe_jax/kernels/experts/api.py:experts_mlp": "tokens, both matrices, biases, choices, and how experts multiply",
-    "moe_jax/kernels/experts/fp8/adapted.py:experts_mlp_adapted_in_fp8": "the arguments of experts_mlp, and the adapter",
-    "moe_jax/kernels/experts/fp8/experts.py:experts_mlp_in_fp8": "the arguments of experts_mlp, and the accumulators",
-    "moe_jax/kernels/experts/fp8/passes.py:gradients_in_fp8": "the operands of both gradients, and how they are computed",
-    "moe_jax/kernels/experts/internal.py:experts_mlp_accumulating": "the arguments of experts_mlp, and the accumulators",
-    "moe_jax/kernels/experts/internal.py:experts_mlp_of_parts": "the arguments of experts_mlp, and how parts are computed",
     "moe_jax/parallel/expert/mlp.py:expert_parallel_mlp": "the arguments of experts_mlp, and how the experts are spread",
 }
 """Public functions that may have more than `MAX_PARAMETERS`, as `moe_jax/file.py:function`, and why each needs them."""

@@ -99,7 +99,7 @@ def decode_on_devices[Results: tuple](
     """
     refuse_deleted(nnx.state(model))
     graph, parameters, *rest = nnx.split(model, nnx.Param, ...)
-    adapts = any(isinstance(module, Experts) and module.adapter is not None for _, module in nnx.iter_modules(model))
+    adapts = any(isinstance(module, Experts) and module.down_lora is not None for _, module in nnx.iter_modules(model))
     mesh = generation_mesh(devices_of(model, "generation"), model.config, spread_experts=not adapts)
     refuse_chunks(parameters, "generation")
     check_memory(model.config, prompts, options.max_new_tokens, dtype=model.dtype, devices=mesh.size)

@@ -22,7 +22,7 @@ def fp8() -> ModuleType:
 
 
 class Fp8Copies(nnx.Variable):
-    """The `QuantisedExperts` of an `Experts` module, or the `DenseCopies` of a `Linear`, made of its weights.
+    """The `InFp8` of both matrices of an `Experts` module, or the `DenseCopies` of a `Linear`, made of its weights.
 
     No gradient reaches them.
     """
@@ -30,6 +30,10 @@ class Fp8Copies(nnx.Variable):
 
 class WeightTicket(nnx.Variable):
     """Arrays with the shapes of a product's operands (`LinearProduct` or `ExpertProducts`), which are its "gradient"."""
+
+
+class DeferredWeight(nnx.Variable):
+    """A weight matrix whose gradient goes to a ticket or to accumulators; it has none of its own."""
 
 
 class LinearProduct(NamedTuple):

@@ -3,6 +3,7 @@
 import functools
 import math
 import operator
+from dataclasses import replace
 from typing import Any, Literal
 
 import jax.numpy as jnp
@@ -11,23 +12,17 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Integer
 
 from moe_jax.kernels.experts.activation import SILU, Activation
-from moe_jax.kernels.experts.adapted import ExpertsAdapter, experts_mlp_adapted, experts_mlp_adapted_in_stack
-from moe_jax.kernels.experts.deferred import ExpertProducts, expert_products_like, experts_mlp_deferring
-from moe_jax.kernels.experts.fp8.adapted import experts_mlp_adapted_in_fp8
+from moe_jax.kernels.experts.call import TokenPart
+from moe_jax.kernels.experts.call import experts as compute_experts
+from moe_jax.kernels.experts.deferred import expert_products_like
 from moe_jax.kernels.experts.fp8.dense import dense_copies
-from moe_jax.kernels.experts.fp8.experts import Fp8Matrices, experts_mlp_in_fp8
 from moe_jax.kernels.experts.fp8.passes import quantise_experts
 from moe_jax.kernels.experts.fp8.precision import Precision
-from moe_jax.kernels.experts.fused_vjp import Matrices
-from moe_jax.kernels.experts.internal import (
-    Accumulators,
-    experts_mlp_accumulating,
-    experts_mlp_frozen,
-    experts_mlp_in_stack,
-)
+from moe_jax.kernels.experts.fp8.quantise import InFp8
+from moe_jax.kernels.experts.weights import Accumulators, ExpertProducts, ExpertWeights, Matrix
 from moe_jax.layers.balance import Sequences
-from moe_jax.layers.fp8 import frozen_matrices, trained_matrices
-from moe_jax.layers.linear import Fp8Copies, Linear, TicketHolder, normal_parameter
+from moe_jax.layers.fp8 import codes_of
+from moe_jax.layers.linear import DeferredWeight, Fp8Copies, Linear, TicketHolder, normal_parameter
 from moe_jax.layers.lora import Adapter, Frozen
 from moe_jax.layers.matrices import check_declared, declared
 from moe_jax.layers.mlp import MLP
@@ -151,18 +146,11 @@ def _one_axis_of_tokens(name: str, array: Array, leading: tuple[int, ...], own_a
 
 
 class GradientAccumulator(nnx.Variable):
-    """An f32 array that a weight's gradient is added to.
-
-    The array's own gradient is the sum of both (`kernels.experts.internal.Accumulators`).
-    """
-
-
-class AccumulatedWeight(nnx.Variable):
-    """A weight whose gradient goes into a `GradientAccumulator`; it has no gradient of its own."""
+    """The `Accumulators` of both matrices of experts, whose gradient is the new sums (`ExpertWeights.gradient`)."""
 
 
 class StackedWeight(nnx.Variable):
-    """An `AccumulatedWeight` of all layers of a stack, of which a layer's kernels read their own. So is the accumulator."""
+    """A `DeferredWeight` of all layers of a stack, of which a layer's kernels read their own. So are the accumulators."""
 
 
 class PlaceInStack(nnx.Variable):
@@ -182,9 +170,11 @@ def add_expert_gradients_to(model: nnx.Module, accumulators: nnx.State, *, in_st
 
 def accumulated_gradients(accumulators: nnx.State) -> nnx.State:
     """Returns the arrays of `GradientAccumulator`s at the places of their weights: the inverse of `add_expert_gradients_to`."""
-    weights: dict[Any, str] = {"gate_up_accumulator": "gate_up_proj", "down_accumulator": "down_proj"}
-    flat = nnx.to_flat_state(accumulators)
-    return nnx.from_flat_state([((*path[:-1], weights[path[-1]]), nnx.Param(array[...])) for path, array in flat])
+    found = []
+    for (*path, _), variable in nnx.to_flat_state(accumulators):
+        sums = variable.get_value()
+        found += [((*path, "gate_up_proj"), nnx.Param(sums.gate_up)), ((*path, "down_proj"), nnx.Param(sums.down))]
+    return nnx.from_flat_state(found)
 
 
 def set_precision(model: nnx.Module, precision: Precision | None) -> None:
@@ -245,8 +235,7 @@ class Experts(TicketHolder):
     matrices = EXPERT_MATRICES
     gate_up_lora: Adapter | None = None
     down_lora: Adapter | None = None
-    gate_up_accumulator: GradientAccumulator | None = None
-    down_accumulator: GradientAccumulator | None = None
+    accumulators: GradientAccumulator | None = None
     place: PlaceInStack | None = None
     fp8_copies: Fp8Copies | None = None
     precision: Precision | None
@@ -277,59 +266,36 @@ class Experts(TicketHolder):
         self, x: Float[Array, "tokens hidden"], weights: Float[Array, "tokens k"], experts: Int[Array, "tokens k"]
     ) -> Float[Array, "tokens hidden"]:
         """Returns the weighted sum of the chosen experts' outputs (`kernels.experts_mlp`)."""
-        chunk_tokens = EXPERT_CHUNK_TOKENS if len(x) > 2 * EXPERT_CHUNK_TOKENS else None
-        adapter, act = self.adapter, self.activation
-        options: dict[str, Any] = dict(chunk_tokens=chunk_tokens, activation=act)
-        if self.precision is not None:
-            given = x, self._matrices_for_fp8(), weights, experts
-            if adapter is not None:
-                return experts_mlp_adapted_in_fp8(*given, adapter, self.precision, **options)
-            return experts_mlp_in_fp8(*given, self.precision, accumulators=self.accumulators, **options)
-        matrices, layer = self._matrices()
-        if layer is not None:
-            if adapter is not None:
-                return experts_mlp_adapted_in_stack(x, *matrices, weights, experts, adapter, layer, activation=act)
-            return experts_mlp_in_stack(x, *matrices, weights, experts, layer, activation=act)
-        if adapter is not None:
-            return experts_mlp_adapted(x, *matrices, weights, experts, adapter, **options)
-        if isinstance(self.gate_up_proj, Frozen):
-            return experts_mlp_frozen(x, *matrices, weights, experts, **options)
-        if self.ticket is not None:
-            return experts_mlp_deferring(x, *matrices, weights, experts, self.held_ticket, activation=act)
-        return experts_mlp_accumulating(x, *matrices, weights, experts, self.accumulators, **options)
-
-    def _matrices(self) -> tuple[Matrices, Int[Array, ""] | None]:
-        """Returns whole matrices, and their layer if they are stacks that kernels read in place."""
-        if self.place is None or self.accumulators is not None:
-            return Matrices(self.gate_up_proj[...], self.down_proj[...]), None
-        layer = self.place[...]
-        values = self.gate_up_proj.get_value(), self.down_proj.get_value()
-        if any(isinstance(value, Quantised) for value in values):
-            # Codes of one layer are made whole, not those of the stack.
-            return Matrices(*(of_stack(value, layer)[...] for value in values)), None
-        return Matrices(*values), layer
-
-    def matrices_of_device(self) -> tuple[tuple[Any, Any], Int[Array, ""] | None]:
-        """Returns both matrices as `parallel.expert_parallel_mlp` takes them, and their layer if they are stacks."""
-        if self.precision is not None and isinstance(self.gate_up_proj, Frozen):
-            in_fp8 = self._matrices_for_fp8()
-            if in_fp8.quantised is not None:
-                return (in_fp8.quantised.gate_up, in_fp8.quantised.down), in_fp8.layer
-        return self._matrices()
-
-    def _matrices_for_fp8(self) -> Fp8Matrices:
-        if self.ticket is not None:
-            raise ValueError("weight tickets hold operands in bf16: take precision 'bf16', or a schedule without tickets")
-        if isinstance(self.gate_up_proj, Frozen) or (self.place is not None and self.accumulators is None):
-            return frozen_matrices(self.gate_up_proj, self.down_proj, None if self.place is None else self.place[...])
-        return trained_matrices(self.gate_up_proj, self.down_proj, self.fp8_copies)
+        many = len(x) > 2 * EXPERT_CHUNK_TOKENS and self.ticket is None
+        options: dict[str, Any] = dict(chunk_tokens=EXPERT_CHUNK_TOKENS if many else None, precision=self.precision)
+        parts = [TokenPart(x, weights, experts)]
+        (y,) = compute_experts(parts, self.operands, activation=self.activation, **options)
+        return y
 
     @property
-    def adapter(self) -> ExpertsAdapter | None:
-        """The changes of both matrices; None without an adapter."""
-        if self.gate_up_lora is None or self.down_lora is None:
-            return None
-        return ExpertsAdapter(self.gate_up_lora.factors, self.down_lora.factors)
+    def operands(self) -> ExpertWeights:
+        """Both matrices as operands of a call. A stack that is read in place is frozen, but for its accumulators."""
+        values, layer = (self.gate_up_proj.get_value(), self.down_proj.get_value()), None
+        if self.place is not None:
+            layer = self.place[...]
+        codes = [None if self.precision is None else codes_of(value) for value in values]
+        if all(codes):
+            matrices = [Matrix(None, InFp8(each)) for each in codes if each is not None]
+        else:
+            if any(isinstance(value, Quantised) for value in values):
+                # Codes of one layer are made whole, not those of the stack.
+                whole = [value if layer is None else of_stack(value, layer) for value in values]
+                values, layer = (whole[0][...], whole[1][...]), None
+            matrices = list(map(Matrix.of, values))
+        if self.fp8_copies is not None:
+            copies = self.fp8_copies.get_value()
+            matrices = [replace(matrix, in_fp8=each) for matrix, each in zip(matrices, copies, strict=True)]
+        adapters = self.gate_up_lora, self.down_lora
+        changes = [None if lora is None else lora.factors for lora in adapters]
+        gate_up, down = (replace(matrix, change=change) for matrix, change in zip(matrices, changes, strict=True))
+        gradient = self.held_ticket if self.accumulators is None else self.accumulators.get_value()
+        is_frozen = isinstance(self.gate_up_proj, Frozen) or (self.place is not None and gradient is None)
+        return ExpertWeights(gate_up, down, layer, gradient, is_frozen)
 
     def products_like(self, x: Float[Array, "tokens hidden"]) -> ExpertProducts:
         """Returns arrays like the operands of both matrices' gradients.
@@ -340,7 +306,7 @@ class Experts(TicketHolder):
         if self.num_experts_per_tok is None:
             raise ValueError("the experts' ticket needs num_experts_per_tok; give it to Experts")
         *_, num_experts, _, inter = self.down_proj.shape
-        return expert_products_like(x, num_experts, self.num_experts_per_tok, inter)
+        return expert_products_like(x, num_experts, self.num_experts_per_tok, inter, precision=self.precision)
 
     def add_gradients_to(self, gate_up: Array, down: Array, *, in_stacks: bool = False) -> None:
         """Adds the weights' gradients to these f32 arrays of the weights' shapes from now on, in place of returning them.
@@ -348,20 +314,12 @@ class Experts(TicketHolder):
         Args:
           in_stacks: the module is a stack of layers that run one by one. Each is given the whole stacks, and its place in them.
         """
-        weight = StackedWeight if in_stacks else AccumulatedWeight
+        weight = StackedWeight if in_stacks else DeferredWeight
         if in_stacks:
             self.place = PlaceInStack(jnp.arange(len(gate_up), dtype=jnp.int32))
         self.gate_up_proj, self.down_proj = weight(self.gate_up_proj[...]), weight(self.down_proj[...])
-        self.gate_up_accumulator, self.down_accumulator = GradientAccumulator(gate_up), GradientAccumulator(down)
+        self.accumulators = GradientAccumulator(Accumulators(gate_up, down, in_stack=True))
 
     def read_in_stack(self, layer: Int[Array, ""]) -> None:
         """Computes with this layer's matrices of a stack from now on, without gradients; the weights are the whole stack."""
         self.place = PlaceInStack(layer)
-
-    @property
-    def accumulators(self) -> Accumulators | None:
-        """The arrays that `add_gradients_to` was given; None without."""
-        if self.gate_up_accumulator is None or self.down_accumulator is None:
-            return None
-        layer = None if self.place is None else self.place[...]
-        return Accumulators(self.gate_up_accumulator[...], self.down_accumulator[...], in_stack=True, layer=layer)

@@ -47,7 +47,7 @@ def run_layers(
       parameters: arrays with the layers as leading axis.
       gather: makes whole layers from parts.
       accumulators: arrays with the layers as leading axis. `body` gives each a gradient that is the array plus what was added
-        to it (`kernels.experts.internal.Accumulators`); the gradients are written over the arrays.
+        to it (`kernels.experts.weights.Accumulators`); the gradients are written over the arrays.
     """
     return _run_layers(Layers(body, gather, remat), shared, per_layer, x, parameters, accumulators)
 

@@ -20,10 +20,10 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float
 
-from moe_jax.kernels.experts.deferred import ExpertProducts, add_expert_products
-from moe_jax.kernels.experts.fused_vjp import Matrices
+from moe_jax.kernels.experts.deferred import add_expert_products
+from moe_jax.kernels.experts.weights import ExpertProducts
 from moe_jax.kernels.varying import vary_as
-from moe_jax.layers.linear import LinearProduct, TicketHolder, WeightTicket
+from moe_jax.layers.linear import DeferredWeight, LinearProduct, TicketHolder, WeightTicket
 from moe_jax.layers.moe import EXPERT_MATRICES
 from moe_jax.layers.passes import (
     Chunk,
@@ -38,11 +38,6 @@ from moe_jax.layers.passes import (
     take_layer,
     unwritten,
 )
-
-
-class DeferredWeight(nnx.Variable):
-    """A weight matrix that has a ticket; it has no gradient of its own."""
-
 
 Product = LinearProduct | ExpertProducts
 
@@ -125,8 +120,8 @@ def weights_backward(products: nnx.State, sums: nnx.State, chunk: Chunk | None =
                 added: tuple[Array, ...] = (add_layer(after[path][...], _multiply(product), i),)
             else:
                 places = [(*module, name) for name in EXPERT_MATRICES]
-                of_layer = Matrices(*(take_layer(after[path][...], i) for path in places))
-                of_layer = add_expert_products(product, of_layer)
+                gate_up, down = (take_layer(after[path][...], i) for path in places)
+                of_layer = add_expert_products(product, (gate_up, down))
                 added = tuple(put_layer(after[path][...], part, i) for path, part in zip(places, of_layer, strict=True))
             for path, stacked in zip(places, added, strict=True):
                 after[path] = after[path].replace(stacked)

@@ -14,8 +14,9 @@ from moe_jax.layers.attend import Attend
 from moe_jax.layers.balance import Sequences
 from moe_jax.layers.cache import KVCache
 from moe_jax.layers.fp8 import Fp8Copies
+from moe_jax.layers.linear import DeferredWeight, WeightTicket
 from moe_jax.layers.lora import DropoutKey, Frozen
-from moe_jax.layers.moe import AccumulatedWeight, GradientAccumulator, PlaceInStack, StackedWeight
+from moe_jax.layers.moe import GradientAccumulator, PlaceInStack, StackedWeight
 from moe_jax.layers.paged import LayerPages
 from moe_jax.layers.passes import WHOLE_LAYER, LayerArrays, Layers
 from moe_jax.layers.rope import RopeTables, rope_tables
@@ -23,7 +24,6 @@ from moe_jax.layers.router import ExpertBias, Routing
 from moe_jax.layers.router_sums import RouterSums
 from moe_jax.layers.segments import runs, segment_positions
 from moe_jax.layers.stack import run_layers
-from moe_jax.layers.tickets import DeferredWeight, WeightTicket
 from moe_jax.models.execution import Execution
 from moe_jax.models.output import HiddenStates
 from moe_jax.parallel.sequence.attention import ContextParallel
@@ -196,7 +196,7 @@ def stage_layers(stage: nnx.Module, number: int, inputs: LayerInputs, per_layer:
     """
     spread = execution.spread
     accumulating = GradientAccumulator, WeightTicket
-    without_gradients = ExpertBias, Frozen, AccumulatedWeight, DeferredWeight, Fp8Copies
+    without_gradients = ExpertBias, Frozen, DeferredWeight, Fp8Copies
     graph, *states = nnx.split(stage, nnx.Param, accumulating, (*without_gradients, StackedWeight, PlaceInStack, DropoutKey))
     parameters, accumulators, others = states
     stacks, others = nnx.split_state(others, StackedWeight, ...)

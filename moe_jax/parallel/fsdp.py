@@ -9,7 +9,7 @@ In FP8 half the bytes travel: the device that keeps a part rounds it. A block of
 gathered, are the bits of gathered matrices that are rounded then, as long as no part's edge cuts a block.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -21,10 +21,10 @@ from jax import lax
 from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, Float
 
-from moe_jax.kernels.experts.fp8.quantise import GROUP, QuantisedMatrices, quantise_matrices
-from moe_jax.kernels.experts.fp8.rounded import RoundedWeights, like_weights
+from moe_jax.kernels.experts.fp8.quantise import GROUP, InFp8, QuantisedMatrices, quantise_matrices
+from moe_jax.kernels.experts.weights import Matrix
 from moe_jax.kernels.precision import at_least_f32, widened
-from moe_jax.kernels.varying import varying_axes
+from moe_jax.kernels.varying import vary_as, varying_axes
 from moe_jax.layers.passes import WholeLayer
 from moe_jax.parallel.choices import Hops
 from moe_jax.parallel.collectives.hops import add_contributions, join_parts, send_contributions, send_part, sum_scatter
@@ -49,7 +49,7 @@ class LayerGather(WholeLayer):
     hops: Hops = "nccl"
     """"nccl": by collectives of NCCL. "copies": by peer-to-peer copies."""
     in_fp8: frozenset[int] = frozenset()
-    """The indices of gathered leaves that travel in FP8. Behind the gather each is a `RoundedWeights`."""
+    """The indices of gathered leaves that travel in FP8. After the gather each is a `Matrix`."""
 
     def without(self, left_out: Sequence[bool]) -> "LayerGather":
         """Returns the gather of a layer without some of its leaves."""
@@ -91,14 +91,14 @@ class LayerGather(WholeLayer):
 
     def layer(self, parts, gathered: list[Any]):
         """Returns the layer's full parameters: the gathered leaves, and the whole leaves of `parts`."""
-        full = [RoundedWeights.of(a, self.dtype) if isinstance(a, QuantisedMatrices) else a for a in gathered]
+        full = [_as_parameter(a, self.dtype) if isinstance(a, QuantisedMatrices) else a for a in gathered]
         return self.join(parts, full, self.split(parts)[1])
 
     def zero_gradients(self, gathered: list[Any]) -> list[Array]:
         """Returns zeros for `start_scatter`: the gradients of gathered parameters, as `finish_gather` returned these."""
 
         def zeros(a: Array | QuantisedMatrices) -> Array:
-            return like_weights(a, self.dtype, 0) if isinstance(a, QuantisedMatrices) else jnp.zeros_like(a)
+            return _like(a, self.dtype, 0) if isinstance(a, QuantisedMatrices) else jnp.zeros_like(a)
 
         return [zeros(a) for a in gathered]
 
@@ -112,9 +112,9 @@ class LayerGather(WholeLayer):
         return [_finish_scatter(how, self.hops, array).astype(part.dtype) for (how, _), array, part in triples]
 
     def split(self, tree) -> tuple[list[Array], list[Array]]:
-        """Returns (leaves that are gathered, leaves that are whole); of a gradient to `RoundedWeights` the matrices'."""
-        leaves = jax.tree.leaves(tree, is_leaf=lambda leaf: isinstance(leaf, RoundedWeights))
-        arrays = (leaf.like if isinstance(leaf, RoundedWeights) else leaf for leaf in leaves)
+        """Returns (leaves that are gathered, leaves that are whole); of a `Matrix` its values."""
+        leaves = jax.tree.leaves(tree, is_leaf=lambda leaf: isinstance(leaf, Matrix))
+        arrays: Iterable[Any] = (leaf.values if isinstance(leaf, Matrix) else leaf for leaf in leaves)
         pairs = list(zip(self.gathers, arrays, strict=True))
         return [leaf for how, leaf in pairs if how], [leaf for how, leaf in pairs if not how]
 
@@ -128,6 +128,15 @@ class LayerGather(WholeLayer):
     def _moving(self) -> list[tuple[Gather, bool]]:
         """The gather of each leaf that is gathered, and True if it travels in FP8."""
         return [(how, i in self.in_fp8) for i, how in enumerate(self.gathers) if how]
+
+
+def _as_parameter(rounded: QuantisedMatrices, dtype: jnp.dtype) -> Matrix:
+    """Returns matrices in FP8 with a place for the gradient: NaN in the shape of the weights, since nothing may read it."""
+    return Matrix(_like(rounded, dtype, jnp.nan), InFp8(rounded))
+
+
+def _like(rounded: QuantisedMatrices, dtype: jnp.dtype, fill: float) -> Float[Array, "experts n k"]:
+    return vary_as(jnp.full(rounded.values.shape, fill, dtype), rounded.values)
 
 
 @dataclass(frozen=True)

@@ -8,13 +8,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from moe_jax.kernels.experts.activation import SILU
+from moe_jax.kernels.experts.call import TokenPart
 from moe_jax.kernels.experts.routing import int32_ids
 from moe_jax.kernels.varying import vary_as
 from moe_jax.layers.balance import Sequences
 from moe_jax.layers.spread import ONE_DEVICE as ONE_DEVICE
 from moe_jax.layers.spread import Exchange, OneDevice, Sums, check_experts
-from moe_jax.parallel.expert import ExpertParallel, expert_parallel_mlp
+from moe_jax.parallel.expert import ExpertParallel, experts_of_devices
 from moe_jax.parallel.fsdp import LayerGather
 from moe_jax.parallel.mesh import axis_size
 from moe_jax.parallel.sequence.attention import ContextParallel
@@ -50,25 +50,18 @@ class Spread(OneDevice):
         """Sends the tokens to their experts; as `OneDevice.experts`, inside a `jax.shard_map` over the experts' axis.
 
         Raises:
-          ValueError: the devices of the axis together do not hold the router's number of experts. Also experts with adapters
-            or tickets.
+          ValueError: the devices of the axis together do not hold the router's number of experts. Also experts with tickets.
           NameError: outside `shard_map` or in one whose mesh lacks the axis.
         """
         if self.expert is None:
             return super().experts(experts, x, routing, valid)
-        for name, held in (("adapters", experts.adapter), ("weight tickets", experts.ticket)):
-            if held is not None:
-                raise ValueError(f"{name} need experts that lie on one device; these are split over several")
-        if experts.activation != SILU:
-            raise ValueError(f"experts that are split over devices compute silu(gate) * up; got {experts.activation}")
         axis_name = self.expert.axis_name
         check_experts(experts, routing, axis_size(axis_name), f"with axis_name={axis_name!r}")
-        (gate_up, down), layer = experts.matrices_of_device()
         chosen = routing.experts
         if valid is not None:
             is_valid = valid.valid if isinstance(valid, Sequences) else valid
             chosen = jnp.where(is_valid[:, None], int32_ids(chosen, len(routing.sums.expert_load)), -1)
-        options: dict[str, Any] = dict(accumulators=experts.accumulators, layer=layer, precision=experts.precision)
-        y, exchange = expert_parallel_mlp(x, gate_up, down, routing.weights, chosen, self.expert, **options)
+        part, options = TokenPart(x, routing.weights, chosen), dict(precision=experts.precision, activation=experts.activation)
+        y, exchange = experts_of_devices(part, experts.operands, self.expert, **options)
         # Typed as varying like the tokens, even where devices agree: a sum over the mesh takes one type for all its terms.
         return y, vary_as(exchange, x)

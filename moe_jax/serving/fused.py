@@ -37,7 +37,7 @@ from moe_jax.kernels.hopper.launch import WARPGROUP_THREADS
 from moe_jax.kernels.strict.matmul import matmul, matmul_in_parts
 from moe_jax.kernels.strict.rows import gated_silu, norm_rows
 from moe_jax.layers.attention import Attention
-from moe_jax.layers.fp8 import frozen_matrices
+from moe_jax.layers.fp8 import codes_of
 from moe_jax.layers.mlp import MLP
 from moe_jax.layers.moe import MoE
 from moe_jax.layers.norm import RMSNorm, rms_norm
@@ -158,9 +158,9 @@ def _experts(
     place = experts.place[...]
     if experts.precision is None:
         return choice, expert_rows(normed, experts.gate_up_proj[...], experts.down_proj[...], choice, place, k=k)
-    in_fp8 = frozen_matrices(experts.gate_up_proj, experts.down_proj, place).quantised
-    assert in_fp8 is not None  # the engine takes no other experts with a precision
-    return choice, expert_rows_in_fp8(normed, in_fp8, choice, place, k=k)
+    gate_up, down = codes_of(experts.gate_up_proj.get_value()), codes_of(experts.down_proj.get_value())
+    assert gate_up is not None and down is not None  # the engine takes no other experts with a precision
+    return choice, expert_rows_in_fp8(normed, gate_up, down, choice, place, k=k)
 
 
 def _strict_act(mlp: MLP, normed: Float[Array, "tokens hidden"]) -> Float[Array, "tokens inter"]:

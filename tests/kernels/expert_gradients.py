@@ -4,8 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import seeds
+from expert_layers import Form, compute
 
-from moe_jax.kernels.experts.internal import Accumulators, experts_mlp_accumulating
+from moe_jax.kernels.experts.weights import Accumulators
 
 ARGUMENTS = ("x", "w_gate_up", "w_down", "topk_weights")
 
@@ -27,8 +28,8 @@ def make_inputs(rng, tokens, experts, k, hidden, inter, routing="random", dtype=
 
 def accumulating(x, w_gate_up, w_down, weights, chosen, totals, **options):
     """The experts with a pair of accumulators, or none."""
-    accumulators = None if totals is None else Accumulators(*totals)
-    return experts_mlp_accumulating(x, w_gate_up, w_down, weights, chosen, accumulators, **options)
+    form = Form(gradient=None if totals is None else Accumulators(*totals))
+    return compute(x, w_gate_up, w_down, weights, chosen, form, **options)
 
 
 def compare(ours, reference, inputs, tolerance):

@@ -1,13 +1,17 @@
 """Layers of experts under routings that are hard for a kernel, and comparisons of their results."""
 
+from typing import Any, NamedTuple
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import oracle
 
-from moe_jax.kernels.experts.deferred import add_expert_products, expert_products_like, experts_mlp_deferring
-from moe_jax.kernels.experts.fused_vjp import Matrices
-from moe_jax.kernels.experts.internal import Accumulators, experts_mlp_accumulating
+from moe_jax.kernels.experts.call import TokenPart, experts
+from moe_jax.kernels.experts.deferred import add_expert_products, expert_products_like
+from moe_jax.kernels.experts.fp8.quantise import InFp8
+from moe_jax.kernels.experts.weights import Accumulators, ExpertWeights, Matrix
+from moe_jax.kernels.low_rank import LowRank
 
 ARRAYS = ("y", "x", "w_gate_up", "w_down", "weights")
 """What `with_gradients` gives: the result, and the gradients."""
@@ -21,6 +25,38 @@ SUM_ERROR_IN_FP8 = 2**-10 if jax.default_backend() == "gpu" else 0.0
 
 SMALL = 37, 4, 2, 128, 128
 """Tokens, experts, k, hidden, inter: where one size is as good as another, what is traced for it serves several tests."""
+
+
+class Adapter(NamedTuple):
+    """The changes of both matrices."""
+
+    gate_up: LowRank
+    down: LowRank
+
+
+class Form(NamedTuple):
+    """What `ExpertWeights` holds beside values; copies are a pair of `InFp8`."""
+
+    layer: jax.Array | None = None
+    gradient: Any = None
+    frozen: bool = False
+    adapter: Adapter | tuple[None, None] = (None, None)
+    copies: tuple[InFp8 | None, InFp8 | None] = (None, None)
+
+    def of(self, w_gate_up, w_down):
+        """Returns arrays (or None beside copies) in this form."""
+        of_both = zip((w_gate_up, w_down), self.copies, self.adapter, strict=True)
+        return ExpertWeights(*(Matrix(*each) for each in of_both), self.layer, self.gradient, self.frozen)
+
+
+def compute(x, w_gate_up, w_down, weights, chosen, form=Form(), **options):  # noqa: B008
+    """Computes a layer whose tokens are one part."""
+    return experts([TokenPart(x, weights, chosen)], form.of(w_gate_up, w_down), **options)[0]
+
+
+def adapted(x, w_gate_up, w_down, weights, chosen, adapter, **options):
+    """Computes a layer of frozen matrices with low-rank changes."""
+    return compute(x, w_gate_up, w_down, weights, chosen, Form(adapter=adapter, frozen=True), **options)
 
 
 def choose(rng, routing, tokens, experts, k):
@@ -75,17 +111,17 @@ def with_gradients(f, layer, dy):
     return run(arrays, chosen, dy)
 
 
-def gradients_by_accumulators(backend, layer, dy):
+def gradients_by_accumulators(backend, layer, dy, **options):
     """Returns y, dx, the gradients of the weights of choices, and of both matrices, added to zeros in f32."""
     x, w_gate_up, w_down, weights, chosen = layer
     zeros = Accumulators(*(jnp.zeros(w.shape, jnp.float32) for w in (w_gate_up, w_down)))
 
     def f(x, weights, sums):
-        return experts_mlp_accumulating(x, w_gate_up, w_down, weights, chosen, sums, backend=backend)
+        return compute(x, w_gate_up, w_down, weights, chosen, Form(gradient=sums), backend=backend, **options)
 
     y, pullback = jax.vjp(f, x, weights, zeros)
     dx, d_weights, sums = pullback(dy)
-    return y, dx, d_weights, *sums[:2]
+    return y, dx, d_weights, sums.gate_up, sums.down
 
 
 def gradients_in_a_stack(backend, layer, dy):
@@ -98,28 +134,27 @@ def gradients_in_a_stack(backend, layer, dy):
     before = [jnp.stack([jnp.full(w.shape, i, jnp.float32) for i in (-1, 0, 1)]) for w in (w_gate_up, w_down)]
 
     def f(x, weights, sums, place):
-        accumulators = Accumulators(*sums, layer=place)
-        return experts_mlp_accumulating(x, *stacks, weights, chosen, accumulators, backend=backend)
+        return compute(x, *stacks, weights, chosen, Form(place, Accumulators(*sums)), backend=backend)
 
     y, pullback = jax.vjp(f, x, weights, before, jnp.int32(1))
     dx, d_weights, sums, _ = pullback(dy)
     return (y, dx, d_weights, *(after[1] for after in sums)), [after[::2] for after in sums]
 
 
-def gradients_by_tickets(backend, layer, dy):
+def gradients_by_tickets(backend, layer, dy, **options):
     """Returns what `gradients_by_accumulators` returns, with the matrices' gradients multiplied out later."""
     x, w_gate_up, w_down, weights, chosen = layer
     like = jax.eval_shape(
-        lambda x: expert_products_like(x, len(w_down), weights.shape[1], w_down.shape[-1], backend=backend), x
+        lambda x: expert_products_like(x, len(w_down), weights.shape[1], w_down.shape[-1], backend=backend, **options), x
     )
     ticket = jax.tree.map(lambda a: jnp.full(a.shape, jnp.nan, a.dtype), like)
 
     def f(x, weights, ticket):
-        return experts_mlp_deferring(x, w_gate_up, w_down, weights, chosen, ticket, backend=backend)
+        return compute(x, w_gate_up, w_down, weights, chosen, Form(gradient=ticket), backend=backend, **options)
 
     y, pullback = jax.vjp(f, x, weights, ticket)
     dx, d_weights, products = pullback(dy)
-    zeros = Matrices(*(jnp.zeros(w.shape, jnp.float32) for w in (w_gate_up, w_down)))
+    zeros = tuple(jnp.zeros(w.shape, jnp.float32) for w in (w_gate_up, w_down))
     return y, dx, d_weights, *add_expert_products(products, zeros, backend=backend)
 
 

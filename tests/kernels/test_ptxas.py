@@ -25,13 +25,15 @@ compile(step, x, ((128, 2 * 768, 2048), bf16), ((128, 2048, 768), bf16), (pairs,
 """
 
 ADAPTED = """
-from moe_jax.kernels.experts.adapted import ExpertsAdapter, experts_mlp_adapted
+from moe_jax.kernels.experts.call import TokenPart, experts
+from moe_jax.kernels.experts.weights import ExpertWeights, Matrix
 from moe_jax.kernels.low_rank import LowRank
 
 def step(x, w_gate_up, w_down, weights, chosen, dy, *factors):
     def f(x, weights, *factors):
-        adapter = ExpertsAdapter(LowRank(*factors[:2]), LowRank(*factors[2:]))
-        return experts_mlp_adapted(x, w_gate_up, w_down, weights, chosen, adapter, backend="mosaic")
+        changes = LowRank(*factors[:2]), LowRank(*factors[2:])
+        matrices = (Matrix(w, change=change) for w, change in zip((w_gate_up, w_down), changes))
+        return experts([TokenPart(x, weights, chosen)], ExpertWeights(*matrices, frozen=True), backend="mosaic")[0]
 
     y, pullback = jax.vjp(f, x, weights, *factors)
     return y, pullback(dy)
@@ -213,13 +215,14 @@ for m, n in ((2 * 768, 2048), (2048, 768)):
 
 SCANNED_TOTALS = """
 import re
-from moe_jax.kernels.experts.internal import Accumulators, experts_mlp_accumulating
+from moe_jax.kernels.experts.call import TokenPart, experts
+from moe_jax.kernels.experts.weights import Accumulators, ExpertWeights
 
 def loss(totals, x, w_gate_up, w_down, weights, chosen):
     def layer(x, arrays):
         w_gate_up, w_down, *totals = arrays
-        how = dict(backend="mosaic", accumulators=Accumulators(*totals))
-        return x + experts_mlp_accumulating(x, w_gate_up, w_down, weights, chosen, **how), None
+        matrices = ExpertWeights.of(w_gate_up, w_down, gradient=Accumulators(*totals))
+        return x + experts([TokenPart(x, weights, chosen)], matrices, backend="mosaic")[0], None
 
     return jax.lax.scan(layer, x, (w_gate_up, w_down, *totals))[0].astype(f32).sum()
 

@@ -9,6 +9,7 @@ import pytest
 import seeds
 import tiny
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 
 import moe_jax
 from moe_jax.config import ModelConfig
@@ -19,7 +20,7 @@ from moe_jax.layers.tickets import DeferredWeight, WeightTicket, defer_weight_gr
 from moe_jax.models.auto import MODEL_CLASSES
 from moe_jax.models.execution import Execution
 from moe_jax.models.forward import Carry, PerLayer, layer_inputs, stage_layers
-from moe_jax.parallel import ExpertParallel
+from moe_jax.parallel import ExpertParallel, make_mesh
 from moe_jax.parallel.fsdp import LayerGather
 from moe_jax.parallel.spread import Spread
 
@@ -214,6 +215,7 @@ def test_refusals():
     defer_weight_gradients(moe, stage.x)
     layer = jax.tree.map(lambda a: a[0], nnx.split(moe))
     with pytest.raises(ValueError, match="weight tickets need experts that lie on one device"):
-        nnx.merge(*layer)(stage.x, spread=Spread(ExpertParallel()))
+        on_mesh = lambda x: nnx.merge(*layer)(x, spread=Spread(ExpertParallel()))[0]  # noqa: E731
+        jax.shard_map(on_mesh, mesh=make_mesh(expert=1), in_specs=P(), out_specs=P())(stage.x)
     with pytest.raises(ValueError, match="the experts' ticket needs num_experts_per_tok"):
         defer_weight_gradients(Experts(16, 16, 4, stack=(1,), rngs=nnx.Rngs(0)), stage.x)

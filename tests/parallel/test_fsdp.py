@@ -40,8 +40,8 @@ def test_parts_that_cut_blocks_travel_in_bf16(devices, travels):
 
 GATHERED = """
 from moe_jax.kernels import Precision
-from moe_jax.kernels.experts.fp8.experts import Fp8Matrices, experts_mlp_in_fp8
-from moe_jax.kernels.experts.fp8.rounded import weights_and_copies
+from moe_jax.kernels.experts.call import TokenPart, experts
+from moe_jax.kernels.experts.weights import ExpertWeights
 from moe_jax.layers.stack import run_layers
 from moe_jax.parallel.fsdp import LayerGather
 from moe_jax.parallel.collectives.hops import COPIES, MANY_AT_ONCE
@@ -50,7 +50,8 @@ mesh, hops = make_mesh(2, "fsdp"), sys.argv[1]
 gather = LayerGather((((-3, ("fsdp",)),),) * 2, bf16, hops, frozenset({0, 1}))
 
 def body(shared, per_layer, x, w, _):
-    return x + experts_mlp_in_fp8(x, Fp8Matrices(*weights_and_copies(*w)), *shared, Precision(), backend="mosaic"), ()
+    (y,) = experts([TokenPart(x, *shared)], ExpertWeights.of(*w), precision=Precision(), backend="mosaic")
+    return x + y, ()
 
 def local(w, x, *routing):
     def loss(w):

@@ -13,8 +13,7 @@ from moe_jax.kernels.decode.route import TokenChoices
 from moe_jax.kernels.experts import mosaic
 from moe_jax.kernels.experts.fp8 import mosaic as fp8_mosaic
 from moe_jax.kernels.experts.fp8.mosaic.round_tokens import round_tokens
-from moe_jax.kernels.experts.fp8.passes import QuantisedExperts
-from moe_jax.kernels.experts.fp8.quantise import QuantisedRows
+from moe_jax.kernels.experts.fp8.quantise import QuantisedMatrices, QuantisedRows
 from moe_jax.kernels.experts.routing import Plan, plan
 from moe_jax.kernels.hopper.mainloop import ROW_ALIGNMENT
 
@@ -55,22 +54,28 @@ def expert_rows(
 
 
 def expert_rows_in_fp8(
-    x: BFloat16[Array, "tokens hidden"], experts: QuantisedExperts, choice: TokenChoices, layer: Int[Array, ""], *, k: int
+    x: BFloat16[Array, "tokens hidden"],
+    gate_up: QuantisedMatrices,
+    down: QuantisedMatrices,
+    choice: TokenChoices,
+    layer: Int[Array, ""],
+    *,
+    k: int,
 ) -> ExpertRows:
     """Computes `expert_rows` with products in FP8, out of stacks of layers in FP8, for at most MOST_PLANNED_TOKENS tokens.
 
     Bits are those of `kernels.experts_mlp` with `precision` and backend "mosaic", before the sum.
     """
     # Few pairs need no plan, and no kernel that rounds.
-    pairs = fp8_mosaic.experts_of_few_pairs(x, experts.gate_up, experts.down, choice.experts[:, :k], layer)
+    pairs = fp8_mosaic.experts_of_few_pairs(x, gate_up, down, choice.experts[:, :k], layer)
     if pairs is not None:
         return ExpertRows(pairs, choice.weights, choice.experts, None, None)
     planned = _planned(choice, layer, k)
     rows = round_tokens(x)
     if planned.source_of_row is not None:
         rows = _rows_of_sources(rows, planned.source_of_row)
-    _, act = fp8_mosaic.gated_matmul(rows, experts.gate_up, planned.plan, keep_h=False)
-    outputs = fp8_mosaic.grouped_matmul(act, experts.down, planned.plan)
+    _, act = fp8_mosaic.gated_matmul(rows, gate_up, planned.plan, keep_h=False)
+    outputs = fp8_mosaic.grouped_matmul(act, down, planned.plan)
     return ExpertRows(outputs, choice.weights, choice.experts, planned.plan.offsets, planned.place)
 
 

@@ -25,13 +25,12 @@ from jaxtyping import Array, Float, Integer
 
 from moe_jax.kernels.experts import separate_vjps
 from moe_jax.kernels.experts.activation import SILU, Activation
+from moe_jax.kernels.experts.call import TokenPart, experts
 from moe_jax.kernels.experts.choose_backend import resolve_backend
-from moe_jax.kernels.experts.fp8.experts import experts_mlp_in_fp8, matrices_of
 from moe_jax.kernels.experts.fp8.precision import Precision
 from moe_jax.kernels.experts.fp8.quantise import QuantisedMatrices
-from moe_jax.kernels.experts.internal import experts_mlp_accumulating
 from moe_jax.kernels.experts.routing import Plan
-from moe_jax.kernels.precision import widened
+from moe_jax.kernels.experts.weights import ExpertWeights
 from moe_jax.kernels.shapes import check_shape
 from moe_jax.kernels.varying import refuse_explicit_axes, vary_alike
 
@@ -86,33 +85,10 @@ def experts_mlp(
             x that is not bf16, sizes that are no multiples of 128, or quantised matrices that are differentiated. Without,
             quantised matrices. A `precision` of another type, or one with `biases`.
     """
-    matrices = matrices_of(w_gate_up, w_down)
-    options: Any = dict(backend=backend, chunk_tokens=chunk_tokens, activation=activation)
-    if precision is not None:
-        if biases is not None:
-            raise ValueError("biases need precision=None: experts with biases multiply in x's dtype, not in FP8")
-        return experts_mlp_in_fp8(x, matrices, topk_weights, topk_experts, precision, **options)
-    if matrices.weights is None:
-        raise ValueError("QuantisedMatrices need precision=Precision(), which multiplies them in FP8; got precision=None")
-    if biases is None:
-        return experts_mlp_accumulating(x, *matrices.weights, topk_weights, topk_experts, None, **options)
-    b_gate_up, b_down = biases
-    num_experts, hidden, inter = matrices.weights.down.shape
-    for name, bias, axes in (("b_gate_up", b_gate_up, "experts 2*inter"), ("b_down", b_down, "experts hidden")):
-        check_shape(f"biases: {name}", bias, axes, {"experts": num_experts, "hidden": hidden, "inter": inter})
-    y = experts_mlp_accumulating(
-        x, *matrices.weights, topk_weights, topk_experts, None, gate_up_bias=b_gate_up, **options
-    )  # fmt: skip
-    return (widened(y) + _sums_of_biases(b_down, topk_weights, topk_experts)).astype(y.dtype)
-
-
-def _sums_of_biases(
-    bias: Float[Array, "experts hidden"], topk_weights: Float[Array, "tokens k"], topk_experts: Integer[Array, "tokens k"]
-) -> Float[Array, "tokens hidden"]:
-    """Computes sum_k topk_weights[t, k] * bias[e], in at least f32: a matmul with each token's weight of each expert."""
-    is_chosen = topk_experts[:, :, None] == jnp.arange(len(bias), dtype=jnp.int32)
-    weights = jnp.sum(jnp.where(is_chosen, widened(topk_weights)[:, :, None], 0), axis=1)
-    return jnp.matmul(weights, widened(bias), precision="highest")
+    part, weights = TokenPart(x, topk_weights, topk_experts), ExpertWeights.of(w_gate_up, w_down, biases)
+    options: Any = dict(chunk_tokens=chunk_tokens, precision=precision, activation=activation)
+    (y,) = experts([part], weights, backend=backend, **options)
+    return y
 
 
 def gate_up(

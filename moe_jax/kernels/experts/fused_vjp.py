@@ -1,35 +1,50 @@
 """Both passes of the experts as one function with its gradients by hand.
 
-`api` derives the formulas, and `internal` checks the arguments.
+`api` derives the formulas, and `call` checks the arguments. The steps of a pass have three forms. Products are in the dtype of
+the tokens (here) or in FP8 (`fp8.passes`). In both, frozen matrices may have low-rank changes (`changed`).
 Tokens come in parts that are computed one after the other, or in one part that is cut into chunks.
 """
 
-import dataclasses
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Integer
+from jaxtyping import Array, Float, Integer
 
 from moe_jax.kernels import target
 from moe_jax.kernels.experts.activation import SILU, Activation
 from moe_jax.kernels.experts.backends import OuterPart, grouped_outer_of_parts, implementation
+from moe_jax.kernels.experts.changed import ChangedOptions, down_changed, gate_up_changed, gradients_changed
 from moe_jax.kernels.experts.fp8 import backends as fp8_backends
 from moe_jax.kernels.experts.fp8.kept import KeptRows
-from moe_jax.kernels.experts.fp8.passes import (
-    Fp8Options,
-    QuantisedExperts,
-    down_in_fp8,
-    gate_up_in_fp8,
-    gradients_in_fp8,
-    quantise_experts,
-)
+from moe_jax.kernels.experts.fp8.passes import Fp8Options, down_in_fp8, gate_up_in_fp8, gradients_in_fp8, quantise_experts
 from moe_jax.kernels.experts.fp8.quantise import QuantisedRows
 from moe_jax.kernels.experts.fp8.rounded_tokens import RoundedTokens
-from moe_jax.kernels.experts.routing import Plan, of_layer, plan, plan_of_few, rows_of_pairs, sum_of_choices, wide_ids
-from moe_jax.kernels.experts.separate_vjps import down_of_shares, dx_of_shares, gate_up_gradients, weight_of_row
+from moe_jax.kernels.experts.routing import (
+    Plan,
+    int32_ids,
+    is_an_expert,
+    of_layer,
+    plan,
+    plan_of_few,
+    rows_of_pairs,
+    sum_of_choices,
+    wide_ids,
+)
+from moe_jax.kernels.experts.separate_vjps import (
+    GateUp,
+    Hidden,
+    PartGradients,
+    down_of_shares,
+    dx_of_shares,
+    gate_up_gradients,
+    weight_of_row,
+)
+from moe_jax.kernels.experts.weights import Accumulators, ExpertProducts, ExpertWeights, Matrix
+from moe_jax.kernels.low_rank import LowRank
 from moe_jax.kernels.precision import at_least_f32, sum_in_order, widened
 from moe_jax.kernels.varying import vary_as
 
@@ -37,58 +52,36 @@ Arrays = tuple[Array, ...]
 """One array per part."""
 
 
-class Matrices(NamedTuple):
-    """One array for each of the experts' two matrices: the weights, their gradients or the accumulators of these."""
-
-    gate_up: Float[Array, "*layers experts 2*inter hidden"]
-    down: Float[Array, "*layers experts hidden inter"]
-
-
 class ExpertsOperands(NamedTuple):
-    """The arrays of a call; `xs`, `weights` and `experts` have one entry per part."""
+    """The arrays of a call; `xs`, `topk_weights` and `experts` have one entry per part."""
 
     xs: tuple[Any, ...]
     """Arrays, or `RoundedTokens` where `ExpertsOptions.fp8` is given and `chunk_tokens` is not."""
-    w_gate_up: Float[Array, "*layers experts 2*inter hidden"] | None
-    w_down: Float[Array, "*layers experts hidden inter"] | None
-    """Both are None where `quantised` stands for them, frozen."""
-    weights: Arrays
+    weights: ExpertWeights
+    topk_weights: Arrays
     experts: Arrays
-    accumulators: Matrices | None
-    layer: Int[Array, ""] | None = None
-    """`Plan.layer`."""
-    quantised: QuantisedExperts | None = None
-    """The matrices in FP8, where `ExpertsOptions.fp8` is given; None: made of the weights in each pass."""
-    gate_up_bias: Float[Array, "experts 2*inter"] | None = None
-    """Added to h. Neither with `quantised` nor with a layer, nor frozen."""
-
-    @property
-    def num_experts(self) -> int:
-        """The number of experts."""
-        matrices: Any = self.w_down if self.quantised is None else self.quantised.down.values
-        return matrices.shape[-3]
 
 
 class ExpertsOptions(NamedTuple):
-    """The static choices of a call, checked; `internal` describes them. `chunk_tokens` needs exactly one part."""
+    """The static choices of a call, checked; `call.experts` describes them. `chunk_tokens` needs exactly one part."""
 
     backend: str
     max_pairs: tuple[int | None, ...]
     shares: tuple[int | None, ...] = (None,)
     chunk_tokens: int | None = None
-    accumulators_in_stack: bool = False
-    frozen: bool = False
-    """The matrices get no gradients, and no products are made for any."""
     fp8: Fp8Options | None = None
-    """The products in FP8; None: in the dtype of the tokens."""
+    """The products of the matrices in FP8; None: in the dtype of the tokens."""
     activation: Activation = SILU
 
+    @property
+    def row_alignment(self) -> int:
+        """The row_alignment of plans."""
+        return implementation(self.backend).ROW_ALIGNMENT if self.fp8 is None else self.fp8.row_alignment
 
-class HiddenResiduals(NamedTuple):
-    """The gate-up pass's result for the backward pass. h is None where no backward pass follows."""
-
-    h: Float[Array, "rows 2*inter"] | KeptRows | None
-    plan: Plan
+    @property
+    def of_changed(self) -> ChangedOptions:
+        """The options of `changed`."""
+        return ChangedOptions(self.backend, self.fp8, self.activation)
 
 
 class ExpertsResiduals(NamedTuple):
@@ -100,16 +93,13 @@ class ExpertsResiduals(NamedTuple):
 
     xs: tuple[Any, ...]
     """Arrays, or `QuantisedRows` in place of `RoundedTokens`."""
-    w_gate_up: Any
-    w_down: Any
-    """Arrays; None beside frozen matrices in FP8."""
-    weights: Arrays
-    accumulators: Matrices | None
+    weights: ExpertWeights
+    """As given, without a ticket."""
+    topk_weights: Arrays
     hidden: Any
-    """`HiddenResiduals`: one entry per part, or a single one with a leading axis of chunks."""
-    layer: Int[Array, ""] | None = None
-    quantised: QuantisedExperts | None = None
-    gate_up_bias: Float[Array, "experts 2*inter"] | None = None
+    """`Hidden`: one entry per part, or a single one with a leading axis of chunks."""
+    experts: Arrays | None = None
+    """The chosen ids, where the weights' gradient is a ticket's."""
 
 
 def experts_of_parts(operands: ExpertsOperands, options: ExpertsOptions) -> Arrays:
@@ -125,7 +115,7 @@ def experts_of_parts(operands: ExpertsOperands, options: ExpertsOptions) -> Arra
 def _without_gradients(operands: ExpertsOperands, options: ExpertsOptions) -> Arrays:
     """Computes y of a forward pass that no backward pass follows."""
     if len(operands.xs) == 1 and _has_room_for_all(options.max_pairs[0], operands.experts[0]):
-        (x,), (weights,), (experts,) = operands.xs, operands.weights, operands.experts
+        (x,), (weights,), (experts,) = operands.xs, operands.topk_weights, operands.experts
         rows = _rows_of_few_pairs(operands, options)
         if rows is not None:
             choices = widened(rows).reshape(*experts.shape, -1)
@@ -135,20 +125,20 @@ def _without_gradients(operands: ExpertsOperands, options: ExpertsOptions) -> Ar
 
 def _rows_of_few_pairs(operands: ExpertsOperands, options: ExpertsOptions) -> Float[Array, "tokens*k hidden"] | None:
     """Returns the outputs of all pairs, if kernels compute them by pairs."""
-    (x,), (experts,) = operands.xs, operands.experts
-    if (options.backend if options.fp8 is None else options.fp8.matmuls) != "mosaic" or isinstance(x, RoundedTokens):
+    (x,), weights, (experts,) = operands.xs, operands.weights, operands.experts
+    backend = options.backend if options.fp8 is None else options.fp8.matmuls
+    if backend != "mosaic" or isinstance(x, RoundedTokens) or weights.is_changed:
         return None
-    if operands.gate_up_bias is not None:
+    gate_up, down, act = weights.gate_up, weights.down, options.activation
+    if gate_up.bias is not None:
         return None
     if options.fp8 is None:
-        assert operands.w_gate_up is not None and operands.w_down is not None
-        matrices = operands.w_gate_up, operands.w_down
-        return implementation("mosaic").experts_of_few_pairs(x, *matrices, experts, operands.layer, options.activation)
-    if operands.quantised is None:
+        return implementation("mosaic").experts_of_few_pairs(x, gate_up.values, down.values, experts, weights.layer, act)
+    if gate_up.in_fp8 is None or down.in_fp8 is None:
         return None
-    gate_up, down, *_ = operands.quantised
-    layer = operands.layer if down.values.ndim == 4 else None
-    return fp8_backends.implementation("mosaic").experts_of_few_pairs(x, gate_up, down, experts, layer, options.activation)
+    codes = gate_up.in_fp8.rounded, down.in_fp8.rounded
+    layer = weights.layer if codes[1].values.ndim == 4 else None
+    return fp8_backends.implementation("mosaic").experts_of_few_pairs(x, *codes, experts, layer, act)
 
 
 def forward_pass(
@@ -156,27 +146,22 @@ def forward_pass(
 ) -> tuple[Arrays, ExpertsResiduals]:
     """Returns the y of each part and the residuals. Only `for_backward` writes h."""
     forward = _forward_of_parts if options.chunk_tokens is None else _forward_of_chunks
-    given = operands
+    given = operands.weights
     xs = tuple(x.rounded if isinstance(x, RoundedTokens) else x for x in operands.xs)
-    operands = operands._replace(xs=xs)
-    if options.fp8 is not None:
-        quantised = _quantised_of(operands.quantised, operands.w_gate_up, operands.w_down, operands.layer)
-        operands = operands._replace(quantised=quantised)
+    weights = given if options.fp8 is None else _in_fp8(given)
+    operands = operands._replace(xs=xs, weights=weights)
     ys, residuals = forward(operands, options, for_backward)
+    is_ticket = isinstance(given.gradient, ExpertProducts)
     # Matrices that were rounded here are not kept: the backward pass rounds them again.
-    return ys, residuals._replace(quantised=given.quantised)
-
-
-class _GateUp(NamedTuple):
-    """The result of the gate-up pass; rows without a pair are finite, since later steps multiply them by zeros."""
-
-    act: Float[Array, "rows inter"] | QuantisedRows
-    h: Float[Array, "rows 2*inter"] | KeptRows | None
+    kept = replace(given, gradient=None) if is_ticket else given
+    return ys, residuals._replace(weights=kept, experts=operands.experts if is_ticket else None)
 
 
 class _PartOutput(NamedTuple):
     y_of_shares: list[Array]
     h: Float[Array, "rows 2*inter"] | KeptRows | None
+    u: Float[Array, "rows rank"] | None
+    v: Float[Array, "rows rank"] | None
 
 
 class _PlannedTokens(NamedTuple):
@@ -191,9 +176,8 @@ class _Outcome(NamedTuple):
     extra: Any
 
 
-class _Step(NamedTuple):
-    function: Callable[..., _Outcome]
-    arguments: tuple
+_Step = tuple[Callable[..., _Outcome], tuple]
+"""A function and its arguments."""
 
 
 def _forward_of_parts(
@@ -204,25 +188,26 @@ def _forward_of_parts(
 
     def both_passes(max_pairs: int | None, shares: int | None, x: Array, weights: Array, experts: Array) -> _Outcome:
         """Returns a `_PartOutput` and its `_PlannedTokens`."""
-        (act, h), planned = gate_up(max_pairs, x, experts)
-        y = _down_of_part(operands, options, act, weights, planned.plan, shares)
-        return _Outcome(_PartOutput(y, h), planned)
+        (act, h, u), planned = gate_up(max_pairs, x, experts)
+        y, v = _down_of_part(operands, options, act, weights, planned.plan, shares)
+        return _Outcome(_PartOutput(y, h, u, v), planned)
 
-    own, *others = zip(options.max_pairs, options.shares, operands.xs, operands.weights, operands.experts, strict=True)
+    own, *others = zip(options.max_pairs, options.shares, operands.xs, operands.topk_weights, operands.experts, strict=True)
     max_pairs, shares, x, own_weights, own_experts = own
-    steps = [_Step(partial(gate_up, max_pairs), (x, own_experts))]
+    steps: list[_Step] = [(partial(gate_up, max_pairs), (x, own_experts))]
     for max_pairs, other_shares, x, weights, experts in others:
-        steps.append(_Step(partial(both_passes, max_pairs, other_shares), (x, weights, experts)))
+        steps.append((partial(both_passes, max_pairs, other_shares), (x, weights, experts)))
     # The barriers hold h too: where `jax.checkpoint` does not compute y again, parts must still run one after the other.
-    ((act, h), own_planned), *outcomes = _one_after_the_other(steps)
+    ((act, h, u), own_planned), *outcomes = _one_after_the_other(steps)
     if outcomes:
         # The down pass of the device's own tokens comes last: it is computed while the other devices' outputs travel.
         outcomes[-1], act = _wait_for(outcomes[-1], act)
-    y = _down_of_part(operands, options, act, own_weights, own_planned.plan, shares)
-    outcomes = [_Outcome(_PartOutput(y, h), own_planned), *outcomes]
+    y, v = _down_of_part(operands, options, act, own_weights, own_planned.plan, shares)
+    outcomes = [_Outcome(_PartOutput(y, h, u, v), own_planned), *outcomes]
     ys = tuple(jnp.concatenate(outcome.result.y_of_shares) for outcome in outcomes)
-    hidden = tuple(HiddenResiduals(outcome.result.h, outcome.extra.plan) for outcome in outcomes)
-    return ys, _residuals(operands, tuple(outcome.extra.x for outcome in outcomes), hidden)
+    hidden = tuple(Hidden(part.h, planned.plan, part.u, part.v) for part, planned in outcomes)
+    xs = tuple(outcome.extra.x for outcome in outcomes)
+    return ys, ExpertsResiduals(xs, operands.weights, operands.topk_weights, hidden)
 
 
 class _Chunk(NamedTuple):
@@ -235,121 +220,140 @@ def _forward_of_chunks(
     operands: ExpertsOperands, options: ExpertsOptions, for_backward: bool
 ) -> tuple[Arrays, ExpertsResiduals]:
     assert options.chunk_tokens is not None
-    (x,), (weights,), (experts,) = operands.xs, operands.weights, operands.experts
+    (x,), (weights,), (experts,) = operands.xs, operands.topk_weights, operands.experts
 
-    def of_chunk(chunk: _Chunk) -> tuple[Array, HiddenResiduals]:
-        (act, h), planned = _gate_up_of_part(operands, options, for_backward, options.max_pairs[0], chunk.x, chunk.experts)
-        (y,) = _down_of_part(operands, options, act, chunk.weights, planned.plan)
-        return y, HiddenResiduals(h, planned.plan)
+    def of_chunk(chunk: _Chunk) -> tuple[Array, Hidden]:
+        (act, h, u), planned = _gate_up_of_part(operands, options, for_backward, options.max_pairs[0], chunk.x, chunk.experts)
+        (y,), v = _down_of_part(operands, options, act, chunk.weights, planned.plan)
+        return y, Hidden(h, planned.plan, u, v)
 
     # Padding tokens of the last chunk choose an id outside [0, E).
     chunks = _Chunk(
         split_tokens(x, options.chunk_tokens, 0),
         split_tokens(weights, options.chunk_tokens, 0),
-        split_tokens(wide_ids(experts), options.chunk_tokens, operands.num_experts),
+        split_tokens(wide_ids(experts), options.chunk_tokens, operands.weights.num_experts),
     )
     y, hidden = jax.lax.map(of_chunk, chunks)
-    return (join_tokens(y, x.shape[0]),), _residuals(operands, operands.xs, hidden)
-
-
-def _residuals(operands: ExpertsOperands, xs: tuple[Any, ...], hidden: Any) -> ExpertsResiduals:
-    return ExpertsResiduals(
-        xs,
-        operands.w_gate_up,
-        operands.w_down,
-        operands.weights,
-        operands.accumulators,
-        hidden,
-        operands.layer,
-        gate_up_bias=operands.gate_up_bias,
-    )
+    residuals = ExpertsResiduals(operands.xs, operands.weights, operands.topk_weights, hidden)
+    return (join_tokens(y, x.shape[0]),), residuals
 
 
 class _Gradients(NamedTuple):
     dxs: Arrays
     dweights: Arrays
-    matrices: Matrices | None
-    """None if they are frozen."""
-    bias: Float[Array, "experts 2*inter"] | None
+    weights: Any
+    """Those of `_trained`, or with a ticket the `ExpertProducts`."""
+    bias: Float[Array, "experts 2*inter"] | None = None
 
 
 def _backward(options: ExpertsOptions, residuals: ExpertsResiduals, dys: Arrays) -> tuple[ExpertsOperands]:
     """Returns the gradients as `ExpertsOperands`; None for an operand without a gradient."""
+    given, sums = residuals.weights, _accumulators(residuals.weights)
     # Without the barriers XLA would let a kernel change a slice of a larger array itself and take the result from elsewhere.
-    is_slice = residuals.accumulators is not None and not options.accumulators_in_stack
+    is_slice = sums is not None and not sums.in_stack
     keep_whole = jax.lax.optimization_barrier if is_slice else lambda arrays: arrays
-    residuals = residuals._replace(accumulators=keep_whole(residuals.accumulators))
+    weights = replace(given, gradient=keep_whole(sums))
     if options.fp8 is not None:
-        quantised = _quantised_of(residuals.quantised, residuals.w_gate_up, residuals.w_down, residuals.layer)
-        residuals = residuals._replace(quantised=quantised.in_both_orders())
+        weights = _in_fp8(weights, in_both_orders=True)
     backward = _backward_of_parts if options.chunk_tokens is None else _backward_of_chunks
-    gradients = backward(options, residuals, dys)
+    gradients = backward(options, residuals._replace(weights=weights), dys)
     no_gradient: Any = None
-    dgate_up, ddown = (no_gradient, no_gradient) if gradients.matrices is None else gradients.matrices
-    of_accumulators = None
-    if residuals.accumulators is not None:
-        dgate_up, ddown, of_accumulators = no_gradient, no_gradient, keep_whole(gradients.matrices)
     pairs = zip(gradients.dxs, residuals.xs, strict=True)
     dxs = tuple(RoundedTokens(no_gradient, dx) if isinstance(x, QuantisedRows) else dx for dx, x in pairs)
-    given = dxs, dgate_up, ddown, gradients.dweights, no_gradient, of_accumulators
-    return (ExpertsOperands(*given, gate_up_bias=gradients.bias),)
+    of_weights = _gradients_at(given, keep_whole(gradients.weights) if sums is not None else gradients.weights)
+    if gradients.bias is not None:
+        of_weights = replace(of_weights, gate_up=replace(of_weights.gate_up, bias=gradients.bias))
+    return (ExpertsOperands(dxs, of_weights, gradients.dweights, no_gradient),)
+
+
+def _trained(weights: ExpertWeights) -> Arrays:
+    """Returns the arrays for whose gradients products are made: both matrices, or the factors of their changes."""
+    if weights.gate_up.change is not None and weights.down.change is not None:
+        return (*weights.gate_up.change, *weights.down.change)
+    if weights.frozen or weights.gate_up.values is None or weights.down.values is None:
+        return ()
+    return weights.gate_up.values, weights.down.values
+
+
+def _accumulators(weights: ExpertWeights) -> Accumulators | None:
+    return weights.gradient if isinstance(weights.gradient, Accumulators) else None
+
+
+def _gradients_at(weights: ExpertWeights, gradients: Any) -> ExpertWeights:
+    """Returns the gradients at the places of their operands, and None at all others."""
+    nothing = Matrix(None)
+    if isinstance(gradients, ExpertProducts):
+        return replace(weights, gate_up=nothing, down=nothing, layer=None, gradient=gradients)
+    if isinstance(weights.gradient, Accumulators):
+        after = replace(weights.gradient, gate_up=gradients[0], down=gradients[1])
+        return replace(weights, gate_up=nothing, down=nothing, layer=None, gradient=after)
+    matrices = [nothing, nothing]
+    if weights.is_changed:
+        matrices = [Matrix(None, change=LowRank(*factors)) for factors in (gradients[:2], gradients[2:])]
+    elif gradients:
+        matrices = [Matrix(gradient) for gradient in gradients]
+    return replace(weights, gate_up=matrices[0], down=matrices[1], layer=None, gradient=None)
 
 
 def _backward_of_parts(options: ExpertsOptions, residuals: ExpertsResiduals, dys: Arrays) -> _Gradients:
-    steps = []
+    steps: list[_Step] = []
     for shares, x, weights, hidden, dy in zip(
-        options.shares, residuals.xs, residuals.weights, residuals.hidden, dys, strict=True
+        options.shares, residuals.xs, residuals.topk_weights, residuals.hidden, dys, strict=True
     ):
-        of_part = partial(_gradients_of_part, residuals, options, shares, x, weights, hidden)
-        steps.append(_Step(of_part, (dy,)))
+        steps.append((partial(_gradients_of_part, residuals.weights, options, shares, x, weights, hidden), (dy,)))
     outcomes = _one_after_the_other(steps)
-    of_parts = [outcome.result for outcome in outcomes]
-    into, matrices, bias = residuals.accumulators, None, None
-    if not options.frozen:
-        dtypes = _dtypes(Matrices(residuals.w_gate_up, residuals.w_down) if into is None else into)
-        products = [outcome.extra for outcome in outcomes]
-        matrices = matrix_gradients(options.backend, products, dtypes, into)
-        if residuals.gate_up_bias is not None:
-            bias = _bias_sums(products).astype(residuals.gate_up_bias.dtype)
-    dxs = tuple(jnp.concatenate(gradients.dx_of_shares) for gradients in of_parts)
-    return _Gradients(dxs, tuple(gradients.dweights for gradients in of_parts), matrices, bias)
+    dxs = tuple(jnp.concatenate(outcome.result.dx_of_shares) for outcome in outcomes)
+    dweights = tuple(outcome.result.dweights for outcome in outcomes)
+    products = [outcome.extra for outcome in outcomes]
+    if residuals.experts is not None:
+        return _Gradients(dxs, dweights, _ticket(options, residuals, products, dys))
+    bias = residuals.weights.gate_up.bias
+    of_bias = None if bias is None else _bias_sums(products).astype(bias.dtype)
+    return _Gradients(dxs, dweights, _multiplied(options.backend, products, residuals.weights), of_bias)
+
+
+def _ticket(
+    options: ExpertsOptions, residuals: ExpertsResiduals, products: list[tuple[OuterPart, ...]], dys: Arrays
+) -> ExpertProducts:
+    """Returns the operands of the gradients, which are multiplied later. There is one part."""
+    assert residuals.experts is not None
+    ((gate_up, down),), (ids,), num_experts = products, residuals.experts, residuals.weights.num_experts
+    known = jnp.where(is_an_expert(ids, num_experts), int32_ids(ids, num_experts), -1).astype(jnp.float32)
+    return ExpertProducts(gate_up.a, residuals.xs[0], dys[0], down.b, known, options.row_alignment)
 
 
 class _BackwardChunk(NamedTuple):
     dy: Float[Array, "chunk hidden"]
     x: Float[Array, "chunk hidden"]
     weights: Float[Array, "chunk k"]
-    hidden: HiddenResiduals
+    hidden: Hidden
 
 
 def _backward_of_chunks(options: ExpertsOptions, residuals: ExpertsResiduals, dys: Arrays) -> _Gradients:
-    """Sums the matrices' gradients over the chunks in at least f32."""
+    """Sums the weights' gradients over the chunks in at least f32."""
     assert options.chunk_tokens is not None
-    weights_of_experts = Matrices(residuals.w_gate_up, residuals.w_down)
-    start = residuals.accumulators
-    of_bias = residuals.gate_up_bias
-    if start is None and not options.frozen:
-        zeros = Matrices._make(jnp.zeros(w.shape, at_least_f32(w.dtype)) for w in weights_of_experts)
-        start = vary_as(zeros, residuals.xs)
+    of_experts, trained, bias = residuals.weights, _trained(residuals.weights), residuals.weights.gate_up.bias
+    into = _accumulators(of_experts)
+    start: Arrays = () if into is None else (into.gate_up, into.down)
+    if into is None:
+        start = vary_as(tuple(jnp.zeros(w.shape, at_least_f32(w.dtype)) for w in trained), residuals.xs)
 
-    def add_chunk(sums: Matrices | None, chunk: _BackwardChunk) -> tuple[Matrices | None, tuple[Array, Array, Array | None]]:
-        gradients, products = _gradients_of_part(
-            residuals, options, None, chunk.x, chunk.weights, chunk.hidden, chunk.dy
-        )  # fmt: skip
+    def add_chunk(sums: Arrays, chunk: _BackwardChunk) -> tuple[Arrays, tuple[Array, Array, Array | None]]:
+        gradients, products = _gradients_of_part(of_experts, options, None, chunk.x, chunk.weights, chunk.hidden, chunk.dy)
         (dx,) = gradients.dx_of_shares
-        if sums is not None:
-            sums = matrix_gradients(options.backend, [products], _dtypes(sums), sums)
-        return sums, (dx, gradients.dweights, None if of_bias is None else _bias_sums([products]))
+        dtypes = tuple(total.dtype for total in sums)
+        of_bias = None if bias is None else _bias_sums([products])
+        return products_added(options.backend, [products], dtypes, sums), (dx, gradients.dweights, of_bias)
 
-    (dy,), (x,), (weights,) = dys, residuals.xs, residuals.weights
+    (dy,), (x,), (weights,) = dys, residuals.xs, residuals.topk_weights
     dy_chunks, x_chunks, weight_chunks = (split_tokens(a, options.chunk_tokens, 0) for a in (dy, x, weights))
     chunks = _BackwardChunk(dy_chunks, x_chunks, weight_chunks, residuals.hidden)
-    matrices, (dx, dweights, biases) = jax.lax.scan(add_chunk, start, chunks)
+    sums, (dx, dweights, of_biases) = jax.lax.scan(add_chunk, start, chunks)
     dx, dweights = join_tokens(dx, x.shape[0]), join_tokens(dweights, x.shape[0])
-    if residuals.accumulators is None and matrices is not None:
-        matrices = Matrices._make(total.astype(w.dtype) for total, w in zip(matrices, weights_of_experts, strict=True))
-    bias = None if of_bias is None or biases is None else sum_in_order(biases, axis=0).astype(of_bias.dtype)
-    return _Gradients((dx,), (dweights,), matrices, bias)
+    if into is None:
+        sums = tuple(total.astype(w.dtype) for total, w in zip(sums, trained, strict=True))
+    of_bias = None if bias is None or of_biases is None else sum_in_order(of_biases, axis=0).astype(bias.dtype)
+    return _Gradients((dx,), (dweights,), sums, of_bias)
 
 
 def _gate_up_of_part(
@@ -360,135 +364,128 @@ def _gate_up_of_part(
     x: Float[Array, "tokens hidden"] | QuantisedRows,
     experts: Integer[Array, "tokens k"],
 ) -> _Outcome:
-    """Returns a `_GateUp` and its `_PlannedTokens`."""
-    num_experts, backend = operands.num_experts, implementation(options.backend)
-    alignment = backend.ROW_ALIGNMENT if options.fp8 is None else options.fp8.row_alignment
+    """Returns a `GateUp` and its `_PlannedTokens`."""
+    experts_weights, backend, alignment = operands.weights, implementation(options.backend), options.row_alignment
+    num_experts, w = experts_weights.num_experts, experts_weights.gate_up
     # With an alignment of 1 this holds for a single token alone.
-    if not for_backward and _has_room_for_all(max_pairs, experts) and experts.shape[0] <= alignment and experts.size:
+    are_few = _has_room_for_all(max_pairs, experts) and experts.shape[0] <= alignment and experts.size
+    if are_few and not for_backward and not experts_weights.is_changed:
         planned = plan_of_few(experts, num_experts, alignment)
     else:
         planned = plan(experts, num_experts, alignment, max_pairs)
-    planned = dataclasses.replace(planned, layer=operands.layer)
-    given: Any = dict(for_backward=for_backward, activation=options.activation)
-    if options.fp8 is not None:
-        assert operands.quantised is not None
-        act, h = gate_up_in_fp8(x, operands.quantised, planned, options.fp8, **given)
-        return _Outcome(_GateUp(act, h), _PlannedTokens(planned, x))
-    rows, source = backend.rows_of_tokens(x, planned, for_gradients=for_backward)
-    given = dict(source_of_row=source, keep_h=for_backward, activation=options.activation, bias=operands.gate_up_bias)
-    h, act = backend.gated_matmul(rows, operands.w_gate_up, planned, **given)
-    return _Outcome(_GateUp(act, h), _PlannedTokens(planned, x))
+    planned = replace(planned, layer=experts_weights.layer)
+    if experts_weights.is_changed:
+        assert not isinstance(x, QuantisedRows)
+        made = gate_up_changed(options.of_changed, x, w, planned, for_backward=for_backward)
+    elif options.fp8 is not None:
+        assert w.in_fp8 is not None
+        given: Any = dict(for_backward=for_backward, activation=options.activation)
+        made = gate_up_in_fp8(x, w.in_fp8, planned, options.fp8, **given)
+    else:
+        rows, source = backend.rows_of_tokens(x, planned, for_gradients=for_backward)
+        given = dict(source_of_row=source, keep_h=for_backward, activation=options.activation, bias=w.bias)
+        h, act = backend.gated_matmul(rows, w.values, planned, **given)
+        made = GateUp(act, h)
+    return _Outcome(made, _PlannedTokens(planned, x))
 
 
 def _down_of_part(
     operands: ExpertsOperands, options: ExpertsOptions, act: Any, weights: Array, plan: Plan, shares: int | None = None
-) -> list[Array]:
-    """Returns y, one array per share of the tokens."""
-    if options.fp8 is None:
-        assert operands.w_down is not None
-        return down_of_shares(act, operands.w_down, weights, plan, options.backend, shares)
-    assert operands.quantised is not None
-    return down_in_fp8(act, operands.quantised, weights, plan, options.fp8, shares)
-
-
-class _PartGradients(NamedTuple):
-    dx_of_shares: list[Array]
-    dweights: Float[Array, "tokens k"]
-
-
-class MatrixProducts(NamedTuple):
-    """The operands whose grouped outer products are the matrices' gradients."""
-
-    gate_up: OuterPart
-    down: OuterPart
+) -> tuple[list[Array], Array | None]:
+    """Returns y, one array per share of the tokens, and v of changed matrices."""
+    w = operands.weights.down
+    if w.change is not None:
+        return down_changed(options.of_changed, act, w, weights, plan, shares)
+    if options.fp8 is not None:
+        assert w.in_fp8 is not None
+        return down_in_fp8(act, w.in_fp8, weights, plan, options.fp8, shares), None
+    assert w.values is not None
+    return down_of_shares(act, w.values, weights, plan, options.backend, shares), None
 
 
 def _gradients_of_part(
-    residuals: ExpertsResiduals,
+    experts: ExpertWeights,
     options: ExpertsOptions,
     shares: int | None,
     x: Float[Array, "tokens hidden"] | QuantisedRows,
     weights: Float[Array, "tokens k"],
-    hidden: HiddenResiduals,
+    hidden: Hidden,
     dy: Float[Array, "tokens hidden"],
 ) -> _Outcome:
-    """Returns what `gradients_of_part` returns, of products in either precision."""
-    if options.fp8 is None:
+    """Returns the `PartGradients` of one part, for which later parts wait, and their products, for which they do not."""
+    if options.fp8 is not None and not experts.is_changed:
+        found = gradients_in_fp8(options.fp8, experts, x, weights, hidden, dy, shares, options.activation)
+    else:
         assert not isinstance(x, QuantisedRows)
-        return gradients_of_part(residuals, options, shares, x, weights, hidden, dy)
-    assert residuals.quantised is not None
-    h: Any = hidden.h
-    of_fp8 = residuals.quantised, hidden.plan, options.fp8, shares
-    found = gradients_in_fp8(x, weights, h, dy, *of_fp8, activation=options.activation)
-    products = None if options.frozen else MatrixProducts(found.gate_up, found.down)
-    return _Outcome(_PartGradients(found.dx_of_shares, found.dweights), products)
+        if experts.is_changed:
+            found = gradients_changed(options.of_changed, experts, x, weights, hidden, dy, shares)
+        else:
+            found = _gradients_in_dtype(experts, options, shares, x, weights, hidden, dy)
+    products = found.products if _trained(experts) else ()
+    return _Outcome(found._replace(products=()), products)
 
 
-def gradients_of_part(
-    residuals: ExpertsResiduals,
+def _gradients_in_dtype(
+    experts: ExpertWeights,
     options: ExpertsOptions,
     shares: int | None,
     x: Float[Array, "tokens hidden"],
     weights: Float[Array, "tokens k"],
-    hidden: HiddenResiduals,
+    hidden: Hidden,
     dy: Float[Array, "tokens hidden"],
-) -> _Outcome:
-    """Returns the `_PartGradients` of one part and its `MatrixProducts`; of `residuals` it uses the matrices alone.
-
-    There are no products (None) if the matrices are frozen.
-    """
-    plan, backend = hidden.plan, options.backend
+) -> PartGradients:
+    plan, (w_gate_up, w_down), backend = hidden.plan, (experts.gate_up.values, experts.down.values), options.backend
+    assert w_gate_up is not None and w_down is not None
     rows, source = implementation(backend).rows_of_tokens(dy, plan)
     dh, weighted_act, dweight_of_row = implementation(backend).gated_matmul_backward(
-        rows,
-        residuals.w_down,
-        hidden.h,
-        weight_of_row(weights, plan),
-        plan,
-        source_of_row=source,
-        activation=options.activation,
+        rows, w_down, hidden.h, weight_of_row(weights, plan), plan, source_of_row=source, activation=options.activation
     )
     dweights = rows_of_pairs(dweight_of_row, plan).astype(weights.dtype)
-    if options.frozen:
-        return _Outcome(_PartGradients(dx_of_shares(dh, residuals.w_gate_up, plan, backend, shares), dweights), None)
-    dx, gate_up = gate_up_gradients(dh, x, residuals.w_gate_up, plan, backend, shares)
-    down = OuterPart(rows, weighted_act, plan, source, None)
-    return _Outcome(_PartGradients(dx, dweights), MatrixProducts(gate_up, down))
+    if experts.frozen:
+        return PartGradients(dx_of_shares(dh, w_gate_up, plan, backend, shares), dweights, ())
+    dx, gate_up = gate_up_gradients(dh, x, w_gate_up, plan, backend, shares)
+    return PartGradients(dx, dweights, (gate_up, OuterPart(rows, weighted_act, plan, source, None)))
 
 
-def _quantised_of(
-    given: QuantisedExperts | None, w_gate_up: Array | None, w_down: Array | None, layer: Array | None
-) -> QuantisedExperts:
-    """Returns the matrices in FP8: those given, or else the rounded weights of the layer."""
-    if given is not None:
-        return given
-    assert w_gate_up is not None and w_down is not None
-    return quantise_experts(of_layer(w_gate_up, layer), of_layer(w_down, layer))
+def _in_fp8(weights: ExpertWeights, in_both_orders: bool = False) -> ExpertWeights:
+    """Returns the weights with their matrices in FP8: those given, or else the rounded weights of the layer."""
+    gate_up, down = weights.gate_up, weights.down
+    if gate_up.in_fp8 is not None and down.in_fp8 is not None:
+        codes = gate_up.in_fp8, down.in_fp8
+    else:
+        assert gate_up.values is not None and down.values is not None
+        codes = quantise_experts(of_layer(gate_up.values, weights.layer), of_layer(down.values, weights.layer))
+    if in_both_orders:
+        codes = codes[0].in_both_orders(), codes[1].in_both_orders()
+    return replace(weights, gate_up=replace(gate_up, in_fp8=codes[0]), down=replace(down, in_fp8=codes[1]))
 
 
-def matrix_gradients(
-    backend: str, products: Sequence[MatrixProducts], dtypes: tuple[jnp.dtype, jnp.dtype], accumulators: Matrices | None
-) -> Matrices:
-    """Returns the matrices' gradients, each summed over the parts and added to its accumulator, if there is one."""
-    into = (None, None) if accumulators is None else accumulators
-    of_gate_up, of_down = [part.gate_up for part in products], [part.down for part in products]
-    return Matrices(
-        grouped_outer_of_parts(backend, of_gate_up, dtypes[0], into[0]),
-        grouped_outer_of_parts(backend, of_down, dtypes[1], into[1]),
+def _multiplied(backend: str, products: Sequence[tuple[OuterPart, ...]], weights: ExpertWeights) -> Arrays:
+    """Returns the gradients of `_trained`, or the accumulators with them added."""
+    into = _accumulators(weights)
+    sums = None if into is None else (into.gate_up, into.down)
+    dtypes = tuple(w.dtype for w in (_trained(weights) if sums is None else sums))
+    return products_added(backend, products, dtypes, sums)
+
+
+def products_added(
+    backend: str, products: Sequence[tuple[OuterPart, ...]], dtypes: tuple[jnp.dtype, ...], sums: Arrays | None
+) -> Arrays:
+    """Returns the outer products, each summed over the parts and added to its sum, if there is one."""
+    into = (None,) * len(dtypes) if sums is None else sums
+    return tuple(
+        grouped_outer_of_parts(backend, of_parts, dtype, total)
+        for of_parts, dtype, total in zip(list(zip(*products, strict=True)), dtypes, into, strict=True)
     )
 
 
-def _bias_sums(products: Sequence[MatrixProducts]) -> Float[Array, "experts 2*inter"]:
+def _bias_sums(products: Sequence[tuple[OuterPart, ...]]) -> Float[Array, "experts 2*inter"]:
     """Returns the sum of each expert's rows of dh over the parts, in at least f32."""
     of_parts = []
-    for dh, _, of_rows, *_ in (part.gate_up for part in products):
+    for dh, _, of_rows, *_ in (of_part[0] for of_part in products):
         ones = jnp.ones((of_rows.num_rows, 1), dh.dtype)
         of_parts.append(implementation("xla").grouped_outer(ones, dh, of_rows, at_least_f32(dh.dtype))[:, 0])
     return sum_in_order(jnp.stack(of_parts), axis=0)
-
-
-def _dtypes(matrices: Matrices) -> tuple[jnp.dtype, jnp.dtype]:
-    return matrices.gate_up.dtype, matrices.down.dtype
 
 
 def _has_room_for_all(max_pairs: int | None, experts: Array) -> bool:

@@ -1,13 +1,15 @@
 """`gate_up` and `down`, each by itself with its gradients by hand; `api` derives the formulas and checks the arguments."""
 
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from moe_jax.kernels.experts.backends import OuterPart, grouped_outer_of_parts, implementation
+from moe_jax.kernels.experts.fp8.kept import KeptRows
+from moe_jax.kernels.experts.fp8.quantise import QuantisedRows
 from moe_jax.kernels.experts.routing import Plan, rows_of_pairs
 from moe_jax.kernels.precision import widened
 
@@ -24,29 +26,49 @@ def down(act: Array, w_down: Array, weights: Array, plan: Plan, backend: str) ->
     return _differentiable_down(act, w_down, weights, plan, backend)
 
 
-class GateUpGradients(NamedTuple):
-    """The gradients of the gate-up pass: dx of each share of the tokens, and the operands of dw_gate_up."""
+class GateUp(NamedTuple):
+    """The result of the gate-up step; rows without a pair are finite, since later steps multiply them by zeros."""
+
+    act: Float[Array, "rows inter"] | QuantisedRows
+    h: Float[Array, "rows 2*inter"] | KeptRows | None
+    """As it is kept for the backward pass; None without one."""
+    u: Float[Array, "rows rank"] | None = None
+    """Of changed matrices (`changed`)."""
+
+
+class Hidden(NamedTuple):
+    """The residuals of a part of the tokens, beside its tokens."""
+
+    h: Any
+    """`GateUp.h`; None where no backward pass follows."""
+    plan: Plan
+    u: Float[Array, "rows rank"] | None = None
+    v: Float[Array, "rows rank"] | None = None
+    """Both belong to changed matrices (`changed`)."""
+
+
+class PartGradients(NamedTuple):
+    """The gradients of one part's tokens, and the operands of the weights' gradients."""
 
     dx_of_shares: list[Array]
-    product: OuterPart
+    dweights: Float[Array, "tokens k"]
+    products: tuple[OuterPart, ...]
+    """Their grouped outer products are the gradients of w_gate_up and w_down, or of the factors of their changes."""
 
 
 def gate_up_gradients(
     dh: Array, x: Array, w_gate_up: Array, plan: Plan, backend: str, shares: int | None = None
-) -> GateUpGradients:
-    """Computes dx, one array per share of the tokens, and prepares the outer product dw_gate_up."""
+) -> tuple[list[Array], OuterPart]:
+    """Returns dx, one array per share of the tokens, and the operands of dw_gate_up."""
     dx_rows = implementation(backend).grouped_matmul(dh, w_gate_up, plan, transpose=True)
     rows, source = implementation(backend).rows_of_tokens(x, plan)
-    return GateUpGradients(
-        token_sums_of_shares(dx_rows, plan, None, backend, shares), OuterPart(dh, rows, plan, None, source)
-    )  # fmt: skip
+    return token_sums_of_shares(dx_rows, plan, None, backend, shares), OuterPart(dh, rows, plan, None, source)
 
 
 def dx_of_shares(dh: Array, w_gate_up: Array, plan: Plan, backend: str, shares: int | None = None) -> list[Array]:
     """Computes the dx of `gate_up_gradients` alone, where w_gate_up is frozen."""
-    return token_sums_of_shares(
-        implementation(backend).grouped_matmul(dh, w_gate_up, plan, transpose=True), plan, None, backend, shares
-    )
+    dx_rows = implementation(backend).grouped_matmul(dh, w_gate_up, plan, transpose=True)
+    return token_sums_of_shares(dx_rows, plan, None, backend, shares)
 
 
 def down_of_shares(

@@ -5,19 +5,21 @@ and outputs travel beside the experts of other steps. Any other transport has on
 """
 
 import itertools
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from moe_jax.kernels.experts.fp8.rounded import with_copies
+from moe_jax.kernels.experts.activation import SILU
+from moe_jax.kernels.experts.call import TokenPart, experts
 from moe_jax.kernels.experts.fp8.rounded_tokens import RoundedTokens
-from moe_jax.kernels.experts.internal import Accumulators, TokenPart, experts_mlp_of_parts
+from moe_jax.kernels.experts.weights import Accumulators, ExpertWeights
 from moe_jax.kernels.precision import at_least_f32
 from moe_jax.parallel.expert import pairwise
 from moe_jax.parallel.expert.exchange import combine, dispatch, dispatch_in_fp8
-from moe_jax.parallel.expert.inputs import Choices, ExpertInputs, held_experts
+from moe_jax.parallel.expert.inputs import Choices, ExpertInputs
 from moe_jax.parallel.expert.routes import Route, first_route, further_route
 from moe_jax.parallel.expert.settings import Capacity, ExchangePlan, Transport, TransportName, devices_per_step
 
@@ -25,9 +27,9 @@ from moe_jax.parallel.expert.settings import Capacity, ExchangePlan, Transport, 
 def first_round(plan: ExchangePlan, choices: Choices, inputs: ExpertInputs) -> Float[Array, "tokens hidden"]:
     """Returns each token's outputs of the choices that the first round computes, in at least f32."""
     # A gather brings the tokens of all rounds: without the mask it would compute choices of further rounds twice.
-    experts = jnp.where(choices.is_first, choices.experts, -1)
+    ids = jnp.where(choices.is_first, choices.experts, -1)
     route = first_route(choices.queues, plan.first)
-    return _round(plan, route, plan.first, plan.transport, choices._replace(experts=experts), inputs)
+    return _round(plan, route, plan.first, plan.transport, choices._replace(experts=ids), inputs)
 
 
 def further_round(
@@ -48,24 +50,18 @@ def _round(
     inputs: ExpertInputs,
 ) -> Float[Array, "tokens hidden"]:
     """Returns the outputs of the tokens on `route`, in at least f32; 0 for the other tokens."""
-    x, weights, sums = inputs.x, inputs.weights, inputs.sums
-    held = held_experts(inputs, choices.held)
-    w_gate_up, w_down = held.w_gate_up, held.w_down
-    is_frozen = choices.held is not None and sums is None
+    x, weights, trained = inputs.x, inputs.weights, inputs.trained
     steps: tuple[int, ...] = (plan.devices,)
     shares: tuple[int, ...] = (1,)
     if transport == "pairwise":
         steps = shares = devices_per_step(plan)
-        if sums is not None:
-            x, sums_of_down = _with_gradients_together(x, sums.down)
-            sums = sums._replace(down=sums_of_down)
-        elif not is_frozen:
-            x, w_down = _with_gradients_together(x, w_down)
+        x, trained = _with_last_gradients_together(x, trained)
     # Weights and ids travel as one array: f32 holds every id exactly. An id travels as id + 1, since an empty slot holds 0.
     wide, k = at_least_f32(weights.dtype), weights.shape[1]
     weights_and_ids = jnp.concatenate([weights.astype(wide), (choices.experts + 1).astype(wide)], axis=1)
     tokens, weights_and_ids = _send(plan, route, transport, steps, x, weights_and_ids)
-    first_expert = lax.axis_index(plan.axis_name).astype(jnp.int32) * held.num_experts
+    of_device = choices.held.with_trained(trained)
+    first_expert = lax.axis_index(plan.axis_name).astype(jnp.int32) * of_device.num_experts
 
     def part(tokens: Array | RoundedTokens, arrived: Array) -> TokenPart:
         # Computed for each step alone: one computation for all steps would make each wait for the last choices.
@@ -73,15 +69,14 @@ def _round(
 
     ends = list(itertools.accumulate(step * (tokens.shape[0] // plan.devices) for step in steps[:-1]))
     of_steps = tokens.split(ends) if isinstance(tokens, RoundedTokens) else jnp.split(tokens, ends)
-    outputs = experts_mlp_of_parts(
+    outputs = experts(
         list(map(part, of_steps, jnp.split(weights_and_ids, ends))),
-        *with_copies((w_gate_up, w_down), choices.quantised),
-        None if sums is None else Accumulators(*sums, in_stack=True, layer=held.layer),
-        layer=held.layer if is_frozen else None,
+        of_device,
         backend=plan.backend,
         max_pairs=[step * capacity.pairs for step in steps],
         shares=shares,
         precision=plan.precision,
+        activation=plan.activation or SILU,
     )
     return combine(jnp.concatenate(outputs), route, plan.axis_name, transport, steps)
 
@@ -125,17 +120,26 @@ _when_arrived.defvjp(
 )  # fmt: skip
 
 
+def _with_last_gradients_together(x: Array, trained: ExpertWeights) -> tuple[Array, ExpertWeights]:
+    """Returns both unchanged. The gradient of x is ready with that of w_down, of its change or its accumulator."""
+    if isinstance(trained.gradient, Accumulators):
+        x, down = _with_gradients_together(x, trained.gradient.down)
+        return x, replace(trained, gradient=replace(trained.gradient, down=down))
+    x, matrix = _with_gradients_together(x, trained.down)
+    return x, replace(trained, down=matrix)
+
+
 @jax.custom_vjp
-def _with_gradients_together(x: Array, w_down: Array) -> tuple[Array, Array]:
-    """Returns both unchanged; their gradients are ready together. The second may be the sums that w_down's gradient goes to.
+def _with_gradients_together[Trained](x: Array, down: Trained) -> tuple[Array, Trained]:
+    """Returns both unchanged; their gradients are ready together.
 
     The last of x's gradient travels home beside the computation of w_down's gradient. Without the barrier XLA would compute
     the latter later.
     """
-    return x, w_down
+    return x, down
 
 
 _with_gradients_together.defvjp(
-    lambda x, w_down: ((x, w_down), None),
+    lambda x, down: ((x, down), None),
     lambda _, gradients: lax.optimization_barrier(gradients),
 )

@@ -8,6 +8,7 @@ The first round saves the residuals that `experts_mlp` saves. Further rounds sav
 the program is compiled. The backward pass computes them again.
 """
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -56,13 +57,13 @@ def _all_rounds_backward(plan: ExchangePlan, residuals: tuple, dy: Array) -> tup
 
     def add_further_rounds(gradients: ExpertInputs) -> ExpertInputs:
         def add(state: tuple[Array, ExpertInputs]) -> tuple[Array, ExpertInputs]:
-            # In at least f32. Their own `sums` are the given sums with all weight gradients added.
+            # In at least f32. Accumulators are the given ones with all weight gradients added.
             index, sums = state
-            before = sums.sums
-            of_inputs = inputs if before is None else inputs._replace(sums=before)
+            of_inputs = _with_accumulators(inputs, sums)
             (of_round,) = jax.vjp(partial(further_round, plan, choices, index), of_inputs)[1](dy)
-            own, others = (each._replace(sums=None) for each in (sums, of_round))
-            return index + 1, jax.tree.map(jnp.add, own, others)._replace(sums=of_round.sums)
+            without = of_round._replace(trained=replace(of_round.trained, gradient=None))
+            own, others = (_with_accumulators(each, without) for each in (sums, of_round))
+            return index + 1, _with_accumulators(jax.tree.map(jnp.add, own, others), of_round)
 
         start = jnp.zeros((), jnp.int32), jax.tree.map(widened, gradients)
         _, sums = lax.while_loop(lambda state: state[0] < choices.rounds, add, start)
@@ -71,6 +72,11 @@ def _all_rounds_backward(plan: ExchangePlan, residuals: tuple, dy: Array) -> tup
     # The branch without further rounds allocates no f32 accumulators.
     gradients = lax.cond(choices.rounds > 0, add_further_rounds, lambda gradients: gradients, gradients)
     return None, gradients
+
+
+def _with_accumulators(inputs: ExpertInputs, of: ExpertInputs) -> ExpertInputs:
+    """Returns the inputs with the accumulators of others; None without any."""
+    return inputs._replace(trained=replace(inputs.trained, gradient=of.trained.gradient))
 
 
 all_rounds.defvjp(_all_rounds_forward, _all_rounds_backward)

@@ -3,9 +3,12 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
 from moe_jax.kernels.experts.fp8.precision import Precision
+
+if TYPE_CHECKING:
+    from moe_jax.kernels.experts.activation import Activation
 
 TransportName = Literal["gather", "all_to_all", "pairwise"]
 
@@ -138,6 +141,8 @@ class ExchangePlan(NamedTuple):
     tokens_in_fp8: bool
     backend: str | None
     precision: Precision | None
+    activation: "Activation | None" = None
+    """None: silu(gate) * up."""
 
 
 def plan_exchange(

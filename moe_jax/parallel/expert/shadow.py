@@ -7,7 +7,7 @@ device decides.
 """
 
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,13 +16,17 @@ from jax.custom_batching import custom_vmap
 from jax.flatten_util import ravel_pytree
 from jaxtyping import Array, Float, Int
 
+from moe_jax.kernels.experts.activation import Activation
 from moe_jax.kernels.experts.api import experts_mlp
 from moe_jax.kernels.experts.fp8.precision import Precision
-from moe_jax.kernels.experts.fused_vjp import Matrices
+from moe_jax.kernels.experts.weights import ExpertWeights
 from moe_jax.parallel.collectives.hops import sum_to_all
 from moe_jax.parallel.expert.inputs import ExpertInputs
 from moe_jax.parallel.expert.settings import ExpertParallel
 from moe_jax.parallel.mesh import axis_size
+
+Matrices = tuple[Array, Array]
+"""An array for w_gate_up, and one for w_down."""
 
 
 class ShadowOutput(NamedTuple):
@@ -41,6 +45,7 @@ def compute_shadows(
     parallel: ExpertParallel,
     backend: str | None,
     precision: Precision | None,
+    activation: Activation,
     inputs: ExpertInputs,
     experts: Int[Array, "tokens k"],
 ) -> ShadowOutput:
@@ -51,16 +56,18 @@ def compute_shadows(
     Raises:
         NotImplementedError: under `jax.vmap`.
     """
-    assert inputs.w_gate_up is not None and inputs.w_down is not None
-    axis_name, num_experts = parallel.axis_name, axis_size(parallel.axis_name) * inputs.w_down.shape[0]
+    weights = inputs.trained.gate_up.values, inputs.trained.down.values
+    assert weights[0] is not None and weights[1] is not None
+    axis_name, num_experts = parallel.axis_name, axis_size(parallel.axis_name) * weights[1].shape[0]
     dtype = inputs.x.dtype
     load = load_by_device(experts, num_experts, axis_name)
     cost = rows_per_shadow(parallel.flops_per_byte, dtype.itemsize, load.shape[0])
     shadows = select_shadows(load, parallel.shadow_experts, cost)
-    own, copies = lend(Matrices(inputs.w_gate_up, inputs.w_down), shadows, axis_name, dtype)
+    own, copies = lend((weights[0], weights[1]), shadows, axis_name, dtype)
     weights_of_shadows, slots, others = choices_of_shadows(inputs.weights, experts, shadows)
-    y = experts_mlp(inputs.x, *copies, weights_of_shadows, slots, backend=backend, precision=precision)
-    left = inputs._replace(w_gate_up=own.gate_up, w_down=own.down)
+    options: Any = dict(backend=backend, precision=precision, activation=activation)
+    y = experts_mlp(inputs.x, *copies, weights_of_shadows, slots, **options)
+    left = inputs._replace(trained=ExpertWeights.of(*own))
     return ShadowOutput(y, jnp.sum(shadows >= 0, dtype=jnp.int32), left, others)
 
 
@@ -161,7 +168,7 @@ def _raise_under_vmap(axis_size: int, in_batched: list[bool], shadows: Array):
 
 def _lend_forward(weights: Matrices, shadows: Array, axis_name: str, dtype: jnp.dtype):
     shadows = _refuse_vmap(shadows)
-    local_experts = weights.gate_up.shape[0]
+    local_experts = weights[0].shape[0]
     local = shadows - lax.axis_index(axis_name).astype(jnp.int32) * local_experts
     # Another device's shadow gets its own index out of range: `unique_indices` in backward needs distinct indices.
     out_of_range = local_experts + jnp.arange(shadows.shape[0], dtype=jnp.int32)
@@ -169,7 +176,7 @@ def _lend_forward(weights: Matrices, shadows: Array, axis_name: str, dtype: jnp.
     count = jnp.sum(shadows >= 0, dtype=jnp.int32)
     # Every device but the owner contributes zeros to the sum.
     owned = [w.at[index].get(mode="fill", fill_value=0).astype(dtype) for w in weights]
-    return (weights, Matrices(*_sum_slots(owned, count, axis_name))), (index, count)
+    return (weights, tuple(_sum_slots(owned, count, axis_name))), (index, count)
 
 
 def _lend_backward(axis_name: str, dtype: jnp.dtype, residuals: tuple[Array, Array], gradients: tuple[Matrices, Matrices]):
@@ -181,7 +188,7 @@ def _lend_backward(axis_name: str, dtype: jnp.dtype, residuals: tuple[Array, Arr
         dw.at[index].add(rows.astype(dw.dtype), mode="drop", unique_indices=True)
         for dw, rows in zip(d_weights, sums, strict=True)
     ]
-    return Matrices(*add), None
+    return tuple(add), None
 
 
 lend.defvjp(_lend_forward, _lend_backward)

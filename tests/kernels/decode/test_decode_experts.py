@@ -12,7 +12,6 @@ from moe_jax.kernels import Precision, QuantisedMatrices, experts_mlp, quantise_
 from moe_jax.kernels.decode.add_norm import add_experts
 from moe_jax.kernels.decode.experts import expert_rows, expert_rows_in_fp8
 from moe_jax.kernels.decode.route import TokenChoices
-from moe_jax.kernels.experts.fp8.passes import QuantisedExperts
 
 EXPERTS, K, HIDDEN, INTER, LAYER = 128, 2, 128, 64, 1
 
@@ -62,15 +61,15 @@ def test_in_fp8(tokens):
     x, choice = normal(tokens, HIDDEN), _choice(rng, tokens)
     # Another layer's numbers would be far away.
     stacks = [normal(2, EXPERTS, *shape) * jnp.asarray([9, 1])[:, None, None, None] for shape in ((256, HIDDEN), (HIDDEN, 128))]
-    experts = QuantisedExperts(*map(jax.jit(quantise_matrices), stacks))
+    experts = list(map(jax.jit(quantise_matrices), stacks))
 
     @jax.jit
     def sums(x, choice):
-        outputs = expert_rows_in_fp8(x, experts, choice, jnp.int32(LAYER), k=K)
+        outputs = expert_rows_in_fp8(x, *experts, choice, jnp.int32(LAYER), k=K)
         return add_experts(jnp.zeros_like(x), outputs, jnp.ones(HIDDEN), eps=1e-6, k=K).x
 
     found = sums(x, choice)
-    own = [QuantisedMatrices(w.values[LAYER], w.scales[LAYER]) for w in experts[:2]]
+    own = [QuantisedMatrices(w.values[LAYER], w.scales[LAYER]) for w in experts]
     assert np.isfinite(np.asarray(found, np.float32)).all(), "a row that is needed was not stored"
     layer = jax.jit(partial(experts_mlp, precision=Precision(), backend="mosaic"))
     expected = layer(x, *own, choice.weights[:, :K], choice.experts[:, :K])

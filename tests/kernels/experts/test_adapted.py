@@ -7,12 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import seeds
-from expert_layers import make_layer, types_of
+from expert_layers import Adapter, Form, adapted, compute, make_layer, types_of
 from lowered import launches_on_h200, traced_for_h200
 
 from moe_jax import kernels
-from moe_jax.kernels.experts.adapted import ExpertsAdapter, experts_mlp_adapted, experts_mlp_adapted_in_stack
-from moe_jax.kernels.experts.internal import experts_mlp_frozen
 from moe_jax.kernels.low_rank import LowRank
 
 TOKENS, EXPERTS, K, HIDDEN, INTER = 24, 4, 2, 16, 12
@@ -23,7 +21,7 @@ def make_adapter(rng, ranks=(3, 2), shared_outer=False, dtype=jnp.float64):
         return jnp.asarray(rng.normal(size=shape), dtype)
 
     outer, (r1, r2) = 1 if shared_outer else EXPERTS, ranks
-    return ExpertsAdapter(
+    return Adapter(
         LowRank(factor(outer, r1, HIDDEN), factor(EXPERTS, 2 * INTER, r1)),
         LowRank(factor(EXPERTS, r2, INTER), factor(outer, HIDDEN, r2)),
     )
@@ -46,7 +44,7 @@ def test_changed_matrices(routing, shared_outer, chunk):
         adapter, dy = make_adapter(rng, shared_outer=shared_outer), jnp.asarray(rng.normal(size=x.shape))
 
         def ours(matrices, chosen, x, weights, adapter):
-            return experts_mlp_adapted(x, *matrices, weights, chosen, adapter, chunk_tokens=chunk)
+            return adapted(x, *matrices, weights, chosen, adapter, chunk_tokens=chunk)
 
         def plain(matrices, chosen, x, weights, adapter):
             return kernels.experts_mlp(x, *changed(*matrices, adapter), weights, chosen)
@@ -72,14 +70,14 @@ def test_mosaic():
     def leaves(backend, dtype):
         def f(x, weights, adapter):
             of_dtype = [matrix.astype(dtype) for matrix in matrices]
-            return experts_mlp_adapted(x, *of_dtype, weights, chosen, adapter, backend=backend)
+            return adapted(x, *of_dtype, weights, chosen, adapter, backend=backend)
 
         @jax.jit
         def with_gradients(dy, *arguments):
             y, pullback = jax.vjp(f, *arguments)
             return jax.tree.leaves((y, pullback(dy)))
 
-        return with_gradients(dy.astype(dtype), x.astype(dtype), weights, ExpertsAdapter(LowRank(a1, b1), LowRank(a2, b2)))
+        return with_gradients(dy.astype(dtype), x.astype(dtype), weights, Adapter(LowRank(a1, b1), LowRank(a2, b2)))
 
     for found, expected in zip(leaves("mosaic", jnp.bfloat16), leaves("xla", jnp.float32), strict=True):
         difference = np.linalg.norm(np.asarray(found, np.float32) - expected)
@@ -88,25 +86,36 @@ def test_mosaic():
 
 @pytest.mark.parametrize("backend", ["xla", pytest.param("mosaic", marks=pytest.mark.thorough)])
 def test_matrices_in_a_stack(backend):
-    """A layer of a stack has the results of its own matrices; there is no gradient."""
+    """A layer of a stack has the results and gradients of its own matrices."""
     rng, (hidden, inter) = seeds.rng(), (128, 64)
     x, *stacks, weights, chosen = make_layer(rng, "some_nobody", 40, 6, 2, hidden, inter)
     stacks, chosen = [matrices.reshape(3, 2, *matrices.shape[1:]) for matrices in stacks], chosen % 2
     shapes = [(2, 3, hidden), (2, 2 * inter, 3), (2, 3, inter), (2, hidden, 3)]
     a1, b1, a2, b2 = (jnp.asarray(rng.normal(size=shape) * 0.1, jnp.bfloat16) for shape in shapes)
-    adapter, x = ExpertsAdapter(LowRank(a1, b1), LowRank(a2, b2)), x.astype(jnp.bfloat16)
+    adapter, x = Adapter(LowRank(a1, b1), LowRank(a2, b2)), x.astype(jnp.bfloat16)
 
-    def ours(x, stacks):
-        return experts_mlp_adapted_in_stack(x, *stacks, weights, chosen, adapter, jnp.int32(1), backend=backend)
+    def in_stack(x, adapter, stacks):
+        form = Form(jnp.int32(1), frozen=True, adapter=adapter)
+        return compute(x, *stacks, weights, chosen, form, backend=backend)
+
+    def own(x, adapter, stacks):
+        return adapted(x, *(matrices[1] for matrices in stacks), weights, chosen, adapter, backend=backend)
+
+    @partial(jax.jit, static_argnums=0)
+    def with_gradients(f, stacks, *arrays):
+        y, pullback = jax.vjp(lambda *arrays: f(*arrays, stacks), *arrays)
+        return jax.tree.leaves((y, pullback(y)))
 
     stacks = [matrices.astype(jnp.bfloat16) for matrices in stacks]
-    found, own = jax.jit(ours)(x, stacks), [matrices[1] for matrices in stacks]
-    expected = jax.jit(partial(experts_mlp_adapted, backend=backend))(x, *own, weights, chosen, adapter)
-    found, expected = found.astype(jnp.float32), expected.astype(jnp.float32)
-    # On Hopper the change is a matmul of its own here, whose result is rounded.
-    np.testing.assert_allclose(found, expected, atol=0 if backend == "xla" else 0.02 * np.abs(expected).max())
-    with pytest.raises(ValueError, match="experts of a layer in a stack have no gradients"):
-        jax.grad(lambda x: ours(x, stacks).sum().astype(jnp.float32))(x)
+    for found, expected in zip(*(with_gradients(f, stacks, x, adapter) for f in (in_stack, own)), strict=True):
+        found, expected = found.astype(jnp.float32), expected.astype(jnp.float32)
+        # On Hopper the change is a matmul of its own here, whose result is rounded.
+        np.testing.assert_allclose(found, expected, atol=0 if backend == "xla" else 0.02 * np.abs(expected).max())
+
+
+def frozen(x, w_gate_up, w_down, weights, chosen, **options):
+    """The experts with matrices that are not trained."""
+    return compute(x, w_gate_up, w_down, weights, chosen, Form(frozen=True), **options)
 
 
 @pytest.mark.parametrize("chunk", [pytest.param(None, marks=pytest.mark.thorough), 10])
@@ -120,7 +129,7 @@ def test_frozen(chunk):
         return jax.vjp(lambda *a: f(*a, chosen, chunk_tokens=chunk), *arrays)[1](dy)
 
     arguments = chosen, x, x, *matrices, weights
-    dx, *of_matrices, dweights = gradients(experts_mlp_frozen, *arguments)
+    dx, *of_matrices, dweights = gradients(frozen, *arguments)
     expected = gradients(kernels.experts_mlp, *arguments)
     np.testing.assert_array_equal(dx, expected[0])
     np.testing.assert_array_equal(dweights, expected[3])
@@ -140,7 +149,7 @@ def test_kernels_of_frozen_experts():
 
         return len(launches_on_h200(gradient, *arrays, chosen))
 
-    assert (count(kernels.experts_mlp), count(experts_mlp_frozen)) == (9, 6)
+    assert (count(kernels.experts_mlp), count(frozen)) == (9, 6)
 
 
 def test_kernels_of_adapted_experts():
@@ -151,12 +160,12 @@ def test_kernels_of_adapted_experts():
 
     def gradient(x, w_gate_up, w_down, weights, adapter, chosen):
         def f(x, weights, adapter):
-            return experts_mlp_adapted(x, w_gate_up, w_down, weights, chosen, adapter, backend="mosaic")
+            return adapted(x, w_gate_up, w_down, weights, chosen, adapter, backend="mosaic")
 
         y, pullback = jax.vjp(f, x, weights, adapter)
         return y, pullback(y)
 
-    arguments = *arrays, ExpertsAdapter(LowRank(a1, b1), LowRank(a2, b2)), chosen
+    arguments = *arrays, Adapter(LowRank(a1, b1), LowRank(a2, b2)), chosen
     text = str(traced_for_h200(gradient, *arguments))
     assert "bf16[8,1024,1024]" in text and "f32[8,1024,1024]" not in text.replace("bf16", "")
     assert "bf16[8,1024,512]" in text and "f32[8,1024,512]" not in text.replace("bf16", "")
@@ -167,5 +176,5 @@ def test_factors_that_do_not_fit_are_named():
     layer = make_layer(seeds.rng(), "random", TOKENS, EXPERTS, K, HIDDEN, INTER, jnp.float32)
     adapter = make_adapter(seeds.rng(), dtype=jnp.float32)
     wrong = adapter._replace(down=adapter.down._replace(a=adapter.down.b))
-    with pytest.raises(ValueError, match=r"adapter.down.a must have shape \[experts, rank, inter\]"):
-        experts_mlp_adapted(*layer, wrong)
+    with pytest.raises(ValueError, match=r"down.change.a must have shape \[experts, rank, inter\]"):
+        adapted(*layer, wrong)

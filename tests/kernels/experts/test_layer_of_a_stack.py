@@ -6,7 +6,8 @@ from h200 import needs_compiler, run_script
 
 TRAIN = """
 
-from moe_jax.kernels.experts.internal import Accumulators, experts_mlp_accumulating
+from moe_jax.kernels.experts.call import TokenPart, experts as compute
+from moe_jax.kernels.experts.weights import Accumulators, ExpertWeights
 
 LAYERS, EXPERTS, HIDDEN, INTER = 4, 32, 512, 256
 
@@ -14,8 +15,8 @@ def gradients(x, gate_up, down, weights, experts, sums, first):
     "The layers `first` and `first + 1` add to their sums: `first` is known on the device alone."
     def turn(i, sums):
         def loss(sums):
-            place = Accumulators(*sums, in_stack=True, layer=first + i)
-            return experts_mlp_accumulating(x, gate_up, down, weights, experts, place).astype(f32).sum()
+            matrices = ExpertWeights.of(gate_up, down, layer=first + i, gradient=Accumulators(*sums, in_stack=True))
+            return compute([TokenPart(x, weights, experts)], matrices)[0].astype(f32).sum()
         return jax.grad(loss)(sums)
     return jax.lax.fori_loop(0, 2, turn, sums)
 

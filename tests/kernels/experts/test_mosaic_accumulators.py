@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from expert_gradients import accumulating
 from expert_layers import (
     SMALL,
     exact_with_gradients,
@@ -13,8 +14,6 @@ from expert_layers import (
     make_layer,
     relative_error,
 )
-
-from moe_jax.kernels.experts.internal import Accumulators, experts_mlp_accumulating
 
 
 @pytest.mark.thorough
@@ -27,7 +26,7 @@ def test_accumulators_of_micro_batches(rng):
     def with_totals(x, weights):
         def f(x, weights, totals):
             how = {"backend": "mosaic", "chunk_tokens": SMALL[0]}
-            return experts_mlp_accumulating(x, *layer[1:3], weights, layer[4], Accumulators(*totals), **how)
+            return accumulating(x, *layer[1:3], weights, layer[4], totals, **how)
 
         y, pullback = jax.vjp(f, x, weights, totals)
         dx, d_weights, after = pullback(dy)

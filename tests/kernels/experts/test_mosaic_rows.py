@@ -3,12 +3,11 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from expert_layers import ROUTINGS, SMALL, choose, few_bits, make_layer, relative_error, types_of, with_gradients
+from expert_layers import ROUTINGS, SMALL, choose, compute, few_bits, make_layer, relative_error, types_of, with_gradients
 from lowered import lowered_for_h200, num_kernels
 
 from moe_jax import kernels
 from moe_jax.kernels.experts import mosaic
-from moe_jax.kernels.experts.internal import TokenPart, experts_mlp_of_parts
 from moe_jax.kernels.experts.routing import plan
 
 
@@ -93,5 +92,4 @@ def test_max_pairs(rng):
 
 def in_room(max_pairs, x, w_gate_up, w_down, weights, chosen):
     """The experts of all tokens as one part, with room for max_pairs of their choices."""
-    part = TokenPart(x, weights, chosen)
-    return experts_mlp_of_parts([part], w_gate_up, w_down, backend="mosaic", max_pairs=[max_pairs])[0]
+    return compute(x, w_gate_up, w_down, weights, chosen, backend="mosaic", max_pairs=[max_pairs], shares=[1])

@@ -7,7 +7,8 @@ import pytest
 import seeds
 from expert_gradients import compare, make_inputs
 
-from moe_jax.kernels.experts.internal import TokenPart, experts_mlp_of_parts
+from moe_jax.kernels.experts.call import TokenPart, experts
+from moe_jax.kernels.experts.weights import ExpertWeights
 
 
 @pytest.mark.parametrize(
@@ -28,7 +29,7 @@ def test_parts_give_what_all_their_tokens_give_at_once(ends, routing):
             parts = list(map(TokenPart, *(jnp.split(a, ends) for a in (x, weights, chosen))))
             room = [2 * part.x.shape[0] for part in parts]
             shares = [next(n for n in (2, 3, 7) if part.x.shape[0] % n == 0) for part in parts]
-            return jnp.concatenate(experts_mlp_of_parts(parts, w_gate_up, w_down, max_pairs=room, shares=shares))
+            return jnp.concatenate(experts(parts, ExpertWeights.of(w_gate_up, w_down), max_pairs=room, shares=shares))
 
         compare(in_parts, oracle.experts_mlp, inputs, 1e-12)
 
@@ -43,7 +44,7 @@ def test_room_for_fewer_pairs_leaves_out_the_last_experts(max_pairs):
         within = (*arrays, chosen.reshape(-1).at[order[max_pairs:]].set(-1).reshape(20, 3))
 
         def in_room(x, w_gate_up, w_down, weights, _):
-            return experts_mlp_of_parts([TokenPart(x, weights, chosen)], w_gate_up, w_down, max_pairs=[max_pairs])[0]
+            return experts([TokenPart(x, weights, chosen)], ExpertWeights.of(w_gate_up, w_down), max_pairs=[max_pairs])[0]
 
         compare(in_room, oracle.experts_mlp, within, 1e-12)
 
@@ -53,7 +54,7 @@ def test_barriers_keep_the_parts_in_order():
     all parts, and none begins before the last part's tokens are there. The first part's down pass waits for all others."""
     x, w_gate_up, w_down, weights, chosen = make_inputs(seeds.rng(), 6, 3, 2, 8, 4, dtype=jnp.float32)
     parts = list(map(TokenPart, *(jnp.split(a, 3) for a in (x, weights, chosen))))
-    text = jax.jit(experts_mlp_of_parts).lower(parts, w_gate_up, w_down).as_text()
+    text = jax.jit(experts).lower(parts, ExpertWeights.of(w_gate_up, w_down)).as_text()
     assert text.count("optimization_barrier") == 3
 
 
@@ -62,16 +63,16 @@ def test_parts_that_differ_in_more_than_their_tokens_are_refused():
     part = TokenPart(x, weights, chosen)
     one_choice = part._replace(topk_weights=weights[:, :1], topk_experts=chosen[:, :1])
     with pytest.raises(ValueError, match=r"the same dtypes and widths; got .*, int32\[tokens, 2\]; .*, int32\[tokens, 1\]"):
-        experts_mlp_of_parts([part, one_choice], w_gate_up, w_down)
+        experts([part, one_choice], ExpertWeights.of(w_gate_up, w_down))
     with pytest.raises(ValueError, match=r"got float32\[tokens, 8\], .*; bfloat16\[tokens, 8\], "):
-        experts_mlp_of_parts([part, part._replace(x=x.astype(jnp.bfloat16))], w_gate_up, w_down)
+        experts([part, part._replace(x=x.astype(jnp.bfloat16))], ExpertWeights.of(w_gate_up, w_down))
     with pytest.raises(ValueError, match="one or more, all of the same dtypes and widths; got none"):
-        experts_mlp_of_parts([], w_gate_up, w_down)
+        experts([], ExpertWeights.of(w_gate_up, w_down))
     with pytest.raises(ValueError, match="max_pairs must have one entry for each of the 2 parts; got 1"):
-        experts_mlp_of_parts([part, part], w_gate_up, w_down, max_pairs=[3])
+        experts([part, part], ExpertWeights.of(w_gate_up, w_down), max_pairs=[3])
     with pytest.raises(ValueError, match="max_pairs must be at least 1 or None; got 0"):
-        experts_mlp_of_parts([part], w_gate_up, w_down, max_pairs=[0])
+        experts([part], ExpertWeights.of(w_gate_up, w_down), max_pairs=[0])
     with pytest.raises(
         ValueError, match=r"shares must have one entry for each part, a divisor of its tokens; got \[4\] for \[6\] tokens"
     ):
-        experts_mlp_of_parts([part], w_gate_up, w_down, shares=[4])
+        experts([part], ExpertWeights.of(w_gate_up, w_down), shares=[4])

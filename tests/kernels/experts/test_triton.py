@@ -12,7 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from expert_gradients import accumulating
 from expert_layers import (
+    Adapter,
+    adapted,
     assert_as_near_as,
     choose,
     chosen_so_often,
@@ -32,8 +35,6 @@ from moe_jax.kernels import target
 from moe_jax.kernels.experts import choose_backend as backend
 from moe_jax.kernels.experts import triton as ours
 from moe_jax.kernels.experts import xla
-from moe_jax.kernels.experts.adapted import ExpertsAdapter, experts_mlp_adapted
-from moe_jax.kernels.experts.internal import Accumulators, experts_mlp_accumulating
 from moe_jax.kernels.experts.routing import plan
 from moe_jax.kernels.experts.triton import launch
 from moe_jax.kernels.low_rank import LowRank, RowsChange
@@ -162,14 +163,14 @@ def test_low_rank_changes(rng, runs, dtype, ranks, error):
 
     def ours_of(x, weights, adapter):
         frozen = [matrix.astype(dtype) for matrix in matrices]
-        return experts_mlp_adapted(x.astype(dtype), *frozen, weights, chosen, adapter, backend="triton").astype(jnp.float32)
+        return adapted(x.astype(dtype), *frozen, weights, chosen, adapter, backend="triton").astype(jnp.float32)
 
     def plain(x, weights, adapter):
         changed = [w + jnp.matmul(*reversed(factors)) for w, factors in zip(matrices, adapter, strict=True)]
         return kernels.experts_mlp(x, *changed, weights, chosen, backend="xla")
 
     def leaves(f):
-        y, pullback = jax.vjp(f, x, weights, ExpertsAdapter(LowRank(a1, b1), LowRank(a2, b2)))
+        y, pullback = jax.vjp(f, x, weights, Adapter(LowRank(a1, b1), LowRank(a2, b2)))
         return jax.tree.leaves((y, pullback(dy)))
 
     for actual, expected in zip(leaves(ours_of), leaves(plain), strict=True):
@@ -246,7 +247,7 @@ def layer_shapes(tokens, experts, k, hidden, inter):
 
 def step_with_totals(totals, *arrays):
     *arrays, dy = arrays
-    return jax.vjp(lambda t: experts_mlp_accumulating(*arrays, Accumulators(*t), backend="triton"), totals)[1](dy)
+    return jax.vjp(lambda t: accumulating(*arrays, t, backend="triton"), totals)[1](dy)
 
 
 def step(x, w_gate_up, w_down, weights, chosen, dy):
@@ -296,13 +297,13 @@ def test_changed_kernels_compile(monkeypatch, tmp_path, capability, rank):
 
     def gradient(x, matrices, weights, adapter, chosen):
         def f(x, weights, adapter):
-            return experts_mlp_adapted(x, *matrices, weights, chosen, adapter, backend="triton")
+            return adapted(x, *matrices, weights, chosen, adapter, backend="triton")
 
         y, pullback = jax.vjp(f, x, weights, adapter)
         return y, pullback(y)
 
     jax.clear_caches()
-    jax.eval_shape(gradient, x, matrices, weights, ExpertsAdapter(LowRank(a1, b1), LowRank(a2, b2)), chosen)
+    jax.eval_shape(gradient, x, matrices, weights, Adapter(LowRank(a1, b1), LowRank(a2, b2)), chosen)
     jax.clear_caches()
     changed = [call for call in calls if call.options.get("rank")]
     # JAX also traces the forward pass alone, which is four of the kernels.
@@ -415,12 +416,12 @@ def test_adapted_experts_on_the_gpu(rng, tokens, rank):
     @functools.partial(jax.jit, static_argnums=0)
     def leaves(backend, matrices, *arguments):
         def f(x, weights, adapter):
-            return experts_mlp_adapted(x, *matrices, weights, chosen, adapter, backend=backend)
+            return adapted(x, *matrices, weights, chosen, adapter, backend=backend)
 
         y, pullback = jax.vjp(f, *arguments)
         return jax.tree.leaves((y, pullback(dy)))
 
-    arguments = matrices, x, weights, ExpertsAdapter(LowRank(a1, b1), LowRank(a2, b2))
+    arguments = matrices, x, weights, Adapter(LowRank(a1, b1), LowRank(a2, b2))
     first, again, others = leaves("triton", *arguments), leaves("triton", *arguments), leaves("xla", *arguments)
     for one, other in zip(first, again, strict=True):
         np.testing.assert_array_equal(one, other)

@@ -23,12 +23,19 @@ from expert_layer import (
     routing,
     sharded,
 )
+from flax import nnx
 from jax.sharding import PartitionSpec as P
 from meshes import make_mesh, relative_error, value_and_gradients
 
-from moe_jax.kernels.experts.internal import Accumulators
+from moe_jax.kernels.experts.call import TokenPart
+from moe_jax.kernels.experts.weights import Accumulators, ExpertWeights, Matrix
+from moe_jax.kernels.low_rank import LowRank
+from moe_jax.layers.lora import Adapter, freeze
+from moe_jax.layers.moe import MoE
 from moe_jax.parallel import ExpertParallel, expert_parallel_mlp
+from moe_jax.parallel.expert import experts_of_devices
 from moe_jax.parallel.expert.settings import first_capacity, further_capacity
+from moe_jax.parallel.spread import Spread
 
 
 @pytest.mark.parametrize("transport", ["all_to_all", "pairwise"])
@@ -50,6 +57,64 @@ def test_residuals(transport):
     assert factor * tokens * k <= h_rows <= factor * tokens * k + devices
 
 
+@pytest.mark.parametrize(
+    "transport, factors", [("pairwise", "its own"), pytest.param("gather", "all", marks=pytest.mark.thorough)]
+)
+def test_low_rank_changes(transport, factors, rng):
+    """Changes of frozen experts, in the first and in further rounds; a device has its own experts' factors, or all."""
+    mesh, settings = make_mesh(expert=4), ExpertParallel(transport=transport)
+    x, *matrices, weights = arrays()
+    normal = lambda *shape: jnp.asarray(rng.normal(size=shape) * 0.3, jnp.float32)  # noqa: E731
+    changes = [LowRank(normal(EXPERTS, 2, w.shape[2]), normal(EXPERTS, w.shape[1], 2)) for w in matrices]
+
+    def layer(x, weights, changes, matrices, ids):
+        operands = ExpertWeights(*(Matrix(w, change=of_w) for w, of_w in zip(matrices, changes, strict=True)), frozen=True)
+        y, exchange = experts_of_devices(TokenPart(x, weights, ids), operands, settings)
+        return y, exchange.num_rounds[None]
+
+    tokens, experts = P("expert"), P("expert")
+    specs = tokens, tokens, experts if factors == "its own" else P(), experts, tokens
+    sharded_layer = jax.shard_map(layer, mesh=mesh, in_specs=specs, out_specs=(tokens, tokens))
+
+    def reference(x, weights, changes, matrices, ids):
+        changed = [w + jnp.matmul(*reversed(of_w)) for w, of_w in zip(matrices, changes, strict=True)]
+        return oracle.experts_mlp(x, *changed, weights, ids), jnp.zeros(1)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def run(f, ids, dy):
+        y, pullback, rounds = jax.vjp(lambda *a: f(*a, matrices, ids), x, weights, changes, has_aux=True)
+        return jax.tree.leaves((y, pullback(dy))), rounds
+
+    for name, several in (("even", False), ("one expert takes all", True)):
+        found, rounds = run(sharded_layer, routing(name), direction())
+        assert (rounds[0] > 1) == several
+        for actual, wanted in zip(found, run(reference, routing(name), direction())[0], strict=True):
+            assert relative_error(actual, wanted) < 1e-5
+
+
+def test_a_block_with_adapters(rng):
+    """A block whose experts are split, with all adapters on each device, equals the block on one device."""
+    moe = MoE(16, 12, 8, 2, rngs=nnx.Rngs(0))
+    moe.experts.gate_up_lora = Adapter((8, 2, 16), (8, 24, 2), scale=1.0, rngs=nnx.Rngs(1))
+    moe.experts.down_lora = Adapter((8, 2, 12), (8, 16, 2), scale=0.5, rngs=nnx.Rngs(2))
+    for lora in (moe.experts.gate_up_lora, moe.experts.down_lora):
+        lora.b[...] = jnp.asarray(rng.normal(size=lora.b.shape), jnp.float32)
+    freeze(moe)
+    graph, state = nnx.split(moe)
+    x = jnp.asarray(rng.normal(size=(32, 16)), jnp.float32)
+
+    def spec(path, _):
+        return P("expert") if path[-1] in ("gate_up_proj", "down_proj") else P()
+
+    def of_device(state, x):
+        return nnx.merge(graph, state)(x, spread=Spread(ExpertParallel()))[0]
+
+    flat = nnx.to_flat_state(state)
+    specs = nnx.from_flat_state([(path, variable.replace(spec(path, variable))) for path, variable in flat])
+    split = jax.shard_map(of_device, mesh=make_mesh(expert=4), in_specs=(specs, P("expert")), out_specs=P("expert"))
+    assert relative_error(jax.jit(split)(state, x), moe(x)[0]) < 1e-6
+
+
 @pytest.mark.parametrize("transport", ["pairwise", pytest.param("gather", marks=pytest.mark.thorough)])
 def test_accumulators(transport):
     """Sums of gradients grow by the weights' gradients, in the first and in further rounds, inside a stack of two layers."""
@@ -58,8 +123,9 @@ def test_accumulators(transport):
     stacks = [jnp.stack([jnp.full_like(w, jnp.nan), w]) for w in (w_gate_up, w_down)]
 
     def layer(x, weights, sums, stacks, ids):
-        accumulators = Accumulators(*sums, in_stack=True, layer=jnp.int32(1))
-        y, exchange = expert_parallel_mlp(x, *stacks, weights, ids, settings, accumulators=accumulators)
+        accumulators = Accumulators(*sums, in_stack=True)
+        matrices = ExpertWeights.of(*stacks, layer=jnp.int32(1), gradient=accumulators)
+        y, exchange = experts_of_devices(TokenPart(x, weights, ids), matrices, settings)
         return y, exchange.num_rounds[None]
 
     tokens, experts = P("expert"), P(None, "expert")

@@ -134,7 +134,7 @@ def test_refused():
         in_specs=PartitionSpec("expert"),
         out_specs=PartitionSpec("expert"),
     )
-    with pytest.raises(ValueError, match=r"multiplied in FP8: give precision=Precision\(\); got precision=None"):
+    with pytest.raises(ValueError, match=r"QuantisedMatrices need precision=Precision\(\).*; got precision=None"):
         jax.eval_shape(on_one, *arguments)
     x, codes, *others = arguments
     with pytest.raises(ValueError, match="must both be arrays or both be QuantisedMatrices; got one of each"):

@@ -14,8 +14,9 @@ from jax.sharding import PartitionSpec as P
 from train_steps import make_batch, train
 
 from moe_jax.kernels import Precision
-from moe_jax.kernels.experts.fp8.experts import experts_mlp_in_fp8
-from moe_jax.layers.fp8 import trained_matrices
+from moe_jax.kernels.experts.call import TokenPart
+from moe_jax.kernels.experts.call import experts as compute
+from moe_jax.kernels.experts.weights import ExpertWeights
 from moe_jax.layers.stack import run_layers
 from moe_jax.parallel import ExpertParallel, Parallelism, fsdp
 from moe_jax.parallel.expert import expert_parallel_mlp
@@ -26,8 +27,8 @@ HIDDEN, INTER, EXPERTS, TOKENS = 256, 128, 4, 64
 
 def of_device(shared, own, x, parameters, _):
     experts = parameters["mlp"]["experts"]
-    matrices = trained_matrices(experts["gate_up_proj"], experts["down_proj"], None)
-    return x + experts_mlp_in_fp8(x, matrices, *shared, Precision()), ()
+    matrices = ExpertWeights.of(experts["gate_up_proj"][...], experts["down_proj"][...])
+    return x + compute([TokenPart(x, *shared)], matrices, precision=Precision())[0], ()
 
 
 def of_devices(shared, own, x, parameters, _):

@@ -14,8 +14,10 @@ from meshes import make_mesh, relative_error
 
 from moe_jax.experimental.ragged import RAGGED
 from moe_jax.kernels import Precision
-from moe_jax.kernels.experts.internal import Accumulators
+from moe_jax.kernels.experts.call import TokenPart
+from moe_jax.kernels.experts.weights import Accumulators, ExpertWeights
 from moe_jax.parallel import ExpertParallel, expert_parallel_mlp
+from moe_jax.parallel.expert import experts_of_devices
 
 DEVICES, TOKENS, EXPERTS, K, HIDDEN, INTER = 4, 512, 8, 2, 256, 128
 
@@ -130,8 +132,8 @@ def test_sums_of_gradients():
     how, spread = ExpertParallel(transport="gather", tokens_in_fp8=True), P("expert")
 
     def local(x, weights, sums, w_gate_up, w_down, chosen):
-        options = dict(accumulators=Accumulators(*sums), precision=Precision())
-        return expert_parallel_mlp(x, w_gate_up, w_down, weights, chosen, how, **options)[0]
+        matrices = ExpertWeights.of(w_gate_up, w_down, gradient=Accumulators(*sums))
+        return experts_of_devices(TokenPart(x, weights, chosen), matrices, how, precision=Precision())[0]
 
     layer = jax.shard_map(local, mesh=make_mesh(expert=DEVICES), in_specs=(spread,) * 6, out_specs=spread)
     run = jax.jit(lambda *a: jax.vjp(lambda *b: layer(*b, w_gate_up, w_down, chosen), *a)[1](dy))

@@ -23,42 +23,20 @@ from moe_jax.kernels.experts import backends
 from moe_jax.kernels.experts.activation import SILU, Activation
 from moe_jax.kernels.experts.backends import OuterPart
 from moe_jax.kernels.experts.fp8.backends import implementation, resolve_fp8_backend
-from moe_jax.kernels.experts.fp8.kept import KeptRows, keep_h, read_h
+from moe_jax.kernels.experts.fp8.kept import keep_h, read_h
 from moe_jax.kernels.experts.fp8.precision import Kept, Precision
-from moe_jax.kernels.experts.fp8.quantise import (
-    QuantisedMatrices,
-    QuantisedRows,
-    dequantised_rows,
-    quantise_matrices,
-    transposed,
-)
+from moe_jax.kernels.experts.fp8.quantise import InFp8, QuantisedRows, dequantised_rows, quantise_matrices
 from moe_jax.kernels.experts.routing import Plan, rows_of_pairs
-from moe_jax.kernels.experts.separate_vjps import token_sums_of_shares, weight_of_row
-
-
-class QuantisedExperts(NamedTuple):
-    """Both matrices of each expert in FP8, and their transposes for the backward pass; None: it makes them."""
-
-    gate_up: QuantisedMatrices
-    """[experts, 2*inter, hidden]."""
-    down: QuantisedMatrices
-    """[experts, hidden, inter]."""
-    gate_up_transposed: QuantisedMatrices | None = None
-    down_transposed: QuantisedMatrices | None = None
-
-    def in_both_orders(self) -> "QuantisedExperts":
-        """Returns the matrices with their transposes."""
-        if self.gate_up_transposed is not None and self.down_transposed is not None:
-            return self
-        return QuantisedExperts(self.gate_up, self.down, transposed(self.gate_up), transposed(self.down))
+from moe_jax.kernels.experts.separate_vjps import GateUp, Hidden, PartGradients, token_sums_of_shares, weight_of_row
+from moe_jax.kernels.experts.weights import ExpertWeights
 
 
 def quantise_experts(
     w_gate_up: Float[Array, "*layers experts 2*inter hidden"], w_down: Float[Array, "*layers experts hidden inter"]
-) -> QuantisedExperts:
-    """Rounds the matrices of experts to FP8, without gradients, and transposes them."""
-    gate_up, down = (quantise_matrices(jax.lax.stop_gradient(w)) for w in (w_gate_up, w_down))
-    return QuantisedExperts(gate_up, down).in_both_orders()
+) -> tuple[InFp8, InFp8]:
+    """Rounds both matrices of experts to FP8, without gradients, and transposes them."""
+    gate_up, down = (InFp8(quantise_matrices(jax.lax.stop_gradient(w))) for w in (w_gate_up, w_down))
+    return gate_up.in_both_orders(), down.in_both_orders()
 
 
 class Fp8Options(NamedTuple):
@@ -82,77 +60,62 @@ class Fp8Options(NamedTuple):
 
 def gate_up_in_fp8(
     x: BFloat16[Array, "tokens hidden"] | QuantisedRows,
-    experts: QuantisedExperts,
+    w_gate_up: InFp8,
     plan: Plan,
     options: Fp8Options,
     *,
     for_backward: bool,
     activation: Activation = SILU,
-) -> tuple[QuantisedRows, BFloat16[Array, "rows 2*inter"] | KeptRows | None]:
-    """Returns act, and h as it is kept for the backward pass; None without one."""
-    matmuls, plan = implementation(options.matmuls), _of_matrices(plan, experts)
+) -> GateUp:
+    """Computes the gate-up step; h is None without a backward pass."""
+    matmuls, plan = implementation(options.matmuls), plan_of_matrices(plan, w_gate_up)
     rows = matmuls.rows_of_rounded(x, plan) if isinstance(x, QuantisedRows) else matmuls.rows_of_tokens(x, plan)
-    h, act = matmuls.gated_matmul(rows, experts.gate_up, plan, keep_h=for_backward, activation=activation)
-    return act, None if h is None else keep_h(h, options.kept)
+    h, act = matmuls.gated_matmul(rows, w_gate_up.rounded, plan, keep_h=for_backward, activation=activation)
+    return GateUp(act, None if h is None else keep_h(h, options.kept))
 
 
 def down_in_fp8(
     act: QuantisedRows,
-    experts: QuantisedExperts,
+    w_down: InFp8,
     weights: Float[Array, "tokens k"],
     plan: Plan,
     options: Fp8Options,
     shares: int | None = None,
 ) -> list[Array]:
     """Returns y, one array per share of the tokens."""
-    rows = implementation(options.matmuls).grouped_matmul(act, experts.down, _of_matrices(plan, experts))
+    rows = implementation(options.matmuls).grouped_matmul(act, w_down.rounded, plan_of_matrices(plan, w_down))
     return token_sums_of_shares(rows, plan, weights, options.sums, shares)
 
 
-class Fp8Gradients(NamedTuple):
-    """The gradients of one part's tokens, and the operands of the matrices' gradients."""
-
-    dx_of_shares: list[Array]
-    dweights: Float[Array, "tokens k"]
-    gate_up: OuterPart
-    down: OuterPart
-
-
 def gradients_in_fp8(
+    options: Fp8Options,
+    experts: ExpertWeights,
     x: BFloat16[Array, "tokens hidden"] | QuantisedRows,
     weights: Float[Array, "tokens k"],
-    h: BFloat16[Array, "rows 2*inter"] | KeptRows,
+    hidden: Hidden,
     dy: BFloat16[Array, "tokens hidden"],
-    experts: QuantisedExperts,
-    plan: Plan,
-    options: Fp8Options,
-    shares: int | None = None,
-    *,
+    shares: int | None,
     activation: Activation = SILU,
-) -> Fp8Gradients:
+) -> PartGradients:
     """Computes the gradients of the inputs in FP8, and gathers the bf16 operands of the matrices' gradients."""
-    matmuls, of_matrices = implementation(options.matmuls), _of_matrices(plan, experts)
-    experts = experts.in_both_orders()
+    plan, w_gate_up, w_down = hidden.plan, experts.gate_up.in_fp8, experts.down.in_fp8
+    assert w_gate_up is not None and w_down is not None
+    matmuls, of_matrices = implementation(options.matmuls), plan_of_matrices(plan, w_down)
+    gate_up, down = w_gate_up.in_both_orders().transposed, w_down.in_both_orders().transposed
     dh, dh_bf16, weighted_act, dweight_of_row = matmuls.gated_matmul_backward(
-        matmuls.rows_of_tokens(dy, of_matrices),
-        experts.down_transposed,
-        read_h(h),
-        weight_of_row(weights, plan),
-        of_matrices,
-        activation,
+        matmuls.rows_of_tokens(dy, of_matrices), down, read_h(hidden.h), weight_of_row(weights, plan), of_matrices, activation
     )
-    dx_rows = matmuls.grouped_matmul(dh, experts.gate_up_transposed, of_matrices)
+    dx_rows = matmuls.grouped_matmul(dh, gate_up, of_matrices)
     sums = backends.implementation(options.sums)
     x = dequantised_rows(x).astype(jnp.bfloat16) if isinstance(x, QuantisedRows) else x
     (dy_rows, of_dy), (x_rows, of_x) = sums.rows_of_tokens(dy, plan), sums.rows_of_tokens(x, plan)
-    return Fp8Gradients(
+    return PartGradients(
         token_sums_of_shares(dx_rows, plan, None, options.sums, shares),
         rows_of_pairs(dweight_of_row, plan).astype(weights.dtype),
-        OuterPart(dh_bf16, x_rows, plan, None, of_x),
-        OuterPart(dy_rows, weighted_act, plan, of_dy, None),
+        (OuterPart(dh_bf16, x_rows, plan, None, of_x), OuterPart(dy_rows, weighted_act, plan, of_dy, None)),
     )
 
 
-def _of_matrices(plan: Plan, experts: QuantisedExperts) -> Plan:
+def plan_of_matrices(plan: Plan, w: InFp8) -> Plan:
     """Returns the plan for these matrices: of one layer, although the sums of gradients may be stacks, or stacks too."""
-    return plan if experts.down.values.ndim == 4 else dataclasses.replace(plan, layer=None)
+    return plan if w.rounded.values.ndim == 4 else dataclasses.replace(plan, layer=None)

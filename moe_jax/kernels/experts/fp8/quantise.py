@@ -43,6 +43,17 @@ class QuantisedMatrices(NamedTuple):
     scales: Float[Array, "*stack n/128 k/128"]
 
 
+class InFp8(NamedTuple):
+    """Matrices in FP8, and their transposes for the backward pass; None: it makes them."""
+
+    rounded: QuantisedMatrices
+    transposed: QuantisedMatrices | None = None
+
+    def in_both_orders(self) -> "InFp8":
+        """Returns the matrices with their transposes."""
+        return self if self.transposed is not None else InFp8(self.rounded, transposed(self.rounded))
+
+
 def quantise_rows(x: Float[Array, "rows k"]) -> QuantisedRows:
     """Rounds rows to e4m3 with a scale for 128 numbers of a row; k is a multiple of 128."""
     groups = x.astype(jnp.float32).reshape(x.shape[0], x.shape[1] // GROUP, GROUP)

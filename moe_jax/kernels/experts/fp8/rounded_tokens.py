@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, BFloat16, Float
+from jaxtyping import Array, BFloat16
 
 from moe_jax.kernels.experts.fp8.quantise import QuantisedRows
 from moe_jax.kernels.varying import vary_as
@@ -40,8 +40,3 @@ class RoundedTokens:
         values, like = (jnp.split(a, ends) for a in (self.rounded.values, self.like))
         scales = jnp.split(self.rounded.scales, ends, axis=1)
         return [RoundedTokens(QuantisedRows(*part[:2]), part[2]) for part in zip(values, scales, like, strict=True)]
-
-
-def of_gradient(x: Float[Array, "tokens hidden"] | RoundedTokens) -> Float[Array, "tokens hidden"]:
-    """Returns the array to which the gradient of tokens goes."""
-    return x.like if isinstance(x, RoundedTokens) else x

@@ -9,16 +9,12 @@ import numpy as np
 import oracle
 import pytest
 import seeds
+from expert_layers import Adapter, Form, compute
 from lowered import lowered_for_h200, num_kernels
 
-from moe_jax.kernels import Precision, quantise_matrices
+from moe_jax.kernels import Precision, QuantisedMatrices, quantise_matrices
 from moe_jax.kernels.experts.activation import activated
-from moe_jax.kernels.experts.adapted import ExpertsAdapter
-from moe_jax.kernels.experts.fp8.adapted import experts_mlp_adapted_in_fp8
-from moe_jax.kernels.experts.fp8.experts import Fp8Matrices
-from moe_jax.kernels.experts.fp8.passes import QuantisedExperts
-from moe_jax.kernels.experts.fp8.quantise import dequantised_matrices, dequantised_rows, quantise_rows
-from moe_jax.kernels.experts.fused_vjp import Matrices
+from moe_jax.kernels.experts.fp8.quantise import InFp8, dequantised_matrices, dequantised_rows, quantise_rows
 from moe_jax.kernels.low_rank import LowRank
 
 TOKENS, EXPERTS, K, HIDDEN, INTER, RANK = 48, 3, 2, 256, 128, 3
@@ -34,8 +30,8 @@ def _layer(routing="random", tokens=TOKENS, hidden=HIDDEN, inter=INTER):
     shapes = [(EXPERTS, RANK, hidden), (EXPERTS, 2 * inter, RANK), (EXPERTS, RANK, inter), (EXPERTS, hidden, RANK)]
     a1, b1, a2, b2 = (jnp.asarray(rng.normal(size=shape) * shape[2] ** -0.5, jnp.float32) for shape in shapes)
     dy = jnp.asarray(rng.normal(size=x.shape) * 10.0 ** rng.uniform(-2, 0, (tokens, 1)), x.dtype)
-    quantised = QuantisedExperts(*map(quantise_matrices, matrices))
-    return x, weights, ExpertsAdapter(LowRank(a1, b1), LowRank(a2, b2)), chosen, matrices, quantised, dy
+    quantised = [quantise_matrices(w) for w in matrices]
+    return x, weights, Adapter(LowRank(a1, b1), LowRank(a2, b2)), chosen, matrices, quantised, dy
 
 
 @partial(jax.jit, static_argnums=0)
@@ -44,8 +40,12 @@ def _results(f, matrices, chosen, dy, *arrays):
     return jax.tree.leaves((y, pullback(dy.astype(y.dtype))))
 
 
-def _ours(matrices, chosen, x, weights, adapter, precision=FP8, **options):
-    return experts_mlp_adapted_in_fp8(x, matrices, weights, chosen, adapter, precision, **options)
+def _ours(matrices, chosen, x, weights, adapter, precision=FP8, layer=None, **options):
+    """Computes with matrices as codes or as arrays."""
+    codes = [InFp8(w) if isinstance(w, QuantisedMatrices) else None for w in matrices]
+    values = [None if code is not None else w for w, code in zip(matrices, codes, strict=True)]
+    form = Form(layer, frozen=True, adapter=adapter, copies=codes)
+    return compute(x, *values, weights, chosen, form, precision=precision, **options)
 
 
 _keeping_fp8 = partial(_ours, precision=Precision(kept="fp8"))
@@ -70,8 +70,9 @@ def _row_by_row(quantised, chosen, x, weights, adapter):
         return _product_in_fp8(rows, dequantised_matrices(w)[chosen.reshape(-1)]) + jnp.einsum("rk,rok->ro", u, b)
 
     rows = jnp.repeat(x.astype(jnp.float32), K, axis=0).astype(jnp.bfloat16)
-    h = product(rows, quantised.gate_up, adapter.gate_up)
-    y_rows = product(activated(h), quantised.down, adapter.down).astype(jnp.float32)
+    gate_up, down = quantised
+    h = product(rows, gate_up, adapter.gate_up)
+    y_rows = product(activated(h), down, adapter.down).astype(jnp.float32)
     return jnp.sum(weights[:, :, None] * y_rows.reshape(*weights.shape, -1), axis=1).astype(x.dtype)
 
 
@@ -85,7 +86,7 @@ def _assert_near(found, wanted, bounds):
 def test_the_rounded_values():
     """The gradient to a weight is <g, act> with a rounded g here, and <dy, y> row by row."""
     *arrays, chosen, _, quantised, dy = _layer()
-    found = _results(_ours, Fp8Matrices(None, quantised), chosen, dy, *arrays)
+    found = _results(_ours, quantised, chosen, dy, *arrays)
     wanted = _results(_row_by_row, quantised, chosen, dy, *arrays)
     _assert_near(found, wanted, {"y": 4e-3, "x": 0.02, "weights": 0.1, "others": 0.01})
 
@@ -94,7 +95,7 @@ def test_the_rounded_values():
 @pytest.mark.parametrize("f", [_ours, _keeping_fp8])
 def test_errors(f):
     *arrays, chosen, matrices, quantised, dy = _layer(tokens=128)
-    found = _results(f, Fp8Matrices(None, quantised), chosen, dy, *arrays)
+    found = _results(f, quantised, chosen, dy, *arrays)
 
     def exact(matrices, chosen, x, weights, adapter):
         changed = [w.astype(jnp.float32) + jnp.matmul(*reversed(of_w)) for w, of_w in zip(matrices, adapter, strict=True)]
@@ -107,8 +108,8 @@ def test_errors(f):
 def test_chunks_and_whole_matrices(routing):
     """Chunks of 20 tokens, and matrices that each call rounds, give the same y and dx."""
     *arrays, chosen, matrices, quantised, dy = _layer(routing)
-    found = _results(_ours, Fp8Matrices(None, quantised), chosen, dy, *arrays)
-    in_chunks = _results(partial(_ours, chunk_tokens=20), Fp8Matrices(Matrices(*matrices), frozen=True), chosen, dy, *arrays)
+    found = _results(_ours, quantised, chosen, dy, *arrays)
+    in_chunks = _results(partial(_ours, chunk_tokens=20), matrices, chosen, dy, *arrays)
     for one, other in zip(found[:2], in_chunks[:2], strict=True):
         np.testing.assert_array_equal(np.asarray(one, np.float32), np.asarray(other, np.float32))
     _assert_near(in_chunks, found, {"others": 1e-3})
@@ -119,7 +120,7 @@ def test_chunks_and_whole_matrices(routing):
 def test_mosaic():
     """The FP8 kernels, in the interpreter, beside changes of a rank that is filled up; experts hold padding rows."""
     *arrays, chosen, _, quantised, dy = _layer("some_nobody", tokens=24, hidden=128)
-    given = Fp8Matrices(None, quantised), chosen, dy, *arrays
+    given = quantised, chosen, dy, *arrays
     found, wanted = (_results(partial(_ours, backend=backend), *given) for backend in ("mosaic", "xla"))
     _assert_near(found, wanted, {"others": 0.02})
 
@@ -132,7 +133,7 @@ def test_matrices_in_a_stack(backend):
     stack = jax.tree.map(lambda array: jnp.stack([jnp.flip(array, 0), array, jnp.roll(array, 1, axis=0)]), quantised)
 
     def ours(quantised, layer):
-        return _ours(Fp8Matrices(None, quantised, layer=layer), chosen, x, weights, adapter, backend=backend)
+        return _ours(quantised, chosen, x, weights, adapter, layer=layer, backend=backend)
 
     found, own = jax.jit(ours)(stack, jnp.int32(1)), jax.jit(ours)(quantised, None)
     np.testing.assert_array_equal(found.astype(jnp.float32), own.astype(jnp.float32))
@@ -145,30 +146,26 @@ def test_kernels():
     factors = [(8, 4, 1024), (8, 1024, 4), (8, 4, 512), (8, 1024, 4)]
     a1, b1, a2, b2 = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in factors)
     x, *matrices, weights = arrays
-    quantised = jax.eval_shape(lambda *w: QuantisedExperts(*map(quantise_matrices, w)), *matrices)
+    quantised = jax.eval_shape(lambda *w: list(map(quantise_matrices, w)), *matrices)
 
     def gradient(x, quantised, weights, adapter, chosen):
-        f = partial(_ours, Fp8Matrices(None, quantised), chosen, backend="mosaic")
+        f = partial(_ours, quantised, chosen, backend="mosaic")
         y, pullback = jax.vjp(f, x, weights, adapter)
         return y, pullback(y)
 
-    text = lowered_for_h200(gradient, x, quantised, weights, ExpertsAdapter(LowRank(a1, b1), LowRank(a2, b2)), chosen)
+    text = lowered_for_h200(gradient, x, quantised, weights, Adapter(LowRank(a1, b1), LowRank(a2, b2)), chosen)
     assert "tensor<8x1024x1024xf32>" not in text and "tensor<8x1024x512xf32>" not in text
     assert num_kernels(text) == 19
 
 
 def test_refusals():
     x, weights, adapter, chosen, matrices, quantised, _ = _layer()
-    frozen = Fp8Matrices(None, quantised)
     with pytest.raises(ValueError, match="matrices in FP8 get no gradient"):
-        of_codes = lambda quantised: _ours(Fp8Matrices(None, quantised), chosen, x, weights, adapter).sum()  # noqa: E731
-        jax.grad(of_codes)(quantised)
+        jax.grad(lambda quantised: _ours(quantised, chosen, x, weights, adapter).sum())(quantised)
     with pytest.raises(ValueError, match="x is float32; it must be bfloat16"):
-        _ours(frozen, chosen, x.astype(jnp.float32), weights, adapter)
-    with pytest.raises(ValueError, match=r"adapter.down.a must have shape \[experts, rank, inter\]"):
+        _ours(quantised, chosen, x.astype(jnp.float32), weights, adapter)
+    with pytest.raises(ValueError, match=r"down.change.a must have shape \[experts, rank, inter\]"):
         wrong = adapter._replace(down=adapter.down._replace(a=adapter.down.b))
-        _ours(frozen, chosen, x, weights, wrong)
-    with pytest.raises(ValueError, match="a stack of layers beside adapters must be in FP8"):
-        _ours(Fp8Matrices(Matrices(*matrices), layer=jnp.int32(0)), chosen, x, weights, adapter)
-    of_matrices = jax.grad(lambda w: _ours(Fp8Matrices(w), chosen, x, weights, adapter).sum())(Matrices(*matrices))
+        _ours(quantised, chosen, x, weights, wrong)
+    of_matrices = jax.grad(lambda w: _ours(w, chosen, x, weights, adapter).sum())(matrices)
     assert not any(map(np.any, jax.tree.leaves(of_matrices)))

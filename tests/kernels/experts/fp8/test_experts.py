@@ -7,12 +7,12 @@ import numpy as np
 import oracle
 import pytest
 import seeds
+from expert_layers import Form, compute
 
 from moe_jax.kernels import Precision, experts_mlp, quantise_matrices
-from moe_jax.kernels.experts.fp8.experts import Fp8Matrices, experts_mlp_in_fp8
-from moe_jax.kernels.experts.fp8.passes import QuantisedExperts, quantise_experts
-from moe_jax.kernels.experts.fused_vjp import Matrices
-from moe_jax.kernels.experts.internal import Accumulators
+from moe_jax.kernels.experts.fp8.passes import quantise_experts
+from moe_jax.kernels.experts.fp8.quantise import InFp8
+from moe_jax.kernels.experts.weights import Accumulators
 
 TOKENS, EXPERTS, K, HIDDEN, INTER = 128, 4, 2, 256, 128
 FP8 = Precision()
@@ -113,8 +113,7 @@ def test_given_copies_are_those_made_inside():
     copies = jax.jit(quantise_experts)(w_gate_up, w_down)
 
     def with_copies(x, w_gate_up, w_down, weights, chosen):
-        matrices = Fp8Matrices(Matrices(w_gate_up, w_down), copies)
-        return experts_mlp_in_fp8(x, matrices, weights, chosen, FP8)
+        return compute(x, w_gate_up, w_down, weights, chosen, Form(copies=copies), precision=FP8)
 
     _assert_equal(_gradients(with_copies)((x, w_gate_up, w_down, weights, chosen), dy), inside)
 
@@ -131,8 +130,7 @@ def test_frozen_weights():
     y, dx, _, _, d_weights = _in_fp8((x, w_gate_up, w_down, weights, chosen), dy)
 
     def frozen(x, weights, chosen):
-        matrices = Fp8Matrices(Matrices(w_gate_up, w_down), frozen=True)
-        return experts_mlp_in_fp8(x, matrices, weights, chosen, FP8)
+        return compute(x, w_gate_up, w_down, weights, chosen, Form(frozen=True), precision=FP8)
 
     _assert_equal(_gradients(frozen)((x, weights, chosen), dy), (y, dx, d_weights))
 
@@ -141,11 +139,10 @@ def test_frozen_weights():
 def test_gradients_add_to_sums():
     layer, dy = _layer()
     x, w_gate_up, w_down, weights, chosen = layer
-    sums = Matrices(jnp.full(w_gate_up.shape, 2.0), jnp.full(w_down.shape, 3.0))
+    sums = jnp.full(w_gate_up.shape, 2.0), jnp.full(w_down.shape, 3.0)
 
     def value(sums, x):
-        matrices = Fp8Matrices(Matrices(w_gate_up, w_down))
-        y = experts_mlp_in_fp8(x, matrices, weights, chosen, FP8, accumulators=Accumulators(*sums))
+        y = compute(x, w_gate_up, w_down, weights, chosen, Form(gradient=Accumulators(*sums)), precision=FP8)
         return jnp.vdot(y.astype(jnp.float32), dy.astype(jnp.float32))
 
     (gate_up, down), dx = jax.jit(jax.grad(value, (0, 1)))(sums, x)
@@ -158,14 +155,14 @@ def test_gradients_add_to_sums():
 def test_sums_of_a_layer_of_a_stack():
     layer, dy = _layer()
     x, w_gate_up, w_down, weights, chosen = layer
-    stack = Matrices(*(jnp.stack([jnp.zeros_like(w), w]) for w in (w_gate_up, w_down)))
+    stack = [jnp.stack([jnp.zeros_like(w), w]) for w in (w_gate_up, w_down)]
 
     def value(sums):
-        accumulators = Accumulators(*sums, in_stack=True, layer=jnp.int32(1))
-        y = experts_mlp_in_fp8(x, Fp8Matrices(stack), weights, chosen, FP8, accumulators=accumulators)
+        form = Form(jnp.int32(1), Accumulators(*sums, in_stack=True))
+        y = compute(x, *stack, weights, chosen, form, precision=FP8)
         return jnp.vdot(y.astype(jnp.float32), dy.astype(jnp.float32))
 
-    found = jax.jit(jax.grad(value))(Matrices(*(jnp.full(w.shape, 2.0) for w in stack)))
+    found = jax.jit(jax.grad(value))([jnp.full(w.shape, 2.0) for w in stack])
     _, _, *expected, _ = _in_fp8(layer, dy)
     for sums, gradient in zip(found, expected, strict=True):
         assert np.all(np.asarray(sums[0]) == 2)
@@ -175,8 +172,8 @@ def test_sums_of_a_layer_of_a_stack():
 @pytest.mark.thorough
 def test_a_stack_in_fp8():
     (x, w_gate_up, w_down, weights, chosen), _ = _layer()
-    stack = QuantisedExperts(*(quantise_matrices(jnp.stack([jnp.zeros_like(w), w])) for w in (w_gate_up, w_down)))
-    in_stack = jax.jit(lambda layer: experts_mlp_in_fp8(x, Fp8Matrices(None, stack, layer=layer), weights, chosen, FP8))
+    stack = [InFp8(quantise_matrices(jnp.stack([jnp.zeros_like(w), w]))) for w in (w_gate_up, w_down)]
+    in_stack = jax.jit(lambda layer: compute(x, None, None, weights, chosen, Form(layer, copies=stack), precision=FP8))
     of_layer = jax.jit(lambda *layer: experts_mlp(*layer, precision=FP8))
     _assert_equal(in_stack(jnp.int32(1)), of_layer(x, w_gate_up, w_down, weights, chosen))
 

@@ -11,9 +11,10 @@ import pytest
 import seeds
 
 from moe_jax.kernels import Precision
+from moe_jax.kernels.experts.call import TokenPart, experts
 from moe_jax.kernels.experts.fp8.quantise import quantise_rows
 from moe_jax.kernels.experts.fp8.rounded_tokens import RoundedTokens
-from moe_jax.kernels.experts.internal import TokenPart, experts_mlp_of_parts
+from moe_jax.kernels.experts.weights import ExpertWeights
 
 
 def _layer(tokens, hidden, inter):
@@ -37,7 +38,7 @@ def _results(layer, dy, backend, parts=1, *, rounds, kept="bf16"):
         of_parts = (jnp.split(a, [len(x) // 4] * (parts - 1)) for a in (weights, chosen))
         given = [TokenPart(*part) for part in zip(tokens, *of_parts, strict=True)]
         options = dict(backend=backend, precision=Precision(kept=kept))
-        return jnp.concatenate(experts_mlp_of_parts(given, w_gate_up, w_down, **options))
+        return jnp.concatenate(experts(given, ExpertWeights.of(w_gate_up, w_down), **options))
 
     y, pullback = jax.vjp(f, x, w_gate_up, w_down, weights)
     return y, *pullback(dy)
@@ -92,7 +93,7 @@ def test_a_forward_pass_of_few_tokens():
     @partial(jax.jit, static_argnums=0)
     def y_of(backend, tokens):
         parts = [TokenPart(tokens, weights, chosen)]
-        return experts_mlp_of_parts(parts, w_gate_up, w_down, backend=backend, precision=Precision())[0]
+        return experts(parts, ExpertWeights.of(w_gate_up, w_down), backend=backend, precision=Precision())[0]
 
     for backend in ("xla", "mosaic"):
         found, expected = (y_of(backend, tokens) for tokens in (RoundedTokens.of(jax.jit(quantise_rows)(x)), x))

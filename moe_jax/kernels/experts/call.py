@@ -1,0 +1,292 @@
+"""The experts for callers inside this package: checks a call, refuses what does not combine, and computes it (`fused_vjp`)."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Integer
+
+from moe_jax.kernels.experts.activation import SILU, Activation
+from moe_jax.kernels.experts.changed import of_each_expert, rank_alignment
+from moe_jax.kernels.experts.choose_backend import resolve_backend
+from moe_jax.kernels.experts.fp8.passes import Fp8Options
+from moe_jax.kernels.experts.fp8.precision import Precision
+from moe_jax.kernels.experts.fp8.quantise import GROUP, QuantisedMatrices
+from moe_jax.kernels.experts.fp8.rounded_tokens import RoundedTokens
+from moe_jax.kernels.experts.fused_vjp import ExpertsOperands, ExpertsOptions, experts_of_parts
+from moe_jax.kernels.experts.routing import is_an_expert
+from moe_jax.kernels.experts.weights import Accumulators, ExpertProducts, ExpertWeights, Matrix
+from moe_jax.kernels.precision import at_least_f32, widened
+from moe_jax.kernels.shapes import check_experts_mlp, check_shape
+from moe_jax.kernels.varying import refuse_explicit_axes, vary_alike, varying_axes
+
+
+class TokenPart(NamedTuple):
+    """A group of tokens and their choices."""
+
+    x: Float[Array, "tokens hidden"] | RoundedTokens
+    """Tokens that were rounded before need `precision`."""
+    topk_weights: Float[Array, "tokens k"]
+    topk_experts: Integer[Array, "tokens k"]
+
+
+REFUSED: tuple[tuple[set[str], str], ...] = (
+    ({"biases", "precision"}, "biases need precision=None: experts with biases multiply in x's dtype, not in FP8"),
+    *(
+        ({"biases", other}, "experts with biases have matrices with gradients of their own: leave the biases out")
+        for other in ("changes", "frozen", "accumulators", "ticket", "stack")
+    ),
+    ({"one in FP8"}, "w_gate_up and w_down must both be arrays or both be QuantisedMatrices; got one of each"),
+    (
+        {"in FP8 alone", "no precision"},
+        "QuantisedMatrices need precision=Precision(), which multiplies them in FP8; got precision=None",
+    ),
+    ({"rounded tokens", "no precision"}, "tokens that were rounded to FP8 need precision=Precision(); got precision=None"),
+    ({"rounded tokens", "chunks"}, "tokens that were rounded to FP8 are not cut into chunks: give chunk_tokens=None"),
+    ({"rounded tokens", "changes"}, "low-rank changes multiply tokens in bf16, which these, rounded to FP8, no longer are"),
+    ({"several parts", "chunks"}, "tokens come in several parts or in chunks: give chunk_tokens=None"),
+    ({"one change"}, "both matrices have a low-rank change or neither; got one"),
+    ({"changes", "own gradients"}, "matrices with a low-rank change are frozen: give frozen=True"),
+    ({"stack", "own gradients"}, "a layer of a stack gets no gradient of its own: give accumulators, or frozen=True"),
+    ({"frozen", "accumulators"}, "frozen matrices have no gradients that accumulators could grow by"),
+    ({"frozen", "ticket"}, "frozen matrices have no gradients that a ticket could hold"),
+    ({"ticket", "stack"}, "a ticket is of one layer: give the layer's own matrices"),
+    ({"ticket", "chunks"}, "a ticket holds the operands of all tokens: give chunk_tokens=None"),
+    ({"ticket", "several parts"}, "a ticket holds the operands of one part"),
+    ({"ticket", "rounded tokens"}, "weight tickets hold tokens in bf16, which these, rounded to FP8, no longer are"),
+    ({"ticket", "max_pairs"}, "a ticket has room for all pairs: give max_pairs=None"),
+)
+"""What a call may not be at once, and why. Everything else combines."""
+
+
+def experts(
+    parts: Sequence[TokenPart],
+    weights: ExpertWeights,
+    *,
+    backend: str | None = None,
+    chunk_tokens: int | None = None,
+    max_pairs: Sequence[int | None] | None = None,
+    shares: Sequence[int | None] | None = None,
+    precision: Precision | None = None,
+    activation: Activation = SILU,
+) -> tuple[Float[Array, "_ hidden"], ...]:
+    """Computes `experts_mlp` of one or several groups of tokens, one after the other, where some arrive later than others.
+
+    A part waits for its own tokens and for the parts before it. Its y is there before later parts are computed; the gradients
+    follow the same order. The first part, the caller's own tokens, is the exception: its down pass comes last. So there is
+    something to compute while the other parts' outputs travel. The weights' gradients come at the end, each summed over all
+    parts in f32 in one pass and rounded once.
+
+    Differentiable in the tokens, topk_weights and what `ExpertWeights.trained` returns. Each kernel adds to an accumulator in
+    the same memory if the caller donates or carries it. The accumulator of an expert without tokens stays as it is. With
+    low-rank changes b a the matrices are w + b a. In FP8 the product of a matrix and that of its change are each rounded to
+    bf16, and added.
+
+    Args:
+        weights: matrices without copies in FP8 are rounded in each pass, once for all parts.
+        backend, chunk_tokens, precision, activation: as in `experts_mlp`.
+        max_pairs: for each part, the number of ids in [0, E) to make room for: R is max_pairs instead of T*K. Ids beyond it
+            count as ids outside [0, E), the last experts' first. None: room for all.
+        shares: for each part, the number of devices that its tokens come from, equally many from each. The part's y and dx are
+            made in this number of equal pieces, one by one. So no piece that is sent is copied out of the whole. None: nothing
+            is sent.
+
+    Raises:
+        ValueError: there are no parts; parts differ in more than their numbers of tokens; or max_pairs or shares has another
+            length than parts. Also if shares do not divide the tokens, and as `experts_mlp`. Accumulators or factors do not fit
+            the matrices, or accumulators are equal on devices that differ in x. A combination is in `REFUSED`.
+    """
+    _check_positive("chunk_tokens", chunk_tokens)
+    if chunk_tokens is not None and len(parts) == 1 and chunk_tokens >= parts[0].x.shape[0]:
+        chunk_tokens = None
+    found = combination(parts, weights, precision, chunk_tokens, max_pairs)
+    sizes = _checked_sizes(parts, weights)
+    max_pairs = [None] * len(parts) if max_pairs is None else max_pairs
+    shares = [None] * len(parts) if shares is None else shares
+    _check_parts(parts, max_pairs, shares)
+    of_tokens = parts[0].x.dtype, sizes["hidden"], sizes["inter"]
+    fp8 = None if precision is None else Fp8Options.of(precision, backend, *of_tokens)
+    backend = resolve_backend(backend, *of_tokens) if fp8 is None else fp8.sums
+    gate_up, down, whole_parts = vary_alike((*_matrices(weights, sizes, backend), tuple(parts)))
+    if isinstance(weights.gradient, Accumulators):
+        axes = "experts" if weights.layer is None else "layers experts"
+        _check_accumulators(weights.gradient, of_tokens[0], varying_axes((gate_up, down, whole_parts)), sizes, axes)
+    xs, topk_weights, topk_experts = zip(*whole_parts, strict=True)
+    pairs = zip(topk_weights, topk_experts, strict=True)
+    known = tuple(jnp.where(is_an_expert(ids, sizes["experts"]), of_ids, 0) for of_ids, ids in pairs)
+    is_frozen = weights.frozen or "in FP8 alone" in found
+    matrices = replace(weights, gate_up=gate_up, down=replace(down, bias=None), frozen=is_frozen)
+    operands = ExpertsOperands(xs, matrices, known, topk_experts)
+    options = ExpertsOptions(backend, tuple(max_pairs), tuple(shares), chunk_tokens, fp8, activation)
+    if isinstance(weights.gradient, ExpertProducts) and weights.gradient.row_alignment != options.row_alignment:
+        raise ValueError(
+            f"the ticket must come from expert_products_like with this call's backend and precision: row_alignment is "
+            f"{options.row_alignment}; got {weights.gradient.row_alignment}"
+        )
+    ys = experts_of_parts(operands, options)
+    if down.bias is None:
+        return ys
+    triples = zip(ys, topk_weights, topk_experts, strict=True)
+    return tuple((widened(y) + _sums_of_biases(down.bias, *choices)).astype(y.dtype) for y, *choices in triples)
+
+
+def _sums_of_biases(
+    bias: Float[Array, "experts hidden"], topk_weights: Float[Array, "tokens k"], topk_experts: Integer[Array, "tokens k"]
+) -> Float[Array, "tokens hidden"]:
+    """Computes sum_k topk_weights[t, k] * bias[e], in at least f32: a matmul with each token's weight of each expert."""
+    is_chosen = topk_experts[:, :, None] == jnp.arange(len(bias), dtype=jnp.int32)
+    weights = jnp.sum(jnp.where(is_chosen, widened(topk_weights)[:, :, None], 0), axis=1)
+    return jnp.matmul(weights, widened(bias), precision="highest")
+
+
+def combination(
+    parts: Sequence[TokenPart],
+    weights: ExpertWeights,
+    precision: Precision | None,
+    chunk_tokens: int | None = None,
+    max_pairs: Sequence[int | None] | None = None,
+) -> set[str]:
+    """Returns the words of `REFUSED` that are true of a call.
+
+    Raises:
+        ValueError: the combination is refused.
+    """
+    matrices = weights.gate_up, weights.down
+    alone = [matrix.values is None for matrix in matrices]
+    changes = [matrix.change is not None for matrix in matrices]
+    words = {
+        "biases": any(matrix.bias is not None for matrix in matrices),
+        "one in FP8": any(alone) and not all(alone),
+        "in FP8 alone": all(alone),
+        "precision": precision is not None,
+        "no precision": precision is None,
+        "copies": any(matrix.in_fp8 is not None for matrix in matrices),
+        "one change": any(changes) and not all(changes),
+        "changes": all(changes),
+        "own gradients": weights.own_gradients,
+        "frozen": weights.frozen or all(alone),
+        "accumulators": isinstance(weights.gradient, Accumulators),
+        "ticket": isinstance(weights.gradient, ExpertProducts),
+        "stack": weights.layer is not None,
+        "several parts": len(parts) > 1,
+        "rounded tokens": any(isinstance(part.x, RoundedTokens) for part in parts),
+        "chunks": chunk_tokens is not None,
+        "max_pairs": max_pairs is not None and any(pairs is not None for pairs in max_pairs),
+    }
+    found = {word for word, is_true in words.items() if is_true}
+    refuse(found, REFUSED)
+    return found
+
+
+def refuse(found: set[str], table: Sequence[tuple[set[str], str]]) -> None:
+    """Raises a ValueError with the reason of the first row whose words were all found."""
+    for refused, why in table:
+        if refused <= found:
+            raise ValueError(why)
+
+
+def _checked_sizes(parts: Sequence[TokenPart], weights: ExpertWeights) -> dict[str, int]:
+    """Returns the length of each axis."""
+    axes = "experts" if weights.layer is None else "layers experts"
+    w_gate_up, w_down = weights.gate_up.whole, weights.down.whole
+    sizes: dict[str, int] = {}
+    for part in parts:
+        x = part.x.like if isinstance(part.x, RoundedTokens) else part.x
+        sizes = check_experts_mlp(x, w_gate_up, w_down, part.topk_weights, part.topk_experts, experts=axes)
+        refuse_explicit_axes(x=x, topk_weights=part.topk_weights, topk_experts=part.topk_experts)
+    refuse_explicit_axes(w_gate_up=w_gate_up, w_down=w_down)
+    for name, matrix, axes in (("gate_up", weights.gate_up, "experts 2*inter"), ("down", weights.down, "experts hidden")):
+        if matrix.bias is not None:
+            check_shape(f"biases: b_{name}", matrix.bias, axes, sizes)
+    for name, matrix in (("gate_up", weights.gate_up), ("down", weights.down)):
+        if matrix.in_fp8 is not None:
+            _check_scales(name, matrix.in_fp8.rounded)
+    return sizes
+
+
+def _check_scales(name: str, codes: QuantisedMatrices) -> None:
+    *stack, n, k = codes.values.shape
+    if tuple(codes.scales.shape) != (*stack, n // GROUP, k // GROUP):
+        raise ValueError(
+            f"{name}.scales must have shape {[*stack, n // GROUP, k // GROUP]}, one for each {GROUP} x {GROUP} of "
+            f"{list(codes.values.shape)}; got {list(codes.scales.shape)}"
+        )
+
+
+def _check_parts(parts: Sequence[TokenPart], max_pairs: Sequence[int | None], shares: Sequence[int | None]) -> None:
+    types = [", ".join(f"{a.dtype}[tokens, {a.shape[1]}]" for a in part) for part in parts]
+    if len(set(types)) != 1:
+        raise ValueError(f"parts must be one or more, all of the same dtypes and widths; got {'; '.join(types) or 'none'}")
+    if len(max_pairs) != len(parts):
+        raise ValueError(f"max_pairs must have one entry for each of the {len(parts)} parts; got {len(max_pairs)}")
+    tokens = [part.x.shape[0] for part in parts]
+    fit = [n is None or (n >= 1 and not of_part % n) for of_part, n in zip(tokens, shares, strict=False)]
+    if len(shares) != len(parts) or not all(fit):
+        raise ValueError(
+            f"shares must have one entry for each part, a divisor of its tokens; got {list(shares)} for {tokens} tokens"
+        )
+    for pairs in max_pairs:
+        _check_positive("max_pairs", pairs)
+
+
+def _check_positive(name: str, value: int | None) -> None:
+    if value is not None and value < 1:
+        raise ValueError(f"{name} must be at least 1 or None; got {value}")
+
+
+def _matrices(weights: ExpertWeights, sizes: dict[str, int], backend: str) -> list[Matrix]:
+    """Returns the matrices with factors for each expert, of ranks that the backend takes."""
+    alignment = rank_alignment(backend, sizes["hidden"], sizes["inter"])
+    made = []
+    for name, matrix, (num_out, num_in) in (
+        ("gate_up", weights.gate_up, ("2*inter", "hidden")),
+        ("down", weights.down, ("hidden", "inter")),
+    ):
+        if matrix.change is not None:
+            own = dict(sizes)
+            for factor, array, axes in (("a", matrix.change.a, f"rank {num_in}"), ("b", matrix.change.b, f"{num_out} rank")):
+                first = "1" if array.shape[:1] == (1,) else "experts"
+                check_shape(f"{name}.change.{factor}", array, f"{first} {axes}", own | {"1": 1})
+                own["rank"] = matrix.change.a.shape[1]
+            matrix = replace(matrix, change=of_each_expert(matrix.change, sizes["experts"], alignment))
+        if matrix.values is None:
+            matrix = replace(matrix, in_fp8=jax.tree.map(_refuse_gradient, matrix.in_fp8))
+        made.append(matrix)
+    return made
+
+
+@jax.custom_vjp
+def _refuse_gradient(a: Array) -> Array:
+    """Returns the array, and refuses to be differentiated: matrices in FP8 alone are frozen."""
+    return a
+
+
+def _refuse(a: Array) -> tuple[Array, None]:
+    raise ValueError(
+        "matrices in FP8 get no gradient: give the bf16 or f32 weights to train them, or differentiate in x and topk_weights "
+        "alone"
+    )
+
+
+_refuse_gradient.defvjp(_refuse, lambda _, gradient: (gradient,))
+
+
+def _check_accumulators(
+    accumulators: Accumulators, dtype: jnp.dtype, axes: frozenset[str], sizes: dict[str, int], experts: str
+) -> None:
+    """Checks accumulators of tokens of this dtype, where tokens and weights vary over these mesh axes."""
+    given = {"gate_up": accumulators.gate_up, "down": accumulators.down}
+    if any(array is None for array in given.values()):
+        found = ["None" if array is None else str(list(array.shape)) for array in given.values()]
+        raise ValueError(f"accumulators must be two arrays, of w_gate_up's and of w_down's shape; got {', '.join(found)}")
+    wanted = at_least_f32(dtype)
+    shapes = {"gate_up": f"{experts} 2*inter hidden", "down": f"{experts} hidden inter"}
+    for matrix, array in given.items():
+        name = f"accumulators.{matrix}"
+        check_shape(name, array, shapes[matrix], sizes)
+        if array.dtype != wanted:
+            raise ValueError(f"{name} must have dtype {wanted.name}, in which gradients are summed; got {array.dtype}")
+        if missing := sorted(axes - varying_axes(array)):
+            raise ValueError(f"{name} must vary over the mesh axes {missing}, as tokens or weights do: a device adds its own")

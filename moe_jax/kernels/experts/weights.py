@@ -1,0 +1,160 @@
+"""The weights of experts as operands: their values, copies in FP8, low-rank changes, and where their gradients go."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+from jaxtyping import Array, Float, Int
+
+from moe_jax.kernels.experts.fp8.quantise import InFp8, QuantisedMatrices
+from moe_jax.kernels.low_rank import LowRank
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Matrix:
+    """One matrix of each expert. A parameter may hold one in place of an array: `parallel.fsdp` gathers it in FP8."""
+
+    values: Float[Array, "*layers experts out in"] | None
+    """The array that gets the gradient. None: the matrix is in FP8 alone, and frozen."""
+    in_fp8: InFp8 | None = None
+    """Copies in FP8, made before, which multiply in place of the values. None: each pass makes them."""
+    change: LowRank | None = None
+    """A trained change of the frozen matrix, of one layer. A factor with one expert is shared by all."""
+    bias: Float[Array, "*layers experts out"] | None = None
+
+    @classmethod
+    def of(cls, w: "Float[Array, '*layers experts out in'] | QuantisedMatrices | Matrix") -> "Matrix":
+        """Returns an array, or codes with scales, as an operand; a `Matrix` unchanged."""
+        if isinstance(w, Matrix):
+            return w
+        return cls(None, InFp8(w)) if isinstance(w, QuantisedMatrices) else cls(w)
+
+    @property
+    def whole(self) -> Float[Array, "*layers experts out in"]:
+        """An array of the matrix's shape: its values, or else its codes."""
+        if self.values is not None:
+            return self.values
+        assert self.in_fp8 is not None
+        return self.in_fp8.rounded.values
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the values."""
+        return self.whole.shape
+
+    def __getitem__(self, key: Any) -> "Matrix":
+        """Returns the matrix for weight[...], as modules read a parameter.
+
+        Raises:
+            IndexError: another index.
+        """
+        if key is not Ellipsis:
+            raise IndexError(f"weights that are rounded are read as a whole, weight[...]; got index {key!r}")
+        return self
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Accumulators:
+    """The sums of earlier micro-batches' weight gradients, in f32 (f64 for f64)."""
+
+    gate_up: Float[Array, "*layers experts 2*inter hidden"]
+    down: Float[Array, "*layers experts hidden inter"]
+    in_stack: bool = field(metadata={"static": True}, default=False)
+    """True if both are slices of stacked arrays, and `lax.dynamic_update_slice` writes their gradients back to the same place.
+
+    `layers.passes` does so, and the kernels then work inside the stack. Other slices must be copied first: XLA would let a
+    kernel change the slice itself and take the result from elsewhere.
+    """
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class ExpertProducts:
+    """The operands of the matrices' gradients, which are multiplied later (`deferred.add_expert_products`)."""
+
+    dh: Float[Array, "rows 2*inter"]
+    x: Float[Array, "tokens hidden"]
+    dy: Float[Array, "tokens hidden"]
+    weighted_act: Float[Array, "rows inter"]
+    experts: Float[Array, "tokens k"]
+    """The chosen ids, from which the plan is made again; -1: nobody. In f32, because gradients are floats; exact below 2^24."""
+    row_alignment: int = field(metadata={"static": True}, default=1)
+    """The plan's."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class ExpertWeights:
+    """Both matrices of each expert, as `call.experts` takes them."""
+
+    gate_up: Matrix
+    """[experts, 2*inter, hidden], the gate's rows before the up rows."""
+    down: Matrix
+    """[experts, hidden, inter]."""
+    layer: Int[Array, ""] | None = None
+    """If given, matrices and accumulators are whole stacks [layers, experts, ...], of which a call uses this layer.
+
+    The kernels then read and write inside the stacks, whatever the index is computed from. Of other slices than those of a
+    loop's counter XLA makes copies: for the experts of Qwen3-30B-A3B 14 GB a layer and micro-batch.
+    """
+    gradient: Accumulators | ExpertProducts | None = None
+    """Where the matrices' gradients go. None: they are the gradients of `values`.
+
+    y does not depend on it, and `values` then have no gradient (zero). The gradient of `Accumulators` is the new sum,
+    accumulators + the weight gradients of this call, unrounded. The gradient of `ExpertProducts` (a ticket, whose values are
+    not read) is the operands of the weight gradients. The gradient of y must reach either by one call alone: two calls would
+    add both. A `vmap` over tokens is several calls. So is `shard_map`: there each device has accumulators of its own, to be
+    summed over devices at the end.
+    """
+    frozen: bool = field(metadata={"static": True}, default=False)
+    """The matrices get no gradients, and no products are made for any; changes do."""
+
+    @classmethod
+    def of(cls, w_gate_up: Any, w_down: Any, biases: tuple[Array, Array] | None = None, **others: Any) -> "ExpertWeights":
+        """Returns two arrays, or two `QuantisedMatrices`, as operands."""
+        made = cls(Matrix.of(w_gate_up), Matrix.of(w_down), **others)
+        if biases is None:
+            return made
+        return replace(made, gate_up=replace(made.gate_up, bias=biases[0]), down=replace(made.down, bias=biases[1]))
+
+    @property
+    def num_experts(self) -> int:
+        """The number of experts of a layer."""
+        return self.down.shape[-3]
+
+    @property
+    def is_changed(self) -> bool:
+        """True if the matrices have low-rank changes."""
+        return self.down.change is not None
+
+    @property
+    def own_gradients(self) -> bool:
+        """True if the gradients are those of `values`."""
+        return not self.frozen and self.gradient is None and self.down.values is not None
+
+    def with_each(self, function: Callable[[Matrix], Matrix], **others: Any) -> "ExpertWeights":
+        """Returns the weights with function(matrix) in place of each matrix, and with other fields."""
+        return replace(self, gate_up=function(self.gate_up), down=function(self.down), **others)
+
+    def trained(self) -> "ExpertWeights":
+        """Returns the arrays that get gradients alone: values, accumulators or changes; None in place of the others."""
+        own = self.own_gradients
+        return self.with_each(lambda matrix: Matrix(matrix.values if own else None, None, matrix.change), layer=None)
+
+    def held(self) -> "ExpertWeights":
+        """Returns the arrays that `trained` leaves out."""
+        own = self.own_gradients
+        return self.with_each(lambda matrix: replace(matrix, values=None if own else matrix.values, change=None), gradient=None)
+
+    def with_trained(self, trained: "ExpertWeights") -> "ExpertWeights":
+        """Returns the weights whose `held` and `trained` parts are these."""
+
+        def joined(held: Matrix, own: Matrix) -> Matrix:
+            values = held.values if own.values is None else own.values
+            return replace(held, values=values, change=own.change)
+
+        matrices = joined(self.gate_up, trained.gate_up), joined(self.down, trained.down)
+        return replace(self, gate_up=matrices[0], down=matrices[1], gradient=trained.gradient)
