@@ -15,7 +15,7 @@ from moe_jax.kernels.experts.call import REFUSED, TokenPart, experts
 from moe_jax.kernels.experts.deferred import expert_products_like
 from moe_jax.kernels.experts.fp8.quantise import InFp8, quantise_rows
 from moe_jax.kernels.experts.fp8.rounded_tokens import RoundedTokens
-from moe_jax.kernels.experts.weights import Accumulators, ExpertWeights, Matrix
+from moe_jax.kernels.experts.weights import Accumulators, ExpertWeights
 from moe_jax.kernels.low_rank import LowRank
 
 TOKENS, EXPERTS, K, HIDDEN, INTER = 24, 4, 2, 16, 12
@@ -116,8 +116,19 @@ def _refused_calls(rng):
     sums = dict(gradient=Accumulators(*(jnp.zeros(w.shape) for w in (w_gate_up, w_down))))
     ticket = dict(gradient=expert_products_like(x, EXPERTS, K, 128))
     stack, of = dict(layer=jnp.int32(0)), partial(ExpertWeights.of, w_gate_up, w_down)
+    biased = partial(of, biases=(w_gate_up[:, :, 0], w_down[:, :, 0]))
     return [
-        ({"biases"}, [part], ExpertWeights(Matrix(w_gate_up, bias=w_gate_up[:, :, 0]), w.down), {}),
+        ({"biases", "precision"}, [part], biased(), dict(precision=fp8)),
+        (
+            {"biases", "changes"},
+            [part],
+            replace(biased(), gate_up=replace(changes.gate_up, bias=w_gate_up[:, :, 0]), down=changes.down),
+            {},
+        ),
+        ({"biases", "frozen"}, [part], biased(**frozen), {}),
+        ({"biases", "accumulators"}, [part], biased(**sums), {}),
+        ({"biases", "ticket"}, [part], biased(**ticket), {}),
+        ({"biases", "stack"}, [part], biased(**stack), {}),
         ({"one in FP8"}, [part], ExpertWeights(w.gate_up, codes.down), dict(precision=fp8)),
         ({"in FP8 alone", "no precision"}, [part], codes, {}),
         ({"rounded tokens", "no precision"}, [rounded], w, {}),
