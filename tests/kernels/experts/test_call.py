@@ -68,7 +68,7 @@ def test_changes(rng, split, in_stack, remat):
             np.testing.assert_allclose(one, other, rtol=1e-9, atol=1e-11 * np.abs(other).max())
 
 
-@pytest.mark.parametrize("split", ["parts", pytest.param("chunks", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("split", ["whole", *(pytest.param(how, marks=pytest.mark.thorough) for how in ("parts", "chunks"))])
 def test_changes_of_a_stack_in_fp8(rng, split):
     """Each pass rounds one layer of the stack: the bits of that layer's codes, for all tokens at once, in y and dx."""
     x, *matrices, weights, chosen = make_layer(rng, "random", TOKENS, EXPERTS, K, 128, 128)
