@@ -13,8 +13,7 @@ from moe_jax.kernels.experts.changed import of_each_expert, rank_alignment
 from moe_jax.kernels.experts.choose_backend import resolve_backend
 from moe_jax.kernels.experts.fp8.passes import Fp8Options
 from moe_jax.kernels.experts.fp8.precision import Precision
-from moe_jax.kernels.experts.fp8.quantise import GROUP, QuantisedMatrices
-from moe_jax.kernels.experts.fp8.rounded_tokens import RoundedTokens
+from moe_jax.kernels.experts.fp8.quantise import GROUP, QuantisedMatrices, RoundedTokens
 from moe_jax.kernels.experts.fused_vjp import ExpertsOperands, ExpertsOptions, experts_of_parts
 from moe_jax.kernels.experts.routing import is_an_expert
 from moe_jax.kernels.experts.weights import Accumulators, ExpertProducts, ExpertWeights, Matrix

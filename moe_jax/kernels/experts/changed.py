@@ -31,9 +31,8 @@ from jaxtyping import Array, Float, Int
 from moe_jax.kernels.experts.activation import SILU, Activation, activated, gradients_of_rows
 from moe_jax.kernels.experts.backends import OuterPart, implementation
 from moe_jax.kernels.experts.fp8 import backends as fp8_backends
-from moe_jax.kernels.experts.fp8.kept import keep_h, read_h
 from moe_jax.kernels.experts.fp8.passes import Fp8Options, plan_of_matrices
-from moe_jax.kernels.experts.fp8.quantise import QuantisedRows, quantise_rows
+from moe_jax.kernels.experts.fp8.quantise import QuantisedRows, keep_h, quantise_rows, read_h
 from moe_jax.kernels.experts.routing import Plan, rows_of_pairs
 from moe_jax.kernels.experts.separate_vjps import GateUp, Hidden, PartGradients, token_sums_of_shares, weight_of_row
 from moe_jax.kernels.experts.weights import ExpertWeights, Matrix

@@ -19,10 +19,8 @@ from moe_jax.kernels.experts.activation import SILU, Activation
 from moe_jax.kernels.experts.backends import OuterPart, grouped_outer_of_parts, implementation
 from moe_jax.kernels.experts.changed import ChangedOptions, down_changed, gate_up_changed, gradients_changed
 from moe_jax.kernels.experts.fp8 import backends as fp8_backends
-from moe_jax.kernels.experts.fp8.kept import KeptRows
 from moe_jax.kernels.experts.fp8.passes import Fp8Options, down_in_fp8, gate_up_in_fp8, gradients_in_fp8, quantise_experts
-from moe_jax.kernels.experts.fp8.quantise import QuantisedRows
-from moe_jax.kernels.experts.fp8.rounded_tokens import RoundedTokens
+from moe_jax.kernels.experts.fp8.quantise import KeptRows, QuantisedRows, RoundedTokens
 from moe_jax.kernels.experts.routing import (
     Plan,
     int32_ids,

@@ -8,8 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from moe_jax.kernels.experts.backends import OuterPart, grouped_outer_of_parts, implementation
-from moe_jax.kernels.experts.fp8.kept import KeptRows
-from moe_jax.kernels.experts.fp8.quantise import QuantisedRows
+from moe_jax.kernels.experts.fp8.quantise import KeptRows, QuantisedRows
 from moe_jax.kernels.experts.routing import Plan, rows_of_pairs
 from moe_jax.kernels.precision import widened
 

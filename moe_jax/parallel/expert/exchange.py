@@ -17,8 +17,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, BFloat16, Float, Num, UInt8
 
-from moe_jax.kernels.experts.fp8.quantise import GROUP, QuantisedRows, quantise_rows
-from moe_jax.kernels.experts.fp8.rounded_tokens import RoundedTokens
+from moe_jax.kernels.experts.fp8.quantise import GROUP, QuantisedRows, RoundedTokens, quantise_rows
 from moe_jax.parallel.collectives.hops import sum_scatter
 from moe_jax.parallel.expert import pairwise
 from moe_jax.parallel.expert.routes import Route, pack, unpack

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from moe_jax.kernels.experts.activation import SILU
 from moe_jax.kernels.experts.call import TokenPart, experts
-from moe_jax.kernels.experts.fp8.rounded_tokens import RoundedTokens
+from moe_jax.kernels.experts.fp8.quantise import RoundedTokens
 from moe_jax.kernels.experts.weights import Accumulators, ExpertWeights
 from moe_jax.kernels.precision import at_least_f32
 from moe_jax.parallel.expert import pairwise

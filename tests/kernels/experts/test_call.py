@@ -13,8 +13,7 @@ from expert_layers import Adapter, Form, compute, gradients_by_accumulators, gra
 from moe_jax.kernels import Precision, quantise_matrices
 from moe_jax.kernels.experts.call import REFUSED, TokenPart, experts
 from moe_jax.kernels.experts.deferred import expert_products_like
-from moe_jax.kernels.experts.fp8.quantise import InFp8, quantise_rows
-from moe_jax.kernels.experts.fp8.rounded_tokens import RoundedTokens
+from moe_jax.kernels.experts.fp8.quantise import InFp8, RoundedTokens, quantise_rows
 from moe_jax.kernels.experts.weights import Accumulators, ExpertWeights
 from moe_jax.kernels.low_rank import LowRank
 

@@ -23,9 +23,8 @@ from moe_jax.kernels.experts import backends
 from moe_jax.kernels.experts.activation import SILU, Activation
 from moe_jax.kernels.experts.backends import OuterPart
 from moe_jax.kernels.experts.fp8.backends import implementation, resolve_fp8_backend
-from moe_jax.kernels.experts.fp8.kept import keep_h, read_h
 from moe_jax.kernels.experts.fp8.precision import Kept, Precision
-from moe_jax.kernels.experts.fp8.quantise import InFp8, QuantisedRows, dequantised_rows, quantise_matrices
+from moe_jax.kernels.experts.fp8.quantise import InFp8, QuantisedRows, dequantised_rows, keep_h, quantise_matrices, read_h
 from moe_jax.kernels.experts.routing import Plan, rows_of_pairs
 from moe_jax.kernels.experts.separate_vjps import GateUp, Hidden, PartGradients, token_sums_of_shares, weight_of_row
 from moe_jax.kernels.experts.weights import ExpertWeights

@@ -10,11 +10,18 @@ All in f32, so that a kernel and XLA agree bit for bit. A group that holds an in
 multiplied. Groups of zeros have a scale above zero.
 """
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Float8e4m3fn
+from jax import lax
+from jaxtyping import Array, BFloat16, Float, Float8e4m3fn, Shaped
+
+from moe_jax.kernels.experts.fp8.precision import Kept
+from moe_jax.kernels.varying import vary_as
 
 GROUP = 128
 """Numbers of a row that share a scale, and rows and columns of a block of a matrix."""
@@ -104,3 +111,67 @@ def _scales(largest: Float[Array, "..."]) -> Float[Array, "..."]:
 def joined(w: QuantisedMatrices) -> QuantisedMatrices:
     """Returns the experts of a stack of layers as one list, in which `Plan.in_stack` counts."""
     return QuantisedMatrices(*(part.reshape(-1, *part.shape[-2:]) for part in w))
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class RoundedTokens:
+    """Tokens that travelled in FP8, in place of an array of tokens, with a place for the tokens' gradient."""
+
+    rounded: QuantisedRows
+    like: BFloat16[Array, "tokens hidden"]
+    """NaN in the shape of the tokens, since nothing may read it. Its gradient is the tokens' gradient."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the tokens."""
+        return self.like.shape
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """The dtype of the tokens' gradient."""
+        return self.like.dtype
+
+    @classmethod
+    def of(cls, rounded: QuantisedRows) -> "RoundedTokens":
+        """Returns tokens whose gradient is bf16."""
+        return cls(rounded, vary_as(jnp.full(rounded.values.shape, jnp.nan, jnp.bfloat16), rounded))
+
+    def split(self, ends: Sequence[int]) -> list["RoundedTokens"]:
+        """Returns the tokens in parts, as `jnp.split` does."""
+        values, like = (jnp.split(a, ends) for a in (self.rounded.values, self.like))
+        scales = jnp.split(self.rounded.scales, ends, axis=1)
+        return [RoundedTokens(QuantisedRows(*part[:2]), part[2]) for part in zip(values, scales, like, strict=True)]
+
+
+KEPT_INVERSE_LARGEST = np.float32(1 / 15.5)
+"""One over the largest number of e3m4."""
+
+
+class KeptRows(NamedTuple):
+    """h = [gate | up] between the two passes, in e3m4: h[r, i] is about values[r, i] * scales[r, i // 128].
+
+    No tensor core multiplies what is kept, so that its 8 bits need not be e4m3. e3m4 has one bit more behind the point, and
+    numbers down to 1/992 of a group's largest: half the error, in the same bytes.
+    """
+
+    values: Shaped[Array, "rows k"]
+    scales: Float[Array, "rows k/128"]
+
+
+def keep_h(h: BFloat16[Array, "rows k"], form: Kept) -> BFloat16[Array, "rows k"] | KeptRows:
+    """Returns h for the backward pass: as it is, or in 8 bits with a scale for 128 numbers of a row."""
+    if form == "bf16":
+        return h
+    groups = h.astype(jnp.float32).reshape(h.shape[0], h.shape[1] // GROUP, GROUP)
+    scales = jnp.maximum(jnp.abs(groups).max(axis=-1), LEAST_MAXIMUM) * KEPT_INVERSE_LARGEST
+    values = (groups * (1 / scales)[..., None]).astype(jnp.float8_e3m4)
+    # XLA on a GPU would remove both conversions where one program has both passes, and keep h as it is.
+    return lax.optimization_barrier(KeptRows(values.reshape(h.shape), scales))
+
+
+def read_h(kept: Float[Array, "rows k"] | KeptRows) -> Float[Array, "rows k"]:
+    """Returns h, in bf16 if it was kept in 8 bits."""
+    if not isinstance(kept, KeptRows):
+        return kept
+    return (kept.values.astype(jnp.float32) * jnp.repeat(kept.scales, GROUP, axis=1)).astype(jnp.bfloat16)

@@ -4,8 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import seeds
 
-from moe_jax.kernels.experts.fp8.kept import keep_h, read_h
-from moe_jax.kernels.experts.fp8.quantise import dequantised_rows, quantise_rows
+from moe_jax.kernels.experts.fp8.quantise import dequantised_rows, keep_h, quantise_rows, read_h
 
 
 def test_half_the_error_in_the_same_bytes():

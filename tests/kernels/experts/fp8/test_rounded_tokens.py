@@ -12,8 +12,7 @@ import seeds
 
 from moe_jax.kernels import Precision
 from moe_jax.kernels.experts.call import TokenPart, experts
-from moe_jax.kernels.experts.fp8.quantise import quantise_rows
-from moe_jax.kernels.experts.fp8.rounded_tokens import RoundedTokens
+from moe_jax.kernels.experts.fp8.quantise import RoundedTokens, quantise_rows
 from moe_jax.kernels.experts.weights import ExpertWeights
 
 
