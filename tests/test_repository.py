@@ -102,7 +102,6 @@ def test_the_ground_imports_few_files(module, files):
     assert len(found) <= files, f"import moe_jax.{module} loads {sorted(found)}"
 
 
-@pytest.mark.xfail(strict=True, reason="a weight's forms have doors of their own, until a weight is one operand")
 def test_experts_have_two_doors():
     doors = {name for name in functions_of_package() if name.startswith("experts_mlp")}
     assert len(doors) <= 2, sorted(doors)

@@ -16,11 +16,11 @@ from jax import lax
 
 from moe_jax.config import Qwen3MoeConfig
 from moe_jax.layers.linear import Linear
-from moe_jax.layers.matrices import MATRICES, Matrix
+from moe_jax.layers.matrices import MATRICES, Declaration
 from moe_jax.models.auto import MODEL_CLASSES
 from moe_jax.models.qwen3 import Qwen3Moe
 
-MATRICES["decay_proj"] = Matrix("attention")
+MATRICES["decay_proj"] = Declaration("attention")
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ SPLIT = ("fsdp", "expert", "context")
 """The mesh axes that split a matrix."""
 
 
-class Matrix(NamedTuple):
+class Declaration(NamedTuple):
     """The declaration of a parameter."""
 
     role: Role
@@ -28,35 +28,35 @@ class Matrix(NamedTuple):
 
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
 _MLP = ("gate_proj", "up_proj", "down_proj")
-_EXPERTS = Matrix("experts", 3, ("expert", "fsdp", "context"))  # first along `expert`, where they stay
-_VECTOR = Matrix("small", 1, ())
+_EXPERTS = Declaration("experts", 3, ("expert", "fsdp", "context"))  # first along `expert`, where they stay
+_VECTOR = Declaration("small", 1, ())
 
-MATRICES: dict[str, Matrix] = {
-    "embed_tokens": Matrix("embedding"),
-    "lm_head": Matrix("head"),
-    "eh_proj": Matrix("predictor"),
-    "router": Matrix("router", split=()),
+MATRICES: dict[str, Declaration] = {
+    "embed_tokens": Declaration("embedding"),
+    "lm_head": Declaration("head"),
+    "eh_proj": Declaration("predictor"),
+    "router": Declaration("router", split=()),
     "experts.gate_up_proj": _EXPERTS,
     "experts.down_proj": _EXPERTS,
     "sinks": _VECTOR,
-    **dict.fromkeys(_ATTENTION, Matrix("attention")),
-    **dict.fromkeys(_MLP, Matrix("mlp")),
-    **{f"shared_experts.{name}": Matrix("shared_experts") for name in _MLP},
-    **{f"lora.{name}": Matrix("small", 2, ()) for name in "ab"},
-    **{f"{of}_lora.{name}": Matrix("small", 3, ()) for of in ("gate_up", "down") for name in "ab"},
+    **dict.fromkeys(_ATTENTION, Declaration("attention")),
+    **dict.fromkeys(_MLP, Declaration("mlp")),
+    **{f"shared_experts.{name}": Declaration("shared_experts") for name in _MLP},
+    **{f"lora.{name}": Declaration("small", 2, ()) for name in "ab"},
+    **{f"{of}_lora.{name}": Declaration("small", 3, ()) for of in ("gate_up", "down") for name in "ab"},
 }
 """Declarations by the last names of a parameter's path, without "weight": two names, or one. Add those of a module of your own.
 Norms and biases are vectors, and so is every other parameter with one axis beside that of layers."""
 
 
-def declared(path: tuple) -> Matrix | None:
+def declared(path: tuple) -> Declaration | None:
     """Returns the declaration of the parameter, or of the module's `weight`, at a path of a model; None without one."""
     names = [str(name) for name in path if name != "weight"]
     found = MATRICES.get(".".join(names[-2:])) or MATRICES.get(".".join(names[-1:]))
     return found or (_VECTOR if names and names[-1].endswith(("norm", "bias")) else None)
 
 
-def declaration_of(path: tuple, shape: tuple[int, ...]) -> Matrix:
+def declaration_of(path: tuple, shape: tuple[int, ...]) -> Declaration:
     """Returns the declaration of the parameter at `path` (as in `nnx.to_flat_state`) with this shape.
 
     Raises:
@@ -80,5 +80,5 @@ def check_declared(parameters: Iterable[tuple[tuple, Any]]) -> None:
     if matrices:
         raise ValueError(
             f"no declaration says how to split, adapt and round {', '.join(matrices)}: add the name and its role to MATRICES "
-            "of moe_jax.layers.matrices, as Matrix('attention'), or Matrix('small', split=()) to keep it whole"
+            "of moe_jax.layers.matrices, as Declaration('attention'), or Declaration('small', split=()) to keep it whole"
         )

@@ -17,7 +17,7 @@ import math
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
-from moe_jax.layers.matrices import Matrix, declaration_of
+from moe_jax.layers.matrices import Declaration, declaration_of
 
 
 def mesh_of(parameters) -> Mesh | None:
@@ -135,7 +135,7 @@ def _splits(path: tuple, shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> d
 
 
 def _split_own_axes(
-    matrix: Matrix,
+    matrix: Declaration,
     shape: tuple[int, ...],
     mesh: Mesh | AbstractMesh,
     names: tuple[str, ...],

@@ -42,7 +42,7 @@ def test_a_table_and_a_picture(folder, capsys):
         ("--random-weights {} --concurrency 4 0", "clients must be at least 1; got 0"),
         (
             "--random-weights {} --max-length 64",
-            "a prompt of 512 tokens and max_new_tokens=128 exceed the engine's max_length=64",
+            "a prompt of 512 tokens and the first token of its answer exceed the engine's max_length=64",
         ),
         ("--random-weights {} --num-pages 1", "num_pages must be at least 2"),
         ("--random-weights {} --max-sequences 0", "max_sequences must be an integer, at least 1; got 0"),

@@ -277,7 +277,7 @@ def test_all_kernels():
     own_rooms = ("hopper", "triton")
     files = [path for path in package.rglob("*.py") if path.parent.name not in own_rooms]
     launching = [path for path in files if LAUNCH.search(path.read_text())]
-    assert len(launching) == 24
+    assert len(launching) == 23
     for path in launching:
         own = NAME.findall(path.read_text())
         for names in HEADER.findall(path.read_text()):

@@ -12,14 +12,14 @@ from moe_jax.checkpoint.hf_names import hf_tensors
 from moe_jax.config import NAMED_CONFIGS
 from moe_jax.layers.linear import Linear
 from moe_jax.layers.lora import has_adapters
-from moe_jax.layers.matrices import MATRICES, Matrix, check_declared, declaration_of, declared
+from moe_jax.layers.matrices import MATRICES, Declaration, check_declared, declaration_of, declared
 from moe_jax.models.auto import abstract_parameters
 from moe_jax.parallel.layout import lies_in_chunks, optimizer_spec, parameter_spec
 
 PATH = ("stages", 0, "linear_attn", "in_proj_qkvz", "weight")
 REFUSAL = (
     r"^no declaration says how to split, adapt and round stages\.0\.linear_attn\.in_proj_qkvz\.weight \[2, 128, 128\]: add the "
-    r"name and its role to MATRICES of moe_jax\.layers\.matrices, as Matrix\('attention'\)"
+    r"name and its role to MATRICES of moe_jax\.layers\.matrices, as Declaration\('attention'\)"
 )
 
 
@@ -42,7 +42,7 @@ def model():
 
 @pytest.fixture
 def known(monkeypatch):
-    monkeypatch.setitem(MATRICES, "in_proj_qkvz", Matrix("attention"))
+    monkeypatch.setitem(MATRICES, "in_proj_qkvz", Declaration("attention"))
 
 
 def mesh(**sizes):
@@ -63,7 +63,7 @@ def test_the_layout_splits_a_matrix_that_is_declared(known):
 
 
 def test_a_small_matrix_is_whole(monkeypatch):
-    monkeypatch.setitem(MATRICES, "conv1d", Matrix("small", 3, split=()))
+    monkeypatch.setitem(MATRICES, "conv1d", Declaration("small", 3, split=()))
     path = ("stages", 0, "linear_attn", "conv1d", "weight")
     assert parameter_spec(path, (2, 128, 1, 4), mesh(fsdp=4)) == PartitionSpec(None, None, None, None)
     assert not lies_in_chunks(path, (2, 128, 1, 4)) and lies_in_chunks(path, (1, 2, 1, 128, 1, 4))

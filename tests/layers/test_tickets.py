@@ -158,7 +158,8 @@ def test_every_parameter_is_a_vector_or_has_a_ticket(name):
 
 def test_all_architectures_are_walked():
     walked = {type(make()) for make in MODELS.values()}
-    assert walked == set(MODEL_CLASSES.values())
+    of_package = {cls for cls in MODEL_CLASSES.values() if cls.__module__.startswith("moe_jax")}
+    assert walked == of_package
 
 
 @pytest.mark.parametrize("remat", [False, pytest.param(True, marks=pytest.mark.thorough)])

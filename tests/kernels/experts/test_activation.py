@@ -20,8 +20,6 @@ from moe_jax.kernels.experts.fp8 import xla as fp8_xla
 from moe_jax.kernels.experts.fp8.quantise import quantise_matrices, transposed
 from moe_jax.kernels.experts.routing import plan
 from moe_jax.kernels.experts.separate_vjps import weight_of_row
-from moe_jax.parallel.expert import ExpertParallel
-from moe_jax.parallel.spread import Spread
 
 CLAMPED = Activation(alpha=1.702, limit=7.0, offset=1.0)
 """gpt-oss's."""
@@ -275,5 +273,3 @@ def test_blocks_of_a_model(rng):
     routed = oracle.experts_mlp(x, *matrices, routing.weights, routing.experts, act=clamped(NARROW))
     np.testing.assert_allclose(y, routed + moe.shared_experts(x), rtol=1e-4, atol=1e-5)
     assert moe.shared_experts.activation == NARROW
-    with pytest.raises(ValueError, match="experts that are split over devices compute silu"):
-        moe(x, spread=Spread(expert=ExpertParallel("expert")))

@@ -27,6 +27,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 from meshes import make_mesh, relative_error, value_and_gradients
 
+from moe_jax.kernels.experts.activation import Activation
 from moe_jax.kernels.experts.call import TokenPart
 from moe_jax.kernels.experts.weights import Accumulators, ExpertWeights, Matrix
 from moe_jax.kernels.low_rank import LowRank
@@ -93,8 +94,8 @@ def test_low_rank_changes(transport, factors, rng):
 
 
 def test_a_block_with_adapters(rng):
-    """A block whose experts are split, with all adapters on each device, equals the block on one device."""
-    moe = MoE(16, 12, 8, 2, rngs=nnx.Rngs(0))
+    """A block with another activation, its experts split and all adapters on each device, equals the block on one device."""
+    moe = MoE(16, 12, 8, 2, activation=Activation(alpha=1.702, limit=0.02, offset=1.0), rngs=nnx.Rngs(0))
     moe.experts.gate_up_lora = Adapter((8, 2, 16), (8, 24, 2), scale=1.0, rngs=nnx.Rngs(1))
     moe.experts.down_lora = Adapter((8, 2, 12), (8, 16, 2), scale=0.5, rngs=nnx.Rngs(2))
     for lora in (moe.experts.gate_up_lora, moe.experts.down_lora):
