@@ -14,6 +14,7 @@ comma := ,
 # With an NVIDIA GPU the CUDA build of JAX is installed too; CUDA 13 needs driver 580. JAX_EXTRA=cuda12 chooses by hand, JAX_EXTRA= none.
 DRIVER := $(shell nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null | head -n 1 | cut -d. -f1)
 JAX_EXTRA ?= $(if $(DRIVER),$(shell [ "$(DRIVER)" -ge 580 ] && echo cuda13 || echo cuda12))
+# For a GPU the pinned JAX is left out: its Hopper kernels are slow, and the CUDA extras exclude it (docs/versions.md).
 EXTRAS := $(if $(OLDEST),test$(comma)docs$(comma)triton,dev)$(if $(JAX_EXTRA),$(comma)$(JAX_EXTRA))
 INSTALLED := $(VENV)/installed-$(subst $(comma),-,$(EXTRAS))
 # The demo needs the package alone. The tests' environment will do too; with torch, the demo compares with transformers.
@@ -83,7 +84,7 @@ $(INSTALLED) $(PACKAGE_INSTALLED): pyproject.toml $(CONSTRAINTS)
 	fi; \
 	echo "Installing moe_jax$(EXTRAS:%=[%]) into $(VENV) with $$($$python --version): several minutes the first time"; \
 	$$python -m venv $(VENV)
-	@$(PIP_INSTALL) --constraint $(CONSTRAINTS) --editable '.$(EXTRAS:%=[%])'
+	@$(PIP_INSTALL) --constraint $(if $(JAX_EXTRA),<(grep -vE '^jax(lib)?==' $(CONSTRAINTS)),$(CONSTRAINTS)) --editable '.$(EXTRAS:%=[%])'
 	@touch $@
 
 # Beside the environment, where JAX would look for a GPU; tests that compile for an H200 (tests/h200.py) use it.
