@@ -103,9 +103,13 @@ class PlanCommand:
         from moe_jax.cost.machine import machine, notes
         from moe_jax.cost.plan_table import format_plan, write_batch_script
 
+        # Imported here: it reads as much as all other settings of the command's help.
+        from moe_jax.recipes.finetuning.settings import lora_problems
+
         if self.lora is not None:
             print(self._planned_lora().summary)
-        problems = weights_problems(self.weights, self.lora, self.devices)
+        problems = lora_problems(self.lora, {}, self.shard_optimizer)
+        problems += weights_problems(self.weights, self.lora, self.devices)
         of_weights, in_fp8 = (self.pipe_schedule, self.lora, self.weights), self.tokens_in_fp8
         if problems := problems + precision_problems(self.precision, "bfloat16", *of_weights, tokens_in_fp8=in_fp8):
             raise ValueError("; ".join(problems))
@@ -169,10 +173,14 @@ class PlanCommand:
         return options_of_lora(self.lora) + ("" if self.weights == "whole" else f" --weights {shlex.quote(self.weights)}")
 
     def _smaller(self) -> "list[PlanCommand]":
-        """Returns plans that need less memory: with adapters, and for one device with their weights in nf4."""
+        """Returns plans that need less memory: with adapters, and for one device with their weights in nf4.
+
+        Experts that multiply in FP8 beside adapters have weights in FP8 alone, which need one device.
+        """
         if self.weights != "whole":
             return []
-        forms: list[Weights] = ["whole"] if self.lora is None else []
-        forms += ["nf4"] if self.devices == 1 else []
+        forms: list[Weights] = ["fp8"] if self.precision != "bf16" else ["whole", "nf4"]
+        forms = [form for form in forms if (form != "whole" or self.lora is None) and (form == "whole" or self.devices == 1)]
         loras = [LoraSettings(rank=rank) for rank in (32, 16, 8)] if self.lora is None else [self.lora]
-        return [replace(self, lora=lora, weights=form, param_dtype=None) for form in forms for lora in loras]
+        changes = dict(param_dtype=None, shard_optimizer=False)
+        return [replace(self, lora=lora, weights=form, **changes) for form in forms for lora in loras]

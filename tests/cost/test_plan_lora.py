@@ -109,9 +109,27 @@ def test_moved_elements_of_a_token():
 
 
 @pytest.mark.parametrize(
-    "options, advice", [("", "--lora.rank 16 --weights nf4"), ("--lora.rank 8", "--lora.rank 8 --weights nf4")]
+    "options, advice",
+    [
+        ("--gpu rtx4090", "--lora.rank 16 --weights nf4"),
+        ("--gpu rtx4090 --lora.rank 8", "--lora.rank 8 --weights nf4"),
+        ("--precision fp8", "--lora.rank 32 --weights fp8"),
+    ],
 )
 def test_adapters_that_would_fit_are_named(capsys, options, advice):
     with pytest.raises(SystemExit):
-        main(["plan", "qwen3-30b-a3b", "--devices", "1", "--gpu", "rtx4090", *options.split()])
+        main(["plan", "qwen3-30b-a3b", "--devices", "1", *options.split()])
     assert capsys.readouterr().out.endswith(f"Adapters (LoRA) fit, with {advice}.\n")
+
+
+def test_no_adapters_are_named_that_a_run_would_refuse(capsys):
+    """Weights in FP8, which FP8 needs beside adapters, are for one device."""
+    with pytest.raises(SystemExit):
+        main("plan qwen3-30b-a3b --devices 2 --precision fp8".split())
+    assert "Adapters" not in capsys.readouterr().out
+
+
+def test_a_split_optimizer_is_refused_as_in_a_run(capsys):
+    with pytest.raises(SystemExit):
+        main("plan qwen3-30b-a3b --devices 2 --shard-optimizer --lora.rank 32".split())
+    assert "shard_optimizer=True is for runs without lora" in capsys.readouterr().err

@@ -244,6 +244,8 @@ def test_experts_in_fp8(tmp_path):
     [
         (dict(batch_size=3, gradient_accumulation=2), "batch_size=3 must be a multiple of gradient_accumulation=2"),
         (dict(steps=0), "steps=0 must be an integer of at least 1"),
+        (dict(seq_len=3), "seq_len=3 must be an integer of at least 4"),
+        (dict(model=None), "model=None must be a string that is not empty"),
         (dict(learning_rate=0.0), "learning_rate=0.0 must be a number greater than 0"),
         (dict(epochs=2), "epochs=2 and steps=6 exclude each other"),
         (dict(epochs=0, steps=500), "epochs=0 must be a number greater than 0"),

@@ -217,14 +217,14 @@ def weights_problems(weights: str, lora: LoraSettings | None, devices: int) -> l
 def fits(value, want: str) -> bool:
     """Tells if a value is what a clause of `WANTED` asks for."""
     if want.startswith("a string"):
-        return bool(str(value))
+        return value is not None and bool(str(value))
     if isinstance(value, bool) or not isinstance(value, int if want.startswith("an integer") else int | float):
         return False
     bounds = {
-        "an integer of at least 1": value >= 1,
-        "an integer of at least 2": value >= 2,
-        "an integer from 0 to 2**32 - 1": 0 <= value < 2**32,
-        "a number greater than 0": 0 < value < float("inf"),
-        "a number from 0 to 1": 0 <= value <= 1,
+        "an integer from 0 to 2**32 - 1": lambda: 0 <= value < 2**32,
+        "a number greater than 0": lambda: 0 < value < float("inf"),
+        "a number from 0 to 1": lambda: 0 <= value <= 1,
     }
-    return bounds.get(want, 0 <= value < float("inf"))
+    if want in bounds:
+        return bounds[want]()
+    return int(want.rpartition(" at least ")[2]) <= value < float("inf")
