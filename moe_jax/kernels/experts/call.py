@@ -37,6 +37,7 @@ REFUSED: tuple[tuple[set[str], str], ...] = (
         ({"biases", other}, "experts with biases have matrices with gradients of their own: leave the biases out")
         for other in ("changes", "frozen", "accumulators", "ticket", "stack")
     ),
+    ({"biases", "max_pairs"}, "biases are added to the outputs of all pairs: give max_pairs=None"),
     ({"one in FP8"}, "w_gate_up and w_down must both be arrays or both be QuantisedMatrices; got one of each"),
     (
         {"in FP8 alone", "no precision"},
@@ -47,7 +48,10 @@ REFUSED: tuple[tuple[set[str], str], ...] = (
     ({"rounded tokens", "changes"}, "low-rank changes multiply tokens in bf16, which these, rounded to FP8, no longer are"),
     ({"several parts", "chunks"}, "tokens come in several parts or in chunks: give chunk_tokens=None"),
     ({"one change"}, "both matrices have a low-rank change or neither; got one"),
-    ({"changes", "own gradients"}, "matrices with a low-rank change are frozen: give frozen=True"),
+    *(
+        ({"changes", other}, "matrices with a low-rank change are frozen: give frozen=True")
+        for other in ("own gradients", "accumulators", "ticket")
+    ),
     ({"stack", "own gradients"}, "a layer of a stack gets no gradient of its own: give accumulators, or frozen=True"),
     ({"frozen", "accumulators"}, "frozen matrices have no gradients that accumulators could grow by"),
     ({"frozen", "ticket"}, "frozen matrices have no gradients that a ticket could hold"),
