@@ -104,6 +104,8 @@ def experts(
     _check_positive("chunk_tokens", chunk_tokens)
     if chunk_tokens is not None and len(parts) == 1 and chunk_tokens >= parts[0].x.shape[0]:
         chunk_tokens = None
+    if not isinstance(activation, Activation):
+        raise ValueError(f"activation must be an Activation, for example Activation(limit=7.0); got {activation!r}")
     found = combination(parts, weights, precision, chunk_tokens, max_pairs)
     sizes = _checked_sizes(parts, weights)
     max_pairs = [None] * len(parts) if max_pairs is None else max_pairs
@@ -203,9 +205,10 @@ def _checked_sizes(parts: Sequence[TokenPart], weights: ExpertWeights) -> dict[s
     for name, matrix, axes in (("gate_up", weights.gate_up, "experts 2*inter"), ("down", weights.down, "experts hidden")):
         if matrix.bias is not None:
             check_shape(f"biases: b_{name}", matrix.bias, axes, sizes)
+            refuse_explicit_axes(**{f"b_{name}": matrix.bias})
     for name, matrix in (("gate_up", weights.gate_up), ("down", weights.down)):
         if matrix.in_fp8 is not None:
-            _check_scales(name, matrix.in_fp8.rounded)
+            _check_scales(f"w_{name}", matrix.in_fp8.rounded)
     return sizes
 
 
