@@ -22,7 +22,7 @@ class Activation:
     `SILU` is silu(gate) * up. gpt-oss has `Activation(alpha=1.702, limit=7.0, offset=1.0)`.
 
     Raises:
-        ValueError: alpha or limit is not a positive number.
+        ValueError: alpha or limit is not a positive number, or offset not a finite one.
     """
 
     alpha: float = 1.0
@@ -34,6 +34,8 @@ class Activation:
         for name, value in (("alpha", self.alpha), ("limit", 1.0 if self.limit is None else self.limit)):
             if not 0 < value < math.inf:
                 raise ValueError(f"{name} of an Activation must be a positive number; got {value}")
+        if not math.isfinite(self.offset):
+            raise ValueError(f"offset of an Activation must be a finite number; got {self.offset}")
 
     def forward(self, gate: Array, up: Array, *, in_kernel: bool = False) -> Array:
         """Returns act. A kernel divides g by 1 + exp(-alpha * g): one operation less, but autodiff of it overflows."""

@@ -37,6 +37,7 @@ REFUSED: tuple[tuple[set[str], str], ...] = (
         ({"biases", other}, "experts with biases have matrices with gradients of their own: leave the biases out")
         for other in ("changes", "frozen", "accumulators", "ticket", "stack")
     ),
+    ({"biases", "max_pairs"}, "biases are added to the outputs of all pairs: give max_pairs=None"),
     ({"one in FP8"}, "w_gate_up and w_down must both be arrays or both be QuantisedMatrices; got one of each"),
     (
         {"in FP8 alone", "no precision"},
@@ -47,7 +48,10 @@ REFUSED: tuple[tuple[set[str], str], ...] = (
     ({"rounded tokens", "changes"}, "low-rank changes multiply tokens in bf16, which these, rounded to FP8, no longer are"),
     ({"several parts", "chunks"}, "tokens come in several parts or in chunks: give chunk_tokens=None"),
     ({"one change"}, "both matrices have a low-rank change or neither; got one"),
-    ({"changes", "own gradients"}, "matrices with a low-rank change are frozen: give frozen=True"),
+    *(
+        ({"changes", other}, "matrices with a low-rank change are frozen: give frozen=True")
+        for other in ("own gradients", "accumulators", "ticket")
+    ),
     ({"stack", "own gradients"}, "a layer of a stack gets no gradient of its own: give accumulators, or frozen=True"),
     ({"frozen", "accumulators"}, "frozen matrices have no gradients that accumulators could grow by"),
     ({"frozen", "ticket"}, "frozen matrices have no gradients that a ticket could hold"),
@@ -100,6 +104,8 @@ def experts(
     _check_positive("chunk_tokens", chunk_tokens)
     if chunk_tokens is not None and len(parts) == 1 and chunk_tokens >= parts[0].x.shape[0]:
         chunk_tokens = None
+    if not isinstance(activation, Activation):
+        raise ValueError(f"activation must be an Activation, for example Activation(limit=7.0); got {activation!r}")
     found = combination(parts, weights, precision, chunk_tokens, max_pairs)
     sizes = _checked_sizes(parts, weights)
     max_pairs = [None] * len(parts) if max_pairs is None else max_pairs
@@ -199,9 +205,10 @@ def _checked_sizes(parts: Sequence[TokenPart], weights: ExpertWeights) -> dict[s
     for name, matrix, axes in (("gate_up", weights.gate_up, "experts 2*inter"), ("down", weights.down, "experts hidden")):
         if matrix.bias is not None:
             check_shape(f"biases: b_{name}", matrix.bias, axes, sizes)
+            refuse_explicit_axes(**{f"b_{name}": matrix.bias})
     for name, matrix in (("gate_up", weights.gate_up), ("down", weights.down)):
         if matrix.in_fp8 is not None:
-            _check_scales(name, matrix.in_fp8.rounded)
+            _check_scales(f"w_{name}", matrix.in_fp8.rounded)
     return sizes
 
 

@@ -261,7 +261,8 @@ def _backward(options: ExpertsOptions, residuals: ExpertsResiduals, dys: Arrays)
     of_weights = _gradients_at(given, keep_whole(gradients.weights) if sums is not None else gradients.weights)
     if gradients.bias is not None:
         of_weights = replace(of_weights, gate_up=replace(of_weights.gate_up, bias=gradients.bias))
-    return (ExpertsOperands(dxs, of_weights, gradients.dweights, no_gradient),)
+    # Products of no rows are zeros that vary over no mesh axis.
+    return (vary_as(ExpertsOperands(dxs, of_weights, gradients.dweights, no_gradient), residuals.xs),)
 
 
 def _trained(weights: ExpertWeights) -> Arrays:

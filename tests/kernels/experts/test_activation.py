@@ -67,6 +67,16 @@ def test_a_number_that_is_not_positive(name, value):
         Activation(**{name: value})
 
 
+def test_an_offset_that_is_not_finite():
+    with pytest.raises(ValueError, match="offset of an Activation must be a finite number; got nan"):
+        Activation(offset=float("nan"))
+
+
+def test_an_activation_of_another_type(rng):
+    with pytest.raises(ValueError, match=r"activation must be an Activation, for example .*; got 'silu'"):
+        kernels.experts_mlp(*make_layer(rng, "random", 8, 2, 1, 16, 8), activation="silu")
+
+
 def clamped(activation):
     def act(gate, up):
         # Written by `where`, whose gradient at a limit is one side's.
@@ -226,6 +236,14 @@ def test_biases_of_another_shape(rng):
     *arrays, b_gate_up, b_down = biased_layer(rng, 8, 2, 1, 16, 8, jnp.float32)[0]
     with pytest.raises(ValueError, match=r"biases: b_down must have shape \[experts, hidden\]"):
         kernels.experts_mlp(*arrays, jnp.zeros((8, 1), jnp.int32), biases=(b_gate_up, b_down[:, :3]))
+
+
+def test_biases_that_jax_asks_the_layout_of(rng):
+    (*arrays, b_gate_up, b_down), chosen = biased_layer(rng, 8, 2, 1, 16, 8, jnp.float32)
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
+    b_down = jax.device_put(b_down, jax.NamedSharding(mesh, jax.P("data")))
+    with pytest.raises(ValueError, match=r"b_down is split as P\('data', None\) over mesh axes of type Explicit"):
+        kernels.experts_mlp(*arrays, chosen, biases=(b_gate_up, b_down))
 
 
 def test_experts_of_gpt_oss(rng):

@@ -9,6 +9,7 @@ import oracle
 import pytest
 import seeds
 from expert_gradients import compare, make_inputs
+from expert_layers import Form, compute
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -76,6 +77,21 @@ def test_runs_on_a_mesh(sharding, chunk_tokens):
         check = sharding == "shard_map"
         on_mesh = jax.shard_map(layer, mesh=mesh, in_specs=specs, out_specs=P("data"), check_vma=check)
     compare(on_mesh, oracle.experts_mlp, inputs, 1e-5)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_no_tokens_on_a_mesh(frozen):
+    *arrays, chosen = make_inputs(seeds.rng(), 0, 4, 2, 8, 4, dtype=jnp.float32)
+    specs = (P("data"), P(), P(), P("data"), P("data"))
+
+    def total(x, w_gate_up, w_down, weights):
+        layer = partial(compute, form=Form(frozen=frozen), backend="xla")
+        mesh = AbstractMesh((2,), ("data",), axis_types=(AxisType.Auto,))
+        on_mesh = jax.shard_map(layer, mesh=mesh, in_specs=specs, out_specs=P("data"))
+        return jnp.sum(on_mesh(x, w_gate_up, w_down, weights, chosen))
+
+    gradients = jax.eval_shape(jax.grad(total, argnums=(0, 1, 2, 3)), *arrays)
+    assert [a.shape for a in gradients] == [a.shape for a in arrays]
 
 
 def test_a_shard_map_may_leave_axes_of_its_mesh_to_the_compiler():
