@@ -4,7 +4,7 @@ import contextlib
 import shlex
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
@@ -182,5 +182,5 @@ class PlanCommand:
         forms: list[Weights] = ["fp8"] if self.precision != "bf16" else ["whole", "nf4"]
         forms = [form for form in forms if (form != "whole" or self.lora is None) and (form == "whole" or self.devices == 1)]
         loras = [LoraSettings(rank=rank) for rank in (32, 16, 8)] if self.lora is None else [self.lora]
-        changes = dict(param_dtype=None, shard_optimizer=False)
+        changes: dict[str, Any] = dict(param_dtype=None, shard_optimizer=False)
         return [replace(self, lora=lora, weights=form, **changes) for form in forms for lora in loras]
