@@ -199,12 +199,10 @@ def gradients_of_rank(args, graph, params, fixed, batch, remat, sizes, noise):
     def local(params, fixed, stacked, noise):
         params, stacked, noise = vary_as((params, stacked, noise), lax.axis_index("pipe"))
         front = Front(passes_of_layers(objective, graph, params, fixed, execution, mesh), stacked)
-        passes = RankPasses(
-            front.micro, chunks, stacked, scalars, front.forward(), last_rank=args.rank if noise is not None else 0
-        )
+        passes = RankPasses(front.micro, chunks, stacked, scalars, front.forward())
         of_pipeline = passes.of_pipeline()
         if noise is not None:
-            of_pipeline = with_noise(of_pipeline, noise)
+            of_pipeline = with_noise(of_pipeline, noise, args.rank)
         totals = executor.run_ticks(of_pipeline, chunks, micro_batches, passes.zeros())
         gradients = front.backward(totals.embedded[:-1], totals.gradients)
         return totals.value[None], squared(gradients)[None]
@@ -215,8 +213,8 @@ def gradients_of_rank(args, graph, params, fixed, batch, remat, sizes, noise):
     return value[0], norm[0]
 
 
-def with_noise(passes: executor.PipelinePasses, noise) -> executor.PipelinePasses:
-    """Returns the passes with noise in place of the arrays that other ranks would send."""
+def with_noise(passes: executor.PipelinePasses, noise, rank: int) -> executor.PipelinePasses:
+    """Returns the passes with noise in place of the arrays that other ranks would send. Each rank computes losses."""
 
     def forward(of_tick, moving, slot):
         return passes.forward(of_tick, moving._replace(x=noise[0]) if slot is not None else moving, slot)
@@ -226,7 +224,10 @@ def with_noise(passes: executor.PipelinePasses, noise) -> executor.PipelinePasse
         x = jnp.where(of_tick.exists, noise[1] * jnp.bfloat16(1e-5), 0)
         return passes.backward(of_tick, saved, dy._replace(x=vary_as(x, dy.x)), totals)
 
-    return replace(passes, forward=forward, backward=backward)
+    def loss(i, _, finished, totals):
+        return passes.loss(i, rank, finished, totals)
+
+    return replace(passes, forward=forward, backward=backward, loss=loss)
 
 
 @contextlib.contextmanager
