@@ -70,7 +70,7 @@ def exchange_seconds(step: PlannedStep, machine: Machine) -> Passes:
     weights = 3 * experts.num_experts // step.mesh.expert * hidden * inter
     round_forward = to_all(slots, token_sent) + to_all(slots, token) + ELEMENT * weights / machine.hbm
     round_backward = round_forward + 2 * to_all(slots, token) + (ELEMENT + 14) * weights / machine.hbm
-    # Of the busiest device, if every device sends it an equal number of choices.
+    # The busiest device counts; every device sends it an equal number of choices.
     beyond = step.imbalance * step.tokens * k / step.mesh.expert - exchange.first.pairs
     further = max(0, math.ceil(beyond / exchange.further.pairs))
     backward = gradients + with_choices + combine

@@ -35,7 +35,7 @@ class Adapter(NamedTuple):
 
 
 class Form(NamedTuple):
-    """What `ExpertWeights` holds beside values; copies are a pair of `InFp8`."""
+    """The fields of `ExpertWeights` without values; copies are a pair of `InFp8`."""
 
     layer: jax.Array | None = None
     gradient: Any = None

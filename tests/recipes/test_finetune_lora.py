@@ -17,7 +17,7 @@ from moe_jax.checkpoint.training import finished_steps
 from moe_jax.layers.quantised import is_quantised
 from moe_jax.parallel.choices import MeshShape
 from moe_jax.recipes import FinetuneSettings, dry_run, finetune
-from moe_jax.recipes.finetuning import loop
+from moe_jax.recipes.run import loop
 from moe_jax.train.metrics import read_records
 from moe_jax.train.model_of_run import model_of_run
 

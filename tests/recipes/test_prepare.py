@@ -128,7 +128,7 @@ def test_positions_that_a_model_has_not_seen_give_a_warning(caplog):
 
 def test_refused_conversation_is_named_early(tmp_path, monkeypatch):
     """A conversation that the template refuses is named before weights are read."""
-    monkeypatch.setattr(sys.modules["moe_jax.recipes.finetuning.loop"], "from_pretrained", None)
+    monkeypatch.setattr(sys.modules["moe_jax.recipes.run.loop"], "from_pretrained", None)
     moe_jax.save_pretrained(tiny.model(), tmp_path / "model")
     tiny.tokenizer(
         "{% if messages[0]['content'] == 'a' %}{{ raise_exception('roles must alternate') }}{% endif %}" + tiny.CHATML

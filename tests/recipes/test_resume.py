@@ -120,7 +120,7 @@ def test_more_steps_after_the_end(tmp_path, monkeypatch, steps_that_add):
     """A run that has ended goes on with more steps, and not with fewer."""
     lengths, schedule = [], warmup_cosine
     monkeypatch.setattr(
-        sys.modules["moe_jax.recipes.finetuning.loop"],
+        sys.modules["moe_jax.recipes.run.loop"],
         "warmup_cosine",
         lambda rate, *, steps, **options: lengths.append(steps) or schedule(rate, steps=steps, **options),
     )
@@ -169,7 +169,7 @@ def test_folder_of_another_run(tmp_path, monkeypatch, steps_that_learn_nothing):
     settings = tiny.settings(tmp_path, model=str(checkpoint))
     result = finetune(settings, model=tiny.dense(), tokenizer=tiny.tokenizer(), stop_after=2)
     assert result.step == 2 and len(result.metrics) == 2
-    monkeypatch.setattr(sys.modules["moe_jax.recipes.finetuning.loop"], "from_pretrained", None)
+    monkeypatch.setattr(sys.modules["moe_jax.recipes.run.loop"], "from_pretrained", None)
     with pytest.raises(ValueError, match="holds another run.*seed: checkpoint 0, now 1"):
         finetune(replace(settings, seed=1), tokenizer=tiny.tokenizer())
     in_bf16 = tiny.dense(dtype=jnp.bfloat16, param_dtype=jnp.bfloat16)

@@ -41,7 +41,7 @@ APART = """
 import os, sys
 import moe_jax.recipes.finetuning.loop
 from moe_jax.cli import main
-sys.modules["moe_jax.recipes.finetuning.loop"].from_pretrained = None
+sys.modules["moe_jax.recipes.run.loop"].from_pretrained = None
 os.chdir(os.path.join(sys.argv[1], os.environ["MOE_JAX_PROCESS_ID"]))
 main(["finetune", *sys.argv[2:], "--output", "run"])
 """

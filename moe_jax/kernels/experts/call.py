@@ -61,7 +61,7 @@ REFUSED: tuple[tuple[set[str], str], ...] = (
     ({"ticket", "rounded tokens"}, "weight tickets hold tokens in bf16, which these, rounded to FP8, no longer are"),
     ({"ticket", "max_pairs"}, "a ticket has room for all pairs: give max_pairs=None"),
 )
-"""What a call may not be at once, and why. Everything else combines."""
+"""Combinations that a call refuses, each with its reason. Everything else combines."""
 
 
 def experts(

@@ -92,7 +92,7 @@ class ExpertsResiduals(NamedTuple):
     xs: tuple[Any, ...]
     """Arrays, or `QuantisedRows` in place of `RoundedTokens`."""
     weights: ExpertWeights
-    """As given, without a ticket."""
+    """The weights as given, without a ticket."""
     topk_weights: Arrays
     hidden: Any
     """`Hidden`: one entry per part, or a single one with a leading axis of chunks."""
@@ -240,7 +240,7 @@ class _Gradients(NamedTuple):
     dxs: Arrays
     dweights: Arrays
     weights: Any
-    """Those of `_trained`, or with a ticket the `ExpertProducts`."""
+    """The gradients of `_trained`, or with a ticket the `ExpertProducts`."""
     bias: Float[Array, "experts 2*inter"] | None = None
 
 

@@ -30,9 +30,9 @@ class GateUp(NamedTuple):
 
     act: Float[Array, "rows inter"] | QuantisedRows
     h: Float[Array, "rows 2*inter"] | KeptRows | None
-    """As it is kept for the backward pass; None without one."""
+    """The form that the backward pass reads; None without one."""
     u: Float[Array, "rows rank"] | None = None
-    """Of changed matrices (`changed`)."""
+    """The rows after the first factors of changes (`changed`); None without changes."""
 
 
 class Hidden(NamedTuple):

@@ -51,7 +51,7 @@ REFUSED: tuple[tuple[set[str], str], ...] = (
         for other in ("copies", "frozen")
     ),
 )
-"""What a call with experts on several devices may not be at once, beside `kernels.experts.call.REFUSED`, and why."""
+"""Combinations that experts on several devices refuse in addition to `kernels.experts.call.REFUSED`, with reasons."""
 
 
 def expert_parallel_mlp(

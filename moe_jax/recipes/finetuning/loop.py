@@ -8,13 +8,10 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
 
-from moe_jax.adapters.add import add_lora
-from moe_jax.checkpoint.hf_load import from_pretrained
 from moe_jax.config import ModelConfig
 from moe_jax.cost.flops import training_flops_per_token
 from moe_jax.models.decoder import Decoder
@@ -24,7 +21,7 @@ from moe_jax.recipes.finetuning.announcement import announcement
 from moe_jax.recipes.finetuning.prepare import PlannedRun, PreparedRun, prepare_run
 from moe_jax.recipes.finetuning.samples import is_sampled, record_of_samples, sampler_of
 from moe_jax.recipes.finetuning.settings import FinetuneSettings
-from moe_jax.recipes.run.loop import RunResult, announce, run
+from moe_jax.recipes.run.loop import RunResult, announce, learning_rates, load_model, run
 from moe_jax.recipes.run.run_log import RunLog
 from moe_jax.runtime.processes import texts_of_all
 from moe_jax.train.batch import Batch, put_batch
@@ -32,7 +29,7 @@ from moe_jax.train.evaluate import make_evaluation
 from moe_jax.train.loss import LossWeights
 from moe_jax.train.metrics import of_layers, record_of_step
 from moe_jax.train.objective import LossFunction, NextToken
-from moe_jax.train.optimizer import make_optimizer, warmup_cosine
+from moe_jax.train.optimizer import make_optimizer
 from moe_jax.train.rebalance import Places, move_experts
 from moe_jax.train.run_checkpoints import PIPE, freed, restored
 from moe_jax.train.state import TrainState, init_state
@@ -197,20 +194,11 @@ def load_training(
       schedule: the learning rates. Default: those of the settings.
     """
     settings, parallelism = run.settings, run.parallelism
-    if model is None:
-        model = from_pretrained(
-            settings.model,
-            dtype=jnp.dtype(settings.dtype),
-            param_dtype=jnp.dtype(settings.param_dtype),
-            mesh=None if parallelism is None else parallelism.mesh,
-            pipe_chunks=1 if parallelism is None else parallelism.pipe_chunks,
-            mtp=settings.mtp,
-            weights=settings.weights,
-        )
-    if settings.lora is not None:
-        add_lora(model, settings.lora, rngs=nnx.Rngs(settings.seed))
-    model.set_precision(settings.precision, settings.fp8_dense)
-    schedule = schedule or _schedule(settings)
+    options: dict[str, Any] = dict(mtp=settings.mtp)
+    if parallelism is not None:
+        options |= dict(mesh=parallelism.mesh, pipe_chunks=parallelism.pipe_chunks)
+    model = load_model(settings, model, **options)
+    schedule = schedule or learning_rates(settings)
     optimizer = make_optimizer(
         schedule,
         weight_decay=settings.weight_decay,
@@ -230,16 +218,6 @@ def load_training(
     )
     evaluate = make_evaluation(graph, parallelism=parallelism) if run.held_out.batches else None
     return Training(graph, state, train_step, evaluate)
-
-
-def _schedule(settings: FinetuneSettings) -> optax.Schedule:
-    assert settings.learning_rate is not None
-    return warmup_cosine(
-        settings.learning_rate,
-        steps=settings.steps,
-        warmup_steps=settings.warmup_steps,
-        min_ratio=settings.min_learning_rate_ratio,
-    )
 
 
 def _next_token(settings: FinetuneSettings, config: ModelConfig) -> NextToken:

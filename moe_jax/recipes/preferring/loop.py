@@ -6,13 +6,10 @@ from dataclasses import replace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from tqdm import tqdm
 
-from moe_jax.adapters.add import add_lora
-from moe_jax.checkpoint.hf_load import from_pretrained
 from moe_jax.cost.flops import training_flops_per_token
 from moe_jax.models.decoder import Decoder
 from moe_jax.preferences.batches import PreferenceBatches
@@ -21,11 +18,11 @@ from moe_jax.recipes.preferring.evaluation import make_preference_evaluation
 from moe_jax.recipes.preferring.prepare import PlannedPreferences, plan_preferences
 from moe_jax.recipes.preferring.reference_file import table_of_reference
 from moe_jax.recipes.preferring.settings import PreferSettings
-from moe_jax.recipes.run.loop import Begun, RunResult, announce, begin, run
+from moe_jax.recipes.run.loop import Begun, RunResult, announce, begin, learning_rates, load_model, run
 from moe_jax.recipes.run.run_log import RunLog
 from moe_jax.train.batch import put_batch
 from moe_jax.train.metrics import record_of_step
-from moe_jax.train.optimizer import make_optimizer, warmup_cosine
+from moe_jax.train.optimizer import make_optimizer
 from moe_jax.train.run_checkpoints import freed
 from moe_jax.train.state import TrainState, init_state
 from moe_jax.train.step import make_train_step
@@ -81,18 +78,13 @@ class _Preferences:
 
     def __init__(self, plan: PlannedPreferences, begun: Begun, model: Decoder | None):
         settings = plan.settings
-        model = _loaded(settings, model)
+        model = load_model(settings, model, mtp=False)
         self.plan, self.checkpoints = plan, begun.checkpoints
         reference, of_held_out = (
             table_of_reference(plan, data, model, name) for name, data in (("data", plan.data), ("eval_data", plan.eval_data))
         )
         self.batches = plan.batches(plan.data, reference=reference)
-        schedule = warmup_cosine(
-            float(settings.learning_rate or 0),
-            steps=settings.steps,
-            warmup_steps=settings.warmup_steps,
-            min_ratio=settings.min_learning_rate_ratio,
-        )
+        schedule = learning_rates(settings)
         optimizer = make_optimizer(schedule, weight_decay=settings.weight_decay, max_grad_norm=settings.max_grad_norm)
         objective, micro_batches = Preference(settings.preference), settings.gradient_accumulation
         self.graph, self.state = nnx.graphdef(model), init_state(model, optimizer)
@@ -147,18 +139,6 @@ class _Preferences:
 
     def close(self) -> None:
         self.batches.close()
-
-
-def _loaded(settings: PreferSettings, model: Decoder | None) -> Decoder:
-    """Returns the model on its device, with adapters if the run trains some."""
-    if model is None:
-        param_dtype = jnp.dtype(settings.param_dtype)
-        dtype = jnp.dtype(settings.dtype)
-        model = from_pretrained(settings.model, dtype=dtype, param_dtype=param_dtype, mtp=False, weights=settings.weights)
-    model.set_precision(settings.precision, settings.fp8_dense)
-    if settings.lora is not None:
-        add_lora(model, settings.lora, rngs=nnx.Rngs(settings.seed))
-    return model
 
 
 def _held_out(batches: PreferenceBatches, number: int, state: TrainState) -> list[dict[str, jax.Array]]:

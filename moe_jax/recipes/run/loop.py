@@ -10,9 +10,14 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
+from flax import nnx
 from tqdm import tqdm
 
+from moe_jax.adapters.add import add_lora
+from moe_jax.checkpoint.hf_load import from_pretrained
 from moe_jax.checkpoint.training import TrainingCheckpoints
 from moe_jax.models.decoder import Decoder
 from moe_jax.recipes.run.best import Best, best_of, counts, told_early, told_stop
@@ -23,6 +28,7 @@ from moe_jax.recipes.run.settings import RunSettings
 from moe_jax.recipes.run.settings_file import write_settings
 from moe_jax.runtime.processes import barrier, is_first_process
 from moe_jax.train.metrics import read_records
+from moe_jax.train.optimizer import warmup_cosine
 from moe_jax.train.state import TrainState
 
 
@@ -110,6 +116,32 @@ def announce(
         write_settings(asked, command=command, steps=steps, chat_template=chat_template)
     elif begun.step < steps:
         tqdm.write(told_early(begun.step))
+
+
+def load_model(settings: RunSettings, model: Decoder | None, **options: Any) -> Decoder:
+    """Reads the run's model, or takes the one that was passed; adds adapters, and sets its precision.
+
+    Args:
+      options: further arguments of `from_pretrained`.
+    """
+    if model is None:
+        dtypes: dict[str, Any] = dict(dtype=jnp.dtype(settings.dtype), param_dtype=jnp.dtype(settings.param_dtype))
+        model = from_pretrained(settings.model, **dtypes, weights=settings.weights, **options)
+    if settings.lora is not None:
+        add_lora(model, settings.lora, rngs=nnx.Rngs(settings.seed))
+    model.set_precision(settings.precision, settings.fp8_dense)
+    return model
+
+
+def learning_rates(settings: RunSettings) -> optax.Schedule:
+    """Returns the learning rate of each step."""
+    assert settings.learning_rate is not None
+    return warmup_cosine(
+        settings.learning_rate,
+        steps=settings.steps,
+        warmup_steps=settings.warmup_steps,
+        min_ratio=settings.min_learning_rate_ratio,
+    )
 
 
 class Task(Protocol):

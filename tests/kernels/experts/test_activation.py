@@ -215,7 +215,7 @@ def test_clamped_experts_in_fp8(rng, request, backend):
         # The kernels of Hopper take rows in order, from any backend.
         rows = (ours if module is ours and backend == "triton" else fp8_xla).rows_of_tokens(x, p)
         h, act = module.gated_matmul(rows, gate_up, p, activation=NARROW)
-        # Of one h: rounding carries a few of its numbers across the limit, where gradients jump.
+        # Both sides read one h: rounding carries a few of its numbers across the limit, where gradients jump.
         of_xla = fp8_xla.gated_matmul(fp8_xla.rows_of_tokens(x, p), gate_up, p, activation=NARROW)[0]
         backward = module.gated_matmul_backward(rows, transposed(down), of_xla, weight_of_row(weights, p), p, NARROW)
         return h, act.values, backward.dh_bf16, backward.weighted_act
