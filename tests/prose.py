@@ -9,6 +9,7 @@ MAX_WORDS = 25
 _FENCE = re.compile(r"^ *```.*?^ *```$", re.MULTILINE | re.DOTALL)
 _CODE = re.compile(r"`[^`\n]*`")
 _LINK = re.compile(r"!?\[([^\]]*)\]\([^)]*\)")
+_LINK_TARGET = re.compile(r"^\[\w+\]: .*$", re.MULTILINE)
 _SENTENCE_END = re.compile(r"(?<=[.!?])[)\"*]*\s+(?=[^a-z]|$)|(?<=[:;])\s+(?=[A-Z])")
 
 
@@ -34,7 +35,7 @@ def long_sentences(page: str) -> Iterator[str]:
 def blocks(page: str) -> Iterator[str]:
     """Yields paragraphs, list items and table cells of a page, without code blocks and headings."""
     paragraph: list[str] = []
-    for line in [*_FENCE.sub("", page).splitlines(), ""]:
+    for line in [*_LINK_TARGET.sub("", _FENCE.sub("", page)).splitlines(), ""]:
         stripped = line.strip()
         starts_item = bool(re.match(r"([-*]|\d+\.) ", stripped))
         if not stripped or stripped.startswith(("#", "|", "!!!")) or starts_item or line.startswith("    "):

@@ -19,6 +19,7 @@ import pytest
 import tiny
 import tyro
 import yaml
+from benchmarks import results
 
 import moe_jax
 from moe_jax import cli, train
@@ -201,6 +202,28 @@ def test_readmes_numbers_stand_where_its_links_point():
             assert re.search(rf"(?<![\d.]){re.escape(number)}(?![\d.]*\d)", section), f"{number} is not in {page}#{anchor}"
 
 
+def test_performance_page_has_the_results():
+    page = results.PAGE.read_text()
+    assert page == results.page(page), "run `python benchmarks/results.py`"
+    assert page.count("\n") <= 250, "a newer row replaces an older one, which docs/log/ keeps"
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in results.RESULTS.glob("*.jsonl")))
+def test_results_are_in_the_log_that_they_name(name):
+    for result in results.read(name):
+        page, anchor = result["log"].split("#")
+        section = section_of(DOCS / "log" / page, anchor)
+        for number in re.findall(r"\d[\d.,]*\d|\d", f"{result['value']} {result['compared_value'] or ''}"):
+            for part in number.split(", "):
+                assert re.search(rf"(?<![\d.]){re.escape(part)}(?![\d.]*\d)", section), f"{result['claim']}: {part} is not there"
+
+
+def test_every_log_entry_begins_with_a_dated_verdict():
+    for page in sorted((DOCS / "log").glob("*.md")):
+        for title, first in re.findall(r"^## (.*)\n\n(.*)", page.read_text(), re.MULTILINE):
+            assert re.fullmatch(r"\*2026-\d\d-\d\d.* \(.+\).*\*", first), f"{page.name}, {title}: begin with date and verdict"
+
+
 def section_of(page: Path, anchor: str) -> str:
     """The text below the heading with this anchor, up to the next heading of its level or above."""
     lines = page.read_text().splitlines()
@@ -228,7 +251,7 @@ def one_line(text: str) -> str:
     return " ".join(text.split())
 
 
-@pytest.mark.parametrize("page", sorted([*ROOT.glob("*.md"), *DOCS.glob("*.md")]), ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", sorted([*ROOT.glob("*.md"), *DOCS.rglob("*.md")]), ids=lambda page: str(page.relative_to(ROOT)))
 def test_pages_are_plain(page):
     """Lines and table cells of at most 128 columns, sentences of at most 25 words."""
     found = [*prose.long_lines(page.read_text()), *prose.long_sentences(page.read_text())]
