@@ -1,7 +1,6 @@
 """Writes the tables of docs/performance.md from the measurements in benchmarks/results/*.jsonl.
 
-    python benchmarks/results.py            # after a line was added or replaced
-    python benchmarks/results.py --check    # fails if the page differs
+Run it after a line was added or replaced.
 
 A line is one claim: `claim`, `value` and `unit`, what it is compared with, date, device, versions, command, commit, and `log`,
 the entry of docs/log/ that has the whole table. A new measurement replaces the line of its claim; the log keeps the old one.
@@ -9,15 +8,12 @@ the entry of docs/log/ that has the whole table. A new measurement replaces the 
 
 import json
 import re
-import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "performance.md"
 RESULTS = ROOT / "benchmarks" / "results"
-FIELDS = {
-    "claim", "value", "unit", "compared_with", "compared_value", "date", "device", "versions", "command", "commit", "log", "note",
-}
+FIELDS = set("claim value unit compared_with compared_value date device versions command commit log note".split())
 _TABLE = re.compile(r"(<!-- (\w+)\.jsonl -->\n\n)(?:\|.*\n)*")
 _LINKS = re.compile(r"(<!-- links -->\n\n)(?:\[.*\n)*")
 
@@ -46,11 +42,13 @@ def read(name: str) -> list[dict]:
 
 
 def table(results: list[dict], logs: list[str]) -> str:
+    """Returns a Markdown table, whose links are positions in `logs`."""
     lines = ["| what | moe_jax | compared with | date | GPU | program, log |", "|---|---|---|---|---|---|"]
     return "".join(f"{line}\n" for line in lines + [row(result, logs.index(result["log"])) for result in results])
 
 
 def row(result: dict, log: int) -> str:
+    """Returns the line of a table for one result."""
     value = f"{result['value']} {result['unit']}".rstrip()
     other = f"{result['compared_with']}: {result['compared_value']}" if result["compared_with"] else ""
     cells = result["claim"], value, other, result["date"], result["device"], f"[{program(result['command'])}][{log}]"
@@ -64,7 +62,4 @@ def program(command: str) -> str:
 
 
 if __name__ == "__main__":
-    written = page(PAGE.read_text())
-    if "--check" in sys.argv and written != PAGE.read_text():
-        sys.exit(f"run `python benchmarks/results.py`: {PAGE.name} differs from benchmarks/results/")
-    PAGE.write_text(written)
+    PAGE.write_text(page(PAGE.read_text()))

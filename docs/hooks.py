@@ -23,7 +23,12 @@ def on_files(files: Files, config) -> Files:
     pages = [*(ROOT / name for name in PAGES), *Path(config["docs_dir"]).rglob("*.md")]
     linked = {page.parent / link for page in pages for link, _ in LINK.findall(page.read_text())}
     for path in sorted({Path(os.path.normpath(path)) for path in linked}):
-        if path.is_file() and path.suffix != ".md" and path.is_relative_to(ROOT) and not path.is_relative_to(config["docs_dir"]):
+        if (
+            path.is_file()
+            and path.suffix != ".md"
+            and path.is_relative_to(ROOT)
+            and not path.is_relative_to(config["docs_dir"])
+        ):
             files.append(File.generated(config, str(path.relative_to(ROOT)), abs_src_path=str(path)))
     return files
 

@@ -19,9 +19,9 @@ import pytest
 import tiny
 import tyro
 import yaml
-from benchmarks import results
 
 import moe_jax
+from benchmarks import results
 from moe_jax import cli, train
 from moe_jax.config import NAMED_CONFIGS
 from moe_jax.cost import PlannedStep
@@ -215,7 +215,9 @@ def test_results_are_in_the_log_that_they_name(name):
         section = section_of(DOCS / "log" / page, anchor)
         for number in re.findall(r"\d[\d.,]*\d|\d", f"{result['value']} {result['compared_value'] or ''}"):
             for part in number.split(", "):
-                assert re.search(rf"(?<![\d.]){re.escape(part)}(?![\d.]*\d)", section), f"{result['claim']}: {part} is not there"
+                assert re.search(rf"(?<![\d.]){re.escape(part)}(?![\d.]*\d)", section), (
+                    f"{result['claim']}: {part} is not there"
+                )
 
 
 def test_every_log_entry_begins_with_a_dated_verdict():
@@ -251,7 +253,9 @@ def one_line(text: str) -> str:
     return " ".join(text.split())
 
 
-@pytest.mark.parametrize("page", sorted([*ROOT.glob("*.md"), *DOCS.rglob("*.md")]), ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize(
+    "page", sorted([*ROOT.glob("*.md"), *DOCS.rglob("*.md")]), ids=lambda page: str(page.relative_to(ROOT))
+)
 def test_pages_are_plain(page):
     """Lines and table cells of at most 128 columns, sentences of at most 25 words."""
     found = [*prose.long_lines(page.read_text()), *prose.long_sentences(page.read_text())]

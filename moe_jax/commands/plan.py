@@ -39,7 +39,7 @@ class PlanCommand:
 
     moe-jax plan qwen3-30b-a3b --devices 1 --lora.rank 32
 
-    docs/scaling.md compares predictions for NVIDIA H200 with measurements. Rates of other GPUs are scaled from the H200's by
+    docs/log/cost_model.md compares predictions for H200s with measurements. Rates of other GPUs are scaled from the H200's by
     data sheets; none was measured. Exit status: 0 if a mesh fits, 1 if none does, 2 for bad input.
 
     Args:

@@ -1,6 +1,6 @@
 """Rates of a GPU and its links, the time of a collective over axes of a mesh, and the GPUs that `moe-jax plan` knows by name.
 
-Most figures of `H200` are measurements of a kernel or a collective alone (see docs/performance.md), or fits to whole layers and
+Most figures of `H200` are measurements of a kernel or a collective alone (see docs/log), or fits to whole layers and
 losses. Comments name the two figures that were fitted to whole training steps, and the four that are assumed. Rates of other
 GPUs are scaled from the H200's by data sheets.
 """
@@ -157,7 +157,7 @@ H200 = Machine(
     # From times of the whole layer alone, at 1024 to 65536 tokens of four models.
     experts_matmul=640e12,
     experts_d_act=490e12,
-    # Beside too few tokens to hide it: 2.15 ms for the sums of a layer of Qwen3-30B-A3B (docs/kernels_log.md, "Sums").
+    # Beside too few tokens to hide it: 2.15 ms for the sums of a layer of Qwen3-30B-A3B (docs/log/kernels.md, "Sums").
     experts_sums=2.25e12,
     experts_overhead=0.16e-3,
     # 128 heads of 192 and 128: 4.58 ms for four sequences of 4096 tokens, 27.2 ms with backward.
@@ -182,9 +182,9 @@ H200 = Machine(
     host_latency=10e-6,
     # Fitted to two training steps whose experts are gathered: NCCL's blocks take SMs from the kernels that they overlap with.
     hidden=0.2,
-    # Fitted to four training steps; it is 2 % of them (docs/scaling.md).
+    # Fitted to four training steps; it is 2 % of them (docs/log/cost_model.md).
     layer_overhead=0.1e-3,
-    # Under load (docs/kernels_log.md): gate_up with its epilogue and h, d_act from 1.63 ms. Each was measured once.
+    # Under load (docs/log/kernels.md): gate_up with its epilogue and h, d_act from 1.63 ms. Each was measured once.
     experts_fp8=Fp8Rates(gate_up=930e12, down=880e12, dx=954e12, d_act=506e12),
 )
 """H200 in hosts of eight, all linked by NVLink with multicast off. Rates of links were measured with four GPUs."""

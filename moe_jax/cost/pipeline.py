@@ -7,7 +7,7 @@ With p ranks, v chunks and m micro-batches, the last stage takes
     v p ticks                      a chunk backward
 
 m is rounded up to a multiple of p, and layers to one of p v. A hop follows each pass of a tick. Without a pipe p = v = 1.
-Two and four GPUs of one host were measured (docs/performance.md, "A pipeline"): with remat 2 to 5 % slower, without 8 to 13 %.
+Two and four GPUs of one host were measured (docs/log/parallel.md, "A pipeline"): with remat 2 to 5 % slower, without 8 to 13 %.
 """
 
 from moe_jax.cost.layer import ELEMENT
@@ -21,7 +21,7 @@ from moe_jax.parallel.pipeline.ticks import num_ticks
 HIDDEN_EXCHANGE: dict[Hops, float] = {"nccl": 0.93, "copies": 0.0}
 """Share of an exchange inside a host that hides behind the other pass of a joined loop.
 
-docs/performance.md, "Micro-batches that overlap", two GPUs: over NCCL (`all_to_all`) a step took 1.075 s in turn and 0.971 s
+docs/log/parallel.md, "Micro-batches that overlap", two GPUs: over NCCL (`all_to_all`) a step took 1.075 s in turn and 0.971 s
 overlapping, by copies 1.001 and 0.966 s. So 5 of the 74 ms that NCCL takes beyond copies stayed. By copies, only kernels became
 faster. Exchanges between hosts were not measured, and count in full.
 """

@@ -17,7 +17,7 @@ REMAT: dict[str, Remat] = {"no": False, "yes": True, "offload": "offload"}
 
 MODEL_ERROR: dict[Remat, float] = {True: 0.05, "offload": 0.05, False: 0.09}
 """Share by which a pipe must be predicted faster to stand before a mesh without one: the error of predictions so far, by
-remat (docs/performance.md, "A pipeline on four GPUs")."""
+remat (docs/log/parallel.md, "A pipeline on four GPUs")."""
 
 MAX_PADDING = 0.07
 """Largest share by which the places of a pipe may exceed its layers."""

@@ -1,7 +1,7 @@
 """Ticks, slots and copies of the pipeline schedules other than `uniform`, for the model of cost.
 
 Schedules from a table are priced in lockstep, as they run (`parallel.pipeline.table_executor`). The model knows no cost of a
-branch. ZB-H1 was measured a third slower than its ticks (docs/performance.md, "Schedules from a table").
+branch. ZB-H1 was measured a third slower than its ticks (docs/log/parallel.md, "Schedules from a table").
 """
 
 import functools

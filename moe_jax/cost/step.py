@@ -9,7 +9,7 @@ A step is the sum of its parts:
 Gathers of a layer's parameters, and the sums of their gradients, overlap with the computation of another layer. With
 peer-to-peer copies they cost only memory bandwidth. With NCCL the share `Machine.hidden` of their time is free. `cost.travel`
 says how much of an exchange and of attention's hops is hidden. Copies to and from host memory are hidden; nothing else
-overlaps. docs/scaling.md compares predictions with measurements.
+overlaps. docs/log/cost_model.md compares predictions with measurements.
 """
 
 import math

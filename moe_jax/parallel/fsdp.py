@@ -85,7 +85,7 @@ class LayerGather(WholeLayer):
         """Returns both unchanged. With peer-to-peer copies, the transfer is waited for only once `computed` is ready.
 
         Without the barrier XLA waits long before. With NCCL, which runs one collective at a time, the barrier made steps no
-        faster (docs/performance.md), so there is none.
+        faster (docs/log/parallel.md), so there is none.
         """
         return lax.optimization_barrier((computed, arriving)) if self.hops == "copies" else (computed, arriving)
 

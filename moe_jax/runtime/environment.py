@@ -1,7 +1,7 @@
 """Environment variables that `moe-jax` and its launcher set: the only place for such settings. And how a user starts programs.
 
 A setting is here only if a measurement or a clean console needed it. Values that users set take precedence. These were tried on
-four H200s of one host with jax 0.11.2, without gain (docs/performance.md, docs/scaling.md):
+four H200s of one host with jax 0.11.2, without gain (docs/log/parallel.md, docs/scaling.md):
 
     XLA_FLAGS=--xla_gpu_enable_latency_hiding_scheduler=true    these collectives are asynchronous without it
     XLA_FLAGS=--xla_gpu_use_memcpy_local_p2p=true

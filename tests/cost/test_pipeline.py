@@ -140,7 +140,7 @@ def test_weights_put_off():
     ],
 )
 def test_schedules_from_a_table(schedule, chunks, seconds, gib, error):
-    """docs/performance.md, "Schedules from a table": two H100, whose rates are scaled from the H200's."""
+    """docs/log/parallel.md, "Schedules from a table": two H100, whose rates are scaled from the H200's."""
     run = of(replace(QWEN, num_hidden_layers=8), MeshShape(pipe=2), 16, 8, chunks, hops="copies", moment_dtype="bfloat16")
     found = predict(replace(run, pipe_schedule=schedule), scaled(SHEETS["h100"]))
     assert seconds * (1 - error) < found.step_seconds < seconds
@@ -251,10 +251,10 @@ def test_the_last_stage_is_the_pipe():
 
 @pytest.mark.parametrize("label, config, mesh, micro_batches, chunks, remat", TABLE)
 def test_the_page_has_the_predictions(label, config, mesh, micro_batches, chunks, remat):
-    """docs/scaling.md, section "Pipelines"."""
+    """docs/log/cost_model.md, section "Pipelines"."""
     options = ONE_HOST if mesh.size <= 8 else {}
     found = predict(of(config, mesh, 8 * mesh.size, micro_batches, chunks, remat=remat, **options))
-    assert row_of_page(label, found) in (Path(__file__).parents[2] / "docs" / "scaling.md").read_text()
+    assert row_of_page(label, found) in (Path(__file__).parents[2] / "docs" / "log" / "cost_model.md").read_text()
 
 
 def row_of_page(label: str, found: Prediction) -> str:

@@ -26,7 +26,7 @@ STEP = PlannedStep(QWEN, MeshShape(), 8, 4096, precision="fp8")
 
 
 def test_layers_by_milliseconds():
-    """docs/fp8.md, without the router: 3.11 and 11.60 in FP8, before its last kernels. bf16 has the same errors."""
+    """docs/log/fp8.md, without the router: 3.11 and 11.60 in FP8, before its last kernels. bf16 has the same errors."""
     work = ExpertsWork(32768, 8, 8 * 32768, 128, 2048, 768)
     for precision, forward, both in (("bf16", 4.32, 13.29), ("fp8", 3.11, 11.60)):
         passes = experts_seconds(work, H200, precision=precision)

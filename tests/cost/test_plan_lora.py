@@ -45,7 +45,7 @@ def test_memory_is_that_of_frozen_weights_and_adapters():
     ],
 )
 def test_memory_by_form_of_weights(weights, rows, sequence_length, measured):
-    """Within 3 % of what an H200 needed (docs/performance.md); a layer made whole takes time."""
+    """Within 3 % of what an H200 needed (docs/log/training.md); a layer made whole takes time."""
     adapters = ADAPTERS._replace(weights=weights)
     step = replace(STEP, rows=rows, sequence_length=sequence_length, adapters=adapters)
     found, whole = predict(step), predict(replace(step, adapters=ADAPTERS))

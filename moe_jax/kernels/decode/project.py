@@ -59,7 +59,7 @@ def parts_of(tokens: int, heights: tuple[int, ...], summands: int) -> Parts | No
     """Returns the tiles and parts with which the most cores have one part of one tile; of equals, the fewest parts.
 
     Several matrices may have more tiles than cores, if rows have two tiles. None leaves the projection to XLA, where that is
-    faster (docs/performance.md), and sizes that were not timed. A reduction reads one token's weights once.
+    faster (docs/log/engine.md), and sizes that were not timed. A reduction reads one token's weights once.
 
     Args:
         heights: rows of each matrix, which are columns of the result.

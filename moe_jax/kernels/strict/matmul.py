@@ -2,7 +2,7 @@
 
 A result is the sum in f32 of parts, from the first to the last. Their number depends on the matrix's shape alone. Each part is
 one sum over its share of k in order, in steps of 64, by one wgmma after the other (`split_matmul`). A sum of wgmma depends on
-its operands alone (docs/performance.md), so tiles may be chosen by the number of rows.
+its operands alone (docs/log/kernels.md), so tiles may be chosen by the number of rows.
 
 Few rows have few tiles. Their parts are computed on cores of their own, and the kernel that reads the result adds them
 (`decode.rows.sum_of_splits`). Partial sums of many rows would fill memory: they are added in registers. The bits are the same.

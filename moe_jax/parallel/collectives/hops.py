@@ -1,7 +1,7 @@
 """Hops: transfers from one device to another, in ring attention, pairwise exchanges with experts, and gathers of matrices.
 
 With "nccl" a hop is a kernel, which takes cores from the computation. With "copies" it is a peer-to-peer copy from GPU to GPU
-beside the computation. Ring attention, exchanges with experts and gathers were all faster with copies (docs/performance.md).
+beside the computation. Ring attention, exchanges with experts and gathers were all faster with copies (docs/log/parallel.md).
 XLA copies only between the GPUs of one process. A compiler option of the program chooses between the two.
 
 An all-gather and a reduce-scatter of copies write the arrived parts once more, to their position in the whole. Each is in two

@@ -41,7 +41,7 @@ def hopper(monkeypatch):
     ],
 )
 def test_parts(hopper, tokens, sizes, rows, columns, splits):
-    """Tiles and parts are the fastest that were measured (docs/performance.md)."""
+    """Tiles and parts are the fastest that were measured (docs/log/engine.md)."""
     parts = parts_of(tokens, *sizes)
     assert parts is not None
     assert (parts.tile.rows, parts.tile.columns, parts.splits) == (rows, columns, splits)

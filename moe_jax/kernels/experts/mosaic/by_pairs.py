@@ -46,7 +46,7 @@ WIDEST_ROW = 32768
 """Elements of the longest row. One such row for each consumer leaves room for a pipeline of 5 stages."""
 
 MOST_STAGES = 6
-"""Further copies on their way would delay the copies that are needed first (measured: docs/kernels_log.md)."""
+"""Further copies on their way would delay the copies that are needed first (measured: docs/log/engine.md)."""
 
 RESERVED = 4096
 """Bytes of shared memory for barriers and for what Pallas takes."""

@@ -83,7 +83,7 @@ def rule(pass_name: Pass, matrix: tuple[int, int], rows_per_expert: float) -> Ti
 PING_PONG = TileShape(128, 192, 4, ping_pong=True)
 SHORT_SUM, MOST_COMPUTED = 2048, 1.05
 """Summands of a short sum; and the largest ratio of computed columns, with a ragged last tile, to columns of the result.
-docs/kernels_log.md has the measurements."""
+docs/log/kernels.md has the measurements."""
 
 
 def shared_tile(pass_name: Pass, matrix: tuple[int, int], rows_per_expert: float) -> TileShape:

@@ -58,7 +58,7 @@ BACKWARD = Fp8TileShape(128, 128, 3)
 """The tile of dSwiGLU where sums are short: its epilogue is long, and shorter with one block a warpgroup."""
 
 BACKWARD_OF_LONG_SUMS = Fp8TileShape(128, 256, 3)
-"""The tile of dSwiGLU for sums of LONG_SUM or more, which reads the matrix half as often (docs/kernels_log.md)."""
+"""The tile of dSwiGLU for sums of LONG_SUM or more, which reads the matrix half as often (docs/log/fp8.md)."""
 
 LONG_SUM = 4096
 

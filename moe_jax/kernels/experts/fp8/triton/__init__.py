@@ -98,7 +98,7 @@ def _kernels() -> Any:
 def _row_tile() -> Tile:
     """Returns the tile of a product: a step is a group of summands, and the columns are a block of w's scales.
 
-    Four warps would spill on Ada with Triton 3.6 (docs/kernels_log.md).
+    Four warps would spill on Ada with Triton 3.6 (docs/log/fp8.md).
     """
     return Tile(64, GROUP, GROUP, 4 if has_large_tiles() else 8, 3)
 
