@@ -6,10 +6,18 @@ from collections.abc import Iterator
 MAX_COLUMNS = 128
 MAX_WORDS = 25
 
+IDIOMS = re.compile(
+    r"\b(go(es)? on\b|went on\b|stands?\b|behind\b|says?\b|said\b|of which\b|those of\b|so many\b|what it\b|lies?\b|beside\b"
+    r"|is none of\b|are none of\b|whatever\b|as pasted\b|comes? from elsewhere\b)",
+    re.IGNORECASE,
+)
+"""Translated idioms, which a reader of English has to read twice: "stands in" for is in, "behind" for after, and so on."""
+
 _FENCE = re.compile(r"^ *```.*?^ *```$", re.MULTILINE | re.DOTALL)
 _CODE = re.compile(r"`[^`\n]*`")
 _LINK = re.compile(r"!?\[([^\]]*)\]\([^)]*\)")
 _LINK_TARGET = re.compile(r"^\[\w+\]: .*$", re.MULTILINE)
+_QUOTE = re.compile(r'"[^"]*"')
 _SENTENCE_END = re.compile(r"(?<=[.!?])[)\"*]*\s+(?=[^a-z]|$)|(?<=[:;])\s+(?=[A-Z])")
 
 
@@ -30,6 +38,13 @@ def long_sentences(page: str) -> Iterator[str]:
             words = [word for word in sentence.split() if re.search(r"\w", word)]
             if len(words) > MAX_WORDS:
                 yield sentence
+
+
+def idioms(page: str) -> Iterator[str]:
+    """Yields sentences with one of IDIOMS, outside headings, code and quotes."""
+    for block in blocks(page):
+        text = _QUOTE.sub("QUOTE", _LINK.sub(r"\1", _CODE.sub("CODE", block)))
+        yield from (sentence for sentence in _SENTENCE_END.split(" ".join(text.split())) if IDIOMS.search(sentence))
 
 
 def blocks(page: str) -> Iterator[str]:
