@@ -6,12 +6,12 @@ from collections.abc import Iterator
 MAX_COLUMNS = 128
 MAX_WORDS = 25
 
-IDIOMS = re.compile(
-    r"\b(go(es)? on\b|went on\b|stands?\b|behind\b|says?\b|said\b|of which\b|those of\b|so many\b|what it\b|lies?\b|beside\b"
-    r"|is none of\b|are none of\b|whatever\b|as pasted\b|comes? from elsewhere\b)",
+_IDIOMS = re.compile(
+    r"\b(go(es)? on|went on|stands?|behind (?!a proxy)|says?|said|of which|those of|so many|what it|lies?|beside|is none of|whatever"
+    r"|as pasted)\b",
     re.IGNORECASE,
 )
-"""Translated idioms, which a reader of English has to read twice: "stands in" for is in, "behind" for after, and so on."""
+"""Translated idioms that a reader has to read twice, such as "stands in" for is in, and "behind" for after."""
 
 _FENCE = re.compile(r"^ *```.*?^ *```$", re.MULTILINE | re.DOTALL)
 _CODE = re.compile(r"`[^`\n]*`")
@@ -41,10 +41,10 @@ def long_sentences(page: str) -> Iterator[str]:
 
 
 def idioms(page: str) -> Iterator[str]:
-    """Yields sentences with one of IDIOMS, outside headings, code and quotes."""
+    """Yields sentences with a translated idiom, outside headings, code and quotes."""
     for block in blocks(page):
         text = _QUOTE.sub("QUOTE", _LINK.sub(r"\1", _CODE.sub("CODE", block)))
-        yield from (sentence for sentence in _SENTENCE_END.split(" ".join(text.split())) if IDIOMS.search(sentence))
+        yield from (sentence for sentence in _SENTENCE_END.split(" ".join(text.split())) if _IDIOMS.search(sentence))
 
 
 def blocks(page: str) -> Iterator[str]:

@@ -262,6 +262,19 @@ def test_pages_are_plain(page):
     assert not found, f"{page.name}: shorten\n" + "\n".join(found)
 
 
+FOR_USERS = "getting_started finetuning data adapters preferences many_gpus serving troubleshooting your_own_model your_own_loss fp8 glossary"
+
+
+@pytest.mark.parametrize(
+    "page",
+    [ROOT / "README.md", ROOT / "CHANGELOG.md", *(DOCS / f"{name}.md" for name in FOR_USERS.split())],
+    ids=lambda page: page.stem,
+)
+def test_pages_for_users_have_no_translated_idioms(page):
+    found = list(prose.idioms(page.read_text()))
+    assert not found, f"{page.name}: write as an American engineer would\n" + "\n".join(found)
+
+
 def test_readme_begins_with_make_demo_and_make_test():
     first_screen = "\n".join((ROOT / "README.md").read_text().splitlines()[:40])
     assert "make demo" in first_screen and "make test" in first_screen

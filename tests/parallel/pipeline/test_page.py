@@ -43,8 +43,8 @@ def test_tables_of_the_page(ranks, micro_batches):
 def table(ranks: int, micro_batches: int) -> str:
     """The page's table of bubbles."""
     columns = [
-        *("schedule", "bubble by formula", "asynchronous", "in lockstep", "efficiency, asynchronous", "in lockstep", "masked"),
-        *("inputs held", "measured"),
+        *("schedule", "bubble by formula", "asynchronous", "lockstep", "efficiency, asynchronous", "lockstep", "masked"),
+        *("inputs", "measured"),
     ]
     lines = ["| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
     for name, chunks in ROWS:
