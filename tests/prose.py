@@ -7,8 +7,8 @@ MAX_COLUMNS = 128
 MAX_WORDS = 25
 
 _IDIOMS = re.compile(
-    r"\b(go(es)? on|went on|stands?|behind (?!a proxy)|says?|said|of which|those of|so many|what it|lies?|beside|is none of|whatever"
-    r"|as pasted)\b",
+    r"\b(go(es)? on|went on|stands?|behind (?!a proxy)|says?|said|of which|those of|so many|what it|lies?|beside|is none of"
+    r"|whatever|as pasted)\b",
     re.IGNORECASE,
 )
 """Translated idioms that a reader has to read twice, such as "stands in" for is in, and "behind" for after."""

@@ -262,12 +262,14 @@ def test_pages_are_plain(page):
     assert not found, f"{page.name}: shorten\n" + "\n".join(found)
 
 
-FOR_USERS = "getting_started finetuning data adapters preferences many_gpus serving troubleshooting your_own_model your_own_loss fp8 glossary"
+FOR_USERS = """
+getting_started finetuning data adapters preferences many_gpus serving troubleshooting your_own_model your_own_loss fp8 glossary
+""".split()
 
 
 @pytest.mark.parametrize(
     "page",
-    [ROOT / "README.md", ROOT / "CHANGELOG.md", *(DOCS / f"{name}.md" for name in FOR_USERS.split())],
+    [ROOT / "README.md", ROOT / "CHANGELOG.md", *(DOCS / f"{name}.md" for name in FOR_USERS)],
     ids=lambda page: page.stem,
 )
 def test_pages_for_users_have_no_translated_idioms(page):
