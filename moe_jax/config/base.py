@@ -41,14 +41,14 @@ class RopeParameters:
         return problems
 
     def yarn_factor(self, max_position_embeddings: int) -> float:
-        """Returns the stretch of positions by yarn: `factor`, or if None `max_position_embeddings` over the original length."""
+        """Returns yarn's scaling of positions: `factor`, or if None `max_position_embeddings` / the original length."""
         original_length = self.original_max_position_embeddings or max_position_embeddings
         return self.factor if self.factor is not None else max_position_embeddings / original_length
 
 
 @dataclass(frozen=True)
 class LayerKind:
-    """A kind of decoder layer: layers of one kind differ in their numbers alone."""
+    """A kind of decoder layer: layers of one kind differ only in data such as weights and window sizes."""
 
     mixer: Mixer
     sparse: bool
@@ -57,7 +57,7 @@ class LayerKind:
 
 @dataclass(frozen=True)
 class Stage:
-    """Consecutive layers that repeat a pattern of kinds, the body, and are run by `layers.stack`, one body a turn.
+    """Consecutive layers that repeat a pattern of kinds (the body); `layers.stack` runs one body per iteration.
 
     Layer first_layer + repeat * len(body) + place is of kind body[place]. Each place's parameters are stacked over the repeats.
     The kinds of a body are all sparse or all dense.
@@ -89,7 +89,7 @@ class ModelConfig:
 
     Raises:
       ValueError: the values describe no model, or an unsupported one; one error lists all problems.
-      NotImplementedError: a subclass does not say which experts its sparse layers have.
+      NotImplementedError: a subclass does not define the experts of its sparse layers.
     """
 
     vocab_size: int
@@ -127,7 +127,7 @@ class ModelConfig:
         "is_encoder_decoder": (False, None),
         "add_cross_attention": (False, None),
     }
-    """Fields of config.json that are not fields here, with the values (the usual one first) that change nothing."""
+    """Fields of config.json that are no fields here, with the values (the usual one first) that have no effect."""
 
     def __post_init__(self):
         problems = [f"{n}={v!r} must be a positive integer" for n in self.positive if not is_positive(v := getattr(self, n))]
@@ -199,14 +199,14 @@ class ModelConfig:
 
     @property
     def layer_mixers(self) -> tuple[Mixer, ...]:
-        """The mixer of each layer; attention in all, unless a config class says otherwise."""
+        """The mixer of each layer: attention in all layers unless a config class overrides this."""
         return (self.mixer,) * self.num_hidden_layers
 
     def mixer_refusal(self, work: str, *, has_sinks: bool = True) -> str | None:
-        """Returns the reason why `work`, which no recurrent layer can do, cannot be done; None if it can.
+        """Returns the reason why this model cannot do `work`, which recurrent layers do not support; None if it can.
 
         Args:
-          has_sinks: the work computes attention with sinks too.
+          has_sinks: True if the work supports attention sinks.
         """
         recurrent = [layer for layer, mixer in enumerate(self.layer_mixers) if mixer.of_sequence]
         if not recurrent:
@@ -251,9 +251,9 @@ class ModelConfig:
 
 @functools.cache
 def _stages(kinds: tuple[LayerKind, ...]) -> tuple[Stage, ...]:
-    """Returns the stages of layers of these kinds.
+    """Groups layers of these kinds into stages.
 
-    Each stage has the pattern that covers the most layers; of several, the shortest. A pattern repeats at least twice.
+    Each stage has the pattern that covers the most layers, and the shortest such pattern. A pattern repeats at least twice.
     """
     stages: list[Stage] = []
     for _, run in itertools.groupby(kinds, lambda kind: kind.sparse):
@@ -268,7 +268,7 @@ def _stages(kinds: tuple[LayerKind, ...]) -> tuple[Stage, ...]:
 
 
 def _repeats(kinds: tuple[LayerKind, ...], size: int) -> int:
-    """Returns the number of times that `kinds` begin with their first `size`."""
+    """Returns how many times the first `size` kinds repeat at the beginning of `kinds`."""
     alike = itertools.takewhile(lambda i: kinds[i : i + size] == kinds[:size], range(0, len(kinds) - size + 1, size))
     return sum(1 for _ in alike)
 

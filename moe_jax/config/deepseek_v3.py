@@ -15,13 +15,13 @@ class DeepseekV3Config(ModelConfig):
     """DeepSeek-V3 (https://arxiv.org/abs/2412.19437), with the field names and defaults of transformers and the hub.
 
     Layer l has experts if l >= `first_k_dense_replace` and l is a multiple of `moe_layer_freq`. With `q_lora_rank` None, one
-    matrix makes the queries. `topk_method` selects the choice of experts:
+    matrix computes the queries. `topk_method` selects the choice of experts:
 
         noaux_tc               by score + bias of the expert, in the `topk_group` groups with the largest sum of their two best
         group_limited_greedy   by score, in the `topk_group` groups with the best expert
         greedy                 by score, among all experts
 
-    `aux_loss_alpha` is the factor of the balance loss in training; with `seq_aux` that loss is taken within each sequence.
+    `aux_loss_alpha` is the factor of the balance loss in training; with `seq_aux` that loss is computed within each sequence.
     `num_nextn_predict_layers` is the number of multi-token prediction (MTP) modules after the last layer (`models.mtp`).
     """
 

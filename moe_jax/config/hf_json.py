@@ -1,8 +1,8 @@
 """Reads and writes config.json.
 
-Reading is a checked contract. Every field of a config.json is handled, or stands in `IGNORED_FIELDS` because it cannot change
-what the model computes, or is refused by name. Both dialects are read: the hub's (`num_experts`, `rope_theta`,
-`rope_scaling`) and transformers 5's (`num_local_experts`, `rope_parameters`).
+Reading is a checked contract. Every field of a config.json is handled, listed in `IGNORED_FIELDS` because it cannot change the
+model's results, or refused by name. Both dialects are read: the hub's (`num_experts`, `rope_theta`, `rope_scaling`) and
+transformers 5's (`num_local_experts`, `rope_parameters`).
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ IGNORED_FIELDS = frozenset(
     "output_attentions output_hidden_states return_dict _attn_implementation _experts_implementation "
     "_attn_implementation_autoset unsloth_version unsloth_fixed "
     "quantization_config "  # how weights are stored: `checkpoint.quantised` reads it
-    # transformers 4 wrote these into every config: for classifiers, encoders, its own memory and file formats,
+    # transformers 4 wrote these into every config: for classifiers, encoders, its memory use and file formats,
     "id2label label2id problem_type finetuning_task task_specific_params tokenizer_class prefix "
     "is_decoder cross_attention_hidden_size tie_encoder_decoder sep_token_id decoder_start_token_id "
     "chunk_size_feed_forward torchscript use_bfloat16 tf_legacy_loss "

@@ -1,4 +1,4 @@
-"""Published shapes by name, the only list of them: whole models, and layers of experts.
+"""Published shapes by name: whole models and layers of experts. No other file lists them.
 
 `moe-jax plan`, `moe-jax check --random-config`, `moe-jax tune --preset`, benchmarks and examples take their shapes from here.
 """
@@ -69,7 +69,7 @@ HUB_IDS: dict[str, str] = {
     "deepseek-ai/DeepSeek-R1": "deepseek-v3",
     "moonshotai/Kimi-K2-Instruct": "kimi-k2",
 }
-"""Names in `NAMED_CONFIGS` of models on the Hugging Face hub, so that their configs need no network."""
+"""{hub id: name in `NAMED_CONFIGS`}, so that these configs need no network."""
 
 
 class ExpertLayer(NamedTuple):

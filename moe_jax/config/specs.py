@@ -1,4 +1,4 @@
-"""Specs: what a config says of its layers under one set of names, so that no other code asks for an architecture's class."""
+"""Specs: describe a config's layers under one set of names, so that no other code checks for an architecture's class."""
 
 import math
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ Shapes = tuple[tuple[int, ...], ...]
 
 
 class Mixer(Protocol):
-    """The part of a layer in which a token sees others. A recurrent kind keeps states of sequences, not of tokens."""
+    """The part of a layer in which tokens see each other. A recurrent mixer keeps one state per sequence, not one per token."""
 
     @property
     def name(self) -> str:
@@ -16,19 +16,19 @@ class Mixer(Protocol):
 
     @property
     def of_token(self) -> Shapes:
-        """Shapes of the arrays that a layer's cache keeps of each token."""
+        """Shapes of the arrays that a layer's cache keeps for each token."""
 
     @property
     def of_sequence(self) -> Shapes:
-        """Shapes of the arrays (f32) that a layer keeps of each sequence, and overwrites with every token."""
+        """Shapes of the f32 arrays that a layer keeps for each sequence and overwrites with every token."""
 
     def flops(self, keys: float) -> float:
-        """Returns the forward FLOPs of a token that attends to `keys` tokens, without those of the layer's matrices."""
+        """Returns the forward FLOPs of a token that attends to `keys` tokens, without the layer's matmuls."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class HeadsSpec:
-    """Attention of query heads to equally many or fewer heads of keys and values (`layers.attention`).
+    """Attention of query heads to the same number of key and value heads, or fewer (`layers.attention`).
 
     Counts of elements are for one token in one layer.
 
@@ -38,7 +38,7 @@ class HeadsSpec:
       rotary_dim: dimensions of a head that the rotary embedding rotates.
       biases: True if projections have biases.
       head_norms: True if each query and key head has an RMSNorm.
-      sinks: True if each query head has a score of no token, which takes a part of the weights.
+      sinks: True if each query head has a learned extra score in its softmax, which belongs to no token.
     """
 
     heads: int
@@ -60,7 +60,7 @@ class HeadsSpec:
 
     @property
     def travelling_elements(self) -> int:
-        """Elements that a cache keeps, and that are sent to the queries of other devices."""
+        """Elements that a cache keeps, and that travel to the queries of other devices."""
         return sum(map(math.prod, self.of_token))
 
     @property
@@ -75,7 +75,7 @@ class HeadsSpec:
 
     @property
     def latent_value_dim(self) -> int | None:
-        """Number of a cached latent's first columns that stand for its values; None where a cache holds keys and values."""
+        """Number of leading columns of a cached latent that serve as values; None if the cache holds keys and values."""
         return None
 
     @property
@@ -116,7 +116,7 @@ class LatentSpec(HeadsSpec):
 
     Attributes:
       rank: width of a latent without its rotary key.
-      query_rank: width of the latent of queries; 0 if one matrix makes the queries.
+      query_rank: width of the queries' latent; 0 if one matrix computes the queries.
     """
 
     rank: int
@@ -126,7 +126,7 @@ class LatentSpec(HeadsSpec):
 
     @property
     def latent_dim(self) -> int:
-        """Width of the data that all heads' keys and values are made of: the latent, and the key part with positions."""
+        """Width of a cached row, from which all heads' keys and values are computed: the latent and the rotary key."""
         return self.rank + self.rotary_dim
 
     @property
@@ -136,12 +136,12 @@ class LatentSpec(HeadsSpec):
 
     @property
     def latent_value_dim(self) -> int:
-        """Number of a latent's columns without those of the rotary key."""
+        """Number of a latent's columns without the rotary key."""
         return self.rank
 
     @property
     def expansion(self) -> tuple[int, int]:
-        """Rows and columns of the matrix that makes all heads' keys and values without the rotary part."""
+        """Rows and columns of the matrix that computes all heads' keys and values, without the rotary part."""
         return self.heads * (self.key_dim - self.rotary_dim + self.value_dim), self.rank
 
     @property
@@ -164,7 +164,7 @@ class ExpertsSpec:
       num_experts: routed experts of a layer.
       num_experts_per_tok: experts that the router chooses for each token (k).
       moe_intermediate_size: width of one routed expert's activation.
-      shared_intermediate_size: total width of the shared experts, which every token passes; 0 if there are none.
+      shared_intermediate_size: total width of the shared experts, which process every token; 0 if there are none.
       num_groups: number of equal groups of consecutive experts. The router first chooses groups; 1 if it chooses among all
         experts.
       norm_topk_prob: True if the chosen experts' weights are divided by their sum.
