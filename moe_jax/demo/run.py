@@ -1,7 +1,7 @@
 """`moe-jax demo`: the library's main workflow on this machine, from raw text to a checkpoint that transformers loads.
 
-It trains a tokenizer on the functions of Python's standard library, and on them a model of about 3 M parameters (by default a
-Qwen3-MoE). Training is interrupted and resumed. The model is exported, compared with transformers, and writes functions.
+It trains a tokenizer and a model of about 3 M parameters (by default a Qwen3-MoE) on the functions of Python's standard
+library. Training is interrupted and resumed. The model is exported, compared with transformers, and writes functions.
 """
 
 import ast
@@ -47,17 +47,17 @@ class DemoSettings:
 
     Attributes:
       output: the folder to write to; an earlier demo there is replaced.
-      model: the architecture: with a mixture of experts (Qwen3's or DeepSeek's), or dense.
+      model: the architecture: a mixture of experts (Qwen3's or DeepSeek's), or dense.
       steps: training steps; the run is interrupted after 60 % of them.
       batch_size: sequences in a step.
       seq_len: tokens in a sequence.
       vocab_size: maximum vocabulary of the tokenizer.
       every_nth_file: train only on every n-th file of the library.
       prompt: the beginning of a function, which the trained model completes.
-      mesh: the numbers of devices over which training is spread, as in `moe-jax finetune`. On a CPU the command imitates them.
+      mesh: number of devices along each mesh axis, as in `moe-jax finetune`. On a CPU the command imitates them.
       pipe_chunks: as in `moe-jax finetune`.
       gradient_accumulation: micro-batches in a step; None: 1, or with a pipe two for each of its ranks.
-      lora: train adapters beside the initial weights, which stay random: they learn less than all parameters do.
+      lora: train adapters on frozen initial weights, which stay random: they learn less than full training.
       samples: number of completions.
       new_tokens: maximum number of new tokens; a completion stops where the function ends.
       seed: seed of the initial weights, the order of the data and the sampling.
@@ -90,7 +90,7 @@ class DemoResult:
 
 
 def run_demo(settings: DemoSettings) -> DemoResult:
-    """Runs all stages; prints the work of each and the paths of its files.
+    """Runs all stages; prints each stage's results and the paths of its files.
 
     Raises:
       ValueError: invalid options, for example fewer than 2 steps (nothing could be interrupted); or a mesh of several devices
@@ -239,7 +239,7 @@ def check_options(settings: DemoSettings, output: Path, with_torch: bool) -> Non
     except ValueError as error:
         problems.append(str(error))
     try:
-        # The text does not exist yet; any file can stand for it.
+        # The text does not exist yet; these checks accept any file in its place.
         training_settings(settings, output, Path(__file__))
     except ValueError as error:
         problems.append(str(error).removeprefix(f"{FinetuneSettings.__name__}: "))
@@ -321,10 +321,10 @@ def training_settings(settings: DemoSettings, output: Path, data: Path) -> Finet
 
 
 def logit_difference(folder: Path, tokens: list[int], trained: Decoder | None = None) -> float:
-    """Returns max |ours - theirs| / max |theirs| over the logits of `tokens`: ours are those of the model in `folder`.
+    """Returns max |ours - theirs| / max |theirs| over the logits of `tokens`. Ours are computed by the model in `folder`.
 
     Args:
-      trained: the model with the other logits, on one device; ours are then in its dtype. None: transformers', in f32.
+      trained: the model that computes theirs, on one device; ours are then in its dtype. None: transformers, in f32.
     """
     # By default GPUs multiply f32 in TF32.
     with jax.default_matmul_precision("highest"):

@@ -31,7 +31,7 @@ LEFT_OUT = frozenset(
     "site-packages dist-packages test tests idlelib ensurepip lib2to3 turtledemo encodings pydoc_data tkinter turtle.py "
     "__pycache__".split()
 )
-"""Excluded: third-party packages, tests, tools, tables, and wrappers for a GUI. A small model would write little else."""
+"""Excluded: third-party packages, tests, tools, tables and GUI wrappers, which would dominate a small model's output."""
 
 MIN_LINES, MAX_CHARACTERS = 3, 400
 """Bounds of a function. Longer functions would fill whole rows, and a batch would cover few subjects."""
@@ -40,7 +40,7 @@ MIN_LINES, MAX_CHARACTERS = 3, 400
 def library_functions(every_nth: int = 1) -> list[str]:
     """Returns short functions and methods from every n-th file of Python's standard library, shuffled, without duplicates.
 
-    `ast.unparse` writes them, without docstrings and comments: the model learns one style sooner.
+    `ast.unparse` writes them without docstrings and comments: the model learns a uniform style sooner.
 
     Raises:
       FileNotFoundError: there are no source files, or they have no such function.
