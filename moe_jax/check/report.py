@@ -41,7 +41,7 @@ class CheckReport:
       loss: sum of all logits; the stock implementation is measured with the same pass.
       forward_seconds: median of the timed calls, after a first call that also loads and tunes kernels.
       backward_seconds: median time of forward and backward together, minus `forward_seconds`. None if the difference is not
-        above 0: then the passes are too short to tell.
+        above 0: the passes are then too short to measure.
     """
 
     device: str
@@ -108,7 +108,7 @@ def check_random(
 ) -> CheckReport:
     """Checks a config with random weights on random tokens: speed and memory without a checkpoint.
 
-    Multi-token prediction modules take no part in these passes; neither this function nor `check_checkpoint` builds them.
+    Neither this function nor `check_checkpoint` builds multi-token prediction modules.
 
     Args:
       config: the model.
@@ -232,7 +232,7 @@ def passes_over(model: Decoder, tokens: list[int]) -> tuple[Callable, Callable, 
 
     forward(*arguments) returns the last token's logits in float32. both(*arguments) returns the sum of all logits and its
     gradients to the parameters. On a mesh, matrices are gathered layer by layer and tokens travel to their experts. Each device
-    has one row of tokens. The first row is the sequence; all others are padding, which does not take part.
+    has one row of tokens. The first row is the sequence; all others are masked padding.
     """
     graph, parameters, *biases = nnx.split(model, nnx.Param, ExpertBias)
     mesh = mesh_of(parameters)
