@@ -1,7 +1,7 @@
-"""Environment variables that `moe-jax` and its launcher set: the only place for such settings. And how a user starts programs.
+"""Environment variables that `moe-jax` and its launcher set (no other file sets any), and how a shell starts our programs.
 
-A setting is here only if a measurement or a clean console needed it. Values that users set take precedence. These were tried on
-four H200s of one host with jax 0.11.2, without gain (docs/log/parallel.md, docs/scaling.md):
+A setting is here only if a measurement or a clean console needed it. Users' own values take precedence. These gained nothing on
+four H200s of one host with jax 0.11.2 (docs/log/parallel.md, docs/scaling.md):
 
     XLA_FLAGS=--xla_gpu_enable_latency_hiding_scheduler=true    these collectives are asynchronous without it
     XLA_FLAGS=--xla_gpu_use_memcpy_local_p2p=true
@@ -10,7 +10,7 @@ four H200s of one host with jax 0.11.2, without gain (docs/log/parallel.md, docs
 Settings for a single program are compiler options of that program (`parallel.collectives.hops`), not settings here: XLA ends a
 process if XLA_FLAGS has an unknown flag.
 
-On a machine without NVLink multicast, users set NCCL_NVLS_ENABLE=0; all our figures were measured with it.
+On a machine without NVLink multicast, users set NCCL_NVLS_ENABLE=0; all our measurements were made with it.
 """
 
 import os
@@ -41,9 +41,9 @@ def set_defaults(environment: MutableMapping[str, str]) -> None:
 
 
 def program(name: str = "moe-jax") -> str:
-    """Returns how a shell in the current folder starts a program of this Python's environment: by its name or its path.
+    """Returns the name or path by which a shell in the current folder starts a program of this Python's environment.
 
-    The name alone would start nothing, or another environment's program, where PATH leads elsewhere.
+    If PATH finds no such program or another environment's, it is the path.
     """
     script, found = Path(sysconfig.get_path("scripts"), name), shutil.which(name)
     if not script.is_file() or (found is not None and os.path.samefile(found, script)):

@@ -9,15 +9,15 @@ if TYPE_CHECKING:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes a text at once: a reader of `path` sees the old text or the whole new one."""
+    """Writes a text atomically: a reader of `path` sees the old text or the whole new one."""
     temporary = path.with_name(f".{path.name}.tmp")
     temporary.write_text(text, encoding="utf-8")
     os.replace(temporary, path)
 
 
 def save_png(figure: "Figure", path: str | Path) -> None:
-    """Writes `figure` at once: a reader of `path` sees the old picture or the whole new one."""
-    # Only who draws waits for matplotlib.
+    """Writes `figure` atomically: a reader of `path` sees the old picture or the whole new one."""
+    # Imported here: it is slow, and only drawing needs it.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     path = Path(path)

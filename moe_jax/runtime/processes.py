@@ -33,8 +33,8 @@ def initialize_processes(
 ) -> None:
     """Connects the processes of a job, so that `jax.devices()` lists the devices of all processes.
 
-    Call it before anything that asks JAX for devices. A second call does nothing. In a job of one process it only hides GPUs
-    that do not belong to this process.
+    Call it before anything that asks JAX for devices. A second call does nothing. In a job of one process it only hides the
+    GPUs that are not this process's.
 
     Arguments that are None are read from the environment variables MOE_JAX_COORDINATOR, MOE_JAX_NUM_PROCESSES,
     MOE_JAX_PROCESS_ID and MOE_JAX_LOCAL_DEVICE_IDS ("0,1"). If none of these is set, it recognises a step of Slurm, `mpirun` of
@@ -75,7 +75,7 @@ def initialize_processes(
 def use_one_gpu() -> None:
     """Hides all GPUs except this process's first from JAX, for programs of one device.
 
-    JAX allocates memory on every visible GPU. If several are visible, our kernels are not used outside `jax.shard_map`. If
+    JAX allocates memory on every visible GPU, and our kernels run outside `jax.shard_map` only if a single GPU is visible. If
     JAX's backends already run, nothing is hidden.
     """
     if not xla_bridge.backends_are_initialized():
@@ -87,8 +87,8 @@ def use_one_gpu() -> None:
 def keep_programs() -> None:
     """Makes JAX keep compiled programs in the user's cache folder, so that the same command starts quickly the next time.
 
-    For commands of one process. In a job, GPUs share the timing of kernels: a process that compiles might wait for results of
-    one that finds the program.
+    For commands of one process. In a job, processes exchange autotuning results: one that compiles might wait for one that
+    found the program in its cache.
     """
     for name, value in settings_of_cache(os.environ, jax.config.values["jax_compilation_cache_dir"]).items():
         jax.config.update(name, value)
@@ -97,28 +97,28 @@ def keep_programs() -> None:
 def settings_of_cache(environment: Mapping[str, str], folder: str | None) -> dict[str, Any]:
     """Returns the options of JAX's cache of compiled programs that the user has not set.
 
-    None if JAX has a folder already, which "" switches off, or if the default folder cannot be written to.
+    Returns none of them if a folder is set already ("" turns the cache off) or the default folder is not writable.
     """
     home = Path(environment.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "moe_jax" / "xla"
-    # JAX makes the folder. If it could not, it would warn at each program.
-    # `Path.exists` raises PermissionError in a home of another user's.
+    # JAX creates the folder. If it could not, it would warn at each program. `Path.exists` raises PermissionError in another
+    # user's home.
     exists = next(path for path in (home, *home.parents) if os.path.exists(path))
     if folder is not None or not home.is_absolute() or not os.access(exists, os.W_OK):
         return {}
     options = {
         "jax_compilation_cache_dir": str(home),
-        # By default a program that compiles in less than a second is left out: nearly all of a small model.
+        # By default programs that compile in less than a second are not cached: nearly all of a small model's.
         "jax_persistent_cache_min_compile_time_secs": 0.0,
-        # 8 GB. Without a size JAX takes no lock, and a process may read what another has half written.
+        # 8 GB. Without a size limit JAX does not lock, and a process may read a file that another has half written.
         "jax_compilation_cache_max_size": 8 * 10**9,
     }
     return {name: value for name, value in options.items() if name.upper() not in environment}
 
 
 def imitate_devices(count: int) -> None:
-    """Makes the CPU look like `count` devices, to try a mesh on a machine without GPUs.
+    """Makes the CPU appear as `count` devices, to try a mesh on a machine without GPUs.
 
-    If JAX_NUM_CPU_DEVICES says another number, or JAX's backends already run, nothing changes. GPUs are left as they are.
+    Does nothing if JAX_NUM_CPU_DEVICES has another number or JAX's backends already run. GPUs are not affected.
     """
     if not xla_bridge.backends_are_initialized() and jax.config.values["jax_num_cpu_devices"] < 0:
         jax.config.update("jax_num_cpu_devices", count)
@@ -131,7 +131,7 @@ def arguments_by_hand(
     process_id: int | None = None,
     local_device_ids: Sequence[int] | None = None,
 ) -> dict[str, Any] | None:
-    """Returns the arguments for `jax.distributed.initialize` from our arguments and environment variables; None without any.
+    """Returns the arguments for `jax.distributed.initialize` from our arguments and environment variables; None if none is set.
 
     Raises:
       ValueError: only some of them are given, or one of them is invalid.
@@ -170,16 +170,16 @@ def arguments_by_hand(
 def arguments_of_cluster(environment: Mapping[str, str]) -> dict[str, Any] | None:
     """Returns the arguments for `jax.distributed.initialize` in a job of several processes by Slurm, Open MPI or Kubernetes.
 
-    JAX finds the arguments that are missing here. Without such a job, returns None.
+    JAX finds the arguments that are missing here. Returns None outside such a job.
 
     Raises:
-      ValueError: a package that JAX needs for it is not installed.
+      ValueError: a package that JAX needs in such a job is not installed.
     """
     # In the interactive step of `salloc`, SLURM_NTASKS counts the tasks of the whole job, although only one process runs.
     tasks = environment.get("SLURM_STEP_NUM_TASKS", environment.get("SLURM_NTASKS", "1"))
     slurm = {"SLURM_STEP_NODELIST", "SLURM_PROCID"} <= environment.keys() and int(tasks) > 1
     if slurm or int(environment.get("OMPI_COMM_WORLD_SIZE", "1")) > 1:
-        # JAX uses the GPU with the process's number on its host. That GPU does not exist if the cluster shows each process one.
+        # JAX uses the GPU with the process's local number. That GPU does not exist if each process sees only one.
         one_gpu = len(environment.get("CUDA_VISIBLE_DEVICES", "").split(",")) == 1 and environment.get("CUDA_VISIBLE_DEVICES")
         return {"local_device_ids": [0]} if one_gpu else {}
     # Every pod has the first variable; pods of an indexed Job (also of a JobSet) have the second.
@@ -230,7 +230,7 @@ def require_shared(folder: str | Path) -> None:
 
 
 def texts_of_all(text: str) -> list[str]:
-    """Returns the texts of all processes, in the order of their numbers. All processes must call it together."""
+    """Returns the texts of all processes, in process order. All processes must call it together."""
     own = np.frombuffer(text.encode(), np.uint8)
     lengths = np.atleast_1d(multihost_utils.process_allgather(np.asarray(len(own))))
     # Widths are rounded up: JAX compiles a program for each width.
