@@ -1,7 +1,7 @@
-"""GShard's two changes to a router's choices: second experts by chance, and a capacity of experts per group of tokens.
+"""GShard's two changes to a router's choices: random second experts, and a capacity of each expert per group of tokens.
 
-Lepikhin et al., 2020, https://arxiv.org/abs/2006.16668, section 2.2 and algorithm 1. Each function takes a routing and returns
-one in which some choices have weight 0. Their experts are computed in vain: they add nothing to the output and get no gradient.
+Lepikhin et al., 2020, https://arxiv.org/abs/2006.16668, section 2.2 and algorithm 1. Each function sets the weights of some
+choices to 0. These experts are still computed, but add nothing to the output and get no gradient.
 
     routing = random_second_expert(moe.router(x), key)
     routing = drop_over_capacity(routing, num_groups=8, capacity=2 * x.shape[0] // (8 * num_experts))
@@ -22,7 +22,7 @@ def random_second_expert(routing: Routing, key: jax.Array, valid: Bool[Array, "t
 
     Args:
       routing: two experts per token, the likelier one first.
-      valid: the mask that the routing was made with. Choices left out are subtracted from the experts' load.
+      valid: the mask that the routing was computed with. Dropped choices are subtracted from the experts' load.
 
     Raises:
       ValueError: the routing has another number of experts per token.
@@ -40,8 +40,8 @@ def drop_over_capacity(
 ) -> Routing:
     """Limits each expert to `capacity` tokens in each of `num_groups` runs of tokens; `num_dropped` counts the rest.
 
-    Within a group first choices come before second ones, and earlier tokens before later ones. Choices of weight 0 take no
-    room; neither does padding, if `valid` is given. GShard's capacity is 2 tokens / (groups * experts).
+    Within a group first choices come before second ones, and earlier tokens before later ones. Choices of weight 0 use no
+    capacity; neither does padding, if `valid` is given. GShard's capacity is 2 tokens / (groups * experts).
 
     Raises:
       ValueError: groups that do not divide the tokens, or a capacity below 1.
@@ -66,7 +66,7 @@ def drop_over_capacity(
 def gshard_loss(routing: Routing, valid: Bool[Array, "tokens"] | None = None) -> Float[Array, ""]:
     """Computes (1 / E) sum_e (c_e / T) m_e: c_e of T tokens have e as first choice, m_e is the mean probability of e.
 
-    Takes the routing as it came from the router, before choices are left out.
+    Expects the router's own routing, before choices are dropped.
     """
     counted = jnp.ones(len(routing.experts), bool) if valid is None else valid
     tokens = jnp.maximum(counted.sum(), 1)

@@ -20,13 +20,13 @@ from moe_jax.parallel.expert.settings import Transport
 
 
 def to_experts(x: Num[Array, "tokens features"], route: Route, axis_name: str) -> Num[Array, "received features"]:
-    """Returns what the transport `all_to_all` sends to the experts."""
+    """Sends tokens to their experts' devices; the received rows are the same as the transport `all_to_all`'s."""
     received = jax.lax.all_to_all(route.sent, axis_name, 0, 0, tiled=True)
     return _exchange(pack(x, route), route.sent, received, axis_name).reshape(-1, x.shape[1])
 
 
 def to_home(rows: Float[Array, "received features"], route: Route, axis_name: str) -> Float[Array, "tokens features"]:
-    """Returns what the transport `all_to_all` sums at home."""
+    """Returns each token's sum over its experts on its own device, as the transport `all_to_all` does."""
     received = jax.lax.all_to_all(route.sent, axis_name, 0, 0, tiled=True)
     slots = rows.reshape(*route.token_of_slot.shape, rows.shape[1])
     return unpack(_exchange(slots, received, route.sent, axis_name), route)
