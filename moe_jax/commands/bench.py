@@ -25,21 +25,22 @@ class BenchCommand:
 
     tokens/s: new tokens of all requests, over the time from the first request to the last token.
 
-    TTFT, the time to the first token: from sending a request to its first token, with the wait for a place in the engine.
+    TTFT, the time to the first token: from sending a request to its first token, including the wait for a place in the engine.
 
-    TPOT, the time per output token: from a request's first token to its last, over the number of new tokens less one.
+    TPOT, the time per output token: from a request's first token to its last, over the number of new tokens minus one.
 
     Args:
       model: a Hugging Face folder or hub id.
       random_weights: a published shape (qwen3-30b-a3b, ...) or a folder with a config.json, to measure with random weights.
-      concurrency: numbers of clients that send requests at once, one row each. Default: those of 1, 16, 64 and 256 that
+      concurrency: numbers of clients that send requests at once, one row each. Default: 1, 16, 64 and 256, as far as
         --max-sequences allows on all devices.
       requests_each: number of requests that each client sends, one after the other.
       prompt_tokens: number of tokens of each prompt.
       new_tokens: number of tokens of each answer, at least 2.
       sizes: sizes of the engine.
       devices: number of GPUs. They share the experts, and each computes texts of its own.
-      lazy: compile only the programs that the requests need. Each row's requests are then sent twice, and counted once.
+      lazy: compile only the programs that the requests need. Each row's requests are then sent twice, and only the second pass
+        is measured.
       seed: seed of the prompts, and of random weights.
       plot: a PNG file for a picture.
       dtype: the dtype that the model computes in.

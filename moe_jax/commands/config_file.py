@@ -18,32 +18,32 @@ from moe_jax.recipes.finetuning.settings import FinetuneSettings
 from moe_jax.recipes.preferring.settings import PreferSettings
 
 SETTINGS: dict[str, type] = {"finetune": FinetuneSettings, "prefer": PreferSettings}
-"""The settings of the commands that take `--config`."""
+"""Settings of the commands that have the option `--config`."""
 
 LORA = tuple(each.name for each in fields(LoraSettings))
 
 NESTED = {"lora": LORA, "mesh": MESH_AXES, "preference": tuple(each.name for each in fields(PreferenceSettings))}
-"""The settings that hold settings of their own, with the names of these."""
+"""{nested setting: names of its fields}."""
 
 CONFIG_HELP = (
     "a YAML file of settings, such as the run.yaml in a run's output folder (docs/finetuning.md). Options given beside it win."
 )
 
 CONFIG_FIELD = ("config", Annotated[str | None, tyro.conf.arg(help=CONFIG_HELP)], field(default=None))
-"""The member of such a command, as `dataclasses.make_dataclass` takes it."""
+"""The field of such a command, for `dataclasses.make_dataclass`."""
 
 EXCLUDE_EACH_OTHER = {"steps": "epochs", "epochs": "steps"}
 """An option that replaces another setting of the file."""
 
 
 def with_config(command: str, arguments: list[str]) -> list[str]:
-    """Returns the arguments of a command with the settings of `--config FILE`, if it is given, as options before them.
+    """Returns a command's arguments, with the settings of `--config FILE` (if given) inserted as options before them.
 
     A setting that is also an option on the command line is left out: the option wins.
 
     Raises:
       FileNotFoundError: there is no such file.
-      ValueError: `--config` has no value, or the file is no YAML with a setting a line. Or it has keys that are no settings.
+      ValueError: `--config` has no value; the file is not YAML with one setting a line; or it has unknown keys.
     """
     file, others = _config_of(arguments)
     if file is None:
@@ -78,9 +78,9 @@ def read_config_file(file: str | Path, command: str) -> dict[str, Any]:
 
 
 def in_options(command: str, message: str) -> str:
-    """Returns an error about settings with their names as options: log_to='x' as --log-to='x', remat=False as --no-remat.
+    """Rewrites names of settings in an error message as options: log_to='x' as --log-to='x', remat=False as --no-remat.
 
-    Names of one word without a value stay, since sentences have such words.
+    Single words without a value stay, since they may be ordinary words of a sentence.
     """
     names = sorted(map(re.escape, _names(command)), key=len, reverse=True)
 
@@ -90,7 +90,7 @@ def in_options(command: str, message: str) -> str:
             return " ".join(_words(name, value == "=True"))
         return "--" + name.replace("_", "-") + (value or "") if value or {"_", "."} & set(name) else name
 
-    # Only where a word begins: a path may have such names within.
+    # Only at the beginning of a word: a path may contain such names.
     pattern = rf"(?<![^\s(])(?P<name>{'|'.join(names)})(?:(?P<value>=(?:True|False)?)|(?!=|\.?\w))"
     return re.sub(pattern, option, message.removeprefix(f"{SETTINGS[command].__name__}: "))
 
@@ -128,7 +128,7 @@ def _flat(read: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _meant(name: str, names: list[str], command: str) -> str:
-    """Returns the right name for a wrong one, as far as one is near."""
+    """Returns a hint for the error about an unknown setting: the nearest name or the right form."""
     if other := OTHER_NAMES[command].get(name.replace("_", "-")):
         return f"here: {other}"
     if name in NESTED and name in _names(command):
@@ -153,7 +153,7 @@ def _words(name: str, value: Any) -> list[str]:
 
 
 _OPTIONAL_SWITCHES = ("overlap_micro_batches",)
-"""Settings that are True, False or None, which take a value on the command line."""
+"""Settings that are True, False or None; their options need a value on the command line."""
 
 _NONE_IS_LEFT_OUT = tuple(f"lora.{name}" for name in LORA)
-"""Settings whose option does not take None, which is their default."""
+"""Settings whose option does not accept None, which is their default."""

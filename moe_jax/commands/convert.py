@@ -36,8 +36,8 @@ class ConvertCommand:
         that has checkpoints.
       target: the folder to write; it is complete or absent.
       to: the layout to write. "adapter" is PEFT's, for a run that trained an adapter. Default: hf with --merge, else orbax.
-      dtype: the dtype of the weights in the target. Default: the source's. FP8 becomes bfloat16; a training run gives its
-        float32 master weights.
+      dtype: the dtype of the weights in the target. Default: the source's. FP8 becomes bfloat16; a training run's weights are
+        its float32 master weights.
       fp8: write the projections of --to hf in FP8 with a scale for 128 x 128, as the hub has DeepSeek-V3 (docs/fp8.md).
       adapter: a folder or hub id of an adapter (LoRA) that is merged into the source's weights, as by --merge.
       merge: add the adapter that a run trained to its weights, in float32, and round once. The target is then compared with
@@ -98,7 +98,7 @@ class ConvertCommand:
                 return model_of_run(source, step=run.step, dtype=dtype)
             if is_orbax:
                 return load_orbax(source, dtype=dtype)
-            # FP8 stays as it is. No adapter can be put beside modules that predict further tokens.
+            # FP8 stays as it is. Adapters do not support multi-token prediction modules.
             kept = self.fp8 and read_block_size(Path(source)) == (128, 128)
             return from_pretrained(source, dtype=dtype, mtp=not self.adapter, weights="as stored" if kept else "whole")
 
@@ -140,7 +140,7 @@ class ConvertCommand:
     def _write(
         self, load: Callable[[], "Decoder"], stored: "StoredDtype", adapt: Callable[["Decoder"], Any] | None = None
     ) -> None:
-        """Writes the model, with the adapters that `adapt` puts beside it merged into its weights."""
+        """Writes the model; adapters that `adapt` adds to it are merged into its weights."""
         from moe_jax.adapters.merge import write_merged
         from moe_jax.checkpoint.hf_save import save_pretrained
         from moe_jax.checkpoint.orbax_params import save_orbax
@@ -160,7 +160,7 @@ class ConvertCommand:
         print(f"wrote {self.target} in {'FP8 and ' if self.fp8 else ''}{dtype}{rounded}{replaced}")
 
     def _companions(self) -> dict[str, Any]:
-        """Returns the tokenizer to write, and the chat template that takes the place of its own."""
+        """Returns the tokenizer to write, and the chat template that replaces its own."""
         from moe_jax.recipes.run.settings_file import chosen_template
 
         run = Path(self.source).expanduser()

@@ -15,7 +15,7 @@ class DataCommand:
 
     moe-jax data chats.jsonl,weight=0.7 owner/name,split=train_sft,weight=0.3 --model Qwen/Qwen3-0.6B --seq-len 8192
 
-    All documents are tokenized; no weights are read. Where the output is no terminal, learned text stands in [[ ]].
+    All documents are tokenized; no weights are read. If the output is not a terminal, learned text is in [[ ]].
 
     Args:
       data: as in `moe-jax finetune --data`.

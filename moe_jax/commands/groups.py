@@ -1,4 +1,4 @@
-"""Commands that run a recipe: their options are the fields of its settings, in groups. Each is a box of the help."""
+"""Commands that run a recipe: their options are the fields of its settings, in groups. Each group is a box in the help."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, field, fields, is_dataclass, make_dataclass
@@ -18,7 +18,7 @@ def recipe_command(settings: type, groups: Groups, others: Mapping[str, tuple[An
     Its property `settings` returns the settings that were given, or raises their ValueError.
 
     Args:
-      others: {field: (type, default)} of the fields with options of their own, which are in no group.
+      others: {field: (type, default)} of fields that are in no group.
     """
 
     def given(command: Any) -> Any:
@@ -37,7 +37,7 @@ def recipe_command(settings: type, groups: Groups, others: Mapping[str, tuple[An
 def train_and_report(settings: Any, recipe: Callable[[Any], Any], devices: int) -> None:
     """Trains, exports the model or adapter, writes the report, and prints where both are.
 
-    A run that was told to stop exits with status 143, the status of a program that SIGTERM ended.
+    A run that a signal stopped exits with status 143, the status of a program that SIGTERM ended.
     """
     import jax
 

@@ -1,7 +1,7 @@
 """`moe-jax launch`: starts a program once for each GPU of this host, as one job.
 
-Each process gets the variables that `runtime.processes.initialize_processes` reads. Its output is printed line by line, after
-its number. If a process fails, the launcher ends the others, which would wait for it, and exits with its status.
+Each process gets the variables that `runtime.processes.initialize_processes` reads. Its output is printed line by line,
+prefixed by its number. If a process fails, the launcher ends the others, which would wait for it, and exits with its status.
 """
 
 import itertools
@@ -210,7 +210,7 @@ def _wait_for_one(ended: queue.Queue[tuple[int, int]]) -> tuple[int, int]:
 
 
 def _print_lines(rank: int, source: IO[bytes], target: IO[str]) -> None:
-    """Prints whole lines as they come, each after the number of its process; of a progress bar only the last state."""
+    """Prints whole lines as they come, each after the number of its process; only the last state of a progress bar."""
     with source:
         for line in source:
             text = line.decode(errors="replace").rstrip().rpartition("\r")[2]

@@ -1,4 +1,4 @@
-"""Models of commands that answer: what cannot run is refused before weights are read; an adapter is merged or kept."""
+"""Loads models for generation and serving: checks them before weights are read; merges an adapter or keeps it separate."""
 
 import logging
 import sys
@@ -44,12 +44,12 @@ def checked_loading(
     """Chooses the form of the weights, and checks that the model, the adapter and the options fit together.
 
     Reads configs, headers of files, and the adapter. Returns the form, and a function that reads the weights and the adapter
-    and prints what was adapted. An adapter is merged into whole weights, and lies beside others.
+    and prints what was adapted. An adapter is merged into whole weights, and kept separate from other forms.
 
     Args:
-      folder: of the weights.
-      wanted: for weights None the form is FP8 for `precision` "fp8". Else, with an adapter beside quantised files on one
-        device, it is as stored. Else whole.
+      folder: the weights' folder.
+      wanted: with weights None, the form is FP8 if `precision` is "fp8". Else "as stored" for an adapter on quantised files on
+        one device. Else whole.
       mtp: True loads the modules that predict further tokens, for drafts.
 
     Raises:

@@ -22,7 +22,7 @@ _logger = logging.getLogger(__name__)
 Dtype = Literal["bfloat16", "float16", "float32"]
 
 InferencePrecision = Literal["bf16", "fp8"]
-"""The precision of the experts' matmuls in commands that do not train; "bf16" stands for the dtype."""
+"""Precision of the experts' matmuls in commands that do not train; "bf16" is the model's dtype."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class LimitOptions:
         """Returns the limits of an engine for a model of this config.
 
         Raises:
-          ValueError: a size is below 1, or they contradict each other, as a `max_length` beyond what the pages hold.
+          ValueError: a size is below 1, or sizes contradict each other (for example, `max_length` exceeds the pages).
         """
         from moe_jax.serving.limits import EngineLimits
 
@@ -65,23 +65,23 @@ class LimitOptions:
 
 
 def tell_programs() -> None:
-    """Prints on standard error that the model is loaded, and a line for each program that an engine compiles from now on."""
+    """Prints to standard error that the model is loaded, then a line for each program that an engine compiles."""
     print("loading and compiling ...", file=sys.stderr)
     logging.basicConfig(format="%(message)s")
     logging.getLogger("moe_jax.serving.programs").setLevel(logging.INFO)
 
 
 def search_rarely() -> None:
-    """Leaves all that lives now out of later searches for garbage. For a command whose engine lives as long as its process.
+    """Excludes all objects alive now from garbage collection. For a command whose engine lives as long as its process.
 
-    A search through a model's modules and JAX's caches delays a step by 10 ms.
+    Traversing a model's modules and JAX's caches delays a step by 10 ms.
     """
     gc.collect()
     gc.freeze()
 
 
 def length_for(config: ModelConfig, max_length: int | None) -> int:
-    """Returns the length that was asked for; more than the model's positions give a warning, and are taken.
+    """Returns the requested length. Prints a warning if it exceeds the model's positions.
 
     Default: 8192, or fewer if the model has fewer.
     """
@@ -99,11 +99,11 @@ def length_for(config: ModelConfig, max_length: int | None) -> int:
 def config_of(name: str) -> ModelConfig:
     """Returns the config of a published shape, of a folder, or of a model on the hub, in this order.
 
-    The hub is asked for models alone whose shape is not in `NAMED_CONFIGS`; weights are not downloaded.
+    Only models that are not in `NAMED_CONFIGS` are looked up on the hub; weights are not downloaded.
 
     Raises:
       FileNotFoundError: as `find_config`.
-      ValueError: `name` is none of these, or the config is refused.
+      ValueError: `name` matches none, or the config is refused.
     """
     if name not in NAMED_CONFIGS and not Path(name).is_dir():
         if "/" not in name:
@@ -158,7 +158,7 @@ def lora_of_options(
     use_rslora: bool = False,
     dropout: float | None = None,
 ) -> LoraSettings | None:
-    """Adapters to train beside frozen weights (docs/adapters.md), if any of these options is given.
+    """Adapters to train on frozen weights (docs/adapters.md), if any of these options is given.
 
     Args:
       rank: for each expert divided by the number of a token's experts: 32 is rank 4 for experts if a token has 8. All other
@@ -169,7 +169,7 @@ def lora_of_options(
       ranks: ranks of single targets, as in `experts 16 q_proj 64`.
       shared_outer: experts of a layer share the factors on the side of the hidden states.
       use_rslora: multiply the change by alpha / sqrt(rank) instead.
-      dropout: the probability with which a number of an adapter's input is left out in training; for the targets attention and
+      dropout: probability with which an element of an adapter's input is dropped in training; for the targets attention and
         mlp. Default: 0.
     """
     given: dict[str, Any] = {"rank": rank, "alpha": alpha, "targets": targets, "ranks": ranks, "dropout": dropout}
@@ -194,4 +194,4 @@ def options_of_lora(settings: LoraSettings) -> str:
 
 
 LoraOption = Annotated[LoraSettings | None, tyro.conf.arg(constructor=lora_of_options)]
-"""The type of a command's field `lora`."""
+"""Type of a command's field `lora`."""

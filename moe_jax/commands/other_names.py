@@ -81,7 +81,7 @@ _OURS = {
         "--name": "served-model-name",
     },
 }
-"""{command: {our option and a note: names in other programs}}."""
+"""{command: {our option and a note: names of it in other programs}}."""
 
 OTHER_NAMES = {
     command: {name: ours for ours, names in table.items() for name in names.split()} for command, table in _OURS.items()

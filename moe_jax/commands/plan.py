@@ -50,10 +50,10 @@ class PlanCommand:
       hosts_of: GPUs of one host.
       rows: sequences of one optimizer step over all devices. Default: 32768 tokens for each device.
       sequence_length: tokens of each sequence.
-      keys_per_token: mean number of keys that a token attends to; packed documents have fewer than half a row.
+      keys_per_token: mean number of keys that a token attends to; with packed documents less than half a row.
       remat: recompute layers in the backward pass (offload: also keep their inputs in host memory). Default: no and yes are
         tried, and offload where yes does not fit.
-      lora: as in `moe-jax finetune`. The time of adapters is that of reading and writing their rows.
+      lora: as in `moe-jax finetune`. The predicted time of adapters is the time to read and write their rows.
       weights: as in `moe-jax finetune`. "as stored" counts FP8 in blocks.
       precision: as in `moe-jax finetune`, for Hopper GPUs. Kernels were measured, steps were not.
       param_dtype: as in `moe-jax finetune`.
@@ -103,7 +103,7 @@ class PlanCommand:
         from moe_jax.cost.machine import machine, notes
         from moe_jax.cost.plan_table import format_plan, write_batch_script
 
-        # Imported here: it reads as much as all other settings of the command's help.
+        # Imported here: it would double the imports of the command's help.
         from moe_jax.recipes.finetuning.settings import lora_problems
 
         if self.lora is not None:
@@ -173,9 +173,9 @@ class PlanCommand:
         return options_of_lora(self.lora) + ("" if self.weights == "whole" else f" --weights {shlex.quote(self.weights)}")
 
     def _smaller(self) -> "list[PlanCommand]":
-        """Returns plans that need less memory: with adapters, and for one device with their weights in nf4.
+        """Returns plans that need less memory: adapters, and on one device adapters on weights in nf4.
 
-        Experts that multiply in FP8 beside adapters have weights in FP8 alone, which need one device.
+        With adapters, experts that multiply in FP8 have only FP8 weights, which need one device.
         """
         if self.weights != "whole":
             return []

@@ -12,14 +12,14 @@ from moe_jax.parallel.pipeline.limits import schedule_by_name
 
 @dataclass(frozen=True)
 class ScheduleCommand:
-    """Draw a pipeline schedule for given times of its passes, and print its bubble beside the formula. Needs no GPU.
+    """Draw a pipeline schedule for given times of its passes, and compare its bubble with the formula. Needs no GPU.
 
     moe-jax schedule dualpipe --ranks 8 --micro-batches 32
 
     moe-jax schedule interleaved --ranks 4 --chunks 2 --micro-batches 8 --output picture.png
 
-    docs/schedules.md explains and compares the schedules. Times are those of a rank's share of the layers, 1/ranks of the
-    model, for one micro-batch. Any unit will do.
+    docs/schedules.md explains and compares the schedules. Times are for a rank's share of the layers (1/ranks of the model) and
+    one micro-batch, in any unit.
 
     The efficiency is the least work of a rank over the time of the step. The least work is, for each micro-batch, the shorter
     of forward + backward and overlapped, even if the schedule overlaps nothing.
@@ -60,7 +60,7 @@ class ScheduleCommand:
         schedule = self.made()
         pipeline.verify(schedule)
         of_rank = pipeline.PassTimes(self.forward, self.backward, self.weights, self.overlapped)
-        # Here, for errors name the times that the user gave, and not those of a stage.
+        # Checked before the division, so that errors quote the times that the user gave.
         of_rank.require_valid(1)
         times = of_rank.divided(schedule.num_stages / self.ranks)
         lockstep = self.lockstep or self.masked

@@ -29,10 +29,10 @@ class ServeCommand:
 
     Args:
       model: a Hugging Face folder or hub id. Or the output folder of a run: its model, or its adapter, which names the weights.
-      host: the address to listen on. Default: this machine alone can reach the server. 0.0.0.0: all can.
-      port: the port to listen on; 0 takes one that is free.
+      host: the address to listen on. Default: only this machine can reach the server. 0.0.0.0: all can.
+      port: the port to listen on; 0 chooses a free one.
       name: the model's name in the API. Default: the hub id, or the folder's name.
-      api_key: a key that requests must carry. Better give it as MOE_JAX_API_KEY: others see a command's options.
+      api_key: a key that requests must carry. Better set MOE_JAX_API_KEY: other users can see a command's options.
       hosts: names of this server beyond localhost and --host, such as a proxy's. On a local address without a key, requests
         with another name in Host get 403. "*": all names.
       sizes: sizes of the engine.
@@ -64,7 +64,7 @@ class ServeCommand:
     loading: tyro.conf.OmitArgPrefixes[LoadingOptions] = LoadingOptions()
 
     def run(self) -> None:
-        """Serves until a signal. All that can be wrong is checked before weights are read."""
+        """Serves until a signal. Checks all options and files before weights are read."""
         try:
             import prometheus_client  # noqa: F401
             import starlette  # noqa: F401
