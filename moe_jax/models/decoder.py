@@ -44,11 +44,11 @@ from moe_jax.parallel.sequence.attention import ContextParallel
 from moe_jax.parallel.spread import Spread
 
 NO_WINDOW = 2**30
-"""A sliding window longer than any sequence, for the layers of a sliding model that see everything."""
+"""A window longer than any sequence, for the full-attention layers of a model with sliding windows."""
 
 
 class Decoder(nnx.Module):
-    """A language model: token ids in, logits out. A subclass per architecture builds its attention and its experts.
+    """A language model: token ids in, logits out. Each architecture is a subclass that builds its attention and experts.
 
     Args:
       config: the architecture.
@@ -57,7 +57,7 @@ class Decoder(nnx.Module):
       rngs: `nnx.Rngs(seed)` for the random initialisation.
 
     Attributes:
-      stages: the layers of `config.stages`, and behind them the modules of `config.mtp_stages`.
+      stages: the layers of `config.stages`, then the modules of `config.mtp_stages`.
       execution: the defaults of a call's `remat` and `spread`, and of balanced routing.
       source: the folder that the weights were read from, if any; `save_pretrained` copies its tokenizer files.
     """
@@ -103,32 +103,32 @@ class Decoder(nnx.Module):
         spread: Spread | None = None,
         sequence_balance: bool = False,
     ) -> HiddenStates:
-        """Computes everything but the vocabulary projection, for losses that never hold all logits.
+        """Computes all but the vocabulary projection, for losses that never materialise all logits.
 
         Args:
-          tokens: token ids, as an array or lists. An id outside the vocabulary is an error where values are known cheaply
-            (`models.inputs.token_ids`); under `jax.jit` it gives NaN.
+          tokens: token ids, as an array or lists. An id outside the vocabulary is an error if values can be read cheaply
+            (`models.inputs.token_ids`); under `jax.jit` it yields NaN.
           positions: for the rotary embedding; default: the index in the segment.
           segment_ids: 0 is padding. Tokens attend within neighbouring equal ids; with a cache, within all equal ids. Default:
             one segment.
-          cache: earlier tokens (`layers.cache`). The call's tokens are written behind them and attend to all of their segment;
-            pass `positions`, which the cache cannot know. Into an empty cache (`init_cache`) the tokens are written alone, and
-            attend to each other as without a cache. More tokens than it has room for are an error. Under `jax.jit` the length
-            is not known, and they overwrite the cache's last tokens.
+          cache: earlier tokens (`layers.cache`). The call's tokens are written after them and attend to all of their segment;
+            pass `positions`, which the cache does not know. With an empty cache (`init_cache`) the tokens attend to each other
+            as without a cache. More tokens than it has room for are an error. Under `jax.jit` the length is not known, and they
+            overwrite the cache's last tokens.
           expert_ids: routing replay: the experts to use (`HiddenStates.expert_ids` of another call), weighted by live logits.
             An id of -1 adds nothing (`layers.router.route`).
             "balanced" deals tokens to experts in turn, for benchmarks only. None: the router's choice, or "balanced" if the
-            model's `execution` says so.
+            model's `execution` sets it.
           remat: recompute each layer in the backward pass and keep only its input; "offload" keeps it in the host's memory.
             None: as the model's `execution`.
-          spread: the parts of the call that lie on other devices, inside a `jax.shard_map`. The router's sums are then over
-            this device's tokens (`RouterSums.psum`). None: as the model's `execution`.
+          spread: how the call is spread over devices, inside a `jax.shard_map`. The router's sums are then over this device's
+            tokens (`RouterSums.psum`). None: as the model's `execution`.
           sequence_balance: also sum what `layers.router.sequence_balance_loss` needs.
 
         Raises:
           ValueError: tokens that are no integers or outside the vocabulary; shapes that do not fit each other; or another text
-            than "balanced". A cache without positions or room, or beside `spread.context`. Layers that lie in the chunks of a
-            pipeline, which `train.make_train_step` and `train.make_evaluation` run.
+            than "balanced". A cache without positions or room, or with `spread.context`. Layers split into a pipeline's chunks,
+            which only `train.make_train_step` and `train.make_evaluation` run.
         """
         execution = self._execution(remat, spread)
         if isinstance(expert_ids, str):
@@ -156,7 +156,7 @@ class Decoder(nnx.Module):
         context: ContextParallel | None = None,
         sequence_balance: bool = False,
     ) -> Entered:
-        """Computes what `hidden_states` does before the first layer: checks the arguments and embeds the tokens.
+        """Starts `hidden_states`, up to the first layer: checks the arguments and embeds the tokens.
 
         Arguments and errors as in `hidden_states`; `context` is `Spread.context`.
         """
@@ -184,7 +184,7 @@ class Decoder(nnx.Module):
         cache: KVCache | None = None,
         spread: Spread | None = None,
     ) -> Pass:
-        """Computes `hidden_states` as a `layers.passes.Pass`, which can be joined with another; arguments as there.
+        """Computes `hidden_states` as a `layers.passes.Pass`, which can be joined with another; same arguments.
 
             of_one, of_other = run_together(model.forward_pass(*one), model.forward_pass(*other))
 
@@ -197,7 +197,7 @@ class Decoder(nnx.Module):
         routings = []
         for number, of_stage in enumerate(per_layer):
             layers, arrays = stage_layers(self.stages[number], number, inputs, of_stage, execution)
-            # With remat the loop stacks the layers' inputs alone, and XLA removes a stack that nothing reads.
+            # With remat the loop stacks only the layers' inputs, and XLA removes a stack that nothing reads.
             run = yield forward_loop(layers._replace(remat=True), arrays, carry)
             carry = run.x
             if run.y is not None:
@@ -205,12 +205,12 @@ class Decoder(nnx.Module):
         return self.leave(inputs, carry, routings)
 
     def leave(self, inputs: LayerInputs, carry: Carry, routings: list[StageRouting]) -> HiddenStates:
-        """Computes what `hidden_states` does behind the last layer: applies the last norm and joins the stages' routings.
+        """Finishes `hidden_states` after the last layer: applies the last norm and joins the stages' routings.
 
         Args:
-          inputs: of `enter`.
-          carry: of the last layer.
-          routings: of the stages with experts, in order.
+          inputs: the result of `enter`.
+          carry: the last layer's.
+          routings: one for each stage with experts, in order.
         """
         hidden = self.norm(carry.x)
         if (adapter := self._head_adapter) is not None:
@@ -261,18 +261,18 @@ class Decoder(nnx.Module):
     ) -> HiddenStates:
         """Computes the hidden states of one of the modules that predict further tokens (`models.mtp`).
 
-        Without a cache, the router's sums count a token if its document goes on for `module` tokens: only then `following` is
-        of the document. Tokens that are not counted are among the document's last `module`, and no counted token sees them.
-        With a cache the tokens that follow are the caller's, and the sums count all tokens but padding.
+        Without a cache, the router's sums skip the last `module` tokens of each document, whose `following` is not of the
+        document. No counted token sees them. With a cache the caller chooses the following tokens, and the sums count all
+        tokens but padding.
 
         Args:
           module: the module's number, from 1.
           hidden: `HiddenStates.hidden` of the model for module 1, else of module - 1.
-          following: for each token, the token `module` places behind it.
+          following: for each token, the token `module` positions later.
           positions, segment_ids: the positions and segments of the tokens that `hidden` belongs to.
-          cache: the cache of this module's layer alone, as in `hidden_states`.
+          cache: the cache of only this module's layer, as in `hidden_states`.
           execution: replaces the model's `execution` for this call.
-          sequence_balance: as in `hidden_states`. A sequence is made of the tokens that are counted.
+          sequence_balance: as in `hidden_states`. A sequence consists of the counted tokens.
 
         Raises:
           ValueError: no such module, and as `hidden_states`.
@@ -301,15 +301,15 @@ class Decoder(nnx.Module):
         return collect(carry.x.hidden, [] if routing is None else [routing], inputs, carry.cache)
 
     def set_precision(self, precision: Precision | str | None, dense: tuple[DenseGroup, ...] = ()) -> None:
-        """Chooses what the experts' matmuls multiply from now on, in every call, in training and in generation.
+        """Sets the precision of the experts' matmuls in all later calls, for training and generation.
 
         Args:
           precision: a `kernels.Precision`, the name of one ("fp8", "fp8_kept"), or None or "bf16" for the model's dtype.
-          dense: beside a name, the groups of dense matrices that multiply in FP8 too, as `Precision.dense`.
+          dense: with a name, groups of dense matrices that also multiply in FP8, as in `Precision.dense`.
 
         Raises:
           ValueError: an unknown name; or FP8 for a model without experts, of another dtype than bf16, or whose experts'
-            sizes are no multiples of 128. A group of which the model has no matrix, or groups without a name of FP8.
+            sizes are not multiples of 128. A group that matches no matrix of the model, or groups without an FP8 name.
         """
         if dense and not isinstance(precision, str):
             raise ValueError(f"dense={dense!r} needs a precision that is named; else give it to Precision(dense=...)")
@@ -327,7 +327,7 @@ class Decoder(nnx.Module):
     def head_weight(self) -> Float[Array, "vocab hidden"]:
         """The vocabulary projection of `HiddenStates.hidden`; the embedding table itself when the two are tied.
 
-        With an adapter of the head both are wider by its rank, padded.
+        With an adapter of the head both are wider by its padded rank.
         """
         if self.config.tie_word_embeddings:
             return self.embed_tokens.weight[...]
@@ -386,7 +386,7 @@ class Decoder(nnx.Module):
 
 
 def fp8_refusal(config: ModelConfig, dtype: DTypeLike, dense: tuple[DenseGroup, ...] = ()) -> str | None:
-    """Returns the reason why a model's experts and these dense groups cannot multiply in FP8; None if they can."""
+    """Returns the reason why a model's experts and these dense groups do not support FP8; None if they do."""
     if config.experts is None:
         return "FP8 is for experts, and this model has none"
     sizes = config.hidden_size, config.experts.moe_intermediate_size

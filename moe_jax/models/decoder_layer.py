@@ -1,4 +1,4 @@
-"""A decoder layer, dense or with experts: attention and a feed-forward block, each with a norm before and a residual sum."""
+"""A decoder layer, dense or with experts: attention and a feed-forward block, each with a norm and a residual sum."""
 
 from functools import partial
 

@@ -1,7 +1,7 @@
 """DeepSeek-V3 (DeepSeek-AI, 2024, https://arxiv.org/abs/2412.19437) and DeepSeek-V2 (https://arxiv.org/abs/2405.04434).
 
 Latent attention, dense first layers, and experts of two kinds. Every token uses the shared experts, and k of the others, which
-the router chooses within a few groups. Modules behind the layers predict further tokens (`models.mtp`).
+the router chooses within a few groups. Modules after the last layer predict later tokens (`models.mtp`).
 """
 
 from flax import nnx

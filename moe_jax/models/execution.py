@@ -1,4 +1,4 @@
-"""Settings of a model's execution: recomputation, forced routing, and the parts of a call that lie on other devices."""
+"""Settings of a model's execution: recomputation, forced routing, and how a call is spread over devices."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ from moe_jax.layers.spread import ONE_DEVICE, OneDevice
 
 @dataclass(frozen=True)
 class Execution:
-    """Defaults of a model's calls, in `Decoder.execution`. A train step sets them, so that an objective need not pass them on.
+    """Defaults of a model's calls, in `Decoder.execution`. A train step sets them, so that objectives need not pass them.
 
     Attributes:
       remat: recompute each layer in the backward pass and keep only its input; "offload" keeps it in the host's memory.

@@ -36,7 +36,7 @@ class LayerInputs:
 
     Attributes:
       rope: cos and sin of the tokens' positions.
-      segments: ids of the tokens' segments, as `Attend` takes them.
+      segments: ids of the tokens' segments, in the form that `Attend` reads.
       valid: tokens that count in the router's sums.
       sequences: the documents of the valid tokens, for the sequence-wise balance loss; None leaves that loss out.
       expert_ids: the experts of one layer's tokens: ids to replay, "balanced" (dealt out in turn), or None (the router's
@@ -51,11 +51,11 @@ class LayerInputs:
 
     @property
     def counted(self) -> Bool[Array, "tokens"] | Sequences:
-        """The valid tokens along one axis, as a router takes them: with their documents if these are known."""
+        """The valid tokens flattened for a router: a mask, or `sequences` if documents are known."""
         return self.valid.reshape(-1) if self.sequences is None else self.sequences
 
     def counted_where(self, exists: Bool[Array, ""]) -> "LayerInputs":
-        """Returns the inputs of a layer whose tokens count only if `exists`; else none goes to another device's experts."""
+        """Returns inputs whose tokens are valid only if `exists`; else no token travels to other devices' experts."""
         sequences = self.sequences
         if sequences is not None:
             sequences = replace(sequences, length=jnp.where(exists, sequences.length, 0))
@@ -65,7 +65,7 @@ class LayerInputs:
 class PerLayer(NamedTuple):
     """Inputs that differ from layer to layer, with the layers of a stage as leading axis.
 
-    A stage whose body is a pattern has axes of repeats and places instead, [repeats, places, ...]; `exists` has one of repeats.
+    If the stage's body is a pattern, axes of repeats and places replace it, [repeats, places, ...]; `exists` is [repeats].
     """
 
     layer: Int[Array, "layers"]
@@ -75,11 +75,11 @@ class PerLayer(NamedTuple):
     expert_ids: Integer[Array, "layers batch seq k"] | None = None
     """The experts to replay."""
     exists: Bool[Array, "layers"] | None = None
-    """False for a layer whose tokens do not count. Such a layer fills up a pipeline's last chunk, or runs on no micro-batch."""
+    """False for a layer whose results are discarded: padding of a pipeline's last chunk, or a tick without a micro-batch."""
 
 
 class Carry(NamedTuple):
-    """The state that goes from layer to layer."""
+    """The loop carry from layer to layer."""
 
     x: Any
     """The residual stream [batch, seq, hidden], or the `PredictorState` of a `mtp.TokenPredictor`."""
@@ -90,7 +90,7 @@ class LayerOutput(NamedTuple):
     """One layer's results."""
 
     x: Any
-    """The residual stream behind the layer, as in `Carry`."""
+    """The residual stream after the layer, as in `Carry`."""
     cache: KVCache | LayerPages | None
     """The cache, or the layer's pages, with this layer's keys and values of the tokens; None without either."""
     routing: Routing | None
@@ -98,7 +98,7 @@ class LayerOutput(NamedTuple):
 
 
 class Entered(NamedTuple):
-    """A call's tokens on their way into the first layer (`Decoder.enter`)."""
+    """The result of `Decoder.enter`: the inputs of the first layer and of all layers."""
 
     inputs: LayerInputs
     per_layer: list[PerLayer]
@@ -116,7 +116,7 @@ def layer_inputs(
     context: ContextParallel | None = None,
     sequence_balance: bool = False,
 ) -> LayerInputs:
-    """Builds what all layers read of a call's tokens.
+    """Builds the inputs that all layers share from a call's tokens.
 
     Args:
       positions: for the rotary embedding; None: each token's index in its segment.
@@ -151,19 +151,19 @@ class StageRouting(NamedTuple):
     experts: Int[Array, "layers tokens k"]
 
     def in_order(self, arrays: Any) -> Any:
-        """Returns arrays that are stacked as these, with one axis of layers in place of axes of repeats and places."""
+        """Returns arrays stacked like these with the axes of repeats and places merged into one axis of layers."""
         return jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), arrays) if self.experts.ndim == 4 else arrays
 
 
 class LayerPattern(nnx.Module):
-    """The body of a stage: decoder layers of several kinds that follow each other, each stacked over the body's repeats."""
+    """The body of a stage: consecutive decoder layers of several kinds, each stacked over the body's repeats."""
 
     def __init__(self, places: Sequence[nnx.Module]):
         self.places = nnx.List(places)
 
 
 class StageLayers(NamedTuple):
-    """A stage as `layers.passes` takes it."""
+    """A stage's loop for `layers.passes`."""
 
     layers: Layers
     arrays: LayerArrays
@@ -172,12 +172,12 @@ class StageLayers(NamedTuple):
 def run_stage(
     stage: nnx.Module, number: int, inputs: LayerInputs, per_layer: PerLayer, carry: Carry, execution: Execution
 ) -> tuple[Carry, StageRouting | None]:
-    """Runs the stacked layers of a stage one after the other.
+    """Runs the stacked layers of a stage in order.
 
-    Arguments as in `stage_layers`, and the carry before the first layer.
+    Arguments as in `stage_layers`, plus the carry before the first layer.
 
     Returns:
-      The carry behind the last layer, and the routings of all layers; None for dense layers.
+      The carry after the last layer, and the routings of all layers; None for dense layers.
     """
     layers, arrays = stage_layers(stage, number, inputs, per_layer, execution)
     shared, of_layers, parameters, accumulators = arrays
@@ -185,10 +185,10 @@ def run_stage(
 
 
 def stage_layers(stage: nnx.Module, number: int, inputs: LayerInputs, per_layer: PerLayer, execution: Execution) -> StageLayers:
-    """Returns the body of a stage's layers, and the arrays that the layers read. A carry goes through the layers.
+    """Returns the loop body of a stage's layers and the arrays that the loop reads; the carry is a `Carry`.
 
     Args:
-      stage: the stacked layers, called as `decoder_layer.DecoderLayer` is, or a `LayerPattern` of them.
+      stage: the stacked layers, with `decoder_layer.DecoderLayer`'s call signature, or a `LayerPattern` of them.
       number: the stage's index in `Decoder.stages`, and so in `Spread.layer_gathers`.
 
     Raises:
@@ -229,7 +229,7 @@ def stage_layers(stage: nnx.Module, number: int, inputs: LayerInputs, per_layer:
             raise ValueError(
                 "weight tickets need matrices that are whole on each device; this mesh gathers them layer by layer"
             )
-        # It has a place for each parameter, and matrices with tickets are none.
+        # The gather expects every matrix as a parameter; matrices with tickets are not parameters.
         gather = None
     layers = Layers(layer, gather or WHOLE_LAYER, execution.remat, whole_accumulators=bool(jax.tree.leaves(stacks)))
     return StageLayers(layers, LayerArrays((inputs, stacks), (per_layer, others), parameters, accumulators))

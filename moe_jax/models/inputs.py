@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Array, Integer
 
 MAX_CHECKED_TOKENS = 1 << 16
-"""Largest number of ids on an accelerator that are compared with the vocabulary. The copy to the host waits for the device."""
+"""Largest number of ids on an accelerator that are checked: copying them to the host waits for the device."""
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 OTHER_NAMES = {
@@ -46,7 +46,7 @@ def token_ids(tokens: Any, vocab_size: int, name: str = "tokens") -> Integer[Arr
 
 
 def refuse_deleted(arrays: Any) -> None:
-    """Refuses a model's arrays that a program has deleted. JAX's own error does not say which program does that.
+    """Raises if a program has deleted a model's arrays. JAX's own error does not name the kind of program.
 
     Raises:
       ValueError: an array was deleted.
@@ -60,7 +60,7 @@ def refuse_deleted(arrays: Any) -> None:
 
 
 def integers(values: Any, name: str) -> Any:
-    """Returns the values as an array of integers; booleans, as in a mask, become 0 and 1.
+    """Returns the values as an integer array; booleans (masks) become 0 and 1.
 
     Raises:
       ValueError: the values are no integers, or rows have different lengths.
@@ -86,7 +86,7 @@ def check_shapes(config, tokens, positions, segment_ids, cache, expert_ids) -> N
     """Compares the shapes of a call's arguments with `tokens`, [batch, seq].
 
     Raises:
-      ValueError: shapes that do not fit each other, or a cache without positions or room.
+      ValueError: shapes do not match, or a cache comes without positions or has no room.
     """
     if 0 in tokens.shape:
         raise ValueError(f"tokens must hold at least one token; got shape {tokens.shape}")

@@ -1,4 +1,4 @@
-"""Places of a model's layers: the stage that a pipeline deals out to its ranks, and the layers of each stack."""
+"""Positions of a model's layers: the stage that a pipeline splits over its ranks, and the layers of each stack."""
 
 import itertools
 
@@ -7,10 +7,10 @@ from moe_jax.parallel.pipeline.chunks import LayersInPipe, PipeShape, check_laye
 
 
 def layers_in_pipe(config: ModelConfig, pipe: PipeShape) -> LayersInPipe:
-    """Returns the last stage before modules that predict further tokens: its repeats of a body of layers.
+    """Returns the layers that a pipeline splits: the last stage before multi-token prediction modules.
 
     Raises:
-      ValueError: `pipe` has several ranks, and layers with experts stand before those; or a chunk of a rank has no layer.
+      ValueError: `pipe` has several ranks, and earlier stages have experts; or a chunk of a rank has no layer.
     """
     *before, last = config.stages
     if pipe.ranks > 1 and any(stage.sparse for stage in before):
@@ -23,15 +23,15 @@ def layers_in_pipe(config: ModelConfig, pipe: PipeShape) -> LayersInPipe:
 
 
 def stack_of(path: tuple) -> tuple:
-    """Returns the path of the stacked layers, a stage or a place in its body, that the parameter at `path` belongs to."""
+    """Returns the path of the stack (a stage, or a place in its body) that holds the parameter at `path`."""
     return path[:4] if path[2] == "places" else path[:2]
 
 
 def layers_of_stacks(lengths: dict[tuple, int]) -> dict[tuple, slice]:
-    """Returns the places of each stack's layers among the layers of all stacks, in the order in which tokens pass them.
+    """Returns the position of each stack's layers among all layers, in the order in which tokens pass them.
 
     Args:
-      lengths: the number of layers of each stack, by `stack_of`. The stacks of a stage take turns.
+      lengths: the number of layers of each stack, by `stack_of`. The stacks of a stage alternate.
     """
     found: dict[tuple, slice] = {}
     first = 0

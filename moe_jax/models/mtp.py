@@ -1,9 +1,9 @@
-"""Multi-token prediction: modules behind a model's last layer; module k predicts the token k + 1 places on.
+"""Multi-token prediction: modules after a model's last layer; module k predicts the token k + 1 positions later.
 
 DeepSeek-V3 (2024, https://arxiv.org/abs/2412.19437), section 2.2. Embedding and vocabulary projection are the model's own. The
-paper writes [hidden; embedding]; the published weights of `eh_proj` take the embedding first. (DeepSeek's README_WEIGHTS.md
+paper writes [hidden; embedding]; the published weights of `eh_proj` expect the embedding first. (DeepSeek's README_WEIGHTS.md
 names the parts; vLLM's deepseek_mtp.py and SGLang's deepseek_nextn.py concatenate [enorm(embedding), hnorm(hidden)]). There the
-hidden state is the model's after its last norm. Here every module takes and gives the hidden state after the last norm, which
+hidden state is the model's after its last norm. Here every module reads and returns the hidden state after the last norm, which
 the vocabulary projection reads.
 """
 
@@ -24,19 +24,19 @@ from moe_jax.parallel.spread import Spread
 
 
 class PredictorState(NamedTuple):
-    """A module's input and output in place of the residual stream."""
+    """A module's input and output, instead of the residual stream."""
 
     hidden: Float[Array, "batch seq hidden"]
     """h_{k-1}, the hidden states of the model or the module before; h_k in the output."""
     embedded: Float[Array, "batch seq hidden"]
-    """Embeddings of the tokens k places on; the same in the output."""
+    """Embeddings of the tokens k positions later; unchanged in the output."""
 
 
 class TokenPredictor(nnx.Module):
     """Module k: h_k[i] = norm(block(eh_proj [enorm(embedding of token i + k); hnorm(h_{k-1}[i])])), at the position of i.
 
     Args:
-      block: a decoder layer, called as `decoder_layer.DecoderLayer` is.
+      block: a decoder layer with `decoder_layer.DecoderLayer`'s call signature.
     """
 
     def __init__(

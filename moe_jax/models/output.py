@@ -15,7 +15,8 @@ class HiddenStates:
     """The final hidden states, before the vocabulary projection.
 
     Attributes:
-      hidden: after the last norm, in the model's dtype. With an adapter of the head more columns follow, for `head_weight`.
+      hidden: after the last norm, in the model's dtype. With an adapter of the head it has extra columns, which `head_weight`
+        matches.
       router: the router's sums, stacked over MoE layers (zero layers for a dense model).
       expert_ids: experts that each token of each MoE layer went to. Pass them back as `expert_ids` to replay the routing.
       cache: the KV cache with this call's tokens in it; None if none was passed.

@@ -7,4 +7,4 @@ from moe_jax.kernels.experts.fp8.precision import DenseGroup
 __all__ = ["DenseGroup", "PrecisionName"]
 
 PrecisionName = Literal["bf16", "fp8", "fp8_kept"]
-"""`kernels.Precision.named` has the recipes; "bf16" stands for the model's dtype."""
+"""Names of `kernels.Precision.named`'s recipes; "bf16" is the model's own dtype."""

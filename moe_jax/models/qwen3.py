@@ -1,6 +1,6 @@
 """Qwen3 and Qwen3-MoE (Yang et al., 2025, https://arxiv.org/abs/2505.09388): grouped-query attention.
 
-The feed-forward block is dense; in Qwen3-MoE experts take its place.
+The feed-forward block is dense; Qwen3-MoE replaces it with experts.
 """
 
 from flax import nnx

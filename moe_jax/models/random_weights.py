@@ -36,7 +36,7 @@ def random_model(
       pipe_chunks: as in `from_pretrained`. The weights do not depend on the pipe.
 
     Raises:
-      ValueError: the layers cannot lie in the mesh's pipe.
+      ValueError: the layers cannot be split over the mesh's pipe.
     """
     pipe = pipe_of(mesh, pipe_chunks)
     layers = layers_in_pipe(config, pipe)
@@ -69,7 +69,7 @@ def _ones(shape: tuple[int, ...], dtype: DTypeLike, place: Sharding, pipe: PipeS
 
 
 def _normal(key, shape, stddev, dtype: DTypeLike, place: Sharding, pipe: PipeShape) -> Array:
-    """Draws [layers, ...] layer by layer, or [...]; places of a pipeline that have no layer are zeros."""
+    """Draws [layers, ...] layer by layer, or [...]; padding slots of a pipeline are zeros."""
 
     def draw(key, shape):
         return draw_normal(key, shape, stddev, dtype)
@@ -83,7 +83,7 @@ def _normal(key, shape, stddev, dtype: DTypeLike, place: Sharding, pipe: PipeSha
     of_ranks = NamedSharding(place.mesh, PartitionSpec("pipe", *place.spec[3:]))
 
     def draw_of_ranks(keys, numbers):
-        """Draws the layers of these numbers, one a rank, each on its rank; number 0 is no layer."""
+        """Draws the layers with these numbers, one for each rank and on that rank; number 0 is padding."""
         drawn = jax.vmap(lambda number: jnp.where(number > 0, draw(keys[number - 1], shape[1:]), 0))(numbers)
         return jax.lax.with_sharding_constraint(drawn, of_ranks)
 
