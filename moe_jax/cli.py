@@ -26,7 +26,7 @@ class Command:
     several_processes: bool = False
     """True if the command can run as several processes of one job."""
     several_devices: bool = False
-    """True if a single process computes on the number of devices that --devices gives; so do those of several processes."""
+    """True if one process can compute on --devices devices. True for every command with `several_processes`."""
     uses_jax: bool = True
     """False if the command runs without JAX, and JAX is not imported for it."""
 
@@ -63,7 +63,7 @@ COMMANDS = {
 BY_NAME = {name: command for group in COMMANDS.values() for name, command in group.items()}
 
 BROKEN_PIPE = 128 + 13
-"""Exit status of a program that SIGPIPE ended."""
+"""Exit status of a program killed by SIGPIPE."""
 
 
 def main(arguments: list[str] | None = None) -> None:
