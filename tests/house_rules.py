@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+import prose
+
 ROOT = Path(__file__).parent.parent
 
 MAX_PARAMETERS = 8
@@ -66,6 +68,12 @@ def offenders() -> dict[str, list[str]]:
         ],
         "first words": [name for name, node in documented if first_word(ast.get_docstring(node) or "") in FIRST_WORDS],
         "long sentences": [name for name, node in documented if longest_sentence(ast.get_docstring(node) or "") > MAX_WORDS],
+        "translated idioms": [
+            f"{path.relative_to(ROOT)}:{line}: {sentence}"
+            for path in sources("moe_jax") + sources("tests")
+            for line, text in texts(path)
+            for sentence in prose.idioms_of_text(text)
+        ],
         "class names": repeated_class_names(documented),
         "test names": [
             name for path in sources("tests") for name in test_names(path) if len(name.split(":")[1]) > MAX_TEST_NAME
@@ -97,6 +105,21 @@ def public(path: Path) -> Iterator[Documented]:
                     yield Documented(f"{file}:{node.name}.{method.name}", method)
 
 
+def texts(path: Path) -> Iterator[tuple[int, str]]:
+    """Yields the line and the text of each docstring, string under a field or constant, and comment, also of private names."""
+    for node in ast.walk(parsed(path)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            yield node.lineno, node.value.value
+    last, comment = 0, ""
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        if found := re.search(r"(?:^ *|  )# (.*)", line):
+            if number > last + 1:
+                yield last, comment
+                comment = ""
+            last, comment = number, f"{comment} {found[1]}"
+    yield last, comment
+
+
 def num_parameters(function: ast.FunctionDef) -> int:
     """Returns the number of a function's parameters; `*args` and `**kwargs` are one each, `self` and `cls` none."""
     of = function.args
@@ -116,11 +139,11 @@ def first_word(docstring: str) -> str:
 
 def longest_sentence(docstring: str) -> int:
     """Returns the number of words of the longest sentence; a code span is one word, formulas and code blocks are none."""
-    sentences = [sentence for text in prose(docstring) for sentence in re.split(r"(?<!e\.g|i\.e)[.!?]\)?\s+", text)]
+    sentences = [sentence for text in paragraphs(docstring) for sentence in re.split(r"(?<!e\.g|i\.e)[.!?]\)?\s+", text)]
     return max((len(re.findall(r"\w[^\s]*", sentence)) for sentence in sentences), default=0)
 
 
-def prose(docstring: str) -> Iterator[str]:
+def paragraphs(docstring: str) -> Iterator[str]:
     """Yields a docstring's texts, each in a line: paragraphs, list items, and arguments without their names, no tables."""
     docstring = re.sub(r"^\s*```.*?^\s*```", "", docstring, flags=re.DOTALL | re.MULTILINE)
     docstring = re.sub(r"(`+).+?\1", "code", docstring, flags=re.DOTALL)

@@ -43,8 +43,13 @@ def long_sentences(page: str) -> Iterator[str]:
 def idioms(page: str) -> Iterator[str]:
     """Yields sentences with a translated idiom, outside headings, code and quotes."""
     for block in blocks(page):
-        text = _QUOTE.sub("QUOTE", _LINK.sub(r"\1", _CODE.sub("CODE", block)))
-        yield from (sentence for sentence in _SENTENCE_END.split(" ".join(text.split())) if _IDIOMS.search(sentence))
+        yield from idioms_of_text(block)
+
+
+def idioms_of_text(text: str) -> Iterator[str]:
+    """Yields sentences of a docstring, comment or paragraph with a translated idiom, outside code and quotes."""
+    text = _QUOTE.sub("QUOTE", _LINK.sub(r"\1", _CODE.sub("CODE", text)))
+    yield from (sentence for sentence in _SENTENCE_END.split(" ".join(text.split())) if _IDIOMS.search(sentence))
 
 
 def blocks(page: str) -> Iterator[str]:
