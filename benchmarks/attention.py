@@ -342,4 +342,4 @@ def positions_of(segment_ids):
 CASES = {"training": Training, "paged": Paged, "prefill": Prefill}
 
 if __name__ == "__main__":
-    main(__doc__, **CASES)
+    main(__doc__, CASES)

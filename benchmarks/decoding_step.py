@@ -1,10 +1,9 @@
-"""Times the parts of one decoding step of the engine: kernels on the device, projections alone, and the host's plan.
+"""Times the parts of one decoding step of the engine: kernels on the device, and the host's plan.
 
     python benchmarks/decoding_step.py                  # by kernel: 12 layers of Qwen3-30B-A3B, 1, 16, 64 and 256 sequences
-    python benchmarks/decoding_step.py matmuls          # projections as partial sums: by XLA, in the engine, strict
     python benchmarks/decoding_step.py host             # the plan, and the tokens of the step before; needs no GPU
 
-`kernels` and `matmuls` read the profiler and need a GPU.
+`kernels` reads the profiler, which names no kernels on a CPU.
 
 `host`: each sequence has a prompt of `--prompt` tokens and decodes; a step is planned before the step before is read, as the
 engine does. The tokens come from no device. Rows have CPU microseconds of a step in which all sequences decode: the median, and
@@ -13,7 +12,6 @@ and chunked, while the others decode.
 """
 
 import collections
-import functools
 import re
 import statistics
 import tempfile
@@ -27,12 +25,9 @@ import jax.numpy as jnp
 import numpy as np
 from harness import Case, main
 from inputs import config_of
-from jax import lax
 from jax.profiler import ProfileData
 
 from moe_jax.kernels.attention.paged import PAGE_SIZE
-from moe_jax.kernels.decode.project import project
-from moe_jax.kernels.strict.matmul import matmul_in_parts
 from moe_jax.models.random_weights import random_model
 from moe_jax.serving.batch import StepShape, empty_rows, packed
 from moe_jax.serving.drawing import draw_program
@@ -47,15 +42,6 @@ from moe_jax.serving.step import initial_state, output_like, step
 from moe_jax.serving.weights import take_apart
 
 CONTEXT = 128
-MATRICES = {
-    "q, k, v": ((4096, 512, 512), 2048),
-    "o": ((2048,), 4096),
-    "router": ((128,), 2048),
-    "q, k, v of Qwen3-32B": ((8192, 1024, 1024), 5120),
-    "o of Qwen3-32B": ((5120,), 8192),
-    "down of Qwen3-32B": ((5120,), 25600),
-}
-"""The rows of a projection's matrices, and its summands."""
 
 
 @dataclass(kw_only=True)
@@ -111,49 +97,6 @@ class DecodingStep:
         drawn = draw_program("greedy")(self.output, self.options, state.last_token, None)
         self.state = state._replace(last_token=drawn.last_token)
         return drawn.sampled.tokens
-
-
-@dataclass(kw_only=True)
-class Matmuls(Case):
-    """A row for each projection and number of tokens: microseconds by XLA in several parts, and as the engine computes it.
-
-    With 1 part the choice is left to XLA. Small sizes leave out strict bits, which a CPU interprets.
-    """
-
-    tokens: tuple[int, ...] = (1, 2, 16, 64, 128, 256)
-
-    SMALL = dict(tokens=(2,))
-
-    def results(self):
-        """Yields the rows."""
-        for name, (heights, summands) in ({"q, k, v": ((128, 64, 64), 512)} if self.small else MATRICES).items():
-            # Together they do not fit the L2 cache.
-            number = 2 if self.small else 128 if name == "router" else 12
-            layers = [[jnp.full((n, summands), 0.01 * i, jnp.bfloat16) for n in heights] for i in range(number)]
-            ways = {f"us_{parts}_parts": functools.partial(by_xla, parts=parts) for parts in (1, 2, 4, 8)}
-            ways |= {"us_project": project} | ({} if self.small else {"us_strict": matmul_in_parts})
-            for tokens in self.tokens:
-                row = dict(matrices=name, tokens=tokens)
-                for way, multiply in ways.items():
-
-                    def of_all(x, layers, multiply=multiply):
-                        sums = []
-                        for weights in layers:
-                            y = multiply(x, *weights)
-                            x = lax.optimization_barrier((x, y))[0]
-                            sums.append(y[0, 0, 0])
-                        return jnp.stack(sums)
-
-                    run = functools.partial(jax.jit(of_all), jnp.ones((tokens, summands), jnp.bfloat16), layers)
-                    jax.block_until_ready([run() for _ in range(3)])
-                    row[way] = microseconds_of_kernels(run).total() / number
-                yield row
-
-
-def by_xla(x: jax.Array, *weights: jax.Array, parts: int) -> jax.Array:
-    """Computes `project` by XLA, with this number of parts."""
-    x, w = (a.reshape(len(a), parts, -1) for a in (x, jnp.concatenate(weights)))
-    return jnp.einsum("nsk,osk->sno", x, w, preferred_element_type=jnp.float32)
 
 
 def microseconds_of_kernels(run: Callable, calls: int = 3) -> collections.Counter[str]:
@@ -243,7 +186,7 @@ class Host(Case):
         return 1e6 * np.array(plans), 1e6 * np.array(reads), 1e6 * np.array(admits)
 
 
-CASES = {"kernels": Kernels, "matmuls": Matmuls, "host": Host}
+CASES = {"kernels": Kernels, "host": Host}
 
 if __name__ == "__main__":
-    main(__doc__, **CASES)
+    main(__doc__, CASES)

@@ -190,7 +190,7 @@ def memory_of_lives(model: Decoder, limits: EngineLimits, engines: int, load: tu
 
     yield row("before")
     for _ in range(engines):
-        seconds, engine = timed(lambda: Engine(model, limits=limits))
+        seconds, engine = timed(partial(Engine, model, limits=limits))
         yield row(f"{seconds:.0f} s start")
         generate(engine, rng.integers(0, model.config.vocab_size, (requests, prompt_tokens)).tolist(), new)
         assert engine.stats().running == engine.stats().waiting == 0
@@ -352,9 +352,9 @@ class First(Case):
             model = random_model(replace(config_of("qwen3-30b-a3b", small=True), num_hidden_layers=layers), jnp.float32)
             call = partial(moe_jax.generate, model, prompt, max_new_tokens=self.new_tokens)
             (first, tokens), (later, _) = timed(call), timed(call)
-            start, engine = timed(lambda model=model: Engine(model, limits=limits))
+            start, engine = timed(partial(Engine, model, limits=limits))
             options = SamplingOptions(max_new_tokens=self.new_tokens, ignore_eos=True)
-            of_engine, ((completion,),) = timed(lambda engine=engine: engine.generate([prompt], options))
+            of_engine, ((completion,),) = timed(partial(engine.generate, [prompt], options))
             engine.close()
             row = dict(layers=layers, generate_first_s=first, generate_later_s=later, engine_start_s=start)
             row |= dict(engine_call_s=of_engine)
@@ -364,4 +364,4 @@ class First(Case):
 CASES = {"steps": Steps, "strict": Strict, "generate": Generate, "first": First}
 
 if __name__ == "__main__":
-    main(__doc__, **CASES)
+    main(__doc__, CASES)

@@ -1,24 +1,18 @@
 """Times the matrices of one layer without its router: experts with adapters, with gradient sums, and in FP8; dense ones in FP8.
 
     python benchmarks/experts.py                       # experts trained, frozen, and frozen with adapters; bf16 and FP8
-    python benchmarks/experts.py --tokens 8192 --ranks 4 --parts
+    python benchmarks/experts.py --tokens 8192 --ranks 4
     python benchmarks/experts.py sums                  # adding a micro-batch's gradients: inside the kernels, or by XLA
     python benchmarks/experts.py sums --tokens 1024 --experts 256 --top-k 8 --hidden 7168 --intermediate 2048
-    python benchmarks/experts.py fp8 --presets deepseek-v3 --tokens 16384     # each pass of the Hopper kernels, bf16 and FP8
     python benchmarks/experts.py dense                 # attention's projections and shared experts, bf16 and FP8
 
-All but `sums` and `dense` are of Qwen3-30B-A3B's layer with 32768 tokens, unless options say otherwise. Data is random. If
-nothing else is said, a time is the median of 5 groups of calls, one after the other: the GPU is under load.
+Data is random. A time is the median of 5 groups of calls, one after the other: the GPU is under load.
 
-`adapted`: every expert gets the same number of tokens, forward and backward. `--parts` also times the thin products alone,
-which read rows and write few numbers.
+`adapted`: Qwen3-30B-A3B's experts, 32768 tokens, forward and backward. Every expert gets the same number of tokens.
 
 `sums`: *none* returns gradients in the weights' dtype, not accumulated. *xla* adds these gradients to totals. *kernels* has the
 totals as accumulators. Totals are f32 and donated. MiB are temporaries, and results that do not reuse an argument's memory, as
 the compiler reports them. The two ways of adding must agree.
-
-`fp8`: random routing. Milliseconds and TFLOP/s in bursts of 4 calls with pauses, and under load, when the power limit has set
-the clock. W and MHz are read in the middle of the load. Rows of gathers have GB/s of their reads and writes.
 
 `dense`: a row has the matrices that read one x, or the block of shared experts. *copies* is the time of rounding the matrices
 to FP8, once a training step. Errors are those of FP8 compared with bf16: of y, dx and dw.
@@ -26,7 +20,6 @@ to FP8, once a training step. Errors are those of FP8 compared with bf16: of y, 
 
 import math
 import statistics
-import subprocess
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -35,20 +28,15 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from harness import Case, main, median_ms, one_of, relative_error
 from inputs import config_of
 
-from moe_jax.config import EXPERT_LAYERS, NAMED_CONFIGS, ExpertLayer
+from moe_jax.config import EXPERT_LAYERS, NAMED_CONFIGS
 from moe_jax.kernels import Precision, experts_mlp, fp8_matmul, quantise_matrices
-from moe_jax.kernels.experts import mosaic
 from moe_jax.kernels.experts.call import TokenPart
 from moe_jax.kernels.experts.call import experts as compute
 from moe_jax.kernels.experts.choose_backend import BACKENDS
-from moe_jax.kernels.experts.fp8 import mosaic as fp8_mosaic
 from moe_jax.kernels.experts.fp8.dense import dense_copies
-from moe_jax.kernels.experts.fp8.quantise import quantise_rows
-from moe_jax.kernels.experts.routing import Plan, plan
 from moe_jax.kernels.experts.weights import Accumulators, ExpertWeights, Matrix
 from moe_jax.kernels.low_rank import LowRank
 
@@ -66,7 +54,6 @@ class Adapted(Case):
     tokens: int = 32768
     ranks: tuple[int, ...] = (4, 16)  # the rank of each expert
     launches: int = 20
-    parts: bool = False  # also the thin products alone, which need Hopper kernels
 
     SMALL = dict(tokens=64, ranks=(4,), launches=1)
 
@@ -112,34 +99,6 @@ class Adapted(Case):
             yield dict(experts=name, ms=ms(f, (x, weights), held))
             for rank in self.ranks:
                 yield dict(experts=f"{name}, rank {rank}", ms=ms(f, (x, weights, adapter_of(rank)), held))
-        if self.parts:
-            yield from self.rows_of_parts(x, chosen, inter, experts)
-
-    def rows_of_parts(self, x, chosen, inter: int, experts: int):
-        """Yields a row for each thin product, with the bytes that it reads and writes a second."""
-        planned = plan(chosen, experts, mosaic.ROW_ALIGNMENT)
-        rows, hidden = planned.num_rows, x.shape[1]
-        wide, inner, h = (jnp.ones((rows, width), x.dtype) for width in (hidden, inter, 2 * inter))
-        thin = jnp.ones((rows, 64), x.dtype)
-
-        def factor(n: int, m: int) -> jax.Array:
-            return jnp.ones((experts, n, m), x.dtype)
-
-        products = {
-            "u = x a1": (wide, lambda a: mosaic.grouped_matmul(a, factor(64, hidden), planned)),
-            "v = act a2": (inner, lambda a: mosaic.grouped_matmul(a, factor(64, inter), planned)),
-            "t2 = dy b2": (wide, lambda a: mosaic.grouped_matmul(a, factor(hidden, 64), planned, transpose=True)),
-            "t1 = dh b1": (h, lambda a: mosaic.grouped_matmul(a, factor(2 * inter, 64), planned, transpose=True)),
-            "da1 = t1 x": (wide, lambda a: mosaic.grouped_outer(thin, a, planned, jnp.float32)),
-            "db1 = dh u": (h, lambda a: mosaic.grouped_outer(a, thin, planned, jnp.float32)),
-            "da2 = t2 act": (inner, lambda a: mosaic.grouped_outer(thin, a, planned, jnp.float32)),
-            "db2 = dy v": (wide, lambda a: mosaic.grouped_outer(a, thin, planned, jnp.float32)),
-            "gather": (x, lambda a: mosaic.rows_of_tokens(a, planned)[0]),
-        }
-        for name, (a, f) in products.items():
-            ms = median_ms(jax.jit(f), (a,), self.launches)
-            moved = (a.size if a is not x else rows * hidden) * 2 + rows * 64 * 2
-            yield dict(product=name, ms=ms, tb_per_s=moved / ms / 1e9)
 
 
 @dataclass(kw_only=True)
@@ -215,93 +174,6 @@ class Sums(Case):
             groups.append((time.perf_counter() - began) / self.launches)
         # The first group warms up.
         return 1e3 * statistics.median(groups[1:])
-
-
-@dataclass(kw_only=True)
-class Fp8(Case):
-    """A row for each pass in either width; Hopper kernels."""
-
-    presets: tuple[one_of(EXPERT_LAYERS), ...] = ("qwen3-30b-a3b",)
-    tokens: int = 32768
-    load_seconds: float = 0.5
-
-    SMALL = dict(tokens=16, load_seconds=0.0)
-
-    def results(self):
-        """Yields the times of each pass of a layer."""
-        for preset in self.presets:
-            layer = ExpertLayer(128, 128, 2, 1) if self.small else EXPERT_LAYERS[preset]
-            for name, width, work, unit, f, operands in self.passes(layer):
-                burst, load, power = self.times(jax.jit(f), *operands)
-                rates = {"burst_rate": work / burst / unit, "load_ms": 1e3 * load, "load_rate": work / load / unit}
-                yield {"preset": preset, "pass": name, "width": width, "burst_ms": 1e3 * burst} | rates | power
-
-    def passes(self, layer: ExpertLayer):
-        """Yields (name, width, work, its unit, function, operands) of each pass."""
-        hidden, inter, experts, top_k = layer
-        rng = np.random.default_rng(0)
-        chosen = jnp.asarray(np.argsort(rng.random((self.tokens, experts)), axis=1)[:, :top_k], jnp.int32)
-        p = jax.jit(partial(plan, num_experts=experts, row_alignment=fp8_mosaic.ROW_ALIGNMENT))(chosen)
-        flops = 2 * self.tokens * top_k * hidden * inter
-        x, read, rows = normal(0, self.tokens, hidden), self.tokens * hidden * 2, self.tokens * top_k * hidden
-        yield "gather, GB/s", "bf16", read + 2 * rows, 1e9, lambda x, p: mosaic.rows_of_tokens(x, p)[0], (x, p)
-        yield "gather, GB/s", "fp8", read + rows, 1e9, fp8_mosaic.rows_of_tokens, (x, p)
-
-        def both(name: str, work: float, columns: int, summands: int, in_bf16, in_fp8):
-            a, w = normal(1, p.num_rows, summands), normal(2, experts, columns, summands)
-            yield name, "bf16", work, 1e12, in_bf16, (a, w, p)
-            yield name, "fp8", work, 1e12, in_fp8, (jax.jit(quantise_rows)(a), jax.jit(quantise_matrices)(w), p)
-
-        for keep_h in (False, True):
-            gated = [partial(kernels.gated_matmul, keep_h=keep_h) for kernels in (mosaic, fp8_mosaic)]
-            yield from both("gate_up with h" if keep_h else "gate_up", 2 * flops, 2 * inter, hidden, *gated)
-        plain = mosaic.grouped_matmul, fp8_mosaic.grouped_matmul
-        yield from both("gate_up, product alone", 2 * flops, 2 * inter, hidden, *plain)
-        yield from both("down", flops, hidden, inter, *plain)
-        yield from both("dx", 2 * flops, hidden, 2 * inter, *plain)
-        h, v = normal(3, p.num_rows, 2 * inter), jnp.ones(p.num_rows)
-
-        def d_act_in_bf16(dy, w_down_transposed, p: Plan):
-            return mosaic.gated_matmul_backward(dy, w_down_transposed.reshape(experts, hidden, inter), h, v, p)
-
-        def d_act_in_fp8(dy, w_down_transposed, p: Plan):
-            return fp8_mosaic.gated_matmul_backward(dy, w_down_transposed, h, v, p)
-
-        yield from both("d_act", flops, inter, hidden, d_act_in_bf16, d_act_in_fp8)
-
-    def times(self, f, *operands) -> tuple[float, float, dict[str, str]]:
-        """Returns seconds of a call in bursts and under load, and the load's W and MHz."""
-        jax.block_until_ready(f(*operands))
-        bursts, launches = [], 1 if self.small else 4
-        for _ in range(1 if self.small else 5):
-            time.sleep(0.1)
-            began = time.perf_counter()
-            for _ in range(launches):
-                result = f(*operands)
-            jax.block_until_ready(result)
-            bursts.append((time.perf_counter() - began) / launches)
-        burst = statistics.median(bursts)
-        calls = max(1 if self.small else 8, int(self.load_seconds / burst))
-        for _ in range(calls):
-            result = f(*operands)
-        jax.block_until_ready(result)
-        began = time.perf_counter()
-        for _ in range(calls):
-            result = f(*operands)
-        # The calls are queued: the GPU is at work on the first half.
-        power = query_power()
-        jax.block_until_ready(result)
-        return burst, (time.perf_counter() - began) / calls, power
-
-
-def query_power() -> dict[str, str]:
-    """Returns the GPU's W and MHz as nvidia-smi tells them."""
-    query = ["nvidia-smi", "--query-gpu=power.draw,clocks.sm", "--format=csv,noheader,nounits", "-i", "0"]
-    try:
-        watts, clock = subprocess.run(query, capture_output=True, text=True, timeout=5).stdout.splitlines()[0].split(", ")
-    except (OSError, subprocess.TimeoutExpired, IndexError, ValueError):
-        return {"watts": "?", "mhz": "?"}
-    return {"watts": watts, "mhz": clock}
 
 
 SHARED = "shared experts"
@@ -387,7 +259,7 @@ class Dense(Case):
             yield row | dict(copies_ms=median_ms(round_all, (matrices,), self.launches), errors=errors)
 
 
-CASES = {"adapted": Adapted, "sums": Sums, "fp8": Fp8, "dense": Dense}
+CASES = {"adapted": Adapted, "sums": Sums, "dense": Dense}
 
 if __name__ == "__main__":
-    main(__doc__, **CASES)
+    main(__doc__, CASES)

@@ -122,4 +122,4 @@ def read_bandwidth(w: Array, calls: int) -> float:
 CASES = {"few": FewTokens}
 
 if __name__ == "__main__":
-    main(__doc__, **CASES)
+    main(__doc__, CASES)

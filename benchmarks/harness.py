@@ -3,7 +3,7 @@
 A script has cases. A case is a dataclass whose fields are the options of the command line and whose `results` measures:
 
     python benchmarks/attention.py                                  # the first case
-    python benchmarks/attention.py paged --windows                  # another one
+    python benchmarks/attention.py paged --heads 16                 # another one
     python benchmarks/attention.py paged --small                    # sizes for a CPU, as a smoke test
     python benchmarks/attention.py paged --output results.jsonl     # also appends each row as a line of JSON
 
@@ -69,11 +69,16 @@ def parse(arguments: list[str], description: str | None, cases: dict[str, type[C
     name = arguments[0] if arguments and arguments[0] in cases else next(iter(cases))
     arguments = arguments[1:] if arguments and arguments[0] in cases else arguments
     of_case = cases[name]
+    for field in dataclasses.fields(of_case):
+        if field.type == bool | None:  # A switch with a third value, its absence.
+            option = field.name.replace("_", "-")
+            words = {f"--{option}": (f"--{option}", "True"), f"--no-{option}": (f"--{option}", "False")}
+            arguments = [word for each in arguments for word in words.get(each, (each,))]
     default = of_case(**of_case.SMALL, small=True) if "--small" in arguments else of_case()
     return name, tyro.cli(of_case, args=arguments, default=default, description=description)
 
 
-def main(description: str | None, **cases: type[Case]) -> None:
+def main(description: str | None, cases: dict[str, type[Case]]) -> None:
     """Runs the case that the command line names, prints its rows, and with `--output` also appends them to a file."""
     name, case = parse(sys.argv[1:], description, cases)
     case.start()
@@ -146,7 +151,7 @@ def in_a_process(
     """
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "rows.jsonl"
-        command = [sys.executable, str(script), name, *_arguments(dataclasses.replace(case, output=output))]
+        command = [sys.executable, str(script), name, *arguments_of(dataclasses.replace(case, output=output))]
         try:
             child = subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=os.environ | variables)
             last = "".join(child.stderr.strip().splitlines()[-1:])
@@ -157,12 +162,12 @@ def in_a_process(
     return [{key: value for key, value in row.items() if key not in FACTS} for row in rows], problem
 
 
-def _arguments(case: Case) -> list[str]:
+def arguments_of(case: Case) -> list[str]:
     """Returns the command line of a case."""
     arguments = []
     for field in dataclasses.fields(case):
         value, option = getattr(case, field.name), field.name.replace("_", "-")
-        if isinstance(value, bool) and field.type is bool:
+        if isinstance(value, bool):
             arguments.append(f"--{option}" if value else f"--no-{option}")
         elif value is not None:
             arguments += [f"--{option}", *map(str, value if isinstance(value, tuple) else [value])]

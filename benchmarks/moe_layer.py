@@ -264,4 +264,4 @@ def seconds_of_call(program: jax.stages.Compiled, inputs: tuple, at_least: float
 CASES = {"systems": Systems, "tables": Tables}
 
 if __name__ == "__main__":
-    main(__doc__, **CASES)
+    main(__doc__, CASES)

@@ -417,4 +417,4 @@ def compare(row: dict, found, expected, tolerance: float) -> None:
 CASES = {"experts": Experts, "exchange": Exchange, "ring": Ring}
 
 if __name__ == "__main__":
-    main(__doc__, **CASES)
+    main(__doc__, CASES)

@@ -314,4 +314,4 @@ def finish(figure: Figure, path: Path) -> None:
 CASES = {"fp8": Fp8, "lora": Lora, "balance": Balance}
 
 if __name__ == "__main__":
-    main(__doc__, **CASES)
+    main(__doc__, CASES)

@@ -276,4 +276,4 @@ def pairs(rows: int, seq: int, vocab_size: int) -> dict[str, np.ndarray]:
 CASES = {"step": Step, "dpo": Dpo}
 
 if __name__ == "__main__":
-    main(__doc__, **CASES)
+    main(__doc__, CASES)

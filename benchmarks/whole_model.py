@@ -237,4 +237,4 @@ def plot(rows: list[dict], path: Path) -> None:
 CASES = {"transformers": Transformers, "dense": Dense}
 
 if __name__ == "__main__":
-    main(__doc__, **CASES)
+    main(__doc__, CASES)
