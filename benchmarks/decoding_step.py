@@ -171,7 +171,7 @@ class Host(Case):
             began = time.thread_time()
             plan = plan_step(queues)
             planned = time.thread_time()
-            tokens = [len(plans) % 1000] * len(plan.samples)
+            tokens = [[len(plans) % 1000]] * len(plan.samples)
             before = time.thread_time()
             if unread:
                 read_step(queues, *unread)

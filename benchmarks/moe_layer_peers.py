@@ -3,7 +3,6 @@
 A peer gets its weights in its own layout and is called as its documentation describes:
 
 - `sonicmoe`: SonicMoE, https://arxiv.org/abs/2512.14080
-- `scattermoe`: ScatterMoE, https://arxiv.org/abs/2403.08245
 - `grouped_mm`, `eager`: the two implementations of transformers, in its Qwen3-MoE block
 - `tokamax`, `ragged_dot`: tokamax's kernel for Hopper and `jax.lax.ragged_dot`, tokens sorted by expert in jnp
 """
@@ -17,7 +16,7 @@ from typing import Any
 from moe_jax.config import ExpertLayer
 
 IN_JAX = ("tokamax", "ragged_dot")
-IN_TORCH = ("sonicmoe", "scattermoe", "grouped_mm", "eager")
+IN_TORCH = ("sonicmoe", "grouped_mm", "eager")
 PEERS = (*IN_TORCH, *IN_JAX)
 
 
@@ -206,7 +205,7 @@ def torch_layer(system: str, sizes: ExpertLayer, tokens: int, dtype: str, seed: 
     torch.manual_seed(seed)
     on_gpu = torch.cuda.is_available()
     options = {"device": "cuda" if on_gpu else "cpu", "dtype": getattr(torch, dtype)}
-    layer, weights = {"sonicmoe": _sonicmoe, "scattermoe": _scattermoe}.get(system, _transformers)(system, sizes, options)
+    layer, weights = (_sonicmoe if system == "sonicmoe" else _transformers)(system, sizes, options)
     with torch.no_grad():
         for w in weights:
             w.normal_(std=w.shape[-1] ** -0.5)
@@ -234,18 +233,13 @@ def torch_layer(system: str, sizes: ExpertLayer, tokens: int, dtype: str, seed: 
         step()
         return {"kept_mib": kept / 2**20, "peak_mib": (torch.cuda.max_memory_allocated() - before) / 2**20}
 
-    def to_common(router, w_gate_up, w_down):
-        if system == "scattermoe":
-            w_gate_up = w_gate_up.roll(sizes.inter, dims=1)
-        return router, w_gate_up, w_down
-
     return Layer(
         forward=forward,
         step=step,
         wait=lambda _: torch.cuda.synchronize() if on_gpu else None,
         memory=memory,
         inputs=(x, *weights, dy),
-        to_common=to_common,
+        to_common=lambda *weights: weights,
         device=torch.cuda.get_device_name() if on_gpu else "cpu",
     )
 
@@ -277,20 +271,6 @@ def _sonicmoe(_system: str, sizes: ExpertLayer, options: dict):
         )[0]
 
     return layer, [router, w_gate_up, w_down]
-
-
-def _scattermoe(_system: str, sizes: ExpertLayer, options: dict):
-    import torch
-    from scattermoe.mlp import GLUMLP
-
-    router = torch.empty(sizes.experts, sizes.hidden, **options).requires_grad_()
-    block = GLUMLP(sizes.hidden, sizes.inter, sizes.experts, sizes.top_k, activation=torch.nn.SiLU()).to(**options)
-
-    def layer(x):
-        weights, chosen = torch.softmax(x @ router.T, dim=-1, dtype=torch.float32).topk(sizes.top_k, dim=-1)
-        return block(x, (weights / weights.sum(dim=-1, keepdim=True)).to(x.dtype), chosen)
-
-    return layer, [router, block.experts.weight, block.output_experts.weight]
 
 
 def _transformers(system: str, sizes: ExpertLayer, options: dict):

@@ -71,7 +71,8 @@ class Transformers(Case):
         from moe_jax.check.report import check_random
 
         report = check_random(config_of(self.config, small=self.small, layers=self.layers), self.tokens, repeats=self.runs)
-        return dict(forward_s=report.forward_seconds, backward_s=report.backward_seconds, peak_gib=report.peak_memory_gib)
+        times = dict(forward_s=report.forward_seconds, backward_s=report.backward_seconds, peak_gib=report.peak_memory_gib)
+        return times | dict(device=jax.devices()[0].device_kind)
 
     def theirs(self, system: str) -> dict[str, float]:
         """Returns the same for transformers' model, with the system as its `experts_implementation`."""
@@ -103,7 +104,7 @@ class Transformers(Case):
             torch.cuda.synchronize()
             backward.append(time.perf_counter() - start)
         times = dict(forward_s=statistics.median(forward[1:]), backward_s=statistics.median(backward[1:]))
-        return times | dict(peak_gib=torch.cuda.max_memory_allocated() / GIB)
+        return times | dict(peak_gib=torch.cuda.max_memory_allocated() / GIB, device=torch.cuda.get_device_name())
 
 
 @dataclass(kw_only=True)
