@@ -7,7 +7,7 @@
     python benchmarks/engine.py --spread --count-experts    # routing as vLLM was timed with, and the experts that a step uses
     python benchmarks/engine.py --precision fp8             # experts in FP8
     python benchmarks/engine.py --cases 16x128 --update     # also new weights for the engine: 61 GB more
-    python benchmarks/engine.py --lives 3 --load 10000 16 4 # only memory: 3 engines in a row, each with 10,000 requests
+    python benchmarks/engine.py --layers 12 --kernels       # also the kernels of a step by the profiler; GPUs alone
     python benchmarks/engine.py strict --layers 48 --cases 16 256       # bits of strict=True, and its time
     python benchmarks/engine.py generate --devices 2        # moe_jax.generate; two GPUs share the experts and the prompts
     JAX_PLATFORMS=cpu python benchmarks/engine.py first --layers 48     # first call of generate, and of an engine
@@ -28,9 +28,12 @@ sequence. 0 is right.
 `first`: the model has Qwen3-MoE's layers at a small width, so that a CPU can run it. Compile times are near those of wide ones.
 """
 
+import collections
 import re
 import statistics
+import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -42,6 +45,7 @@ import numpy as np
 from flax import nnx
 from harness import Case, main, median_ms, median_s, one_of, peak_gib, timed
 from inputs import config_of, random_model_in_form
+from jax.profiler import ProfileData
 
 import moe_jax
 from moe_jax.config import NAMED_CONFIGS
@@ -89,12 +93,14 @@ class Steps(Case):
     precision: Literal["bf16", "fp8"] = "bf16"  # of the experts' matmuls
     drafts: bool = False  # with drafts of the model's module; no time for `device`
     update: bool = False  # also time `engine.update` with the weights of another model
-    lives: int | None = None  # instead of times, the memory of this number of engines in a row
+    kernels: bool = False  # also the time of each kernel of a step
 
     SMALL = dict(cases=("1x8", "3x8"), short=2, long=6, step_tokens=32)
 
     def start(self) -> None:
         """Refuses options that do not fit."""
+        if self.kernels and self.drafts:
+            raise SystemExit("--kernels are of a step without drafts: leave --drafts out")
         if self.update and self.precision == "fp8":
             raise SystemExit("--update draws its second model in bf16: leave --precision fp8 out")
         if self.count_experts and (self.drafts or NAMED_CONFIGS[self.config].experts is None):
@@ -122,9 +128,6 @@ class Steps(Case):
             max_length=max(prompt + new for _, prompt, new in loads),
             num_pages=self.pages or 1 + max(min(count, most) * pages_of(prompt + new) for count, prompt, new in loads),
         )
-        if self.lives:
-            yield from memory_of_lives(model, limits, self.lives, self.load or (1, 128, 16))
-            return
         seconds, engine = timed(lambda: Engine(model, limits=limits, drafts=int(self.drafts), keep_experts=self.count_experts))
         print(f"{limits}\nengine ready in {seconds:.0f} s", flush=True)
         rng = np.random.default_rng(0)
@@ -137,10 +140,13 @@ class Steps(Case):
             # New prompts in each call: old ones would be found in the cache.
             prefill = 1e3 * median_s(lambda shape=(sequences, prompt): generate(engine, random_prompts(*shape), 1), 3)
             step = step_ms(partial(generate, engine, prompts), self.short, self.long)
-            device = None if engine._loop.queues[0].drafts else device_ms(engine, sequences, prompt + self.long // 2)
+            where = sequences, prompt + self.long // 2
+            device, kernels = (None, {}) if self.drafts else on_device(engine, *where, self.kernels)
             row = dict(sequences=sequences, prompt=prompt, step_ms=step, tokens_per_s=1e3 * sequences / step)
             row |= dict(device_ms=device, prompts_ms=prefill)
             yield row | (experts_in_use(engine, prompts, self.short) if self.count_experts else {})
+            for name, us in sorted(kernels.items(), key=lambda item: -item[1])[:16]:
+                yield dict(sequences=sequences, kernel_us=us, kernel=name)
         if self.load:
             requests, tokens, new = self.load
             prompts, before = random_prompts(requests, tokens), engine.stats()
@@ -177,28 +183,6 @@ class Steps(Case):
             yield dict(update_ms=1e3 * timed(partial(update, model))[0], token_after_it_ms=1e3 * timed(token)[0])
 
 
-def memory_of_lives(model: Decoder, limits: EngineLimits, engines: int, load: tuple[int, int, int]):
-    """Yields the device's and the process's memory before each of some engines, in use, and after it is closed."""
-    requests, prompt_tokens, new = load
-    rng = np.random.default_rng(0)
-
-    def row(moment: str) -> dict:
-        arrays = sum(array.nbytes for array in jax.live_arrays())
-        in_use = (jax.local_devices()[0].memory_stats() or {}).get("bytes_in_use", arrays)
-        resident = int(re.search(r"VmRSS:\s+(\d+)", Path("/proc/self/status").read_text())[1]) * 1024
-        return dict(moment=moment, device_mib=in_use / 2**20, process_mib=resident / 2**20)
-
-    yield row("before")
-    for _ in range(engines):
-        seconds, engine = timed(partial(Engine, model, limits=limits))
-        yield row(f"{seconds:.0f} s start")
-        generate(engine, rng.integers(0, model.config.vocab_size, (requests, prompt_tokens)).tolist(), new)
-        assert engine.stats().running == engine.stats().waiting == 0
-        yield row("in use")
-        engine.close()
-        yield row("closed")
-
-
 def spread_tokens(model: Decoder) -> None:
     """Draws the embedding from N(0, 1), and makes its rows, moved on by one, the rows of the head."""
     weight = model.embed_tokens.weight
@@ -219,8 +203,11 @@ def experts_in_use(engine: Engine, prompts: list[list[int]], new: int) -> dict:
     return dict(experts_in_use=float(used), next_tokens=float(next_token))
 
 
-def device_ms(engine: Engine, sequences: int, position: int) -> float:
-    """Returns the milliseconds of a decoding step on the device: launches one after the other, without reading tokens."""
+def on_device(engine: Engine, sequences: int, position: int, kernels: bool) -> tuple[float, collections.Counter[str]]:
+    """Returns the milliseconds of a decoding step on the device, and the microseconds of its kernels if they are wanted.
+
+    Steps are launched one after the other, without reading tokens.
+    """
     device = engine._loop.device
     engine.pause()
     shape = next(shape for shape in device._decode_shapes if shape.decodes >= sequences)
@@ -245,8 +232,25 @@ def device_ms(engine: Engine, sequences: int, position: int) -> float:
             launch()
         jax.block_until_ready(device.state)
         times.append((time.perf_counter() - began) / 20)
+    found = microseconds_of_kernels(launch, lambda: device.state) if kernels else collections.Counter()
     engine.resume()
-    return 1e3 * statistics.median(times[1:])
+    return 1e3 * statistics.median(times[1:]), found
+
+
+def microseconds_of_kernels(launch: Callable, result: Callable, calls: int = 3) -> collections.Counter[str]:
+    """Returns the time of a step's kernels by name, by the profiler. `result` returns what launches leave."""
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            for _ in range(calls):
+                launch()
+            jax.block_until_ready(result())
+        planes = [plane for file in Path(folder).rglob("*.xplane.pb") for plane in ProfileData.from_file(str(file)).planes]
+    microseconds = collections.Counter[str]()
+    for line in (line for plane in planes if plane.name.startswith("/device:GPU:0") for line in plane.lines):
+        if line.name.startswith("Stream"):
+            for event in line.events:
+                microseconds[re.sub(r"[._]\d+$", "", event.name)[:60]] += event.duration_ns / 1e3 / calls
+    return microseconds
 
 
 @dataclass(kw_only=True)

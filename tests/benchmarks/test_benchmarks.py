@@ -41,7 +41,6 @@ def results_of(monkeypatch, tmp_path, command):
     ("command", "measured"),
     [
         ("attention paged --kinds decoding", {"us", "tb_per_s", "error"}),
-        ("decoding_step host", {"plan_us", "read_us", "admit_us"}),
         (
             "engine steps --cases 2x8 --load 2 4 2 --prefix 4 2",
             {"step_ms", "device_ms", "first_token_ms", "output_tokens_per_s"},
@@ -70,10 +69,8 @@ def test_a_small_case(monkeypatch, tmp_path, command, measured):
         "attention",
         "attention paged --kinds windows prompts",
         "attention prefill",
-        "decoding_step",
-        "engine --count-experts --update",
+        "engine --count-experts --update --kernels",
         "engine --precision fp8 --cases 2x8",
-        "engine --lives 1",
         "engine strict",
         "engine generate",
         "engine first",
