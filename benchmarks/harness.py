@@ -75,7 +75,8 @@ def parse(arguments: list[str], description: str | None, cases: dict[str, type[C
             words = {f"--{option}": (f"--{option}", "True"), f"--no-{option}": (f"--{option}", "False")}
             arguments = [word for each in arguments for word in words.get(each, (each,))]
     default = of_case(**of_case.SMALL, small=True) if "--small" in arguments else of_case()
-    return name, tyro.cli(of_case, args=arguments, default=default, description=description)
+    prog = f"python {sys.argv[0]} {'|'.join(cases)}"
+    return name, tyro.cli(of_case, args=arguments, default=default, description=description, prog=prog)
 
 
 def main(description: str | None, cases: dict[str, type[Case]]) -> None:
