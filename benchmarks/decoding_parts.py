@@ -32,12 +32,11 @@ from moe_jax.kernels.decode.project import project
 from moe_jax.kernels.hopper.launch import launch, operand_transforms
 from moe_jax.kernels.strict.matmul import matmul_in_parts
 from moe_jax.models.random_weights import random_model
-from moe_jax.serving.batch import StepShape, empty_rows, packed
 from moe_jax.serving.drawing import draw_program
 from moe_jax.serving.pages import pages_of
 from moe_jax.serving.programs import leave_gaps
 from moe_jax.serving.sampling import init_slots
-from moe_jax.serving.step import initial_state, output_like, step
+from moe_jax.serving.step import StepShape, empty_rows, initial_state, output_like, packed, step
 from moe_jax.serving.weights import take_apart
 
 CONTEXT = 128
@@ -100,11 +99,11 @@ class DecodingStep:
     def __call__(self):
         """Starts a step; returns the tokens that it draws."""
         state, output = self.program(self.weights, self.state, self.upload, self.output)
-        drawn = draw_program("greedy")(output, self.options, state.last_token, None)
-        self.state = state._replace(last_token=drawn.last_token)
+        last_token, _, drawn, *_ = draw_program("greedy")(output, self.options, state.last_token, None)
+        self.state = state._replace(last_token=last_token)
         if self.output is not None:
             self.output = output
-        return drawn.sampled.tokens
+        return drawn.tokens
 
 
 def model_of(layers: int, small: bool, **sizes):

@@ -38,12 +38,11 @@ from moe_jax.config import NAMED_CONFIGS
 from moe_jax.layers.linear import draw_normal
 from moe_jax.models.decoder import Decoder
 from moe_jax.models.random_weights import random_model
-from moe_jax.serving.batch import empty_rows, packed
 from moe_jax.serving.drawing import draw_program
 from moe_jax.serving.engine import Engine
-from moe_jax.serving.limits import EngineLimits
 from moe_jax.serving.pages import pages_of
-from moe_jax.serving.request import SamplingOptions
+from moe_jax.serving.request import EngineLimits, SamplingOptions
+from moe_jax.serving.step import empty_rows, packed
 
 SMALL = dict(num_hidden_layers=2, hidden_size=64, num_experts=8, moe_intermediate_size=64, vocab_size=512)
 SMALL_IN_FP8 = SMALL | dict(hidden_size=128, moe_intermediate_size=128)
@@ -257,8 +256,8 @@ def device_ms(engine: Engine, sequences: int, position: int) -> float:
 
     def launch() -> None:
         state, output = device._programs[shape](device._weights, device.state, upload)
-        drawn = draw(output, device.slots.options, state.last_token, None)
-        device.state = state._replace(last_token=drawn.last_token)
+        last_token, *_ = draw(output, device.slots.options, state.last_token, None)
+        device.state = state._replace(last_token=last_token)
 
     times = []
     for _ in range(4):

@@ -14,12 +14,9 @@ import time
 import numpy as np
 
 from moe_jax.kernels.attention.paged import PAGE_SIZE
-from moe_jax.serving.limits import EngineLimits
 from moe_jax.serving.pages import pages_of
-from moe_jax.serving.queues import EngineQueues, finish
-from moe_jax.serving.request import SamplingOptions
-from moe_jax.serving.schedule import plan_step, read_step
-from moe_jax.serving.sequence import Sequence
+from moe_jax.serving.request import EngineLimits, SamplingOptions
+from moe_jax.serving.schedule import EngineQueues, Sequence, finish, plan_step, read_step
 
 
 def main() -> None:
@@ -61,7 +58,7 @@ def times(sequences: int, prompt: int, steps: int) -> tuple[np.ndarray, np.ndarr
         began = time.thread_time()
         plan = plan_step(queues)
         planned = time.thread_time()
-        tokens = [len(plans) % 1000] * len(plan.samples)
+        tokens = [[len(plans) % 1000]] * len(plan.samples)
         before = time.thread_time()
         if unread:
             read_step(queues, *unread)

@@ -36,10 +36,9 @@ from moe_jax.cost.flops import num_active_parameters, num_parameters
 from moe_jax.runtime import environment
 from moe_jax.runtime.files import save_png
 from moe_jax.serving.engine import Engine
-from moe_jax.serving.limits import EngineLimits
 from moe_jax.serving.measurements import random_engine
 from moe_jax.serving.pages import pages_of
-from moe_jax.serving.request import SamplingOptions
+from moe_jax.serving.request import EngineLimits, SamplingOptions
 
 MODELS = ("qwen3-30b-a3b", "qwen3-4b", "qwen3-32b")
 SMALL = dict(num_hidden_layers=2, hidden_size=64, intermediate_size=128, vocab_size=512)

@@ -22,9 +22,8 @@ from flax import nnx
 from moe_jax.config import NAMED_CONFIGS
 from moe_jax.models.random_weights import random_model
 from moe_jax.serving.engine import Engine
-from moe_jax.serving.limits import EngineLimits
 from moe_jax.serving.pages import pages_of
-from moe_jax.serving.request import SamplingOptions
+from moe_jax.serving.request import EngineLimits, SamplingOptions
 from moe_jax.serving.strict_log_probs import strict_log_probs
 
 SHORT = 16

@@ -15,8 +15,7 @@ from moe_jax.config import ModelConfig
 from moe_jax.models.random_weights import random_model
 from moe_jax.runtime.files import save_png
 from moe_jax.serving.engine import Engine
-from moe_jax.serving.limits import EngineLimits
-from moe_jax.serving.request import SamplingOptions, checked
+from moe_jax.serving.request import EngineLimits, SamplingOptions, checked
 
 
 class Load(NamedTuple):

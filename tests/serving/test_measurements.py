@@ -3,8 +3,8 @@
 import fake_engine
 import pytest
 
-from moe_jax.serving.limits import EngineLimits
 from moe_jax.serving.measurements import Load, measure_loads
+from moe_jax.serving.request import EngineLimits
 
 STEP = 0.02
 
