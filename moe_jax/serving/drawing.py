@@ -105,9 +105,10 @@ class DrawingSlots:
         slot, options = sequence.device * self._limits.max_sequences + sequence.slot, sequence.options
         for values, value in zip(self._on_host, sampling.slot_row(options, sequence.seed), strict=True):
             values[slot] = value
-        sequence.variant = VARIANTS.index(variant_of(options))
+        variant = variant_of(options)
+        sequence.variant = VARIANTS.index(variant)
         # All slots once penalties exist: the slot's last sequence may have left some.
-        if self.penalties is None and variant_of(options) == "full":
+        if self.penalties is None and variant == "full":
             self.make_penalties()
         if self.penalties is not None:
             self.start_penalties(slot, sequence.prompt, sequence.tokens, options)

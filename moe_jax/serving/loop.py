@@ -239,12 +239,12 @@ class EngineLoop:
 
     def _read(self, launched: Launched) -> None:
         """Waits for the tokens of a step, and gives them to their requests."""
-        drawn = launched.read()
-        for sequence, scores in launched.prompt_scores():
+        samples, drawn, prompts = launched.samples, launched.read(), launched.prompt_scores()
+        for sequence, scores in prompts:
             if sequence.finish_reason is None:
                 sequence.handle.prompt_logprobs += scores
         self._count_drafts(launched, drawn)
-        samples, tokens = launched.samples, iter([[token for token, *_ in each] for each in drawn])
+        tokens = iter([[token for token, *_ in each] for each in drawn])
         pages = {sequence: list(sequence.pages) for sequence in samples if sequence.options.return_experts}
         taken: list[int] = []
         for queues, plan in zip(self.queues, launched.plans, strict=True):
