@@ -85,9 +85,9 @@ def empty_rows(shape: StepShape) -> StepRows:
     """Makes rows of which none is used."""
     decodes, chunk_tokens, chunks, max_pages, _ = shape
     sizes = [(decodes,)] * 3 + [(chunks,)] * 5 + [(chunk_tokens,), (chunks, max_pages)]
-    rows = StepRows(*(np.zeros(size, np.int32) for size in sizes))
-    for array in (rows.decode_slots, rows.decode_pages, rows.chunk_slots):
-        array.fill(-1)
+    arrays: list[Any] = [np.zeros(size, np.int32) for size in sizes]
+    rows = StepRows(*arrays)
+    rows.decode_slots[:], rows.decode_pages[:], rows.chunk_slots[:] = -1, -1, -1
     return rows
 
 
