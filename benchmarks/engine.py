@@ -53,12 +53,11 @@ from moe_jax.generation.devices import generation_mesh
 from moe_jax.layers.linear import draw_normal
 from moe_jax.models.decoder import Decoder
 from moe_jax.models.random_weights import random_model
-from moe_jax.serving.batch import empty_rows, packed
 from moe_jax.serving.drawing import draw_program
 from moe_jax.serving.engine import Engine
-from moe_jax.serving.limits import EngineLimits
 from moe_jax.serving.pages import pages_of
-from moe_jax.serving.request import SamplingOptions
+from moe_jax.serving.request import EngineLimits, SamplingOptions
+from moe_jax.serving.step import empty_rows, packed
 from moe_jax.serving.strict_log_probs import strict_log_probs
 
 ONE_TOKEN = SamplingOptions(max_new_tokens=1, ignore_eos=True)
@@ -222,8 +221,8 @@ def on_device(engine: Engine, sequences: int, position: int, kernels: bool) -> t
 
     def launch() -> None:
         state, output = device._programs[shape](device._weights, device.state, upload)
-        drawn = draw(output, device.slots.options, state.last_token, None)
-        device.state = state._replace(last_token=drawn.last_token)
+        last_token, *_ = draw(output, device.slots.options, state.last_token, None)
+        device.state = state._replace(last_token=last_token)
 
     times = []
     for _ in range(4):

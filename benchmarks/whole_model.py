@@ -38,9 +38,9 @@ from moe_jax.config import NAMED_CONFIGS, config_to_dict
 from moe_jax.cost.flops import num_active_parameters, num_parameters
 from moe_jax.runtime import environment
 from moe_jax.runtime.files import save_png
-from moe_jax.serving.limits import EngineLimits
 from moe_jax.serving.measurements import random_engine
 from moe_jax.serving.pages import pages_of
+from moe_jax.serving.request import EngineLimits
 
 
 @dataclass(kw_only=True)

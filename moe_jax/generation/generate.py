@@ -2,12 +2,12 @@
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from moe_jax.generation.devices import DecodeInputs, decode_on_devices
 from moe_jax.generation.request import DecodeOptions, checked_request, new_tokens, padding_ids
@@ -61,21 +61,9 @@ def generate(
         raise ValueError(f"overlap_prefill must be True or False; got {overlap_prefill!r}")
     options: Any = dict(max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p)
     padding = attention_mask, padding_ids(model)
-    request = checked_request(model.config, prompt_tokens, padding, eos_token_id=eos_token_id, **options)
-    chosen = request.options._replace(overlap_prefill=bool(overlap_prefill))
-    tokens, lengths = decode_on_devices(_decode, chosen, model, request.prompts, seed)
-    return new_tokens(tokens, lengths, request.single)
-
-
-class _State(NamedTuple):
-    """The state between two steps; `token` is the newest one, which the cache does not hold yet."""
-
-    step: Int[Array, ""]
-    token: Int[Array, "batch"]
-    cache: KVCache
-    produced: Int[Array, "batch max_new_tokens"]
-    lengths: Int[Array, "batch"]
-    done: Bool[Array, "batch"]
+    prompts, single, chosen = checked_request(model.config, prompt_tokens, padding, eos_token_id=eos_token_id, **options)
+    chosen = chosen._replace(overlap_prefill=bool(overlap_prefill))
+    return new_tokens(*decode_on_devices(_decode, chosen, model, prompts, seed), single)
 
 
 def _decode(options: DecodeOptions, inputs: DecodeInputs) -> tuple[Int[Array, "batch max_new_tokens"], Int[Array, "batch"]]:
@@ -97,29 +85,25 @@ def _decode(options: DecodeOptions, inputs: DecodeInputs) -> tuple[Int[Array, "b
     first = draw(logits_of(hidden), folded(keys, 0))
     produced = jnp.zeros((batch, max_new_tokens), jnp.int32).at[:, 0].set(first)
 
-    def unfinished(state: _State):
-        return (state.step < max_new_tokens) & devices.any(~state.done)
+    # The state between two steps. `token` is the newest one, which the cache does not hold yet.
+    def unfinished(state):
+        step, *_, done = state
+        return (step < max_new_tokens) & devices.any(~done)
 
-    def step_once(state: _State) -> _State:
-        position = positions[:, -1:] + state.step
+    def step_once(state):
+        step, token, cache, produced, lengths, done = state
+        position = positions[:, -1:] + step
         ones = jnp.ones((batch, 1), jnp.int32)
-        states = model.hidden_states(state.token[:, None], position, ones, cache=state.cache, spread=devices.spread)
+        states = model.hidden_states(token[:, None], position, ones, cache=cache, spread=devices.spread)
         assert states.cache is not None
-        token = draw(logits_of(states.hidden[:, -1]), folded(keys, state.step))
-        produced = state.produced.at[:, state.step].set(token)
-        return _State(
-            step=state.step + 1,
-            token=token,
-            cache=states.cache,
-            produced=produced,
-            lengths=state.lengths + ~state.done,
-            done=state.done | ends_with(token),
-        )
+        token = draw(logits_of(states.hidden[:, -1]), folded(keys, step))
+        produced = produced.at[:, step].set(token)
+        return step + 1, token, states.cache, produced, lengths + ~done, done | ends_with(token)
 
     lengths = vary_as(jnp.ones(batch, jnp.int32), tokens)
-    start = _State(jnp.int32(1), first, cache, produced, lengths, ends_with(first) | ~segment_ids.any(axis=1))
-    end = jax.lax.while_loop(unfinished, step_once, start)
-    return end.produced, end.lengths
+    start = jnp.int32(1), first, cache, produced, lengths, ends_with(first) | ~segment_ids.any(axis=1)
+    *_, produced, lengths, _ = jax.lax.while_loop(unfinished, step_once, start)
+    return produced, lengths
 
 
 def prefill(

@@ -37,15 +37,6 @@ class DecodeOptions(NamedTuple):
     """Two halves of a device's prompts pass the layers in one loop (`prefill`)."""
 
 
-class Request(NamedTuple):
-    """Checked prompts, as lists of ints, and options."""
-
-    prompts: list[list[int]]
-    single: bool
-    """True if one flat prompt was given."""
-    options: DecodeOptions
-
-
 def checked_request(
     config: ModelConfig,
     prompt_tokens,
@@ -56,8 +47,10 @@ def checked_request(
     top_k: int | None,
     top_p: float | None,
     eos_token_id: int | Sequence[int] | None,
-) -> Request:
-    """Checks prompts and options, and warns once if a sequence may exceed the length that the model was trained for.
+) -> tuple[list[list[int]], bool, DecodeOptions]:
+    """Returns checked prompts, True if one flat prompt was given, and options.
+
+    Warns once if a sequence may exceed the length that the model was trained for.
 
     Args:
       padding: the user's attention mask, and the tokens that tokenizers pad with (`padding_ids`).
@@ -86,7 +79,7 @@ def checked_request(
     # The dtype is not known here: no model computes in fewer bytes, so this refuses none that would fit.
     check_memory(config, prompts, max_new_tokens, dtype="bfloat16", devices=jax.device_count())
     warn_of_length(config, max(map(len, prompts)), max_new_tokens)
-    return Request(prompts, single, DecodeOptions(max_new_tokens, float(temperature), top_k, top_p, ends))
+    return prompts, single, DecodeOptions(max_new_tokens, float(temperature), top_k, top_p, ends)
 
 
 def check_memory(config: ModelConfig, prompts: list[list[int]], new: int, *, dtype: DTypeLike, devices: int) -> None:

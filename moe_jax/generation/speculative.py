@@ -75,9 +75,9 @@ def generate_with_drafts(
     check_drafts(model.config)
     options: Any = dict(max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p)
     padding = attention_mask, padding_ids(model)
-    request = checked_request(model.config, prompt_tokens, padding, eos_token_id=eos_token_id, **options)
-    tokens, lengths, drafted, accepted = decode_on_devices(_decode, request.options, model, request.prompts, seed)
-    return new_tokens(tokens, lengths, request.single), Drafts(int(drafted.sum()), int(accepted.sum()))
+    prompts, single, chosen = checked_request(model.config, prompt_tokens, padding, eos_token_id=eos_token_id, **options)
+    tokens, lengths, drafted, accepted = decode_on_devices(_decode, chosen, model, prompts, seed)
+    return new_tokens(tokens, lengths, single), Drafts(int(drafted.sum()), int(accepted.sum()))
 
 
 def check_drafts(config: ModelConfig) -> None:

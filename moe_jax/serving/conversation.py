@@ -1,12 +1,13 @@
-"""A conversation with a model on an engine: each answer comes piece by piece, and the next message knows it."""
+"""A conversation with a model on an engine, answer by answer; and a model's own options, for requests that name none."""
 
 from collections.abc import Generator, Mapping
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
-from moe_jax.generation.text import chat_prompts
-from moe_jax.serving.defaults import fitted
+from moe_jax.config import ModelConfig
+from moe_jax.generation.text import chat_prompts, text_options
 from moe_jax.serving.engine import Engine
-from moe_jax.serving.request import SamplingOptions
+from moe_jax.serving.request import SamplingOptions, fitted
 
 
 class Conversation:
@@ -56,3 +57,31 @@ class Conversation:
             handle.abort()
             if answer:
                 self.messages = [*messages, {"role": "assistant", "content": answer}]
+
+
+class Defaults(NamedTuple):
+    """A model's own options, where a request gives none."""
+
+    sampling: dict[str, Any]
+    """The fields of `SamplingOptions` that say how tokens are drawn."""
+    ends: tuple[int, ...] = ()
+    """Tokens that end a text."""
+    ends_of_answers: tuple[int, ...] = ()
+    """Tokens that end an answer in a chat."""
+
+
+SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+
+
+def model_defaults(source: str | Path | None, config: ModelConfig, tokenizer: Any, *, draws: bool = False) -> Defaults:
+    """Returns the options in generation_config.json, as `text_options` reads them, and the tokens that end texts.
+
+    Raises:
+        ValueError: An option is out of its range.
+    """
+    none = dict.fromkeys(SAMPLING)
+    found, answers = (text_options(source, config, tokenizer, none, answers=each, draws=draws) for each in (False, True))
+    ends, ends_of_answers = (tuple(each.pop("eos_token_id")) for each in (found, answers))
+    if problems := SamplingOptions(**found).problems(config.vocab_size):
+        raise ValueError(f"generation_config.json: {'; '.join(problems)}")
+    return Defaults(found, ends, ends_of_answers)

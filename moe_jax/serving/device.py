@@ -12,19 +12,16 @@ from jax.stages import Compiled
 from jaxtyping import Array, Int, UInt
 
 from moe_jax.models.decoder import Decoder
-from moe_jax.serving.batch import StepBatch, StepRows, StepShape, empty_rows, filled, packed
 from moe_jax.serving.drafts import draft_program
-from moe_jax.serving.drawing import VARIANTS, DrawingSlots, Variant, draw_program
-from moe_jax.serving.limits import EngineLimits
+from moe_jax.serving.drawing import DrawingSlots, draw_program
 from moe_jax.serving.pages import pages_of
 from moe_jax.serving.placement import Placement
 from moe_jax.serving.programs import OnDemand, StepProgram, leave_gaps, module_programs, step_programs
-from moe_jax.serving.prompts import PIECE_TOKENS, PromptScores, score_piece, score_prompts
-from moe_jax.serving.request import SamplingOptions
-from moe_jax.serving.sampling import Sampled
-from moe_jax.serving.schedule import StepPlan
-from moe_jax.serving.sequence import Sequence
-from moe_jax.serving.step import StepOutput, initial_state
+from moe_jax.serving.prompts import PIECE_TOKENS, PromptScores, read_scores, score_piece, score_prompts
+from moe_jax.serving.request import DrawnToken, EngineLimits, SamplingOptions
+from moe_jax.serving.sampling import VARIANTS, Sampled, Variant
+from moe_jax.serving.schedule import Sequence, StepPlan
+from moe_jax.serving.step import StepBatch, StepOutput, StepShape, empty_rows, filled, initial_state, packed
 from moe_jax.serving.weights import Weights, first_difference, frame_of, head_of, take_apart
 
 _logger = logging.getLogger(__name__)
@@ -39,17 +36,40 @@ class Launched(NamedTuple):
     plans: list[StepPlan]
     """The plan of each device."""
     rows: list[int]
-    """The row of each of `samples` in the arrays of `sampled`."""
-    scores: PromptScores
-    sampled: Sampled
+    """The row of each of `samples` in the arrays of `first`."""
+    scores: PromptScores | None
+    """Scores of prompts; None where the step has no chunk of a prompt."""
+    first: Sampled
     second: Sampled | None
-    """The tokens behind accepted drafts of decoding rows, as in `Drawn`; None without drafts."""
     accepted: Array | None
+    """Results of `draw_program`."""
 
     @property
     def samples(self) -> list[Sequence]:
         """The sequences that the step gives tokens, those of the first device first."""
         return [sequence for plan in self.plans for sequence in plan.samples]
+
+    def read(self) -> list[list[DrawnToken]]:
+        """Waits for the step; returns for each of `samples` its token, and the one behind an accepted draft."""
+        found = [[token] for token in self._drawn(self.first, len(self.rows))]
+        if self.second is not None:
+            accepted = np.asarray(self.accepted).tolist()
+            seconds = self._drawn(self.second, len(self.plans[0].decodes))
+            for tokens, second, row in zip(found, seconds, self.rows, strict=False):
+                tokens += [second] if accepted[row] else []
+        return found
+
+    def prompt_scores(self) -> list[tuple[Sequence, list[dict[int, float]]]]:
+        """Returns the scores that the step adds to prompts (`read_scores`)."""
+        return [] if self.scores is None else read_scores(self.scores)
+
+    def _drawn(self, sampled: Sampled, num: int) -> list[DrawnToken]:
+        tokens, logprobs, top_tokens, top_logprobs = (np.asarray(array)[self.rows[:num]] for array in sampled)
+        tops: list[dict[int, float] | None] = [None] * num
+        for i, sequence in enumerate(self.samples[:num]):
+            if wanted := sequence.options.logprobs:
+                tops[i] = dict(zip(top_tokens[i, :wanted].tolist(), top_logprobs[i, :wanted].tolist(), strict=True))
+        return list(zip(tokens.tolist(), logprobs.tolist(), tops, strict=True))
 
 
 class Device:
@@ -149,7 +169,7 @@ class Device:
         self.slots.make_penalties()
         for shape in self._programs:
             for variant in VARIANTS:
-                hidden, _ = self._launch(shape, [empty_rows(shape)] * len(self.placement.devices), variant)
+                hidden, _ = self._launch(shape, packed([empty_rows(shape)] * len(self.placement.devices)), variant)
             if shape.chunks:
                 score_piece(hidden, self._head, *np.zeros((2, PIECE_TOKENS), np.int32), strict=self.served.strict)
         self.slots.start_penalties(0, [0], [0], SamplingOptions())
@@ -161,15 +181,17 @@ class Device:
 
     def launch(self, plans: list[StepPlan]) -> Launched:
         """Starts a step with a plan for each device; the copies of its tokens to the host start with it."""
-        self.slots.start([chunk.sequence for plan in plans for chunk in plan.chunks if chunk.samples])
-        shape = self._shape_for(plans)
-        rows = [filled(plan, empty_rows(shape)) for plan in plans]
-        hidden, new = self._launch(shape, rows, self.slots.variant_for(plans))
+        if begun := [chunk.sequence for plan in plans for chunk in plan.chunks if chunk.samples]:
+            self.slots.start(begun)
+        shape, scores = self._shape_for(plans), None
+        variant = VARIANTS[max((sequence.variant for plan in plans for sequence in plan.samples), default=0)]
+        hidden, new = self._launch(shape, packed([filled(plan, empty_rows(shape)) for plan in plans]), variant)
         for array in jax.tree.leaves(new):
             array.copy_to_host_async()
-        in_chunks = shape.decodes * (1 + self._drafts)
-        firsts = [number * (in_chunks + shape.chunk_tokens) + in_chunks for number in range(len(plans))]
-        scores = score_prompts(plans, firsts, hidden, self._head, strict=self.served.strict)
+        if shape.chunks:
+            in_chunks = shape.decodes * (1 + self._drafts)
+            firsts = [number * (in_chunks + shape.chunk_tokens) + in_chunks for number in range(len(plans))]
+            scores = score_prompts(plans, firsts, hidden, self._head, strict=self.served.strict)
         return Launched(plans, _rows_of_samples(shape, plans), scores, *new)
 
     def experts_of(self, device: int, pages: list[int], num_tokens: int) -> np.ndarray:
@@ -202,10 +224,13 @@ class Device:
         # Small weights may have taken the old gaps.
         self._leave_gaps()
 
-    def _launch(self, shape: StepShape, rows: list[StepRows], variant: Variant) -> tuple[Array, tuple]:
-        """Starts a step; returns the hidden states of its tokens, and `sampled`, `second` and `accepted` of `Drawn`."""
-        upload = packed(rows)
-        self.state, output = self._programs[shape](self._weights, self.state, upload)
+    def _launch(self, shape: StepShape, upload: np.ndarray, variant: Variant) -> tuple[Array, tuple]:
+        """Starts a step; returns the hidden states of its tokens, and `first`, `second` and `accepted` of `draw_program`."""
+        program, over = self._programs[shape]
+        self.state, output = program(self._weights, self.state, upload, over)
+        if over is not None:
+            # All that reads these results is started before the next step of the shape.
+            self._programs[shape] = program, output
         penalties = self.slots.penalties if variant == "full" else None
         draw = draw_program(variant, strict=self.served.strict, mesh=self.served.mesh)
         last_token, penalties, first, second, accepted = draw(

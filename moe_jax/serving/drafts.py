@@ -17,7 +17,7 @@ A draft may be worse for it, and no token is.
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,19 +28,12 @@ from moe_jax.layers.paged import PagedAttend
 from moe_jax.models.forward import layer_inputs
 from moe_jax.models.mtp import PredictorState
 from moe_jax.parallel.spread import ONE_DEVICE
-from moe_jax.serving.batch import Drafting, StepRows, StepShape, unpacked
-from moe_jax.serving.drawing import Variant, draw_rows
-from moe_jax.serving.sampling import Penalties, SlotOptions, with_last_tokens
-from moe_jax.serving.step import StepOutput
-from moe_jax.serving.weights import LayerWeights, ServedModel, Weights, frame_of, head_of, layer_module, logits_of
+from moe_jax.serving.sampling import Penalties, SlotOptions, Variant, sample_rows, with_last_tokens
+from moe_jax.serving.step import Drafting, StepOutput, StepRows, StepShape, unpacked
+from moe_jax.serving.weights import ServedModel, Weights, frame_of, head_of, layer_module, logits_of
 
-
-class DraftLogits(NamedTuple):
-    """The module's logits, with the slot of each row, and the position of its draft."""
-
-    logits: Float[Array, "rows vocab"]
-    slots: Int[Array, "rows"]
-    positions: Int[Array, "rows"]
+DraftLogits = tuple[Float[Array, "rows vocab"], Int[Array, "rows"], Int[Array, "rows"]]
+"""The module's logits, with the slot of each row, and the position of its draft."""
 
 
 @functools.cache
@@ -65,8 +58,8 @@ def module_program(served: ServedModel, weights_tree: Any, shape: StepShape) -> 
 def _draft(
     variant: Variant, of_module: DraftLogits, options: SlotOptions, drafts: Int[Array, "slots"], penalties: Penalties | None
 ) -> Int[Array, "slots"]:
-    sampled, _ = draw_rows(variant, of_module.logits, of_module.slots, of_module.positions, options, penalties)
-    return with_last_tokens(drafts, of_module.slots, sampled.tokens)
+    sampled, _ = sample_rows(variant, *of_module, options, penalties)
+    return with_last_tokens(drafts, of_module[1], sampled.tokens)
 
 
 def _module(
@@ -82,13 +75,13 @@ def _module(
     state = PredictorState(output.hidden[None], frame["embed_tokens"](following[None], served.dtype))
     inputs = layer_inputs(config, drafted.positions[None], jnp.ones_like(following)[None], drafted.valid[None])
     attend = PagedAttend(drafting.pages, drafted.places, drafted.queries, value_dim=config.mixer.latent_value_dim)
-    of_module = LayerWeights(weights.layers[-1], weights.experts[-1], jnp.int32(0))
+    of_module = weights.layers[-1], weights.experts[-1], jnp.int32(0)
     out = layer_module(served, len(config.stages), of_module)(state, inputs, attend, ONE_DEVICE)
     newest = jnp.concatenate([2 * jnp.arange(num_decodes) + accepted, drafted.outputs[2 * num_decodes :]])
     hidden = out.x.hidden[0][newest]
     logits = logits_of(hidden, head_of(frame), strict=False)
     position = with_last_tokens(drafting.position, output.slots, drafted.positions[newest] + 1)
-    return Drafting(out.cache, position, drafting.draft), DraftLogits(logits, output.slots, drafted.positions[newest] + 2)
+    return Drafting(out.cache, position, drafting.draft), (logits, output.slots, drafted.positions[newest] + 2)
 
 
 def _behind_chunks(rows: StepRows, first: Int[Array, "rows"]) -> Int[Array, "chunk_tokens"]:

@@ -1,23 +1,17 @@
-"""The receiving end of a request: its tokens as they come, for threads and for asyncio."""
+"""The receiving end of a request: its tokens and their text as they come, for threads and for asyncio.
+
+Text has complete characters alone, and nothing of what could begin a stop text.
+"""
 
 import asyncio
+import functools
 import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from moe_jax.serving.request import Completion, FinishReason, SamplingOptions
-from moe_jax.serving.text import TextStream
-
-
-class NewToken(NamedTuple):
-    """A token that was drawn, and the most likely ones in its place."""
-
-    token: int
-    logprob: float
-    top_logprobs: dict[int, float] | None
-    """None unless the request asks for some."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +29,147 @@ class Event:
     """Set with the last event of a continuation."""
     text: str | None = None
     """The text that the token completes: often all of its own, sometimes none. None if the engine has no tokenizer."""
+
+
+class WeightsDeleted(RuntimeError):
+    """The arrays that an engine shares with its model were deleted. `Engine.update` gives it others."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "the model's arrays were deleted, most likely because a training step donated them: call engine.update(model) with "
+            "the trained model, and give the engine a copy of its own if requests come during a step"
+        )
+
+
+Listener = tuple[asyncio.AbstractEventLoop, asyncio.Event]
+"""The event of a coroutine that waits, and its loop."""
+
+
+class Handle:
+    """A request that was submitted. Its events are read once: by `events`, or by `async for`.
+
+    With a tokenizer, events and completions have text. A stop text ends its continuation when its events are read.
+
+    Args:
+      abort: ends the continuations of these numbers.
+
+    Raises:
+      RuntimeError: while events are read: the engine failed, or the model's arrays were deleted.
+    """
+
+    def __init__(
+        self, prompt: list[int], options: SamplingOptions, abort: Callable[[range], None], tokenizer: Any | None = None
+    ):
+        n = options.n
+        self.prompt = prompt
+        self.options = options
+        self.completions: list[Completion | None] = [None] * n
+        """The continuations that have ended. One has its text once its last event was read."""
+        self.prompt_logprobs: list[dict[int, float] | None] = [None]
+        """Of the prompt's tokens so far, which the first continuation scores for all. The first token has none."""
+        self.error: BaseException | None = None
+        self._abort = abort
+        self._texts: list[ContinuationText] | None = None
+        if tokenizer is not None:
+            self._texts = [ContinuationText(tokenizer, prompt, options.stop) for _ in range(n)]
+        self._events: deque[Event] = deque()
+        self._remaining = n
+        """Continuations whose last event was not read."""
+        self._came = threading.Event()
+        self._listener: Listener | None = None
+
+    def abort(self) -> None:
+        """Ends all continuations that have not ended yet; their last events follow."""
+        self._abort(range(len(self.completions)))
+
+    def events(self) -> Iterator[Event]:
+        """Yields the events as they come, and returns behind the last one."""
+        while self._remaining:
+            self._came.wait()
+            self._came.clear()
+            yield from self._new_events()
+
+    async def __aiter__(self) -> AsyncIterator[Event]:
+        """Yields the events as they come, in an event loop."""
+        came = asyncio.Event()
+        self._listener = (asyncio.get_running_loop(), came)
+        if self._came.is_set():
+            came.set()
+        while self._remaining:
+            await came.wait()
+            came.clear()
+            for event in self._new_events():
+                yield event
+
+    def result(self) -> list[Completion]:
+        """Waits for all continuations and returns them."""
+        return results([self])[0]
+
+    def deliver(self, event: Event) -> Listener | None:
+        """Adds an event; the engine's thread calls this. Returns whom to wake (`wake`)."""
+        self._events.append(event)
+        self._came.set()
+        return self._listener
+
+    def fail(self, error: BaseException) -> Listener | None:
+        """Ends the request with an error."""
+        self.error = error
+        self._came.set()
+        return self._listener
+
+    def _new_events(self) -> Iterator[Event]:
+        while self._events:
+            event = self._events.popleft()
+            self._remaining -= event.finish_reason is not None
+            if (read := self._with_text(event)) is not None:
+                yield read
+        if self.error is not None:
+            raise RuntimeError(why(self.error)) from self.error
+
+    def _with_text(self, event: Event) -> Event | None:
+        """Returns the event with its text, and ends its continuation if a stop text is complete; None: it is dropped."""
+        if self._texts is None:
+            return event
+        index, text = event.index, self._texts[event.index]
+        was_stopped = text.stopped
+        read = text.read(event)
+        completion = self.completions[index]
+        if event.finish_reason is not None and completion is not None:
+            self.completions[index] = text.of(completion)
+        elif text.stopped and not was_stopped:
+            self._abort(range(index, index + 1))
+        return read
+
+
+def results(handles: list[Handle]) -> list[list[Completion]]:
+    """Waits for all continuations of all requests, and returns them."""
+    stopping = [handle for handle in handles if handle.options.stop]
+    for handle in handles:
+        for _ in handle.events():
+            # A stop text is found only where events are read: else a request would run on behind its own.
+            for other in stopping:
+                deque(other._new_events(), maxlen=0)
+    return [[completion for completion in handle.completions if completion is not None] for handle in handles]
+
+
+def why(error: BaseException) -> str:
+    """Returns the message for a request that this error ended."""
+    return str(error) if isinstance(error, WeightsDeleted) else f"the engine failed: {type(error).__name__}: {error}"
+
+
+def wake(listeners: set[Listener]) -> None:
+    """Wakes coroutines, with one call into each event loop: a call for each of 256 would take milliseconds."""
+    for loop in {loop for loop, _ in listeners}:
+        events = [came for own, came in listeners if own is loop]
+        try:
+            loop.call_soon_threadsafe(_set_all, events)
+        except RuntimeError:  # the loop is closed, and with it all that waited there
+            pass
+
+
+def _set_all(events: list[asyncio.Event]) -> None:
+    for event in events:
+        event.set()
 
 
 class ContinuationText:
@@ -89,143 +224,124 @@ class ContinuationText:
         )
 
 
-class WeightsDeleted(RuntimeError):
-    """The arrays that an engine shares with its model were deleted. `Engine.update` gives it others."""
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+"""Stands for bytes that are no character, or not yet."""
 
-    def __init__(self) -> None:
-        super().__init__(
-            "the model's arrays were deleted, most likely because a training step donated them: call engine.update(model) with "
-            "the trained model, and give the engine a copy of its own if requests come during a step"
-        )
+CONTEXT = 4
+"""Number of tokens before the new ones that are decoded with them.
+
+Some tokenizers drop the space before a text's first token. A character has at most 4 bytes, and a token at least one.
+"""
+
+MAX_WINDOW = 16
+"""Number of decoded tokens above which all but `CONTEXT` of them are dropped."""
 
 
-class Handle:
-    """A request that was submitted. Its events are read once: by `events`, or by `async for`.
+class TextStream:
+    """The text of one sequence behind its prompt, without special tokens, cut where a stop text begins.
 
-    With a tokenizer, events and completions have text. A stop text ends its continuation when its events are read.
-
-    Args:
-      abort: ends the continuations of these numbers.
-
-    Raises:
-      RuntimeError: while events are read: the engine failed, or the model's arrays were deleted.
+    All pieces together are the text that the tokenizer decodes from the whole, without its clean-up of spaces. Each token costs
+    the decoding of at most `MAX_WINDOW` tokens, but for tokens that are single bytes: these are decoded once, where they end.
     """
 
-    def __init__(
-        self, prompt: list[int], options: SamplingOptions, abort: Callable[[range], None], tokenizer: Any | None = None
-    ):
-        n = options.n
-        self.prompt = prompt
-        self.options = options
-        self.completions: list[Completion | None] = [None] * n
-        """The continuations that have ended. One has its text once its last event was read."""
-        self.error: BaseException | None = None
-        self._abort = abort
-        self._texts: list[ContinuationText] | None = None
-        if tokenizer is not None:
-            self._texts = [ContinuationText(tokenizer, prompt, options.stop) for _ in range(n)]
-        self._events: deque[Event] = deque()
-        self._remaining = n
-        """Continuations whose last event was not read."""
-        self._came = threading.Event()
-        self._listener: Listener | None = None
+    def __init__(self, tokenizer: Any, prompt_tokens: Sequence[int] = (), stop: Iterable[str] = ()):
+        self._tokenizer = tokenizer
+        self._shown, self._bytes = _kinds_of_tokens(tokenizer)
+        self._stop = StopSearch(stop)
+        self._window = self._end_of(prompt_tokens)
+        self._given = len(self._stable(self._decoded()))
+        """Number of the window's characters that are in the prompt, or were returned."""
 
-    def abort(self) -> None:
-        """Ends all continuations that have not ended yet; their last events follow."""
-        self._abort(range(len(self.completions)))
+    @property
+    def stopped(self) -> bool:
+        """True once a stop text was found; all later text is dropped."""
+        return self._stop.found
 
-    def events(self) -> Iterator[Event]:
-        """Yields the events as they come, and returns behind the last one."""
-        while self._remaining:
-            self._came.wait()
-            self._came.clear()
-            yield from self._new_events()
+    def add(self, token: int) -> str:
+        """Returns the text that the next token completes: often all of its own, sometimes none."""
+        if self.stopped or token not in self._shown:
+            return ""
+        self._window.append(token)
+        # A later byte can make a whole run of byte tokens invalid, or valid again.
+        if token in self._bytes:
+            return ""
+        text = self._decoded()
+        end = max(len(self._stable(text)), self._given)
+        new, self._given = text[self._given : end], end
+        if len(self._window) > MAX_WINDOW:
+            held = len(text) - end
+            del self._window[:-CONTEXT]
+            self._given = len(self._decoded()) - held
+        return self._stop.add(new)
 
-    async def __aiter__(self) -> AsyncIterator[Event]:
-        """Yields the events as they come, in an event loop."""
-        came = asyncio.Event()
-        self._listener = Listener(asyncio.get_running_loop(), came)
-        if self._came.is_set():
-            came.set()
-        while self._remaining:
-            await came.wait()
-            came.clear()
-            for event in self._new_events():
-                yield event
+    def flush(self) -> str:
+        """Returns the text that was held back, at the end of the sequence."""
+        if self.stopped:
+            return ""
+        text = self._decoded()
+        new, self._given = text[self._given :], len(text)
+        return self._stop.add(new) + self._stop.flush()
 
-    def result(self) -> list[Completion]:
-        """Waits for all continuations and returns them."""
-        return results([self])[0]
+    def _decoded(self) -> str:
+        return self._tokenizer.decode(self._window, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
-    def deliver(self, event: Event) -> "Listener | None":
-        """Adds an event; the engine's thread calls this. Returns whom to wake (`wake`)."""
-        self._events.append(event)
-        self._came.set()
-        return self._listener
+    def _stable(self, text: str) -> str:
+        """Returns the text without a last character that later bytes may complete."""
+        return text.removesuffix(REPLACEMENT)
 
-    def fail(self, error: BaseException) -> "Listener | None":
-        """Ends the request with an error."""
-        self.error = error
-        self._came.set()
-        return self._listener
-
-    def _new_events(self) -> Iterator[Event]:
-        while self._events:
-            event = self._events.popleft()
-            self._remaining -= event.finish_reason is not None
-            if (read := self._with_text(event)) is not None:
-                yield read
-        if self.error is not None:
-            raise RuntimeError(why(self.error)) from self.error
-
-    def _with_text(self, event: Event) -> Event | None:
-        """Returns the event with its text, and ends its continuation if a stop text is complete; None: it is dropped."""
-        if self._texts is None:
-            return event
-        index, text = event.index, self._texts[event.index]
-        was_stopped = text.stopped
-        read = text.read(event)
-        completion = self.completions[index]
-        if event.finish_reason is not None and completion is not None:
-            self.completions[index] = text.of(completion)
-        elif text.stopped and not was_stopped:
-            self._abort(range(index, index + 1))
-        return read
+    def _end_of(self, prompt: Sequence[int]) -> list[int]:
+        """Returns the last tokens of a prompt that have text, with the whole of a run of byte tokens."""
+        found: list[int] = []
+        for token in reversed(prompt):
+            if len(found) >= CONTEXT and found[-1] not in self._bytes:
+                break
+            if token in self._shown:
+                found.append(token)
+        return found[::-1]
 
 
-def results(handles: list[Handle]) -> list[list[Completion]]:
-    """Waits for all continuations of all requests, and returns them."""
-    stopping = [handle for handle in handles if handle.options.stop]
-    for handle in handles:
-        for _ in handle.events():
-            # A stop text is found only where events are read: else a request would run on behind its own.
-            for other in stopping:
-                deque(other._new_events(), maxlen=0)
-    return [[completion for completion in handle.completions if completion is not None] for handle in handles]
+class StopSearch:
+    """Finds stop texts in a text that comes in pieces; the result does not depend on where one piece ends.
+
+    The stop text that is complete first ends the text. Of several that end at the same character the longest counts.
+    """
+
+    def __init__(self, stop: Iterable[str]):
+        self._stop = tuple(stop)
+        self._held = ""
+        self.found = False
+
+    def add(self, text: str) -> str:
+        """Returns the text that no stop text can begin in, and that lies before the first stop text."""
+        if self.found:
+            return ""
+        text = self._held + text
+        places = [(start + len(stop), start) for stop in self._stop if (start := text.find(stop)) >= 0]
+        if places:
+            self.found, self._held = True, ""
+            return text[: min(places)[1]]
+        held = self._num_held(text)
+        self._held = text[len(text) - held :]
+        return text[: len(text) - held]
+
+    def flush(self) -> str:
+        """Returns the text that was held back."""
+        held, self._held = self._held, ""
+        return held
+
+    def _num_held(self, text: str) -> int:
+        """Returns the length of the longest end of `text` with which a stop text begins."""
+        longest = min(len(text), max(map(len, self._stop), default=1) - 1)
+        return next((n for n in range(longest, 0, -1) if any(stop.startswith(text[-n:]) for stop in self._stop)), 0)
 
 
-def why(error: BaseException) -> str:
-    """Returns the message for a request that this error ended."""
-    return str(error) if isinstance(error, WeightsDeleted) else f"the engine failed: {type(error).__name__}: {error}"
+@functools.lru_cache(maxsize=4)
+def _kinds_of_tokens(tokenizer: Any) -> tuple[frozenset[int], frozenset[int]]:
+    """Returns the tokens with text, and those that are one byte each, as sentencepiece has them for unknown characters.
 
-
-class Listener(NamedTuple):
-    """A coroutine that waits for events."""
-
-    loop: Any
-    came: asyncio.Event
-
-
-def wake(listeners: set[Listener]) -> None:
-    """Wakes coroutines, with one call into each event loop: a call for each of 256 would take milliseconds."""
-    for loop in {listener.loop for listener in listeners}:
-        events = [listener.came for listener in listeners if listener.loop is loop]
-        try:
-            loop.call_soon_threadsafe(_set_all, events)
-        except RuntimeError:  # the loop is closed, and with it all that waited there
-            pass
-
-
-def _set_all(events: list[asyncio.Event]) -> None:
-    for event in events:
-        event.set()
+    Special tokens have no text, such as those that end a message. Reads the vocabulary once, which takes some 0.1 s.
+    """
+    vocab = tokenizer.get_vocab()
+    special = {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
+    names = (f"<0x{byte:02X}>" for byte in range(256))
+    return frozenset(vocab.values()) - special, frozenset(vocab[name] for name in names if name in vocab)

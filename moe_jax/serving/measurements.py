@@ -15,8 +15,7 @@ from moe_jax.config import ModelConfig
 from moe_jax.models.random_weights import random_model
 from moe_jax.runtime.files import save_png
 from moe_jax.serving.engine import Engine
-from moe_jax.serving.limits import EngineLimits
-from moe_jax.serving.request import SamplingOptions, checked
+from moe_jax.serving.request import EngineLimits, SamplingOptions, checked
 
 
 class Load(NamedTuple):
@@ -34,11 +33,8 @@ class Load(NamedTuple):
         return SamplingOptions(max_new_tokens=self.new_tokens, ignore_eos=True)
 
 
-class Latency(NamedTuple):
-    """Median and 95th percentile of all requests, in seconds."""
-
-    median: float
-    high: float
+Latency = tuple[float, float]
+"""Median and 95th percentile of all requests, in seconds."""
 
 
 class Measured(NamedTuple):
@@ -143,7 +139,7 @@ async def _rows_of_client(engine: Engine, prompts: list[list[int]], options: Sam
 
 def _latency(seconds: np.ndarray) -> Latency:
     median, high = np.percentile(seconds, [50, 95])
-    return Latency(float(median), float(high))
+    return float(median), float(high)
 
 
 HEADER = f"{'clients':>8}{'requests':>10}{'tokens/s':>10}{'TTFT median':>14}{'95 %':>12}{'TPOT median':>14}{'95 %':>12}"
@@ -173,8 +169,8 @@ def plot_measured(measured: Sequence[Measured], title: str, path: str | Path) ->
     throughput.set(title="Throughput", ylabel="output tokens/s")
     spreads = [[one.first_token for one in measured], [one.each_token for one in measured]]
     for axes, name, of_loads in zip((first, each), ("Time to first token", "Time per output token"), spreads, strict=True):
-        axes.plot(clients, [1e3 * spread.median for spread in of_loads], "o-", label="median")
-        axes.plot(clients, [1e3 * spread.high for spread in of_loads], "o--", label="95th percentile")
+        axes.plot(clients, [1e3 * median for median, _ in of_loads], "o-", label="median")
+        axes.plot(clients, [1e3 * high for _, high in of_loads], "o--", label="95th percentile")
         axes.set(title=name, ylabel="ms")
         axes.legend()
     for axes in (throughput, first, each):

@@ -8,22 +8,11 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
 from hashlib import blake2b
-from typing import NamedTuple
 
 from moe_jax.kernels.attention.paged import PAGE_SIZE
 
 HASH_BYTES = 16
 """At 128 bits two of 2**40 pages have the same hash with a probability below 1e-14."""
-
-
-class PageCounts(NamedTuple):
-    """Number of pages in each state, and of events so far."""
-
-    free: int
-    cached: int
-    owned: int
-    evicted: int
-    """Cached pages that were taken for other content, since the start."""
 
 
 class PagePool:
@@ -49,10 +38,10 @@ class PagePool:
         """Number of pages that `take` could give now."""
         return len(self._free) + len(self._cached)
 
-    def counts(self) -> PageCounts:
-        """Returns the number of pages in each state; free, cached and owned add up to all pages but page 0."""
+    def counts(self) -> tuple[int, int, int, int]:
+        """Returns the number of free, cached and owned pages, all but page 0, and of pages evicted since the start."""
         free, cached = len(self._free), len(self._cached)
-        return PageCounts(free, cached, len(self._num_owners) - 1 - free - cached, self._evicted)
+        return free, cached, len(self._num_owners) - 1 - free - cached, self._evicted
 
     def find(self, hashes: Sequence[bytes]) -> list[int]:
         """Returns the sealed pages of the longest beginning of a chain of hashes. Changes nothing."""

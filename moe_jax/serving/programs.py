@@ -23,31 +23,16 @@ from jax.sharding import NamedSharding, Sharding
 from jax.stages import Compiled, Lowered
 from jaxtyping import Array, Int
 
-from moe_jax.serving.batch import StepShape, empty_rows, packed
 from moe_jax.serving.drafts import module_program
 from moe_jax.serving.placement import ROWS, on_each, rows_like
-from moe_jax.serving.step import DeviceState, StepOutput, output_like, step
+from moe_jax.serving.step import DeviceState, StepOutput, StepShape, empty_rows, output_like, packed, step
 from moe_jax.serving.weights import ServedModel
 
 _logger = logging.getLogger(__name__)
 
 
-class StepProgram:
-    """A step shape's program, and the arrays that it writes to."""
-
-    def __init__(self, program: Compiled, output: StepOutput | None):
-        self._program = program
-        self._output = output
-        """None where a step makes new arrays."""
-
-    def __call__(
-        self, weights: list[Array], state: DeviceState, upload: Int[np.ndarray, "_"]
-    ) -> tuple[DeviceState, StepOutput]:
-        """Starts a step. All that reads its output is started before the next step of the shape."""
-        state, output = self._program(weights, state, upload, self._output)
-        if self._output is not None:
-            self._output = output
-        return state, output
+StepProgram = tuple[Compiled, StepOutput | None]
+"""A step shape's program, and the results of its last step, which the next one writes over; None where it makes new arrays."""
 
 
 class OnDemand[Program](dict[StepShape, Program]):
@@ -97,7 +82,7 @@ def step_programs(
 
     def compiled(shape: StepShape, lowered: Lowered) -> StepProgram:
         output = _zeros(output_of_all(shape), state.last_token.sharding) if _writes_over(shape) else None
-        return StepProgram(lowered.compile(), output)
+        return lowered.compile(), output
 
     return _at_once(shapes, lower, compiled)
 

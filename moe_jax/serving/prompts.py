@@ -6,7 +6,6 @@ would take gigabytes. A piece may hold tokens of several prompts, one behind the
 
 import math
 from functools import partial
-from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -14,20 +13,15 @@ from jaxtyping import Array, Float, Int
 
 from moe_jax.serving.request import MAX_LOGPROBS
 from moe_jax.serving.sampling import Scores, scores_of
-from moe_jax.serving.schedule import StepPlan
-from moe_jax.serving.sequence import Sequence
+from moe_jax.serving.schedule import Sequence, StepPlan
 from moe_jax.serving.weights import logits_of
 
 PIECE_TOKENS = 256
 """Tokens whose logits exist at the same time."""
 
 
-class PromptScores(NamedTuple):
-    """The scores that a step adds to prompts."""
-
-    spans: list[tuple[Sequence, list[int]]]
-    """Tokens of prompts, in order; those of a sequence follow the ones that steps before have scored."""
-    pieces: list[Scores]
+PromptScores = tuple[list[tuple[Sequence, list[int]]], list[Scores]]
+"""Tokens of prompts, in order, which follow the ones that steps before have scored; and pieces of their scores."""
 
 
 def score_prompts(
@@ -66,16 +60,17 @@ def score_prompts(
     pieces = [score_piece(hidden, head, *piece, strict=strict) for piece in padded.reshape(2, -1, PIECE_TOKENS).swapaxes(0, 1)]
     for array in jax.tree.leaves(pieces):
         array.copy_to_host_async()
-    return PromptScores(spans, pieces)
+    return spans, pieces
 
 
 def read_scores(scores: PromptScores) -> list[tuple[Sequence, list[dict[int, float]]]]:
     """Waits for the scores; returns for each span {token: log-probability} of each token, with its alternatives."""
-    if not scores.spans:
+    spans, pieces = scores
+    if not spans:
         return []
-    logprobs, top_tokens, top_logprobs = (np.concatenate(arrays).tolist() for arrays in zip(*scores.pieces, strict=True))
+    logprobs, top_tokens, top_logprobs = (np.concatenate(arrays).tolist() for arrays in zip(*pieces, strict=True))
     found, row = [], 0
-    for sequence, tokens in scores.spans:
+    for sequence, tokens in spans:
         wanted, dicts = sequence.options.prompt_logprobs, []
         for token in tokens:
             tops = dict(zip(top_tokens[row][:wanted], top_logprobs[row][:wanted], strict=True))

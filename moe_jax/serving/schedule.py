@@ -1,16 +1,123 @@
-"""The schedule of an engine: which tokens the next step runs, and where sequences wait, run and end.
+"""The schedule of an engine: its sequences, where they wait, run and end, and which tokens the next step runs.
 
 A step runs one token of each sequence that decodes, and fills the rest of its budget with chunks of prompts. Agrawal et al.
 (2023, https://arxiv.org/abs/2308.16369) show that so no prompt makes the others wait. Sequences get slots in the order in
-which they came. If pages run out, the youngest that runs goes back to the front of the queue, and is computed again later.
+which they came. If pages run out, the youngest that runs returns to the front of the queue, and is computed again later.
 """
 
-from typing import NamedTuple
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from moe_jax.kernels.attention.paged import PAGE_SIZE
-from moe_jax.serving.pages import pages_of
-from moe_jax.serving.queues import EngineQueues, Preempted, finish, preempt_youngest
-from moe_jax.serving.sequence import Sequence, seal_full_pages
+from moe_jax.serving.pages import PagePool, extend_chain, pages_of, root_hash
+from moe_jax.serving.request import DrawnToken, EngineLimits, FinishReason, SamplingOptions
+
+
+@dataclass(eq=False, slots=True)
+class Sequence:
+    """One continuation of a prompt. A request of `n` continuations is n sequences with seeds of their own.
+
+    Positions count from 0. The device alone may know the token at a position: a step may run before the tokens of the
+    step before it were read.
+    """
+
+    prompt: list[int]
+    options: SamplingOptions
+    seed: int = 0
+    ends: frozenset[int] = frozenset()
+    """Tokens that end the sequence: the model's, unless the options ignore them, and the request's own."""
+    index: int = 0
+    """Number of the continuation in its request, below n."""
+    handle: Any = None
+    """The request's `Handle`, which receives the tokens."""
+    device: int = 0
+    """Number of the engine's device that has the slot and the pages."""
+
+    tokens: list[int] = field(init=False)
+    """Prompt and new tokens that were read from the device."""
+    end: int = field(init=False)
+    """Number of positions that are ever computed; the last new token is sampled at position `end` and not computed."""
+    num_scheduled: int = field(default=0, init=False)
+    """Number of positions whose keys and values the steps so far have written; with drafts in flight, at least."""
+    num_uncertain: int = field(default=0, init=False)
+    """Number of drafts in flight: of further positions that steps have written if all of them are right."""
+    in_flight: int = field(default=0, init=False)
+    """Number of steps that have sampled tokens, one and accepted drafts, which the host has not read."""
+    decoding: bool = field(default=False, init=False)
+    """True if the device has the token at position `num_scheduled`, sampled in this slot."""
+    slot: int | None = field(default=None, init=False)
+    """The place on the device; None: the sequence waits or has ended."""
+    pages: list[int] = field(default_factory=list, init=False)
+    """Pages of positions 0 to 63, 64 to 127, and so on."""
+    cached_tokens: int = field(default=0, init=False)
+    """Number of the prompt's tokens whose keys and values were found, not computed, when the sequence first got a slot."""
+    num_preemptions: int = field(default=0, init=False)
+    num_scored: int = field(default=1, init=False)
+    """Number of the prompt's first tokens whose log-probabilities steps have computed; the first token has none."""
+    finish_reason: FinishReason | None = field(default=None, init=False)
+    weights_version: int = field(default=0, init=False)
+    """Version of the weights when the sequence first got a slot."""
+    drawn: list[DrawnToken] = field(default_factory=list, init=False)
+    """The new tokens with their log-probabilities."""
+    experts: Any = field(default=None, init=False)
+    """Experts of the computed positions, if the request asks for them, once the sequence has ended or was preempted."""
+    variant: int = field(default=0, init=False)
+    """Number of the drawing program that serves the options (`drawing.VARIANTS`)."""
+    root: bytes = field(default=b"", init=False)
+    """Begins the chain of `hashes`. It stands for the weights under which the pages are written."""
+    hashes: list[bytes] = field(default_factory=list, init=False)
+    """Hashes of the first full pages, as far as they were needed."""
+    num_sealed: int = field(default=0, init=False)
+    """Number of first pages that are sealed, or whose content another page has sealed."""
+
+    def __post_init__(self):
+        self.tokens = list(self.prompt)
+        self.end = len(self.prompt) + self.options.max_new_tokens - 1
+
+    @property
+    def new_tokens(self) -> list[int]:
+        """The new tokens that were read from the device."""
+        return self.tokens[len(self.prompt) :]
+
+    @property
+    def scores_prompt(self) -> bool:
+        """True if log-probabilities of the prompt are computed with this sequence: with the first of a request."""
+        return self.options.prompt_logprobs is not None and self.index == 0
+
+    def page_hashes(self, root: bytes, num_pages: int) -> list[bytes]:
+        """Returns the hashes of the first `num_pages` pages, whose tokens are known. Each page is hashed once a root."""
+        if root != self.root:
+            self.root = root
+            self.hashes.clear()
+        if len(self.hashes) < num_pages:
+            extend_chain(self.hashes, root, self.tokens, num_pages)
+        return self.hashes[:num_pages]
+
+
+@dataclass
+class EngineQueues:
+    """Sequences that wait and that run, each the oldest first, and the pages and slots that they share.
+
+    All that run are older than all that wait. Only the youngest that runs may have a prompt that is not computed to its end.
+    """
+
+    limits: EngineLimits
+    drafts: int = 0
+    """Number of drafts that a decoding row computes with its token, 0 or 1."""
+    waiting: deque[Sequence] = field(default_factory=deque)
+    running: list[Sequence] = field(default_factory=list)
+    weights_version: int = 0
+    num_preemptions: int = 0
+    pool: PagePool = field(init=False)
+    free_slots: list[int] = field(init=False)
+    root: bytes = field(init=False)
+    """Begins the hashes of pages that are written under the present weights."""
+
+    def __post_init__(self):
+        self.pool = PagePool(self.limits.num_pages)
+        self.free_slots = list(range(self.limits.max_sequences - 1, -1, -1))
+        self.root = root_hash((self.weights_version,))
 
 
 class Decode(NamedTuple):
@@ -43,8 +150,8 @@ class StepPlan(NamedTuple):
     decodes: list[Decode]
     chunks: list[PromptChunk]
     samples: list[Sequence]
-    preempted: list[Preempted]
-    """Sequences that lost slot and pages for this step; they wait at the front."""
+    preempted: list[tuple[Sequence, list[int]]]
+    """Sequences that lost slot and pages for this step, as `preempt_youngest` returns them; they wait at the front."""
 
     @property
     def is_empty(self) -> bool:
@@ -58,7 +165,7 @@ def plan_step(queues: EngineQueues) -> StepPlan:
     The caller dispatches the plan before the next call. A page is sealed once the step that fills it is planned. So rows of the
     same step may share it: in each layer a step must write all its keys and values before a row attends.
     """
-    preempted: list[Preempted] = []
+    preempted: list[tuple[Sequence, list[int]]] = []
     decodes = _plan_decodes(queues, preempted)
     budget = queues.limits.max_tokens_per_step - len(decodes) * (1 + queues.drafts)
     chunks: list[PromptChunk] = []
@@ -104,11 +211,49 @@ def read_step(queues: EngineQueues, plan: StepPlan, tokens: list[list[int]]) -> 
         taken.append(length - before)
         if (length - 1) // PAGE_SIZE > (before - 1) // PAGE_SIZE and sequence.slot is not None:
             # The step that sampled the page's successor has written its last token.
-            seal_full_pages(sequence, queues.pool, queues.root)
+            _seal_full_pages(sequence, queues.pool, queues.root)
     return taken
 
 
-def _plan_decodes(queues: EngineQueues, preempted: list[Preempted]) -> list[Decode]:
+def finish(queues: EngineQueues, sequence: Sequence, reason: FinishReason) -> None:
+    """Ends a sequence that waits or runs. One that has ended stays as it is.
+
+    Its pages may be taken at once: steps in flight that still write to them run before any step that is planned later.
+    """
+    if sequence.finish_reason is not None:
+        return
+    sequence.finish_reason = reason
+    if sequence.slot is None:
+        queues.waiting.remove(sequence)
+    else:
+        queues.running.remove(sequence)
+        _seal_full_pages(sequence, queues.pool, queues.root)
+        _give_back(queues, sequence)
+
+
+def preempt_youngest(queues: EngineQueues) -> tuple[Sequence, list[int]]:
+    """Sends the youngest sequence that runs back to the front of the queue, to be computed again once its tokens were read.
+
+    Returns it and the pages that it had; none if its prompt was not computed to its end. Their keys, values and experts are
+    there until the next step is dispatched. A sequence that ends with a token in flight has no others.
+    """
+    sequence = queues.running.pop()
+    pages = sequence.pages if sequence.decoding else []
+    _give_back(queues, sequence)
+    sequence.num_preemptions += 1
+    queues.num_preemptions += 1
+    queues.waiting.appendleft(sequence)
+    return sequence, pages
+
+
+def change_weights(queues: EngineQueues) -> None:
+    """Counts new weights, after which no page of older ones is shared. Sequences that run keep theirs, and never seal them."""
+    queues.weights_version += 1
+    queues.root = root_hash((queues.weights_version,))
+    queues.pool.forget_all()
+
+
+def _plan_decodes(queues: EngineQueues, preempted: list[tuple[Sequence, list[int]]]) -> list[Decode]:
     pool, decodes = queues.pool, list[Decode]()
     # The youngest leave the list at its end, behind the sequence that needs a page, or with it.
     for sequence in queues.running:
@@ -158,7 +303,7 @@ def _admit_next(queues: EngineQueues) -> bool:
     sequence.num_sealed = len(found)
     sequence.num_scheduled = len(found) * PAGE_SIZE
     if not sequence.num_preemptions:
-        sequence.cached_tokens = sequence.num_scheduled
+        sequence.cached_tokens, sequence.weights_version = sequence.num_scheduled, queues.weights_version
     sequence.slot = queues.free_slots.pop()
     queues.running.append(queues.waiting.popleft())
     return True
@@ -175,5 +320,24 @@ def _plan_chunk(queues: EngineQueues, sequence: Sequence, budget: int) -> Prompt
     sequence.num_scheduled = stop
     sequence.decoding = stop == len(sequence.tokens)
     sequence.in_flight += sequence.decoding
-    seal_full_pages(sequence, pool, queues.root)
+    _seal_full_pages(sequence, pool, queues.root)
     return PromptChunk(sequence, start, sequence.tokens[start:stop], sequence.decoding)
+
+
+def _give_back(queues: EngineQueues, sequence: Sequence) -> None:
+    assert sequence.slot is not None
+    queues.free_slots.append(sequence.slot)
+    queues.pool.release(sequence.pages)
+    sequence.slot, sequence.pages, sequence.decoding = None, [], False
+    sequence.num_scheduled = sequence.num_uncertain = sequence.num_sealed = 0
+
+
+def _seal_full_pages(sequence: Sequence, pool: PagePool, root: bytes) -> None:
+    """Seals the pages whose tokens are all known and written, unless they were written under another root than `root`."""
+    num_full = min(len(sequence.tokens), sequence.num_scheduled) // PAGE_SIZE
+    if sequence.root != root or num_full <= sequence.num_sealed:
+        return
+    hashes = sequence.page_hashes(root, num_full)
+    for number in range(sequence.num_sealed, num_full):
+        pool.seal(sequence.pages[number], hashes[number])
+    sequence.num_sealed = num_full

@@ -14,8 +14,8 @@ from moe_jax.layers.segments import has_successor, segment_positions
 from moe_jax.models.decoder import Decoder
 from moe_jax.models.inputs import check_shapes
 from moe_jax.parallel.spread import ONE_DEVICE, Spread
+from moe_jax.serving.fused import check_strict, strict_layers
 from moe_jax.serving.prompts import PIECE_TOKENS, piece_scores
-from moe_jax.serving.strict import check_strict, strict_layers
 from moe_jax.serving.weights import frame_of, head_of, layers_of, take_apart
 
 
@@ -81,7 +81,7 @@ def strict_log_probs(
         of pages. A row with more runs gives NaN under `jax.jit`.
 
     Raises:
-      ValueError: a model that `strict.check_strict` refuses or that is spread over devices. Shapes that do not fit each other,
+      ValueError: a model that `fused.check_strict` refuses or that is spread over devices. Shapes that do not fit each other,
         or, where the ids are known, more segments than `max_segments`.
     """
     check_strict(model)
@@ -138,12 +138,12 @@ def _strict_pass(
     frame = frame_of(served, weights)
     x = frame["embed_tokens"](tokens.reshape(1, -1), served.dtype)
     layers = layers_of(served, weights)
-    computed = strict_layers(served, layers, frame["norm"], x[0], packed.positions, attends, valid.ravel())
-    hidden = computed.hidden.reshape(rows, seq, -1)[:, :-1].reshape(rows * (seq - 1), -1)
+    hidden, _, chosen = strict_layers(served, layers, frame["norm"], x[0], packed.positions, attends, valid.ravel())
+    hidden = hidden.reshape(rows, seq, -1)[:, :-1].reshape(rows * (seq - 1), -1)
     log_probs = _of_tokens(hidden, head_of(frame), tokens[:, 1:].ravel()).reshape(rows, seq - 1)
-    if not computed.experts:
+    if not chosen:
         return log_probs, None
-    experts = jnp.stack(computed.experts).reshape(-1, rows, seq, computed.experts[0].shape[1])
+    experts = jnp.stack(chosen).reshape(-1, rows, seq, chosen[0].shape[1])
     # Padding chose no expert: its ids are behind the last expert.
     return log_probs, jnp.where(valid[..., None], experts, jnp.arange(experts.shape[3], dtype=experts.dtype))
 
@@ -153,7 +153,7 @@ def _of_tokens(
 ) -> Float[Array, "tokens"]:
     def of_piece(piece):
         hidden, targets = piece
-        return piece_scores(hidden, head, targets, 0, strict=True).logprobs
+        return piece_scores(hidden, head, targets, 0, strict=True)[0]
 
     pieces = -(-len(hidden) // PIECE_TOKENS)
     padding = pieces * PIECE_TOKENS - len(hidden)

@@ -18,6 +18,7 @@ from moe_jax.kernels.experts.choose_backend import ENVIRONMENT_VARIABLE, is_mosa
 from moe_jax.kernels.experts.fp8.precision import Precision
 from moe_jax.layers.lora import Adapter, Frozen, has_adapters, wider_head
 from moe_jax.layers.moe import Experts, is_expert_matrix
+from moe_jax.layers.paged import LayerPages
 from moe_jax.layers.quantised import Quantised, is_quantised
 from moe_jax.models.decoder import Decoder
 
@@ -51,12 +52,12 @@ class Weights(NamedTuple):
     """Each stage's experts, stacked; empty for a dense stage."""
 
 
-class LayerWeights(NamedTuple):
-    """One layer's arrays, its stage's experts, and its place in their stack."""
+LayerWeights = tuple[nnx.State, nnx.State, Int[Array, ""]]
+"""One layer's arrays, its stage's experts, and its place in their stack."""
 
-    layer: nnx.State
-    experts: nnx.State
-    place: Int[Array, ""]
+
+ComputedLayers = tuple[Float[Array, "tokens hidden"], list[LayerPages], list[Int[Array, "tokens k"]]]
+"""Hidden states behind the last norm, each layer's pages, and the experts of each MoE layer."""
 
 
 def take_apart(
@@ -111,7 +112,7 @@ def head_of(frame: Any) -> Float[Array, "vocab columns"]:
 def layers_of(served: ServedModel, weights: Weights) -> list[tuple[int, LayerWeights]]:
     """Returns each layer's stage and weights, in the model's order."""
     return [
-        (stage, LayerWeights(weights.layers[of_stage.first_layer + place], weights.experts[stage], jnp.int32(place)))
+        (stage, (weights.layers[of_stage.first_layer + place], weights.experts[stage], jnp.int32(place)))
         for stage, of_stage in enumerate(served.config.stages)
         for place in range(of_stage.num_layers)
     ]
@@ -119,10 +120,11 @@ def layers_of(served: ServedModel, weights: Weights) -> list[tuple[int, LayerWei
 
 def layer_module(served: ServedModel, stage: int, weights: LayerWeights) -> Any:
     """Returns the module of a layer of this stage. Behind the model's stages comes the module that drafts."""
-    block = nnx.merge(served.stages[stage], weights.experts, weights.layer)
+    layer, experts, place = weights
+    block = nnx.merge(served.stages[stage], experts, layer)
     for _, module in nnx.iter_modules(block):
         if isinstance(module, Experts):
-            module.read_in_stack(weights.place)
+            module.read_in_stack(place)
     return block
 
 

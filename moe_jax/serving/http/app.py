@@ -17,9 +17,8 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from moe_jax.generation.text import completion_tokens
-from moe_jax.serving.http.body import read_body, refuse_others, take
+from moe_jax.serving.http.body import ApiError, DisconnectedError, read_body, refuse_others, take
 from moe_jax.serving.http.completions import answer_chat, answer_completion, conversation_encoder
-from moe_jax.serving.http.errors import ApiError, DisconnectedError, answer_api_error, answer_defect, answer_http_error
 from moe_jax.serving.http.record import RequestRecord, record_of
 from moe_jax.serving.http.service import Service, logger
 
@@ -42,7 +41,7 @@ def make_app(service: Service) -> ASGIApp:
     routes = [Route(path, partial(answer, service), methods=["POST"]) for path, answer in posts.items()]
     routes += [Route(path, partial(answer, service), methods=["GET"]) for path, answer in gets.items()]
     routes.append(Route("/v1/models/{name:path}", partial(_answer_models, service), methods=["GET"]))
-    handlers = {ApiError: answer_api_error, HTTPException: answer_http_error, Exception: answer_defect}
+    handlers = {ApiError: _answer_api_error, HTTPException: _answer_http_error, Exception: _answer_defect}
     app = Starlette(routes=routes, exception_handlers=handlers, lifespan=lifespan)
     # A redirect from /metrics/ would name whatever host the request names.
     app.router.redirect_slashes = False
@@ -106,6 +105,28 @@ async def answer_detokenize(service: Service, request: Request) -> JSONResponse:
         raise ApiError(400, "tokens must be a list of token ids", param="tokens")
     (text,) = await service.decode([tokens], record, "tokens")
     return JSONResponse({"prompt": text})
+
+
+async def _answer_api_error(request: Request, error: Exception) -> JSONResponse:
+    """Answers with an error that an endpoint raised."""
+    assert isinstance(error, ApiError)
+    record_of(request).error = str(error)
+    return error.response
+
+
+async def _answer_http_error(request: Request, error: Exception) -> JSONResponse:
+    """Answers for a path or a method that does not exist."""
+    assert isinstance(error, HTTPException)
+    named = {404: f"there is no {request.url.path}", 405: f"{request.url.path} does not take {request.method}"}
+    response = ApiError(error.status_code, named.get(error.status_code, error.detail)).response
+    response.headers.update(error.headers or {})
+    return response
+
+
+async def _answer_defect(request: Request, error: Exception) -> JSONResponse:
+    """Answers for a defect of the server, whose traceback goes into the log and not to the client."""
+    # The server will close the connection: a client that did not know would lose its next request there.
+    return ApiError(500, "the server failed at this request; its log says why", closes=True).response
 
 
 MOST_HELD = 1 << 30

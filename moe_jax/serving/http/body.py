@@ -1,4 +1,4 @@
-"""Reads the JSON body of a request: within limits of size and time, and field by field."""
+"""Reads the JSON body of a request, within limits of size and time and field by field; and the errors that refuse one."""
 
 import asyncio
 import json
@@ -6,9 +6,9 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from starlette.requests import Request
+from starlette.responses import JSONResponse
 
-from moe_jax.serving.defaults import Defaults
-from moe_jax.serving.http.errors import ApiError
+from moe_jax.serving.conversation import Defaults
 from moe_jax.serving.request import SamplingOptions
 
 HARMLESS = {
@@ -190,3 +190,46 @@ def _logit_bias(given: dict) -> dict[int, float]:
     if not all(token.isdecimal() and len(token) < 20 for token in given):
         raise ApiError(400, f"logit_bias must have token ids as its names; got {list(given)!r:.80}", param="logit_bias")
     return {int(token): take(given, token, (int, float)) for token in given}
+
+
+NAMES = {401: "authentication_error", 429: "rate_limit_error", 500: "server_error", 503: "server_error", 504: "server_error"}
+"""The `type` of an error by status; invalid_request_error for others."""
+
+
+class ApiError(Exception):
+    """A request that gets no result; `param` is the field of its body that is wrong, if it is one.
+
+    `closes`: its connection is closed after the answer.
+    """
+
+    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None, closes: bool = False):
+        super().__init__(message)
+        self.status = status
+        self.param = param
+        self.code = code
+        self.closes = closes
+
+    @property
+    def body(self) -> dict:
+        """The error as JSON."""
+        kind = NAMES.get(self.status, "invalid_request_error")
+        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+
+    @property
+    def response(self) -> JSONResponse:
+        """The whole answer; an error that passes says when to come again."""
+        headers = {"Retry-After": "1"} if self.status in (429, 503) else {}
+        if self.status == 401:
+            headers["WWW-Authenticate"] = "Bearer"
+        if self.closes:
+            headers["Connection"] = "close"
+        return JSONResponse(self.body, self.status, headers)
+
+
+class DisconnectedError(Exception):
+    """The client has closed its connection."""
+
+
+def took_too_long(seconds: float) -> ApiError:
+    """Returns the error of a request whose time is over."""
+    return ApiError(504, f"the request took longer than {seconds:g} seconds")

@@ -1,20 +1,17 @@
 """POST /v1/completions and /v1/chat/completions: continues texts or lists of token ids, and answers conversations."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from moe_jax.generation.text import chat_prompts, completion_tokens
-from moe_jax.serving.defaults import fitted
-from moe_jax.serving.http.answers import Answer
-from moe_jax.serving.http.body import SHARED, delivery, read_body, refuse_others, sampling_options, take
-from moe_jax.serving.http.choices import TextPiece, chat_logprobs, completion_logprobs
-from moe_jax.serving.http.errors import ApiError
+from moe_jax.serving.http.answers import ChatAnswer, CompletionAnswer
+from moe_jax.serving.http.body import SHARED, ApiError, delivery, read_body, refuse_others, sampling_options, take
 from moe_jax.serving.http.record import record_of
 from moe_jax.serving.http.service import Service
+from moe_jax.serving.request import fitted
 
 FIELDS = SHARED | {"best_of", "echo", "logprobs", "prompt"}
 
@@ -50,7 +47,7 @@ async def answer_completion(service: Service, request: Request) -> Response:
     choices = service.submit(tokens, options, "prompt")
     record.prompt_tokens = sum(map(len, tokens))
     begins = [text for text in echoed for _ in range(options.n)] if echo else [""] * len(choices)
-    return await Answer(service, choices, _CompletionShape(service.tokenizer, begins), how, record).respond(request)
+    return await CompletionAnswer(service, choices, how, record, begins=begins).respond(request)
 
 
 def _prompts(given: Any, limit: int) -> list:
@@ -70,26 +67,6 @@ def _prompts(given: Any, limit: int) -> list:
 def _are_ids(given: Any) -> bool:
     # True is an integer in Python, and no token.
     return isinstance(given, list) and all(type(token) is int for token in given)
-
-
-@dataclass
-class _CompletionShape:
-    tokenizer: Any
-    begins: list[str]
-    """Text before each choice."""
-    prefix = "cmpl-"
-    whole_object = "text_completion"
-    chunk_object = "text_completion"
-
-    def __post_init__(self):
-        self._offsets = [len(begin) for begin in self.begins]
-
-    def choice(self, piece: TextPiece, *, is_first: bool, is_whole: bool) -> dict[str, Any]:
-        text, found = (self.begins[piece.index] if is_first else "") + piece.text, None
-        if piece.logprobs:
-            found = completion_logprobs(self.tokenizer, piece.logprobs, self._offsets[piece.index])
-            self._offsets[piece.index] += sum(map(len, found["tokens"]))
-        return {"index": piece.index, "text": text, "logprobs": found, "finish_reason": piece.finish_reason}
 
 
 CHAT_FIELDS = SHARED | {
@@ -121,7 +98,7 @@ async def answer_chat(service: Service, request: Request) -> Response:
     # Clients of chats send the same max_tokens with each message, while the conversation grows.
     choices = service.submit([tokens], fitted(options, tokens, service.engine.limits), "messages")
     record.prompt_tokens = len(tokens)
-    return await Answer(service, choices, _ChatShape(service.tokenizer), how, record).respond(request)
+    return await ChatAnswer(service, choices, how, record).respond(request)
 
 
 def conversation_encoder(
@@ -165,19 +142,3 @@ def _with_joined_text(message: dict[str, Any]) -> dict[str, Any]:
     if not all(isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str) for part in parts):
         raise ApiError(400, "the content of a message must be text, or parts of the type text", param="messages")
     return message | {"content": "".join(part["text"] for part in parts)}
-
-
-@dataclass
-class _ChatShape:
-    tokenizer: Any
-    prefix = "chatcmpl-"
-    whole_object = "chat.completion"
-    chunk_object = "chat.completion.chunk"
-
-    def choice(self, piece: TextPiece, *, is_first: bool, is_whole: bool) -> dict[str, Any]:
-        found = chat_logprobs(self.tokenizer, piece.logprobs) if piece.logprobs else None
-        choice = {"index": piece.index, "logprobs": found, "finish_reason": piece.finish_reason}
-        if is_whole:
-            return choice | {"message": {"role": "assistant", "content": piece.text, "refusal": None}}
-        delta = ({"role": "assistant"} if is_first else {}) | ({"content": piece.text} if piece.text or is_first else {})
-        return choice | {"delta": delta}

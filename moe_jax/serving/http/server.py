@@ -10,7 +10,7 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from moe_jax.serving.http.app import make_app
-from moe_jax.serving.http.errors import ApiError
+from moe_jax.serving.http.body import ApiError
 from moe_jax.serving.http.service import Service, logger
 
 KEEP_ALIVE_SECONDS = 65

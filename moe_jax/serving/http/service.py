@@ -1,6 +1,8 @@
 """The state that all endpoints share: an engine, a tokenizer, the requests that run, and the end of them all."""
 
 import asyncio
+import functools
+import json
 import logging
 import queue
 import threading
@@ -10,17 +12,16 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
+from tokenizers.pre_tokenizers import ByteLevel
+
 from moe_jax.checkpoint.tokenizer import beginning
-from moe_jax.serving.defaults import Defaults
+from moe_jax.serving.conversation import Defaults
 from moe_jax.serving.engine import Engine
-from moe_jax.serving.handle import Handle
-from moe_jax.serving.http.body import SHARED
-from moe_jax.serving.http.choices import Choice
-from moe_jax.serving.http.errors import ApiError, took_too_long
+from moe_jax.serving.handle import Event, Handle
+from moe_jax.serving.http.body import SHARED, ApiError, took_too_long
 from moe_jax.serving.http.record import Metrics, RequestRecord
 from moe_jax.serving.loop import QueueFull
 from moe_jax.serving.request import SamplingOptions
-from moe_jax.serving.text import fewest_tokens
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,27 @@ A core tokenizes one or two megabytes in a second.
 
 CLOSE_SECONDS = 60
 """Time that the engine has for its last step: a device that hangs would else hold up the end for ever."""
+
+
+class Choice:
+    """A continuation of a request: `index` is its number in the answer, `number` that in its handle."""
+
+    def __init__(self, index: int, handle: Handle, number: int):
+        self.index, self.handle, self.number = index, handle, number
+        self.num_tokens = 0
+        """New tokens up to its end, with the one that ended it."""
+        self.finished = False
+
+    @property
+    def cached_tokens(self) -> int:
+        """The number of the prompt's tokens that were not computed again, counted once for all choices of a prompt."""
+        completion = self.handle.completions[0]
+        return completion.cached_tokens if completion is not None and self.number == 0 else 0
+
+    def note(self, event: Event) -> None:
+        """Counts an event's token, and notes the end."""
+        self.num_tokens += event.token is not None
+        self.finished |= event.finish_reason is not None
 
 
 class Service:
@@ -263,3 +285,54 @@ class Worker:
                 except BaseException as error:  # raised again where the caller waits
                     done.set_exception(error)
         return True
+
+
+KEPT = {"ByteLevel", "Digits", "Metaspace", "NFC", "Prepend", "Replace", "Sequence", "Split"}
+"""Steps of a tokenizer before its merges that drop no byte, unless `_drops` finds one. NFC may write characters in fewer."""
+
+MOST_SHRUNK = 4
+"""Bytes of characters for each byte of their NFC form, rounded up: seven of a Greek iota with two marks become two."""
+
+
+def fewest_tokens(tokenizer: Any, text: str) -> int:
+    """Returns a number of tokens that a text has at least, from its length alone; 0 where the tokenizer may drop text."""
+    if (longest := _longest_token(tokenizer)) is None:
+        return 0
+    return len(text.encode()) // (longest * (1 if text.isascii() else MOST_SHRUNK))
+
+
+@functools.lru_cache(maxsize=4)
+def _longest_token(tokenizer: Any) -> int | None:
+    """Returns the most bytes of a text that a token can stand for; None for all but BPE of bytes that drops none of them."""
+    raw, vocab = getattr(tokenizer, "backend_tokenizer", None), tokenizer.get_vocab()
+    if raw is None or type(raw.model).__name__ != "BPE":
+        return None
+    steps = [step for part in (raw.normalizer, raw.pre_tokenizer) if part is not None for step in _steps(part)]
+    added = tokenizer.added_tokens_decoder.values()
+    if any(map(_drops, steps)) or any(token.lstrip or token.rstrip for token in added):
+        return None
+    of_bytes = any(step["type"] == "ByteLevel" for step in steps)
+    # Without a token for each byte, all that is unknown could be one token, or none.
+    single = (
+        ByteLevel.alphabet() if of_bytes else [f"<0x{byte:02X}>" for byte in range(256)] if raw.model.byte_fallback else [""]
+    )
+    if not set(single) <= vocab.keys():
+        return None
+    return max(
+        *(len(name) if of_bytes else len(name.encode()) for name in vocab), *(len(each.content.encode()) for each in added)
+    )
+
+
+def _steps(part: Any) -> list[dict[str, Any]]:
+    """Returns the settings of a normalizer or pre-tokenizer, and of all that it consists of."""
+    found = [json.loads(part.__getstate__())]
+    for step in found:
+        found += [*step.get("normalizers", ()), *step.get("pretokenizers", ())]
+    return found
+
+
+def _drops(step: dict[str, Any]) -> bool:
+    if step["type"] == "Replace":
+        replaced = step["pattern"].get("String")
+        return replaced is None or len(step["content"].encode()) < len(replaced.encode())
+    return step["type"] not in KEPT or step.get("behavior") == "Removed"
