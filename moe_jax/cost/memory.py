@@ -226,18 +226,18 @@ def layer_workspace(step: PlannedStep, number: int) -> float:
 
 def gathered_layer(step: PlannedStep, number: int) -> float:
     """Returns the bytes of the matrices that one layer of stage `number` gathers."""
-    return sum(p.travelling_bytes * p.used_size / p.layers for p in _gathered(step, number))
+    return sum(p.travelling_bytes * elements for p, elements in _gathered(step, number))
 
 
 def gathered_layers(step: PlannedStep, number: int) -> float:
     """Returns the bytes of the gathered matrices of two layers of stage `number`, and of these matrices' gradients."""
-    gradients = ELEMENT * sum(p.used_size / p.layers for p in _gathered(step, number))
-    return 2 * (gathered_layer(step, number) + gradients)
+    return 2 * sum((p.travelling_bytes + ELEMENT) * elements for p, elements in _gathered(step, number))
 
 
-def _gathered(step: PlannedStep, number: int) -> list[Parameter]:
+def _gathered(step: PlannedStep, number: int) -> list[tuple[Parameter, float]]:
+    """Returns the parameters that a layer of stage `number` gathers, with the elements of one layer."""
     own = step.parameters_of_stages[number]
-    return [p for p in own if p.gather_axes and p.by_layer]
+    return [(p, p.used_size / p.layers) for p in own if p.gather_axes and p.by_layer]
 
 
 def copies_bytes(step: PlannedStep) -> float:

@@ -1,12 +1,11 @@
 """A model's parameter arrays on a mesh: each device's share, what is gathered for use, and bytes of elements.
 
-On a mesh with a pipe, the layers of one stage (`piped_stage`) are dealt out to the ranks. All other parameters are split over
+On a mesh with a pipe, the layers of one stage (`dealt_out`) are dealt out to the ranks. All other parameters are split over
 `pipe` as over `fsdp`. docs/fp8.md says where copies in FP8 are made.
 """
 
 import functools
 import math
-from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
 from flax import nnx
@@ -18,10 +17,11 @@ from moe_jax.layers.matrices import declaration_of
 from moe_jax.layers.moe import EXPERT_MATRICES
 from moe_jax.layers.quantised import NF4_BLOCK
 from moe_jax.models.auto import abstract_parameters
+from moe_jax.models.layers_in_pipe import layers_in_pipe
 from moe_jax.parallel.choices import MESH_AXES, MeshShape
 from moe_jax.parallel.fsdp import can_travel_in_fp8
 from moe_jax.parallel.layout import data_axis, gathered_axes, parameter_spec
-from moe_jax.parallel.pipeline.chunks import layers_of_chunk
+from moe_jax.parallel.pipeline.chunks import LayersInPipe, PipeShape, is_dealt_out, stacked_shape
 
 BYTES = {"bfloat16": 2, "float32": 4}
 
@@ -79,15 +79,9 @@ class Parameter(NamedTuple):
 
 
 @functools.cache
-def piped_stage(config: ModelConfig) -> int:
-    """Returns the number of the stage whose layers a pipe computes: the last of `config.stages`."""
-    return len(config.stages) - 1
-
-
-@functools.cache
-def num_piped_layers(config: ModelConfig) -> int:
-    """Returns the layers that a pipe deals out, counted as repeats of a stage's body."""
-    return config.stages[piped_stage(config)].repeats
+def dealt_out(config: ModelConfig) -> LayersInPipe:
+    """Returns the layers that a pipe deals out to its ranks."""
+    return layers_in_pipe(config, PipeShape())
 
 
 @functools.cache
@@ -96,7 +90,7 @@ def operand_elements(config: ModelConfig) -> int:
     elements = 0
     for path, shape in shapes(config):
         matrix = declaration_of(path, shape)
-        if path[:2] != ("stages", piped_stage(config)) or matrix.axes == 1:
+        if path[:2] != ("stages", dealt_out(config).stage) or matrix.axes == 1:
             continue
         if matrix.role == "experts":
             # One side of each product has a row for each choice, the other a row for each token.
@@ -120,20 +114,22 @@ def parameters(
       chunks: chunks of layers on each rank of a pipe; 1 without a pipe.
       shard_optimizer: `data` splits the optimizer's state.
       in_fp8: experts multiply in FP8.
-      frozen: the form of weights that adapters leave frozen (`checkpoint.weights`); None if all weights are trained.
+      frozen: the form of weights that adapters leave frozen (`models.precision.Weights`); None if all weights are trained.
     """
     abstract = AbstractMesh(tuple(getattr(mesh, name) for name in MESH_AXES), MESH_AXES)
-    stacked = list(_stacked(config, mesh, chunks))
+    dealt, pipe = dealt_out(config), PipeShape(mesh.pipe, chunks)
+    stacked = {path: stacked_shape(path, shape, dealt, pipe) for path, shape in shapes(config)}
     # FP8 needs whole blocks on each device, of both matrices of a stage.
-    cut = {path[1] for path, _, shape in stacked if _of_experts(path) and not can_travel_in_fp8(path, shape, abstract)}
+    cut = {path[1] for path, shape in stacked.items() if _of_experts(path) and not can_travel_in_fp8(path, shape, abstract)}
     is_whole = mesh.size == mesh.data * mesh.pipe
     found = []
-    for path, layers, shape in stacked:
+    for path, shape in stacked.items():
         ways = tuple(name for names in parameter_spec(path, shape, abstract) for name in _as_tuple(names))
         gathered = tuple(name for _, names in gathered_axes(path, shape, abstract) for name in names)
         own = math.prod(shape) // math.prod(getattr(mesh, name) for name in ways)
         is_split = shard_optimizer and data_axis(path, shape, abstract) is not None
-        by_layer = path[0] == "stages" and (mesh.pipe == 1 or path[1] == piped_stage(config))
+        in_pipe, in_stage = mesh.pipe > 1 and is_dealt_out(path, dealt.stage), path[0] == "stages"
+        by_layer = in_pipe or (in_stage and mesh.pipe == 1)
         fp8: MadeInFp8 | None = None
         if in_fp8 and _of_experts(path):
             unfrozen = "once" if by_layer and is_whole else "pass" if path[1] in cut else "arrives"
@@ -141,7 +137,7 @@ def parameters(
         found.append(
             Parameter(
                 path=path,
-                layers=layers,
+                layers=shape[0] * shape[2] if in_pipe else shape[0] if in_stage else 1,
                 own_size=own,
                 updated_size=own // mesh.data if is_split else own,
                 split_axes=ways,
@@ -160,16 +156,6 @@ def parameters(
 def shapes(config: ModelConfig) -> tuple[tuple[tuple, tuple[int, ...]], ...]:
     """Returns the path and the shape of every trained parameter of the model; layers of a stage are stacked."""
     return tuple((path, leaf.shape) for path, leaf in abstract_parameters(config).items() if isinstance(leaf, nnx.Param))
-
-
-def _stacked(config: ModelConfig, mesh: MeshShape, chunks: int) -> Iterator[tuple[tuple, int, tuple[int, ...]]]:
-    """Yields each array's path, the layers of a rank that it stacks, and its shape, in a pipe with axes of chunks and ranks."""
-    for path, shape in shapes(config):
-        layers = shape[0] if path[0] == "stages" else 1
-        if mesh.pipe > 1 and path[:2] == ("stages", piped_stage(config)):
-            of_chunk = layers_of_chunk(layers, mesh.pipe, chunks)
-            layers, shape = chunks * of_chunk, (chunks, mesh.pipe, of_chunk, *shape[1:])
-        yield path, layers, shape
 
 
 def _of_experts(path: tuple) -> bool:

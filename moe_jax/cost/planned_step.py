@@ -8,14 +8,15 @@ from typing import Literal, NamedTuple, get_args
 import jax.numpy as jnp
 
 from moe_jax.config import ExpertsSpec, HeadsSpec, ModelConfig, Stage
-from moe_jax.cost.parameters import BYTES, ELEMENT, FP8_ROW_ELEMENT, Parameter, num_piped_layers, parameters, piped_stage
+from moe_jax.cost.parameters import BYTES, ELEMENT, FP8_ROW_ELEMENT, Parameter, dealt_out, parameters
 from moe_jax.layers.moe import EXPERT_CHUNK_TOKENS
 from moe_jax.layers.passes import Remat
 from moe_jax.models.decoder import fp8_refusal
+from moe_jax.models.layers_in_pipe import layers_in_pipe
 from moe_jax.models.precision import PrecisionName
 from moe_jax.parallel.choices import UNIFORM, Hops, MeshShape, PipeSchedule
 from moe_jax.parallel.expert.settings import ExchangePlan, ExpertParallel, plan_exchange
-from moe_jax.parallel.pipeline.chunks import fills_chunks, layers_of_chunk, sources
+from moe_jax.parallel.pipeline.chunks import PipeShape, layers_of_chunk, sources
 from moe_jax.parallel.pipeline.limits import ranks_problem, schedule_by_name, schedule_problem, split_axes
 from moe_jax.parallel.pipeline.schedules import Schedule
 from moe_jax.parallel.pipeline.table import Sizes, lockstep_table, undivided
@@ -138,12 +139,12 @@ class PlannedStep:
     def joined_stage(self) -> int:
         """Number of the stage whose layers the joined loop computes: without a pipe the longest, the first of equals."""
         lengths = [stage.num_layers for stage in self.config.stages]
-        return piped_stage(self.config) if self.mesh.pipe > 1 else lengths.index(max(lengths))
+        return dealt_out(self.config).stage if self.mesh.pipe > 1 else lengths.index(max(lengths))
 
     @property
     def layers_of_chunk(self) -> int:
         """Layers of one chunk of a pipe, with places without a layer; without a pipe all layers of the joined stage."""
-        return layers_of_chunk(num_piped_layers(self.config), self.mesh.pipe, self.pipe_chunks)
+        return layers_of_chunk(dealt_out(self.config).num_layers, self.mesh.pipe, self.pipe_chunks)
 
     @functools.cached_property
     def slots(self) -> int:
@@ -201,9 +202,7 @@ class PlannedStep:
         """The plan of the exchange with experts on other devices, as training makes it; None if no token travels."""
         if self.mesh.expert == 1 or not self.config.routed_layers:
             return None
-        # `parallel.Parallelism` chooses "pairwise" by the same rule.
-        is_pairwise = self.hops == "copies" and self.capacity_factor >= self.mesh.expert
-        exchange = ExpertParallel(transport="pairwise" if is_pairwise else None, capacity_factor=self.capacity_factor)
+        exchange = ExpertParallel(capacity_factor=self.capacity_factor).over(self.mesh.expert, self.hops)
         k, own_experts = self.experts.num_experts_per_tok, self.experts.num_experts // self.mesh.expert
         return plan_exchange(self.tokens, k, self.mesh.expert, own_experts, exchange)
 
@@ -331,19 +330,25 @@ def _problems_of_mesh(step: PlannedStep) -> list[str]:
 
 
 def _problems_of_pipe(step: PlannedStep) -> list[str]:
-    ranks, chunks = step.mesh.pipe, step.pipe_chunks
+    """Returns the problems of the pipe and its schedule, which `train.pipelined` would find in training."""
+    ranks, chunks, name, axes = step.mesh.pipe, step.pipe_chunks, step.pipe_schedule, asdict(step.mesh)
     if ranks == 1:
         alone = f"pipe_chunks={chunks} needs a mesh.pipe of at least 2: one rank computes its layers in one chunk"
-        return [alone] if chunks > 1 else [problem for problem in (ranks_problem(step.pipe_schedule, 1, 1),) if problem]
-    problems, layers = [], num_piped_layers(step.config)
-    *before, last = step.config.stages
-    if any(stage.sparse for stage in before):
-        problems.append(
-            f"mesh.pipe={ranks}: layers with experts stand before the last {last.num_layers}, which a pipe deals out"
-        )
-    if not fills_chunks(layers, ranks, chunks):
-        problems.append(f"the {layers} layers of the last stage are too few for mesh.pipe={ranks} x pipe_chunks={chunks}")
-    problems += _problems_of_schedule(step)
+        return [alone] if chunks > 1 else list(filter(None, [ranks_problem(name, 1, 1)]))
+    problems = []
+    try:
+        layers_in_pipe(step.config, PipeShape(ranks, chunks))
+    except ValueError as error:
+        problems.append(str(error))
+    if problem := schedule_problem(name, axes, chunks, step.gradient_accumulation):
+        problems.append(problem)
+    elif name not in UNIFORM:
+        if step.remat == "offload":
+            problems.append(f"remat='offload' needs pipe_schedule='uniform': slots of {name!r} lie in the GPU's memory")
+        if step.hops == "copies" and split_axes(axes):
+            problems.append(f"pipe_schedule={name!r} needs hops='nccl' where fsdp, expert or context have several devices")
+        if step.mesh.context > 1 and step.context_method == "ring":
+            problems.append(f"pipe_schedule={name!r} needs context_method='all_gather' or 'ulysses'")
     rows = step.rows // step.gradient_accumulation // (step.mesh.size // ranks // step.mesh.context)
     if len(step.stages) > 1 and rows % ranks:
         problems.append(
@@ -352,21 +357,4 @@ def _problems_of_pipe(step: PlannedStep) -> list[str]:
         )
     elif step.tokens % ranks:
         problems.append(f"the {step.tokens} tokens of a micro-batch must be a multiple of mesh.pipe={ranks}")
-    return problems
-
-
-def _problems_of_schedule(step: PlannedStep) -> list[str]:
-    """Returns the problems of `pipe_schedule`, which `train.pipelined` would find in training."""
-    name, axes = step.pipe_schedule, asdict(step.mesh)
-    if problem := schedule_problem(name, axes, step.pipe_chunks, step.gradient_accumulation):
-        return [problem]
-    if name in UNIFORM:
-        return []
-    problems = []
-    if step.remat == "offload":
-        problems.append(f"remat='offload' needs pipe_schedule='uniform': slots of {name!r} lie in the GPU's memory")
-    if step.hops == "copies" and split_axes(axes):
-        problems.append(f"pipe_schedule={name!r} needs hops='nccl' where fsdp, expert or context have several devices")
-    if step.mesh.context > 1 and step.context_method == "ring":
-        problems.append(f"pipe_schedule={name!r} needs context_method='all_gather' or 'ulysses'")
     return problems

@@ -163,7 +163,7 @@ def gather_seconds(step: PlannedStep, stage: int, machine: Machine) -> tuple[Gat
     peer-to-peer copies (`parallel.collectives.direct`), arriving matrices are read and written once more, into their place.
     Leaving gradients are sliced out, and arriving gradients are read for the sum. Experts in FP8 arrive in half the bytes.
     """
-    gather = sums = Gathers(0.0, 0.0)
+    gathers, returns = [Gathers(0.0, 0.0)], [Gathers(0.0, 0.0)]
     for p in step.parameters_of_stages[stage]:
         if not p.gather_axes:
             continue
@@ -173,17 +173,13 @@ def gather_seconds(step: PlannedStep, stage: int, machine: Machine) -> tuple[Gat
             share = 1 / math.prod(getattr(step.mesh, name) for name in p.gather_axes)
             others, own, from_others = (1 - share) * size, share * size, (1 - share) * arriving
             travel, back = (ring_hop_seconds(machine, moved, *where, copied=True) for moved in (from_others, others))
-            one_gather = Gathers(travel, (2 * from_others + 2 * arriving) / machine.hbm)
-            one_sum = Gathers(back, (4 * others + size + own) / machine.hbm)
+            gathers.append(Gathers(travel, (2 * from_others + 2 * arriving) / machine.hbm))
+            returns.append(Gathers(back, (4 * others + size + own) / machine.hbm))
         else:
-            one_gather = Gathers(all_gather_seconds(machine, arriving, *where), 0.0)
-            one_sum = Gathers(all_to_all_seconds(machine, size, *where), 0.0)
-        gather, sums = _added(gather, one_gather), _added(sums, one_sum)
-    return gather, _added(gather, sums)
-
-
-def _added(a: Gathers, b: Gathers) -> Gathers:
-    return Gathers(a.travel + b.travel, a.memory + b.memory)
+            gathers.append(Gathers(all_gather_seconds(machine, arriving, *where), 0.0))
+            returns.append(Gathers(all_to_all_seconds(machine, size, *where), 0.0))
+    forward, backward = (Gathers(*map(sum, zip(*each, strict=True))) for each in (gathers, gathers + returns))
+    return forward, backward
 
 
 def once_a_step_seconds(step: PlannedStep, machine: Machine) -> float:

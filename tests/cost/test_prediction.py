@@ -293,7 +293,10 @@ def test_loads_above_the_capacity_cost_further_rounds():
         ({"rows": 3, "gradient_accumulation": 2}, "3 rows must be a multiple of gradient_accumulation=2"),
         ({"gradient_accumulation": 2}, "a micro-batch of 1 rows cannot be divided among data x fsdp x expert = 2 devices"),
         ({"pipe_chunks": 2}, "pipe_chunks=2 needs a mesh.pipe of at least 2: one rank computes its layers in one chunk"),
-        ({"mesh": MeshShape(pipe=8), "pipe_chunks": 7}, "the 48 layers of the last stage are too few for mesh.pipe=8 x"),
+        (
+            {"mesh": MeshShape(pipe=8), "pipe_chunks": 7},
+            "48 layers do not reach the last of 7 chunks on pipe=8",
+        ),
         ({"pipe_schedule": "1f1b"}, "pipe_schedule='1f1b' needs several devices along the mesh axis pipe"),
         ({"mesh": MeshShape(pipe=2), "pipe_schedule": "zb-v"}, "pipe_schedule='zb-v' needs pipe_chunks=2; got 1"),
         (
