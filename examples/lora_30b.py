@@ -14,7 +14,7 @@ import tyro
 
 from moe_jax import recipes
 from moe_jax.adapters import LoraSettings
-from moe_jax.checkpoint.weights import Weights
+from moe_jax.models.precision import Weights
 from moe_jax.recipes.run.export import export
 
 

@@ -9,8 +9,8 @@ import jax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from moe_jax.adapters.names import OUTSIDE, Target, targets_of
 from moe_jax.adapters.settings import DEFAULT_TARGETS, LoraSettings
-from moe_jax.adapters.targets import OUTSIDE, Target, targets_of
 from moe_jax.config import ModelConfig
 from moe_jax.layers.lora import Adapter, Frozen, freeze, has_adapters
 from moe_jax.layers.matrices import check_declared

@@ -1,4 +1,7 @@
-"""Reads adapters that PEFT or `save_adapter` wrote: each expert's factors apart, or PEFT's fused layout of experts."""
+"""Loads a checkpoint, and adapters that PEFT or `save_adapter` wrote beside its weights.
+
+Files of adapters have each expert's factors apart, or PEFT's fused layout of experts.
+"""
 
 import logging
 import re
@@ -7,25 +10,81 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
+from jax.typing import DTypeLike
 from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
 from moe_jax.adapters.add import WITH_DROPOUT, LoraSummary, check_can_adapt, lay_everywhere, lora_summary
-from moe_jax.adapters.names import PREFIX, Change, ModulePart, factors_apart, fused_parts, modules_of, parameter_name
+from moe_jax.adapters.names import PREFIX, Change, ModulePart, Target, factors_apart, fused_parts, modules_of, parameter_name
 from moe_jax.adapters.save import WEIGHTS_FILE
-from moe_jax.adapters.source import BASE_FILE, CONFIG_FILE, warn_of_another_base
-from moe_jax.adapters.targets import Target
+from moe_jax.adapters.source import BASE_FILE, CONFIG_FILE, source_of, warn_of_another_base
+from moe_jax.checkpoint import hf_load
 from moe_jax.checkpoint.companions import read_json
-from moe_jax.checkpoint.hub import downloaded
+from moe_jax.checkpoint.hf_files import downloaded
 from moe_jax.config import ModelConfig
 from moe_jax.layers.lora import Adapter, freeze
 from moe_jax.models.auto import from_config
 from moe_jax.models.decoder import Decoder
+from moe_jax.models.precision import Weights
 from moe_jax.parallel.layout import mesh_of
 
 _logger = logging.getLogger(__name__)
+
+
+def from_pretrained(
+    folder_or_hub_id: str | Path,
+    *,
+    adapter: str | Path | None = None,
+    dtype: DTypeLike = jnp.bfloat16,
+    param_dtype: DTypeLike | None = None,
+    mesh: Mesh | None = None,
+    pipe_chunks: int = 1,
+    mtp: bool = True,
+    weights: Weights = "whole",
+    progress: bool = True,
+) -> Decoder:
+    """Loads a checkpoint of any architecture of `moe_jax.models`; one in FP8 or GPTQ is dequantised on the way.
+
+    Args:
+      folder_or_hub_id: a folder with config.json and weights, or a hub id such as "Qwen/Qwen3-30B-A3B", which is downloaded.
+        Or the output folder of a run, which holds a model, or an adapter that names its weights; or an adapter's folder.
+      adapter: a folder or hub id of an adapter (LoRA) to put beside the weights, as `adapters.load_adapter` does. All weights
+        are frozen then. `adapters.merge_adapter` adds it to them.
+      dtype: the dtype in which the model computes.
+      param_dtype: the dtype of the parameters, whatever the files hold (default: dtype). float32 for training. A bias that no
+        gradient reaches (`layers.router.ExpertBias`) is always float32.
+      mesh: the devices to spread the parameters over (`moe_jax.parallel.make_mesh`); None: the default device.
+      pipe_chunks: with several devices along `pipe`, the chunks of layers of each rank, as in `parallel.Parallelism`. Layers go
+        to their ranks alone, stacked as by `parallel.pipeline.chunks.to_chunks`. Such a model can be trained and saved.
+      mtp: True loads the modules that predict further tokens, if the checkpoint has some (`models.mtp`; 11.6e9 parameters in
+        DeepSeek-V3). False leaves more memory for inference; a checkpoint written from the model then lacks them. No adapter
+        can be put beside them: with an adapter they are left out.
+      weights: "as stored" keeps matrices that the files have in FP8 or GPTQ (`checkpoint.quantised`) as they are.
+        "nf4" makes 4 bits of the experts' matrices (`layers.quantised`), "fp8" makes FP8 of them. A layer is whole where it is
+        computed, except experts in FP8 after `model.set_precision("fp8")`. All parameters are frozen (`layers.lora.Frozen`):
+        such a model computes, and on one device trains adapters (`adapters.add_lora`). On a mesh quantised experts are split
+        along their own axis, and other quantised matrices are whole on each device.
+      progress: show a progress bar when stderr is a terminal.
+
+    Raises:
+      FileNotFoundError: there is no such folder and no such model on the hub, or the folder of an adapter lacks a file.
+      ValueError: dtype or param_dtype is no float dtype, or config.json asks for an unsupported feature. Or the layers cannot
+        lie in the mesh's pipe: layers with experts stand before dense ones, or layers are too few for its chunks. Or the
+        adapter does not fit the model, or `weights` is not for this checkpoint or mesh.
+      CheckpointError (a ValueError): tensors are missing, unexpected, or of a wrong shape or dtype, or files are absent,
+        truncated or corrupt; one error lists all problems.
+      ImportError: the weights are .bin files, and torch is not installed.
+    """
+    source = source_of(folder_or_hub_id, adapter)
+    options: Any = dict(dtype=dtype, param_dtype=param_dtype, mesh=mesh, pipe_chunks=pipe_chunks, weights=weights)
+    model = hf_load.from_pretrained(source.weights, mtp=mtp and source.adapter is None, progress=progress, **options)
+    if source.adapter is not None:
+        load_adapter(model, source.adapter)
+    return model
 
 
 def load_adapter(model: Decoder, adapter: str | Path, *, b_grouped_by_expert: bool = False) -> LoraSummary:
@@ -67,6 +126,12 @@ class Stack(NamedTuple):
     b: np.ndarray
     dropout: float = 0.0
 
+    @classmethod
+    def zeros(cls, target: Target, rank: int) -> "Stack":
+        """Returns a change of zero of this rank."""
+        *leading, num_out, num_in = target.shape
+        return cls(target, np.zeros((*leading, rank, num_in), np.float32), np.zeros((*leading, num_out, rank), np.float32))
+
 
 def read_stacks(model: Decoder, adapter: str | Path, b_grouped_by_expert: bool = False) -> list[Stack]:
     """Reads the adapters of a folder for this model, which stays as it is; arguments and errors as in `load_adapter`."""
@@ -99,7 +164,7 @@ def put_stacks(model: Decoder, stacks: list[Stack]) -> None:
     freeze(model)
     for stack in stacks:
         made = Adapter(stack.a.shape, stack.b.shape, scale=1.0, dropout=stack.dropout, rngs=nnx.Rngs(0))
-        made.a[...], made.b[...] = jax.numpy.asarray(stack.a), jax.numpy.asarray(stack.b)
+        made.a[...], made.b[...] = jnp.asarray(stack.a), jnp.asarray(stack.b)
         lay_everywhere(made, mesh)
         setattr(stack.target.module, stack.target.adapter, made)
 
@@ -259,10 +324,8 @@ def _stacked(target: Target, modules: list[ModulePart], factors: dict[str, Chang
             matrices[module.layer, module.expert].append((module, factors[module.name]))
     if not matrices:
         return None
-    *leading, num_out, num_in = target.shape
-    joined = {place: _joined(parts, num_out) for place, parts in matrices.items()}
-    rank = max(len(a) for a, _ in joined.values())
-    stack = Stack(target, np.zeros((*leading, rank, num_in), np.float32), np.zeros((*leading, num_out, rank), np.float32))
+    joined = {place: _joined(parts, target.shape[-2]) for place, parts in matrices.items()}
+    stack = Stack.zeros(target, max(len(a) for a, _ in joined.values()))
     for (layer, expert), (a, b) in joined.items():
         place = (layer,) if expert is None else (layer, expert)
         stack.a[place][: len(a)], stack.b[place][:, : len(a)] = a, b
@@ -273,12 +336,8 @@ def _with_whole_experts(stacks: list[Stack], targets: list[Target]) -> list[Stac
     """Adds a change of zero for an experts' matrix whose other one has a change: the experts read both, or none."""
     found = {stack.target for stack in stacks}
     adapted = {target.path for target in found if target.kind == "experts"}
-    for target in targets:
-        if target.path in adapted and target not in found:
-            *leading, num_out, num_in = target.shape
-            zeros = np.zeros((*leading, 1, num_in), np.float32), np.zeros((*leading, num_out, 1), np.float32)
-            stacks = [*stacks, Stack(target, *zeros)]
-    return stacks
+    missing = [target for target in targets if target.path in adapted and target not in found]
+    return stacks + [Stack.zeros(target, 1) for target in missing]
 
 
 def _joined(parts: list[tuple[ModulePart, Change]], num_out: int) -> Change:

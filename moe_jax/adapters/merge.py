@@ -18,8 +18,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from moe_jax.adapters.add import lora_summary
-from moe_jax.adapters.names import Change, host_changes
-from moe_jax.adapters.targets import targets_of
+from moe_jax.adapters.names import Change, host_changes, targets_of
 from moe_jax.checkpoint.hf_files import open_tensors
 from moe_jax.checkpoint.hf_names import export, hf_tensors
 from moe_jax.kernels.low_rank import LowRank

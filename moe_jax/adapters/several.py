@@ -4,11 +4,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float
 
 from moe_jax.adapters.load import Stack, put_stacks, read_stacks
-from moe_jax.adapters.targets import Target
+from moe_jax.adapters.names import Target
 from moe_jax.models.decoder import Decoder
 
 
@@ -79,11 +78,10 @@ def _rank(stack: Stack) -> int:
 
 def _padded(stack: Stack | None, target: Target, rank: int) -> Stack:
     """Returns the stack with zeros up to this rank; zeros alone for a target that an adapter does not change."""
-    *leading, num_out, num_in = target.shape
-    a, b = np.zeros((*leading, rank, num_in), np.float32), np.zeros((*leading, num_out, rank), np.float32)
+    padded = Stack.zeros(target, rank)
     if stack is not None:
-        a[..., : _rank(stack), :], b[..., : _rank(stack)] = stack.a, stack.b
-    return Stack(target, a, b)
+        padded.a[..., : _rank(stack), :], padded.b[..., : _rank(stack)] = stack.a, stack.b
+    return padded
 
 
 def _on_device(stack: Stack) -> tuple[Float[Array, "*stack rank in"], Float[Array, "*stack out rank"]]:

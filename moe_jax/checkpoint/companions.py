@@ -8,7 +8,7 @@ import jax
 from flax import nnx
 
 from moe_jax.checkpoint.folders import MODEL_FILES
-from moe_jax.checkpoint.hub import downloaded
+from moe_jax.checkpoint.hf_files import downloaded
 from moe_jax.checkpoint.quantised import check_forms, fp8_config
 from moe_jax.config import ModelConfig, config_to_dict
 from moe_jax.layers.quantised import is_quantised

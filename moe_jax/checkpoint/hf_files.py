@@ -1,4 +1,4 @@
-"""Finds the weight files of a checkpoint folder and reads slices of their tensors, without reading the rest.
+"""Finds a checkpoint's files, here or on the hub, and reads slices of their tensors without reading the rest.
 
 The `safetensors` library maps safetensors files into memory. If there are none, `torch.load(weights_only=True, mmap=True)` maps
 PyTorch's .bin files, and runs no code from them.
@@ -6,14 +6,16 @@ PyTorch's .bin files, and runs no code from them.
 
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import huggingface_hub
 import ml_dtypes
 import numpy as np
+from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, HFValidationError, RepositoryNotFoundError
 from safetensors import safe_open
 
 from moe_jax.runtime.environment import program
@@ -27,6 +29,9 @@ FLOAT_DTYPES: dict[str, np.dtype] = {
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
 """The dtypes that weights may have in a file, by their names in safetensors headers; `checkpoint.quantised` adds F8_E4M3."""
+
+SMALL_FILES = ("*.json", "tokenizer*", "tokenization_*.py", "*.model", "vocab.*", "merges.txt", "*.jinja")
+"""The files that describe a model and its tokenizer: all files except the weights."""
 
 Slices = tuple[slice, ...]
 
@@ -67,6 +72,32 @@ class QuantisedTensor(NamedTuple):
     scales: StoredTensor
     block_size: tuple[int, int]
     """Rows and columns that share a scale."""
+
+
+def downloaded(hub_id: str, patterns: Sequence[str]) -> Path:
+    """Returns the folder with the model's files that match a pattern, without subfolders; downloads missing files.
+
+    The hub is asked once for a list of all files; an unknown id or a missing network raises there, without retries.
+
+    Raises:
+      FileNotFoundError: there is no such model on the hub, it is not open to this user, or the hub cannot be reached.
+    """
+    wanted = f"{hub_id!r} is neither a folder with a checkpoint nor a model on the Hugging Face hub"
+    try:
+        return Path(huggingface_hub.snapshot_download(hub_id, allow_patterns=list(patterns), ignore_patterns=["*/*"]))
+    except HFValidationError as error:
+        raise FileNotFoundError(wanted) from error
+    except GatedRepoError as error:
+        raise FileNotFoundError(
+            f"{hub_id!r} is a model whose terms must be accepted on https://huggingface.co/{hub_id}; then log in with "
+            "`hf auth login`, or set HF_TOKEN"
+        ) from error
+    except RepositoryNotFoundError as error:
+        raise FileNotFoundError(f"{wanted} (a private one needs `hf auth login` or HF_TOKEN)") from error
+    except (HfHubHTTPError, OSError) as error:
+        # The first line of the client's message gives the reason; its further lines are guesses.
+        reason = str(error).strip().partition("\n")[0]
+        raise FileNotFoundError(f"{wanted} that can be reached: {reason}") from error
 
 
 def open_tensors(folder: Path, problems: list[str]) -> dict[str, StoredTensor]:

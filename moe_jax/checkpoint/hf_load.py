@@ -20,18 +20,19 @@ from tqdm import tqdm
 
 from moe_jax.checkpoint import streaming
 from moe_jax.checkpoint.folders import previous_of
-from moe_jax.checkpoint.hf_files import FLOAT_DTYPES, CheckpointError, StoredTensor, open_tensors
+from moe_jax.checkpoint.hf_files import FLOAT_DTYPES, SMALL_FILES, CheckpointError, StoredTensor, downloaded, open_tensors
 from moe_jax.checkpoint.hf_names import fused_tensors, hf_tensors
-from moe_jax.checkpoint.hub import SMALL_FILES, downloaded
-from moe_jax.checkpoint.quantised import dequantised, read_block_size, read_group_size, unpacked
+from moe_jax.checkpoint.quantised import dequantised, read_quantisation, unpacked
 from moe_jax.checkpoint.streaming import Piece
-from moe_jax.checkpoint.weights import Weights
 from moe_jax.config import ModelConfig, load_config
 from moe_jax.layers.lora import freeze
+from moe_jax.layers.moe import EXPERT_MATRICES
+from moe_jax.layers.quantised import NF4_BLOCK
 from moe_jax.models.auto import from_config
 from moe_jax.models.decoder import Decoder, fp8_refusal
 from moe_jax.models.inputs import float_dtype
 from moe_jax.models.layers_in_pipe import layers_in_pipe
+from moe_jax.models.precision import Weights, form_problems
 from moe_jax.parallel.layout import parameter_sharding
 from moe_jax.parallel.mesh import refuse_pipe
 from moe_jax.parallel.pipeline.chunks import pipe_of, stacked_shape
@@ -120,15 +121,30 @@ def check_form(folder_or_hub_id: str | Path, weights: str) -> None:
       FileNotFoundError, ValueError: as `from_pretrained`.
     """
     folder = find_config(folder_or_hub_id)
-    config = load_config(folder)
-    streaming.check_weights(weights, is_stored_quantised(folder), config)
+    config, problems = load_config(folder), form_problems(weights)
+    if weights == "as stored" and not is_stored_quantised(folder):
+        problems.append("weights='as stored' keeps quantised matrices, and this checkpoint has none; take 'nf4', or 'whole'")
+    if weights == "nf4":
+        problems += _problems_of_nf4(config)
     if weights == "fp8" and (reason := fp8_refusal(config, jnp.bfloat16)) is not None:
-        raise ValueError(f"weights='fp8': {reason}; take 'whole' or 'nf4'")
+        problems.append(f"weights='fp8': {reason}; take 'whole' or 'nf4'")
+    if problems:
+        raise ValueError("; ".join(problems))
+
+
+def _problems_of_nf4(config: ModelConfig) -> list[str]:
+    """Refuses experts whose rows do not end at NF4's blocks, and a model without experts, which would stay whole."""
+    if config.experts is None or not config.routed_layers:
+        return ["weights='nf4' makes 4 bits of experts, and this model has none; take 'whole'"]
+    rows = dict(zip(EXPERT_MATRICES, (config.hidden_size, config.experts.moe_intermediate_size), strict=True))
+    wrong = [f"experts.{name}: {size} is no multiple of {NF4_BLOCK}" for name, size in rows.items() if size % NF4_BLOCK]
+    where = f"weights='nf4' has a scale for {NF4_BLOCK} numbers of a row, and rows of this model do not end there"
+    return [f"{where}: {', '.join(wrong)}; take 'whole'"] if wrong else []
 
 
 def is_stored_quantised(folder: Path) -> bool:
     """Returns True if matrices of the checkpoint lie in FP8 or in GPTQ's 4 bits; reads config.json alone."""
-    return read_block_size(folder) is not None or read_group_size(folder) is not None
+    return read_quantisation(folder) is not None
 
 
 def find_checkpoint(folder_or_hub_id: str | Path) -> Path:
@@ -205,17 +221,18 @@ class _CheckedPieces(NamedTuple):
 def _checked_pieces(folder: Path, config: ModelConfig, mtp: bool) -> _CheckedPieces:
     """Checks the stored tensors against the config; raises CheckpointError with everything that does not fit."""
     problems: list[str] = []
-    block_size, group_size = read_block_size(folder), read_group_size(folder)
+    quantisation = read_quantisation(folder)
     stored = open_tensors(folder, problems)
     if not stored:
         raise CheckpointError(folder, problems)
     stored = _as_named_by_a_causal_model(stored)
     if config.tie_word_embeddings and EMBEDDING not in stored and HEAD in stored:
         stored[EMBEDDING] = stored.pop(HEAD)
-    if block_size is not None:
-        stored = dequantised(stored, block_size, problems)
-    if group_size is not None:
-        stored = unpacked(stored, group_size, problems)
+    match quantisation:
+        case "fp8", size:
+            stored = dequantised(stored, size, problems)
+        case "gptq", size:
+            stored = unpacked(stored, size, problems)
     # Tensors of a module behind the last layer, `model.layers.61.*` in DeepSeek-V3's checkpoint.
     behind = tuple(f"model.layers.{stage.first_layer}." for stage in config.mtp_stages)
     further = [name for name in stored if name.startswith(behind)]

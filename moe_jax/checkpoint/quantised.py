@@ -26,7 +26,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -51,24 +51,34 @@ _VALUES = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np
 """The value of each byte in e4m3: a look-up is several times faster than a cast."""
 
 
-def read_block_size(folder: Path) -> BlockSize | None:
-    """Reads the block size from the quantization_config of `folder`/config.json; None if the checkpoint is not in FP8.
+def read_quantisation(folder: Path) -> tuple[Literal["fp8"], BlockSize] | tuple[Literal["gptq"], int] | None:
+    """Reads the quantization_config of `folder`/config.json; None if the checkpoint is not quantised.
+
+    Returns:
+      "fp8" with the block size, or "gptq" with the group size: -1 if a matrix's inputs are one group.
 
     Raises:
-      ValueError: the quantisation is not e4m3 in blocks; the message names every field that is not understood.
+      ValueError: the quantisation is not e4m3 in blocks, or not symmetric 4 bits with groups in order, equal in all modules.
     """
     given = json.loads((folder / "config.json").read_text()).get("quantization_config")
     if given is None:
         return None
     if not isinstance(given, dict):
         raise ValueError(f"{folder}: quantization_config={given!r} must be null or an object of fields with quant_method")
-    method = given.get("quant_method")
-    if method == "gptq":
-        return None
-    if method != "fp8":
-        raise ValueError(
-            f"{folder}: quant_method {method!r} is not supported, only 'fp8' and 'gptq' are; take the checkpoint in bfloat16"
-        )
+    match given.get("quant_method"):
+        case "fp8":
+            return "fp8", _block_size(folder, given)
+        case "gptq":
+            return "gptq", _group_size(folder, given)
+        case method:
+            raise ValueError(
+                f"{folder}: quant_method {method!r} is not supported, only 'fp8' and 'gptq' are; take the checkpoint in "
+                "bfloat16"
+            )
+
+
+def _block_size(folder: Path, given: dict[str, Any]) -> BlockSize:
+    """Returns the block size of FP8; an error names every field that is not understood."""
     fields = {k: v for k, v in given.items() if k not in FIELDS_THAT_CHANGE_NO_WEIGHT and k != "quant_method"}
     # The defaults of transformers' FineGrainedFP8Config.
     block_size = fields.pop("weight_block_size", [128, 128])
@@ -81,6 +91,28 @@ def read_block_size(folder: Path) -> BlockSize | None:
     if problems:
         raise ValueError(f"{folder}: quantization_config is not understood: " + "; ".join(problems))
     return block_size[0], block_size[1]
+
+
+def _group_size(folder: Path, given: dict[str, Any]) -> int:
+    wanted = {"bits": 4, "sym": True, "desc_act": False, "checkpoint_format": "gptq"}
+    if wrong := [
+        f"{name}={given[name]!r} (only {value!r})" for name, value in wanted.items() if given.get(name, value) != value
+    ]:
+        raise ValueError(f"{folder}: GPTQ with {', '.join(wrong)} is not supported; take the checkpoint in bfloat16")
+    group = given.get("group_size", 128)
+    if not isinstance(group, int) or (group != -1 and (group < 8 or group % 8)):
+        raise ValueError(
+            f"{folder}: GPTQ's group_size={group!r} must be a multiple of 8, or -1 (one group); take the checkpoint in bfloat16"
+        )
+    # GPTQModel's rules for modules of a name; "-:" leaves modules whole, which their tensors tell.
+    of_all = {"bits": 4, "group_size": group, "sym": True, "desc_act": False}
+    for pattern, rule in (given.get("dynamic") or {}).items():
+        if other := {} if pattern.startswith("-:") else {k: v for k, v in (rule or {}).items() if of_all.get(k, v) != v}:
+            raise ValueError(
+                f"{folder}: GPTQ's dynamic gives modules {pattern!r} {other}, and one form for all is read ({of_all}); "
+                "take the checkpoint in bfloat16"
+            )
+    return group
 
 
 def dequantised(tensors: dict[str, StoredTensor], block_size: BlockSize, problems: list[str]) -> dict[str, StoredTensor]:
@@ -241,38 +273,6 @@ def _round(matrix: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 STORED_ZERO = 0x77777777
 """Eight zeros of 8, each stored less one."""
-
-
-def read_group_size(folder: Path) -> int | None:
-    """Reads the group size from the quantization_config of `folder`/config.json; None if the checkpoint is not in GPTQ.
-
-    Returns -1 if a matrix's inputs are one group.
-
-    Raises:
-      ValueError: the quantisation is another one than symmetric 4 bits with groups in order, or differs between modules.
-    """
-    given = json.loads((folder / "config.json").read_text()).get("quantization_config")
-    if not isinstance(given, dict) or given.get("quant_method") != "gptq":
-        return None
-    wanted = {"bits": 4, "sym": True, "desc_act": False, "checkpoint_format": "gptq"}
-    if wrong := [
-        f"{name}={given[name]!r} (only {value!r})" for name, value in wanted.items() if given.get(name, value) != value
-    ]:
-        raise ValueError(f"{folder}: GPTQ with {', '.join(wrong)} is not supported; take the checkpoint in bfloat16")
-    group = given.get("group_size", 128)
-    if not isinstance(group, int) or (group != -1 and (group < 8 or group % 8)):
-        raise ValueError(
-            f"{folder}: GPTQ's group_size={group!r} must be a multiple of 8, or -1 (one group); take the checkpoint in bfloat16"
-        )
-    # GPTQModel's rules for modules of a name; "-:" leaves modules whole, which their tensors tell.
-    of_all = {"bits": 4, "group_size": group, "sym": True, "desc_act": False}
-    for pattern, rule in (given.get("dynamic") or {}).items():
-        if other := {} if pattern.startswith("-:") else {k: v for k, v in (rule or {}).items() if of_all.get(k, v) != v}:
-            raise ValueError(
-                f"{folder}: GPTQ's dynamic gives modules {pattern!r} {other}, and one form for all is read ({of_all}); "
-                "take the checkpoint in bfloat16"
-            )
-    return group
 
 
 def unpacked(tensors: dict[str, StoredTensor], group_size: int, problems: list[str]) -> dict[str, StoredTensor]:

@@ -21,10 +21,9 @@ from jax.sharding import NamedSharding, Sharding
 
 from moe_jax.checkpoint.hf_files import StoredTensor
 from moe_jax.checkpoint.hf_names import HfTensor
-from moe_jax.checkpoint.weights import Weights, form_problems
-from moe_jax.config import ModelConfig
-from moe_jax.layers.moe import EXPERT_MATRICES, is_expert_matrix
-from moe_jax.layers.quantised import FP8_BLOCK, INT4_VALUES, NF4_BLOCK, BlockScaled, FourBits, Quantised
+from moe_jax.layers.moe import is_expert_matrix
+from moe_jax.layers.quantised import FP8_BLOCK, INT4_VALUES, BlockScaled, FourBits, Quantised
+from moe_jax.models.precision import Weights
 from moe_jax.parallel.layout import quantised_sharding
 
 READ_CHUNK_BYTES = 64 * 2**20
@@ -175,28 +174,6 @@ def _copy(stored: StoredTensor, source: list[slice], target: np.ndarray) -> None
 
 
 _logger = logging.getLogger(__name__)
-
-
-def check_weights(weights: str, is_quantised: bool, config: ModelConfig) -> None:
-    """Raises a ValueError for a form that does not exist, or that the checkpoint cannot have."""
-    if problems := form_problems(weights):
-        raise ValueError("; ".join(problems))
-    if weights == "as stored" and not is_quantised:
-        raise ValueError("weights='as stored' keeps quantised matrices, and this checkpoint has none; take 'nf4', or 'whole'")
-    if weights == "nf4":
-        _check_nf4(config)
-
-
-def _check_nf4(config: ModelConfig) -> None:
-    """Refuses experts whose rows do not end at NF4's blocks, and a model without experts, which would stay whole."""
-    if config.experts is None or not config.routed_layers:
-        raise ValueError("weights='nf4' makes 4 bits of experts, and this model has none; take 'whole'")
-    rows = dict(zip(EXPERT_MATRICES, (config.hidden_size, config.experts.moe_intermediate_size), strict=True))
-    if wrong := [f"experts.{name}: {size} is no multiple of {NF4_BLOCK}" for name, size in rows.items() if size % NF4_BLOCK]:
-        raise ValueError(
-            f"weights='nf4' has a scale for {NF4_BLOCK} numbers of a row, and rows of this model do not end there: "
-            f"{', '.join(wrong)}; take 'whole'"
-        )
 
 
 def load_quantised(

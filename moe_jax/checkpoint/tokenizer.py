@@ -9,7 +9,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from moe_jax.checkpoint.hub import SMALL_FILES, downloaded
+from moe_jax.checkpoint.hf_files import SMALL_FILES, downloaded
 
 RANKS = "tiktoken.model"
 """The file of byte sequences and their ranks that Kimi's tokenizer reads."""

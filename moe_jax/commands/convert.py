@@ -79,7 +79,7 @@ class ConvertCommand:
         from moe_jax.adapters import load_adapter
         from moe_jax.checkpoint.hf_load import find_checkpoint, from_pretrained
         from moe_jax.checkpoint.orbax_params import load_orbax
-        from moe_jax.checkpoint.quantised import read_block_size
+        from moe_jax.checkpoint.quantised import read_quantisation
         from moe_jax.checkpoint.stored import StoredDtype, stored_dtype
         from moe_jax.train import model_of_run
 
@@ -99,7 +99,7 @@ class ConvertCommand:
             if is_orbax:
                 return load_orbax(source, dtype=dtype)
             # FP8 stays as it is. No adapter can be put beside modules that predict further tokens.
-            kept = self.fp8 and read_block_size(Path(source)) == (128, 128)
+            kept = self.fp8 and read_quantisation(Path(source)) == ("fp8", (128, 128))
             return from_pretrained(source, dtype=dtype, mtp=not self.adapter, weights="as stored" if kept else "whole")
 
         adapter = self.adapter

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 
 from moe_jax.adapters.settings import LoraSettings
-from moe_jax.checkpoint.weights import Weights
 from moe_jax.commands.options import LoraOption, config_of, options_of_lora
-from moe_jax.models.precision import PrecisionName
+from moe_jax.models.precision import PrecisionName, Weights
 from moe_jax.parallel.choices import PipeSchedule
 from moe_jax.recipes.run.settings import precision_problems, weights_problems
 

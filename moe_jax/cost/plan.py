@@ -6,7 +6,7 @@ from functools import partial
 from moe_jax.config import ModelConfig
 from moe_jax.cost import PlannedStep, Prediction, predict
 from moe_jax.cost.machine import H200, Machine
-from moe_jax.cost.parameters import num_piped_layers
+from moe_jax.cost.parameters import dealt_out
 from moe_jax.layers.passes import Remat
 from moe_jax.parallel.choices import MESH_AXES, MeshShape, PipeSchedule
 from moe_jax.parallel.pipeline.chunks import fills_chunks, layers_of_chunk
@@ -73,11 +73,11 @@ def plan(
         for kept in REMAT.values() if remat is None else (remat,):
             of_mesh: PipeSchedule = pipe_schedule if mesh.pipe > 1 else "uniform"
             planned = partial(PlannedStep, config, mesh, rows, sequence_length, remat=kept, pipe_schedule=of_mesh, **options)
-            try:
-                predictions.append(_fastest(planned, config, mesh, machine))
-            except _NoneRunsError as error:
-                refusals += [str(error)] if mesh.pipe == 1 else []
+            found = _fastest(planned, config, mesh, machine)
+            if isinstance(found, str):
+                refusals += [found] if mesh.pipe == 1 else []
                 continue
+            predictions.append(found)
             if kept is True and predictions[-1].fits:
                 break
     if not predictions:
@@ -107,17 +107,11 @@ def meshes(devices: int) -> Iterator[MeshShape]:
     yield from (MeshShape(*sizes) for sizes in shapes(devices, len(MESH_AXES)))
 
 
-class _NoneRunsError(ValueError):
-    """Refuses all numbers of micro-batches on a mesh."""
-
-
-def _fastest(planned: Callable[..., PlannedStep], config: ModelConfig, mesh: MeshShape, machine: Machine) -> Prediction:
+def _fastest(planned: Callable[..., PlannedStep], config: ModelConfig, mesh: MeshShape, machine: Machine) -> Prediction | str:
     """Returns the fastest step that fits, over numbers of micro-batches and chunks, or else the smallest.
 
-    Numbers of micro-batches grow until steps that fit become slower.
-
-    Raises:
-      _NoneRunsError: with the reason against the smallest numbers.
+    Numbers of micro-batches grow until steps that fit become slower. Without any step that runs on the mesh, it returns the
+    reason against the smallest numbers.
     """
     best: Prediction | None = None
     refusals = []
@@ -138,9 +132,7 @@ def _fastest(planned: Callable[..., PlannedStep], config: ModelConfig, mesh: Mes
         best = fastest if best is None else min(best, fastest, key=_order)
         if sum(best.bytes[part] for part in ("parameters", "moments")) > machine.memory:
             break
-    if best is None:
-        raise _NoneRunsError(refusals[0] if refusals else "no number of chunks divides the layers well")
-    return best
+    return best or (refusals[0] if refusals else "no number of chunks divides the layers well")
 
 
 def _order(prediction: Prediction) -> tuple[bool, float]:
@@ -151,7 +143,7 @@ def chunk_counts(config: ModelConfig, ranks: int) -> list[int]:
     """Returns the numbers of chunks to try on each of `ranks` ranks: few places have no layer (`MAX_PADDING`)."""
     if ranks == 1:
         return [1]
-    layers = num_piped_layers(config)
+    layers = dealt_out(config).num_layers
     return [
         chunks
         for chunks in range(1, MAX_CHUNKS + 1)

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from moe_jax.cost import PlannedStep, Prediction
 from moe_jax.cost.flops import num_parameters
+from moe_jax.cost.parameters import BYTES
 from moe_jax.cost.plan import REMAT
-from moe_jax.cost.planned_step import BYTES
 from moe_jax.runtime.files import write_text
 
 KINDS = {

@@ -22,8 +22,8 @@ from moe_jax.config import (
 )
 from moe_jax.cost import PlannedStep
 from moe_jax.cost.flops import forward_flops_per_token, num_active_parameters, num_parameters
+from moe_jax.cost.layer import layer_seconds
 from moe_jax.cost.memory import memory_bytes
-from moe_jax.cost.stage import layer_seconds
 from moe_jax.cost.step import predict
 from moe_jax.generation.devices import generation_mesh
 from moe_jax.models.auto import MODEL_CLASSES

@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any, ClassVar, get_args
 
 from moe_jax.adapters.settings import LoraSettings
-from moe_jax.checkpoint.weights import Weights, form_problems
-from moe_jax.models.precision import DenseGroup, PrecisionName
+from moe_jax.models.precision import DenseGroup, PrecisionName, Weights, form_problems
 from moe_jax.recipes.run.trackers import Tracker, log_problems
 
 DTYPES = ("bfloat16", "float32")
