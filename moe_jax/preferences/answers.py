@@ -7,15 +7,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from moe_jax.adapters.merge import with_zero_changes, without_adapter
 from moe_jax.kernels.vocabulary import token_log_probs
+from moe_jax.kernels.varying import vary_as
 from moe_jax.layers.lora import has_adapters
+from moe_jax.layers.spread import OneDevice
 from moe_jax.models.decoder import Decoder
 from moe_jax.models.output import HiddenStates
+from moe_jax.parallel.parallelism import Parallelism
 from moe_jax.preferences.batches import KL, PreferenceBatches
 from moe_jax.train.batch import BATCH_ARRAYS, Batch, put_batch
+from moe_jax.train.on_devices import on_devices
 
 
 class AnswerSums(NamedTuple):
@@ -36,14 +40,18 @@ class AnswerSums(NamedTuple):
 
 def answer_sums(model: Decoder, states: HiddenStates, batch: Batch, num_segments: int) -> AnswerSums:
     """Returns the sums of a batch's segments, from the hidden states of its tokens; [tokens, vocab] logits never exist."""
-    hidden, labels, segments = states.hidden, batch["labels"], batch["segment_ids"]
+    hidden, labels, segments, spread = states.hidden, batch["labels"], batch["segment_ids"], model.execution.spread
     found = token_log_probs(hidden.reshape(-1, hidden.shape[-1]), model.head_weight, labels.reshape(-1)).reshape(labels.shape)
-    answered, predicted = batch["loss_mask"] != 0, has_label(segments)
+    answered = batch["loss_mask"] != 0
 
-    def of_segments(values: Float[Array, "batch seq"]) -> Float[Array, "batch segments"]:
+    def of_segments(values: Array) -> Array:
         inside = segments[:, :, None] == jnp.arange(1, num_segments + 1)
-        return jnp.where(inside, values[:, :, None], 0).sum(1)
+        summed = jnp.where(inside, values[:, :, None], 0).sum(1)
+        return summed if spread.context is None else jax.lax.psum(summed, spread.context.axis_name)
 
+    # Neighbours in a sequence may be on other devices, so that the last token of a text is found by its position.
+    lengths = jnp.pad(of_segments(jnp.ones_like(segments)), [(0, 0), (1, 0)])
+    predicted = batch["positions"] + 1 < jnp.take_along_axis(lengths, segments, axis=1)
     return AnswerSums(
         of_segments(jnp.where(answered, found, 0)),
         of_segments(answered.astype(found.dtype)),
@@ -51,10 +59,15 @@ def answer_sums(model: Decoder, states: HiddenStates, batch: Batch, num_segments
     )
 
 
-def has_label(segments: Int[Array, "batch seq"]) -> Int[Array, "batch seq"]:
-    """Returns 1 for tokens whose successor belongs to the same text, masked or not."""
-    following = jnp.pad(segments[:, 1:], [(0, 0), (0, 1)])
-    return ((segments != 0) & (segments == following)).astype(jnp.int32)
+def row_axes(spread: OneDevice) -> tuple[str, ...]:
+    """Returns the mesh axes along which devices hold other rows; sums of a row's tokens are equal along `context`."""
+    return tuple(axis for axis in spread.mesh_axes if spread.context is None or axis != spread.context.axis_name)
+
+
+def sum_of_rows[Values](spread: OneDevice, values: Values) -> Values:
+    """Sums arrays over all devices that hold other rows; returns them unchanged on one device."""
+    axes = row_axes(spread)
+    return jax.lax.psum(values, axes) if axes else values
 
 
 def answer_log_probs(model: Decoder, batch: Batch, num_segments: int, prefix: str = "") -> Float[Array, "batch segments"]:
@@ -82,7 +95,11 @@ def reference_log_probs(model: Decoder, batch: Batch) -> Float[Array, "batch exa
 
 
 def reference_table(
-    model: Decoder, batches: PreferenceBatches, on_batch: Callable[[int, int], Any] | None = None
+    model: Decoder,
+    batches: PreferenceBatches,
+    on_batch: Callable[[int, int], Any] | None = None,
+    *,
+    parallelism: Parallelism | None = None,
 ) -> Float[np.ndarray, "examples 2"]:
     """Returns `reference_log_probs` of each example, by its index in the data; NaN for examples that are left out.
 
@@ -91,27 +108,40 @@ def reference_table(
         batches = preferences.preference_batches(data, tokenizer, seq_len=4096, batch_size=8, reference=table)
 
     Args:
-      batches: at their beginning, in the data's order (`seed=None`), on the model's device. They are closed.
+      batches: at their beginning, in the data's order (`seed=None`). They are closed.
       on_batch: called with the number of examples done, and of all.
+      parallelism: the mesh that the model lies on, as in `train.make_train_step`.
 
     Raises:
       ValueError: batches that are shuffled or have begun.
     """
     if batches.seed is not None or batches.position:
         raise ValueError("a table of the reference needs batches in the data's order, from their beginning: give seed=None")
-    number, params = len(batches.preferences), nnx.state(model, nnx.Param)
+    number, (graph, params, fixed) = len(batches.preferences), nnx.split(model, nnx.Param, ...)
     table = np.full((number, 2), np.nan, np.float32)
-    compute = nnx.jit(reference_log_probs)
+    options = None if parallelism is None else parallelism.compiler_options
+    compute = jax.jit(on_devices(_of_all_rows, graph, parallelism=parallelism), compiler_options=options)
     try:
         while batches.position < number:
             batch = next(batches)
-            found, present = np.asarray(compute(model, put_batch(batch, params))), batch["example"] >= 0
+            found = np.asarray(compute(params, fixed, put_batch(batch, params, parallelism)))
+            present = batch["example"] >= 0
             table[batch["example"][present]] = found[present]
             if on_batch is not None:
                 on_batch(min(batches.position, number), number)
     finally:
         batches.close()
     return table
+
+
+def _of_all_rows(model: Decoder, batch: Batch) -> Float[Array, "all_rows examples 2"]:
+    """Returns the `reference_log_probs` of the rows of all devices, on each of them."""
+    found, axes = reference_log_probs(model, batch), row_axes(model.execution.spread)
+    if not axes:
+        return found
+    devices, rows = jax.lax.axis_size(axes), len(found)
+    whole = vary_as(jnp.zeros((devices * rows, *found.shape[1:]), found.dtype), found)
+    return jax.lax.psum(jax.lax.dynamic_update_slice_in_dim(whole, found, jax.lax.axis_index(axes) * rows, 0), axes)
 
 
 def _without_gradients(model: Decoder) -> Decoder:

@@ -11,7 +11,7 @@ from moe_jax.layers.router import load_balancing_loss
 from moe_jax.layers.spread import OneDevice
 from moe_jax.models.decoder import Decoder
 from moe_jax.preferences import losses
-from moe_jax.preferences.answers import AnswerSums, answer_log_probs, answer_sums, has_label, reference_log_probs
+from moe_jax.preferences.answers import AnswerSums, answer_log_probs, answer_sums, reference_log_probs, sum_of_rows
 from moe_jax.preferences.batches import KL
 from moe_jax.preferences.losses import Pair
 from moe_jax.preferences.settings import PreferenceSettings
@@ -30,7 +30,7 @@ class Preference(Objective):
 
     Chosen and rejected answers run in one forward pass. The loss is the mean over all pairs, or answers, of the whole batch,
     however they are dealt out to micro-batches and devices. ORPO adds the cross-entropy of the chosen texts, a mean over
-    their tokens, prompts too. KTO's baseline is the mean over a micro-batch.
+    their tokens, prompts too. KTO's baseline is the mean over a micro-batch, on all devices.
 
     The reference of a model with adapters is the same model with its adapters left off. For other models the batch has
     "reference_log_probs" (`preferences.reference_log_probs`). Where it is there, it is used.
@@ -47,7 +47,7 @@ class Preference(Objective):
 
     Raises:
       ValueError: at the first step, a model without adapters and a batch without "reference_log_probs"; or a batch without
-        the arrays that the loss needs. Also sequences that are split over devices, or modules that predict further tokens.
+        the arrays that the loss needs. Also modules that predict further tokens.
     """
 
     settings: PreferenceSettings = PreferenceSettings()
@@ -68,7 +68,8 @@ class Preference(Objective):
         if not of_pairs:
             counts |= {"num_chosen": present & (batch["desirable"] != 0), "num_rejected": present & (batch["desirable"] == 0)}
         if loss == "orpo":
-            counts["num_chosen_labels"] = has_label(batch["segment_ids"]) * (batch["segment_ids"] % 2)
+            # All tokens of chosen texts but the last of each.
+            counts["num_chosen_labels"] = jnp.append(batch["segment_ids"].ravel() % 2, -1 * present.ravel())
         if of_pairs and self.settings.needs_reference:
             counts["num_answer_labels"] = batch["loss_mask"] != 0
         return prepared | {name: counted.sum().astype(jnp.float32).clip(1) for name, counted in counts.items()}
@@ -77,8 +78,6 @@ class Preference(Objective):
         """Returns the micro-batch's part of the loss, and its parts of the metrics; raises as the class says."""
         refuse_further_predictors(model.config)
         spread, coefficient = model.execution.spread, self.settings.aux_loss_coef
-        if spread.context is not None:
-            raise ValueError("a preference loss needs whole sequences on each device: take a mesh without context")
         examples = batch["example"].shape[1]
         states = model.hidden_states(batch["tokens"], batch["positions"], batch["segment_ids"])
         found = answer_sums(model, states, batch, 2 * examples if self.settings.of_pairs else examples)
@@ -89,7 +88,7 @@ class Preference(Objective):
             mismatched = answer_log_probs(model, batch, examples, KL)
             kl = baseline_parts(mismatched - reference[..., 1], batch, spread, self.micro_batches)
             parts = parts_of_answers(self.settings, found.log_probs, reference[..., 0], kl, batch)
-        parts = spread.sum(parts)
+        parts = sum_of_rows(spread, parts)
         value = parts["loss"]
         if coefficient:
             parts["aux_loss"] = load_balancing_loss(spread.sum(states.router)) / self.micro_batches
@@ -166,7 +165,7 @@ def baseline_parts(log_ratios: Float[Array, "batch examples"], batch: Batch, spr
     """Returns KTO's baseline of a micro-batch, by its mismatched answers' log p/p_ref on all devices, and its part of `kl`."""
     present = batch["example"] >= 0
     summed, count = jnp.where(present, log_ratios, 0).sum(), present.sum().astype(jnp.float32)
-    total, total_count = spread.sum((summed, count))
+    total, total_count = sum_of_rows(spread, (summed, count))
     kl = losses.kto_baseline(total / total_count.clip(1))
     return kl, kl * count / total_count.clip(1) / micro_batches
 
