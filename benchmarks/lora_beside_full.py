@@ -19,7 +19,7 @@ from moe_jax.demo.run import small_config
 from moe_jax.demo.text import as_chat, library_functions, train_tokenizer
 from moe_jax.models.auto import from_config
 from moe_jax.recipes import FinetuneSettings, finetune
-from moe_jax.recipes.run.export import export
+from moe_jax.recipes.run.folder import export
 from moe_jax.runtime.files import save_png
 from moe_jax.train.metrics import read_records
 from moe_jax.train.plots import SMOOTHING_STEPS, moving_average

@@ -10,8 +10,8 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from moe_jax.adapters.merge import with_zero_changes, without_adapter
-from moe_jax.kernels.vocabulary import token_log_probs
 from moe_jax.kernels.varying import vary_as
+from moe_jax.kernels.vocabulary import token_log_probs
 from moe_jax.layers.lora import has_adapters
 from moe_jax.layers.spread import OneDevice
 from moe_jax.models.decoder import Decoder
@@ -117,7 +117,8 @@ def reference_table(
     """
     if batches.seed is not None or batches.position:
         raise ValueError("a table of the reference needs batches in the data's order, from their beginning: give seed=None")
-    number, (graph, params, fixed) = len(batches.preferences), nnx.split(model, nnx.Param, ...)
+    graph, params, *rest = nnx.split(model, nnx.Param, ...)
+    (fixed,), number = rest, len(batches.preferences)
     table = np.full((number, 2), np.nan, np.float32)
     options = None if parallelism is None else parallelism.compiler_options
     compute = jax.jit(on_devices(_of_all_rows, graph, parallelism=parallelism), compiler_options=options)

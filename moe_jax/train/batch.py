@@ -42,10 +42,9 @@ def put_batch(batch: dict[str, np.ndarray], params: nnx.State, parallelism: Para
         return _put(batch, dict.fromkeys(batch, sharding))
     if (context := parallelism.context_parallel) is not None:
         ways = parallelism.mesh.shape[context.axis_name]
-        batch = {
-            name: x if x.ndim < 2 or name in OF_EXAMPLES else shard_sequence(x, ways, context.layout)
-            for name, x in batch.items()
-        }
+        whole = {name: x for name, x in batch.items() if x.ndim < 2 or name in OF_EXAMPLES}
+        split = {name: x for name, x in batch.items() if name not in whole}
+        batch = whole | jax.tree.map(lambda x: shard_sequence(x, ways, context.layout), split)
     parallelism.check_batch(num_rows(batch))
     return _put(batch, {name: NamedSharding(parallelism.mesh, spec) for name, spec in batch_specs(batch, parallelism).items()})
 

@@ -27,9 +27,9 @@ pytestmark = pytest.mark.usefixtures("without_torch")
 
 ALONE = """
 import sys
-import moe_jax.recipes.finetuning.loop, shared_steps
+import moe_jax.recipes.run.model, shared_steps
 from moe_jax.cli import main
-loop = sys.modules["moe_jax.recipes.finetuning.loop"]
+loop = sys.modules["moe_jax.recipes.run.model"]
 loop.make_train_step = shared_steps.shared(loop.make_train_step)
 folder, *options = sys.argv[1:]
 main(["finetune", *options, "--output", folder + "/one"])
@@ -39,9 +39,9 @@ main(["finetune", *options, "--output", folder + "/two"])
 
 APART = """
 import os, sys
-import moe_jax.recipes.finetuning.loop
+import moe_jax.recipes.run.model
 from moe_jax.cli import main
-sys.modules["moe_jax.recipes.run.loop"].from_pretrained = None
+sys.modules["moe_jax.recipes.run.model"].from_pretrained = None
 os.chdir(os.path.join(sys.argv[1], os.environ["MOE_JAX_PROCESS_ID"]))
 main(["finetune", *sys.argv[2:], "--output", "run"])
 """

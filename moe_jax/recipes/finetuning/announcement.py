@@ -13,10 +13,9 @@ MANY_EPOCHS = 100
 def announcement(run: PlannedRun, steps_done: int) -> str:
     """Returns a few lines: tokens, learned share, padding and cuts where the data was surveyed, steps and epochs."""
     settings, found = run.settings, run.survey
-    devices = 1 if run.parallelism is None else run.parallelism.mesh.size
     steps = (
         f"steps {steps_done + 1} to {settings.steps}, {settings.batch_size} x {settings.seq_len} tokens a step on "
-        f"{devices} device{'s' if devices > 1 else ''}{_pipe(run)}"
+        f"{run.devices} device{'s' if run.devices > 1 else ''}{_pipe(run)}"
     )
     if steps_done >= settings.steps:
         steps = f"all {settings.steps} steps are taken: nothing is left to do"

@@ -9,7 +9,7 @@ import numpy as np
 
 from moe_jax.parallel.parallelism import Parallelism
 from moe_jax.recipes.finetuning.settings import FinetuneSettings
-from moe_jax.recipes.run.settings_file import noted_steps
+from moe_jax.recipes.run.folder import noted_steps
 from moe_jax.runtime.processes import is_first_process
 from moe_jax.train.data import Batches, Documents, batches, open_documents
 from moe_jax.train.data.survey import Survey, survey

@@ -4,12 +4,11 @@ import jax
 import numpy as np
 import optax
 import pytest
-import tiny
 from flax import nnx
-from examples import make_answers, make_pairs, packed_batch
 from train_steps import train
 
 import moe_jax
+from examples import make_answers, make_pairs, packed_batch
 from moe_jax.parallel import Parallelism
 from moe_jax.preferences import Preference, PreferenceSettings
 
