@@ -6,11 +6,11 @@ from typing import Any
 import numpy as np
 
 from moe_jax.models.decoder import Decoder
-from moe_jax.preferences.tokens import example_tokens
+from moe_jax.preferences.batches import example_tokens
 from moe_jax.recipes.finetuning.announcement import announcement
 from moe_jax.recipes.finetuning.prepare import plan_run
 from moe_jax.recipes.finetuning.settings import FinetuneSettings
-from moe_jax.recipes.preferring.prepare import plan_preferences
+from moe_jax.recipes.preferring.loop import plan_preferences
 from moe_jax.recipes.preferring.settings import PreferSettings
 from moe_jax.recipes.run.identity import saved_run
 from moe_jax.runtime.processes import is_first_process

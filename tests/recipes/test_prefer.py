@@ -19,8 +19,8 @@ from moe_jax.kernels import Precision
 from moe_jax.layers.quantised import is_quantised
 from moe_jax.preferences import PreferenceSettings
 from moe_jax.recipes import PreferSettings, dry_run, prefer
-from moe_jax.recipes.preferring import loop, prepare
-from moe_jax.recipes.preferring.prepare import plan_preferences
+from moe_jax.recipes.preferring import loop
+from moe_jax.recipes.preferring.loop import plan_preferences
 
 pytestmark = pytest.mark.usefixtures("one_step_for_all")
 
@@ -170,7 +170,7 @@ def test_epochs_are_counted_in_batches(tmp_path, epochs, monkeypatch):
     assert 0 <= batches.position - 40 * epochs < 2 * plan.first_batch
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "settings.json").write_text(json.dumps({"epochs": epochs, "steps": 7}))
-    monkeypatch.setattr(prepare, "saved_run", lambda output: (1, {}))
+    monkeypatch.setattr(loop, "saved_run", lambda output: (1, {}))
     assert plan_preferences(asked, tiny.dense(), tiny.tokenizer()).settings.steps == 7
 
 

@@ -24,7 +24,7 @@ def announcement(run: PlannedRun, steps_done: int) -> str:
         lines.append("FORCED BALANCED ROUTING: the router is ignored. For benchmarks only; do not use the resulting model.")
     if run.lora is not None:
         lines.append(str(run.lora))
-    held_out = run.held_out.documents
+    held_out = run.held_out_documents
     if held_out is not None:
         number = None if held_out.is_stream else len(held_out)
         rows = settings.batch_size // settings.gradient_accumulation

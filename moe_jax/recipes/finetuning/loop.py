@@ -90,7 +90,7 @@ class _Texts(Task):
         self.planned, self.batches = planned, planned.batches
         self.places = self._places_at({})
         super().__init__(planned, begun, training)
-        self.held_out = [self.put(batch) for batch in planned.held_out.batches]
+        self.held_out = [self.put(batch) for batch in planned.held_out]
         self.evaluate = make_evaluation(training.graph, parallelism=planned.parallelism) if self.held_out else None
         self.flops_per_token = training_flops_per_token(planned.config, settings.seq_len, frozen=settings.lora is not None)
         self.sampler = sampler_of(settings, planned.documents, planned.tokenizer)

@@ -2,7 +2,7 @@
 
 import logging
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +14,16 @@ from moe_jax.config import ModelConfig
 from moe_jax.models.decoder import Decoder
 from moe_jax.parallel.expert.placement import balanced_order
 from moe_jax.parallel.parallelism import Parallelism
-from moe_jax.recipes.finetuning.data import HeldOut, held_out_batches, open_data, run_batches, try_first_batch, with_survey
 from moe_jax.recipes.finetuning.samples import sampler_of
 from moe_jax.recipes.finetuning.settings import FinetuneSettings
+from moe_jax.recipes.run.folder import noted_steps
 from moe_jax.recipes.run.identity import identity_of, same_run, saved_run, with_weights
 from moe_jax.recipes.run.loop import Begun, begin
 from moe_jax.recipes.run.model import PlannedModel, plan_model
 from moe_jax.runtime.processes import is_first_process
-from moe_jax.train.data import Batches, Documents
+from moe_jax.train.data import Batches, Documents, batches, open_documents
 from moe_jax.train.data.chat_templates import with_chat_template
-from moe_jax.train.data.survey import Survey
+from moe_jax.train.data.survey import Survey, survey
 from moe_jax.train.objective import (
     LossFunction,
     check_loss_function,
@@ -43,7 +43,8 @@ class PlannedRun(PlannedModel):
 
     Attributes:
       settings: the settings, with `epochs` turned into `steps`.
-      held_out: text that is not trained on.
+      batches: of `documents`; each process makes the rows of its own devices.
+      held_out: batches of `held_out_documents`, which are not trained on, a micro-batch's rows each; empty without `eval_data`.
       identity: what may not change between the start of the run and its resumption.
       survey: measures of the data, in the first process of a run that begins; else None.
     """
@@ -51,7 +52,8 @@ class PlannedRun(PlannedModel):
     settings: FinetuneSettings
     documents: Documents
     batches: Batches
-    held_out: HeldOut
+    held_out: list[dict[str, np.ndarray]]
+    held_out_documents: Documents | None
     identity: dict[str, Any]
     survey: Survey | None
 
@@ -69,7 +71,8 @@ def prepare_run(
         _check_user_loss(loss, plan.settings, plan.config, plan.parallelism)
     identity = plan.identity | {"loss": None if loss is None else name_of(loss)}
     identity = with_weights(identity, model, settings.model)
-    begun = begin(plan.settings, identity, plan.held_out.fingerprint, model, until_end)
+    held_out = None if plan.held_out_documents is None else plan.held_out_documents.fingerprint
+    begun = begin(plan.settings, identity, held_out, model, until_end)
     if begun.step:
         plan.batches.set_state(begun.position["data"])
         if begun.position.get("places") and plan.parallelism is not None and plan.parallelism.pipelined:
@@ -90,28 +93,104 @@ def plan_run(settings: FinetuneSettings, model: Decoder | None, tokenizer: Any) 
     _warn_of_far_positions(config, settings.seq_len)
     if settings.rebalance_every:
         _check_rebalancing(settings.rebalance_every, config, planned.expert_devices)
-    documents, held_out_documents = open_data(settings)
-    steps_done, identity_saved = saved_run(settings.output)
+    documents, held_out_documents = _open_data(settings)
+    steps_done, noted = saved_run(settings.output)
     # A run that began when texts had no BOS token continues without it, or its data would be other data.
-    begin_texts = not identity_saved or "begin_texts" in identity_saved
-    settings, found = with_survey(settings, documents, tokenizer, begin_texts, resumed=steps_done > 0)
-    stream = run_batches(documents, tokenizer, settings, settings.batch_size, planned.parallelism, begin_texts)
+    begin_texts = not noted or "begin_texts" in noted
+    settings, found = _with_survey(settings, documents, tokenizer, begin_texts, resumed=steps_done > 0)
+
+    def stream_of(documents: Documents, rows: int) -> Batches:
+        own_rows = None if planned.parallelism is None else planned.parallelism.own_rows(rows)
+        sizes: dict[str, Any] = dict(seq_len=settings.seq_len, batch_size=rows, rows=own_rows, seed=settings.seed)
+        return batches(documents, tokenizer, **sizes, begin_texts=begin_texts, skip_bad=settings.skip_bad_documents)
+
+    stream, held_out = stream_of(documents, settings.batch_size), []
     # Batches are made now, so that conversations that the chat template refuses are named before minutes of loading.
-    held_out = held_out_batches(held_out_documents, tokenizer, settings, planned.parallelism, begin_texts)
+    if held_out_documents is not None:
+        measured = stream_of(held_out_documents, settings.batch_size // settings.gradient_accumulation)
+        try:
+            held_out = [next(measured) for _ in range(settings.eval_batches)]
+        finally:
+            measured.close()
     if not steps_done:
-        try_first_batch(stream)
+        first = stream.get_state()
+        next(stream)
+        stream.set_state(first)
     sampler_of(settings, documents, tokenizer)
     identity = identity_of(settings, config, tokenizer, documents.fingerprint) | ({"begin_texts": True} if begin_texts else {})
     if model is not None:
         # The dtypes of a model that was passed hold in place of the settings'.
         identity |= {"dtype": model.dtype.name, "param_dtype": jax.tree.leaves(nnx.state(model, nnx.Param))[0].dtype.name}
-    if identity_saved:
+    if noted:
         # Starting weights are compared when they are read.
-        same_run(identity_saved | {MODEL: ""}, identity | {MODEL: ""}, Path(settings.output).expanduser())
+        same_run(noted | {MODEL: ""}, identity | {MODEL: ""}, Path(settings.output).expanduser())
     of_model = vars(planned) | {"tokenizer": tokenizer}
-    return PlannedRun(
-        **of_model, settings=settings, documents=documents, batches=stream, held_out=held_out, identity=identity, survey=found
-    )
+    of_data: dict[str, Any] = dict(documents=documents, held_out_documents=held_out_documents, survey=found)
+    return PlannedRun(**of_model, settings=settings, batches=stream, held_out=held_out, identity=identity, **of_data)
+
+
+def _open_data(settings: FinetuneSettings) -> tuple[Documents, Documents | None]:
+    """Opens the data of a run, and the held-out data, if any.
+
+    Raises:
+      ValueError, FileNotFoundError, ImportError: as `open_documents`. Or held-out text is trained on or of another format.
+    """
+    names = "learned_answers", "empty_thinking"
+    options: dict[str, Any] = {name: getattr(settings, name) for name in names} | dict(skip_bad=settings.skip_bad_documents)
+    documents = open_documents(settings.data, settings.data_format, **options)
+    if settings.eval_data is None:
+        return documents, None
+    held_out = open_documents(settings.eval_data, settings.data_format, **options)
+    _check_held_out(held_out, documents, settings)
+    if held_out.bad and is_first_process():
+        _logger.warning("left out of the held-out data: %s", held_out.bad)
+    return documents, held_out
+
+
+def _with_survey(
+    settings: FinetuneSettings, documents: Documents, tokenizer: Any, begin_texts: bool, *, resumed: bool
+) -> tuple[FinetuneSettings, Survey | None]:
+    """Returns the settings with `epochs` turned into `steps`, and the survey of the data if one was made.
+
+    Raises:
+      ValueError: `epochs` of a stream.
+    """
+    options: dict[str, Any] = dict(seq_len=settings.seq_len, seed=settings.seed, begin_texts=begin_texts)
+    options |= dict(skip_bad=settings.skip_bad_documents)
+    if documents.is_stream and settings.epochs is not None:
+        raise ValueError(
+            f"epochs={settings.epochs} needs the number of documents, which a stream does not tell: give steps, or take=N in "
+            "place of stream=true"
+        )
+    if settings.epochs is None:
+        begins_here = is_first_process() and not resumed
+        return settings, survey(documents, tokenizer, **options) if begins_here else None
+    steps, found = noted_steps(Path(settings.output).expanduser(), settings.epochs) if resumed else None, None
+    if steps is None:
+        # All documents are measured: the number of steps must be the same each time, and in each process.
+        found = survey(documents, tokenizer, **options, max_documents=None, max_seconds=None)
+        steps = found.steps(settings.epochs, settings.batch_size)
+    return replace(settings, steps=steps, epochs=None), found
+
+
+def _check_held_out(held_out: Documents, documents: Documents, settings: FinetuneSettings) -> None:
+    """Refuses held-out text of another format than the data, and text that is trained on: its loss would say nothing."""
+    if held_out.format != documents.format and documents.format != "mixed":
+        raise ValueError(
+            f"eval_data={settings.eval_data!r} has the format {held_out.format}, and data={settings.data!r} "
+            f"{documents.format}: their losses could not be compared; take one format"
+        )
+    both = _names(documents) & _names(held_out)
+    if both or held_out.fingerprint == documents.fingerprint:
+        raise ValueError(
+            f"eval_data={settings.eval_data!r} must not be trained on, but data={settings.data!r} has "
+            + (f"{min(both)} too" if both else "the same contents")
+        )
+
+
+def _names(documents: Documents) -> set[str]:
+    """Returns the files, and the splits of the hub, that documents come from."""
+    return {reader.name if reader.path is None else str(reader.path.resolve()) for reader in documents.readers}
 
 
 def _check_user_loss(

@@ -114,11 +114,7 @@ class FinetuneSettings(RunSettings):
     OF_EXPERT_DEVICES: ClassVar[tuple[str, ...]] = (*RunSettings.OF_EXPERT_DEVICES, "rebalance_every")
     RESUME_MUST_MATCH: ClassVar[tuple[str, ...]] = (
         *RunSettings.RESUME_MUST_MATCH,
-        "aux_loss_coef",
-        "sequence_loss_coef",
-        "z_loss_coef",
-        "expert_bias_update_rate",
-        "mtp_loss_coef",
+        *("aux_loss_coef", "sequence_loss_coef", "z_loss_coef", "expert_bias_update_rate", "mtp_loss_coef"),
         "force_balanced_routing",
     )
 

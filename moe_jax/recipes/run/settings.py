@@ -1,18 +1,22 @@
 """The settings that every run has, with their checks. They need no JAX to import."""
 
-from collections.abc import Mapping
+import importlib.util
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, ClassVar, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 from moe_jax.adapters.settings import LoraSettings
 from moe_jax.checkpoint.weights import Weights, form_problems
 from moe_jax.models.precision import DenseGroup, PrecisionName
 from moe_jax.parallel.choices import MESH_AXES, Hops, MeshShape
 from moe_jax.parallel.expert.settings import ExpertParallel
-from moe_jax.recipes.run.trackers import Tracker, log_problems
 
 DTYPES = ("bfloat16", "float32")
+
+Tracker = Literal["tensorboard", "wandb", "trackio"]
+
+PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb", "trackio": "trackio"}
 
 
 @dataclass(frozen=True)
@@ -137,18 +141,8 @@ class RunSettings:
     OF_EXPERT_DEVICES: ClassVar[tuple[str, ...]] = ("shadow_experts", "tokens_in_fp8")
     """The settings that need experts on several devices."""
     RESUME_MUST_MATCH: ClassVar[tuple[str, ...]] = (
-        "seq_len",
-        "batch_size",
-        "gradient_accumulation",
-        "learning_rate",
-        "min_learning_rate_ratio",
-        "warmup_steps",
-        "weight_decay",
-        "max_grad_norm",
-        "seed",
-        "dtype",
-        "param_dtype",
-        "moment_dtype",
+        *("seq_len", "batch_size", "gradient_accumulation", "learning_rate", "min_learning_rate_ratio", "warmup_steps"),
+        *("weight_decay", "max_grad_norm", "seed", "dtype", "param_dtype", "moment_dtype"),
     )
     """Settings that may not change between the start of a run and its resumption: the run would be another."""
 
@@ -267,6 +261,24 @@ def precision_problems(
             f"precision={precision!r} would round the frozen experts again in each pass: give weights='fp8', which keeps them "
             f"in FP8; got {weights!r}"
         )
+    return problems
+
+
+def log_problems(tensorboard: bool, names: Sequence[str]) -> list[str]:
+    """Returns unknown trackers and missing packages, one clause each.
+
+    Args:
+      tensorboard: True if the setting of this name asks for it.
+      names: of `log_to`.
+    """
+    problems = []
+    if tensorboard and importlib.util.find_spec("tensorboardX") is None:
+        problems.append("tensorboard=True needs the package tensorboardX: pip install tensorboardX")
+    for name in names:
+        if name not in get_args(Tracker):
+            problems.append(f"log_to={name!r} must be one of {', '.join(get_args(Tracker))}")
+        elif importlib.util.find_spec(PACKAGES[name]) is None:
+            problems.append(f"log_to={name!r} needs the package {PACKAGES[name]}: pip install {PACKAGES[name]}")
     return problems
 
 
