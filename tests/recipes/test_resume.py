@@ -225,3 +225,11 @@ def test_a_run_that_did_not_note_its_model_goes_on(tmp_path, caplog):
     now = {"seed": 0, MODEL: "abc"}
     assert same_run({"seed": 0}, now, tmp_path) == {"seed": 0}
     assert f"the run in {tmp_path} did not note its starting weights, so nothing tells whether `model` is the" in caplog.text
+
+
+def test_a_run_on_preferences_that_did_not_note_its_moments_goes_on_with_them(tmp_path):
+    """Runs on preferences had no `moment_dtype`, and moments in f32."""
+    saved, now = {"seed": 0, MODEL: "abc"}, {"seed": 0, MODEL: "abc"}
+    assert same_run(saved, now | {"moment_dtype": "float32"}, tmp_path) == now | {"moment_dtype": "float32"}
+    with pytest.raises(ValueError, match="moment_dtype: checkpoint 'float32', now 'bfloat16'"):
+        same_run(saved, now | {"moment_dtype": "bfloat16"}, tmp_path)

@@ -27,8 +27,7 @@ def announcement(run: PlannedRun, steps_done: int) -> str:
     held_out = run.held_out_documents
     if held_out is not None:
         number = None if held_out.is_stream else len(held_out)
-        rows = settings.batch_size // settings.gradient_accumulation
-        lines.append(told_held_out(settings, number, kind_of(held_out), rows))
+        lines.append(told_held_out(settings, number, kind_of(held_out)))
     if found is None:
         kind = kind_of(run.documents)
         return "\n".join(

@@ -107,7 +107,7 @@ def plan_run(settings: FinetuneSettings, model: Decoder | None, tokenizer: Any) 
     stream, held_out = stream_of(documents, settings.batch_size), []
     # Batches are made now, so that conversations that the chat template refuses are named before minutes of loading.
     if held_out_documents is not None:
-        measured = stream_of(held_out_documents, settings.batch_size // settings.gradient_accumulation)
+        measured = stream_of(held_out_documents, settings.rows)
         try:
             held_out = [next(measured) for _ in range(settings.eval_batches)]
         finally:

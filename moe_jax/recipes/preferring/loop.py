@@ -62,7 +62,7 @@ class PlannedPreferences(PlannedModel):
     def batches(self, data: Preferences, *, in_order: bool = False, reference: np.ndarray | None = None) -> PreferenceBatches:
         """Returns batches of the training data, or of other data, a micro-batch's rows each."""
         settings = self.settings
-        rows = settings.batch_size if data is self.data else settings.batch_size // settings.gradient_accumulation
+        rows = settings.batch_size if data is self.data else settings.rows
         return preference_batches(
             data,
             self.tokenizer,
@@ -78,10 +78,7 @@ class PlannedPreferences(PlannedModel):
         settings, kind = self.settings, "pairs" if self.data.of_pairs else "answers"
         epochs = settings.steps * self.first_batch / len(self.data)
         trained = "" if self.lora is None else f"{self.lora}\n"
-        held_out = ""
-        if self.eval_data is not None:
-            rows = settings.batch_size // settings.gradient_accumulation
-            held_out = f"{told_held_out(settings, len(self.eval_data), kind, rows)}\n"
+        held_out = "" if self.eval_data is None else f"{told_held_out(settings, len(self.eval_data), kind)}\n"
         devices = "" if self.devices == 1 else f" on {self.devices} devices"
         return (
             f"{trained}{len(self.data):,} {kind}, loss {settings.preference.loss} with beta {settings.preference.scale:g}\n"

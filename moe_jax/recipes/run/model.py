@@ -118,7 +118,6 @@ class Training:
     graph: nnx.GraphDef
     state: TrainState
     step: Callable[[TrainState, Batch], tuple[TrainState, dict[str, jax.Array]]]
-    parallelism: Parallelism | None
 
     def model(self) -> Decoder:
         """Returns the model with the state's parameters."""
@@ -164,7 +163,7 @@ def make_training(
         parallelism=parallelism,
         **options,
     )
-    return Training(graph, state, train_step, parallelism)
+    return Training(graph, state, train_step)
 
 
 def _parallelism(settings: RunSettings, model: Decoder | None) -> Parallelism | None:
@@ -204,7 +203,7 @@ def _parallelism(settings: RunSettings, model: Decoder | None) -> Parallelism | 
     )
     if parallelism.pipe_schedule not in UNIFORM:
         check_branches(parallelism)
-    parallelism.check_batch(settings.batch_size // settings.gradient_accumulation)
+    parallelism.check_batch(settings.rows)
     ways = mesh.shape.get("context", 1)
     if ways > 1 and settings.seq_len % (2 * ways):
         raise ValueError(f"seq_len={settings.seq_len} must be a multiple of 2 * mesh.context = {2 * ways}")

@@ -160,6 +160,11 @@ class RunSettings:
         """The peak of the learning rate of a run that was given none."""
         return self.PEAKS[self.lora is not None]
 
+    @property
+    def rows(self) -> int:
+        """The rows of a micro-batch."""
+        return self.batch_size // self.gradient_accumulation
+
     def values_problems(self) -> list[str]:
         """Returns the values that no run can have, one clause each."""
         problems = [
@@ -202,10 +207,9 @@ class RunSettings:
         problems += weights_problems(self.weights, self.lora, self.mesh.size)
         of_weights = self.order_of_passes.get("pipe_schedule", "uniform"), self.lora, self.weights
         problems += precision_problems(self.precision, self.dtype, *of_weights, tokens_in_fp8=self.tokens_in_fp8)
-        rows = self.batch_size // self.gradient_accumulation
         ways = self.mesh.size // (self.mesh.context * self.mesh.pipe)
-        if rows % ways:
-            problems.append(f"a micro-batch of {rows} rows cannot be divided among data x fsdp x expert = {ways} devices")
+        if self.rows % ways:
+            problems.append(f"a micro-batch of {self.rows} rows cannot be divided among data x fsdp x expert = {ways} devices")
         if self.mesh.context > 1 and self.seq_len % (2 * self.mesh.context):
             problems.append(f"seq_len={self.seq_len} must be a multiple of 2 * mesh.context = {2 * self.mesh.context}")
         output = Path(self.output).expanduser()

@@ -17,6 +17,9 @@ from moe_jax.preferences import PreferenceSettings
 from moe_jax.recipes import PreferSettings, prefer
 from moe_jax.train.metrics import read_records
 
+NOISE = {"reward_accuracy"}
+"""Before the first step all rewards are 0 but for rounding."""
+
 
 @pytest.fixture(scope="module", autouse=True)
 def one_step_for_all():
@@ -74,8 +77,8 @@ def test_a_run_on_a_mesh_is_the_run_of_one_device(run, tmp_path, loss, sizes, ma
     one, many = run("one", {}, loss, make_model), run("many", sizes, loss, make_model)
     for ours, theirs in zip(untimed(many.metrics), untimed(one.metrics), strict=True):
         assert ours.keys() == theirs.keys()
-        for name, value in ours.items():
-            np.testing.assert_allclose(value, theirs[name], rtol=2e-4, atol=1e-5, err_msg=name)
+        for name in ours.keys() - (NOISE if ours["step"] == 1 else set()):
+            np.testing.assert_allclose(ours[name], theirs[name], rtol=2e-4, atol=1e-5, err_msg=name)
     if loss != "orpo":
         tables = (np.load(tmp_path / name / "reference_data.npy") for name in ("many", "one"))
         np.testing.assert_allclose(*tables, rtol=1e-5)
