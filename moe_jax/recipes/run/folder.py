@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import yaml
@@ -117,20 +117,23 @@ def chosen_template(output: Path) -> str | None:
 
 def noted_tokenizer(output: Path) -> str | None:
     """Reads the folder or hub id of the run's tokenizer; None if settings.json names no tokenizer."""
-    try:
-        record = json.loads((output / "settings.json").read_text())
-        return record["tokenizer"] or record["model"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+    record = noted_settings(output)
+    return record.get("tokenizer") or record.get("model")
 
 
 def noted_steps(output: Path, epochs: float) -> int | None:
     """Reads the number of steps that the run in the folder counted for `epochs`; None if it did not count them."""
+    record = noted_settings(output)
+    return record.get("steps") if record.get("epochs") == epochs else None
+
+
+def noted_settings(output: Path) -> dict[str, Any]:
+    """Reads settings.json; empty if it cannot be read."""
     try:
         record = json.loads((output / "settings.json").read_text())
-        return int(record["steps"]) if record["epochs"] == epochs else None
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+    except (OSError, ValueError):
+        return {}
+    return record if isinstance(record, dict) else {}
 
 
 def export(model: Decoder, settings: RunSettings) -> Path:

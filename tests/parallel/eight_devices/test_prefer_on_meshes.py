@@ -17,6 +17,12 @@ from moe_jax.preferences import PreferenceSettings
 from moe_jax.recipes import PreferSettings, prefer
 from moe_jax.train.metrics import read_records
 
+
+def adapted():
+    """A model whose runs train adapters, beside which it is its own reference."""
+    return tiny.dense()
+
+
 NOISE = {"reward_accuracy"}
 """Before the first step all rewards are 0 but for rounding."""
 
@@ -42,6 +48,7 @@ def run(tmp_path):
             gradient_accumulation=2, steps=4, learning_rate=1e-4, warmup_steps=1, dtype="float32", checkpoint_every=2,
             eval_data=str(tmp_path / "held_out.jsonl"), eval_every=1, eval_batches=1, keep_best=True,
             preference=PreferenceSettings(loss, beta=0.3),
+            lora=LoraSettings(rank=4) if make_model is adapted else None,
         )  # fmt: skip
         model = laid_out(make_model(), **sizes) if sizes else make_model()
         return prefer(settings, model=model, tokenizer=tiny.tokenizer(), on_step=on_step)
@@ -69,8 +76,9 @@ def die_at_step_three(record):
         pytest.param("dpo", dict(fsdp=2, expert=2), tiny.model, marks=pytest.mark.thorough),
         pytest.param("kto", dict(data=2, context=2), tiny.model, marks=pytest.mark.thorough),
         pytest.param("orpo", dict(expert=2, context=2), tiny.model, marks=pytest.mark.thorough),
+        pytest.param("dpo", dict(data=4), adapted, marks=pytest.mark.thorough),
     ],
-    ids=["dense", "dpo", "kto", "orpo"],
+    ids=["dense", "dpo", "kto", "orpo", "adapters"],
 )
 def test_a_run_on_a_mesh_is_the_run_of_one_device(run, tmp_path, loss, sizes, make_model):
     """Records and reference equal one device's; a run that dies between two checkpoints ends with the same bits."""
@@ -79,7 +87,8 @@ def test_a_run_on_a_mesh_is_the_run_of_one_device(run, tmp_path, loss, sizes, ma
         assert ours.keys() == theirs.keys()
         for name in ours.keys() - (NOISE if ours["step"] == 1 else set()):
             np.testing.assert_allclose(ours[name], theirs[name], rtol=2e-4, atol=1e-5, err_msg=name)
-    if loss != "orpo":
+    assert (tmp_path / "many" / "reference_data.npy").exists() == (loss != "orpo" and make_model is not adapted)
+    if loss != "orpo" and make_model is not adapted:
         tables = (np.load(tmp_path / name / "reference_data.npy") for name in ("many", "one"))
         np.testing.assert_allclose(*tables, rtol=1e-5)
     assert many.model_step == one.model_step and many.finished
