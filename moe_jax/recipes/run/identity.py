@@ -2,7 +2,6 @@
 
 import json
 import logging
-from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -53,20 +52,17 @@ def same_run(saved: dict[str, Any], current: dict[str, Any], output: Path) -> di
     return kept if noted is None else kept | {MODEL: noted}
 
 
-def identity_of(
-    settings: RunSettings, config: ModelConfig, tokenizer: Any, data: str, names: Iterable[str] = ()
-) -> dict[str, Any]:
+def identity_of(settings: RunSettings, config: ModelConfig, tokenizer: Any, data: str) -> dict[str, Any]:
     """Returns what must be equal for a run to continue, as it comes back from JSON; all but the starting weights.
 
     Args:
       data: the fingerprint of the data.
-      names: settings beside `settings.RESUME_MUST_MATCH`.
     """
     lora = None if settings.lora is None else json.loads(json.dumps(asdict(settings.lora)))
     if lora is not None and not lora["dropout"]:
         # Runs that began before there was dropout have no such entry.
         del lora["dropout"]
-    return {name: getattr(settings, name) for name in (*settings.RESUME_MUST_MATCH, *names)} | {
+    return {name: getattr(settings, name) for name in settings.RESUME_MUST_MATCH} | {
         LORA: lora,
         WEIGHTS: None if settings.weights == "whole" else settings.weights,
         PRECISION: None if settings.precision == "bf16" else settings.precision,
@@ -93,18 +89,6 @@ def saved_run(output: str | Path) -> tuple[int, dict[str, Any]]:
         return step, json.loads((folder / str(step) / "position" / "metadata").read_text())["identity"]
     except (IndexError, OSError, ValueError, KeyError):
         return 0, {}
-
-
-def check_steps(output: Path, steps_done: int, steps: int) -> None:
-    """Refuses to continue a run to an earlier step than it has reached.
-
-    Raises:
-      ValueError: it has done more than `steps`.
-    """
-    if steps < steps_done:
-        raise ValueError(
-            f"{output} holds {steps_done} steps of this run: steps={steps} would end before; take {steps_done} or more"
-        )
 
 
 def _differences(name: str, saved: Any, now: Any) -> list[str]:

@@ -22,7 +22,7 @@ from moe_jax.models.layers_in_pipe import layers_in_pipe
 from moe_jax.parallel.pipeline.chunks import PipeShape
 from moe_jax.recipes.run.best import Best, best_of, counts, told_early, told_stop
 from moe_jax.recipes.run.folder import output_lock, write_settings
-from moe_jax.recipes.run.identity import check_steps, same_run
+from moe_jax.recipes.run.identity import same_run
 from moe_jax.recipes.run.model import PlannedModel, Training
 from moe_jax.recipes.run.run_log import RunLog
 from moe_jax.recipes.run.settings import RunSettings
@@ -98,7 +98,10 @@ def begin(
     if step:
         position = checkpoints.position(step)
         identity = same_run(position["identity"], identity, output)
-        check_steps(output, step, settings.steps)
+        if settings.steps < step:
+            raise ValueError(
+                f"{output} holds {step} steps of this run: steps={settings.steps} would end before; take {step} or more"
+            )
     best = best_of(position, settings, held_out, checkpoints.steps())
     fixed: dict[str, Any] = {"identity": identity}
     if settings.lora is not None:
