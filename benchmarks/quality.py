@@ -36,7 +36,7 @@ from moe_jax.checkpoint.hf_save import save_pretrained
 from moe_jax.demo.run import small_config, write_json_lines
 from moe_jax.demo.text import as_chat, library_functions, train_tokenizer
 from moe_jax.recipes import FinetuneSettings, finetune
-from moe_jax.recipes.run.export import export
+from moe_jax.recipes.run.folder import export
 from moe_jax.runtime.files import save_png
 from moe_jax.train import (
     LossWeights,

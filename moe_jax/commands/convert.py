@@ -161,7 +161,7 @@ class ConvertCommand:
 
     def _companions(self) -> dict[str, Any]:
         """Returns the tokenizer to write, and the chat template that takes the place of its own."""
-        from moe_jax.recipes.run.settings_file import chosen_template
+        from moe_jax.recipes.run.folder import chosen_template
 
         run = Path(self.source).expanduser()
         if not (run / "checkpoints").is_dir():
@@ -172,7 +172,7 @@ class ConvertCommand:
 def _tokenizer_of_run(output: Path) -> str | None:
     """Returns the folder or hub id of the run's tokenizer; if its files are missing, prints a note and returns None."""
     from moe_jax.checkpoint.companions import tokenizer_files
-    from moe_jax.recipes.run.settings_file import noted_tokenizer
+    from moe_jax.recipes.run.folder import noted_tokenizer
 
     named = noted_tokenizer(output)
     try:

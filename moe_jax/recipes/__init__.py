@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from moe_jax.runtime.lazy import export_lazily
 
 if TYPE_CHECKING:
-    from moe_jax.recipes.finetuning.dry_run import dry_run
+    from moe_jax.recipes.dry_run import dry_run
     from moe_jax.recipes.finetuning.learning_rate import LearningRates, find_learning_rate
     from moe_jax.recipes.finetuning.loop import FinetuneResult, finetune
     from moe_jax.recipes.finetuning.settings import FinetuneSettings

@@ -47,11 +47,6 @@ def sampler_of(settings: FinetuneSettings, documents: Documents, tokenizer: Any)
     return Sampler(prompts, tokenizer, as_chat, settings.sample_tokens)
 
 
-def is_sampled(settings: FinetuneSettings, step: int) -> bool:
-    """Tells if samples are made after a step."""
-    return step % settings.sample_every == 0 or step == settings.steps
-
-
 def record_of_samples(step: int, prompts: Sequence[str], texts: Sequence[str]) -> dict[str, Any]:
     """Returns the line of samples.jsonl for a step."""
     pairs = [{"prompt": prompt, "text": text} for prompt, text in zip(prompts, texts, strict=True)]

@@ -67,16 +67,16 @@ def best_of(position: dict[str, Any], settings: RunSettings, fingerprint: str | 
     return found
 
 
-def told_held_out(settings: RunSettings, number: int | None, kind: str, rows: int) -> str:
+def told_held_out(settings: RunSettings, number: int | None, kind: str) -> str:
     """Returns the announcement's line about held-out data.
 
     Args:
       number: of documents; None for a stream.
       kind: the plural of a document's name.
-      rows: of a batch.
     """
     what = f"a stream of {kind}" if number is None else f"{number:,} {kind[:-1] if number == 1 else kind}"
-    batches = f"{settings.eval_batches} batch{'es' if settings.eval_batches > 1 else ''} of {rows} row{'s' if rows > 1 else ''}"
+    rows = f"{settings.rows} row{'s' if settings.rows > 1 else ''}"
+    batches = f"{settings.eval_batches} batch{'es' if settings.eval_batches > 1 else ''} of {rows}"
     every = f"every {settings.eval_every} steps" if settings.eval_every > 1 else "every step"
     return f"held out: {what}; their loss is measured {every}, on {batches}"
 

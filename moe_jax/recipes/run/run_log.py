@@ -1,21 +1,26 @@
-"""The log of a run: every step in the files of `MetricsWriter`, and a readable number of lines on the console."""
+"""The log of a run: every step in the files of `MetricsWriter` and at trackers, and a readable number of console lines."""
 
 import json
+import os
 import sys
 import time
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
 from moe_jax.recipes.run.settings import RunSettings
-from moe_jax.recipes.run.trackers import Trackers
 from moe_jax.runtime.processes import is_first_process
 from moe_jax.train.metrics import Clock, MetricsWriter, append_record, keep_steps, one_line
 
 SAMPLES = "samples.jsonl"
+
+PROJECT = "moe_jax"
+"""The project of a run without the environment variable WANDB_PROJECT, or TRACKIO_PROJECT."""
 
 
 def default_log_every(steps: int) -> int:
@@ -109,3 +114,48 @@ def describe_samples(record: dict[str, Any]) -> str:
     """Returns the samples of a step for the console, a line each."""
     quoted = ([json.dumps(each[name], ensure_ascii=False) for name in ("prompt", "text")] for each in record["samples"])
     return "\n".join([f"samples after step {record['step']}:", *(f"  {prompt} -> {text}" for prompt, text in quoted)])
+
+
+class Trackers:
+    """W&B or trackio (`--log-to`): each gets every step's scalars, under the step's number.
+
+    They are optional packages, which nothing imports without the option.
+
+    Args:
+      names: those of `--log-to`; tensorboard is `train.metrics.MetricsWriter`'s.
+      output: the run's folder. Its name is the run's; a run that continues goes on in the same one.
+      config: the settings, which trackers show beside a run.
+    """
+
+    def __init__(self, names: Sequence[str], output: Path, config: dict[str, Any]):
+        self._modules = [import_module(name) for name in names if name != "tensorboard"]
+        for module in self._modules:
+            name = module.__name__
+            options = {"project": os.environ.get(f"{name.upper()}_PROJECT", PROJECT), "config": config, "resume": "allow"}
+            if name == "wandb":
+                options |= {"name": output.name, "id": _run_id(output), "dir": str(output)}
+            else:
+                # trackio knows a run by its name alone.
+                options |= {"name": f"{output.name}-{_run_id(output)}"}
+            module.init(**options)
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Sends a step's scalars."""
+        scalars = {name: value for name, value in record.items() if name != "step"}
+        for module in self._modules:
+            module.log(scalars, step=record["step"])
+
+    def close(self) -> None:
+        """Waits until everything is sent."""
+        for module in self._modules:
+            module.finish()
+
+
+def _run_id(output: Path) -> str:
+    """Returns the run's name at trackers, which output/tracker_id keeps; made at the first start."""
+    file = output / "tracker_id"
+    if not file.is_file():
+        temporary = file.with_name(".tracker_id.incomplete")
+        temporary.write_text(uuid.uuid4().hex[:8])
+        os.replace(temporary, file)
+    return file.read_text()
