@@ -1,181 +1,185 @@
-"""Times the serving engine for a model with random weights: a step by number of sequences, and many requests at once.
+"""Times the serving engine for a model with random weights, and `moe_jax.generate`.
 
     python benchmarks/engine.py                             # Qwen3-30B-A3B in bf16: 61 GB of weights
     python benchmarks/engine.py --cases 1x128 64x1024       # sequences x tokens of their prompts
     python benchmarks/engine.py --load 200 1000 2000        # also 200 requests at once, 1000 tokens in, 2000 out
-    python benchmarks/engine.py --prefix 8192 64            # also the first token of 64 tokens behind 8192 cached ones
+    python benchmarks/engine.py --prefix 8192 64            # also the first token of 64 tokens after 8192 cached ones
     python benchmarks/engine.py --spread --count-experts    # routing as vLLM was timed with, and the experts that a step uses
     python benchmarks/engine.py --precision fp8             # experts in FP8
     python benchmarks/engine.py --cases 16x128 --update     # also new weights for the engine: 61 GB more
-    python benchmarks/engine.py --lives 3 --load 10000 16 4 # only memory: 3 engines in a row, each with 10,000 requests
-    python benchmarks/engine.py --small                     # sizes for a CPU, in f32, as a smoke test
+    python benchmarks/engine.py --layers 12 --kernels       # also the kernels of a step by the profiler; GPUs alone
+    python benchmarks/engine.py strict --layers 48 --cases 16 256       # bits of strict=True, and its time
+    python benchmarks/engine.py generate --devices 2        # moe_jax.generate; two GPUs share the experts and the prompts
+    JAX_PLATFORMS=cpu python benchmarks/engine.py first --layers 48     # first call of generate, and of an engine
 
-A step gives one more token to every sequence. Its time is the difference between generating `--long` and `--short` tokens, over
-the difference of their numbers, so that prefill cancels. Times are medians of 3 calls. Decoding is greedy, and no sequence ends
-early. `device` is the same step in a loop without the engine: the difference is the host's. `prompts` is the time to the first
-token of all sequences, whose prompts are new. `generate` is `moe_jax.generate`. With drafts a step is the time of a token.
+`steps`: a step adds one token to every sequence. Its time is the difference between generating `--long` and `--short` tokens,
+over the difference of their numbers, so that prefill cancels. Times are medians of 3 calls (`generate`: of 5 groups). Decoding
+is greedy, and no sequence ends early. `device` is the same step in a loop without the engine: the difference is the host's.
+`prompts` is the time to the first token of all sequences, whose prompts are new. With drafts a step is the time of a token.
 Nearly all drafts of random weights are wrong, so that this is the cost of a step with its drafts. An update is `engine.update`
-until the device is idle again, and the token behind it a request of one token.
+until the device is idle again, and the token after it a request of one token. With `--spread` the likeliest token after t is
+t + 1. So sequences never agree on a token, and use as many experts as chance has it. To count experts, the engine keeps those
+of each token, which takes some time of a step.
 
-With `--spread` the likeliest token after t is t + 1. So sequences never agree on a token, and use as many experts as chance
-gives. To count experts, the engine keeps those of each token, which takes some time of a step.
+`strict`: each case is a number of prompts at once, of different lengths. Each engine computes prompts in chunks of another
+size. A row has the number of log-probabilities, of prompts and of drawn tokens, that differ from `strict_log_probs` of the
+sequence. 0 is right.
+
+`first`: the model has Qwen3-MoE's layers at a small width, so that a CPU can run it. Compile times are near those of wide ones.
 """
 
-import argparse
+import collections
 import re
 import statistics
+import tempfile
 import time
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from frozen_forms import random_model_in_form
+from flax import nnx
+from harness import Case, main, median_ms, median_s, one_of, peak_gib, timed
+from inputs import config_of, random_model_in_form
+from jax.profiler import ProfileData
 
 import moe_jax
 from moe_jax.config import NAMED_CONFIGS
+from moe_jax.generation.devices import generation_mesh
 from moe_jax.layers.linear import draw_normal
 from moe_jax.models.decoder import Decoder
 from moe_jax.models.random_weights import random_model
-from moe_jax.serving.batch import empty_rows, packed
 from moe_jax.serving.drawing import draw_program
 from moe_jax.serving.engine import Engine
-from moe_jax.serving.limits import EngineLimits
 from moe_jax.serving.pages import pages_of
-from moe_jax.serving.request import SamplingOptions
+from moe_jax.serving.request import EngineLimits, SamplingOptions
+from moe_jax.serving.step import empty_rows, packed
+from moe_jax.serving.strict_log_probs import strict_log_probs
 
-SMALL = dict(num_hidden_layers=2, hidden_size=64, num_experts=8, moe_intermediate_size=64, vocab_size=512)
-SMALL_IN_FP8 = SMALL | dict(hidden_size=128, moe_intermediate_size=128)
-
-
-def main() -> None:
-    """Prints a row for each case, and one for the load."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", choices=tuple(NAMED_CONFIGS), default="qwen3-30b-a3b")
-    parser.add_argument("--layers", type=int, help="layers in place of all")
-    parser.add_argument("--cases", nargs="+", metavar="SEQUENCESxTOKENS", default=["1x128", "16x128", "64x128", "256x128"])
-    parser.add_argument("--short", type=int, default=16)
-    parser.add_argument("--long", type=int, default=144)
-    parser.add_argument("--load", type=int, nargs=3, metavar=("REQUESTS", "IN", "OUT"))
-    parser.add_argument(
-        "--prefix", type=int, nargs=2, metavar=("CACHED", "NEW"), help="tokens of a prompt behind a cached prefix"
-    )
-    parser.add_argument("--spread", action="store_true", help="weights with which the likeliest token after t is t + 1")
-    parser.add_argument("--count-experts", action="store_true", help="also print how many experts a step uses, a layer")
-    parser.add_argument("--step-tokens", type=int, help="tokens of the largest step, in place of 8192 (on a CPU 256)")
-    parser.add_argument("--pages", type=int, help="pages of keys and values; default: as many as the cases need")
-    parser.add_argument("--precision", choices=("bf16", "fp8"), default="bf16", help="of the experts' matmuls")
-    parser.add_argument("--drafts", action="store_true", help="with drafts of the model's module; no time for `device`")
-    parser.add_argument("--update", action="store_true", help="also time `engine.update` with the weights of another model")
-    parser.add_argument("--lives", type=int, metavar="ENGINES", help="instead of times, the memory of engines in a row")
-    parser.add_argument("--with-generate", action="store_true", help="also time moe_jax.generate")
-    parser.add_argument("--small", action="store_true", help="sizes of Qwen3-MoE for a CPU, in f32 or FP8, as a smoke test")
-    args = parser.parse_args()
-    if args.update and args.precision == "fp8":
-        parser.error("--update draws its second model in bf16: leave --precision fp8 out")
-    if args.count_experts and args.drafts:
-        parser.error("--count-experts counts one token of a sequence: leave --drafts out")
-    if args.count_experts and NAMED_CONFIGS[args.config].experts is None and not args.small:
-        parser.error(f"--count-experts: {args.config} has no experts")
-    config = NAMED_CONFIGS["qwen3-30b-a3b" if args.small else args.config]
-    dtype = jnp.dtype(jnp.float32 if args.small else jnp.bfloat16)
-    config = replace(config, **(SMALL_IN_FP8 if args.precision == "fp8" else SMALL)) if args.small else config
-    config = replace(config, num_hidden_layers=args.layers) if args.layers else config
-    config = config if args.drafts else config.without_mtp()
-    if args.spread and config.tie_word_embeddings:
-        parser.error(f"--spread: {args.config} has one matrix for embedding and head")
-    if args.precision == "fp8":
-        model, name = random_model_in_form(config, "fp8"), "experts in fp8"
-        model.set_precision("fp8")
-    else:
-        model, name = random_model(config, dtype), dtype.name
-    if args.spread:
-        spread_tokens(model)
-        name += ", spread"
-    print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, {'small' if args.small else args.config}, {name}")
-    cases = [(*map(int, case.split("x")), args.long) for case in args.cases]
-    most = max([sequences for sequences, _, _ in cases] + [min(args.load[0], 256) if args.load else 1])
-    loads = [*cases, tuple(args.load)] if args.load else cases
-    loads = [*loads, (1, sum(args.prefix), 1)] if args.prefix else loads
-    limits = EngineLimits(
-        max_sequences=most,
-        max_tokens_per_step=args.step_tokens or (256 if args.small else 8192),
-        max_length=max(prompt + new for _, prompt, new in loads),
-        num_pages=args.pages or 1 + max(min(count, most) * pages_of(prompt + new) for count, prompt, new in loads),
-    )
-    if args.lives:
-        print_memory(model, limits, args.lives, args.load or (1, 128, 16))
-        return
-    began = time.perf_counter()
-    engine = Engine(model, limits=limits, drafts=int(args.drafts), keep_experts=args.count_experts)
-    print(f"{limits}\nengine ready in {time.perf_counter() - began:.0f} s", flush=True)
-    rng = np.random.default_rng(0)
-    titles = {"sequences": 10, "prompt": 8, "a step": 12, "tokens/s": 10, "device": 12, "prompts": 12, "generate": 12}
-    print("".join(f"{title:>{width}}" for title, width in titles.items()))
-    for sequences, prompt_tokens, _ in cases:
-        prompts = rng.integers(0, config.vocab_size, (sequences, prompt_tokens)).tolist()
-        time_steps(engine, model if args.with_generate else None, rng, prompts, args.short, args.long)
-        if args.count_experts:
-            print_experts(engine, prompts, args.short)
-    if args.load:
-        time_load(engine, rng.integers(0, config.vocab_size, args.load[:2]).tolist(), args.load[2])
-    if args.prefix:
-        time_prefix(engine, rng, *args.prefix)
-    if args.update:
-        time_updates(engine, [random_model(config, dtype, seed=1), model])
-    peak = (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0) / 2**30
-    print(f"peak {peak:.2f} GiB")
-    if args.drafts:
-        print(f"{engine.stats().num_drafted} drafts, {engine.stats().acceptance_rate:.1%} accepted")
-    engine.close()
+ONE_TOKEN = SamplingOptions(max_new_tokens=1, ignore_eos=True)
 
 
-def time_steps(engine: Engine, model, rng: np.random.Generator, prompts: list[list[int]], short: int, long: int) -> None:
-    """Prints the row of these prompts."""
-    one_token = SamplingOptions(max_new_tokens=1, ignore_eos=True)
-
-    def of_engine(count: int) -> None:
-        engine.generate(prompts, SamplingOptions(max_new_tokens=count, ignore_eos=True))
-
-    def a_step(run) -> float:
-        return 1e3 * (median_s(run, long) - median_s(run, short)) / (long - short)
-
-    def new_prompts(shape: tuple[int, ...]) -> None:
-        # Old ones would be found in the cache.
-        engine.generate(rng.integers(0, engine.config.vocab_size, shape).tolist(), one_token)
-
-    prefill = 1e3 * median_s(new_prompts, np.shape(prompts))
-    step, drafts = a_step(of_engine), engine._loop.queues[0].drafts
-    device = float("nan") if drafts else device_ms(engine, len(prompts), len(prompts[0]) + long // 2)
-    generate = a_step(lambda n: moe_jax.generate(model, prompts, max_new_tokens=n)) if model is not None else float("nan")
-    rate = 1e3 * len(prompts) / step
-    times = f"{device:>9.3f} ms{prefill:>9.1f} ms{generate:>9.3f} ms"
-    print(f"{len(prompts):>10}{len(prompts[0]):>8}{step:>9.3f} ms{rate:>10.0f}{times}", flush=True)
+def generate(engine: Engine, prompts: list[list[int]], count: int) -> None:
+    """Continues the prompts by `count` tokens each."""
+    engine.generate(prompts, SamplingOptions(max_new_tokens=count, ignore_eos=True))
 
 
-def print_memory(model: Decoder, limits: EngineLimits, engines: int, load: tuple[int, int, int]) -> None:
-    """Prints the device's and the process's memory before each of some engines, in use, and after it is closed."""
-    requests, prompt_tokens, new = load
-    rng = np.random.default_rng(0)
+def step_ms(run, short: int, long: int, warm_up: int = 1) -> float:
+    """Returns the milliseconds of a step of run(number of new tokens)."""
+    seconds = [median_s(partial(run, count), 3, warm_up=warm_up) for count in (long, short)]
+    return 1e3 * (seconds[0] - seconds[1]) / (long - short)
 
-    def row(moment: str) -> None:
-        arrays = sum(array.nbytes for array in jax.live_arrays())
-        in_use = (jax.local_devices()[0].memory_stats() or {}).get("bytes_in_use", arrays)
-        resident = int(re.search(r"VmRSS:\s+(\d+)", Path("/proc/self/status").read_text())[1]) * 1024
-        print(f"{moment:>12}{in_use / 2**20:>12.1f} MiB on the device{resident / 2**20:>10.0f} MiB of the process", flush=True)
 
-    row("before")
-    for _ in range(engines):
-        began = time.perf_counter()
-        engine = Engine(model, limits=limits)
-        row(f"{time.perf_counter() - began:.0f} s start")
-        prompts = rng.integers(0, model.config.vocab_size, (requests, prompt_tokens)).tolist()
-        engine.generate(prompts, SamplingOptions(max_new_tokens=new, ignore_eos=True))
-        assert engine.stats().running == engine.stats().waiting == 0
-        row("in use")
+@dataclass(kw_only=True)
+class Steps(Case):
+    """A row for each case, and for each further measurement."""
+
+    config: one_of(NAMED_CONFIGS) = "qwen3-30b-a3b"
+    layers: int | None = None  # layers in place of all
+    cases: tuple[str, ...] = ("1x128", "16x128", "64x128", "256x128")  # sequences x tokens of their prompts
+    short: int = 16
+    long: int = 144
+    load: tuple[int, int, int] | None = None  # requests at once, tokens in, tokens out
+    prefix: tuple[int, int] | None = None  # tokens of a cached prefix, and new ones after it
+    spread: bool = False  # weights with which the likeliest token after t is t + 1
+    count_experts: bool = False  # also how many experts a step uses, a layer
+    step_tokens: int = 8192  # tokens of the largest step
+    pages: int | None = None  # pages of keys and values; default: enough for the cases
+    precision: Literal["bf16", "fp8"] = "bf16"  # of the experts' matmuls
+    drafts: bool = False  # with drafts of the model's module; no time for `device`
+    update: bool = False  # also time `engine.update` with the weights of another model
+    kernels: bool = False  # also the time of each kernel of a step
+
+    SMALL = dict(cases=("1x8", "3x8"), short=2, long=6, step_tokens=32)
+
+    def start(self) -> None:
+        """Refuses options that do not fit."""
+        if self.kernels and self.drafts:
+            raise SystemExit("--kernels are of a step without drafts: leave --drafts out")
+        if self.update and self.precision == "fp8":
+            raise SystemExit("--update draws its second model in bf16: leave --precision fp8 out")
+        if self.count_experts and (self.drafts or NAMED_CONFIGS[self.config].experts is None):
+            raise SystemExit("--count-experts needs a model with experts, and counts one token of a sequence: no --drafts")
+        if self.spread and NAMED_CONFIGS[self.config].tie_word_embeddings:
+            raise SystemExit(f"--spread: {self.config} has one matrix for embedding and head")
+
+    def results(self):
+        """Yields the rows."""
+        config = config_of(self.config, small=self.small, layers=self.layers, in_fp8=self.precision == "fp8")
+        config, dtype = config if self.drafts else config.without_mtp(), jnp.float32 if self.small else jnp.bfloat16
+        if self.precision == "fp8":
+            model = random_model_in_form(config, "fp8")
+            model.set_precision("fp8")
+        else:
+            model = random_model(config, jnp.dtype(dtype))
+        if self.spread:
+            spread_tokens(model)
+        cases = [(*map(int, case.split("x")), self.long) for case in self.cases]
+        most = max([sequences for sequences, _, _ in cases] + [min(self.load[0], 256) if self.load else 1])
+        loads = cases + ([self.load] if self.load else []) + ([(1, sum(self.prefix), 1)] if self.prefix else [])
+        limits = EngineLimits(
+            max_sequences=most,
+            max_tokens_per_step=self.step_tokens,
+            max_length=max(prompt + new for _, prompt, new in loads),
+            num_pages=self.pages or 1 + max(min(count, most) * pages_of(prompt + new) for count, prompt, new in loads),
+        )
+        seconds, engine = timed(lambda: Engine(model, limits=limits, drafts=int(self.drafts), keep_experts=self.count_experts))
+        print(f"{limits}\nengine ready in {seconds:.0f} s", flush=True)
+        rng = np.random.default_rng(0)
+
+        def random_prompts(sequences: int, tokens: int) -> list[list[int]]:
+            return rng.integers(0, config.vocab_size, (sequences, tokens)).tolist()
+
+        for sequences, prompt, _ in cases:
+            prompts = random_prompts(sequences, prompt)
+            # New prompts in each call: old ones would be found in the cache.
+            prefill = 1e3 * median_s(lambda shape=(sequences, prompt): generate(engine, random_prompts(*shape), 1), 3)
+            step = step_ms(partial(generate, engine, prompts), self.short, self.long)
+            where = sequences, prompt + self.long // 2
+            device, kernels = (None, {}) if self.drafts else on_device(engine, *where, self.kernels)
+            row = dict(sequences=sequences, prompt=prompt, step_ms=step, tokens_per_s=1e3 * sequences / step)
+            row |= dict(device_ms=device, prompts_ms=prefill)
+            yield row | (experts_in_use(engine, prompts, self.short) if self.count_experts else {})
+            for name, us in sorted(kernels.items(), key=lambda item: -item[1])[:16]:
+                yield dict(sequences=sequences, kernel_us=us, kernel=name)
+        if self.load:
+            requests, tokens, new = self.load
+            prompts, before = random_prompts(requests, tokens), engine.stats()
+            seconds, _ = timed(lambda: generate(engine, prompts, new))
+            steps = engine.stats().num_steps - before.num_steps
+            yield dict(requests=requests, seconds=seconds, output_tokens_per_s=requests * new / seconds, steps=steps)
+        if self.prefix:
+            cached, new = self.prefix
+            prefix = random_prompts(1, cached)[0]
+
+            def answer(before: list[int]):
+                return engine.generate([before + random_prompts(1, new)[0]], ONE_TOKEN)[0][0]
+
+            after, alone = (1e3 * median_s(partial(answer, before), 3) for before in (prefix, []))
+            yield dict(cached=answer(prefix).cached_tokens, new=new, first_token_ms=after, without_prefix_ms=alone)
+        if self.update:
+            yield from self.updates(engine, [random_model(config, jnp.dtype(dtype), seed=1), model])
+        row, stats = dict(peak_gib=peak_gib()), engine.stats()
+        yield row | (dict(drafts=stats.num_drafted, accepted=stats.acceptance_rate) if self.drafts else {})
         engine.close()
-        row("closed")
+
+    def updates(self, engine: Engine, models: list):
+        """Yields the time of some updates, and of a token after each. The last model has the engine's weights."""
+
+        def update(model) -> None:
+            engine.update(model)
+            jax.block_until_ready(engine._loop.device._weights)
+
+        def token() -> None:
+            engine.generate([[1, 2, 3]], ONE_TOKEN)
+
+        token()
+        for model in models * 3:
+            yield dict(update_ms=1e3 * timed(partial(update, model))[0], token_after_it_ms=1e3 * timed(token)[0])
 
 
 def spread_tokens(model: Decoder) -> None:
@@ -186,8 +190,8 @@ def spread_tokens(model: Decoder) -> None:
     model.lm_head.weight.set_value(jnp.roll(embedding, 1, axis=0))
 
 
-def print_experts(engine: Engine, prompts: list[list[int]], new: int) -> None:
-    """Prints the number of experts that the tokens of a step are sent to, the mean of all layers and steps."""
+def experts_in_use(engine: Engine, prompts: list[list[int]], new: int) -> dict:
+    """Returns the number of experts that the tokens of a step are sent to, the mean of all layers and steps."""
     options = SamplingOptions(max_new_tokens=new, ignore_eos=True, return_experts=True)
     completions = [completion for (completion,) in engine.generate(prompts, options)]
     # The last token of a sequence is drawn, and not computed: one position less than new tokens.
@@ -195,54 +199,14 @@ def print_experts(engine: Engine, prompts: list[list[int]], new: int) -> None:
     used = np.mean([len(np.unique(of_layer)) for of_step in decoded for of_layer in of_step])
     tokens = np.array([[prompt[-1], *completion.tokens] for prompt, completion in zip(prompts, completions, strict=True)])
     next_token = np.mean((tokens[:, 1:] - tokens[:, :-1]) % engine.config.vocab_size == 1)
-    print(f"{used:.1f} of {engine.config.experts.num_experts} experts in use, a layer; t + 1 came after t {next_token:.1%}")
+    return dict(experts_in_use=float(used), next_tokens=float(next_token))
 
 
-def time_load(engine: Engine, prompts: list[list[int]], new: int) -> None:
-    """Prints the throughput of all requests at once."""
-    before = engine.stats()
-    began = time.perf_counter()
-    engine.generate(prompts, SamplingOptions(max_new_tokens=new, ignore_eos=True))
-    seconds = time.perf_counter() - began
-    steps = engine.stats().num_steps - before.num_steps
-    print(f"{len(prompts)} requests: {seconds:.1f} s, {len(prompts) * new / seconds:.0f} output tokens/s, {steps} steps")
+def on_device(engine: Engine, sequences: int, position: int, kernels: bool) -> tuple[float, collections.Counter[str]]:
+    """Returns the milliseconds of a decoding step on the device, and the microseconds of its kernels if they are wanted.
 
-
-def time_prefix(engine: Engine, rng: np.random.Generator, cached: int, new: int) -> None:
-    """Prints the time to the first token of new tokens behind a cached prefix, and of as many tokens alone."""
-    vocab_size = engine.config.vocab_size
-    prefix, one_token = rng.integers(0, vocab_size, cached).tolist(), SamplingOptions(max_new_tokens=1, ignore_eos=True)
-
-    def answer(before: list[int]):
-        ((completion,),) = engine.generate([before + rng.integers(0, vocab_size, new).tolist()], one_token)
-        return completion
-
-    behind, alone = (1e3 * median_s(answer, before) for before in (prefix, []))
-    found = answer(prefix).cached_tokens
-    print(f"first token of {new} tokens behind {found} cached ones {behind:.1f} ms, of {new} tokens alone {alone:.1f} ms")
-
-
-def time_updates(engine: Engine, models: list) -> None:
-    """Prints the time of some updates, and of a token behind each. The weights of the last model must be the engine's."""
-    prompts, one_token = [[1, 2, 3]], SamplingOptions(max_new_tokens=1, ignore_eos=True)
-
-    def timed(run) -> float:
-        began = time.perf_counter()
-        run()
-        return 1e3 * (time.perf_counter() - began)
-
-    def update(model) -> None:
-        engine.update(model)
-        jax.block_until_ready(engine._loop.device._weights)
-
-    timed(lambda: engine.generate(prompts, one_token))
-    for model in models * 3:
-        took, token = timed(lambda model=model: update(model)), timed(lambda: engine.generate(prompts, one_token))
-        print(f"update {took:.1f} ms, a token behind it {token:.1f} ms", flush=True)
-
-
-def device_ms(engine: Engine, sequences: int, position: int) -> float:
-    """Returns the milliseconds of a decoding step on the device: launches one after the other, without reading tokens."""
+    Steps are launched one after the other, without reading tokens.
+    """
     device = engine._loop.device
     engine.pause()
     shape = next(shape for shape in device._decode_shapes if shape.decodes >= sequences)
@@ -257,8 +221,8 @@ def device_ms(engine: Engine, sequences: int, position: int) -> float:
 
     def launch() -> None:
         state, output = device._programs[shape](device._weights, device.state, upload)
-        drawn = draw(output, device.slots.options, state.last_token, None)
-        device.state = state._replace(last_token=drawn.last_token)
+        last_token, *_ = draw(output, device.slots.options, state.last_token, None)
+        device.state = state._replace(last_token=last_token)
 
     times = []
     for _ in range(4):
@@ -267,20 +231,144 @@ def device_ms(engine: Engine, sequences: int, position: int) -> float:
             launch()
         jax.block_until_ready(device.state)
         times.append((time.perf_counter() - began) / 20)
+    found = microseconds_of_kernels(launch, lambda: device.state) if kernels else collections.Counter()
     engine.resume()
-    return 1e3 * statistics.median(times[1:])
+    return 1e3 * statistics.median(times[1:]), found
 
 
-def median_s(run, argument) -> float:
-    """Returns the median seconds of three calls, after one that is not counted."""
-    run(argument)
-    times = []
-    for _ in range(3):
-        began = time.perf_counter()
-        run(argument)
-        times.append(time.perf_counter() - began)
-    return statistics.median(times)
+def microseconds_of_kernels(launch: Callable, result: Callable, calls: int = 3) -> collections.Counter[str]:
+    """Returns the time of a step's kernels by name, by the profiler. `result` returns what launches leave."""
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            for _ in range(calls):
+                launch()
+            jax.block_until_ready(result())
+        planes = [plane for file in Path(folder).rglob("*.xplane.pb") for plane in ProfileData.from_file(str(file)).planes]
+    microseconds = collections.Counter[str]()
+    for line in (line for plane in planes if plane.name.startswith("/device:GPU:0") for line in plane.lines):
+        if line.name.startswith("Stream"):
+            for event in line.events:
+                microseconds[re.sub(r"[._]\d+$", "", event.name)[:60]] += event.duration_ns / 1e3 / calls
+    return microseconds
 
+
+@dataclass(kw_only=True)
+class Strict(Case):
+    """A row for each engine and case, of Qwen3-30B-A3B's layers."""
+
+    layers: int = 4
+    cases: tuple[int, ...] = (1, 16, 64, 256)  # prompts at once
+    chunks: tuple[int, ...] = (512, 2048)  # tokens of the largest step
+    prompt: int = 700  # tokens of the longest prompt
+    short: int = 16
+    long: int = 144
+
+    SMALL = dict(layers=1, cases=(1,), chunks=(16,), prompt=20, short=2, long=3)
+
+    def results(self):
+        """Yields the rows; a failure if bits of a strict engine differ."""
+        config = config_of("qwen3-30b-a3b", small=self.small, layers=self.layers).without_mtp()
+        if self.small:  # The smallest sizes of the strict kernels.
+            sizes = dict(vocab_size=128, hidden_size=128, head_dim=128, num_experts=128, moe_intermediate_size=128)
+            config = replace(config, **sizes)
+        model, longest = random_model(config, jnp.bfloat16), self.prompt + self.long
+        # As constants, weights would take minutes to compile.
+        graph, weights = nnx.graphdef(model), nnx.state(model)
+        run = jax.jit(lambda weights, *arrays: strict_log_probs(nnx.merge(graph, weights), *arrays))
+        lengths = np.random.default_rng(0).integers(1, self.prompt + 1, max(self.cases))
+        prompts = [np.random.default_rng(i).integers(0, config.vocab_size, length).tolist() for i, length in enumerate(lengths)]
+        for step_tokens in self.chunks:
+            for strict in (False, True):
+                limits = EngineLimits(
+                    max_sequences=max(self.cases),
+                    max_tokens_per_step=step_tokens,
+                    max_length=longest,
+                    num_pages=1 + max(self.cases) * pages_of(longest),
+                )
+                engine = Engine(model, limits=limits, strict=strict)
+                for count in self.cases:
+                    row = dict(strict=strict, step_tokens=step_tokens, prompts=count)
+                    row |= self.wrong_bits(engine, partial(run, weights), prompts[:count])
+                    ms = step_ms(partial(generate, engine, prompts[:count]), self.short, self.long, warm_up=0)
+                    row |= {"step_ms": ms}
+                    yield row | ({"failure": "bits differ"} if strict and row["differ"] else {})
+                engine.close()
+
+    def wrong_bits(self, engine: Engine, whole, prompts: list[list[int]]) -> dict:
+        """Returns the number of log-probabilities that differ from those of whole sequences, and the largest difference."""
+        options = SamplingOptions(
+            max_new_tokens=self.short, ignore_eos=True, temperature=1.0, seed=0, logprobs=0, prompt_logprobs=0
+        )
+        differ, total, largest, longest = 0, 0, 0.0, self.prompt + self.short
+        for prompt, (one,) in zip(prompts, engine.generate(prompts, options), strict=True):
+            tokens = prompt + one.tokens
+            padded = np.zeros((1, longest), np.int32)
+            padded[0, : len(tokens)] = tokens
+            expected = whole(padded, (np.arange(longest)[None] < len(tokens)).astype(np.int32))
+            expected = np.asarray(expected)[0, : len(tokens) - 1]
+            scores = zip(one.prompt_logprobs[1:], prompt[1:], strict=True)
+            found = np.float32([of_place[token] for of_place, token in scores] + one.logprobs)
+            differ, total = differ + int((found != expected).sum()), total + len(found)
+            largest = max(largest, float(np.abs(found - expected).max()))
+        return dict(differ=differ, of=total, at_most=largest)
+
+
+@dataclass(kw_only=True)
+class Generate(Case):
+    """A row for each number of prompts, continued by `moe_jax.generate`."""
+
+    config: one_of(NAMED_CONFIGS) = "qwen3-30b-a3b"
+    prompts: tuple[int, ...] = (1, 16, 64)
+    prompt_tokens: int = 128
+    short: int = 16
+    long: int = 144
+    devices: int = 1  # GPUs that share the experts and the prompts
+
+    SMALL = dict(prompts=(2,), prompt_tokens=8, short=2, long=4)
+
+    def results(self):
+        """Yields the rows."""
+        config = config_of(self.config, small=self.small)
+        mesh = generation_mesh(jax.devices()[: self.devices], config)
+        model = random_model(config, jnp.dtype(jnp.float32 if self.small else jnp.bfloat16), mesh=mesh)
+        for prompts in self.prompts:
+            tokens = np.random.default_rng(0).integers(0, config.vocab_size, (prompts, self.prompt_tokens)).tolist()
+            calls = (partial(moe_jax.generate, model, tokens, max_new_tokens=count) for count in (self.short, self.long))
+            short, long = (median_ms(call, (), 1) for call in calls)
+            step = (long - short) / (self.long - self.short)
+            yield dict(prompts=prompts, step_ms=step, tokens_per_s=1e3 * prompts / step, short_ms=short, peak_gib=peak_gib())
+
+
+@dataclass(kw_only=True)
+class First(Case):
+    """A row for each number of layers: seconds of the first call and of a later one."""
+
+    layers: tuple[int, ...] = (4,)
+    new_tokens: int = 64
+
+    SMALL = dict(layers=(2,), new_tokens=4)
+
+    def results(self):
+        """Yields the rows."""
+        prompt = list(range(1, 51))
+        # One decode program, and the fewest programs for chunks: with and without decoding rows.
+        limits = EngineLimits(
+            max_sequences=1, max_tokens_per_step=128, max_chunks_per_step=1, max_length=128, num_pages=3, max_waiting=1
+        )
+        for layers in self.layers:
+            model = random_model(replace(config_of("qwen3-30b-a3b", small=True), num_hidden_layers=layers), jnp.float32)
+            call = partial(moe_jax.generate, model, prompt, max_new_tokens=self.new_tokens)
+            (first, tokens), (later, _) = timed(call), timed(call)
+            start, engine = timed(partial(Engine, model, limits=limits))
+            options = SamplingOptions(max_new_tokens=self.new_tokens, ignore_eos=True)
+            of_engine, ((completion,),) = timed(partial(engine.generate, [prompt], options))
+            engine.close()
+            row = dict(layers=layers, generate_first_s=first, generate_later_s=later, engine_start_s=start)
+            row |= dict(engine_call_s=of_engine)
+            yield row | ({} if completion.tokens == tokens else {"failure": "generate and the engine draw other tokens"})
+
+
+CASES = {"steps": Steps, "strict": Strict, "generate": Generate, "first": First}
 
 if __name__ == "__main__":
-    main()
+    main(__doc__, CASES)

@@ -3,7 +3,6 @@
 A peer gets its weights in its own layout and is called as its documentation describes:
 
 - `sonicmoe`: SonicMoE, https://arxiv.org/abs/2512.14080
-- `scattermoe`: ScatterMoE, https://arxiv.org/abs/2403.08245
 - `grouped_mm`, `eager`: the two implementations of transformers, in its Qwen3-MoE block
 - `tokamax`, `ragged_dot`: tokamax's kernel for Hopper and `jax.lax.ragged_dot`, tokens sorted by expert in jnp
 """
@@ -14,19 +13,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from moe_jax.config import ExpertLayer
+
 IN_JAX = ("tokamax", "ragged_dot")
-IN_TORCH = ("sonicmoe", "scattermoe", "grouped_mm", "eager")
+IN_TORCH = ("sonicmoe", "grouped_mm", "eager")
 PEERS = (*IN_TORCH, *IN_JAX)
-
-
-@dataclass(frozen=True)
-class Shape:
-    """The sizes of one layer."""
-
-    experts: int
-    k: int
-    hidden: int
-    inter: int
 
 
 @dataclass(frozen=True)
@@ -50,25 +41,25 @@ class Layer:
     """Starts what a step in FP8 does once for all micro-batches: it rounds the weights. None in bf16."""
 
 
-def build(system: str, shape: Shape, tokens: int, dtype: str, seed: int, precision: str = "bf16") -> Layer:
+def build(system: str, sizes: ExpertLayer, tokens: int, dtype: str, seed: int, precision: str = "bf16") -> Layer:
     """Returns a peer's layer, or ours on the backend named `system`, with random data.
 
     Args:
         precision: of our own layers, a name of `kernels.Precision`. FP8 copies of the weights are made before.
     """
     if system in IN_TORCH:
-        return torch_layer(system, shape, tokens, dtype, seed)
-    return jax_layer(system, shape, tokens, dtype, seed, "bf16" if system in IN_JAX else precision)
+        return torch_layer(system, sizes, tokens, dtype, seed)
+    return jax_layer(system, sizes, tokens, dtype, seed, "bf16" if system in IN_JAX else precision)
 
 
-def jax_layer(system: str, shape: Shape, tokens: int, dtype: str, seed: int, precision: str) -> Layer:
+def jax_layer(system: str, sizes: ExpertLayer, tokens: int, dtype: str, seed: int, precision: str) -> Layer:
     """Returns our layer or a JAX peer's; the whole layer is one jitted function."""
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9")
     import jax
 
     ours = system not in IN_JAX
-    x, router, w_gate_up, w_down, dy = inputs = random_in_jax(shape, tokens, dtype, seed, transposed=not ours)
-    layer, forward_backward = passes_in_jax(system, shape.k, precision)
+    x, router, w_gate_up, w_down, dy = inputs = random_in_jax(sizes, tokens, dtype, seed, transposed=not ours)
+    layer, forward_backward = passes_in_jax(system, sizes.top_k, precision)
     held, round_weights = (), None
     if precision != "bf16":
         from moe_jax.kernels.experts.fp8.passes import quantise_experts
@@ -158,7 +149,7 @@ def _experts_in_fp8(backend: str, precision: str) -> Callable:
     return experts
 
 
-def random_in_jax(shape: Shape, tokens: int, dtype: str, seed: int, transposed: bool = False) -> tuple:
+def random_in_jax(sizes: ExpertLayer, tokens: int, dtype: str, seed: int, transposed: bool = False) -> tuple:
     """Returns random x, router, w_gate_up, w_down and dy. If `transposed`, each expert's matrices are [in, out]."""
     import jax
 
@@ -168,14 +159,14 @@ def random_in_jax(shape: Shape, tokens: int, dtype: str, seed: int, transposed: 
         return jax.lax.map(lambda key: std * jax.random.normal(key, dims[1:], dtype), jax.random.split(key, dims[0]))
 
     keys = jax.random.split(jax.random.key(seed), 5)
-    into, out = (shape.hidden, 2 * shape.inter), (shape.inter, shape.hidden)
+    into, out = (sizes.hidden, 2 * sizes.inter), (sizes.inter, sizes.hidden)
     order = slice(None) if transposed else slice(None, None, -1)
     return (
-        draw(keys[0], (tokens, shape.hidden), 1.0),
-        draw(keys[1], (shape.experts, shape.hidden), shape.hidden**-0.5),
-        draw(keys[2], (shape.experts, *into[order]), shape.hidden**-0.5),
-        draw(keys[3], (shape.experts, *out[order]), shape.inter**-0.5),
-        draw(keys[4], (tokens, shape.hidden), shape.hidden**-0.5),
+        draw(keys[0], (tokens, sizes.hidden), 1.0),
+        draw(keys[1], (sizes.experts, sizes.hidden), sizes.hidden**-0.5),
+        draw(keys[2], (sizes.experts, *into[order]), sizes.hidden**-0.5),
+        draw(keys[3], (sizes.experts, *out[order]), sizes.inter**-0.5),
+        draw(keys[4], (tokens, sizes.hidden), sizes.hidden**-0.5),
     )
 
 
@@ -207,19 +198,19 @@ def _experts_in_jax(system: str, precision: str) -> Callable:
     return sorted_by_expert
 
 
-def torch_layer(system: str, shape: Shape, tokens: int, dtype: str, seed: int) -> Layer:
+def torch_layer(system: str, sizes: ExpertLayer, tokens: int, dtype: str, seed: int) -> Layer:
     """Returns a PyTorch peer's layer. Its CUDA allocator counts the memory, so there is none on a CPU."""
     import torch
 
     torch.manual_seed(seed)
     on_gpu = torch.cuda.is_available()
     options = {"device": "cuda" if on_gpu else "cpu", "dtype": getattr(torch, dtype)}
-    layer, weights = {"sonicmoe": _sonicmoe, "scattermoe": _scattermoe}.get(system, _transformers)(system, shape, options)
+    layer, weights = (_sonicmoe if system == "sonicmoe" else _transformers)(system, sizes, options)
     with torch.no_grad():
         for w in weights:
             w.normal_(std=w.shape[-1] ** -0.5)
-    x = torch.randn(tokens, shape.hidden, **options).requires_grad_()
-    dy = torch.randn(tokens, shape.hidden, **options) * shape.hidden**-0.5
+    x = torch.randn(tokens, sizes.hidden, **options).requires_grad_()
+    dy = torch.randn(tokens, sizes.hidden, **options) * sizes.hidden**-0.5
 
     def forward():
         with torch.no_grad():
@@ -242,28 +233,23 @@ def torch_layer(system: str, shape: Shape, tokens: int, dtype: str, seed: int) -
         step()
         return {"kept_mib": kept / 2**20, "peak_mib": (torch.cuda.max_memory_allocated() - before) / 2**20}
 
-    def to_common(router, w_gate_up, w_down):
-        if system == "scattermoe":
-            w_gate_up = w_gate_up.roll(shape.inter, dims=1)
-        return router, w_gate_up, w_down
-
     return Layer(
         forward=forward,
         step=step,
         wait=lambda _: torch.cuda.synchronize() if on_gpu else None,
         memory=memory,
         inputs=(x, *weights, dy),
-        to_common=to_common,
+        to_common=lambda *weights: weights,
         device=torch.cuda.get_device_name() if on_gpu else "cpu",
     )
 
 
-def _sonicmoe(_system: str, shape: Shape, options: dict):
+def _sonicmoe(_system: str, sizes: ExpertLayer, options: dict):
     import torch
     from sonicmoe.enums import ActivationType
     from sonicmoe.functional import moe_TC_softmax_topk_layer
 
-    router, w_gate_up, w_down = _empty_weights(shape, options)
+    router, w_gate_up, w_down = _empty_weights(sizes, options)
     stream = torch.cuda.current_stream().cuda_stream
 
     def layer(x):
@@ -274,7 +260,7 @@ def _sonicmoe(_system: str, shape: Shape, options: dict):
             None,
             w_down.permute(1, 2, 0),
             None,
-            shape.k,
+            sizes.top_k,
             stream,
             ActivationType.SWIGLU,
             # Its inference mode, which does not write residuals.
@@ -287,30 +273,16 @@ def _sonicmoe(_system: str, shape: Shape, options: dict):
     return layer, [router, w_gate_up, w_down]
 
 
-def _scattermoe(_system: str, shape: Shape, options: dict):
-    import torch
-    from scattermoe.mlp import GLUMLP
-
-    router = torch.empty(shape.experts, shape.hidden, **options).requires_grad_()
-    block = GLUMLP(shape.hidden, shape.inter, shape.experts, shape.k, activation=torch.nn.SiLU()).to(**options)
-
-    def layer(x):
-        weights, chosen = torch.softmax(x @ router.T, dim=-1, dtype=torch.float32).topk(shape.k, dim=-1)
-        return block(x, (weights / weights.sum(dim=-1, keepdim=True)).to(x.dtype), chosen)
-
-    return layer, [router, block.experts.weight, block.output_experts.weight]
-
-
-def _transformers(system: str, shape: Shape, options: dict):
+def _transformers(system: str, sizes: ExpertLayer, options: dict):
     import torch
     from transformers import Qwen3MoeConfig
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
     config = Qwen3MoeConfig(
-        hidden_size=shape.hidden,
-        moe_intermediate_size=shape.inter,
-        num_experts=shape.experts,
-        num_experts_per_tok=shape.k,
+        hidden_size=sizes.hidden,
+        moe_intermediate_size=sizes.inter,
+        num_experts=sizes.experts,
+        num_experts_per_tok=sizes.top_k,
         norm_topk_prob=True,
         experts_implementation=system,
     )
@@ -324,9 +296,9 @@ def _transformers(system: str, shape: Shape, options: dict):
     return layer, [block.gate.weight, block.experts.gate_up_proj, block.experts.down_proj]
 
 
-def _empty_weights(shape: Shape, options: dict) -> list:
+def _empty_weights(sizes: ExpertLayer, options: dict) -> list:
     import torch
 
-    gate_up, down = (2 * shape.inter, shape.hidden), (shape.hidden, shape.inter)
-    sizes = ((shape.experts, shape.hidden), (shape.experts, *gate_up), (shape.experts, *down))
-    return [torch.empty(size, **options).requires_grad_() for size in sizes]
+    gate_up, down = (2 * sizes.inter, sizes.hidden), (sizes.hidden, sizes.inter)
+    dims = ((sizes.experts, sizes.hidden), (sizes.experts, *gate_up), (sizes.experts, *down))
+    return [torch.empty(dim, **options).requires_grad_() for dim in dims]

@@ -1,247 +1,186 @@
 """Times a whole training step (forward, backward, AdamW) of a model with random weights over all GPUs of a job.
 
-    python benchmarks/training_step.py --mesh expert=4 --rows 4 --output step.json
+    python benchmarks/training_step.py --mesh expert=4 --rows 4 --output step.jsonl
+    python benchmarks/training_step.py --rows 8 --lora-rank 32 --frozen-form nf4       # adapters, with experts in 4 bits
     moe-jax launch -- python benchmarks/training_step.py --mesh expert=4 --rows 4      # one process for each GPU
+    python benchmarks/training_step.py dpo --layers 4 8                                # DPO compared with fine-tuning
     XLA_FLAGS=--xla_force_host_platform_device_count=4 python benchmarks/training_step.py --small --mesh fsdp=2 expert=2  # CPU
 
 TFLOP/s are model FLOPs of one GPU (`moe_jax.cost.flops`: recomputation does not count). "of ceiling" compares them with a dense
 bf16 matmul of 8192^3 on one GPU in the same process. Attention counts the keys that a token attends to: half a row on average,
 fewer in packed rows. Routing "own" is the choice of a router with random weights. "rebalanced" is the same after experts were
-moved according to a step's loads. "balanced" gives every expert the same load.
+moved according to a step's loads. "balanced" gives every expert the same load. A time is the median of `--steps` steps after a
+first one.
+
+`dpo`: rows hold a pair each, both answers of half a row, in fine-tuning as two documents. All train adapters. A ratio is
+(DPO step) / (two steps of fine-tuning of half the rows each). "stored" is a DPO step whose batch holds the reference's
+log-probabilities. With two numbers of layers a line through both gives the times of all layers of the config: a prediction.
 """
 
-import argparse
 import gc
-import json
 import statistics
 import time
-from dataclasses import replace
-from pathlib import Path
-from typing import get_args
+from dataclasses import dataclass
+from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from frozen_forms import FORMS, random_model_in_form
+from harness import GIB, Case, main, one_of, peak_gib
+from inputs import FORMS, config_of, random_model_in_form, random_rows
 
 from moe_jax.adapters import LoraSettings, add_lora
-from moe_jax.config import NAMED_CONFIGS
+from moe_jax.config import NAMED_CONFIGS, ModelConfig
 from moe_jax.cost.flops import num_parameters, training_flops_per_token
 from moe_jax.models.random_weights import random_model
 from moe_jax.parallel import ContextParallel, ExpertParallel, Parallelism, default_hops, initialize_processes, make_mesh
-from moe_jax.parallel.choices import PipeSchedule
+from moe_jax.parallel.choices import Hops, PipeSchedule
 from moe_jax.parallel.expert.placement import device_load
+from moe_jax.preferences import Preference, PreferenceSettings
 from moe_jax.train import LossWeights, NextToken, init_state, make_optimizer, make_train_step, put_batch
 from moe_jax.train.rebalance import rebalance
 
 
-def main() -> None:
-    """Prints a line for each routing; with --output also writes them as JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", default="qwen3-30b-a3b", choices=tuple(NAMED_CONFIGS))
-    parser.add_argument("--layers", type=int, help="number of layers; default: all")
-    parser.add_argument(
-        "--mesh", nargs="+", default=["fsdp=1"], metavar="AXIS=N", help="axes pipe, data, fsdp, expert, context"
-    )
-    parser.add_argument("--pipe-chunks", type=int, default=1, help="option of Parallelism")
-    parser.add_argument("--pipe-schedule", default="uniform", choices=get_args(PipeSchedule), help="option of Parallelism")
-    parser.add_argument("--transport", help="transport of ExpertParallel; default: its own choice")
-    parser.add_argument(
-        "--capacity-factor", type=float, default=ExpertParallel.capacity_factor, help="option of ExpertParallel"
-    )
-    parser.add_argument("--shadow-experts", type=int, default=0, help="option of ExpertParallel")
-    parser.add_argument("--shard-optimizer", action="store_true", help="option of Parallelism")
-    parser.add_argument("--context-method", default="ring", choices=("ring", "all_gather", "ulysses"))
-    parser.add_argument(
-        "--hops", choices=("nccl", "copies"), help="option of Parallelism; default: copies if the devices allow them"
-    )
-    parser.add_argument("--seq", type=int, default=4096)
-    parser.add_argument("--rows", type=int, default=4, help="rows of the whole batch")
-    parser.add_argument("--gradient-accumulation", type=int, default=1, help="micro-batches of a step")
-    parser.add_argument(
-        "--overlap", action=argparse.BooleanOptionalAction, help="option overlap_micro_batches of Parallelism; default: its own"
-    )
-    parser.add_argument("--packed", action="store_true", help="rows of several documents; default: one document each")
-    parser.add_argument(
-        "--param-dtype", default="bfloat16", choices=("float32", "bfloat16"), help="dtype of parameters; masters are f32"
-    )
-    parser.add_argument("--moment-dtype", default="float32", choices=("float32", "bfloat16"))
-    parser.add_argument("--precision", default="bf16", choices=("bf16", "fp8", "fp8_kept"), help="of the experts' matmuls")
-    parser.add_argument("--tokens-in-fp8", action="store_true", help="option of ExpertParallel; needs a precision in FP8")
-    parser.add_argument("--lora-rank", type=int, help="train adapters of this rank; the weights, bfloat16, are frozen")
-    parser.add_argument("--lora-expert-rank", type=int, help="the rank of each expert; default: that of LoraSettings")
-    parser.add_argument(
-        "--frozen-form", default="whole", choices=FORMS, help="form of the weights that --lora-rank freezes; one device"
-    )
-    parser.add_argument("--no-remat", action="store_true")
-    parser.add_argument("--offload", action="store_true", help="keep the residuals of remat in host memory")
-    parser.add_argument("--routings", nargs="+", default=["balanced", "own"], choices=("balanced", "own", "rebalanced"))
-    parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--small", action="store_true", help="sizes for a CPU, as a smoke test")
-    parser.add_argument("--output", type=Path, help="a JSON file")
-    args = parser.parse_args()
-    initialize_processes()
-    config = NAMED_CONFIGS[args.config]
-    if args.small:
-        # FP8 has a scale for 128 numbers.
-        hidden, inter = (64, 64) if args.precision == "bf16" else (128, 128)
-        sizes = dict(
-            vocab_size=512, hidden_size=hidden, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16
-        )
-        experts = dict(moe_intermediate_size=inter, num_experts=16, num_experts_per_tok=4)
-        config = replace(config, **sizes, **(experts if config.experts else {"intermediate_size": 128}))
-        args.seq = 64
-    if args.layers is not None:
-        config = replace(config, num_hidden_layers=args.layers)
+@dataclass(kw_only=True)
+class Step(Case):
+    """A row for each routing."""
 
-    sizes = {name: int(size) for name, size in (axis.split("=") for axis in args.mesh)}
-    devices = jax.devices()[: int(np.prod(list(sizes.values())))]
-    mesh = make_mesh(**sizes, devices=devices)
-    experts = ExpertParallel(
-        transport=args.transport,
-        capacity_factor=args.capacity_factor,
-        shadow_experts=args.shadow_experts,
-        tokens_in_fp8=args.tokens_in_fp8,
-    )
-    hops = args.hops or default_hops(mesh)
-    context = ContextParallel(method=args.context_method)
-    parallelism = Parallelism(
-        mesh,
-        experts,
-        context,
-        hops,
-        overlap_micro_batches=args.overlap,
-        shard_optimizer=args.shard_optimizer,
-        pipe_chunks=args.pipe_chunks,
-        pipe_schedule=args.pipe_schedule,
-    )
-    ceiling = measure_ceiling(256 if args.small else 8192)
-    first = jax.process_index() == 0
-    show = print if first else lambda *_, **__: None
-    show(
-        f"{len(devices)} x {devices[0].device_kind}, jax {jax.__version__}, {args.config}, {config.num_hidden_layers} layers, ",
-        end="",
-    )
-    show(
-        f"{num_parameters(config) / 1e9:.2f} B parameters, {args.rows} x {args.seq} tokens, {' '.join(args.mesh)}, {hops}",
-        end="",
-    )
-    order = {None: "", True: ", overlapping", False: ", in turn"}[args.overlap]
-    show(f", {args.gradient_accumulation} micro-batches{order}")
-    show(f"matmul ceiling {ceiling:.0f} TFLOP/s")
-    results = []
-    for routing in args.routings:
-        row = measure(args, config, parallelism, routing)
-        gc.collect()
-        row |= {
-            "routing": routing,
-            "mesh": sizes,
-            "pipe_chunks": args.pipe_chunks,
-            "pipe_schedule": args.pipe_schedule,
-            "hops": hops,
-            "micro_batches": args.gradient_accumulation,
-            "precision": args.precision,
-            "tokens_in_fp8": args.tokens_in_fp8,
-            "overlap": args.overlap,
-            "ceiling": ceiling,
-            "of_ceiling": row["tflops_per_gpu"] / ceiling,
-        }
-        results.append(row)
-        speed = f"{row['tokens_per_second_per_gpu']:.0f} tokens/s/GPU, {row['tflops_per_gpu']:.1f} TFLOP/s/GPU"
-        memory = f"peak {row['peak_gib']:.1f} GiB, state {row['state_gib']:.1f} GiB"
-        losses = f"loss {row['losses'][0]:.3f} to {row['losses'][-1]:.3f}"
-        show(f"{routing:>9}: {row['seconds']:.3f} s, {speed} ({row['of_ceiling']:.1%} of ceiling), {memory}, ", end="")
-        loads = f"max/mean load {row['load']:.2f}, of devices {row['device_load']:.2f}, " if "load" in row else ""
-        show(f"{loads}{losses}, compiled in {row['compile_seconds']:.0f} s", flush=True)
+    config: one_of(NAMED_CONFIGS) = "qwen3-30b-a3b"
+    layers: int | None = None  # number of layers; default: all
+    mesh: tuple[str, ...] = ("fsdp=1",)  # AXIS=N: axes pipe, data, fsdp, expert, context
+    pipe_chunks: int = 1  # option of Parallelism
+    pipe_schedule: one_of(get_args(PipeSchedule)) = "uniform"  # option of Parallelism
+    transport: str | None = None  # of ExpertParallel; default: its own choice
+    capacity_factor: float = ExpertParallel.capacity_factor  # option of ExpertParallel
+    shadow_experts: int = 0  # option of ExpertParallel
+    shard_optimizer: bool = False  # option of Parallelism
+    context_method: Literal["ring", "all_gather", "ulysses"] = "ring"
+    hops: Hops | None = None  # option of Parallelism; default: copies if the devices allow them
+    seq: int = 4096
+    rows: int = 4  # rows of the whole batch
+    gradient_accumulation: int = 1  # micro-batches of a step
+    overlap: bool | None = None  # option overlap_micro_batches of Parallelism; default: its own
+    packed: bool = False  # rows of several documents; default: one document each
+    param_dtype: Literal["float32", "bfloat16"] = "bfloat16"  # of parameters; masters are f32
+    moment_dtype: Literal["float32", "bfloat16"] = "float32"
+    precision: Literal["bf16", "fp8", "fp8_kept"] = "bf16"  # of the experts' matmuls
+    tokens_in_fp8: bool = False  # option of ExpertParallel; needs a precision in FP8
+    lora_rank: int | None = None  # train adapters of this rank; the weights, bfloat16, are frozen
+    lora_expert_rank: int | None = None  # the rank of each expert; default: that of LoraSettings
+    frozen_form: one_of(FORMS) = "whole"  # form of the weights that --lora-rank freezes; one device
+    remat: bool = True
+    offload: bool = False  # keep the residuals of remat in host memory
+    routings: tuple[Literal["balanced", "own", "rebalanced"], ...] = ("balanced", "own")
+    steps: int = 5
+
+    SMALL = dict(seq=64, steps=1)
+
+    def start(self) -> None:
+        """Joins the processes of the job."""
+        initialize_processes()
+
+    def results(self):
+        """Yields time, rates and memory of a step."""
+        config = config_of(self.config, small=self.small, layers=self.layers, in_fp8=self.precision != "bf16")
+        sizes = {name: int(size) for name, size in (axis.split("=") for axis in self.mesh)}
+        devices = jax.devices()[: int(np.prod(list(sizes.values())))]
+        mesh = make_mesh(**sizes, devices=devices)
+        parallelism = Parallelism(
+            mesh,
+            ExpertParallel(
+                transport=self.transport,
+                capacity_factor=self.capacity_factor,
+                shadow_experts=self.shadow_experts,
+                tokens_in_fp8=self.tokens_in_fp8,
+            ),
+            ContextParallel(method=self.context_method),
+            self.hops or default_hops(mesh),
+            overlap_micro_batches=self.overlap,
+            shard_optimizer=self.shard_optimizer,
+            pipe_chunks=self.pipe_chunks,
+            pipe_schedule=self.pipe_schedule,
+        )
+        ceiling = measure_ceiling(256 if self.small else 8192)
+        if jax.process_index() == 0:
+            model = (
+                f"{len(devices)} devices, {config.num_hidden_layers} layers, {num_parameters(config) / 1e9:.2f} B parameters"
+            )
+            print(f"{model}, {self.rows} x {self.seq} tokens, hops by {parallelism.hops}, ceiling {ceiling:.0f} TFLOP/s")
+        for routing in self.routings:
+            row = self.measure(config, parallelism, routing)
+            gc.collect()
+            yield {"routing": routing} | row | {"of_ceiling": row["tflops_per_gpu"] / ceiling}
+
+    def measure(self, config, parallelism: Parallelism, routing: str) -> dict:
+        """Returns the row of one routing."""
+        if self.frozen_form == "whole":
+            model = random_model(
+                config,
+                jnp.bfloat16,
+                param_dtype=jnp.dtype(self.param_dtype),
+                mesh=parallelism.mesh,
+                pipe_chunks=parallelism.pipe_chunks,
+            )
+        else:
+            model = random_model_in_form(config, self.frozen_form)
+        model.set_precision(self.precision)
+        if self.lora_rank is not None:
+            ranks = {} if self.lora_expert_rank is None else {"experts": self.lora_expert_rank}
+            print(add_lora(model, LoraSettings(rank=self.lora_rank, ranks=ranks), rngs=nnx.Rngs(0)))
+        optimizer = make_optimizer(1e-5, moment_dtype=jnp.dtype(self.moment_dtype))
+        graph, state = nnx.graphdef(model), init_state(model, optimizer, parallelism)
+        del model
+        state_bytes = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(state))
+        step = make_train_step(
+            graph,
+            optimizer,
+            NextToken(LossWeights(aux_loss_coef=1e-3)),
+            gradient_accumulation=self.gradient_accumulation,
+            remat="offload" if self.offload else self.remat,
+            force_balanced_routing=routing == "balanced",
+            parallelism=parallelism,
+        )
+        arrays = random_rows(self.rows, self.seq, config.vocab_size, packed=self.packed)
+        flops_per_token = training_flops_per_token(config, 1 + 2 * float(arrays["positions"].mean()))
+        batch = put_batch(arrays, state.params, parallelism)
+        expert_devices = parallelism.mesh.shape["expert"]
+        seconds, losses, of_rebalance = [], [], {}
         if routing == "rebalanced":
-            show(f"           experts moved in {row['rebalance_seconds']:.2f} s", flush=True)
-    if first and args.output is not None:
-        args.output.write_text(json.dumps(results, indent=1) + "\n")
-
-
-def measure(args: argparse.Namespace, config, parallelism: Parallelism, routing: str) -> dict:
-    """Returns the median step of `--steps` steps after a first one."""
-    param_dtype = jnp.dtype(args.param_dtype)
-    if args.frozen_form == "whole":
-        model = random_model(
-            config, jnp.bfloat16, param_dtype=param_dtype, mesh=parallelism.mesh, pipe_chunks=parallelism.pipe_chunks
-        )
-    else:
-        model = random_model_in_form(config, args.frozen_form)
-    model.set_precision(args.precision)
-    if args.lora_rank is not None:
-        ranks = {} if args.lora_expert_rank is None else {"experts": args.lora_expert_rank}
-        print(add_lora(model, LoraSettings(rank=args.lora_rank, ranks=ranks), rngs=nnx.Rngs(0)))
-    optimizer = make_optimizer(1e-5, moment_dtype=jnp.dtype(args.moment_dtype))
-    graph, state = nnx.graphdef(model), init_state(model, optimizer, parallelism)
-    del model
-    state_bytes = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(state))
-    step = make_train_step(
-        graph,
-        optimizer,
-        NextToken(LossWeights(aux_loss_coef=1e-3)),
-        gradient_accumulation=args.gradient_accumulation,
-        remat="offload" if args.offload else not args.no_remat,
-        force_balanced_routing=routing == "balanced",
-        parallelism=parallelism,
-    )
-    rows = random_batch(args, config.vocab_size)
-    flops_per_token = training_flops_per_token(config, 1 + 2 * float(rows["positions"].mean()))
-    batch = put_batch(rows, state.params, parallelism)
-    expert_devices = parallelism.mesh.shape["expert"]
-    seconds, losses, of_rebalance = [], [], {}
-    if routing == "rebalanced":
-        # The first call compiles.
-        for _ in range(2):
-            state, metrics = step(state, batch)
+            # The first call compiles.
+            for _ in range(2):
+                state, metrics = step(state, batch)
+                began = time.perf_counter()
+                load = np.asarray(metrics["expert_load"])
+                state, _ = jax.block_until_ready(rebalance(state, config, load, expert_devices))
+                of_rebalance = {"rebalance_seconds": time.perf_counter() - began}
+        for _ in range(self.steps + 1):
             began = time.perf_counter()
-            state, _ = jax.block_until_ready(rebalance(state, config, np.asarray(metrics["expert_load"]), expert_devices))
-            of_rebalance = {"rebalance_seconds": time.perf_counter() - began}
-    for _ in range(args.steps + 1):
-        began = time.perf_counter()
-        state, metrics = step(state, batch)
-        losses.append(float(metrics["loss"]))
-        jax.block_until_ready(state)
-        seconds.append(time.perf_counter() - began)
-    devices = parallelism.mesh.size
-    median = statistics.median(seconds[1:])
-    tokens = args.rows * args.seq
-    load = np.asarray(metrics["expert_load"])
-    loads = {"load": busiest(load), "device_load": busiest(device_load(load, expert_devices))} if len(load) else {}
-    peak = (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0)
-    return {
-        "seconds": median,
-        "compile_seconds": seconds[0],
-        "tokens_per_second_per_gpu": tokens / median / devices,
-        "tflops_per_gpu": tokens * flops_per_token / median / devices / 1e12,
-        "peak_gib": peak / 2**30,
-        "state_gib": state_bytes / 2**30,
-        "losses": losses,
-        **loads,
-        **of_rebalance,
-    }
+            state, metrics = step(state, batch)
+            losses.append(float(metrics["loss"]))
+            jax.block_until_ready(state)
+            seconds.append(time.perf_counter() - began)
+        devices = parallelism.mesh.size
+        median = statistics.median(seconds[1:])
+        tokens = self.rows * self.seq
+        load = np.asarray(metrics["expert_load"])
+        loads = {"load": busiest(load), "device_load": busiest(device_load(load, expert_devices))} if len(load) else {}
+        return {
+            "seconds": median,
+            "compile_seconds": seconds[0],
+            "tokens_per_second_per_gpu": tokens / median / devices,
+            "tflops_per_gpu": tokens * flops_per_token / median / devices / 1e12,
+            "peak_gib": peak_gib(),
+            "state_gib": state_bytes / GIB,
+            "losses": [losses[0], losses[-1]],
+            **loads,
+            **of_rebalance,
+        }
 
 
 def busiest(load: np.ndarray) -> float:
     """Returns the largest load over the mean, averaged over layers."""
     return float((load.max(axis=1) / load.mean(axis=1)).mean())
-
-
-def random_batch(args: argparse.Namespace, vocab_size: int) -> dict[str, np.ndarray]:
-    """Returns rows of random tokens without padding."""
-    rng, shape = np.random.default_rng(0), (args.rows, args.seq)
-    starts = rng.random(shape) < (4 / args.seq if args.packed else 0)
-    starts[:, 0] = True
-    index = np.arange(args.seq)
-    tokens = rng.integers(0, vocab_size, shape)
-    return {
-        "tokens": tokens.astype(np.int32),
-        "labels": np.roll(tokens, -1, axis=1).astype(np.int32),
-        "loss_mask": np.ones(shape, np.int32),
-        "positions": (index - np.maximum.accumulate(np.where(starts, index, 0), axis=1)).astype(np.int32),
-        "segment_ids": starts.cumsum(axis=1).astype(np.int32),
-    }
 
 
 def measure_ceiling(size: int) -> float:
@@ -256,5 +195,85 @@ def measure_ceiling(size: int) -> float:
     return 2 * size**3 * 50 / (time.perf_counter() - began) / 1e12
 
 
+@dataclass(kw_only=True)
+class Dpo(Case):
+    """A row for each number of layers, and the prediction for all layers."""
+
+    config: one_of(NAMED_CONFIGS) = "qwen3-30b-a3b"
+    layers: tuple[int, ...] = (4, 8)
+    rows: int = 8
+    seq: int = 4096
+    rank: int = 32
+    remat: bool = True
+    own_routing: bool = False  # the router's choice; default: every expert has equal load
+    steps: int = 5
+
+    SMALL = dict(layers=(1, 2), rows=2, seq=64, steps=1)
+
+    def results(self):
+        """Yields the milliseconds of the steps, and their ratios."""
+        found = {}
+        for layers in self.layers:
+            found[layers] = self.measure(config_of(self.config, small=self.small, layers=layers))
+            yield {"layers": f"{layers}"} | ratios(found[layers])
+            gc.collect()
+        if len(self.layers) > 1:
+            first, *_, last = self.layers
+            of_layer = {name: (found[last][name] - found[first][name]) / (last - first) for name in found[last]}
+            total = NAMED_CONFIGS[self.config].num_hidden_layers
+            predicted = {name: found[first][name] + (total - first) * seconds for name, seconds in of_layer.items()}
+            yield {"layers": f"{total}"} | ratios(predicted) | {"note": "predicted"}
+
+    def measure(self, config: ModelConfig) -> dict[str, float]:
+        """Returns the median seconds of the steps: dpo, stored, sft (of all rows), half (sft of half the rows)."""
+        batch = pairs(self.rows, self.seq, config.vocab_size)
+        stored = batch | {"reference_log_probs": np.full((self.rows, 1, 2), -100, np.float32)}
+        half = {name: array[: self.rows // 2] for name, array in batch.items()}
+        dpo = Preference(PreferenceSettings("dpo"))
+        steps = {"dpo": (dpo, batch), "stored": (dpo, stored), "sft": (NextToken(), batch), "half": (NextToken(), half)}
+        model = random_model(config, jnp.bfloat16, param_dtype=jnp.bfloat16)
+        add_lora(model, LoraSettings(rank=self.rank), rngs=nnx.Rngs(0))
+        optimizer = make_optimizer(1e-5)
+        graph, state = nnx.graphdef(model), init_state(model, optimizer)
+        del model
+        options = dict(remat=self.remat, force_balanced_routing=not self.own_routing)
+        found = {}
+        for name, (objective, rows) in steps.items():
+            step, placed, seconds = make_train_step(graph, optimizer, objective, **options), put_batch(rows, state.params), []
+            for _ in range(self.steps + 2):
+                began = time.perf_counter()
+                state, metrics = step(state, placed)
+                jax.block_until_ready((state, metrics))
+                seconds.append(time.perf_counter() - began)
+            found[name] = statistics.median(seconds[2:])
+            print(f"  {name}: loss {float(metrics['loss']):.4f}, peak so far {peak_gib():.1f} GiB", flush=True)
+        return found
+
+
+def ratios(seconds: dict[str, float]) -> dict[str, float]:
+    """Returns the times in ms, and the ratios."""
+    two = 2 * seconds["half"]
+    of_two = {f"{name}_of_two_halves": seconds[name] / two for name in ("dpo", "stored")}
+    return (
+        {f"{name}_ms": 1e3 * value for name, value in seconds.items()}
+        | of_two
+        | {"dpo_of_sft": seconds["dpo"] / seconds["sft"]}
+    )
+
+
+def pairs(rows: int, seq: int, vocab_size: int) -> dict[str, np.ndarray]:
+    """Returns rows of two texts of random tokens each; the second half of each text is learned."""
+    half, index = seq // 2, np.broadcast_to(np.arange(seq), (rows, seq))
+    positions = index % half
+    return random_rows(rows, seq, vocab_size) | {
+        "loss_mask": ((positions >= half // 2) & (positions < half - 1)).astype(np.int32),
+        "positions": positions.astype(np.int32),
+        "segment_ids": (1 + index // half).astype(np.int32),
+        "example": np.arange(rows, dtype=np.int32)[:, None],
+    }
+
+
+CASES = {"step": Step, "dpo": Dpo}
+
 if __name__ == "__main__":
-    main()
+    main(__doc__, CASES)

@@ -14,8 +14,8 @@ import tyro
 
 from moe_jax import recipes
 from moe_jax.adapters import LoraSettings
-from moe_jax.checkpoint.weights import Weights
-from moe_jax.recipes.run.export import export
+from moe_jax.models.precision import Weights
+from moe_jax.recipes.run.folder import export
 
 
 @dataclass

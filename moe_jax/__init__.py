@@ -6,7 +6,7 @@ from moe_jax.runtime.lazy import export_lazily
 
 if TYPE_CHECKING:
     from moe_jax import adapters, checkpoint, config, generation, kernels, layers, models, parallel, recipes, serving, train
-    from moe_jax.adapters.pretrained import from_pretrained
+    from moe_jax.adapters.load import from_pretrained
     from moe_jax.checkpoint.hf_save import save_pretrained
     from moe_jax.checkpoint.tokenizer import load_tokenizer
     from moe_jax.config import DeepseekV2Config, DeepseekV3Config, KimiK2Config, Qwen3Config, Qwen3MoeConfig, load_config

@@ -34,7 +34,7 @@ class Command:
 COMMANDS = {
     "Train": {
         "finetune": Command("FinetuneCommand", "train a model on texts or chats, and export it", several_processes=True),
-        "prefer": Command("PreferCommand", "train a model on preferences: DPO, ORPO, KTO, SimPO"),
+        "prefer": Command("PreferCommand", "train a model on preferences: DPO, ORPO, KTO, SimPO", several_processes=True),
         "demo": Command("DemoCommand", "train, resume, export and sample a small model here, in 5 minutes on a CPU"),
         "data": Command(
             "DataCommand", "show what a model would learn from data, and count tokens; needs no GPU", uses_jax=False
@@ -145,7 +145,7 @@ def _parse_and_run(name: str, arguments: list[str]) -> None:
     if not several:
         processes.keep_programs()
     if several and not may_be_several:
-        raise ValueError("only finetune, generate and check run in several processes; start this command once")
+        raise ValueError("only finetune, prefer, generate and check run in several processes; start this command once")
     command.run()
 
 

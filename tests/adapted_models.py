@@ -10,7 +10,7 @@ from flax import nnx
 from hf_reference import load_ours, reference
 
 from moe_jax.adapters import LoraSettings, add_lora
-from moe_jax.adapters.targets import OUTSIDE, targets_of
+from moe_jax.adapters.names import OUTSIDE, targets_of
 
 ALL = ("attention", "mlp", "experts", "router")
 DEEPSEEK = dict(num_hidden_layers=2, first_k_dense_replace=1)

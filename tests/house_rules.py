@@ -22,7 +22,7 @@ FIRST_WORDS = {"What", "Which", "Whether", "Where", "How", "Of", "As", "Those", 
 _SAMPLING = "users give each option of sampling by its name, as in transformers"
 _MODULE = "sizes and options of a module's weights, given once by name"
 MANY_PARAMETERS = {
-    "moe_jax/adapters/pretrained.py:from_pretrained": "one call loads a model in every form, as in transformers",
+    "moe_jax/adapters/load.py:from_pretrained": "one call loads a model in every form, as in transformers",
     "moe_jax/generation/generate.py:generate": _SAMPLING,
     "moe_jax/generation/speculative.py:generate_with_drafts": _SAMPLING,
     "moe_jax/generation/text.py:chat": _SAMPLING,

@@ -1,11 +1,9 @@
 """One compiled step for the runs that compute the same."""
 
-import importlib
-
 import jax
 import numpy as np
 
-LOOPS = "moe_jax.recipes.finetuning.loop", "moe_jax.recipes.preferring.loop"
+from moe_jax.recipes.run import model as model_of_runs
 
 
 def share(monkeypatch) -> None:
@@ -13,9 +11,7 @@ def share(monkeypatch) -> None:
 
     Other settings of the optimizer must be equal in all runs.
     """
-    for name in LOOPS:
-        module = importlib.import_module(name)
-        monkeypatch.setattr(module, "make_train_step", shared(module.make_train_step))
+    monkeypatch.setattr(model_of_runs, "make_train_step", shared(model_of_runs.make_train_step))
 
 
 def shared(make):

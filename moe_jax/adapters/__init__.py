@@ -1,8 +1,8 @@
-"""Adapters (LoRA): train a small change of each matrix beside frozen weights, attention and experts alike.
+"""Adapters (LoRA): train a small change of each matrix on frozen weights, for attention and experts alike.
 
 model = moe_jax.from_pretrained("Qwen/Qwen3-30B-A3B")
 print(adapters.add_lora(model, adapters.LoraSettings(rank=32), rngs=nnx.Rngs(0)))
-state = train.init_state(model, optimizer)               # of the adapters alone
+state = train.init_state(model, optimizer)               # only the adapters
 ...
 adapters.save_adapter(model, "adapter")                  # for PEFT, vLLM, SGLang and `load_adapter`
 adapters.merge_adapter(model)                            # a plain model again

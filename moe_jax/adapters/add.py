@@ -1,4 +1,4 @@
-"""Gives a model adapters and freezes its parameters; counts what is trained, also from a config alone."""
+"""Adds adapters to a model and freezes its parameters; counts trained parameters, also from only a config."""
 
 from collections import defaultdict
 from collections.abc import Collection
@@ -9,8 +9,8 @@ import jax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from moe_jax.adapters.names import OUTSIDE, Target, targets_of
 from moe_jax.adapters.settings import DEFAULT_TARGETS, LoraSettings
-from moe_jax.adapters.targets import OUTSIDE, Target, targets_of
 from moe_jax.config import ModelConfig
 from moe_jax.layers.lora import Adapter, Frozen, freeze, has_adapters
 from moe_jax.layers.matrices import check_declared
@@ -23,24 +23,24 @@ from moe_jax.parallel.pipeline.chunks import refuse_chunks
 WITH_NAMES = ("attention", *OUTSIDE)
 """The kinds whose matrices may be targets by their own names."""
 OF_VOCABULARY = {*OUTSIDE, "embed_tokens", "lm_head"}
-"""Names of the matrices that may be one."""
+"""Names of the embedding and the head, which may share one matrix."""
 WITH_DROPOUT = ("attention", "mlp")
-"""The kinds of matrices whose adapters may leave out parts of their input."""
+"""The kinds of matrices whose adapters support dropout."""
 
 
 def add_lora(model: Decoder, settings: LoraSettings | None = None, *, rngs: nnx.Rngs) -> "LoraSummary":
     """Adds adapters to the model in place, and freezes all of its parameters. The model computes the same as before.
 
-    From then on `nnx.Param` means the adapters alone: `train.init_state`, gradients and optimizers see nothing else. Frozen
-    arrays are `layers.lora.Frozen`; none of them is copied. The adapters are f32 and whole on every device.
+    From then on only the adapters are `nnx.Param`: `train.init_state`, gradients and optimizers see nothing else. Frozen arrays
+    are `layers.lora.Frozen`; none of them is copied. The adapters are f32 and whole on every device.
 
     Returns:
-      What is trained: print it.
+      A summary of the trained parameters, to print.
 
     Raises:
-      ValueError: the model has adapters already, or modules that predict further tokens, or lies in the chunks of a pipeline.
-        Or a matrix is not declared (`layers.matrices`), or a name in `targets` or `ranks` is no target in this model.
-        Or dropout for experts or routers. Nothing has been changed then.
+      ValueError: the model has adapters already, has multi-token prediction modules, or is split into a pipeline's chunks. Or a
+        matrix is not declared (`layers.matrices`), or a name in `targets` or `ranks` is not a target in this model. Or dropout
+        for experts or routers. The model is then unchanged.
     """
     settings = settings or LoraSettings()
     chosen = _chosen(model, settings)
@@ -56,13 +56,13 @@ def add_lora(model: Decoder, settings: LoraSettings | None = None, *, rngs: nnx.
 
 
 def lay_everywhere(adapter: Adapter, mesh: Mesh | None) -> None:
-    """Puts the factors whole on every device of the mesh."""
+    """Replicates the factors on every device of the mesh."""
     if mesh is not None:
         nnx.update(adapter, jax.device_put(nnx.state(adapter), NamedSharding(mesh, PartitionSpec())))
 
 
 def check_can_adapt(model: Decoder) -> None:
-    """Refuses a model that cannot get adapters; raises as `add_lora`."""
+    """Raises `add_lora`'s errors for a model that cannot have adapters."""
     if has_adapters(model):
         raise ValueError("the model has adapters already: merge them (merge_adapter), or load the model again")
     if model.config.mtp_stages:
@@ -110,7 +110,7 @@ def _adapter_of(target: Target, rank: int, settings: LoraSettings, rngs: nnx.Rng
     *leading, num_out, num_in = target.shape
     of_a, of_b = tuple(leading), tuple(leading)
     if target.kind == "experts" and settings.shared_outer:
-        # The sides of the hidden states: the input of the first matrices, and the output of the second.
+        # The factors on the hidden states' side: the input of the first matrices, the output of the second.
         of_a, of_b = ((*of_a[:-1], 1), of_b) if target.weight == "gate_up_proj" else (of_a, (*of_b[:-1], 1))
     return Adapter(
         (*of_a, rank, num_in), (*of_b, num_out, rank), scale=settings.scale_of(rank), dropout=settings.dropout, rngs=rngs
@@ -122,18 +122,18 @@ class AdaptedKind(NamedTuple):
 
     parameters: int
     ranks: tuple[int, ...]
-    """All ranks, in order; of experts, that of each expert."""
+    """All ranks, in order; for experts, the rank of one expert."""
 
 
 @dataclass(frozen=True)
 class LoraSummary:
-    """The trained and the frozen parameters of a model with adapters. `str` is a report of one line.
+    """The trained and the frozen parameters of a model with adapters. `str` returns a one-line report.
 
     Attributes:
       kinds: the adapters of each kind of matrices, such as "attention".
-      without: kinds that the model has and that get no adapter.
+      without: kinds in the model that have no adapter.
       frozen_parameters: the number of parameters that are not trained.
-      active_experts: the experts that a token sees; None for a dense model.
+      active_experts: number of experts per token; None for a dense model.
     """
 
     kinds: dict[str, AdaptedKind]
@@ -165,7 +165,7 @@ def lora_summary(model: Decoder) -> LoraSummary:
     """Counts the parameters of a model with adapters."""
     parameters: dict[str, int] = defaultdict(int)
     ranks: dict[str, set[int]] = defaultdict(set)
-    # Embedding and head have no adapter unless one is asked for, as norms have none.
+    # Embedding and head have no adapter unless requested, and norms never have one.
     all_kinds = dict.fromkeys(target.kind for target in targets_of(model) if target.kind not in OUTSIDE or target.found)
     for target in targets_of(model):
         if (adapter := target.found) is not None:
@@ -185,14 +185,14 @@ class PlannedLora(NamedTuple):
 
     summary: LoraSummary
     moved_elements: int
-    """Elements of rows that all adapters read and write in the forward pass of one token: inputs, and sums with outputs."""
+    """Elements that all adapters read and write in the forward pass of one token: inputs, and sums with outputs."""
 
 
 def planned_lora(config: ModelConfig, settings: LoraSettings, *, in_fp8: bool = False) -> PlannedLora:
     """Returns what `add_lora` would add to a model of this config. No array is made.
 
     Args:
-      in_fp8: the experts' own products are in FP8. Their rows are then rounded, and the products added, in passes of their own.
+      in_fp8: the experts' own products are in FP8. Rounding their rows and adding the products are then separate passes.
 
     Raises:
       ValueError: as `add_lora`.
@@ -216,7 +216,7 @@ def _moved_elements(model: Decoder, in_fp8: bool) -> int:
             layers, *_, num_out, num_in = target.shape
             of_row = num_in + 2 * num_out
             if target.kind == "experts":
-                # Rounding reads 2 bytes and writes 1; a product is read, and its sum with the change written.
+                # Rounding reads 2 bytes and writes 1; adding reads a product and writes its sum with the change.
                 of_row = active * (of_row + (3 * num_in // 2 + 2 * num_out if in_fp8 else 0))
             moved += layers * of_row
     return moved

@@ -1,4 +1,7 @@
-"""Reads adapters that PEFT or `save_adapter` wrote: each expert's factors apart, or PEFT's fused layout of experts."""
+"""Loads a checkpoint, and adapters that PEFT or `save_adapter` wrote beside its weights.
+
+Files of adapters have each expert's factors separately, or fused layouts of experts.
+"""
 
 import logging
 import re
@@ -7,65 +10,127 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
+from jax.typing import DTypeLike
 from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
 from moe_jax.adapters.add import WITH_DROPOUT, LoraSummary, check_can_adapt, lay_everywhere, lora_summary
-from moe_jax.adapters.names import PREFIX, Change, ModulePart, factors_apart, fused_parts, modules_of, parameter_name
+from moe_jax.adapters.names import PREFIX, Change, ModulePart, Target, factors_apart, fused_parts, modules_of, parameter_name
 from moe_jax.adapters.save import WEIGHTS_FILE
-from moe_jax.adapters.source import BASE_FILE, CONFIG_FILE, warn_of_another_base
-from moe_jax.adapters.targets import Target
+from moe_jax.adapters.source import BASE_FILE, CONFIG_FILE, source_of, warn_of_another_base
+from moe_jax.checkpoint import hf_load
 from moe_jax.checkpoint.companions import read_json
-from moe_jax.checkpoint.hub import downloaded
+from moe_jax.checkpoint.hf_files import downloaded
 from moe_jax.config import ModelConfig
 from moe_jax.layers.lora import Adapter, freeze
 from moe_jax.models.auto import from_config
 from moe_jax.models.decoder import Decoder
+from moe_jax.models.precision import Weights
 from moe_jax.parallel.layout import mesh_of
 
 _logger = logging.getLogger(__name__)
 
 
+def from_pretrained(
+    folder_or_hub_id: str | Path,
+    *,
+    adapter: str | Path | None = None,
+    dtype: DTypeLike = jnp.bfloat16,
+    param_dtype: DTypeLike | None = None,
+    mesh: Mesh | None = None,
+    pipe_chunks: int = 1,
+    mtp: bool = True,
+    weights: Weights = "whole",
+    progress: bool = True,
+) -> Decoder:
+    """Loads a checkpoint of any architecture of `moe_jax.models`; one in FP8 or GPTQ is dequantised on the way.
+
+    Args:
+      folder_or_hub_id: a folder with config.json and weights, or a hub id such as "Qwen/Qwen3-30B-A3B", which is downloaded.
+        Or the output folder of a run, which holds a model, or an adapter that names its weights; or an adapter's folder.
+      adapter: a folder or hub id of an adapter (LoRA) to add, as `adapters.load_adapter` does. All weights are then frozen.
+        `adapters.merge_adapter` merges it into them.
+      dtype: the dtype in which the model computes.
+      param_dtype: the dtype of the parameters, independent of the files' (default: dtype). float32 for training. A bias that no
+        gradient reaches (`layers.router.ExpertBias`) is always float32.
+      mesh: the devices to spread the parameters over (`moe_jax.parallel.make_mesh`); None: the default device.
+      pipe_chunks: with several devices along `pipe`, the chunks of layers of each rank, as in `parallel.Parallelism`. Layers
+        are loaded only onto their ranks, stacked as by `parallel.pipeline.chunks.to_chunks`. Such a model can be trained and
+        saved.
+      mtp: True loads multi-token prediction modules, if the checkpoint has some (`models.mtp`; 11.6e9 parameters in
+        DeepSeek-V3). False leaves more memory for inference; a checkpoint written from the model then lacks them. Adapters do
+        not support them: with an adapter they are left out.
+      weights: "as stored" keeps matrices stored in FP8 or GPTQ (`checkpoint.quantised`) as they are. "nf4" quantises the
+        experts' matrices to 4 bits (`layers.quantised`), "fp8" to FP8. A layer is dequantised when it is computed, except
+        experts in FP8 after `model.set_precision("fp8")`. All parameters are frozen (`layers.lora.Frozen`): such a model can
+        compute, and on one device train adapters (`adapters.add_lora`). On a mesh quantised experts are split along the expert
+        axis, and other quantised matrices are whole on each device.
+      progress: show a progress bar when stderr is a terminal.
+
+    Raises:
+      FileNotFoundError: there is no such folder and no such model on the hub, or the folder of an adapter lacks a file.
+      ValueError: dtype or param_dtype is no float dtype, or config.json asks for an unsupported feature. Or the layers cannot
+        be split over the mesh's pipe: sparse layers precede dense ones, or there are too few layers. Or the adapter does not
+        fit the model, or this checkpoint or mesh does not support `weights`.
+      CheckpointError (a ValueError): tensors are missing, unexpected, or of a wrong shape or dtype, or files are absent,
+        truncated or corrupt; one error lists all problems.
+      ImportError: the weights are .bin files, and torch is not installed.
+    """
+    source = source_of(folder_or_hub_id, adapter)
+    options: Any = dict(dtype=dtype, param_dtype=param_dtype, mesh=mesh, pipe_chunks=pipe_chunks, weights=weights)
+    model = hf_load.from_pretrained(source.weights, mtp=mtp and source.adapter is None, progress=progress, **options)
+    if source.adapter is not None:
+        load_adapter(model, source.adapter)
+    return model
+
+
 def load_adapter(model: Decoder, adapter: str | Path, *, b_grouped_by_expert: bool = False) -> LoraSummary:
     """Adds the adapters of a folder, or of a repository on the hub, to the model, and freezes its parameters.
 
-    It reads each expert's factors apart, as `save_adapter`, Megatron-Bridge and PEFT on transformers 4 write them, and the
-    fused experts that `adapters.names` describes. Different a's of gate and up become one of twice the rank, exactly.
-    Warnings say that the adapter was trained beside other weights, as far as its files tell (`adapters.source`). Or that its
-    config names the experts' projections, and nothing of them was trained.
+    It reads separate factors of each expert, as `save_adapter`, Megatron-Bridge and PEFT on transformers 4 write them, and the
+    fused experts that `adapters.names` describes. If gate and up have different a's, they are joined exactly, at twice the
+    rank. Warns if the adapter was trained on other weights, as far as its files show (`adapters.source`). Also warns if its
+    config names the experts' projections but none of them was trained.
 
     Args:
-      b_grouped_by_expert: the file is Unsloth's of before September 2026, which nothing in it says. Its fused b has an expert's
-        columns side by side.
+      b_grouped_by_expert: the file is Unsloth's from before September 2026, which it does not record. Its fused b keeps each
+        expert's columns together.
 
     Returns:
-      What is adapted: print it.
+      A summary of the adapted matrices, to print.
 
     Raises:
       FileNotFoundError: there is no adapter_config.json, or no adapter_model.safetensors.
-      ValueError: what `add_lora` raises of a model; or the file is not plain LoRA. Or a tensor is no factor of a module of
-        this model, or has a shape that does not fit. Or factors of some layers or experts are missing. Nothing has been
-        changed then.
+      ValueError: `add_lora` refuses the model; or the file is not plain LoRA. Or a tensor is not a factor of one of this
+        model's modules, or has a wrong shape. Or factors of some layers or experts are missing. The model is then unchanged.
     """
     put_stacks(model, read_stacks(model, adapter, b_grouped_by_expert))
     return lora_summary(model)
 
 
 def check_adapter(config: ModelConfig, adapter: str | Path) -> None:
-    """Refuses an adapter that `load_adapter` would refuse for a model of this config; raises as it does."""
-    # Its arrays are shapes alone.
+    """Raises `load_adapter`'s errors for a model of this config, without loading it."""
+    # Its arrays are only shapes.
     read_stacks(nnx.eval_shape(lambda: from_config(config, rngs=nnx.Rngs(0))), adapter)
 
 
 class Stack(NamedTuple):
-    """The change b a of a target's matrices, of all layers and experts, on the host; the scale is in b."""
+    """The change b a of a target's matrices for all layers and experts, on the host; b includes the scale."""
 
     target: Target
     a: np.ndarray
     b: np.ndarray
     dropout: float = 0.0
+
+    @classmethod
+    def zeros(cls, target: Target, rank: int) -> "Stack":
+        """Returns a zero change of this rank."""
+        *leading, num_out, num_in = target.shape
+        return cls(target, np.zeros((*leading, rank, num_in), np.float32), np.zeros((*leading, num_out, rank), np.float32))
 
 
 def read_stacks(model: Decoder, adapter: str | Path, b_grouped_by_expert: bool = False) -> list[Stack]:
@@ -94,12 +159,12 @@ def read_stacks(model: Decoder, adapter: str | Path, b_grouped_by_expert: bool =
 
 
 def put_stacks(model: Decoder, stacks: list[Stack]) -> None:
-    """Puts adapters beside the model's weights, and freezes its parameters."""
+    """Adds adapters to the model, and freezes its parameters."""
     mesh = mesh_of(nnx.state(model))
     freeze(model)
     for stack in stacks:
         made = Adapter(stack.a.shape, stack.b.shape, scale=1.0, dropout=stack.dropout, rngs=nnx.Rngs(0))
-        made.a[...], made.b[...] = jax.numpy.asarray(stack.a), jax.numpy.asarray(stack.b)
+        made.a[...], made.b[...] = jnp.asarray(stack.a), jnp.asarray(stack.b)
         lay_everywhere(made, mesh)
         setattr(stack.target.module, stack.target.adapter, made)
 
@@ -109,17 +174,17 @@ MEANINGS = (
     *("trainable_token_indices", "layer_replication", "alora_invocation_tokens", "arrow_config", "kasa_config"),
     "monteclora_config",
 )
-"""PEFT's settings under which the factors are not all of the change, or mean another one."""
+"""PEFT's settings under which the change is more than b a, or another one."""
 CHANGED_BASES = ("pissa", "olora", "corda", "loftq", "lora_ga")
-"""Values of PEFT's `init_lora_weights` that take the first b a out of the frozen weights; some have a suffix."""
+"""Values of PEFT's `init_lora_weights` that subtract the initial b a from the frozen weights; some have a suffix."""
 
 
 TABLES = ("model.embed_tokens", "lm_head")
-"""The modules of the vocabulary's tables; in a model with tied tables they are one, and no adapter changes it."""
+"""The modules of the vocabulary's tables. Tied tables are one module, which no adapter changes."""
 
 
 def _check_config(config: dict[str, Any], folder: Path) -> None:
-    """Refuses what would be dropped in silence."""
+    """Refuses settings that would otherwise be ignored silently."""
     found = [name for name in MEANINGS if config.get(name) not in (None, False, "none", [], {})]
     if config.get("peft_type") != "LORA":
         found.insert(0, "peft_type")
@@ -138,7 +203,7 @@ def _check_config(config: dict[str, Any], folder: Path) -> None:
 
 
 def _without_tables(tensors: dict[str, np.ndarray], model: Decoder, folder: Path) -> dict[str, np.ndarray]:
-    """Leaves out frozen tables of the vocabulary, which PEFT writes with factors of them; refuses tables that were changed."""
+    """Drops frozen tables of the vocabulary, which PEFT writes along with their factors; refuses tables that were changed."""
     embedding = model.embed_tokens.weight
     head = embedding if model.config.tie_word_embeddings else model.lm_head.weight
     for module, table in zip(TABLES, (embedding, head), strict=True):
@@ -153,7 +218,7 @@ def _without_tables(tensors: dict[str, np.ndarray], model: Decoder, folder: Path
 
 
 def _is_copy(array: np.ndarray, table: Any) -> bool:
-    """Compares a file's table with the model's in either dtype; only the shapes if that one is quantised, or has no values."""
+    """Compares a file's table with the model's in either dtype; only the shapes if the model's is quantised or abstract."""
     if array.shape != table.shape or not isinstance(table, jax.Array):
         return array.shape == table.shape
     given = jax.device_put(array, table.sharding)
@@ -167,7 +232,7 @@ def _factors_of_modules(
     folder: Path,
     b_grouped_by_expert: bool,
 ) -> dict[str, Change]:
-    """Returns the factors by module name, each tensor used and of the right shape."""
+    """Returns the factors by module name, after checking that every tensor is used and has the right shape."""
     by_module: dict[str, dict[str, np.ndarray]] = defaultdict(dict)
     for name, array in tensors.items():
         match = re.fullmatch(re.escape(PREFIX) + r"(.+)\.lora_(A|B|embedding_A|embedding_B)(?:\.weight)?", name)
@@ -204,7 +269,7 @@ def _factors_of_modules(
 
 
 def _check_whole(modules: list[ModulePart], factors: dict[str, Change], config: dict[str, Any], folder: Path) -> None:
-    """Refuses a file that has lost factors of some layers or experts, and warns of one whose experts were never adapted."""
+    """Refuses a file that lacks factors of some layers or experts, and warns if its experts were never adapted."""
     named = config.get("target_modules") or []
     names = [named] if isinstance(named, str) else named
     chosen = isinstance(named, str) or any(
@@ -252,17 +317,15 @@ def _by_pattern(patterns: dict[str, Any] | None, name: str, default: Any) -> Any
 
 
 def _stacked(target: Target, modules: list[ModulePart], factors: dict[str, Change]) -> Stack | None:
-    """Returns the factors of all layers and experts; zeros where the file has none. None if it has none at all."""
+    """Returns the factors of all layers and experts, with zeros for those missing in the file; None if all are missing."""
     matrices: dict[tuple, list[tuple[ModulePart, Change]]] = defaultdict(list)
     for module in modules:
         if module.target is target and module.name in factors:
             matrices[module.layer, module.expert].append((module, factors[module.name]))
     if not matrices:
         return None
-    *leading, num_out, num_in = target.shape
-    joined = {place: _joined(parts, num_out) for place, parts in matrices.items()}
-    rank = max(len(a) for a, _ in joined.values())
-    stack = Stack(target, np.zeros((*leading, rank, num_in), np.float32), np.zeros((*leading, num_out, rank), np.float32))
+    joined = {place: _joined(parts, target.shape[-2]) for place, parts in matrices.items()}
+    stack = Stack.zeros(target, max(len(a) for a, _ in joined.values()))
     for (layer, expert), (a, b) in joined.items():
         place = (layer,) if expert is None else (layer, expert)
         stack.a[place][: len(a)], stack.b[place][:, : len(a)] = a, b
@@ -270,19 +333,15 @@ def _stacked(target: Target, modules: list[ModulePart], factors: dict[str, Chang
 
 
 def _with_whole_experts(stacks: list[Stack], targets: list[Target]) -> list[Stack]:
-    """Adds a change of zero for an experts' matrix whose other one has a change: the experts read both, or none."""
+    """Adds a zero change for an experts' matrix if only the other one has a change: the experts need both or neither."""
     found = {stack.target for stack in stacks}
     adapted = {target.path for target in found if target.kind == "experts"}
-    for target in targets:
-        if target.path in adapted and target not in found:
-            *leading, num_out, num_in = target.shape
-            zeros = np.zeros((*leading, 1, num_in), np.float32), np.zeros((*leading, num_out, 1), np.float32)
-            stacks = [*stacks, Stack(target, *zeros)]
-    return stacks
+    missing = [target for target in targets if target.path in adapted and target not in found]
+    return stacks + [Stack.zeros(target, 1) for target in missing]
 
 
 def _joined(parts: list[tuple[ModulePart, Change]], num_out: int) -> Change:
-    """Joins the changes of a matrix's rows, such as gate's and up's: with one a if they share it, else with both."""
+    """Joins the changes of parts of a matrix's rows, such as gate and up: with one a if they share it, else with both."""
     shared = all(np.array_equal(parts[0][1].a, own.a) for _, own in parts)
     a = parts[0][1].a if shared else np.concatenate([own.a for _, own in parts])
     b, first = np.zeros((num_out, len(a)), np.float32), 0

@@ -1,8 +1,4 @@
-"""Adds the adapters of a model to its weights, or leaves them off; writes the merged model, and checks the files.
-
-The check reads what was written, and adds the changes in numpy under the checkpoint's names. A merge that loses a matrix, or
-gives an expert another one's change, shows there.
-"""
+"""Adds a model's adapters to its weights, or removes them; writes the merged model and checks the files."""
 
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -18,8 +14,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from moe_jax.adapters.add import lora_summary
-from moe_jax.adapters.names import Change, host_changes
-from moe_jax.adapters.targets import targets_of
+from moe_jax.adapters.names import Change, host_changes, targets_of
 from moe_jax.checkpoint.hf_files import open_tensors
 from moe_jax.checkpoint.hf_names import export, hf_tensors
 from moe_jax.kernels.low_rank import LowRank
@@ -29,11 +24,11 @@ from moe_jax.models.decoder import Decoder
 
 
 def merge_adapter(model: Decoder) -> None:
-    """Adds each change to its matrix, in place, and removes the adapters: the model is a plain one, and all of it can train.
+    """Adds each change to its matrix, in place, and removes the adapters: the model is plain and fully trainable again.
 
         W = round(f32(W) + scale * b a)
 
-    One layer at a time is in f32. The old matrices are donated. Rounding to bf16 is not undone by subtracting the change: keep
+    One layer at a time is in f32. The old matrices are donated. Subtracting the change does not undo the rounding to bf16: keep
     the weights on disk.
 
     Raises:
@@ -57,7 +52,7 @@ def merge_adapter(model: Decoder) -> None:
 
 
 def without_adapter(model: Decoder) -> Decoder:
-    """Returns the model with its adapters left off; it shares all arrays, so that it costs no memory.
+    """Returns the model without its adapters; it shares all arrays, so it costs no memory.
 
     It is the reference of preference losses. Its parameters stay frozen.
     """
@@ -69,8 +64,8 @@ def without_adapter(model: Decoder) -> Decoder:
 def with_zero_changes(model: Decoder) -> Decoder:
     """Returns the model with changes of zero; it shares all arrays.
 
-    Beside experts in FP8 numbers are rounded in other places than without adapters. So this is the model with which training
-    of adapters begins, bit for bit.
+    With experts in FP8, adapters change where numbers are rounded. So this is, bit for bit, the model with which training of
+    adapters begins.
     """
     twin = nnx.merge(*nnx.split(model))
     for target in targets_of(twin):
@@ -104,10 +99,10 @@ def write_merged(
     """Writes the merged model, and prints what was adapted and how well the files agree with base + adapter.
 
     Args:
-      load: returns the model without adapters. It is called again for the comparison, when the first one is gone.
-      adapt: puts adapters beside the model's weights.
-      save: `save_pretrained` or `save_orbax`; `options` are its further arguments. Of an Orbax folder the comparison holds all
-        weights, beside those of the base.
+      load: returns the model without adapters. It is called again for the comparison, after the first model is freed.
+      adapt: adds adapters to the model.
+      save: `save_pretrained` or `save_orbax`; `options` are its further arguments. To check an Orbax folder, both models'
+        weights are in memory.
 
     Raises:
       ArithmeticError: the files are not base + adapter.
@@ -163,7 +158,7 @@ def check_merged(
       changes: as from `changes_of`.
 
     Raises:
-      ArithmeticError: a tensor is another one, or a change is nowhere; the message names the first.
+      ArithmeticError: a tensor differs, or a change is missing; the message names the first.
     """
     left, largest = dict(changes), 0.0
     for (name, array), (base_name, weight) in zip_longest(merged, base, fillvalue=ABSENT):
@@ -184,7 +179,7 @@ def _error(name: str, array: np.ndarray, weight: np.ndarray, change: Change) -> 
     """Returns the relative error of a changed matrix, in the Frobenius norm, after a check of each number."""
     product = change.b @ change.a
     expected = weight.astype(np.float32) + product
-    # Half of the last place from rounding to the dtype; sums in another order give the rest.
+    # Half a unit in the last place for rounding to the dtype; the rest is for another order of summation.
     room = np.abs(expected) * float(jnp.finfo(array.dtype).eps) + 1e-5 * np.abs(product).max(initial=0)
     difference = np.abs(array.astype(np.float32) - expected)
     if not (difference <= room).all():

@@ -1,11 +1,12 @@
-"""The modules of a checkpoint that an adapter file names, and the places of their factors in the model.
+"""The matrices that an adapter can change: where the model holds each adapter, and how files name its factors.
 
 PEFT's names: `base_model.model.` MODULE `.lora_A.weight` [rank, in] and `.lora_B.weight` [out, rank]. Each expert's three
-projections stand apart, as on the hub. The model has one a for an expert's gate and up projections, and their b's as halves.
-The embedding has `.lora_embedding_A` [rank, vocab] and `.lora_embedding_B` [hidden, rank], factors of the transposed table.
+projections are separate, as on the hub. The model has one a for an expert's gate and up projections, and their b's are its
+halves. The embedding has `.lora_embedding_A` [rank, vocab] and `.lora_embedding_B` [hidden, rank], factors of the transposed
+table.
 
-Other programs write the factors of all experts of a layer as one tensor, which is taken apart by expert. With E experts, rank
-r, and W[e] [out, in] of gate_up [2*inter, hidden] or down [hidden, inter]; names behind `mlp.experts`:
+Other programs write the factors of all experts of a layer as one tensor, which is split by expert. With E experts, rank r, and
+W[e] [out, in] of gate_up [2*inter, hidden] or down [hidden, inter]; names after `mlp.experts`:
 
 | written by | names | lora_A | lora_B |
 |---|---|---|---|
@@ -19,11 +20,63 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
+from flax import nnx
 from jaxtyping import Float
 
-from moe_jax.adapters.targets import Target, targets_of
 from moe_jax.checkpoint.hf_names import hf_tensors
+from moe_jax.layers.lora import Adapter
+from moe_jax.layers.matrices import declared
 from moe_jax.models.decoder import Decoder
+
+
+class Target(NamedTuple):
+    """A matrix (or one per expert), stacked over the layers of a stage."""
+
+    kind: str
+    """One of KINDS or OUTSIDE: the matrix's role (`layers.matrices`); shared experts are of "mlp"."""
+    path: tuple
+    """The path of the module that holds the matrix."""
+    module: nnx.Module
+    weight: str
+    """The name of the matrix in the module."""
+    adapter: str
+    """The name of its adapter in the module."""
+
+    @property
+    def name(self) -> str:
+        """The matrix's name in its layer: "q_proj", or "gate_up_proj" for both first matrices of experts."""
+        return self.weight if self.kind == "experts" else str(self.path[-1])
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the stacked matrices: [layers, (experts,) out, in]; of embedding and head [1, vocab, hidden]."""
+        shape = getattr(self.module, self.weight).shape
+        return (1, *shape) if self.kind in OUTSIDE else shape
+
+    @property
+    def found(self) -> Adapter | None:
+        """The adapter; None without one."""
+        return getattr(self.module, self.adapter)
+
+
+KINDS = ("attention", "mlp", "experts", "router")
+"""The kinds inside the layers."""
+OUTSIDE = ("embedding", "head")
+"""The kinds outside the layers; their matrices are not stacked."""
+ADAPTERS = {"weight": "lora", "gate_up_proj": "gate_up_lora", "down_proj": "down_lora"}
+"""{name of a matrix in its module: name of its adapter}."""
+
+
+def targets_of(model: Decoder) -> Iterator[Target]:
+    """Yields every matrix that can have an adapter: those inside the layers, and embedding and head if they are not tied."""
+    kinds = KINDS if model.config.tie_word_embeddings else (*OUTSIDE, *KINDS)
+    for path, module in nnx.iter_modules(model):
+        for weight, adapter in ADAPTERS.items():
+            if hasattr(module, weight) and hasattr(module, adapter) and (matrix := declared((*path, weight))) is not None:
+                kind = "mlp" if matrix.role == "shared_experts" else matrix.role
+                if kind in kinds:
+                    yield Target(kind, path, module, weight, adapter)
+
 
 PREFIX = "base_model.model."
 
@@ -36,13 +89,13 @@ class Change(NamedTuple):
 
 
 class ModulePart(NamedTuple):
-    """A module of a checkpoint, and the part of a target's stacked matrices that it is."""
+    """A module of a checkpoint, and its part of a target's stacked matrices."""
 
     name: str
     """For example "model.layers.3.mlp.experts.17.gate_proj"."""
     target: Target
     layer: int
-    """The layer's place in its stage."""
+    """The layer's index in its stage."""
     expert: int | None
     rows: slice
     """The rows of the matrix: a half of it for gate and up projections."""
@@ -59,7 +112,7 @@ def modules_of(model: Decoder) -> list[ModulePart]:
     modules = []
     for tensor in hf_tensors(model.config):
         if (target := targets.get(tensor.path)) is not None and tensor.name.endswith(".weight"):
-            # Embedding and head are no part of a stack.
+            # Embedding and head are not stacked.
             layer, expert, rows = (*(tensor.index or (0,)), None, None)[:3]
             assert isinstance(layer, int) and not isinstance(expert, slice)
             whole = rows if isinstance(rows, slice) else slice(None)
@@ -79,7 +132,7 @@ def host_changes(model: Decoder, scale: float = 1.0) -> Iterator[tuple[ModulePar
                 )
             a, b = (factor[module.layer] for factor in on_host[key])
             if module.expert is not None:
-                # One factor stands for all experts if they share it.
+                # A factor that all experts share has an expert axis of 1.
                 a, b = (factor[min(module.expert, len(factor) - 1)] for factor in (a, b))
             yield module, Change(a, b[module.rows])
 
@@ -87,11 +140,11 @@ def host_changes(model: Decoder, scale: float = 1.0) -> Iterator[tuple[ModulePar
 LEAVES = {".base_layer": ("gate_proj", "up_proj"), "": ("down_proj",)} | {
     f".{name}": (leaf,) for name, leaf in (("w1", "gate_proj"), ("w3", "up_proj"), ("w2", "down_proj"))
 }
-"""The projections that a fused module holds, by the end of its name behind `mlp.experts`."""
+"""The projections that a fused module holds, by the end of its name after `mlp.experts`."""
 
 
 def fused_parts(name: str, modules: list[ModulePart]) -> list[ModulePart]:
-    """Returns the modules whose factors a fused module of this name holds; none if it is no such name."""
+    """Returns the modules whose factors a fused module of this name holds; none for other names."""
     return [
         module
         for module in modules
@@ -101,7 +154,7 @@ def fused_parts(name: str, modules: list[ModulePart]) -> list[ModulePart]:
 
 
 def parameter_name(name: str, parts: list[ModulePart]) -> str:
-    """Returns the name that patterns of ranks and alphas match: of the parameter that the fused module changes."""
+    """Returns the name of the parameter that a fused module changes, which patterns of ranks and alphas match."""
     return f"{parts[0].name.rsplit('.', 2)[0]}.{parts[0].target.weight}"
 
 
@@ -112,14 +165,14 @@ def factors_apart(
     peft_version: str | None,
     b_grouped_by_expert: bool,
 ) -> dict[str, tuple[Float[np.ndarray, "rank in"], Float[np.ndarray, "out rank"]]]:
-    """Returns each module's factors of the fused tensors.
+    """Returns each module's factors from fused tensors.
 
     Args:
       peft_version: the field of adapter_config.json, if it is there.
-      b_grouped_by_expert: the file is Unsloth's, of before September 2026.
+      b_grouped_by_expert: the file is Unsloth's, from before September 2026.
 
     Raises:
-      ValueError: shapes of no layout, or of two layouts of which nothing in the file says which one it is.
+      ValueError: the shapes match no layout, or two layouts that the file does not distinguish.
     """
     num_experts = 1 + max(part.expert for part in parts if part.expert is not None)
     *_, num_out, num_in = parts[0].target.shape
@@ -142,7 +195,7 @@ def factors_apart(
 
 
 def _is_transposed(has_old_shapes: bool, is_square: bool, peft_version: str | None) -> bool:
-    """Returns True for PEFT 0.18, whose factors are those of the transposed change."""
+    """Returns True for PEFT 0.18, whose factors belong to the transposed change."""
     if not is_square:
         return has_old_shapes
     if peft_version is None:

@@ -27,17 +27,17 @@ def save_adapter(
     tokenizer_from: str | Path | None = None,
     chat_template: str | None = None,
 ) -> None:
-    """Writes the adapters into `folder`, under PEFT's names with each expert apart, in f32, with the tokenizer's files.
+    """Writes the adapters into `folder` in f32 under PEFT's names, each expert separately, with the tokenizer's files.
 
     The folder gets adapter_model.safetensors, adapter_config.json and base_weights.json (`adapters.source`). It is replaced as
     a whole at the end. Its config gives the experts' rank, and other ranks by module. The number alpha / rank is the same
-    everywhere, because vLLM reads only one. A factor b of another scale is written times the scales' ratio. Factors that
-    experts share are written for each of them.
+    everywhere, because vLLM reads only one. A factor b with another scale is multiplied by the ratio of the scales. Factors
+    that experts share are written for each expert.
 
     Args:
       base: the folder or hub id of the frozen weights, for readers of the file. Default: the folder that they came from.
-      base_weights: their `checkpoint.stored.weights_fingerprint`. A file beside notes it, and `load_adapter` compares it.
-        Default: that of the folder that they came from, if it is still there.
+      base_weights: their `checkpoint.stored.weights_fingerprint`, written for `load_adapter` to compare. Default: computed from
+        the folder that they came from, if it still exists.
       tokenizer_from, chat_template: as in `save_pretrained`.
 
     Raises:
@@ -54,7 +54,7 @@ def save_adapter(
     tensors: dict[str, np.ndarray] = {}
     for module, (a, b) in host_changes(model, scale):
         if module.target.kind == "embedding":
-            # PEFT's factors are those of the transposed table.
+            # PEFT's factors belong to the transposed table.
             tensors[f"{PREFIX}{module.name}.lora_embedding_A"] = np.ascontiguousarray(b.T)
             tensors[f"{PREFIX}{module.name}.lora_embedding_B"] = np.ascontiguousarray(a.T)
             continue
@@ -79,7 +79,7 @@ def _adapter(module: ModulePart) -> Adapter:
 
 def _config(base: str | None, model: Decoder, modules: list[ModulePart], main: ModulePart, scale: float) -> dict[str, Any]:
     rank = _adapter(main).rank
-    # PEFT takes these for parameters of modules, and refuses dropout beside any.
+    # PEFT treats these as parameters of modules, and refuses dropout with any.
     parameters = _dense_beside_experts(model, modules)
     ranks = {_pattern(module): _adapter(module).rank for module in modules if _adapter(module).rank != rank}
     return {
@@ -105,7 +105,7 @@ def _config(base: str | None, model: Decoder, modules: list[ModulePart], main: M
 def _dense_beside_experts(model: Decoder, modules: list[ModulePart]) -> list[str]:
     """Returns the weights of dense blocks in a model with experts.
 
-    PEFT takes a module "gate_proj" of such a model to mean the experts, and would leave dense blocks out.
+    In such a model PEFT would apply a module "gate_proj" only to the experts, not to dense blocks.
     """
     has_experts = model.config.experts is not None
     return sorted({f"{_parent_and_leaf(module)}.weight" for module in modules if has_experts and module.target.kind == "mlp"})
@@ -118,7 +118,7 @@ def _parent_and_leaf(module: ModulePart) -> str:
 def _pattern(module: ModulePart) -> str:
     """Returns the key under which PEFT finds a module's rank: a regular expression for the end of its name."""
     if module.target.kind in ("router", "mlp"):
-        # A dense block's projections have the names that experts' have. PEFT takes routers, and dense blocks beside experts,
-        # for parameters.
+        # A dense block's projections have the same names as an expert's. PEFT treats routers, and dense blocks of models with
+        # experts, as parameters.
         return re.escape(_parent_and_leaf(module)) + r"(\.weight)?"
     return module.leaf

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 DEFAULT_TARGETS = "attention", "mlp", "experts"
-"""The targets of `targets=None`; a model without one of them has the others."""
+"""The targets of `targets=None`; targets that a model lacks are skipped."""
 
 
 @dataclass(frozen=True)
@@ -15,19 +15,19 @@ class LoraSettings:
     (Schulman, 2025, https://thinkingmachines.ai/blog/lora). So 32 is 4 for each of Qwen3-30B-A3B's experts.
 
     Attributes:
-      rank: the rank of every adapter but the experts'.
+      rank: the rank of every adapter except the experts'.
       alpha: the numerator of the scale.
       targets: the matrices. "attention" are all projections of attention, "mlp" dense blocks and shared experts, "experts" the
-        routed experts, "router" the choice of experts. A projection of attention may stand alone, as "q_proj".
+        routed experts, "router" the choice of experts. A single projection of attention may be named, such as "q_proj".
         "embedding" and "head" (or "embed_tokens" and "lm_head") are the two tables of the vocabulary, if they are not tied.
         None: attention, mlp and experts, as far as the model has them. Everything else stays frozen.
-      ranks: ranks of single targets in place of the above, as {"experts": 16, "q_proj": 64}.
+      ranks: overrides the ranks of single targets, such as {"experts": 16, "q_proj": 64}.
       shared_outer: all experts of a layer share the factors on the side of the hidden states.
       use_rslora: scale = alpha / sqrt(rank) (Kalajdzievski, 2023, https://arxiv.org/abs/2312.03732).
-      dropout: the probability with which a number of a's input is left out in a step of training; for attention and mlp.
+      dropout: the probability with which an element of a's input is dropped in training; for attention and mlp.
 
     Raises:
-      ValueError: a rank below 1, an alpha that is not positive, a dropout that is no number from 0 to below 1, or no targets.
+      ValueError: a rank below 1, an alpha that is not positive, a dropout outside [0, 1), or no targets.
     """
 
     rank: int = 32
@@ -55,7 +55,7 @@ class LoraSettings:
         Args:
           kind: "attention", "mlp", "experts", "router", "embedding" or "head".
           name: the matrix's name in its layer, such as "q_proj".
-          active_experts: the number of experts that a token sees; experts alone read it.
+          active_experts: the number of experts per token; only used for experts.
         """
         default = max(1, self.rank // active_experts) if kind == "experts" else self.rank
         return self.ranks.get(name, self.ranks.get(kind, default))

@@ -1,23 +1,22 @@
-"""Several adapters beside one model's weights, of which one is active; switching compiles nothing new."""
+"""Several adapters of one model, one active at a time; switching compiles nothing new."""
 
 from collections.abc import Mapping
 from pathlib import Path
 
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float
 
 from moe_jax.adapters.load import Stack, put_stacks, read_stacks
-from moe_jax.adapters.targets import Target
+from moe_jax.adapters.names import Target
 from moe_jax.models.decoder import Decoder
 
 
 class NamedAdapters:
-    """The adapters that `load_adapters` put beside a model.
+    """The adapters that `load_adapters` added to a model.
 
     Attributes:
       names: the adapters' names.
-      active: the name of the adapter whose change the model computes with; None: the weights alone.
+      active: the name of the adapter that the model uses; None: only the weights.
     """
 
     def __init__(self, factors: Mapping[str, list[Stack]]):
@@ -31,9 +30,9 @@ class NamedAdapters:
         return tuple(self._factors)
 
     def use(self, name: str | None) -> None:
-        """Makes an adapter the active one, in place; None: the weights alone, with changes of zero.
+        """Activates an adapter, in place; None: only the weights, with changes of zero.
 
-        All adapters have the same shapes, so that a function that was compiled for the model is not compiled again.
+        All adapters have the same shapes, so functions compiled for the model are not compiled again.
 
         Raises:
           ValueError: there is no adapter of this name, or the model has lost its adapters.
@@ -49,18 +48,18 @@ class NamedAdapters:
 
 
 def load_adapters(model: Decoder, adapters: Mapping[str, str | Path]) -> NamedAdapters:
-    """Reads several adapters, puts them beside the model's weights, and freezes these. The first adapter is active.
+    """Reads several adapters, adds them to the model, and freezes its weights. The first adapter is active.
 
         named = adapters.load_adapters(model, {"french": "runs/french/adapter", "code": "runs/code/adapter"})
         named.use("code")
 
-    All are on the device. Each has the targets of all together, and the largest rank of each target; the rest is zeros.
+    All are on the device. Each has the union of all targets, with the largest rank of each target, padded with zeros.
 
     Args:
       adapters: {name: a folder or hub id}.
 
     Raises:
-      FileNotFoundError, ValueError: as `load_adapter`, of any of them; or `adapters` is empty. Nothing has been changed then.
+      FileNotFoundError, ValueError: as `load_adapter`, of any of them; or `adapters` is empty. The model is then unchanged.
     """
     if not adapters:
         raise ValueError("no adapters to load: give {name: folder}")
@@ -78,16 +77,15 @@ def _rank(stack: Stack) -> int:
 
 
 def _padded(stack: Stack | None, target: Target, rank: int) -> Stack:
-    """Returns the stack with zeros up to this rank; zeros alone for a target that an adapter does not change."""
-    *leading, num_out, num_in = target.shape
-    a, b = np.zeros((*leading, rank, num_in), np.float32), np.zeros((*leading, num_out, rank), np.float32)
+    """Returns the stack with zeros up to this rank; all zeros for a target that an adapter does not change."""
+    padded = Stack.zeros(target, rank)
     if stack is not None:
-        a[..., : _rank(stack), :], b[..., : _rank(stack)] = stack.a, stack.b
-    return Stack(target, a, b)
+        padded.a[..., : _rank(stack), :], padded.b[..., : _rank(stack)] = stack.a, stack.b
+    return padded
 
 
 def _on_device(stack: Stack) -> tuple[Float[Array, "*stack rank in"], Float[Array, "*stack out rank"]]:
-    """Returns the factors, laid out as the adapter that stands in the model."""
+    """Returns the factors on the device, laid out like the model's adapter."""
     assert stack.target.found is not None
     kept = stack.target.found
     return jnp.asarray(stack.a, device=kept.a[...].sharding), jnp.asarray(stack.b, device=kept.b[...].sharding)

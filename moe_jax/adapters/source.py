@@ -1,4 +1,4 @@
-"""The weights and the adapter that belong together: found by a name on the command line, noted with the adapter, compared."""
+"""Finds the weights and the adapter that belong together, and compares the weights with those the adapter was trained on."""
 
 import json
 import logging
@@ -13,7 +13,7 @@ ADAPTER_FOLDER = "adapter"
 
 
 class ModelSource(NamedTuple):
-    """Weights, and perhaps an adapter beside them."""
+    """Weights, and optionally their adapter."""
 
     weights: str
     """A folder or hub id."""
@@ -33,7 +33,7 @@ def source_of(model: str | Path, adapter: str | Path | None = None) -> ModelSour
 
     Raises:
       FileNotFoundError: the weights that an adapter's folder names are gone.
-      ValueError: `adapter` beside a folder that has one, or an adapter's folder names no weights.
+      ValueError: `adapter` is given for a folder that has one, or an adapter's folder names no weights.
     """
     folder = Path(model).expanduser()
     found = _adapter_in(folder)
@@ -54,7 +54,7 @@ def source_of(model: str | Path, adapter: str | Path | None = None) -> ModelSour
 
 
 def _adapter_in(folder: Path) -> Path | None:
-    """Returns the adapter's folder that `folder` is, or has as a run's output; None for anything else."""
+    """Returns `folder` if it holds an adapter, or the adapter's folder of a run's output; None for anything else."""
     if (folder / "config.json").is_file():
         return None
     return next((place for place in (folder, folder / ADAPTER_FOLDER) if (place / CONFIG_FILE).is_file()), None)
@@ -83,12 +83,12 @@ def fingerprint_of_base(source: str | None) -> str | None:
 
 
 def warn_of_another_base(source: str | None, adapter: Path, config: dict[str, Any]) -> None:
-    """Warns that an adapter was trained beside other weights than those in `source`, as far as its files tell.
+    """Warns if an adapter was trained on other weights than those in `source`, as far as its files show.
 
-    Fingerprints are compared. An adapter from elsewhere has none, and the last names of the two bases are compared.
+    Compares fingerprints. For an adapter without one, it compares the last names of the two bases.
 
     Args:
-      source: the folder of the weights; None for a model from memory, of which nothing is known.
+      source: the folder of the weights; None for a model from memory, whose origin is unknown.
       adapter: the adapter's folder.
       config: its adapter_config.json.
     """
@@ -111,7 +111,7 @@ def warn_of_another_base(source: str | None, adapter: Path, config: dict[str, An
 
 
 def _noted(file: Path) -> str | None:
-    """Returns the fingerprint in an adapter's folder; None if there is none that can be read."""
+    """Returns the fingerprint in an adapter's folder; None if none can be read."""
     try:
         return json.loads(file.read_text())[FINGERPRINT]
     except (OSError, ValueError, KeyError, TypeError):

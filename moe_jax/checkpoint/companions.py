@@ -8,13 +8,13 @@ import jax
 from flax import nnx
 
 from moe_jax.checkpoint.folders import MODEL_FILES
-from moe_jax.checkpoint.hub import downloaded
+from moe_jax.checkpoint.hf_files import downloaded
 from moe_jax.checkpoint.quantised import check_forms, fp8_config
 from moe_jax.config import ModelConfig, config_to_dict
 from moe_jax.layers.quantised import is_quantised
 from moe_jax.models.decoder import Decoder
 
-# Patterns. Python files are copied for programs that run them; this library does not.
+# Patterns. Python files are copied for programs that run them; this library never runs them.
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer.model", "tiktoken.model", "tokenization_*.py", "tokenizer_config.json", "vocab.json",
     "merges.txt", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "chat_template.json",
@@ -22,20 +22,20 @@ TOKENIZER_FILES = (
 
 
 class Companions:
-    """The files to write beside a model's weights, read before any file is replaced.
+    """The files to write with a model's weights, read before any file is replaced.
 
     Args:
-      model: its `source`, if any, gives the generation config and, unless `tokenizer_from` is given, the tokenizer.
+      model: its `source`, if any, provides the generation config and, unless `tokenizer_from` is given, the tokenizer.
       tokenizer_from: the folder or hub id whose tokenizer files to copy.
-      chat_template: takes the place of the tokenizer's own.
-      fp8: the weights are written in FP8, which config.json says.
+      chat_template: replaces the tokenizer's own.
+      fp8: the weights are written in FP8, and config.json declares it.
 
     Attributes:
-      replaces: patterns of the files that a save replaces. Without tokenizer files, old tokenizer files stay.
+      replaces: patterns of the files that a save replaces. If there are no tokenizer files to write, old ones stay.
 
     Raises:
       FileNotFoundError: `tokenizer_from` has no tokenizer files, or is neither a folder nor a model on the hub.
-      ValueError: the model has adapters, for which a checkpoint has no place, or quantised weights.
+      ValueError: the model has adapters, which a checkpoint cannot hold, or quantised weights.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ def read_json(file: Path) -> dict[str, Any]:
     """Reads a JSON object.
 
     Raises:
-      ValueError: the file holds none; the message names it.
+      ValueError: the file holds no JSON object; the message names the file.
     """
     return _json_object(file, file.read_bytes())
 
@@ -118,7 +118,7 @@ def tokenizer_contents(tokenizer_from: str | Path | None, source: str | None, ch
 
 
 def _with_template(files: dict[str, bytes], chat_template: str) -> dict[str, bytes]:
-    """Returns the tokenizer's files with only this template: readers might prefer a second one."""
+    """Returns the tokenizer's files with only this template: a reader might prefer another one."""
     files = {name: content for name, content in files.items() if name != "chat_template.json"}
     config = _json_object("tokenizer_config.json", files.get("tokenizer_config.json", b"{}"))
     if config.pop("chat_template", None) is not None:

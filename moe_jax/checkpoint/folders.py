@@ -13,19 +13,19 @@ MODEL_FILES = (
     "config.json", "generation_config.json", "*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin",
     "pytorch_model*.bin.index.json", "params",
 )  # fmt: skip
-"""The files of a model's checkpoint, in any format: a save leaves none of the old files behind."""
+"""The files of a model's checkpoint, in any format: a save removes all old ones."""
 
 
 @contextmanager
 def replaced_folder(
     folder: str | Path, replaces: tuple[str, ...] = MODEL_FILES, *, marker: str = "config.json"
 ) -> Iterator[Path]:
-    """Yields an empty folder `.NAME.incomplete` beside `folder` to write into, which takes `folder`'s place at the end.
+    """Yields an empty folder `.NAME.incomplete` next to `folder` to write into, which replaces `folder` at the end.
 
     Until then `folder` is untouched; on an exception the incomplete folder is removed. The swap is two renames. If the machine
-    dies between them, the complete old folder lies in `.NAME.previous`, and the next save puts it back first. Entries of the
-    old folder that match no pattern in `replaces` stay: they are hard-linked into the new folder. All processes of a job call
-    this together on a shared file system; the first process makes and swaps the folders.
+    dies between them, the complete old folder is in `.NAME.previous`, and the next save restores it first. Entries of the old
+    folder that match no pattern in `replaces` stay: they are hard-linked into the new folder. All processes of a job call this
+    together on a shared file system; the first process makes and swaps the folders.
 
     Raises:
       FileExistsError: `folder` is a file, or is not empty and has no `marker` file: it is not a checkpoint, and replacing it
@@ -71,7 +71,7 @@ def check_replaceable(folder: str | Path, marker: str = "config.json") -> None:
 
 
 def previous_of(folder: Path) -> Path:
-    """Returns the place of the old folder while it is being replaced."""
+    """Returns the path of the old folder while it is being replaced."""
     return folder.with_name(f".{folder.name}.previous")
 
 
@@ -98,7 +98,7 @@ def _swap(folder: Path, incomplete: Path, previous: Path, replaces: tuple[str, .
 
 
 def _finish(folder: Path, previous: Path) -> None:
-    """Completes a swap that a crash cut short: removes the old folder if there is a new one, else puts it back."""
+    """Completes a swap that a crash interrupted: removes the old folder if there is a new one, else restores it."""
     if folder.exists():
         shutil.rmtree(previous)
     else:

@@ -1,4 +1,4 @@
-"""Finds the weight files of a checkpoint folder and reads slices of their tensors, without reading the rest.
+"""Finds a checkpoint's files, here or on the hub, and reads slices of their tensors without reading the rest.
 
 The `safetensors` library maps safetensors files into memory. If there are none, `torch.load(weights_only=True, mmap=True)` maps
 PyTorch's .bin files, and runs no code from them.
@@ -6,14 +6,16 @@ PyTorch's .bin files, and runs no code from them.
 
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import huggingface_hub
 import ml_dtypes
 import numpy as np
+from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, HFValidationError, RepositoryNotFoundError
 from safetensors import safe_open
 
 from moe_jax.runtime.environment import program
@@ -28,11 +30,14 @@ FLOAT_DTYPES: dict[str, np.dtype] = {
 }
 """The dtypes that weights may have in a file, by their names in safetensors headers; `checkpoint.quantised` adds F8_E4M3."""
 
+SMALL_FILES = ("*.json", "tokenizer*", "tokenization_*.py", "*.model", "vocab.*", "merges.txt", "*.jinja")
+"""The files that describe a model and its tokenizer: all files except the weights."""
+
 Slices = tuple[slice, ...]
 
 
 class CheckpointError(ValueError):
-    """A checkpoint cannot be loaded. The message lists everything that is wrong with it."""
+    """A checkpoint cannot be loaded. The message lists all problems."""
 
     def __init__(self, folder: Path, problems: list[str]):
         lines = [f"the checkpoint in {folder} cannot be loaded; problems: {len(problems)}", *problems[:MAX_PROBLEMS_LISTED]]
@@ -51,7 +56,7 @@ class StoredTensor:
     dtype: str
     read: Callable[[Slices], np.ndarray]
     quantised: "QuantisedTensor | None" = None
-    """The two tensors that this one is the product of, if it is quantised."""
+    """The two tensors whose product this tensor is, if it is quantised."""
 
     @property
     def size(self) -> int:
@@ -67,6 +72,32 @@ class QuantisedTensor(NamedTuple):
     scales: StoredTensor
     block_size: tuple[int, int]
     """Rows and columns that share a scale."""
+
+
+def downloaded(hub_id: str, patterns: Sequence[str]) -> Path:
+    """Returns the folder with the model's files that match a pattern, without subfolders; downloads missing files.
+
+    Asks the hub once for a list of all files; an unknown id or a missing network raises then, without retries.
+
+    Raises:
+      FileNotFoundError: there is no such model on the hub, it is not open to this user, or the hub cannot be reached.
+    """
+    wanted = f"{hub_id!r} is neither a folder with a checkpoint nor a model on the Hugging Face hub"
+    try:
+        return Path(huggingface_hub.snapshot_download(hub_id, allow_patterns=list(patterns), ignore_patterns=["*/*"]))
+    except HFValidationError as error:
+        raise FileNotFoundError(wanted) from error
+    except GatedRepoError as error:
+        raise FileNotFoundError(
+            f"{hub_id!r} is a model whose terms must be accepted on https://huggingface.co/{hub_id}; then log in with "
+            "`hf auth login`, or set HF_TOKEN"
+        ) from error
+    except RepositoryNotFoundError as error:
+        raise FileNotFoundError(f"{wanted} (a private one needs `hf auth login` or HF_TOKEN)") from error
+    except (HfHubHTTPError, OSError) as error:
+        # The first line of the client's message gives the reason; its further lines are guesses.
+        reason = str(error).strip().partition("\n")[0]
+        raise FileNotFoundError(f"{wanted} that can be reached: {reason}") from error
 
 
 def open_tensors(folder: Path, problems: list[str]) -> dict[str, StoredTensor]:
@@ -105,14 +136,14 @@ def _open_files(files: list[Path], read_file, problems: list[str]) -> dict[str, 
                 tensors[name] = tensor
         except ImportError:
             raise
-        except Exception as error:  # the readers raise many types for a file that is cut off or has another format
+        except Exception as error:  # the readers raise many types for a truncated file or another format
             text = str(error).splitlines()[0] if str(error) else type(error).__name__
             problems.append(f"{file.name}: cannot be read, it is truncated or corrupt ({text})")
     return tensors
 
 
 def _open_indexed(index: Path, read_file, problems: list[str]) -> dict[str, StoredTensor]:
-    """Returns the tensors of the files that an index names, and checks that each lies where the index says."""
+    """Returns the tensors of the files that an index names, and checks that each is in the file named there."""
     try:
         weight_map = json.loads(index.read_text())["weight_map"]
         wanted = {str(name): str(file) for name, file in weight_map.items()}
@@ -129,7 +160,7 @@ def _open_indexed(index: Path, read_file, problems: list[str]) -> dict[str, Stor
     count = len(problems)
     tensors = _open_files(present, read_file, problems)
     if len(problems) > count:
-        return tensors  # the tensors of a file that cannot be read need no line each
+        return tensors  # tensors of an unreadable file need no error line each
     names = {file.name for file in present}
     for name, file in wanted.items():
         if file in names and (name not in tensors or tensors[name].file.name != file):
@@ -154,7 +185,7 @@ def _open_safetensors(file: Path) -> Iterator[tuple[str, StoredTensor]]:
 
 
 def _offsets(file: Path) -> dict[str, int]:
-    """Returns the place in a safetensors file where each tensor begins: behind the header, 8 bytes with its length and JSON."""
+    """Returns each tensor's offset in a safetensors file. The data follows the header: 8 bytes with its length, then JSON."""
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
         header = json.loads(stream.read(length))

@@ -1,6 +1,6 @@
-"""Loads a Hugging Face checkpoint, from a folder or the hub, as a model whose parameters lie on their devices.
+"""Loads a Hugging Face checkpoint, from a folder or the hub, as a model with its parameters on their devices.
 
-config.json and file headers are checked before any weights are read or device memory is taken. For a model on the hub,
+config.json and file headers are checked before any weights are read or device memory is allocated. For a model on the hub,
 config.json is checked before the weights are downloaded. Then weights stream (`streaming.py`): each process reads the slices
 that its own devices hold, one layer of a parameter at a time.
 """
@@ -20,18 +20,19 @@ from tqdm import tqdm
 
 from moe_jax.checkpoint import streaming
 from moe_jax.checkpoint.folders import previous_of
-from moe_jax.checkpoint.hf_files import FLOAT_DTYPES, CheckpointError, StoredTensor, open_tensors
+from moe_jax.checkpoint.hf_files import FLOAT_DTYPES, SMALL_FILES, CheckpointError, StoredTensor, downloaded, open_tensors
 from moe_jax.checkpoint.hf_names import fused_tensors, hf_tensors
-from moe_jax.checkpoint.hub import SMALL_FILES, downloaded
-from moe_jax.checkpoint.quantised import dequantised, read_block_size, read_group_size, unpacked
+from moe_jax.checkpoint.quantised import dequantised, read_quantisation, unpacked
 from moe_jax.checkpoint.streaming import Piece
-from moe_jax.checkpoint.weights import Weights
 from moe_jax.config import ModelConfig, load_config
 from moe_jax.layers.lora import freeze
+from moe_jax.layers.moe import EXPERT_MATRICES
+from moe_jax.layers.quantised import NF4_BLOCK
 from moe_jax.models.auto import from_config
 from moe_jax.models.decoder import Decoder, fp8_refusal
 from moe_jax.models.inputs import float_dtype
 from moe_jax.models.layers_in_pipe import layers_in_pipe
+from moe_jax.models.precision import Weights, form_problems
 from moe_jax.parallel.layout import parameter_sharding
 from moe_jax.parallel.mesh import refuse_pipe
 from moe_jax.parallel.pipeline.chunks import pipe_of, stacked_shape
@@ -56,7 +57,7 @@ def from_pretrained(
 ) -> Decoder:
     """Loads a checkpoint of any architecture of `moe_jax.models`; one in FP8 or GPTQ is dequantised on the way.
 
-    Arguments and errors are those of `moe_jax.from_pretrained`, which also loads adapters and the output folders of runs.
+    Arguments and errors as in `moe_jax.from_pretrained`, which also loads adapters and the output folders of runs.
     """
     pipe = pipe_of(mesh, pipe_chunks)
     dtype = float_dtype(dtype)
@@ -104,7 +105,7 @@ def from_pretrained(
 def read_config(folder_or_hub_id: str | Path, *, mtp: bool = True) -> ModelConfig:
     """Returns the config of the model that `from_pretrained` would load, after its checks.
 
-    Reads config.json and file headers. Of the weights it reads only tensors that must equal a second copy.
+    Reads config.json and file headers. It reads no weights except tensors that must equal a second copy.
 
     Raises:
       FileNotFoundError, ValueError: as `from_pretrained`.
@@ -114,21 +115,36 @@ def read_config(folder_or_hub_id: str | Path, *, mtp: bool = True) -> ModelConfi
 
 
 def check_form(folder_or_hub_id: str | Path, weights: str) -> None:
-    """Refuses a form of weights that `from_pretrained` would refuse; reads config.json alone.
+    """Refuses a form of weights that `from_pretrained` would refuse; reads only config.json.
 
     Raises:
       FileNotFoundError, ValueError: as `from_pretrained`.
     """
     folder = find_config(folder_or_hub_id)
-    config = load_config(folder)
-    streaming.check_weights(weights, is_stored_quantised(folder), config)
+    config, problems = load_config(folder), form_problems(weights)
+    if weights == "as stored" and not is_stored_quantised(folder):
+        problems.append("weights='as stored' keeps quantised matrices, and this checkpoint has none; take 'nf4', or 'whole'")
+    if weights == "nf4":
+        problems += _problems_of_nf4(config)
     if weights == "fp8" and (reason := fp8_refusal(config, jnp.bfloat16)) is not None:
-        raise ValueError(f"weights='fp8': {reason}; take 'whole' or 'nf4'")
+        problems.append(f"weights='fp8': {reason}; take 'whole' or 'nf4'")
+    if problems:
+        raise ValueError("; ".join(problems))
+
+
+def _problems_of_nf4(config: ModelConfig) -> list[str]:
+    """Refuses experts whose rows are not whole NF4 blocks, and a model without experts, where it would have no effect."""
+    if config.experts is None or not config.routed_layers:
+        return ["weights='nf4' makes 4 bits of experts, and this model has none; take 'whole'"]
+    rows = dict(zip(EXPERT_MATRICES, (config.hidden_size, config.experts.moe_intermediate_size), strict=True))
+    wrong = [f"experts.{name}: {size} is no multiple of {NF4_BLOCK}" for name, size in rows.items() if size % NF4_BLOCK]
+    where = f"weights='nf4' has a scale for {NF4_BLOCK} numbers of a row, and rows of this model do not end there"
+    return [f"{where}: {', '.join(wrong)}; take 'whole'"] if wrong else []
 
 
 def is_stored_quantised(folder: Path) -> bool:
-    """Returns True if matrices of the checkpoint lie in FP8 or in GPTQ's 4 bits; reads config.json alone."""
-    return read_block_size(folder) is not None or read_group_size(folder) is not None
+    """Returns True if matrices of the checkpoint are stored in FP8 or GPTQ's 4 bits; reads only config.json."""
+    return read_quantisation(folder) is not None
 
 
 def find_checkpoint(folder_or_hub_id: str | Path) -> Path:
@@ -203,20 +219,21 @@ class _CheckedPieces(NamedTuple):
 
 
 def _checked_pieces(folder: Path, config: ModelConfig, mtp: bool) -> _CheckedPieces:
-    """Checks the stored tensors against the config; raises CheckpointError with everything that does not fit."""
+    """Checks the stored tensors against the config; raises CheckpointError with all differences."""
     problems: list[str] = []
-    block_size, group_size = read_block_size(folder), read_group_size(folder)
+    quantisation = read_quantisation(folder)
     stored = open_tensors(folder, problems)
     if not stored:
         raise CheckpointError(folder, problems)
     stored = _as_named_by_a_causal_model(stored)
     if config.tie_word_embeddings and EMBEDDING not in stored and HEAD in stored:
         stored[EMBEDDING] = stored.pop(HEAD)
-    if block_size is not None:
-        stored = dequantised(stored, block_size, problems)
-    if group_size is not None:
-        stored = unpacked(stored, group_size, problems)
-    # Tensors of a module behind the last layer, `model.layers.61.*` in DeepSeek-V3's checkpoint.
+    match quantisation:
+        case "fp8", size:
+            stored = dequantised(stored, size, problems)
+        case "gptq", size:
+            stored = unpacked(stored, size, problems)
+    # Tensors of a module after the last layer, `model.layers.61.*` in DeepSeek-V3's checkpoint.
     behind = tuple(f"model.layers.{stage.first_layer}." for stage in config.mtp_stages)
     further = [name for name in stored if name.startswith(behind)]
     if further and mtp:

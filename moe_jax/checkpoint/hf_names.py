@@ -1,7 +1,7 @@
 """Maps Hugging Face tensors to parts of parameters: one table for loading, saving and comparing gradients.
 
 The hub stores each layer and each expert apart, in files that every inference engine reads. The model holds layers stacked
-along a leading axis and experts fused (docs/design.md, "Parameters"). No tensor is transposed: bytes move, nothing else.
+along a leading axis and experts fused (docs/design.md, "Parameters"). No tensor is transposed: bytes are only copied.
 """
 
 from collections.abc import Iterator, Mapping
@@ -28,7 +28,7 @@ class HfTensor:
     """The tensor `name` of a checkpoint: it has `shape` and is `parameters[path][index]`; index () is the whole parameter.
 
     The index of a stacked parameter begins with the layer's row. A tensor that is not `trained` has no gradient.
-    A `copy` repeats a tensor of another name: it is written, and not read.
+    A `copy` repeats a tensor of another name: it is written but not read.
     """
 
     name: str
@@ -52,7 +52,7 @@ _HUB_NAMES = {
     "mlp.router.expert_bias": "mlp.gate.e_score_correction_bias",
     "norm.weight": "shared_head.norm.weight",
 }
-"""The hub's names inside a layer that differ from the model's; the last is of a module that predicts further tokens."""
+"""The hub's names inside a layer that differ from the model's; the last belongs to a multi-token prediction module."""
 
 
 def hf_tensors(config: ModelConfig) -> list[HfTensor]:
@@ -65,7 +65,7 @@ def hf_tensors(config: ModelConfig) -> list[HfTensor]:
         prefix = f"model.layers.{layer}."
         tensors_of_layer = [tensor for parameter in own for tensor in _tensors(prefix, *parameter)]
         if layer >= config.num_hidden_layers:
-            # A module that predicts further tokens (`models.mtp`) repeats the embedding and the head.
+            # A multi-token prediction module (`models.mtp`) repeats the embedding and the head.
             first = HfTensor(f"{prefix}embed_tokens.weight", shapes[embedding], embedding, copy=True)
             last = HfTensor(f"{prefix}shared_head.head.weight", shapes[head], head, copy=True)
             tensors_of_layer = [first, *tensors_of_layer, last]
@@ -75,7 +75,7 @@ def hf_tensors(config: ModelConfig) -> list[HfTensor]:
 
 
 def fused_tensors(config: ModelConfig) -> list[HfTensor]:
-    """Returns the tensors that a checkpoint with fused experts has in place of the per-expert tensors."""
+    """Returns the tensors that replace the per-expert tensors in a checkpoint with fused experts."""
     return [
         HfTensor(f"model.layers.{layer}.mlp.experts.{path[-1]}", leaf.shape[1:], path, (row,))
         for layer, own in _layers(config)
@@ -89,7 +89,7 @@ def export(config: ModelConfig, flat_params: Mapping[tuple, Any]) -> Iterator[tu
 
     Args:
       flat_params: arrays or `nnx.Variable`s by path, as in `dict(nnx.to_flat_state(nnx.state(model)))`, or a mapping of the
-        same structure, such as gradients. Layers may lie in the chunks of a pipeline. Parameters that are not trained may be
+        same structure, such as gradients. Layers may be split into a pipeline's chunks. Parameters that are not trained may be
         absent, and are then left out. Arrays may be sharded; all processes must call this together.
 
     One layer of one parameter at a time is copied to the host, and the yielded arrays are views of that copy. A tensor with
@@ -123,7 +123,7 @@ def _layers(config: ModelConfig) -> Iterator[tuple[int, list[tuple[tuple, int, n
 
 
 def _inside_layer(path: tuple) -> tuple:
-    """Returns the part of a parameter's path that is inside its layer, which may have a place in a `LayerPattern`."""
+    """Returns the part of a parameter's path inside its layer, without the layer's place in a `LayerPattern`."""
     return path[4:] if path[2] == "places" else path[2:]
 
 

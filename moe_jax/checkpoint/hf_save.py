@@ -29,18 +29,18 @@ def save_pretrained(
 ) -> None:
     """Writes `model` into `folder` under the hub's names: experts apart, weights in the dtype of the parameters, or in FP8.
 
-    The folder gets model.safetensors, or model-0000i-of-0000n.safetensors with an index where it would be larger than
-    `max_shard_bytes`; config.json; generation_config.json; and the tokenizer's files. It is replaced as a whole at the end.
-    So a crash leaves an old checkpoint intact, and saving into the folder that the model came from works. Files there that
-    belong to no checkpoint stay. One shard at a time is in host memory. The layers of a pipeline are written as all others.
+    The folder gets model.safetensors, or model-0000i-of-0000n.safetensors with an index if it would be larger than
+    `max_shard_bytes`; config.json; generation_config.json; and the tokenizer's files. It is replaced as a whole at the end. So
+    a crash leaves an old checkpoint intact, and saving into the folder that the model came from works. Files there that are not
+    part of a checkpoint stay. One shard at a time is in host memory. The layers of a pipeline are written like all others.
 
     Args:
       tokenizer_from: the folder or hub id whose tokenizer files to copy (default: the folder that the model was loaded from, if
         any).
-      chat_template: a Jinja template that takes the place of the tokenizer's own.
+      chat_template: a Jinja template that replaces the tokenizer's own.
       max_shard_bytes: the largest size of a file, unless a single tensor is larger.
       fp8: write all projections in e4m3 with a scale for 128 x 128, as DeepSeek-V3 and Qwen3-*-FP8 are published. Half the
-        bytes of bf16. Matrices that lie in FP8 already are written as they are. False: such a model is refused.
+        bytes of bf16. Matrices already in FP8 are written unchanged. False: such a model is refused.
       progress: show a progress bar when stderr is a terminal.
 
     Raises:
@@ -101,4 +101,4 @@ def _shards(sizes: dict[str, int], max_bytes: int) -> Iterator[list[str]]:
 
 
 def _write_shard(shard: dict[str, np.ndarray], file: Path) -> None:
-    save_file(shard, file, metadata={"format": "pt"})  # transformers refuses files without this mark
+    save_file(shard, file, metadata={"format": "pt"})  # transformers refuses files without this entry

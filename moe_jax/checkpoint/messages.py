@@ -1,4 +1,4 @@
-"""The messages of a conversation: checked, and in the forms that a chat template reads."""
+"""Checks the messages of a conversation and converts them to the forms that a chat template reads."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -7,17 +7,17 @@ from itertools import groupby
 from typing import Any
 
 SMALLEST_WEIGHT, LARGEST_WEIGHT = 2.0**-60, 2.0**60
-"""Weights of messages other than 0 lie between these: then f32 holds their products with losses, and sums of these."""
+"""Bounds of messages' nonzero weights: within them, products with losses and their sums do not overflow in f32."""
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 def check_messages(messages: Any) -> None:
     """Checks that each message of a conversation has a role and a text; an answer may call tools instead of a text.
 
-    The "weight" of a message, if it has one, is a number of at least 0; None is no weight.
+    The optional "weight" of a message is a number of at least 0; None counts as absent.
 
     Raises:
-      ValueError: a message is wrong; the error names it and says why.
+      ValueError: a message is wrong; the error names it and gives the reason.
     """
     if not isinstance(messages, list | tuple) or not all(isinstance(message, Mapping) for message in messages):
         raise ValueError(f'"messages" must be a list of {{"role": ..., "content": ...}}; got {messages!r:.80}')
@@ -43,7 +43,7 @@ def check_template(template: str, messages: Sequence[Mapping[str, Any]], tools: 
     """Checks that a chat template writes the tools and the tool calls of a conversation.
 
     Raises:
-      ValueError: there are tools, or calls of tools, that the template never mentions: it would leave them out.
+      ValueError: there are tools or tool calls that the template would leave out.
     """
     needed = {"tools": bool(tools), "tool_calls": any(message.get("tool_calls") for message in messages)}
     if left_out := [name for name, there in needed.items() if there and name not in template]:
@@ -53,10 +53,10 @@ def check_template(template: str, messages: Sequence[Mapping[str, Any]], tools: 
 
 
 def check_unicode(text: str, what: str) -> None:
-    """Checks that a text has whole characters; JSON's escapes, and bytes that are no UTF-8, can leave half of one.
+    """Checks that a text has no half surrogates, which JSON's escapes and invalid UTF-8 can produce.
 
     Raises:
-      ValueError: the text holds a half surrogate. The message names `what` and the half.
+      ValueError: the text holds a half surrogate. The message names `what` and the surrogate.
     """
     try:
         text.encode()
@@ -66,7 +66,7 @@ def check_unicode(text: str, what: str) -> None:
 
 
 def without_nulls(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a message without the keys that are null, but for "content": `datasets` and API clients write them so."""
+    """Returns a message without null keys other than "content", since `datasets` and API clients write such keys."""
     return {key: value for key, value in message.items() if value is not None or key == "content"}
 
 
@@ -83,7 +83,7 @@ def as_template_wants(
       options: further values for the chat template.
 
     Raises:
-      ValueError: arguments are no JSON, or the template would leave out a call, or a developer's or system's message.
+      ValueError: arguments are not JSON, or the template would leave out a call, or a developer's or system's message.
     """
     template = tokenizer.get_chat_template(tools=tools)
     tools = whole_tools(tokenizer, template, tools)
@@ -108,7 +108,7 @@ def as_template_wants(
             f"the chat template would leave out one of the messages {listed}; give one system message, at the beginning, or "
             "another template"
         )
-    # The template refuses all forms. The caller's rendering of the last gets its reason.
+    # The template refuses all forms. The caller renders the last one and reports the reason.
     return _as_system(messages), tools
 
 
@@ -126,13 +126,13 @@ def _joined_system(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _is_weight(value: Any) -> bool:
-    """Tells if a value is a message's weight; a boolean is 0 or 1."""
+    """Returns True if a value is a valid weight of a message; a boolean is 0 or 1."""
     return isinstance(value, int | float) and (value == 0 or SMALLEST_WEIGHT <= value <= LARGEST_WEIGHT)
 
 
 _ARGUMENTS = {"city": "Oslo"}
 _CALLED = "forecast"
-# Its name differs from the call's, which must not be found in the list of tools.
+# Its name differs from the call's: else a template's list of tools would look like the call.
 _TOOL: dict[str, Any] = {
     "type": "function",
     "function": {"name": "weather", "description": "-", "parameters": {"type": "object"}},
@@ -140,9 +140,8 @@ _TOOL: dict[str, Any] = {
 
 
 def whole_tools(tokenizer: Any, template: str, tools: Sequence[Any] | None) -> list[Any] | None:
-    """Returns the tools as {"type": "function", "function": {"name": ...}}, also those given as {"name": ...}.
-
-    These stay as they are if the template reads their names only there.
+    """Returns the tools as {"type": "function", "function": {"name": ...}}, converting {"name": ...}. The latter stay as they
+    are if the template reads names only in that form.
     """
     if tools is None:
         return None
@@ -154,7 +153,7 @@ def with_readable_calls(tokenizer: Any, template: str, messages: Sequence[dict[s
     """Returns the messages with tool calls as the template reads them.
 
     Arguments become objects, or strings of JSON if the template refuses objects or prints them as Python does. They stay as
-    they are if the template writes both alike. A content of None becomes "", or the reverse, if the template writes calls
+    they are if the template renders both the same. A content of None becomes "", or the reverse, if the template writes calls
     with only one of them.
 
     Raises:
@@ -189,13 +188,13 @@ def _readable(tokenizer: Any, template: str, message: dict[str, Any], number: in
             f"the chat template would leave out the tool_calls of message {number} next to {nearby}; give another template"
         )
     calls = [_with_arguments(call, form, number) for call in message["tool_calls"]]
-    # Also None: to templates that ask for it, a message without the key has a content.
+    # The key is set even if None: some templates treat a message without it as having content.
     return {**message, "content": content or chosen, "tool_calls": calls}
 
 
 @lru_cache(maxsize=64)
 def _reads_bare_tools(tokenizer: Any, template: str) -> bool:
-    """Tells if the template writes the name of {"name": ...} and not of the same tool in OpenAI's form."""
+    """Returns True if the template renders the name of {"name": ...} but not of the same tool in OpenAI's form."""
     name, user = _TOOL["function"]["name"], [{"role": "user", "content": "?"}]
     bare, whole = (_text(tokenizer, template, user, [tool]) for tool in (_TOOL["function"], _TOOL))
     return name in bare and name not in whole
@@ -203,9 +202,9 @@ def _reads_bare_tools(tokenizer: Any, template: str) -> bool:
 
 @lru_cache(maxsize=64)
 def _form(tokenizer: Any, template: str, content: str | None) -> str | None:
-    """Returns the form of arguments that the template reads next to a content: "as is", "object" or "string".
+    """Returns the form of arguments that the template reads with this content: "as is", "object" or "string".
 
-    None if the template refuses a conversation with such a call, "left out" if it writes nothing of the call.
+    None if the template refuses a conversation with such a call, "left out" if it omits the call.
     """
     rendered = ""
     for tools in ([_TOOL], None):
@@ -222,7 +221,7 @@ def _form(tokenizer: Any, template: str, content: str | None) -> str | None:
 
 def _rendered(tokenizer: Any, template: str, content: str | None, arguments: Any, tools: list | None) -> str:
     """Returns a conversation with a tool call as the template renders it; "" if the template refuses it."""
-    # Mistral's templates accept ids of nine characters alone.
+    # Mistral's templates accept only ids of nine characters.
     call = {"id": "call00001", "type": "function", "function": {"name": _CALLED, "arguments": arguments}}
     messages: list[dict[str, Any]] = [
         {"role": "user", "content": "?"},

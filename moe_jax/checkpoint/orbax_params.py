@@ -35,7 +35,7 @@ def save_orbax(
     Raises:
       FileExistsError: `folder` is a file, or has files and no config.json, so it is not a checkpoint that may be replaced.
       FileNotFoundError: `tokenizer_from` has no tokenizer files, or is neither a folder nor a model on the hub.
-      ValueError: `folder` is a mount point, the current directory or holds it. Or the model lies on a mesh with a pipe.
+      ValueError: `folder` is a mount point, the current directory or holds it. Or the model is on a mesh with a pipe.
     """
     refuse_pipe(mesh_of(nnx.state(model, nnx.Param)), "save_orbax", "save_pretrained writes such a model")
     arrays = {_name(path): leaf.get_value() for path, leaf in nnx.to_flat_state(nnx.state(model))}
@@ -94,7 +94,7 @@ def stored_arrays(folder: Path) -> dict[str, Any]:
 
 @contextmanager
 def _whole(folder: Path) -> Iterator[None]:
-    """Raises a ValueError that names the parameters' folder for any error of a read, unless memory was short."""
+    """Raises a ValueError that names the parameters' folder for any read error other than a lack of memory."""
     try:
         yield
     except Exception as error:

@@ -1,4 +1,4 @@
-"""Quantised checkpoints, dequantised while they are read, or kept: FP8, which is also written, and GPTQ's 4 bits.
+"""Quantised checkpoints, dequantised while they are read or kept as they are: FP8 (also written) and GPTQ's 4 bits.
 
 FP8 is section 3.3 of the DeepSeek-V3 report (https://arxiv.org/abs/2412.19437), as Qwen3-*-FP8 and others publish it too: a
 matrix is stored as e4m3. A second tensor `NAME_scale_inv` has one scale for each block of 128 x 128. At the lower and right
@@ -16,9 +16,9 @@ and head keep their dtype.
 GPTQ (Qwen3-30B-A3B-GPTQ-Int4) stores a matrix W [out, in] transposed, as AutoGPTQ writes it (Frantar et al., 2022,
 https://arxiv.org/abs/2210.17323):
 
-    NAME.qweight [in/8, out] int32     code k of a column stands in bits 4*(k%8) of row k//8
-    NAME.scales [in/group, out]        W[n, k] = (code[k, n] - 8) * scales[k // group, n]; group_size -1: one group of all
-    NAME.qzeros, NAME.g_idx            symmetric codes alone are read: each zero is 8 (stored as 7), and groups are in order
+    NAME.qweight [in/8, out] int32     code k of a column is in bits 4*(k%8) of row k//8
+    NAME.scales [in/group, out]        W[n, k] = (code[k, n] - 8) * scales[k // group, n]; group_size -1: one group for all
+    NAME.qzeros, NAME.g_idx            only symmetric codes are supported: each zero is 8 (stored as 7), and groups are in order
 """
 
 import json
@@ -26,7 +26,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -45,30 +45,40 @@ BlockSize = tuple[int, int]
 FIELDS_THAT_CHANGE_NO_WEIGHT = frozenset(
     "modules_to_not_convert modules_to_convert ignored_layers scale_fmt dequantize".split()
 )  # fmt: skip
-"""Fields that need no check: the files' headers say which tensors are quantised and in which dtype their scales are."""
+"""Fields that need no check: the files' headers show which tensors are quantised, and their scales' dtype."""
 
 _VALUES = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
 """The value of each byte in e4m3: a look-up is several times faster than a cast."""
 
 
-def read_block_size(folder: Path) -> BlockSize | None:
-    """Reads the block size from the quantization_config of `folder`/config.json; None if the checkpoint is not in FP8.
+def read_quantisation(folder: Path) -> tuple[Literal["fp8"], BlockSize] | tuple[Literal["gptq"], int] | None:
+    """Reads the quantization_config of `folder`/config.json; None if the checkpoint is not quantised.
+
+    Returns:
+      "fp8" with the block size, or "gptq" with the group size: -1 if a matrix's inputs are one group.
 
     Raises:
-      ValueError: the quantisation is not e4m3 in blocks; the message names every field that is not understood.
+      ValueError: the quantisation is not e4m3 in blocks, or not symmetric 4 bits with groups in order, equal in all modules.
     """
     given = json.loads((folder / "config.json").read_text()).get("quantization_config")
     if given is None:
         return None
     if not isinstance(given, dict):
         raise ValueError(f"{folder}: quantization_config={given!r} must be null or an object of fields with quant_method")
-    method = given.get("quant_method")
-    if method == "gptq":
-        return None
-    if method != "fp8":
-        raise ValueError(
-            f"{folder}: quant_method {method!r} is not supported, only 'fp8' and 'gptq' are; take the checkpoint in bfloat16"
-        )
+    match given.get("quant_method"):
+        case "fp8":
+            return "fp8", _block_size(folder, given)
+        case "gptq":
+            return "gptq", _group_size(folder, given)
+        case method:
+            raise ValueError(
+                f"{folder}: quant_method {method!r} is not supported, only 'fp8' and 'gptq' are; take the checkpoint in "
+                "bfloat16"
+            )
+
+
+def _block_size(folder: Path, given: dict[str, Any]) -> BlockSize:
+    """Returns the block size of FP8; an error names every field that is not understood."""
     fields = {k: v for k, v in given.items() if k not in FIELDS_THAT_CHANGE_NO_WEIGHT and k != "quant_method"}
     # The defaults of transformers' FineGrainedFP8Config.
     block_size = fields.pop("weight_block_size", [128, 128])
@@ -83,6 +93,28 @@ def read_block_size(folder: Path) -> BlockSize | None:
     return block_size[0], block_size[1]
 
 
+def _group_size(folder: Path, given: dict[str, Any]) -> int:
+    wanted = {"bits": 4, "sym": True, "desc_act": False, "checkpoint_format": "gptq"}
+    if wrong := [
+        f"{name}={given[name]!r} (only {value!r})" for name, value in wanted.items() if given.get(name, value) != value
+    ]:
+        raise ValueError(f"{folder}: GPTQ with {', '.join(wrong)} is not supported; take the checkpoint in bfloat16")
+    group = given.get("group_size", 128)
+    if not isinstance(group, int) or (group != -1 and (group < 8 or group % 8)):
+        raise ValueError(
+            f"{folder}: GPTQ's group_size={group!r} must be a multiple of 8, or -1 (one group); take the checkpoint in bfloat16"
+        )
+    # GPTQModel's rules for modules by name. "-:" leaves modules unquantised, which their tensors show.
+    of_all = {"bits": 4, "group_size": group, "sym": True, "desc_act": False}
+    for pattern, rule in (given.get("dynamic") or {}).items():
+        if other := {} if pattern.startswith("-:") else {k: v for k, v in (rule or {}).items() if of_all.get(k, v) != v}:
+            raise ValueError(
+                f"{folder}: GPTQ's dynamic gives modules {pattern!r} {other}, and one form for all is read ({of_all}); "
+                "take the checkpoint in bfloat16"
+            )
+    return group
+
+
 def dequantised(tensors: dict[str, StoredTensor], block_size: BlockSize, problems: list[str]) -> dict[str, StoredTensor]:
     """Replaces each e4m3 matrix and its scales by one F32 tensor, and adds errors to `problems`.
 
@@ -94,7 +126,7 @@ def dequantised(tensors: dict[str, StoredTensor], block_size: BlockSize, problem
             continue
         scale_name = f"{name}_scale_inv"
         scales = result.pop(scale_name, None)
-        # F32 even if the scales are wrong: otherwise the matrix would get a second error line about its dtype.
+        # F32 even if the scales are wrong: otherwise the matrix would get a second error about its dtype.
         result[name] = replace(quantised, dtype="F32")
         if len(quantised.shape) < 2:
             problems.append(
@@ -166,7 +198,7 @@ def fp8_config(config: ModelConfig) -> dict[str, Any]:
 
 
 def check_forms(state: nnx.State) -> None:
-    """Refuses matrices that are quantised in another form than FP8 with a scale for 128 x 128.
+    """Refuses matrices quantised in a form other than FP8 with a scale for 128 x 128.
 
     Raises:
       ValueError: such a matrix.
@@ -194,7 +226,7 @@ def sizes_in_fp8(config: ModelConfig, flat: dict[tuple, Any]) -> dict[str, int]:
 def export_in_fp8(config: ModelConfig, flat: dict[tuple, Any]) -> Iterator[tuple[str, np.ndarray]]:
     """Yields the name and the array of each tensor; arguments as in `hf_names.export`.
 
-    Matrices that lie in FP8 are written as they are, others are rounded.
+    FP8 matrices are written unchanged, others are rounded.
     """
     values = {path: leaf.get_value() if isinstance(leaf, nnx.Variable) else leaf for path, leaf in flat.items()}
     stored = {path: value for path, value in values.items() if isinstance(value, BlockScaled)}
@@ -240,39 +272,7 @@ def _round(matrix: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 STORED_ZERO = 0x77777777
-"""Eight zeros of 8, each stored less one."""
-
-
-def read_group_size(folder: Path) -> int | None:
-    """Reads the group size from the quantization_config of `folder`/config.json; None if the checkpoint is not in GPTQ.
-
-    Returns -1 if a matrix's inputs are one group.
-
-    Raises:
-      ValueError: the quantisation is another one than symmetric 4 bits with groups in order, or differs between modules.
-    """
-    given = json.loads((folder / "config.json").read_text()).get("quantization_config")
-    if not isinstance(given, dict) or given.get("quant_method") != "gptq":
-        return None
-    wanted = {"bits": 4, "sym": True, "desc_act": False, "checkpoint_format": "gptq"}
-    if wrong := [
-        f"{name}={given[name]!r} (only {value!r})" for name, value in wanted.items() if given.get(name, value) != value
-    ]:
-        raise ValueError(f"{folder}: GPTQ with {', '.join(wrong)} is not supported; take the checkpoint in bfloat16")
-    group = given.get("group_size", 128)
-    if not isinstance(group, int) or (group != -1 and (group < 8 or group % 8)):
-        raise ValueError(
-            f"{folder}: GPTQ's group_size={group!r} must be a multiple of 8, or -1 (one group); take the checkpoint in bfloat16"
-        )
-    # GPTQModel's rules for modules of a name; "-:" leaves modules whole, which their tensors tell.
-    of_all = {"bits": 4, "group_size": group, "sym": True, "desc_act": False}
-    for pattern, rule in (given.get("dynamic") or {}).items():
-        if other := {} if pattern.startswith("-:") else {k: v for k, v in (rule or {}).items() if of_all.get(k, v) != v}:
-            raise ValueError(
-                f"{folder}: GPTQ's dynamic gives modules {pattern!r} {other}, and one form for all is read ({of_all}); "
-                "take the checkpoint in bfloat16"
-            )
-    return group
+"""Eight zero points of 8, each stored minus one."""
 
 
 def unpacked(tensors: dict[str, StoredTensor], group_size: int, problems: list[str]) -> dict[str, StoredTensor]:

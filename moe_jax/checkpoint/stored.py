@@ -1,4 +1,4 @@
-"""Facts about stored weights: their dtype, and a fingerprint of a few megabytes that tells two checkpoints apart."""
+"""Facts about stored weights: their dtype, and a fingerprint, computed from a few megabytes, that distinguishes checkpoints."""
 
 import hashlib
 import re
@@ -13,14 +13,14 @@ from moe_jax.checkpoint.hf_files import CheckpointError, Slices, open_tensors
 from moe_jax.checkpoint.hf_load import find_checkpoint
 
 ELEMENTS = 4096
-"""The number of elements read of a tensor, at most: the smallest step of training in bf16 changes some of them."""
+"""Maximum number of elements read per tensor: even the smallest bf16 training step changes some of them."""
 
 
 def weights_fingerprint(folder_or_hub_id: str | Path) -> str:
     """Computes a hash of all tensors' names, shapes and dtypes, and of some values of three tensors of each kind.
 
     Tensors are of one kind if their names differ only in numbers. The first, a middle and the last tensor of a kind are read.
-    The hash depends neither on the place of the weights nor on their division into files.
+    The hash does not depend on the folder or on how the weights are split into files.
 
     Raises:
       FileNotFoundError, ValueError: there is no such checkpoint.
@@ -50,7 +50,7 @@ def _first_elements(shape: tuple[int, ...]) -> Slices:
 
 
 NOT_WEIGHTS = ("e_score_correction_bias", "expert_bias", "_scale_inv", "inv_freq")
-"""Endings of tensors that are stored in f32 beside weights of any dtype."""
+"""Endings of tensors that are stored in f32 for weights of any dtype."""
 
 NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "bfloat16", "F64": "float32"}
 """The dtype of this library for each dtype of a file."""
@@ -74,7 +74,7 @@ def stored_dtype(folder: str | Path) -> StoredDtype:
     """
     folder = Path(folder).expanduser()
     found = _in_orbax(folder) if (folder / "params").is_dir() else _in_files(folder)
-    # FP8 in blocks stands beside a few tensors in bf16 and f32; its published models compute in bf16.
+    # Models with FP8 in blocks also have a few tensors in bf16 and f32; they compute in bf16.
     if "F8_E4M3" in found:
         return StoredDtype("bfloat16", "the weights are FP8; they are written as bfloat16")
     names = sorted({NAMES.get(dtype, dtype) for dtype in found})

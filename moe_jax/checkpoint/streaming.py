@@ -3,7 +3,7 @@
 A stacked parameter [layers, ...] is filled in place: each device's buffer is donated to the write of every layer. So neither
 the host nor the device ever holds a second copy of the parameter.
 
-Matrices may be loaded in fewer bytes: FP8 and GPTQ as the files have them, or NF4 and FP8 made layer by layer.
+Matrices may be loaded in fewer bytes: FP8 and GPTQ as stored, or quantised to NF4 or FP8 layer by layer.
 """
 
 import logging
@@ -21,14 +21,13 @@ from jax.sharding import NamedSharding, Sharding
 
 from moe_jax.checkpoint.hf_files import StoredTensor
 from moe_jax.checkpoint.hf_names import HfTensor
-from moe_jax.checkpoint.weights import Weights, form_problems
-from moe_jax.config import ModelConfig
-from moe_jax.layers.moe import EXPERT_MATRICES, is_expert_matrix
-from moe_jax.layers.quantised import FP8_BLOCK, INT4_VALUES, NF4_BLOCK, BlockScaled, FourBits, Quantised
+from moe_jax.layers.moe import is_expert_matrix
+from moe_jax.layers.quantised import FP8_BLOCK, INT4_VALUES, BlockScaled, FourBits, Quantised
+from moe_jax.models.precision import Weights
 from moe_jax.parallel.layout import quantised_sharding
 
 READ_CHUNK_BYTES = 64 * 2**20
-"""The number of bytes of a file that are copied at once into a host block, at most."""
+"""Maximum number of bytes of a file that are copied at once into a host block."""
 
 Bounds = tuple[tuple[int, int], ...]
 """(start, stop) along each axis."""
@@ -36,10 +35,10 @@ Bounds = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class Piece:
-    """A stored tensor and its place in a parameter.
+    """A stored tensor and its position in a parameter.
 
     Attributes:
-      bounds: the place along every axis of the parameter.
+      bounds: the position along every axis of the parameter.
       has_axis: for each axis of the parameter, True if the tensor has it; a layer's or expert's tensor lacks the first axes.
     """
 
@@ -93,8 +92,8 @@ def load_parameter(
     """Assembles a parameter from `pieces`, which cover it, as `dtype` in the layout `sharding`.
 
     Args:
-      layer_axes: the number of first axes that number the layers, which are then loaded one at a time. 1, or 3 in a pipeline:
-        places are read row by row, and those behind the last layer are zeros. Pieces have one axis of layers in their place.
+      layer_axes: the number of leading axes that index the layers, which are then loaded one at a time: 1, or 3 in a pipeline,
+        whose padding slots are zeros. Pieces have a single axis of layers.
       on_read: called with the number of bytes after each block that was read.
     """
     shards: dict[jax.Device, jax.Array] = {}
@@ -118,7 +117,7 @@ def _load_whole(pieces: list[Piece], bounds: Bounds, dtype: np.dtype, devices, o
 def _load_stacked(
     pieces: list[Piece], bounds: Bounds, places: tuple[int, ...], dtype: np.dtype, devices, on_read
 ) -> list[jax.Array]:
-    """Loads the part like `_load_whole`, but layer by layer through one host block; `places` are the axes of layers."""
+    """Loads the part like `_load_whole`, but layer by layer through one host block; `places` index the layer axes."""
     by_layer = pieces_by_layer(pieces)
     shape = [stop - start for start, stop in bounds]
     buffers = [jnp.zeros(shape, dtype, device=device) for device in devices]
@@ -177,28 +176,6 @@ def _copy(stored: StoredTensor, source: list[slice], target: np.ndarray) -> None
 _logger = logging.getLogger(__name__)
 
 
-def check_weights(weights: str, is_quantised: bool, config: ModelConfig) -> None:
-    """Raises a ValueError for a form that does not exist, or that the checkpoint cannot have."""
-    if problems := form_problems(weights):
-        raise ValueError("; ".join(problems))
-    if weights == "as stored" and not is_quantised:
-        raise ValueError("weights='as stored' keeps quantised matrices, and this checkpoint has none; take 'nf4', or 'whole'")
-    if weights == "nf4":
-        _check_nf4(config)
-
-
-def _check_nf4(config: ModelConfig) -> None:
-    """Refuses experts whose rows do not end at NF4's blocks, and a model without experts, which would stay whole."""
-    if config.experts is None or not config.routed_layers:
-        raise ValueError("weights='nf4' makes 4 bits of experts, and this model has none; take 'whole'")
-    rows = dict(zip(EXPERT_MATRICES, (config.hidden_size, config.experts.moe_intermediate_size), strict=True))
-    if wrong := [f"experts.{name}: {size} is no multiple of {NF4_BLOCK}" for name, size in rows.items() if size % NF4_BLOCK]:
-        raise ValueError(
-            f"weights='nf4' has a scale for {NF4_BLOCK} numbers of a row, and rows of this model do not end there: "
-            f"{', '.join(wrong)}; take 'whole'"
-        )
-
-
 def load_quantised(
     path: tuple,
     pieces: list[Piece],
@@ -208,11 +185,12 @@ def load_quantised(
     weights: Weights,
     on_read: Callable[[int], object],
 ) -> Quantised | None:
-    """Loads a parameter in fewer bytes; returns None for one that this form of weights has whole.
+    """Loads a parameter in quantised form; returns None if this form of weights does not quantise it.
 
     Args:
-      dtype: that of the whole matrices.
-      sharding: of the whole matrices. On a mesh, quantised experts are split along their own axis alone, and others are whole.
+      dtype: the dtype of the dequantised matrices.
+      sharding: the sharding of the dequantised matrices. On a mesh, quantised experts are split only along the expert axis, and
+        others are whole.
     """
     is_of_experts = is_expert_matrix(path)
     if isinstance(sharding, NamedSharding):
@@ -239,7 +217,7 @@ def _load_as_stored(path, pieces: list[Piece], shape, dtype, sharding, on_read) 
     load = partial(load_parameter, sharding=sharding, layer_axes=int(path[0] == "stages"), on_read=on_read)
 
     def parts(name: str, blocks: tuple[int, int]) -> tuple[list[Piece], tuple[int, ...]]:
-        """The pieces of one of the two tensors, and its shape, where a number stands for a block of the matrix."""
+        """Returns the pieces and the shape of one of the two tensors, which has one element for each block of the matrix."""
         of_tensor = [
             replace(
                 piece,
@@ -267,7 +245,7 @@ def _in_blocks(bounds: Any, block: tuple[int, int]) -> tuple[tuple[int, int], ..
 
 
 def _load_rounded(form: Callable[..., Quantised], pieces: list[Piece], shape, dtype, sharding, on_read) -> Quantised:
-    """Quantises layer by layer on the device: there is never more than one layer whole."""
+    """Quantises layer by layer on the device: at most one layer is unquantised at a time."""
     like = jax.eval_shape(partial(form, dtype=dtype), jax.ShapeDtypeStruct(shape, dtype))
     loaded = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype, device=sharding), like)
     block = np.empty((1, *shape[1:]), dtype)

@@ -1,4 +1,4 @@
-"""The Hugging Face tokenizer that lies beside a model's weights, or on the hub."""
+"""Loads the Hugging Face tokenizer from a model's folder or from the hub."""
 
 import base64
 import json
@@ -9,7 +9,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from moe_jax.checkpoint.hub import SMALL_FILES, downloaded
+from moe_jax.checkpoint.hf_files import SMALL_FILES, downloaded
 
 RANKS = "tiktoken.model"
 """The file of byte sequences and their ranks that Kimi's tokenizer reads."""
@@ -36,8 +36,8 @@ NUM_RESERVED = 256
 def load_tokenizer(folder_or_hub_id: str | Path):
     """Loads the Hugging Face tokenizer of a checkpoint.
 
-    A repository's Python code is never run. Kimi K2 and Moonlight have no tokenizer.json; their ranks are read here, and give
-    the ids of their own code.
+    A repository's Python code is never run. Kimi K2 and Moonlight have no tokenizer.json; their ranks are read here, with the
+    same ids as their own code.
 
     Raises:
       ValueError: there is no tokenizer, or its files cannot be read; the message names the folder or hub id, and the reason.
@@ -48,7 +48,7 @@ def load_tokenizer(folder_or_hub_id: str | Path):
 
     folder = Path(folder_or_hub_id).expanduser()
     try:
-        # transformers would ask the hub for each file by itself, five times each where there is no network.
+        # transformers would ask the hub for each file separately, and five times each without a network.
         found = folder if folder.is_dir() else downloaded(str(folder_or_hub_id), SMALL_FILES)
     except FileNotFoundError as error:
         raise ValueError(f"no tokenizer can be read: {error}") from error
@@ -67,10 +67,10 @@ def load_tokenizer(folder_or_hub_id: str | Path):
                 f"it is the Python code {code}.py, which is not run. Convert it to a tokenizer.json in that folder, or pass a "
                 "tokenizer (tokenizer= in Python)"
             )
-    except Exception as error:  # files that are JSON, but of no tokenizer, end in a TypeError, KeyError, AttributeError, ...
+    except Exception as error:  # JSON files that are not a tokenizer's raise TypeError, KeyError, AttributeError, ...
         reason = str(error) if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: {error}"
         if not any(re.search(r"tok|tek|voc|merges|\.model$", file.name) for file in found.iterdir()):
-            reason = "it has no tokenizer files"  # transformers asks to install packages instead, on several lines.
+            reason = "it has no tokenizer files"  # transformers would ask to install packages, on several lines.
         raise ValueError(f"no tokenizer can be read from {where}: {reason}") from error
     # From a config.json alone transformers makes a tokenizer with only its class's special tokens.
     if not tokenizer.get_vocab().keys() - tokenizer.all_special_tokens:
@@ -85,12 +85,12 @@ def beginning(tokenizer: Any) -> list[int]:
 
 
 def begun(begin: list[int], tokens: list[int]) -> list[int]:
-    """Returns the tokens of a text after those of `beginning`, unless the text itself begins with one of these."""
+    """Prepends the tokens of `beginning` to a text's tokens, unless the text itself begins with one of them."""
     return tokens if tokens and tokens[0] in begin else [*begin, *tokens]
 
 
 def ended(tokenizer: Any, tokens: list[int]) -> list[int]:
-    """Returns the tokens of a text with the eos token at the end, unless the text has it there, white space aside."""
+    """Returns the tokens of a text with the eos token at the end, unless it already ends with it, ignoring white space."""
     eos = tokenizer.eos_token_id
     if eos in tokens and not tokenizer.decode(tokens[len(tokens) - tokens[::-1].index(eos) :]).strip():
         return tokens
@@ -112,7 +112,7 @@ def _code_of(folder: Path) -> str | None:
 
 
 def _read_kimi(folder: Path):
-    """Makes a tokenizer.json of the ranks and the special tokens, and reads it with the folder's config and chat template."""
+    """Builds a tokenizer.json from the ranks and special tokens, and loads it with the folder's config and chat template."""
     from tokenizers import AddedToken
     from transformers import AutoTokenizer
     from transformers.convert_slow_tokenizer import TikTokenConverter

@@ -24,7 +24,7 @@ from orbax.checkpoint.checkpoint_managers import preservation_policy as preserva
 CHECKSUMS = "checksums"
 """The entry of a stored position for checksums of the state's arrays, and of the position. Older runs have none."""
 ALGORITHM = "odd weights 1"
-"""The name of `_checksum`'s formula, stored with the sums. Those of another formula are not compared."""
+"""The name of `_checksum`'s formula, stored with the sums. Sums of another formula are not compared."""
 
 
 def finished_steps(folder: str | Path) -> list[int]:
@@ -35,14 +35,14 @@ def finished_steps(folder: str | Path) -> list[int]:
 class TrainingCheckpoints:
     """Checkpoints of (state, position): any pytree of arrays, and a JSON object such as the data's position.
 
-    Saving returns at once and goes on in the background. A checkpoint appears under its step's name only when it is complete,
-    so a crash while saving leaves the previous one. A read refuses values that have changed on the disk. For this the devices
-    compute a checksum of each array at a save and after a restore, which does not depend on the array's sharding.
+    Saving returns at once and continues in the background. A checkpoint appears under its step's name only when it is complete,
+    so a crash while saving leaves the previous one. A read refuses values that have changed on disk: the devices compute a
+    checksum of each array at a save and after a restore. It does not depend on the array's sharding.
 
     Args:
-      keep: the number of newest checkpoints to keep. The checkpoint of the step `kept_step` is kept beside them.
-      remove_unfinished: removes the remains of such a crash. Only for a program that is alone in saving here: a checkpoint that
-        another one is saving looks the same.
+      keep: the number of newest checkpoints to keep. The checkpoint of the step `kept_step` is kept too.
+      remove_unfinished: removes the remains of such a crash. Only if no other program saves here: a checkpoint being saved
+        looks the same.
     """
 
     def __init__(self, folder: str | Path, *, keep: int = 3, remove_unfinished: bool = False):
@@ -94,7 +94,7 @@ class TrainingCheckpoints:
             return self._restore(step, state=args)["state"]
 
     def save(self, step: int, state: Any, position: dict[str, Any]) -> None:
-        """Waits for a save that is still under way, then begins to save. A step that exists is left as it is.
+        """Waits for a save in progress, then starts this one. An existing step is not overwritten.
 
         Raises:
           OSError: the earlier save, or the beginning of this one, failed, for instance on a full disk; the message names the
@@ -110,15 +110,16 @@ class TrainingCheckpoints:
     def told_to_stop(self, step: int) -> bool:
         """Returns True if all processes of a job must save now and end, because one of them got SIGTERM.
 
-        A single process hears the signal only after `listen`.
+        A single process sees the signal only after `listen`.
         """
         return self.stopped_by is not None or self._manager.reached_preemption(step)
 
     def listen(self) -> None:
-        """Makes SIGTERM set `told_to_stop` instead of ending the process, until `close`, which waits for saves under way.
+        """Makes SIGTERM set `told_to_stop` instead of ending the process, until `close`, which waits for saves in progress.
 
-        The first SIGINT (Ctrl-C) does the same; a second one interrupts at once. `stopped_by` is the signal that came. With
-        several processes JAX handles SIGTERM, and informs all of them at the same step. Only the main thread can hear signals.
+        The first SIGINT (Ctrl-C) does the same; a second one interrupts at once. `stopped_by` is the signal that arrived. With
+        several processes JAX handles SIGTERM, and informs all of them at the same step. Only the main thread can install signal
+        handlers.
         """
         if jax.process_count() > 1 or threading.current_thread() is not threading.main_thread():
             return
@@ -134,7 +135,7 @@ class TrainingCheckpoints:
             self._handlers_before[number] = signal.signal(number, heard) or signal.SIG_DFL
 
     def close(self) -> None:
-        """Waits for saves under way.
+        """Waits for saves in progress.
 
         Raises:
           OSError: one of them failed.
@@ -148,14 +149,14 @@ class TrainingCheckpoints:
                 signal.signal(*self._handlers_before.popitem())
 
     def _restore(self, step: int, **state: Any) -> Any:
-        """Returns the position and perhaps the state; raises a ValueError if a checksum is another than at the save."""
+        """Returns the position and perhaps the state; raises a ValueError if a checksum differs from the saved one."""
         restored = self._manager.restore(step, args=ocp.args.Composite(position=ocp.args.JsonRestore(), **state))
         position = restored["position"]
         noted = position.pop(CHECKSUMS, {})
         if noted.pop("algorithm", None) != ALGORITHM:
             return restored
         for name, (dtype, checksum) in _checksums(position, restored.get("state")).items():
-            # An array that was read in another dtype has other bits.
+            # An array restored in another dtype has different bits.
             if noted.get(name, [None])[0] == dtype and noted[name][1] != checksum:
                 raise ValueError(f"the values of {name} are not those that were saved")
         return restored
@@ -187,7 +188,7 @@ class TrainingCheckpoints:
 
 
 class _Kept(preservation.PreservationPolicy):
-    """Keeps the checkpoint of one step, which may change."""
+    """Keeps the checkpoint of one step; the step may change."""
 
     def __init__(self, step: Callable[[], int | None]):
         self._step = step
@@ -198,7 +199,7 @@ class _Kept(preservation.PreservationPolicy):
 
 
 def lacks_memory(error: Exception) -> bool:
-    """Returns True if a read ended for lack of memory, and not of damage, for which Orbax raises even bare Exceptions."""
+    """Returns True if a read failed for lack of memory rather than damage, for which Orbax raises even bare Exceptions."""
     return isinstance(error.__cause__ or error, RuntimeError | MemoryError)
 
 
@@ -216,14 +217,14 @@ def _checksums(position: dict[str, Any], state: Any) -> dict[str, list]:
 
 @jax.jit
 def _checksum(x: jax.Array) -> jax.Array:
-    """Sums the elements' bits modulo 2^32, each times a weight of its index. Odd weights let no single flipped bit cancel."""
+    """Sums the elements' bits modulo 2^32, each times a weight of its index. Odd weights reveal any single flipped bit."""
     if x.dtype == bool:
         x = x.astype(jnp.uint8)
     bits = jax.lax.bitcast_convert_type(x, f"uint{8 * min(x.dtype.itemsize, 4)}").astype(jnp.uint32)
     # Without this, swapped values that differ only in their signs keep the sum.
     bits ^= bits >> 16
     if bits.ndim:
-        # XLA vectorizes only short sums on CPUs: this one leaves 1/16 of the elements. Shards of the axis remain in place.
+        # XLA vectorizes only short sums on CPUs: this one reduces the elements by 16. Shards of the axis stay in place.
         few = math.gcd(bits.shape[-1], 16)
         bits = bits.reshape(*bits.shape[:-1], bits.shape[-1] // few, few)
     while bits.ndim:
@@ -234,7 +235,7 @@ def _checksum(x: jax.Array) -> jax.Array:
 
 
 def reason_of(error: BaseException) -> str:
-    """Describes the error in one line; for the operating system's errors inside TensorStore's messages, only their names."""
+    """Describes the error in one line; shortens operating system errors inside TensorStore's messages to their names."""
     if type(error) is Exception and error.__cause__ is not None:
         # Orbax wraps TensorStore's error of a failed read into one that repeats the specification of the array.
         return reason_of(error.__cause__)
@@ -264,7 +265,7 @@ def _is_no_error_of_tensorstore(record: logging.LogRecord) -> bool:
 
 
 def _print_unless_raised(hook: Callable[[Any], None], unraisable: Any) -> None:
-    """Hides errors of reads and writes that end after a failed one, which is raised. After a write each has lost its loop."""
+    """Hides errors of reads and writes that end after a failed one, which is raised: their event loop is closed by then."""
     error = unraisable.exc_value
     late = isinstance(error, RuntimeError) and str(error) == "Event loop is closed"
     if not late and not str(error).startswith("Encountered error while reading array index"):

@@ -63,12 +63,9 @@ class ChatCommand:
         from moe_jax.checkpoint.hf_load import find_checkpoint, read_config
         from moe_jax.checkpoint.tokenizer import load_tokenizer
         from moe_jax.generation.text import chat_prompts
-        from moe_jax.serving.conversation import Conversation
-        from moe_jax.serving.defaults import model_defaults
-        from moe_jax.serving.engine import Engine
-        from moe_jax.serving.limits import EngineLimits
-        from moe_jax.serving.request import SamplingOptions
-        from moe_jax.serving.servable import check_config, check_drafting
+        from moe_jax.serving.conversation import Conversation, model_defaults
+        from moe_jax.serving.engine import Engine, check_config, check_drafting
+        from moe_jax.serving.request import EngineLimits, SamplingOptions
 
         source = source_of(self.model, self.loading.adapter)
         folder = find_checkpoint(source.weights)

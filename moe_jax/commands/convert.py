@@ -79,7 +79,7 @@ class ConvertCommand:
         from moe_jax.adapters import load_adapter
         from moe_jax.checkpoint.hf_load import find_checkpoint, from_pretrained
         from moe_jax.checkpoint.orbax_params import load_orbax
-        from moe_jax.checkpoint.quantised import read_block_size
+        from moe_jax.checkpoint.quantised import read_quantisation
         from moe_jax.checkpoint.stored import StoredDtype, stored_dtype
         from moe_jax.train import model_of_run
 
@@ -99,7 +99,7 @@ class ConvertCommand:
             if is_orbax:
                 return load_orbax(source, dtype=dtype)
             # FP8 stays as it is. Adapters do not support multi-token prediction modules.
-            kept = self.fp8 and read_block_size(Path(source)) == (128, 128)
+            kept = self.fp8 and read_quantisation(Path(source)) == ("fp8", (128, 128))
             return from_pretrained(source, dtype=dtype, mtp=not self.adapter, weights="as stored" if kept else "whole")
 
         adapter = self.adapter
@@ -161,7 +161,7 @@ class ConvertCommand:
 
     def _companions(self) -> dict[str, Any]:
         """Returns the tokenizer to write, and the chat template that replaces its own."""
-        from moe_jax.recipes.run.settings_file import chosen_template
+        from moe_jax.recipes.run.folder import chosen_template
 
         run = Path(self.source).expanduser()
         if not (run / "checkpoints").is_dir():
@@ -172,7 +172,7 @@ class ConvertCommand:
 def _tokenizer_of_run(output: Path) -> str | None:
     """Returns the folder or hub id of the run's tokenizer; if its files are missing, prints a note and returns None."""
     from moe_jax.checkpoint.companions import tokenizer_files
-    from moe_jax.recipes.run.settings_file import noted_tokenizer
+    from moe_jax.recipes.run.folder import noted_tokenizer
 
     named = noted_tokenizer(output)
     try:

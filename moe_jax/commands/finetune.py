@@ -35,8 +35,6 @@ GROUPS = {
 
 def _run(command: Any) -> None:
     """Trains and exports, or rehearses (`--dry-run`), or looks for a learning rate (`--find-learning-rate`)."""
-    import jax
-
     from moe_jax.recipes import dry_run, find_learning_rate, finetune
 
     settings = command.settings
@@ -45,7 +43,7 @@ def _run(command: Any) -> None:
     elif settings.find_learning_rate:
         find_learning_rate(settings)
     else:
-        train_and_report(settings, finetune, jax.device_count())
+        train_and_report(settings, finetune)
 
 
 OTHERS = {"lora": (LoraOption, None), "mesh": (MeshShape, MeshShape())}

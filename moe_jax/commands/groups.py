@@ -34,7 +34,7 @@ def recipe_command(settings: type, groups: Groups, others: Mapping[str, tuple[An
     return command
 
 
-def train_and_report(settings: Any, recipe: Callable[[Any], Any], devices: int) -> None:
+def train_and_report(settings: Any, recipe: Callable[[Any], Any]) -> None:
     """Trains, exports the model or adapter, writes the report, and prints where both are.
 
     A run that a signal stopped exits with status 143, the status of a program that SIGTERM ended.
@@ -43,7 +43,7 @@ def train_and_report(settings: Any, recipe: Callable[[Any], Any], devices: int) 
 
     from moe_jax.recipes import write_report
     from moe_jax.recipes.run.best import told_end, told_stop
-    from moe_jax.recipes.run.export import export
+    from moe_jax.recipes.run.folder import export
     from moe_jax.runtime import processes
 
     result, is_first = recipe(settings), processes.is_first_process()
@@ -55,7 +55,7 @@ def train_and_report(settings: Any, recipe: Callable[[Any], Any], devices: int) 
     if is_first:
         what = "Hugging Face checkpoint" if settings.lora is None else "adapter, for PEFT too,"
         print(f"{told_end(settings, result.step, result.model_step, result.stopped_early)}{what} in {folder}")
-        kinds = f"{devices} x {jax.devices()[0].device_kind}"
+        kinds = f"{settings.mesh.size} x {jax.devices()[0].device_kind}"
         print(f"report in {write_report(settings.output, model_step=result.model_step, devices=kinds)}")
 
 

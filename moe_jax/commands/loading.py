@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from moe_jax.checkpoint.weights import Weights
 from moe_jax.commands.options import Dtype, InferencePrecision
+from moe_jax.models.precision import Weights
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh

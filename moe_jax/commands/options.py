@@ -15,7 +15,7 @@ from moe_jax.config import HUB_IDS, NAMED_CONFIGS, ModelConfig, load_config
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
-    from moe_jax.serving.limits import EngineLimits
+    from moe_jax.serving.request import EngineLimits
 
 _logger = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ class LimitOptions:
         Raises:
           ValueError: a size is below 1, or sizes contradict each other (for example, `max_length` exceeds the pages).
         """
-        from moe_jax.serving.limits import EngineLimits
+        from moe_jax.serving.request import EngineLimits
 
         limits = EngineLimits(
             max_sequences=self.max_sequences,

@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 
 from moe_jax.adapters.settings import LoraSettings
-from moe_jax.checkpoint.weights import Weights
 from moe_jax.commands.options import LoraOption, config_of, options_of_lora
-from moe_jax.models.precision import PrecisionName
+from moe_jax.models.precision import PrecisionName, Weights
 from moe_jax.parallel.choices import PipeSchedule
-from moe_jax.recipes.run.settings import precision_problems, weights_problems
+from moe_jax.recipes.run.settings import lora_problems, precision_problems, weights_problems
 
 OF_STEP = (
     "moment_dtype", "keys_per_token", "expert_load_imbalance", "context_method", "capacity_factor", "tokens_in_fp8",
@@ -102,9 +101,6 @@ class PlanCommand:
         """
         from moe_jax.cost.machine import machine, notes
         from moe_jax.cost.plan_table import format_plan, write_batch_script
-
-        # Imported here: it would double the imports of the command's help.
-        from moe_jax.recipes.finetuning.settings import lora_problems
 
         if self.lora is not None:
             print(self._planned_lora().summary)

@@ -74,11 +74,10 @@ class ServeCommand:
         from moe_jax.adapters.source import source_of
         from moe_jax.checkpoint.hf_load import find_checkpoint, read_config
         from moe_jax.checkpoint.tokenizer import load_tokenizer
-        from moe_jax.serving.defaults import model_defaults
-        from moe_jax.serving.engine import Engine
+        from moe_jax.serving.conversation import model_defaults
+        from moe_jax.serving.engine import Engine, check_config, check_drafting
         from moe_jax.serving.http.server import Server, bind
         from moe_jax.serving.http.service import ServerSettings, Service
-        from moe_jax.serving.servable import check_config, check_drafting
 
         logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")
         logging.getLogger("moe_jax").setLevel(logging.INFO)

@@ -1,4 +1,4 @@
-"""Parameters of a config and floating-point operations (FLOPs) of a token, counted on the model itself without its arrays."""
+"""Parameters of a config and floating-point operations (FLOPs) of a token, counted on the abstract model (no arrays)."""
 
 import math
 from collections import Counter
@@ -18,7 +18,7 @@ def num_parameters(config: ModelConfig) -> int:
 
 
 def num_active_parameters(config: ModelConfig) -> int:
-    """Returns the number of parameters that a token passes through, with the embedding table, without MTP modules.
+    """Returns the number of parameters that a token uses, including the embedding table, excluding MTP modules.
 
     Qwen3-30B-A3B: 3.35e9, DeepSeek-V3: 37.6e9.
     """
@@ -29,9 +29,9 @@ def num_active_parameters(config: ModelConfig) -> int:
 def forward_flops_per_token(config: ModelConfig, seq_len: float) -> float:
     """Returns the FLOPs of one token in a forward pass: 2 per matmul weight, and the FLOPs of attention.
 
-    Attention takes 2 * heads * (key_dim + value_dim) per key. A token of a causal sequence attends to seq_len / 2 keys on
-    average; a sliding window limits them. Norms, softmax and other elementwise work do not count, by custom. MTP modules do not
-    count either.
+    Attention costs 2 * heads * (key_dim + value_dim) per key. A token of a causal sequence attends to seq_len / 2 keys on
+    average; a sliding window limits them. By convention, norms, softmax and other elementwise work do not count. MTP modules do
+    not count either.
     """
     attended = (min(seq_len / 2, window or seq_len) for window in config.layer_windows)
     mixing = sum(mixer.flops(keys) for mixer, keys in zip(config.layer_mixers, attended, strict=True))
@@ -41,7 +41,7 @@ def forward_flops_per_token(config: ModelConfig, seq_len: float) -> float:
 def training_flops_per_token(config: ModelConfig, seq_len: float, *, frozen: bool = False) -> float:
     """Returns the FLOPs of one token in a training step: three times the forward pass.
 
-    The backward pass computes two gradients per matmul. Recomputation does not count. MTP modules count, each with the
+    The backward pass computes two gradients per matmul. Recomputation does not count. MTP modules count, each including the
     vocabulary projection. Qwen3-30B-A3B at seq_len 4096: 23.1e9.
 
     Args:
@@ -64,7 +64,7 @@ def stage_weights(config: ModelConfig, number: int) -> Counter[Role]:
 
 
 def _matmul_weights(config: ModelConfig, *, mtp: bool) -> int:
-    """Returns the weights that multiply one token: of layers and vocabulary projection, or of all MTP modules with theirs."""
+    """Returns the weights that multiply one token: in layers and vocabulary projection, or in all MTP modules."""
     layers, modules = len(config.stages), len(config.mtp_stages)
     stages, heads = (range(layers, layers + modules), modules) if mtp else (range(layers), 1)
     multiplied = sum(stage_weights(config, number).total() for number in stages) - _idle_weights(config, stages)

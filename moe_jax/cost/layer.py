@@ -1,19 +1,22 @@
-"""Seconds of one layer's computation on one GPU: experts, router, projections, attention and elementwise work.
+"""Seconds of a device's computation in one layer: experts, router, projections, attention and elementwise work.
 
 Passes and letters follow docs/kernels.md: K choices a token, R rows (choices that this device's experts compute), D hidden, I
-intermediate. Operands have 2 bytes an element.
+intermediate.
 """
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from moe_jax.config import HeadsSpec
+from moe_jax.config import HeadsSpec, Stage
+from moe_jax.cost.flops import stage_weights
 from moe_jax.cost.machine import Machine
+from moe_jax.cost.memory import kept_by_layer, quantised_layer
+from moe_jax.cost.parameters import BYTES, ELEMENT
+from moe_jax.cost.planned_step import PlannedStep
+from moe_jax.kernels.vocabulary import CHUNK_TOKENS
 from moe_jax.models.precision import PrecisionName
-
-ELEMENT = 2
-"""Bytes of one element of an operand."""
 
 
 class Passes(NamedTuple):
@@ -48,12 +51,58 @@ class ExpertsWork:
     inter: int
 
 
+def layer_seconds(step: PlannedStep, number: int, machine: Machine) -> dict[str, Passes]:
+    """Returns the seconds that a device computes in one layer of stage `number`, by part."""
+    config, tokens, stage, frozen = step.config, step.tokens, step.stages[number], step.adapters is not None
+    own = step.parameters_of_stages[number]
+    attended = step.attended[stage.first_layer : stage.first_layer + stage.num_layers]
+    hidden, dense_inter = config.hidden_size, config.intermediate_size
+    if stage.sparse:
+        dense_inter = step.experts.shared_intermediate_size
+    of_stage = stage_weights(config, number)
+    weights = (of_stage.total() - of_stage["experts"] - of_stage["router"]) / stage.num_layers
+    # Two norms and two sums; the activation of a dense block; with shared experts the sum of both outputs.
+    elements = (10 + (3 if stage.sparse and dense_inter else 0)) * hidden + step.mixer.moved_elements + 3 * dense_inter
+    if step.is_module(stage):
+        # Three more norms; the outputs of two are concatenated.
+        elements += 8 * hidden
+    elementwise = elementwise_seconds(tokens, elements, machine)
+    if step.param_dtype == "float32":
+        # Every pass casts its parameters: 4 bytes read and 2 written.
+        cast = 6 * sum(p.own_size / p.layers for p in own) / machine.hbm
+        elementwise = elementwise.plus(Passes(cast, cast, cast))
+    if step.adapters is not None:
+        # Separate passes over rows, limited by their reads and writes.
+        moved = elementwise_seconds(tokens, step.adapters.moved_elements / config.num_hidden_layers, machine)
+        made = sum(quantised_layer(step, number)) / machine.hbm
+        elementwise = elementwise.plus(moved, Passes(made, 0.0, made))
+    parts = {
+        "projections": matmul_seconds(tokens, weights, machine, frozen=frozen),
+        "attention": attention_seconds(tokens, sum(attended) / len(attended), step.mixer, machine),
+        "elementwise": elementwise.plus(_rounding_seconds(step, number, machine)),
+        "overhead": Passes(*(machine.layer_overhead,) * 3),
+    }
+    if stage.sparse:
+        spec = step.experts
+        router = router_seconds(tokens, hidden, spec.num_experts, machine, grouped=spec.num_groups > 1)
+        experts = experts_seconds(experts_work(step), machine, frozen=frozen, precision=step.precision)
+        parts["experts"] = experts.plus(router)
+    return parts | {"kept": _keeping_seconds(step, stage, parts.values(), machine)}
+
+
+def experts_work(step: PlannedStep) -> ExpertsWork:
+    """Returns the work of the busiest device's experts in one layer and micro-batch."""
+    spec, own_experts = step.experts, step.experts.num_experts // step.mesh.expert
+    sizes = step.config.hidden_size, spec.moe_intermediate_size
+    return ExpertsWork(step.received, spec.num_experts_per_tok, step.busiest, own_experts, *sizes)
+
+
 def experts_seconds(work: ExpertsWork, machine: Machine, *, frozen: bool = False, precision: PrecisionName = "bf16") -> Passes:
     """Returns the seconds of backend `mosaic`, whose kernels run one after another.
 
     A matmul computes whole tiles of 128 rows, or of 64 rows where experts have at most 64 on average. The last tile of an
     expert is half empty on average. If reading the weights takes longer than the FLOPs, that time counts. Frozen weights have
-    no gradients, and their backward pass gathers no rows of x. In FP8 operands have 1 byte, but those of weights' gradients.
+    no gradients, and their backward pass gathers no rows of x. In FP8 operands have 1 byte, except for weight gradients.
     """
     in_fp8 = precision != "bf16"
     filled = _filled_rows(work)
@@ -70,14 +119,15 @@ def experts_seconds(work: ExpertsWork, machine: Machine, *, frozen: bool = False
     else:
         gate_up, down, dx, d_act = matmul(2), matmul(1), matmul(2), matmul(1, machine.experts_d_act)
     plan = work.tokens * work.choices * machine.sort
-    # A token is read once and its rows are written. XLA's combine reads these rows. For a choice of another device it reads the
-    # same row again and again, in half the time (profile of a layer over four GPUs).
-    # The first of two forward passes under remat gathers inside gate_up only. Its gather counts all the same: 1 % of a layer.
+    # A token is read once and its rows are written. XLA's combine reads these rows. For choices of other devices it rereads one
+    # row, in half the time (profile of a layer over four GPUs). The first of two forward passes under remat gathers inside
+    # gate_up only. The gather is counted anyway: it is 1 % of a layer.
     gather = ELEMENT * work.hidden * (work.tokens + work.rows) / machine.hbm
     rounded = work.hidden * (ELEMENT * work.tokens + work.rows) / machine.hbm if in_fp8 else gather
     elsewhere = work.tokens * work.choices - work.rows
     combine = gather + ELEMENT * work.hidden * elsewhere / 2 / machine.hbm
-    # A gather of dy, d_act, dx and its sum; then dw_down, dw_gate_up and the gather of x. In FP8 these gather dy once more.
+    # A gather of dy, d_act, dx and its sum; then dw_down, dw_gate_up and the gather of x. In FP8 the weight gradients gather dy
+    # once more.
     backward = rounded + d_act + dx + combine
     if not frozen:
         backward += matmul(1) + matmul(2) + gather * (2 if in_fp8 else 1)
@@ -107,7 +157,7 @@ def _filled_rows(work: ExpertsWork) -> float:
 def router_seconds(tokens: int, hidden: int, num_experts: int, machine: Machine, *, grouped: bool = False) -> Passes:
     """Returns the seconds of the router: a narrow matmul, float32 scores (read and written) and a top-k.
 
-    The backward pass is two matmuls of the same bytes. A `grouped` choice takes three top-k: the best experts of each group,
+    The backward pass is two matmuls of the same bytes. A `grouped` choice needs three top-k: the best experts of each group,
     the groups, the experts. Each reads and writes float32 scores.
     """
     read = (ELEMENT * hidden + 4 * 3 * num_experts) * tokens / machine.hbm
@@ -119,7 +169,7 @@ def router_seconds(tokens: int, hidden: int, num_experts: int, machine: Machine,
 def matmul_seconds(tokens: int, weights: float, machine: Machine, *, frozen: bool = False) -> Passes:
     """Returns the seconds of projections with `weights` weights: 2 FLOPs per weight and token forward, 4 backward.
 
-    Frozen weights take 2 backward.
+    Frozen weights cost 2 backward.
     """
     forward = 2 * tokens * weights / machine.dense_matmul
     return Passes(forward, forward, forward if frozen else 2 * forward)
@@ -147,7 +197,53 @@ def expansion_seconds(tokens: int, mixer: HeadsSpec, machine: Machine) -> Passes
     return Passes(matmul.forward + move, matmul.again + move, matmul.backward + 2 * move)
 
 
+def vocabulary_seconds(tokens: float, vocab: int, hidden: int, machine: Machine, *, frozen: bool = False) -> Passes:
+    """Returns the seconds of the vocabulary's loss: a matmul for the logits and two for the gradients.
+
+    The float32 logits are written and read forward, and once more for the gradients. The float32 gradient of the weights is
+    read and written for each chunk of tokens; frozen weights have none.
+    """
+    matmul = 2 * tokens * vocab * hidden / machine.vocabulary
+    chunks = math.ceil(tokens / CHUNK_TOKENS)
+    forward = matmul + 8 * tokens * vocab / machine.hbm
+    if frozen:
+        return Passes(forward, forward, matmul + 4 * tokens * vocab / machine.hbm)
+    return Passes(forward, forward, 2 * matmul + (4 * tokens + 8 * chunks * hidden) * vocab / machine.hbm)
+
+
 def elementwise_seconds(tokens: int, elements: float, machine: Machine) -> Passes:
     """Returns the seconds to read or write `elements` elements of each token; twice that backward."""
     forward = ELEMENT * elements * tokens / machine.hbm
     return Passes(forward, forward, 2 * forward)
+
+
+def _rounding_seconds(step: PlannedStep, number: int, machine: Machine) -> Passes:
+    """Returns the seconds that the passes of one layer of a stage spend on rounding experts' matrices to FP8."""
+    forward = again = backward = 0.0
+    for p in step.parameters_of_stages[number]:
+        if p.fp8 == "pass":
+            rounded = (ELEMENT + 1) * p.used_size / p.layers
+            forward, again, backward = forward + rounded, again + rounded, backward + rounded
+        elif p.fp8 == "arrives":
+            # The backward pass and its recomputation share one gather, and round the device's own part once.
+            rounded = (BYTES[step.param_dtype] + 1) * p.own_size / p.layers
+            forward, backward = forward + rounded, backward + rounded
+        if p.fp8 and p.fp8 != "once":
+            backward += 2 * p.used_size / p.layers
+    return Passes(forward / machine.hbm, again / machine.hbm, backward / machine.hbm)
+
+
+def _keeping_seconds(step: PlannedStep, stage: Stage, computing: Iterable[Passes], machine: Machine) -> Passes:
+    """Returns the seconds to copy a layer's residuals into the stack of all layers (`layers/passes.py`) and out of it.
+
+    Copies to and from host memory overlap with the layer's computation; only the excess counts. A pipe copies a chunk's layers
+    back before it computes, in some ticks during the loss: these copies count in full.
+    """
+    size = kept_by_layer(step, stage)
+    if step.remat != "offload":
+        copy = 2 * size / machine.hbm
+        return Passes(copy, 0.0, copy)
+    copy = size / machine.host_link
+    forward, again, backward = (sum(seconds) for seconds in zip(*computing, strict=True))
+    hidden = 0.0 if step.offloads_slots else again + backward
+    return Passes(max(0.0, copy - forward), 0.0, max(0.0, copy - hidden))

@@ -1,8 +1,8 @@
 """Rates of a GPU and its links, the time of a collective over axes of a mesh, and the GPUs that `moe-jax plan` knows by name.
 
-Most figures of `H200` are measurements of a kernel or a collective alone (see docs/log), or fits to whole layers and
-losses. Comments name the two figures that were fitted to whole training steps, and the four that are assumed. Rates of other
-GPUs are scaled from the H200's by data sheets.
+Most figures of `H200` are measurements of a single kernel or collective (see docs/log), or fits to whole layers and losses.
+Comments name the two figures that were fitted to whole training steps, and the four that are assumed. Rates of other GPUs are
+scaled from the H200's by data sheets.
 """
 
 import functools
@@ -15,7 +15,7 @@ Axes = tuple[str, ...]
 
 
 class Fp8Rates(NamedTuple):
-    """FLOP/s of the experts' products in FP8, counted as those in bfloat16."""
+    """FLOP/s of the experts' products in FP8, with the same FLOP count as in bfloat16."""
 
     gate_up: float
     down: float
@@ -40,7 +40,7 @@ class Machine:
     experts_matmul: float
     """All grouped matmuls except the backward down projection. FLOPs count every row of a tile, filled or not."""
     experts_d_act: float
-    """The backward pass of the down projection, fused with the activation's."""
+    """The backward pass of the down projection, fused with the activation's backward pass."""
     experts_sums: float
     """Bytes read and written in a second by the kernels that add the experts' gradients to float32 sums."""
     experts_overhead: float
@@ -51,7 +51,7 @@ class Machine:
     attention_backward_wide: float
     """`attention_backward` for keys wider than 128 channels."""
     vocabulary: float
-    """The matmuls of the vocabulary's loss, without the time for the bytes of logits and gradient."""
+    """The matmuls of the vocabulary's loss, excluding the time to read and write logits and gradients."""
     top_k: float
     """Seconds for each token."""
     sort: float
@@ -80,8 +80,8 @@ class Machine:
 def all_gather_seconds(machine: Machine, size: float, axes: Axes, mesh: MeshShape) -> float:
     """Returns the seconds of an all-gather whose result has `size` bytes on each device.
 
-    Inside a host a GPU receives all parts except its own. Parts from other hosts arrive once at each host, whose GPUs of the
-    group share them out and pass them on.
+    Inside a host a GPU receives all parts except its own. Parts from other hosts arrive once at each host; its GPUs in the
+    group receive one share each and exchange them.
     """
     return _gather_seconds(machine, machine.all_gather, size, axes, mesh)
 
@@ -126,9 +126,9 @@ def is_inside_host(machine: Machine, axes: Axes, mesh: MeshShape) -> bool:
 
 @functools.cache
 def _group(gpus_of_host: int, axes: Axes, mesh: MeshShape) -> tuple[int, int, float]:
-    """Returns the devices of a collective along `axes`, those of them that share a host, and the number of hosts.
+    """Returns the number of devices of a collective along `axes`, how many of them share a host, and the number of hosts.
 
-    Neighbours along the last axis are neighbours in the list of devices, which goes through one host after another.
+    Neighbours along the last axis are neighbours in the list of devices, which is ordered by host.
     """
     devices = inside = stride = 1
     for name in reversed(MESH_AXES):
@@ -148,16 +148,16 @@ def _started(machine: Machine, devices: int, hosts: float, seconds: float) -> fl
 
 H200 = Machine(
     name="NVIDIA H200",
-    # `moe-jax` lets JAX take 95 % of 139 GiB.
+    # `moe-jax` lets JAX allocate 95 % of 139 GiB.
     memory=0.95 * 139 * 2**30,
     gpus_of_host=8,
     hbm=4.27e12,
     # XLA's matmul at the size of an expert's projection over all rows: 535 to 718 in different sessions under load.
     dense_matmul=650e12,
-    # From times of the whole layer alone, at 1024 to 65536 tokens of four models.
+    # From times of an isolated layer, at 1024 to 65536 tokens of four models.
     experts_matmul=640e12,
     experts_d_act=490e12,
-    # Beside too few tokens to hide it: 2.15 ms for the sums of a layer of Qwen3-30B-A3B (docs/log/kernels.md, "Sums").
+    # With too few tokens to hide it: 2.15 ms for the sums of a layer of Qwen3-30B-A3B (docs/log/kernels.md, "Sums").
     experts_sums=2.25e12,
     experts_overhead=0.16e-3,
     # 128 heads of 192 and 128: 4.58 ms for four sequences of 4096 tokens, 27.2 ms with backward.
@@ -180,7 +180,7 @@ H200 = Machine(
     host_link=50e9,
     latency=20e-6,
     host_latency=10e-6,
-    # Fitted to two training steps whose experts are gathered: NCCL's blocks take SMs from the kernels that they overlap with.
+    # Fitted to two training steps whose experts are gathered: NCCL's blocks occupy SMs that the overlapping kernels then lack.
     hidden=0.2,
     # Fitted to four training steps; it is 2 % of them (docs/log/cost_model.md).
     layer_overhead=0.1e-3,
@@ -191,7 +191,7 @@ H200 = Machine(
 
 
 USABLE = 0.95
-"""Share of a GPU's memory that `moe-jax` lets JAX allocate. CUDA and NCCL allocate theirs outside of it."""
+"""Share of a GPU's memory that `moe-jax` lets JAX allocate. CUDA and NCCL allocate outside of it."""
 
 
 @dataclass(frozen=True)
@@ -200,7 +200,7 @@ class DataSheet:
 
     name: str
     memory: float
-    """GiB, as nvidia-smi shows; a desktop takes half a GiB of a GeForce."""
+    """GiB, as nvidia-smi shows; on a GeForce a desktop uses half a GiB."""
     tflops: float
     """Dense bfloat16 TFLOP/s, accumulated in float32. Data sheets of GPUs since Ampere often print twice that, for sparsity."""
     hbm: float
@@ -210,9 +210,9 @@ class DataSheet:
     host_link: float
     """GB/s between GPU and host, one direction: 16 lanes of PCIe."""
     network: float
-    """GB/s of the GPU's share of its host's network cards, one direction: of usual hosts, since no data sheet has it."""
+    """GB/s of the GPU's share of its host's network cards, one direction: a typical host's, since no data sheet has it."""
     is_hopper: bool = False
-    """True if the library's own kernels run there; FP8's rates are in the same proportion as bfloat16's on these GPUs."""
+    """True if the library's own kernels run there; FP8 rates are scaled by the same ratio as bfloat16 on these GPUs."""
 
 
 H200_SHEET = DataSheet("NVIDIA H200", 139, 989, 4800, 900, 64, 50, is_hopper=True)
@@ -226,7 +226,7 @@ SHEETS = {
     # A100 data sheet, SXM.
     "a100": DataSheet("NVIDIA A100 80 GB", 79, 312, 2039, 600, 32, 25),
     "a100-40gb": DataSheet("NVIDIA A100 40 GB", 39, 312, 1555, 600, 32, 25),
-    # Data sheets of L40S, L4 and A10. Their memory corrects errors (ECC), which takes a part of it.
+    # Data sheets of L40S, L4 and A10. Error correction (ECC) uses part of their memory.
     "l40s": DataSheet("NVIDIA L40S", 44, 362, 864, 64, 32, 25),
     "l4": DataSheet("NVIDIA L4", 22.5, 121, 300, 64, 32, 12.5),
     "a10": DataSheet("NVIDIA A10", 22.5, 125, 600, 64, 32, 12.5),
@@ -235,13 +235,13 @@ SHEETS = {
     "rtx4090": DataSheet("NVIDIA RTX 4090", 23.5, 165, 1008, 64, 32, 12.5),
     "rtx3090": DataSheet("NVIDIA RTX 3090", 23.5, 71, 936, 64, 32, 12.5),
 }
-"""GPUs on which nothing was measured."""
+"""GPUs without measurements."""
 
 
 def scaled(sheet: DataSheet) -> Machine:
     """Returns the machine with the rates of `H200` times the ratio of the two data sheets.
 
-    Predictions for other GPUs than Hopper's are optimistic: the library has no fused attention for them.
+    Predictions for GPUs other than Hopper are optimistic: the library has no fused attention for them.
     """
     compute, hbm = sheet.tflops / H200_SHEET.tflops, sheet.hbm / H200_SHEET.hbm
     links = sheet.links / H200_SHEET.links
@@ -262,7 +262,7 @@ def scaled(sheet: DataSheet) -> Machine:
         # These two are seconds, of kernels bound by memory.
         (1 / hbm, ("top_k", "sort")),
     ]  # fmt: skip
-    # `experts_sums` stays: half of what an H200's memory gives, it is bound by the kernel.
+    # `experts_sums` is not scaled: at half of an H200's memory bandwidth, the kernel is the bound.
     fields: dict[str, Any] = {name: ratio * getattr(H200, name) for ratio, names in rates for name in names}
     fields["experts_fp8"] = None
     if sheet.is_hopper and H200.experts_fp8 is not None:

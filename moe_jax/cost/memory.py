@@ -7,42 +7,31 @@ The peak is one of three moments:
     AdamW                      no activations are left
 
 With several micro-batches float32 sums of all gradients exist throughout. Where passes are joined (`PlannedStep.joins_passes`),
-layers add to the sums directly, and several micro-batches are in flight. Below: what a layer keeps, and what it uses while it
-computes.
+layers add to the sums directly, and several micro-batches are in flight. The functions below count a layer's residuals and its
+workspace.
 """
 
 from typing import NamedTuple
 
 from moe_jax.config import Stage
-from moe_jax.cost.layer import ELEMENT
-from moe_jax.cost.parameters import Parameter
-from moe_jax.cost.planned_step import BYTES, PlannedAdapters, PlannedStep
-from moe_jax.cost.quantised import (
-    OF_ROW_ELEMENT,
-    copies_bytes,
-    frozen_bytes,
-    gathered_bytes,
-    quantised_layer,
-    rounding_bytes,
-    travelling_bytes,
-)
-from moe_jax.cost.schedules import product_bytes, stage_copies, ticks
+from moe_jax.cost.parameters import BYTES, ELEMENT, FP8_ELEMENT, FP8_ROW_ELEMENT, Parameter, operand_elements
+from moe_jax.cost.planned_step import PlannedAdapters, PlannedStep
 from moe_jax.kernels.hopper.mainloop import ROW_ALIGNMENT
 from moe_jax.kernels.vocabulary import CHUNK_TOKENS
-from moe_jax.parallel.choices import UNIFORM
 
 
 def memory_bytes(step: PlannedStep) -> dict[str, float]:
     """Returns the peak by part, in bytes. `workspace` is the rest of the peak after the other four parts."""
     of_param = BYTES[step.param_dtype]
+    own = sum(p.own_size * (p.quantised or of_param) for p in step.parameters)
     if step.adapters is not None:
         updated = step.adapters.parameters
-        parameters = frozen_bytes(step) + 4 * updated
+        parameters = own + 4 * updated
         held = _of_adapters(step, step.adapters)
     else:
-        updated = sum(map(step.updated_size, step.parameters))
-        # Beside bf16 parameters, the other halves of the masters lie as the moments do.
-        parameters = of_param * sum(p.own_size for p in step.parameters) + (4 - of_param) * updated
+        updated = sum(p.updated_size for p in step.parameters)
+        # With bf16 parameters, the other halves of the masters are laid out like the moments.
+        parameters = own + (4 - of_param) * updated
         held = _of_joined_passes(step) if step.joins_passes else _of_passes_in_turn(step)
     kept = min(held.kept, held.peak - held.gradients)
     return {
@@ -54,21 +43,8 @@ def memory_bytes(step: PlannedStep) -> dict[str, float]:
     }
 
 
-def _of_adapters(step: PlannedStep, adapters: PlannedAdapters) -> "_Held":
-    """Returns the bytes of a step that trains adapters: frozen weights have no gradients, and the head's is not made.
-
-    The sums of micro-batches lie beside a micro-batch's gradients. AdamW uses one more array of each adapter.
-    """
-    trained = 4 * adapters.parameters
-    gradients = trained * (2 if step.accumulates else 1)
-    kept = sum(_layers_kept(step, stage.num_layers) * kept_by_layer(step, stage) for stage in step.stages)
-    made_whole = max(quantised_layer(step, number)[1] for number, _ in enumerate(step.stages))
-    passes = kept + max(made_whole + backward_workspace(step), loss_workspace(step, step.tokens))
-    return _Held(gradients, kept, gradients + max(passes, trained))
-
-
 class _Held(NamedTuple):
-    """Bytes beside parameters and moments."""
+    """Bytes in addition to parameters and moments."""
 
     gradients: float
     kept: float
@@ -76,14 +52,27 @@ class _Held(NamedTuple):
     peak: float
 
 
+def _of_adapters(step: PlannedStep, adapters: PlannedAdapters) -> _Held:
+    """Returns the bytes of a step that trains adapters: frozen weights have no gradients, and the head's is not computed.
+
+    The sums of micro-batches coexist with a micro-batch's gradients. AdamW uses one more array for each adapter.
+    """
+    trained = 4 * adapters.parameters
+    gradients = trained * (2 if step.accumulates else 1)
+    kept = _kept_in_turn(step)
+    made_whole = max(quantised_layer(step, number)[1] for number, _ in enumerate(step.stages))
+    passes = kept + max(made_whole + backward_workspace(step), loss_workspace(step, step.tokens))
+    return _Held(gradients, kept, gradients + max(passes, trained))
+
+
 def _of_passes_in_turn(step: PlannedStep) -> _Held:
-    """Returns the bytes of micro-batches one after the other; with several, the sums and the gradients of one exist."""
+    """Returns the bytes if micro-batches run in turn; with several, the sums and one micro-batch's gradients exist."""
     config, own = step.config, sum(p.own_size for p in step.parameters)
     sums, added_in_place = 0.0, 0
     if step.gradient_accumulation > 1:
-        sums, added_in_place = 4 * own, sum(p.own_size for p in step.parameters if step.adds_in_kernel(p))
+        sums, added_in_place = 4 * own, sum(p.own_size for p in step.parameters if p.adds_in_kernel)
     gradients = BYTES[step.param_dtype] * (own - added_in_place)
-    kept = sum(_layers_kept(step, stage.num_layers) * kept_by_layer(step, stage) for stage in step.stages)
+    kept = _kept_in_turn(step)
     # Gradients of the model's own loss stay in memory during the passes of the MTP modules.
     waiting = 4 * len(config.mtp_stages) * config.hidden_size * (config.vocab_size + step.tokens)
     kept_and_copies = kept + copies_bytes(step)
@@ -95,39 +84,41 @@ def _of_passes_in_turn(step: PlannedStep) -> _Held:
 
 
 def _of_joined_passes(step: PlannedStep) -> _Held:
-    """Returns the bytes where forward and backward passes are joined, in a pipe or without.
+    """Returns the bytes if forward and backward passes are joined, with or without a pipe.
 
-    Arrays that are gathered once a step are whole on every device, with their sums. A slot keeps the residuals of one chunk.
-    Stages beside the joined one keep at most two micro-batches for each rank, of which a rank has its part of the rows. A
-    module keeps one, for its passes follow each other. The gradients of all embedded tokens are kept until the end.
+    Arrays that are gathered once a step are whole on every device, as are their sums. A slot keeps the residuals of one chunk.
+    Stages other than the joined one keep at most two micro-batches per rank, and a rank holds its share of their rows. A module
+    keeps one, because its passes run in turn. The gradients of all embedded tokens are kept until the end.
     """
-    config, number = step.config, step.joined_stage
+    config, number, ticks = step.config, step.joined_stage, step.ticks
     stage, ranks = step.stages[number], step.mesh.pipe
     sums = 4 * sum(p.own_size if p.by_layer else p.used_size for p in step.parameters)
     whole: float = ELEMENT * sum(p.used_size for p in step.parameters if p.gather_axes and not p.by_layer)
     own_tokens = step.tokens / ranks
     embedded = ELEMENT * step.gradient_accumulation * own_tokens * config.hidden_size
     of_chunk = step.layers_of_chunk * kept_by_layer(step, stage)
-    in_layers = sum(p.own_size for p in step.parameters if p.by_layer)
-    if step.pipe_schedule not in UNIFORM:
-        own_slots = ticks(step).slots
-        kept = (own_slots.saved + 1) * of_chunk
-        # One slot of each kind takes what is not needed.
-        kept += (own_slots.inputs + own_slots.gradients + 2) * ELEMENT * step.tokens * config.hidden_size
-        # A rank of DualPipe computes twice its layers, and holds their parameters and sums beside its own.
-        whole += ELEMENT * (1 + stage_copies(step)) * in_layers if stage_copies(step) else 0
+    # Number of chunks whose products wait for W.
+    products = ranks - 1 if step.pipe_schedule == "uniform-w" else 0
+    if ticks is not None:
+        kept = (ticks.slots.saved + 1) * of_chunk
+        # One slot of each kind receives unused results.
+        kept += (ticks.slots.inputs + ticks.slots.gradients + 2) * ELEMENT * step.tokens * config.hidden_size
+        products = ticks.slots.products
+        # A rank of DualPipe computes two ranks' layers, and holds both sets of parameters and sums.
+        in_layers = sum(p.own_size for p in step.parameters if p.by_layer)
+        whole += ELEMENT * (1 + ticks.copies) * in_layers if ticks.copies else 0
         sums += 4 * in_layers if step.pipe_schedule == "dualpipe" else 0
     elif step.offloads_slots:
-        # A chunk comes back from the host's memory as a whole.
+        # A whole chunk is copied back from the host's memory at once.
         kept = of_chunk
     elif ranks > 1:
-        # Passes that do not exist have a slot of their own, and a backward pass reads a copy of its slot.
+        # Passes masked out of a tick have a slot of their own, and a backward pass reads a copy of its slot.
         kept = (step.slots + 2) * of_chunk
     else:
         kept = step.slots * _layers_kept(step, step.layers_of_chunk) * kept_by_layer(step, stage)
-    # The forward pass of a tick has gathered layers of its own, and makes the residuals of a layer.
+    kept += products * step.layers_of_chunk * ELEMENT * step.tokens * operand_elements(config)
+    # The forward pass of a tick has its own gathered layers, and produces the residuals of a layer.
     workspaces = [layer_workspace(step, number) + 2 * gathered_layer(step, number) + activations(step, stage)]
-    kept += product_bytes(step)
     for other, own in enumerate(step.stages):
         if other != number:
             beside = step.beside_pipe
@@ -147,26 +138,31 @@ def host_bytes(step: PlannedStep) -> float:
     if not step.offloads_slots:
         layers = sum(stage.num_layers * kept_by_layer(step, stage) for stage in step.stages)
         return (step.slots if step.joins_passes else 1) * layers
-    # Passes that do not exist have a slot of their own.
+    # Passes masked out of a tick have a slot of their own.
     kept = (step.slots + 1) * step.layers_of_chunk * kept_by_layer(step, step.stages[step.joined_stage])
     beside = [stage for number, stage in enumerate(step.stages) if number != step.joined_stage]
     return kept + sum(_in_flight(step, own) * own.num_layers * kept_by_layer(step.beside_pipe, own) for own in beside)
 
 
 def _in_flight(step: PlannedStep, stage: Stage) -> int:
-    """Returns the number of micro-batches of which a stage beside the joined one keeps residuals."""
+    """Returns how many micro-batches of residuals a stage other than the joined one holds at once."""
     return 1 if step.is_module(stage) else min(2 * step.mesh.pipe, step.gradient_accumulation)
 
 
+def _kept_in_turn(step: PlannedStep) -> float:
+    """Returns the bytes of residuals of all layers for one micro-batch."""
+    return sum(_layers_kept(step, stage.num_layers) * kept_by_layer(step, stage) for stage in step.stages)
+
+
 def _layers_kept(step: PlannedStep, layers: int) -> int:
-    """Returns the number of layers whose residuals the device holds. With "offload" inputs of two are on their way."""
+    """Returns the number of layers whose residuals the device holds. With "offload" these are two inputs in transit."""
     return 2 if step.remat == "offload" else layers
 
 
 def kept_by_layer(step: PlannedStep, stage: Stage) -> float:
     """Returns the bytes of residuals that one layer of a stage keeps for its backward pass.
 
-    With remat these are its input alone; an MTP module's input includes embeddings.
+    With remat this is only its input; an MTP module's input includes embeddings.
     """
     if not step.remat:
         return activations(step, stage)
@@ -189,26 +185,26 @@ def activations(step: PlannedStep, stage: Stage) -> float:
         return ELEMENT * (elements + step.tokens * 3 * config.intermediate_size)
     experts = step.experts
     elements += step.tokens * 3 * experts.shared_intermediate_size
-    dispatched = travelling_bytes(step) * step.received * config.hidden_size if step.exchange else 0
+    dispatched = step.token_bytes * step.received * config.hidden_size if step.exchange else 0
     rows = step.room + experts.num_experts // step.mesh.expert * (ROW_ALIGNMENT - 1)
-    of_hidden = OF_ROW_ELEMENT if step.precision == "fp8_kept" else ELEMENT
+    of_hidden = FP8_ROW_ELEMENT if step.precision == "fp8_kept" else ELEMENT
     hidden = of_hidden * rows * 2 * experts.moe_intermediate_size
     narrow = step.tokens * (step.mixer.heads + 2 * experts.num_experts + 5 * experts.num_experts_per_tok) + 3 * rows
     return hidden + dispatched + ELEMENT * elements + 4 * narrow
 
 
 def backward_workspace(step: PlannedStep) -> float:
-    """Returns the bytes that the backward pass of a layer uses, at the stage that uses most."""
+    """Returns the bytes that the backward pass of a layer uses, for the stage that needs most."""
     return max(layer_workspace(step, number) for number in range(len(step.stages))) + context_workspace(step)
 
 
 def layer_workspace(step: PlannedStep, number: int) -> float:
-    """Returns the bytes that one layer's backward pass uses beside the residuals of all layers.
+    """Returns the bytes that one layer's backward pass uses in addition to the residuals of all layers.
 
     These are the gathered parameters of two layers and the gradients of two layers, and with remat the layer's activations.
-    The larger of two workspaces comes on top. The experts' backward pass makes rows of dy, of x or dx, dh and the weighted
-    activation, and the gradients that travel. Attention's backward pass makes gradients of all its inputs and outputs.
-    Experts that are computed in chunks accumulate the gradients of their weights in float32.
+    The larger of two workspaces is added. The experts' backward pass holds rows of dy, of x or dx, dh and the weighted
+    activation, and the gradients that travel. Attention's backward pass holds gradients of all its inputs and outputs. Experts
+    that are computed in chunks accumulate the gradients of their weights in float32.
     """
     config, stage = step.config, step.stages[number]
     head_elements = step.mixer.head_elements + step.mixer.key_value_elements
@@ -217,8 +213,8 @@ def layer_workspace(step: PlannedStep, number: int) -> float:
         inter = step.experts.moe_intermediate_size
         elements: float = step.computed_at_once * (2 * config.hidden_size + 3 * inter)
         elements += 2 * step.received * config.hidden_size if step.exchange else 0
-        # dh in FP8 beside dh.
-        elements += step.computed_at_once * inter * OF_ROW_ELEMENT if step.precision != "bf16" else 0
+        # dh in FP8, in addition to dh.
+        elements += step.computed_at_once * inter * FP8_ROW_ELEMENT if step.precision != "bf16" else 0
         if step.computed_at_once < step.room and step.adapters is None:
             own = step.parameters_of_stages[number]
             gathered += 4 * sum(p.used_size / p.layers for p in own if "experts" in p.path)
@@ -230,18 +226,41 @@ def layer_workspace(step: PlannedStep, number: int) -> float:
 
 def gathered_layer(step: PlannedStep, number: int) -> float:
     """Returns the bytes of the matrices that one layer of stage `number` gathers."""
-    return sum(gathered_bytes(step, p) * p.used_size / p.layers for p in _gathered(step, number))
+    return sum(p.travelling_bytes * elements for p, elements in _gathered(step, number))
 
 
 def gathered_layers(step: PlannedStep, number: int) -> float:
     """Returns the bytes of the gathered matrices of two layers of stage `number`, and of these matrices' gradients."""
-    gradients = ELEMENT * sum(p.used_size / p.layers for p in _gathered(step, number))
-    return 2 * (gathered_layer(step, number) + gradients)
+    return 2 * sum((p.travelling_bytes + ELEMENT) * elements for p, elements in _gathered(step, number))
 
 
-def _gathered(step: PlannedStep, number: int) -> list[Parameter]:
+def _gathered(step: PlannedStep, number: int) -> list[tuple[Parameter, float]]:
+    """Returns the parameters that a layer of stage `number` gathers, with the elements of one layer."""
     own = step.parameters_of_stages[number]
-    return [p for p in own if p.gather_axes and p.by_layer]
+    return [(p, p.used_size / p.layers) for p in own if p.gather_axes and p.by_layer]
+
+
+def copies_bytes(step: PlannedStep) -> float:
+    """Returns the bytes of FP8 copies of experts' matrices that are made once a step: both orders of each matrix."""
+    return 2 * FP8_ELEMENT * sum(p.own_size for p in step.parameters if p.fp8 == "once")
+
+
+def rounding_bytes(step: PlannedStep, number: int) -> float:
+    """Returns the bytes of FP8 matrices that the backward pass of one layer of stage `number` creates. The order in which FP8
+    matrices are stored or arrive needs no copy.
+    """
+    made = {"pass": 2, "arrives": 1, "frozen": 1}
+    return FP8_ELEMENT * sum(made.get(p.fp8 or "", 0) * p.used_size / p.layers for p in step.parameters_of_stages[number])
+
+
+def quantised_layer(step: PlannedStep, number: int) -> tuple[float, float]:
+    """Returns the bytes of a layer's quantised matrices that passes make whole, as they are stored and whole.
+
+    Experts that multiply in FP8 are not dequantised.
+    """
+    own = [p for p in step.parameters_of_stages[number] if p.quantised and not p.fp8]
+    stored = sum((p.quantised or 0) * p.own_size / p.layers for p in own)
+    return stored, ELEMENT * sum(p.own_size / p.layers for p in own)
 
 
 def context_workspace(step: PlannedStep) -> float:
@@ -261,14 +280,14 @@ def context_workspace(step: PlannedStep) -> float:
 def loss_workspace(step: PlannedStep, tokens: float) -> float:
     """Returns the bytes of the logits of a chunk and of x, each with its gradient, for `tokens` tokens.
 
-    Of each array and its gradient one is float32 and the other bfloat16.
+    Of each array and its gradient, one is float32 and the other is bfloat16.
     """
     vocab, hidden = step.config.vocab_size, step.config.hidden_size
     return (ELEMENT + 4) * (min(CHUNK_TOKENS, tokens) * vocab + tokens * hidden)
 
 
 def optimizer_workspace(step: PlannedStep) -> float:
-    """Returns the bytes that AdamW uses beside state and gradients.
+    """Returns the bytes that AdamW uses in addition to state and gradients.
 
     With float32 parameters it is one more array of each parameter (inferred from the one measured row). With bfloat16
     parameters, sums over the axis `data` cast each array to float32.

@@ -6,7 +6,7 @@ from functools import partial
 from moe_jax.config import ModelConfig
 from moe_jax.cost import PlannedStep, Prediction, predict
 from moe_jax.cost.machine import H200, Machine
-from moe_jax.cost.parameters import num_piped_layers
+from moe_jax.cost.parameters import dealt_out
 from moe_jax.layers.passes import Remat
 from moe_jax.parallel.choices import MESH_AXES, MeshShape, PipeSchedule
 from moe_jax.parallel.pipeline.chunks import fills_chunks, layers_of_chunk
@@ -16,14 +16,14 @@ REMAT: dict[str, Remat] = {"no": False, "yes": True, "offload": "offload"}
 
 
 MODEL_ERROR: dict[Remat, float] = {True: 0.05, "offload": 0.05, False: 0.09}
-"""Share by which a pipe must be predicted faster to stand before a mesh without one: the error of predictions so far, by
-remat (docs/log/parallel.md, "A pipeline on four GPUs")."""
+"""Share by which a pipe must be predicted faster to rank before a mesh without one: the model's error so far, by remat
+(docs/log/parallel.md, "A pipeline on four GPUs")."""
 
 MAX_PADDING = 0.07
-"""Largest share by which the places of a pipe may exceed its layers."""
+"""Largest share by which a pipe's layer slots may exceed its layers."""
 
 MAX_CHUNKS = 8
-"""Most chunks of a rank that are tried: hops grow with them, while the bubble hardly shrinks further."""
+"""Largest number of chunks per rank to try: more chunks add hops, and the bubble hardly shrinks."""
 
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
 """Numbers of micro-batches that are tried, for each rank of a pipe."""
@@ -42,8 +42,8 @@ def plan(
 ) -> list[Prediction]:
     """Returns predictions for every mesh that can run the batch, in the order of `rank`, including meshes that do not fit.
 
-    A mesh has the number of micro-batches, and in a pipe of chunks, with which it fits and is fastest. If none fits, it has the
-    numbers that need the least memory. Pipes with experts or sequences split over hosts are left out.
+    Each mesh uses the number of micro-batches (and of chunks in a pipe) that is fastest among those that fit. If none fits, it
+    uses the numbers with the least memory. Pipes with experts or sequences split over hosts are left out.
 
     Args:
       config: the model.
@@ -52,7 +52,7 @@ def plan(
       sequence_length: tokens of each sequence.
       remat: None tries False and True, and "offload" where True does not fit.
       machine: the GPUs and their links.
-      pipe_schedule: of meshes with a pipe; those that the schedule refuses are left out.
+      pipe_schedule: for meshes with a pipe; meshes that the schedule refuses are left out.
       options: further fields of `cost.PlannedStep`.
 
     Raises:
@@ -73,11 +73,11 @@ def plan(
         for kept in REMAT.values() if remat is None else (remat,):
             of_mesh: PipeSchedule = pipe_schedule if mesh.pipe > 1 else "uniform"
             planned = partial(PlannedStep, config, mesh, rows, sequence_length, remat=kept, pipe_schedule=of_mesh, **options)
-            try:
-                predictions.append(_fastest(planned, config, mesh, machine))
-            except _NoneRunsError as error:
-                refusals += [str(error)] if mesh.pipe == 1 else []
+            found = _fastest(planned, config, mesh, machine)
+            if isinstance(found, str):
+                refusals += [found] if mesh.pipe == 1 else []
                 continue
+            predictions.append(found)
             if kept is True and predictions[-1].fits:
                 break
     if not predictions:
@@ -88,7 +88,7 @@ def plan(
 
 
 def rank(prediction: Prediction) -> float:
-    """Returns the seconds that `plan` orders by: those of the step, and `MODEL_ERROR` more for a pipe."""
+    """Returns the seconds that `plan` sorts by: the step's, increased by `MODEL_ERROR` for a pipe."""
     step = prediction.step
     return prediction.step_seconds * (1 + MODEL_ERROR[step.remat] if step.mesh.pipe > 1 else 1)
 
@@ -107,17 +107,11 @@ def meshes(devices: int) -> Iterator[MeshShape]:
     yield from (MeshShape(*sizes) for sizes in shapes(devices, len(MESH_AXES)))
 
 
-class _NoneRunsError(ValueError):
-    """Refuses all numbers of micro-batches on a mesh."""
-
-
-def _fastest(planned: Callable[..., PlannedStep], config: ModelConfig, mesh: MeshShape, machine: Machine) -> Prediction:
+def _fastest(planned: Callable[..., PlannedStep], config: ModelConfig, mesh: MeshShape, machine: Machine) -> Prediction | str:
     """Returns the fastest step that fits, over numbers of micro-batches and chunks, or else the smallest.
 
-    Numbers of micro-batches grow until steps that fit become slower.
-
-    Raises:
-      _NoneRunsError: with the reason against the smallest numbers.
+    Numbers of micro-batches grow until steps that fit become slower. If no step can run on the mesh, returns the reason against
+    the smallest numbers.
     """
     best: Prediction | None = None
     refusals = []
@@ -138,9 +132,7 @@ def _fastest(planned: Callable[..., PlannedStep], config: ModelConfig, mesh: Mes
         best = fastest if best is None else min(best, fastest, key=_order)
         if sum(best.bytes[part] for part in ("parameters", "moments")) > machine.memory:
             break
-    if best is None:
-        raise _NoneRunsError(refusals[0] if refusals else "no number of chunks divides the layers well")
-    return best
+    return best or (refusals[0] if refusals else "no number of chunks divides the layers well")
 
 
 def _order(prediction: Prediction) -> tuple[bool, float]:
@@ -148,10 +140,10 @@ def _order(prediction: Prediction) -> tuple[bool, float]:
 
 
 def chunk_counts(config: ModelConfig, ranks: int) -> list[int]:
-    """Returns the numbers of chunks to try on each of `ranks` ranks: few places have no layer (`MAX_PADDING`)."""
+    """Returns the numbers of chunks to try on each of `ranks` ranks: few slots have no layer (`MAX_PADDING`)."""
     if ranks == 1:
         return [1]
-    layers = num_piped_layers(config)
+    layers = dealt_out(config).num_layers
     return [
         chunks
         for chunks in range(1, MAX_CHUNKS + 1)

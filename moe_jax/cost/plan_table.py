@@ -6,8 +6,8 @@ from pathlib import Path
 
 from moe_jax.cost import PlannedStep, Prediction
 from moe_jax.cost.flops import num_parameters
+from moe_jax.cost.parameters import BYTES
 from moe_jax.cost.plan import REMAT
-from moe_jax.cost.planned_step import BYTES
 from moe_jax.runtime.files import write_text
 
 KINDS = {
@@ -16,11 +16,11 @@ KINDS = {
     "links": ("exchange", "context", "gathers", "hops", "once a step"),
     "bubble": ("bubble",),
 }
-"""The parts of a prediction by their bound: arithmetic, the GPU's own memory, links between GPUs, the ends of a pipe."""
+"""The parts of a prediction by what limits them: arithmetic, the GPU's own memory, links between GPUs, the ends of a pipe."""
 
 
 NEVER_RUN = {"hosts": "a run over several hosts", "pipe": "a pipeline on more than four GPUs", "FP8": "training in FP8"}
-"""Needs of a layout that were never run on GPUs (docs/scaling.md), by their word in the table."""
+"""Features of a layout that were never run on GPUs (docs/scaling.md), by their word in the table."""
 
 COLUMNS = (
     *("pipe", "chunks", "data", "fsdp", "expert", "context", "micro", "remat"),
@@ -61,7 +61,7 @@ def _cells(prediction: Prediction) -> list[str]:
 
 
 def _gib(size: float) -> str:
-    """Returns bytes in GiB, below 100 with one decimal: rounded to 0 or to all that there is, a number would mislead."""
+    """Formats bytes in GiB, below 100 with one decimal: rounding to 0 or to the whole memory would mislead."""
     gib = size / 2**30
     return f"{gib:.1f}" if gib < 99.95 else f"{gib:.0f}"
 
@@ -97,7 +97,7 @@ def _remedy(prediction: Prediction) -> str:
     step, alone = prediction.step, f"Parameters, moments and gradients alone are {state / 2**30:.0f}"
     if step.adapters is not None:
         smaller = "" if step.param_dtype == "bfloat16" else ", or bf16 parameters"
-        one = "" if step.mesh.size == 1 else "--devices 1 "  # Adapters train beside quantised weights on one device only.
+        one = "" if step.mesh.size == 1 else "--devices 1 "  # Adapters train on quantised weights only on one device.
         fewer = f", or {one}--weights nf4" if step.adapters.weights == "whole" else ""
         return f"{alone}, and with adapters each GPU holds all weights: take GPUs with more memory{smaller}{fewer}."
     whole = (4 + 2 * BYTES[step.moment_dtype] + BYTES[step.param_dtype]) * num_parameters(step.config)
@@ -179,7 +179,7 @@ def write_batch_script(path: Path, step: PlannedStep, gpus_of_host: int) -> None
     """Writes the script that trains on the mesh of `step`; the file is complete or absent.
 
     Raises:
-      ValueError: `path` is a folder, or its folder does not exist, or the step needs attention other than by the ring.
+      ValueError: `path` is a folder, or its folder does not exist, or the step needs an attention method other than the ring.
     """
     if path.is_dir() or not path.parent.is_dir():
         raise ValueError(f"--sbatch {path}: give a file in a folder that exists")

@@ -1,4 +1,4 @@
-"""The training step whose cost is predicted: model, mesh and batch, checked as the training step would check them."""
+"""The training step whose cost is predicted: model, mesh and batch, with the training step's own checks."""
 
 import functools
 import math
@@ -8,25 +8,27 @@ from typing import Literal, NamedTuple, get_args
 import jax.numpy as jnp
 
 from moe_jax.config import ExpertsSpec, HeadsSpec, ModelConfig, Stage
-from moe_jax.cost.parameters import Parameter, num_piped_layers, parameters, piped_stage
+from moe_jax.cost.parameters import BYTES, ELEMENT, FP8_ROW_ELEMENT, Parameter, dealt_out, parameters
 from moe_jax.layers.moe import EXPERT_CHUNK_TOKENS
 from moe_jax.layers.passes import Remat
 from moe_jax.models.decoder import fp8_refusal
+from moe_jax.models.layers_in_pipe import layers_in_pipe
 from moe_jax.models.precision import PrecisionName
 from moe_jax.parallel.choices import UNIFORM, Hops, MeshShape, PipeSchedule
 from moe_jax.parallel.expert.settings import ExchangePlan, ExpertParallel, plan_exchange
-from moe_jax.parallel.pipeline.chunks import fills_chunks, layers_of_chunk
-from moe_jax.parallel.pipeline.limits import ranks_problem, schedule_problem, split_axes
+from moe_jax.parallel.pipeline.chunks import PipeShape, layers_of_chunk, sources
+from moe_jax.parallel.pipeline.limits import ranks_problem, schedule_by_name, schedule_problem, split_axes
+from moe_jax.parallel.pipeline.schedules import Schedule
+from moe_jax.parallel.pipeline.table import Sizes, lockstep_table, undivided
 from moe_jax.parallel.pipeline.ticks import input_slots
 from moe_jax.parallel.sequence.attention import Method
 from moe_jax.parallel.sequence.ring import devices_per_ring_step
 
 Dtype = Literal["bfloat16", "float32"]
-BYTES = {"bfloat16": 2, "float32": 4}
 
 
 class PlannedAdapters(NamedTuple):
-    """Adapters (LoRA) that are trained beside frozen weights, whole on every device and in float32."""
+    """Adapters (LoRA) trained on frozen weights, whole on every device and in float32."""
 
     parameters: int
     moved_elements: float
@@ -34,7 +36,21 @@ class PlannedAdapters(NamedTuple):
     options: str
     """The options of `moe-jax finetune` that train them."""
     weights: str = "whole"
-    """The form of the frozen weights, as `moe-jax finetune --weights` has it."""
+    """The form of the frozen weights, as in `moe-jax finetune --weights`."""
+
+
+class Ticks(NamedTuple):
+    """A schedule that runs from a table in lockstep ticks (`parallel.pipeline.table_executor`)."""
+
+    schedule: Schedule
+    number: int
+    hops: int
+    """Transfers between different ranks after each tick."""
+    pairs: float
+    """Share of the forward passes that overlap with a backward pass."""
+    slots: Sizes
+    copies: float
+    """Layers that a rank receives from another rank for a step, relative to its own layers."""
 
 
 @dataclass(frozen=True)
@@ -43,8 +59,8 @@ class PlannedStep:
 
     Multi-token prediction (MTP) modules are trained with the model; `config.without_mtp()` has none.
 
-    With a pipe (`mesh.pipe`), the layers of the last stage are dealt out to its ranks, and each rank has all rows. Other
-    work is split over the ranks too: other layers by rows, embedding and loss by tokens.
+    With a pipe (`mesh.pipe`), the layers of the last stage are split over its ranks, and each rank has all rows. Other work is
+    split over the ranks too: other layers by rows, embedding and loss by tokens.
 
     Attributes:
       rows: sequences of the whole batch, over all devices and micro-batches.
@@ -61,9 +77,9 @@ class PlannedStep:
       pipe_chunks: chunks of layers on each rank of a pipe.
       pipe_schedule: as in `parallel.Parallelism`.
       overlap_micro_batches: as in `parallel.Parallelism`; the passes of a pipe always overlap.
-      precision: that of the experts' matmuls, as `moe-jax finetune --precision` has it.
-      adapters: train these; the parameters are frozen then, without gradients, moments and masters. Needs a mesh of one device,
-        or of several along data. None: train all parameters.
+      precision: precision of the experts' matmuls, as in `moe-jax finetune --precision`.
+      adapters: train these and freeze the parameters, which then have no gradients, moments or masters. Needs a mesh of one
+        device, or of several along data. None: train all parameters.
 
     Raises:
       ValueError: the mesh does not divide the rows, the experts or the sequence, or a field has an invalid value. One error
@@ -96,10 +112,15 @@ class PlannedStep:
         if problems:
             raise ValueError("; ".join(problems))
 
-    @property
+    @functools.cached_property
     def tokens(self) -> int:
-        """Tokens of one micro-batch that a device computes in a layer, with a pipe in a layer of the pipe."""
+        """Tokens of one micro-batch that a device computes in a layer (with a pipe, in a layer of the pipe)."""
         return self.rows * self.sequence_length // (self.gradient_accumulation * (self.mesh.size // self.mesh.pipe))
+
+    @property
+    def keys(self) -> float:
+        """Mean number of keys that a token attends to in layers without a window."""
+        return self.sequence_length / 2 if self.keys_per_token is None else self.keys_per_token
 
     @property
     def accumulates(self) -> bool:
@@ -116,14 +137,14 @@ class PlannedStep:
 
     @property
     def joined_stage(self) -> int:
-        """Number of the stage whose layers the joined loop computes: without a pipe the longest, the first of equals."""
+        """Number of the stage whose layers the joined loop computes; without a pipe the first of the longest stages."""
         lengths = [stage.num_layers for stage in self.config.stages]
-        return piped_stage(self.config) if self.mesh.pipe > 1 else lengths.index(max(lengths))
+        return dealt_out(self.config).stage if self.mesh.pipe > 1 else lengths.index(max(lengths))
 
     @property
     def layers_of_chunk(self) -> int:
-        """Layers of one chunk of a pipe, with places without a layer; without a pipe all layers of the joined stage."""
-        return layers_of_chunk(num_piped_layers(self.config), self.mesh.pipe, self.pipe_chunks)
+        """Layers of one chunk of a pipe, padding included; without a pipe all layers of the joined stage."""
+        return layers_of_chunk(dealt_out(self.config).num_layers, self.mesh.pipe, self.pipe_chunks)
 
     @functools.cached_property
     def slots(self) -> int:
@@ -132,20 +153,23 @@ class PlannedStep:
 
     @property
     def offloads_slots(self) -> bool:
-        """True if the slots of a pipe lie in the host's memory."""
+        """True if the slots of a pipe are in the host's memory."""
         return self.mesh.pipe > 1 and self.remat == "offload"
 
     @property
+    def ticks(self) -> Ticks | None:
+        """The ticks of a schedule that runs from a table; None for uniform ticks."""
+        if self.pipe_schedule in UNIFORM:
+            return None
+        is_split = bool(split_axes(asdict(self.mesh)))
+        return _ticks(self.pipe_schedule, self.mesh.pipe, self.pipe_chunks, self.gradient_accumulation, is_split)
+
+    @functools.cached_property
     def beside_pipe(self) -> "PlannedStep":
-        """One micro-batch in layers beside the pipe: rows are split over `pipe` too, as over `fsdp`."""
+        """One micro-batch in layers outside the pipe, whose rows are split over `pipe` too, as over `fsdp`."""
         mesh = replace(self.mesh, pipe=1, fsdp=self.mesh.pipe * self.mesh.fsdp)
         rows = self.rows // self.gradient_accumulation
         return replace(self, mesh=mesh, rows=rows, gradient_accumulation=1, pipe_chunks=1)
-
-    @property
-    def imbalance(self) -> float:
-        """`expert_load_imbalance`, at most the number of devices of the axis `expert`."""
-        return min(self.expert_load_imbalance, self.mesh.expert)
 
     @functools.cached_property
     def stages(self) -> tuple[Stage, ...]:
@@ -159,13 +183,12 @@ class PlannedStep:
     @property
     def attended(self) -> tuple[float, ...]:
         """Mean number of keys that a token attends to, for each layer and each MTP module."""
-        keys = self.sequence_length / 2 if self.keys_per_token is None else self.keys_per_token
-        per_layer = tuple(min(keys, window or keys) for window in self.config.layer_windows)
-        return per_layer + (keys,) * len(self.config.mtp_stages)
+        per_layer = tuple(min(self.keys, window or self.keys) for window in self.config.layer_windows)
+        return per_layer + (self.keys,) * len(self.config.mtp_stages)
 
     @functools.cached_property
     def experts(self) -> ExpertsSpec:
-        """The experts of each sparse layer. Callers ask only for models that have some."""
+        """The experts of each sparse layer. Only for models with sparse layers."""
         assert self.config.experts is not None
         return self.config.experts
 
@@ -176,12 +199,10 @@ class PlannedStep:
 
     @functools.cached_property
     def exchange(self) -> ExchangePlan | None:
-        """The plan of the exchange with experts on other devices, as training makes it; None if no token travels."""
+        """The plan of the exchange with experts on other devices, as in training; None if no token travels."""
         if self.mesh.expert == 1 or not self.config.routed_layers:
             return None
-        # `parallel.Parallelism` chooses "pairwise" by the same rule.
-        is_pairwise = self.hops == "copies" and self.capacity_factor >= self.mesh.expert
-        exchange = ExpertParallel(transport="pairwise" if is_pairwise else None, capacity_factor=self.capacity_factor)
+        exchange = ExpertParallel(capacity_factor=self.capacity_factor).over(self.mesh.expert, self.hops)
         k, own_experts = self.experts.num_experts_per_tok, self.experts.num_experts // self.mesh.expert
         return plan_exchange(self.tokens, k, self.mesh.expert, own_experts, exchange)
 
@@ -189,6 +210,11 @@ class PlannedStep:
     def received(self) -> int:
         """Token slots that a device has after dispatch, filled or not."""
         return self.tokens if self.exchange is None else self.mesh.expert * self.exchange.first.tokens
+
+    @property
+    def token_bytes(self) -> float:
+        """Bytes per element of a token that travels to its experts and is kept there for the backward pass."""
+        return FP8_ROW_ELEMENT if self.tokens_in_fp8 else ELEMENT
 
     @property
     def room(self) -> int:
@@ -204,36 +230,41 @@ class PlannedStep:
         return EXPERT_CHUNK_TOKENS * self.experts.num_experts_per_tok if in_chunks else self.room
 
     @property
+    def busiest(self) -> float:
+        """Rows that the busiest device's experts compute."""
+        imbalance = min(self.expert_load_imbalance, self.mesh.expert)
+        return imbalance * self.tokens * self.experts.num_experts_per_tok
+
+    @property
     def ring_step(self) -> int:
         """Number of other devices whose keys one step of the ring receives."""
-        size = BYTES["bfloat16"] * self.tokens * self.mixer.key_value_elements
+        size = ELEMENT * self.tokens * self.mixer.key_value_elements
         return min(self.mesh.context - 1, devices_per_ring_step(size, self.hops))
 
     @functools.cached_property
     def parameters(self) -> tuple[Parameter, ...]:
-        """The model's parameter arrays and how they lie on the mesh."""
-        return parameters(self.config, self.mesh, self.pipe_chunks)
+        """The model's parameter arrays on the mesh."""
+        frozen = None if self.adapters is None else self.adapters.weights
+        options = dict(shard_optimizer=self.shard_optimizer, in_fp8=self.precision != "bf16", frozen=frozen)
+        return parameters(self.config, self.mesh, self.pipe_chunks, **options)
 
     @functools.cached_property
-    def parameters_of_stages(self) -> dict[int, list[Parameter]]:
+    def parameters_of_stages(self) -> tuple[list[Parameter], ...]:
         """The parameter arrays of each stage's layers."""
-        found: dict[int, list[Parameter]] = {number: [] for number in range(len(self.stages))}
-        for parameter in self.parameters:
-            if parameter.in_stage:
-                found[parameter.path[1]].append(parameter)
-        return found
+        return tuple([p for p in self.parameters if p.path[:2] == ("stages", number)] for number, _ in enumerate(self.stages))
 
-    def updated_size(self, parameter: Parameter) -> int:
-        """Returns the elements of the parameter that a device updates: it stores their moments and masters."""
-        return parameter.part_size if self.shard_optimizer else parameter.own_size
 
-    def adds_in_kernel(self, parameter: Parameter) -> bool:
-        """Returns True if the kernels add the parameter's gradients to the sums of micro-batches: experts that stay in place.
-
-        On a mesh without a pipe no kernel does (`train.gradients`).
-        """
-        in_place = self.mesh.size == 1 or (self.mesh.pipe > 1 and parameter.by_layer)
-        return in_place and "experts" in parameter.path and not parameter.gather_axes
+@functools.cache
+def _ticks(name: PipeSchedule, ranks: int, chunks: int, micro_batches: int, is_split: bool) -> Ticks:
+    schedule = schedule_by_name(name, ranks, chunks, micro_batches)
+    schedule = undivided(schedule) if is_split else schedule
+    table = lockstep_table(schedule)
+    passes = [slot for slots in schedule.ranks for slot in slots if any(part.kind == "F" for part in slot)]
+    pairs = sum(len(slot) == 2 for slot in passes) / len(passes)
+    hops = sum(distance != 0 for distance in (*table.forward_hops, *table.backward_hops))
+    places = sources(schedule)
+    moved = sum(stored_on != tuple(range(ranks)) for _, stored_on in places)
+    return Ticks(schedule, table.num_ticks, hops, pairs, table.sizes, moved / (1 + max(chunk for chunk, _ in places)))
 
 
 def _problems(step: PlannedStep) -> list[str]:
@@ -299,19 +330,25 @@ def _problems_of_mesh(step: PlannedStep) -> list[str]:
 
 
 def _problems_of_pipe(step: PlannedStep) -> list[str]:
-    ranks, chunks = step.mesh.pipe, step.pipe_chunks
+    """Returns the problems of the pipe and its schedule, which `train.pipelined` would raise in training."""
+    ranks, chunks, name, axes = step.mesh.pipe, step.pipe_chunks, step.pipe_schedule, asdict(step.mesh)
     if ranks == 1:
         alone = f"pipe_chunks={chunks} needs a mesh.pipe of at least 2: one rank computes its layers in one chunk"
-        return [alone] if chunks > 1 else [problem for problem in (ranks_problem(step.pipe_schedule, 1, 1),) if problem]
-    problems, layers = [], num_piped_layers(step.config)
-    *before, last = step.config.stages
-    if any(stage.sparse for stage in before):
-        problems.append(
-            f"mesh.pipe={ranks}: layers with experts stand before the last {last.num_layers}, which a pipe deals out"
-        )
-    if not fills_chunks(layers, ranks, chunks):
-        problems.append(f"the {layers} layers of the last stage are too few for mesh.pipe={ranks} x pipe_chunks={chunks}")
-    problems += _problems_of_schedule(step)
+        return [alone] if chunks > 1 else list(filter(None, [ranks_problem(name, 1, 1)]))
+    problems = []
+    try:
+        layers_in_pipe(step.config, PipeShape(ranks, chunks))
+    except ValueError as error:
+        problems.append(str(error))
+    if problem := schedule_problem(name, axes, chunks, step.gradient_accumulation):
+        problems.append(problem)
+    elif name not in UNIFORM:
+        if step.remat == "offload":
+            problems.append(f"remat='offload' needs pipe_schedule='uniform': slots of {name!r} lie in the GPU's memory")
+        if step.hops == "copies" and split_axes(axes):
+            problems.append(f"pipe_schedule={name!r} needs hops='nccl' where fsdp, expert or context have several devices")
+        if step.mesh.context > 1 and step.context_method == "ring":
+            problems.append(f"pipe_schedule={name!r} needs context_method='all_gather' or 'ulysses'")
     rows = step.rows // step.gradient_accumulation // (step.mesh.size // ranks // step.mesh.context)
     if len(step.stages) > 1 and rows % ranks:
         problems.append(
@@ -320,21 +357,4 @@ def _problems_of_pipe(step: PlannedStep) -> list[str]:
         )
     elif step.tokens % ranks:
         problems.append(f"the {step.tokens} tokens of a micro-batch must be a multiple of mesh.pipe={ranks}")
-    return problems
-
-
-def _problems_of_schedule(step: PlannedStep) -> list[str]:
-    """Returns the problems of `pipe_schedule`, which `train.pipelined` would find in training."""
-    name, axes = step.pipe_schedule, asdict(step.mesh)
-    if problem := schedule_problem(name, axes, step.pipe_chunks, step.gradient_accumulation):
-        return [problem]
-    if name in UNIFORM:
-        return []
-    problems = []
-    if step.remat == "offload":
-        problems.append(f"remat='offload' needs pipe_schedule='uniform': slots of {name!r} lie in the GPU's memory")
-    if step.hops == "copies" and split_axes(axes):
-        problems.append(f"pipe_schedule={name!r} needs hops='nccl' where fsdp, expert or context have several devices")
-    if step.mesh.context > 1 and step.context_method == "ring":
-        problems.append(f"pipe_schedule={name!r} needs context_method='all_gather' or 'ulysses'")
     return problems

@@ -8,23 +8,50 @@ A step is the sum of its parts:
 
 Gathers of a layer's parameters, and the sums of their gradients, overlap with the computation of another layer. With
 peer-to-peer copies they cost only memory bandwidth. With NCCL the share `Machine.hidden` of their time is free. `cost.travel`
-says how much of an exchange and of attention's hops is hidden. Copies to and from host memory are hidden; nothing else
+models how much of an exchange and of attention's hops is hidden. Copies to and from host memory are hidden; nothing else
 overlaps. docs/log/cost_model.md compares predictions with measurements.
+
+Passes are joined in a pipe (`parallel.pipeline.ticks`), or of micro-batches that overlap. With p ranks, v chunks and m
+micro-batches, the last stage runs
+
+    v p ticks                      a chunk forward
+    m v + p - 1 - v p ticks        a chunk forward and one backward, in one loop over their layers
+    v p ticks                      a chunk backward
+
+m is rounded up to a multiple of p, and layers to one of p v. A hop follows each pass of a tick. Without a pipe p = v = 1.
+Two and four GPUs of one host were measured (docs/log/parallel.md, "A pipeline"): they were 2 to 5 % slower than predicted with
+remat, 8 to 13 % without. Schedules from a table are priced in lockstep, as they run (`parallel.pipeline.table_executor`). The
+model ignores the cost of branches. ZB-H1 was measured a third slower than its ticks (docs/log/parallel.md, "Schedules from a
+table").
 """
 
-import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from moe_jax.cost.flops import training_flops_per_token
-from moe_jax.cost.layer import Passes, experts_sums_seconds
-from moe_jax.cost.machine import H200, Machine
+from moe_jax.cost.layer import Passes, experts_sums_seconds, experts_work, layer_seconds, vocabulary_seconds
+from moe_jax.cost.machine import H200, Machine, is_inside_host, ring_hop_seconds
 from moe_jax.cost.memory import host_bytes, memory_bytes
-from moe_jax.cost.pipeline import pipeline_seconds
-from moe_jax.cost.planned_step import BYTES, PlannedStep
-from moe_jax.cost.quantised import copies_seconds
-from moe_jax.cost.stage import add_stage, experts_work, no_seconds, stage_seconds
-from moe_jax.cost.travel import once_a_step_seconds
-from moe_jax.kernels.vocabulary import CHUNK_TOKENS
+from moe_jax.cost.parameters import BYTES, ELEMENT
+from moe_jax.cost.planned_step import PlannedStep
+from moe_jax.cost.travel import context_seconds, exchange_seconds, gather_seconds, once_a_step_seconds
+from moe_jax.parallel.choices import Hops
+from moe_jax.parallel.pipeline.simulator import PassTimes, simulate
+from moe_jax.parallel.pipeline.ticks import num_ticks
+
+COMPUTING = ("experts", "projections", "attention", "elementwise", "kept", "overhead")
+"""The parts of layers that a GPU computes."""
+
+TRAVEL = ("exchange", "context", "gathers", "hops", "bubble")
+"""The parts of layers in which the GPU waits: for data, and at the ends of a pipe."""
+
+HIDDEN_EXCHANGE: dict[Hops, float] = {"nccl": 0.93, "copies": 0.0}
+"""Share of an exchange inside a host that the other pass of a joined loop hides.
+
+docs/log/parallel.md, "Micro-batches that overlap", two GPUs: over NCCL (`all_to_all`) a step took 1.075 s in turn and 0.971 s
+overlapping, by copies 1.001 and 0.966 s. So 5 of NCCL's additional 74 ms remained. By copies, only kernels became faster.
+Exchanges between hosts were not measured, and count in full.
+"""
 
 
 @dataclass(frozen=True)
@@ -65,22 +92,21 @@ class Prediction:
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens that one device trains on in a second."""
+        """Tokens per second on which one device trains."""
         return self.step.rows * self.step.sequence_length / self.step.mesh.size / self.step_seconds
 
     @property
     def flops_per_second(self) -> float:
         """Model FLOP/s of one device (`moe_jax.cost.flops`: recomputation does not count)."""
-        keys = self.step.sequence_length / 2 if self.step.keys_per_token is None else self.step.keys_per_token
         frozen = self.step.adapters is not None
-        return training_flops_per_token(self.step.config, 2 * keys, frozen=frozen) * self.tokens_per_second
+        return training_flops_per_token(self.step.config, 2 * self.step.keys, frozen=frozen) * self.tokens_per_second
 
 
 def predict(step: PlannedStep, machine: Machine = H200) -> Prediction:
     """Returns the predicted cost of one optimizer step.
 
     Raises:
-      ValueError: `hops="copies"` on more devices than a host of the machine has, or FP8 on a machine without kernels for it.
+      ValueError: `hops="copies"` on more devices than one host has, or FP8 on a machine without FP8 kernels.
     """
     if step.precision != "bf16" and machine.experts_fp8 is None:
         raise ValueError(f"precision={step.precision!r} has kernels for Hopper GPUs alone; on {machine.name} take 'bf16'")
@@ -89,23 +115,146 @@ def predict(step: PlannedStep, machine: Machine = H200) -> Prediction:
             f"hops='copies' needs all devices in one process, and a host has {machine.gpus_of_host}; the mesh has "
             f"{step.mesh.size}: take hops='nccl'"
         )
-    parts, hidden = (pipeline_seconds if step.joins_passes else _seconds_in_turn)(step, machine)
+    parts, hidden = (_joined_seconds if step.joins_passes else _seconds_in_turn)(step, machine)
     parts |= {
         "loss": _loss_seconds(step, machine),
         "sums": sums_seconds(step, machine),
-        "copies": copies_seconds(step, machine),
+        "copies": _copies_seconds(step, machine),
         "optimizer": _optimizer_seconds(step, machine),
         "once a step": once_a_step_seconds(step, machine),
     }
     return Prediction(step, machine, parts, hidden, memory_bytes(step))
 
 
-def _seconds_in_turn(step: PlannedStep, machine: Machine) -> tuple[dict[str, float], float]:
-    """Returns the seconds of all layers by part, one micro-batch after the other, and the seconds that are hidden."""
-    parts, hidden = no_seconds(), 0.0
+class StageSeconds(NamedTuple):
+    """Seconds of one micro-batch in a loop over layers, by part: all of COMPUTING and TRAVEL."""
+
+    forward: dict[str, float]
+    backward: dict[str, float]
+    """Includes recomputation with remat."""
+    hidden: float
+    """Seconds of gathers that overlap with computation; neither pass includes them."""
+
+    def times(self, number: float) -> tuple[dict[str, float], float]:
+        """Returns the seconds of both passes of `number` micro-batches by part, and the hidden seconds."""
+        both = {name: number * (seconds + self.backward[name]) for name, seconds in self.forward.items()}
+        return both, number * self.hidden
+
+    def computing(self) -> tuple[float, float]:
+        """Returns the seconds of computation, forward and backward."""
+        forward, backward = (sum(seconds[name] for name in COMPUTING) for seconds in (self.forward, self.backward))
+        return forward, backward
+
+
+def stage_seconds(step: PlannedStep, number: int, layers: int, machine: Machine) -> StageSeconds:
+    """Returns the seconds of one loop forward and one backward over `layers` layers of stage `number`.
+
+    One iteration computes a layer and gathers the next.
+    """
+    parts = dict.fromkeys((*COMPUTING, *TRAVEL), Passes(0.0, 0.0, 0.0)) | layer_seconds(step, number, machine)
+    if step.stages[number].sparse:
+        parts["exchange"] = exchange_seconds(step, machine)
+    parts["context"] = context_seconds(step, parts["attention"], machine)
+    forward = {name: layers * passes.forward for name, passes in parts.items()}
+    backward = {name: layers * (passes.backward + (passes.again if step.remat else 0.0)) for name, passes in parts.items()}
+    found = StageSeconds(forward, backward, 0.0)
+    needs = gather_seconds(step, number, machine)
+    for seconds, needed, computing in zip((forward, backward), needs, found.computing(), strict=True):
+        hides = (1.0 if step.hops == "copies" else machine.hidden) * min(needed.travel, computing / layers)
+        # The gather before the loop overlaps with nothing, and the last iteration's gather is not used.
+        seconds["gathers"] = layers * (needed.travel - hides + needed.memory) + needed.travel
+        found = found._replace(hidden=found.hidden + layers * hides)
+    return found
+
+
+def _seconds_in_turn(step: PlannedStep, machine: Machine, joined: int | None = None) -> tuple[dict[str, float], float]:
+    """Returns the seconds of all layers by part, with micro-batches in turn, and the hidden seconds.
+
+    Args:
+      joined: a stage to leave out.
+    """
+    parts: dict[str, float] = dict.fromkeys((*COMPUTING, *TRAVEL), 0.0)
+    hidden = 0.0
     for number, stage in enumerate(step.stages):
-        hidden += add_stage(parts, stage_seconds(step, number, stage.num_layers, machine), step.gradient_accumulation)
+        if number != joined:
+            one = stage_seconds(step if joined is None else step.beside_pipe, number, stage.num_layers, machine)
+            own, of_own = one.times(step.gradient_accumulation)
+            parts, hidden = {name: parts[name] + own[name] for name in parts}, hidden + of_own
     return parts, hidden
+
+
+def _joined_seconds(step: PlannedStep, machine: Machine) -> tuple[dict[str, float], float]:
+    """Returns the seconds of all layers in a step with joined passes, by part, and the seconds that are hidden.
+
+    The parts of a layer count a rank's useful work. "bubble" is the rest of the ticks: filling and emptying the pipe, padding
+    layers, and micro-batches missing from the last round.
+
+    Schedules from a table cost their lockstep ticks; separating b from W costs nothing but the bubble.
+
+    Stages other than the joined one run micro-batches in turn. With a pipe the ranks share their rows, and their parameters are
+    gathered once a step.
+    """
+    ranks, chunks, micro_batches, ticks = step.mesh.pipe, step.pipe_chunks, step.gradient_accumulation, step.ticks
+    number = step.joined_stage
+    parts, hidden_beside = _seconds_in_turn(step, machine, joined=number)
+    if ranks > 1:
+        parts["gathers"] = hidden_beside = 0.0
+    chunk = stage_seconds(step, number, step.layers_of_chunk, machine)
+    # W, the gradients of weights, is half of the backward matmuls.
+    computing = layer_seconds(step, number, machine)
+    weights = (
+        step.layers_of_chunk * sum(computing[name].backward for name in ("projections", "experts") if name in computing) / 2
+    )
+    passes: float = num_ticks(ranks, chunks, micro_batches) - chunks * ranks
+    of_pair = _hidden_exchange(step, chunk, machine)
+    hidden = of_pair * (ticks.pairs if ticks is not None else (passes - chunks * ranks) / passes)
+    # Chunks of a rank in all micro-batches, excluding padding layers.
+    useful = micro_batches * step.stages[number].num_layers / (ranks * step.layers_of_chunk)
+    of_chunk, _ = chunk.times(1)
+    of_chunk["exchange"] -= hidden
+    parts = {name: seconds + useful * of_chunk[name] for name, seconds in parts.items()}
+    parts["bubble"] = (passes - useful) * sum(of_chunk.values())
+    if ticks is not None:
+        forward, backward = sum(chunk.forward.values()), sum(chunk.backward.values())
+        times = PassTimes(forward, backward, weights, forward + backward - of_pair)
+        makespan = simulate(ticks.schedule, times, lockstep=True).makespan
+        parts["bubble"] = max(0.0, makespan - useful * sum(of_chunk.values()))
+        passes = ticks.number * ticks.hops / 2
+    if step.pipe_schedule == "uniform-w":
+        # The first p - 1 ticks with a backward pass postpone W, and the last p - 1 ticks hide it.
+        parts["bubble"] -= (ranks - 1) * weights
+    parts["hops"] = _hops_seconds(step, passes, machine)
+    return parts, hidden_beside + useful * (chunk.hidden + hidden)
+
+
+def _hidden_exchange(step: PlannedStep, chunk: StageSeconds, machine: Machine) -> float:
+    """Returns the hidden seconds of a chunk's two exchanges in a tick, each at most the computation of the other pass."""
+    if not is_inside_host(machine, ("expert",), step.mesh):
+        return 0.0
+    forward, backward = chunk.computing()
+    share = HIDDEN_EXCHANGE[step.hops]
+    return min(share * chunk.forward["exchange"], backward) + min(share * chunk.backward["exchange"], forward)
+
+
+def _hops_seconds(step: PlannedStep, passes: float, machine: Machine) -> float:
+    """Returns the seconds of hidden states between ranks: two hops for each pass, plus the hops of embedding and loss.
+
+    Embedded tokens come from all ranks in equal parts, outputs go to all ranks, and their gradients travel back.
+    """
+    ranks, ticks = step.mesh.pipe, step.ticks
+    if ranks == 1:
+        return 0.0
+
+    def hop(size: float) -> float:
+        return ring_hop_seconds(machine, size, ("pipe",), step.mesh, copied=step.hops == "copies")
+
+    size = ELEMENT * step.tokens * step.config.hidden_size
+    moved = 0.0
+    if ticks is not None and ticks.copies:
+        # Layers come from another rank in the parameters' dtype, and their gradients go home in f32.
+        layers = sum(p.own_size for p in step.parameters if p.by_layer)
+        moved = hop(layers * (BYTES[step.param_dtype] + 4) * ticks.copies)
+    return 2 * passes * hop(size) + 4 * step.gradient_accumulation * hop(size * (ranks - 1) / ranks) + moved
 
 
 def _loss_seconds(step: PlannedStep, machine: Machine) -> float:
@@ -116,18 +265,9 @@ def _loss_seconds(step: PlannedStep, machine: Machine) -> float:
     return step.gradient_accumulation * (1 + len(config.mtp_stages)) * one.total(False)
 
 
-def vocabulary_seconds(tokens: float, vocab: int, hidden: int, machine: Machine, *, frozen: bool = False) -> Passes:
-    """Returns the seconds of the vocabulary's loss: a matmul for the logits and two for the gradients.
-
-    The float32 logits are written and read forward, and once more for the gradients. The float32 gradient of the weights is
-    read and written for each chunk of tokens; frozen weights have none.
-    """
-    matmul = 2 * tokens * vocab * hidden / machine.vocabulary
-    chunks = math.ceil(tokens / CHUNK_TOKENS)
-    forward = matmul + 8 * tokens * vocab / machine.hbm
-    if frozen:
-        return Passes(forward, forward, matmul + 4 * tokens * vocab / machine.hbm)
-    return Passes(forward, forward, 2 * matmul + (4 * tokens + 8 * chunks * hidden) * vocab / machine.hbm)
+def _copies_seconds(step: PlannedStep, machine: Machine) -> float:
+    """Returns the seconds of the FP8 copies made once a step: weights are read and rounded, then transposed."""
+    return (BYTES[step.param_dtype] + 1 + 2) * sum(p.own_size for p in step.parameters if p.fp8 == "once") / machine.hbm
 
 
 def _optimizer_seconds(step: PlannedStep, machine: Machine) -> float:
@@ -136,15 +276,15 @@ def _optimizer_seconds(step: PlannedStep, machine: Machine) -> float:
         return (16 + 4 * BYTES[step.moment_dtype]) * step.adapters.parameters / machine.hbm
     of_gradient = 4 if step.accumulates else BYTES[step.param_dtype]
     traffic = 2 * of_gradient + 2 * 4 + 4 * BYTES[step.moment_dtype]
-    return traffic * sum(map(step.updated_size, step.parameters)) / machine.hbm
+    return traffic * sum(p.updated_size for p in step.parameters) / machine.hbm
 
 
 def sums_seconds(step: PlannedStep, machine: Machine) -> float:
     """Returns the seconds of all micro-batches of a step; 0 where gradients are not summed over micro-batches.
 
-    Sums are read and written. In turn, a micro-batch has a stack of its own gradients, which is read too. Joined passes add
-    each layer's gradients at once, and those of an embedding table of its own once a step. Kernels that add
-    (`PlannedStep.adds_in_kernel`) hide this behind their matmuls.
+    Sums are read and written. In turn, a micro-batch's own stack of gradients is read too. Joined passes add each layer's
+    gradients immediately, and a separate embedding table's once a step. Kernels that add (`Parameter.adds_in_kernel`) hide this
+    time under their matmuls.
     """
     if not step.accumulates:
         return 0.0
@@ -154,7 +294,7 @@ def sums_seconds(step: PlannedStep, machine: Machine) -> float:
     embeds_at_the_end = step.joins_passes and not step.config.tie_word_embeddings
     elements, layers_in_kernel = 0, 0
     for p in step.parameters:
-        if step.adds_in_kernel(p):
+        if p.adds_in_kernel:
             layers_in_kernel = max(layers_in_kernel, p.layers)
         elif not (embeds_at_the_end and p.path[0] == "embed_tokens"):
             elements += p.own_size if p.by_layer or not step.joins_passes else p.used_size

@@ -3,7 +3,7 @@
 import math
 from typing import NamedTuple
 
-from moe_jax.cost.layer import ELEMENT, Passes, expansion_seconds
+from moe_jax.cost.layer import Passes, expansion_seconds
 from moe_jax.cost.machine import (
     Machine,
     all_gather_seconds,
@@ -12,8 +12,8 @@ from moe_jax.cost.machine import (
     reduce_scatter_seconds,
     ring_hop_seconds,
 )
-from moe_jax.cost.planned_step import BYTES, PlannedStep
-from moe_jax.cost.quantised import gathered_bytes, travelling_bytes
+from moe_jax.cost.parameters import BYTES, ELEMENT
+from moe_jax.cost.planned_step import PlannedStep
 from moe_jax.parallel.choices import MESH_AXES
 from moe_jax.parallel.expert.settings import devices_per_step
 
@@ -33,7 +33,7 @@ def exchange_seconds(step: PlannedStep, machine: Machine) -> Passes:
     k, inter = experts.num_experts_per_tok, experts.moe_intermediate_size
     # 4-byte ids and weights of the choices travel with a token.
     choices = 4 * 2 * k
-    token, token_sent = ELEMENT * hidden, travelling_bytes(step) * hidden
+    token, token_sent = ELEMENT * hidden, step.token_bytes * hidden
 
     def to_all(slots: float, slot_bytes: float) -> float:
         # Packed or unpacked by a gather: read and written.
@@ -42,7 +42,7 @@ def exchange_seconds(step: PlannedStep, machine: Machine) -> Passes:
 
     if exchange.transport == "pairwise":
         # Copies overlap with experts: the last step's results travel home during the down pass of the device's own tokens.
-        # With several steps, tokens are sent after the choices.
+        # In several steps, tokens are sent after the choices.
         _, *others = devices_per_step(exchange)
         home = ring_hop_seconds(machine, others[-1] * step.tokens * token, ("expert",), step.mesh, copied=True)
         own_choices = step.tokens * k / step.mesh.expert
@@ -71,7 +71,7 @@ def exchange_seconds(step: PlannedStep, machine: Machine) -> Passes:
     round_forward = to_all(slots, token_sent) + to_all(slots, token) + ELEMENT * weights / machine.hbm
     round_backward = round_forward + 2 * to_all(slots, token) + (ELEMENT + 14) * weights / machine.hbm
     # The busiest device counts; every device sends it an equal number of choices.
-    beyond = step.imbalance * step.tokens * k / step.mesh.expert - exchange.first.pairs
+    beyond = step.busiest / step.mesh.expert - exchange.first.pairs
     further = max(0, math.ceil(beyond / exchange.further.pairs))
     backward = gradients + with_choices + combine
     return Passes(dispatch + combine + further * round_forward, dispatch, backward + further * round_backward)
@@ -90,7 +90,7 @@ def context_seconds(step: PlannedStep, attention: Passes, machine: Machine) -> P
     axes = ("context",)
     if step.context_method == "ulysses":
         return _ulysses_seconds(step, machine)
-    # The latents of other devices are expanded; backward expands for each of two kernels.
+    # Other devices' latents are expanded; the backward pass expands them for each of its two kernels.
     one = expansion_seconds(step.tokens, step.mixer, machine)
     arriving = (devices - 1) * one.forward
     expansion = Passes(arriving, arriving, 2 * devices * one.forward + (devices - 1) * one.backward)
@@ -104,12 +104,12 @@ def context_seconds(step: PlannedStep, attention: Passes, machine: Machine) -> P
 
 
 def _ring_seconds(step: PlannedStep, keys: float, attention: Passes, machine: Machine) -> Passes:
-    """Returns the seconds of the ring's hops and of its float32 accumulators, read and written in each step but the first.
+    """Returns the seconds of the ring's hops and of its float32 accumulators, read and written in every step except the first.
 
-    NCCL's hops are not hidden: attention's kernels occupy every SM. Peer-to-peer copies are hidden by the kernel that runs
-    meanwhile. Forward, keys travel during attention. Backward, the sums of keys' gradients travel while gradients of queries
-    are computed, and keys during the rest. Keys of several devices in one step are reordered to the order of the
-    sequence, and the sums of their gradients are split again.
+    NCCL's hops are not hidden: attention's kernels occupy every SM. Peer-to-peer copies are hidden by the running kernel.
+    Forward, keys travel during attention. Backward, the sums of keys' gradients travel while gradients of queries are computed,
+    and keys during the rest. Keys of several devices in one step are reordered to the order of the sequence, and the sums of
+    their gradients are split again.
     """
     mixer, axes = step.mixer, ("context",)
     devices, others = step.mesh.context, step.mesh.context - 1
@@ -153,48 +153,44 @@ class Gathers(NamedTuple):
     travel: float
     """Seconds between devices, which computation may hide."""
     memory: float
-    """Seconds of the device's memory bandwidth, which overlapping computation lacks meanwhile."""
+    """Seconds of the device's memory bandwidth, which overlapping computation then lacks."""
 
 
 def gather_seconds(step: PlannedStep, stage: int, machine: Machine) -> tuple[Gathers, Gathers]:
     """Returns the gathers of one layer in the forward and in the backward pass.
 
     Both passes gather the layer's matrices. The backward pass also sends their gradients to the devices that store them. With
-    peer-to-peer copies (`parallel.collectives.direct`), arriving matrices are read and written once more, into their place.
-    Leaving gradients are sliced out, and arriving gradients are read for the sum. Experts in FP8 arrive in half the bytes.
+    peer-to-peer copies (`parallel.collectives.direct`), received matrices are copied into place. Gradients to send are sliced
+    out, and received gradients are read for the sum. Experts in FP8 arrive in half the bytes.
     """
-    gather = sums = Gathers(0.0, 0.0)
+    gathers, returns = [Gathers(0.0, 0.0)], [Gathers(0.0, 0.0)]
     for p in step.parameters_of_stages[stage]:
         if not p.gather_axes:
             continue
         elements, where = p.used_size / p.layers, (p.gather_axes, step.mesh)
-        arriving, size = gathered_bytes(step, p) * elements, ELEMENT * elements
+        arriving, size = p.travelling_bytes * elements, ELEMENT * elements
         if step.hops == "copies":
             share = 1 / math.prod(getattr(step.mesh, name) for name in p.gather_axes)
             others, own, from_others = (1 - share) * size, share * size, (1 - share) * arriving
             travel, back = (ring_hop_seconds(machine, moved, *where, copied=True) for moved in (from_others, others))
-            one_gather = Gathers(travel, (2 * from_others + 2 * arriving) / machine.hbm)
-            one_sum = Gathers(back, (4 * others + size + own) / machine.hbm)
+            gathers.append(Gathers(travel, (2 * from_others + 2 * arriving) / machine.hbm))
+            returns.append(Gathers(back, (4 * others + size + own) / machine.hbm))
         else:
-            one_gather = Gathers(all_gather_seconds(machine, arriving, *where), 0.0)
-            one_sum = Gathers(all_to_all_seconds(machine, size, *where), 0.0)
-        gather, sums = _added(gather, one_gather), _added(sums, one_sum)
-    return gather, _added(gather, sums)
-
-
-def _added(a: Gathers, b: Gathers) -> Gathers:
-    return Gathers(a.travel + b.travel, a.memory + b.memory)
+            gathers.append(Gathers(all_gather_seconds(machine, arriving, *where), 0.0))
+            returns.append(Gathers(all_to_all_seconds(machine, size, *where), 0.0))
+    forward, backward = (Gathers(*map(sum, zip(*each, strict=True))) for each in (gathers, gathers + returns))
+    return forward, backward
 
 
 def once_a_step_seconds(step: PlannedStep, machine: Machine) -> float:
     """Returns the seconds of communication outside the loops over layers.
 
-    The vocabulary's two matrices are gathered and their gradients sent, and so are the layers beside a pipe. Gradients are
-    summed in float32 over each axis that does not split them. Where `data` splits the optimizer's state, a device receives the
-    sum of its part alone, and the updated parameters are gathered.
+    The vocabulary's two matrices are gathered and their gradients sent, and so are the layers outside a pipe. Gradients are
+    summed in float32 over each axis that does not split them. Where `data` splits the optimizer's state, a device receives only
+    its part's sum, and the updated parameters are gathered.
 
-    Where passes are joined, all this happens once a step, and gradients travel in float32. Else each micro-batch gathers, sends
-    and sums anew, except sums of parts.
+    Where passes are joined, all this happens once a step, and gradients travel in float32. Else each micro-batch repeats the
+    gathers, sends and sums, except sums of parts.
     """
     if step.adapters is not None:
         sums = all_reduce_seconds(machine, 4 * step.adapters.parameters, ("data",), step.mesh)
@@ -204,10 +200,10 @@ def once_a_step_seconds(step: PlannedStep, machine: Machine) -> float:
     seconds = 0.0
     for p in step.parameters:
         if not p.by_layer and p.gather_axes:
-            seconds += times * all_gather_seconds(machine, gathered_bytes(step, p) * p.used_size, p.gather_axes, step.mesh)
+            seconds += times * all_gather_seconds(machine, p.travelling_bytes * p.used_size, p.gather_axes, step.mesh)
             seconds += times * all_to_all_seconds(machine, of_gradient * p.used_size, p.gather_axes, step.mesh)
         whole = tuple(name for name in MESH_AXES if name not in p.split_axes)
-        if step.updated_size(p) < p.own_size:
+        if p.updated_size < p.own_size:
             whole = tuple(name for name in whole if name != "data")
             seconds += reduce_scatter_seconds(machine, 4 * p.own_size, ("data",), step.mesh)
             seconds += all_gather_seconds(machine, BYTES[step.param_dtype] * p.own_size, ("data",), step.mesh)

@@ -1,4 +1,4 @@
-"""Text out of a model: sampling, decoding with a KV cache, and with drafts that the model checks."""
+"""Text generation: sampling, decoding with a KV cache, and speculative decoding with the model's own drafts."""
 
 from typing import TYPE_CHECKING
 

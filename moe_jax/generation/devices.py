@@ -1,9 +1,9 @@
-"""Generation on all devices that hold a model: each continues prompts of its own, and the experts are spread over them.
+"""Generation on all devices that hold a model: each continues its own prompts, and the experts are spread over all.
 
-Generation uses a mesh of its own, whatever mesh the parameters lie on. The experts are spread over the largest number of
-devices that divides both counts, as in training with expert parallelism. All other matrices are gathered, in the model's dtype,
-before the first token. A token then costs no gathering of weights, and each device needs memory for the gathered matrices. If
-the model's mesh spreads the experts otherwise, a device also needs memory for a second copy of its part of the experts.
+Generation uses its own mesh, independent of the parameters' mesh. The experts are spread over the largest number of devices
+that divides both counts, as in training with expert parallelism. All other matrices are gathered, in the model's dtype, before
+the first token. Tokens then need no gathering of weights, but each device needs memory for the gathered matrices. If the
+model's mesh spreads the experts differently, a device also needs memory for a second copy of its part of the experts.
 """
 
 import functools
@@ -44,21 +44,21 @@ AXES = ("fsdp", "expert")
 
 @dataclass(frozen=True)
 class Devices:
-    """The other devices, for the program of one device."""
+    """The devices that generation runs on, as one device's program sees them."""
 
     with_experts: int
     """The number of devices over which the experts are spread."""
     hops: Hops = "nccl"
-    """How tokens of two halves of the prompts travel, as in `parallel.Parallelism`."""
+    """How tokens travel if the prompts are split into two halves, as in `parallel.Parallelism`."""
 
     @property
     def spread(self) -> Spread:
-        """The spread of a model's calls over the devices."""
+        """How a model's calls are spread over the devices."""
         return Spread(expert=ExpertParallel() if self.with_experts > 1 else None)
 
     @property
     def spread_of_halves(self) -> Spread:
-        """The spread of two halves of the prompts in one loop. Copies go pairwise, with room for every routing."""
+        """How calls with two halves of the prompts in one loop are spread. Copies are pairwise, with room for any routing."""
         if self.hops == "nccl":
             return self.spread
         return Spread(expert=ExpertParallel(transport="pairwise", capacity_factor=self.with_experts))
@@ -69,13 +69,13 @@ class Devices:
 
 
 class DecodeInputs(NamedTuple):
-    """The inputs of the decoding loop of one device: the device's own prompts, padded on the left, and a key for each."""
+    """Inputs of one device's decoding loop: its own prompts, padded on the left, and a key for each."""
 
     devices: Devices
     model: Decoder
     tokens: Int[Array, "batch seq"]
     segment_ids: Int[Array, "batch seq"]
-    """1 for tokens of a prompt and 0 for padding; a row of padding alone is no prompt."""
+    """1 for tokens of a prompt and 0 for padding; a row of only padding is not a prompt."""
     keys: Key[Array, "batch"]
 
 
@@ -86,16 +86,16 @@ def decode_on_devices[Results: tuple](
     prompts: list[list[int]],
     seed: int,
 ) -> Results:
-    """Runs `decode` on all devices that hold the model, and returns its results with a row for each prompt, in their order.
+    """Runs `decode` on all devices that hold the model; returns its results with a row for each prompt, in order.
 
     Args:
       decode: a decoding loop, traced for one device. Each array of its result, a tuple, has a row for each of the device's
         prompts. Results of rows without a prompt are dropped.
-      options: a compilation is kept for each set of values.
+      options: a compiled program is cached for each set of values.
 
     Raises:
-      ValueError: the model lies on a mesh with several devices along `pipe`, or its layers in the chunks of a pipeline. Or
-        `options.overlap_prefill` is True and `overlap_refusal` has a reason against it. Or the cache would not fit the memory.
+      ValueError: the model is on a mesh with several devices along `pipe`, or split into a pipeline's chunks. Or
+        `options.overlap_prefill` is True and `overlap_refusal` returns a reason. Or the cache would not fit the memory.
     """
     refuse_deleted(nnx.state(model))
     graph, parameters, *rest = nnx.split(model, nnx.Param, ...)
@@ -119,10 +119,10 @@ def decode_on_devices[Results: tuple](
 def generation_mesh(devices: Sequence[jax.Device], config: ModelConfig, *, spread_experts: bool = True) -> Mesh:
     """Builds the mesh (fsdp, expert) of generation.
 
-    A model that is loaded onto this mesh needs no other move than the gathering of the matrices that are not experts.
+    For a model loaded onto this mesh, only the matrices other than experts' must be gathered.
 
     Args:
-      spread_experts: False leaves all experts on each device, as those with adapters must lie.
+      spread_experts: False keeps all experts on each device, as adapters of experts require.
     """
     has_experts = config.experts is not None and bool(config.moe_layers) and spread_experts
     experts = math.gcd(len(devices), config.experts.num_experts) if has_experts and config.experts else 1
@@ -130,7 +130,7 @@ def generation_mesh(devices: Sequence[jax.Device], config: ModelConfig, *, sprea
 
 
 def overlap_refusal(mesh: Mesh, config: ModelConfig, num_prompts: int) -> str | None:
-    """Returns the reason why prompts cannot pass the layers as two halves in one loop; None if they can."""
+    """Returns the reason why prompts cannot be computed as two halves in one loop; None if they can."""
     if mesh.shape["expert"] == 1:
         return (
             f"no device has experts of its own, so no token travels while another is computed; {_whole_because(mesh, config)}"
@@ -144,7 +144,7 @@ def overlap_refusal(mesh: Mesh, config: ModelConfig, num_prompts: int) -> str | 
 
 
 def _whole_because(mesh: Mesh, config: ModelConfig) -> str:
-    """Returns the reason why each device of the mesh has all experts, with a way out where there is one."""
+    """Returns the reason why each device of the mesh has all experts, with a remedy if there is one."""
     if config.experts is None or not config.moe_layers:
         return "the model has none"
     if mesh.size == 1:
@@ -156,7 +156,7 @@ def _whole_because(mesh: Mesh, config: ModelConfig) -> str:
 
 
 def _specs_of_others(others: nnx.State, mesh: Mesh | AbstractMesh) -> nnx.State:
-    """Returns the layout of arrays that are no parameters: frozen experts are spread as others are, all else is whole."""
+    """Returns the layout of arrays other than parameters: frozen experts are spread like others, all else is whole."""
 
     def spec(path: tuple, array: Array) -> PartitionSpec:
         if mesh.shape["expert"] == 1 or not is_expert_matrix(parameter_path(path)):
@@ -168,11 +168,11 @@ def _specs_of_others(others: nnx.State, mesh: Mesh | AbstractMesh) -> nnx.State:
 
 
 _announced: set[tuple] = set()
-"""Programs whose compilation was announced; a key holds everything that a compilation depends on."""
+"""Programs whose compilation was announced; a key holds all that a compilation depends on."""
 
 
 def _announce_compilation(program: tuple, parameters: nnx.State, tokens: np.ndarray, num_prompts: int) -> None:
-    """Writes a line to a terminal if a call takes long only because its program must be compiled first."""
+    """Prints a line to a terminal if a call is slow only because its program must be compiled first."""
     key = *program, tokens.shape, *((leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(parameters))
     if key in _announced:
         return
@@ -220,7 +220,7 @@ def program(decode: Callable, options: DecodeOptions, mesh: Mesh | AbstractMesh,
 
 
 def row_keys(seed, rows) -> Key[Array, "batch"]:
-    """Returns a key for each row of a batch; it depends on the seed and the row's number alone."""
+    """Returns a key for each row of a batch; it depends only on the seed and the row's number."""
     return jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), rows)
 
 
@@ -228,7 +228,7 @@ def devices_of(model: Decoder, work: str) -> list[jax.Device]:
     """Returns the devices that hold the parameters, in the order of their mesh.
 
     Raises:
-      ValueError: names the `work`: the mesh has several devices along `pipe`.
+      ValueError: the mesh has several devices along `pipe`; the message names the `work`.
     """
     sharding = getattr(jax.tree.leaves(nnx.state(model))[0], "sharding", None)
     if sharding is None:
@@ -242,12 +242,12 @@ def devices_of(model: Decoder, work: str) -> list[jax.Device]:
 def _placed(mesh: Mesh, array: Array, spec: PartitionSpec) -> Array:
     """Moves the array to this mesh.
 
-    XLA cannot compile a program of two meshes whose axes divide the devices in ways that cross.
+    XLA cannot compile a program with two meshes whose axes partition the devices incompatibly.
     """
     there = NamedSharding(mesh, spec)
     sharding = getattr(array, "sharding", None)
     if sharding is not None and sharding.is_equivalent_to(there, array.ndim):
-        # The array is in place already: it gets the mesh's name without a copy.
+        # The array is in place already: only its sharding is replaced, without a copy.
         parts = [shard.data for shard in array.addressable_shards]
         return jax.make_array_from_single_device_arrays(array.shape, there, parts)
     return jax.device_put(array, there)

@@ -2,12 +2,12 @@
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from moe_jax.generation.devices import DecodeInputs, decode_on_devices
 from moe_jax.generation.request import DecodeOptions, checked_request, new_tokens, padding_ids
@@ -38,44 +38,32 @@ def generate(
         call this with the same arguments, and each gets all results.
       prompt_tokens: token ids of one prompt, or of several of any lengths; `complete` takes text.
       max_new_tokens: the maximum number of tokens to add.
-      temperature: 0 takes the most likely token; above it, tokens are drawn (see `generation.sampling.sample`).
+      temperature: 0 chooses the most likely token; above 0, tokens are drawn (see `generation.sampling.sample`).
       top_k, top_p: restrict the draw; None: no restriction.
       eos_token_id: the token, or tokens, that end a sequence; the end token is returned as the last one. None: no token does.
-      seed: the seed of the draw. A prompt's result depends on its place among the prompts, and not on the other prompts. Rotary
-        embeddings of rope_type "dynamic" are the one exception: the longest prompt decides for all, as in transformers.
-      attention_mask: the tokenizer's mask for prompts that it has padded, on either side: 1 for tokens, 0 for padding.
-        Default: no prompt is padded.
-      overlap_prefill: where devices share the experts, compute the prompts of each device as two halves in one loop. Tokens of
-        one half travel to the experts while the other half computes. Tokens stay the same, up to rounding. The cache lies in
-        memory twice for a moment.
+      seed: the seed of the draw. A prompt's result depends on its index, not on the other prompts. The one exception is
+        rope_type "dynamic": the longest prompt decides for all, as in transformers.
+      attention_mask: the tokenizer's mask for prompts that it padded on either side: 1 for tokens, 0 for padding. Default: no
+        prompt is padded.
+      overlap_prefill: if devices share the experts, compute the prompts of each device as two halves in one loop. Tokens of one
+        half travel to the experts while the other half computes. Results are the same up to rounding. Two copies of the cache
+        exist briefly.
 
     Returns:
-      One list of new tokens per prompt, or one list where `prompt_tokens` was one flat prompt.
+      One list of new tokens per prompt, or one list if `prompt_tokens` was one flat prompt.
 
     Raises:
-      ValueError: text in place of token ids; an empty prompt; an id outside the vocabulary; or an option outside its range.
-        Also prompts of one length without a mask, if one of them begins, or ends, with the model's padding token. Or
-        `overlap_prefill` where experts do not lie on several devices, or where a device has an odd number of prompts.
+      ValueError: text instead of token ids; an empty prompt; an id outside the vocabulary; or an option outside its range. Also
+        prompts of one length without a mask, if one of them begins, or ends, with the model's padding token. Or
+        `overlap_prefill` if experts are not spread over several devices, or a device has an odd number of prompts.
     """
     if not isinstance(overlap_prefill, bool | np.bool_):
         raise ValueError(f"overlap_prefill must be True or False; got {overlap_prefill!r}")
     options: Any = dict(max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p)
     padding = attention_mask, padding_ids(model)
-    request = checked_request(model.config, prompt_tokens, padding, eos_token_id=eos_token_id, **options)
-    chosen = request.options._replace(overlap_prefill=bool(overlap_prefill))
-    tokens, lengths = decode_on_devices(_decode, chosen, model, request.prompts, seed)
-    return new_tokens(tokens, lengths, request.single)
-
-
-class _State(NamedTuple):
-    """The state between two steps; `token` is the newest one, which the cache does not hold yet."""
-
-    step: Int[Array, ""]
-    token: Int[Array, "batch"]
-    cache: KVCache
-    produced: Int[Array, "batch max_new_tokens"]
-    lengths: Int[Array, "batch"]
-    done: Bool[Array, "batch"]
+    prompts, single, chosen = checked_request(model.config, prompt_tokens, padding, eos_token_id=eos_token_id, **options)
+    chosen = chosen._replace(overlap_prefill=bool(overlap_prefill))
+    return new_tokens(*decode_on_devices(_decode, chosen, model, prompts, seed), single)
 
 
 def _decode(options: DecodeOptions, inputs: DecodeInputs) -> tuple[Int[Array, "batch max_new_tokens"], Int[Array, "batch"]]:
@@ -90,36 +78,32 @@ def _decode(options: DecodeOptions, inputs: DecodeInputs) -> tuple[Int[Array, "b
         return jnp.isin(token, jnp.array(ends, jnp.int32)) if ends else jnp.zeros(batch, bool)
 
     def logits_of(hidden: Float[Array, "batch hidden"]) -> Float[Array, "batch vocab"]:
-        """Computes the logits of one position, so that a long prompt does not need memory for the others."""
+        """Computes the logits of one position, so that a long prompt needs no memory for all logits."""
         return jnp.einsum("bd,vd->bv", hidden, model.head_weight.astype(model.dtype))
 
     hidden, cache = prefill(inputs, positions, prompt_length + max_new_tokens, overlap=overlap)
     first = draw(logits_of(hidden), folded(keys, 0))
     produced = jnp.zeros((batch, max_new_tokens), jnp.int32).at[:, 0].set(first)
 
-    def unfinished(state: _State):
-        return (state.step < max_new_tokens) & devices.any(~state.done)
+    # The state between two steps. `token` is the newest one, which the cache does not hold yet.
+    def unfinished(state):
+        step, *_, done = state
+        return (step < max_new_tokens) & devices.any(~done)
 
-    def step_once(state: _State) -> _State:
-        position = positions[:, -1:] + state.step
+    def step_once(state):
+        step, token, cache, produced, lengths, done = state
+        position = positions[:, -1:] + step
         ones = jnp.ones((batch, 1), jnp.int32)
-        states = model.hidden_states(state.token[:, None], position, ones, cache=state.cache, spread=devices.spread)
+        states = model.hidden_states(token[:, None], position, ones, cache=cache, spread=devices.spread)
         assert states.cache is not None
-        token = draw(logits_of(states.hidden[:, -1]), folded(keys, state.step))
-        produced = state.produced.at[:, state.step].set(token)
-        return _State(
-            step=state.step + 1,
-            token=token,
-            cache=states.cache,
-            produced=produced,
-            lengths=state.lengths + ~state.done,
-            done=state.done | ends_with(token),
-        )
+        token = draw(logits_of(states.hidden[:, -1]), folded(keys, step))
+        produced = produced.at[:, step].set(token)
+        return step + 1, token, states.cache, produced, lengths + ~done, done | ends_with(token)
 
     lengths = vary_as(jnp.ones(batch, jnp.int32), tokens)
-    start = _State(jnp.int32(1), first, cache, produced, lengths, ends_with(first) | ~segment_ids.any(axis=1))
-    end = jax.lax.while_loop(unfinished, step_once, start)
-    return end.produced, end.lengths
+    start = jnp.int32(1), first, cache, produced, lengths, ends_with(first) | ~segment_ids.any(axis=1)
+    *_, produced, lengths, _ = jax.lax.while_loop(unfinished, step_once, start)
+    return produced, lengths
 
 
 def prefill(
@@ -128,8 +112,8 @@ def prefill(
     """Computes the prompts of one device; returns each one's last hidden state, and a cache with room for `max_length` tokens.
 
     Args:
-      overlap: two halves of the prompts pass the layers in one loop. The tokens of one half travel to other devices' experts
-        while the other half computes. The number of prompts is even, padding among them.
+      overlap: compute two halves of the prompts in one loop. The tokens of one half travel to other devices' experts while the
+        other half computes. The number of prompts, including padding, must be even.
     """
     devices, model, tokens, segment_ids, _ = inputs
     batch = len(tokens)

@@ -32,18 +32,9 @@ class DecodeOptions(NamedTuple):
     top_k: int | None
     top_p: float | None
     ends: tuple[int, ...]
-    """Token ids, any of which ends a sequence; empty: none does."""
+    """Token ids that each end a sequence; empty: none does."""
     overlap_prefill: bool = False
-    """Two halves of a device's prompts pass the layers in one loop (`prefill`)."""
-
-
-class Request(NamedTuple):
-    """Checked prompts, as lists of ints, and options."""
-
-    prompts: list[list[int]]
-    single: bool
-    """True if one flat prompt was given."""
-    options: DecodeOptions
+    """Compute two halves of a device's prompts in one loop (`prefill`)."""
 
 
 def checked_request(
@@ -56,8 +47,10 @@ def checked_request(
     top_k: int | None,
     top_p: float | None,
     eos_token_id: int | Sequence[int] | None,
-) -> Request:
-    """Checks prompts and options, and warns once if a sequence may exceed the length that the model was trained for.
+) -> tuple[list[list[int]], bool, DecodeOptions]:
+    """Returns checked prompts, True if one flat prompt was given, and options.
+
+    Warns once if a sequence may exceed the length that the model was trained for.
 
     Args:
       padding: the user's attention mask, and the tokens that tokenizers pad with (`padding_ids`).
@@ -66,7 +59,7 @@ def checked_request(
 
     Raises:
       ValueError: `as_prompts` refuses the prompts; or options are outside their ranges, all listed in one error. Or the cache
-        would not fit a device's memory, whatever the dtype.
+        would not fit a device's memory in any dtype.
     """
     prompts, single = as_prompts(prompt_tokens, config.vocab_size, *padding)
     ends = tuple(int(end) for end in np.atleast_1d([] if eos_token_id is None else eos_token_id))
@@ -83,14 +76,14 @@ def checked_request(
     problems += [f"eos_token_id {end} is outside the vocabulary of {config.vocab_size}" for end in outside]
     if problems:
         raise ValueError("; ".join(problems))
-    # The dtype is not known here: no model computes in fewer bytes, so this refuses none that would fit.
+    # The dtype is not known here. No model uses fewer bytes than bfloat16, so nothing that fits is refused.
     check_memory(config, prompts, max_new_tokens, dtype="bfloat16", devices=jax.device_count())
     warn_of_length(config, max(map(len, prompts)), max_new_tokens)
-    return Request(prompts, single, DecodeOptions(max_new_tokens, float(temperature), top_k, top_p, ends))
+    return prompts, single, DecodeOptions(max_new_tokens, float(temperature), top_k, top_p, ends)
 
 
 def check_memory(config: ModelConfig, prompts: list[list[int]], new: int, *, dtype: DTypeLike, devices: int) -> None:
-    """Refuses a cache that would not fit the memory of a device alone; a CPU's is the host's.
+    """Refuses a cache that alone exceeds the memory of a device (the host's memory for a CPU).
 
     Raises:
       ValueError: the cache does not fit; the message names max_new_tokens, and the GiB needed and available.
@@ -113,7 +106,7 @@ def check_memory(config: ModelConfig, prompts: list[list[int]], new: int, *, dty
 def padding_ids(model: Decoder) -> set[int]:
     """Returns the tokens that pad this model's prompts, from its config.json and generation_config.json.
 
-    If neither names a padding token, the end-of-text tokens: users then pad with these.
+    If neither names a padding token, returns the end-of-text tokens, with which users then pad.
     """
     config, beside = model.config, generation_config(model.source, model.config)
     named: set[Any] = {config.pad_token_id, beside.get("pad_token_id")} - {None}
@@ -149,7 +142,7 @@ def as_prompts(
 
     Raises:
       ValueError: text or a tokenizer's result in place of ids; an empty prompt; or an id outside the vocabulary. Also a mask
-        that does not fit, or prompts that look padded and have no mask.
+        of another shape, or prompts that look padded and have no mask.
     """
     _refuse_text(prompt_tokens)
     rows, single = _rows(prompt_tokens, "prompt_tokens")
@@ -186,7 +179,7 @@ def new_tokens(
 
 
 def _refuse_text(prompts: Any) -> None:
-    """Raises ValueError with the call that is right for text, messages, or a tokenizer's result."""
+    """Raises a ValueError that names the right call for text, messages, or a tokenizer's result."""
     wrong = "prompt_tokens must be token ids; got"
     first = prompts.tolist() if hasattr(prompts, "tolist") else prompts
     while isinstance(first, list | tuple) and first:
@@ -238,7 +231,7 @@ def _unpadded(rows: list[list[Any]], attention_mask: Any) -> list[list[Any]]:
 
 
 def _padding_in(rows: list[list[Any]], padding_ids: Collection[int]) -> str | None:
-    """Describes how rows look padded; None if they do not.
+    """Describes why rows look padded; None if they do not.
 
     Rows look padded if a row begins, or ends, with at least two padding tokens. Rows of one length also look padded if some
     begin, or end, with a padding token and others do not.

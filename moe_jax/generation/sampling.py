@@ -13,11 +13,11 @@ def sample(
     top_k: int | None = None,
     top_p: float | None = None,
 ) -> Int[Array, "batch"]:
-    """Draws one token per row from softmax(logits / temperature), cut to the top k and then to the top p.
+    """Draws one token per row from softmax(logits / temperature), restricted to the top k and then to the top p.
 
-    Temperature 0 takes the argmax. top_p keeps the most likely tokens up to and including the one with which their
-    probabilities reach top_p (Holtzman et al., 2020, https://arxiv.org/abs/1904.09751). Tokens exactly as likely as that one
-    stay too. Each row has a key of its own: its draw does not depend on the other rows.
+    Temperature 0 returns the argmax. top_p keeps the most likely tokens up to and including the one with which their
+    probabilities reach top_p (Holtzman et al., 2020, https://arxiv.org/abs/1904.09751). Tokens of exactly its probability are
+    kept too. Each row has its own key: its draw does not depend on the other rows.
     """
     if temperature == 0:
         return jnp.argmax(logits.astype(jnp.float32), axis=-1).astype(jnp.int32)

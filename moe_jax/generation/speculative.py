@@ -1,18 +1,18 @@
-"""Generation in which the model's own multi-token prediction module drafts a token, and the model checks the draft.
+"""Generation with drafts: the model's own multi-token prediction module drafts a token, and the model checks it.
 
 Speculative decoding: Leviathan et al., 2023, https://arxiv.org/abs/2211.17192. Multi-token prediction as the draft:
-DeepSeek-V3, 2024, https://arxiv.org/abs/2412.19437, section 5.4.3. A pass over two tokens reads the weights once. It gives two
-tokens if the draft was accepted, and one token if it was not.
+DeepSeek-V3, 2024, https://arxiv.org/abs/2412.19437, section 5.4.3. A pass over two tokens reads the weights once. It yields two
+tokens if the draft is accepted, else one.
 
 Let p be the distribution from which `sampling.sample` draws for the model, and q the distribution for the module. A draft x
-drawn from q is accepted with probability min(1, p(x) / q(x)). Otherwise the token in its place is drawn from max(p - q, 0),
+drawn from q is accepted with probability min(1, p(x) / q(x)). Otherwise its replacement is drawn from max(p - q, 0),
 normalised. Together the two cases draw from p. A share of sum_x min(p(x), q(x)) of the drafts is accepted, the most for any
-rule with drafts from q. If q is p, all drafts are accepted. A draft that is always q's most likely token would need no q in the
-rule. But it is accepted with p(x), which is at most the largest probability of p however good the module. At temperature 0, p
+rule with drafts from q. If q is p, all drafts are accepted. Drafting q's most likely token would need no q in the rule. But it
+is accepted with probability p(x), at most the largest probability of p, no matter how good the module is. At temperature 0, p
 and q are 1 for one token each, and a draft is accepted if it is the model's choice.
 
-A cache counts the same number of tokens for all sequences. So each pass takes two rows of it, and a wrong draft stays there as
-padding, which no token sees. The caches have room for two tokens for each new one.
+A cache has the same length for all sequences. So each pass uses two rows of it, and a wrong draft stays there as padding, which
+no token sees. The caches have room for two tokens for each new one.
 """
 
 from collections.abc import Sequence
@@ -57,14 +57,14 @@ def generate_with_drafts(
     seed: int = 0,
     attention_mask: Int[Array, "batch seq"] | None = None,
 ) -> tuple[list[list[int]] | list[int], Drafts]:
-    """Generates tokens as `generate` does, with drafts, and counts the drafts and those that were accepted.
+    """Generates tokens as `generate` does, with drafts, and counts the drafts and the accepted drafts.
 
-    At temperature 0 the tokens are the same. Above it they have the same distribution, but are another draw than `generate`
-    makes from this seed. Both statements hold up to rounding: a pass over two tokens may sum in another order than a pass over
-    one token. That order decides between logits that are equal up to rounding.
+    At temperature 0 the tokens are the same. Above 0 they have the same distribution but are another draw than `generate`'s
+    from this seed. Both hold up to rounding: a pass over two tokens may sum in another order, which decides between logits that
+    are equal up to rounding.
 
     Args:
-      model: a model with at least one module that predicts further tokens; the first module drafts.
+      model: a model with at least one multi-token prediction module; the first one drafts.
       prompt_tokens, max_new_tokens, temperature, top_k, top_p, eos_token_id, attention_mask: as in `generate`. The drafts are
         drawn at the same temperature and restricted in the same way.
       seed: as in `generate`; the drafts are drawn from it too.
@@ -75,16 +75,16 @@ def generate_with_drafts(
     check_drafts(model.config)
     options: Any = dict(max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p)
     padding = attention_mask, padding_ids(model)
-    request = checked_request(model.config, prompt_tokens, padding, eos_token_id=eos_token_id, **options)
-    tokens, lengths, drafted, accepted = decode_on_devices(_decode, request.options, model, request.prompts, seed)
-    return new_tokens(tokens, lengths, request.single), Drafts(int(drafted.sum()), int(accepted.sum()))
+    prompts, single, chosen = checked_request(model.config, prompt_tokens, padding, eos_token_id=eos_token_id, **options)
+    tokens, lengths, drafted, accepted = decode_on_devices(_decode, chosen, model, prompts, seed)
+    return new_tokens(tokens, lengths, single), Drafts(int(drafted.sum()), int(accepted.sum()))
 
 
 def check_drafts(config: ModelConfig) -> None:
     """Checks that a model has a module that can draft.
 
     Raises:
-      ValueError: the model has no module that predicts further tokens, or recurrent layers, which cannot take back a draft.
+      ValueError: the model has no multi-token prediction module, or has recurrent layers, which cannot undo a draft.
     """
     if (reason := config.mixer_refusal("taking back a draft")) is not None:
         raise ValueError(reason)
@@ -97,7 +97,7 @@ def check_drafts(config: ModelConfig) -> None:
 class _DraftState:
     """The state between two passes. `token` is the newest token, which no cache holds yet, at `position`; `draft` follows it.
 
-    The draft is drawn from `draft_distribution`. `cache` belongs to the model, `module_cache` to the module that drafts.
+    The draft is drawn from `draft_distribution`. `cache` belongs to the model, `module_cache` to the drafting module.
     """
 
     passes: Int[Array, ""]
@@ -174,7 +174,7 @@ def _decode(options: DecodeOptions, inputs: DecodeInputs) -> tuple:
         in_place = given_draft(after_token, state.draft_distribution, state.draft)
         answers = draw_from(jnp.stack([in_place, after_draft], axis=1), 2 * passes)
         right = answers[:, 0] == state.draft
-        # The row behind a wrong draft becomes padding, which no later token sees.
+        # The row of a wrong draft becomes padding, which no later token sees.
         segments = segments.at[:, 1].mul(right)
         cached = jax.lax.dynamic_update_slice(states.cache.segment_ids, segments, (0, states.cache.length - 2))
         module = model.predict(1, states.hidden, answers, positions, segments, cache=state.module_cache, execution=execution)
@@ -210,11 +210,11 @@ def _decode(options: DecodeOptions, inputs: DecodeInputs) -> tuple:
 def given_draft(
     p: Float[Array, "batch vocab"], q: Float[Array, "batch vocab"], draft: Int[Array, "batch"]
 ) -> Float[Array, "batch vocab"]:
-    """Returns the distribution of the token in a draft's place.
+    """Returns the distribution of the token that replaces or confirms a draft.
 
         c(y | x) = a(x) [y = x] + (1 - a(x)) max(p(y) - q(y), 0) / Z
 
-    a(x) = min(1, p(x) / q(x)) is the chance that the draft x is accepted, Z = sum_y max(p(y) - q(y), 0). Over drafts from q,
+    a(x) = min(1, p(x) / q(x)) is the probability of accepting the draft x, Z = sum_y max(p(y) - q(y), 0). Over drafts from q,
     sum_x q(x) c(y | x) = p(y). A draft that is not accepted has p(x) < q(x), so that it is not drawn again.
     """
     rows = jnp.arange(draft.shape[0])

@@ -1,4 +1,4 @@
-"""Text in, text out: continues prompts and answers messages, with the tokenizer and the defaults that lie beside a model."""
+"""Text in, text out: continues prompts and answers messages, with the tokenizer and defaults in a model's folder."""
 
 import inspect
 import logging
@@ -28,12 +28,12 @@ NEUTRAL: dict[str, Any] = {
     **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id", "exponential_decay_length_penalty", "stop_strings")),
     **dict.fromkeys(("constraints", "dola_layers", "top_h", "watermarking_config")),
 }
-"""Settings of generation_config.json that change tokens, beyond temperature, top_k and top_p, at values that change nothing."""
+"""Settings of generation_config.json, other than temperature, top_k and top_p, that affect tokens; at their neutral values."""
 
 _logger = logging.getLogger(__name__)
 
 _warned_of: set[str] = set()
-"""Combinations of settings that this process has warned of."""
+"""Combinations of settings that this process has warned about."""
 
 
 class TextOptions(TypedDict, total=False):
@@ -77,17 +77,16 @@ def complete(
 ) -> str | list[str]:
     """Continues texts, and returns only the added text, without special tokens.
 
-    A text ends with a token that generation_config.json, config.json or the tokenizer names as its end, or after
-    `max_new_tokens`.
+    A text ends at an end token of generation_config.json, config.json or the tokenizer, or after `max_new_tokens`.
 
     Args:
       model_or_path: a model, or its folder or hub id. A folder or hub id is loaded in each call, in bfloat16, onto the default
         device. For several calls, load the model once with `from_pretrained`.
       prompts: one text or several; their tokenizer adds the special tokens that a text begins with, if any.
-      tokenizer: a Hugging Face tokenizer. Default: the one beside the model's weights.
+      tokenizer: a Hugging Face tokenizer. Default: the one in the model's folder.
       max_new_tokens: the maximum number of tokens to add.
       temperature, top_k, top_p: as in `generate`. None: the values of generation_config.json if it sets do_sample, else the
-        most likely token each time. Temperature 0 always takes the most likely token. If generation_config.json has no top_k,
+        most likely token each time. Temperature 0 always chooses the most likely token. If generation_config.json has no top_k,
         all tokens can be drawn (transformers uses 50). A warning names its settings that are not applied, such as
         repetition_penalty: `moe_jax.serving.Engine` has that one, and min_p.
       seed: the seed of the draw.
@@ -136,14 +135,14 @@ def chat(
 ) -> str | list[str]:
     """Answers conversations, and returns only the answers' text, without special tokens.
 
-    An answer ends like a text in `complete`, or with the token that the chat template puts behind an answer.
+    An answer ends like a text in `complete`, or at the token that the chat template puts after an answer.
 
     Args:
       model_or_path, tokenizer, max_new_tokens, temperature, top_k, top_p, seed: as in `complete`.
       messages: one conversation, or a list of several. A conversation is a list of {"role": ..., "content": ...}, or a str with
         the text of the user's only message.
-      tools: functions that the model may call: {"type": "function", "function": {"name": ..., ...}}, or {"name": ..., ...}
-        alone, or Python functions as the tokenizer's `apply_chat_template` accepts them.
+      tools: functions that the model may call: {"type": "function", "function": {"name": ..., ...}}, or only {"name": ...,
+        ...}, or Python functions as the tokenizer's `apply_chat_template` accepts them.
       template_options: further values for the chat template, such as {"enable_thinking": False} for Qwen3.
 
     Returns:
@@ -170,7 +169,7 @@ def chat(
 
 
 def completion_tokens(tokenizer: Any, prompts: Sequence[str]) -> list[list[int]]:
-    """Returns the token ids of texts, with the special tokens that a text begins with, unless it was written with them.
+    """Returns the token ids of texts, with the special tokens that begin a text, unless it already has them.
 
     Raises:
       ValueError: there are no prompts, or a prompt is not a text, has no token or holds half surrogates.
@@ -183,7 +182,7 @@ def completion_tokens(tokenizer: Any, prompts: Sequence[str]) -> list[list[int]]
         raise ValueError("prompts must hold at least one text; got none")
     for i, prompt in enumerate(prompts):
         check_unicode(prompt, f"prompt {i}")
-    # Only the special tokens at the beginning: some tokenizers also add the end of a text, which would end the prompt.
+    # Only the beginning's special tokens: some tokenizers also add an end-of-text token, which would end the prompt.
     begin = beginning(tokenizer)
     tokens = [begun(begin, tokenizer(prompt, add_special_tokens=False)["input_ids"]) for prompt in prompts]
     if not all(tokens):
@@ -198,14 +197,14 @@ def chat_prompts(
     template_options: Mapping[str, Any] | None = None,
     check: Callable[[str], None] | None = None,
 ) -> list[list[int]]:
-    """Returns the token ids of conversations, up to the place where the chat template begins the assistant's answer.
+    """Returns the token ids of conversations, up to where the chat template begins the assistant's answer.
 
     Args:
-      check: may raise an error at a conversation's text, before it is tokenized.
+      check: called with each conversation's text before it is tokenized; may raise an error.
 
     Raises:
-      ValueError: there is no template, or it refuses a conversation; or a conversation is empty, malformed, or has its answer
-        already.
+      ValueError: there is no template, or it refuses a conversation; or a conversation is empty, malformed, or already has its
+        answer.
     """
     if not tokenizer.chat_template:
         raise ValueError(
@@ -226,7 +225,7 @@ def chat_prompts(
             raise ValueError("messages must hold at least one message; got an empty conversation")
         if messages[-1]["role"] == "assistant":
             raise ValueError("the conversation ends with the assistant's message; chat answers a user's, or a tool's")
-        # Another template, or another length, would come from whoever sends a request to a server.
+        # Else a client's request to a server could replace the template or the length.
         own = {"messages", *inspect.signature(tokenizer.apply_chat_template).parameters} - {"documents"}
         if taken := sorted(own & set(template_options or {})):
             raise ValueError(f"template_options are values for the chat template; {', '.join(taken)} cannot be among them")
@@ -234,7 +233,7 @@ def chat_prompts(
         messages, written_tools = as_template_wants(tokenizer, messages, tools, **options)
         try:
             text = tokenizer.apply_chat_template(messages, tools=written_tools, tokenize=False, **options)
-        except Exception as error:  # templates raise whatever they like, jinja's TemplateError mostly
+        except Exception as error:  # templates raise arbitrary errors, mostly jinja's TemplateError
             raise ValueError(f"the tokenizer's chat template refuses the conversation: {error}") from error
         check_unicode(text, "the conversation")
         if check is not None:
@@ -258,13 +257,13 @@ def text_options(
 
     Args:
       source: the folder with the model's generation_config.json, if any.
-      draws: True draws tokens where generation_config.json does not have do_sample, at temperature 1 unless it has another.
+      draws: True draws tokens if generation_config.json lacks do_sample, at its temperature or else 1.
     """
     defaults = generation_config(source, config)
     # A value may be null.
     defaults = {name: value for name, value in defaults.items() if value is not None}
     sampling = {"temperature": 1.0, **defaults} if defaults.get("do_sample", draws) else {"temperature": 0.0}
-    # Writers say "no restriction" as top_k 0 or -1, and top_p 1.
+    # Config files express "no restriction" as top_k 0 or -1, and top_p 1.
     sampling |= {name: None for name in ("top_k", "top_p", "min_p") if sampling.get(name, 0) in (0, -1)}
     # transformers applies it to the most likely token too.
     sampling["repetition_penalty"] = defaults.get("repetition_penalty", 1.0)
@@ -279,7 +278,7 @@ def text_options(
 
 
 def _warn_of_unused(settings: Mapping[str, Any]) -> None:
-    """Logs the settings of a generation_config.json that change tokens; those of each combination once in a process."""
+    """Logs the settings of a generation_config.json that affect tokens, once per combination and process."""
     values = {name: settings.get(name) for name in NEUTRAL}
     named = ", ".join(f"{name}={value!r}" for name, value in values.items() if value not in (None, [], NEUTRAL[name]))
     if named and named not in _warned_of:
@@ -288,7 +287,7 @@ def _warn_of_unused(settings: Mapping[str, Any]) -> None:
 
 
 def added_text(tokenizer: Any, prompt: Sequence[int], new: Sequence[int]) -> str:
-    """Returns the text of the new tokens behind a prompt, without special tokens."""
+    """Returns the text of the new tokens after a prompt, without special tokens."""
     before = tokenizer.decode(prompt, skip_special_tokens=True)
     whole = tokenizer.decode([*prompt, *new], skip_special_tokens=True)
     # Decoded without the prompt, the first token lacks the space before it in some tokenizers.
@@ -296,7 +295,7 @@ def added_text(tokenizer: Any, prompt: Sequence[int], new: Sequence[int]) -> str
 
 
 def _filled(message: Any) -> Any:
-    """Returns a message without null keys. An answer without content has an empty one, as clients send it back."""
+    """Returns a message without null keys. An answer without content gets an empty one: clients send it back so."""
     if not isinstance(message, Mapping):
         return message
     made = without_nulls(message)
@@ -313,7 +312,7 @@ def _added(
     seed: int,
     answers: bool = False,
 ) -> list[str]:
-    """Returns the text behind each prompt that `encode` makes with the tokenizer; checks all arguments before weights."""
+    """Returns the text after each prompt that `encode` builds with the tokenizer; checks all arguments before weights."""
     if isinstance(model_or_path, Decoder):
         source, config = model_or_path.source, model_or_path.config
     elif isinstance(model_or_path, str | Path):
@@ -350,7 +349,7 @@ def _tokenizer_beside(source: str | None) -> Any:
 
 
 def _ends_of_answers(tokenizer: Any) -> set[int]:
-    """Returns the special token that the chat template puts behind an answer, if any.
+    """Returns the special token that the chat template puts after an answer, if any.
 
     A model that was tuned from a base model ends its answers with this token, while its generation_config.json may name only
     the base model's end.
@@ -359,7 +358,7 @@ def _ends_of_answers(tokenizer: Any) -> set[int]:
     messages = [{"role": "user", "content": "a question"}, {"role": "assistant", "content": answer}]
     try:
         text = tokenizer.apply_chat_template(messages, tokenize=False)
-    except Exception:  # a template may want other messages, such as a system's first
+    except Exception:  # a template may need other messages, such as a system message first
         return set()
     if answer not in text:
         return set()

@@ -116,9 +116,8 @@ class Decoder(nnx.Module):
             as without a cache. More tokens than it has room for are an error. Under `jax.jit` the length is not known, and they
             overwrite the cache's last tokens.
           expert_ids: routing replay: the experts to use (`HiddenStates.expert_ids` of another call), weighted by live logits.
-            An id of -1 adds nothing (`layers.router.route`).
-            "balanced" deals tokens to experts in turn, for benchmarks only. None: the router's choice, or "balanced" if the
-            model's `execution` sets it.
+            An id of -1 adds nothing (`layers.router.route`). "balanced" deals tokens to experts in turn, for benchmarks only.
+            None: the router's choice, or "balanced" if the model's `execution` sets it.
           remat: recompute each layer in the backward pass and keep only its input; "offload" keeps it in the host's memory.
             None: as the model's `execution`.
           spread: how the call is spread over devices, inside a `jax.shard_map`. The router's sums are then over this device's
@@ -308,8 +307,8 @@ class Decoder(nnx.Module):
           dense: with a name, groups of dense matrices that also multiply in FP8, as in `Precision.dense`.
 
         Raises:
-          ValueError: an unknown name; or FP8 for a model without experts, of another dtype than bf16, or whose experts'
-            sizes are not multiples of 128. A group that matches no matrix of the model, or groups without an FP8 name.
+          ValueError: an unknown name; or FP8 for a model without experts, of another dtype than bf16, or whose experts' sizes
+            are not multiples of 128. A group that matches no matrix of the model, or groups without an FP8 name.
         """
         if dense and not isinstance(precision, str):
             raise ValueError(f"dense={dense!r} needs a precision that is named; else give it to Precision(dense=...)")

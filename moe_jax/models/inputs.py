@@ -28,8 +28,8 @@ def token_ids(tokens: Any, vocab_size: int, name: str = "tokens") -> Integer[Arr
     """Returns token ids [batch, seq], given as an array or lists, as an array.
 
     Raises:
-      ValueError: the ids are text, floats, or of another shape. Also ids outside the vocabulary, if their values are known (not
-        under `jax.jit`) and copied cheaply (on the host, or at most MAX_CHECKED_TOKENS).
+      ValueError: the ids are text, floats, or of another shape. Also ids outside the vocabulary, if their values are known
+        (not under `jax.jit`) and copied cheaply (on the host, or at most MAX_CHECKED_TOKENS).
     """
     tokens = integers(tokens, name)
     if tokens.ndim != 2:

@@ -77,16 +77,9 @@ class Parallelism:
 
     @property
     def expert_parallel(self) -> ExpertParallel | None:
-        """`expert`; None if one device holds all experts.
-
-        With peer-to-peer copies and buffers that fit every routing, an unset transport becomes "pairwise".
-        """
+        """`expert` with this object's `hops`; None if one device holds all experts."""
         devices = self._size(self.expert.axis_name)
-        if devices == 1:
-            return None
-        if self.expert.transport is None and self.hops == "copies" and self.expert.capacity_factor >= devices:
-            return replace(self.expert, transport="pairwise")
-        return self.expert
+        return self.expert.over(devices, self.hops) if devices > 1 else None
 
     @property
     def context_parallel(self) -> ContextParallel | None:

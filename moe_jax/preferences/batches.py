@@ -3,27 +3,57 @@
     tokens        p p c c c p p r r q q d q q s _      one row: prompt p with the answers c and r, prompt q with d and s
     segment_ids   1 1 1 1 1 2 2 2 2 3 3 3 4 4 4 0      pair k has the segments 2 k + 1 (chosen) and 2 k + 2 (rejected)
     loss_mask     0 1 1 1 0 0 1 1 0 0 1 0 0 1 0 0      prompts are masked
-    example       [7, 4, -1]                           the pairs' places in the data; -1: no further pair in this row
+    example       [7, 4, -1]                           the pairs' indices in the data; -1: no more pairs in this row
 
-A batch of single answers (KTO) has example k in segment k + 1, and "desirable" beside "example". The arrays "kl_tokens",
+A batch of single answers (KTO) has example k in segment k + 1, and an array "desirable" like "example". The arrays "kl_tokens",
 "kl_labels", ... hold the same prompts, each with an answer to another prompt, in the same segments.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 
-from moe_jax.preferences.documents import Preferences
-from moe_jax.preferences.tokens import Example, Text, example_tokens
+from moe_jax.checkpoint.tokenizer import beginning, begun, ended
+from moe_jax.preferences.documents import Judged, Messages, Preferences
 from moe_jax.train.batch import BATCH_ARRAYS
+from moe_jax.train.data.chat import chat_tokens
 
 KL = "kl_"
-"""Names of arrays with mismatched answers begin so."""
+"""Prefix of the names of arrays with mismatched answers."""
 MAX_EXAMPLES = 16
-"""The most examples of a row; shorter ones leave the rest of the row empty."""
+"""Maximum number of examples in a row; short examples may leave the rest of the row empty."""
+MAX_STEPS_BACK = 100
+"""An answer to another prompt is searched for among this many preceding records."""
+
+
+class Text(NamedTuple):
+    """A prompt with an answer."""
+
+    tokens: Int[np.ndarray, "length"]
+    learned: Bool[np.ndarray, "length"]
+    """True for the answer's tokens."""
+
+
+class Example(NamedTuple):
+    """A record as tokens.
+
+    Attributes:
+      number: the record's index in its data.
+      texts: the prompt with the chosen and with the rejected answer, or with the single answer.
+      mismatched: the prompt with an answer to another prompt, for single answers.
+      desirable: True if a single answer is desirable.
+    """
+
+    number: int
+    texts: tuple[Text, ...]
+    mismatched: Text | None = None
+    desirable: bool | None = None
+
+
+Made = tuple[dict[str, np.ndarray], int, set[int]]
 
 
 def preference_batches(
@@ -39,13 +69,13 @@ def preference_batches(
     """Returns an endless iterator of batches, as drawn above. Each epoch has its own order.
 
     Examples are put into the first of `batch_size` rows that has room. The first example without room begins the next batch.
-    A thread makes the next batch while a step computes.
+    A thread prepares the next batch while a step computes.
 
     Args:
       seq_len: tokens of a row. A row holds whole pairs: both texts of each.
-      max_length: tokens of a text, prompt and answer; longer texts are cut at their end. Default: the longest that fit a row.
-        Examples whose prompt leaves no token of an answer, and pairs that the cut makes equal, are left out, and counted in
-        `skipped`.
+      max_length: tokens of a text, prompt and answer; longer texts are cut at their end. Default: the longest that fits in a
+        row. Examples whose prompt leaves no token of an answer, and pairs that the cut makes equal, are left out, and counted
+        in `skipped`.
       seed: decides the order. None: the data's own.
       reference: the reference's log-probabilities of all examples (`reference_table`); batches then have
         "reference_log_probs".
@@ -68,7 +98,7 @@ class PreferenceBatches(Iterator[dict[str, np.ndarray]]):
     """The iterator that `preference_batches` returns.
 
     Attributes:
-      position: the number of examples in all batches so far, with those left out; beyond the data's length in later epochs.
+      position: the number of examples so far, including skipped ones; exceeds the data's length in later epochs.
       skipped: the examples that were left out so far.
     """
 
@@ -86,30 +116,30 @@ class PreferenceBatches(Iterator[dict[str, np.ndarray]]):
         self._tokens = example_tokens(preferences, tokenizer, self.max_length)
         self._order: tuple[int, np.ndarray] = -1, np.zeros(0, int)
         self._maker = ThreadPoolExecutor(1, thread_name_prefix="preferences")
-        self._next: Future[_Made] | None = None
+        self._next: Future[Made] | None = None
 
     def __next__(self) -> dict[str, np.ndarray]:
         upcoming = self._next or self._maker.submit(self._made, self.position)
         self._next = None
-        made = upcoming.result()
-        self.position = made.position
-        self.skipped |= made.skipped
-        self._next = self._maker.submit(self._made, made.position)
-        return made.batch
+        batch, self.position, skipped = upcoming.result()
+        self.skipped |= skipped
+        self._next = self._maker.submit(self._made, self.position)
+        return batch
 
     def get_state(self) -> dict[str, int]:
         """Returns the position, a JSON value."""
         return {"position": self.position}
 
     def set_state(self, state: dict[str, int]) -> None:
-        """Moves to a position that `get_state` returned, of batches with the same arguments."""
+        """Moves to a position returned by `get_state` of batches with the same arguments."""
         self.position, self._next = state["position"], None
 
     def close(self) -> None:
-        """Ends the thread that makes batches."""
+        """Ends the thread that prepares batches."""
         self._maker.shutdown(cancel_futures=True)
 
-    def _made(self, position: int) -> "_Made":
+    def _made(self, position: int) -> Made:
+        """Returns the batch at a position, the position after it, and the examples that were left out."""
         rows, skipped = OpenRows(self.rows, self.seq_len, MAX_EXAMPLES), set[int]()
         while True:
             index = self._index(position)
@@ -128,7 +158,7 @@ class PreferenceBatches(Iterator[dict[str, np.ndarray]]):
         if self.reference is not None:
             present = batch["example"] >= 0
             batch["reference_log_probs"] = np.where(present[..., None], self.reference[batch["example"]], 0).astype(np.float32)
-        return _Made(batch, position, skipped)
+        return batch, position, skipped
 
     def _index(self, position: int) -> int:
         epoch, place = divmod(position, len(self.preferences))
@@ -140,15 +170,8 @@ class PreferenceBatches(Iterator[dict[str, np.ndarray]]):
         return int(self._order[1][place])
 
 
-class _Made(NamedTuple):
-    batch: dict[str, np.ndarray]
-    position: int
-    """The position behind the batch."""
-    skipped: set[int]
-
-
 class OpenRows:
-    """Rows of a batch that are being filled. All texts of an example lie in one row.
+    """Rows of a batch that are being filled. All texts of an example are in one row.
 
     Attributes:
       examples: the examples of each row.
@@ -204,3 +227,68 @@ def row_of_texts(texts: Sequence[Text], seq_len: int) -> dict[str, Int[np.ndarra
         row["segment_ids"][inside] = segment
         start = inside.stop
     return row
+
+
+def example_tokens(preferences: Preferences, tokenizer: Any, max_length: int) -> Callable[[int], Example | None]:
+    """Returns a function that tokenizes record `index`, or returns None if there is nothing to learn: the prompt leaves no room
+    for answers, or both texts of a pair are equal, perhaps after the cut.
+
+    The chat template renders messages, and the learned tokens are the same as in fine-tuning on chats. Plain texts begin with
+    the BOS token if the tokenizer adds one, and end with the eos token, unless they already have them. Texts are cut after
+    `max_length` tokens.
+
+    Raises:
+      ValueError: the tokenizer has no eos token for plain text. The function raises it for messages that the chat template
+        cannot render, by file and line.
+    """
+    begin = beginning(tokenizer)
+
+    def text_of(found: Judged, answer: Any) -> Text:
+        if isinstance(found.prompt, str):
+            whole = _plain(tokenizer, begin, found.prompt, answer)
+        else:
+            whole = _chat(tokenizer, found.prompt, answer, found.tools)
+        return Text(whole.tokens[:max_length], whole.learned[:max_length])
+
+    def example(index: int) -> Example | None:
+        found = preferences[index]
+        try:
+            texts = tuple(text_of(found, answer) for answer in found.answers)
+            other = None if preferences.of_pairs else text_of(found, _answer_to_another(preferences, index, found))
+        except ValueError as error:
+            raise ValueError(f"{preferences.where(index)}: {error}") from error
+        all_texts = texts if other is None else (*texts, other)
+        if not all(text.learned[1:].any() for text in all_texts) or (len(texts) == 2 and all(map(np.array_equal, *texts))):
+            return None
+        return Example(index, texts, other, found.desirable)
+
+    return example
+
+
+def _answer_to_another(preferences: Preferences, index: int, found: Judged) -> str | Messages:
+    """Returns the answer of the nearest record before `index` with another prompt and of the same kind (text or messages)."""
+    for back in range(1, min(MAX_STEPS_BACK, len(preferences) - 1) + 1):
+        other = preferences[(index - back) % len(preferences)]
+        if other.prompt != found.prompt and isinstance(other.prompt, str) == isinstance(found.prompt, str):
+            return other.answers[0]
+    raise ValueError(f"no other prompt among the {MAX_STEPS_BACK} records before, and KTO's baseline needs an answer to one")
+
+
+def _chat(tokenizer: Any, prompt: Messages, answer: Messages, tools: list | None) -> Text:
+    # Earlier answers belong to the prompt.
+    masked = [{**message, "weight": 0} if message["role"] == "assistant" else message for message in prompt]
+    return Text(*chat_tokens(tokenizer, [*masked, *answer], tools))
+
+
+def _plain(tokenizer: Any, begin: list[int], prompt: str, answer: str) -> Text:
+    if tokenizer.eos_token_id is None:
+        raise ValueError("plain text needs a tokenizer with an eos token to end answers with; this one has none")
+    of_prompt, of_both = (
+        tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"] for text in (prompt, prompt + answer)
+    )
+    # Tokens that cross the end of the prompt belong to the answer.
+    differ = (i for i, (a, b) in enumerate(zip(of_prompt, of_both, strict=False)) if a != b)
+    whole = begun(begin, of_both)
+    shared = len(whole) - len(of_both) + next(differ, min(len(of_prompt), len(of_both)))
+    tokens = np.asarray(ended(tokenizer, whole), np.int32)
+    return Text(tokens, np.arange(len(tokens)) >= shared)

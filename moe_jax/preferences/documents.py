@@ -1,6 +1,6 @@
 """Preference data on disk: rows of JSON, CSV or Parquet, checked when they are opened and read by index.
 
-A row has any of the layouts that people have, and becomes a prompt and its answers:
+A row has one of the common layouts, and becomes a prompt and its answers:
 
     {"prompt": "...", "chosen": "...", "rejected": "..."}                   a question and two answers
     {"prompt": [...], "chosen": [...], "rejected": [...]}                   messages; the answers continue the prompt
@@ -8,7 +8,7 @@ A row has any of the layouts that people have, and becomes a prompt and its answ
     {"chosen": "...", "rejected": "..."}                                    whole texts, equal up to the answers
     {"prompt": ..., "completion": ..., "label": true}                       one answer, desirable or not (KTO)
 
-Beside messages "tools" may stand. Other keys are ignored.
+Rows of messages may also have "tools". Other keys are ignored.
 """
 
 import hashlib
@@ -30,12 +30,12 @@ Messages = list[dict[str, Any]]
 
 
 class Judged(NamedTuple):
-    """A prompt with the answers that people judged.
+    """A prompt with its judged answers.
 
     Attributes:
       prompt: messages, or the text that plain answers continue.
       answers: (chosen, rejected), or one answer; messages, or texts.
-      desirable: of a single answer; None for pairs.
+      desirable: True if a single answer is desirable; None for pairs.
       tools: the tools of the conversation, if any.
     """
 
@@ -48,11 +48,11 @@ class Judged(NamedTuple):
 def judged(record: Any, *, plain: bool = False) -> Judged:
     """Returns a line's prompt and answers.
 
-    A prompt and an answer that are strings become a user's and the assistant's message, unless `plain` says that they are
-    texts to be continued. Whole texts without "prompt" are plain: their prompt is the text that both begin with.
+    A prompt and an answer that are strings become a user's and the assistant's message, unless `plain` is True: then answers
+    continue the prompt's text. Whole texts without "prompt" are plain: their prompt is their common beginning.
 
     Raises:
-      ValueError: another layout, or bad messages. The message is a clause that follows the name of the place.
+      ValueError: another layout, or bad messages. The message is a clause to append to the place's name.
     """
     if not isinstance(record, dict):
         raise ValueError(f"needs an object; it is a {type(record).__name__}")
@@ -83,14 +83,14 @@ def judged(record: Any, *, plain: bool = False) -> Judged:
 
 
 def _of_texts(prompt: str | None, texts: list[str]) -> tuple[str, list[str]]:
-    """Returns (prompt, answers) of texts that continue the prompt, or without one, that begin with it."""
+    """Returns (prompt, answers): the texts continue the prompt, or begin with it if `prompt` is None."""
     if prompt is not None:
         return prompt, texts
     if len(texts) == 1:
         raise ValueError('needs a "prompt" beside "completion"')
     first = texts[0]
     common = _common(*texts)
-    # A word of the answers is not cut: tokens of a whole word differ from those of its parts.
+    # A word of the answers is not split: a whole word has other tokens than its parts.
     while common and not first[common - 1].isspace():
         common -= 1
     # The space before a word belongs to the word's token.
@@ -110,14 +110,14 @@ def _of_messages(prompt: str | Messages | None, answers: list) -> tuple[Messages
             # Some data repeat the prompt in the answers.
             return prompt, [answer[len(prompt) :] for answer in conversations]
         return prompt, conversations
-    # A text beside whole conversations repeats their first message.
+    # A prompt string given with whole conversations repeats their first message.
     shortest = min(map(len, conversations)) - 1
     common = shortest if len(conversations) == 1 else min(_common(*conversations), shortest)
     return conversations[0][:common], [answer[common:] for answer in conversations]
 
 
 def _common(chosen: Sequence, rejected: Sequence) -> int:
-    """Returns the number of characters or messages at the beginning that both share."""
+    """Returns the length of the common prefix, in characters or messages."""
     differ = (i for i, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b)
     return next(differ, min(len(chosen), len(rejected)))
 
@@ -139,7 +139,7 @@ def _part(key: str, part: Any) -> str | Messages:
 
 def _label(label: Any) -> bool:
     if isinstance(label, str):
-        # Tables of text have no other way to say it.
+        # Text tables can only express a label this way.
         label = {"true": True, "1": True, "false": False, "0": False}.get(label.strip().lower(), label)
     if label not in (True, False):
         raise ValueError(f'"label" must be true or false; got {label!r:.80}')
@@ -157,7 +157,7 @@ class Preferences(IndexedRows):
 
     Attributes:
       of_pairs: True if a record is a pair. False: it is a single answer.
-      unpaired: the rows hold pairs, and each is two records of single answers.
+      unpaired: the rows hold pairs, each read as two records of single answers.
       plain: as in `open_preferences`.
     """
 
@@ -179,26 +179,25 @@ class Preferences(IndexedRows):
         return found._replace(answers=(answer,), desirable=index % 2 == 0)
 
     def where(self, index: int) -> str:
-        """Returns the record's place for messages: file and line, or a row's number."""
+        """Returns the record's location for error messages: file and line, or a row's number."""
         number = index // 2 if self.unpaired else index
         return self.readers[self.file[number]].place(int(self.line[number]))
 
 
 def open_preferences(path: str | Path, *, of_pairs: bool = True, plain: bool = False) -> Preferences:
-    """Opens and checks preference data: a file of rows, or a folder of some. the layouts are above.
+    """Opens and checks preference data: a file of rows, or a folder of such files. The layouts are listed above.
 
-    Files are those that fine-tuning reads: .jsonl, .ndjson, .json, .csv, .tsv and .parquet, and folders of `save_to_disk`.
+    It reads the same files as fine-tuning: .jsonl, .ndjson, .json, .csv, .tsv and .parquet, and folders of `save_to_disk`.
 
     Args:
       of_pairs: True for losses of pairs. False for KTO: each pair in the data becomes two single answers.
-      plain: prompts and answers that are strings are texts to be continued. Otherwise they are messages of a user and of the
-        assistant.
+      plain: prompts and answers that are strings are plain texts. Otherwise they are messages of a user and of the assistant.
 
     Raises:
       FileNotFoundError: there is no such path, or no file of rows in it.
       ImportError: Parquet, and `datasets` is not installed.
-      ValueError: bad rows, listed by file and line; pairs beside single answers; single answers for a loss of pairs; or not
-        one record.
+      ValueError: bad rows, listed by file and line; pairs mixed with single answers; single answers for a loss of pairs; or no
+        record at all.
     """
     readers, digest, problems = row_readers(path, COLUMNS), hashlib.blake2b(b"preferences", digest_size=16), Problems()
     are_pairs: bool | None = None

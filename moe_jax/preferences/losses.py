@@ -1,7 +1,7 @@
 """Preference losses as plain functions of the log-probabilities of whole answers: one loss for each pair.
 
-A pair is two answers to one prompt, of which people or a model chose one. `policy` is the model that learns, `reference` the
-model that it began as. A log-probability of an answer is the sum over its tokens; ORPO, SimPO and IPO take the mean.
+A pair is two answers to one prompt, one chosen and one rejected. `policy` is the trained model, `reference` the model before
+training. A log-probability of an answer is the sum over its tokens; ORPO, SimPO and IPO use the mean.
 """
 
 from typing import NamedTuple
@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Shaped
 
 
 class Pair[Of](NamedTuple):
-    """Something of both answers."""
+    """A value for each of both answers."""
 
     chosen: Of
     rejected: Of
@@ -32,8 +32,8 @@ def dpo_loss(
 
     Args:
       policy, reference: sums over the tokens of an answer.
-      beta: the larger, the nearer the model stays to the reference.
-      label_smoothing: the part of all pairs whose label is taken to be wrong ("conservative DPO").
+      beta: the larger it is, the closer the model stays to the reference.
+      label_smoothing: the fraction of pairs whose label is assumed wrong ("conservative DPO").
 
     References:
       Rafailov et al., 2023, https://arxiv.org/abs/2305.18290; label smoothing: Mitchell, 2023,
@@ -44,7 +44,7 @@ def dpo_loss(
 
 
 def hinge_loss(policy: LogProbs, reference: LogProbs, *, beta: float = 0.1) -> Float[Array, "*pairs"]:
-    """Computes relu(1 - d) with the d of `dpo_loss`: pairs beyond the margin 1 / beta teach nothing more.
+    """Computes relu(1 - d) with the d of `dpo_loss`: pairs beyond the margin 1 / beta have no gradient.
 
     References:
       Zhao et al., 2023 (SLiC), https://arxiv.org/abs/2305.10425; Liu et al., 2023, https://arxiv.org/abs/2309.06657
@@ -62,7 +62,7 @@ def ipo_loss(policy: LogProbs, reference: LogProbs, *, beta: float = 0.1) -> Flo
 
 
 def orpo_loss(policy: LogProbs, *, beta: float = 0.1) -> Float[Array, "*pairs"]:
-    """Computes the odds-ratio loss, which stands beside the cross-entropy of the chosen texts and needs no reference.
+    """Computes the odds-ratio loss, which is added to the cross-entropy of the chosen texts and needs no reference.
 
         odds(y) = p(y) / (1 - p(y)),  log p(y) = mean over tokens
         loss    = -beta * log sigmoid(log odds(chosen) - log odds(rejected))
@@ -78,7 +78,7 @@ def simpo_loss(policy: LogProbs, *, beta: float = 2.0, gamma: float = 1.0) -> Fl
     """Computes -log sigmoid(beta * (log p(chosen) - log p(rejected)) - gamma), with means over tokens; needs no reference.
 
     Args:
-      gamma: the margin of rewards that is asked for.
+      gamma: the target margin of rewards.
 
     References:
       Meng et al., 2024, https://arxiv.org/abs/2405.14734
@@ -99,14 +99,14 @@ def kto_loss(
     """Computes the Kahneman-Tversky loss of single answers, each desirable or not.
 
         r    = log p(answer)/p_ref(answer)
-        loss = desirable_weight * (1 - sigmoid(beta * (r - kl)))       of a desirable answer
-               undesirable_weight * (1 - sigmoid(beta * (kl - r)))     of another
+        loss = desirable_weight * (1 - sigmoid(beta * (r - kl)))       for a desirable answer
+               undesirable_weight * (1 - sigmoid(beta * (kl - r)))     for another
 
     Args:
       policy, reference: sums over the tokens of an answer.
-      desirable: other than 0 for desirable answers.
+      desirable: nonzero for desirable answers.
       kl: the baseline, `kto_baseline`.
-      desirable_weight, undesirable_weight: weights that even out data with more of one kind.
+      desirable_weight, undesirable_weight: weights to balance data with more of one kind.
 
     References:
       Ethayarajh et al., 2024, equation 7, https://arxiv.org/abs/2402.01306
@@ -133,11 +133,11 @@ def _margin(policy: LogProbs, reference: LogProbs) -> Float[Array, "*pairs"]:
 def _log1mexp(x: Float[Array, "*pairs"]) -> Float[Array, "*pairs"]:
     """Computes log(1 - exp(x)) of x < 0, without cancellation on either side of -log 2.
 
-    An x that rounding made 0 counts as the number next to it: the result and its derivative stay finite.
+    An x rounded to 0 is replaced by the nearest negative number: the result and its derivative stay finite.
     """
     x = jnp.minimum(x, -jnp.finfo(x.dtype).eps)
     is_small = x < -0.6931471805599453
-    # Each branch gets arguments of its own side: the derivative of the other branch would be infinite there.
+    # Each branch gets arguments only from its side: elsewhere its derivative would be infinite.
     far = jnp.log1p(-jnp.exp(jnp.where(is_small, x, -1)))
     near = jnp.log(-jnp.expm1(jnp.where(is_small, -0.5, x)))
     return jnp.where(is_small, far, near)

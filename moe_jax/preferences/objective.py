@@ -1,24 +1,52 @@
-"""A preference loss as the objective of a training step."""
+"""A preference loss as the objective of a training step, and the log-probabilities of answers that it compares.
 
+Each answer is a segment of a packed row (`preferences.batches`).
+"""
+
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
+import numpy as np
+from flax import nnx
 from jaxtyping import Array, Float
 
+from moe_jax.adapters.merge import with_zero_changes, without_adapter
+from moe_jax.kernels.varying import vary_as
+from moe_jax.kernels.vocabulary import token_log_probs
 from moe_jax.layers.lora import has_adapters
 from moe_jax.layers.router import load_balancing_loss
 from moe_jax.layers.spread import OneDevice
 from moe_jax.models.decoder import Decoder
+from moe_jax.models.output import HiddenStates
+from moe_jax.parallel.parallelism import Parallelism
 from moe_jax.preferences import losses
-from moe_jax.preferences.answers import AnswerSums, answer_log_probs, answer_sums, has_label, reference_log_probs
-from moe_jax.preferences.batches import KL
+from moe_jax.preferences.batches import KL, PreferenceBatches
 from moe_jax.preferences.losses import Pair
 from moe_jax.preferences.settings import PreferenceSettings
-from moe_jax.train.batch import BATCH_ARRAYS, Batch
+from moe_jax.train.batch import BATCH_ARRAYS, Batch, put_batch
 from moe_jax.train.objective import Objective, refuse_further_predictors
+from moe_jax.train.on_devices import on_devices
 
 Parts = dict[str, Float[Array, ""]]
+
+
+class AnswerSums(NamedTuple):
+    """Sums over the tokens of each segment of the rows. Segment numbers start at 1, the last axis at 0."""
+
+    log_probs: Float[Array, "batch segments"]
+    """Sums of log-probabilities over each answer's tokens."""
+    lengths: Float[Array, "batch segments"]
+    """The number of the answer's tokens."""
+    text_log_probs: Float[Array, "batch segments"]
+    """The same sums over all of a text's tokens, including the prompt."""
+
+    @property
+    def means(self) -> Float[Array, "batch segments"]:
+        """The mean log-probability of an answer's tokens; 0 for segments that the row does not have."""
+        return self.log_probs / self.lengths.clip(1)
 
 
 @dataclass(frozen=True)
@@ -29,25 +57,25 @@ class Preference(Objective):
         step = train.make_train_step(nnx.graphdef(model), optimizer, objective, gradient_accumulation=4)
 
     Chosen and rejected answers run in one forward pass. The loss is the mean over all pairs, or answers, of the whole batch,
-    however they are dealt out to micro-batches and devices. ORPO adds the cross-entropy of the chosen texts, a mean over
-    their tokens, prompts too. KTO's baseline is the mean over a micro-batch.
+    independent of their split into micro-batches and devices. ORPO adds the cross-entropy of the chosen texts, a mean over
+    their tokens including prompts. KTO's baseline is the mean over a micro-batch, on all devices.
 
-    The reference of a model with adapters is the same model with its adapters left off. For other models the batch has
-    "reference_log_probs" (`preferences.reference_log_probs`). Where it is there, it is used.
+    The reference of a model with adapters is the same model without them. For other models the batch has "reference_log_probs"
+    (`preferences.reference_log_probs`), which always takes precedence.
 
-    Metrics of a step, beside those of every step:
+    Metrics of a step, in addition to the usual ones:
 
     - loss: the preference loss; aux_loss: the router's, if it has a coefficient.
     - reward_chosen, reward_rejected: means of beta * log p/p_ref, or of beta * mean log p for losses without a reference.
       KTO's are means over desirable and over other answers.
-    - reward_margin: their difference; reward_accuracy: the part of pairs whose chosen answer has the higher reward.
+    - reward_margin: their difference; reward_accuracy: the fraction of pairs whose chosen answer has the higher reward.
     - log_prob_chosen, log_prob_rejected: means over answers; ORPO's and SimPO's answers have means over tokens.
     - kl: of pairs with a reference, the mean over the answers' tokens of log p - log p_ref; of KTO its baseline.
     - chosen_cross_entropy: a term of ORPO's loss.
 
     Raises:
       ValueError: at the first step, a model without adapters and a batch without "reference_log_probs"; or a batch without
-        the arrays that the loss needs. Also sequences that are split over devices, or modules that predict further tokens.
+        the arrays that the loss needs. Also multi-token prediction modules.
     """
 
     settings: PreferenceSettings = PreferenceSettings()
@@ -68,17 +96,16 @@ class Preference(Objective):
         if not of_pairs:
             counts |= {"num_chosen": present & (batch["desirable"] != 0), "num_rejected": present & (batch["desirable"] == 0)}
         if loss == "orpo":
-            counts["num_chosen_labels"] = has_label(batch["segment_ids"]) * (batch["segment_ids"] % 2)
+            # All tokens of chosen texts except the last of each.
+            counts["num_chosen_labels"] = jnp.append(batch["segment_ids"].ravel() % 2, -1 * present.ravel())
         if of_pairs and self.settings.needs_reference:
             counts["num_answer_labels"] = batch["loss_mask"] != 0
         return prepared | {name: counted.sum().astype(jnp.float32).clip(1) for name, counted in counts.items()}
 
     def __call__(self, model: Decoder, batch: Batch) -> tuple[Float[Array, ""], Parts]:
-        """Returns the micro-batch's part of the loss, and its parts of the metrics; raises as the class says."""
+        """Returns the micro-batch's part of the loss, and its parts of the metrics; raises as documented in the class."""
         refuse_further_predictors(model.config)
         spread, coefficient = model.execution.spread, self.settings.aux_loss_coef
-        if spread.context is not None:
-            raise ValueError("a preference loss needs whole sequences on each device: take a mesh without context")
         examples = batch["example"].shape[1]
         states = model.hidden_states(batch["tokens"], batch["positions"], batch["segment_ids"])
         found = answer_sums(model, states, batch, 2 * examples if self.settings.of_pairs else examples)
@@ -89,7 +116,7 @@ class Preference(Objective):
             mismatched = answer_log_probs(model, batch, examples, KL)
             kl = baseline_parts(mismatched - reference[..., 1], batch, spread, self.micro_batches)
             parts = parts_of_answers(self.settings, found.log_probs, reference[..., 0], kl, batch)
-        parts = spread.sum(parts)
+        parts = sum_of_rows(spread, parts)
         value = parts["loss"]
         if coefficient:
             parts["aux_loss"] = load_balancing_loss(spread.sum(states.router)) / self.micro_batches
@@ -97,7 +124,7 @@ class Preference(Objective):
         return value, parts
 
     def metrics(self, value: Float[Array, ""], aux: Parts, label_weight: Float[Array, ""]) -> dict[str, Array]:
-        """Returns the metrics that the class lists."""
+        """Returns the metrics listed in the class."""
         return aux | {"reward_margin": aux["reward_chosen"] - aux["reward_rejected"]}
 
     def _reference(self, model: Decoder, batch: Batch) -> Float[Array, "batch examples 2"]:
@@ -120,13 +147,13 @@ def parts_of_pairs(
     """Returns the parts of a loss of pairs.
 
     Args:
-      found: of the segments of the rows; chosen and rejected answers take turns.
+      found: sums of the rows' segments; chosen and rejected answers alternate.
       reference: sums of log-probabilities; zeros for a loss without a reference.
-      batch: with "num_examples" of the whole batch; with "num_answer_labels" for a loss with a reference.
+      batch: has the whole batch's "num_examples", and "num_answer_labels" for a loss with a reference.
     """
     sums, means, lengths = (Pair(each[:, ::2], each[:, 1::2]) for each in (found.log_probs, found.means, found.lengths))
     of_reference, beta = Pair(reference[..., 0], reference[..., 1]), settings.scale
-    # Rewards of losses with a reference are of whole answers, even where the loss is of means.
+    # With a reference, rewards use sums over answers even if the loss uses means.
     log_probs = sums if settings.needs_reference else means
     match settings.loss:
         case "dpo":
@@ -163,10 +190,10 @@ def parts_of_pairs(
 
 
 def baseline_parts(log_ratios: Float[Array, "batch examples"], batch: Batch, spread: OneDevice, micro_batches: int) -> tuple:
-    """Returns KTO's baseline of a micro-batch, by its mismatched answers' log p/p_ref on all devices, and its part of `kl`."""
+    """Returns KTO's baseline, from the micro-batch's mismatched log p/p_ref on all devices, and its part of `kl`."""
     present = batch["example"] >= 0
     summed, count = jnp.where(present, log_ratios, 0).sum(), present.sum().astype(jnp.float32)
-    total, total_count = spread.sum((summed, count))
+    total, total_count = sum_of_rows(spread, (summed, count))
     kl = losses.kto_baseline(total / total_count.clip(1))
     return kl, kl * count / total_count.clip(1) / micro_batches
 
@@ -196,3 +223,115 @@ def parts_of_answers(
         )
         parts |= {f"reward_{name}": rewards, f"log_prob_{name}": log_probs}
     return parts
+
+
+def answer_sums(model: Decoder, states: HiddenStates, batch: Batch, num_segments: int) -> AnswerSums:
+    """Returns the sums of a batch's segments, from the hidden states of its tokens; [tokens, vocab] logits never exist."""
+    hidden, labels, segments, spread = states.hidden, batch["labels"], batch["segment_ids"], model.execution.spread
+    found = token_log_probs(hidden.reshape(-1, hidden.shape[-1]), model.head_weight, labels.reshape(-1)).reshape(labels.shape)
+    answered = batch["loss_mask"] != 0
+
+    def of_segments(values: Array) -> Array:
+        inside = segments[:, :, None] == jnp.arange(1, num_segments + 1)
+        summed = jnp.where(inside, values[:, :, None], 0).sum(1)
+        return summed if spread.context is None else jax.lax.psum(summed, spread.context.axis_name)
+
+    # Neighbours in a sequence may be on other devices, so the last token of a text is found by its position.
+    lengths = jnp.pad(of_segments(jnp.ones_like(segments)), [(0, 0), (1, 0)])
+    predicted = batch["positions"] + 1 < jnp.take_along_axis(lengths, segments, axis=1)
+    return AnswerSums(
+        of_segments(jnp.where(answered, found, 0)),
+        of_segments(answered.astype(found.dtype)),
+        of_segments(jnp.where(predicted, found, 0)),
+    )
+
+
+def row_axes(spread: OneDevice) -> tuple[str, ...]:
+    """Returns the mesh axes along which devices hold other rows; sums of a row's tokens are equal along `context`."""
+    return tuple(axis for axis in spread.mesh_axes if spread.context is None or axis != spread.context.axis_name)
+
+
+def sum_of_rows[Values](spread: OneDevice, values: Values) -> Values:
+    """Sums arrays over all devices that hold other rows; returns them unchanged on one device."""
+    axes = row_axes(spread)
+    return jax.lax.psum(values, axes) if axes else values
+
+
+def answer_log_probs(model: Decoder, batch: Batch, num_segments: int, prefix: str = "") -> Float[Array, "batch segments"]:
+    """Returns the log-probability of each answer of the arrays whose names begin with `prefix`, without a gradient."""
+    model = _without_gradients(model)
+    arrays = {name: batch[prefix + name] for name in BATCH_ARRAYS}
+    states = model.hidden_states(arrays["tokens"], arrays["positions"], arrays["segment_ids"])
+    return answer_sums(model, states, arrays, num_segments).log_probs
+
+
+def reference_log_probs(model: Decoder, batch: Batch) -> Float[Array, "batch examples 2"]:
+    """Returns the reference's log-probabilities, which belong in the batch under this name.
+
+    The last axis is (chosen, rejected), or for single answers (the answer, the mismatched answer). A model with adapters runs
+    without them, as its own reference. For another reference model call this with it before each step:
+
+        batch["reference_log_probs"] = nnx.jit(preferences.reference_log_probs)(reference_model, batch)
+    """
+    if has_adapters(model):
+        model = with_zero_changes(model) if model.precision is not None else without_adapter(model)
+    examples = batch["example"].shape[1]
+    if KL + "tokens" in batch:
+        return jnp.stack([answer_log_probs(model, batch, examples, prefix) for prefix in ("", KL)], axis=-1)
+    return answer_log_probs(model, batch, 2 * examples).reshape(-1, examples, 2)
+
+
+def reference_table(
+    model: Decoder,
+    batches: PreferenceBatches,
+    on_batch: Callable[[int, int], Any] | None = None,
+    *,
+    parallelism: Parallelism | None = None,
+) -> Float[np.ndarray, "examples 2"]:
+    """Returns `reference_log_probs` of each example, by its index in the data; NaN for skipped examples.
+
+        in_order = preferences.preference_batches(data, tokenizer, seq_len=4096, batch_size=8, seed=None)
+        table = preferences.reference_table(model, in_order)
+        batches = preferences.preference_batches(data, tokenizer, seq_len=4096, batch_size=8, reference=table)
+
+    Args:
+      batches: at their beginning, in the data's order (`seed=None`). They are closed.
+      on_batch: called with the number of examples done, and the total.
+      parallelism: the model's mesh, as in `train.make_train_step`.
+
+    Raises:
+      ValueError: batches that are shuffled or have begun.
+    """
+    if batches.seed is not None or batches.position:
+        raise ValueError("a table of the reference needs batches in the data's order, from their beginning: give seed=None")
+    graph, params, *rest = nnx.split(model, nnx.Param, ...)
+    (fixed,), number = rest, len(batches.preferences)
+    table = np.full((number, 2), np.nan, np.float32)
+    options = None if parallelism is None else parallelism.compiler_options
+    compute = jax.jit(on_devices(_of_all_rows, graph, parallelism=parallelism), compiler_options=options)
+    try:
+        while batches.position < number:
+            batch = next(batches)
+            found = np.asarray(compute(params, fixed, put_batch(batch, params, parallelism)))
+            present = batch["example"] >= 0
+            table[batch["example"][present]] = found[present]
+            if on_batch is not None:
+                on_batch(min(batches.position, number), number)
+    finally:
+        batches.close()
+    return table
+
+
+def _of_all_rows(model: Decoder, batch: Batch) -> Float[Array, "all_rows examples 2"]:
+    """Returns the `reference_log_probs` of all devices' rows, on each device."""
+    found, axes = reference_log_probs(model, batch), row_axes(model.execution.spread)
+    if not axes:
+        return found
+    devices, rows = jax.lax.axis_size(axes), len(found)
+    whole = vary_as(jnp.zeros((devices * rows, *found.shape[1:]), found.dtype), found)
+    return jax.lax.psum(jax.lax.dynamic_update_slice_in_dim(whole, found, jax.lax.axis_index(axes) * rows, 0), axes)
+
+
+def _without_gradients(model: Decoder) -> Decoder:
+    graph, state = nnx.split(model)
+    return nnx.merge(graph, jax.tree.map(jax.lax.stop_gradient, state))

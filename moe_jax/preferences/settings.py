@@ -7,7 +7,7 @@ Loss = Literal["dpo", "ipo", "hinge", "orpo", "simpo", "kto"]
 BETA = {"dpo": 0.1, "ipo": 0.1, "hinge": 0.1, "orpo": 0.1, "simpo": 2.0, "kto": 0.1}
 """The default of `PreferenceSettings.beta`."""
 ONLY_OF = {"label_smoothing": "dpo", "gamma": "simpo", "desirable_weight": "kto", "undesirable_weight": "kto"}
-"""Numbers that one loss alone reads."""
+"""{number: the only loss that reads it}."""
 
 
 @dataclass(frozen=True)
@@ -18,8 +18,8 @@ class PreferenceSettings:
       loss: "dpo", "ipo" and "hinge" compare pairs of answers with a reference model. "orpo" and "simpo" need no reference.
         "kto" learns from single answers that are desirable or not, with a reference.
       beta: the scale of rewards. None: 2 for simpo, else 0.1.
-      label_smoothing: the part of pairs whose label is taken to be wrong; for dpo.
-      gamma: the margin of rewards that is asked for; for simpo.
+      label_smoothing: the fraction of pairs whose label is assumed wrong; for dpo.
+      gamma: the target margin of rewards; for simpo.
       desirable_weight: the weight of desirable answers; for kto.
       undesirable_weight: the weight of other answers; for kto.
       aux_loss_coef: the coefficient of the router's load-balancing loss.
@@ -44,12 +44,12 @@ class PreferenceSettings:
 
     @property
     def needs_reference(self) -> bool:
-        """True if the loss compares the model with the one that it began as."""
+        """True if the loss compares the model with its state before training."""
         return self.loss not in ("orpo", "simpo")
 
     @property
     def of_pairs(self) -> bool:
-        """True if the loss is of pairs of answers, False if it is of single answers."""
+        """True if the loss compares pairs of answers, False if it scores single answers."""
         return self.loss != "kto"
 
 

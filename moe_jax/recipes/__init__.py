@@ -1,11 +1,11 @@
-"""Whole runs that a user starts with one call or one command: fine-tuning, and training on preferences."""
+"""Complete runs, each started with one call or one command: fine-tuning, and training on preferences."""
 
 from typing import TYPE_CHECKING
 
 from moe_jax.runtime.lazy import export_lazily
 
 if TYPE_CHECKING:
-    from moe_jax.recipes.finetuning.dry_run import dry_run
+    from moe_jax.recipes.dry_run import dry_run
     from moe_jax.recipes.finetuning.learning_rate import LearningRates, find_learning_rate
     from moe_jax.recipes.finetuning.loop import FinetuneResult, finetune
     from moe_jax.recipes.finetuning.settings import FinetuneSettings

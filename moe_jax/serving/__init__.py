@@ -1,4 +1,4 @@
-"""Serving: many prompts at once, their keys and values in pages, as requests come and go."""
+"""Serving: continuous batching of many requests, with keys and values in pages."""
 
 from typing import TYPE_CHECKING
 
@@ -7,9 +7,8 @@ from moe_jax.runtime.lazy import export_lazily
 if TYPE_CHECKING:
     from moe_jax.serving.engine import Engine
     from moe_jax.serving.handle import Event, Handle
-    from moe_jax.serving.limits import EngineLimits
     from moe_jax.serving.loop import QueueFull, Stats
-    from moe_jax.serving.request import Completion, SamplingOptions
+    from moe_jax.serving.request import Completion, EngineLimits, SamplingOptions
     from moe_jax.serving.strict_log_probs import strict_log_probs
 
 __all__ = [

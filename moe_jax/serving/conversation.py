@@ -1,12 +1,13 @@
-"""A conversation with a model on an engine: each answer comes piece by piece, and the next message knows it."""
+"""A conversation with a model on an engine, answer by answer; and a model's own options, for requests that set none."""
 
 from collections.abc import Generator, Mapping
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
-from moe_jax.generation.text import chat_prompts
-from moe_jax.serving.defaults import fitted
+from moe_jax.config import ModelConfig
+from moe_jax.generation.text import chat_prompts, text_options
 from moe_jax.serving.engine import Engine
-from moe_jax.serving.request import SamplingOptions
+from moe_jax.serving.request import SamplingOptions, fitted
 
 
 class Conversation:
@@ -14,8 +15,8 @@ class Conversation:
 
     Args:
       engine: an engine with a tokenizer, whose chat template writes the messages.
-      options: of all answers; `max_new_tokens` is the most; 0: as many tokens as the engine has room for.
-      system: the text of a first message that tells the model how to answer.
+      options: for all answers; `max_new_tokens` is an upper bound; 0: the engine's limit.
+      system: the text of a system message that tells the model how to answer.
       template_options: further values for the chat template.
     """
 
@@ -34,11 +35,11 @@ class Conversation:
         self.messages = list(self._begin)
 
     def clear(self) -> None:
-        """Forgets all messages but the system's."""
+        """Forgets all messages except the system's."""
         self.messages = list(self._begin)
 
     def answers(self, text: str) -> Generator[str]:
-        """Yields the pieces of the answer to a user's message. An answer that is broken off keeps what has come of it.
+        """Yields the pieces of the answer to a user's message. The text of an interrupted answer stays in the conversation.
 
         Raises:
           ValueError: the chat template refuses the conversation, or it has become too long; the message is forgotten.
@@ -56,3 +57,31 @@ class Conversation:
             handle.abort()
             if answer:
                 self.messages = [*messages, {"role": "assistant", "content": answer}]
+
+
+class Defaults(NamedTuple):
+    """A model's own options, for requests that set none."""
+
+    sampling: dict[str, Any]
+    """The fields of `SamplingOptions` that control how tokens are drawn."""
+    ends: tuple[int, ...] = ()
+    """Tokens that end a text."""
+    ends_of_answers: tuple[int, ...] = ()
+    """Tokens that end an answer in a chat."""
+
+
+SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+
+
+def model_defaults(source: str | Path | None, config: ModelConfig, tokenizer: Any, *, draws: bool = False) -> Defaults:
+    """Returns the options in generation_config.json, as `text_options` reads them, and the tokens that end texts.
+
+    Raises:
+        ValueError: An option is out of its range.
+    """
+    none = dict.fromkeys(SAMPLING)
+    found, answers = (text_options(source, config, tokenizer, none, answers=each, draws=draws) for each in (False, True))
+    ends, ends_of_answers = (tuple(each.pop("eos_token_id")) for each in (found, answers))
+    if problems := SamplingOptions(**found).problems(config.vocab_size):
+        raise ValueError(f"generation_config.json: {'; '.join(problems)}")
+    return Defaults(found, ends, ends_of_answers)

@@ -12,51 +12,71 @@ from jax.stages import Compiled
 from jaxtyping import Array, Int, UInt
 
 from moe_jax.models.decoder import Decoder
-from moe_jax.serving.batch import StepBatch, StepRows, StepShape, empty_rows, filled, packed
 from moe_jax.serving.drafts import draft_program
-from moe_jax.serving.drawing import VARIANTS, DrawingSlots, Variant, draw_program
-from moe_jax.serving.limits import EngineLimits
+from moe_jax.serving.drawing import DrawingSlots, draw_program
 from moe_jax.serving.pages import pages_of
 from moe_jax.serving.placement import Placement
 from moe_jax.serving.programs import OnDemand, StepProgram, leave_gaps, module_programs, step_programs
-from moe_jax.serving.prompts import PIECE_TOKENS, PromptScores, score_piece, score_prompts
-from moe_jax.serving.request import SamplingOptions
-from moe_jax.serving.sampling import Sampled
-from moe_jax.serving.schedule import StepPlan
-from moe_jax.serving.sequence import Sequence
-from moe_jax.serving.step import StepOutput, initial_state
+from moe_jax.serving.prompts import PIECE_TOKENS, PromptScores, read_scores, score_piece, score_prompts
+from moe_jax.serving.request import DrawnToken, EngineLimits, SamplingOptions
+from moe_jax.serving.sampling import VARIANTS, Sampled, Variant
+from moe_jax.serving.schedule import Sequence, StepPlan
+from moe_jax.serving.step import StepBatch, StepOutput, StepShape, empty_rows, filled, initial_state, packed
 from moe_jax.serving.weights import Weights, first_difference, frame_of, head_of, take_apart
 
 _logger = logging.getLogger(__name__)
 
 SMALLEST_CHUNKS = 128
-"""Tokens of the smallest program with chunks; each further one has twice as many."""
+"""Tokens of the smallest program with chunks; each larger program has twice as many."""
 
 
 class Launched(NamedTuple):
-    """A step that the device runs, or has run."""
+    """A step that has been started on the device."""
 
     plans: list[StepPlan]
     """The plan of each device."""
     rows: list[int]
-    """The row of each of `samples` in the arrays of `sampled`."""
-    scores: PromptScores
-    sampled: Sampled
+    """The row of each of `samples` in the arrays of `first`."""
+    scores: PromptScores | None
+    """Scores of prompts; None where the step has no chunk of a prompt."""
+    first: Sampled
     second: Sampled | None
-    """The tokens behind accepted drafts of decoding rows, as in `Drawn`; None without drafts."""
     accepted: Array | None
+    """Results of `draw_program`."""
 
     @property
     def samples(self) -> list[Sequence]:
-        """The sequences that the step gives tokens, those of the first device first."""
+        """The sequences that the step draws tokens for, in device order."""
         return [sequence for plan in self.plans for sequence in plan.samples]
+
+    def read(self) -> list[list[DrawnToken]]:
+        """Waits for the step; returns for each of `samples` its token, and the token after an accepted draft."""
+        found = [[token] for token in self._drawn(self.first, len(self.rows))]
+        if self.second is not None:
+            accepted = np.asarray(self.accepted).tolist()
+            seconds = self._drawn(self.second, len(self.plans[0].decodes))
+            for tokens, second, row in zip(found, seconds, self.rows, strict=False):
+                tokens += [second] if accepted[row] else []
+        return found
+
+    def prompt_scores(self) -> list[tuple[Sequence, list[dict[int, float]]]]:
+        """Returns the scores that the step adds to prompts (`read_scores`)."""
+        return [] if self.scores is None else read_scores(self.scores)
+
+    def _drawn(self, sampled: Sampled, num: int) -> list[DrawnToken]:
+        tokens, logprobs, top_tokens, top_logprobs = (np.asarray(array)[self.rows[:num]] for array in sampled)
+        tops: list[dict[int, float] | None] = [None] * num
+        for i, sequence in enumerate(self.samples[:num]):
+            if wanted := sequence.options.logprobs:
+                tops[i] = dict(zip(top_tokens[i, :wanted].tolist(), top_logprobs[i, :wanted].tolist(), strict=True))
+        return list(zip(tokens.tolist(), logprobs.tolist(), tops, strict=True))
 
 
 class Device:
     """Weights and state of one engine, on its device or its devices.
 
-    A program is compiled for each of the step shapes. Without chunks, the numbers of decoding rows double. With chunks, the
-    numbers of their tokens double; decoding rows are then as many as there may be, or none. Several devices run the same
+    One program is compiled per step shape. Without chunks, the number of decoding rows is a power of two. With chunks, the
+    number of their tokens doubles from shape to shape, with either all decoding rows or none. Several devices run the same
     program together, each with its own rows, because tokens travel between them to the experts.
     """
 
@@ -78,9 +98,9 @@ class Device:
         self.served = served._replace(strict=strict)
         if served.unfused is not None:
             _logger.info("steps run the model's modules, without the fused kernels: %s", served.unfused)
-        # JAX compiles again for arrays that are bound to a device where others were not: all are, from the beginning.
+        # JAX recompiles if an argument was not committed to a device before and is now: all are committed from the start.
         weights = self.placement.place(weights)
-        # Flat: to flatten the states of all layers again in each step takes the host longer than the step takes the device.
+        # Flat: flattening the states of all layers in each step would cost the host more time than the step itself.
         self._weights, self._weights_tree = jax.tree.flatten(weights)
         self._shared = _shared(weights)
         self._head = self._head_of(weights)
@@ -111,9 +131,9 @@ class Device:
         """Arrays that keep the gaps between them free (`programs.leave_gaps`)."""
 
     def warm_up(self) -> None:
-        """Runs every compiled program once, on rows that are not used: the first run is the slow one. Then leaves gaps.
+        """Runs every compiled program once on unused rows, because the first run is slow. Then leaves gaps.
 
-        Programs that draw are compiled here, and the log has a line at the end. A lazy engine has nothing to run yet.
+        Also compiles the drawing programs, and logs a line at the end. A lazy engine has nothing to run yet.
         """
         if self._programs:
             self._run_all()
@@ -122,19 +142,19 @@ class Device:
 
     @property
     def weights_are_deleted(self) -> bool:
-        """True once arrays that the engine shares with its model were deleted, as a donating program does."""
-        # Asked before each step, so the engine's own copies of layers, hundreds of arrays, are left out.
+        """True once arrays that the engine shares with its model were deleted, for example by a program that donates them."""
+        # Checked before each step, so the engine's own copies of layers, hundreds of arrays, are skipped.
         return any(array.is_deleted() for array in self._shared)
 
     @property
     def state_is_deleted(self) -> bool:
-        """True once a program has failed that had been given the state."""
+        """True once a program failed after the state was donated to it."""
         return any(array.is_deleted() for array in jax.tree.leaves(self.state))
 
     def release(self) -> None:
         """Frees pages and the engine's copies of weights, and drops everything else; nothing can be computed afterwards.
 
-        The frames of an exception may still refer to them, so lists are emptied and the engine's own arrays deleted.
+        An exception's frames may still reference them, so lists are emptied and the engine's own arrays deleted.
         """
         shared = set(map(id, self._shared))
         own = [array for array in self._weights if id(array) not in shared]
@@ -149,27 +169,29 @@ class Device:
         self.slots.make_penalties()
         for shape in self._programs:
             for variant in VARIANTS:
-                hidden, _ = self._launch(shape, [empty_rows(shape)] * len(self.placement.devices), variant)
+                hidden, _ = self._launch(shape, packed([empty_rows(shape)] * len(self.placement.devices)), variant)
             if shape.chunks:
                 score_piece(hidden, self._head, *np.zeros((2, PIECE_TOKENS), np.int32), strict=self.served.strict)
         self.slots.start_penalties(0, [0], [0], SamplingOptions())
-        # Most engines are never asked for any.
+        # Most engines never need penalties.
         self.slots.penalties = None
         if self.state.experts is not None:
             self.experts_of(0, [], 0)
         _logger.info("ran each program once, %.1f s", perf_counter() - began)
 
     def launch(self, plans: list[StepPlan]) -> Launched:
-        """Starts a step with a plan for each device; the copies of its tokens to the host start with it."""
-        self.slots.start([chunk.sequence for plan in plans for chunk in plan.chunks if chunk.samples])
-        shape = self._shape_for(plans)
-        rows = [filled(plan, empty_rows(shape)) for plan in plans]
-        hidden, new = self._launch(shape, rows, self.slots.variant_for(plans))
+        """Starts a step with a plan for each device, and the copies of its tokens to the host."""
+        if begun := [chunk.sequence for plan in plans for chunk in plan.chunks if chunk.samples]:
+            self.slots.start(begun)
+        shape, scores = self._shape_for(plans), None
+        variant = VARIANTS[max((sequence.variant for plan in plans for sequence in plan.samples), default=0)]
+        hidden, new = self._launch(shape, packed([filled(plan, empty_rows(shape)) for plan in plans]), variant)
         for array in jax.tree.leaves(new):
             array.copy_to_host_async()
-        in_chunks = shape.decodes * (1 + self._drafts)
-        firsts = [number * (in_chunks + shape.chunk_tokens) + in_chunks for number in range(len(plans))]
-        scores = score_prompts(plans, firsts, hidden, self._head, strict=self.served.strict)
+        if shape.chunks:
+            in_chunks = shape.decodes * (1 + self._drafts)
+            firsts = [number * (in_chunks + shape.chunk_tokens) + in_chunks for number in range(len(plans))]
+            scores = score_prompts(plans, firsts, hidden, self._head, strict=self.served.strict)
         return Launched(plans, _rows_of_samples(shape, plans), scores, *new)
 
     def experts_of(self, device: int, pages: list[int], num_tokens: int) -> np.ndarray:
@@ -181,7 +203,7 @@ class Device:
         return found.reshape(-1, *found.shape[2:])[:num_tokens]
 
     def replace_weights(self, model: Decoder) -> None:
-        """Computes with the weights of another model of the same architecture from the next step on.
+        """Uses the weights of another model of the same architecture from the next step on.
 
         Raises:
           ValueError: the model has another architecture or dtype, another form of weights, or an adapter of another shape.
@@ -199,20 +221,23 @@ class Device:
             )
         weights = self.placement.place(weights)
         self._weights, self._shared, self._head = jax.tree.leaves(weights), _shared(weights), self._head_of(weights)
-        # Small weights may have taken the old gaps.
+        # Small weights may occupy the old gaps.
         self._leave_gaps()
 
-    def _launch(self, shape: StepShape, rows: list[StepRows], variant: Variant) -> tuple[Array, tuple]:
-        """Starts a step; returns the hidden states of its tokens, and `sampled`, `second` and `accepted` of `Drawn`."""
-        upload = packed(rows)
-        self.state, output = self._programs[shape](self._weights, self.state, upload)
+    def _launch(self, shape: StepShape, upload: np.ndarray, variant: Variant) -> tuple[Array, tuple]:
+        """Starts a step; returns the hidden states of its tokens, and `first`, `second` and `accepted` of `draw_program`."""
+        program, over = self._programs[shape]
+        self.state, output = program(self._weights, self.state, upload, over)
+        if over is not None:
+            # All readers of these results must start before the next step of the shape.
+            self._programs[shape] = program, output
         penalties = self.slots.penalties if variant == "full" else None
         draw = draw_program(variant, strict=self.served.strict, mesh=self.served.mesh)
         last_token, penalties, first, second, accepted = draw(
             _for_drawing(output), self.slots.options, self.state.last_token, penalties
         )
         if second is not None:
-            # The module does not read the logits, and a program that is given an array keeps it in memory.
+            # The module does not read the logits, and passing an array to a program keeps it in memory.
             of_step, checked = output._replace(logits=None), (first.tokens, second.tokens, accepted)  # type: ignore[arg-type]
             inputs = self.state.drafting, of_step, checked, upload
             drafting, of_module = self._modules[shape](self._weights, *inputs)
@@ -224,7 +249,7 @@ class Device:
         return output.hidden, (first, second, accepted)
 
     def _leave_gaps(self) -> None:
-        """Leaves gaps on all devices, behind all that lives on."""
+        """Leaves gaps on all devices, after all long-lived arrays."""
         self._gaps = [array for device in self.placement.devices for array in leave_gaps(device)]
 
     def _head_of(self, weights: Weights) -> Array:
@@ -239,7 +264,7 @@ class Device:
 
 
 def _rows_of_samples(shape: StepShape, plans: list[StepPlan]) -> list[int]:
-    """Returns the rows that give tokens, among the rows of all devices."""
+    """Returns the indices of rows that draw tokens, among the rows of all devices."""
     rows: list[int] = []
     for number, plan in enumerate(plans):
         first = number * (shape.decodes + shape.chunks)
@@ -254,7 +279,7 @@ def _shared(weights: Weights) -> list[Array]:
 
 
 def _for_drawing(output: StepOutput) -> StepOutput:
-    # Steps with as many rows share the programs that draw. Arrays of all tokens would make one for each number of tokens.
+    # Steps with equal numbers of rows share a drawing program; arrays of all tokens would need one per number of tokens.
     nothing: Any = None
     drafted = output.drafted and StepBatch(output.drafted.tokens, *[nothing] * 5)
     return output._replace(hidden=nothing, drafted=drafted)

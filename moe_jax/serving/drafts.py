@@ -1,23 +1,22 @@
-"""Drafts: the model's module that predicts further tokens drafts one, and the next step checks it.
+"""Drafts: the model's multi-token prediction module drafts a token, and the next step checks it.
 
-A step computes two tokens of each decoding row: the newest one and its draft. The token behind the newest one is drawn as an
-engine without drafts draws it, from the model's logits with the key of its position. If it is the draft, the draft is
-accepted, and the logits behind it give a second token. So tokens do not depend on drafts, but for rounding.
+A step computes two tokens of each decoding row: the newest one and its draft. The next token is drawn as without drafts: from
+the model's logits, with the key of its position. If it equals the draft, the draft is accepted, and a second token is drawn
+from the draft's logits. So, up to rounding, tokens do not depend on drafts.
 
-The module draws its draft with the key of the draft's position. Where its logits equal the model's, the two draws are equal
-too. Of all rules by which tokens do not depend on the module, such coupled draws accept nearly the most
-(https://arxiv.org/abs/2408.07978).
+The module draws its draft with the key of the draft's position. If its logits equal the model's, so do the draws. Among rules
+whose tokens do not depend on the module, such coupled draws accept nearly the most drafts (https://arxiv.org/abs/2408.07978).
 
-    step -> logits of both tokens -> check: tokens -> module: logits behind the newest token -> draft
+    step -> logits of both tokens -> check: tokens -> module: logits after the newest token -> draft
 
-A wrong draft stays in the pages, one place behind the newest token: the next step writes there before any row reads. The module
-reads of each position also the token behind it. So the last position of a shared page may be that of another continuation.
-A draft may be worse for it, and no token is.
+A wrong draft stays in the pages, one position after the newest token: the next step overwrites it before any row reads. At each
+position the module also reads the next token. So the last position of a shared page may come from another continuation; this
+can worsen drafts, but changes no tokens.
 """
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,19 +27,12 @@ from moe_jax.layers.paged import PagedAttend
 from moe_jax.models.forward import layer_inputs
 from moe_jax.models.mtp import PredictorState
 from moe_jax.parallel.spread import ONE_DEVICE
-from moe_jax.serving.batch import Drafting, StepRows, StepShape, unpacked
-from moe_jax.serving.drawing import Variant, draw_rows
-from moe_jax.serving.sampling import Penalties, SlotOptions, with_last_tokens
-from moe_jax.serving.step import StepOutput
-from moe_jax.serving.weights import LayerWeights, ServedModel, Weights, frame_of, head_of, layer_module, logits_of
+from moe_jax.serving.sampling import Penalties, SlotOptions, Variant, sample_rows, with_last_tokens
+from moe_jax.serving.step import Drafting, StepOutput, StepRows, StepShape, unpacked
+from moe_jax.serving.weights import ServedModel, Weights, frame_of, head_of, layer_module, logits_of
 
-
-class DraftLogits(NamedTuple):
-    """The module's logits, with the slot of each row, and the position of its draft."""
-
-    logits: Float[Array, "rows vocab"]
-    slots: Int[Array, "rows"]
-    positions: Int[Array, "rows"]
+DraftLogits = tuple[Float[Array, "rows vocab"], Int[Array, "rows"], Int[Array, "rows"]]
+"""The module's logits, with the slot of each row, and the position of its draft."""
 
 
 @functools.cache
@@ -65,14 +57,14 @@ def module_program(served: ServedModel, weights_tree: Any, shape: StepShape) -> 
 def _draft(
     variant: Variant, of_module: DraftLogits, options: SlotOptions, drafts: Int[Array, "slots"], penalties: Penalties | None
 ) -> Int[Array, "slots"]:
-    sampled, _ = draw_rows(variant, of_module.logits, of_module.slots, of_module.positions, options, penalties)
-    return with_last_tokens(drafts, of_module.slots, sampled.tokens)
+    sampled, _ = sample_rows(variant, *of_module, options, penalties)
+    return with_last_tokens(drafts, of_module[1], sampled.tokens)
 
 
 def _module(
     served: ServedModel, weights: Weights, drafting: Drafting, output: StepOutput, checked: tuple, rows: StepRows
 ) -> tuple[Drafting, DraftLogits]:
-    """Runs the module behind all tokens of a step, now that the token behind each is known."""
+    """Runs the module on all tokens of a step, now that the token after each is known."""
     config, drafted = served.config, output.drafted
     assert drafted is not None
     first, second, accepted = checked
@@ -82,17 +74,17 @@ def _module(
     state = PredictorState(output.hidden[None], frame["embed_tokens"](following[None], served.dtype))
     inputs = layer_inputs(config, drafted.positions[None], jnp.ones_like(following)[None], drafted.valid[None])
     attend = PagedAttend(drafting.pages, drafted.places, drafted.queries, value_dim=config.mixer.latent_value_dim)
-    of_module = LayerWeights(weights.layers[-1], weights.experts[-1], jnp.int32(0))
+    of_module = weights.layers[-1], weights.experts[-1], jnp.int32(0)
     out = layer_module(served, len(config.stages), of_module)(state, inputs, attend, ONE_DEVICE)
     newest = jnp.concatenate([2 * jnp.arange(num_decodes) + accepted, drafted.outputs[2 * num_decodes :]])
     hidden = out.x.hidden[0][newest]
     logits = logits_of(hidden, head_of(frame), strict=False)
     position = with_last_tokens(drafting.position, output.slots, drafted.positions[newest] + 1)
-    return Drafting(out.cache, position, drafting.draft), DraftLogits(logits, output.slots, drafted.positions[newest] + 2)
+    return Drafting(out.cache, position, drafting.draft), (logits, output.slots, drafted.positions[newest] + 2)
 
 
 def _behind_chunks(rows: StepRows, first: Int[Array, "rows"]) -> Int[Array, "chunk_tokens"]:
-    """Returns the token behind each token of the chunks."""
+    """Returns the token after each token of the chunks."""
     ends = jnp.cumsum(rows.chunk_counts)
     last = jnp.where(rows.chunk_counts > 0, ends - 1, len(rows.chunk_tokens))
     behind_last = jnp.where(rows.chunk_samples > 0, first[len(rows.decode_slots) :], rows.chunk_next)

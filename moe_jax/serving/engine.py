@@ -1,23 +1,28 @@
-"""The engine: many requests at once on one model, each as if it were alone."""
+"""The engine: serves many requests at once on one model, each independent of the others; and checks of models."""
 
 import weakref
 from collections.abc import Sequence as Many
 from typing import Any
 
+import jax
 import numpy as np
+from flax import nnx
 
 from moe_jax.checkpoint.companions import generation_config
+from moe_jax.config import ModelConfig
 from moe_jax.generation.request import warn_of_length
+from moe_jax.generation.speculative import check_drafts
+from moe_jax.layers.lora import has_adapters
+from moe_jax.layers.moe import Experts
+from moe_jax.layers.quantised import FP8_BLOCK, BlockScaled
 from moe_jax.models.decoder import Decoder
-from moe_jax.serving.delivery import Record
+from moe_jax.models.inputs import refuse_deleted
+from moe_jax.parallel.pipeline.chunks import refuse_chunks
 from moe_jax.serving.device import Device
 from moe_jax.serving.handle import Handle, results
-from moe_jax.serving.limits import EngineLimits
-from moe_jax.serving.loop import EngineLoop, Stats, stats_of
-from moe_jax.serving.queues import EngineQueues, change_weights
-from moe_jax.serving.request import Completion, SamplingOptions, check_prompts, checked, seeds_of
-from moe_jax.serving.sequence import Sequence
-from moe_jax.serving.servable import check_model, check_servable
+from moe_jax.serving.loop import EngineLoop, Stats
+from moe_jax.serving.request import Completion, EngineLimits, SamplingOptions, check_prompts, checked, seeds_of
+from moe_jax.serving.schedule import EngineQueues, Sequence, change_weights
 
 GREEDY = SamplingOptions()
 
@@ -32,27 +37,27 @@ class Engine:
     All programs are compiled before the constructor returns, unless `lazy`. Methods may be called from any thread.
 
     The engine reads the model's experts and embedding where they are. A training step that donates them ends all requests with
-    an error that tells so, and `update` revives the engine.
+    an error that names this cause; `update` revives the engine.
 
     Args:
-      model: any model of this library, with an adapter beside its weights or without. The engine computes on all devices that
-        hold it, each with prompts of its own. On one device it reads experts where the model keeps them.
+      model: any model of this library, with or without an adapter. The engine computes on all devices that hold it, each with
+        its own prompts. On one device it reads experts where the model keeps them.
       limits: sizes of each device, which set its memory; default: `EngineLimits()`.
       tokenizer: a Hugging Face tokenizer, with which events and completions have text, and stop texts end them.
       keep_experts: True makes room for each token's experts, for requests with `return_experts`.
-      drafts: 1 drafts a token a step with the model's module that predicts further tokens (`serving.drafts`). A step then gives
-        a sequence one token or two, and costs more. Tokens are the same but for rounding.
-      strict: True gives a token bits that depend on its own sequence alone, those of `strict_log_probs`. For Qwen3 and
-        Qwen3-MoE without drafts.
-      take_over: True deletes the model's layers once the engine has its own copies. A dense model then needs its memory once
-        and not twice, and is unusable afterwards.
-      lazy: True compiles a program when a request first needs it, while all others wait. Fewer are compiled if few kinds come.
+      drafts: 1 drafts a token per step with the model's multi-token prediction module (`serving.drafts`). A step then yields
+        one or two tokens per sequence, and costs more. Tokens are the same up to rounding.
+      strict: True makes a token's bits depend only on its own sequence, equal to `strict_log_probs`. For Qwen3 and Qwen3-MoE
+        without drafts.
+      take_over: True deletes the model's layers once the engine has its own copies. Dense weights then need memory once instead
+        of twice; the model is unusable afterwards.
+      lazy: True compiles a program when a request first needs it, while all others wait. Unneeded programs are never compiled.
 
     Raises:
       ValueError: no model, or no `EngineLimits`; positions that scale with the longest text of a batch (rope type "dynamic").
         Also drafts without such a module, or without room for two tokens of each sequence in a step. Also `strict` with drafts,
-        an adapter or quantised weights, or with a model that its kernels do not take. On several devices also drafts, `strict`
-        and adapters.
+        an adapter or quantised weights, or with a model that its kernels do not support. On several devices also drafts,
+        `strict` and adapters.
     """
 
     def __init__(
@@ -80,7 +85,7 @@ class Engine:
         device = Device(model, limits, **options)
         device.warm_up()
         self._loop = EngineLoop(device, [EngineQueues(limits, drafts) for _ in device.placement.devices])
-        # The thread would keep the memory of an engine that nobody can reach any more, such as one in a notebook's variable.
+        # The thread would keep an unreachable engine's memory, for example after a notebook's variable is reassigned.
         weakref.finalize(self, self._loop.begin_to_close, drain=False).atexit = False
 
     def generate(
@@ -88,10 +93,10 @@ class Engine:
     ) -> list[list[Completion]]:
         """Continues all prompts, and returns their completions: for each prompt `n` of them. The queue has no limit here.
 
-        A call that is left by an exception, such as Ctrl-C in a notebook, aborts its requests.
+        If an exception such as Ctrl-C interrupts the call, its requests are aborted.
 
         Args:
-          options: of all prompts, or of each.
+          options: one for all prompts, or one for each.
 
         Raises:
           ValueError: a prompt or its options are wrong; nothing was computed then.
@@ -109,7 +114,7 @@ class Engine:
                 self._loop.add(sequences, limited=False)
             return results(handles)
         except BaseException:
-            # Nobody else could: the handles are known here alone.
+            # No other code has these handles.
             for handle in handles:
                 handle.abort()
             raise
@@ -128,16 +133,16 @@ class Engine:
 
     def pause(self) -> None:
         """Starts no further step until `resume`. Requests keep their pages, and more may be submitted."""
-        self._set_paused(True)
+        self._loop.call(lambda: setattr(self._loop, "is_paused", True))
 
     def resume(self) -> None:
-        """Goes on after `pause`."""
-        self._set_paused(False)
+        """Ends a `pause`."""
+        self._loop.call(lambda: setattr(self._loop, "is_paused", False))
 
     def update(self, model: Decoder) -> None:
         """Computes with another model's weights from the next step on; cached pages of the old weights never match again.
 
-        Requests that run go on, with the keys and values that the old weights gave their earlier tokens.
+        Running requests continue, with the old weights' keys and values of their earlier tokens.
 
         Raises:
           ValueError: no model, or one with another config or dtype than the engine's, another form of weights, or an adapter
@@ -161,7 +166,7 @@ class Engine:
 
     @property
     def failed(self) -> bool:
-        """True once the device or the engine's thread has failed: all requests have ended, and none is taken again.
+        """True once the device or the engine's thread has failed: all requests have ended, and no more are accepted.
 
         Errors of later calls name the cause. An engine whose model's arrays were deleted has not failed.
         """
@@ -169,17 +174,14 @@ class Engine:
 
     def stats(self) -> Stats:
         """Returns the present state."""
-        return stats_of(self._loop)
+        return self._loop.stats()
 
     def close(self, *, drain: bool = True) -> None:
-        """Ends the engine: after all requests with `drain`, else aborts them.
+        """Ends the engine: after all requests if `drain`, else aborts them.
 
         Pages and copies of weights are freed before it returns. Later requests get an error; `stats` keeps its last numbers.
         """
         self._loop.close(drain=drain)
-
-    def _set_paused(self, paused: bool) -> None:
-        self._loop.call(lambda: setattr(self._loop, "is_paused", paused))
 
     def _checked(self, prompt: Many[int], options: SamplingOptions) -> list[int]:
         ids = checked(prompt, options, self.limits, self.config.vocab_size)
@@ -191,13 +193,99 @@ class Engine:
         return ids
 
     def _request(self, prompt: list[int], options: SamplingOptions) -> tuple[Handle, list[Sequence]]:
-        """Returns the handle of a request, and its sequences, which the loop does not know yet."""
+        """Returns the handle of a request, and its sequences, not yet added to the loop."""
         ends = frozenset(options.stop_token_ids) | (frozenset() if options.ignore_eos else self._ends)
         handle = Handle(prompt, options, lambda numbers: self._loop.abort([sequences[i] for i in numbers]), self.tokenizer)
-        # The first continuation scores the prompt for all.
-        scores: list[dict[int, float] | None] = [None]
-        sequences = [
-            Sequence(prompt, options, seed, ends, index, owner=Record(handle, scores))
-            for index, seed in enumerate(seeds_of(options))
-        ]
+        sequences = [Sequence(prompt, options, seed, ends, index, handle) for index, seed in enumerate(seeds_of(options))]
         return handle, sequences
+
+
+def check_servable(model: Decoder, limits: EngineLimits, *, drafts: int, strict: bool) -> None:
+    """Checks that an engine of these limits can serve the model; arguments as in `Engine`.
+
+    Raises:
+      ValueError: it cannot; the message gives the reason.
+    """
+    check_model(model)
+    if not isinstance(limits, EngineLimits):
+        raise ValueError(f"limits must be EngineLimits; got {limits!r}")
+    check_config(model.config)
+    if model.precision and not _has_experts_in_fp8(model):
+        raise ValueError(
+            "an engine with precision 'fp8' would round the experts' weights in every step: load the model with weights='fp8'"
+        )
+    if model.precision and model.precision.dense:
+        raise ValueError(
+            f"an engine computes dense matrices in the model's dtype, not in FP8; got dense={model.precision.dense!r}: take "
+            "set_precision('fp8')"
+        )
+    devices = {device for leaf in jax.tree.leaves(nnx.state(model)) for device in leaf.sharding.device_set}
+    if len(devices) > 1:
+        _check_several(model, len(devices), drafts=drafts, strict=strict)
+    check_drafting(drafts, model.config, limits)
+    if strict:
+        from moe_jax.serving.fused import check_strict  # imports Pallas Mosaic GPU
+
+        check_strict(model)
+        if drafts:
+            raise ValueError(f"strict=True needs drafts=0; got drafts={drafts}")
+
+
+def check_model(model: Any) -> None:
+    """Refuses values other than a model, such as its folder, and a model whose arrays were deleted.
+
+    Raises:
+      ValueError: the value is not a model, or its arrays were deleted.
+    """
+    if not isinstance(model, Decoder):
+        # Without its repr: users may pass the state with all of a model's arrays by mistake.
+        raise ValueError(f"model must be a Decoder, as moe_jax.from_pretrained(folder) returns; got {type(model).__name__}")
+    refuse_deleted(nnx.state(model))
+
+
+def check_config(config: ModelConfig) -> None:
+    """Refuses an architecture that no engine can serve, before weights are read.
+
+    Raises:
+      ValueError: positions scale with the longest text of a batch, or layers are recurrent or of a repeated pattern.
+    """
+    if (reason := config.mixer_refusal("an engine", has_sinks=False)) is not None:
+        raise ValueError(f"{reason}; generate without an engine (moe_jax.generate)")
+    if any(len(stage.body) > 1 for stage in config.stages):
+        raise ValueError("an engine needs stages of equal layers; this model repeats a pattern of several kinds")
+    if config.rope_parameters.rope_type == "dynamic":
+        raise ValueError(
+            'rope type "dynamic" gives all tokens of a batch the frequencies of the longest sequence; an engine cannot serve it'
+        )
+
+
+def check_drafting(drafts: int, config: ModelConfig, limits: EngineLimits) -> None:
+    """Checks that an engine of these limits can draft.
+
+    Raises:
+      ValueError: drafts is not 0 or 1; the model has no drafting module; or max_tokens_per_step leaves no room for drafts.
+    """
+    if drafts not in (0, 1):
+        raise ValueError(f"drafts must be 0 or 1; got {drafts!r}")
+    if drafts:
+        check_drafts(config)
+        if limits.max_tokens_per_step < 2 * limits.max_sequences:
+            raise ValueError(
+                f"with drafts max_tokens_per_step must be at least twice max_sequences; "
+                f"got {limits.max_tokens_per_step} and {limits.max_sequences}"
+            )
+
+
+def _check_several(model: Decoder, num_devices: int, *, drafts: int, strict: bool) -> None:
+    refuse_chunks(nnx.state(model, nnx.Param), "an engine")
+    if any(not leaf.is_fully_addressable for leaf in jax.tree.leaves(nnx.state(model))):
+        raise ValueError("an engine computes in one process; the model lies on devices of several")
+    options = {"drafts": bool(drafts), "strict": strict, "adapters": has_adapters(model)}
+    if wrong := [name for name, is_set in options.items() if is_set]:
+        raise ValueError(f"an engine on several devices has no {' and no '.join(wrong)}; the model lies on {num_devices}")
+
+
+def _has_experts_in_fp8(model: Decoder) -> bool:
+    experts = [module for _, module in nnx.iter_modules(model) if isinstance(module, Experts)]
+    matrices = [variable.get_value() for each in experts for variable in (each.gate_up_proj, each.down_proj)]
+    return all(isinstance(each, BlockScaled) and each.block == FP8_BLOCK for each in matrices)

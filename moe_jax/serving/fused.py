@@ -1,7 +1,7 @@
 """The layers of a step of Qwen3 and Qwen3-MoE on Hopper, with the fewest kernels: `kernels.decode` between matmuls.
 
-A residual sum goes together with the norm behind it: a layer begins with the norm of its input, and ends with the next one's.
-A matmul is `project_tokens` where that is faster, and XLA's for one token or few columns (`kernels.decode.project`).
+A residual sum is fused with the following norm: a layer starts from its normed input, and ends with the next layer's norm. A
+matmul is `project_tokens` where that is faster, and XLA's for one token or few columns (`kernels.decode.project`).
 
 | kernels of a layer | what they compute |
 |---|---|
@@ -12,17 +12,29 @@ A matmul is `project_tokens` where that is faster, and XLA's for one token or fe
 | place_rows | tokens of these rows, and rows of tokens, if there are more than 64 |
 | gated_matmul, grouped_matmul, add_experts | experts; x + the sum over choices, and the next norm |
 
-With strict bits every matmul is `strict_matmul`, for any number of tokens (`kernels.strict.matmul`). Otherwise, with more than
-MOST_PLANNED_TOKENS tokens, of chunks of prompts, all matmuls but the router's write whole sums in the model's
-dtype. chunk_heads_to_pages then takes the place of heads_to_pages, and XLA places the rows of experts.
+With chunks of prompts and more than MOST_PLANNED_TOKENS tokens, all matmuls except the router's write whole sums in the model's
+dtype. chunk_heads_to_pages then replaces heads_to_pages, and XLA places the rows of experts.
+
+With strict bits a token's bits depend only on the tokens of its own sequence. Decoding rows, chunks of prompts and whole
+sequences run the same functions, for any number of tokens. Every sum has a fixed order, and rounding happens at fixed places:
+matmuls (`kernels.strict.matmul`), norms, heads, gates, the router's choice and the sum over experts are kernels. XLA only moves
+data, makes the tables of rope, and subtracts a logarithm from a logit.
+
+| strict bits: rounded to the model's dtype | kept in f32 |
+|---|---|
+| q, k and v; a head's norm; its rotation; attention | the matmuls' sums, until their reader has added or normed them |
+| the matmul after attention, x + attention; each norm | the router's logits, probabilities and weights | | the gate's product;
+each expert's output; their sum, x + the sum | logits of the vocabulary |
 """
 
+import dataclasses
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from moe_jax.config import ModelConfig
@@ -38,17 +50,19 @@ from moe_jax.kernels.strict.matmul import matmul, matmul_in_parts
 from moe_jax.kernels.strict.rows import gated_silu, norm_rows
 from moe_jax.layers.attention import Attention
 from moe_jax.layers.fp8 import codes_of
+from moe_jax.layers.lora import has_adapters
 from moe_jax.layers.mlp import MLP
 from moe_jax.layers.moe import MoE
 from moe_jax.layers.norm import RMSNorm, rms_norm
 from moe_jax.layers.paged import LayerPages, PagedAttend
-from moe_jax.layers.rope import RopeTables
-from moe_jax.serving.batch import ComputedLayers
-from moe_jax.serving.weights import LayerWeights, ServedModel, layer_module
+from moe_jax.layers.quantised import is_quantised
+from moe_jax.layers.rope import RopeTables, fixed_frequencies, tables_of
+from moe_jax.models.decoder import Decoder
+from moe_jax.serving.weights import ComputedLayers, LayerWeights, ServedModel, layer_module
 
 
 def refusal(config: ModelConfig, dtype: Any, tokens: int, *, in_fp8: bool = False) -> str | None:
-    """Returns the reason why these layers are not computed here, with what would be; None where they are.
+    """Returns the reason why these kernels do not support a model, with the remedy; None if they do.
 
     Args:
       in_fp8: experts multiply in FP8.
@@ -84,11 +98,11 @@ def fused_layers(
     Args:
       layers: each layer's stage and weights (`weights.layers_of`).
       attends: each layer's attention, with its pages.
-      valid: tokens that count; the others' hidden states are of no use.
+      valid: tokens that count; other tokens' hidden states are meaningless.
     """
     cos, sin = rope.cos[0], rope.sin[0]
     new = NewTokens(jnp.concatenate([cos, cos], -1), jnp.concatenate([-sin, sin], -1), *attends[0].places)
-    norms = [of_layer.layer["input_layernorm"]["weight"][...] for _, of_layer in layers]
+    norms = [layer["input_layernorm"]["weight"][...] for _, (layer, _, _) in layers]
     first_norm = norm_rows(x, norms[0], eps=final_norm.eps) if served.strict else rms_norm(x, norms[0], final_norm.eps)
     state = AddedNorm(x, first_norm)
     written, experts = [], []
@@ -96,10 +110,65 @@ def fused_layers(
         state, pages, chosen = _layer(served, stage, of_layer, state, new, attend, valid, next_norm)
         written.append(pages)
         experts += [] if chosen is None else [chosen]
-    return ComputedLayers(state.normed, written, experts)
+    return state.normed, written, experts
 
 
-# Jitted, so that layers which differ in their arrays alone are traced once.
+def check_strict(model: Decoder) -> None:
+    """Refuses a model that the strict layers do not compute.
+
+    Raises:
+      ValueError: the model is not Qwen3 or Qwen3-MoE, or has biases or sizes that the kernels do not support. Or it has
+        adapters, quantised weights, or a precision.
+    """
+    reason = model.config.mixer_refusal("strict computation") or strict_refusal(model.config, model.dtype)
+    if model.precision is not None:
+        reason = "it multiplies in FP8; take precision 'bf16'"
+    if reason is None and has_adapters(model):
+        reason = "it has adapters; merge them first (adapters.merge_adapter)"
+    if reason is None and is_quantised(nnx.state(model)):
+        reason = "its weights are quantised; load it with weights='whole'"
+    if reason is not None:
+        raise ValueError(f"strict bits are not computed for this model: {reason}")
+
+
+def strict_refusal(config: ModelConfig, dtype: Any) -> str | None:
+    """Returns the reason why strict layers do not support a model, with the remedy; None if they do."""
+    reason = refusal(config, dtype, 1)
+    if reason is not None:
+        return reason
+    if config.rope_parameters.rope_type == "dynamic":
+        return 'rope type "dynamic" gives all tokens of a batch the frequencies of the longest sequence'
+    has_mlp = len(config.moe_layers) < config.num_hidden_layers
+    sizes = {"vocab_size": config.vocab_size} | ({"intermediate_size": config.intermediate_size} if has_mlp else {})
+    for name, size in sizes.items():
+        if size % WARPGROUP_THREADS:
+            return f"{name} must be a multiple of {WARPGROUP_THREADS}; got {size}"
+    return None
+
+
+def strict_layers(
+    served: ServedModel,
+    layers: list[tuple[int, LayerWeights]],
+    final_norm: RMSNorm,
+    x: Float[Array, "tokens hidden"],
+    positions: Int[Array, "tokens"],
+    attends: list[PagedAttend],
+    valid: Bool[Array, "tokens"],
+) -> ComputedLayers:
+    """Runs the layers on any number of tokens; other arguments as in `fused_layers`."""
+    served = served._replace(strict=True)
+    in_splits = [dataclasses.replace(attend, fixed_splits=True) for attend in attends]
+    return fused_layers(served, layers, final_norm, x, _rope(served.config, positions[None]), in_splits, valid)
+
+
+def _rope(config: ModelConfig, positions: Int[Array, "1 tokens"]) -> RopeTables:
+    # Else XLA might compute the frequencies at compile time or at run time, with different bits.
+    with jax.ensure_compile_time_eval():
+        fixed = fixed_frequencies(config.rope_parameters, HEAD_DIM, config.max_position_embeddings)
+    return tables_of(positions, *fixed)
+
+
+# Jitted, so that layers which differ only in their arrays are traced once.
 @partial(jax.jit, static_argnums=(0, 1))
 def _layer(
     served: ServedModel,
@@ -111,7 +180,7 @@ def _layer(
     valid: Bool[Array, "tokens"],
     next_norm: Float[Array, "hidden"],
 ) -> tuple[AddedNorm, LayerPages, Int[Array, "tokens k"] | None]:
-    """Returns the residual stream behind the layer and its next norm, the layer's pages, and its tokens' experts."""
+    """Returns the residual stream after the layer, its next norm, the layer's pages, and its tokens' experts."""
     layer, in_f32 = layer_module(served, stage, weights), matmul_in_parts if served.strict else project_in_splits
     project = in_f32 if served.strict or len(state.x) <= MOST_PLANNED_TOKENS else _project
     attended, pages = _attended(layer.self_attn, state.normed, new, attend, project)
@@ -126,7 +195,7 @@ def _layer(
 
 
 Project = Callable[..., Float[Array, "splits tokens out"]]
-"""(x, *weights) -> x W^T as partial sums in f32, or as one sum in x's dtype; W is the weights one below the other."""
+"""(x, *weights) -> x W^T as partial sums in f32, or as one sum in x's dtype; W stacks the weights' rows."""
 
 
 def _project(x: Float[Array, "tokens in"], *weights: Float[Array, "_ in"]) -> Float[Array, "1 tokens out"]:
@@ -159,7 +228,7 @@ def _experts(
     if experts.precision is None:
         return choice, expert_rows(normed, experts.gate_up_proj[...], experts.down_proj[...], choice, place, k=k)
     gate_up, down = codes_of(experts.gate_up_proj.get_value()), codes_of(experts.down_proj.get_value())
-    assert gate_up is not None and down is not None  # the engine takes no other experts with a precision
+    assert gate_up is not None and down is not None  # the engine accepts no other experts with a precision
     return choice, expert_rows_in_fp8(normed, gate_up, down, choice, place, k=k)
 
 

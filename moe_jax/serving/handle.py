@@ -1,23 +1,16 @@
-"""The receiving end of a request: its tokens as they come, for threads and for asyncio."""
+"""The receiving end of a request: its tokens and text as they arrive, for threads and for asyncio. Text contains only complete
+characters, and is held back while it could begin a stop text.
+"""
 
 import asyncio
+import functools
 import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from moe_jax.serving.request import Completion, FinishReason, SamplingOptions
-from moe_jax.serving.text import TextStream
-
-
-class NewToken(NamedTuple):
-    """A token that was drawn, and the most likely ones in its place."""
-
-    token: int
-    logprob: float
-    top_logprobs: dict[int, float] | None
-    """None unless the request asks for some."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,69 +27,21 @@ class Event:
     finish_reason: FinishReason | None = None
     """Set with the last event of a continuation."""
     text: str | None = None
-    """The text that the token completes: often all of its own, sometimes none. None if the engine has no tokenizer."""
-
-
-class ContinuationText:
-    """The text of one continuation, as its events are read.
-
-    A token that ends the continuation is no part of its text. A stop text ends both where it begins. Tokens behind the one that
-    completes it are dropped.
-    """
-
-    def __init__(self, tokenizer: Any, prompt: Sequence[int], stop: Iterable[str]):
-        self._stream = TextStream(tokenizer, prompt, stop)
-        self._num_prompt = len(prompt)
-        self._num_tokens = 0
-        self._pieces: list[str] = []
-
-    @property
-    def stopped(self) -> bool:
-        """True once a stop text was found."""
-        return self._stream.stopped
-
-    def read(self, event: Event) -> Event | None:
-        """Returns an event of the engine with its text; None if it has a dropped token and nothing else."""
-        stream, reason, text = self._stream, event.finish_reason, ""
-        if stream.stopped:
-            if reason is None:
-                return None
-            event = Event(event.index, None)
-        elif event.token is not None:
-            self._num_tokens += 1
-            text = "" if reason == "stop" else stream.add(event.token)
-        if reason is not None:
-            text += stream.flush()
-            reason = "stop" if stream.stopped else reason
-        self._pieces.append(text)
-        return replace(event, text=text, finish_reason=reason)
-
-    def of(self, completion: Completion) -> Completion:
-        """Returns the engine's completion with its text, and without dropped tokens."""
-        num = self._num_tokens
-
-        def first(values: Any, count: int = num) -> Any:
-            return None if values is None else values[:count]
-
-        return replace(
-            completion,
-            tokens=completion.tokens[:num],
-            text="".join(self._pieces),
-            finish_reason="stop" if self.stopped else completion.finish_reason,
-            logprobs=first(completion.logprobs),
-            top_logprobs=first(completion.top_logprobs),
-            experts=first(completion.experts, self._num_prompt + num - 1),
-        )
+    """The text that the token completes, often exactly its own, sometimes empty. None if the engine has no tokenizer."""
 
 
 class WeightsDeleted(RuntimeError):
-    """The arrays that an engine shares with its model were deleted. `Engine.update` gives it others."""
+    """The arrays that an engine shares with its model were deleted. `Engine.update` replaces them."""
 
     def __init__(self) -> None:
         super().__init__(
             "the model's arrays were deleted, most likely because a training step donated them: call engine.update(model) with "
             "the trained model, and give the engine a copy of its own if requests come during a step"
         )
+
+
+Listener = tuple[asyncio.AbstractEventLoop, asyncio.Event]
+"""The event of a coroutine that waits, and its loop."""
 
 
 class Handle:
@@ -118,7 +63,9 @@ class Handle:
         self.prompt = prompt
         self.options = options
         self.completions: list[Completion | None] = [None] * n
-        """The continuations that have ended. One has its text once its last event was read."""
+        """The continuations that have ended; each has its text once its last event was read."""
+        self.prompt_logprobs: list[dict[int, float] | None] = [None]
+        """Log-probabilities of the prompt's tokens so far, from the first continuation. The first token has none."""
         self.error: BaseException | None = None
         self._abort = abort
         self._texts: list[ContinuationText] | None = None
@@ -135,16 +82,16 @@ class Handle:
         self._abort(range(len(self.completions)))
 
     def events(self) -> Iterator[Event]:
-        """Yields the events as they come, and returns behind the last one."""
+        """Yields the events as they arrive, and returns after the last one."""
         while self._remaining:
             self._came.wait()
             self._came.clear()
             yield from self._new_events()
 
     async def __aiter__(self) -> AsyncIterator[Event]:
-        """Yields the events as they come, in an event loop."""
+        """Yields the events as they arrive, in an event loop."""
         came = asyncio.Event()
-        self._listener = Listener(asyncio.get_running_loop(), came)
+        self._listener = (asyncio.get_running_loop(), came)
         if self._came.is_set():
             came.set()
         while self._remaining:
@@ -157,13 +104,13 @@ class Handle:
         """Waits for all continuations and returns them."""
         return results([self])[0]
 
-    def deliver(self, event: Event) -> "Listener | None":
-        """Adds an event; the engine's thread calls this. Returns whom to wake (`wake`)."""
+    def deliver(self, event: Event) -> Listener | None:
+        """Adds an event; the engine's thread calls this. Returns the listener to wake (`wake`)."""
         self._events.append(event)
         self._came.set()
         return self._listener
 
-    def fail(self, error: BaseException) -> "Listener | None":
+    def fail(self, error: BaseException) -> Listener | None:
         """Ends the request with an error."""
         self.error = error
         self._came.set()
@@ -198,34 +145,201 @@ def results(handles: list[Handle]) -> list[list[Completion]]:
     stopping = [handle for handle in handles if handle.options.stop]
     for handle in handles:
         for _ in handle.events():
-            # A stop text is found only where events are read: else a request would run on behind its own.
+            # Stop texts are found only by reading events: an unread request would keep running after its stop text.
             for other in stopping:
                 deque(other._new_events(), maxlen=0)
     return [[completion for completion in handle.completions if completion is not None] for handle in handles]
 
 
 def why(error: BaseException) -> str:
-    """Returns the message for a request that this error ended."""
+    """Returns the error message for a request that this error ended."""
     return str(error) if isinstance(error, WeightsDeleted) else f"the engine failed: {type(error).__name__}: {error}"
-
-
-class Listener(NamedTuple):
-    """A coroutine that waits for events."""
-
-    loop: Any
-    came: asyncio.Event
 
 
 def wake(listeners: set[Listener]) -> None:
     """Wakes coroutines, with one call into each event loop: a call for each of 256 would take milliseconds."""
-    for loop in {listener.loop for listener in listeners}:
-        events = [listener.came for listener in listeners if listener.loop is loop]
+    for loop in {loop for loop, _ in listeners}:
+        events = [came for own, came in listeners if own is loop]
         try:
             loop.call_soon_threadsafe(_set_all, events)
-        except RuntimeError:  # the loop is closed, and with it all that waited there
+        except RuntimeError:  # the loop is closed, and all its waiting coroutines with it
             pass
 
 
 def _set_all(events: list[asyncio.Event]) -> None:
     for event in events:
         event.set()
+
+
+class ContinuationText:
+    """The text of one continuation, as its events are read.
+
+    A token that ends the continuation is not part of its text. A stop text is cut off; tokens after the one that completes it
+    are dropped.
+    """
+
+    def __init__(self, tokenizer: Any, prompt: Sequence[int], stop: Iterable[str]):
+        self._stream = TextStream(tokenizer, prompt, stop)
+        self._num_prompt = len(prompt)
+        self._num_tokens = 0
+        self._pieces: list[str] = []
+
+    @property
+    def stopped(self) -> bool:
+        """True once a stop text was found."""
+        return self._stream.stopped
+
+    def read(self, event: Event) -> Event | None:
+        """Returns an engine's event with its text; None if it only has a dropped token."""
+        stream, reason, text = self._stream, event.finish_reason, ""
+        if stream.stopped:
+            if reason is None:
+                return None
+            event = Event(event.index, None)
+        elif event.token is not None:
+            self._num_tokens += 1
+            text = "" if reason == "stop" else stream.add(event.token)
+        if reason is not None:
+            text += stream.flush()
+            reason = "stop" if stream.stopped else reason
+        self._pieces.append(text)
+        return replace(event, text=text, finish_reason=reason)
+
+    def of(self, completion: Completion) -> Completion:
+        """Returns the engine's completion with its text, and without dropped tokens."""
+        num = self._num_tokens
+
+        def first(values: Any, count: int = num) -> Any:
+            return None if values is None else values[:count]
+
+        return replace(
+            completion,
+            tokens=completion.tokens[:num],
+            text="".join(self._pieces),
+            finish_reason="stop" if self.stopped else completion.finish_reason,
+            logprobs=first(completion.logprobs),
+            top_logprobs=first(completion.top_logprobs),
+            experts=first(completion.experts, self._num_prompt + num - 1),
+        )
+
+
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+"""The decoded form of bytes that are not a character, or not yet."""
+
+CONTEXT = 4
+"""Number of tokens before the new ones that are decoded with them.
+
+Some tokenizers drop the space before a text's first token. A character has at most 4 bytes, and a token at least one.
+"""
+
+MAX_WINDOW = 16
+"""Number of decoded tokens above which all but `CONTEXT` of them are dropped."""
+
+
+class TextStream:
+    """The text of one sequence after its prompt, without special tokens, cut where a stop text begins.
+
+    The pieces add up to the tokenizer's decoding of the whole, without its clean-up of spaces. Each token costs the decoding of
+    at most `MAX_WINDOW` tokens. Runs of single-byte tokens are decoded once, at their end.
+    """
+
+    def __init__(self, tokenizer: Any, prompt_tokens: Sequence[int] = (), stop: Iterable[str] = ()):
+        self._tokenizer = tokenizer
+        self._shown, self._bytes = _kinds_of_tokens(tokenizer)
+        self._stop = StopSearch(stop)
+        self._window = self._end_of(prompt_tokens)
+        self._given = len(self._stable(self._decoded()))
+        """Number of the window's characters that belong to the prompt or were returned."""
+
+    @property
+    def stopped(self) -> bool:
+        """True once a stop text was found; all later text is dropped."""
+        return self._stop.found
+
+    def add(self, token: int) -> str:
+        """Returns the text that the next token completes: often exactly its own, sometimes none."""
+        if self.stopped or token not in self._shown:
+            return ""
+        self._window.append(token)
+        # A later byte can make a whole run of byte tokens invalid, or valid again.
+        if token in self._bytes:
+            return ""
+        text = self._decoded()
+        end = max(len(self._stable(text)), self._given)
+        new, self._given = text[self._given : end], end
+        if len(self._window) > MAX_WINDOW:
+            held = len(text) - end
+            del self._window[:-CONTEXT]
+            self._given = len(self._decoded()) - held
+        return self._stop.add(new)
+
+    def flush(self) -> str:
+        """Returns the text that was held back, at the end of the sequence."""
+        if self.stopped:
+            return ""
+        text = self._decoded()
+        new, self._given = text[self._given :], len(text)
+        return self._stop.add(new) + self._stop.flush()
+
+    def _decoded(self) -> str:
+        return self._tokenizer.decode(self._window, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+    def _stable(self, text: str) -> str:
+        """Returns the text without a last character that later bytes may complete."""
+        return text.removesuffix(REPLACEMENT)
+
+    def _end_of(self, prompt: Sequence[int]) -> list[int]:
+        """Returns the last tokens of a prompt that have text, including the whole of a run of byte tokens."""
+        found: list[int] = []
+        for token in reversed(prompt):
+            if len(found) >= CONTEXT and found[-1] not in self._bytes:
+                break
+            if token in self._shown:
+                found.append(token)
+        return found[::-1]
+
+
+class StopSearch:
+    """Finds stop texts in a text that comes in pieces; the result does not depend on where one piece ends.
+
+    The stop text that is complete first ends the text. If several end at the same character, the longest counts.
+    """
+
+    def __init__(self, stop: Iterable[str]):
+        self._stop = tuple(stop)
+        self._held = ""
+        self.found = False
+
+    def add(self, text: str) -> str:
+        """Returns the text before the first stop text, except an end in which one might begin."""
+        if self.found:
+            return ""
+        text = self._held + text
+        places = [(start + len(stop), start) for stop in self._stop if (start := text.find(stop)) >= 0]
+        if places:
+            self.found, self._held = True, ""
+            return text[: min(places)[1]]
+        held = self._num_held(text)
+        self._held = text[len(text) - held :]
+        return text[: len(text) - held]
+
+    def flush(self) -> str:
+        """Returns the text that was held back."""
+        held, self._held = self._held, ""
+        return held
+
+    def _num_held(self, text: str) -> int:
+        """Returns the length of the longest end of `text` with which a stop text begins."""
+        longest = min(len(text), max(map(len, self._stop), default=1) - 1)
+        return next((n for n in range(longest, 0, -1) if any(stop.startswith(text[-n:]) for stop in self._stop)), 0)
+
+
+@functools.lru_cache(maxsize=4)
+def _kinds_of_tokens(tokenizer: Any) -> tuple[frozenset[int], frozenset[int]]:
+    """Returns the tokens with text, and the single-byte tokens, which sentencepiece uses for unknown characters. Special
+    tokens, such as the end of a message, have no text. Reads the vocabulary once, which takes about 0.1 s.
+    """
+    vocab = tokenizer.get_vocab()
+    special = {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
+    names = (f"<0x{byte:02X}>" for byte in range(256))
+    return frozenset(vocab.values()) - special, frozenset(vocab[name] for name in names if name in vocab)

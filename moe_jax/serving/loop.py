@@ -1,7 +1,7 @@
 """The engine's thread: it plans a step, starts it on the device, and only then reads the tokens of the step before.
 
-So host and device work at the same time. A sequence that ends is found one step late, which costs one row of one step. All
-state of the engine is changed by this thread alone: other threads hand it functions to run between two steps.
+So host and device work at the same time. A sequence that ends is found one step late, which costs one row of one step. Only
+this thread changes the engine's state: other threads pass it functions to run between two steps.
 """
 
 import contextlib
@@ -10,44 +10,65 @@ import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from itertools import islice
 from typing import NamedTuple
 
-from moe_jax.serving.delivery import TokenDelivery
 from moe_jax.serving.device import Device, Launched
-from moe_jax.serving.handle import WeightsDeleted, why
-from moe_jax.serving.queues import EngineQueues
-from moe_jax.serving.schedule import plan_step
-from moe_jax.serving.sequence import Sequence
+from moe_jax.serving.handle import Event, Listener, WeightsDeleted, wake, why
+from moe_jax.serving.request import Completion, DrawnToken, FinishReason
+from moe_jax.serving.schedule import EngineQueues, Sequence, finish, plan_step, read_step
 
 _logger = logging.getLogger(__name__)
 
 
 class QueueFull(Exception):
-    """The engine has as many requests as `EngineLimits.max_waiting` lets wait."""
+    """The number of waiting requests has reached `EngineLimits.max_waiting`."""
+
+
+class Stats(NamedTuple):
+    """The state of an engine, summed over its devices."""
+
+    running: int
+    waiting: int
+    free_pages: int
+    cached_pages: int
+    owned_pages: int
+    num_steps: int
+    num_tokens: int
+    """New tokens so far."""
+    num_preemptions: int
+    weights_version: int
+    num_drafted: int
+    """Drafts that were checked so far (`Engine(drafts=)`)."""
+    num_accepted: int
+    """Drafts accepted so far: each yielded a token without its own step."""
+
+    @property
+    def acceptance_rate(self) -> float:
+        """The accepted share of the drafts; 0 without any."""
+        return self.num_accepted / max(self.num_drafted, 1)
 
 
 class EngineLoop:
-    """The thread and what it changes.
+    """The scheduler thread, and the engine's state that only this thread may change.
 
     Attributes:
-      device: changed by the thread alone, as the queues are; others may read numbers from them.
-      queues: one for each of the devices that compute.
-      is_paused: True while no step is to start.
-      delivery: gives requests their tokens.
-      num_steps: steps started so far.
+      device: changed only by the thread, like the queues; other threads may read their counters.
+      queues: one for each device.
+      is_paused: True while no step may start.
     """
 
     def __init__(self, device: Device, queues: list[EngineQueues]):
         self.device = device
         self.queues = queues
         self.is_paused = False
-        self.num_steps = 0
+        self._num_steps = self._num_tokens = self._num_drafted = self._num_accepted = 0
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._open: set[Sequence] = set()
         self._lock = threading.Lock()
         self._is_closing = False
         self._error: BaseException | None = None
-        self.delivery = TokenDelivery(device, queues, ended=self._forget)
+        self._listeners: set[Listener] = set()
         self._thread = threading.Thread(target=self._run, name="moe_jax engine", daemon=True)
         self._thread.start()
 
@@ -61,41 +82,41 @@ class EngineLoop:
         """Lets new sequences wait.
 
         Args:
-          limited: True refuses more than the limits let wait.
+          limited: True refuses sequences beyond the limits.
 
         Raises:
           QueueFull: too many sequences run or wait.
           RuntimeError: the engine failed or was closed, or the model's arrays were deleted.
         """
         with self._lock:
-            # Under the lock: a request that came behind the failure would wait for ever.
+            # Under the lock: a request added after the failure would wait forever.
             self._refuse_if_ended()
             if self.device.weights_are_deleted:
                 raise WeightsDeleted
             room = self.capacity - len(self._open)
             if limited and len(sequences) > room:
                 raise QueueFull(f"{len(self._open)} sequences run or wait; the engine has room for {room} more")
-            # Under it too: the thread may end once `close` has the lock, and would leave what comes later.
+            # Also under the lock: once `close` holds it, the thread may end and ignore later commands.
             self._commands.put(lambda: self._let_wait(sequences))
-            # Last: an interrupted call leaves none open that no queue will have.
+            # Last: an interrupted call must not leave sequences open that no queue holds.
             self._open.update(sequences)
 
     def abort(self, sequences: list[Sequence]) -> None:
-        """Ends those that were added and have not ended yet."""
-        self._commands.put(lambda: self.delivery.end_all([each for each in sequences if each in self._open]))
+        """Ends the given sequences that were added and have not ended yet."""
+        self._commands.put(lambda: self._end_all([each for each in sequences if each in self._open]))
 
     def call[T](self, function: Callable[[], T]) -> T:
         """Runs a function in the thread, between two steps, and returns its result.
 
         Raises:
-          RuntimeError: the engine failed or was closed; and whatever the function raises.
+          RuntimeError: the engine failed or was closed; and any error that the function raises.
         """
         done: Future[T] = Future()
 
         def run() -> None:
             try:
                 done.set_result(function())
-            except Exception as error:  # raised again where the caller waits
+            except Exception as error:  # raised again in the waiting caller
                 done.set_exception(error)
 
         with self._lock:
@@ -104,18 +125,18 @@ class EngineLoop:
         return done.result()
 
     def close(self, *, drain: bool) -> None:
-        """Ends the thread: after all sequences with `drain`, else aborts them. Then the device has freed its memory."""
+        """Ends the thread: after all sequences if `drain`, else aborts them. The device has then freed its memory."""
         with self._lock:
             self.begin_to_close(drain=drain)
         self._thread.join()
 
     def begin_to_close(self, *, drain: bool) -> None:
-        """Tells the thread to end, without the lock: the garbage collector calls this, and may interrupt who holds it."""
+        """Tells the thread to end, without the lock: the garbage collector calls this, and may interrupt the lock's holder."""
 
         def end() -> None:
             self.is_paused = False
             if not drain:
-                self.delivery.end_all(self._queued)
+                self._end_all(self._queued)
 
         self._is_closing = True
         self._commands.put(end)
@@ -124,6 +145,23 @@ class EngineLoop:
     def failed(self) -> bool:
         """True once an error has ended the thread."""
         return self._error is not None
+
+    def stats(self) -> Stats:
+        """Returns the present state; any thread may call it."""
+        free, cached, owned, _ = map(sum, zip(*(queues.pool.counts() for queues in self.queues), strict=True))
+        return Stats(
+            running=sum(len(queues.running) for queues in self.queues),
+            waiting=sum(len(queues.waiting) for queues in self.queues),
+            free_pages=free,
+            cached_pages=cached,
+            owned_pages=owned,
+            num_steps=self._num_steps,
+            num_tokens=self._num_tokens,
+            num_preemptions=sum(queues.num_preemptions for queues in self.queues),
+            weights_version=self.queues[0].weights_version,
+            num_drafted=self._num_drafted,
+            num_accepted=self._num_accepted,
+        )
 
     def _refuse_if_ended(self) -> None:
         if self._error is not None:
@@ -139,10 +177,12 @@ class EngineLoop:
                 self._run_commands(wait=is_idle)
                 launched = None if self.is_paused else self._launch_next()
                 if in_flight is not None:
-                    self.delivery.read(in_flight)
+                    self._read(in_flight)
                 in_flight = launched
-                self.delivery.wake_readers()
-        except BaseException as error:  # whatever it was, nobody may wait for ever
+                if self._listeners:
+                    wake(self._listeners)
+                    self._listeners.clear()
+        except BaseException as error:  # after any error, no caller may wait forever
             _logger.exception("the engine failed")
             self._fail(error)
         finally:
@@ -159,12 +199,12 @@ class EngineLoop:
     def _fail(self, error: BaseException) -> None:
         with self._lock:
             self._error = error
-            listeners = {sequence.owner.handle.fail(error) for sequence in self._open}
-        # Callers that wait for a result get one. Not under the lock: an abort takes it. The queues may be of no use any more.
+            listeners = {sequence.handle.fail(error) for sequence in self._open}
+        # Waiting callers get a result. Not under the lock: an abort acquires it. The queues may be corrupt by now.
         while not self._commands.empty():
             with contextlib.suppress(Exception):
                 self._commands.get()()
-        self.delivery.wake_readers({listener for listener in listeners if listener is not None})
+        wake(self._listeners | listeners - {None})
 
     def _run_commands(self, *, wait: bool) -> None:
         if wait:
@@ -173,82 +213,104 @@ class EngineLoop:
             self._commands.get()()
 
     def _launch_next(self) -> Launched | None:
-        """Starts the next step. Without weights nothing can run: all requests end with the reason, until `update`."""
+        """Starts the next step. If the weights were deleted, all requests end with that reason, until `update`."""
         if not self.device.weights_are_deleted:
             try:
                 return self._launch_planned()
             except Exception:
-                # They may be deleted at any moment. A step that was refused for it has left the state as it was.
+                # Weights may be deleted at any moment. A step that fails for this reason has left the state unchanged.
                 if not self.device.weights_are_deleted or self.device.state_is_deleted:
                     raise
         for sequence in self._queued:
-            sequence.owner.handle.fail(WeightsDeleted())
-        self.delivery.end_all(self._queued)
+            sequence.handle.fail(WeightsDeleted())
+        self._end_all(self._queued)
         return None
 
     def _launch_planned(self) -> Launched | None:
         plans = [plan_step(queues) for queues in self.queues]
         if all(plan.is_empty for plan in plans):
             return None
-        self.num_steps += 1
-        for queues, plan in zip(self.queues, plans, strict=True):
-            for chunk in plan.chunks:
-                chunk.sequence.owner.started(queues.weights_version)
+        self._num_steps += 1
+        for plan in plans:
             for sequence, pages in plan.preempted:
-                # It may end before it is computed again, and the next step writes to the pages.
-                self.delivery.keep_experts(sequence, pages)
+                # The sequence may end before it is computed again, and the next step overwrites the pages.
+                self._keep_experts(sequence, pages)
         return self.device.launch(plans)
 
+    def _read(self, launched: Launched) -> None:
+        """Waits for the tokens of a step, and delivers them to their requests."""
+        samples, drawn, prompts = launched.samples, launched.read(), launched.prompt_scores()
+        for sequence, scores in prompts:
+            if sequence.finish_reason is None:
+                sequence.handle.prompt_logprobs += scores
+        self._count_drafts(launched, drawn)
+        tokens = iter([[token for token, *_ in each] for each in drawn])
+        pages = {sequence: list(sequence.pages) for sequence in samples if sequence.options.return_experts}
+        taken: list[int] = []
+        for queues, plan in zip(self.queues, launched.plans, strict=True):
+            taken += read_step(queues, plan, list(islice(tokens, len(plan.samples))))
+        self._num_tokens += sum(taken)
+        for sequence, new, count in zip(samples, drawn, taken, strict=True):
+            sequence.drawn += new[:count]
+            if count and sequence.finish_reason is not None:
+                self._keep_experts(sequence, pages.get(sequence, []))
+                self._complete(sequence)
+            for number, each in enumerate(new[:count], 1):
+                self._deliver(sequence, each, sequence.finish_reason if number == count else None)
+
+    def _count_drafts(self, launched: Launched, drawn: list[list[DrawnToken]]) -> None:
+        if launched.second is not None:
+            for decode, tokens in zip(launched.plans[0].decodes, drawn, strict=False):
+                if decode.sequence.finish_reason is None:
+                    self._num_drafted += 1
+                    self._num_accepted += len(tokens) - 1
+
+    def _end_all(self, sequences: list[Sequence]) -> None:
+        """Ends sequences without another token, if they have not ended."""
+        for sequence in sequences:
+            if sequence.finish_reason is None:
+                self._keep_experts(sequence, sequence.pages if sequence.decoding else [])
+                finish(self.queues[sequence.device], sequence, "abort")
+                self._complete(sequence)
+                self._deliver(sequence, (None, None, None), "abort")
+
+    def _keep_experts(self, sequence: Sequence, pages: list[int]) -> None:
+        """Reads the experts of a sequence from its pages, if it has any and its request asks for them."""
+        if sequence.options.return_experts and pages:
+            sequence.experts = self.device.experts_of(sequence.device, pages, len(sequence.tokens))
+
+    def _complete(self, sequence: Sequence) -> None:
+        sequence.handle.completions[sequence.index] = completion_of(sequence)
+        with self._lock:
+            self._open.discard(sequence)
+
+    def _deliver(self, sequence: Sequence, drawn: DrawnToken | tuple[None, ...], reason: FinishReason | None) -> None:
+        token, logprob, top_logprobs = drawn
+        logprob = None if sequence.options.logprobs is None else logprob
+        listener = sequence.handle.deliver(Event(sequence.index, token, logprob, top_logprobs, reason))
+        if listener is not None:
+            self._listeners.add(listener)
+
     def _let_wait(self, sequences: list[Sequence]) -> None:
-        """Lets the continuations of a prompt wait for the device that has the fewest sequences: there they share its pages."""
+        """Queues the continuations of a prompt on the device with the fewest sequences, where they share the prompt's pages."""
         sizes = [len(queues.running) + len(queues.waiting) for queues in self.queues]
         device = sizes.index(min(sizes))
         for sequence in sequences:
             sequence.device = device
         self.queues[device].waiting.extend(sequences)
 
-    def _forget(self, sequence: Sequence) -> None:
-        with self._lock:
-            self._open.discard(sequence)
 
-
-class Stats(NamedTuple):
-    """The state of an engine: numbers of all its devices together."""
-
-    running: int
-    waiting: int
-    free_pages: int
-    cached_pages: int
-    owned_pages: int
-    num_steps: int
-    num_tokens: int
-    """New tokens so far."""
-    num_preemptions: int
-    weights_version: int
-    num_drafted: int
-    """Drafts that were checked so far (`Engine(drafts=)`)."""
-    num_accepted: int
-    """Drafts that were accepted so far: each gave a token without a step of its own."""
-
-    @property
-    def acceptance_rate(self) -> float:
-        """The accepted share of the drafts; 0 without any."""
-        return self.num_accepted / max(self.num_drafted, 1)
-
-
-def stats_of(loop: EngineLoop) -> Stats:
-    """Returns the present state; any thread may call it."""
-    delivery, pages = loop.delivery, [queues.pool.counts() for queues in loop.queues]
-    return Stats(
-        running=sum(len(queues.running) for queues in loop.queues),
-        waiting=sum(len(queues.waiting) for queues in loop.queues),
-        free_pages=sum(each.free for each in pages),
-        cached_pages=sum(each.cached for each in pages),
-        owned_pages=sum(each.owned for each in pages),
-        num_steps=loop.num_steps,
-        num_tokens=delivery.num_tokens,
-        num_preemptions=sum(queues.num_preemptions for queues in loop.queues),
-        weights_version=loop.queues[0].weights_version,
-        num_drafted=delivery.num_drafted,
-        num_accepted=delivery.num_accepted,
+def completion_of(sequence: Sequence) -> Completion:
+    """Returns the completion of a sequence that has ended."""
+    assert sequence.finish_reason is not None
+    options, drawn = sequence.options, sequence.drawn
+    return Completion(
+        tokens=sequence.new_tokens,
+        finish_reason=sequence.finish_reason,
+        logprobs=None if options.logprobs is None else [logprob for _, logprob, _ in drawn],
+        top_logprobs=[tops or {} for *_, tops in drawn] if options.logprobs else None,
+        prompt_logprobs=None if options.prompt_logprobs is None else sequence.handle.prompt_logprobs,
+        experts=None if sequence.experts is None else sequence.experts[: len(sequence.tokens) - 1],
+        weights_version=sequence.weights_version,
+        cached_tokens=sequence.cached_tokens,
     )

@@ -15,12 +15,11 @@ from moe_jax.config import ModelConfig
 from moe_jax.models.random_weights import random_model
 from moe_jax.runtime.files import save_png
 from moe_jax.serving.engine import Engine
-from moe_jax.serving.limits import EngineLimits
-from moe_jax.serving.request import SamplingOptions, checked
+from moe_jax.serving.request import EngineLimits, SamplingOptions, checked
 
 
 class Load(NamedTuple):
-    """Clients that each send requests, the next one when the last one has ended."""
+    """Clients that send their next request when the previous one has ended."""
 
     clients: int
     requests_each: int
@@ -34,11 +33,8 @@ class Load(NamedTuple):
         return SamplingOptions(max_new_tokens=self.new_tokens, ignore_eos=True)
 
 
-class Latency(NamedTuple):
-    """Median and 95th percentile of all requests, in seconds."""
-
-    median: float
-    high: float
+Latency = tuple[float, float]
+"""Median and 95th percentile of all requests, in seconds."""
 
 
 class Measured(NamedTuple):
@@ -48,13 +44,13 @@ class Measured(NamedTuple):
     seconds: float
     """Time from the first request to the last token."""
     first_token: Latency
-    """TTFT: time from sending a request to its first token, with the wait for a place in the engine."""
+    """TTFT: time from sending a request to its first token, including the wait for a slot in the engine."""
     each_token: Latency
     """TPOT: mean time between two tokens of a request, from its first token to its last."""
 
     @property
     def tokens_per_second(self) -> float:
-        """New tokens of all requests a second; the tokens of prompts do not count."""
+        """New tokens of all requests per second; prompt tokens do not count."""
         return self.load.clients * self.load.requests_each * self.load.new_tokens / self.seconds
 
 
@@ -77,9 +73,9 @@ def check_loads(loads: Sequence[Load], limits: EngineLimits, vocab_size: int) ->
 
 
 def measure_loads(engine: Engine, loads: Sequence[Load], seed: int = 0) -> Iterator[Measured]:
-    """Yields the times of each load, after one request that is not counted. A lazy engine runs each load twice, and counts one.
+    """Yields the times of each load, after one warm-up request. A lazy engine runs each load twice; only the second run counts.
 
-    Prompts are random tokens of this seed, no two alike, so that none is found in the cache of prompts.
+    Prompts are distinct random tokens drawn from this seed, so that none is found in the prompt cache.
 
     Raises:
       ValueError: as `check_loads`.
@@ -143,7 +139,7 @@ async def _rows_of_client(engine: Engine, prompts: list[list[int]], options: Sam
 
 def _latency(seconds: np.ndarray) -> Latency:
     median, high = np.percentile(seconds, [50, 95])
-    return Latency(float(median), float(high))
+    return float(median), float(high)
 
 
 HEADER = f"{'clients':>8}{'requests':>10}{'tokens/s':>10}{'TTFT median':>14}{'95 %':>12}{'TPOT median':>14}{'95 %':>12}"
@@ -162,7 +158,7 @@ def table_row(measured: Measured) -> str:
 
 def plot_measured(measured: Sequence[Measured], title: str, path: str | Path) -> None:
     """Draws throughput, TTFT and TPOT over the number of clients into a PNG file."""
-    # Only who draws waits for matplotlib.
+    # Imported here: it is slow, and only drawing needs it.
     from matplotlib.figure import Figure
 
     clients = [one.load.clients for one in measured]
@@ -173,8 +169,8 @@ def plot_measured(measured: Sequence[Measured], title: str, path: str | Path) ->
     throughput.set(title="Throughput", ylabel="output tokens/s")
     spreads = [[one.first_token for one in measured], [one.each_token for one in measured]]
     for axes, name, of_loads in zip((first, each), ("Time to first token", "Time per output token"), spreads, strict=True):
-        axes.plot(clients, [1e3 * spread.median for spread in of_loads], "o-", label="median")
-        axes.plot(clients, [1e3 * spread.high for spread in of_loads], "o--", label="95th percentile")
+        axes.plot(clients, [1e3 * median for median, _ in of_loads], "o-", label="median")
+        axes.plot(clients, [1e3 * high for _, high in of_loads], "o--", label="95th percentile")
         axes.set(title=name, ylabel="ms")
         axes.legend()
     for axes in (throughput, first, each):

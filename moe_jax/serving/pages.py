@@ -1,14 +1,14 @@
-"""Pages of keys and values: which are free, which sequences own, and which full ones a later prompt may share.
+"""Pages of keys and values: free pages, pages owned by sequences, and full pages that a later prompt may share.
 
 A page is known by its content, through a chain of hashes: over the ids of its tokens and the hash of the page before. vLLM's
-prefix cache does the same (https://docs.vllm.ai/en/latest/design/prefix_caching.html). Keys and values lie on the device.
+prefix cache does the same (https://docs.vllm.ai/en/latest/design/prefix_caching.html). The keys and values themselves are on
+the device.
 """
 
 from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
 from hashlib import blake2b
-from typing import NamedTuple
 
 from moe_jax.kernels.attention.paged import PAGE_SIZE
 
@@ -16,24 +16,14 @@ HASH_BYTES = 16
 """At 128 bits two of 2**40 pages have the same hash with a probability below 1e-14."""
 
 
-class PageCounts(NamedTuple):
-    """Number of pages in each state, and of events so far."""
-
-    free: int
-    cached: int
-    owned: int
-    evicted: int
-    """Cached pages that were taken for other content, since the start."""
-
-
 class PagePool:
     """All pages but page 0, to which rows of padding write. Each page is free, cached or owned.
 
     - An owned page belongs to one sequence or more.
-    - A cached page is sealed and belongs to none. It can be shared again, or be taken; the least recently released first.
+    - A cached page is sealed and belongs to none. It can be shared again or reused, the least recently released first.
     - A free page has no content.
 
-    A sealed page is full, its content never changes, and sequences of the same beginning share it.
+    A sealed page is full, its content never changes, and sequences with the same prefix share it.
     """
 
     def __init__(self, num_pages: int):
@@ -46,16 +36,16 @@ class PagePool:
 
     @property
     def available(self) -> int:
-        """Number of pages that `take` could give now."""
+        """Number of pages that `take` could return now."""
         return len(self._free) + len(self._cached)
 
-    def counts(self) -> PageCounts:
-        """Returns the number of pages in each state; free, cached and owned add up to all pages but page 0."""
+    def counts(self) -> tuple[int, int, int, int]:
+        """Returns the number of free, cached and owned pages, all but page 0, and of pages evicted since the start."""
         free, cached = len(self._free), len(self._cached)
-        return PageCounts(free, cached, len(self._num_owners) - 1 - free - cached, self._evicted)
+        return free, cached, len(self._num_owners) - 1 - free - cached, self._evicted
 
     def find(self, hashes: Sequence[bytes]) -> list[int]:
-        """Returns the sealed pages of the longest beginning of a chain of hashes. Changes nothing."""
+        """Returns the sealed pages that match the longest prefix of a chain of hashes. Changes nothing."""
         pages = []
         for each in hashes:
             page = self._page_of.get(each)
@@ -65,7 +55,7 @@ class PagePool:
         return pages
 
     def num_cached_among(self, pages: Sequence[int]) -> int:
-        """Returns the number of pages in `pages` without an owner: by sharing them `available` falls by so many."""
+        """Returns the number of pages in `pages` without an owner; sharing them reduces `available` by this number."""
         return sum(self._num_owners[page] == 0 for page in pages)
 
     def share(self, pages: Sequence[int]) -> None:
@@ -76,7 +66,7 @@ class PagePool:
             self._num_owners[page] += 1
 
     def take(self, count: int) -> list[int]:
-        """Returns `count` pages of one new owner: free ones, then the cached ones that were released longest ago.
+        """Assigns `count` pages to a new owner and returns them: free ones, then the cached ones released longest ago.
 
         Raises:
             ValueError: Fewer than `count` pages are available.
@@ -91,7 +81,7 @@ class PagePool:
     def release(self, pages: Sequence[int]) -> None:
         """Removes an owner from each of a sequence's pages. Without an owner sealed pages are cached, others are free.
 
-        The last page is evicted first: a page is of use only together with all pages before it.
+        The last page is evicted first: a page is useful only together with all pages before it.
         """
         for page in reversed(pages):
             self._num_owners[page] -= 1
@@ -102,7 +92,7 @@ class PagePool:
                     self._cached[page] = None
 
     def seal(self, page: int, content: bytes) -> bool:
-        """Makes an owned, full page known by the hash of its content, for other sequences to share.
+        """Registers an owned, full page by the hash of its content, for other sequences to share.
 
         Returns False, and changes nothing, if a page of this content is sealed already.
         """
@@ -117,7 +107,7 @@ class PagePool:
         return self._hash_of[page] is not None
 
     def forget_all(self) -> None:
-        """Makes cached pages free, and takes from owned ones the seal: for weights that would give other contents."""
+        """Frees cached pages and unseals owned ones, when new weights invalidate their contents."""
         self._free.extend(self._cached)
         self._cached.clear()
         self._page_of.clear()
@@ -144,7 +134,7 @@ def root_hash(namespace: tuple[int | str | None, ...]) -> bytes:
 
 
 def extend_chain(hashes: list[bytes], root: bytes, tokens: Sequence[int], num_pages: int) -> None:
-    """Appends to `hashes` the hashes of the full pages up to `num_pages`; each is taken over its parent's and 64 ids."""
+    """Appends to `hashes` the hashes of the full pages up to `num_pages`; each depends on its parent's and 64 ids."""
     begin = len(hashes) * PAGE_SIZE
     ids = memoryview(array("i", tokens[begin : num_pages * PAGE_SIZE]).tobytes())
     num_bytes = PAGE_SIZE * array("i").itemsize

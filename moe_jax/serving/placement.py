@@ -1,7 +1,8 @@
-"""The devices of an engine: how its arrays lie on them, and how a program that is written for one device runs on each.
+"""The devices of an engine: the layout of its arrays, and how to run a program written for one device on each.
 
-Each device has slots, pages and rows of its own, numbered from 0. An array of all devices joins theirs along its first axis.
-Weights are whole on every device, but experts are split over the largest number of devices that divides theirs.
+Each device has its own slots, pages and rows, numbered from 0. An array of all devices concatenates theirs along the first
+axis. Weights are whole on every device, except that experts are split over the largest number of devices that divides their
+number.
 """
 
 from collections.abc import Callable
@@ -36,7 +37,7 @@ class Placement:
         """Returns the devices that hold the model.
 
         Raises:
-          ValueError: the model lies on a mesh with several devices along `pipe`.
+          ValueError: the model is on a mesh with several devices along `pipe`.
         """
         devices = tuple(devices_of(model, "an engine"))
         return cls(devices, generation_mesh(devices, model.config) if len(devices) > 1 else None)
@@ -52,7 +53,7 @@ class Placement:
         return SingleDeviceSharding(self.devices[0]) if self.mesh is None else NamedSharding(self.mesh, PartitionSpec())
 
     def place(self, weights: Any) -> Any:
-        """Moves weights (a pytree) to their devices. Stacks of layers of experts are split where the mesh splits experts."""
+        """Moves weights (a pytree) to their devices. Stacked experts are split if the mesh splits experts."""
 
         def placed(path: tuple, array: jax.Array) -> jax.Array:
             if not splits_experts(self.mesh) or not is_expert_matrix(parameter_path(path)):
@@ -69,7 +70,7 @@ def splits_experts(mesh: Mesh | None) -> bool:
 
 
 def spread_on(mesh: Mesh | None) -> OneDevice:
-    """Returns the spread of calls of layers in a program of `on_each`."""
+    """Returns how calls of layers are spread in a program of `on_each`."""
     return Spread(expert=ExpertParallel()) if splits_experts(mesh) else ONE_DEVICE
 
 
@@ -77,11 +78,11 @@ def on_each(mesh: Mesh | None, function: Callable, in_specs: Any = ROWS) -> Call
     """Returns a program that runs `function` on each device, with the device's rows; without a mesh, `function` itself.
 
     Args:
-      in_specs: the layout of arguments, as of `jax.shard_map`; default: all have rows of each device, as all results have.
+      in_specs: the layout of arguments, as in `jax.shard_map`; default: all have rows of each device, like all results.
     """
     if mesh is None:
         return function
-    # Nothing is differentiated, and kernels need not say over which axes their results vary.
+    # Nothing is differentiated, so kernels need not declare the axes over which their results vary.
     return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=ROWS, check_vma=False)
 
 

@@ -1,11 +1,11 @@
 """The compiled programs of the steps' shapes.
 
-A GPU replays a step as a CUDA graph. It takes the host 1 to 2 ms to change a graph's addresses. So a step without chunks writes
-its results over those of the last step of its shape.
+A GPU replays a step as a CUDA graph. Changing a graph's addresses costs the host 1 to 2 ms. So a step without chunks overwrites
+the results of the previous step of its shape.
 
-A step's temporaries are allocated anew in each step, where the last step's were. Between two steps small arrays may take a
-piece of that place. Then XLA changes an address in each kernel of the graph: for 540 kernels the host needs 1.2 to 2.3 ms.
-XLA's default allocator places an array in the smallest free gap that it fits. So `leave_gaps` leaves some for small arrays.
+A step's temporaries are allocated in each step, at the previous step's addresses. Between two steps small arrays may occupy
+part of that memory. Then XLA changes an address in each kernel of the graph: for 540 kernels the host needs 1.2 to 2.3 ms.
+XLA's default allocator places an array in the smallest free gap that fits. So `leave_gaps` leaves gaps for small arrays.
 """
 
 import itertools
@@ -23,31 +23,16 @@ from jax.sharding import NamedSharding, Sharding
 from jax.stages import Compiled, Lowered
 from jaxtyping import Array, Int
 
-from moe_jax.serving.batch import StepShape, empty_rows, packed
 from moe_jax.serving.drafts import module_program
 from moe_jax.serving.placement import ROWS, on_each, rows_like
-from moe_jax.serving.step import DeviceState, StepOutput, output_like, step
+from moe_jax.serving.step import DeviceState, StepOutput, StepShape, empty_rows, output_like, packed, step
 from moe_jax.serving.weights import ServedModel
 
 _logger = logging.getLogger(__name__)
 
 
-class StepProgram:
-    """A step shape's program, and the arrays that it writes to."""
-
-    def __init__(self, program: Compiled, output: StepOutput | None):
-        self._program = program
-        self._output = output
-        """None where a step makes new arrays."""
-
-    def __call__(
-        self, weights: list[Array], state: DeviceState, upload: Int[np.ndarray, "_"]
-    ) -> tuple[DeviceState, StepOutput]:
-        """Starts a step. All that reads its output is started before the next step of the shape."""
-        state, output = self._program(weights, state, upload, self._output)
-        if self._output is not None:
-            self._output = output
-        return state, output
+StepProgram = tuple[Compiled, StepOutput | None]
+"""A step shape's program, and the results of its last step, which the next one writes over; None if it allocates new arrays."""
 
 
 class OnDemand[Program](dict[StepShape, Program]):
@@ -60,7 +45,7 @@ class OnDemand[Program](dict[StepShape, Program]):
 
     def __init__(self, make: Callable[..., dict[StepShape, Program]], *arguments: Any):
         super().__init__()
-        # The arrays themselves would outlive an update of the weights, and steps give the state's away.
+        # Only shapes: the arrays would outlive an update of the weights, and steps donate the state.
         like = jax.tree.map(
             lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding) if isinstance(a, Array) else a, arguments
         )
@@ -77,7 +62,7 @@ def step_programs(
     """Compiles the programs of these shapes, many at a time.
 
     Args:
-      weights: the leaves of the tree `weights_tree`. As of `state`, only shapes and devices are read.
+      weights: the leaves of the tree `weights_tree`. As with `state`, only shapes and devices are read.
     """
     tree = jax.tree.unflatten(weights_tree, weights)
     mesh, shardings = served.mesh, [leaf.sharding for leaf in weights]
@@ -90,14 +75,14 @@ def step_programs(
         def of_leaves(leaves: list[Array], state: DeviceState, upload: Int[Array, "_"], output: StepOutput | None):
             return step(served, shape, jax.tree.unflatten(weights_tree, leaves), state, upload)
 
-        # An argument that nothing reads would be left out, and its memory could not be written to.
+        # JAX would drop an unused argument, and its memory could not be reused for results.
         program = jax.jit(on_each(mesh, of_leaves, in_specs), donate_argnums=(1, 3), keep_unused=True)
         output = output_of_all(shape) if _writes_over(shape) else None
         return program.lower(weights, state, rows_like(packed([empty_rows(shape)]), mesh), output)
 
     def compiled(shape: StepShape, lowered: Lowered) -> StepProgram:
         output = _zeros(output_of_all(shape), state.last_token.sharding) if _writes_over(shape) else None
-        return StepProgram(lowered.compile(), output)
+        return lowered.compile(), output
 
     return _at_once(shapes, lower, compiled)
 
@@ -124,9 +109,9 @@ def _at_once[Program](
     lower: Callable[[StepShape], Lowered],
     compiled: Callable[[StepShape, Lowered], Program],
 ) -> dict[StepShape, Program]:
-    """Returns the program of each shape: lowered one after the other, and compiled many at a time meanwhile.
+    """Returns the program of each shape. Shapes are lowered one by one while earlier ones compile in parallel.
 
-    Programs with chunks take the longest to compile. They are lowered first, so that nothing waits for them.
+    Programs with chunks compile longest, so they are lowered first.
     """
     began, numbers = perf_counter(), itertools.count(1)
 
@@ -142,32 +127,32 @@ def _at_once[Program](
             programs = {shape: pool.submit(compiled_and_told, shape, lower(shape)) for shape in longest_first}
             return {shape: programs[shape].result() for shape in shapes}
         except BaseException:
-            # The error would wait for all programs that are still to be compiled.
+            # Else the error would wait for all remaining compilations.
             pool.shutdown(wait=False, cancel_futures=True)
             raise
 
 
 def _writes_over(shape: StepShape) -> bool:
-    """Returns True for a step that writes over earlier results. Steps with chunks last longer than their launch takes."""
+    """Returns True for a step that overwrites earlier results. Steps with chunks hide the time of their launch."""
     return not shape.chunks and not shape.drafts
 
 
 def _zeros(like: StepOutput, sharding: Sharding) -> StepOutput:
-    # Compiled, so that each array has memory of its own: the same zeros twice could not be donated.
+    # Compiled, so that each array has its own memory: the same zeros twice could not be donated.
     return jax.jit(lambda: jax.tree.map(lambda array: jnp.zeros(array.shape, array.dtype), like), out_shardings=sharding)()
 
 
 GAP_BYTES = tuple(256 << i for i in range(9))
-"""256 bytes to 64 KiB. XLA's allocator rounds sizes up to multiples of 256 bytes."""
+"""256 bytes to 64 KiB. XLA's allocator rounds sizes up to multiples of 256."""
 
 GAPS_OF_A_SIZE = 24
-"""More than the arrays of a size that steps in flight have."""
+"""More than the number of arrays of one size that steps in flight use."""
 
 
 def leave_gaps(device: jax.Device) -> list[Array]:
-    """Returns small arrays of a GPU with gaps between them, and none of another device. The gaps last as long as the arrays do.
+    """Returns small arrays on a GPU with gaps between them; none on other devices. The gaps last as long as the arrays.
 
-    Arrays that the process makes later and keeps may fill them.
+    Later arrays that the process keeps may fill them.
     """
     if device.platform != "gpu":
         return []
@@ -175,9 +160,9 @@ def leave_gaps(device: jax.Device) -> list[Array]:
     borders: list[Array] = []
     for num_bytes in GAP_BYTES:
         for _ in range(GAPS_OF_A_SIZE):
-            # A border has its gap's size. A smaller one might lie in a hole elsewhere, and two gaps would be one.
+            # A border has its gap's size. A smaller one might be placed in a hole elsewhere, and two gaps would merge.
             for arrays in (gaps, borders):
                 arrays.append(jax.device_put(np.zeros(num_bytes, np.uint8), device))
-    # All must be there before the first gap is freed.
+    # All must be allocated before the first gap is freed.
     jax.block_until_ready((gaps, borders))
     return borders

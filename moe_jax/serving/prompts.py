@@ -1,12 +1,11 @@
-"""Log-probabilities of prompts: of each token behind those before it, and of the most likely ones there.
+"""Log-probabilities of prompts: of each token given the tokens before it, and of the most likely tokens there.
 
-A program of its own reads the hidden states of a step, a piece of fixed size at a time. The logits of all tokens of a step
-would take gigabytes. A piece may hold tokens of several prompts, one behind the other.
+A separate program reads the hidden states of a step in pieces of fixed size, since the logits of all tokens would need
+gigabytes. A piece may hold tokens of several prompts.
 """
 
 import math
 from functools import partial
-from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -14,20 +13,15 @@ from jaxtyping import Array, Float, Int
 
 from moe_jax.serving.request import MAX_LOGPROBS
 from moe_jax.serving.sampling import Scores, scores_of
-from moe_jax.serving.schedule import StepPlan
-from moe_jax.serving.sequence import Sequence
+from moe_jax.serving.schedule import Sequence, StepPlan
 from moe_jax.serving.weights import logits_of
 
 PIECE_TOKENS = 256
 """Tokens whose logits exist at the same time."""
 
 
-class PromptScores(NamedTuple):
-    """The scores that a step adds to prompts."""
-
-    spans: list[tuple[Sequence, list[int]]]
-    """Tokens of prompts, in order; those of a sequence follow the ones that steps before have scored."""
-    pieces: list[Scores]
+PromptScores = tuple[list[tuple[Sequence, list[int]]], list[Scores]]
+"""Tokens of prompts, in order, following those that earlier steps scored; and pieces of their scores."""
 
 
 def score_prompts(
@@ -38,14 +32,14 @@ def score_prompts(
     *,
     strict: bool = False,
 ) -> PromptScores:
-    """Starts to score the prompt tokens that follow the tokens of a step's chunks, where requests ask for it.
+    """Starts to score the prompt tokens that follow the tokens of a step's chunks, if requests ask for it.
 
-    A token that was scored is not scored again: a preempted sequence computes its prompt a second time.
+    Scored tokens are not scored again when a preempted sequence recomputes its prompt.
 
     Args:
-      plans: of each device.
+      plans: one for each device.
       firsts: the index in `hidden` of the first token of each plan's first chunk.
-      strict: as of `scores_of`.
+      strict: as in `scores_of`.
     """
     spans: list[tuple[Sequence, list[int]]] = []
     places: list[int] = []
@@ -55,7 +49,7 @@ def score_prompts(
             start = max(chunk.start + 1, sequence.num_scored)
             if sequence.scores_prompt and (tokens := sequence.prompt[start : end + 1]):
                 spans.append((sequence, tokens))
-                # The state of a token says what follows it.
+                # A token's hidden state predicts the next token.
                 begin = first + start - 1 - chunk.start
                 places += range(begin, begin + len(tokens))
                 sequence.num_scored = start + len(tokens)
@@ -66,16 +60,17 @@ def score_prompts(
     pieces = [score_piece(hidden, head, *piece, strict=strict) for piece in padded.reshape(2, -1, PIECE_TOKENS).swapaxes(0, 1)]
     for array in jax.tree.leaves(pieces):
         array.copy_to_host_async()
-    return PromptScores(spans, pieces)
+    return spans, pieces
 
 
 def read_scores(scores: PromptScores) -> list[tuple[Sequence, list[dict[int, float]]]]:
     """Waits for the scores; returns for each span {token: log-probability} of each token, with its alternatives."""
-    if not scores.spans:
+    spans, pieces = scores
+    if not spans:
         return []
-    logprobs, top_tokens, top_logprobs = (np.concatenate(arrays).tolist() for arrays in zip(*scores.pieces, strict=True))
+    logprobs, top_tokens, top_logprobs = (np.concatenate(arrays).tolist() for arrays in zip(*pieces, strict=True))
     found, row = [], 0
-    for sequence, tokens in scores.spans:
+    for sequence, tokens in spans:
         wanted, dicts = sequence.options.prompt_logprobs, []
         for token in tokens:
             tops = dict(zip(top_tokens[row][:wanted], top_logprobs[row][:wanted], strict=True))
@@ -93,11 +88,11 @@ def score_piece(
     *,
     strict: bool = False,
 ) -> Scores:
-    """Returns the scores of `targets` behind the tokens at `places`."""
+    """Returns the scores of `targets` as successors of the tokens at `places`."""
     return piece_scores(_taken(hidden, places), head, targets, min(MAX_LOGPROBS, len(head)), strict=strict)
 
 
-# Apart from the scores, which are compiled once: each shape of a step has another number of tokens.
+# Separate from the scores, which are then compiled only once: step shapes differ in their number of tokens.
 @jax.jit
 def _taken(hidden: Float[Array, "tokens hidden"], places: Int[Array, "rows"]) -> Float[Array, "rows hidden"]:
     return hidden[places]
@@ -112,5 +107,5 @@ def piece_scores(
     *,
     strict: bool = False,
 ) -> Scores:
-    """Returns the scores of `targets` behind tokens with these hidden states, and of the `num_top` most likely tokens."""
+    """Returns the scores of `targets` after tokens with these hidden states, and of the `num_top` most likely tokens."""
     return scores_of(logits_of(hidden, head, strict=strict), targets, num_top, strict=strict)

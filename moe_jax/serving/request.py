@@ -1,24 +1,27 @@
-"""A request to the engine: sampling options, checked before anything is computed, and the completion that comes back."""
+"""A request to the engine: sampling options, checked before anything is computed, and the completion."""
 
 import math
 import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from hashlib import blake2b
 from numbers import Integral, Real
 from typing import Any, Literal
 
 import numpy as np
 
-from moe_jax.serving.limits import EngineLimits
+from moe_jax.kernels.attention.paged import PAGE_SIZE
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
+DrawnToken = tuple[int, float, dict[int, float] | None]
+"""A token, its log-probability, and the most likely alternatives', if the request asks for some."""
+
 MAX_LOGPROBS = 20
-"""Largest number of alternatives beside a token, as in OpenAI's API."""
+"""Maximum number of alternatives for a token, as in OpenAI's API."""
 
 MAX_BIASES = 300
-"""Largest number of tokens in `logit_bias`, as in OpenAI's API; the device has room for so many a slot."""
+"""Maximum number of tokens in `logit_bias`, as in OpenAI's API; the device reserves this number for each slot."""
 
 SMALLEST, LARGEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 """The device computes in f32: a smaller number is 0 there, a larger one infinite."""
@@ -26,9 +29,9 @@ SMALLEST, LARGEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32)
 
 @dataclass(frozen=True)
 class SamplingOptions:
-    """Says how the tokens of a request are drawn, when they end, and what is returned beside them.
+    """Controls how the tokens of a request are drawn, when they end, and which extra results are returned.
 
-    Temperature 0 takes the most likely token. The penalties are those of transformers (repetition) and of OpenAI's API.
+    Temperature 0 chooses the most likely token. The repetition penalty is transformers', the others are OpenAI's.
     """
 
     max_new_tokens: int = 64
@@ -45,20 +48,20 @@ class SamplingOptions:
     stop: tuple[str, ...] = ()
     """Texts that end a sequence; they are not part of its text."""
     ignore_eos: bool = False
-    """True: the model's own end tokens are tokens like others."""
+    """True: the model's own end tokens do not end a sequence."""
     seed: int | None = None
-    """None: a random one. The draws depend on seed and position alone."""
+    """None: a random one. Draws depend only on seed and position."""
     n: int = 1
     """Number of continuations of each prompt."""
     logprobs: int | None = None
-    """Number of alternatives that are returned with each token; 0: the token's own log-probability alone."""
+    """Number of alternatives that are returned with each token; 0: only the token's own log-probability."""
     prompt_logprobs: int | None = None
     """The same for the tokens of the prompt."""
     return_experts: bool = False
     """True: each token's experts are returned, layer by layer."""
 
     def problems(self, vocab_size: int) -> list[str]:
-        """Returns a sentence for each option that has a wrong type or is out of its range."""
+        """Returns a sentence for each option with a wrong type or out of its range."""
         rules: dict[str, tuple[Any, str]] = {
             "max_new_tokens": (_is_integer(self.max_new_tokens, 1), "an integer, at least 1"),
             "temperature": (_is_number(self.temperature, 0), "a finite number, 0 or more"),
@@ -96,32 +99,81 @@ class SamplingOptions:
 
 
 @dataclass(frozen=True)
+class EngineLimits:
+    """Sizes that an engine is built for, on each of its devices. They set its memory, and the requests that it refuses.
+
+    Raises:
+        ValueError: A limit is not an integer of at least 1, or a step has no room for one token of each sequence.
+    """
+
+    max_sequences: int = 256
+    """Number of sequences that may run at once: slots on the device."""
+    max_tokens_per_step: int = 8192
+    """Number of tokens of a step: one for each sequence that decodes, the rest for chunks of prompts."""
+    max_chunks_per_step: int = 128
+    """Maximum number of prompts with a chunk in one step."""
+    max_length: int = 8192
+    """Maximum number of tokens of a sequence, prompt and new tokens together."""
+    num_pages: int = 4096
+    """Number of pages of keys and values, including page 0, which no sequence owns."""
+    max_waiting: int = 1024
+    """Largest number of sequences that wait for a slot or for pages, on all devices together."""
+
+    @property
+    def longest_request(self) -> int:
+        """Maximum number of tokens of a request, prompt and new tokens: limited by `max_length` and the pages."""
+        return min(self.max_length, self.longest_in_pages)
+
+    @property
+    def longest_in_pages(self) -> int:
+        """Tokens of the longest sequence that fits in all pages. Its last token is sampled but never computed."""
+        return (self.num_pages - 1) * PAGE_SIZE + 1
+
+    def __post_init__(self):
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        problems = [
+            f"{name} must be an integer, at least 1; got {value!r}"
+            for name, value in values.items()
+            if not (isinstance(value, Integral) and not isinstance(value, bool) and value >= 1)
+        ]
+        if not problems and self.max_tokens_per_step < self.max_sequences:
+            problems.append(
+                f"max_tokens_per_step must be at least max_sequences, one token for each; "
+                f"got {self.max_tokens_per_step} and {self.max_sequences}"
+            )
+        if not problems and self.num_pages < 2:
+            problems.append("num_pages must be at least 2, because no sequence owns page 0; got 1")
+        if problems:
+            raise ValueError("; ".join(problems))
+
+
+@dataclass(frozen=True)
 class Completion:
     """One finished continuation of a prompt."""
 
     tokens: list[int]
-    """New tokens, with the one that ended the sequence."""
+    """New tokens, including the one that ended the sequence."""
     finish_reason: FinishReason
-    """`stop`: an end token or a stop text; `length`: as many tokens as were asked for; `abort`; `error`."""
+    """`stop`: an end token or a stop text; `length`: the requested number of tokens; `abort`; `error`."""
     logprobs: list[float] | None = None
     """Log-probability of each new token under the raw logits."""
     top_logprobs: list[dict[int, float]] | None = None
     prompt_logprobs: list[dict[int, float] | None] | None = None
-    """For each token of the prompt {token: log-probability} of itself and of the most likely ones; None for the first."""
+    """For each prompt token: {token: log-probability} of itself and of the most likely ones; None for the first."""
     text: str | None = None
     experts: Any = None
     """Experts of each computed position, of shape (positions, layers, choices)."""
     weights_version: int = 0
-    """Number of updates of the engine's weights at the request's start. Its later tokens may come from later weights."""
+    """Number of weight updates before the request started. Its later tokens may come from newer weights."""
     cached_tokens: int = 0
     """Number of the prompt's tokens whose keys and values were found in the cache."""
 
 
 def check_prompts(prompts: Any) -> None:
-    """Refuses what is no list of prompts: texts, or a single prompt.
+    """Refuses anything but a list of prompts, such as texts or a single prompt.
 
     Raises:
-        ValueError: It is none.
+        ValueError: `prompts` is not a list of prompts.
     """
     if not hasattr(prompts, "__len__") or isinstance(prompts, str) or any(isinstance(each, str | Integral) for each in prompts):
         raise ValueError(
@@ -144,6 +196,14 @@ def checked(prompt: Any, options: SamplingOptions, limits: EngineLimits, vocab_s
     if problems:
         raise ValueError("; ".join(problems))
     return np.asarray(prompt).tolist()
+
+
+def fitted(options: SamplingOptions, prompt: list[int], limits: EngineLimits) -> SamplingOptions:
+    """Returns options with `max_new_tokens` reduced to fit after a prompt; 0 means all that fit. The result is at least 1, so
+    that the engine itself reports a prompt that is too long.
+    """
+    room = max(1, limits.longest_request - len(prompt))
+    return replace(options, max_new_tokens=min(options.max_new_tokens or room, room))
 
 
 def seeds_of(options: SamplingOptions) -> list[int]:

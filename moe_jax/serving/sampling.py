@@ -1,6 +1,6 @@
-"""Draws the next token of each running sequence on the device: every row has its own options, and depends on no other row.
+"""Draws the next token of each running sequence on the device: every row has its own options and does not depend on other rows.
 
-Penalties of tokens that a sequence holds already, and biases of single tokens, come first.
+Penalties of tokens that a sequence already contains, and biases of single tokens, are applied first.
 """
 
 from typing import Literal, NamedTuple
@@ -11,11 +11,11 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key, UInt32
 
 from moe_jax.generation.sampling import draw
-from moe_jax.serving.request import MAX_BIASES, SamplingOptions
+from moe_jax.serving.request import MAX_BIASES, MAX_LOGPROBS, SamplingOptions
 
 
-class SlotPenalties(NamedTuple):
-    """The penalties of every slot."""
+class Penalties(NamedTuple):
+    """Penalties of the slots, and the tokens that they apply to. It exists only once a request has a penalty or a bias."""
 
     repetition: Float[Array, "slots"]
     """1: none."""
@@ -25,78 +25,65 @@ class SlotPenalties(NamedTuple):
     """0: none."""
     biased_tokens: Int[Array, "slots 300"]
     bias: Float[Array, "slots 300"]
-    """Added to the logits of `biased_tokens`; 0 behind the last one."""
-
-
-class Penalties(NamedTuple):
-    """Penalties of the slots, and the tokens that they are for. It exists only once a request has a penalty or a bias."""
-
-    options: SlotPenalties
+    """Added to the logits of `biased_tokens`; 0 in unused entries."""
     in_prompt: Bool[Array, "slots vocab"]
     outputs: Int[Array, "slots vocab"]
-    """The number of times that a sequence's output holds each token."""
+    """The number of occurrences of each token in a sequence's output."""
 
 
 def penalised(
     logits: Float[Array, "rows vocab"], slots: Int[Array, "rows"], penalties: Penalties
 ) -> Float[Array, "rows vocab"]:
-    """Returns logits with biases added, then divided by repetition penalties, then less the other penalties.
+    """Returns logits with biases added, then divided by repetition penalties, then minus the other penalties.
 
     The repetition penalty divides positive logits and multiplies negative ones, of tokens of the prompt and the output
     (https://arxiv.org/abs/1909.05858). The presence penalty is subtracted once, and the frequency penalty once for each time
     that a token is in the output.
     """
-    options, in_prompt, outputs = jax.tree.map(lambda values: values[jnp.maximum(slots, 0)], penalties)
-    logits = logits.at[jnp.arange(len(slots))[:, None], options.biased_tokens].add(options.bias)
-    repeated = jnp.where(logits > 0, logits / options.repetition[:, None], logits * options.repetition[:, None])
-    logits = jnp.where(in_prompt | (outputs > 0), repeated, logits)
-    return logits - options.frequency[:, None] * outputs - options.presence[:, None] * (outputs > 0)
+    of_row = jax.tree.map(lambda values: values[jnp.maximum(slots, 0)], penalties)
+    logits = logits.at[jnp.arange(len(slots))[:, None], of_row.biased_tokens].add(of_row.bias)
+    repeated = jnp.where(logits > 0, logits / of_row.repetition[:, None], logits * of_row.repetition[:, None])
+    logits = jnp.where(of_row.in_prompt | (of_row.outputs > 0), repeated, logits)
+    return logits - of_row.frequency[:, None] * of_row.outputs - of_row.presence[:, None] * (of_row.outputs > 0)
 
 
 def init_penalties(num_slots: int, vocab_size: int) -> Penalties:
     """Returns slots without penalties."""
-    zeros = jnp.zeros(num_slots, jnp.float32)
-    biased = jnp.zeros((num_slots, MAX_BIASES), jnp.int32)
-    options = SlotPenalties(zeros + 1, zeros, zeros, biased, biased.astype(jnp.float32))
-    return Penalties(options, jnp.zeros((num_slots, vocab_size), jnp.bool), jnp.zeros((num_slots, vocab_size), jnp.int32))
+    zeros, biased = jnp.zeros(num_slots, jnp.float32), jnp.zeros((num_slots, MAX_BIASES), jnp.int32)
+    outputs = jnp.zeros((num_slots, vocab_size), jnp.int32)
+    return Penalties(zeros + 1, zeros, zeros, biased, biased.astype(jnp.float32), outputs.astype(jnp.bool), outputs)
 
 
 def start_slot(
     penalties: Penalties,
     slot: Int[Array, ""],
-    row: SlotPenalties,
+    row: tuple[Array | np.ndarray | np.float32, ...],
     tokens: Int[Array, "length"],
     num_prompt: Int[Array, ""],
     num_tokens: Int[Array, ""],
 ) -> Penalties:
-    """Returns penalties with a slot's options and tokens replaced by those of the sequence that takes it.
+    """Returns penalties with a slot's options and tokens replaced by its new sequence's.
 
     Args:
-      row: the slot's new options (`penalty_row`).
-      tokens: the prompt, then the output that is known already (after a preemption), then padding of any value.
-      num_prompt, num_tokens: the number of tokens of the prompt, and without the padding.
+      row: the slot's new penalties (`penalty_row`).
+      tokens: the prompt, then output that is already known (after a preemption), then padding of any value.
+      num_prompt, num_tokens: the number of tokens of the prompt, and of `tokens` without padding.
     """
     vocab, place = penalties.outputs.shape[1], jnp.arange(len(tokens))
     of_prompt = jnp.where(place < num_prompt, tokens, vocab)
     of_output = jnp.where((place >= num_prompt) & (place < num_tokens), tokens, vocab)
     in_prompt = jnp.zeros(vocab, jnp.bool).at[of_prompt].set(True, mode="drop")
     outputs = jnp.zeros(vocab, jnp.int32).at[of_output].add(1, mode="drop")
-    return jax.tree.map(lambda values, new: values.at[slot].set(new), penalties, Penalties(row, in_prompt, outputs))
+    return jax.tree.map(lambda values, new: values.at[slot].set(new), penalties, Penalties(*row, in_prompt, outputs))  # type: ignore[arg-type, call-arg]
 
 
-def penalty_row(options: SamplingOptions) -> SlotPenalties:
-    """Returns the row of a slot that a sequence with these options takes, in NumPy."""
+def penalty_row(options: SamplingOptions) -> tuple[np.ndarray | np.float32, ...]:
+    """Returns the first five fields of `Penalties` for the slot of a sequence with these options, in NumPy."""
     tokens, bias = np.zeros(MAX_BIASES, np.int32), np.zeros(MAX_BIASES, np.float32)
     for place, (token, value) in enumerate(options.logit_bias.items()):
         tokens[place], bias[place] = token, value
     numbers = options.repetition_penalty, options.presence_penalty, options.frequency_penalty
-    return SlotPenalties(*map(np.float32, numbers), tokens, bias)  # type: ignore[call-arg, arg-type]
-
-
-def has_penalties(options: SamplingOptions) -> bool:
-    """Returns whether a sequence with these options needs `Penalties`."""
-    numbers = options.repetition_penalty, options.presence_penalty, options.frequency_penalty
-    return bool(options.logit_bias) or numbers != (1, 0, 0)
+    return *map(np.float32, numbers), tokens, bias
 
 
 def count_tokens(penalties: Penalties, slots: Int[Array, "rows"], tokens: Int[Array, "rows"]) -> Penalties:
@@ -105,15 +92,27 @@ def count_tokens(penalties: Penalties, slots: Int[Array, "rows"], tokens: Int[Ar
     return penalties._replace(outputs=outputs)
 
 
-Draw = Literal["greedy", "plain", "restricted"]
-"""A variant of the sampling program: argmax alone; temperatures too; top_k, top_p and min_p too.
+Variant = Literal["greedy", "plain", "full"]
+"""A variant of the drawing program: only argmax; temperatures too; all options, with penalties and alternatives.
 
-A row has the same token in each variant that can serve it, so the host takes the smallest one that serves all rows.
+A row has the same token in each variant that can serve it, so a step runs the smallest one that serves all its rows.
 """
+
+VARIANTS: tuple[Variant, ...] = ("greedy", "plain", "full")
+
+
+def variant_of(options: SamplingOptions) -> Variant:
+    """Returns the smallest variant that serves these options."""
+    penalties = options.repetition_penalty, options.presence_penalty, options.frequency_penalty
+    if options.logit_bias or options.logprobs or penalties != (1, 0, 0):
+        return "full"
+    if options.temperature == 0:
+        return "greedy"
+    return "plain" if options.top_k is None and options.top_p is None and not options.min_p else "full"
 
 
 SMALLEST_TEMPERATURE = 1e-30
-"""Below it the most likely token is taken: logits over a smaller temperature would be infinite in f32, one like the other."""
+"""Below it the most likely token is chosen: with a smaller temperature all logits would be infinite in f32."""
 
 
 class SlotOptions(NamedTuple):
@@ -131,48 +130,43 @@ class SlotOptions(NamedTuple):
     """High and low 32 bits of the sequence's seed."""
 
 
-class Scores(NamedTuple):
-    """Log-probabilities of a token of each row, and of the most likely ones in its place."""
-
-    logprobs: Float[Array, "rows"]
-    top_tokens: Int[Array, "rows choices"]
-    """The most likely tokens, the first of equals first."""
-    top_logprobs: Float[Array, "rows choices"]
+Scores = tuple[Float[Array, "rows"], Int[Array, "rows choices"], Float[Array, "rows choices"]]
+"""Log-probabilities of a token of each row; the most likely tokens, ties in order of their ids; their log-probabilities."""
 
 
 class Sampled(NamedTuple):
-    """The new token of each row. Log-probabilities are those of the model: of logits before penalties and temperature."""
+    """The new token of each row. Log-probabilities are computed from the model's logits, before penalties and temperature."""
 
     tokens: Int[Array, "rows"]
     logprobs: Float[Array, "rows"]
     top_tokens: Int[Array, "rows choices"]
-    """The most likely tokens, the first of equals first; `choices` is `num_top`."""
+    """The most likely tokens, the first of equals first; up to `MAX_LOGPROBS` in variant "full"."""
     top_logprobs: Float[Array, "rows choices"]
 
 
 def sample_rows(
+    variant: Variant,
     logits: Float[Array, "rows vocab"],
     slots: Int[Array, "rows"],
     positions: Int[Array, "rows"],
     options: SlotOptions,
-    *,
-    variant: Draw = "restricted",
     penalties: Penalties | None = None,
-    num_top: int = 0,
+    *,
     strict: bool = False,
-) -> Sampled:
-    """Draws a token for each row from softmax(logits / temperature), cut to the top k, then top p, then min p.
+) -> tuple[Sampled, Penalties | None]:
+    """Draws a token for each row from softmax(logits / temperature), restricted to the top k, then top p, then min p.
 
-    The draw's random key is that of the sequence's seed and of the new token's position, and of nothing else. top_k and top_p
-    cut as `generation.sampling.sample` does. min_p cuts tokens less likely than min_p times the most likely one.
+    Returns the tokens, and the penalties with the tokens counted. Only variant "full" returns the most likely tokens.
+
+    The draw's random key depends only on the sequence's seed and the new token's position. top_k and top_p cut as
+    `generation.sampling.sample` does. min_p cuts tokens less likely than min_p times the most likely one.
 
     Args:
+      variant: static; it must serve the options of all rows.
       slots: the slot of each row, which has its options; -1: the row is padding, and gets token 0.
       positions: the positions of the new tokens.
-      variant: static; it must serve the options of all rows.
       penalties: penalties and biases of the slots; None: no row has any.
-      num_top: static; the number of most likely tokens to return for each row.
-      strict: static; as of `scores_of`.
+      strict: static; as in `scores_of`.
     """
     logits = logits.astype(jnp.float32)
     of_row = jax.tree.map(lambda values: values[jnp.maximum(slots, 0)], options)
@@ -180,15 +174,17 @@ def sample_rows(
     tokens = jnp.argmax(scores, axis=-1).astype(jnp.int32)
     if variant != "greedy":
         scores = scores / jnp.where(of_row.temperature > 0, of_row.temperature, 1)[:, None]
-        if variant == "restricted":
+        if variant == "full":
             scores = _restricted(scores, of_row)
         tokens = jnp.where(of_row.temperature > 0, draw(scores, _keys(of_row.seed, positions)), tokens)
     tokens = jnp.where(slots < 0, 0, tokens)
-    return Sampled(tokens, *scores_of(logits, tokens, num_top, strict=strict))
+    num_top = min(MAX_LOGPROBS, logits.shape[1]) if variant == "full" else 0
+    sampled = Sampled(tokens, *scores_of(logits, tokens, num_top, strict=strict))
+    return sampled, None if penalties is None else count_tokens(penalties, slots, tokens)
 
 
 def scores_of(logits: Float[Array, "rows vocab"], tokens: Int[Array, "rows"], num_top: int, *, strict: bool = False) -> Scores:
-    """Returns the log-probabilities of each row's token and of the `num_top` most likely ones, of f32 logits.
+    """Returns the log-probabilities of each row's token and of the `num_top` most likely ones, from f32 logits.
 
     With `strict` a row's bits do not depend on the number of rows.
     """
@@ -199,10 +195,10 @@ def scores_of(logits: Float[Array, "rows vocab"], tokens: Int[Array, "rows"], nu
         total = log_sum_exp(logits)
         top_logits, top_tokens = jax.lax.top_k(logits, num_top)
         of_tokens = jnp.take_along_axis(logits, tokens[:, None], axis=1)[:, 0]
-        return Scores(of_tokens - total, top_tokens, top_logits - total[:, None])
+        return of_tokens - total, top_tokens, top_logits - total[:, None]
     logprobs = jax.nn.log_softmax(logits, axis=-1)
     top_logprobs, top_tokens = jax.lax.top_k(logprobs, num_top)
-    return Scores(jnp.take_along_axis(logprobs, tokens[:, None], axis=1)[:, 0], top_tokens, top_logprobs)
+    return jnp.take_along_axis(logprobs, tokens[:, None], axis=1)[:, 0], top_tokens, top_logprobs
 
 
 def init_slots(num_slots: int) -> SlotOptions:
@@ -212,10 +208,10 @@ def init_slots(num_slots: int) -> SlotOptions:
 
 
 def slot_row(options: SamplingOptions, seed: int) -> SlotOptions:
-    """Returns the row of a slot that a sequence with these options and this seed of up to 64 bits takes, in NumPy."""
+    """Returns the row of options for a slot, with this seed of up to 64 bits, in NumPy."""
     row = dict(
         temperature=np.float32(options.temperature if options.temperature >= SMALLEST_TEMPERATURE else 0),
-        # NumPy raises for a larger one, in the engine's thread.
+        # NumPy would raise for a larger value, in the engine's thread.
         top_k=np.int32(min(options.top_k or 0, 2**31 - 1)),
         top_p=np.float32(1 if options.top_p is None else options.top_p),
         min_p=np.float32(options.min_p or 0),
@@ -224,18 +220,10 @@ def slot_row(options: SamplingOptions, seed: int) -> SlotOptions:
     return SlotOptions(**row)  # type: ignore[arg-type]
 
 
-def variant_for(options: SamplingOptions) -> Draw:
-    """Returns the smallest variant of the sampling program that serves these options."""
-    if options.temperature == 0:
-        return "greedy"
-    restricted = options.top_k is not None or options.top_p is not None or bool(options.min_p)
-    return "restricted" if restricted else "plain"
-
-
 def with_last_tokens(
     last_token: Int[Array, "slots"], slots: Int[Array, "rows"], tokens: Int[Array, "rows"]
 ) -> Int[Array, "slots"]:
-    """Returns `last_token` with the new tokens of the rows that are no padding."""
+    """Returns `last_token` with the new tokens of all rows except padding."""
     return last_token.at[jnp.where(slots < 0, len(last_token), slots)].set(tokens, mode="drop")
 
 
@@ -260,7 +248,7 @@ def _threshold(scores: Float[Array, "rows vocab"], weights: Array, wanted: Array
     """Returns the largest score of each row at which the weights of all scores not below it reach `wanted`; else -inf.
 
     Halves an interval of floats, in the order of their bits, 32 times. Each time reads the scores once; a sort would read and
-    write them more often. Sums do not depend on other rows, and `any_row` saves the work if no row needs a threshold.
+    write them more often. Sums do not depend on other rows, and `any_row` False skips the work if no row needs a threshold.
     """
 
     def halve(_, interval):

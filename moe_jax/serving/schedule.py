@@ -1,33 +1,140 @@
-"""The schedule of an engine: which tokens the next step runs, and where sequences wait, run and end.
+"""The schedule of an engine: its sequences, their queues, and the tokens of the next step.
 
 A step runs one token of each sequence that decodes, and fills the rest of its budget with chunks of prompts. Agrawal et al.
-(2023, https://arxiv.org/abs/2308.16369) show that so no prompt makes the others wait. Sequences get slots in the order in
-which they came. If pages run out, the youngest that runs goes back to the front of the queue, and is computed again later.
+(2023, https://arxiv.org/abs/2308.16369) show that this way no prompt delays the others. Sequences get slots in order of
+arrival. If pages run out, the youngest running sequence returns to the front of the queue, and is recomputed later.
 """
 
-from typing import NamedTuple
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from moe_jax.kernels.attention.paged import PAGE_SIZE
-from moe_jax.serving.pages import pages_of
-from moe_jax.serving.queues import EngineQueues, Preempted, finish, preempt_youngest
-from moe_jax.serving.sequence import Sequence, seal_full_pages
+from moe_jax.serving.pages import PagePool, extend_chain, pages_of, root_hash
+from moe_jax.serving.request import DrawnToken, EngineLimits, FinishReason, SamplingOptions
+
+
+@dataclass(eq=False, slots=True)
+class Sequence:
+    """One continuation of a prompt. A request for `n` continuations has n sequences with their own seeds.
+
+    Positions count from 0. Only the device may know the token at a position: a step may run before the previous step's tokens
+    were read.
+    """
+
+    prompt: list[int]
+    options: SamplingOptions
+    seed: int = 0
+    ends: frozenset[int] = frozenset()
+    """Tokens that end the sequence: the model's, unless the options ignore them, and the request's own."""
+    index: int = 0
+    """Number of the continuation in its request, below n."""
+    handle: Any = None
+    """The request's `Handle`, which receives the tokens."""
+    device: int = 0
+    """Number of the engine's device that has the slot and the pages."""
+
+    tokens: list[int] = field(init=False)
+    """Prompt tokens and the new tokens read from the device so far."""
+    end: int = field(init=False)
+    """Number of positions that are ever computed; the last new token is sampled at position `end` but not computed."""
+    num_scheduled: int = field(default=0, init=False)
+    """Number of positions whose keys and values the steps so far have written; with drafts in flight, at least."""
+    num_uncertain: int = field(default=0, init=False)
+    """Number of drafts in flight: further positions that steps have written if all drafts are right."""
+    in_flight: int = field(default=0, init=False)
+    """Number of steps whose sampled tokens (one, and accepted drafts) the host has not read."""
+    decoding: bool = field(default=False, init=False)
+    """True if the device has the token at position `num_scheduled`, sampled in this slot."""
+    slot: int | None = field(default=None, init=False)
+    """The place on the device; None: the sequence waits or has ended."""
+    pages: list[int] = field(default_factory=list, init=False)
+    """Pages of positions 0 to 63, 64 to 127, and so on."""
+    cached_tokens: int = field(default=0, init=False)
+    """Number of the prompt's tokens whose keys and values were in the cache when the sequence first got a slot."""
+    num_preemptions: int = field(default=0, init=False)
+    num_scored: int = field(default=1, init=False)
+    """Number of the prompt's first tokens whose log-probabilities steps have computed; the first token has none."""
+    finish_reason: FinishReason | None = field(default=None, init=False)
+    weights_version: int = field(default=0, init=False)
+    """Version of the weights when the sequence first got a slot."""
+    drawn: list[DrawnToken] = field(default_factory=list, init=False)
+    """The new tokens with their log-probabilities."""
+    experts: Any = field(default=None, init=False)
+    """Experts of the computed positions, if the request asks for them, once the sequence has ended or was preempted."""
+    variant: int = field(default=0, init=False)
+    """Number of the drawing program that serves the options (`drawing.VARIANTS`)."""
+    root: bytes = field(default=b"", init=False)
+    """Root of the chain of `hashes`. It identifies the weights under which the pages are written."""
+    hashes: list[bytes] = field(default_factory=list, init=False)
+    """Hashes of the first full pages, computed as needed."""
+    num_sealed: int = field(default=0, init=False)
+    """Number of first pages that are sealed, or whose content another page has sealed."""
+
+    def __post_init__(self):
+        self.tokens = list(self.prompt)
+        self.end = len(self.prompt) + self.options.max_new_tokens - 1
+
+    @property
+    def new_tokens(self) -> list[int]:
+        """The new tokens that were read from the device."""
+        return self.tokens[len(self.prompt) :]
+
+    @property
+    def scores_prompt(self) -> bool:
+        """True if this sequence computes the prompt's log-probabilities, as the first one of a request does."""
+        return self.options.prompt_logprobs is not None and self.index == 0
+
+    def page_hashes(self, root: bytes, num_pages: int) -> list[bytes]:
+        """Returns the hashes of the first `num_pages` pages, whose tokens are known. Each page is hashed once per root."""
+        if root != self.root:
+            self.root = root
+            self.hashes.clear()
+        if len(self.hashes) < num_pages:
+            extend_chain(self.hashes, root, self.tokens, num_pages)
+        return self.hashes[:num_pages]
+
+
+@dataclass
+class EngineQueues:
+    """Waiting and running sequences, oldest first, and the pages and slots that they share.
+
+    All running sequences are older than all waiting ones. Only the youngest running one may have an unfinished prompt.
+    """
+
+    limits: EngineLimits
+    drafts: int = 0
+    """Number of drafts that a decoding row computes with its token, 0 or 1."""
+    waiting: deque[Sequence] = field(default_factory=deque)
+    running: list[Sequence] = field(default_factory=list)
+    weights_version: int = 0
+    num_preemptions: int = 0
+    pool: PagePool = field(init=False)
+    free_slots: list[int] = field(init=False)
+    root: bytes = field(init=False)
+    """Root of the hashes of pages written under the current weights."""
+
+    def __post_init__(self):
+        self.pool = PagePool(self.limits.num_pages)
+        self.free_slots = list(range(self.limits.max_sequences - 1, -1, -1))
+        self.root = root_hash((self.weights_version,))
 
 
 class Decode(NamedTuple):
-    """A row of one token, which the device has from the step before; with drafts, also of a draft behind it."""
+    """A row of one token, which the device has from the previous step; with drafts, also the draft after it."""
 
     sequence: Sequence
     slot: int
     position: int
-    """The token's position. With drafts the last one for which the sequence has a page: the device knows the token's own."""
+    """The token's position. With drafts, the last position with a page: only the device knows the token's own."""
     new_page: int
-    """The page that this position lies in, if it is new; else -1."""
+    """The page of this position, if it is new; else -1."""
 
 
 class PromptChunk(NamedTuple):
-    """A row of tokens that the host uploads: a part of a prompt, or of what a preempted sequence computes again.
+    """A row of tokens that the host uploads: part of a prompt, or of the tokens that a preempted sequence recomputes.
 
-    Its sequence's `pages` reach to the end of the chunk. The first chunk begins behind the pages that were found in the cache.
+    Its sequence's `pages` reach to the end of the chunk. The first chunk begins after the pages found in the cache.
     """
 
     sequence: Sequence
@@ -38,27 +145,27 @@ class PromptChunk(NamedTuple):
 
 
 class StepPlan(NamedTuple):
-    """The rows of a step, first those that decode. `samples` has the sequences of rows that sample, in the rows' order."""
+    """The rows of a step, decoding rows first. `samples` has the sequences of rows that sample, in row order."""
 
     decodes: list[Decode]
     chunks: list[PromptChunk]
     samples: list[Sequence]
-    preempted: list[Preempted]
-    """Sequences that lost slot and pages for this step; they wait at the front."""
+    preempted: list[tuple[Sequence, list[int]]]
+    """Sequences that lost slot and pages for this step, as `preempt_youngest` returns them; they wait at the front."""
 
     @property
     def is_empty(self) -> bool:
-        """True if there is nothing to run before a step in flight is read, or a sequence comes."""
+        """True if nothing can run until a step in flight is read or a sequence arrives."""
         return not (self.decodes or self.chunks)
 
 
 def plan_step(queues: EngineQueues) -> StepPlan:
-    """Plans the next step, and counts it as dispatched: pages are taken, prompts admitted, positions scheduled.
+    """Plans the next step, and treats it as dispatched: pages are assigned, prompts admitted, positions scheduled.
 
     The caller dispatches the plan before the next call. A page is sealed once the step that fills it is planned. So rows of the
     same step may share it: in each layer a step must write all its keys and values before a row attends.
     """
-    preempted: list[Preempted] = []
+    preempted: list[tuple[Sequence, list[int]]] = []
     decodes = _plan_decodes(queues, preempted)
     budget = queues.limits.max_tokens_per_step - len(decodes) * (1 + queues.drafts)
     chunks: list[PromptChunk] = []
@@ -75,10 +182,9 @@ def plan_step(queues: EngineQueues) -> StepPlan:
 
 
 def read_step(queues: EngineQueues, plan: StepPlan, tokens: list[list[int]]) -> list[int]:
-    """Gives the tokens of a step, some for each of `plan.samples`, to their sequences; ends those that are complete.
-
-    Steps are read in the order of their dispatch. Returns for each of `plan.samples` the number of tokens that were taken. A
-    sequence may have ended after its step was planned: a token that follows its end counts for nothing.
+    """Adds the tokens of a step, some for each of `plan.samples`, to their sequences; ends complete sequences. Steps are read
+    in dispatch order. Returns the number of tokens used for each of `plan.samples`. A sequence may have ended after its step
+    was planned: tokens after its end are ignored.
     """
     taken = []
     for row, (sequence, new) in enumerate(zip(plan.samples, tokens, strict=True)):
@@ -88,7 +194,7 @@ def read_step(queues: EngineQueues, plan: StepPlan, tokens: list[list[int]]) -> 
             continue
         # A preempted sequence begins at 0 once nothing is in flight.
         if row < len(plan.decodes) and sequence.slot is not None:
-            # Behind its end nothing is written, whatever the device computes there.
+            # Nothing is written after its end, even if the device computes tokens there.
             sequence.num_scheduled = min(sequence.num_scheduled + len(new) - 1, sequence.end)
             sequence.num_uncertain -= queues.drafts
         before = len(sequence.tokens)
@@ -104,13 +210,50 @@ def read_step(queues: EngineQueues, plan: StepPlan, tokens: list[list[int]]) -> 
         taken.append(length - before)
         if (length - 1) // PAGE_SIZE > (before - 1) // PAGE_SIZE and sequence.slot is not None:
             # The step that sampled the page's successor has written its last token.
-            seal_full_pages(sequence, queues.pool, queues.root)
+            _seal_full_pages(sequence, queues.pool, queues.root)
     return taken
 
 
-def _plan_decodes(queues: EngineQueues, preempted: list[Preempted]) -> list[Decode]:
+def finish(queues: EngineQueues, sequence: Sequence, reason: FinishReason) -> None:
+    """Ends a waiting or running sequence. One that has ended stays as it is.
+
+    Its pages can be reused at once: steps in flight that still write to them run before any later step.
+    """
+    if sequence.finish_reason is not None:
+        return
+    sequence.finish_reason = reason
+    if sequence.slot is None:
+        queues.waiting.remove(sequence)
+    else:
+        queues.running.remove(sequence)
+        _seal_full_pages(sequence, queues.pool, queues.root)
+        _give_back(queues, sequence)
+
+
+def preempt_youngest(queues: EngineQueues) -> tuple[Sequence, list[int]]:
+    """Moves the youngest running sequence back to the front of the queue, to be computed again once its tokens were read.
+    Returns it and the pages that it had; none if its prompt was not finished. Their keys, values and experts are there until
+    the next step is dispatched. A sequence that ends with a token in flight has no other copy.
+    """
+    sequence = queues.running.pop()
+    pages = sequence.pages if sequence.decoding else []
+    _give_back(queues, sequence)
+    sequence.num_preemptions += 1
+    queues.num_preemptions += 1
+    queues.waiting.appendleft(sequence)
+    return sequence, pages
+
+
+def change_weights(queues: EngineQueues) -> None:
+    """Starts a new version of the weights: pages of older ones are no longer shared. Running sequences never seal theirs."""
+    queues.weights_version += 1
+    queues.root = root_hash((queues.weights_version,))
+    queues.pool.forget_all()
+
+
+def _plan_decodes(queues: EngineQueues, preempted: list[tuple[Sequence, list[int]]]) -> list[Decode]:
     pool, decodes = queues.pool, list[Decode]()
-    # The youngest leave the list at its end, behind the sequence that needs a page, or with it.
+    # Preemption removes sequences from the list's end: after the sequence that needs a page, or itself.
     for sequence in queues.running:
         if not sequence.decoding or sequence.num_scheduled >= sequence.end:
             continue
@@ -133,21 +276,21 @@ def _plan_decodes(queues: EngineQueues, preempted: list[Preempted]) -> list[Deco
 
 
 def _has_unfinished_prompt(queues: EngineQueues) -> bool:
-    """Returns whether the youngest that runs is not computed to the end of its prompt; no other may be unfinished."""
+    """Returns True if the youngest running sequence has an unfinished prompt; no other can have one."""
     return bool(queues.running) and not queues.running[-1].decoding
 
 
 def _admit_next(queues: EngineQueues) -> bool:
-    """Gives the first sequence that waits a slot, and the cached pages of its beginning; returns whether it could.
+    """Gives the first waiting sequence a slot and the cached pages of its prefix; returns True on success.
 
-    There must be pages for all its tokens, and one for each sequence that runs: otherwise it would soon be preempted.
+    There must be pages for all its tokens, and one for each running sequence: otherwise it would soon be preempted.
     """
     if not queues.waiting or not queues.free_slots or queues.waiting[0].in_flight:
         return False
     sequence, pool = queues.waiting[0], queues.pool
     length = len(sequence.tokens)
     hashes = sequence.page_hashes(queues.root, length // PAGE_SIZE)
-    # One token at least is computed, for its logits. Log-probabilities of a prompt need the logits of all.
+    # At least one token is computed, for its logits. Log-probabilities of a prompt need all tokens' logits.
     num_wanted = 0 if sequence.scores_prompt else (length - 1) // PAGE_SIZE
     found = pool.find(hashes[:num_wanted])
     num_needed = pages_of(length) - len(found) + pool.num_cached_among(found)
@@ -158,14 +301,14 @@ def _admit_next(queues: EngineQueues) -> bool:
     sequence.num_sealed = len(found)
     sequence.num_scheduled = len(found) * PAGE_SIZE
     if not sequence.num_preemptions:
-        sequence.cached_tokens = sequence.num_scheduled
+        sequence.cached_tokens, sequence.weights_version = sequence.num_scheduled, queues.weights_version
     sequence.slot = queues.free_slots.pop()
     queues.running.append(queues.waiting.popleft())
     return True
 
 
 def _plan_chunk(queues: EngineQueues, sequence: Sequence, budget: int) -> PromptChunk | None:
-    """Plans the next tokens of a prompt, as many as budget and pages allow; None if no page is left for any."""
+    """Plans the next tokens of a prompt, up to budget and pages; None if no page is left."""
     start, pool = sequence.num_scheduled, queues.pool
     room = (len(sequence.pages) + pool.available) * PAGE_SIZE
     stop = min(len(sequence.tokens), start + budget, room)
@@ -175,5 +318,24 @@ def _plan_chunk(queues: EngineQueues, sequence: Sequence, budget: int) -> Prompt
     sequence.num_scheduled = stop
     sequence.decoding = stop == len(sequence.tokens)
     sequence.in_flight += sequence.decoding
-    seal_full_pages(sequence, pool, queues.root)
+    _seal_full_pages(sequence, pool, queues.root)
     return PromptChunk(sequence, start, sequence.tokens[start:stop], sequence.decoding)
+
+
+def _give_back(queues: EngineQueues, sequence: Sequence) -> None:
+    assert sequence.slot is not None
+    queues.free_slots.append(sequence.slot)
+    queues.pool.release(sequence.pages)
+    sequence.slot, sequence.pages, sequence.decoding = None, [], False
+    sequence.num_scheduled = sequence.num_uncertain = sequence.num_sealed = 0
+
+
+def _seal_full_pages(sequence: Sequence, pool: PagePool, root: bytes) -> None:
+    """Seals the pages whose tokens are all known and written, unless they were written under another root than `root`."""
+    num_full = min(len(sequence.tokens), sequence.num_scheduled) // PAGE_SIZE
+    if sequence.root != root or num_full <= sequence.num_sealed:
+        return
+    hashes = sequence.page_hashes(root, num_full)
+    for number in range(sequence.num_sealed, num_full):
+        pool.seal(sequence.pages[number], hashes[number])
+    sequence.num_sealed = num_full

@@ -2,26 +2,150 @@
 
     step(served, shape, weights, state, upload) -> state, StepOutput
 
-A program is compiled for each `StepShape`. Layers are unrolled and the state is donated: its arrays keep their addresses, so
-that a GPU replays the step as one command buffer. The tokens of decoding rows come from the state, because the host may not
-know them yet.
+The host uploads the rows of a step as one array of int32. The tokens of decoding rows come from the state on the device,
+because the host may not know them yet. A program is compiled for each `StepShape`. Layers are unrolled and the state is
+donated: its arrays keep their addresses, so that a GPU replays the step as one command buffer.
 """
 
+import math
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, UInt
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int, UInt
 
 from moe_jax.kernels import target
-from moe_jax.kernels.attention.paged import PAGE_SIZE
+from moe_jax.kernels.attention.paged import PAGE_SIZE, PagedQueries
 from moe_jax.layers.lora import beside_head
-from moe_jax.layers.paged import LayerPages, PagedAttend, empty_pages
+from moe_jax.layers.paged import LayerPages, PagedAttend, TokenPlaces, empty_pages
 from moe_jax.models.forward import LayerInputs, layer_inputs
-from moe_jax.serving.batch import ComputedLayers, Drafting, StepBatch, StepShape, batch_of, unpacked
 from moe_jax.serving.placement import spread_on
-from moe_jax.serving.weights import LayerWeights, ServedModel, Weights, frame_of, head_of, layer_module, layers_of, logits_of
+from moe_jax.serving.schedule import StepPlan
+from moe_jax.serving.weights import (
+    ComputedLayers,
+    LayerWeights,
+    ServedModel,
+    Weights,
+    frame_of,
+    head_of,
+    layer_module,
+    layers_of,
+    logits_of,
+)  # fmt: skip
+
+
+class StepShape(NamedTuple):
+    """The sizes of a step's program; `StepRows` has arrays of these sizes."""
+
+    decodes: int
+    """Decoding rows."""
+    chunk_tokens: int
+    """Tokens of all chunks of prompts."""
+    chunks: int
+    max_pages: int
+    """Pages of the longest sequence."""
+    drafts: int = 0
+    """Drafts of a decoding row, 0 or 1: tokens that it computes in addition to its newest one."""
+
+
+class StepRows(NamedTuple):
+    """The rows of a step; rows that are not used have slot -1."""
+
+    decode_slots: Int[Array, "decodes"]
+    decode_positions: Int[Array, "decodes"]
+    """The position of the token that the row reads: the slot's newest. With drafts the last position that it may compute."""
+    decode_pages: Int[Array, "decodes"]
+    """The page of the position; -1 if the table has it already."""
+    chunk_slots: Int[Array, "chunks"]
+    chunk_starts: Int[Array, "chunks"]
+    """The position of the chunk's first token."""
+    chunk_counts: Int[Array, "chunks"]
+    """The number of the chunk's tokens; 0 for a row that is not used."""
+    chunk_samples: Int[Array, "chunks"]
+    """1 if the chunk ends its prompt, so that a token is drawn after it; else 0."""
+    chunk_next: Int[Array, "chunks"]
+    """The token after the chunk, if none is drawn; only drafts read it."""
+    chunk_tokens: Int[Array, "chunk_tokens"]
+    """The tokens of all chunks, concatenated."""
+    chunk_tables: Int[Array, "chunks max_pages"]
+    """The pages of each chunk's sequence."""
+
+    @property
+    def sampling_slots(self) -> Int[Array, "rows"]:
+        """The slot of each row after which a token is drawn; -1 for other rows."""
+        # Arrays of numpy or of jax: `pack` and the tests use the one, the step the other.
+        xp = self.decode_slots.__array_namespace__()
+        return xp.concat([self.decode_slots, xp.where(self.chunk_samples > 0, self.chunk_slots, -1)])
+
+
+def empty_rows(shape: StepShape) -> StepRows:
+    """Makes unused rows."""
+    decodes, chunk_tokens, chunks, max_pages, _ = shape
+    sizes = [(decodes,)] * 3 + [(chunks,)] * 5 + [(chunk_tokens,), (chunks, max_pages)]
+    arrays: list[Any] = [np.zeros(size, np.int32) for size in sizes]
+    rows = StepRows(*arrays)
+    rows.decode_slots[:], rows.decode_pages[:], rows.chunk_slots[:] = -1, -1, -1
+    return rows
+
+
+def packed(rows: Sequence[StepRows]) -> np.ndarray:
+    """Concatenates all arrays of each device's rows into one."""
+    return np.concatenate([np.ravel(array) for of_device in rows for array in of_device])
+
+
+def unpacked(upload: Int[Array, "_"], shape: StepShape) -> StepRows:
+    """Undoes `packed` for one device."""
+    arrays, start = [], 0
+    for like in empty_rows(shape):
+        size = math.prod(like.shape)
+        arrays.append(upload[start : start + size].reshape(like.shape))
+        start += size
+    return StepRows(*arrays)
+
+
+def filled(plan: StepPlan, rows: StepRows) -> StepRows:
+    """Writes the plan into empty rows, and returns them."""
+    if plan.decodes:
+        n = len(plan.decodes)
+        columns = np.array([decode[1:] for decode in plan.decodes], np.int32).T
+        rows.decode_slots[:n], rows.decode_positions[:n], rows.decode_pages[:n] = columns
+    first = 0
+    for i, chunk in enumerate(plan.chunks):
+        count, pages = len(chunk.tokens), chunk.sequence.pages
+        rows.chunk_slots[i], rows.chunk_starts[i], rows.chunk_counts[i] = chunk.sequence.slot, chunk.start, count
+        rows.chunk_samples[i] = chunk.samples
+        rows.chunk_next[i] = 0 if chunk.samples else chunk.sequence.tokens[chunk.start + count]
+        rows.chunk_tokens[first : first + count] = chunk.tokens
+        rows.chunk_tables[i, : len(pages)] = pages
+        first += count
+    return rows
+
+
+class Drafting(NamedTuple):
+    """The state of drafts."""
+
+    pages: LayerPages
+    """Pages of the module's layer, with the same page numbers as in the model's layers."""
+    position: Int[Array, "slots"]
+    """The position of each slot's newest token. The host learns it only by reading the step that drew the token."""
+    draft: Int[Array, "slots"]
+    """The draft of the next token."""
+
+
+class StepBatch(NamedTuple):
+    """The tokens of a step, decoding rows first, and their positions."""
+
+    tokens: Int[Array, "tokens"]
+    """With drafts a decoding row has two tokens, its newest one and its draft."""
+    positions: Int[Array, "tokens"]
+    valid: Bool[Array, "tokens"]
+    places: TokenPlaces
+    queries: PagedQueries
+    outputs: Int[Array, "outputs"]
+    """Indices of the tokens that `StepOutput.logits` is for."""
 
 
 class DeviceState(NamedTuple):
@@ -32,17 +156,17 @@ class DeviceState(NamedTuple):
     page_table: Int[Array, "slots max_pages"]
     """The pages of each slot's sequence, in order."""
     last_token: Int[Array, "slots"]
-    """The newest token of each slot, which no step has read yet."""
+    """The newest token of each slot, not yet computed by any step."""
     experts: UInt[Array, "pages page_size moe_layers k"] | None
-    """The experts of every token in the pages; None where nobody asks for them."""
+    """The experts of every token in the pages; None unless the engine keeps them."""
     drafting: Drafting | None = None
     """The state of drafts, if the engine has any."""
 
 
 class StepOutput(NamedTuple):
-    """The results of a step. A row is a decoding row or, behind these, a chunk.
+    """The results of a step. Decoding rows come first, then chunks.
 
-    An output is a row's last token. With drafts a decoding row has two outputs, one behind the other: its token and its draft.
+    An output is a row's last token. With drafts a decoding row has two consecutive outputs: its token and its draft.
     """
 
     logits: Float[Array, "outputs vocab"]
@@ -50,13 +174,11 @@ class StepOutput(NamedTuple):
     slots: Int[Array, "rows"]
     """The slot of each row that samples; -1: the row samples nothing."""
     positions: Int[Array, "outputs"]
-    """The position of the token that is to be drawn."""
+    """The position of the token to draw."""
     hidden: Float[Array, "tokens columns"]
-    """Hidden states of all tokens, behind the last norm, as the head's matrix takes them: wider, if the head has an adapter."""
+    """Hidden states of all tokens after the last norm, as the head's matrix reads them: wider if the head has an adapter."""
     drafted: StepBatch | None = None
-    """The step's batch, if the engine drafts. Its `tokens` are the draft of each decoding row.
-
-    -1: a row has none, because its place is behind the sequence's end.
+    """The step's batch, if the engine drafts. Its `tokens` are the draft of each decoding row, or -1 past the sequence's end.
     """
 
 
@@ -94,7 +216,7 @@ def output_like(served: ServedModel, weights: Weights, shape: StepShape) -> Step
 def step(
     served: ServedModel, shape: StepShape, weights: Weights, state: DeviceState, upload: Int[Array, "_"]
 ) -> tuple[DeviceState, StepOutput]:
-    """Runs the step that `upload` describes (`batch.packed`)."""
+    """Runs the step that `upload` describes (`packed`)."""
     rows = unpacked(upload, shape)
     batch, page_table = batch_of(rows, state.page_table, state.last_token, state.drafting)
     frame = frame_of(served, weights)
@@ -122,14 +244,76 @@ def step(
     return DeviceState(pages, page_table, state.last_token, experts, state.drafting), output
 
 
+def batch_of(
+    rows: StepRows, page_table: Int[Array, "slots max_pages"], last_token: Int[Array, "slots"], drafting: Drafting | None
+) -> tuple[StepBatch, Int[Array, "slots max_pages"]]:
+    """Makes the batch, and the page table with the new pages of decoding rows and the tables of chunks."""
+    page_table = _updated_table(page_table, rows)
+    num_decodes, num_chunk_tokens = len(rows.decode_slots), len(rows.chunk_tokens)
+    own_tokens, own_positions, own_valid = _decoding(rows, last_token, drafting)
+    per_row = own_tokens.shape[1]
+    # Chunks are concatenated in the order of their rows.
+    ends = jnp.cumsum(rows.chunk_counts)
+    index = jnp.arange(num_chunk_tokens, dtype=jnp.int32)
+    chunk = jnp.minimum(jnp.searchsorted(ends, index, side="right"), len(ends) - 1)
+    in_chunk = index < rows.chunk_counts.sum()
+    starts = ends - rows.chunk_counts
+    chunk_positions = rows.chunk_starts[chunk] + index - starts[chunk]
+
+    slots = jnp.concatenate([rows.decode_slots, rows.chunk_slots])
+    tables = page_table.at[slots].get(mode="fill", fill_value=0, wrap_negative_indices=False)
+    decode_rows = jnp.arange(num_decodes, dtype=jnp.int32)
+    row = jnp.concatenate([jnp.repeat(decode_rows, per_row), num_decodes + chunk.astype(jnp.int32)])
+    valid = jnp.concatenate([own_valid.ravel(), in_chunk])
+    positions = jnp.where(valid, jnp.concatenate([own_positions.ravel(), chunk_positions]), 0)
+    tokens = jnp.concatenate([jnp.where(own_valid, own_tokens, 0).ravel(), rows.chunk_tokens])
+    page = jnp.where(valid, tables[row, positions // PAGE_SIZE], 0)
+    num_decoding = num_decodes * per_row
+    first_query = per_row * jnp.arange(num_decodes + 1, dtype=jnp.int32)
+    first_query = jnp.concatenate([first_query, num_decoding + ends.astype(jnp.int32)])
+    num_keys = jnp.where(rows.decode_slots >= 0, own_positions[:, -1] + 1, 1)
+    num_keys = jnp.concatenate([num_keys, rows.chunk_starts + rows.chunk_counts])
+    last_of_chunks = jnp.maximum(first_query[num_decodes + 1 :] - 1, 0)
+    batch = StepBatch(
+        tokens,
+        positions,
+        valid,
+        TokenPlaces(page, positions % PAGE_SIZE),
+        PagedQueries(first_query, num_keys, tables),
+        jnp.concatenate([jnp.arange(num_decoding, dtype=jnp.int32), last_of_chunks]),
+    )
+    return batch, page_table
+
+
+def _updated_table(page_table: Int[Array, "slots max_pages"], rows: StepRows) -> Int[Array, "slots max_pages"]:
+    nowhere = len(page_table)
+    column = rows.decode_positions // PAGE_SIZE
+    slots = jnp.where((rows.decode_slots >= 0) & (rows.decode_pages >= 0), rows.decode_slots, nowhere)
+    page_table = page_table.at[slots, column].set(rows.decode_pages, mode="drop")
+    slots = jnp.where(rows.chunk_slots >= 0, rows.chunk_slots, nowhere)
+    return page_table.at[slots].set(rows.chunk_tables, mode="drop")
+
+
+def _decoding(rows: StepRows, last_token: Int[Array, "slots"], drafting: Drafting | None) -> tuple:
+    """Returns tokens, positions and validity [decodes, per_row] of decoding rows: one token each, or two with drafts."""
+    slots, last = rows.decode_slots, rows.decode_positions[:, None]
+    used, tokens = slots[:, None] >= 0, last_token[slots][:, None]
+    if drafting is None:
+        return tokens, last, used
+    own = drafting.position[slots][:, None]
+    tokens = jnp.concatenate([tokens, drafting.draft[slots][:, None]], axis=1)
+    # A row whose sequence has ended, unknown to the host, may be past the sequence's pages: it writes nothing.
+    return tokens, jnp.minimum(own, last) + jnp.arange(2), used & (own + jnp.arange(2) <= last)
+
+
 def _layers(
     served: ServedModel, weights: Weights, attends: list[PagedAttend], x: Array, inputs: LayerInputs, batch: StepBatch
 ) -> ComputedLayers:
-    """Runs all layers and the norm behind them."""
+    """Runs all layers and the last norm."""
     layers, norm = layers_of(served, weights), frame_of(served, weights)["norm"]
-    # Layers of kernels import Pallas Mosaic GPU, a second of CPU time.
+    # Imported here: kernels import Pallas Mosaic GPU, a second of CPU time.
     if served.strict:
-        from moe_jax.serving.strict import strict_layers
+        from moe_jax.serving.fused import strict_layers
 
         return strict_layers(served, layers, norm, x[0], batch.positions, attends, batch.valid)
     if _fuses(served, batch):
@@ -141,21 +325,21 @@ def _layers(
         x, layer_pages, experts = _layer(served, stage, of_layer, x, inputs, attend)
         written.append(layer_pages)
         expert_ids += [] if experts is None else [experts]
-    return ComputedLayers(norm(x)[0], written, expert_ids)
+    return norm(x)[0], written, expert_ids
 
 
-# Jitted, so that layers which differ in their arrays alone are traced once.
+# Jitted, so that layers which differ only in their arrays are traced once.
 @partial(jax.jit, static_argnums=(0, 1))
 def _layer(
     served: ServedModel, stage: int, weights: LayerWeights, x: Array, inputs: LayerInputs, attend: PagedAttend
 ) -> tuple[Array, LayerPages, Int[Array, "tokens k"] | None]:
-    """Returns the residual stream behind the layer, its pages, and its tokens' experts (None for a dense layer)."""
+    """Returns the residual stream after the layer, its pages, and its tokens' experts (None for a dense layer)."""
     out = layer_module(served, stage, weights)(x, inputs, attend, spread_on(served.mesh))
     return out.x, out.cache, None if out.routing is None else out.routing.experts
 
 
 def _fuses(served: ServedModel, batch: StepBatch) -> bool:
-    """Returns True for a step of a model that `fused` takes, on one GPU that it is written for."""
+    """Returns True if `fused` supports the model and runs on one GPU with its kernels."""
     if served.unfused is not None or served.mesh is not None or target.compute_capability() != "9.0":
         return False
     from moe_jax.serving.fused import refusal

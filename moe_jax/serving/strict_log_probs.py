@@ -1,4 +1,4 @@
-"""Log-probabilities of whole sequences with the bits that an engine with `strict=True` gives them, and with gradients."""
+"""Log-probabilities of whole sequences, bit for bit equal to an engine with `strict=True`, and differentiable."""
 
 from typing import NamedTuple
 
@@ -14,38 +14,38 @@ from moe_jax.layers.segments import has_successor, segment_positions
 from moe_jax.models.decoder import Decoder
 from moe_jax.models.inputs import check_shapes
 from moe_jax.parallel.spread import ONE_DEVICE, Spread
+from moe_jax.serving.fused import check_strict, strict_layers
 from moe_jax.serving.prompts import PIECE_TOKENS, piece_scores
-from moe_jax.serving.strict import check_strict, strict_layers
 from moe_jax.serving.weights import frame_of, head_of, layers_of, take_apart
 
 
 class PackedRows(NamedTuple):
-    """The places, positions and queries of the tokens of packed rows, one row behind the other."""
+    """The places, positions and queries of the tokens of packed rows, concatenated."""
 
     positions: Int[Array, "tokens"]
     """Each token's index in its segment."""
     places: TokenPlaces
     queries: PagedQueries
-    """A row for each segment; rows behind the last segment of a row of tokens have no queries."""
+    """A row for each segment; rows after the last segment of a row of tokens have no queries."""
     num_pages: int
     num_segments: Int[Array, "rows"]
-    """The segments of each row of tokens. Of a row with more than `max_segments` nothing else here is of use."""
+    """The number of segments of each row of tokens. If it exceeds `max_segments`, the row's other fields are meaningless."""
 
 
 def in_pages(segment_ids: Integer[Array, "rows seq"], max_segments: int) -> PackedRows:
-    """Gives the tokens of each segment, a run of equal ids, pages of its own. Padding is a segment too.
+    """Assigns each segment, a run of equal ids, its own pages. Padding is a segment too.
 
         row         | a: 100 tokens | b: 70 tokens | padding: 22 tokens |
         pages       |   0   |   1   |   2   |  3   |         4          |
 
     Args:
-      max_segments: the most segments of a row.
+      max_segments: maximum number of segments of a row.
     """
     rows, seq = segment_ids.shape
     positions = segment_positions(segment_ids)
     row = jnp.arange(rows, dtype=jnp.int32)[:, None]
     number = jnp.cumsum(positions == 0, axis=1, dtype=jnp.int32) - 1
-    # The sum of ceil(length / 64) is largest where each segment leaves 63 places of its last page empty.
+    # The sum of ceil(length / 64) is largest if each segment leaves 63 places of its last page empty.
     per_row = (seq + (PAGE_SIZE - 1) * max_segments) // PAGE_SIZE
     page = jnp.cumsum(positions % PAGE_SIZE == 0, axis=1, dtype=jnp.int32) - 1
     page = (per_row * row + jnp.minimum(page, per_row - 1)).ravel()
@@ -66,23 +66,23 @@ def strict_log_probs(
     *,
     max_segments: int = 2,
 ) -> Float[Array, "rows seq-1"]:
-    """Returns log p(tokens[:, i + 1]) behind the tokens up to i, bit for bit what `Engine(model, strict=True)` returns.
+    """Returns log p(tokens[:, i + 1]) given the tokens up to i, bit for bit equal to `Engine(model, strict=True)`.
 
-    The values have strict bits. The gradients are those of the ordinary forward pass of training, with the experts that the
-    strict pass chose. So they cost the usual forward and backward pass beside the strict one. Under `jax.jit`, values alone
-    cost the strict pass alone.
+    The values have strict bits. The gradients come from training's ordinary forward pass, with the experts that the strict pass
+    chose. So they cost the usual forward and backward pass plus the strict one. Under `jax.jit`, values without gradients cost
+    only the strict pass.
 
     The result is 0 where the next token is padding or of another document.
 
     Args:
-      segment_ids: 0 is padding, and each run of other equal ids is a document, as in training. A document has the bits that it
-        has in a row of its own. Positions follow from the segments. None: each row is one sequence.
-      max_segments: the most runs of equal ids in a row, padding included. 2 is a sequence and its padding. It sets the number
-        of pages. A row with more runs gives NaN under `jax.jit`.
+      segment_ids: 0 is padding, and each run of other equal ids is a document, as in training. A document has the same bits as
+        in its own row. Positions follow from the segments. None: each row is one sequence.
+      max_segments: maximum number of runs of equal ids in a row, including padding. 2 is a sequence and its padding. It sets
+        the number of pages. A row with more runs yields NaN under `jax.jit`.
 
     Raises:
-      ValueError: a model that `strict.check_strict` refuses or that is spread over devices. Shapes that do not fit each other,
-        or, where the ids are known, more segments than `max_segments`.
+      ValueError: a model that `fused.check_strict` refuses or that is spread over devices. Shapes that do not match, or, if the
+        ids are known, more segments than `max_segments`.
     """
     check_strict(model)
     if model.execution.spread not in (ONE_DEVICE, Spread()):
@@ -106,7 +106,7 @@ def strict_log_probs(
 
 @jax.custom_vjp
 def _with_gradients_of(source: Float[Array, "rows seq"], values: Float[Array, "rows seq"]) -> Float[Array, "rows seq"]:
-    """Returns `values`; derivatives go to `source`. The sum `source` + (`values` - `source`) would have other bits."""
+    """Returns `values`; gradients flow to `source`. The sum `source` + (`values` - `source`) would have other bits."""
     return values
 
 
@@ -119,7 +119,7 @@ def _training_pass(
     segment_ids: Integer[Array, "rows seq"],
     experts: Int[Array, "moe_layers rows seq k"] | None,
 ) -> Float[Array, "rows seq-1"]:
-    """Returns what `train.log_probs` returns, with these experts."""
+    """Computes `train.log_probs` with these experts."""
     hidden = model.hidden_states(tokens, segment_ids=segment_ids, expert_ids=experts).hidden[:, :-1]
     labels = tokens[:, 1:]
     return token_log_probs(hidden.reshape(-1, hidden.shape[-1]), model.head_weight, labels.ravel()).reshape(labels.shape)
@@ -138,13 +138,13 @@ def _strict_pass(
     frame = frame_of(served, weights)
     x = frame["embed_tokens"](tokens.reshape(1, -1), served.dtype)
     layers = layers_of(served, weights)
-    computed = strict_layers(served, layers, frame["norm"], x[0], packed.positions, attends, valid.ravel())
-    hidden = computed.hidden.reshape(rows, seq, -1)[:, :-1].reshape(rows * (seq - 1), -1)
+    hidden, _, chosen = strict_layers(served, layers, frame["norm"], x[0], packed.positions, attends, valid.ravel())
+    hidden = hidden.reshape(rows, seq, -1)[:, :-1].reshape(rows * (seq - 1), -1)
     log_probs = _of_tokens(hidden, head_of(frame), tokens[:, 1:].ravel()).reshape(rows, seq - 1)
-    if not computed.experts:
+    if not chosen:
         return log_probs, None
-    experts = jnp.stack(computed.experts).reshape(-1, rows, seq, computed.experts[0].shape[1])
-    # Padding chose no expert: its ids are behind the last expert.
+    experts = jnp.stack(chosen).reshape(-1, rows, seq, chosen[0].shape[1])
+    # Padding has no expert: its ids are past the last expert.
     return log_probs, jnp.where(valid[..., None], experts, jnp.arange(experts.shape[3], dtype=experts.dtype))
 
 
@@ -153,7 +153,7 @@ def _of_tokens(
 ) -> Float[Array, "tokens"]:
     def of_piece(piece):
         hidden, targets = piece
-        return piece_scores(hidden, head, targets, 0, strict=True).logprobs
+        return piece_scores(hidden, head, targets, 0, strict=True)[0]
 
     pieces = -(-len(hidden) // PIECE_TOKENS)
     padding = pieces * PIECE_TOKENS - len(hidden)

@@ -1,7 +1,7 @@
-"""A model's parameters as the step program reads them: each layer's matrices as arrays of their own, experts in their stacks.
+"""A model's parameters as the step program reads them: each layer's matrices as separate arrays, experts in their stacks.
 
-The step runs layers one by one. XLA would copy a layer's matrices out of a stack in each step: they are cut out once. Experts,
-nearly all of a sparse model's bytes, stay where they are, because their kernels read a layer inside a stack.
+The step runs layers one by one. XLA would copy a layer's matrices out of a stack in each step: they are copied out once.
+Experts, nearly all of a sparse model's bytes, stay in place, because their kernels read a layer inside a stack.
 """
 
 from dataclasses import fields
@@ -18,19 +18,20 @@ from moe_jax.kernels.experts.choose_backend import ENVIRONMENT_VARIABLE, is_mosa
 from moe_jax.kernels.experts.fp8.precision import Precision
 from moe_jax.layers.lora import Adapter, Frozen, has_adapters, wider_head
 from moe_jax.layers.moe import Experts, is_expert_matrix
+from moe_jax.layers.paged import LayerPages
 from moe_jax.layers.quantised import Quantised, is_quantised
 from moe_jax.models.decoder import Decoder
 
 
 class ServedModel(NamedTuple):
-    """All of a model but its arrays; hashable, and the same for models that differ in their arrays alone."""
+    """All of a model except its arrays; hashable, and equal for models that differ only in their arrays."""
 
     config: ModelConfig
     dtype: Any
     frame: nnx.GraphDef
     """Embedding, last norm and vocabulary projection."""
     stages: tuple[nnx.GraphDef, ...]
-    """The stages of layers; with drafts also the module that drafts."""
+    """The stages of layers; with drafts also the drafting module."""
     strict: bool = False
     """True: steps run `strict.strict_layers`."""
     precision: Precision | None = None
@@ -38,7 +39,7 @@ class ServedModel(NamedTuple):
     mesh: Mesh | None = None
     """The mesh of an engine on several devices."""
     unfused: str | None = None
-    """The reason why steps run the modules, whatever the device (`unfused_reason`); None: there is none."""
+    """The reason why steps run the modules on any device (`unfused_reason`); None: there is none."""
 
 
 class Weights(NamedTuple):
@@ -51,12 +52,12 @@ class Weights(NamedTuple):
     """Each stage's experts, stacked; empty for a dense stage."""
 
 
-class LayerWeights(NamedTuple):
-    """One layer's arrays, its stage's experts, and its place in their stack."""
+LayerWeights = tuple[nnx.State, nnx.State, Int[Array, ""]]
+"""One layer's arrays, its stage's experts, and its place in their stack."""
 
-    layer: nnx.State
-    experts: nnx.State
-    place: Int[Array, ""]
+
+ComputedLayers = tuple[Float[Array, "tokens hidden"], list[LayerPages], list[Int[Array, "tokens k"]]]
+"""Hidden states after the last norm, each layer's pages, and the experts of each MoE layer."""
 
 
 def take_apart(
@@ -64,12 +65,12 @@ def take_apart(
 ) -> tuple[ServedModel, Weights]:
     """Returns the model's parts. Layers' arrays are copies; experts, and arrays around the layers, are the model's own.
 
-    Quantised experts stay so, and all other matrices become whole. Adapters are those of `with_ready_adapters`.
+    Quantised experts stay so, and all other matrices become whole. Adapters are prepared by `with_ready_adapters`.
 
     Args:
-      drafts: 1 takes the first module that predicts further tokens too, as the last layer.
-      take_over: deletes each stack once it is cut, unless its dtype was changed. The model is unusable afterwards.
-      mesh: of an engine on several devices.
+      drafts: 1 includes the first multi-token prediction module as the last layer.
+      take_over: deletes each stack once its layers are copied, unless its dtype was changed. The model is unusable afterwards.
+      mesh: the mesh of an engine on several devices.
     """
     unfused, model = unfused_reason(model), with_ready_adapters(model)
     modules = {"embed_tokens": model.embed_tokens, "norm": model.norm}
@@ -90,7 +91,7 @@ def take_apart(
 
 
 def first_difference(new: tuple[ServedModel, Weights], own: tuple[ServedModel, Weights]) -> str:
-    """Returns a clause that names the first thing but numbers in which a model differs from the engine's own."""
+    """Returns a clause that names the first difference between a model and the engine's own, apart from array values."""
     found, wanted = _described(*new), _described(*own)
     for name in found | wanted:
         if found.get(name) != wanted.get(name):
@@ -104,25 +105,26 @@ def frame_of(served: ServedModel, weights: Weights) -> Any:
 
 
 def head_of(frame: Any) -> Float[Array, "vocab columns"]:
-    """Returns the matrix of the vocabulary projection; wider than the hidden states, if it has an adapter."""
+    """Returns the matrix of the vocabulary projection; wider than the hidden states if it has an adapter."""
     return (frame["lm_head"] if "lm_head" in frame else frame["embed_tokens"]).weight[...]
 
 
 def layers_of(served: ServedModel, weights: Weights) -> list[tuple[int, LayerWeights]]:
     """Returns each layer's stage and weights, in the model's order."""
     return [
-        (stage, LayerWeights(weights.layers[of_stage.first_layer + place], weights.experts[stage], jnp.int32(place)))
+        (stage, (weights.layers[of_stage.first_layer + place], weights.experts[stage], jnp.int32(place)))
         for stage, of_stage in enumerate(served.config.stages)
         for place in range(of_stage.num_layers)
     ]
 
 
 def layer_module(served: ServedModel, stage: int, weights: LayerWeights) -> Any:
-    """Returns the module of a layer of this stage. Behind the model's stages comes the module that drafts."""
-    block = nnx.merge(served.stages[stage], weights.experts, weights.layer)
+    """Returns the module of a layer of this stage. The drafting module comes after the model's stages."""
+    layer, experts, place = weights
+    block = nnx.merge(served.stages[stage], experts, layer)
     for _, module in nnx.iter_modules(block):
         if isinstance(module, Experts):
-            module.read_in_stack(weights.place)
+            module.read_in_stack(place)
     return block
 
 
@@ -142,8 +144,8 @@ def logits_of(
 def with_ready_adapters(model: Decoder) -> Decoder:
     """Returns the model with factors in its dtype, the scale in b; it shares all other arrays. Without adapters, the model.
 
-    Each layer rounds a and scale * b to its dtype in every call, so that results are the same. With an adapter of the head the
-    copy that `lora.wider_head` makes takes the matrix's place.
+    Each layer rounds a and scale * b to its dtype in every call, so that results are the same. With an adapter of the head, the
+    copy made by `lora.wider_head` replaces the matrix.
     """
     if not has_adapters(model):
         return model
@@ -155,13 +157,13 @@ def with_ready_adapters(model: Decoder) -> Decoder:
             a, b = module.factors
             # New variables: the twin's are the model's own.
             module.a, module.b = nnx.LoRAParam(a.astype(model.dtype)), nnx.LoRAParam(b.astype(model.dtype))
-            # Attributes of the graph: models whose adapters differ in them alone take turns in one engine.
+            # They are attributes of the graph: models whose adapters differ only in them can then share an engine.
             module.scale, module.dropout = 1.0, 0.0
     return twin
 
 
 def unfused_reason(model: Decoder) -> str | None:
-    """Returns the reason why steps of this model run its modules, whatever the device; None if there is none."""
+    """Returns the reason why steps of this model run its modules on any device; None if there is none."""
     if not is_mosaic_allowed():
         return f"{ENVIRONMENT_VARIABLE} names another backend than 'mosaic', of which the fused kernels are"
     if has_adapters(model):
@@ -181,7 +183,7 @@ def _described(served: ServedModel, weights: Weights) -> dict[str, Any]:
         kinds = [type(each).__name__ for each in (variable, variable.get_value()) if not isinstance(each, Array)]
         forms[jax.tree_util.keystr(path, simple=True, separator=".")] = " ".join([*kinds, *arrays])
     adapted = {".".join(name.split(".")[-3:-1]) for name, form in forms.items() if form.startswith("LoRAParam")}
-    # Before the forms: an adapter changes those of the matrices beside it too.
+    # Before the forms: an adapter also changes the forms of its matrices.
     named |= {"dtype": served.dtype, "precision": served.precision, "adapter": ", ".join(sorted(adapted)) or "none"}
     return named | forms
 
@@ -189,7 +191,7 @@ def _described(served: ServedModel, weights: Weights) -> dict[str, Any]:
 def _cut(stacked: nnx.State, *, take_over: bool) -> list[nnx.State]:
     """Returns the state of each layer of a stage."""
     leaves, tree = jax.tree.flatten(stacked)
-    # One stack at a time: a dense model of 61 GiB twice would not leave room for pages on any GPU.
+    # One stack at a time: two copies of a dense model of 61 GiB would leave no room for pages on any GPU.
     cut = []
     for leaf in leaves:
         cut.append(_slices(leaf))
@@ -204,7 +206,7 @@ def _slices(stack: Array) -> list[Array]:
 
 
 def _dequantised(state: nnx.State) -> nnx.State:
-    """Returns the state with whole matrices in place of quantised ones: every step reads them."""
+    """Returns the state with quantised matrices dequantised, because every step reads them."""
 
     def whole(leaf: Any) -> Any:
         return leaf[...] if isinstance(leaf, Quantised) else leaf
@@ -213,7 +215,7 @@ def _dequantised(state: nnx.State) -> nnx.State:
 
 
 def _in_dtype(state: nnx.State, dtype: Any) -> nnx.State:
-    """Returns the state with its parameters as `dtype`. Quantised ones stay, and expert biases, which no computation casts."""
+    """Returns the state with its parameters as `dtype`. Quantised ones and expert biases keep their dtype."""
     parameters, others = nnx.split_state(state, (nnx.Param, Frozen), ...)
 
     def cast(leaf: Any) -> Any:

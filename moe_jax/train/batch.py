@@ -20,6 +20,9 @@ also holds scalars, which every micro-batch shares."""
 BATCH_ARRAYS = ("tokens", "labels", "loss_mask", "positions", "segment_ids")
 """The arrays of a batch that `train.loss` reads."""
 
+OF_EXAMPLES = ("example", "desirable", "reference_log_probs")
+"""Arrays [batch, examples, ...] of a batch of preferences. They belong to rows: `context` splits the tokens of a row alone."""
+
 
 def put_batch(batch: dict[str, np.ndarray], params: nnx.State, parallelism: Parallelism | None = None) -> dict[str, jax.Array]:
     """Puts a batch on the devices that hold the parameters; `parallelism` says how rows and sequences are split.
@@ -39,14 +42,18 @@ def put_batch(batch: dict[str, np.ndarray], params: nnx.State, parallelism: Para
         return _put(batch, dict.fromkeys(batch, sharding))
     if (context := parallelism.context_parallel) is not None:
         ways = parallelism.mesh.shape[context.axis_name]
-        batch = jax.tree.map(lambda x: x if x.ndim < 2 else shard_sequence(x, ways, context.layout), batch)
+        whole = {name: x for name, x in batch.items() if x.ndim < 2 or name in OF_EXAMPLES}
+        split = {name: x for name, x in batch.items() if name not in whole}
+        batch = whole | jax.tree.map(lambda x: shard_sequence(x, ways, context.layout), split)
     parallelism.check_batch(num_rows(batch))
     return _put(batch, {name: NamedSharding(parallelism.mesh, spec) for name, spec in batch_specs(batch, parallelism).items()})
 
 
 def batch_specs(batch: dict[str, Any], parallelism: Parallelism) -> dict[str, PartitionSpec]:
     """Returns the layout of each array: `Parallelism.batch_spec`, cut to the array's axes. Scalars are whole everywhere."""
-    return {name: PartitionSpec(*parallelism.batch_spec[: array.ndim]) for name, array in batch.items()}
+    of_rows = OF_EXAMPLES if parallelism.context_parallel else ()
+    axes = {name: min(array.ndim, 1) if name in of_rows else array.ndim for name, array in batch.items()}
+    return {name: PartitionSpec(*parallelism.batch_spec[: axes[name]]) for name in batch}
 
 
 def micro_batches_of(batch: Batch, micro_batches: int) -> tuple[Batch, Batch]:

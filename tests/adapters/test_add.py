@@ -9,7 +9,7 @@ from adapted_models import logits_of, small_model, with_adapters
 from flax import nnx
 
 from moe_jax.adapters import LoraSettings, add_lora, lora_summary
-from moe_jax.adapters.targets import targets_of
+from moe_jax.adapters.names import targets_of
 from moe_jax.layers.lora import Frozen
 
 TOKENS = jnp.arange(12).reshape(2, 6)

@@ -15,10 +15,9 @@ from safetensors.numpy import load_file, save_file
 
 import moe_jax
 from moe_jax.adapters import load_adapter, save_adapter
-from moe_jax.adapters.names import factors_apart, modules_of
+from moe_jax.adapters.names import factors_apart, modules_of, targets_of
 from moe_jax.adapters.save import WEIGHTS_FILE
 from moe_jax.adapters.source import CONFIG_FILE
-from moe_jax.adapters.targets import targets_of
 from moe_jax.layers.lora import has_adapters
 
 CASES = {

@@ -5,7 +5,7 @@ import pytest
 from adapted_models import assert_near, make_batch, small_model, with_adapters
 from flax import nnx
 
-from moe_jax.adapters.targets import targets_of
+from moe_jax.adapters.names import targets_of
 from moe_jax.models.execution import Execution
 from moe_jax.train import LossWeights, loss
 

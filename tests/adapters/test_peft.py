@@ -14,7 +14,7 @@ from flax import nnx
 from hf_reference import load_ours, reference
 
 from moe_jax.adapters import load_adapter
-from moe_jax.adapters.targets import targets_of
+from moe_jax.adapters.names import targets_of
 
 RANK, ALPHA = 4, 6.0
 

@@ -17,7 +17,7 @@ import moe_jax
 from moe_jax.adapters import LoraSettings, add_lora, load_adapter, merge_adapter, save_adapter, without_adapter
 from moe_jax.adapters.load import TABLES, check_adapter
 from moe_jax.adapters.merge import changes_of, check_merged
-from moe_jax.adapters.targets import targets_of
+from moe_jax.adapters.names import targets_of
 from moe_jax.checkpoint.hf_names import export
 from moe_jax.train import init_state, make_train_step
 

@@ -15,8 +15,7 @@ from moe_jax.checkpoint.hf_load import from_pretrained
 from moe_jax.kernels import Precision, quantise_matrices
 from moe_jax.layers.quantised import BlockScaled, is_quantised
 from moe_jax.serving.engine import Engine
-from moe_jax.serving.limits import EngineLimits
-from moe_jax.serving.request import SamplingOptions
+from moe_jax.serving.request import EngineLimits, SamplingOptions
 from moe_jax.serving.strict_log_probs import strict_log_probs
 
 LIMITS = EngineLimits(max_sequences=1, max_tokens_per_step=16, max_chunks_per_step=1, max_length=64, num_pages=4)

@@ -13,7 +13,7 @@ from flax import nnx
 
 from moe_jax.checkpoint.hf_files import CheckpointError
 from moe_jax.checkpoint.hf_load import from_pretrained
-from moe_jax.checkpoint.quantised import read_group_size
+from moe_jax.checkpoint.quantised import read_quantisation
 from moe_jax.layers.quantised import FourBits
 
 GROUP = 32
@@ -107,10 +107,10 @@ def test_other_kinds_are_refused(tmp_path):
 def test_other_settings_are_refused(tmp_path, fields, message):
     (tmp_path / "config.json").write_text(json.dumps({"quantization_config": CONFIG | fields}))
     with pytest.raises(ValueError, match=message):
-        read_group_size(tmp_path)
+        read_quantisation(tmp_path)
 
 
 def test_rules_for_modules_that_change_nothing_are_accepted(tmp_path):
     dynamic = {"-:.*lm_head.*": {}, "+:.*q_proj.*": {"bits": 4, "damp_percent": 0.1}}
     (tmp_path / "config.json").write_text(json.dumps({"quantization_config": CONFIG | {"dynamic": dynamic}}))
-    assert read_group_size(tmp_path) == GROUP
+    assert read_quantisation(tmp_path) == ("gptq", GROUP)

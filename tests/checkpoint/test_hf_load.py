@@ -27,7 +27,7 @@ from flax import nnx
 from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError
 
 import moe_jax
-from moe_jax.checkpoint import hf_files, hf_load, hub, streaming
+from moe_jax.checkpoint import hf_files, hf_load, streaming
 from moe_jax.checkpoint.hf_files import MAX_PROBLEMS_LISTED, CheckpointError
 from moe_jax.checkpoint.hf_load import from_pretrained, read_config
 from moe_jax.checkpoint.hf_names import export
@@ -444,7 +444,7 @@ def test_a_refusal_of_the_hub_is_one_line(error, message, monkeypatch):
     def snapshot_download(name, **options):
         raise error("no route\nPlease try again.", response=Mock())
 
-    monkeypatch.setattr(hub.huggingface_hub, "snapshot_download", snapshot_download)
+    monkeypatch.setattr(hf_files.huggingface_hub, "snapshot_download", snapshot_download)
     with pytest.raises(FileNotFoundError, match=message):
         from_pretrained("someone/some-model")
 
@@ -459,7 +459,7 @@ def test_the_hub_gives_torch_files_only_as_a_last_resort(moe_folder, monkeypatch
         asked.append((name, *weights))
         return str(moe_folder)
 
-    monkeypatch.setattr(hub.huggingface_hub, "snapshot_download", snapshot_download)
+    monkeypatch.setattr(hf_files.huggingface_hub, "snapshot_download", snapshot_download)
     model = from_pretrained("someone/some-model", dtype=jnp.float32)
     assert asked == [("someone/some-model",), ("someone/some-model", "*.safetensors")]
     assert_holds(model, stored)

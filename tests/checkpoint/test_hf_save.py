@@ -18,7 +18,7 @@ from checkpoint_helpers import MOE_SIZES, parameters, read_weights, same_bits, w
 from flax import nnx
 
 import moe_jax
-from moe_jax.checkpoint import hf_save, hub
+from moe_jax.checkpoint import hf_files, hf_save
 from moe_jax.checkpoint.companions import TOKENIZER_FILES
 from moe_jax.checkpoint.hf_load import from_pretrained
 from moe_jax.checkpoint.hf_save import save_pretrained
@@ -143,7 +143,7 @@ def test_tokenizer_from_a_hub_id(moe_folder, tmp_path, monkeypatch):
         asked.append((name, allow_patterns))
         return str(tmp_path / "snapshot")
 
-    monkeypatch.setattr(hub.huggingface_hub, "snapshot_download", snapshot_download)
+    monkeypatch.setattr(hf_files.huggingface_hub, "snapshot_download", snapshot_download)
     save_pretrained(from_pretrained(moe_folder), tmp_path / "a", tokenizer_from="someone/some-model")
     assert asked == [("someone/some-model", list(TOKENIZER_FILES))]
     assert (tmp_path / "a" / "tokenizer.json").read_text() == "of the hub"

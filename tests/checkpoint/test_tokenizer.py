@@ -9,7 +9,7 @@ import pytest
 import tiny
 
 import moe_jax
-from moe_jax.checkpoint import hub
+from moe_jax.checkpoint import hf_files
 from moe_jax.checkpoint.companions import tokenizer_contents
 from moe_jax.checkpoint.tokenizer import load_tokenizer
 
@@ -26,7 +26,7 @@ def test_a_missing_tokenizer_is_named(tmp_path):
 def test_a_tokenizer_on_the_hub_is_asked_for_once(tmp_path, monkeypatch):
     tiny.tokenizer().save_pretrained(tmp_path)
     asked = []
-    monkeypatch.setattr(hub.huggingface_hub, "snapshot_download", lambda name, **_: asked.append(name) or str(tmp_path))
+    monkeypatch.setattr(hf_files.huggingface_hub, "snapshot_download", lambda name, **_: asked.append(name) or str(tmp_path))
     monkeypatch.setattr("huggingface_hub.file_download.get_hf_file_metadata", None)
     assert load_tokenizer("someone/some-model")("a")["input_ids"] and asked == ["someone/some-model"]
 

@@ -19,8 +19,7 @@ from moe_jax.adapters.source import _last_name
 from moe_jax.cli import main
 from moe_jax.commands.loading import with_adapter
 from moe_jax.serving.engine import Engine
-from moe_jax.serving.limits import EngineLimits
-from moe_jax.serving.request import SamplingOptions
+from moe_jax.serving.request import EngineLimits, SamplingOptions
 
 TOKENS = jnp.arange(12).reshape(2, 6)
 

@@ -16,7 +16,7 @@ from moe_jax.parallel.choices import MeshShape
 from moe_jax.preferences import PreferenceSettings
 from moe_jax.recipes.finetuning.settings import FinetuneSettings
 from moe_jax.recipes.preferring.settings import PreferSettings
-from moe_jax.recipes.run.settings_file import RUN_YAML, write_settings
+from moe_jax.recipes.run.folder import RUN_YAML, write_settings
 
 
 def parsed(*arguments) -> FinetuneSettings:

@@ -10,7 +10,8 @@ import tyro
 import moe_jax
 from moe_jax.adapters import LoraSettings, load_adapter
 from moe_jax.cli import main
-from moe_jax.commands.prefer import GROUPS, PreferCommand
+from moe_jax.commands.prefer import GROUPS, OTHERS, PreferCommand
+from moe_jax.parallel.choices import MeshShape
 from moe_jax.preferences import PreferenceSettings
 from moe_jax.recipes.preferring.settings import PreferSettings
 from moe_jax.train.metrics import read_records
@@ -18,24 +19,28 @@ from moe_jax.train.metrics import read_records
 
 def test_every_field_is_in_exactly_one_group():
     grouped = [name for names in GROUPS.values() for name in names]
-    assert sorted([*grouped, "preference", "lora"]) == sorted(field.name for field in fields(PreferSettings))
+    assert sorted([*grouped, *OTHERS]) == sorted(field.name for field in fields(PreferSettings))
 
 
 def test_options_arrive(tmp_path):
     required = dict(model="org/model", data=str(tmp_path), output=str(tmp_path.parent / "run"))
     words = [word for name, value in required.items() for word in (f"--{name}", value)]
     assert tyro.cli(PreferCommand, args=words).settings == PreferSettings(**required)
-    given = "--preference.loss simpo --preference.gamma 0.5 --lora.rank 8 --max-length 100 --steps 7 --plain-text"
+    given = "--preference.loss simpo --preference.gamma 0.5 --max-length 100 --steps 7 --plain-text"
+    given += " --mesh.expert 2 --mesh.context 2 --shard-optimizer --mesh.data 2"
     chosen = dict(steps=7, max_length=100, plain_text=True, preference=PreferenceSettings("simpo", gamma=0.5))
-    expected = PreferSettings(**required, **chosen, lora=LoraSettings(rank=8))
+    chosen |= dict(mesh=MeshShape(data=2, expert=2, context=2), shard_optimizer=True)
+    expected = PreferSettings(**required, **chosen)
     assert tyro.cli(PreferCommand, args=words + given.split()).settings == expected
+    adapted = tyro.cli(PreferCommand, args=[*words, "--lora.rank", "8"]).settings
+    assert adapted == PreferSettings(**required, lora=LoraSettings(rank=8))
 
 
 def test_help_describes_every_option(capsys):
     with pytest.raises(SystemExit):
         tyro.cli(PreferCommand, args=["--help"])
     printed = capsys.readouterr().out
-    assert all(f" {title} options " in printed for title in [*GROUPS, "preference", "lora"])
+    assert all(f" {title} options " in printed for title in [*GROUPS, *OTHERS])
     assert "the scale of rewards" in printed and "tokens in a row" in printed
 
 

@@ -22,15 +22,14 @@ from moe_jax.config import (
 )
 from moe_jax.cost import PlannedStep
 from moe_jax.cost.flops import forward_flops_per_token, num_active_parameters, num_parameters
+from moe_jax.cost.layer import layer_seconds
 from moe_jax.cost.memory import memory_bytes
-from moe_jax.cost.stage import layer_seconds
 from moe_jax.cost.step import predict
 from moe_jax.generation.devices import generation_mesh
 from moe_jax.models.auto import MODEL_CLASSES
 from moe_jax.models.inputs import check_shapes
 from moe_jax.models.qwen3 import Qwen3
 from moe_jax.parallel.choices import MeshShape
-from moe_jax.recipes.finetuning import prepare
 from moe_jax.train.rebalance import num_groups, rebalance
 
 PACKAGE = Path(__file__).parents[2] / "moe_jax"
@@ -160,7 +159,7 @@ def test_flops_see_the_experts_of_a_new_architecture(monkeypatch):
 def test_checks_see_the_experts_of_a_new_architecture():
     with pytest.raises(ValueError, match="6 experts cannot be divided among mesh.expert=4 devices"):
         PlannedStep(OTHER, MeshShape(expert=4), 4, 8)
-    assert prepare._num_experts(OTHER) == 6 and prepare._num_experts(DENSE) == 0
+    assert OTHER.experts.num_experts == 6 and DENSE.experts is None
     with pytest.raises(ValueError, match=r"\(2, 1, 3, 2\)"):
         check_shapes(OTHER, np.zeros((1, 3), int), None, None, None, np.zeros((1, 1, 3, 2), int))
 

@@ -12,11 +12,16 @@ import pytest
 from moe_jax.config import NAMED_CONFIGS
 from moe_jax.cost import PlannedStep, predict
 from moe_jax.cost.flops import num_parameters
-from moe_jax.cost.layer import ExpertsWork, attention_seconds, experts_seconds, router_seconds
+from moe_jax.cost.layer import (
+    ExpertsWork,
+    attention_seconds,
+    experts_seconds,
+    layer_seconds,
+    router_seconds,
+    vocabulary_seconds,
+)
 from moe_jax.cost.machine import GPUS, H200
 from moe_jax.cost.memory import memory_bytes
-from moe_jax.cost.stage import layer_seconds
-from moe_jax.cost.step import vocabulary_seconds
 from moe_jax.cost.travel import context_seconds, exchange_seconds
 from moe_jax.parallel.choices import MeshShape
 

@@ -8,10 +8,9 @@ import pytest
 from moe_jax.config import NAMED_CONFIGS, Qwen3MoeConfig
 from moe_jax.cost import PlannedStep, Prediction, predict
 from moe_jax.cost.flops import num_parameters
+from moe_jax.cost.layer import vocabulary_seconds
 from moe_jax.cost.machine import H200, SHEETS, ring_hop_seconds, scaled
-from moe_jax.cost.pipeline import HIDDEN_EXCHANGE
-from moe_jax.cost.stage import stage_seconds
-from moe_jax.cost.step import vocabulary_seconds
+from moe_jax.cost.step import HIDDEN_EXCHANGE, stage_seconds
 from moe_jax.parallel.choices import MeshShape
 
 QWEN = NAMED_CONFIGS["qwen3-30b-a3b"]

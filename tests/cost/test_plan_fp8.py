@@ -9,11 +9,10 @@ from moe_jax.config import NAMED_CONFIGS
 from moe_jax.cost import PlannedStep, predict
 from moe_jax.cost.layer import ExpertsWork, experts_seconds
 from moe_jax.cost.machine import GPUS, H200
-from moe_jax.cost.memory import gathered_layer
+from moe_jax.cost.memory import copies_bytes, gathered_layer, rounding_bytes
 from moe_jax.cost.plan import plan
 from moe_jax.cost.plan_table import flags
 from moe_jax.cost.planned_step import PlannedAdapters
-from moe_jax.cost.quantised import copies_bytes, rounding_bytes
 from moe_jax.cost.travel import exchange_seconds, gather_seconds
 from moe_jax.parallel.choices import MeshShape
 

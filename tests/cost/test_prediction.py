@@ -14,9 +14,8 @@ from jax.sharding import AbstractMesh
 from moe_jax.config import NAMED_CONFIGS, DeepseekV3Config, Qwen3Config, Qwen3MoeConfig
 from moe_jax.cost import PlannedStep, predict
 from moe_jax.cost.flops import num_parameters, training_flops_per_token
-from moe_jax.cost.layer import attention_seconds
+from moe_jax.cost.layer import attention_seconds, layer_seconds
 from moe_jax.cost.machine import H200
-from moe_jax.cost.stage import layer_seconds
 from moe_jax.cost.travel import context_seconds, gather_seconds
 from moe_jax.models.auto import from_config
 from moe_jax.parallel import Parallelism, ShardedParameters
@@ -171,9 +170,9 @@ def test_optimizer_state_split_over_data(param_dtype):
 
 def test_arrays_that_data_does_not_divide_stay_whole():
     run = PlannedStep(MIXED, MeshShape(data=3), 3, 4096, shard_optimizer=True)
-    whole = [p for p in run.parameters if p.part_size == p.own_size]
+    whole = [p for p in run.parameters if p.updated_size == p.own_size]
     assert 0 < len(whole) < len(run.parameters)
-    assert all(p.part_size in (p.own_size, p.own_size / 3) for p in run.parameters)
+    assert all(p.updated_size in (p.own_size, p.own_size / 3) for p in run.parameters)
 
 
 @settings(deadline=None, max_examples=40)
@@ -294,7 +293,10 @@ def test_loads_above_the_capacity_cost_further_rounds():
         ({"rows": 3, "gradient_accumulation": 2}, "3 rows must be a multiple of gradient_accumulation=2"),
         ({"gradient_accumulation": 2}, "a micro-batch of 1 rows cannot be divided among data x fsdp x expert = 2 devices"),
         ({"pipe_chunks": 2}, "pipe_chunks=2 needs a mesh.pipe of at least 2: one rank computes its layers in one chunk"),
-        ({"mesh": MeshShape(pipe=8), "pipe_chunks": 7}, "the 48 layers of the last stage are too few for mesh.pipe=8 x"),
+        (
+            {"mesh": MeshShape(pipe=8), "pipe_chunks": 7},
+            "48 layers do not reach the last of 7 chunks on pipe=8",
+        ),
         ({"pipe_schedule": "1f1b"}, "pipe_schedule='1f1b' needs several devices along the mesh axis pipe"),
         ({"mesh": MeshShape(pipe=2), "pipe_schedule": "zb-v"}, "pipe_schedule='zb-v' needs pipe_chunks=2; got 1"),
         (

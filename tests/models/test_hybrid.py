@@ -18,7 +18,7 @@ from moe_jax.models.layers_in_pipe import layers_of_stacks
 from moe_jax.parallel.choices import MeshShape
 from moe_jax.parallel.sequence.attention import ContextParallel
 from moe_jax.serving import Engine
-from moe_jax.serving.strict import check_strict
+from moe_jax.serving.fused import check_strict
 from moe_jax.train.rebalance import move_experts
 
 

@@ -5,8 +5,7 @@ import numpy as np
 import seeds
 import torch
 
-from moe_jax.preferences.batches import OpenRows
-from moe_jax.preferences.tokens import Example, Text
+from moe_jax.preferences.batches import Example, OpenRows, Text
 
 
 def make_text(prompt, answer):

@@ -11,7 +11,7 @@ import tiny
 import trl_reference as trl
 
 from moe_jax.preferences import open_preferences, preference_batches, reference_log_probs, reference_table
-from moe_jax.preferences.tokens import example_tokens
+from moe_jax.preferences.batches import example_tokens
 
 ASK = {"role": "user", "content": "2+2?"}
 

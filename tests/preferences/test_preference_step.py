@@ -13,7 +13,7 @@ from flax import nnx
 from examples import make_answers, make_pairs, packed_batch
 from moe_jax.adapters import without_adapter
 from moe_jax.preferences import Preference, PreferenceSettings, reference_log_probs
-from moe_jax.preferences.answers import answer_log_probs
+from moe_jax.preferences.objective import answer_log_probs
 from moe_jax.train import init_state, make_train_step
 
 DPO = PreferenceSettings("dpo", beta=0.3)

@@ -42,7 +42,7 @@ def one_step_for_all():
 
 
 def put_in_place_of_steps(monkeypatch, step):
-    module = sys.modules["moe_jax.recipes.finetuning.loop"]
+    module = sys.modules["moe_jax.recipes.run.model"]
     monkeypatch.setattr(module, "make_train_step", lambda *_, **__: step)
 
 

@@ -98,7 +98,7 @@ def test_settings_are_noted_with_the_steps_that_epochs_come_to(tmp_path, monkeyp
     found = survey(open_documents(tiny.write_texts(tmp_path / "texts")), tiny.tokenizer(), seq_len=32)
     surveys, steps = [], {}
     monkeypatch.setattr(
-        sys.modules["moe_jax.recipes.finetuning.data"],
+        sys.modules["moe_jax.recipes.finetuning.prepare"],
         "survey",
         lambda *_, **options: surveys.append(options) or survey(*_, **options),
     )

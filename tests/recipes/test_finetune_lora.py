@@ -17,7 +17,6 @@ from moe_jax.checkpoint.training import finished_steps
 from moe_jax.layers.quantised import is_quantised
 from moe_jax.parallel.choices import MeshShape
 from moe_jax.recipes import FinetuneSettings, dry_run, finetune
-from moe_jax.recipes.run import loop
 from moe_jax.train.metrics import read_records
 from moe_jax.train.model_of_run import model_of_run
 
@@ -95,7 +94,7 @@ def test_the_model_of_a_run_has_its_adapters(whole, base, tmp_path):
 
 def test_another_base_or_other_adapters_are_another_run(whole, base, tmp_path, monkeypatch):
     settings, _ = whole
-    monkeypatch.setattr(loop, "from_pretrained", None)
+    monkeypatch.setattr("moe_jax.recipes.run.model.from_pretrained", None)
     moe_jax.save_pretrained(other_model(), tmp_path / "other", tokenizer_from=base)
     records = read_records(settings_folder(settings) / "metrics.jsonl")
     for changes, message in (
@@ -109,7 +108,7 @@ def test_another_base_or_other_adapters_are_another_run(whole, base, tmp_path, m
 
 
 def test_refusals_come_before_weights_are_read(base, tmp_path, monkeypatch):
-    monkeypatch.setattr(loop, "from_pretrained", None)
+    monkeypatch.setattr("moe_jax.recipes.run.model.from_pretrained", None)
     with pytest.raises(ValueError, match="lora trains on one device, or on several along mesh.data alone.*got mesh.fsdp=2"):
         settings_of(tmp_path, base, mesh=MeshShape(data=2, fsdp=2))
     with pytest.raises(ValueError, match="overlap_micro_batches=True needs adapters without dropout"):

@@ -12,7 +12,7 @@ import pytest
 import tiny
 
 from moe_jax.recipes import finetune
-from moe_jax.recipes.run.lock import output_lock
+from moe_jax.recipes.run.folder import output_lock
 from moe_jax.train.metrics import MetricsWriter
 
 HOLDER = """
@@ -53,7 +53,7 @@ def test_nested_runs_are_refused(tmp_path, monkeypatch, steps_that_learn_nothing
         finetune(settings, model=tiny.dense(), tokenizer=tiny.tokenizer())
     assert len(refused) == 1
     # A run that fails lets go of the folder too, though its exception is kept, as in a notebook.
-    monkeypatch.setattr(sys.modules["moe_jax.recipes.finetuning.loop"], "init_state", None)
+    monkeypatch.setattr(sys.modules["moe_jax.recipes.run.model"], "init_state", None)
     with pytest.raises(TypeError) as error:
         finetune(settings, model=tiny.dense(), tokenizer=tiny.tokenizer())
     monkeypatch.undo()

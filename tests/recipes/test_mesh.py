@@ -37,11 +37,11 @@ logging.getLogger("jax._src.interpreters.pxla").addHandler(Count())
 jax.config.update("jax_log_compiles", True)
 
 # Runs that compute the same share a step.
-loop = sys.modules["moe_jax.recipes.finetuning.loop"]
+loop = sys.modules["moe_jax.recipes.run.model"]
 loop.make_train_step = shared_steps.shared(loop.make_train_step)
 # Copies of so few weights never pay by themselves.
 free = partial(moe_jax.parallel.ExpertParallel, flops_per_byte=0.0)
-sys.modules["moe_jax.recipes.finetuning.prepare"].ExpertParallel = free
+sys.modules["moe_jax.recipes.run.model"].ExpertParallel = free
 
 def run(name, mesh, shadow_experts=0, seq_len=32, rebalance_every=0, shard_optimizer=False, **stop):
     model = moe_jax.from_pretrained(folder + "/model", dtype=np.float32, mesh=mesh, progress=False)

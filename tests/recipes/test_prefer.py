@@ -3,7 +3,6 @@
 import json
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -19,10 +18,9 @@ from moe_jax.checkpoint.training import finished_steps
 from moe_jax.kernels import Precision
 from moe_jax.layers.quantised import is_quantised
 from moe_jax.preferences import PreferenceSettings
-from moe_jax.recipes import PreferSettings, prefer
-from moe_jax.recipes.preferring import loop, prepare
-from moe_jax.recipes.preferring.dry_run import dry_run
-from moe_jax.recipes.preferring.prepare import plan_preferences
+from moe_jax.recipes import PreferSettings, dry_run, prefer
+from moe_jax.recipes.preferring import loop
+from moe_jax.recipes.preferring.loop import plan_preferences
 
 pytestmark = pytest.mark.usefixtures("one_step_for_all")
 
@@ -119,8 +117,7 @@ def test_the_reference_of_other_data(tmp_path):
 def test_the_best_checkpoint(tmp_path, monkeypatch, capsys):
     """Held-out losses are scripted. A run that continues ends where one ends that never stopped, with the same weights."""
     losses = {1: 2.0, 2: 1.0, 3: 1.5, 4: 1.5, 5: 0.5}
-    evaluation = lambda *_: lambda state: {"eval_loss": losses[int(state.step)]}  # noqa: E731
-    monkeypatch.setattr(loop, "make_preference_evaluation", evaluation)
+    monkeypatch.setattr(loop._Preferences, "measure", lambda task: {"eval_loss": losses[int(task.state.step)]})
     for name in ("whole", "parts"):
         (tmp_path / name).mkdir()
     watched = dict(eval_data=write(tmp_path, "other.jsonl", 3), eval_every=1, eval_batches=1, keep_best=True, early_stop=2)
@@ -173,11 +170,11 @@ def test_epochs_are_counted_in_batches(tmp_path, epochs, monkeypatch):
     assert 0 <= batches.position - 40 * epochs < 2 * plan.first_batch
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "settings.json").write_text(json.dumps({"epochs": epochs, "steps": 7}))
-    monkeypatch.setattr(prepare, "finished_steps", lambda folder: [1])
+    monkeypatch.setattr(loop, "saved_run", lambda output: (1, {}))
     assert plan_preferences(asked, tiny.dense(), tiny.tokenizer()).settings.steps == 7
 
 
-def test_refused_before_anything_is_written(tmp_path, monkeypatch):
+def test_refused_before_anything_is_written(tmp_path):
     bad = tmp_path / "bad.jsonl"
     bad.write_text('{"prompt": "a", "chosen": "b"}\n')
     with pytest.raises(ValueError, match="bad.jsonl:1: needs the keys"):
@@ -190,9 +187,6 @@ def test_refused_before_anything_is_written(tmp_path, monkeypatch):
         run(settings(tmp_path, lora=LoraSettings(targets=("experts",))))
     with pytest.raises(ValueError, match="dry_run=True: call"):
         run(settings(tmp_path, dry_run=True))
-    monkeypatch.setattr("moe_jax.recipes.preferring.prepare.mesh_of", lambda state: SimpleNamespace(size=8))
-    with pytest.raises(ValueError, match="uses one device, and the model lies on 8"):
-        run(settings(tmp_path))
     assert not (tmp_path / "run").exists()
 
 

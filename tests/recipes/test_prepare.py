@@ -15,12 +15,8 @@ from moe_jax.config.base import RopeParameters
 from moe_jax.parallel import Parallelism
 from moe_jax.parallel.choices import MESH_AXES, MeshShape
 from moe_jax.recipes import finetune
-from moe_jax.recipes.finetuning.prepare import (
-    _check_experts,
-    _check_optimizer,
-    _check_user_loss,
-    _warn_of_far_positions,
-)
+from moe_jax.recipes.finetuning.prepare import _check_rebalancing, _check_user_loss, _warn_of_far_positions
+from moe_jax.recipes.run.model import check_experts, check_optimizer
 
 
 def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(tmp_path):
@@ -41,7 +37,7 @@ def test_what_needs_experts_on_several_devices_is_refused_on_one(tmp_path, name)
 def test_tokens_in_fp8_on_one_device(tmp_path):
     options = dict(precision="fp8", dtype="bfloat16", tokens_in_fp8=True)
     with pytest.raises(ValueError, match="tokens_in_fp8=True needs experts on several devices: a mesh.expert of 2 or more"):
-        _check_experts(settings(tmp_path, **options), None, tiny.model_for_fp8().config)
+        check_experts(settings(tmp_path, **options), None, tiny.model_for_fp8().config)
 
 
 def test_optimizer_on_one_device_along_data(tmp_path):
@@ -50,10 +46,10 @@ def test_optimizer_on_one_device_along_data(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_optimizer_that_data_cannot_split(tmp_path):
+def test_optimizer_that_data_cannot_split():
     parallelism = Parallelism(AbstractMesh((1, 7, 1, 1, 1), MESH_AXES), shard_optimizer=True)
     with pytest.raises(ValueError, match="data=7 divides no axis of any parameter that is left to split; take a divisor"):
-        _check_optimizer(settings(tmp_path, shard_optimizer=True), parallelism, tiny.model().config)
+        check_optimizer(parallelism, tiny.model().config)
 
 
 @pytest.mark.parametrize("place", ["model", "model/notes.txt"])
@@ -87,13 +83,12 @@ def test_a_mesh_that_is_not_the_models_is_refused(tmp_path):
 def test_experts_that_devices_do_not_divide_are_refused(tmp_path):
     parallelism = Parallelism(AbstractMesh((1, 1, 1, 3, 1), MESH_AXES))
     with pytest.raises(ValueError, match="4 experts cannot be divided among mesh.expert=3 devices; take a divisor"):
-        _check_experts(settings(tmp_path), parallelism, tiny.model().config)
+        check_experts(settings(tmp_path), parallelism, tiny.model().config)
 
 
-def test_experts_that_a_model_lacks_cannot_change_places(tmp_path):
-    parallelism = Parallelism(AbstractMesh((1, 1, 1, 2, 1), MESH_AXES))
+def test_experts_that_a_model_lacks_cannot_change_places():
     with pytest.raises(ValueError, match="rebalance_every=1 needs a model with experts"):
-        _check_experts(settings(tmp_path, rebalance_every=1), parallelism, tiny.dense().config)
+        _check_rebalancing(1, tiny.dense().config, 2)
 
 
 def test_held_out_text_of_another_format_is_refused(tmp_path):
@@ -128,7 +123,7 @@ def test_positions_that_a_model_has_not_seen_give_a_warning(caplog):
 
 def test_refused_conversation_is_named_early(tmp_path, monkeypatch):
     """A conversation that the template refuses is named before weights are read."""
-    monkeypatch.setattr(sys.modules["moe_jax.recipes.run.loop"], "from_pretrained", None)
+    monkeypatch.setattr(sys.modules["moe_jax.recipes.run.model"], "from_pretrained", None)
     moe_jax.save_pretrained(tiny.model(), tmp_path / "model")
     tiny.tokenizer(
         "{% if messages[0]['content'] == 'a' %}{{ raise_exception('roles must alternate') }}{% endif %}" + tiny.CHATML

@@ -120,7 +120,7 @@ def test_more_steps_after_the_end(tmp_path, monkeypatch, steps_that_add):
     """A run that has ended goes on with more steps, and not with fewer."""
     lengths, schedule = [], warmup_cosine
     monkeypatch.setattr(
-        sys.modules["moe_jax.recipes.run.loop"],
+        sys.modules["moe_jax.recipes.run.model"],
         "warmup_cosine",
         lambda rate, *, steps, **options: lengths.append(steps) or schedule(rate, steps=steps, **options),
     )
@@ -148,18 +148,18 @@ def test_a_run_that_began_without_a_bos_token_goes_on_without(tmp_path, monkeypa
 
     def prepared():
         with ExitStack() as until_end:
-            run = prepare_run(settings, tiny.dense(), tokenizer, until_end)
-            run.begun.checkpoints.close()
-            return run, next(run.batches)["tokens"]
+            run, begun = prepare_run(settings, tiny.dense(), tokenizer, until_end)
+            begun.checkpoints.close()
+            return begun, run.batches.get_state(), next(run.batches)["tokens"]
 
-    run, first = prepared()
-    assert run.begun.fixed["identity"]["begin_texts"] and (first == 1).any()
-    old = {name: value for name, value in run.begun.fixed["identity"].items() if name != "begin_texts"}
+    begun, data, first = prepared()
+    assert begun.fixed["identity"]["begin_texts"] and (first == 1).any()
+    old = {name: value for name, value in begun.fixed["identity"].items() if name != "begin_texts"}
     checkpoints = TrainingCheckpoints(tmp_path / "run" / "checkpoints")
-    checkpoints.save(1, {"x": jnp.zeros(1)}, {"data": run.batches.get_state(), "identity": old})
+    checkpoints.save(1, {"x": jnp.zeros(1)}, {"data": data, "identity": old})
     checkpoints.close()
-    run, rows = prepared()
-    assert run.begun.step == 1 and "begin_texts" not in run.begun.fixed["identity"] and not (rows == 1).any()
+    begun, _, rows = prepared()
+    assert begun.step == 1 and "begin_texts" not in begun.fixed["identity"] and not (rows == 1).any()
 
 
 def test_folder_of_another_run(tmp_path, monkeypatch, steps_that_learn_nothing):
@@ -169,7 +169,7 @@ def test_folder_of_another_run(tmp_path, monkeypatch, steps_that_learn_nothing):
     settings = tiny.settings(tmp_path, model=str(checkpoint))
     result = finetune(settings, model=tiny.dense(), tokenizer=tiny.tokenizer(), stop_after=2)
     assert result.step == 2 and len(result.metrics) == 2
-    monkeypatch.setattr(sys.modules["moe_jax.recipes.run.loop"], "from_pretrained", None)
+    monkeypatch.setattr(sys.modules["moe_jax.recipes.run.model"], "from_pretrained", None)
     with pytest.raises(ValueError, match="holds another run.*seed: checkpoint 0, now 1"):
         finetune(replace(settings, seed=1), tokenizer=tiny.tokenizer())
     in_bf16 = tiny.dense(dtype=jnp.bfloat16, param_dtype=jnp.bfloat16)
@@ -225,3 +225,11 @@ def test_a_run_that_did_not_note_its_model_goes_on(tmp_path, caplog):
     now = {"seed": 0, MODEL: "abc"}
     assert same_run({"seed": 0}, now, tmp_path) == {"seed": 0}
     assert f"the run in {tmp_path} did not note its starting weights, so nothing tells whether `model` is the" in caplog.text
+
+
+def test_a_run_on_preferences_that_did_not_note_its_moments_goes_on_with_them(tmp_path):
+    """Runs on preferences had no `moment_dtype`, and moments in f32."""
+    saved, now = {"seed": 0, MODEL: "abc"}, {"seed": 0, MODEL: "abc"}
+    assert same_run(saved, now | {"moment_dtype": "float32"}, tmp_path) == now | {"moment_dtype": "float32"}
+    with pytest.raises(ValueError, match="moment_dtype: checkpoint 'float32', now 'bfloat16'"):
+        same_run(saved, now | {"moment_dtype": "bfloat16"}, tmp_path)

@@ -1,5 +1,6 @@
 """Two processes train as one does; told to stop they save, and one process goes on from there."""
 
+import json
 import os
 import signal
 import subprocess
@@ -27,9 +28,9 @@ pytestmark = pytest.mark.usefixtures("without_torch")
 
 ALONE = """
 import sys
-import moe_jax.recipes.finetuning.loop, shared_steps
+import moe_jax.recipes.run.model, shared_steps
 from moe_jax.cli import main
-loop = sys.modules["moe_jax.recipes.finetuning.loop"]
+loop = sys.modules["moe_jax.recipes.run.model"]
 loop.make_train_step = shared_steps.shared(loop.make_train_step)
 folder, *options = sys.argv[1:]
 main(["finetune", *options, "--output", folder + "/one"])
@@ -39,9 +40,9 @@ main(["finetune", *options, "--output", folder + "/two"])
 
 APART = """
 import os, sys
-import moe_jax.recipes.finetuning.loop
+import moe_jax.recipes.run.model
 from moe_jax.cli import main
-sys.modules["moe_jax.recipes.run.loop"].from_pretrained = None
+sys.modules["moe_jax.recipes.run.model"].from_pretrained = None
 os.chdir(os.path.join(sys.argv[1], os.environ["MOE_JAX_PROCESS_ID"]))
 main(["finetune", *sys.argv[2:], "--output", "run"])
 """
@@ -161,3 +162,28 @@ def test_unshared_output_folder_is_refused(tmp_path):
     assert done.returncode == 2, done.stderr[-5000:]
     assert f"processes [1] of 2 do not see the folder {tmp_path}/0/run of process 0" in done.stderr
     assert not [*tmp_path.glob("*/run")]
+
+
+@pytest.mark.thorough
+def test_two_processes_learn_preferences_as_one(tmp_path):
+    """The first process decides if the reference is computed, and writes it."""
+    tiny.tokenizer().save_pretrained(tmp_path / "tokenizer")
+    moe_jax.save_pretrained(tiny.dense(), tmp_path / "model", tokenizer_from=tmp_path / "tokenizer")
+    pairs = [dict(prompt=f"ask {i}?", chosen=f"please, {i}", rejected="no!") for i in range(9)]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    options = f"--model {tmp_path}/model --data {tmp_path}/pairs.jsonl --seq-len 128 --batch-size 4 --dtype float32".split()
+    options += ["--steps", "2", "--learning-rate", "1e-4"]
+    command = [*PROGRAM, "launch", "--processes", "2", "--cpu-devices", "1", "--", *PROGRAM, "prefer", *options]
+    command += ["--mesh.fsdp", "2", "--output", str(tmp_path / "two")]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=SECONDS)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    main(["prefer", *options, "--output", str(tmp_path / "one")])
+    tables, records = zip(
+        *((np.load(f / "reference_data.npy"), read_records(f / "metrics.jsonl")) for f in (tmp_path / "two", tmp_path / "one")),
+        strict=True,
+    )
+    np.testing.assert_allclose(*tables, rtol=1e-5)
+    for two, one in zip(*records, strict=True):
+        np.testing.assert_allclose(
+            [two[n] for n in ("loss", "kl", "grad_norm")], [one[n] for n in ("loss", "kl", "grad_norm")], rtol=1e-4, atol=1e-6
+        )

@@ -6,10 +6,8 @@ import fake_device
 
 from moe_jax.kernels.attention.paged import PAGE_SIZE
 from moe_jax.serving.pages import pages_of
-from moe_jax.serving.queues import EngineQueues
 from moe_jax.serving.request import SamplingOptions
-from moe_jax.serving.schedule import plan_step, read_step
-from moe_jax.serving.sequence import Sequence
+from moe_jax.serving.schedule import EngineQueues, Sequence, plan_step, read_step
 
 
 class CheckedServing:
@@ -64,8 +62,8 @@ class CheckedServing:
             if not (self.queues.waiting or self.queues.running or self.unread):
                 break
             self.step()
-        counts = self.queues.pool.counts()
-        assert counts.owned == 0 and len(self.queues.free_slots) == self.queues.limits.max_sequences
+        _, _, owned, _ = self.queues.pool.counts()
+        assert owned == 0 and len(self.queues.free_slots) == self.queues.limits.max_sequences
         for sequence in self.arrivals:
             length, wanted = len(sequence.new_tokens), sequence.options.max_new_tokens
             assert sequence.in_flight == 0 and not sequence.pages

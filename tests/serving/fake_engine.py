@@ -8,9 +8,8 @@ from typing import Any
 import tiny
 
 from moe_jax.serving.handle import Event, Handle, wake
-from moe_jax.serving.limits import EngineLimits
 from moe_jax.serving.loop import QueueFull, Stats
-from moe_jax.serving.request import Completion, SamplingOptions, checked
+from moe_jax.serving.request import Completion, EngineLimits, SamplingOptions, checked
 
 VOCAB, END = 264, 0
 LIMITS = EngineLimits(max_sequences=64, max_tokens_per_step=64, max_length=512, num_pages=64, max_waiting=64)

@@ -2,11 +2,8 @@
 
 import fake_device
 
-from moe_jax.serving.limits import EngineLimits
-from moe_jax.serving.queues import EngineQueues
-from moe_jax.serving.request import SamplingOptions
-from moe_jax.serving.schedule import plan_step, read_step
-from moe_jax.serving.sequence import Sequence
+from moe_jax.serving.request import EngineLimits, SamplingOptions
+from moe_jax.serving.schedule import EngineQueues, Sequence, plan_step, read_step
 
 
 def make_queues(drafts=0, **limits):
@@ -47,4 +44,4 @@ def assert_right(*sequences):
 
 
 def assert_given_back(queues):
-    assert queues.pool.counts().owned == 0 and sorted(queues.free_slots) == list(range(queues.limits.max_sequences))
+    assert queues.pool.counts()[2] == 0 and sorted(queues.free_slots) == list(range(queues.limits.max_sequences))

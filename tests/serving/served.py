@@ -14,7 +14,7 @@ import openai
 import tiny
 from fake_engine import FakeEngine
 
-from moe_jax.serving.defaults import SAMPLING, Defaults
+from moe_jax.serving.conversation import SAMPLING, Defaults
 from moe_jax.serving.http.server import Server, bind
 from moe_jax.serving.http.service import ServerSettings, Service
 from moe_jax.serving.request import SamplingOptions

@@ -22,8 +22,7 @@ from moe_jax.layers.lora import Frozen, freeze
 from moe_jax.layers.moe import EXPERT_MATRICES, Experts
 from moe_jax.layers.quantised import INT4_VALUES, BlockScaled, FourBits
 from moe_jax.serving.engine import Engine
-from moe_jax.serving.limits import EngineLimits
-from moe_jax.serving.request import SamplingOptions
+from moe_jax.serving.request import EngineLimits, SamplingOptions
 
 LIMITS = EngineLimits(max_sequences=2, max_tokens_per_step=16, max_chunks_per_step=2, max_length=64, num_pages=6)
 OPTIONS = SamplingOptions(max_new_tokens=6, ignore_eos=True, logprobs=0, prompt_logprobs=0)

@@ -23,9 +23,8 @@ from hf_reference import load_ours, reference
 import moe_jax
 from moe_jax.serving import device
 from moe_jax.serving.engine import GREEDY, Engine
-from moe_jax.serving.limits import EngineLimits
 from moe_jax.serving.loop import QueueFull
-from moe_jax.serving.request import SamplingOptions
+from moe_jax.serving.request import EngineLimits, SamplingOptions
 
 LIMITS = EngineLimits(
     max_sequences=2, max_tokens_per_step=64, max_chunks_per_step=4, max_length=256, num_pages=8, max_waiting=7

@@ -11,8 +11,7 @@ from hf_reference import load_ours, reference
 
 import moe_jax
 from moe_jax.serving.engine import Engine
-from moe_jax.serving.limits import EngineLimits
-from moe_jax.serving.request import SamplingOptions
+from moe_jax.serving.request import EngineLimits, SamplingOptions
 
 LIMITS = EngineLimits(
     max_sequences=4, max_tokens_per_step=64, max_chunks_per_step=3, max_length=256, num_pages=6, max_waiting=100

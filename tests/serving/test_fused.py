@@ -19,12 +19,10 @@ from moe_jax.layers.moe import EXPERT_MATRICES, Experts
 from moe_jax.layers.quantised import BlockScaled
 from moe_jax.serving import fused
 from moe_jax.serving import step as step_module
-from moe_jax.serving.batch import StepShape, empty_rows, packed
 from moe_jax.serving.engine import Engine
 from moe_jax.serving.fused import refusal
-from moe_jax.serving.limits import EngineLimits
-from moe_jax.serving.request import SamplingOptions
-from moe_jax.serving.step import initial_state, step
+from moe_jax.serving.request import EngineLimits, SamplingOptions
+from moe_jax.serving.step import StepShape, empty_rows, initial_state, packed, step
 from moe_jax.serving.weights import take_apart, unfused_reason
 
 CONFIG = Qwen3MoeConfig(

@@ -8,14 +8,13 @@ import tiny
 from fake_engine import FakeEngine
 
 from moe_jax.kernels.attention.paged import PAGE_SIZE
-from moe_jax.serving.defaults import model_defaults
-from moe_jax.serving.handle import NewToken
+from moe_jax.serving.conversation import model_defaults
+from moe_jax.serving.http.answers import chat_logprobs, completion_logprobs, token_bytes
 from moe_jax.serving.http.body import NEUTRAL
-from moe_jax.serving.http.choices import chat_logprobs, completion_logprobs, token_bytes
 from moe_jax.serving.http.completions import conversation_encoder
 from moe_jax.serving.http.record import ENGINE_HELP
-from moe_jax.serving.limits import EngineLimits
 from moe_jax.serving.loop import Stats
+from moe_jax.serving.request import EngineLimits
 
 
 @pytest.fixture(scope="module")
@@ -219,7 +218,7 @@ def test_top_logprobs_have_the_likeliest_of_equal_texts():
     tokenizer = tiny.tokenizer()
     first, second = tokenizer("é")["input_ids"]
     (other,) = tokenizer("x")["input_ids"]
-    drawn = [NewToken(other, -4.0, {first: -0.1, second: -3.0}), NewToken(second, -3.0, {first: -0.1})]
+    drawn = [(other, -4.0, {first: -0.1, second: -3.0}), (second, -3.0, {first: -0.1})]
     expected = [{"\N{REPLACEMENT CHARACTER}": -0.1, "x": -4.0}, {"\N{REPLACEMENT CHARACTER}": -0.1}]
     assert completion_logprobs(tokenizer, drawn, 0)["top_logprobs"] == expected
 
@@ -237,7 +236,7 @@ def test_log_probabilities_of_a_chat(client):
 def test_each_token_is_decoded_once_for_log_probabilities():
     tokenizer, decoded = tiny.tokenizer(), []
     tokenizer.decode = lambda ids: decoded.append(ids) or "x"
-    tokens = [NewToken(40, -1.0, {40: -1.0, 41: -2.0})] * 9
+    tokens = [(40, -1.0, {40: -1.0, 41: -2.0})] * 9
     assert len(chat_logprobs(tokenizer, tokens)["content"]) == len(completion_logprobs(tokenizer, tokens, 0)["tokens"]) == 9
     assert decoded == [[40], [41]]
 

@@ -22,7 +22,7 @@ from hf_reference import reference
 
 import moe_jax
 from moe_jax.serving.engine import Engine
-from moe_jax.serving.limits import EngineLimits
+from moe_jax.serving.request import EngineLimits
 
 LIMITS = EngineLimits(
     max_sequences=16, max_tokens_per_step=64, max_chunks_per_step=4, max_length=300, num_pages=40, max_waiting=48

@@ -21,7 +21,7 @@ import pytest
 import served
 from fake_engine import LIMITS, FakeEngine
 
-from moe_jax.serving.limits import EngineLimits
+from moe_jax.serving.request import EngineLimits
 
 LONG = dict(model="tiny", prompt="abcdefgh", max_tokens=400)
 

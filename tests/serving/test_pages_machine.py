@@ -36,7 +36,7 @@ class PagesMachine(RuleBasedStateMachine):
                 assert self.pool.counts() == before
                 return
             raise AssertionError("more pages were given than there are")
-        num_free = self.pool.counts().free
+        num_free = self.pool.counts()[0]
         pages = self.pool.take(count)
         assert 0 not in pages and len(set(pages)) == count and not owned.keys() & set(pages)
         evicted, self.cached = self.cached[: max(0, count - num_free)], self.cached[max(0, count - num_free) :]

@@ -8,10 +8,9 @@ import pytest
 import seeds
 from hf_reference import load_ours, reference
 
-from moe_jax.serving.batch import StepBatch, StepShape, empty_rows, packed
 from moe_jax.serving.device import _for_drawing
 from moe_jax.serving.programs import _at_once, step_programs
-from moe_jax.serving.step import StepOutput, initial_state
+from moe_jax.serving.step import StepBatch, StepOutput, StepShape, empty_rows, initial_state, packed
 from moe_jax.serving.weights import take_apart
 
 DECODES, CHUNKS = StepShape(1, 0, 0, 2), StepShape(0, 64, 1, 2)
@@ -31,10 +30,10 @@ def test_a_step_writes_over_the_last(programs_of_a_model):
     rows = empty_rows(DECODES)
     rows.decode_slots[0] = 0
     # A step takes its state.
-    state, outputs, logits = jax.tree.map(np.array, state), [], []
+    (program, output), state, outputs, logits = programs[DECODES], jax.tree.map(np.array, state), [], []
     for position in range(2):
         rows.decode_positions[0], rows.decode_pages[0] = position, 1 if position == 0 else -1
-        state, output = programs[DECODES](leaves, state, packed([rows]))
+        state, output = program(leaves, state, packed([rows]), output)
         outputs.append(output)
         logits.append(np.array(output.logits))
         state = state._replace(last_token=state.last_token.at[0].set(position + 1))
@@ -47,11 +46,11 @@ def test_a_step_writes_over_the_last(programs_of_a_model):
 def test_a_step_with_chunks_makes_new_arrays(programs_of_a_model):
     programs, leaves, state = programs_of_a_model
     # A step takes its state.
-    state, outputs = jax.tree.map(np.array, state), []
+    (program, over), state, outputs = programs[CHUNKS], jax.tree.map(np.array, state), []
     for _ in range(2):
-        state, output = programs[CHUNKS](leaves, state, packed([empty_rows(CHUNKS)]))
+        state, output = program(leaves, state, packed([empty_rows(CHUNKS)]), over)
         outputs.append(output)
-    assert not any(output.logits.is_deleted() for output in outputs)
+    assert over is None and not any(output.logits.is_deleted() for output in outputs)
 
 
 def test_steps_with_as_many_rows_are_drawn_by_one_program():

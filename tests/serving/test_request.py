@@ -6,8 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from moe_jax.serving.limits import EngineLimits
-from moe_jax.serving.request import SamplingOptions, checked, seeds_of
+from moe_jax.serving.request import EngineLimits, SamplingOptions, checked, seeds_of
 
 VOCAB_SIZE = 100
 LIMITS = EngineLimits(max_sequences=4, max_tokens_per_step=128, max_length=200, num_pages=3, max_waiting=8)

@@ -5,10 +5,8 @@ import pytest
 from scheduling import add, assert_given_back, assert_right, make_queues, serve, serve_and_return
 
 from moe_jax.kernels.attention.paged import PAGE_SIZE
-from moe_jax.serving.queues import finish, preempt_youngest
 from moe_jax.serving.request import SamplingOptions
-from moe_jax.serving.schedule import plan_step, read_step
-from moe_jax.serving.sequence import Sequence
+from moe_jax.serving.schedule import Sequence, finish, plan_step, preempt_youngest, read_step
 
 
 def test_decodes_come_first_and_chunks_fill_the_step():
@@ -52,7 +50,7 @@ def test_the_youngest_makes_room_and_is_computed_again():
     device = fake_device.FakeDevice(queues.limits)
     old, young = add(queues, 60, new=140), add(queues, 60, new=140, first=1)
     plans = serve(queues, device)
-    assert [one.sequence for plan in plans for one in plan.preempted] == [young]
+    assert [sequence for plan in plans for sequence, _ in plan.preempted] == [young]
     assert (old.num_preemptions, young.num_preemptions, queues.num_preemptions) == (0, 1, 1)
     assert_right(old, young)
     assert_given_back(queues)
@@ -91,7 +89,7 @@ def test_a_prompt_waits_for_pages_in_its_middle():
     old, young = add(queues, 60, new=300), add(queues, 250, first=1)
     plans = serve(queues, device)
     # The prompt lacks a page four steps before the first sequence needs one, and takes those of the prompt.
-    preempts = next(i for i, plan in enumerate(plans) if [one.sequence for one in plan.preempted] == [young])
+    preempts = next(i for i, plan in enumerate(plans) if [sequence for sequence, _ in plan.preempted] == [young])
     assert [len(plan.chunks) for plan in plans[preempts - 5 : preempts]] == [1, 0, 0, 0, 0]
     assert_right(old, young)
 

@@ -11,8 +11,7 @@ from flax import nnx
 from hf_reference import load_ours, reference
 
 from moe_jax.kernels.attention.paged import PAGE_SIZE
-from moe_jax.serving.batch import StepShape, empty_rows, packed, unpacked
-from moe_jax.serving.step import initial_state, step
+from moe_jax.serving.step import StepShape, empty_rows, initial_state, packed, step, unpacked
 from moe_jax.serving.weights import take_apart
 
 MAX_PAGES = 3

@@ -21,7 +21,7 @@ from moe_jax.layers.lora import Frozen
 from moe_jax.layers.quantised import BlockScaled
 from moe_jax.layers.moe import EXPERT_MATRICES
 from moe_jax.serving.step import initial_state, step
-from moe_jax.serving.batch import StepShape, empty_rows, packed
+from moe_jax.serving.step import StepShape, empty_rows, packed
 from moe_jax.serving.weights import take_apart
 
 MAX_PAGES, OUTSIDE = 640, ("parameter", "get-tuple-element", "bitcast", "tuple", "constant")
@@ -105,7 +105,7 @@ from moe_jax.parallel.layout import parameter_path
 from moe_jax.layers.moe import is_expert_matrix
 from moe_jax.serving.placement import ROWS, on_each, rows_like
 from moe_jax.serving.step import initial_state, step
-from moe_jax.serving.batch import StepShape, empty_rows, packed
+from moe_jax.serving.step import StepShape, empty_rows, packed
 from moe_jax.serving.weights import take_apart
 
 config, served = replace(NAMED_CONFIGS["qwen3-30b-a3b"], num_hidden_layers=1), []

@@ -15,9 +15,8 @@ from test_fused import ONE_LAYER as FUSED_LAYER
 
 import moe_jax
 from moe_jax.serving.engine import Engine
-from moe_jax.serving.limits import EngineLimits
-from moe_jax.serving.request import SamplingOptions
-from moe_jax.serving.strict import refusal
+from moe_jax.serving.fused import strict_refusal
+from moe_jax.serving.request import EngineLimits, SamplingOptions
 from moe_jax.serving.strict_log_probs import strict_log_probs
 
 CONFIG = replace(FUSED_CONFIG, vocab_size=128, num_attention_heads=4)
@@ -159,11 +158,11 @@ REFUSED = {
 
 @pytest.mark.parametrize("reason", REFUSED)
 def test_refused(reason):
-    assert reason in (refusal(REFUSED[reason], jnp.bfloat16) or "")
+    assert reason in (strict_refusal(REFUSED[reason], jnp.bfloat16) or "")
 
 
 def test_refused_model(one_layer):
-    assert refusal(CONFIG, jnp.bfloat16) is None
+    assert strict_refusal(CONFIG, jnp.bfloat16) is None
     with pytest.raises(ValueError, match="computes in bfloat16 and float16"):
         Engine(moe_jax.from_config(CONFIG, rngs=nnx.Rngs(0)), strict=True)
     with pytest.raises(ValueError, match="drafts"):

@@ -2,10 +2,11 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
 from moe_jax.kernels.experts.fp8.precision import Precision
+from moe_jax.parallel.choices import Hops
 
 if TYPE_CHECKING:
     from moe_jax.kernels.experts.activation import Activation
@@ -98,6 +99,11 @@ class ExpertParallel:
             raise ValueError(f"shadow_experts must be at least 0; got {self.shadow_experts}")
         if not 0 <= self.flops_per_byte < math.inf:
             raise ValueError(f"flops_per_byte must be a number of at least 0; got {self.flops_per_byte}")
+
+    def over(self, devices: int, hops: Hops) -> "ExpertParallel":
+        """Returns the settings with "pairwise" for an unset transport, if tokens are copied and buffers fit every routing."""
+        is_pairwise = self.transport is None and hops == "copies" and self.capacity_factor >= devices
+        return replace(self, transport="pairwise") if is_pairwise else self
 
 
 class Capacity(NamedTuple):

@@ -1,1 +1,1 @@
-"""Fine-tuning: settings, checks before the weights are read, the loop, and what a run's folder holds."""
+"""Fine-tuning: settings, checks before the weights are read, and the loop."""

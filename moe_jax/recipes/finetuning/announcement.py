@@ -7,16 +7,15 @@ from moe_jax.train.data.report import describe_sources, describe_tokens, kind_of
 from moe_jax.train.data.survey import Survey
 
 MANY_EPOCHS = 100
-"""A run with more passes through its data than this gets a warning: the user hardly means it."""
+"""A run with more passes through its data than this gets a warning: it is probably a mistake."""
 
 
 def announcement(run: PlannedRun, steps_done: int) -> str:
-    """Returns a few lines: tokens, learned share, padding and cuts where the data was surveyed, steps and epochs."""
+    """Returns a few lines: tokens, learned share, padding and cuts (if the data was surveyed), steps and epochs."""
     settings, found = run.settings, run.survey
-    devices = 1 if run.parallelism is None else run.parallelism.mesh.size
     steps = (
         f"steps {steps_done + 1} to {settings.steps}, {settings.batch_size} x {settings.seq_len} tokens a step on "
-        f"{devices} device{'s' if devices > 1 else ''}{_pipe(run)}"
+        f"{run.devices} device{'s' if run.devices > 1 else ''}{_pipe(run)}"
     )
     if steps_done >= settings.steps:
         steps = f"all {settings.steps} steps are taken: nothing is left to do"
@@ -25,11 +24,10 @@ def announcement(run: PlannedRun, steps_done: int) -> str:
         lines.append("FORCED BALANCED ROUTING: the router is ignored. For benchmarks only; do not use the resulting model.")
     if run.lora is not None:
         lines.append(str(run.lora))
-    held_out = run.held_out.documents
+    held_out = run.held_out_documents
     if held_out is not None:
         number = None if held_out.is_stream else len(held_out)
-        rows = settings.batch_size // settings.gradient_accumulation
-        lines.append(told_held_out(settings, number, kind_of(held_out), rows))
+        lines.append(told_held_out(settings, number, kind_of(held_out)))
     if found is None:
         kind = kind_of(run.documents)
         return "\n".join(

@@ -1,4 +1,4 @@
-"""Looks for a learning rate: a short run from the start state at rising rates (Smith, https://arxiv.org/abs/1506.01186)."""
+"""Finds a learning rate: a short run from the start state at rising rates (Smith, https://arxiv.org/abs/1506.01186)."""
 
 import json
 import math
@@ -23,15 +23,15 @@ from moe_jax.train.batch import put_batch
 FOLDER = "learning_rate"
 """The folder in a run's output for the losses and their picture."""
 STEPS = 100
-"""The most steps of a sweep."""
+"""Default maximum number of steps of a sweep."""
 LOWEST, HIGHEST = 1e-2, 1e3
 """The ends of a sweep, as multiples of the default rate of the run's kind."""
 SMOOTHING = 0.9
 """The weight of earlier steps in the smoothed loss, an exponential mean."""
 DIVERGED = 1.5
-"""A sweep ends where the smoothed loss is this multiple of its smallest value."""
+"""A sweep ends when the smoothed loss reaches this multiple of its smallest value."""
 BELOW = 10
-"""The suggestion is the rate of the smallest smoothed loss over this number."""
+"""The suggestion is the rate at the smallest smoothed loss, divided by this number."""
 
 
 class LearningRates(NamedTuple):
@@ -53,15 +53,16 @@ class LearningRates(NamedTuple):
 def find_learning_rate(
     settings: FinetuneSettings, *, model: Decoder | None = None, tokenizer: Any = None, steps: int = STEPS
 ) -> LearningRates:
-    """Takes steps at rising learning rates, prints the losses, and suggests a rate for the run. Trains nothing that is kept.
+    """Runs steps at rising learning rates, prints the losses, and suggests a rate for the run. The trained weights are
+    discarded.
 
-    Rates rise by one factor a step, from a hundredth to a thousand times the default of the run's kind. The sweep ends early
-    where the loss has left its smallest value far below. Files go to `output/learning_rate` alone: losses.json and loss.png.
+    Rates rise by a constant factor per step, from 1/100 to 1000 times the default of the run's kind. The sweep ends early when
+    the loss has diverged. Files are written only to `output/learning_rate`: losses.json and loss.png.
 
     Args:
       settings: the run. Its own rate and number of steps have no effect.
       model, tokenizer: as in `finetune`; the model's arrays are consumed.
-      steps: the most steps, at least 10.
+      steps: maximum number of steps, at least 10.
 
     Raises:
       ValueError: fewer steps than 10, or the loss is not finite at the first step.
@@ -70,7 +71,7 @@ def find_learning_rate(
     if steps < 10:
         raise ValueError(f"steps={steps} must be at least 10")
     folder = Path(settings.output).expanduser() / FOLDER
-    # In a folder of its own no checkpoint of another run stands in the way.
+    # In its own folder no checkpoint of another run interferes.
     run = plan_run(replace(settings, output=str(folder), dry_run=False, find_learning_rate=False), model, tokenizer)
     default = settings.default_learning_rate
     rates = np.geomspace(LOWEST * default, HIGHEST * default, steps).tolist()
@@ -79,7 +80,7 @@ def find_learning_rate(
     finally:
         run.batches.close()
     if is_first_process():
-        # Who only trains does not wait for matplotlib.
+        # Imported here: it is slow, and training does not need it.
         from moe_jax.train.plots import plot_learning_rates
 
         folder.mkdir(parents=True, exist_ok=True)
@@ -121,7 +122,7 @@ def _schedule(rates: Sequence[float]) -> optax.Schedule:
 
 
 def _remark(found: LearningRates, rates: Sequence[float]) -> str:
-    """Says where the smallest loss is at an end of the sweep, and so no minimum."""
+    """Returns a remark if the smallest loss is at an end of the sweep, and so may not be a minimum."""
     smallest = int(np.argmin(found.smoothed))
     if smallest == len(rates) - 1:
         return " (the loss still fell at the highest rate)"

@@ -1,11 +1,8 @@
 """Fine-tuning: settings in, a trained model and its log out. An interrupted run continues where it stopped."""
 
-import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import replace
-from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -15,25 +12,17 @@ from flax import nnx
 from moe_jax.config import ModelConfig
 from moe_jax.cost.flops import training_flops_per_token
 from moe_jax.models.decoder import Decoder
-from moe_jax.models.layers_in_pipe import layers_in_pipe
-from moe_jax.parallel.pipeline.chunks import PipeShape
 from moe_jax.recipes.finetuning.announcement import announcement
-from moe_jax.recipes.finetuning.prepare import PlannedRun, PreparedRun, prepare_run
-from moe_jax.recipes.finetuning.samples import is_sampled, record_of_samples, sampler_of
+from moe_jax.recipes.finetuning.prepare import PlannedRun, prepare_run
+from moe_jax.recipes.finetuning.samples import record_of_samples, sampler_of
 from moe_jax.recipes.finetuning.settings import FinetuneSettings
-from moe_jax.recipes.run.loop import RunResult, announce, learning_rates, load_model, run
+from moe_jax.recipes.run.loop import Begun, RunResult, Task, announce, run
+from moe_jax.recipes.run.model import Training, load_model, make_training
 from moe_jax.recipes.run.run_log import RunLog
-from moe_jax.runtime.processes import texts_of_all
-from moe_jax.train.batch import Batch, put_batch
 from moe_jax.train.evaluate import make_evaluation
 from moe_jax.train.loss import LossWeights
-from moe_jax.train.metrics import of_layers, record_of_step
 from moe_jax.train.objective import LossFunction, NextToken
-from moe_jax.train.optimizer import make_optimizer
 from moe_jax.train.rebalance import Places, move_experts
-from moe_jax.train.run_checkpoints import PIPE, freed, restored
-from moe_jax.train.state import TrainState, init_state
-from moe_jax.train.step import make_train_step
 
 FinetuneResult = RunResult
 
@@ -61,21 +50,21 @@ def finetune(
     Args:
       settings: the run.
       model: start from this model instead of reading `settings.model`. Its arrays are consumed. Parameters are f32 or bf16
-        (`train.master_weights`). If they lie on a mesh of `make_mesh`, training is spread over it. The model's dtypes and mesh
-        count; a `settings.mesh` of several devices must be the same.
+        (`train.master_weights`). If they are on a mesh of `make_mesh`, training is spread over it. The model's dtypes and mesh
+        override the settings'; a `settings.mesh` of several devices must be equal.
       tokenizer: use this one instead of reading `settings.tokenizer`.
       stop_after: save and return after this step, as if interrupted.
-      loss: loss(model, batch) -> (a scalar, a dict of scalar metrics), minimised in place of `train.loss`, as in
-        `make_train_step`. Its metrics stand in metrics.jsonl. A run continues only with a loss of the same name.
+      loss: loss(model, batch) -> (a scalar, a dict of scalar metrics), minimised instead of `train.loss`, as in
+        `make_train_step`. metrics.jsonl gets its metrics. A run continues only with a loss of the same name.
       on_step: called in the first process after each step with its record, the line of metrics.jsonl.
 
     Raises:
       ValueError: settings that contradict each other, bad data, or a folder that holds another run. No weights have been read
-        and nothing has been written then. The exception is a conversation behind the first batch that the chat template
-        refuses: in a job of one process the steps before it are saved.
+        and nothing has been written then. The exception is a conversation after the first batch that the chat template refuses:
+        in a job of one process the steps before it are saved.
       TypeError: a `loss` that cannot be called as loss(model, batch).
       FileNotFoundError: there is no such data, tokenizer or model.
-      BlockingIOError: another run is under way in the output folder.
+      BlockingIOError: another run is using the output folder.
       FloatingPointError: the loss of training or of held-out text is not finite. For training the message names the step
         and the documents of its batch.
     """
@@ -84,48 +73,39 @@ def finetune(
     if settings.dry_run:
         raise ValueError("settings.dry_run=True: call moe_jax.recipes.dry_run(settings), which trains nothing")
     with ExitStack() as until_end:
-        planned = prepare_run(settings, model, tokenizer, until_end, loss)
+        planned, begun = prepare_run(settings, model, tokenizer, until_end, loss)
         template = None if settings.chat_template is None else planned.tokenizer.chat_template
-        lines = announcement(planned, planned.begun.step)
-        announce(settings, planned.settings.steps, planned.begun, lines, command="finetune", chat_template=template)
-        task = _Texts(planned, load_training(planned, model, loss))
+        lines = announcement(planned, begun.step)
+        announce(settings, planned.settings.steps, begun, lines, command="finetune", chat_template=template)
+        task = _Texts(planned, begun, load_training(planned, model, loss))
         options: dict[str, Any] = dict(stop_after=stop_after, on_step=on_step, samples=bool(settings.sample_prompts))
-        return run(task, planned.settings, planned.begun, **options)
+        return run(task, planned.settings, begun, **options)
 
 
-class _Texts:
-    """The task of a run on texts: `recipes.run.loop.Task`."""
+class _Texts(Task):
+    """The task of a run on texts."""
 
-    def __init__(self, planned: PreparedRun, training: "Training"):
+    def __init__(self, planned: PlannedRun, begun: Begun, training: Training):
         settings = planned.settings
-        self.planned, self.training, self.state = planned, training, training.state
-        if planned.begun.step:
-            self.restore(planned.begun.step)
-        self.places = planned.places
-        params = self.state.params
-        self.held_out = [put_batch(batch, params, planned.parallelism) for batch in planned.held_out.batches]
+        self.planned, self.batches = planned, planned.batches
+        self.places = self._places_at({})
+        super().__init__(planned, begun, training)
+        self.held_out = [self.put(batch) for batch in planned.held_out]
+        self.evaluate = make_evaluation(training.graph, parallelism=planned.parallelism) if self.held_out else None
         self.flops_per_token = training_flops_per_token(planned.config, settings.seq_len, frozen=settings.lora is not None)
         self.sampler = sampler_of(settings, planned.documents, planned.tokenizer)
 
     @property
     def skipped(self) -> Mapping[int, str]:
-        return self.planned.batches.skipped
-
-    def next_batch(self) -> dict[str, np.ndarray]:
-        return next(self.planned.batches)
-
-    def step(self, batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
-        self.state, metrics = self.training.step(self.state, put_batch(batch, self.state.params, self.planned.parallelism))
-        return metrics
+        return self.batches.skipped
 
     def record(
         self, step: int, metrics: dict[str, Any], batch: dict[str, np.ndarray], seconds: float
     ) -> tuple[dict[str, Any], dict[str, list]]:
-        config = self.planned.config
         if self.places is not None:
             self.places = self.places.after_step(metrics["expert_load"])
             metrics["expert_load"] = self.places.by_number(metrics["expert_load"])
-        return record_of_step(step, metrics, config, seconds, self.flops_per_token), of_layers(metrics, config.routed_layers)
+        return super().record(step, metrics, batch, seconds)
 
     def places_of(self, batch: dict[str, np.ndarray]) -> str:
         sources = np.unique(batch["document"][batch["segment_ids"] > 0])
@@ -134,94 +114,59 @@ class _Texts:
         return f"{whose} of the batch hold pieces of:\n  {places}"
 
     def measure(self) -> dict[str, float]:
-        evaluate = self.training.evaluate
-        return {} if evaluate is None else {"eval_loss": evaluate(self.state, self.held_out)}
+        return {} if self.evaluate is None else {"eval_loss": self.evaluate(self.state, self.held_out)}
 
     def end_step(self, step: int) -> None:
         planned, every = self.planned, self.planned.settings.rebalance_every
         if self.places is not None and every and step % every == 0 and step < planned.settings.steps:
-            self.state, self.places = self.places.rebalance(self.state, planned.config, planned.expert_devices)
+            self.training.state, self.places = self.places.rebalance(self.state, planned.config, planned.expert_devices)
 
     def position(self) -> dict[str, Any]:
-        """Returns the data streams of all processes, the places of experts and the pipe."""
-        data: dict[str, Any] = {}
-        for text in texts_of_all(json.dumps(self.planned.batches.get_state())):
-            data |= json.loads(text)
-        pipe = {} if self.planned.parallelism is None else {PIPE: self.planned.parallelism.pipe._asdict()}
-        return {"data": data, "places": self.places and self.places.to_json(), **pipe}
+        return super().position() | {"places": self.places and self.places.to_json()}
 
     def sample(self, step: int, log: RunLog) -> None:
-        if self.sampler is not None and is_sampled(self.planned.settings, step):
-            texts = self.sampler(nnx.merge(self.training.graph, self.state.params, self.state.fixed))
-            log.write_samples(record_of_samples(step, self.sampler.prompts, texts))
+        settings = self.planned.settings
+        if self.sampler is not None and (step % settings.sample_every == 0 or step == settings.steps):
+            log.write_samples(record_of_samples(step, self.sampler.prompts, self.sampler(self.training.model())))
 
-    def restore(self, step: int) -> None:
-        """Reads a checkpoint, laid out as the state, whose arrays are deleted."""
-        planned = self.planned
-        position = planned.begun.checkpoints.position(step)
-        pipe = PipeShape() if planned.parallelism is None else planned.parallelism.pipe
-        read = partial(planned.begun.checkpoints.restore, step)
-        like = freed(self.state.without_frozen)
-        state = restored(read, like, layers_in_pipe(planned.config, pipe), position, pipe)
-        self.state = replace(state, frozen=self.state.frozen)
-        self.places = Places.from_json(position["places"]) if position.get("places") else None
+    def restore(self, step: int) -> dict[str, Any]:
+        position = super().restore(step)
+        self.places = self._places_at(position)
+        return position
 
     def model(self) -> Decoder:
-        parts = self.state.params, self.state.expert_bias
-        parts = parts if self.places is None else move_experts(parts, self.planned.config, self.places.back)
+        if self.places is None:
+            return super().model()
+        parts = move_experts((self.state.params, self.state.expert_bias), self.config, self.places.back)
         return nnx.merge(self.training.graph, *parts, self.state.frozen)
 
-    def close(self) -> None:
-        self.planned.batches.close()
-
-
-class Training(NamedTuple):
-    """A run's model on its devices, and the compiled functions that train and measure it."""
-
-    graph: nnx.GraphDef
-    state: TrainState
-    step: Callable[[TrainState, Batch], tuple[TrainState, dict[str, jax.Array]]]
-    evaluate: Callable[[TrainState, Sequence[Batch]], float] | None
-    """None without held-out text."""
+    def _places_at(self, position: dict[str, Any]) -> Places | None:
+        """Returns the places of the experts at a checkpoint's position; None if they never move."""
+        config = self.planned.config
+        if position.get("places"):
+            return Places.from_json(position["places"])
+        if not self.planned.settings.rebalance_every or config.experts is None:
+            return None
+        return Places.at_first(len(config.routed_layers), config.experts.num_experts)
 
 
 def load_training(
     run: PlannedRun, model: Decoder | None, loss: LossFunction | None = None, schedule: optax.Schedule | None = None
 ) -> Training:
-    """Reads the model, or takes the one that was passed, before its first step; makes the functions of the run.
+    """Reads the model, or uses the one that was passed, and builds the run's training step.
 
     Args:
-      schedule: the learning rates. Default: those of the settings.
+      schedule: the learning rates. Default: the settings'.
     """
-    settings, parallelism = run.settings, run.parallelism
-    options: dict[str, Any] = dict(mtp=settings.mtp)
-    if parallelism is not None:
-        options |= dict(mesh=parallelism.mesh, pipe_chunks=parallelism.pipe_chunks)
-    model = load_model(settings, model, **options)
-    schedule = schedule or learning_rates(settings)
-    optimizer = make_optimizer(
-        schedule,
-        weight_decay=settings.weight_decay,
-        max_grad_norm=settings.max_grad_norm,
-        moment_dtype=settings.moment_dtype,
-    )
-    graph, state = nnx.graphdef(model), init_state(model, optimizer, parallelism)
-    train_step = make_train_step(
-        graph,
-        optimizer,
-        _next_token(settings, run.config) if loss is None else loss,
-        schedule=schedule,
-        gradient_accumulation=settings.gradient_accumulation,
-        remat="offload" if settings.offload else settings.remat,
-        force_balanced_routing=settings.force_balanced_routing,
-        parallelism=parallelism,
-    )
-    evaluate = make_evaluation(graph, parallelism=parallelism) if run.held_out.batches else None
-    return Training(graph, state, train_step, evaluate)
+    settings = run.settings
+    model = load_model(settings, run, model, mtp=settings.mtp)
+    objective = _next_token(settings, run.config) if loss is None else loss
+    options = dict(force_balanced_routing=settings.force_balanced_routing)
+    return make_training(settings, run.parallelism, model, objective, schedule, **options)
 
 
 def _next_token(settings: FinetuneSettings, config: ModelConfig) -> NextToken:
-    """Returns the built-in loss; the config gives the coefficients that the settings leave open."""
+    """Returns the built-in loss; coefficients that the settings leave open come from the config."""
     aux_loss_coef, sequence_loss_coef = settings.aux_loss_coef, settings.sequence_loss_coef
     if aux_loss_coef is None:
         aux_loss_coef = config.experts.aux_loss_coef if config.experts else 0.0

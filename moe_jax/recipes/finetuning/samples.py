@@ -1,4 +1,4 @@
-"""Samples of a run: texts that the model in training continues, so that a reader sees more than the loss."""
+"""Samples of a run: prompts that the model continues during training, so that users see more than the loss."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,11 +13,11 @@ from moe_jax.train.data import Documents
 
 @dataclass(frozen=True)
 class Sampler:
-    """Makes the samples of a run.
+    """Generates the samples of a run.
 
     Attributes:
       as_chat: prompts are a user's messages. Otherwise the model continues them.
-      max_tokens: the most tokens of a sample.
+      max_tokens: maximum number of tokens of a sample.
     """
 
     prompts: tuple[str, ...]
@@ -26,14 +26,14 @@ class Sampler:
     max_tokens: int
 
     def __call__(self, model: Decoder) -> list[str]:
-        """Returns the most likely continuation of each prompt, or answer. No random number is drawn, and the model stays."""
+        """Returns the most likely continuation of, or answer to, each prompt. Draws no random numbers."""
         function = chat if self.as_chat else complete
         options: dict[str, Any] = dict(tokenizer=self.tokenizer, max_new_tokens=self.max_tokens, temperature=0.0)
         return function(model, list(self.prompts), **options)
 
 
 def sampler_of(settings: FinetuneSettings, documents: Documents, tokenizer: Any) -> Sampler | None:
-    """Returns the sampler of a run, None without prompts. If all data are chats, prompts are a user's messages.
+    """Returns the sampler of a run, None without prompts. If all data are chats, prompts are user messages.
 
     Raises:
       ValueError: a prompt, or a file of prompts, is empty, or the chat template refuses it.
@@ -47,11 +47,6 @@ def sampler_of(settings: FinetuneSettings, documents: Documents, tokenizer: Any)
     return Sampler(prompts, tokenizer, as_chat, settings.sample_tokens)
 
 
-def is_sampled(settings: FinetuneSettings, step: int) -> bool:
-    """Tells if samples are made after a step."""
-    return step % settings.sample_every == 0 or step == settings.steps
-
-
 def record_of_samples(step: int, prompts: Sequence[str], texts: Sequence[str]) -> dict[str, Any]:
     """Returns the line of samples.jsonl for a step."""
     pairs = [{"prompt": prompt, "text": text} for prompt, text in zip(prompts, texts, strict=True)]
@@ -59,8 +54,8 @@ def record_of_samples(step: int, prompts: Sequence[str], texts: Sequence[str]) -
 
 
 def _prompts(given: str) -> list[str]:
-    """Returns the prompts of a file, a line each without empty lines, or the text itself."""
-    # No path of a file is longer, and a long text as a path is an error of the system.
+    """Returns the non-empty lines of a prompt file, or the text itself if it names no file."""
+    # Paths are not longer than this, and the system raises an error for a long text as a path.
     file = Path(given).expanduser() if len(given) < 256 else None
     lines = file.read_text(encoding="utf-8").splitlines() if file is not None and file.is_file() else [given]
     prompts = [line for line in lines if line.strip()]

@@ -3,13 +3,11 @@
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import ClassVar, get_args
+from typing import Any, ClassVar
 
-from moe_jax.adapters.settings import LoraSettings
-from moe_jax.parallel.choices import MESH_AXES, UNIFORM, Hops, MeshShape, PipeSchedule
-from moe_jax.parallel.expert.settings import ExpertParallel
+from moe_jax.parallel.choices import UNIFORM, PipeSchedule
 from moe_jax.parallel.pipeline.limits import ranks_problem, schedule_problem
-from moe_jax.recipes.run.settings import DTYPES, RunSettings, fits, precision_problems, weights_problems
+from moe_jax.recipes.run.settings import RunSettings
 from moe_jax.train.data.chat_templates import TEMPLATES
 from moe_jax.train.data.layouts import LEARNED_ANSWERS
 from moe_jax.train.data.sources import FORMATS, sources
@@ -26,70 +24,53 @@ class FinetuneSettings(RunSettings):
 
     Attributes:
       data: a file of rows (.jsonl, .json, .csv, .tsv, .parquet), or a folder of such files or of text files. Or the id of a
-        data set of the hub. Several sources are mixed. Options stand behind commas: chats.jsonl,weight=0.7 or
+        data set of the hub. Several sources are mixed. Options follow after commas: chats.jsonl,weight=0.7 or
         owner/name,split=train_sft,take=1000 (docs/data.md).
       eval_data: held-out text to measure the loss on, a source in the same format as `data`; None: no measurement. A file that
         is also in `data` is refused.
-      sample_prompts: texts, or files with a prompt a line, which the model continues during the run; for chats, questions that
-        it answers. The most likely token is taken each time. Results are printed, and stand in output/samples.jsonl.
+      sample_prompts: texts, or files with one prompt per line, which the model continues during the run; for chats, questions
+        that it answers. Decoding is greedy. Results are printed and written to output/samples.jsonl.
       sample_every: steps between two samples; the last step always has one.
-      sample_tokens: the most tokens of a sample.
+      sample_tokens: maximum number of tokens of a sample.
       data_format: "folder" (each file is a text), "text", "chat" (messages), "sharegpt", "alpaca", or "auto": keys decide.
         Or "pairs" (prompt and completion as a chat), or "continuation" (both as plain texts).
-      learned_answers: the assistant's answers that are learned, "all", or "last": those of a conversation's last turn.
+      learned_answers: the assistant's answers that are learned: "all", or "last" for a conversation's last turn only.
       empty_thinking: "learn", or "mask": the empty think block that a template writes into an answer without reasoning is left
         out of the loss.
       skip_bad_documents: leave out bad rows, and conversations that the chat template refuses, and count them in the log.
         Otherwise bad rows are listed before the run starts, and the first refused conversation ends it. May be changed when a
         run continues.
-      chat_template: a Jinja file to use in place of the tokenizer's template, or "chatml", "deepseek-v3", "deepseek-r1",
+      chat_template: a Jinja file to use instead of the tokenizer's template, or "chatml", "deepseek-v3", "deepseek-r1",
         "kimi-k2" or "kimi-k2-thinking"; saved with the trained model.
       seq_len: tokens in a row. Documents are packed into rows; longer documents are cut. More than the model's
-        max_position_embeddings (extended by yarn, if the model has it) gives a warning, and the run goes on.
+        max_position_embeddings (extended by yarn, if the model has it) only prints a warning.
       batch_size: rows in an optimizer step, over all micro-batches.
       learning_rate: the peak, reached after `warmup_steps`; afterwards the rate falls along a cosine. None: 1e-5, and 1e-4 with
-        lora: adapters want about ten times as much.
+        lora: adapters need about ten times as much.
       aux_loss_coef: the load-balancing loss's coefficient; None: the config's router_aux_loss_coef.
       sequence_loss_coef: the coefficient of the balance loss within each sequence. None: the config's aux_loss_alpha if its
         seq_aux is set (DeepSeek), else 0.
       z_loss_coef: the router z-loss's coefficient.
-      expert_bias_update_rate: the step by which the biases of experts move, for models that balance their load by biases; 0:
-        the biases stay. With lora they stay too: an adapter's file cannot hold them.
-      mtp_loss_coef: the coefficient of the further tokens' loss, for models with modules that predict them (DeepSeek-V3 was
+      expert_bias_update_rate: the amount by which a step changes the biases of experts, for models that balance their load by
+        biases; 0: the biases stay. With lora they always stay: an adapter's file cannot hold them.
+      mtp_loss_coef: the coefficient of the multi-token prediction loss, for models with such modules (DeepSeek-V3 was
         pretrained with 0.3, at the end 0.1). 0, or lora: the modules are left out of the run and of the trained model.
       seed: decides the order of documents.
-      moment_dtype: the dtype of AdamW's two moments between steps, "float32", or "bfloat16" for half the memory.
-      offload: keep the input of each layer, which remat needs, in the host's memory: for long sequences (docs/scaling.md).
-      mesh: the numbers of devices over which rows, parameters, experts and sequences are spread (docs/scaling.md). All devices
-        are used.
       pipe_chunks: the parts of consecutive layers that each rank of mesh.pipe holds. More chunks wait less and send more
         (docs/schedules.md). A mesh.pipe of 2 or more needs gradient_accumulation, best a multiple of mesh.pipe from four times
         on. May be changed, as mesh, when a run continues.
       pipe_schedule: the order of the passes in mesh.pipe (docs/schedules.md). May be changed when a run continues.
-      shard_optimizer: split AdamW's moments and the masters over mesh.data too (ZeRO, stage 1); parameters stay whole there.
-        Needs a mesh.data of 2 or more. May be changed when a run continues.
-      capacity_factor: the room of one exchange between experts' devices, as a multiple of an even routing's tokens. With the
-        number of devices along mesh.expert every routing fits, and no layer waits to learn whether its tokens fit
-        (docs/parallel_experts.md).
-      hops: how gathered matrices, the ring along mesh.context and pairwise exchanges with experts travel between devices.
-        "copies" are peer-to-peer copies between the GPUs of one process; "nccl" are collectives. None: copies if they can be
-        made.
-      overlap_micro_batches: compute each micro-batch forward beside the backward pass of the one before, so that the exchange
-        with experts of other devices hides (docs/scaling.md). None: where experts lie on several devices and remat is on. With
-        a loss of your own, only False and None. Changes the order of sums, and so the last bits of a run. A pipe always
-        computes so.
-      shadow_experts: the most experts that a layer may copy to all devices along mesh.expert for a step. A layer does so if the
-        busiest device saves more than the copies cost (docs/parallel_experts.md).
-      tokens_in_fp8: send tokens to the experts of other devices in FP8, for half the bytes (docs/fp8.md). Needs a precision in
-        FP8, and a mesh.expert of 2 or more. May be changed when a run continues.
+      overlap_micro_batches: compute each micro-batch's forward pass together with the previous one's backward pass, to hide the
+        exchange with experts on other devices (docs/scaling.md). None: if experts are on several devices and remat is on. With
+        your own loss, only False and None. Changes the order of sums, and so the last bits of a run. A pipe always overlaps.
       rebalance_every: steps after which experts change places between the devices along mesh.expert, by their load since the
         last change; 0: never. The log and the trained model keep the experts' old numbers. The load-balancing loss of
         several layers counts experts by their places (docs/scaling.md).
-      force_balanced_routing: ignore the router's choices and deal experts out in turn. For benchmarks: it spoils a model.
+      force_balanced_routing: ignore the router's choices and assign experts in turn. For benchmarks: it ruins a model.
       dry_run: check everything, and print the data that the run would learn from, with a row of its first batch. Train nothing,
         read no weights, and write no file.
-      find_learning_rate: take up to 100 steps at rising learning rates in place of the run, print the losses, and suggest a
-        rate (docs/finetuning.md). Writes output/learning_rate alone.
+      find_learning_rate: instead of the run, train up to 100 steps at rising learning rates, print the losses, and suggest a
+        rate (docs/finetuning.md). Writes only output/learning_rate.
     """
 
     data: str | tuple[str, ...]
@@ -106,17 +87,9 @@ class FinetuneSettings(RunSettings):
     z_loss_coef: float = 0.0
     expert_bias_update_rate: float = 0.001
     mtp_loss_coef: float = 0.1
-    moment_dtype: str = "float32"
-    offload: bool = False
-    mesh: MeshShape = MeshShape()
     pipe_chunks: int = 1
     pipe_schedule: PipeSchedule = "uniform"
-    shard_optimizer: bool = False
-    capacity_factor: float = ExpertParallel.capacity_factor
-    hops: Hops | None = None
     overlap_micro_batches: bool | None = None
-    shadow_experts: int = 0
-    tokens_in_fp8: bool = False
     rebalance_every: int = 0
     force_balanced_routing: bool = False
     find_learning_rate: bool = False
@@ -124,8 +97,7 @@ class FinetuneSettings(RunSettings):
     WANTED: ClassVar[Mapping[str, str]] = {
         **RunSettings.WANTED,
         **dict.fromkeys(("pipe_chunks", "sample_every", "sample_tokens"), "an integer of at least 1"),
-        **dict.fromkeys(("shadow_experts", "rebalance_every"), "an integer of at least 0"),
-        "capacity_factor": "a number greater than 0",
+        "rebalance_every": "an integer of at least 0",
         **dict.fromkeys(
             ("aux_loss_coef", "sequence_loss_coef", "z_loss_coef", "mtp_loss_coef", "expert_bias_update_rate"),
             "a number of at least 0",
@@ -136,73 +108,83 @@ class FinetuneSettings(RunSettings):
         "learned_answers": LEARNED_ANSWERS,
         "empty_thinking": EMPTY_THINKING,
         **RunSettings.ONE_OF,
-        "moment_dtype": DTYPES,
     }
     MAY_BE_NONE: ClassVar[tuple[str, ...]] = (*RunSettings.MAY_BE_NONE, "aux_loss_coef", "sequence_loss_coef")
+    OF_EXPERT_DEVICES: ClassVar[tuple[str, ...]] = (*RunSettings.OF_EXPERT_DEVICES, "rebalance_every")
+    RESUME_MUST_MATCH: ClassVar[tuple[str, ...]] = (
+        *RunSettings.RESUME_MUST_MATCH,
+        *("aux_loss_coef", "sequence_loss_coef", "z_loss_coef", "expert_bias_update_rate", "mtp_loss_coef"),
+        "force_balanced_routing",
+    )
 
     @property
     def mtp(self) -> bool:
-        """True if modules that predict further tokens are trained. No adapter's file can hold them."""
+        """True if multi-token prediction modules are trained. An adapter's file cannot hold them."""
         return self.mtp_loss_coef > 0 and self.lora is None
 
+    @property
+    def order_of_passes(self) -> dict[str, Any]:
+        """The options of a `Parallelism` for the order of micro-batches, and for a pipe."""
+        names = "overlap_micro_batches", "pipe_chunks", "pipe_schedule"
+        return {name: getattr(self, name) for name in names}
+
     def values_problems(self) -> list[str]:
-        """Adds to those of `RunSettings` the values of a mesh, and two pairs that exclude each other."""
+        """Adds to the problems of `RunSettings`: options that exclude each other, and `overlap_micro_batches`."""
         problems = super().values_problems()
-        if self.offload and not self.remat:
-            problems.append("offload=True needs remat: without remat a layer keeps far more than its input")
         if self.rebalance_every and self.force_balanced_routing:
             problems.append(
                 "rebalance_every needs the router's own choices: force_balanced_routing deals experts out by their places"
             )
-        if self.hops not in (None, *get_args(Hops)):
-            problems.append(f"hops={self.hops!r} must be one of {', '.join(get_args(Hops))}, or None")
         if self.overlap_micro_batches not in (None, True, False):
             problems.append(f"overlap_micro_batches={self.overlap_micro_batches!r} must be True, False or None")
-        for axis in MESH_AXES:
-            if not fits(getattr(self.mesh, axis), "an integer of at least 1"):
-                problems.append(f"mesh.{axis}={getattr(self.mesh, axis)!r} must be an integer of at least 1")
         return problems
 
     def problems(self) -> list[str]:
-        """Adds to those of `RunSettings` what does not fit the mesh, the adapters, the loss or the data."""
+        """Adds to the problems of `RunSettings`: settings that contradict the order of passes or the data."""
         problems = super().problems()
         if self.overlap_micro_batches and (self.gradient_accumulation == 1 or self.mesh.size == 1):
             problems.append(
                 "overlap_micro_batches=True needs gradient_accumulation of at least 2 and a mesh of several devices: on one "
                 "device no exchange could hide"
             )
-        problems += pipe_problems(self, self.mesh.pipe)
-        problems += lora_problems(self.lora, asdict(self.mesh), self.shard_optimizer)
-        problems += weights_problems(self.weights, self.lora, self.mesh.size)
         if self.lora is not None and self.lora.dropout and self.overlap_micro_batches:
             problems.append("overlap_micro_batches=True needs adapters without dropout: leave lora.dropout out")
-        of_weights = self.pipe_schedule, self.lora, self.weights
-        problems += precision_problems(self.precision, self.dtype, *of_weights, tokens_in_fp8=self.tokens_in_fp8)
         if self.pipe_chunks > 1 and self.mesh.pipe == 1:
             problems.append(f"pipe_chunks={self.pipe_chunks} needs a mesh.pipe of 2 or more")
         if self.mesh.pipe == 1 and (problem := ranks_problem(self.pipe_schedule, 1, 1)):
             problems.append(problem)
-        rows = self.batch_size // self.gradient_accumulation
-        ways = self.mesh.size // (self.mesh.context * self.mesh.pipe)
-        if rows % ways:
-            problems.append(f"a micro-batch of {rows} rows cannot be divided among data x fsdp x expert = {ways} devices")
-        if self.mesh.context > 1 and self.seq_len % (2 * self.mesh.context):
-            problems.append(f"seq_len={self.seq_len} must be a multiple of 2 * mesh.context = {2 * self.mesh.context}")
         template = self.chat_template
         if template not in (None, *TEMPLATES) and not Path(str(template)).expanduser().is_file():
             problems.append(f"chat_template={template!r} is no file; give a Jinja file, or one of {', '.join(TEMPLATES)}")
-        output = Path(self.output).expanduser()
         problems += _data_problems("data", self.data, self.output)
         problems += [] if self.eval_data is None else _data_problems("eval_data", self.eval_data, self.output)
-        for name, path in (("model", self.model), ("tokenizer", self.tokenizer)):
-            folder = None if path is None else Path(path).expanduser()
-            if folder is not None and folder.is_dir() and _is_replaced(folder.resolve(), output):
-                problems.append(
-                    f"{name}={path!r} must lie outside of output={self.output!r}, where the run writes its own files and "
-                    "replaces model/: copy it elsewhere, or give another output"
-                )
         if self.dry_run and self.find_learning_rate:
             problems.append("dry_run=True and find_learning_rate=True exclude each other: give one of them")
+        return problems
+
+    def pipe_problems(self, ranks: int) -> list[str]:
+        """Returns the settings that contradict a pipe of `ranks` ranks, one clause each; none for one rank."""
+        if ranks == 1:
+            return []
+        problems = []
+        if self.gradient_accumulation == 1:
+            problems.append(
+                f"mesh.pipe={ranks} needs a gradient_accumulation of 2 or more: with one micro-batch all ranks but one wait. "
+                f"Take a multiple of {ranks}, at best {4 * ranks} or more"
+            )
+        name, axes = self.pipe_schedule, {**asdict(self.mesh), "pipe": ranks}
+        if self.gradient_accumulation > 1 and (
+            problem := schedule_problem(name, axes, self.pipe_chunks, self.gradient_accumulation)
+        ):
+            problems.append(problem)
+        elif name not in UNIFORM and self.offload:
+            problems.append(f"offload=True needs pipe_schedule='uniform': slots of {name!r} lie in the GPU's memory")
+        if self.sample_prompts:
+            problems.append("sample_prompts need a mesh without pipe: models in a pipe generate no text")
+        if self.rebalance_every:
+            problems.append(
+                f"rebalance_every={self.rebalance_every} needs a mesh without pipe: experts cannot change places in one yet"
+            )
         return problems
 
 
@@ -222,59 +204,3 @@ def _data_problems(name: str, data: str | tuple[str, ...], output: str) -> list[
                 f"output={output!r} must lie outside of {name}={source.path!r}, or the run reads what it wrote as text"
             )
     return problems
-
-
-def pipe_problems(settings: FinetuneSettings, ranks: int) -> list[str]:
-    """Returns the settings that do not fit a run through a pipe of `ranks` ranks, one clause each; none for one rank."""
-    if ranks == 1:
-        return []
-    problems = []
-    if settings.gradient_accumulation == 1:
-        problems.append(
-            f"mesh.pipe={ranks} needs a gradient_accumulation of 2 or more: with one micro-batch all ranks but one wait. "
-            f"Take a multiple of {ranks}, at best {4 * ranks} or more"
-        )
-    name, axes = settings.pipe_schedule, {**asdict(settings.mesh), "pipe": ranks}
-    if settings.gradient_accumulation > 1 and (
-        problem := schedule_problem(name, axes, settings.pipe_chunks, settings.gradient_accumulation)
-    ):
-        problems.append(problem)
-    elif name not in UNIFORM and settings.offload:
-        problems.append(f"offload=True needs pipe_schedule='uniform': slots of {name!r} lie in the GPU's memory")
-    if settings.sample_prompts:
-        problems.append("sample_prompts need a mesh without pipe: models in a pipe generate no text")
-    if settings.rebalance_every:
-        problems.append(
-            f"rebalance_every={settings.rebalance_every} needs a mesh without pipe: experts cannot change places in one yet"
-        )
-    return problems
-
-
-def lora_problems(lora: LoraSettings | None, mesh: Mapping[str, int], shard_optimizer: bool) -> list[str]:
-    """Returns the settings that do not fit a run of adapters, one clause each; none without adapters.
-
-    Args:
-      mesh: the number of devices along each axis.
-    """
-    if lora is None:
-        return []
-    problems = []
-    if split := [f"mesh.{axis}={size}" for axis, size in mesh.items() if axis != "data" and size > 1]:
-        problems.append(
-            "lora trains on one device, or on several along mesh.data alone: frozen weights must be whole on each device; "
-            f"got {', '.join(split)}"
-        )
-    if shard_optimizer:
-        problems.append("shard_optimizer=True is for runs without lora: the optimizer's state of adapters is small")
-    return problems
-
-
-def _is_replaced(folder: Path, output: Path) -> bool:
-    """Tells if `folder` is the output folder, or lies in the folder of the trained model, which the run replaces at its end."""
-    # Imported here: this module asks JAX which process it is, and settings are read without JAX.
-    from moe_jax.checkpoint.folders import previous_of
-
-    model = (output / "model").resolve()
-    return folder == output.resolve() or any(
-        folder.is_relative_to(place) for place in (model, model.with_name(f".{model.name}.incomplete"), previous_of(model))
-    )

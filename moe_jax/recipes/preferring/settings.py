@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from moe_jax.preferences.settings import PreferenceSettings
-from moe_jax.recipes.run.settings import RunSettings, precision_problems, weights_problems
+from moe_jax.recipes.run.settings import RunSettings
 
 
 @dataclass(frozen=True)
@@ -14,7 +14,7 @@ class PreferSettings(RunSettings):
 
     moe-jax prefer --model Qwen/Qwen3-30B-A3B --data pairs.jsonl --output runs/mine --lora.rank 32 --preference.beta 0.1
 
-    The settings of `recipes.prefer`; wrong values raise a ValueError that lists them. A run uses one device.
+    The settings of `recipes.prefer`; wrong values raise a ValueError that lists them.
 
     Attributes:
       data: a file of rows (.jsonl, .json, .csv, .tsv, .parquet), or a folder of some, in a layout of docs/preferences.md.
@@ -28,7 +28,7 @@ class PreferSettings(RunSettings):
         counts the pairs of each step.
       learning_rate: the peak, reached after `warmup_steps`; afterwards the rate falls along a cosine. None: 1e-6, and 1e-5
         with lora.
-      seed: decides the order of examples, and the beginning of adapters.
+      seed: decides the order of examples, and the initial adapters.
       dry_run: check everything, and print the data and its first example. Train nothing, read no weights, write no file.
     """
 
@@ -43,18 +43,25 @@ class PreferSettings(RunSettings):
 
     PEAKS: ClassVar[tuple[float, float]] = (1e-6, 1e-5)
     """Preferences need less than fine-tuning."""
+    RESUME_MUST_MATCH = ("plain_text", "max_length", *RunSettings.RESUME_MUST_MATCH)
     WANTED = {**RunSettings.WANTED, "data": "a string that is not empty", "seq_len": "an integer of at least 4"}
 
     def problems(self) -> list[str]:
-        """Adds to those of `RunSettings` what a run on one device cannot do, and files that do not exist."""
+        """Adds to the problems of `RunSettings`: files that do not exist."""
         problems = super().problems()
-        problems += weights_problems(self.weights, self.lora, devices=1)
-        problems += precision_problems(self.precision, self.dtype, "uniform", self.lora, self.weights)
         output = Path(self.output).expanduser()
         for name, path in (("data", self.data), ("eval_data", self.eval_data)):
             if path is not None and not Path(path).expanduser().exists():
                 problems.append(f"{name}={path!r} does not exist")
-        for name, path in (("model", self.model), ("data", self.data)):
-            if output.resolve() == Path(path).expanduser().resolve():
-                problems.append(f"output={self.output!r} must be another folder than {name}")
+        if output.resolve() == Path(self.data).expanduser().resolve():
+            problems.append(f"output={self.output!r} must be another folder than data")
         return problems
+
+    def pipe_problems(self, ranks: int) -> list[str]:
+        """Refuses a pipe."""
+        if ranks == 1:
+            return []
+        return [
+            f"mesh.pipe={ranks} needs a loss of single tokens, as finetune's: a preference loss compares whole answers, and "
+            "ranks of a pipe compute the losses of parts of a sequence; take a mesh without pipe"
+        ]

@@ -19,7 +19,7 @@ class Best:
 
     Attributes:
       loss: None before the first measurement.
-      data: what the loss is measured on; losses on other text are not compared.
+      data: fingerprint of the held-out data; losses on other data are not compared.
     """
 
     loss: float | None = None
@@ -28,13 +28,13 @@ class Best:
     data: str | None = None
 
     def after(self, step: int, loss: float) -> "Best":
-        """Returns the best after another measurement; of equal losses the earlier is better."""
+        """Returns the best after another measurement; among equal losses the earlier one is kept."""
         if self.loss is None or loss < self.loss:
             return Best(loss, step, data=self.data)
         return replace(self, since=self.since + 1)
 
     def ends(self, early_stop: int) -> bool:
-        """Tells if `early_stop` measurements have brought no improvement; never with 0."""
+        """Returns True if the last `early_stop` measurements brought no improvement; never with 0."""
         return 0 < early_stop <= self.since
 
     def entry(self) -> dict[str, Any]:
@@ -43,14 +43,13 @@ class Best:
 
 
 def best_of(position: dict[str, Any], settings: RunSettings, fingerprint: str | None, steps: Collection[int]) -> Best:
-    """Returns the best that a checkpoint's position holds; none yet if it was measured on other data.
-
-    None either, and a warning, if `keep_best` needs its checkpoint, which a run without `keep_best` did not keep.
+    """Returns the best stored in a checkpoint's position; an empty one if it was measured on other data. Also empty, with a
+    warning, if `keep_best` needs its checkpoint and an earlier part of the run did not keep it.
 
     Args:
       position: empty before the first step.
-      fingerprint: of the held-out data.
-      steps: those of the checkpoints that there are.
+      fingerprint: the held-out data's.
+      steps: the steps of existing checkpoints.
     """
     data = f"{fingerprint}, {settings.eval_batches} batches"
     found = Best(**position.get(BEST, {})) if is_watched(settings) else Best()
@@ -67,16 +66,16 @@ def best_of(position: dict[str, Any], settings: RunSettings, fingerprint: str | 
     return found
 
 
-def told_held_out(settings: RunSettings, number: int | None, kind: str, rows: int) -> str:
+def told_held_out(settings: RunSettings, number: int | None, kind: str) -> str:
     """Returns the announcement's line about held-out data.
 
     Args:
-      number: of documents; None for a stream.
+      number: the number of documents; None for a stream.
       kind: the plural of a document's name.
-      rows: of a batch.
     """
     what = f"a stream of {kind}" if number is None else f"{number:,} {kind[:-1] if number == 1 else kind}"
-    batches = f"{settings.eval_batches} batch{'es' if settings.eval_batches > 1 else ''} of {rows} row{'s' if rows > 1 else ''}"
+    rows = f"{settings.rows} row{'s' if settings.rows > 1 else ''}"
+    batches = f"{settings.eval_batches} batch{'es' if settings.eval_batches > 1 else ''} of {rows}"
     every = f"every {settings.eval_every} steps" if settings.eval_every > 1 else "every step"
     return f"held out: {what}; their loss is measured {every}, on {batches}"
 
@@ -99,10 +98,10 @@ def told_end(settings: RunSettings, step: int, model_step: int, stopped_early: b
 
 
 def counts(settings: RunSettings, step: int) -> bool:
-    """Tells if the measurement of a step counts. One where a run was interrupted does not, or the run would not be the same."""
+    """Returns True if the measurement of a step counts. One caused by an interruption does not."""
     return is_watched(settings) and (step % settings.eval_every == 0 or step == settings.steps)
 
 
 def is_watched(settings: RunSettings) -> bool:
-    """Tells if the run follows the best held-out loss."""
+    """Returns True if the run tracks the best held-out loss."""
     return settings.keep_best or settings.early_stop > 0

@@ -1,34 +1,36 @@
 """The loop of every run: steps from its newest checkpoint to its end, with measurements, checkpoints and a log."""
 
+import json
 import math
 import signal
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
-from flax import nnx
 from tqdm import tqdm
 
-from moe_jax.adapters.add import add_lora
-from moe_jax.checkpoint.hf_load import from_pretrained
 from moe_jax.checkpoint.training import TrainingCheckpoints
 from moe_jax.models.decoder import Decoder
+from moe_jax.models.layers_in_pipe import layers_in_pipe
+from moe_jax.parallel.pipeline.chunks import PipeShape
 from moe_jax.recipes.run.best import Best, best_of, counts, told_early, told_stop
-from moe_jax.recipes.run.identity import base_of, check_steps, same_run
-from moe_jax.recipes.run.lock import output_lock
+from moe_jax.recipes.run.folder import output_lock, write_settings
+from moe_jax.recipes.run.identity import same_run
+from moe_jax.recipes.run.model import PlannedModel, Training
 from moe_jax.recipes.run.run_log import RunLog
 from moe_jax.recipes.run.settings import RunSettings
-from moe_jax.recipes.run.settings_file import write_settings
-from moe_jax.runtime.processes import barrier, is_first_process
-from moe_jax.train.metrics import read_records
-from moe_jax.train.optimizer import warmup_cosine
+from moe_jax.runtime.processes import barrier, is_first_process, require_shared, texts_of_all, unlike_the_first
+from moe_jax.train.batch import Batch, put_batch
+from moe_jax.train.metrics import of_layers, read_records, record_of_step
+from moe_jax.train.model_of_run import BASE
+from moe_jax.train.run_checkpoints import PIPE, freed, restored
 from moe_jax.train.state import TrainState
 
 
@@ -37,12 +39,12 @@ class RunResult:
     """The result of a run.
 
     Attributes:
-      model: the trained model; with `settings.lora`, its adapters beside the weights that it began with.
+      model: the trained model; with `settings.lora`, the starting weights with trained adapters.
       step: the last step done.
       metrics: the records of all steps of the run, including the steps before it was resumed.
       finished: all of `settings.steps` are done, or `settings.early_stop` ended the run.
       stopped_early: `settings.early_stop` ended the run.
-      model_step: the step that the model's weights are of: with `settings.keep_best` and a finished run, the best.
+      model_step: the step of the model's weights: the best step if `settings.keep_best` and the run is finished.
     """
 
     model: Decoder
@@ -55,12 +57,12 @@ class RunResult:
 
 @dataclass(frozen=True)
 class Begun:
-    """The place where a run begins: its folder is new, or holds checkpoints.
+    """Where a run begins: at step 0 in a new folder, or at a checkpoint.
 
     Attributes:
-      step: of the newest checkpoint; 0 without one.
+      step: the newest checkpoint's step; 0 without one.
       position: the position of that checkpoint; empty without one.
-      fixed: the entries of every position that no step changes: the identity, and the base of adapters.
+      fixed: entries of every position that no step changes: the identity, and the base of adapters.
       best: the best held-out loss up to the checkpoint.
       is_over: no step is left: all are done, or the run stopped early.
     """
@@ -79,23 +81,33 @@ def begin(
     """Locks the run's folder until `until_end` closes, and compares its checkpoints with the run.
 
     Args:
-      identity: what may not change between the start of the run and its resumption.
-      held_out: the fingerprint of the held-out data.
+      identity: the facts that may not change between the start of the run and its resumption. held_out: the fingerprint of the
+        held-out data.
 
     Raises:
       ValueError: the folder holds another run, or has more steps than `settings.steps`.
-      BlockingIOError: another run is under way there.
+      BlockingIOError: another run is using the folder.
     """
     output = Path(settings.output).expanduser()
+    if jax.process_count() > 1:
+        _check_same_everywhere(asdict(settings) | identity | {"held-out data": held_out})
+        require_shared(output)
     until_end.enter_context(output_lock(output))
     checkpoints = TrainingCheckpoints(output / "checkpoints", keep=settings.keep_checkpoints, remove_unfinished=True)
     step, position = checkpoints.latest_step() or 0, {}
     if step:
         position = checkpoints.position(step)
         identity = same_run(position["identity"], identity, output)
-        check_steps(output, step, settings.steps)
+        if settings.steps < step:
+            raise ValueError(
+                f"{output} holds {step} steps of this run: steps={settings.steps} would end before; take {step} or more"
+            )
     best = best_of(position, settings, held_out, checkpoints.steps())
-    fixed = {"identity": identity} | base_of(settings, model)
+    fixed: dict[str, Any] = {"identity": identity}
+    if settings.lora is not None:
+        folder = Path(settings.model).expanduser()
+        named = str(folder.resolve()) if folder.is_dir() else settings.model
+        fixed[BASE] = named if model is None else None
     return Begun(checkpoints, step, position, fixed, best, step >= settings.steps or best.ends(settings.early_stop))
 
 
@@ -108,7 +120,7 @@ def announce(
     command: Literal["finetune", "prefer"],
     chat_template: str | None = None,
 ) -> None:
-    """Prints what is ahead and writes settings.json; if no step is left, only tells of a run that stopped early."""
+    """Prints the announcement and writes settings.json; if no step is left, only reports a run that stopped early."""
     if not is_first_process():
         return
     if not begun.is_over:
@@ -118,75 +130,84 @@ def announce(
         tqdm.write(told_early(begun.step))
 
 
-def load_model(settings: RunSettings, model: Decoder | None, **options: Any) -> Decoder:
-    """Reads the run's model, or takes the one that was passed; adds adapters, and sets its precision.
+class Task(ABC):
+    """A run's training state, and the operations that the loop calls. A subclass adds the data and the loss.
 
-    Args:
-      options: further arguments of `from_pretrained`.
+    Attributes:
+      batches: an iterator with `get_state` and `close`.
+      flops_per_token: FLOPs per token of a step, for the log.
     """
-    if model is None:
-        dtypes: dict[str, Any] = dict(dtype=jnp.dtype(settings.dtype), param_dtype=jnp.dtype(settings.param_dtype))
-        model = from_pretrained(settings.model, **dtypes, weights=settings.weights, **options)
-    if settings.lora is not None:
-        add_lora(model, settings.lora, rngs=nnx.Rngs(settings.seed))
-    model.set_precision(settings.precision, settings.fp8_dense)
-    return model
 
+    batches: Any
+    flops_per_token: float
 
-def learning_rates(settings: RunSettings) -> optax.Schedule:
-    """Returns the learning rate of each step."""
-    assert settings.learning_rate is not None
-    return warmup_cosine(
-        settings.learning_rate,
-        steps=settings.steps,
-        warmup_steps=settings.warmup_steps,
-        min_ratio=settings.min_learning_rate_ratio,
-    )
+    def __init__(self, planned: PlannedModel, begun: Begun, training: Training):
+        self.config, self.parallelism = planned.config, planned.parallelism
+        self.checkpoints, self.training = begun.checkpoints, training
+        if begun.step:
+            self.restore(begun.step)
 
-
-class Task(Protocol):
-    """The part of a run that depends on what it learns: data, the step, measurements. It holds the state of training."""
-
-    state: TrainState
+    @property
+    def state(self) -> TrainState:
+        """The state of training."""
+        return self.training.state
 
     @property
     def skipped(self) -> Mapping[int, str]:
         """The documents that were left out so far, with reasons."""
+        return {}
 
-    def next_batch(self) -> dict[str, np.ndarray]:
-        """Returns the next step's batch."""
+    def put(self, batch: dict[str, np.ndarray]) -> Batch:
+        """Puts a batch on the run's devices."""
+        return put_batch(batch, self.state.params, self.parallelism)
 
     def step(self, batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
         """Trains on a batch, and returns the step's metrics."""
+        self.training.state, metrics = self.training.step(self.state, self.put(batch))
+        return metrics
 
     def record(
         self, step: int, metrics: dict[str, Any], batch: dict[str, np.ndarray], seconds: float
     ) -> tuple[dict[str, Any], dict[str, list]]:
         """Returns the line of metrics.jsonl, and lists over the layers."""
+        record = record_of_step(step, metrics, self.config, seconds, self.flops_per_token)
+        return record, of_layers(metrics, self.config.routed_layers)
 
+    @abstractmethod
     def places_of(self, batch: dict[str, np.ndarray]) -> str:
         """Returns a sentence that names the documents of a batch, for the error of a loss that is not finite."""
 
+    @abstractmethod
     def measure(self) -> dict[str, float]:
-        """Returns "eval_loss" and more on held-out data; empty without."""
+        """Returns "eval_loss" and other measurements on held-out data; empty without such data."""
 
     def end_step(self, step: int) -> None:
-        """Changes the state after a step was logged, before it is saved."""
+        """Changes the state after a step was logged and before it is saved; by default does nothing."""
+        return
 
     def position(self) -> dict[str, Any]:
-        """Returns the entries of a checkpoint's position that change from step to step."""
+        """Returns the entries of a checkpoint's position that change from step to step, for the data of all processes."""
+        data: dict[str, Any] = {}
+        for text in texts_of_all(json.dumps(self.batches.get_state())):
+            data |= json.loads(text)
+        return {"data": data} | ({} if self.parallelism is None else {PIPE: self.parallelism.pipe._asdict()})
 
     def sample(self, step: int, log: RunLog) -> None:
-        """Writes samples of a step; an error here costs no step."""
+        """Writes samples of a step; an error here loses no step. By default there are none."""
+        return
 
-    def restore(self, step: int) -> None:
-        """Sets the state to a checkpoint's."""
+    def restore(self, step: int) -> dict[str, Any]:
+        """Restores the state of a checkpoint in the current layout, and returns its position. The old arrays are deleted."""
+        pipe, frozen = PipeShape() if self.parallelism is None else self.parallelism.pipe, self.state.frozen
+        position, read = self.checkpoints.position(step), partial(self.checkpoints.restore, step)
+        like = freed(self.state.without_frozen)
+        found = restored(read, like, layers_in_pipe(self.config, pipe), position, pipe)
+        self.training.state = replace(found, frozen=frozen)
+        return position
 
     def model(self) -> Decoder:
         """Returns the trained model."""
-
-    def close(self) -> None:
-        """Ends the threads that make batches."""
+        return self.training.model()
 
 
 def run(
@@ -198,7 +219,7 @@ def run(
     on_step: Callable[[dict[str, Any]], None] | None = None,
     samples: bool = False,
 ) -> RunResult:
-    """Trains from the run's last step, or from the first, to the run's end.
+    """Trains from the run's last completed step, or from the first, to the run's end.
 
     Args:
       stop_after: save and return after this step, as if interrupted.
@@ -213,7 +234,7 @@ def run(
     last = settings.steps if stop_after is None else min(stop_after, settings.steps)
     last = step if begun.is_over else last
     checkpoints.kept_step = best.step if settings.keep_best else None
-    # Nothing is sent by a run that has no step left.
+    # A run without steps left sends nothing.
     send_to = () if step >= last else settings.log_to
     log = RunLog(settings, first_step=step + 1, send_to=send_to, samples=samples, on_step=on_step)
 
@@ -227,9 +248,9 @@ def run(
         while step < last:
             began = time.perf_counter()
             try:
-                batch = task.next_batch()
+                batch = next(task.batches)
             except (ValueError, OSError) as error:
-                # With several processes nothing can be saved: the others wait within the next step.
+                # With several processes nothing can be saved: the others already wait in the next step.
                 if step == begun.step or jax.process_count() > 1:
                     raise
                 save()
@@ -266,7 +287,7 @@ def run(
             if model_step != step:
                 task.restore(model_step)
     finally:
-        task.close()
+        task.batches.close()
         log.close()
         checkpoints.close()
     barrier("metrics written")
@@ -274,6 +295,14 @@ def run(
         raise KeyboardInterrupt(told_stop("interrupted", step))
     records = read_records(Path(settings.output).expanduser() / "metrics.jsonl")
     return RunResult(task.model(), step, records, finished, early, model_step)
+
+
+def _check_same_everywhere(run: dict[str, Any]) -> None:
+    """Refuses hosts with different settings, given by mistake, or with different data under the same name."""
+    unlike = {name: unlike_the_first(json.dumps(value, sort_keys=True, default=str)) for name, value in run.items()}
+    wrong = [f"{name} of processes {numbers}" for name, numbers in unlike.items() if numbers]
+    if wrong:
+        raise ValueError(f"not the same as in process 0: {', '.join(wrong)}")
 
 
 def _check_eval_loss(record: dict[str, Any]) -> None:

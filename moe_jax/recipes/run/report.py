@@ -10,6 +10,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
+from moe_jax.recipes.run.folder import noted_settings
 from moe_jax.recipes.run.run_log import SAMPLES
 from moe_jax.runtime.files import save_png, write_text
 from moe_jax.train.metrics import read_records
@@ -32,7 +33,7 @@ def write_report(run: str | Path, *, model_step: int | None = None, devices: str
     samples, settings and versions. Pictures are part of the file.
 
     Args:
-      run: the output folder of `finetune` or `prefer`; it may be under way.
+      run: the output folder of `finetune` or `prefer`; the run may still be in progress.
       model_step: the step of the exported weights. Default: no step is named.
       devices: a description of the devices. Default: none is given.
 
@@ -45,7 +46,8 @@ def write_report(run: str | Path, *, model_step: int | None = None, devices: str
         records = read_records(run / "metrics.jsonl")
         pictures.append(_throughput(records, Path(folder) / "throughput.png"))
         images = "\n".join(map(_image, pictures))
-    settings, versions = _noted(run)
+    settings = noted_settings(run)
+    versions = settings.pop("versions", {}) | ({"started": settings.pop("started", "unknown")} if settings else {})
     versions |= {} if devices is None else {"devices": devices}
     kind = "Preferences of" if "preference" in settings else "Fine-tuning of"
     title = escape(f"{kind} {settings.get('model', 'a model')}")
@@ -81,7 +83,7 @@ def _summary(records: list[dict[str, Any]], model_step: int | None) -> dict[str,
     }
     if model_step is not None:
         summary["exported weights"] = f"step {model_step}"
-    # The median: a process's first step compiles.
+    # The median, because a process's first step compiles.
     summary["tokens a second, median"] = f"{statistics.median(record['tokens_per_second'] for record in records):,.0f}"
     return summary
 
@@ -104,7 +106,7 @@ def _image(file: Path) -> str:
 
 
 def _samples(file: Path) -> str:
-    """Returns the samples: the last step's, and the earlier steps' to be opened by a click."""
+    """Returns the samples: the last step's, and the earlier steps' in a collapsed section."""
     records = read_records(file)
     if not records:
         return ""
@@ -122,13 +124,3 @@ def _table(values: dict[str, Any]) -> str:
     texts = {name: value if isinstance(value, str) else json.dumps(value) for name, value in values.items()}
     rows = (f"<tr><th>{escape(name)}</th><td>{escape(text)}</td></tr>" for name, text in texts.items())
     return f"<table>{''.join(rows)}</table>"
-
-
-def _noted(run: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Reads the settings and the versions of a run; empty if settings.json cannot be read."""
-    try:
-        settings = json.loads((run / "settings.json").read_text())
-        versions = settings.pop("versions", {})
-        return settings, versions | {"started": settings.pop("started", "unknown")}
-    except (OSError, ValueError, AttributeError):
-        return {}, {}

@@ -1,16 +1,21 @@
 """The settings that every run has, with their checks. They need no JAX to import."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+import importlib.util
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, ClassVar, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 from moe_jax.adapters.settings import LoraSettings
-from moe_jax.checkpoint.weights import Weights, form_problems
-from moe_jax.models.precision import DenseGroup, PrecisionName
-from moe_jax.recipes.run.trackers import Tracker, log_problems
+from moe_jax.models.precision import DenseGroup, PrecisionName, Weights, form_problems
+from moe_jax.parallel.choices import MESH_AXES, Hops, MeshShape
+from moe_jax.parallel.expert.settings import ExpertParallel
 
 DTYPES = ("bfloat16", "float32")
+
+Tracker = Literal["tensorboard", "wandb", "trackio"]
+
+PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb", "trackio": "trackio"}
 
 
 @dataclass(frozen=True)
@@ -22,20 +27,21 @@ class RunSettings:
       output: the folder for metrics and checkpoints. A run that finds checkpoints there continues from the last one.
       eval_every: steps between two measurements of the held-out loss; the last step is always measured.
       eval_batches: batches in a measurement, each with a micro-batch's rows; the same each time.
-      keep_best: keep the checkpoint with the smallest held-out loss beside the newest ones, and end with its weights. Each
-        improvement writes a checkpoint. May be changed when a run continues, as `early_stop` and all settings of the log.
+      keep_best: keep the checkpoint with the smallest held-out loss in addition to the newest ones, and end with its weights.
+        Each improvement writes a checkpoint. May be changed when a run continues, like `early_stop` and all settings of the
+        log.
       early_stop: end the run after this number of measurements of the held-out loss without an improvement; 0: never.
       log_every: steps between two lines on the console. The first and the last step and each measurement always have one, and
-        metrics.jsonl has every step. None: 1, 2, 5, 10, 20 and so on, for 50 to 125 lines a run.
-      log_to: further places for the log, any of tensorboard (output/tensorboard), wandb and trackio. The two send scalars and
-        settings to their servers; each is a package to install.
+        metrics.jsonl has every step. None: chosen from 1, 2, 5, 10, 20, ..., for 50 to 125 lines per run.
+      log_to: additional destinations of the log, any of tensorboard (output/tensorboard), wandb and trackio. The latter two
+        send scalars and settings to their servers; each is a package to install.
       tensorboard: write output/tensorboard too.
       tokenizer: a folder or hub id; None: the model's.
-      lora: train adapters beside the model's weights, which stay as they are (docs/adapters.md). The run's folder gets the
-        adapter in place of a model. None: train all parameters.
+      lora: train adapters and freeze the model's weights (docs/adapters.md). The run's folder gets the adapter instead of a
+        model. None: train all parameters.
       gradient_accumulation: micro-batches in an optimizer step.
       steps: total number of optimizer steps. Run the command again with a larger value to continue a run that has ended.
-      epochs: passes through the data, in place of `steps`; all of it is tokenized once to count the steps.
+      epochs: passes through the data, instead of `steps`; all of it is tokenized once to count the steps.
       min_learning_rate_ratio: the learning rate at the end, as a part of the peak.
       warmup_steps: steps in which the learning rate rises to its peak; None: a tenth of `steps`, at most 100.
       weight_decay: AdamW's weight decay; norms and biases do not decay.
@@ -44,15 +50,30 @@ class RunSettings:
       keep_checkpoints: the number of newest checkpoints to keep.
       dtype: the dtype that the model computes in, "bfloat16" or "float32".
       param_dtype: the dtype of parameters, and of their gradients within a micro-batch, "float32" or "bfloat16". Masters are
-        float32 in either case: a bfloat16 parameter is the upper half of its master, so that no pass casts it. None: float32.
+        float32 in either case: a bfloat16 parameter is the upper half of its master, so passes need no cast. None: float32.
         With lora these are the frozen weights, without gradients and masters, and None is `dtype`.
       remat: recompute each layer in the backward pass: less memory, about a third more time.
-      weights: the form of the weights beside adapters: "whole", "as stored" for a checkpoint in FP8, or experts in "nf4" or
-        "fp8" (docs/adapters.md).
+      offload: keep the input of each layer, which remat needs, in the host's memory: for long sequences (docs/scaling.md).
+      weights: the form of the frozen weights under adapters: "whole", "as stored" for a checkpoint in FP8, or experts in "nf4"
+        or "fp8" (docs/adapters.md).
       precision: "fp8" multiplies the experts in 8 bits, forward and for the gradients of their inputs; "fp8_kept" also keeps
-        their activations so (docs/fp8.md). "bf16": in `dtype`. A pipe must have the schedule "uniform".
-      fp8_dense: with precision "fp8", dense matrices that multiply in 8 bits too: attention (its projections), shared_experts,
+        their activations in 8 bits (docs/fp8.md). "bf16": in `dtype`. A pipe must have the schedule "uniform".
+      fp8_dense: with precision "fp8", dense matrices that also multiply in 8 bits: attention (its projections), shared_experts,
         mlp (dense layers). See docs/fp8.md.
+      moment_dtype: the dtype of AdamW's two moments between steps, "float32", or "bfloat16" for half the memory.
+      mesh: the numbers of devices over which rows, parameters, experts and sequences are spread (docs/scaling.md). All devices
+        are used.
+      shard_optimizer: split AdamW's moments and the masters over mesh.data too (ZeRO, stage 1); parameters stay whole there.
+        Needs a mesh.data of 2 or more. May be changed when a run continues.
+      capacity_factor: the room of one exchange between experts' devices, as a multiple of an even routing's tokens. If it
+        equals the number of devices along mesh.expert, every routing fits, and no layer waits to learn whether its tokens fit
+        (docs/parallel_experts.md).
+      hops: how gathered matrices, the ring along mesh.context and pairwise exchanges with experts travel between devices.
+        "copies" are peer-to-peer copies between the GPUs of one process; "nccl" are collectives. None: copies if possible.
+      shadow_experts: maximum number of experts that a layer may copy to all devices along mesh.expert for a step. A layer does
+        so if the busiest device saves more than the copies cost (docs/parallel_experts.md).
+      tokens_in_fp8: send tokens to the experts of other devices in FP8, for half the bytes (docs/fp8.md). Needs a precision in
+        FP8, and a mesh.expert of 2 or more. May be changed when a run continues.
     """
 
     model: str
@@ -82,16 +103,24 @@ class RunSettings:
     keep_checkpoints: int = 3
     dtype: str = "bfloat16"
     param_dtype: str | None = None
+    moment_dtype: str = "float32"
     remat: bool = True
+    offload: bool = False
     lora: LoraSettings | None = None
     weights: Weights = "whole"
     precision: PrecisionName = "bf16"
     fp8_dense: tuple[DenseGroup, ...] = ()
+    mesh: MeshShape = MeshShape()
+    shard_optimizer: bool = False
+    capacity_factor: float = ExpertParallel.capacity_factor
+    hops: Hops | None = None
+    shadow_experts: int = 0
+    tokens_in_fp8: bool = False
     dry_run: bool = False
 
     PEAKS: ClassVar[tuple[float, float]] = (1e-5, 1e-4)
-    """The default peaks of the learning rate of all weights, and of adapters, which want about ten times as much
-    (Schulman, 2025, https://thinkingmachines.ai/blog/lora)."""
+    """Default peak learning rates for all weights, and for adapters, which need about ten times as much (Schulman, 2025,
+    https://thinkingmachines.ai/blog/lora)."""
     WANTED: ClassVar[Mapping[str, str]] = {
         **dict.fromkeys(("model", "output"), "a string that is not empty"),
         **dict.fromkeys(
@@ -100,14 +129,21 @@ class RunSettings:
             "an integer of at least 1",
         ),
         "seq_len": "an integer of at least 2",
-        **dict.fromkeys(("warmup_steps", "early_stop"), "an integer of at least 0"),
+        **dict.fromkeys(("warmup_steps", "early_stop", "shadow_experts"), "an integer of at least 0"),
         "seed": "an integer from 0 to 2**32 - 1",
-        **dict.fromkeys(("epochs", "learning_rate", "max_grad_norm"), "a number greater than 0"),
+        **dict.fromkeys(("epochs", "learning_rate", "max_grad_norm", "capacity_factor"), "a number greater than 0"),
         "weight_decay": "a number of at least 0",
         "min_learning_rate_ratio": "a number from 0 to 1",
     }  # fmt: skip
-    ONE_OF: ClassVar[Mapping[str, tuple[str, ...]]] = {"dtype": DTYPES, "param_dtype": DTYPES}
+    ONE_OF: ClassVar[Mapping[str, tuple[str, ...]]] = dict.fromkeys(("dtype", "param_dtype", "moment_dtype"), DTYPES)
     MAY_BE_NONE: ClassVar[tuple[str, ...]] = ("epochs", "warmup_steps", "log_every")
+    OF_EXPERT_DEVICES: ClassVar[tuple[str, ...]] = ("shadow_experts", "tokens_in_fp8")
+    """The settings that need experts on several devices."""
+    RESUME_MUST_MATCH: ClassVar[tuple[str, ...]] = (
+        *("seq_len", "batch_size", "gradient_accumulation", "learning_rate", "min_learning_rate_ratio", "warmup_steps"),
+        *("weight_decay", "max_grad_norm", "seed", "dtype", "param_dtype", "moment_dtype"),
+    )
+    """Settings that may not change between the start of a run and its resumption."""
 
     def __post_init__(self):
         if self.learning_rate is None:
@@ -120,24 +156,37 @@ class RunSettings:
 
     @property
     def default_learning_rate(self) -> float:
-        """The peak of the learning rate of a run that was given none."""
+        """The default peak learning rate of the run."""
         return self.PEAKS[self.lora is not None]
 
+    @property
+    def rows(self) -> int:
+        """The rows of a micro-batch."""
+        return self.batch_size // self.gradient_accumulation
+
     def values_problems(self) -> list[str]:
-        """Returns the values that no run can have, one clause each."""
+        """Returns the values that are never valid, one clause each."""
         problems = [
             f"{name}={value!r} must be {want}"
             for name, want in self.WANTED.items()
             if not ((value := getattr(self, name)) is None and name in self.MAY_BE_NONE) and not fits(value, want)
         ]
-        return problems + [
+        problems += [
             f"{name}={getattr(self, name)!r} must be one of {', '.join(choices)}"
             for name, choices in self.ONE_OF.items()
             if getattr(self, name) not in choices
         ]
+        if self.offload and not self.remat:
+            problems.append("offload=True needs remat: without remat a layer keeps far more than its input")
+        if self.hops not in (None, *get_args(Hops)):
+            problems.append(f"hops={self.hops!r} must be one of {', '.join(get_args(Hops))}, or None")
+        for axis in MESH_AXES:
+            if not fits(getattr(self.mesh, axis), "an integer of at least 1"):
+                problems.append(f"mesh.{axis}={getattr(self.mesh, axis)!r} must be an integer of at least 1")
+        return problems
 
     def problems(self) -> list[str]:
-        """Returns the settings that do not fit each other, one clause each, where every value alone is allowed."""
+        """Returns the settings that contradict each other, one clause each; every value alone is valid."""
         problems = []
         if self.batch_size % self.gradient_accumulation:
             problems.append(
@@ -152,9 +201,36 @@ class RunSettings:
         problems += [f"{name}={getattr(self, name)!r} needs a held-out loss: give eval_data" for name in watched]
         problems += dense_problems(self.fp8_dense, self.precision)
         problems += log_problems(self.tensorboard, self.log_to)
-        if Path(self.output).expanduser().is_file():
+        problems += self.pipe_problems(self.mesh.pipe)
+        problems += lora_problems(self.lora, asdict(self.mesh), self.shard_optimizer)
+        problems += weights_problems(self.weights, self.lora, self.mesh.size)
+        of_weights = self.order_of_passes.get("pipe_schedule", "uniform"), self.lora, self.weights
+        problems += precision_problems(self.precision, self.dtype, *of_weights, tokens_in_fp8=self.tokens_in_fp8)
+        ways = self.mesh.size // (self.mesh.context * self.mesh.pipe)
+        if self.rows % ways:
+            problems.append(f"a micro-batch of {self.rows} rows cannot be divided among data x fsdp x expert = {ways} devices")
+        if self.mesh.context > 1 and self.seq_len % (2 * self.mesh.context):
+            problems.append(f"seq_len={self.seq_len} must be a multiple of 2 * mesh.context = {2 * self.mesh.context}")
+        output = Path(self.output).expanduser()
+        if output.is_file():
             problems.append(f"output={self.output!r} is a file; it must be a folder")
+        for name, path in (("model", self.model), ("tokenizer", self.tokenizer)):
+            folder = None if path is None else Path(path).expanduser()
+            if folder is not None and folder.is_dir() and _is_replaced(folder.resolve(), output):
+                problems.append(
+                    f"{name}={path!r} must lie outside of output={self.output!r}, where the run writes its own files and "
+                    "replaces model/: copy it elsewhere, or give another output"
+                )
         return problems
+
+    @property
+    def order_of_passes(self) -> dict[str, Any]:
+        """The options of a `Parallelism` for the order of micro-batches; empty: in turn."""
+        return {}
+
+    def pipe_problems(self, ranks: int) -> list[str]:
+        """Returns the settings that contradict a pipe of `ranks` ranks, one clause each; none for one rank."""
+        raise NotImplementedError
 
 
 def precision_problems(
@@ -166,11 +242,11 @@ def precision_problems(
     *,
     tokens_in_fp8: bool = False,
 ) -> list[str]:
-    """Returns the settings that do not fit a precision, one clause each. "bf16" fits all but `tokens_in_fp8`.
+    """Returns the settings that contradict a precision, one clause each. "bf16" contradicts only `tokens_in_fp8`.
 
     Args:
-      pipe_schedule: of a mesh with a pipe.
-      weights: the form of the weights beside adapters.
+      pipe_schedule: the schedule of a mesh with a pipe.
+      weights: the form of the frozen weights under adapters.
       tokens_in_fp8: as in `parallel.ExpertParallel`.
     """
     if precision not in get_args(PrecisionName):
@@ -191,8 +267,26 @@ def precision_problems(
     return problems
 
 
+def log_problems(tensorboard: bool, names: Sequence[str]) -> list[str]:
+    """Returns unknown trackers and missing packages, one clause each.
+
+    Args:
+      tensorboard: the setting of this name.
+      names: the values of `log_to`.
+    """
+    problems = []
+    if tensorboard and importlib.util.find_spec("tensorboardX") is None:
+        problems.append("tensorboard=True needs the package tensorboardX: pip install tensorboardX")
+    for name in names:
+        if name not in get_args(Tracker):
+            problems.append(f"log_to={name!r} must be one of {', '.join(get_args(Tracker))}")
+        elif importlib.util.find_spec(PACKAGES[name]) is None:
+            problems.append(f"log_to={name!r} needs the package {PACKAGES[name]}: pip install {PACKAGES[name]}")
+    return problems
+
+
 def dense_problems(fp8_dense: tuple[str, ...], precision: str) -> list[str]:
-    """Returns the dense groups that do not fit a precision, one clause each."""
+    """Returns the dense groups that contradict a precision, one clause each."""
     if not isinstance(fp8_dense, tuple):
         return [f"fp8_dense={fp8_dense!r} must be a tuple of groups, as ('attention',)"]
     problems, groups = [], get_args(DenseGroup)
@@ -215,7 +309,7 @@ def weights_problems(weights: str, lora: LoraSettings | None, devices: int) -> l
 
 
 def fits(value, want: str) -> bool:
-    """Tells if a value is what a clause of `WANTED` asks for."""
+    """Returns True if a value satisfies a clause of `WANTED`."""
     if want.startswith("a string"):
         return value is not None and bool(str(value))
     if isinstance(value, bool) or not isinstance(value, int if want.startswith("an integer") else int | float):
@@ -228,3 +322,33 @@ def fits(value, want: str) -> bool:
     if want in bounds:
         return bounds[want]()
     return int(want.rpartition(" at least ")[2]) <= value < float("inf")
+
+
+def lora_problems(lora: LoraSettings | None, mesh: Mapping[str, int], shard_optimizer: bool) -> list[str]:
+    """Returns the settings that contradict training adapters, one clause each; none without adapters.
+
+    Args:
+      mesh: the number of devices along each axis.
+    """
+    if lora is None:
+        return []
+    problems = []
+    if split := [f"mesh.{axis}={size}" for axis, size in mesh.items() if axis != "data" and size > 1]:
+        problems.append(
+            "lora trains on one device, or on several along mesh.data alone: frozen weights must be whole on each device; "
+            f"got {', '.join(split)}"
+        )
+    if shard_optimizer:
+        problems.append("shard_optimizer=True is for runs without lora: the optimizer's state of adapters is small")
+    return problems
+
+
+def _is_replaced(folder: Path, output: Path) -> bool:
+    """Returns True if `folder` is the output folder, or inside the trained model's folder, which the run replaces."""
+    # Imported here: this module imports JAX, and settings are read without JAX.
+    from moe_jax.checkpoint.folders import previous_of
+
+    model = (output / "model").resolve()
+    return folder == output.resolve() or any(
+        folder.is_relative_to(place) for place in (model, model.with_name(f".{model.name}.incomplete"), previous_of(model))
+    )

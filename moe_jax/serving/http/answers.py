@@ -1,55 +1,61 @@
-"""Sends the choices of a request: in one answer at the end, or as a stream of server-sent events."""
+"""The answer to a request: from the engine's events to choices in JSON, at once or as a stream of server-sent events."""
 
 import asyncio
+import functools
 import itertools
 import json
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Coroutine
-from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from moe_jax.serving.http.choices import Choice, TextPiece, follow
-from moe_jax.serving.http.errors import ApiError, DisconnectedError, took_too_long
+from moe_jax.serving.handle import REPLACEMENT
+from moe_jax.serving.http.body import ApiError, DisconnectedError, took_too_long
 from moe_jax.serving.http.record import RequestRecord
-from moe_jax.serving.http.service import Service
+from moe_jax.serving.http.service import Choice, Service
+from moe_jax.serving.request import DrawnToken
 
 
-class Shape(Protocol):
-    """The JSON of an endpoint's choices."""
+@dataclass(frozen=True)
+class TextPiece:
+    """Text of a choice completed by new tokens."""
+
+    index: int
+    text: str
+    tokens: list[DrawnToken]
+    """The tokens since the previous piece, if the request asks for their log-probabilities."""
+    finish_reason: str | None
+
+
+class Answer:
+    """The answer to a request whose choices already run; no choice outlives it.
+
+    `delivery`: True for a stream, and True if the stream ends with token counts (`body.delivery`).
+    """
 
     prefix: str
-    """Begins the ids of its answers."""
+    """Prefix of the ids of an endpoint's answers."""
     whole_object: str
     chunk_object: str
 
+    def __init__(self, service: Service, choices: list[Choice], delivery: tuple[bool, bool], record: RequestRecord):
+        self.service, self.choices, self.delivery, self.record = service, choices, delivery, record
+        self.created, self.id = int(time.time()), secrets.token_hex(12)
+
     def choice(self, piece: TextPiece, *, is_first: bool, is_whole: bool) -> dict[str, Any]:
-        """Returns a piece of a choice in a stream, or a whole choice."""
-        ...
-
-
-@dataclass
-class Answer:
-    """The answer to a request whose choices run already; whatever happens, none of them runs on behind it."""
-
-    service: Service
-    choices: list[Choice]
-    shape: Shape
-    delivery: tuple[bool, bool]
-    """True for a stream, and for one that ends with the numbers of tokens (`body.delivery`)."""
-    record: RequestRecord
-    created: int = field(default_factory=lambda: int(time.time()))
-    id: str = field(default_factory=lambda: secrets.token_hex(12))
+        """Returns the JSON of a piece of a choice in a stream, or of a whole choice."""
+        raise NotImplementedError
 
     async def respond(self, request: Request) -> Response:
         """Returns the answer to the client: a stream, or JSON once all choices have ended.
 
         Raises:
-            ApiError: A choice failed, or the time is over.
+            ApiError: A choice failed, or the request timed out.
             DisconnectedError: The client is gone.
         """
         if self.delivery[0]:
@@ -65,12 +71,12 @@ class Answer:
             self.service.release(self.choices)
         choices = []
         for each in pieces:
-            text, logprobs = "".join(piece.text for piece in each), [new for piece in each for new in piece.logprobs]
-            whole = replace(each[-1], text=text, logprobs=logprobs)
-            choices.append(self.shape.choice(whole, is_first=True, is_whole=True))
-            # Each may have thousands of log-probabilities: other requests come in between.
+            text, tokens = "".join(piece.text for piece in each), [new for piece in each for new in piece.tokens]
+            whole = replace(each[-1], text=text, tokens=tokens)
+            choices.append(self.choice(whole, is_first=True, is_whole=True))
+            # Each may have thousands of log-probabilities: other requests run in between.
             await asyncio.sleep(0)
-        return JSONResponse(self._frame(self.shape.whole_object, choices) | {"usage": self._usage()})
+        return JSONResponse(self._frame(self.whole_object, choices) | {"usage": self._usage()})
 
     async def _stream(self, send_data: Callable[[Any], Awaitable[None]]) -> None:
         begun: set[int] = set()
@@ -78,14 +84,14 @@ class Answer:
         no_usage = {"usage": None} if includes_usage else {}
 
         async def send(piece: TextPiece) -> None:
-            chunk = self.shape.choice(piece, is_first=piece.index not in begun, is_whole=False)
+            chunk = self.choice(piece, is_first=piece.index not in begun, is_whole=False)
             begun.add(piece.index)
-            await send_data(self._frame(self.shape.chunk_object, [chunk]) | no_usage)
+            await send_data(self._frame(self.chunk_object, [chunk]) | no_usage)
 
         try:
             await self._follow(send)
             if includes_usage:
-                await send_data(self._frame(self.shape.chunk_object, []) | {"usage": self._usage()})
+                await send_data(self._frame(self.chunk_object, []) | {"usage": self._usage()})
             await send_data("[DONE]")
         except ApiError as error:
             self.record.error = str(error)
@@ -96,7 +102,7 @@ class Answer:
                 raise DisconnectedError from error
 
     async def _follow(self, emit: Callable[[TextPiece], Awaitable[None]]) -> None:
-        """Emits the pieces of all choices as they come."""
+        """Emits the pieces of all choices as they arrive."""
 
         async def noted(piece: TextPiece) -> None:
             self.record.note_piece()
@@ -106,7 +112,7 @@ class Answer:
         try:
             async with asyncio.timeout(seconds), asyncio.TaskGroup() as group:
                 for _, of_prompt in itertools.groupby(self.choices, lambda choice: choice.handle):
-                    group.create_task(follow(list(of_prompt), noted))
+                    group.create_task(_follow(list(of_prompt), noted))
         except TimeoutError as error:
             raise took_too_long(seconds) from error
         except ExceptionGroup as errors:
@@ -122,11 +128,70 @@ class Answer:
 
     def _frame(self, kind: str, choices: list) -> dict[str, Any]:
         name = self.service.settings.model_name
-        return dict(id=self.shape.prefix + self.id, object=kind, created=self.created, model=name, choices=choices)
+        return dict(id=self.prefix + self.id, object=kind, created=self.created, model=name, choices=choices)
+
+
+class CompletionAnswer(Answer):
+    """An answer of /v1/completions; `begins` is the text before each choice."""
+
+    prefix, whole_object, chunk_object = "cmpl-", "text_completion", "text_completion"
+
+    def __init__(self, *arguments: Any, begins: list[str]):
+        super().__init__(*arguments)
+        self._begins = begins
+        self._offsets = [len(begin) for begin in begins]
+
+    def choice(self, piece: TextPiece, *, is_first: bool, is_whole: bool) -> dict[str, Any]:
+        """Returns the JSON of a piece of a choice, or of a whole choice."""
+        text, found = (self._begins[piece.index] if is_first else "") + piece.text, None
+        if piece.tokens:
+            found = completion_logprobs(self.service.tokenizer, piece.tokens, self._offsets[piece.index])
+            self._offsets[piece.index] += sum(map(len, found["tokens"]))
+        return {"index": piece.index, "text": text, "logprobs": found, "finish_reason": piece.finish_reason}
+
+
+class ChatAnswer(Answer):
+    """An answer of /v1/chat/completions."""
+
+    prefix, whole_object, chunk_object = "chatcmpl-", "chat.completion", "chat.completion.chunk"
+
+    def choice(self, piece: TextPiece, *, is_first: bool, is_whole: bool) -> dict[str, Any]:
+        """Returns the JSON of a piece of a choice, or of a whole choice."""
+        found = chat_logprobs(self.service.tokenizer, piece.tokens) if piece.tokens else None
+        choice = {"index": piece.index, "logprobs": found, "finish_reason": piece.finish_reason}
+        if is_whole:
+            return choice | {"message": {"role": "assistant", "content": piece.text, "refusal": None}}
+        delta = ({"role": "assistant"} if is_first else {}) | ({"content": piece.text} if piece.text or is_first else {})
+        return choice | {"delta": delta}
+
+
+async def _follow(choices: Sequence[Choice], emit: Callable[[TextPiece], Awaitable[None]]) -> None:
+    """Emits the pieces of all continuations of one prompt until their end.
+
+    Raises:
+        ApiError: A continuation was aborted or ended with an error, or the engine failed.
+    """
+    handle, unsent = choices[0].handle, [list[DrawnToken]() for _ in choices]
+    try:
+        async for event in handle:
+            choice, reason = choices[event.index], event.finish_reason
+            choice.note(event)
+            if event.token is not None and event.logprob is not None:
+                unsent[event.index].append((event.token, event.logprob, event.top_logprobs))
+            if reason not in (None, "stop", "length"):
+                why = "was aborted" if reason == "abort" else "ended with an error"
+                raise ApiError(503 if reason == "abort" else 500, f"the request {why}")
+            if event.text or reason:
+                await emit(TextPiece(choice.index, event.text or "", unsent[event.index], reason))
+                unsent[event.index] = []
+    except RuntimeError as error:
+        if handle.error is None:
+            raise
+        raise ApiError(503, "the engine does not run any more") from error
 
 
 class _EventStream(Response):
-    """Server-sent events, which end when the client is gone."""
+    """Server-sent events, which stop when the client disconnects."""
 
     media_type = "text/event-stream"
 
@@ -137,7 +202,7 @@ class _EventStream(Response):
         self.raw_headers = [
             (b"content-type", b"text/event-stream; charset=utf-8"),
             (b"cache-control", b"no-cache"),
-            # Proxies would else collect the events.
+            # Otherwise proxies would buffer the events.
             (b"x-accel-buffering", b"no"),
         ]
 
@@ -178,3 +243,64 @@ async def unless_disconnected[T](receive: Receive, work: Coroutine[Any, Any, T])
         working.cancel()
         watching.cancel()
         await asyncio.gather(working, watching, return_exceptions=True)
+
+
+def completion_logprobs(tokenizer: Any, tokens: Sequence[DrawnToken], offset: int) -> dict[str, Any]:
+    """Returns the log-probability lists of a text completion; `offset` is the number of characters before the first token."""
+    texts = [token_text(tokenizer, token) for token, *_ in tokens]
+    return {
+        "tokens": texts,
+        "token_logprobs": [logprob for _, logprob, _ in tokens],
+        "top_logprobs": [_by_text(tokenizer, tops | {token: logprob}) if tops else None for token, logprob, tops in tokens],
+        "text_offset": list(itertools.accumulate(map(len, texts[:-1]), initial=offset)),
+    }
+
+
+def _by_text(tokenizer: Any, logprobs: dict[int, float]) -> dict[str, float]:
+    """Returns log-probabilities by text. For tokens with equal text (all parts of characters), it keeps the likeliest."""
+    found: dict[str, float] = {}
+    for token, logprob in logprobs.items():
+        text = token_text(tokenizer, token)
+        found[text] = max(logprob, found.get(text, logprob))
+    return found
+
+
+def chat_logprobs(tokenizer: Any, tokens: Sequence[DrawnToken]) -> dict[str, Any]:
+    """Returns the log-probability list of an answer in a chat."""
+    content = [
+        _entry(tokenizer, token, logprob) | {"top_logprobs": [_entry(tokenizer, *each) for each in (tops or {}).items()]}
+        for token, logprob, tops in tokens
+    ]
+    return {"content": content, "refusal": None}
+
+
+# Cached: an answer of 1,000 tokens with 20 alternatives needs 21,000 calls, which would delay all streams by a second.
+@functools.lru_cache(maxsize=1 << 16)
+def token_text(tokenizer: Any, token: int) -> str:
+    """Returns the text of a single token."""
+    return tokenizer.decode([token])
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def token_bytes(tokenizer: Any, token: int) -> list[int] | None:
+    """Returns the bytes of a token, even for part of a character; None if the tokenizer does not expose them."""
+    text = token_text(tokenizer, token)
+    if REPLACEMENT not in text:
+        return list(text.encode())
+    piece = tokenizer.convert_ids_to_tokens(token)
+    if piece.startswith("<0x"):
+        return [int(piece[3:5], 16)]
+    table = _byte_of_letter()
+    return [table[letter] for letter in piece] if set(piece) <= table.keys() else None
+
+
+def _entry(tokenizer: Any, token: int, logprob: float) -> dict[str, Any]:
+    return {"token": token_text(tokenizer, token), "logprob": logprob, "bytes": token_bytes(tokenizer, token)}
+
+
+@functools.cache
+def _byte_of_letter() -> dict[str, int]:
+    """Returns the byte of each letter of byte-level BPE: printable bytes map to themselves, others to letters from 256."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}

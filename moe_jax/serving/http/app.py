@@ -1,4 +1,4 @@
-"""The ASGI application: the endpoints, and what surrounds them."""
+"""The ASGI application: the endpoints and their guard."""
 
 import contextlib
 import hmac
@@ -17,9 +17,8 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from moe_jax.generation.text import completion_tokens
-from moe_jax.serving.http.body import read_body, refuse_others, take
+from moe_jax.serving.http.body import ApiError, DisconnectedError, read_body, refuse_others, take
 from moe_jax.serving.http.completions import answer_chat, answer_completion, conversation_encoder
-from moe_jax.serving.http.errors import ApiError, DisconnectedError, answer_api_error, answer_defect, answer_http_error
 from moe_jax.serving.http.record import RequestRecord, record_of
 from moe_jax.serving.http.service import Service, logger
 
@@ -42,22 +41,22 @@ def make_app(service: Service) -> ASGIApp:
     routes = [Route(path, partial(answer, service), methods=["POST"]) for path, answer in posts.items()]
     routes += [Route(path, partial(answer, service), methods=["GET"]) for path, answer in gets.items()]
     routes.append(Route("/v1/models/{name:path}", partial(_answer_models, service), methods=["GET"]))
-    handlers = {ApiError: answer_api_error, HTTPException: answer_http_error, Exception: answer_defect}
+    handlers = {ApiError: _answer_api_error, HTTPException: _answer_http_error, Exception: _answer_defect}
     app = Starlette(routes=routes, exception_handlers=handlers, lifespan=lifespan)
-    # A redirect from /metrics/ would name whatever host the request names.
+    # A redirect from /metrics/ would repeat the host that the request claims.
     app.router.redirect_slashes = False
     return Guard(app, service, [*posts, *gets])
 
 
 async def _answer_models(service: Service, request: Request) -> JSONResponse:
-    """Answers with the model of the path's name, or with a list of all models."""
+    """Answers with the model named in the path, or with a list of all models."""
     name = request.path_params.get("name")
     service.check_model(name)
     return JSONResponse(_model(service) if name is not None else {"object": "list", "data": [_model(service)]})
 
 
 async def _answer_health(service: Service, request: Request) -> JSONResponse:
-    """Answers 200 while requests are taken: a proxy then sends some here. Of a server that stops the guard tells."""
+    """Answers 200 while requests are accepted, so that proxies route them here. For a stopping server the guard answers."""
     if service.engine.failed:
         raise ApiError(503, "the engine does not run any more")
     return JSONResponse({"status": "ok"})
@@ -78,7 +77,7 @@ def _model(service: Service) -> dict:
 
 
 async def answer_tokenize(service: Service, request: Request) -> JSONResponse:
-    """Answers with the tokens of a text as a completion has them, or of a conversation as a chat has them."""
+    """Answers with the tokens of a text as in a completion, or of a conversation as in a chat."""
     body, record = await read_body(request, service.settings.body_seconds), record_of(request)
     refuse_others(body, {"chat_template_kwargs", "messages", "model", "prompt", "tool_choice", "tools"})
     service.check_model(body.get("model"))
@@ -108,14 +107,36 @@ async def answer_detokenize(service: Service, request: Request) -> JSONResponse:
     return JSONResponse({"prompt": text})
 
 
+async def _answer_api_error(request: Request, error: Exception) -> JSONResponse:
+    """Answers with an error that an endpoint raised."""
+    assert isinstance(error, ApiError)
+    record_of(request).error = str(error)
+    return error.response
+
+
+async def _answer_http_error(request: Request, error: Exception) -> JSONResponse:
+    """Answers for a path or a method that does not exist."""
+    assert isinstance(error, HTTPException)
+    named = {404: f"there is no {request.url.path}", 405: f"{request.url.path} does not take {request.method}"}
+    response = ApiError(error.status_code, named.get(error.status_code, error.detail)).response
+    response.headers.update(error.headers or {})
+    return response
+
+
+async def _answer_defect(request: Request, error: Exception) -> JSONResponse:
+    """Answers for a bug in the server; the traceback is logged, not sent to the client."""
+    # The server will close the connection: a client that did not know would lose its next request there.
+    return ApiError(500, "the server failed at this request; its log says why", closes=True).response
+
+
 MOST_HELD = 1 << 30
-"""Bytes of all requests' bodies together, beyond which the server accepts no further large one."""
+"""Total bytes of all requests' bodies above which the server refuses large ones."""
 
 SMALL_BODY = 1 << 16
-"""Bytes of a body that always has room."""
+"""Bytes of a body that is always accepted."""
 
 CLIENT_IS_GONE = 499
-"""Status in the log of a request whose client did not wait; no client ever sees it."""
+"""Status in the log for a request whose client disconnected; no client ever sees it."""
 
 
 class Guard:
@@ -129,7 +150,7 @@ class Guard:
         """Bytes of the bodies of all requests that have not ended."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Runs a request, or refuses it, and writes it down."""
+        """Runs a request or refuses it, and logs it."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
@@ -165,7 +186,7 @@ class Guard:
     def _check(self, scope: Scope) -> None:
         headers = dict(scope["headers"])
         if b"content-length" in headers and b"transfer-encoding" in headers:
-            # A proxy that believes the length would see two requests where this server sees one (RFC 9112, 6.1).
+            # A proxy that trusts the length would see two requests where this server sees one (RFC 9112, 6.1).
             raise ApiError(400, "a request has Content-Length or Transfer-Encoding, not both", closes=True)
         if len(self.service.connections) >= self.service.settings.max_connections:
             raise ApiError(503, "the server has no room for another connection", closes=True)
@@ -182,7 +203,7 @@ class Guard:
             raise self._too_large()
 
     def _check_host(self, host: str) -> None:
-        """Refuses a name that is not this machine's: its page could have been rebound to this address by its own DNS."""
+        """Refuses other host names: a web page could rebind its name to this address by DNS."""
         name = host if host.endswith("]") else host.rpartition(":")[0] or host
         hosts = self.service.hosts
         # A browser always sends the header.

@@ -1,4 +1,4 @@
-"""Reads the JSON body of a request: within limits of size and time, and field by field."""
+"""Reads and checks the JSON body of a request, within limits of size and time; and the errors that refuse it."""
 
 import asyncio
 import json
@@ -6,15 +6,15 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from starlette.requests import Request
+from starlette.responses import JSONResponse
 
-from moe_jax.serving.defaults import Defaults
-from moe_jax.serving.http.errors import ApiError
+from moe_jax.serving.conversation import Defaults
 from moe_jax.serving.request import SamplingOptions
 
 HARMLESS = {
     "metadata", "parallel_tool_calls", "prompt_cache_key", "safety_identifier", "service_tier", "store", "user",
 }  # fmt: skip
-"""Fields of OpenAI's API that change no answer here."""
+"""Fields of OpenAI's API that have no effect on answers here."""
 
 NEUTRAL: dict[str, Any] = {
     "add_generation_prompt": True,
@@ -39,17 +39,17 @@ NEUTRAL: dict[str, Any] = {
     "typical_p": 1.0,
     "use_beam_search": False,
 }
-"""The value at which a field asks for what happens without it, also where the field is not supported."""
+"""The value of each field that equals leaving it out, also for unsupported fields."""
 
 
 async def read_body(request: Request, seconds: float) -> dict[str, Any]:
-    """Returns the JSON object that a request carries, without fields that ask for nothing (`asking`).
+    """Returns the JSON object in a request's body, without fields that have no effect (`asking`).
 
     Raises:
-        ApiError: It did not come in time, is no JSON object, or is not called JSON.
+        ApiError: It did not arrive in time, is not a JSON object, or has another content type.
     """
     kind = request.headers.get("content-type", "")
-    # A web page of another site may send any other type to a server on this machine without asking it first.
+    # Another site's web page may send any other type to a server on this machine without a preflight request.
     if kind.partition(";")[0].strip().lower() != "application/json":
         raise ApiError(415, f"the body must be JSON, with Content-Type: application/json; got {kind[:80]!r}")
     try:
@@ -58,10 +58,10 @@ async def read_body(request: Request, seconds: float) -> dict[str, Any]:
     except TimeoutError as error:
         raise ApiError(408, f"the body did not come within {seconds:g} seconds") from error
     try:
-        # Bytes would be read as whatever encoding they look like, and with halves of surrogate pairs.
+        # From bytes, json would guess the encoding and accept halves of surrogate pairs.
         found = json.loads(data.decode("utf-8-sig"), parse_constant=_refuse_constant)
         if b"\\u" in data:
-            # Half of a surrogate pair is valid JSON and no text: neither a tokenizer nor an answer could hold it.
+            # Half of a surrogate pair is valid JSON but not text: neither a tokenizer nor an answer could hold it.
             json.dumps(found, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         raise ApiError(400, f"the body is no valid JSON: {str(error)[:200]}") from error
@@ -82,7 +82,7 @@ def asking(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def refuse_others(body: Mapping[str, Any], known: Collection[str]) -> None:
-    """Raises ApiError if the body has a field that is neither known nor harmless: it would be ignored."""
+    """Raises ApiError if the body has a field that is neither known nor harmless, and would be ignored."""
     if others := sorted(body.keys() - set(known) - HARMLESS):
         limited = [name for name in others if name in NEUTRAL]
         if limited == others:
@@ -92,10 +92,10 @@ def refuse_others(body: Mapping[str, Any], known: Collection[str]) -> None:
 
 
 def take(body: Mapping[str, Any], name: str, kinds: type | tuple[type, ...], default: Any = None) -> Any:
-    """Returns a field of one of the given types, or `default` where the body lacks it.
+    """Returns a field of one of the given types, or `default` if the body lacks it.
 
     Raises:
-        ApiError: The value has another type; true and false are no numbers.
+        ApiError: The value has another type; true and false are not numbers.
     """
     value = body.get(name, default)
     kinds = kinds if isinstance(kinds, tuple) else (kinds,)
@@ -133,12 +133,12 @@ MAX_STOP_LENGTH = 1000
 def sampling_options(
     body: Mapping[str, Any], defaults: Defaults, ends: tuple[int, ...], *, max_new_tokens: int | None, logprobs: int | None
 ) -> SamplingOptions:
-    """Returns the options that a body asks for. Ranges are checked with the prompt, by the engine.
+    """Returns the options that a body requests. The engine checks ranges, together with the prompt.
 
     Args:
         ends: Tokens that end a text, unless the body ignores them.
-        max_new_tokens: None: 0, for as many as there is room for.
-        logprobs: Number of alternatives beside each token.
+        max_new_tokens: None becomes 0, the engine's limit.
+        logprobs: Number of alternatives for each token.
 
     Raises:
         ApiError: A field has a wrong type.
@@ -146,7 +146,7 @@ def sampling_options(
     ignores_ends = take(body, "ignore_eos", bool, False)
     own = {**defaults.sampling, "presence_penalty": 0.0, "frequency_penalty": 0.0}
     drawn = {name: take(body, name, int if name == "top_k" else (int, float), value) for name, value in own.items()}
-    # Other servers write "no restriction" as 0 or -1.
+    # Other servers express "no restriction" as 0 or -1.
     drawn["top_k"] = None if drawn["top_k"] in (0, -1) else drawn["top_k"]
     return SamplingOptions(
         max_new_tokens=max_new_tokens or 0,
@@ -190,3 +190,45 @@ def _logit_bias(given: dict) -> dict[int, float]:
     if not all(token.isdecimal() and len(token) < 20 for token in given):
         raise ApiError(400, f"logit_bias must have token ids as its names; got {list(given)!r:.80}", param="logit_bias")
     return {int(token): take(given, token, (int, float)) for token in given}
+
+
+NAMES = {401: "authentication_error", 429: "rate_limit_error", 500: "server_error", 503: "server_error", 504: "server_error"}
+"""The `type` of an error by status; invalid_request_error for others."""
+
+
+class ApiError(Exception):
+    """A request without a result; `param` names the wrong field of its body, if any. `closes`: its connection is closed after
+    the answer.
+    """
+
+    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None, closes: bool = False):
+        super().__init__(message)
+        self.status = status
+        self.param = param
+        self.code = code
+        self.closes = closes
+
+    @property
+    def body(self) -> dict:
+        """The error as JSON."""
+        kind = NAMES.get(self.status, "invalid_request_error")
+        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+
+    @property
+    def response(self) -> JSONResponse:
+        """The whole answer; for a temporary error it includes the time to retry."""
+        headers = {"Retry-After": "1"} if self.status in (429, 503) else {}
+        if self.status == 401:
+            headers["WWW-Authenticate"] = "Bearer"
+        if self.closes:
+            headers["Connection"] = "close"
+        return JSONResponse(self.body, self.status, headers)
+
+
+class DisconnectedError(Exception):
+    """The client has closed its connection."""
+
+
+def took_too_long(seconds: float) -> ApiError:
+    """Returns the error of a request that timed out."""
+    return ApiError(504, f"the request took longer than {seconds:g} seconds")

@@ -1,20 +1,17 @@
 """POST /v1/completions and /v1/chat/completions: continues texts or lists of token ids, and answers conversations."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from moe_jax.generation.text import chat_prompts, completion_tokens
-from moe_jax.serving.defaults import fitted
-from moe_jax.serving.http.answers import Answer
-from moe_jax.serving.http.body import SHARED, delivery, read_body, refuse_others, sampling_options, take
-from moe_jax.serving.http.choices import TextPiece, chat_logprobs, completion_logprobs
-from moe_jax.serving.http.errors import ApiError
+from moe_jax.serving.http.answers import ChatAnswer, CompletionAnswer
+from moe_jax.serving.http.body import SHARED, ApiError, delivery, read_body, refuse_others, sampling_options, take
 from moe_jax.serving.http.record import record_of
 from moe_jax.serving.http.service import Service
+from moe_jax.serving.request import fitted
 
 FIELDS = SHARED | {"best_of", "echo", "logprobs", "prompt"}
 
@@ -50,11 +47,11 @@ async def answer_completion(service: Service, request: Request) -> Response:
     choices = service.submit(tokens, options, "prompt")
     record.prompt_tokens = sum(map(len, tokens))
     begins = [text for text in echoed for _ in range(options.n)] if echo else [""] * len(choices)
-    return await Answer(service, choices, _CompletionShape(service.tokenizer, begins), how, record).respond(request)
+    return await CompletionAnswer(service, choices, how, record, begins=begins).respond(request)
 
 
 def _prompts(given: Any, limit: int) -> list:
-    """Returns the prompts, all as texts or all as lists of ids; the engine checks the ids."""
+    """Returns the prompts, either all texts or all lists of ids; the engine checks the ids."""
     if isinstance(given, str):
         return [given]
     if isinstance(given, list) and given:
@@ -68,28 +65,8 @@ def _prompts(given: Any, limit: int) -> list:
 
 
 def _are_ids(given: Any) -> bool:
-    # True is an integer in Python, and no token.
+    # True is an integer in Python, but not a token.
     return isinstance(given, list) and all(type(token) is int for token in given)
-
-
-@dataclass
-class _CompletionShape:
-    tokenizer: Any
-    begins: list[str]
-    """Text before each choice."""
-    prefix = "cmpl-"
-    whole_object = "text_completion"
-    chunk_object = "text_completion"
-
-    def __post_init__(self):
-        self._offsets = [len(begin) for begin in self.begins]
-
-    def choice(self, piece: TextPiece, *, is_first: bool, is_whole: bool) -> dict[str, Any]:
-        text, found = (self.begins[piece.index] if is_first else "") + piece.text, None
-        if piece.logprobs:
-            found = completion_logprobs(self.tokenizer, piece.logprobs, self._offsets[piece.index])
-            self._offsets[piece.index] += sum(map(len, found["tokens"]))
-        return {"index": piece.index, "text": text, "logprobs": found, "finish_reason": piece.finish_reason}
 
 
 CHAT_FIELDS = SHARED | {
@@ -98,7 +75,7 @@ CHAT_FIELDS = SHARED | {
 
 
 async def answer_chat(service: Service, request: Request) -> Response:
-    """Answers a request for the next message of a conversation; calls of tools come as the text that the model writes.
+    """Answers a request for the next message of a conversation; tool calls are returned as the model's raw text.
 
     Raises:
         ApiError: The request is wrong, or nothing can be computed for it.
@@ -121,13 +98,13 @@ async def answer_chat(service: Service, request: Request) -> Response:
     # Clients of chats send the same max_tokens with each message, while the conversation grows.
     choices = service.submit([tokens], fitted(options, tokens, service.engine.limits), "messages")
     record.prompt_tokens = len(tokens)
-    return await Answer(service, choices, _ChatShape(service.tokenizer), how, record).respond(request)
+    return await ChatAnswer(service, choices, how, record).respond(request)
 
 
 def conversation_encoder(
     tokenizer: Any, body: dict[str, Any], check: Callable[[str], None] | None = None
 ) -> Callable[[], list[list[int]]]:
-    """Returns a function that returns the tokens of a body's conversation; `check` sees its text first.
+    """Returns a function that returns the tokens of a body's conversation and first passes its text to `check`.
 
     Raises:
         ApiError: The conversation, its tools or the values for the template have a wrong type.
@@ -158,26 +135,10 @@ def conversation_encoder(
 
 
 def _with_joined_text(message: dict[str, Any]) -> dict[str, Any]:
-    """Returns a message whose content is one text, where a client has sent it as a list of texts."""
+    """Returns a message with its content joined to one text, if a client sent a list of texts."""
     parts = message.get("content")
     if not isinstance(parts, list):
         return message
     if not all(isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str) for part in parts):
         raise ApiError(400, "the content of a message must be text, or parts of the type text", param="messages")
     return message | {"content": "".join(part["text"] for part in parts)}
-
-
-@dataclass
-class _ChatShape:
-    tokenizer: Any
-    prefix = "chatcmpl-"
-    whole_object = "chat.completion"
-    chunk_object = "chat.completion.chunk"
-
-    def choice(self, piece: TextPiece, *, is_first: bool, is_whole: bool) -> dict[str, Any]:
-        found = chat_logprobs(self.tokenizer, piece.logprobs) if piece.logprobs else None
-        choice = {"index": piece.index, "logprobs": found, "finish_reason": piece.finish_reason}
-        if is_whole:
-            return choice | {"message": {"role": "assistant", "content": piece.text, "refusal": None}}
-        delta = ({"role": "assistant"} if is_first else {}) | ({"content": piece.text} if piece.text or is_first else {})
-        return choice | {"delta": delta}

@@ -28,14 +28,14 @@ class RequestRecord:
     first_piece: float | None = None
     status: int = 0
     error: str | None = None
-    """The reason why a stream broke off, or why there was no answer."""
+    """The reason why a stream was interrupted, or why there was no answer."""
     body_bytes: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
     new_tokens: int = 0
 
     def note_piece(self) -> None:
-        """Notes that text is on its way."""
+        """Records that text was sent."""
         if self.first_piece is None:
             self.first_piece = time.perf_counter()
 
@@ -45,7 +45,7 @@ class RequestRecord:
         return None if self.first_piece is None else self.first_piece - self.began
 
     def line(self, seconds: float) -> str:
-        """Returns the request in one line, after so many seconds."""
+        """Describes the request, which took `seconds`, in one line."""
         parts = [f"{self.client} {self.method} {self.path} {self.status}"]
         if self.prompt_tokens:
             parts.append(f"{self.prompt_tokens} prompt tokens ({self.cached_tokens} cached), {self.new_tokens} new")
@@ -57,7 +57,7 @@ class RequestRecord:
 
 
 def record_of(request: Request) -> RequestRecord:
-    """Returns the record that the guard has begun for a request."""
+    """Returns the record that the guard created for a request."""
     return request.scope["moe_jax.record"]
 
 
@@ -82,7 +82,7 @@ ENGINE_HELP = {
 
 
 class Metrics:
-    """Counters and histograms of requests, and the engine's own numbers as they are when somebody asks."""
+    """Counters and histograms of requests, and the engine's own numbers at the time of a scrape."""
 
     def __init__(self, stats: Callable[[], "Stats"]):
         self.registry = CollectorRegistry()
@@ -103,7 +103,7 @@ class Metrics:
         self._next = seconds("moe_jax_seconds_per_token", each, buckets=SECONDS_PER_TOKEN)
 
     def observe(self, record: RequestRecord, path: str, seconds: float) -> None:
-        """Counts a request that has ended; `path` is one of the server's, for clients may ask for any."""
+        """Counts a request that has ended; `path` is one of the server's own: clients may request arbitrary ones."""
         self._requests.labels(path, str(record.status)).inc()
         self._prompt.inc(record.prompt_tokens)
         self._cached.inc(record.cached_tokens)

@@ -1,4 +1,4 @@
-"""Runs the HTTP server until it is told to stop, and lets running requests finish within a time."""
+"""Runs the HTTP server until a signal, then lets running requests finish within a time limit."""
 
 import asyncio
 import ipaddress
@@ -10,13 +10,13 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from moe_jax.serving.http.app import make_app
-from moe_jax.serving.http.errors import ApiError
+from moe_jax.serving.http.body import ApiError
 from moe_jax.serving.http.service import Service, logger
 
 KEEP_ALIVE_SECONDS = 65
 """Time after which a connection without a request is closed. Clients and proxies drop theirs after 5 to 60 seconds.
 
-It must be longer than theirs: a request that meets the closing of its connection is lost.
+It must be longer than theirs: a request sent while its connection closes is lost.
 """
 
 
@@ -24,10 +24,10 @@ def bind(host: str, port: int) -> socket.socket:
     """Returns a socket that is bound to an address; until a server runs on it, connections are refused.
 
     Raises:
-        OSError: The address is in use, or is none of this machine.
+        OSError: The address is in use, or does not belong to this machine.
     """
     bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-    # Else the port of a server that has just ended could not be bound for a minute.
+    # Else the port of a server that just ended could not be bound for a minute.
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         bound.bind((host, port))
@@ -50,7 +50,7 @@ class Server(uvicorn.Server):
             log_level="warning",
             # The guard writes a line for each request.
             access_log=False,
-            # Behind a proxy the log would else name whatever address a client claims.
+            # Else the log would show whichever address a client claims in proxy headers.
             proxy_headers=False,
             server_header=False,
             timeout_keep_alive=KEEP_ALIVE_SECONDS,
@@ -68,7 +68,7 @@ class Server(uvicorn.Server):
         self._loop.call_soon_threadsafe(self.stop)
 
     def stop(self) -> None:
-        """Takes no further requests, and aborts those that run when their time is over; at once if called again."""
+        """Refuses new requests, and aborts running ones after their time limit; at once if called again."""
         if self.service.stopping:
             self._abort()
             return
@@ -90,14 +90,14 @@ class Server(uvicorn.Server):
             logger.info("serving %s on http://%s:%d/v1", self.service.settings.model_name, host, port)
 
     async def shutdown(self, sockets=None) -> None:
-        """Waits for the requests, and says how many had to be aborted."""
+        """Waits for the requests, and logs how many had to be aborted."""
         await super().shutdown(sockets)
         if self._deadline is not None:
             self._deadline.cancel()
         logger.info("stopped: %d requests finished, %d were aborted", self._at_stop - self._num_aborted, self._num_aborted)
 
     def _guard(self, host: str) -> None:
-        """Sets the names that requests may have for this server, or warns of other machines, where no key is asked for."""
+        """If there is no key: sets the host names that requests may use, or warns that other machines can connect."""
         settings = self.service.settings
         if settings.api_key is not None:
             return
@@ -114,33 +114,32 @@ class Server(uvicorn.Server):
 
 
 class Connection(H11Protocol):
-    """Closes itself unless the head of its first request, or of one behind an answer, comes within `timeout_keep_alive`.
-
-    uvicorn closes a connection that is silent behind an answer. One that never brings a whole head would stay for ever, and
-    count among the connections that the server may have.
+    """Closes itself unless the head of its first or next request arrives within `timeout_keep_alive`. uvicorn closes a
+    connection that is silent after an answer. One that never sends a whole head would stay open forever, and count toward the
+    limit of connections.
     """
 
     _deadline: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Begins the time for the first head."""
+        """Starts the timer for the first head."""
         super().connection_made(transport)
         self._watch()
 
     def data_received(self, data: bytes) -> None:
-        """Ends the time with a whole head, and begins it with the first bytes of the next one."""
+        """Stops the timer at a complete head, and starts it at the first bytes of the next one."""
         super().data_received(data)
         self._watch()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Forgets the time."""
+        """Cancels the timer."""
         super().connection_lost(exc)
         self._forget()
 
     def send_400_response(self, msg: str) -> None:
         """Answers bytes that are not HTTP, and closes the connection."""
         if self.cycle is not None:
-            # A request whose body breaks off so would be answered a second time.
+            # Else a request whose body ends this way would be answered twice.
             self.cycle.disconnected = True
             self.cycle.message_event.set()
         if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):

@@ -1,6 +1,8 @@
-"""The state that all endpoints share: an engine, a tokenizer, the requests that run, and the end of them all."""
+"""The state that all endpoints share: an engine, a tokenizer, running requests, and the shutdown."""
 
 import asyncio
+import functools
+import json
 import logging
 import queue
 import threading
@@ -10,17 +12,16 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
+from tokenizers.pre_tokenizers import ByteLevel
+
 from moe_jax.checkpoint.tokenizer import beginning
-from moe_jax.serving.defaults import Defaults
+from moe_jax.serving.conversation import Defaults
 from moe_jax.serving.engine import Engine
-from moe_jax.serving.handle import Handle
-from moe_jax.serving.http.body import SHARED
-from moe_jax.serving.http.choices import Choice
-from moe_jax.serving.http.errors import ApiError, took_too_long
+from moe_jax.serving.handle import Event, Handle
+from moe_jax.serving.http.body import SHARED, ApiError, took_too_long
 from moe_jax.serving.http.record import Metrics, RequestRecord
 from moe_jax.serving.loop import QueueFull
 from moe_jax.serving.request import SamplingOptions
-from moe_jax.serving.text import fewest_tokens
 
 
 @dataclass(frozen=True)
@@ -29,28 +30,27 @@ class ServerSettings:
 
     model_name: str
     api_key: str | None = None
-    """The key that requests must carry, without the space around it; None: none."""
+    """The key that requests must carry, stripped of surrounding space; None: no key."""
     hosts: tuple[str, ...] = ()
-    """Names beyond localhost that the header Host may have, where no key is asked for and only this machine can connect.
-
-    `*`: any name.
+    """Names other than localhost that the header Host may have, if there is no key and only this machine can connect. `*`: any
+    name.
     """
     max_body_bytes: int = 8 << 20
     max_choices: int = 128
     """Largest number of continuations that one request may ask for: its prompts times n."""
     max_connections: int = 2048
     body_seconds: float = 30
-    """Time in which a request's body must have come."""
+    """Time within which a request's body must arrive."""
     request_seconds: float = 3600
-    """Time after which a request is aborted, with what it waits for a slow reader."""
+    """Time after which a request is aborted, including waits for a slow reader."""
     shutdown_seconds: float = 30
-    """Time that running requests have to finish once the server was told to stop."""
+    """Time that running requests have to finish after a signal to stop."""
 
     def __post_init__(self):
         if not self.model_name:
             raise ValueError("model_name must not be empty")
         if self.api_key is not None:
-            # A header's value comes without the space around it.
+            # A header's value arrives without surrounding space.
             object.__setattr__(self, "api_key", self.api_key.strip())
             if not (self.api_key and self.api_key.isascii() and self.api_key.isprintable()):
                 raise ValueError("api_key must be printable ASCII, and not empty")
@@ -64,13 +64,34 @@ class ServerSettings:
 logger = logging.getLogger("moe_jax.serving")
 
 LONG_BODY = 1 << 16
-"""Bytes of a request beyond which its text is tokenized apart from short ones, which would wait for it.
+"""Bytes of a request above which its text is tokenized in a separate thread, so that short texts do not wait.
 
 A core tokenizes one or two megabytes in a second.
 """
 
 CLOSE_SECONDS = 60
-"""Time that the engine has for its last step: a device that hangs would else hold up the end for ever."""
+"""Time limit for the engine's last step: otherwise a hanging device would block the shutdown forever."""
+
+
+class Choice:
+    """A continuation of a request: `index` is its number in the answer, `number` its number in the handle."""
+
+    def __init__(self, index: int, handle: Handle, number: int):
+        self.index, self.handle, self.number = index, handle, number
+        self.num_tokens = 0
+        """New tokens up to its end, including the one that ended it."""
+        self.finished = False
+
+    @property
+    def cached_tokens(self) -> int:
+        """The number of the prompt's tokens found in the cache, counted once for all choices of a prompt."""
+        completion = self.handle.completions[0]
+        return completion.cached_tokens if completion is not None and self.number == 0 else 0
+
+    def note(self, event: Event) -> None:
+        """Counts an event's token, and notes the end."""
+        self.num_tokens += event.token is not None
+        self.finished |= event.finish_reason is not None
 
 
 class Service:
@@ -89,21 +110,21 @@ class Service:
         self.hosts: frozenset[str] | None = None
         """Names that the header Host may have; None: any."""
         self.stopping = False
-        """True once the server was told to stop: it takes no further requests."""
-        # Prompts wait for each other there, and not in the event loop, where all streams would wait.
+        """True once the server is stopping: it accepts no more requests."""
+        # Prompts wait for each other in threads; in the event loop all streams would wait for them.
         self._short_texts, self._long_texts = Worker("tokenizing"), Worker("tokenizing long texts")
-        # A first call switches off truncation that a tokenizer's file sets, which fails while another thread tokenizes.
+        # The first call turns off truncation set by a tokenizer's file, which fails while another thread tokenizes.
         beginning(self.tokenizer)
-        # The vocabulary is read at the first call, which would hold up all streams later.
+        # The first call reads the vocabulary, which would delay all streams later.
         fewest_tokens(self.tokenizer, "x")
         self._waits: set[asyncio.Timeout] = set()
-        """The ends of the time that requests wait for tokens of their texts."""
+        """Timeouts of requests that wait for their texts' tokens."""
 
     async def encode[T](self, encode: Callable[[], T], record: RequestRecord, field: str) -> T:
         """Runs a function that turns the text in a field of a request into tokens, outside the event loop.
 
         Raises:
-            ApiError: The function raised ValueError, the request's time is over, or the server stops before the function ends.
+            ApiError: The function raised ValueError, the request timed out, or the server stops before the function ends.
         """
         if self.stopping:
             raise ApiError(503, "the server is stopping")
@@ -132,7 +153,7 @@ class Service:
         return await self.encode(lambda: [self.tokenizer.decode(tokens) for tokens in texts], record, field)
 
     def check_length(self, text: str, field: str) -> None:
-        """Raises ApiError if the text has more tokens than a request can have, where its length alone tells so."""
+        """Raises ApiError if the text's length alone proves that it has more tokens than a request can have."""
         most = self.engine.limits.longest_request
         if (fewest := fewest_tokens(self.tokenizer, text)) > most:
             message = f"the text has at least {fewest} tokens, which exceed the {most} of a request"
@@ -159,7 +180,7 @@ class Service:
         if options.n * len(prompts) > self.settings.max_choices:
             raise ApiError(400, f"n times the number of prompts must be at most {self.settings.max_choices}", param="n")
         if options.n * len(prompts) > (most := self.engine.capacity):
-            # A full queue's 429 would make the client come again for ever.
+            # A full queue's 429 would make the client retry forever.
             raise ApiError(400, f"n times the number of prompts must be at most {most}: no more may run or wait", param=field)
         choices: list[Choice] = []
         try:
@@ -173,7 +194,7 @@ class Service:
         return choices
 
     def release(self, choices: Sequence[Choice]) -> None:
-        """Aborts what still runs of a request, and forgets it."""
+        """Aborts the choices of a request that still run, and forgets it."""
         for choice in choices:
             if not choice.finished:
                 choice.handle.abort()
@@ -188,9 +209,8 @@ class Service:
                 wait.reschedule(0)
 
     async def close(self) -> None:
-        """Ends the engine and the threads. All requests have ended, or their time to do so has.
-
-        What does not end within `CLOSE_SECONDS` is left to the end of the process.
+        """Ends the engine and the threads, after all requests ended or timed out. Anything that takes longer than
+        `CLOSE_SECONDS` dies with the process.
         """
         closing = Worker("closing")
         try:
@@ -218,19 +238,19 @@ def _answer_for(error: Exception, field: str) -> Exception:
 
 
 class Worker:
-    """A thread that runs functions in turn. It holds up no exit: a function that never ends dies with the process."""
+    """A thread that runs functions in turn. It does not block the exit: a function that never ends dies with the process."""
 
     def __init__(self, name: str):
         self._calls: queue.SimpleQueue[list[tuple[Callable[[], Any], Future]] | None] = queue.SimpleQueue()
-        """Lists of one call, or of none if its caller was cancelled; None at the end."""
-        # An executor's thread would be joined when Python exits.
+        """Lists of one call each, empty if the caller was cancelled; None ends the thread."""
+        # Python would join an executor's thread at exit.
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     async def run[T](self, function: Callable[[], T]) -> T:
         """Runs a function in the thread, and returns its result or raises its error.
 
-        If the caller is cancelled, a function that waits is left out, and the result of one that runs is dropped.
+        If the caller is cancelled, a waiting function is skipped, and the result of a running one is dropped.
         """
         done: Future[T] = Future()
         call = [(function, done)]
@@ -238,11 +258,11 @@ class Worker:
         try:
             return await asyncio.wrap_future(done)
         finally:
-            # Behind a function that never ends, calls would pile up with all that they hold.
+            # Else calls queued after a function that never ends would keep their data alive.
             call.clear()
 
     def close(self, seconds: float = 0.0) -> bool:
-        """Lets the thread end behind the functions that wait; returns whether it has, after at most so many seconds."""
+        """Ends the thread after its waiting functions; returns True if it ended within `seconds`."""
         self._calls.put(None)
         self._thread.join(seconds)
         return not self._thread.is_alive()
@@ -251,7 +271,7 @@ class Worker:
         while self._run_next():
             pass
 
-    # A function of its own: else the last call, with all that it holds, would live until the next one.
+    # A separate function: else the last call and its data would live until the next one.
     def _run_next(self) -> bool:
         call = self._calls.get()
         if call is None:
@@ -260,6 +280,57 @@ class Worker:
             if done.set_running_or_notify_cancel():
                 try:
                     done.set_result(function())
-                except BaseException as error:  # raised again where the caller waits
+                except BaseException as error:  # raised again in the waiting caller
                     done.set_exception(error)
         return True
+
+
+KEPT = {"ByteLevel", "Digits", "Metaspace", "NFC", "Prepend", "Replace", "Sequence", "Split"}
+"""Steps of a tokenizer before its merges that drop no byte, unless `_drops` finds one. NFC may write characters in fewer."""
+
+MOST_SHRUNK = 4
+"""Bytes of characters for each byte of their NFC form, rounded up: seven of a Greek iota with two marks become two."""
+
+
+def fewest_tokens(tokenizer: Any, text: str) -> int:
+    """Returns a lower bound on a text's number of tokens, from its length alone; 0 if the tokenizer may drop text."""
+    if (longest := _longest_token(tokenizer)) is None:
+        return 0
+    return len(text.encode()) // (longest * (1 if text.isascii() else MOST_SHRUNK))
+
+
+@functools.lru_cache(maxsize=4)
+def _longest_token(tokenizer: Any) -> int | None:
+    """Returns the maximum number of a text's bytes per token; None unless the tokenizer is a byte-level BPE that drops none."""
+    raw, vocab = getattr(tokenizer, "backend_tokenizer", None), tokenizer.get_vocab()
+    if raw is None or type(raw.model).__name__ != "BPE":
+        return None
+    steps = [step for part in (raw.normalizer, raw.pre_tokenizer) if part is not None for step in _steps(part)]
+    added = tokenizer.added_tokens_decoder.values()
+    if any(map(_drops, steps)) or any(token.lstrip or token.rstrip for token in added):
+        return None
+    of_bytes = any(step["type"] == "ByteLevel" for step in steps)
+    # Without a token for each byte, all unknown text could be one token, or none.
+    single = (
+        ByteLevel.alphabet() if of_bytes else [f"<0x{byte:02X}>" for byte in range(256)] if raw.model.byte_fallback else [""]
+    )
+    if not set(single) <= vocab.keys():
+        return None
+    return max(
+        *(len(name) if of_bytes else len(name.encode()) for name in vocab), *(len(each.content.encode()) for each in added)
+    )
+
+
+def _steps(part: Any) -> list[dict[str, Any]]:
+    """Returns the settings of a normalizer or pre-tokenizer, and of all its parts."""
+    found = [json.loads(part.__getstate__())]
+    for step in found:
+        found += [*step.get("normalizers", ()), *step.get("pretokenizers", ())]
+    return found
+
+
+def _drops(step: dict[str, Any]) -> bool:
+    if step["type"] == "Replace":
+        replaced = step["pattern"].get("String")
+        return replaced is None or len(step["content"].encode()) < len(replaced.encode())
+    return step["type"] not in KEPT or step.get("behavior") == "Removed"

@@ -55,7 +55,7 @@ def die(*_) -> None:
 if __name__ == "__main__":
     data, output, step, where = sys.argv[1:]
     if where == "step":
-        loop = sys.modules["moe_jax.recipes.finetuning.loop"]
+        loop = sys.modules["moe_jax.recipes.run.loop"]
         record_of_step = loop.record_of_step
         loop.record_of_step = lambda number, *rest: die() if number == int(step) else record_of_step(number, *rest)
     else:

@@ -22,7 +22,7 @@ from moe_jax.parallel import ExpertParallel, Parallelism, make_mesh
 from moe_jax.parallel.choices import MeshShape
 from moe_jax.parallel.expert import expert_parallel_mlp
 from moe_jax.parallel.pipeline.chunks import to_chunks
-from moe_jax.recipes.finetuning.prepare import _parallelism
+from moe_jax.recipes.run.model import _parallelism
 from moe_jax.train import init_state, make_evaluation, make_optimizer, put_batch
 
 

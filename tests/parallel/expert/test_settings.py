@@ -61,3 +61,16 @@ def test_more_choices_than_experts():
 def test_ragged_is_refused_by_name():
     with pytest.raises(ValueError, match=r"pass the object RAGGED of moe_jax\.experimental\.ragged"):
         ExpertParallel(transport="ragged")
+
+
+@pytest.mark.parametrize(
+    "settings, hops, transport",
+    [
+        ({"capacity_factor": 4.0}, "copies", "pairwise"),
+        ({"capacity_factor": 3.9}, "copies", None),
+        ({"capacity_factor": 4.0}, "nccl", None),
+        ({"capacity_factor": 4.0, "transport": "gather"}, "copies", "gather"),
+    ],
+)
+def test_copies_into_buffers_for_every_routing_go_by_pairs(settings, hops, transport):
+    assert ExpertParallel(**settings).over(4, hops).transport == transport

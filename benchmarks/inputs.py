@@ -1,5 +1,6 @@
-"""Models with random frozen weights in FP8 or in 4 bits, of which no matrix is ever whole."""
+"""Random models and batches that several scripts measure, at published sizes or small enough for a CPU."""
 
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -7,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from moe_jax.config import ModelConfig
+from moe_jax.config import NAMED_CONFIGS, ModelConfig
 from moe_jax.layers.lora import Frozen
 from moe_jax.layers.moe import EXPERT_MATRICES
 from moe_jax.layers.quantised import NF4_BLOCK, BlockScaled, FourBits, Quantised
@@ -16,9 +17,53 @@ from moe_jax.models.decoder import Decoder
 
 FORMS = ("whole", "fp8", "nf4")
 
+LATENT = dict(
+    q_lora_rank=48, kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16, n_group=4, topk_group=2,
+    initializer_range=0.1,
+)  # fmt: skip
+
+
+def config_of(name: str, *, small: bool = False, layers: int | None = None, in_fp8: bool = False) -> ModelConfig:
+    """Returns a published config, or a small one of its architecture with two layers.
+
+    Args:
+        in_fp8: sizes are multiples of 128, which share a scale in FP8.
+    """
+    config = NAMED_CONFIGS[name]
+    if small:
+        hidden, inter = (128, 128) if in_fp8 else (64, 32)
+        sizes = dict(vocab_size=512, hidden_size=hidden, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4)
+        sizes |= {field: size for field, size in dict(num_key_value_heads=2, head_dim=16).items() if hasattr(config, field)}
+        if hasattr(config, "kv_lora_rank"):
+            sizes |= LATENT | dict(num_key_value_heads=4)
+        if config.experts:
+            number = "n_routed_experts" if hasattr(config, "n_routed_experts") else "num_experts"
+            sizes |= {number: 16, "moe_intermediate_size": inter, "num_experts_per_tok": 4}
+        config = replace(config, **sizes)
+    return config if layers is None else replace(config, num_hidden_layers=layers)
+
+
+def random_rows(rows: int, seq: int, vocab_size: int, *, packed: bool = False) -> dict[str, np.ndarray]:
+    """Returns rows of random tokens without padding: one document each, or about five if packed."""
+    rng, shape = np.random.default_rng(0), (rows, seq)
+    starts = rng.random(shape) < (4 / seq if packed else 0)
+    starts[:, 0] = True
+    index = np.arange(seq)
+    tokens = rng.integers(0, vocab_size, shape)
+    return {
+        "tokens": tokens.astype(np.int32),
+        "labels": np.roll(tokens, -1, axis=1).astype(np.int32),
+        "loss_mask": np.ones(shape, np.int32),
+        "positions": (index - np.maximum.accumulate(np.where(starts, index, 0), axis=1)).astype(np.int32),
+        "segment_ids": starts.cumsum(axis=1).astype(np.int32),
+    }
+
 
 def random_model_in_form(config: ModelConfig, form: str) -> Decoder:
-    """Returns a model of bfloat16 parameters; matrices of layers are in FP8 (as hub files have them), or experts in NF4."""
+    """Returns a model of bfloat16 parameters with frozen matrices, none of which is ever whole.
+
+    Matrices of layers are in FP8, as hub files have them, or experts in NF4.
+    """
     abstract = nnx.eval_shape(lambda: from_config(config, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
     graph, state = nnx.split(abstract)
     flat = []
