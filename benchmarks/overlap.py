@@ -28,8 +28,8 @@ from moe_jax.layers.moe import Experts
 from moe_jax.models.execution import Execution
 from moe_jax.models.random_weights import random_model
 from moe_jax.train.gradients import accumulate_in_place
+from moe_jax.train.micro_batch import accumulate_overlapping
 from moe_jax.train.objective import LossWeights, NextToken, as_objective
-from moe_jax.train.overlap import accumulate_overlapping
 
 DIRECT = Experts.__call__
 TRIPS = 5

@@ -52,8 +52,8 @@ from moe_jax.parallel.pipeline.ticks import num_passes, num_ticks
 from moe_jax.train.batch import micro_batches_of
 from moe_jax.train.gradients import accumulate_in_place
 from moe_jax.train.objective import LossWeights, NextToken, as_objective
-from moe_jax.train.pipeline_front import Front
 from moe_jax.train.pipeline_passes import RankPasses, passes_of_layers
+from moe_jax.train.pipelined import Front
 
 
 def main() -> None:

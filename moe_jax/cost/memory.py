@@ -111,9 +111,9 @@ def _of_joined_passes(step: PlannedStep) -> _Held:
     in_layers = sum(p.own_size for p in step.parameters if p.by_layer)
     if step.pipe_schedule not in UNIFORM:
         own_slots = ticks(step).slots
-        kept = (own_slots.saved + 1) * of_chunk
+        kept = (own_slots["saved"] + 1) * of_chunk
         # One slot of each kind takes what is not needed.
-        kept += (own_slots.inputs + own_slots.gradients + 2) * ELEMENT * step.tokens * config.hidden_size
+        kept += (own_slots["input"] + own_slots["gradient"] + 2) * ELEMENT * step.tokens * config.hidden_size
         # A rank of DualPipe computes twice its layers, and holds their parameters and sums beside its own.
         whole += ELEMENT * (1 + stage_copies(step)) * in_layers if stage_copies(step) else 0
         sums += 4 * in_layers if step.pipe_schedule == "dualpipe" else 0

@@ -17,7 +17,6 @@ from moe_jax.parallel.choices import UNIFORM, Hops, MeshShape, PipeSchedule
 from moe_jax.parallel.expert.settings import ExchangePlan, ExpertParallel, plan_exchange
 from moe_jax.parallel.pipeline.chunks import fills_chunks, layers_of_chunk
 from moe_jax.parallel.pipeline.limits import ranks_problem, schedule_problem, split_axes
-from moe_jax.parallel.pipeline.ticks import input_slots
 from moe_jax.parallel.sequence.attention import Method
 from moe_jax.parallel.sequence.ring import devices_per_ring_step
 
@@ -128,7 +127,7 @@ class PlannedStep:
     @functools.cached_property
     def slots(self) -> int:
         """Number of chunks whose inputs are kept at a time; in a joined loop without a pipe, 2."""
-        return 1 + max(input_slots(self.mesh.pipe, self.pipe_chunks, self.gradient_accumulation))
+        return min((self.pipe_chunks + 1) * self.mesh.pipe, self.pipe_chunks * self.gradient_accumulation)
 
     @property
     def offloads_slots(self) -> bool:

@@ -1,10 +1,11 @@
 """Ticks, slots and copies of the pipeline schedules other than `uniform`, for the model of cost.
 
-Schedules from a table are priced in lockstep, as they run (`parallel.pipeline.table_executor`). The model knows no cost of a
+Schedules from a table are priced in lockstep, as they run (`parallel.pipeline.executor`). The model knows no cost of a
 branch. ZB-H1 was measured a third slower than its ticks (docs/performance.md, "Schedules from a table").
 """
 
 import functools
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from moe_jax.cost.layer import ELEMENT
@@ -14,7 +15,7 @@ from moe_jax.parallel.choices import UNIFORM, PipeSchedule
 from moe_jax.parallel.pipeline.limits import schedule_by_name, split_axes
 from moe_jax.parallel.pipeline.schedules import Schedule
 from moe_jax.parallel.pipeline.simulator import PassTimes, simulate
-from moe_jax.parallel.pipeline.table import Sizes, lockstep_table, undivided
+from moe_jax.parallel.pipeline.table import SlotKind, lockstep_table, undivided
 
 
 class Ticks(NamedTuple):
@@ -25,7 +26,7 @@ class Ticks(NamedTuple):
     """Transfers between different ranks behind each tick."""
     pairs: float
     """Share of the forward passes that overlap with a backward pass."""
-    slots: Sizes
+    slots: Mapping[SlotKind, int]
 
 
 def ticks(step: PlannedStep) -> Ticks:
@@ -47,7 +48,7 @@ def product_bytes(step: PlannedStep) -> float:
     """Returns the bytes of the products that wait for W: operands of all matrices of a chunk, in each place."""
     places = step.mesh.pipe - 1 if step.pipe_schedule == "uniform-w" else 0
     if step.pipe_schedule not in UNIFORM:
-        places = ticks(step).slots.products
+        places = ticks(step).slots["product"]
     return places * step.layers_of_chunk * ELEMENT * step.tokens * operand_elements(step.config)
 
 
@@ -68,4 +69,4 @@ def _of_table(*key) -> Ticks:
     table = lockstep_table(schedule)
     passes = [slot for slots in schedule.ranks for slot in slots if any(part.kind == "F" for part in slot)]
     hops = sum(distance != 0 for distance in (*table.forward_hops, *table.backward_hops))
-    return Ticks(table.num_ticks, hops, sum(len(slot) == 2 for slot in passes) / len(passes), table.sizes)
+    return Ticks(table.spans[-1].ends, hops, sum(len(slot) == 2 for slot in passes) / len(passes), table.sizes)

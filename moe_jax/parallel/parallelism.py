@@ -6,9 +6,8 @@ from dataclasses import dataclass, replace
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from moe_jax.parallel.choices import Hops, PipeSchedule
-from moe_jax.parallel.collectives.hops import COPIES, MANY_AT_ONCE, check_hops
+from moe_jax.parallel.collectives.hops import COPIES, MANY_AT_ONCE, NO_COPIES, check_hops
 from moe_jax.parallel.expert import ExpertParallel
-from moe_jax.parallel.pipeline.branches import NO_COPIES
 from moe_jax.parallel.pipeline.chunks import PipeShape, pipe_of
 from moe_jax.parallel.pipeline.limits import ranks_problem
 from moe_jax.parallel.sequence.attention import ContextParallel
