@@ -47,8 +47,9 @@ from moe_jax.models.execution import Execution
 from moe_jax.models.random_weights import random_model
 from moe_jax.parallel import make_mesh
 from moe_jax.parallel.choices import MeshShape
-from moe_jax.parallel.pipeline import executor
-from moe_jax.parallel.pipeline.ticks import num_passes, num_ticks
+from moe_jax.parallel.pipeline import uniform
+from moe_jax.parallel.pipeline.executor import PipelinePasses, run_table
+from moe_jax.parallel.pipeline.table import lockstep_table
 from moe_jax.train.batch import micro_batches_of
 from moe_jax.train.gradients import accumulate_in_place
 from moe_jax.train.objective import LossWeights, NextToken, as_objective
@@ -102,19 +103,17 @@ def main() -> None:
 def alone(args: argparse.Namespace, config, params: nnx.State, fixed: nnx.State, batch: dict, remat) -> dict:
     """Times the ticks of the rank; returns them by kind, with the predictions."""
     ranks, chunks, micro_batches = sizes = args.ranks, args.chunks, args.micro_batches
+    schedule = uniform(*sizes)
+    table = lockstep_table(schedule)
     whole = replace(config, num_hidden_layers=args.layers * ranks)
     graph = graph_of(whole)
-    first, last = ranks * chunks, num_ticks(*sizes)
-    both_end = num_passes(*sizes) + ranks - 1
+    first, both_end, last = (span.ends for span in table.spans)
 
     def run(params, fixed, batch, noise, ends):
-        def spans(*sizes, puts_off):
-            yield executor._Span(True, "", 0, ends[0])
-            yield executor._Span(True, "B", first, ends[1])
-            yield executor._Span(False, "B", both_end, ends[2])
-
-        with played_alone(ranks, args.rank), mock.patch.object(executor, "_spans", spans):
-            return gradients_of_rank(args, graph, params, fixed, batch, remat, sizes, noise)
+        spans = tuple(span._replace(ends=ends[i]) for i, span in enumerate(table.spans))
+        with played_alone(ranks, args.rank):
+            of_rank = schedule, replace(table, spans=spans)
+            return gradients_of_rank(args, graph, params, fixed, batch, remat, of_rank, noise)
 
     noise = jax.random.normal(jax.random.key(1), (2, args.rows, args.seq, config.hidden_size), jnp.bfloat16)
     ends = [(0, first, both_end), (first, first, both_end), (first, first + ranks, both_end)]
@@ -160,9 +159,11 @@ def alone(args: argparse.Namespace, config, params: nnx.State, fixed: nnx.State,
 def against_plain(args: argparse.Namespace, config, params: nnx.State, fixed: nnx.State, batch: dict) -> dict:
     """Times a step's gradients through a pipe of one rank, and by plain accumulation in turn with it."""
     graph, n, objective = graph_of(config), args.micro_batches, objective_of(args)
+    schedule = uniform(1, 1, n)
+    of_rank = schedule, lockstep_table(schedule)
 
     def piped(params, fixed, batch):
-        return gradients_of_rank(args, graph, params, fixed, batch, True, (1, 1, n), None)
+        return gradients_of_rank(args, graph, params, fixed, batch, True, of_rank, None)
 
     def plain(params, fixed, batch):
         found = accumulate_in_place(objective, graph, Execution(remat=True, balanced_routing=True), n)(params, fixed, batch)
@@ -187,9 +188,13 @@ def against_plain(args: argparse.Namespace, config, params: nnx.State, fixed: nn
     return rows
 
 
-def gradients_of_rank(args, graph, params, fixed, batch, remat, sizes, noise):
-    """Returns a rank's value, and the squared norm of its gradients; `noise` [2, rows, seq, hidden] or None."""
-    _, chunks, micro_batches = sizes
+def gradients_of_rank(args, graph, params, fixed, batch, remat, of_rank, noise):
+    """Returns a rank's value, and the squared norm of its gradients.
+
+    `of_rank` is a schedule and its table, and `noise` [2, rows, seq, hidden] or None.
+    """
+    schedule, table = of_rank
+    micro_batches = args.micro_batches
     mesh = make_mesh(devices=jax.devices()[:1])
     objective, execution = objective_of(args), Execution(remat=remat, balanced_routing=True)
     stacked, scalars = micro_batches_of(
@@ -199,11 +204,11 @@ def gradients_of_rank(args, graph, params, fixed, batch, remat, sizes, noise):
     def local(params, fixed, stacked, noise):
         params, stacked, noise = vary_as((params, stacked, noise), lax.axis_index("pipe"))
         front = Front(passes_of_layers(objective, graph, params, fixed, execution, mesh), stacked)
-        passes = RankPasses(front.micro, chunks, stacked, scalars, front.forward())
+        passes = RankPasses(front.micro, schedule, stacked, scalars, front.forward())
         of_pipeline = passes.of_pipeline()
         if noise is not None:
             of_pipeline = with_noise(of_pipeline, noise, args.rank)
-        totals = executor.run_ticks(of_pipeline, chunks, micro_batches, passes.zeros())
+        totals = run_table(of_pipeline, table, passes.zeros())
         gradients = front.backward(totals.embedded[:-1], totals.gradients)
         return totals.value[None], squared(gradients)[None]
 
@@ -213,7 +218,7 @@ def gradients_of_rank(args, graph, params, fixed, batch, remat, sizes, noise):
     return value[0], norm[0]
 
 
-def with_noise(passes: executor.PipelinePasses, noise, rank: int) -> executor.PipelinePasses:
+def with_noise(passes: PipelinePasses, noise, rank: int) -> PipelinePasses:
     """Returns the passes with noise in place of the arrays that other ranks would send. Each rank computes losses."""
 
     def forward(of_tick, moving, slot):

@@ -242,13 +242,13 @@ def _sum_of(passes: MicroBatchPasses, stacked: Batch, scalars: Batch) -> Gradien
     # The loop carries leaves, because two traces of a pullback are two tree structures with the same leaves.
     leaves, structure = jax.tree.flatten(forwarded.saved)
     found = jax.eval_shape(lambda: passes.loss(first, forwarded, passes.zeros())[0])
-    sums = Gradients(*zeros_of((found.value, found.aux)), passes.zeros())
+    sums = zeros_of(found)._replace(gradients=passes.zeros())
 
     def loss(forwarded: Forwarded, sums: Gradients, batch: Batch) -> tuple[Gradients, Pass]:
         forwarded = forwarded._replace(saved=jax.tree.unflatten(structure, forwarded.saved))
         found, dx, droutings = passes.loss(batch, forwarded, sums.gradients)
         value, aux = jax.tree.map(jnp.add, (sums.value, sums.aux), (found.value, found.aux))
-        return Gradients(value, aux, None), passes.backward(batch, forwarded.saved, dx, droutings, found.gradients)
+        return found._replace(value=value, aux=aux), passes.backward(batch, forwarded.saved, dx, droutings, found.gradients)
 
     def tick(carry: tuple[Forwarded, Gradients], batches: tuple[Batch, Batch]):
         before, after = (batch | scalars for batch in batches)

@@ -32,7 +32,7 @@ from moe_jax.models.output import HiddenStates
 from moe_jax.parallel.pipeline.chunks import layers_of_chunk
 from moe_jax.parallel.pipeline.executor import PipelinePasses, Slot, layers_of_all_stages, layers_of_stages
 from moe_jax.parallel.pipeline.schedules import Schedule
-from moe_jax.parallel.pipeline.table import PassRow
+from moe_jax.parallel.pipeline.table import NO_PASS, PassRow
 from moe_jax.train.batch import Batch, micro_batch_at
 from moe_jax.train.gradients import zeros_of
 from moe_jax.train.micro_batch import LossRun, MicroBatchPasses, gradients_of_stage, sums_of_loop
@@ -289,13 +289,11 @@ class RankPasses:
         """The shapes of a chunk's routing; None for dense layers."""
         if not self.micro.model().config.stages[self.stage].sparse:
             return None
-        zero = jnp.zeros((), jnp.int32)
-        at = PassRow(zero < 0, *[zero] * (len(PassRow._fields) - 1))
         x = self.micro.enter(micro_batch_at(self.stacked, 0)).carry.x
 
         def routing(x):
-            layers, arrays = self._stage(at, self.micro.zeros())
-            (run,) = run_loops(forward_loop(layers, arrays, Carry(self._vary(x), None), self._chunk(at)))
+            layers, arrays = self._stage(NO_PASS, self.micro.zeros())
+            (run,) = run_loops(forward_loop(layers, arrays, Carry(self._vary(x), None), self._chunk(NO_PASS)))
             return run.y
 
         return jax.eval_shape(routing, x)

@@ -41,7 +41,7 @@ from jaxtyping import Array, Int
 from moe_jax.kernels.varying import vary_as
 from moe_jax.parallel.collectives.hops import hop
 from moe_jax.parallel.pipeline.schedules import Schedule
-from moe_jax.parallel.pipeline.table import Kinds, PassRow, Row, Span, Table
+from moe_jax.parallel.pipeline.table import NO_PASS, Kinds, PassRow, Row, Span, Table
 
 OF_ALL_DEVICES = ("ppermute", "pbroadcast", "psend", "precv")
 """Primitives without groups, and those that begin so (`ppermute_start`)."""
@@ -145,18 +145,17 @@ def run_table(passes: PipelinePasses, table: Table, totals: Any) -> Any:
 
 
 def _first_state(passes: PipelinePasses, table: Table, totals: Any) -> _State:
-    zero, kinds = jnp.zeros((), jnp.int32), table.kinds
+    kinds = table.kinds
     on_host = passes.memory == jax.memory.Space.Host
-    first = PassRow(zero < 0, *[zero] * (len(PassRow._fields) - 1))
-    entering = passes.enter(zero)
+    entering = passes.enter(NO_PASS.micro_batch)
 
     def results(entering, totals):
-        output, saved, _ = passes.run(passes.forward(first, entering, None))[0]
+        output, saved, _ = passes.run(passes.forward(NO_PASS, entering, None))[0]
         product = None
         if "b" in kinds:
             assert passes.inputs_backward is not None
             restored = jax.device_put(saved, jax.memory.Space.Device) if on_host else saved
-            _, product, _ = passes.run(passes.inputs_backward(first, restored, output, totals))[0]
+            _, product, _ = passes.run(passes.inputs_backward(NO_PASS, restored, output, totals))[0]
         return (saved, product) if kinds & {"B", "b"} else (None, None)
 
     saved, product = jax.eval_shape(results, entering, totals)

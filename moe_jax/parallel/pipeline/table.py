@@ -27,8 +27,8 @@ from moe_jax.parallel.pipeline.simulator import ticks_of
 from moe_jax.parallel.pipeline.ticks import lowest_free_slots
 from moe_jax.parallel.pipeline.verification import verify
 
-Ints = np.ndarray
-"""Integers [ticks, ranks], or one of them inside a program."""
+Ints = Any
+"""Integers or truth values [ticks, ranks] of NumPy, or one of them inside a program."""
 
 Kinds = tuple[Kind, ...]
 SlotKind = Literal["input", "gradient", "saved", "product"]
@@ -49,6 +49,9 @@ class PassRow(NamedTuple):
     """The slot of the input of F, or of the gradient of the output of B and b."""
     saved: Ints
     product: Ints
+
+
+NO_PASS = PassRow(False, 0, 0, False, 0, 0, 0)
 
 
 class Row(NamedTuple):
@@ -134,7 +137,7 @@ def lockstep_table(schedule: Schedule) -> Table:
         kinds = ((), *sorted({_kinds(slot) for of_tick in ticks for slot in of_tick} - {()}))
         spans = (Span(0, len(ticks), kinds, True),)
     branch = np.array([[_branch(span, slot) for slot in ticks[t]] for span in spans for t in range(*span[:2])], np.int32)
-    rows = Row(branch, *passes, of_losses, inputs, gradients)
+    rows = Row(branch, passes[0], passes[1], passes[2], of_losses, inputs, gradients)
     return Table(rows, spans, losses, last_ranks, forward_hops, backward_hops, sizes)
 
 
@@ -176,8 +179,8 @@ def _passes(schedule: Schedule, ticks: list[tuple[Slot, ...]], slots: dict[Kept,
                     own = (slots.get((kind, *place), 0) for kind in read)
                     number = direction * schedule.micro_batches + micro_batch
                     rows[tick, rank] = True, part.chunk, number, stage == 0, *own
-    exists, chunk, micro_batch, is_first, *others = np.moveaxis(rows, 2, 0)
-    return PassRow(exists > 0, chunk, micro_batch, is_first > 0, *others)
+    row = PassRow(*np.moveaxis(rows, 2, 0))
+    return row._replace(exists=row.exists > 0, is_first=row.is_first > 0)
 
 
 def _uniform_spans(ticks: list[tuple[Slot, ...]], losses: Ints) -> tuple[Span, ...]:

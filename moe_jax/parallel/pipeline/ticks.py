@@ -10,39 +10,32 @@ forward pass and one backward pass. With p ranks, v chunks and micro-batch i = g
 import heapq
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from typing import NamedTuple
 
 from moe_jax.parallel.pipeline.schedules import Kind, Part, Schedule, Slot, one_f_one_b, require_positive
 
-
-class TickPass(NamedTuple):
-    """A pass of one tick. Without `exists`, chunk and micro-batch mean nothing, and the micro-batch may be out of range."""
-
-    chunk: int
-    micro_batch: int
-    exists: bool
+Place = tuple[int, int]
+"""The chunk and the micro-batch of a pass."""
 
 
-def forward_at(tick: int, rank: int, ranks: int, chunks: int, micro_batches: int) -> TickPass:
-    """Returns the forward pass of a rank in a tick."""
+def forward_at(tick: int, rank: int, ranks: int, chunks: int, micro_batches: int) -> Place | None:
+    """Returns the forward pass of a rank in a tick, if it has one."""
     return _nth_pass(tick - rank, ranks, chunks, micro_batches)
 
 
-def backward_at(tick: int, rank: int, ranks: int, chunks: int, micro_batches: int) -> TickPass:
-    """Returns the backward pass of a rank in a tick. Chunks come in the reverse order."""
+def backward_at(tick: int, rank: int, ranks: int, chunks: int, micro_batches: int) -> Place | None:
+    """Returns the backward pass of a rank in a tick, if it has one. Chunks come in the reverse order."""
     mirrored = _nth_pass(tick - chunks * ranks - (ranks - 1 - rank), ranks, chunks, micro_batches)
-    return mirrored._replace(chunk=chunks - 1 - mirrored.chunk)
+    return mirrored and (chunks - 1 - mirrored[0], mirrored[1])
 
 
-def weights_at(tick: int, rank: int, ranks: int, chunks: int, micro_batches: int) -> TickPass:
+def weights_at(tick: int, rank: int, ranks: int, chunks: int, micro_batches: int) -> Place | None:
     """Returns the pass W that a rank computes in one of the last p - 1 ticks, if W is put off (`uniform-w`).
 
     Rank r has no backward pass in the last r ticks. There it computes W of its first r backward passes, which are in the ticks
     of `puts_off`.
     """
     n = tick - num_ticks(ranks, chunks, micro_batches) + rank
-    found = backward_at(n + chunks * ranks + ranks - 1 - rank, rank, ranks, chunks, micro_batches)
-    return found._replace(exists=found.exists and n >= 0)
+    return backward_at(n + chunks * ranks + ranks - 1 - rank, rank, ranks, chunks, micro_batches)
 
 
 def puts_off(tick: int, ranks: int, chunks: int) -> bool:
@@ -50,10 +43,10 @@ def puts_off(tick: int, ranks: int, chunks: int) -> bool:
     return chunks * ranks <= tick < chunks * ranks + ranks - 1
 
 
-def _nth_pass(n: int, ranks: int, chunks: int, micro_batches: int) -> TickPass:
+def _nth_pass(n: int, ranks: int, chunks: int, micro_batches: int) -> Place | None:
     group, chunk, place = n // (chunks * ranks), n % (chunks * ranks) // ranks, n % ranks
     micro_batch = group * ranks + place
-    return TickPass(chunk, micro_batch, n >= 0 and micro_batch < micro_batches)
+    return (chunk, micro_batch) if n >= 0 and micro_batch < micro_batches else None
 
 
 def num_ticks(ranks: int, chunks: int, micro_batches: int) -> int:
@@ -162,8 +155,8 @@ def _slots_of_uniform(*sizes: int, divides: bool = False) -> tuple[tuple[Slot, .
     return tuple(tuple(uniform_slot(tick, rank, *sizes, divides=divides) for tick in ticks) for rank in range(sizes[0]))
 
 
-def _part(kind: Kind, found: TickPass) -> tuple[Part, ...]:
-    return (Part(kind, found.chunk, found.micro_batch),) if found.exists else ()
+def _part(kind: Kind, place: Place | None) -> tuple[Part, ...]:
+    return (Part(kind, *place),) if place else ()
 
 
 def _stages(ranks: int, chunks: int) -> tuple[tuple[int, ...], ...]:

@@ -15,10 +15,9 @@ def test_each_pass_has_one_tick(sizes):
         forward, backward = {}, {}
         for tick in range(-2, ticks.num_ticks(*sizes) + 3):
             for found, at in ((forward, ticks.forward_at), (backward, ticks.backward_at)):
-                chunk, micro_batch, exists = at(tick, rank, *sizes)
-                if exists:
-                    assert (chunk, micro_batch) not in found
-                    found[chunk, micro_batch] = tick
+                if place := at(tick, rank, *sizes):
+                    assert place not in found
+                    found[place] = tick
         expected = {(c, i): i // ranks * chunks * ranks + i % ranks for c in range(chunks) for i in range(micro_batches)}
         assert forward == {(c, i): start + rank + c * ranks for (c, i), start in expected.items()}
         late = chunks * ranks + ranks - 1 - rank
@@ -32,5 +31,5 @@ def test_ends_of_a_step(sizes):
     total, warm_up = ticks.num_ticks(*sizes), chunks * ranks
     assert total == -(-micro_batches // ranks) * ranks * chunks + ranks - 1 + chunks * ranks
     for rank in range(ranks):
-        assert not any(ticks.backward_at(tick, rank, *sizes).exists for tick in range(warm_up))
-        assert not any(ticks.forward_at(tick, rank, *sizes).exists for tick in range(total - warm_up, total))
+        assert not any(ticks.backward_at(tick, rank, *sizes) for tick in range(warm_up))
+        assert not any(ticks.forward_at(tick, rank, *sizes) for tick in range(total - warm_up, total))
