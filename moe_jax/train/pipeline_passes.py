@@ -44,9 +44,9 @@ class _Moving(NamedTuple):
 
     x: Float[Array, "batch seq hidden"]
     router: Any
-    """The router's sums over the layers so far, one array for each float of `RouterSums`; None for dense layers."""
+    """The floats of the router's sums over the layers so far (`_parts`); None for dense layers."""
     counts: Any
-    """The same of its integers, which have no gradient."""
+    """The integers, which have no gradient."""
 
 
 class Totals(NamedTuple):
@@ -349,9 +349,7 @@ class RankPasses:
         """Returns sums of as many layers as the pipeline has, all in the first: losses need the sum over layers alone."""
         if self._routing is None:
             return self._vary(RouterSums.of_no_layer(1))
-        joined = _joined(
-            jax.tree.map(lambda a: jnp.where(is_last, a, 0), (finished.router, finished.counts)), self._routing.sums
-        )
+        joined = _joined(*jax.tree.map(lambda a: jnp.where(is_last, a, 0), (finished.router, finished.counts)))
         padded = jax.tree.map(lambda a: jnp.pad(a[None], [(0, self.num_layers - 1), *[(0, 0)] * a.ndim]), joined)
         return self._routing.in_order(padded)
 
@@ -371,19 +369,19 @@ def _deal(x: Array, ranks: int, by_rows: bool) -> Array:
     return filled.reshape(ranks, -1, *x.shape[1:]) if by_rows else filled.reshape(ranks, 1, -1, *x.shape[2:])
 
 
-def _parts(sums: RouterSums) -> tuple[list[Array], list[Array]]:
-    """Returns the floats and the integers of the sums."""
-    leaves = jax.tree.leaves(sums)
-    return [a for a in leaves if jnp.issubdtype(a.dtype, jnp.floating)], [
-        a for a in leaves if not jnp.issubdtype(a.dtype, jnp.floating)
-    ]
+def _parts(sums: RouterSums) -> tuple[RouterSums, RouterSums]:
+    """Returns the floats and the integers of the sums, each with None in place of the others."""
+
+    def is_float(a) -> bool:
+        return jnp.issubdtype(a.dtype, jnp.floating)
+
+    floats = jax.tree.map(lambda a: a if is_float(a) else None, sums)
+    return floats, jax.tree.map(lambda a: None if is_float(a) else a, sums)
 
 
-def _joined(parts: tuple[list[Array], list[Array]], like: RouterSums) -> RouterSums:
+def _joined(floats: RouterSums, counts: RouterSums) -> RouterSums:
     """Inverse of `_parts`."""
-    floats, counts = iter(parts[0]), iter(parts[1])
-    leaves, structure = jax.tree.flatten(like)
-    return jax.tree.unflatten(structure, [next(floats if jnp.issubdtype(a.dtype, jnp.floating) else counts) for a in leaves])
+    return jax.tree.map(lambda f, c: c if f is None else f, floats, counts, is_leaf=lambda a: a is None)
 
 
 def passes_of_layers(
