@@ -1,4 +1,4 @@
-"""Times gradient accumulation on one GPU, with micro-batches one after the other and overlapping (`train.overlap`).
+"""Times gradient accumulation on one GPU, with micro-batches one after the other and overlapping (`train.micro_batch`).
 
     python benchmarks/overlap.py --output overlap.json
     JAX_ENABLE_PGLE=true python benchmarks/overlap.py    # XLA orders by measured times of copies and kernels

@@ -42,7 +42,7 @@ class Parallelism:
 
     overlap_micro_batches: bool | None = None
     """With gradient accumulation, compute each micro-batch forward beside the backward pass of the one before
-    (`train.overlap`). Tokens of one pass travel to experts while the other computes. Two micro-batches are in memory. None:
+    (`train.micro_batch`). Tokens of one pass travel to experts while the other computes. Two micro-batches are in memory. None:
     where experts lie on several devices, layers are recomputed (remat) and the loss is `NextToken`. Without gradient
     accumulation nothing overlaps; with it and a function as loss, True is an error."""
 

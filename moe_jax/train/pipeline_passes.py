@@ -73,7 +73,7 @@ class RankPasses:
     stacked: Batch
     scalars: Batch
     entering: Float[Array, "micro_batches batch seq hidden"] | None = None
-    """The outputs of dense layers before the pipeline (`pipeline_front`); None without such layers."""
+    """The outputs of dense layers before the pipeline (`pipelined.Front`); None without such layers."""
     divided: bool = False
     """The layers' matrices have tickets (`layers.tickets`), so that backward passes have two halves, b and W."""
     copies: nnx.State = field(default_factory=lambda: nnx.State({}))

@@ -272,7 +272,7 @@ def check_branches(parallelism: Parallelism) -> None:
 
     Raises:
       ValueError: a `ppermute` inside the layers: experts over "pairwise", a ring of sequences, or gathers by copies. One in a
-        transport of the caller's own is found when a step is traced (`branches`).
+        transport of the caller's own is found when a step is traced (`executor.checked_branch`).
     """
     expert, context = parallelism.expert_parallel, parallelism.context_parallel
     by_copies = parallelism.hops == "copies" and bool(split_axes(parallelism.mesh.shape))
