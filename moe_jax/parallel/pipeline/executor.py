@@ -41,7 +41,7 @@ from jaxtyping import Array, Int
 from moe_jax.kernels.varying import vary_as
 from moe_jax.parallel.collectives.hops import hop
 from moe_jax.parallel.pipeline.schedules import Schedule
-from moe_jax.parallel.pipeline.table import NO_PASS, Kinds, PassRow, Row, Span, Table
+from moe_jax.parallel.pipeline.table import NO_PASS, Kinds, PassRow, Row, Table, TickSpan
 
 OF_ALL_DEVICES = ("ppermute", "pbroadcast", "psend", "precv")
 """Primitives without groups, and those that begin so (`ppermute_start`)."""
@@ -122,7 +122,7 @@ def run_table(passes: PipelinePasses, table: Table, totals: Any) -> Any:
         own = rows[t, rank]
         return jax.tree.unflatten(structure, [own[i].astype(column.dtype) for i, column in enumerate(columns)])
 
-    def tick(span: Span, branches: list[Callable], t, state: _State) -> _State:
+    def tick(span: TickSpan, branches: list[Callable], t, state: _State) -> _State:
         row, kinds = row_at(t), set(itertools.chain(*span.kinds))
         if span.has_losses:
             for losses, slot, last_rank in zip(table.losses, row.losses, table.last_ranks, strict=True):

@@ -10,8 +10,8 @@ and the next. Until they are read, arrays are in slots of memory:
 | saved | by F | B or b |
 | product | by b | W |
 
-In uniform ticks all ranks compute the same kinds of passes. A rank without such a pass computes chunk 0 of micro-batch 0, whose
-results are masked and kept in a slot that no other pass reads. Nothing here imports JAX.
+In uniform ticks all ranks compute the same kinds of passes. A rank without such a pass computes chunk 0 of micro-batch 0. Masks
+leave the results out, and no other pass reads their slot. Nothing here imports JAX.
 """
 
 from collections.abc import Iterator, Mapping
@@ -58,7 +58,7 @@ class Row(NamedTuple):
     """All that a rank does in a tick."""
 
     branch: Ints
-    """The index into `Span.kinds`."""
+    """The index into `TickSpan.kinds`."""
     forward: PassRow
     backward: PassRow
     weights: PassRow
@@ -70,13 +70,13 @@ class Row(NamedTuple):
     """The same for `Table.backward_hops`."""
 
 
-class Span(NamedTuple):
+class TickSpan(NamedTuple):
     """Consecutive ticks of one kind."""
 
     begins: Any
     ends: Any
     kinds: tuple[Kinds, ...]
-    """The kinds of passes, as ("F", "B"). With several entries each rank runs its own, and with one all ranks run that."""
+    """The kinds of passes, as ("F", "B"). With one entry all ranks run it. With several, each runs its own."""
     has_losses: bool
 
 
@@ -97,7 +97,7 @@ class Table:
     """
 
     rows: Row
-    spans: tuple[Span, ...]
+    spans: tuple[TickSpan, ...]
     losses: tuple[Ints, ...]
     last_ranks: tuple[int, ...]
     forward_hops: tuple[int, ...]
@@ -135,7 +135,7 @@ def lockstep_table(schedule: Schedule) -> Table:
         spans, sizes = _uniform_spans(ticks, losses[0]), _with_masked(ticks, passes, sizes)
     else:
         kinds = ((), *sorted({_kinds(slot) for of_tick in ticks for slot in of_tick} - {()}))
-        spans = (Span(0, len(ticks), kinds, True),)
+        spans = (TickSpan(0, len(ticks), kinds, True),)
     branch = np.array([[_branch(span, slot) for slot in ticks[t]] for span in spans for t in range(*span[:2])], np.int32)
     rows = Row(branch, passes[0], passes[1], passes[2], of_losses, inputs, gradients)
     return Table(rows, spans, losses, last_ranks, forward_hops, backward_hops, sizes)
@@ -144,7 +144,7 @@ def lockstep_table(schedule: Schedule) -> Table:
 def forward_only(table: Table) -> Table:
     """Returns the forward passes and the losses of a table in uniform ticks."""
     end = 1 + int(np.flatnonzero(table.rows.forward.exists.any(1))[-1])
-    spans = Span(0, end, (("F",),), True), Span(end, end + 1, ((),), True)
+    spans = TickSpan(0, end, (("F",),), True), TickSpan(end, end + 1, ((),), True)
     return replace(table, spans=spans, sizes={**dict.fromkeys(table.sizes, 0), "input": table.sizes["input"]})
 
 
@@ -162,7 +162,7 @@ def _kinds(slot: Slot) -> Kinds:
     return tuple(part.kind for part in slot)
 
 
-def _branch(span: Span, slot: Slot) -> int:
+def _branch(span: TickSpan, slot: Slot) -> int:
     return span.kinds.index(_kinds(slot)) if len(span.kinds) > 1 else 0
 
 
@@ -183,7 +183,7 @@ def _passes(schedule: Schedule, ticks: list[tuple[Slot, ...]], slots: dict[Kept,
     return row._replace(exists=row.exists > 0, is_first=row.is_first > 0)
 
 
-def _uniform_spans(ticks: list[tuple[Slot, ...]], losses: Ints) -> tuple[Span, ...]:
+def _uniform_spans(ticks: list[tuple[Slot, ...]], losses: Ints) -> tuple[TickSpan, ...]:
     """Returns the spans of uniform ticks: forward passes, both, backward passes, and W beside backward passes."""
     found = [{kind for slot in of_tick for kind in _kinds(slot)} for of_tick in ticks]
     last_forward = max(tick for tick, kinds in enumerate(found) if "F" in kinds)
@@ -203,7 +203,7 @@ def _uniform_spans(ticks: list[tuple[Slot, ...]], losses: Ints) -> tuple[Span, .
     for kinds, of_span in groupby(range(len(ticks)), kinds_of):
         begins, *others = of_span
         ends = begins + len(others) + 1
-        spans.append(Span(begins, ends, kinds, bool((losses[begins:ends] >= 0).any())))
+        spans.append(TickSpan(begins, ends, kinds, bool((losses[begins:ends] >= 0).any())))
     return tuple(spans)
 
 
