@@ -212,6 +212,8 @@ def _with_masked(ticks: list[tuple[Slot, ...]], passes: list[PassRow], sizes: Ma
     forward, backward, _ = passes
     for row in forward, backward:
         row.saved[~row.exists] = sizes["saved"]
+    # A rank's slot of inputs holds one from its first pass on; the rank of stage 0 has none, and embeds tokens.
+    forward.is_first[:, 0] |= ~forward.exists[:, 0]
     # Before a rank's first product, masked passes write into slot 0, which is written again.
     divides = np.array([[any("b" in _kinds(slot) for slot in of_tick)] for of_tick in ticks])
     late = divides & ~backward.exists & (np.cumsum(backward.exists, 0) > 0)
