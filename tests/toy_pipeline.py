@@ -7,10 +7,8 @@ from jax.sharding import PartitionSpec
 
 from moe_jax.kernels.varying import vary_as
 from moe_jax.parallel import make_mesh
-from moe_jax.parallel.pipeline.chunks import from_stages, to_stages
-from moe_jax.parallel.pipeline.executor import PipelinePasses
+from moe_jax.parallel.pipeline.executor import PipelinePasses, from_stages, run_table, to_stages
 from moe_jax.parallel.pipeline.table import lockstep_table
-from moe_jax.parallel.pipeline.table_executor import run_table
 
 
 def toy_passes(weights, inputs, travel):
@@ -38,7 +36,7 @@ def toy_passes(weights, inputs, travel):
 
     def leave(of_pass, dx, totals):
         value, of_weights, of_inputs = totals
-        return value, of_weights, of_inputs.at[of_pass.micro_batch].add(jnp.where(of_pass.exists, dx, 0))
+        return value, of_weights, of_inputs.at[of_pass.micro_batch].add(jnp.where(of_pass.is_first, dx, 0))
 
     return PipelinePasses(
         enter=lambda i: inputs[i],

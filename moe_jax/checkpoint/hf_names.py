@@ -18,7 +18,7 @@ from moe_jax.config import ModelConfig
 from moe_jax.layers.matrices import declaration_of
 from moe_jax.models.auto import abstract_parameters
 from moe_jax.parallel.layout import lies_in_chunks
-from moe_jax.parallel.pipeline.restack import take_layer
+from moe_jax.parallel.pipeline.chunks import take_layer
 
 Index = tuple[int | slice, ...]
 

@@ -20,7 +20,7 @@ micro-batches, the last stage takes
 
 m is rounded up to a multiple of p, and layers to one of p v. A hop follows each pass of a tick. Without a pipe p = v = 1.
 Two and four GPUs of one host were measured (docs/log/parallel.md, "A pipeline"): with remat 2 to 5 % slower, without 8 to 13 %.
-Schedules from a table are priced in lockstep, as they run (`parallel.pipeline.table_executor`). The model knows no cost of a
+Schedules from a table are priced in lockstep, as they run (`parallel.pipeline.executor`). The model knows no cost of a
 branch. ZB-H1 was measured a third slower than its ticks (docs/log/parallel.md, "Schedules from a table").
 """
 

@@ -6,9 +6,8 @@ from dataclasses import dataclass, replace
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from moe_jax.parallel.choices import Hops, PipeSchedule
-from moe_jax.parallel.collectives.hops import COPIES, MANY_AT_ONCE, check_hops
+from moe_jax.parallel.collectives.hops import COPIES, MANY_AT_ONCE, NO_COPIES, check_hops
 from moe_jax.parallel.expert import ExpertParallel
-from moe_jax.parallel.pipeline.branches import NO_COPIES
 from moe_jax.parallel.pipeline.chunks import PipeShape, pipe_of
 from moe_jax.parallel.pipeline.limits import ranks_problem
 from moe_jax.parallel.sequence.attention import ContextParallel
@@ -43,7 +42,7 @@ class Parallelism:
 
     overlap_micro_batches: bool | None = None
     """With gradient accumulation, compute each micro-batch forward beside the backward pass of the one before
-    (`train.overlap`). Tokens of one pass travel to experts while the other computes. Two micro-batches are in memory. None:
+    (`train.micro_batch`). Tokens of one pass travel to experts while the other computes. Two micro-batches are in memory. None:
     where experts lie on several devices, layers are recomputed (remat) and the loss is `NextToken`. Without gradient
     accumulation nothing overlaps; with it and a function as loss, True is an error."""
 

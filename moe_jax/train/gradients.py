@@ -5,13 +5,12 @@ brings its own. `fixed` is the part of the model that gets no gradients.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, PyTree
 
 from moe_jax.kernels.precision import at_least_f32
@@ -19,10 +18,10 @@ from moe_jax.kernels.varying import vary_as
 from moe_jax.layers.moe import add_expert_gradients_to
 from moe_jax.models.decoder import Decoder
 from moe_jax.models.execution import Execution
+from moe_jax.parallel.fsdp import ShardedParameters
 from moe_jax.parallel.parallelism import Parallelism
-from moe_jax.parallel.zero1 import stacked_specs
-from moe_jax.train.batch import Batch, batch_specs, micro_batch_at, micro_batches_of
-from moe_jax.train.on_devices import merged_model, on_devices, sharded_parameters, spread_of
+from moe_jax.train.batch import Batch, micro_batches_of
+from moe_jax.train.on_devices import merged_model, on_devices, on_mesh
 from moe_jax.train.state import as_f32
 
 
@@ -129,28 +128,18 @@ def sum_on_mesh(
       sum_of: called on each device; its `execution` says how the model is spread.
       graphdef, execution, parallelism: as in `on_devices`.
     """
+
+    def local(params: nnx.State, fixed: nnx.State, batch: Batch, sharded: ShardedParameters, execution: Execution):
+        # Rows that split evenly over the devices split alike on each: its rows i, i + n, ... are its part of micro-batch i.
+        found = sum_of(sharded.enter(params), fixed, execution, *micro_batches_of(batch, micro_batches))
+        return (found.value, found.aux), sharded.leave(params, found.gradients)
+
     stack_over_data = parallelism.splits_optimizer
+    call = on_mesh(local, graphdef, execution, parallelism, has_gradients=True, stack_over_data=stack_over_data)
 
     def summed(params: nnx.State, fixed: nnx.State, batch: Batch) -> Gradients:
-        stacked, scalars = micro_batches_of(batch, micro_batches)
-        sharded = sharded_parameters(merged_model(graphdef, params, fixed), params, parallelism)
-        on_mesh = replace(execution, spread=spread_of(parallelism, sharded))
-
-        def local(params: nnx.State, fixed: nnx.State, stacked: Batch, scalars: Batch) -> tuple[Array, Any, nnx.State]:
-            if stack_over_data:
-                params = jax.tree.map(lambda p: jax.lax.pcast(p, "data", to="varying"), params)
-            found = sum_of(sharded.enter(params), fixed, on_mesh, stacked, scalars)
-            gradients = sharded.leave(params, found.gradients)
-            return found.value, found.aux, jax.tree.map(lambda g: g[None], gradients) if stack_over_data else gradients
-
-        of_gradients = stacked_specs(sharded.specs) if stack_over_data else sharded.specs
-        rows = {name: PartitionSpec(None, *spec) for name, spec in batch_specs(micro_batch_at(stacked, 0), parallelism).items()}
-        value, aux, gradients = jax.shard_map(
-            local,
-            mesh=parallelism.mesh,
-            in_specs=(sharded.specs, PartitionSpec(), rows, PartitionSpec()),
-            out_specs=(PartitionSpec(), PartitionSpec(), of_gradients),
-        )(params, fixed, stacked, scalars)
+        jax.eval_shape(partial(micro_batches_of, micro_batches=micro_batches), batch)
+        (value, aux), gradients = call(params, fixed, batch)
         return Gradients(value, aux, as_f32(gradients))
 
     return summed

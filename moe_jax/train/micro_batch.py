@@ -1,4 +1,16 @@
-"""The passes of one micro-batch through a model, apart: forward, loss and backward, for a step that orders them itself."""
+"""The passes of one micro-batch through a model, apart, for a step that orders them itself: forward, loss and backward.
+
+A pipeline orders them by its schedule (`train.pipelined`). On one rank, the forward pass of a micro-batch overlaps the backward
+pass of the one before, in one loop over the layers. A turn of the loop computes layer l forward for micro-batch i + 1 and layer
+n - 1 - l backward for micro-batch i. Tokens of one pass travel to the experts of other devices while the other pass computes.
+This is the order of Megatron's combined 1F1B without a pipeline, and of DualPipe's pairs (DeepSeek-V3,
+https://arxiv.org/abs/2412.19437, section 3.2.1).
+
+| time | 0 | 1 | ... | n |
+|---|---|---|---|---|
+| forward | micro-batch 0 | 1 | | |
+| backward | | 0 | | n - 1 |
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,13 +32,18 @@ from moe_jax.layers.passes import (
     SavedLayers,
     backward_loop,
     forward_loop,
+    run_joined,
+    run_pass,
 )
 from moe_jax.models.decoder import Decoder
 from moe_jax.models.execution import Execution
 from moe_jax.models.forward import Carry, Entered, StageLayers, StageRouting, stage_layers
-from moe_jax.train.batch import Batch
-from moe_jax.train.objective import Objective
+from moe_jax.parallel.parallelism import Parallelism
+from moe_jax.train.batch import Batch, micro_batch_at, micro_batches_of
+from moe_jax.train.gradients import Gradients, GradientsFn, sum_on_mesh, zeros_of
+from moe_jax.train.objective import Objective, check_objective
 from moe_jax.train.on_devices import merged_model
+from moe_jax.train.state import as_f32
 
 
 class Forwarded(NamedTuple):
@@ -39,17 +56,9 @@ class Forwarded(NamedTuple):
     """One for each stage."""
 
 
-class LossRun(NamedTuple):
-    """The value of a micro-batch's objective, and the gradients with which its backward pass begins."""
-
-    value: Float[Array, ""]
-    aux: Any
-    dx: Float[Array, "batch seq hidden"]
-    """The gradient of `Forwarded.x`."""
-    droutings: list[Any]
-    """The gradients of `Forwarded.routings`."""
-    gradients: nnx.State
-    """The sums of gradients, with the gradients of norm, head and modules that predict further tokens added."""
+LossRun = tuple[Gradients, Float[Array, "batch seq hidden"], list[Any]]
+"""A micro-batch's value and aux with the sums of gradients, and the gradients with which its backward pass begins: of x and of
+the routings of `Forwarded`."""
 
 
 @dataclass(frozen=True)
@@ -57,8 +66,8 @@ class MicroBatchPasses:
     """The passes of a micro-batch. Together they compute an objective's value and its gradients, as `jax.value_and_grad` does.
 
         forwarded = run_pass(passes.forward(batch))
-        found = passes.loss(batch, forwarded, gradients)
-        dx, gradients = run_pass(passes.backward(batch, forwarded.saved, found.dx, found.droutings, found.gradients))
+        found, dx, droutings = passes.loss(batch, forwarded, gradients)
+        dx, gradients = run_pass(passes.backward(batch, forwarded.saved, dx, droutings, found.gradients))
         gradients = passes.embedding(batch["tokens"], dx, gradients)
 
     Attributes:
@@ -116,7 +125,7 @@ class MicroBatchPasses:
         return Forwarded(carry.x, routings, saved)
 
     def loss(self, batch: Batch, forwarded: Forwarded, gradients: nnx.State) -> LossRun:
-        """Computes the objective behind the last layer, and its gradients, which it adds to `gradients`."""
+        """Computes the objective behind the last layer, and its gradients in parameters, `forwarded.x` and its routings."""
         inputs = self.enter(batch).inputs
 
         def value(model: Decoder, x, routings):
@@ -125,7 +134,7 @@ class MicroBatchPasses:
         return self.loss_of(value, forwarded.x, forwarded.routings, gradients)
 
     def loss_of(self, value: Callable[[Decoder, Any, Any], tuple[Array, Any]], x, routings, gradients: nnx.State) -> LossRun:
-        """Computes value(model, x, routings) -> (scalar, aux) and the scalar's gradients; those of parameters are added."""
+        """Computes value(model, x, routings) -> (scalar, aux) and its gradients; adds those of parameters to `gradients`."""
         of_stages, outside = self._split(self.params)
 
         def of_outside(outside: nnx.State, x, routings):
@@ -134,7 +143,7 @@ class MicroBatchPasses:
         found, pullback, aux = jax.vjp(of_outside, outside, x, routings, has_aux=True)
         own, dx, droutings = pullback(jnp.ones_like(found))
         of_stages, of_others = self._split(gradients)
-        return LossRun(found, aux, dx, droutings, nnx.merge_state(of_stages, _add(of_others, own)))
+        return Gradients(found, aux, nnx.merge_state(of_stages, _add(of_others, own))), dx, droutings
 
     def backward(self, batch: Batch, saved: list[SavedLayers], dx, droutings: list[Any], gradients: nnx.State) -> Pass:
         """Runs all stages backwards; the result is (gradient of the embedded tokens, `gradients` with the stages' added)."""
@@ -179,6 +188,82 @@ class MicroBatchPasses:
         """Splits a tree of parameters into the stages of the passes, and everything else."""
         stages = self.num_stages
         return _split(tree, lambda path: path[0] == "stages" and path[1] < stages)
+
+
+def accumulate_overlapping(
+    objective: Objective,
+    graphdef: nnx.GraphDef,
+    execution: Execution,
+    parallelism: Parallelism | None,
+    micro_batches: int,
+    *,
+    in_place: bool = False,
+) -> GradientsFn:
+    """Returns what `gradients.accumulate` returns, with passes of neighbouring micro-batches in one loop.
+
+    Two micro-batches are in flight: memory holds what two keep for their backward passes. Parameters outside the layers are
+    gathered once for all micro-batches, and their gradients are summed over devices once, in f32. So the sums of the embedding
+    and of the head are whole on every device. The gradients of all embedded tokens are kept until the end of the step.
+
+    Args:
+      objective: one that has `of_states`.
+      graphdef, execution, parallelism: as in `train.on_devices`.
+      micro_batches: at least 2.
+      in_place: as in `MicroBatchPasses`; without `parallelism` alone.
+
+    Raises:
+      ValueError: fewer than 2 micro-batches.
+      TypeError: an objective that works on batches alone.
+    """
+    if micro_batches < 2:
+        raise ValueError(f"micro_batches must be at least 2, of which one overlaps the next; got {micro_batches}")
+    check_objective(objective, "overlapping micro-batches")
+
+    def sum_of(params: nnx.State, fixed: nnx.State, execution: Execution, stacked: Batch, scalars: Batch) -> Gradients:
+        adds_in_kernel = in_place and parallelism is None
+        return _sum_of(MicroBatchPasses(objective, graphdef, params, fixed, execution, adds_in_kernel), stacked, scalars)
+
+    if parallelism is not None:
+        return sum_on_mesh(sum_of, graphdef, execution, parallelism, micro_batches)
+
+    def summed(params: nnx.State, fixed: nnx.State, batch: Batch) -> Gradients:
+        found = sum_of(params, fixed, execution, *micro_batches_of(batch, micro_batches))
+        return found._replace(gradients=as_f32(found.gradients))
+
+    return summed
+
+
+def _sum_of(passes: MicroBatchPasses, stacked: Batch, scalars: Batch) -> Gradients:
+    """Sums the objective's value, aux and gradients over the micro-batches on one device."""
+    joined = passes.longest_stage
+    joined_behind = passes.num_stages - 1 - joined
+    first = micro_batch_at(stacked, 0) | scalars
+    forwarded = run_pass(passes.forward(first))
+    # The loop carries leaves, because two traces of a pullback are two tree structures with the same leaves.
+    leaves, structure = jax.tree.flatten(forwarded.saved)
+    found = jax.eval_shape(lambda: passes.loss(first, forwarded, passes.zeros())[0])
+    sums = zeros_of(found)._replace(gradients=passes.zeros())
+
+    def loss(forwarded: Forwarded, sums: Gradients, batch: Batch) -> tuple[Gradients, Pass]:
+        forwarded = forwarded._replace(saved=jax.tree.unflatten(structure, forwarded.saved))
+        found, dx, droutings = passes.loss(batch, forwarded, sums.gradients)
+        value, aux = jax.tree.map(jnp.add, (sums.value, sums.aux), (found.value, found.aux))
+        return found._replace(value=value, aux=aux), passes.backward(batch, forwarded.saved, dx, droutings, found.gradients)
+
+    def tick(carry: tuple[Forwarded, Gradients], batches: tuple[Batch, Batch]):
+        before, after = (batch | scalars for batch in batches)
+        sums, backward = loss(*carry, before)
+        forwarded, (dx, gradients) = run_joined((passes.forward(after), joined), (backward, joined_behind))
+        return (forwarded._replace(saved=jax.tree.leaves(forwarded.saved)), sums._replace(gradients=gradients)), dx
+
+    neighbours = ({name: x[:-1] for name, x in stacked.items()}, {name: x[1:] for name, x in stacked.items()})
+    carry, dx = jax.lax.scan(tick, (forwarded._replace(saved=leaves), sums), neighbours)
+    sums, backward = loss(*carry, micro_batch_at(stacked, -1) | scalars)
+    last_dx, gradients = run_pass(backward)
+    # The table is as large as several layers: its sums are read and written once, for the tokens of all micro-batches.
+    dx = jnp.concatenate([dx, last_dx[None]])
+    tokens, dx = (x.reshape(-1, *x.shape[2:]) for x in (stacked["tokens"], dx))
+    return sums._replace(gradients=passes.embedding(tokens, dx, gradients))
 
 
 def sums_of_loop(gradients: nnx.State, arrays: LayerArrays) -> nnx.State:

@@ -197,6 +197,31 @@ def as_objective(loss: Objective | LossFunction, micro_batches: int) -> Objectiv
     return UserLoss(loss, micro_batches=micro_batches)
 
 
+def can_overlap(objective: Objective) -> bool:
+    """Returns whether the objective's computation is apart from the layers: whether its `of_states` belongs to its call.
+
+    A subclass that has only a call of its own cannot overlap: the `of_states` that it inherits computes something else.
+    """
+    classes = type(objective).__mro__
+    of_states, call = (
+        next(place for place, kind in enumerate(classes) if name in vars(kind)) for name in ("of_states", "__call__")
+    )
+    return of_states <= call and classes[of_states] is not Objective
+
+
+def check_objective(objective: Objective, user: str) -> None:
+    """Refuses an objective whose computation is not apart from the layers. `user` is what needs that, for the message.
+
+    Raises:
+      TypeError: it has no `of_states` of its own.
+    """
+    if not can_overlap(objective):
+        raise TypeError(
+            f"an objective of {user} must have the function of_states beside its call, as train.NextToken has; a function "
+            "loss(model, batch) runs the layers itself: leave overlap_micro_batches and the mesh axis pipe out"
+        )
+
+
 def check_loss_function(function: LossFunction) -> None:
     """Refuses a function that cannot be called as loss(model, batch), and the older form with `mesh_axes` and options.
 

@@ -59,30 +59,58 @@ def on_devices(
     def call_on(model: Decoder, batch: Batch) -> Any:
         return function(*ready_for_pass(model, batch))
 
-    def call(params: nnx.State, fixed: nnx.State, batch: Batch):
-        if parallelism is None:
+    if parallelism is None:
+
+        def alone(params: nnx.State, fixed: nnx.State, batch: Batch):
             return transform(lambda params: call_on(merged_model(graphdef, params, fixed, execution), batch))(params)
+
+        return alone
+
+    def local(params: nnx.State, fixed: nnx.State, batch: Batch, sharded: ShardedParameters, execution: Execution):
+        def of_parts(params: nnx.State):
+            return call_on(merged_model(graphdef, sharded.enter(params), fixed, execution), batch)
+
+        return transform(of_parts)(params)
+
+    return on_mesh(local, graphdef, execution, parallelism, has_gradients=differentiate, stack_over_data=stack_over_data)
+
+
+def on_mesh(
+    local: Callable[..., Any],
+    graphdef: nnx.GraphDef,
+    execution: Execution | None,
+    parallelism: Parallelism,
+    *,
+    has_gradients: bool,
+    stack_over_data: bool,
+) -> Callable[[nnx.State, nnx.State, Batch], Any]:
+    """Returns call(params, fixed, batch), which runs `local` on each device, inside `jax.shard_map`.
+
+    Args:
+      local: local(params, fixed, batch, sharded, execution) of the device's parts and rows. `execution` holds the spread. The
+        result is the same on every device; with `has_gradients` a pair of it and gradients, laid out as the parts.
+      graphdef, execution, parallelism, stack_over_data: as in `on_devices`.
+    """
+
+    def call(params: nnx.State, fixed: nnx.State, batch: Batch):
         whole = merged_model(graphdef, params, fixed, execution)
         sharded = sharded_parameters(whole, params, parallelism)
-        on_mesh = replace(whole.execution, spread=spread_of(parallelism, sharded))
+        spread = replace(whole.execution, spread=spread_of(parallelism, sharded))
 
-        def local(params: nnx.State, fixed: nnx.State, batch: Batch):
-            def of_parts(params: nnx.State):
-                return call_on(merged_model(graphdef, sharded.enter(params), fixed, on_mesh), batch)
-
+        def on_device(params: nnx.State, fixed: nnx.State, batch: Batch):
             if not stack_over_data:
-                return transform(of_parts)(params)
+                return local(params, fixed, batch, sharded, spread)
             # Parameters that vary over `data` get the gradients of this device's tokens alone.
             params = jax.tree.map(lambda p: jax.lax.pcast(p, "data", to="varying"), params)
-            value, gradients = transform(of_parts)(params)
+            value, gradients = local(params, fixed, batch, sharded, spread)
             return value, jax.tree.map(lambda g: g[None], gradients)
 
         of_gradients = stacked_specs(sharded.specs) if stack_over_data else sharded.specs
         return jax.shard_map(
-            local,
+            on_device,
             mesh=parallelism.mesh,
             in_specs=(sharded.specs, PartitionSpec(), batch_specs(batch, parallelism)),
-            out_specs=(PartitionSpec(), of_gradients) if differentiate else PartitionSpec(),
+            out_specs=(PartitionSpec(), of_gradients) if has_gradients else PartitionSpec(),
         )(params, fixed, batch)
 
     return call

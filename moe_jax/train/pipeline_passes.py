@@ -29,17 +29,10 @@ from moe_jax.models.decoder import Decoder
 from moe_jax.models.execution import Execution
 from moe_jax.models.forward import Carry, StageLayers, StageRouting, stage_layers
 from moe_jax.models.output import HiddenStates
-from moe_jax.parallel.pipeline.chunks import (
-    join_layers,
-    layers_of_all_ranks,
-    layers_of_all_stages,
-    layers_of_chunk,
-    layers_of_rank,
-    layers_of_stages,
-)
-from moe_jax.parallel.pipeline.executor import PipelinePasses, Slot
+from moe_jax.parallel.pipeline.chunks import layers_of_chunk
+from moe_jax.parallel.pipeline.executor import PipelinePasses, Slot, layers_of_all_stages, layers_of_stages
 from moe_jax.parallel.pipeline.schedules import Schedule
-from moe_jax.parallel.pipeline.ticks import TickPass
+from moe_jax.parallel.pipeline.table import NO_PASS, PassRow
 from moe_jax.train.batch import Batch, micro_batch_at
 from moe_jax.train.gradients import zeros_of
 from moe_jax.train.micro_batch import LossRun, MicroBatchPasses, gradients_of_stage, sums_of_loop
@@ -51,9 +44,9 @@ class _Moving(NamedTuple):
 
     x: Float[Array, "batch seq hidden"]
     router: Any
-    """The router's sums over the layers so far, one array for each float of `RouterSums`; None for dense layers."""
+    """The floats of the router's sums over the layers so far (`_parts`); None for dense layers."""
     counts: Any
-    """The same of its integers, which have no gradient."""
+    """The integers, which have no gradient."""
 
 
 class Totals(NamedTuple):
@@ -75,13 +68,12 @@ class RankPasses:
 
     micro: MicroBatchPasses
     """The passes of a micro-batch, of which a pipeline takes what lies outside the layers."""
-    chunks: int
+    schedule: Schedule
+    """The schedule whose stages are the rank's chunks."""
     stacked: Batch
     scalars: Batch
     entering: Float[Array, "micro_batches batch seq hidden"] | None = None
-    """The outputs of dense layers before the pipeline (`pipeline_front`); None without such layers."""
-    schedule: Schedule | None = None
-    """The schedule whose stages are the rank's chunks; None: those of `chunks.to_chunks`."""
+    """The outputs of dense layers before the pipeline (`pipelined.Front`); None without such layers."""
     divided: bool = False
     """The layers' matrices have tickets (`layers.tickets`), so that backward passes have two halves, b and W."""
     copies: nnx.State = field(default_factory=lambda: nnx.State({}))
@@ -113,7 +105,7 @@ class RankPasses:
         """Returns the totals before the first micro-batch."""
         moving = self.enter(0)
         gradients = self.micro.zeros()
-        found = jax.eval_shape(lambda: self.loss_run(0, lax.axis_size("pipe") - 1, moving, gradients))
+        found = jax.eval_shape(lambda: self.loss_run(0, lax.axis_size("pipe") - 1, moving, gradients)[0])
         value, aux = zeros_of((found.value, found.aux))
         embedded = self._vary(jnp.zeros((len(self.stacked["tokens"]) + 1, *moving.x.shape), moving.x.dtype))
         return Totals(value, aux, gradients, embedded, self.zeros_of_layers())
@@ -134,11 +126,11 @@ class RankPasses:
         floats, counts = _parts(jax.tree.map(lambda a: self._vary(jnp.zeros(a.shape[1:], a.dtype)), routing.sums))
         return _Moving(x, floats, counts)
 
-    def forward(self, of_tick: TickPass, moving: _Moving, slot: Slot | None = None):
+    def forward(self, at: PassRow, moving: _Moving, slot: Slot | None = None):
         """Returns a chunk's forward pass, and how its result is counted."""
         # The sums' values are not read forward. Zeros keep the sums out of the loop, which would copy them.
-        layers, arrays = self._stage(of_tick, self.micro.zeros())
-        chunk = self._chunk(of_tick)
+        layers, arrays = self._stage(at, self.micro.zeros())
+        chunk = self._chunk(at)
         place = None
         if slot is not None:
             place = SavedPlace([a.reshape(-1, *a.shape[2:]) for a in slot.slots], slot.number * chunk.num_layers)
@@ -174,22 +166,22 @@ class RankPasses:
 
         return loop, finish
 
-    def backward(self, of_tick: TickPass, saved, dy: _Moving, totals: Totals):
+    def backward(self, at: PassRow, saved, dy: _Moving, totals: Totals):
         """Returns a chunk's backward pass, which adds to the sums of gradients."""
         if not self.divided:
-            return self._backward(backward_loop, lambda _, run: gradients_of_stage(run), of_tick, saved, dy, totals)
-        loop, finish = self.inputs_backward(of_tick, saved, dy, totals)
+            return self._backward(backward_loop, lambda _, run: gradients_of_stage(run), at, saved, dy, totals)
+        loop, finish = self.inputs_backward(at, saved, dy, totals)
 
         def finish_both(run):
             dx, product, totals = finish(run)
-            return dx, self.run(self.weights_backward(of_tick, product, totals))[0]
+            return dx, self.run(self.weights_backward(at, product, totals))[0]
 
         return loop, finish_both
 
-    def inputs_backward(self, of_tick: TickPass, saved, dy: _Moving, totals: Totals):
+    def inputs_backward(self, at: PassRow, saved, dy: _Moving, totals: Totals):
         """Returns b of a chunk, which adds the gradients of vectors; its product are the operands of those of matrices."""
         loop, finish = self._backward(
-            inputs_backward, lambda stage, run: nnx.merge_state(stage, run.vectors), of_tick, saved, dy, totals
+            inputs_backward, lambda stage, run: nnx.merge_state(stage, run.vectors), at, saved, dy, totals
         )
 
         def finish_inputs(run):
@@ -198,20 +190,20 @@ class RankPasses:
 
         return loop, finish_inputs
 
-    def weights_backward(self, of_tick: TickPass, product, totals: Totals):
+    def weights_backward(self, at: PassRow, product, totals: Totals):
         """Returns W of a chunk, which adds the gradients of matrices."""
-        loop = weights_backward(product, totals.gradients["stages"][self.stage], self._chunk(of_tick))
+        loop = weights_backward(product, totals.gradients["stages"][self.stage], self._chunk(at))
         return loop, partial(self._with_stage, totals)
 
-    def _backward(self, loop_of: Callable, sums_after: Callable, of_tick: TickPass, saved, dy: _Moving, totals: Totals):
+    def _backward(self, loop_of: Callable, sums_after: Callable, at: PassRow, saved, dy: _Moving, totals: Totals):
         """Returns the loop `loop_of` of a chunk, and its (gradient of the input, totals); `sums_after` is of (stage, run)."""
-        layers, arrays = self._stage(of_tick, totals.gradients)
+        layers, arrays = self._stage(at, totals.gradients)
         # The executor has copied what was offloaded back to the device.
         layers = layers._replace(remat=bool(layers.remat))
         saved = jax.tree.unflatten(self.saved_structure, saved)
         stage = totals.gradients["stages"][self.stage]
         sums = sums_of_loop(stage, arrays)
-        loop = loop_of(layers, arrays, saved, Carry(dy.x, None), self._droutings(dy), sums, self._chunk(of_tick))
+        loop = loop_of(layers, arrays, saved, Carry(dy.x, None), self._droutings(dy), sums, self._chunk(at))
 
         def finish(run):
             # The sums over layers are sums: their gradient is the same for all layers.
@@ -230,11 +222,11 @@ class RankPasses:
 
     def loss(self, i, last_rank: int, finished: _Moving, totals: Totals) -> tuple[_Moving, Totals]:
         """Computes the objective of a micro-batch, and its gradients."""
-        found = self.loss_run(i, last_rank, finished, totals.gradients)
+        found, dx, droutings = self.loss_run(i, last_rank, finished, totals.gradients)
         totals = totals._replace(
             value=totals.value + found.value, aux=jax.tree.map(jnp.add, totals.aux, found.aux), gradients=found.gradients
         )
-        return _Moving(found.dx, found.droutings, jax.tree.map(jnp.zeros_like, finished.counts)), totals
+        return _Moving(dx, droutings, jax.tree.map(jnp.zeros_like, finished.counts)), totals
 
     def loss_run(self, i, last_rank: int, finished: _Moving, gradients: nnx.State) -> LossRun:
         """Computes the objective of the tokens that left the last layer, on `last_rank`, and its gradients."""
@@ -266,9 +258,9 @@ class RankPasses:
 
         return value
 
-    def leave(self, of_tick: TickPass, dx: _Moving, totals: Totals) -> Totals:
+    def leave(self, at: PassRow, dx: _Moving, totals: Totals) -> Totals:
         """Keeps the gradients of what entered for a micro-batch."""
-        place = jnp.where(of_tick.exists, of_tick.micro_batch, len(totals.embedded) - 1)
+        place = jnp.where(at.is_first, at.micro_batch, len(totals.embedded) - 1)
         embedded = lax.dynamic_update_index_in_dim(totals.embedded, dx.x.astype(totals.embedded.dtype), place, 0)
         return totals._replace(embedded=embedded)
 
@@ -297,12 +289,11 @@ class RankPasses:
         """The shapes of a chunk's routing; None for dense layers."""
         if not self.micro.model().config.stages[self.stage].sparse:
             return None
-        of_tick = TickPass(jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32), jnp.zeros((), bool))
         x = self.micro.enter(micro_batch_at(self.stacked, 0)).carry.x
 
         def routing(x):
-            layers, arrays = self._stage(of_tick, self.micro.zeros())
-            (run,) = run_loops(forward_loop(layers, arrays, Carry(self._vary(x), None), self._chunk(of_tick)))
+            layers, arrays = self._stage(NO_PASS, self.micro.zeros())
+            (run,) = run_loops(forward_loop(layers, arrays, Carry(self._vary(x), None), self._chunk(NO_PASS)))
             return run.y
 
         return jax.eval_shape(routing, x)
@@ -323,14 +314,14 @@ class RankPasses:
 
         return jax.tree.map(of_leaf, self._routing)
 
-    def _stage(self, of_tick: TickPass, gradients: nnx.State) -> StageLayers:
+    def _stage(self, at: PassRow, gradients: nnx.State) -> StageLayers:
         """Returns the rank's layers for a micro-batch; in place, with the sums of the experts' gradients as accumulators."""
         micro = self.micro
-        entered = micro.enter(micro_batch_at(self.stacked, of_tick.micro_batch))
+        entered = micro.enter(micro_batch_at(self.stacked, at.micro_batch))
         fixed, others = nnx.split_state(micro.fixed, lambda path, _: path[:2] == ("stages", self.stage), ...)
         whole = entered.per_layer[self.stage]._replace(exists=jnp.ones(self.num_layers, bool)), fixed
         per_layer, fixed = self._vary(self._of_rank(whole))
-        per_layer = per_layer._replace(exists=per_layer.exists & of_tick.exists)
+        per_layer = per_layer._replace(exists=per_layer.exists & at.exists)
         stage = replace(micro, fixed=nnx.merge_state(fixed, others, self.copies)).model().stages[self.stage]
         if self.divided:
             defer_weight_gradients(stage, self._vary(entered.carry.x))
@@ -338,36 +329,27 @@ class RankPasses:
             add_expert_gradients_to(stage, gradients["stages"][self.stage], in_stacks=True)
         return stage_layers(stage, self.stage, self._vary(entered.inputs), per_layer, micro.execution)
 
-    def _chunk(self, of_tick: TickPass) -> Chunk:
-        return Chunk(of_tick.chunk * self._layers_of_chunk, self._layers_of_chunk)
+    def _chunk(self, at: PassRow) -> Chunk:
+        return Chunk(at.chunk * self._layers_of_chunk, self._layers_of_chunk)
 
     @property
     def _layers_of_chunk(self) -> int:
-        if self.schedule is not None:
-            return layers_of_chunk(self.num_layers, 1, self.schedule.num_stages)
-        return layers_of_chunk(self.num_layers, lax.axis_size("pipe"), self.chunks)
+        return layers_of_chunk(self.num_layers, 1, self.schedule.num_stages)
 
     def _of_rank(self, stacked):
         """Returns the rank's layers of arrays [layers, ...], in the order of the parameters."""
-        if self.schedule is not None:
-            return layers_of_stages(stacked, self.schedule, self._layers_of_chunk, lax.axis_index("pipe"))
-        return layers_of_rank(stacked, lax.axis_size("pipe"), self.chunks, lax.axis_index("pipe"))
+        return layers_of_stages(stacked, self.schedule, self._layers_of_chunk, lax.axis_index("pipe"))
 
     def _of_all_ranks(self, own):
         """Returns arrays of the rank's layers as [layers, ...], zeros for the layers of other ranks."""
-        if self.schedule is not None:
-            placed = layers_of_all_stages(own, self.schedule, self._layers_of_chunk, lax.axis_index("pipe"))
-            return jax.tree.map(lambda a: a[: self.num_layers], placed)
-        placed = layers_of_all_ranks(own, lax.axis_size("pipe"), self.chunks, lax.axis_index("pipe"))
-        return jax.tree.map(lambda a: join_layers(a, self.num_layers), placed)
+        placed = layers_of_all_stages(own, self.schedule, self._layers_of_chunk, lax.axis_index("pipe"))
+        return jax.tree.map(lambda a: a[: self.num_layers], placed)
 
     def _router_sums(self, finished: _Moving, is_last) -> RouterSums:
         """Returns sums of as many layers as the pipeline has, all in the first: losses need the sum over layers alone."""
         if self._routing is None:
             return self._vary(RouterSums.of_no_layer(1))
-        joined = _joined(
-            jax.tree.map(lambda a: jnp.where(is_last, a, 0), (finished.router, finished.counts)), self._routing.sums
-        )
+        joined = _joined(*jax.tree.map(lambda a: jnp.where(is_last, a, 0), (finished.router, finished.counts)))
         padded = jax.tree.map(lambda a: jnp.pad(a[None], [(0, self.num_layers - 1), *[(0, 0)] * a.ndim]), joined)
         return self._routing.in_order(padded)
 
@@ -387,19 +369,19 @@ def _deal(x: Array, ranks: int, by_rows: bool) -> Array:
     return filled.reshape(ranks, -1, *x.shape[1:]) if by_rows else filled.reshape(ranks, 1, -1, *x.shape[2:])
 
 
-def _parts(sums: RouterSums) -> tuple[list[Array], list[Array]]:
-    """Returns the floats and the integers of the sums."""
-    leaves = jax.tree.leaves(sums)
-    return [a for a in leaves if jnp.issubdtype(a.dtype, jnp.floating)], [
-        a for a in leaves if not jnp.issubdtype(a.dtype, jnp.floating)
-    ]
+def _parts(sums: RouterSums) -> tuple[RouterSums, RouterSums]:
+    """Returns the floats and the integers of the sums, each with None in place of the others."""
+
+    def is_float(a) -> bool:
+        return jnp.issubdtype(a.dtype, jnp.floating)
+
+    floats = jax.tree.map(lambda a: a if is_float(a) else None, sums)
+    return floats, jax.tree.map(lambda a: None if is_float(a) else a, sums)
 
 
-def _joined(parts: tuple[list[Array], list[Array]], like: RouterSums) -> RouterSums:
+def _joined(floats: RouterSums, counts: RouterSums) -> RouterSums:
     """Inverse of `_parts`."""
-    floats, counts = iter(parts[0]), iter(parts[1])
-    leaves, structure = jax.tree.flatten(like)
-    return jax.tree.unflatten(structure, [next(floats if jnp.issubdtype(a.dtype, jnp.floating) else counts) for a in leaves])
+    return jax.tree.map(lambda f, c: c if f is None else f, floats, counts, is_leaf=lambda a: a is None)
 
 
 def passes_of_layers(

@@ -1,35 +1,35 @@
 """Gradients and values of a model in a pipeline: each rank along `pipe` runs its own layers on every micro-batch.
 
-The executors of `parallel.pipeline` order the passes of `train.pipeline_passes`: `executor` in uniform ticks, and
-`table_executor` in any other schedule.
+`parallel.pipeline.executor` runs the passes of `train.pipeline_passes` in the order of a schedule.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 from jaxtyping import Array, Float
 
 from moe_jax.models.decoder import Decoder
 from moe_jax.models.execution import Execution
+from moe_jax.models.forward import Carry, run_stage
 from moe_jax.parallel.choices import UNIFORM
 from moe_jax.parallel.layout import lies_in_chunks, parameter_path
 from moe_jax.parallel.parallelism import Parallelism
-from moe_jax.parallel.pipeline.chunks import from_stages, layers_of_chunk, stage_in_pipe, to_stages
-from moe_jax.parallel.pipeline.executor import run_forward_ticks, run_ticks
+from moe_jax.parallel.pipeline.chunks import layers_of_chunk, stage_in_pipe
+from moe_jax.parallel.pipeline.executor import from_stages, run_table, to_stages
 from moe_jax.parallel.pipeline.limits import schedule_by_name, split_axes, split_problem
 from moe_jax.parallel.pipeline.schedules import Schedule
-from moe_jax.parallel.pipeline.table import lockstep_table, undivided
-from moe_jax.parallel.pipeline.table_executor import run_table
+from moe_jax.parallel.pipeline.table import forward_only, lockstep_table, undivided
+from moe_jax.parallel.pipeline.ticks import uniform
 from moe_jax.train.batch import Batch, micro_batches_of
 from moe_jax.train.gradients import Gradients, GradientsFn, sum_on_mesh, zeros_of
-from moe_jax.train.objective import Objective
+from moe_jax.train.micro_batch import MicroBatchPasses
+from moe_jax.train.objective import Objective, check_objective
 from moe_jax.train.on_devices import merged_model, on_devices
-from moe_jax.train.overlap import check_objective
-from moe_jax.train.pipeline_front import Front
 from moe_jax.train.pipeline_passes import RankPasses, Totals, fp8_copies_of_rank, passes_of_layers
 
 
@@ -58,7 +58,6 @@ def accumulate_pipelined(
     """
     check_objective(objective, "a pipeline")
     name = parallelism.pipe_schedule
-    schedule = table = None
     if name not in UNIFORM:
         if execution.remat == "offload":
             raise ValueError(
@@ -66,21 +65,14 @@ def accumulate_pipelined(
                 "take that schedule, or remat True or False"
             )
         check_branches(parallelism)
-        schedule = schedule_of(parallelism, micro_batches)
-        table = lockstep_table(schedule)
-    elif name == "uniform-w":
-        schedule_of(parallelism, micro_batches)
-    divides = name == "uniform-w" if table is None else ("W",) in table.kinds
+    schedule = schedule_of(parallelism, micro_batches)
+    table = lockstep_table(schedule)
 
     def sum_of(params: nnx.State, fixed: nnx.State, execution: Execution, stacked: Batch, scalars: Batch) -> Gradients:
         own = _layers_of_rank(params, schedule)
         front = Front(passes_of_layers(objective, graphdef, own, fixed, execution, parallelism.mesh), stacked)
         passes = _rank_passes(front, scalars, parallelism, schedule)
-        pipeline = passes.of_pipeline(divides=divides)
-        if table is None:
-            totals = run_ticks(pipeline, passes.chunks, micro_batches, passes.zeros())
-        else:
-            totals = run_table(pipeline, table, passes.zeros())
+        totals = run_table(passes.of_pipeline(divides="W" in table.kinds), table, passes.zeros())
         gradients = _gradients_of_chunks(front.backward(totals.embedded[:-1], totals.gradients), params, schedule)
         return Gradients(totals.value, passes.aux_of_layers(totals.aux, totals.router), gradients)
 
@@ -104,34 +96,109 @@ def evaluate_pipelined(
         (fixed,) = rest
         # With remat a chunk saves its layers' inputs alone, and XLA removes a stack that nothing reads.
         execution = replace(model.execution, remat=True)
-        micro = passes_of_layers(objective, graph, _layers_of_rank(params), fixed, execution, parallelism.mesh)
+        # Layers are stored as uniform ticks want them, and an evaluation sends none to other ranks.
+        schedule = uniform(*parallelism.pipe, micro_batches)
+        micro = passes_of_layers(objective, graph, _layers_of_rank(params, schedule), fixed, execution, parallelism.mesh)
         stacked, scalars = micro_batches_of(batch, micro_batches)
-        return _evaluated(_rank_passes(Front(micro, stacked), scalars, parallelism), micro_batches)
+        return _evaluated(_rank_passes(Front(micro, stacked), scalars, parallelism, schedule))
 
     return _checked(on_devices(of_device, graphdef, parallelism=parallelism), graphdef, parallelism)
 
 
-def _evaluated(passes: RankPasses, micro_batches: int) -> tuple[Array, Any]:
-    """Runs the rank's passes."""
+@dataclass(frozen=True)
+class Front:
+    """The way of a step's micro-batches to the pipeline: the embedding, and dense first layers, as DeepSeek-V3 has them.
 
-    def forward(of_tick, moving):
-        ((output, _, count),) = passes.run(passes.forward(of_tick, moving))
-        return output, count
+    Rank r computes the dense layers of micro-batches g p + r. They run before the first tick, and again, with their backward
+    pass, after the last tick: the ranks share the work evenly. Their outputs are on every rank during the step, for all
+    micro-batches, as the outputs' gradients are. Without dense layers the first rank embeds each micro-batch in the tick where
+    it enters. All of this is inside `jax.shard_map` over `pipe`.
+    """
 
-    def loss(i, finished, totals: Totals) -> Totals:
+    micro: MicroBatchPasses
+    stacked: Batch
+
+    def forward(self) -> Float[Array, "micro_batches batch seq hidden"] | None:
+        """Computes the dense layers of all micro-batches; returns the outputs on every rank, None without such layers."""
+        if not self._num_stages:
+            return None
+
+        def run(batch: Batch) -> Array:
+            return self._run(self.micro.params, self.micro.enter(batch).carry.x, batch)
+
+        outputs = lax.all_gather(lax.map(run, self._of_rank), "pipe", axis=1)
+        return outputs.reshape(-1, *outputs.shape[2:])[: len(self.stacked["tokens"])]
+
+    def backward(self, dx: Float[Array, "micro_batches batch seq hidden"], gradients: nnx.State) -> nnx.State:
+        """Adds the gradients of dense layers and embedding to `gradients`.
+
+        Args:
+          dx: the gradients of what entered the pipeline, on the first rank; zeros on the others.
+        """
+        if not self._num_stages:
+            tokens, dx = (x.reshape(-1, *x.shape[2:]) for x in (self.stacked["tokens"], dx))
+            return self.micro.embedding(tokens, dx, gradients)
+        layers, outside = self._split(self.micro.params)
+
+        def add(sums: nnx.State, of_micro_batch: tuple[Batch, Array]) -> tuple[nnx.State, Array]:
+            batch, dy = of_micro_batch
+
+            def run(layers: nnx.State, x) -> Array:
+                return self._run(nnx.merge_state(layers, outside), x, batch)
+
+            own, dx = jax.vjp(run, layers, self.micro.enter(batch).carry.x)[1](dy)
+            return jax.tree.map(lambda a, g: a + g.astype(a.dtype), sums, own), dx
+
+        ranks = lax.axis_size("pipe")
+        filled = jnp.pad(dx, [(0, -len(dx) % ranks), *[(0, 0)] * (dx.ndim - 1)])
+        dy = lax.psum_scatter(filled.reshape(-1, ranks, *dx.shape[1:]), "pipe", scatter_dimension=1, tiled=False)
+        sums, of_others = self._split(gradients)
+        sums, dx = lax.scan(add, sums, (self._of_rank, dy))
+        tokens, dx = (x.reshape(-1, *x.shape[2:]) for x in (self._of_rank["tokens"], dx))
+        return self.micro.embedding(tokens, dx, nnx.merge_state(sums, of_others))
+
+    def _run(self, params: nnx.State, x: Float[Array, "batch seq hidden"], batch: Batch) -> Float[Array, "batch seq hidden"]:
+        """Runs the dense layers on a micro-batch."""
+        model, entered, carry = self.micro.model(params), self.micro.enter(batch), Carry(x, None)
+        for number in range(self._num_stages):
+            of_stage = entered.per_layer[number]
+            carry, _ = run_stage(model.stages[number], number, entered.inputs, of_stage, carry, self.micro.execution)
+        return carry.x
+
+    @property
+    def _of_rank(self) -> Batch:
+        """The micro-batches of the rank, stacked. The last one stands in for those that fill up an incomplete group."""
+        ranks, last = lax.axis_size("pipe"), len(self.stacked["tokens"]) - 1
+        own = jnp.minimum(jnp.arange(last // ranks + 1) * ranks + lax.axis_index("pipe"), last)
+        return {name: x[own] for name, x in self.stacked.items()}
+
+    @property
+    def _num_stages(self) -> int:
+        return self.micro.num_stages - 1
+
+    def _split(self, tree: nnx.State) -> tuple[nnx.State, nnx.State]:
+        """Splits a tree of parameters into the dense layers, and everything else."""
+        layers, others = nnx.split_state(tree, lambda path, _: path[0] == "stages" and path[1] < self._num_stages, ...)
+        return layers, others
+
+
+def _evaluated(passes: RankPasses) -> tuple[Array, Any]:
+    """Runs the rank's forward passes and losses."""
+
+    def loss(i, last_rank: int, finished, totals: Totals) -> tuple[None, Totals]:
         value, aux = jax.tree.map(jnp.add, (totals.value, totals.aux), passes.value_of(i, finished))
-        return totals._replace(value=value, aux=aux)
+        return None, totals._replace(value=value, aux=aux)
 
     value, aux = zeros_of(jax.eval_shape(lambda: passes.value_of(0, passes.enter(0))))
     start = Totals(value, aux, None, None, passes.zeros_of_layers())
-    totals = run_forward_ticks(passes.enter, forward, loss, passes.chunks, micro_batches, start)
+    table = forward_only(lockstep_table(passes.schedule))
+    totals = run_table(replace(passes.of_pipeline(), loss=loss), table, start)
     return totals.value, passes.aux_of_layers(totals.aux, totals.router)
 
 
-def _rank_passes(front: Front, scalars: Batch, parallelism: Parallelism, schedule: Schedule | None = None) -> RankPasses:
-    chunks = parallelism.pipe_chunks if schedule is None else len(schedule.directions)
+def _rank_passes(front: Front, scalars: Batch, parallelism: Parallelism, schedule: Schedule) -> RankPasses:
     copies = fp8_copies_of_rank(front.micro, parallelism.mesh)
-    return RankPasses(front.micro, chunks, front.stacked, scalars, front.forward(), schedule, copies=copies)
+    return RankPasses(front.micro, schedule, front.stacked, scalars, front.forward(), copies=copies)
 
 
 def _checked[Result](on_mesh: Callable[..., Result], graphdef: nnx.GraphDef, parallelism: Parallelism) -> Callable[..., Result]:
@@ -144,23 +211,22 @@ def _checked[Result](on_mesh: Callable[..., Result], graphdef: nnx.GraphDef, par
     return checked
 
 
-def _layers_of_rank(params: nnx.State, schedule: Schedule | None = None) -> nnx.State:
-    """Returns the rank's layers, [chunks, 1, layers of a chunk, ...], along one axis; with a schedule, those of its stages."""
+def _layers_of_rank(params: nnx.State, schedule: Schedule) -> nnx.State:
+    """Returns the rank's layers, [chunks, 1, layers of a chunk, ...], of its stages in the schedule, along one axis."""
 
     def join(key_path: tuple, array: Array) -> Array:
         if not lies_in_chunks(parameter_path(key_path), array.shape):
             return array
-        own = array if schedule is None else to_stages(array.squeeze(1), schedule)
-        return own.reshape(-1, *array.shape[3:])
+        return to_stages(array.squeeze(1), schedule).reshape(-1, *array.shape[3:])
 
     return jax.tree.map_with_path(join, params)
 
 
-def _gradients_of_chunks(gradients: nnx.State, params: nnx.State, schedule: Schedule | None) -> nnx.State:
+def _gradients_of_chunks(gradients: nnx.State, params: nnx.State, schedule: Schedule) -> nnx.State:
     """Returns gradients of `_layers_of_rank`, laid out as the parameters."""
 
     def home(key_path: tuple, gradient: Array, like: Array) -> Array:
-        if schedule is not None and lies_in_chunks(parameter_path(key_path), like.shape):
+        if lies_in_chunks(parameter_path(key_path), like.shape):
             gradient = from_stages(gradient.reshape(len(schedule.directions), -1, *gradient.shape[1:]), schedule)
         return gradient.reshape(like.shape)
 
@@ -206,7 +272,7 @@ def check_branches(parallelism: Parallelism) -> None:
 
     Raises:
       ValueError: a `ppermute` inside the layers: experts over "pairwise", a ring of sequences, or gathers by copies. One in a
-        transport of the caller's own is found when a step is traced (`branches`).
+        transport of the caller's own is found when a step is traced (`executor.checked_branch`).
     """
     expert, context = parallelism.expert_parallel, parallelism.context_parallel
     by_copies = parallelism.hops == "copies" and bool(split_axes(parallelism.mesh.shape))

@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 import jax
 
 from moe_jax.checkpoint.training import TrainingCheckpoints
-from moe_jax.parallel.pipeline.chunks import LayersInPipe, PipeShape
-from moe_jax.parallel.pipeline.restack import restack, stacked_as
+from moe_jax.parallel.pipeline.chunks import LayersInPipe, PipeShape, restack, stacked_as
 from moe_jax.train.state import TrainState
 
 PIPE = "pipe"

@@ -20,9 +20,9 @@ from moe_jax.parallel.parallelism import Parallelism
 from moe_jax.parallel.zero1 import optimizer_mesh, sum_to_parts
 from moe_jax.train.batch import Batch, num_rows, replicated_sharding, total_weight
 from moe_jax.train.gradients import accumulate, accumulate_in_place, gradients_fn
-from moe_jax.train.objective import LossFunction, NextToken, Objective, as_objective, expert_bias_range
+from moe_jax.train.micro_batch import accumulate_overlapping
+from moe_jax.train.objective import LossFunction, NextToken, Objective, as_objective, can_overlap, expert_bias_range
 from moe_jax.train.on_devices import with_dropout_seeds, with_fp8_copies
-from moe_jax.train.overlap import accumulate_overlapping, can_overlap
 from moe_jax.train.pipelined import accumulate_pipelined
 from moe_jax.train.state import TrainState, apply_gradients, check_adapters, check_layout
 

@@ -16,8 +16,8 @@ from moe_jax.parallel import Parallelism
 from moe_jax.train import LossWeights, NextToken, accumulate, gradients_fn
 from moe_jax.train import step as step_module
 from moe_jax.train.gradients import accumulate_in_place
-from moe_jax.train.objective import as_objective
-from moe_jax.train.overlap import accumulate_overlapping, can_overlap
+from moe_jax.train.micro_batch import accumulate_overlapping
+from moe_jax.train.objective import as_objective, can_overlap
 from moe_jax.train.step import make_train_step, overlaps
 
 ROWS, SEQ = 6, 16

@@ -14,8 +14,7 @@ from moe_jax.checkpoint import streaming
 from moe_jax.models.random_weights import random_model
 from moe_jax.parallel import Parallelism, make_mesh
 from moe_jax.parallel.layout import parameter_path
-from moe_jax.parallel.pipeline.chunks import LayersInPipe, PipeShape, is_dealt_out, split_layers, to_chunks
-from moe_jax.parallel.pipeline.restack import restack, stacked_as
+from moe_jax.parallel.pipeline.chunks import LayersInPipe, PipeShape, is_dealt_out, restack, split_layers, stacked_as, to_chunks
 from moe_jax.train import init_state, make_optimizer
 
 

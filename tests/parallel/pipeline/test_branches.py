@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import pipelines
 from toy_pipeline import assert_counts_once
 from moe_jax.parallel.collectives.hops import hop
-from moe_jax.parallel.pipeline import table_executor
+from moe_jax.parallel.pipeline import executor
 
 TRAVEL = {
     "all_to_all": lambda x: jax.lax.all_to_all(jnp.stack([x, x]), "expert", 0, 0).sum() / 2,
@@ -29,7 +29,7 @@ TRAVEL = {
 }
 names = sys.argv[1:]
 # Without the search for transfers that would hang.
-table_executor.checked_branch = lambda branch, *arguments: branch
+executor.checked_branch = lambda branch, *arguments: branch
 print("begins", flush=True)
 for name in names:
     assert_counts_once(pipelines.MAKE["1f1b"](2, 1, 4), 4, TRAVEL[name], expert=2)

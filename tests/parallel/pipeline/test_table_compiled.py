@@ -13,9 +13,9 @@ sys.path.insert(0, str(Path(moe_jax.__file__).parents[1] / "tests"))
 import pipelines
 from toy_pipeline import toy_passes
 from moe_jax.kernels.varying import vary_as
-from moe_jax.parallel.pipeline.branches import NO_COPIES
+from moe_jax.parallel.collectives.hops import NO_COPIES
+from moe_jax.parallel.pipeline.executor import run_table
 from moe_jax.parallel.pipeline.table import lockstep_table
-from moe_jax.parallel.pipeline.table_executor import run_table
 
 LONG, name = 2**20, sys.argv[1]
 table = lockstep_table(pipelines.MAKE[name](2, 1, 4))
