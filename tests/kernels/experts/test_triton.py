@@ -261,15 +261,7 @@ def step(x, w_gate_up, w_down, weights, chosen, dy):
     [
         pytest.param(100, "9.0", marks=pytest.mark.thorough),
         (32768, "8.0"),
-        *(pytest.param(32768, capability, marks=pytest.mark.thorough) for capability in ("8.9", "9.0")),
-        pytest.param(
-            32768,
-            "10.0",
-            marks=[
-                pytest.mark.thorough,
-                pytest.mark.xfail(strict=True, reason="gated_matmul spills 40 bytes on Blackwell, on which nothing was run"),
-            ],
-        ),
+        *(pytest.param(32768, capability, marks=pytest.mark.thorough) for capability in ("8.9", "9.0", "10.0")),
     ],
 )
 def test_kernels_compile_without_register_spills(monkeypatch, tmp_path, tokens, capability):
