@@ -16,7 +16,7 @@ Kernel `chunk_heads_to_pages`, of many tokens:
 """
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +27,7 @@ from jaxtyping import Array, Float, Int
 
 from moe_jax.kernels.attention.mosaic.warpgroups import COLUMNS, broadcast_columns, broadcast_rows, load_tile
 from moe_jax.kernels.decode.rows import BLOCKS_PER_CORE, load_row, normalized, sum_of_splits
-from moe_jax.kernels.hopper.launch import grid_size, launch, operand_transforms, store
+from moe_jax.kernels.hopper.launch import Named, grid_size, launch, operand_transforms, store
 from moe_jax.kernels.hopper.pipeline import WGMMA_ROWS
 
 HEAD_DIM = 128
@@ -173,7 +173,7 @@ def chunk_heads_to_pages(
     heads = columns // HEAD_DIM - 2 * kv_heads
     items = -(-tokens // WGMMA_ROWS), heads + 2 * kv_heads
 
-    def body(projections_ref, norms: HeadNorms, new: NewTokens, keys_ref, values_ref, q_ref, scratch: _Scratch):
+    def body(projections_ref, norms: HeadNorms, new: NewTokens, keys_ref, values_ref, q_ref, scratch: Named):
         @plgpu.nd_loop(items, collective_axes="block")
         def _item(info):
             # The last block begins early enough to be whole. Tokens of two blocks are written twice, with the same values.
@@ -226,7 +226,7 @@ def chunk_heads_to_pages(
         plgpu.wait_smem_to_gmem(0)
 
     outputs = [jax.ShapeDtypeStruct((tokens, heads, HEAD_DIM), dtype)]
-    scratch = _Scratch(
+    scratch = Named(
         head=plgpu.SMEM((WGMMA_ROWS, HEAD_DIM), dtype, transforms=operand_transforms(dtype, PIECE)),
         rows=plgpu.SMEM((WGMMA_ROWS, HEAD_DIM), dtype),
         loaded=plgpu.Barrier(),
@@ -237,12 +237,6 @@ def chunk_heads_to_pages(
     projections, weights, new = lax.optimization_barrier((projections, weights, new))
     q, *pages = kernel(projections, weights, new, keys, values)
     return HeadsAndPages(q[:num_tokens], *pages)
-
-
-class _Scratch(NamedTuple):
-    head: Any
-    rows: Any
-    loaded: Any
 
 
 def _scale(head_smem, eps: float):

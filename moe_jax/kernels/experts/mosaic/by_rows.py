@@ -47,9 +47,9 @@ from moe_jax.kernels.experts.mosaic.chosen_rows import (
 from moe_jax.kernels.experts.mosaic.row_tiles import TileCoord, row_tiles
 from moe_jax.kernels.experts.mosaic.tile_order import rows_in_group
 from moe_jax.kernels.experts.routing import Plan
-from moe_jax.kernels.hopper.launch import launch, operand_transforms
+from moe_jax.kernels.hopper.launch import Named, launch, operand_transforms
 from moe_jax.kernels.hopper.mainloop import ROW_ALIGNMENT, STEP, TileProgram, TileShape, run_tiles
-from moe_jax.kernels.hopper.pipeline import CONSUMERS, MATMUL_REGISTERS, WGMMA_ROWS, Pipeline, Registers
+from moe_jax.kernels.hopper.pipeline import CONSUMERS, MATMUL_REGISTERS, WGMMA_ROWS, Registers
 from moe_jax.kernels.hopper.row_copies import (
     initialize,
     landing_barriers,
@@ -137,16 +137,6 @@ class WarpgroupPart(NamedTuple):
     """`StoredRows`; None in `prepare`."""
 
 
-class EpilogueReferences(NamedTuple):
-    """The references that an epilogue reads and writes."""
-
-    outputs: tuple[Any, ...]
-    inputs: Any
-    """`Epilogue.inputs`, a pytree."""
-    scratch: Any
-    """`Epilogue.scratch`, a pytree."""
-
-
 @dataclass(frozen=True)
 class Epilogue:
     """The part of a kernel that turns a tile's sums into results, in bf16 and in FP8."""
@@ -154,11 +144,11 @@ class Epilogue:
     name: str
     """Name of the whole kernel, in profiles."""
     outputs: list[jax.ShapeDtypeStruct]
-    store: Callable[[Any, WarpgroupPart, Callable, EpilogueReferences], None]
+    store: Callable[[Any, WarpgroupPart, Callable, Named], None]
     """(sums of 64 rows in f32, part, write, references). write(output reference, column, values) rounds and stores a chunk."""
     inputs: Any = ()
     scratch: Any = ()
-    prepare: Callable[[WarpgroupPart, EpilogueReferences], None] = lambda part, references: None
+    prepare: Callable[[WarpgroupPart, Named], None] = lambda part, references: None
     """Runs before `store`; for a tile's first rows before its first step, for example to start loads that `store` waits for."""
     staged: int = 2
     """Chunks that `write` keeps in shared memory. With two, one is filled while the other is being stored. 0: none."""
@@ -176,7 +166,7 @@ class EpilogueSteps(NamedTuple):
 
 def epilogue_steps(
     epilogue: Epilogue,
-    references: EpilogueReferences,
+    references: Named,
     out: Any,
     tile: Any,
     plan: Plan,
@@ -243,31 +233,6 @@ class RowsOperands(NamedTuple):
     """[experts, 2*inter], which `matmul_gated` adds to the sums."""
 
 
-class RowsInputs(NamedTuple):
-    """Arrays that the kernel reads."""
-
-    tiles: tuple[Any, ...]
-    """`RowTiles.arrays`."""
-    operands: RowsOperands
-    chosen: ChosenRows
-    epilogue: Any
-
-
-class RowsScratch(NamedTuple):
-    """Shared memory. Swizzled buffers come first: each starts at a multiple of 1024 bytes."""
-
-    a: Any
-    """[stages, rows, 64]."""
-    w: Any
-    """[stages, columns, 64], or [stages, 64, columns] with `transpose`."""
-    out: Any
-    """[consumers, staged, 64, 64]: chunks on their way to memory."""
-    epilogue: Any
-    pipe: Pipeline
-    landed: Any
-    """Barriers of gathered rows (row_copies.py); None where TMA copies them."""
-
-
 def launch_rows(
     operands: RowsOperands, plan: Plan, tile: TileShape, epilogue: Epilogue, *, transpose: bool, pairs_halves: bool = False
 ) -> list[Array]:
@@ -289,11 +254,11 @@ def launch_rows(
     group = rows_in_group((columns, summands), dtype)
     tiles = row_tiles(plan, tile.rows, column_tiles, group)
 
-    def body(inputs: RowsInputs, *references):
+    def body(inputs: Named, *references):
         *output_refs, scratch = references
         if scratch.landed is not None:
             initialize(scratch.landed)
-        epilogue_refs = EpilogueReferences(tuple(output_refs), inputs.epilogue, scratch.epilogue)
+        epilogue_refs = Named(outputs=tuple(output_refs), inputs=inputs.epilogue, scratch=scratch.epilogue)
 
         def locate(index):
             coord = tiles.find(index, *inputs.tiles)
@@ -324,21 +289,24 @@ def launch_rows(
     gathers = source_of_row is not None
     loaded = loaded_rows(plan, tile.rows, a.shape[0])
     swizzled = operand_transforms(dtype)
-    scratch = RowsScratch(
+    scratch = Named(
         a=plgpu.SMEM((tile.stages, tile.rows, STEP), dtype, transforms=swizzled),
+        # [stages, 64, columns] with `transpose`.
         w=plgpu.SMEM((tile.stages, *((STEP, tile.columns) if transpose else (tile.columns, STEP))), dtype, transforms=swizzled),
+        # Chunks on their way to memory.
         out=plgpu.SMEM((CONSUMERS, epilogue.staged, WGMMA_ROWS, CHUNK), dtype, transforms=swizzled),
         epilogue=epilogue.scratch,
         pipe=tile.pipeline(copies=(0 if gathers else 1) + (2 * tile.column_blocks if pairs_halves else 1)),
+        # Barriers of gathered rows (row_copies.py); None where TMA copies them.
         landed=landing_barriers(tile.stages) if gathers else None,
     )
     kernel = launch(epilogue.name, body, epilogue.outputs, [scratch], warpgroups=CONSUMERS + 1)
-    return kernel(RowsInputs(tiles.arrays, operands, chosen_rows_of(plan), epilogue.inputs))
+    return kernel(Named(tiles=tiles.arrays, operands=operands, chosen=chosen_rows_of(plan), epilogue=epilogue.inputs))
 
 
 def _load(
     operands: RowsOperands,
-    scratch: RowsScratch,
+    scratch: Named,
     tile: TileShape,
     loaded: LoadedRows,
     step,
@@ -375,9 +343,7 @@ def _load(
         pl.when(step.k >= own_steps)(load_change)
 
 
-def _load_columns(
-    w, scratch: RowsScratch, tile: TileShape, step, ks, full_barrier, *, transpose: bool, pairs_halves: bool
-) -> None:
+def _load_columns(w, scratch: Named, tile: TileShape, step, ks, full_barrier, *, transpose: bool, pairs_halves: bool) -> None:
     """Starts the copies of the tile's columns of w, summands `ks`."""
     coord, _, slot = step
     if pairs_halves:
@@ -392,7 +358,7 @@ def _load_columns(
         plgpu.copy_gmem_to_smem(source, scratch.w.at[slot], full_barrier)
 
 
-def _multiply(scratch: RowsScratch, tile: TileShape, accumulator, step, warpgroup, *, transpose: bool) -> None:
+def _multiply(scratch: Named, tile: TileShape, accumulator, step, warpgroup, *, transpose: bool) -> None:
     """Issues the wgmma of a warpgroup's rows and columns of one step."""
     rows = pl.ds(tile.first_row(warpgroup), tile.warpgroup_rows)
     columns = pl.ds(tile.column_block(warpgroup) * tile.warpgroup_columns, tile.warpgroup_columns)
