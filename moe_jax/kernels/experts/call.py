@@ -11,11 +11,12 @@ from jaxtyping import Array, Float, Integer
 from moe_jax.kernels.experts.activation import SILU, Activation
 from moe_jax.kernels.experts.changed import of_each_expert, rank_alignment
 from moe_jax.kernels.experts.choose_backend import resolve_backend
-from moe_jax.kernels.experts.fp8.passes import Fp8Options
+from moe_jax.kernels.experts.fp8.backends import resolve_fp8_backend
 from moe_jax.kernels.experts.fp8.precision import Precision
 from moe_jax.kernels.experts.fp8.quantise import GROUP, QuantisedMatrices, RoundedTokens
-from moe_jax.kernels.experts.fused_vjp import ExpertsOperands, ExpertsOptions, experts_of_parts
+from moe_jax.kernels.experts.fused_vjp import ExpertsOperands, experts_of_parts
 from moe_jax.kernels.experts.routing import is_an_expert
+from moe_jax.kernels.experts.separate_vjps import ExpertsOptions
 from moe_jax.kernels.experts.weights import Accumulators, ExpertProducts, ExpertWeights, Matrix
 from moe_jax.kernels.precision import at_least_f32, widened
 from moe_jax.kernels.shapes import check_experts_mlp, check_shape
@@ -112,7 +113,7 @@ def experts(
     shares = [None] * len(parts) if shares is None else shares
     _check_parts(parts, max_pairs, shares)
     of_tokens = parts[0].x.dtype, sizes["hidden"], sizes["inter"]
-    fp8 = None if precision is None else Fp8Options.of(precision, backend, *of_tokens)
+    fp8 = None if precision is None else resolve_fp8_backend(backend, *of_tokens, precision)
     backend = resolve_backend(backend, *of_tokens) if fp8 is None else fp8.sums
     gate_up, down, whole_parts = vary_alike((*_matrices(weights, sizes, backend), tuple(parts)))
     if isinstance(weights.gradient, Accumulators):
@@ -158,7 +159,7 @@ def combination(
     Raises:
         ValueError: the combination is refused.
     """
-    matrices = weights.gate_up, weights.down
+    matrices, gradient = (weights.gate_up, weights.down), weights.gradient
     alone = [matrix.values is None for matrix in matrices]
     changes = [matrix.change is not None for matrix in matrices]
     words = {
@@ -170,10 +171,10 @@ def combination(
         "copies": any(matrix.in_fp8 is not None for matrix in matrices),
         "one change": any(changes) and not all(changes),
         "changes": all(changes),
-        "own gradients": weights.own_gradients,
+        "own gradients": gradient is None and not weights.frozen and not all(alone),
         "frozen": weights.frozen or all(alone),
-        "accumulators": isinstance(weights.gradient, Accumulators),
-        "ticket": isinstance(weights.gradient, ExpertProducts),
+        "accumulators": isinstance(gradient, Accumulators),
+        "ticket": isinstance(gradient, ExpertProducts),
         "stack": weights.layer is not None,
         "several parts": len(parts) > 1,
         "rounded tokens": any(isinstance(part.x, RoundedTokens) for part in parts),
