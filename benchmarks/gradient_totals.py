@@ -21,9 +21,9 @@ from jaxtyping import Array
 
 from moe_jax.config import EXPERT_LAYERS
 from moe_jax.kernels import experts_mlp
+from moe_jax.kernels.experts.backends import BACKENDS
 from moe_jax.kernels.experts.call import TokenPart
 from moe_jax.kernels.experts.call import experts as compute
-from moe_jax.kernels.experts.choose_backend import BACKENDS
 from moe_jax.kernels.experts.weights import Accumulators, ExpertWeights
 
 WAYS = ("none", "xla", "kernels")

@@ -30,7 +30,7 @@ from pathlib import Path
 from moe_layer_peers import IN_TORCH, PEERS, Layer, Shape, build, random_in_jax
 
 from moe_jax.config import EXPERT_LAYERS
-from moe_jax.kernels.experts.choose_backend import BACKENDS
+from moe_jax.kernels.experts.backends import BACKENDS
 
 PRESETS = {name: Shape(layer.experts, layer.top_k, layer.hidden, layer.inter) for name, layer in EXPERT_LAYERS.items()}
 """Sizes of published models' layers. All use the same routing: softmax over all experts and top-k."""

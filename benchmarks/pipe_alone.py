@@ -42,7 +42,7 @@ from moe_jax.config import NAMED_CONFIGS
 from moe_jax.cost import PlannedStep, predict
 from moe_jax.cost.machine import H200, SHEETS, scaled
 from moe_jax.cost.stage import stage_seconds
-from moe_jax.kernels.varying import vary_as
+from moe_jax.kernels.shapes import vary_as
 from moe_jax.models.execution import Execution
 from moe_jax.models.random_weights import random_model
 from moe_jax.parallel import make_mesh

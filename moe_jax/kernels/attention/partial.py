@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from moe_jax.kernels.attention.online_softmax import BackwardInputs, PartialAttention, merge, softmax_sum
 from moe_jax.kernels.precision import at_least_f32
-from moe_jax.kernels.varying import vary_as
+from moe_jax.kernels.shapes import vary_as
 
 CHUNK = 1024
 """Queries, and keys, of a chunk in XLA: f32 scores of 32 heads are 128 MiB."""

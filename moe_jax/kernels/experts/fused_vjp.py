@@ -44,7 +44,7 @@ from moe_jax.kernels.experts.separate_vjps import (
 from moe_jax.kernels.experts.weights import Accumulators, ExpertProducts, ExpertWeights, Matrix
 from moe_jax.kernels.low_rank import LowRank
 from moe_jax.kernels.precision import at_least_f32, sum_in_order, widened
-from moe_jax.kernels.varying import vary_as
+from moe_jax.kernels.shapes import vary_as
 
 Arrays = tuple[Array, ...]
 """One array per part."""

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Integer, Num
 
 from moe_jax.kernels.precision import sum_in_order, widened
-from moe_jax.kernels.varying import refuse_explicit_axes
+from moe_jax.kernels.shapes import refuse_explicit_axes
 
 PAIRS_TO_COMPARE = 2048
 """The largest number of pairs that are compared all with all: one kernel, where a sort and its scatters are several."""

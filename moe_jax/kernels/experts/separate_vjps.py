@@ -38,11 +38,8 @@ class ExpertsOptions(NamedTuple):
     fp8: Fp8Options | None = None
     """The products of the matrices in FP8; None: in the dtype of the tokens."""
     activation: Activation = SILU
-
-    @property
-    def row_alignment(self) -> int:
-        """The row_alignment of plans."""
-        return implementation(self.backend).ROW_ALIGNMENT if self.fp8 is None else self.fp8.row_alignment
+    row_alignment: int = 1
+    """The row_alignment of plans."""
 
 
 class GateUp(NamedTuple):

@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 
 from moe_jax.kernels import target
 from moe_jax.kernels.hopper.interpreter import INTERPRETED_BLOCKS, interpret, is_interpreted
-from moe_jax.kernels.varying import vary_as, varying_axes
+from moe_jax.kernels.shapes import vary_as, varying_axes
 
 _logger = logging.getLogger(__name__)
 

@@ -19,8 +19,7 @@ from moe_jax.kernels.experts.fp8.quantise import QuantisedMatrices
 from moe_jax.kernels.experts.routing import int32_ids
 from moe_jax.kernels.experts.weights import ExpertWeights, Matrix
 from moe_jax.kernels.low_rank import LowRank
-from moe_jax.kernels.shapes import check_experts_mlp
-from moe_jax.kernels.varying import vary_as
+from moe_jax.kernels.shapes import check_experts_mlp, vary_as
 from moe_jax.layers.spread import Exchange
 from moe_jax.parallel.expert.inputs import Choices, ExpertInputs
 from moe_jax.parallel.expert.one_round import first_round

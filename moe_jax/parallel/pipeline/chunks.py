@@ -25,7 +25,7 @@ from jax import lax
 from jax.sharding import Mesh
 from jaxtyping import Array, Int
 
-from moe_jax.kernels.varying import vary_as
+from moe_jax.kernels.shapes import vary_as
 from moe_jax.parallel.layout import lies_in_chunks, parameter_path, parameter_sharding
 from moe_jax.parallel.pipeline.schedules import Schedule
 

@@ -28,7 +28,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Int
 
-from moe_jax.kernels.varying import vary_as
+from moe_jax.kernels.shapes import vary_as
 from moe_jax.parallel.collectives.hops import hop
 from moe_jax.parallel.pipeline.branches import checked_branch
 from moe_jax.parallel.pipeline.ticks import (

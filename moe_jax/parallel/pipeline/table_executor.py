@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from moe_jax.kernels.varying import vary_as
+from moe_jax.kernels.shapes import vary_as
 from moe_jax.parallel.collectives.hops import hop
 from moe_jax.parallel.pipeline.branches import checked_branch
 from moe_jax.parallel.pipeline.executor import PipelinePasses, Slot, put, take

@@ -32,7 +32,7 @@ from triton_without_gpu import compiled_without_spills, needs_triton, pretend_ho
 
 from moe_jax import kernels
 from moe_jax.kernels import target
-from moe_jax.kernels.experts import choose_backend as backend
+from moe_jax.kernels.experts import backends as backend
 from moe_jax.kernels.experts import triton as ours
 from moe_jax.kernels.experts import xla
 from moe_jax.kernels.experts.routing import plan

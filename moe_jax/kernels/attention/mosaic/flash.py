@@ -24,9 +24,8 @@ from moe_jax.kernels.attention.mosaic.interval import pad_to_block
 from moe_jax.kernels.attention.mosaic.masks import TokenInterval, first_keys, last_queries
 from moe_jax.kernels.attention.online_softmax import BackwardInputs, PartialAttention
 from moe_jax.kernels.hopper.interpreter import is_interpreted
-from moe_jax.kernels.shapes import check_shape
+from moe_jax.kernels.shapes import check_shape, vary_alike
 from moe_jax.kernels.target import compute_capability
-from moe_jax.kernels.varying import vary_alike
 
 
 def flash_attention(

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 
 from moe_jax.kernels.experts import backends
-from moe_jax.kernels.experts.choose_backend import is_named, resolve_backend
+from moe_jax.kernels.experts.backends import is_named, resolve_backend
 from moe_jax.kernels.experts.fp8.precision import Kept, Precision
 from moe_jax.kernels.experts.fp8.quantise import refusal
 

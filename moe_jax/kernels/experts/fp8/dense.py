@@ -22,7 +22,7 @@ from jaxtyping import Array, BFloat16, Float
 
 from moe_jax.kernels.experts.fp8.backends import implementation, resolve_fp8_backend
 from moe_jax.kernels.experts.fp8.quantise import GROUP, QuantisedMatrices, quantise_matrices, transposed
-from moe_jax.kernels.varying import refuse_explicit_axes, vary_alike
+from moe_jax.kernels.shapes import refuse_explicit_axes, vary_alike
 
 
 class DenseCopies(NamedTuple):

@@ -15,7 +15,7 @@ from moe_jax.kernels.experts import xla
 from moe_jax.kernels.experts.activation import SILU, Activation
 from moe_jax.kernels.experts.fp8.quantise import GROUP, QuantisedMatrices, QuantisedRows, quantise_rows
 from moe_jax.kernels.experts.routing import Plan, of_own_layer
-from moe_jax.kernels.varying import vary_as
+from moe_jax.kernels.shapes import vary_as
 
 ROW_ALIGNMENT = 1
 """The row_alignment of plans for this backend; it computes plans of any other alignment too."""
