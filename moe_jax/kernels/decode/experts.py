@@ -12,7 +12,7 @@ from moe_jax.kernels.decode.plan_rows import place_rows, plan_rows
 from moe_jax.kernels.decode.route import TokenChoices
 from moe_jax.kernels.experts import mosaic
 from moe_jax.kernels.experts.fp8 import mosaic as fp8_mosaic
-from moe_jax.kernels.experts.fp8.mosaic.round_tokens import round_tokens
+from moe_jax.kernels.experts.fp8.mosaic.round_groups import round_tokens
 from moe_jax.kernels.experts.fp8.quantise import QuantisedMatrices, QuantisedRows
 from moe_jax.kernels.experts.routing import Plan, plan
 from moe_jax.kernels.hopper.mainloop import ROW_ALIGNMENT

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -199,9 +199,8 @@ def refuse(found: set[str], table: Sequence[tuple[set[str], str]]) -> None:
 def _checked_sizes(parts: Sequence[TokenPart], weights: ExpertWeights) -> dict[str, int]:
     """Returns the length of each axis."""
     axes = "experts" if weights.layer is None else "layers experts"
-    codes = weights.gate_up.in_fp8, weights.down.in_fp8
-    values = weights.gate_up.values, weights.down.values
-    w_gate_up, w_down = (c.rounded.values if v is None and c is not None else v for v, c in zip(values, codes, strict=True))
+    matrices: Any = (weights.gate_up, weights.down)
+    w_gate_up, w_down = (w.in_fp8.rounded.values if w.values is None else w.values for w in matrices)
     sizes: dict[str, int] = {}
     for part in parts:
         x = part.x.like if isinstance(part.x, RoundedTokens) else part.x

@@ -44,8 +44,7 @@ from moe_jax.kernels.experts.mosaic.chosen_rows import (
     store_rows,
     stored_rows,
 )
-from moe_jax.kernels.experts.mosaic.row_tiles import TileCoord, row_tiles
-from moe_jax.kernels.experts.mosaic.tile_order import rows_in_group
+from moe_jax.kernels.experts.mosaic.tile_order import TileCoord, row_tiles, rows_in_group
 from moe_jax.kernels.experts.routing import Plan
 from moe_jax.kernels.hopper.launch import Named, launch, operand_transforms
 from moe_jax.kernels.hopper.mainloop import ROW_ALIGNMENT, STEP, TileProgram, TileShape, run_tiles

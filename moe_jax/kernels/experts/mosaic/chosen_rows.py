@@ -13,7 +13,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from moe_jax.kernels.experts.mosaic.row_tiles import TileCoord
+from moe_jax.kernels.experts.mosaic.tile_order import TileCoord
 from moe_jax.kernels.experts.routing import ROWS_OF_A_BIT, Plan
 from moe_jax.kernels.hopper.mainloop import ROW_ALIGNMENT
 

@@ -20,7 +20,7 @@ from moe_jax.kernels.experts.fp8 import quantise
 from moe_jax.kernels.experts.fp8.mosaic import by_pairs, by_rows, by_rows_backward
 from moe_jax.kernels.experts.fp8.mosaic.gather import gather_rounded, gather_rows
 from moe_jax.kernels.experts.fp8.mosaic.promoted import Fp8TileShape
-from moe_jax.kernels.experts.fp8.mosaic.round_tokens import TOKENS, round_tokens
+from moe_jax.kernels.experts.fp8.mosaic.round_groups import TOKENS, round_tokens
 from moe_jax.kernels.experts.fp8.quantise import GROUP, QuantisedMatrices, QuantisedRows, joined, quantise_rows
 from moe_jax.kernels.experts.fp8.xla import Fp8Backward
 from moe_jax.kernels.experts.mosaic import is_native

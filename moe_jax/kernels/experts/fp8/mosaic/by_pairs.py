@@ -28,8 +28,19 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, BFloat16, Float, Int
 
 from moe_jax.kernels.experts.activation import SILU, Activation
-from moe_jax.kernels.experts.fp8.mosaic.column_scales import LINES, PIECE, in_pieces, piece_of, place_in_piece
-from moe_jax.kernels.experts.fp8.mosaic.promoted import STEP, Fp8TileShape, Place, PromotedProgram, SlotStep, run_tiles
+from moe_jax.kernels.experts.fp8.mosaic.promoted import (
+    LINES,
+    PIECE,
+    STEP,
+    Fp8TileShape,
+    Place,
+    PromotedProgram,
+    SlotStep,
+    in_pieces,
+    piece_of,
+    place_in_piece,
+    run_tiles,
+)
 from moe_jax.kernels.experts.fp8.mosaic.round_groups import GROUPS_LAYOUT, rounded_group
 from moe_jax.kernels.experts.fp8.quantise import GROUP, QuantisedMatrices
 from moe_jax.kernels.experts.mosaic.by_pairs import COLUMNS, MOST_STAGES

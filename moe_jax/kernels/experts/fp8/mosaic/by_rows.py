@@ -33,14 +33,18 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, BFloat16
 
 from moe_jax.kernels.experts.activation import SILU, Activation
-from moe_jax.kernels.experts.fp8.mosaic.column_scales import LINES, PIECE, in_pieces, piece_of, place_in_piece
 from moe_jax.kernels.experts.fp8.mosaic.promoted import (
     BLOCK,
+    LINES,
+    PIECE,
     STEP,
     Fp8TileShape,
     Place,
     PromotedProgram,
     SlotStep,
+    in_pieces,
+    piece_of,
+    place_in_piece,
     run_tiles,
 )
 from moe_jax.kernels.experts.fp8.mosaic.round_groups import inverse_scales, scales_of
@@ -58,8 +62,7 @@ from moe_jax.kernels.experts.mosaic.chosen_rows import (
     loaded_rows,
     store_rows,
 )
-from moe_jax.kernels.experts.mosaic.row_tiles import TileCoord, row_tiles
-from moe_jax.kernels.experts.mosaic.tile_order import rows_in_group
+from moe_jax.kernels.experts.mosaic.tile_order import TileCoord, row_tiles, rows_in_group
 from moe_jax.kernels.experts.routing import Plan
 from moe_jax.kernels.hopper.launch import Named, launch, operand_transforms
 from moe_jax.kernels.hopper.mainloop import ROW_ALIGNMENT
