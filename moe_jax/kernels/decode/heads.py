@@ -59,14 +59,6 @@ class HeadNorms(NamedTuple):
     k: Float[Array, "128"]
 
 
-class HeadsAndPages(NamedTuple):
-    """The new tokens' queries, and a layer's pages with their keys and values."""
-
-    q: Float[Array, "tokens heads 128"]
-    keys: Float[Array, "pages kv_heads page_size 128"]
-    values: Float[Array, "pages kv_heads page_size 128"]
-
-
 @partial(jax.jit, static_argnames="eps")
 def heads_to_pages(
     splits: Float[Array, "splits tokens columns"],
@@ -76,8 +68,8 @@ def heads_to_pages(
     values: Float[Array, "pages kv_heads page_size 128"],
     *,
     eps: float,
-) -> HeadsAndPages:
-    """Returns rotated queries, and the pages with rotated keys and values written, in place.
+) -> tuple[Array, Array, Array]:
+    """Returns rotated queries [tokens, heads, 128], and the pages with rotated keys and values written, in place.
 
     Args:
       splits: partial sums (`project.project`) of all heads' columns: queries, then keys, then values.
@@ -134,7 +126,7 @@ def heads_to_pages(
     weights = HeadNorms(*(weight.astype(dtype) for weight in norms))
     # XLA fuses a slice with the kernel that reads it, and forgets then that keys and values are two arrays.
     splits, weights, new = lax.optimization_barrier((splits, weights, new))
-    return HeadsAndPages(*kernel(splits, weights, new, keys, values))
+    return tuple(kernel(splits, weights, new, keys, values))
 
 
 def _heads_at_once(tokens: int, all_heads: int) -> int:
@@ -161,7 +153,7 @@ def chunk_heads_to_pages(
     values: Float[Array, "pages kv_heads page_size 128"],
     *,
     eps: float,
-) -> HeadsAndPages:
+) -> tuple[Array, Array, Array]:
     """Computes `heads_to_pages` of at least 64 tokens, whose projections have the pages' dtype."""
     num_tokens = len(projections)
     # TMA copies begin at multiples of 8 rows. Rows behind the last token write what that one writes.
@@ -235,8 +227,8 @@ def chunk_heads_to_pages(
     weights = HeadNorms(*(weight.astype(dtype) for weight in norms))
     # The barrier keeps XLA from fusing a slice with the kernel, as in `heads_to_pages`.
     projections, weights, new = lax.optimization_barrier((projections, weights, new))
-    q, *pages = kernel(projections, weights, new, keys, values)
-    return HeadsAndPages(q[:num_tokens], *pages)
+    q, keys, values = kernel(projections, weights, new, keys, values)
+    return q[:num_tokens], keys, values
 
 
 def _scale(head_smem, eps: float):

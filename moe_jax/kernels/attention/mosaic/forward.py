@@ -115,11 +115,10 @@ class _Block:
         first_key = load_rows(inputs.first_key.at[tile.batch, queries])
         last_key = None if inputs.last_key is None else load_rows(inputs.last_key.at[tile.batch, queries])
         mask = Mask.of_interval(first_key, last_key, first_row)
-        sums = Consumer(self.scratch, self.scale_log2, warpgroup, steps, first_step).run(mask)
-        row_scale = sums.scale
+        o, row_scale = Consumer(self.scratch, self.scale_log2, warpgroup, steps, first_step).run(mask)
         if inputs.previous is not None:
             row_scale = merge(row_scale, load_rows(inputs.previous.lse.at[tile.batch, tile.head, queries]))
-        self._store(warpgroup, tile, queries, sums.o, row_scale)
+        self._store(warpgroup, tile, queries, o, row_scale)
         return first_step + steps.total
 
     def _store(self, warpgroup, tile: WorkTile, queries, o, row_scale: RowScale) -> None:

@@ -22,7 +22,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from moe_jax.kernels.attention.mosaic.consumer import BLOCK_M, Consumer, Scratch, Sums, n_blocks
+from moe_jax.kernels.attention.mosaic.consumer import BLOCK_M, Consumer, Scratch, n_blocks
 from moe_jax.kernels.attention.mosaic.masks import BlockSteps, Mask
 from moe_jax.kernels.attention.mosaic.warpgroups import LOG2_E, ROWS, TileScheduler, WorkTile, broadcast_columns, launch
 from moe_jax.kernels.attention.paged import PAGE_SIZE
@@ -118,8 +118,8 @@ class _Block:
     def consume_tile(self, warpgroup, _, tile: WorkTile, first_step):
         """Returns the number of steps so far."""
         steps = self._steps(tile)
-        sums = Consumer(self.scratch, self.scale_log2, warpgroup, steps, first_step).run(self._mask(tile, warpgroup))
-        self._store(warpgroup, tile, sums)
+        o, row_scale = Consumer(self.scratch, self.scale_log2, warpgroup, steps, first_step).run(self._mask(tile, warpgroup))
+        self._store(warpgroup, tile, o, row_scale.scale)
         return first_step + steps.total
 
     def _steps(self, tile: WorkTile) -> BlockSteps:
@@ -146,12 +146,12 @@ class _Block:
         first_key = plgpu.layout_cast(jnp.zeros(WGMMA_ROWS, jnp.int32), ROWS) if window is None else last_key - window + 1
         return Mask.of_interval(first_key, last_key, 0)
 
-    def _store(self, warpgroup, tile: WorkTile, sums: Sums) -> None:
+    def _store(self, warpgroup, tile: WorkTile, o, scale) -> None:
         """Writes the rows of each of the warpgroup's queries; places that are not used are left out."""
         scratch, tokens = self.scratch, self.inputs.tokens
         own_tokens = WGMMA_ROWS // self.inputs.q.shape[2]
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        scratch.out[warpgroup] = (sums.o * broadcast_columns(sums.scale.scale, sums.o.shape)).astype(scratch.out.dtype)
+        scratch.out[warpgroup] = (o * broadcast_columns(scale, o.shape)).astype(scratch.out.dtype)
         plgpu.commit_smem()
         for i in range(own_tokens):
             token = tokens[tile.block, warpgroup * own_tokens + i]

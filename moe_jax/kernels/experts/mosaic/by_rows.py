@@ -133,7 +133,7 @@ class WarpgroupPart(NamedTuple):
     warpgroup: Any
     expert: Any
     stored: Any = None
-    """`StoredRows`; None in `prepare`."""
+    """`chosen_rows.stored_rows`; None in `prepare`."""
 
 
 @dataclass(frozen=True)
@@ -155,14 +155,6 @@ class Epilogue:
     """Only FP8 kernels choose: the number with which ptxas spills least (promoted.py)."""
 
 
-class EpilogueSteps(NamedTuple):
-    """The functions of a `TileProgram` or `PromotedProgram` that run an epilogue."""
-
-    prologue: Callable[[Any, Any], None]
-    has_rows: Callable[[Any, Any], Any]
-    store_tile: Callable[[Any, Any, Any], None]
-
-
 def epilogue_steps(
     epilogue: Epilogue,
     references: Named,
@@ -171,8 +163,8 @@ def epilogue_steps(
     plan: Plan,
     chosen: ChosenRows,
     rows_of: Callable[[Any, int], Any],
-) -> EpilogueSteps:
-    """Returns the steps of a kernel's epilogue.
+) -> tuple[Callable, Callable, Callable]:
+    """Returns the prologue, has_rows and epilogue of a `TileProgram` or `PromotedProgram`.
 
     Args:
         out: [consumers, staged, 64, 64], shared memory of chunks on their way to memory.
@@ -214,7 +206,7 @@ def epilogue_steps(
             part, is_of_expert = part_of(coord, warpgroup, row)
             pl.when(is_of_expert)(partial(store, row, part))
 
-    return EpilogueSteps(prologue, lambda coord, warpgroup: part_of(coord, warpgroup, 0)[1], store_tile)
+    return prologue, lambda coord, warpgroup: part_of(coord, warpgroup, 0)[1], store_tile
 
 
 class RowsOperands(NamedTuple):
@@ -266,16 +258,18 @@ def launch_rows(
         def rows_of(accumulator, row):
             return accumulator[row : row + WGMMA_ROWS]
 
-        steps = epilogue_steps(epilogue, epilogue_refs, scratch.out, tile, plan, inputs.chosen, rows_of)
+        prologue, has_rows, store_tile = epilogue_steps(
+            epilogue, epilogue_refs, scratch.out, tile, plan, inputs.chosen, rows_of
+        )
         program = TileProgram(
             locate=locate,
             load=partial(_load, inputs.operands, scratch, tile, loaded, transpose=transpose, pairs_halves=pairs_halves),
             multiply=partial(_multiply, scratch, tile, transpose=transpose),
-            epilogue=steps.store_tile,
-            prologue=steps.prologue,
+            epilogue=store_tile,
+            prologue=prologue,
             # Half a tile takes less time than a whole one, and the cores no longer read a large matrix in step. What one core
             # has read from memory has then left the L2 cache when the next core needs it.
-            has_rows=steps.has_rows if group == 1 else lambda coord, warpgroup: True,
+            has_rows=has_rows if group == 1 else lambda coord, warpgroup: True,
         )
         if gathers:
             program = dataclasses.replace(

@@ -126,10 +126,11 @@ def _row_call(
     a, w, source_of_row, change, bias = operands
     tiles = row_tiles(plan, tile.rows)
     # The kernels have arguments for arrays that they do not read.
-    nothing, rank, more = tiles.row, 0, [tiles.row] * 2
+    expert, nothing, *_ = tiles
+    rank, more = 0, [nothing] * 2
     if isinstance(a, QuantisedRows):
         assert isinstance(w, QuantisedMatrices) and tile.step == tile.columns == GROUP
-        tiles, more = tiles._replace(expert=plan.in_stack(tiles.expert)), [a.scales, w.scales]
+        tiles, more = (plan.in_stack(expert), *tiles[1:]), [a.scales, w.scales]
     elif change is not None:
         rank, more = change.rows.shape[1], list(change)
     source = nothing if source_of_row is None else source_of_row
@@ -150,7 +151,7 @@ def _row_call(
         "step": tile.step,
     }
     name = f"fp8_{name}" if constants["scaled"] else name
-    return KernelCall(inputs, [], tiles.expert.shape[0] * column_tiles, constants, name)
+    return KernelCall(inputs, [], len(expert) * column_tiles, constants, name)
 
 
 def _completed(
@@ -168,19 +169,12 @@ def _dtype(operands: TileOperands) -> jnp.dtype:
     return jnp.dtype(jnp.bfloat16) if isinstance(operands.a, QuantisedRows) else operands.a.dtype
 
 
-class TilesOfRows(NamedTuple):
-    """The first four inputs of a kernel by rows; entries from `num_tiles` on are unused."""
+def row_tiles(plan: Plan, height: int) -> tuple[Array, Array, Array, Array]:
+    """Cuts each expert's pairs into tiles of `height` rows, and returns the first four inputs of a kernel by rows.
 
-    expert: Int[Array, "tiles"]
-    row: Int[Array, "tiles"]
-    """The first row of each tile."""
-    end: Int[Array, "tiles"]
-    """The row after the last row of each tile."""
-    num_tiles: Int[Array, "1"]
-
-
-def row_tiles(plan: Plan, height: int) -> TilesOfRows:
-    """Cuts each expert's pairs into tiles of `height` rows."""
+    These are each tile's expert, its first row and the row after its last, and [1] the number of tiles. Later entries are
+    unused.
+    """
     counts = plan.ends - plan.offsets[:-1]
     tiles = -(-counts // height)
     last = jnp.cumsum(tiles).astype(jnp.int32)
@@ -190,7 +184,7 @@ def row_tiles(plan: Plan, height: int) -> TilesOfRows:
     expert = jnp.searchsorted(last, index, side="right", method="compare_all").astype(jnp.int32)
     expert = jnp.minimum(expert, plan.num_experts - 1)
     row = plan.offsets[expert] + (index - (last - tiles)[expert]) * height
-    return TilesOfRows(expert, row, jnp.minimum(row + height, plan.ends[expert]), last[-1:])
+    return expert, row, jnp.minimum(row + height, plan.ends[expert]), last[-1:]
 
 
 @triton.jit

@@ -197,15 +197,17 @@ def launch_rows(
         def rows_of(sums, row):
             return {place: block for place, block in sums.items() if place.row == row}
 
-        steps = epilogue_steps(epilogue, epilogue_refs, scratch.out, tile, plan, inputs.chosen, rows_of)
+        prologue, has_rows, store_tile = epilogue_steps(
+            epilogue, epilogue_refs, scratch.out, tile, plan, inputs.chosen, rows_of
+        )
         program = PromotedProgram(
             locate=locate,
             load=partial(_load, inputs, scratch, tile, loaded, pairs_halves=pairs_halves),
             multiply=partial(_multiply, scratch, tile),
             factor=factor,
-            prologue=steps.prologue,
-            epilogue=steps.store_tile,
-            has_rows=steps.has_rows,
+            prologue=prologue,
+            epilogue=store_tile,
+            has_rows=has_rows,
         )
         run_tiles(tiles.count(*inputs.tiles) * column_tiles, num_slots, program, tile, scratch.pipe, epilogue.registers)
 

@@ -39,7 +39,6 @@ from moe_jax.kernels.experts.fp8.mosaic.by_rows import F8, launch_rows, rows_sha
 from moe_jax.kernels.experts.fp8.mosaic.promoted import Fp8TileShape
 from moe_jax.kernels.experts.fp8.mosaic.round_groups import inverse_scales, scales_of
 from moe_jax.kernels.experts.fp8.quantise import GROUP, QuantisedMatrices, QuantisedRows
-from moe_jax.kernels.experts.fp8.xla import Fp8Backward
 from moe_jax.kernels.experts.mosaic.by_rows import CHUNK, Epilogue
 from moe_jax.kernels.experts.routing import Plan
 from moe_jax.kernels.hopper.launch import Named, operand_transforms
@@ -62,7 +61,7 @@ def matmul_gated_backward(
     plan: Plan,
     tile: Fp8TileShape,
     activation: Activation = SILU,
-) -> Fp8Backward:
+) -> tuple[QuantisedRows, Array, Array, Array]:
     """Returns the gradients; w_down_t is [experts, inter, hidden]. Rows of no expert are left unwritten."""
     num_rows, inter = dy.values.shape[0], w_down_t.values.shape[1]
 
@@ -167,4 +166,4 @@ def matmul_gated_backward(
         registers=REGISTERS if tile.warpgroup_columns == GROUP else REGISTERS_OF_TWO_BLOCKS,
     )
     values, scales, dh, weighted_act, dv = launch_rows(dy, w_down_t, plan, tile, epilogue)
-    return Fp8Backward(QuantisedRows(values, scales), dh, weighted_act, sum_in_order(dv, axis=0))
+    return QuantisedRows(values, scales), dh, weighted_act, sum_in_order(dv, axis=0)
