@@ -216,7 +216,7 @@ def matmul_kernel(
         groups: tl.constexpr = depth // step
         a_scales = a_more + source
         w_scales = w_more + (expert * (columns // tile_columns) + column_tile) * groups
-        total, up = scaled_products(
+        total, up = _scaled_products(
             a_rows, w_columns, a_scales, w_scales, num_sources, gated, outputs, depth, tile_rows, tile_columns, step
         )
         total = tl.where(is_read[:, None], total, 0.0) if gathers else total
@@ -226,7 +226,7 @@ def matmul_kernel(
         # Columns of gated sums alternate between gate and up: in every layout of an accumulator one thread holds a pair.
         number = tl.arange(0, tile_columns)
         place = column_tile * width + (number // 2 if gated else number)
-        total = sums_of_tile(
+        total = _sums_of_tile(
             a, w, a_more, w_more, expert, row, source, is_read, number % 2 * outputs + place if gated else place,
             place < outputs, outputs % width == 0, columns, transpose, rank, rank_step, gathers, depth, step,
         )  # fmt: skip
@@ -266,7 +266,7 @@ def matmul_gated_backward_kernel(
     row, is_own = rows_of_tile(tile_row, tile_end, i, tile_rows)
     expert = tl.load(tile_expert + i).to(tl.int64)
     source, is_read = sources_of_rows(source_of_row, row, num_sources, gathers)
-    g = sums_of_tile(
+    g = _sums_of_tile(
         dy, w_down, change, factor, expert, row, source, is_read, column,
         column < columns, columns % tile_columns == 0, columns, transpose, rank, rank_step, gathers, depth, step,
     )  # fmt: skip
@@ -275,13 +275,13 @@ def matmul_gated_backward_kernel(
     g_left, g_right = tl.split(tl.permute(tl.reshape(g, (tile_rows, 2, half)), (0, 2, 1)))
     column = column_tile * tile_columns + tl.arange(0, half)
     v = tl.load(weight_of_row + row)
-    left = store_gradients(g_left, v, h, dh, weighted_act, row, is_own, column, columns, alpha, limit, offset)
-    right = store_gradients(g_right, v, h, dh, weighted_act, row, is_own, column + half, columns, alpha, limit, offset)
+    left = _store_gradients(g_left, v, h, dh, weighted_act, row, is_own, column, columns, alpha, limit, offset)
+    right = _store_gradients(g_right, v, h, dh, weighted_act, row, is_own, column + half, columns, alpha, limit, offset)
     tl.store(dv + column_tile.to(tl.int64) * num_rows + row, left + right, mask=is_own)
 
 
 @triton.jit
-def store_gradients(
+def _store_gradients(
     g, v, h, dh, weighted_act, row, is_own, column,
     inter: tl.constexpr, alpha: tl.constexpr, limit: tl.constexpr, offset: tl.constexpr,
 ):  # fmt: skip
@@ -322,7 +322,7 @@ def activation_gradients(gate, up, dact, alpha: tl.constexpr, limit: tl.constexp
 
 
 @triton.jit
-def sums_of_tile(
+def _sums_of_tile(
     a, w, change, factor, expert, row, source, is_read, column, is_column, all_columns: tl.constexpr,
     columns: tl.constexpr, transpose: tl.constexpr, rank: tl.constexpr, rank_step: tl.constexpr,
     gathers: tl.constexpr, depth: tl.constexpr, step: tl.constexpr,
@@ -343,7 +343,7 @@ def sums_of_tile(
 
 
 @triton.jit
-def scaled_products(
+def _scaled_products(
     a_rows, w_columns, a_scales, w_scales, num_sources,
     gated: tl.constexpr, inter: tl.constexpr, depth: tl.constexpr,
     tile_rows: tl.constexpr, tile_columns: tl.constexpr, step: tl.constexpr,
