@@ -135,7 +135,7 @@ def changes_of_file():
     "road, most",
     [
         pytest.param("decoder", 70, marks=pytest.mark.xfail(strict=True, reason="half of the way is inside the experts")),
-        pytest.param("experts_mlp", 10, marks=pytest.mark.xfail(strict=True, reason="a call passes through several doors")),
+        ("experts_mlp", 10),
         pytest.param("step", 260, marks=pytest.mark.xfail(strict=True, reason="a third of the way is inside the experts")),
         ("engine", 90),
     ],

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from moe_jax.kernels.varying import vary_as
+from moe_jax.kernels.shapes import vary_as
 from moe_jax.parallel import make_mesh
 from moe_jax.parallel.pipeline.executor import PipelinePasses, from_stages, run_table, to_stages
 from moe_jax.parallel.pipeline.table import lockstep_table

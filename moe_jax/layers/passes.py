@@ -38,7 +38,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Int
 
-from moe_jax.kernels.varying import vary_as
+from moe_jax.kernels.shapes import vary_as
 
 Body = Callable[[Any, Any, Any, Any, Any], tuple[Any, Any]]
 """A layer: (x, y) = body(shared, per_layer, x, parameters, accumulators)."""

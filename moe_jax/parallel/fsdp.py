@@ -24,7 +24,7 @@ from jaxtyping import Array, Float
 from moe_jax.kernels.experts.fp8.quantise import GROUP, InFp8, QuantisedMatrices, quantise_matrices
 from moe_jax.kernels.experts.weights import Matrix
 from moe_jax.kernels.precision import at_least_f32, widened
-from moe_jax.kernels.varying import vary_as, varying_axes
+from moe_jax.kernels.shapes import vary_as, varying_axes
 from moe_jax.layers.passes import WholeLayer
 from moe_jax.parallel.choices import Hops
 from moe_jax.parallel.collectives.hops import add_contributions, join_parts, send_contributions, send_part, sum_scatter

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float
 
 from moe_jax.kernels.experts.call import TokenPart
 from moe_jax.kernels.experts.routing import int32_ids
-from moe_jax.kernels.varying import vary_as
+from moe_jax.kernels.shapes import vary_as
 from moe_jax.layers.balance import Sequences
 from moe_jax.layers.spread import ONE_DEVICE as ONE_DEVICE
 from moe_jax.layers.spread import Exchange, OneDevice, Sums, check_experts

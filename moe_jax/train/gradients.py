@@ -14,7 +14,7 @@ from flax import nnx
 from jaxtyping import Array, Float, PyTree
 
 from moe_jax.kernels.precision import at_least_f32
-from moe_jax.kernels.varying import vary_as
+from moe_jax.kernels.shapes import vary_as
 from moe_jax.layers.moe import add_expert_gradients_to
 from moe_jax.models.decoder import Decoder
 from moe_jax.models.execution import Execution

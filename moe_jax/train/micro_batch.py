@@ -22,7 +22,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from moe_jax.kernels.precision import at_least_f32
-from moe_jax.kernels.varying import vary_as
+from moe_jax.kernels.shapes import vary_as
 from moe_jax.layers.moe import accumulated_gradients, add_expert_gradients_to
 from moe_jax.layers.passes import (
     BackwardRun,

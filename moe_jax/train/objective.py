@@ -12,7 +12,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from moe_jax.config import ModelConfig
-from moe_jax.kernels.varying import varying_axes
+from moe_jax.kernels.shapes import varying_axes
 from moe_jax.layers.balance import move_bias
 from moe_jax.layers.router_sums import RouterSums
 from moe_jax.models.decoder import Decoder

@@ -20,7 +20,7 @@ from jax import lax
 from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
-from moe_jax.kernels.varying import vary_as
+from moe_jax.kernels.shapes import vary_as
 from moe_jax.layers.moe import add_expert_gradients_to, fp8_copies
 from moe_jax.layers.passes import Chunk, Loop, SavedPlace, backward_loop, forward_loop, run_loops
 from moe_jax.layers.router_sums import RouterSums

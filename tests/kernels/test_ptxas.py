@@ -237,7 +237,7 @@ assert in_place and not any("dynamic-slice-fusion" in name for name in in_place)
 BY_TURNS = """
 from moe_jax.kernels.experts.mosaic.tile_limits import PASSES, candidates
 from moe_jax.kernels.experts.routing import plan
-from moe_jax.kernels.experts.mosaic.tile_timing import operand_shapes, run_pass
+from moe_jax.kernels.experts.mosaic.tune import operand_shapes, run_pass
 
 def step(tile, pass_name, chosen, *operands):
     return run_pass(pass_name, tile, plan(chosen, 128, 64), *operands)

@@ -14,7 +14,7 @@ from expert_layers import chosen_so_often
 
 from moe_jax.kernels.attention import partial as partial_attention
 from moe_jax.kernels.attention.mosaic.flash import flash_attention
-from moe_jax.kernels.attention.partial import BackwardInputs
+from moe_jax.kernels.attention.online_softmax import BackwardInputs
 from moe_jax.kernels.experts import mosaic
 from moe_jax.kernels.experts.fp8 import mosaic as fp8_mosaic
 from moe_jax.kernels.experts.fp8.mosaic import by_rows as fp8_rows
@@ -22,7 +22,7 @@ from moe_jax.kernels.experts.fp8.mosaic.by_rows_backward import matmul_gated_bac
 from moe_jax.kernels.experts.fp8.mosaic.promoted import Fp8TileShape
 from moe_jax.kernels.experts.fp8.quantise import QuantisedMatrices, QuantisedRows
 from moe_jax.kernels.experts.mosaic.by_experts import OuterOperands, outer
-from moe_jax.kernels.experts.mosaic.tile_timing import operand_shapes, run_pass
+from moe_jax.kernels.experts.mosaic.tune import operand_shapes, run_pass
 from moe_jax.kernels.hopper import launch
 from moe_jax.kernels.hopper.interpreter import is_interpreted
 from moe_jax.kernels.hopper.mainloop import TileShape

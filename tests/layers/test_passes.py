@@ -112,7 +112,7 @@ def test_passes_of_several_stages_are_joined_at_one():
 JOINED = """
 from flax import nnx
 import moe_jax
-from moe_jax.kernels.varying import vary_as
+from moe_jax.kernels.shapes import vary_as
 from moe_jax.layers.passes import backward_loop, forward_loop, run_loops
 from moe_jax.models.execution import Execution
 from moe_jax.models.forward import Carry, PerLayer, layer_inputs, stage_layers

@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array
 
 from moe_jax.kernels.precision import at_least_f32
-from moe_jax.kernels.varying import vary_as
+from moe_jax.kernels.shapes import vary_as
 from moe_jax.parallel.choices import MESH_AXES, Hops
 
 COPIES = {"xla_gpu_collective_permute_mode": "COLLECTIVES_PEER_MEMORY"}

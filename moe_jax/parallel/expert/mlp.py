@@ -19,11 +19,9 @@ from moe_jax.kernels.experts.fp8.quantise import QuantisedMatrices
 from moe_jax.kernels.experts.routing import int32_ids
 from moe_jax.kernels.experts.weights import ExpertWeights, Matrix
 from moe_jax.kernels.low_rank import LowRank
-from moe_jax.kernels.shapes import check_experts_mlp
-from moe_jax.kernels.varying import vary_as
+from moe_jax.kernels.shapes import check_experts_mlp, vary_as
 from moe_jax.layers.spread import Exchange
-from moe_jax.parallel.expert.inputs import Choices, ExpertInputs
-from moe_jax.parallel.expert.one_round import first_round
+from moe_jax.parallel.expert.one_round import Choices, ExpertInputs, first_round
 from moe_jax.parallel.expert.rounds import all_rounds
 from moe_jax.parallel.expert.routes import further_rounds, in_first_round, owners, queue
 from moe_jax.parallel.expert.settings import ExpertParallel, plan_exchange
@@ -143,9 +141,9 @@ def experts_of_devices(
     if parallel.shadow_experts == 0:
         y, exchange = _exchange(parallel, backend, precision, activation, inputs, ids, held)
         return y.astype(x.dtype), exchange
-    shadows = compute_shadows(parallel, backend, precision, activation, inputs, ids)
-    y, exchange = _exchange(parallel, backend, precision, activation, shadows.inputs, shadows.experts, held)
-    return (y + shadows.y).astype(x.dtype), exchange._replace(num_shadows=shadows.num_shadows)
+    of_shadows, num_shadows, inputs, ids = compute_shadows(parallel, backend, precision, activation, inputs, ids)
+    y, exchange = _exchange(parallel, backend, precision, activation, inputs, ids, held)
+    return (y + of_shadows).astype(x.dtype), exchange._replace(num_shadows=num_shadows)
 
 
 def _of_device(weights: ExpertWeights, axis_name: str) -> ExpertWeights:

@@ -6,11 +6,12 @@ and outputs travel beside the experts of other steps. Any other transport has on
 
 import itertools
 from dataclasses import replace
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from moe_jax.kernels.experts.activation import SILU
 from moe_jax.kernels.experts.call import TokenPart, experts
@@ -19,9 +20,32 @@ from moe_jax.kernels.experts.weights import Accumulators, ExpertWeights
 from moe_jax.kernels.precision import at_least_f32
 from moe_jax.parallel.expert import pairwise
 from moe_jax.parallel.expert.exchange import combine, dispatch, dispatch_in_fp8
-from moe_jax.parallel.expert.inputs import Choices, ExpertInputs
-from moe_jax.parallel.expert.routes import Route, first_route, further_route
+from moe_jax.parallel.expert.routes import Queues, Route, first_route, further_route
 from moe_jax.parallel.expert.settings import Capacity, ExchangePlan, Transport, TransportName, devices_per_step
+
+
+class ExpertInputs(NamedTuple):
+    """The arrays that get gradients."""
+
+    x: Float[Array, "tokens hidden"]
+    trained: ExpertWeights
+    """`ExpertWeights.trained` of this device's experts."""
+    weights: Float[Array, "tokens k"]
+    """The weight of each choice."""
+
+
+class Choices(NamedTuple):
+    """The arrays without gradients: the expert of each choice, the round that computes it, and weights that are no inputs."""
+
+    rounds: Int[Array, ""]
+    """The number of further rounds."""
+    queues: Queues
+    is_first: Bool[Array, "tokens k"]
+    """True for a choice that the first round computes."""
+    experts: Int[Array, "tokens k"]
+    """Ids among all experts; -1 for a choice that the exchange does not compute."""
+    held: ExpertWeights
+    """`ExpertWeights.held` of this device's experts."""
 
 
 def first_round(plan: ExchangePlan, choices: Choices, inputs: ExpertInputs) -> Float[Array, "tokens hidden"]:

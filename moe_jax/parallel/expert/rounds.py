@@ -18,8 +18,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from moe_jax.kernels.precision import widened
-from moe_jax.parallel.expert.inputs import Choices, ExpertInputs
-from moe_jax.parallel.expert.one_round import first_round, further_round
+from moe_jax.parallel.expert.one_round import Choices, ExpertInputs, first_round, further_round
 from moe_jax.parallel.expert.settings import ExchangePlan
 
 

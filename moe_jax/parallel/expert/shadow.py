@@ -7,7 +7,7 @@ device decides.
 """
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,24 +21,12 @@ from moe_jax.kernels.experts.api import experts_mlp
 from moe_jax.kernels.experts.fp8.precision import Precision
 from moe_jax.kernels.experts.weights import ExpertWeights
 from moe_jax.parallel.collectives.hops import sum_to_all
-from moe_jax.parallel.expert.inputs import ExpertInputs
+from moe_jax.parallel.expert.one_round import ExpertInputs
 from moe_jax.parallel.expert.settings import ExpertParallel
 from moe_jax.parallel.mesh import axis_size
 
 Matrices = tuple[Array, Array]
 """An array for w_gate_up, and one for w_down."""
-
-
-class ShadowOutput(NamedTuple):
-    """The outputs of shadow experts, and the choices that are left for the exchange."""
-
-    y: Float[Array, "tokens hidden"]
-    """The shadows' contribution to this device's tokens."""
-    num_shadows: Int[Array, ""]
-    inputs: ExpertInputs
-    """The inputs of the exchange. The gradients of the shadows' copies flow into these weights."""
-    experts: Int[Array, "tokens k"]
-    """The choices, -1 where a shadow computed them."""
 
 
 def compute_shadows(
@@ -48,8 +36,11 @@ def compute_shadows(
     activation: Activation,
     inputs: ExpertInputs,
     experts: Int[Array, "tokens k"],
-) -> ShadowOutput:
+) -> tuple[Array, Array, ExpertInputs, Array]:
     """Chooses shadows for this call, copies their weights to all devices, and computes this device's choices of them.
+
+    Returns their contribution to this device's tokens, the number of shadows, and the inputs and the choices of the exchange.
+    The gradients of the shadows' copies flow into the weights of these inputs. A choice that a shadow computed is -1.
 
     Differentiable in `inputs`. All devices of the axis choose the same shadows.
 
@@ -68,7 +59,7 @@ def compute_shadows(
     options: Any = dict(backend=backend, precision=precision, activation=activation)
     y = experts_mlp(inputs.x, *copies, weights_of_shadows, slots, **options)
     left = inputs._replace(trained=ExpertWeights.of(*own))
-    return ShadowOutput(y, jnp.sum(shadows >= 0, dtype=jnp.int32), left, others)
+    return y, jnp.sum(shadows >= 0, dtype=jnp.int32), left, others
 
 
 def select_shadows(load: Int[Array, "devices experts"], slots: int, rows_per_shadow: float) -> Int[Array, "slots"]:

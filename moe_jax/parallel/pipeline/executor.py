@@ -38,7 +38,7 @@ from jax import lax
 from jax.extend import core
 from jaxtyping import Array, Int
 
-from moe_jax.kernels.varying import vary_as
+from moe_jax.kernels.shapes import vary_as
 from moe_jax.parallel.collectives.hops import hop
 from moe_jax.parallel.pipeline.schedules import Schedule
 from moe_jax.parallel.pipeline.table import NO_PASS, Kinds, PassRow, Row, Table, TickSpan

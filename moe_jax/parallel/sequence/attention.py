@@ -29,7 +29,7 @@ from jaxtyping import Array, Float, Int, Num
 
 from moe_jax.kernels.attention import partial as partial_attention
 from moe_jax.kernels.attention.api import attention, flash_refusal, resolve_attention_backend
-from moe_jax.kernels.varying import vary_alike
+from moe_jax.kernels.shapes import vary_alike
 from moe_jax.layers.attend import KV, Expansion, keys_and_values
 from moe_jax.parallel.choices import Hops
 from moe_jax.parallel.collectives.hops import sum_scatter

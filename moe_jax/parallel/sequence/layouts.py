@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int
 
-from moe_jax.kernels.varying import vary_as
+from moe_jax.kernels.shapes import vary_as
 
 Layout = Literal["contiguous", "zigzag", "striped"]
 

@@ -9,8 +9,7 @@ from lowered import num_kernels
 
 from moe_jax.kernels.attention import partial as partial_attention
 from moe_jax.kernels.attention.mosaic import masks
-from moe_jax.kernels.attention.online_softmax import PartialAttention, merge
-from moe_jax.kernels.attention.partial import BackwardInputs
+from moe_jax.kernels.attention.online_softmax import BackwardInputs, PartialAttention, merge
 
 SCALE, BATCH = 0.2, 1
 H200 = AbstractMesh((1,), ("x",), abstract_device=AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu"))

@@ -7,7 +7,7 @@ from expert_layers import chosen_so_often
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_jax.kernels.experts.mosaic.row_tiles import row_tiles
+from moe_jax.kernels.experts.mosaic.tile_order import row_tiles
 from moe_jax.kernels.experts.routing import plan, plan_of_few
 from moe_jax.kernels.hopper.mainloop import ROW_ALIGNMENT
 

@@ -15,7 +15,7 @@ from moe_jax.kernels.experts import routing
 from moe_jax.kernels.experts.mosaic import tile_limits
 from moe_jax.kernels.experts.mosaic.by_rows import RowsOperands, matmul_gated
 from moe_jax.kernels.experts.mosaic.tile_limits import PASSES, candidates, refusal
-from moe_jax.kernels.experts.mosaic.tile_timing import operand_shapes, run_pass
+from moe_jax.kernels.experts.mosaic.tune import operand_shapes, run_pass
 from moe_jax.kernels.hopper.mainloop import TileShape
 from moe_jax.kernels.hopper.pipeline import SHARED_MEMORY
 

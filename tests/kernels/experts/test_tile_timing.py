@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from moe_jax.kernels.experts import mosaic
-from moe_jax.kernels.experts.mosaic import tile_timing
+from moe_jax.kernels.experts.mosaic import tune
 from moe_jax.kernels.experts.mosaic.tile_limits import PASSES, candidates
-from moe_jax.kernels.experts.mosaic.tile_timing import operand_shapes, run_pass, time_tiles
+from moe_jax.kernels.experts.mosaic.tune import operand_shapes, run_pass, time_tiles
 from moe_jax.kernels.experts.routing import plan
 from moe_jax.kernels.hopper.mainloop import TileShape
 
@@ -79,9 +79,9 @@ def test_bits_of_candidates(rng, pass_name):
 
 def test_time_tiles(monkeypatch):
     """Every tile is timed at every number of tokens."""
-    monkeypatch.setattr(tile_timing, "GROUPS", 2)
-    monkeypatch.setattr(tile_timing, "ROUTINGS", 1)
-    monkeypatch.setattr(tile_timing, "GROUP_SECONDS", 0)
+    monkeypatch.setattr(tune, "GROUPS", 2)
+    monkeypatch.setattr(tune, "ROUTINGS", 1)
+    monkeypatch.setattr(tune, "GROUP_SECONDS", 0)
     tiles = [TileShape(64, 128, 2), TileShape(128, 128, 2)]
     seconds = time_tiles("grouped_matmul", (128, 64), tiles, [1, 70], experts=2, top_k=1, dtype="bfloat16")
     assert list(seconds) == [1, 70] and all(list(of_tiles) == tiles for of_tiles in seconds.values())
@@ -90,7 +90,7 @@ def test_time_tiles(monkeypatch):
 
 def test_fewer_tokens():
     """The other tokens choose nobody."""
-    routing = jax.jit(tile_timing._routing, static_argnames=("most", "experts", "top_k"))
+    routing = jax.jit(tune._routing, static_argnames=("most", "experts", "top_k"))
     found = routing(jax.random.key(0), 10, most=50, experts=4, top_k=2)
     chosen_pairs = np.asarray(found.pair_of_row)[: int(found.offsets[-1])]
     assert sorted(chosen_pairs[chosen_pairs < 100]) == list(range(20)), "both choices of the first ten tokens"

@@ -32,7 +32,7 @@ from triton_without_gpu import compiled_without_spills, needs_triton, pretend_ho
 
 from moe_jax import kernels
 from moe_jax.kernels import target
-from moe_jax.kernels.experts import choose_backend as backend
+from moe_jax.kernels.experts import backends as backend
 from moe_jax.kernels.experts import triton as ours
 from moe_jax.kernels.experts import xla
 from moe_jax.kernels.experts.routing import plan
@@ -261,15 +261,7 @@ def step(x, w_gate_up, w_down, weights, chosen, dy):
     [
         pytest.param(100, "9.0", marks=pytest.mark.thorough),
         (32768, "8.0"),
-        *(pytest.param(32768, capability, marks=pytest.mark.thorough) for capability in ("8.9", "9.0")),
-        pytest.param(
-            32768,
-            "10.0",
-            marks=[
-                pytest.mark.thorough,
-                pytest.mark.xfail(strict=True, reason="gated_matmul spills 40 bytes on Blackwell, on which nothing was run"),
-            ],
-        ),
+        *(pytest.param(32768, capability, marks=pytest.mark.thorough) for capability in ("8.9", "9.0", "10.0")),
     ],
 )
 def test_kernels_compile_without_register_spills(monkeypatch, tmp_path, tokens, capability):

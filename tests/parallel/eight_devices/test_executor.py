@@ -14,7 +14,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from meshes import make_mesh
 
-from moe_jax.kernels.varying import vary_as
+from moe_jax.kernels.shapes import vary_as
 from moe_jax.parallel.pipeline import uniform, uniform_w
 from moe_jax.parallel.pipeline.executor import PipelinePasses, run_table
 from moe_jax.parallel.pipeline.table import lockstep_table

@@ -12,7 +12,7 @@ import moe_jax
 sys.path.insert(0, str(Path(moe_jax.__file__).parents[1] / "tests"))
 import pipelines
 from toy_pipeline import toy_passes
-from moe_jax.kernels.varying import vary_as
+from moe_jax.kernels.shapes import vary_as
 from moe_jax.parallel.collectives.hops import NO_COPIES
 from moe_jax.parallel.pipeline.executor import run_table
 from moe_jax.parallel.pipeline.table import lockstep_table

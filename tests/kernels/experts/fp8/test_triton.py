@@ -161,10 +161,10 @@ def test_the_capability_decides(monkeypatch, caplog, capability, works):
     size = jnp.bfloat16, 256, 128
     reason = f"it multiplies FP8 on GPUs of compute capability 8.9 or above; this has {capability}; name 'xla'"
     with caplog.at_level("INFO", logger="moe_jax"):
-        assert backends.resolve_fp8_backend(None, *size) == ("triton", "triton" if works else "xla")
+        assert backends.resolve_fp8_backend(None, *size) == ("triton", "triton" if works else "xla", "bf16")
     (message,) = [record.getMessage() for record in caplog.records]
     if works:
-        assert backends.resolve_fp8_backend("triton", *size) == ("triton", "triton")
+        assert backends.resolve_fp8_backend("triton", *size) == ("triton", "triton", "bf16")
         assert message.endswith("; the gradient of the activation, which 'triton' lacks in FP8, on 'xla'")
         return
     assert message.endswith(f"; 'triton' not: {reason}")

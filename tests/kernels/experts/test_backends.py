@@ -6,7 +6,7 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from moe_jax.kernels import target
-from moe_jax.kernels.experts import choose_backend as backend
+from moe_jax.kernels.experts import backends as backend
 from moe_jax.kernels.experts import mosaic, triton, xla
 from moe_jax.kernels.experts.backends import implementation
 from moe_jax.kernels.hopper import interpreter
