@@ -75,8 +75,8 @@ def gated_matmul_backward(
     With g = w_down[e]^T dy in f32 and the row's weight v, the gradient to act is v * g, and dweight = <g, act>.
 
     Returns:
-        dh rounded from the f32 numbers, dh in bf16 for the gradient of w_gate_up, weight * act in bf16 for that of w_down, and
-        the gradient to each row's weight in f32.
+        dh, rounded from the f32 numbers. dh in bf16, for the gradient of w_gate_up. weight * act in bf16, for that of w_down.
+        The gradient to each row's weight, in f32.
     """
     g = _grouped_sums(dy, w_down_transposed, plan)
     gate, up = jnp.split(h.astype(jnp.float32), 2, axis=1)
