@@ -39,7 +39,7 @@ def make_train_step(
     *,
     schedule: optax.Schedule | None = None,
     gradient_accumulation: int = 1,
-    remat: Remat = True,
+    remat: Remat | int = True,
     force_balanced_routing: bool = False,
     parallelism: Parallelism | None = None,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
@@ -74,6 +74,7 @@ def make_train_step(
       schedule: the learning rate, for the metrics only.
       gradient_accumulation: the number of micro-batches.
       remat: recompute each layer in the backward pass and keep only its input. "offload" keeps the inputs in the host's memory.
+        A number n recomputes all layers but the last n, which keep all their residuals: more memory and less time.
       force_balanced_routing: deal tokens to experts in turn and ignore the router's choice. For benchmarks only.
       parallelism: the mesh that the state lies on, and how the model is spread over it. Losses, gradients and metrics equal
         the whole batch's on one device. With `shard_optimizer` the state must come from `init_state(..., parallelism)`. None:
@@ -105,7 +106,7 @@ def make_train_step(
         micro-batches and devices. A state whose optimizer is not split as `parallelism` says.
     """
     objective = as_objective(NextToken() if loss is None else loss, gradient_accumulation)
-    execution = Execution(remat=remat, balanced_routing=force_balanced_routing)
+    execution = Execution(balanced_routing=force_balanced_routing).with_remat(remat)
     # Split over `data`, the optimizer's state needs sums over `data` once a step, and only their parts.
     split_over = optimizer_mesh(parallelism)
     orders_passes = True

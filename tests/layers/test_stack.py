@@ -81,11 +81,13 @@ def test_carry(remat):
         jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-12), found, jax.grad(expected, (0, 1))(w, start))
 
 
-@pytest.mark.parametrize("remat", [False, True, "offload"])
+@pytest.mark.parametrize(
+    ("remat", "num_kept"), [(False, 0), (True, 0), ("offload", 0), (True, 1), (True, 2), ("offload", 2), (True, 9)]
+)
 @pytest.mark.parametrize("window", [False, True])
-def test_equals_scan(remat, window):
-    """Values and gradients equal those of `lax.scan`."""
-    run = partial(run_layers, layer, remat=remat)
+def test_equals_scan(remat, num_kept, window):
+    """Values and gradients equal those of `lax.scan`, whichever layers keep their residuals."""
+    run = partial(run_layers, layer, remat=remat, num_kept=num_kept)
     with jax.enable_x64(True):
         inputs = make_inputs(window)
         jax.tree.map(np.testing.assert_array_equal, run(*inputs), scanned(*inputs))
@@ -104,21 +106,21 @@ def times(x, w, total):
 times.defvjp(lambda x, w, total: (x @ w, (x, w, total)), lambda kept, dy: (dy @ kept[1].T, None, kept[2] + kept[0].T @ dy))
 
 
-@pytest.mark.parametrize("remat", [False, True])
-def test_accumulators(remat):
-    """Accumulators grow by the gradients, in their own memory."""
+@pytest.mark.parametrize(("checkpointed", "remat"), [(False, {}), (True, {}), (False, {"remat": True, "num_kept": 2})])
+def test_accumulators(checkpointed, remat):
+    """Accumulators grow by the gradients, in their own memory, also where two loops add to one stack."""
 
     def body(_, w, x, parameters, total):
         y = x @ w if total is None else times(x, w, total)
         return x + jnp.tanh(y) * parameters, None
 
-    body = jax.checkpoint(body) if remat else body
+    body = jax.checkpoint(body) if checkpointed else body
     rng = seeds.rng()
     w, totals = (jnp.asarray(rng.normal(size=(LAYERS, WIDTH, WIDTH)), jnp.float32) for _ in range(2))
     x, parameters = jnp.asarray(rng.normal(size=(5, WIDTH))), jnp.asarray(rng.normal(size=(LAYERS, WIDTH)))
 
     def loss(x, parameters, w, totals):
-        return jnp.sin(run_layers(body, None, w, x, parameters, accumulators=totals)[0]).sum()
+        return jnp.sin(run_layers(body, None, w, x, parameters, accumulators=totals, **remat)[0]).sum()
 
     def scanned(x, parameters, w):
         return jnp.sin(jax.lax.scan(lambda x, xs: body(None, xs[0], x, xs[1], None), x, (w, parameters))[0]).sum()
