@@ -175,7 +175,7 @@ class PlannedStep:
     @functools.cached_property
     def stages(self) -> tuple[Stage, ...]:
         """The stages of the model's layers, followed by one stage for each MTP module."""
-        return (*self.config.stages, *self.config.mtp_stages)
+        return self.config.all_stages
 
     def is_module(self, stage: Stage) -> bool:
         """Returns True if the stage is an MTP module."""

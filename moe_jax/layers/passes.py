@@ -335,7 +335,7 @@ def forward_pass(layers: Layers, arrays: LayerArrays, x) -> Pass:
     The result is a `ForwardRun` whose `saved` holds what each loop saved.
     """
     outputs, saved = [], []
-    for part, chunk in _parts(layers, arrays.num_layers):
+    for part, chunk in parts_of(layers, arrays.num_layers):
         run: ForwardRun = yield forward_loop(part, arrays, x, chunk)
         x = run.x
         outputs.append(run.y)
@@ -344,17 +344,18 @@ def forward_pass(layers: Layers, arrays: LayerArrays, x) -> Pass:
     return ForwardRun(x, y, saved)
 
 
-def backward_pass(layers: Layers, arrays: LayerArrays, saved: list[SavedLayers], dx, dy) -> Pass:
-    """Runs all layers backwards, with what `forward_pass` saved; the result is a `BackwardRun`."""
-    written = None
-    for (part, chunk), of_part in reversed(list(zip(_parts(layers, arrays.num_layers), saved, strict=True))):
+def backward_pass(layers: Layers, arrays: LayerArrays, saved: list[SavedLayers], dx, dy, sums=None) -> Pass:
+    """Runs all layers backwards, from the `saved` of `forward_pass`; the result is a `BackwardRun`. `sums` as for the loop."""
+    adds, written = sums is not None, None
+    for (part, chunk), of_part in reversed(list(zip(parts_of(layers, arrays.num_layers), saved, strict=True))):
         own = dy if chunk is None else jax.tree.map(lambda a, c=chunk: a[c.first : c.first + c.num_layers], dy)
-        run: BackwardRun = yield backward_loop(part, arrays, of_part, dx, own, chunk=chunk, written=written)
-        dx, written, arrays = run.dx, run.parameters, arrays._replace(accumulators=run.accumulators)
+        run: BackwardRun = yield backward_loop(part, arrays, of_part, dx, own, sums, chunk, written)
+        dx, arrays = run.dx, arrays._replace(accumulators=run.accumulators)
+        sums, written = (run.parameters, None) if adds else (None, run.parameters)
     return run
 
 
-def _parts(layers: Layers, num_layers: int) -> list[tuple[Layers, Chunk | None]]:
+def parts_of(layers: Layers, num_layers: int) -> list[tuple[Layers, Chunk | None]]:
     """Returns the loops of a pass upwards, as layers of one kind of residuals and the chunk that they run."""
     if not layers.remat or not layers.num_kept:
         return [(layers, None)]

@@ -140,7 +140,7 @@ class Decoder(nnx.Module):
         inputs, per_layer, carry = self.enter(tokens, positions, segment_ids, context=execution.spread.context, **options)
         routings = []
         for number, of_stage in enumerate(per_layer):
-            own = execution.of_stage(self._all_stages, number)
+            own = execution.of_stage(self.config, number)
             carry, routing = run_stage(self.stages[number], number, inputs, of_stage, carry, own)
             if routing is not None:
                 routings.append(routing)
@@ -298,7 +298,7 @@ class Decoder(nnx.Module):
         state = PredictorState(hidden, self.embed_tokens(following, self.dtype))
         carry = Carry(state, None if cache is None else cache.with_segments(segment_ids))
         number = len(config.stages) + module - 1
-        execution = execution.of_stage(self._all_stages, number)
+        execution = execution.of_stage(self.config, number)
         carry, routing = run_stage(self.stages[number], number, inputs, PerLayer(jnp.zeros(1, jnp.int32)), carry, execution)
         return collect(carry.x.hidden, [] if routing is None else [routing], inputs, carry.cache)
 
@@ -381,11 +381,6 @@ class Decoder(nnx.Module):
         """Returns the model's execution with a call's own settings in place of the defaults."""
         execution = self.execution if remat is None else self.execution.with_remat(remat)
         return execution if spread is None else replace(execution, spread=spread)
-
-    @property
-    def _all_stages(self) -> tuple[Stage, ...]:
-        """The stages of `self.stages`: of the layers, then of the modules that predict further tokens."""
-        return (*self.config.stages, *self.config.mtp_stages)
 
 
 def fp8_refusal(config: ModelConfig, dtype: DTypeLike, dense: tuple[DenseGroup, ...] = ()) -> str | None:

@@ -1,10 +1,9 @@
 """Settings of a model's execution: recomputation, forced routing, and the parts of a call that lie on other devices."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
-from moe_jax.config import Stage
+from moe_jax.config import ModelConfig
 from moe_jax.layers.passes import Remat
 from moe_jax.layers.spread import ONE_DEVICE, OneDevice
 
@@ -36,13 +35,15 @@ class Execution:
         if isinstance(remat, bool | str):
             return replace(self, remat=remat, num_kept=0)
         if remat < 0:
-            raise ValueError(f"remat must be True, False, 'offload' or a number of layers that keep their residuals; got {remat}")
+            raise ValueError(
+                f"remat must be True, False, 'offload' or a number of layers that keep their residuals; got {remat}"
+            )
         return replace(self, remat=True, num_kept=remat)
 
-    def of_stage(self, stages: Sequence[Stage], number: int) -> Self:
+    def of_stage(self, config: ModelConfig, number: int) -> Self:
         """Returns the execution of a stage: `num_kept` then counts repeats of its body."""
         if not self.num_kept:
             return self
-        stage, behind = stages[number], sum(stage.num_layers for stage in stages[number + 1 :])
-        kept = (self.num_kept - behind) // len(stage.body)
+        stage, *later = config.all_stages[number:]
+        kept = (self.num_kept - sum(stage.num_layers for stage in later)) // len(stage.body)
         return replace(self, num_kept=min(max(kept, 0), stage.repeats))

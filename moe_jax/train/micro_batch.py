@@ -30,8 +30,8 @@ from moe_jax.layers.passes import (
     LayerArrays,
     Pass,
     SavedLayers,
-    backward_loop,
-    forward_loop,
+    backward_pass,
+    forward_pass,
     run_joined,
     run_pass,
 )
@@ -86,14 +86,20 @@ class MicroBatchPasses:
 
     @property
     def num_stages(self) -> int:
-        """The number of loops of a forward or a backward pass."""
+        """The number of stages of the layers, without modules that predict further tokens."""
         return len(self.model().config.stages)
 
     @property
-    def longest_stage(self) -> int:
-        """The index of the stage that has the most layers with experts, or else the most layers."""
-        stages = self.model().config.stages
-        return max(range(len(stages)), key=lambda number: (stages[number].sparse, stages[number].num_layers))
+    def longest_loop(self) -> tuple[int, int]:
+        """The loop of a forward pass that has the most layers with experts, or else the most layers: loops before and after."""
+        loops = []
+        for number, stage in enumerate(self.model().config.stages):
+            own = self._execution(number)
+            kept = own.num_kept if own.remat else 0
+            lengths = [repeats * len(stage.body) for repeats in (stage.repeats - kept, kept) if repeats]
+            loops += [(stage.sparse, length) for length in lengths]
+        before = loops.index(max(loops))
+        return before, len(loops) - 1 - before
 
     def zeros(self) -> nnx.State:
         """Returns sums of gradients before the first micro-batch, in f32 (f64 for f64)."""
@@ -117,7 +123,7 @@ class MicroBatchPasses:
         for number in range(self.num_stages):
             # The accumulators' values are not read forward. Zeros keep the sums out of the loop, which would copy them.
             stage = self._stage(number, entered, self.zeros())
-            run: ForwardRun = yield forward_loop(*stage, carry)
+            run: ForwardRun = yield from forward_pass(*stage, carry)
             carry = run.x
             saved.append(run.saved)
             if run.y is not None:
@@ -154,7 +160,7 @@ class MicroBatchPasses:
             layers, arrays = self._stage(number, entered, gradients)
             routing = droutings.pop() if self.model().config.stages[number].sparse else None
             sums = sums_of_loop(gradients["stages"][number], arrays)
-            run: BackwardRun = yield backward_loop(layers, arrays, saved[number], carry, routing, sums)
+            run: BackwardRun = yield from backward_pass(layers, arrays, saved[number], carry, routing, sums)
             stages[number], carry = gradients_of_stage(run), run.dx
         return carry.x, nnx.merge_state(nnx.State({"stages": stages}), self._split(gradients)[1])
 
@@ -182,7 +188,10 @@ class MicroBatchPasses:
         model = self.model()
         if self.in_place:
             add_expert_gradients_to(model, gradients)
-        return stage_layers(model.stages[number], number, entered.inputs, entered.per_layer[number], self.execution)
+        return stage_layers(model.stages[number], number, entered.inputs, entered.per_layer[number], self._execution(number))
+
+    def _execution(self, number: int) -> Execution:
+        return self.execution.of_stage(self.model().config, number)
 
     def _split(self, tree: nnx.State) -> tuple[nnx.State, nnx.State]:
         """Splits a tree of parameters into the stages of the passes, and everything else."""
@@ -235,8 +244,7 @@ def accumulate_overlapping(
 
 def _sum_of(passes: MicroBatchPasses, stacked: Batch, scalars: Batch) -> Gradients:
     """Sums the objective's value, aux and gradients over the micro-batches on one device."""
-    joined = passes.longest_stage
-    joined_behind = passes.num_stages - 1 - joined
+    before_joined, after_joined = passes.longest_loop
     first = micro_batch_at(stacked, 0) | scalars
     forwarded = run_pass(passes.forward(first))
     # The loop carries leaves, because two traces of a pullback are two tree structures with the same leaves.
@@ -253,7 +261,7 @@ def _sum_of(passes: MicroBatchPasses, stacked: Batch, scalars: Batch) -> Gradien
     def tick(carry: tuple[Forwarded, Gradients], batches: tuple[Batch, Batch]):
         before, after = (batch | scalars for batch in batches)
         sums, backward = loss(*carry, before)
-        forwarded, (dx, gradients) = run_joined((passes.forward(after), joined), (backward, joined_behind))
+        forwarded, (dx, gradients) = run_joined((passes.forward(after), before_joined), (backward, after_joined))
         return (forwarded._replace(saved=jax.tree.leaves(forwarded.saved)), sums._replace(gradients=gradients)), dx
 
     neighbours = ({name: x[:-1] for name, x in stacked.items()}, {name: x[1:] for name, x in stacked.items()})

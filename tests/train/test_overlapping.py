@@ -51,6 +51,8 @@ MODELS = {"moe": tiny.model, "dense": tiny.dense, "deepseek": lambda **options: 
     [
         pytest.param("moe", True, 2, True, marks=pytest.mark.thorough),
         ("dense", "offload", 3, False),
+        ("moe", 1, 2, True),
+        pytest.param("deepseek", 3, 3, False, marks=pytest.mark.thorough),
         pytest.param("deepseek", False, 2, True, marks=pytest.mark.thorough),
         pytest.param("moe", False, 2, False, marks=pytest.mark.thorough),
         pytest.param("moe", True, 3, True, marks=pytest.mark.thorough),
@@ -62,7 +64,7 @@ MODELS = {"moe": tiny.model, "dense": tiny.dense, "deepseek": lambda **options: 
 def test_equals_accumulation(name, remat, micro_batches, in_place):
     """On one device; DeepSeek-V3 has a dense stage, a stage with experts and a module that predicts further tokens."""
     graph, params, fixed = nnx.split(MODELS[name](), nnx.Param, ...)
-    objective, execution = as_objective(NextToken(ALL_LOSSES), micro_batches), Execution(remat=remat)
+    objective, execution = as_objective(NextToken(ALL_LOSSES), micro_batches), Execution().with_remat(remat)
     plain = accumulate(gradients_fn(objective, graph, execution), micro_batches)
     if in_place:
         plain = accumulate_in_place(objective, graph, execution, micro_batches)

@@ -26,6 +26,7 @@ from moe_jax.train import (
     "sizes, options",
     [
         ({"fsdp": 2, "expert": 4}, {"remat": "offload"}),
+        ({"fsdp": 2, "expert": 4}, {"remat": 1}),
         pytest.param(
             {"data": 2, "fsdp": 2, "context": 2},
             {"gradient_accumulation": 2, "remat": False},
