@@ -227,7 +227,7 @@ def test_a_run_that_did_not_note_its_model_goes_on(tmp_path, caplog):
     assert f"the run in {tmp_path} did not note its starting weights, so nothing tells whether `model` is the" in caplog.text
 
 
-def test_a_run_on_preferences_that_did_not_note_its_moments_goes_on_with_them(tmp_path):
+def test_runs_that_noted_no_moment_dtype_had_float32(tmp_path):
     """Runs on preferences had no `moment_dtype`, and moments in f32."""
     saved, now = {"seed": 0, MODEL: "abc"}, {"seed": 0, MODEL: "abc"}
     assert same_run(saved, now | {"moment_dtype": "float32"}, tmp_path) == now | {"moment_dtype": "float32"}
