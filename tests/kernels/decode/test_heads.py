@@ -14,17 +14,18 @@ HEADS, KV_HEADS, EPS = 4, 2, 1e-6
 
 def _check(found, projections, norms, cos, sin, page, offset, keys, values):
     """Compares with the modules. Places that no token takes are as before."""
+    found_q, found_keys, found_values = found
     heads = projections.reshape(1, len(page), -1, 128)
     rope = RopeTables(cos[None], sin[None])
     q = apply_rope(rms_norm(heads[:, :, :HEADS], norms.q, EPS), rope)[0]
     k = apply_rope(rms_norm(heads[:, :, HEADS:-KV_HEADS], norms.k, EPS), rope)[0]
-    for got, expected in ((found.q, q), (found.keys, keys.at[page, :, offset].set(k))):
+    for got, expected in ((found_q, q), (found_keys, keys.at[page, :, offset].set(k))):
         got, expected = np.asarray(got, np.float32), np.asarray(expected, np.float32)
         np.testing.assert_allclose(got, expected, rtol=2**-7, atol=2**-6)
-    np.testing.assert_array_equal(found.values, values.at[page, :, offset].set(heads[0, :, -KV_HEADS:]))
+    np.testing.assert_array_equal(found_values, values.at[page, :, offset].set(heads[0, :, -KV_HEADS:]))
     written = np.zeros((len(keys), 64), bool)
     written[page, offset] = True
-    np.testing.assert_array_equal(np.asarray(found.keys).swapaxes(1, 2)[~written], np.asarray(keys).swapaxes(1, 2)[~written])
+    np.testing.assert_array_equal(np.asarray(found_keys).swapaxes(1, 2)[~written], np.asarray(keys).swapaxes(1, 2)[~written])
 
 
 def _make(rng, tokens):
