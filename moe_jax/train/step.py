@@ -148,7 +148,7 @@ def make_train_step(
     return _compiled_at_first_call(train_step, parallelism)
 
 
-def overlaps(objective: Objective, parallelism: Parallelism, remat: Remat, micro_batches: int) -> bool:
+def overlaps(objective: Objective, parallelism: Parallelism, remat: Remat | int, micro_batches: int) -> bool:
     """Returns whether neighbouring micro-batches overlap, as `Parallelism.overlap_micro_batches` says."""
     if micro_batches == 1:
         return False
