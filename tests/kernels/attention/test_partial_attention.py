@@ -54,7 +54,7 @@ CASES = {
     "name, adds, out_dtype",
     [
         pytest.param("several chunks", False, None, marks=pytest.mark.thorough),
-        ("several chunks", True, None),
+        pytest.param("several chunks", True, None, marks=pytest.mark.thorough),
         pytest.param("kernels", True, None, marks=pytest.mark.thorough),
         ("kernels", True, jnp.bfloat16),
         pytest.param("kernels, dk and dv apart", False, None, marks=pytest.mark.smoke),

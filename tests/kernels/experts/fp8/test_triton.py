@@ -42,7 +42,9 @@ def _assert_same_bits(found, wanted, rows):
 
 
 @needs_triton
-@pytest.mark.parametrize("routing, tokens", [("some_nobody", 40), ("one_takes_all", 250)])
+@pytest.mark.parametrize(
+    "routing, tokens", [("some_nobody", 40), pytest.param("one_takes_all", 250, marks=pytest.mark.thorough)]
+)
 def test_passes(runs, routing, tokens):
     """Kernels give what the reference gives for the same operands, read inside a stack of layers. Both kinds of tiles run."""
     x, *matrices, _, chosen = expert_layers.make_layer(seeds.rng(), routing, tokens, EXPERTS, K, HIDDEN, INTER)
