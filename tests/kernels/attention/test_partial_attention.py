@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from expert_layers import relative_error
 from jax.sharding import AbstractDevice, AbstractMesh
 from lowered import num_kernels
 
@@ -36,11 +37,6 @@ def definition(q, k, v, bounds):
     total = weights.sum(axis=-1)
     out = jnp.einsum("bhqk,bkhe->bqhe", weights / jnp.where(total > 0, total, 1)[..., None], v)
     return out, jnp.where(total > 0, jnp.log(jnp.where(total > 0, total, 1)), -jnp.inf)
-
-
-def relative_error(actual, expected):
-    actual, expected = np.asarray(actual, np.float64), np.asarray(expected, np.float64)
-    return np.linalg.norm(actual - expected) / np.linalg.norm(expected)
 
 
 CASES = {
