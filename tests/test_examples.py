@@ -125,6 +125,7 @@ def test_moe_block_learns():
     assert example.main(example.Settings(steps=50)) > 0.75
 
 
+@pytest.mark.thorough
 def test_moe_block_sharded_has_the_losses_of_one_device():
     command = [sys.executable, str(EXAMPLES / "moe_block_sharded.py"), "--steps", "3"]
     one, eight = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()

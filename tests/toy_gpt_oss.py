@@ -19,9 +19,21 @@ LIMITED = Activation(alpha=1.702, limit=7.0, offset=1.0)
 
 @dataclass(frozen=True, kw_only=True)
 class GptOssConfig(Qwen3MoeConfig):
-    """Qwen3-MoE's fields; attention has biases and sinks, and no norms of heads."""
+    """Qwen3-MoE's fields and the type of each layer; attention has biases and sinks, and no norms of heads."""
 
     model_type = "toy_gpt_oss"
+    architecture = "ToyGptOssForCausalLM"
+
+    @classmethod
+    def read_dialects(cls, given, problems):
+        layer_types = given.get("layer_types")
+        super().read_dialects(given, problems)
+        given["layer_types"] = layer_types
+
+    def write_dialect(self, values):
+        layer_types = values["layer_types"]
+        super().write_dialect(values)
+        values["layer_types"] = layer_types
 
     @property
     def mixer(self):

@@ -68,6 +68,7 @@ def test_eight_devices_read_every_byte_once(tmp_path, axes):
     assert counts["read"] == 2 * counts["held"]
 
 
+@pytest.mark.thorough
 def test_two_processes_read_only_their_own_slices(tmp_path):
     """The two save the original weights, and generate the tokens of a process alone."""
     write_checkpoint(tmp_path / "in", num_experts=8)

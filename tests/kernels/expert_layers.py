@@ -190,6 +190,11 @@ def terms_of_weights(layer, dy):
         return np.stack(alone, axis=1) * np.asarray(dy, np.float64)[:, None]
 
 
+def rows_with_a_pair(p):
+    """True for the rows of tokens: others are left unwritten, or filled."""
+    return (np.asarray(p.token_of_row) < p.row_of_pair.shape[0]) & (np.arange(p.num_rows) < p.offsets[-1])
+
+
 def relative_error(actual, expected):
     actual, expected = np.asarray(actual, np.float64), np.asarray(expected, np.float64)
     return np.linalg.norm(actual - expected) / max(np.linalg.norm(expected), 1e-300)

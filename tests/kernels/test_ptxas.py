@@ -370,6 +370,7 @@ def test_adapted_experts(tokens):
     assert_no_spills(spilled_bytes(ADAPTED, tokens), EXPERTS_KERNELS)
 
 
+@pytest.mark.thorough
 @first_sizes(1)
 def test_one_token(count):
     """The experts of one token spill nothing, in bf16 and in FP8."""
@@ -428,6 +429,7 @@ def test_attention(count):
     assert_no_spills(spilled_bytes(ATTENTION + PAGED_ATTENTION + PAGED_LATENTS, count), ATTENTION_KERNELS | paged)
 
 
+@pytest.mark.thorough
 @first_sizes(2)
 def test_projections(count):
     """The matmul of a decoding step's projections, and of strict bits from one row to thousands, spills nothing."""

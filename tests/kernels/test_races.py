@@ -11,6 +11,7 @@ import races
 import serving_races
 from compiled_steps import plan, plan_of_few, quantise_matrices, quantise_rows
 from expert_layers import chosen_so_often
+from serving_races import normal
 
 from moe_jax.kernels.attention import partial as partial_attention
 from moe_jax.kernels.attention.mosaic.flash import flash_attention
@@ -32,10 +33,6 @@ pytestmark = pytest.mark.skipif(not is_interpreted(), reason="JAX's race detecto
 
 EXPERTS, MATRIX = 3, (256, 256)
 """The sizes of a pass over the experts: two tiles of columns or more, and more steps than the pipeline has stages."""
-
-
-def normal(rng, *shape, dtype=jnp.bfloat16):
-    return jnp.asarray(rng.normal(size=shape), dtype)
 
 
 def rows_of_experts(*counts):

@@ -272,12 +272,13 @@ with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
 """
 
 
+@pytest.mark.thorough
 @needs_compiler
 @pytest.mark.parametrize(
     "what, loops",
     [
-        pytest.param("value", 1, marks=pytest.mark.thorough),
-        pytest.param("gradient", 2, marks=pytest.mark.thorough),
+        ("value", 1),
+        ("gradient", 2),
         ("remat", 2),
     ],
 )

@@ -67,6 +67,7 @@ def test_gradients_are_those_of_plain_loops(model, rng, remat):
         assert np.abs(a - b).max() < 2e-4 * np.abs(b).max(), jax.tree_util.keystr(path)
 
 
+@pytest.mark.thorough
 def test_greedy_tokens_are_those_of_whole_sequences(model, rng):
     prompts = [rng.integers(0, 264, length).tolist() for length in (5, 1, 3)]
     found = moe_jax.generate(model, prompts, max_new_tokens=4)
@@ -124,6 +125,7 @@ def test_the_layers_of_a_bodys_places_take_turns():
     assert list(found.values()) == [[0, 1], [2, 4], [3, 5], [6]] and list(found) == list(lengths)
 
 
+@pytest.mark.thorough
 def test_experts_that_change_places_change_no_logits(rng):
     model, tokens = hybrid(), rng.integers(0, 264, (2, 5))
     graph, params = nnx.split(model)

@@ -1,4 +1,9 @@
-"""A family with sinks, biases, windows and another activation needs its own files alone (tests/toy_gpt_oss.py)."""
+"""A family with sinks, biases, windows and another activation: the steps of CONTRIBUTING.md's recipe "A model", one by one.
+
+It needs its own file (tests/toy_gpt_oss.py) and a line in each of three tables.
+"""
+
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -6,14 +11,79 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from adapted_models import make_batch
 from flax import nnx
 from toy_gpt_oss import GptOss, GptOssConfig, parameters_of
 
 import moe_jax
+from moe_jax.adapters import LoraSettings, add_lora
+from moe_jax.cli import main
+from moe_jax.config.hf_json import CONFIG_CLASSES, config_from_dict, config_to_dict
+from moe_jax.config.named import NAMED_CONFIGS
+from moe_jax.layers.matrices import check_declared
+from moe_jax.models.auto import MODEL_CLASSES, abstract_parameters
+from moe_jax.train import init_state, make_optimizer, make_train_step
 
-SIZES = dict(vocab_size=64, hidden_size=32, intermediate_size=16, num_hidden_layers=3, num_attention_heads=4)
+SIZES = dict(vocab_size=64, hidden_size=32, intermediate_size=16, num_hidden_layers=2, num_attention_heads=4)
 SIZES |= dict(num_key_value_heads=2, head_dim=8, max_position_embeddings=64, rms_norm_eps=1e-5, sliding_window=4)
-LAYER_TYPES = ("sliding_attention", "full_attention", "sliding_attention")
+LAYER_TYPES = ("sliding_attention", "full_attention")
+CONFIG = GptOssConfig(
+    **SIZES, moe_intermediate_size=16, num_experts=4, num_experts_per_tok=2, norm_topk_prob=True,
+    layer_types=LAYER_TYPES, use_sliding_window=True,
+)  # fmt: skip
+
+
+@pytest.fixture
+def family(monkeypatch):
+    """The lines of steps 1, 2 and 6."""
+    monkeypatch.setitem(CONFIG_CLASSES, "toy_gpt_oss", GptOssConfig)
+    monkeypatch.setitem(MODEL_CLASSES, "toy_gpt_oss", GptOss)
+    monkeypatch.setitem(NAMED_CONFIGS, "toy-gpt-oss", CONFIG)
+    yield
+    abstract_parameters.cache_clear()
+
+
+def test_step_1_every_field_is_read_or_refused(family):
+    values = config_to_dict(CONFIG)
+    assert config_from_dict(values) == CONFIG
+    with pytest.raises(ValueError, match="config of toy_gpt_oss is not understood: unknown field router_bias=True"):
+        config_from_dict(values | {"router_bias": True})
+    assert [(kind.sinks, kind.biases, kind.head_norms) for kind in CONFIG.layer_mixers] == 2 * [(True, True, False)]
+    assert CONFIG.layer_windows == (4, None)
+
+
+def test_steps_2_to_4_a_checkpoint_comes_back_bit_for_bit(family, tmp_path):
+    """All matrices are declared, and all tensors have names and shapes by the model's paths."""
+    model = moe_jax.from_config(CONFIG, rngs=nnx.Rngs(0))
+    state = nnx.state(model)
+    check_declared((path, leaf.get_value()) for path, leaf in nnx.to_flat_state(state))
+    moe_jax.save_pretrained(model, tmp_path)
+    again = moe_jax.from_pretrained(tmp_path, dtype=jnp.float32)
+    assert isinstance(again, GptOss) and again.config == CONFIG
+    for (path, a), b in zip(jax.tree.leaves_with_path(state), jax.tree.leaves(nnx.state(again)), strict=True):
+        np.testing.assert_array_equal(a, b, err_msg=jax.tree_util.keystr(path))
+
+
+def test_step_6_a_plan_finds_its_name(family, capsys):
+    main("plan toy-gpt-oss --devices 1 --rows 1 --sequence-length 64".split())
+    assert "toy-gpt-oss, 1 x NVIDIA H200" in capsys.readouterr().out
+
+
+@pytest.mark.thorough
+def test_a_step_trains_it(family):
+    model, optimizer = moe_jax.from_config(CONFIG, rngs=nnx.Rngs(0)), make_optimizer(1e-2)
+    state = init_state(model, optimizer)
+    before = jax.tree.map(np.array, state.params)
+    state, metrics = make_train_step(nnx.graphdef(model), optimizer)(state, make_batch(vocab=SIZES["vocab_size"]))
+    same = jax.tree.map(np.array_equal, before, state.params)
+    assert np.isfinite(metrics["loss"]) and not any(jax.tree.leaves(same))
+
+
+def test_adapters_refuse_biases_of_experts(family):
+    model = moe_jax.from_config(CONFIG, rngs=nnx.Rngs(0))
+    add_lora(model, LoraSettings(rank=2), rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="experts with biases have matrices with gradients of their own"):
+        jax.eval_shape(lambda model: model(jnp.zeros((1, 4), jnp.int32)).logits, model)
 
 
 @pytest.fixture
@@ -29,12 +99,8 @@ def theirs(rng):
     return model
 
 
-def test_logits_and_gradients_equal_those_of_transformers(theirs, rng):
-    config = GptOssConfig(
-        **SIZES, moe_intermediate_size=16, num_experts=4, num_experts_per_tok=2, norm_topk_prob=True,
-        layer_types=LAYER_TYPES, use_sliding_window=True,
-    )  # fmt: skip
-    ours = GptOss(config, dtype=jnp.float32, rngs=nnx.Rngs(0))
+def test_step_5_logits_and_gradients_equal_those_of_transformers(theirs, rng):
+    ours = GptOss(CONFIG, dtype=jnp.float32, rngs=nnx.Rngs(0))
     state = nnx.state(ours, nnx.Param)
     values = {name: parameter.detach().numpy() for name, parameter in theirs.named_parameters()}
     nnx.replace_by_pure_dict(state, jax.tree.map(jnp.asarray, parameters_of(values)))
@@ -44,11 +110,12 @@ def test_logits_and_gradients_equal_those_of_transformers(theirs, rng):
     graph, params = nnx.split(ours)
 
     @jax.jit
-    def value(params):
+    @partial(jax.value_and_grad, has_aux=True)
+    def value_and_gradients(params):
         logits = nnx.merge(graph, params)(jnp.asarray(tokens)).logits
         return jnp.sum(logits * direction), logits
 
-    (_, logits), gradients = jax.value_and_grad(value, has_aux=True)(params)
+    (_, logits), gradients = value_and_gradients(params)
     expected = theirs(torch.tensor(tokens)).logits
     (expected * torch.tensor(direction)).sum().backward()
     np.testing.assert_allclose(logits, expected.detach().numpy(), rtol=1e-3, atol=1e-3)

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from expert_layers import relative_error
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
@@ -50,11 +51,6 @@ def make(rng, batch, seq, heads, kv_heads, head_dim, value_dim, dtype=jnp.bfloat
 def with_gradients(f, q, k, v, dout, dlse):
     out, pullback = jax.vjp(f, q, k, v)
     return (*out, *pullback((dout, dlse)))
-
-
-def relative_error(actual, expected):
-    actual, expected = np.asarray(actual, np.float64), np.asarray(expected, np.float64)
-    return np.linalg.norm(actual - expected) / np.linalg.norm(expected)
 
 
 @pytest.mark.parametrize(

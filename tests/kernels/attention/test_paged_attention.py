@@ -70,10 +70,10 @@ def by_rows(q, keys, values, queries, window=None):
 @pytest.mark.parametrize(
     "counts, num_keys, window",
     [
-        ([1] * 6, [1, 63, 64, 65, 200, 3], None),
+        pytest.param([1] * 6, [1, 63, 64, 65, 200, 3], None, marks=pytest.mark.thorough),
         ([5, 0, 64, 1, 0, 70, 1], [5, 9, 64, 129, 0, 300, 64], None),
         ([2, 65, 1], [130, 65, 200], 70),
-        ([1, 3], [100, 3], 1),
+        pytest.param([1, 3], [100, 3], 1, marks=pytest.mark.thorough),
     ],
     ids=["decoding", "ragged", "window", "window of one"],
 )
@@ -128,9 +128,9 @@ CHUNKS = [1, 1, 5, 0, 64, 1, 70], [700, 200, 5, 0, 130, 64, 200]
     "counts, num_keys, heads, kv_heads, key_dim, value_dim, dtype, cores, window",
     [
         ([1] * 4, [1, 70, 128, 700], 16, 2, 64, 64, "bfloat16", 1000, None),
-        ([1] * 4, [1, 70, 128, 700], 2, 2, 128, 64, "float16", 1, 100),
+        pytest.param([1] * 4, [1, 70, 128, 700], 2, 2, 128, 64, "float16", 1, 100, marks=pytest.mark.thorough),
         (*CHUNKS, 8, 1, 64, 128, "float16", 8, None),
-        (*CHUNKS, 2, 2, 128, 128, "bfloat16", 1, 70),
+        pytest.param(*CHUNKS, 2, 2, 128, 128, "bfloat16", 1, 70, marks=pytest.mark.thorough),
         pytest.param(*CHUNKS, 32, 2, 64, 64, "bfloat16", 1, None, marks=pytest.mark.thorough),
         pytest.param([20, 1], [700, 300], 8, 1, 64, 64, "bfloat16", 1, 450, marks=pytest.mark.thorough),
         pytest.param([3, 0, 9], [3, 0, 700], 8, 1, 64, 64, "bfloat16", 1000, None, marks=pytest.mark.thorough),
@@ -170,9 +170,9 @@ def test_the_kernel_equals_xla(rng, monkeypatch, counts, num_keys, heads, kv_hea
     "counts, num_keys, heads, value_dim, window, fixed_splits",
     [
         ([1] * 3, [1, 70, 700], 128, 128, None, True),
-        ([1, 1], [100, 200], 4, 512, 100, False),
+        pytest.param([1, 1], [100, 200], 4, 512, 100, False, marks=pytest.mark.thorough),
         ([3, 0, 9], [520, 0, 70], 16, 256, 200, True),
-        ([2, 0, 1], [129, 0, 64], 64, 128, None, False),
+        pytest.param([2, 0, 1], [129, 0, 64], 64, 128, None, False, marks=pytest.mark.thorough),
     ],
     ids=["decoding in splits", "decoding", "chunks in splits", "drafts"],
 )
@@ -245,6 +245,7 @@ def test_refusals(change, message):
         )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "window, value_dim",
     [*(pytest.param(window, None, marks=pytest.mark.thorough) for window in (None, 150)), (None, 128)],

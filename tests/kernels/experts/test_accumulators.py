@@ -103,6 +103,7 @@ def test_stacked_accumulators_grow_in_place(backend):
         np.testing.assert_allclose(actual[matrix], jnp.stack([after[matrix] for after in expected]), tolerance, tolerance)
 
 
+@pytest.mark.thorough
 def test_accumulators_of_devices_are_their_own():
     mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))
     x, *weights, topk_weights, chosen = make_inputs(seeds.rng(), 24, 4, 2, 8, 4, dtype=jnp.float32)

@@ -246,6 +246,7 @@ def test_biases_that_jax_asks_the_layout_of(rng):
         kernels.experts_mlp(*arrays, chosen, biases=(b_gate_up, b_down))
 
 
+@pytest.mark.thorough
 def test_experts_of_gpt_oss(rng):
     """Values and every gradient in f32 are those of transformers, whose columns alternate between gate and up."""
     torch = pytest.importorskip("torch")
@@ -281,6 +282,7 @@ def test_experts_of_gpt_oss(rng):
         assert relative_error(actual, wanted) < 1e-5
 
 
+@pytest.mark.thorough
 def test_blocks_of_a_model(rng):
     x = jnp.asarray(rng.normal(size=(6, 16)) * 4, jnp.float32)
     mlp = layers.MLP(16, 8, activation=NARROW, rngs=nnx.Rngs(0))

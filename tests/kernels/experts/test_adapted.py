@@ -84,7 +84,8 @@ def test_mosaic():
         assert difference < 0.02 * np.linalg.norm(expected)
 
 
-@pytest.mark.parametrize("backend", ["xla", pytest.param("mosaic", marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("backend", ["xla", "mosaic"])
 def test_matrices_in_a_stack(backend):
     """A layer of a stack has the results and gradients of its own matrices."""
     rng, (hidden, inter) = seeds.rng(), (128, 64)

@@ -43,6 +43,7 @@ def test_ids_of_8_bits(rng):
     np.testing.assert_array_equal(layer_of(*arrays, chosen.astype(jnp.int8)), layer_of(*arrays, chosen))
 
 
+@pytest.mark.thorough
 def test_a_layer_of_a_stack(rng):
     """A layer's experts read inside a stack give the bits of the layer alone; an id of no expert is no other layer's expert."""
     x, w_gate_up, w_down, _, chosen = make_layer(rng, "random", 2, 8, 2, 128, 128)

@@ -37,7 +37,10 @@ def _split(x, weights, chosen, how):
 
 @pytest.mark.parametrize(
     "split, in_stack, remat",
-    [("parts", True, False), ("chunks", True, True), pytest.param("parts", False, True, marks=pytest.mark.thorough)],
+    [
+        ("parts", True, False),
+        *(pytest.param(*each, marks=pytest.mark.thorough) for each in (("chunks", True, True), ("parts", False, True))),
+    ],
     ids=str,
 )
 def test_changes(rng, split, in_stack, remat):
@@ -67,6 +70,7 @@ def test_changes(rng, split, in_stack, remat):
             np.testing.assert_allclose(one, other, rtol=1e-9, atol=1e-11 * np.abs(other).max())
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("split", ["whole", *(pytest.param(how, marks=pytest.mark.thorough) for how in ("parts", "chunks"))])
 def test_changes_of_a_stack_in_fp8(rng, split):
     """Each pass rounds one layer of the stack: the bits of that layer's codes, for all tokens at once, in y and dx."""

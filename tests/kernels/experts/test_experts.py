@@ -27,7 +27,8 @@ def test_equals_the_oracle_in_f64_with_every_gradient(tokens, experts, k, routin
         assert_near(compiled(kernels.experts_mlp, *others), compiled(oracle.experts_mlp, *others), 1e-12)
 
 
-@pytest.mark.parametrize("tokens, experts, k", [(300, 64, 8), pytest.param(257, 16, 16, marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("tokens, experts, k", [(300, 64, 8), (257, 16, 16)])
 @pytest.mark.parametrize("routing", ["random", "one_takes_all"])
 def test_equals_the_oracle_at_more_tokens(tokens, experts, k, routing):
     with jax.enable_x64(True):
@@ -36,7 +37,11 @@ def test_equals_the_oracle_at_more_tokens(tokens, experts, k, routing):
 
 
 @pytest.mark.parametrize(
-    "dtype, tolerance", [(jnp.float32, 1e-6), (jnp.bfloat16, 3e-2), pytest.param(jnp.float16, 4e-3, marks=pytest.mark.thorough)]
+    "dtype, tolerance",
+    [
+        (jnp.bfloat16, 3e-2),
+        *(pytest.param(*each, marks=pytest.mark.thorough) for each in ((jnp.float32, 1e-6), (jnp.float16, 4e-3))),
+    ],
 )
 def test_low_precision_stays_near_the_same_data_in_f64(dtype, tolerance):
     with jax.enable_x64(True):
@@ -59,6 +64,7 @@ def gradients(inputs):
     return jax.grad(lambda *a: kernels.experts_mlp(*a, chosen).astype(jnp.float32).sum(), argnums=(0, 1, 2, 3))(*arrays)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("chunk", [7, *(pytest.param(chunk, marks=pytest.mark.thorough) for chunk in (1, 64))])
 def test_chunks_of_tokens_give_the_same_sums(chunk):
     with jax.enable_x64(True):

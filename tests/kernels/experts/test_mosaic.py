@@ -34,6 +34,7 @@ def test_values_and_gradients(rng, routing, tokens, experts, k, hidden, inter, d
     assert_as_near_as(ours, theirs, layer, dy, few=3e-2)
 
 
+@pytest.mark.thorough
 def test_between_gate_up_and_down(rng):
     """A function between `gate_up` and `down` gets gradients of the rows of pairs only."""
     x, w_gate_up, w_down, weights, chosen = make_layer(rng, "some_nobody", *SMALL)
@@ -63,6 +64,7 @@ def test_f32_master_weights(rng):
     np.testing.assert_array_equal(d_down.astype(jnp.bfloat16), rounded_down)
 
 
+@pytest.mark.thorough
 def test_without_h(rng):
     """A forward pass alone, and the first of two under `jax.checkpoint`, which JAX does not interpret."""
     *arrays, chosen = make_layer(rng, "some_nobody", *SMALL)
@@ -144,6 +146,7 @@ def test_refusal(rng, change, message):
         kernels.experts_mlp(*layer, backend="mosaic")
 
 
+@pytest.mark.thorough
 def test_plan_of_another_alignment(rng):
     x, w_gate_up, _, _, chosen = make_layer(rng, "random", 5, 4, 2, 64, 128)
     with pytest.raises(ValueError, match=r"row_alignment 1; it needs plan\(..., row_alignment=64\)"):

@@ -17,6 +17,7 @@ from moe_jax import kernels
 from moe_jax.kernels.experts.activation import activated
 
 
+@pytest.mark.thorough
 def test_products_with_the_hessian_are_those_of_the_oracle():
     def halves(x, w_gate_up, w_down, weights, chosen):
         rows = kernels.plan(chosen, w_gate_up.shape[0])

@@ -66,14 +66,15 @@ def test_values_and_gradients_are_as_near_f64_as_xla(rng, runs, routing, tokens,
     assert_as_near_as(actuals, others, layer, dy, few=1e-5 if dtype == "float32" else 3e-2)
 
 
+@pytest.mark.thorough
 @needs_triton
 @pytest.mark.parametrize(
     "tokens, experts, k, hidden, inter, row_alignment",
     [
         (0, 3, 2, 64, 128, 64),
-        pytest.param(150, 1, 1, 64, 128, 1, marks=pytest.mark.thorough),
+        (150, 1, 1, 64, 128, 1),
         (40, 7, 3, 20, 72, 3),
-        pytest.param(50, 2, 2, 256, 256, 64, marks=pytest.mark.thorough),
+        (50, 2, 2, 256, 256, 64),
     ],
     ids=["no tokens", "several tiles of one expert", "a part of a tile an expert", "several tiles a row"],
 )

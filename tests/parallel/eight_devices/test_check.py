@@ -36,6 +36,7 @@ def test_equals_one_device(make, sizes):
         np.testing.assert_allclose(several, one, rtol=1e-4, atol=1e-5 * float(jnp.abs(one).max()))
 
 
+@pytest.mark.thorough
 def test_command_takes_devices(tmp_path, capsys):
     tiny.tokenizer_with_a_beginning().save_pretrained(tmp_path / "tokenizer")
     moe_jax.save_pretrained(tiny.dense(), tmp_path / "model", tokenizer_from=tmp_path / "tokenizer")

@@ -151,12 +151,13 @@ def expand(weight, latents, k_shared):
     return jnp.concatenate([k, shared], axis=-1), v
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "devices, layout, method, hops, travels",
     [
         # A token has 9 numbers of kv and the start of its segment; with ulysses also queries and results of 4 heads of 8 and 4.
-        pytest.param(4, "zigzag", "ring", "copies", 3 * 9 + 1, marks=pytest.mark.thorough),
-        pytest.param(8, "striped", "all_gather", "nccl", 9 + 1, marks=pytest.mark.thorough),
+        (4, "zigzag", "ring", "copies", 3 * 9 + 1),
+        (8, "striped", "all_gather", "nccl", 9 + 1),
         (4, "zigzag", "ulysses", "nccl", 4 * (8 + 4) + 9 + 2),
     ],
 )

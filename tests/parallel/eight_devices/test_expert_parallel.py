@@ -58,9 +58,8 @@ def test_residuals(transport):
     assert factor * tokens * k <= h_rows <= factor * tokens * k + devices
 
 
-@pytest.mark.parametrize(
-    "transport, factors", [("pairwise", "its own"), pytest.param("gather", "all", marks=pytest.mark.thorough)]
-)
+@pytest.mark.thorough
+@pytest.mark.parametrize("transport, factors", [("pairwise", "its own"), ("gather", "all")])
 def test_low_rank_changes(transport, factors, rng):
     """Changes of frozen experts, in the first and in further rounds; a device has its own experts' factors, or all."""
     mesh, settings = make_mesh(expert=4), ExpertParallel(transport=transport)
@@ -116,7 +115,8 @@ def test_a_block_with_adapters(rng):
     assert relative_error(jax.jit(split)(state, x), moe(x)[0]) < 1e-6
 
 
-@pytest.mark.parametrize("transport", ["pairwise", pytest.param("gather", marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("transport", ["pairwise", "gather"])
 def test_accumulators(transport):
     """Sums of gradients grow by the weights' gradients, in the first and in further rounds, inside a stack of two layers."""
     mesh, settings = make_mesh(expert=4), ExpertParallel(transport=transport)

@@ -90,6 +90,7 @@ def test_num_dropped_by_layer():
     assert dropped.shape == (2,) and (dropped >= 4 * (400 - 4 * 64)).all()
 
 
+@pytest.mark.thorough
 def test_padding_drops_no_token():
     """The first 96 of 160 tokens a device are padding; 64 tokens fit from a device to a device."""
     rng = seeds.rng()

@@ -24,6 +24,7 @@ def test_equals_one_device(devices, transport):
     assert_equals_one_device(ExpertParallel(transport=transport, group_size=group_size), make_mesh(expert=devices), ROUTINGS)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "transport", ["all_to_all", *(pytest.param(name, marks=pytest.mark.thorough) for name in ("gather", "pairwise"))]
 )

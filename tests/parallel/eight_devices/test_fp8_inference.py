@@ -147,6 +147,7 @@ def largest(model, tokens):
     return np.asarray(jax.jit(lambda state, tokens: nnx.merge(graph, state)(tokens).logits)(state, tokens))[0].argmax(axis=1)
 
 
+@pytest.mark.thorough
 def test_generation_and_the_engine(model, spread):
     """Most greedy tokens have the largest logit of a whole pass on one device; FP8 and sums over devices round others."""
     prompts = [seeds.rng().integers(0, 61, length).tolist() for length in (7, 5)]

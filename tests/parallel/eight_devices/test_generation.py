@@ -79,7 +79,8 @@ def prefilled(options, inputs) -> Cached:
     return Cached(hidden, cache.segment_ids, tuple(jnp.moveaxis(a, 1, 0) for a in cache.kept))
 
 
-@pytest.mark.parametrize("make", [tiny.model, pytest.param(tiny.deepseek, marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("make", [tiny.model, tiny.deepseek])
 def test_overlapping_prefill(make):
     """Four devices have two prompts each; one is padding. The cache is that of all prompts at once."""
     model, prompts = laid_out(make(), expert=4), [*PROMPTS, [4, 4, 4], [6, 5]]

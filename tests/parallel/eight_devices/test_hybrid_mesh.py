@@ -34,5 +34,6 @@ def test_a_step_is_that_of_one_device(sizes):
             assert matrix[...].addressable_shards[0].data.size * 4 == matrix[...].size, path
 
 
+@pytest.mark.thorough
 def test_a_pipeline_deals_out_whole_bodies():
     compare(pairs(), 2, dict(pipe=2), 1, 2, True)

@@ -151,6 +151,7 @@ def test_rows_without_parallelism():
         assert tokens.addressable_shards[0].data.shape == (of_a_device, SEQ)
 
 
+@pytest.mark.thorough
 def test_own_loss():
     def loss(model, batch):
         found = batch["weight"][:, None] * log_probs(model, batch)

@@ -74,6 +74,7 @@ def test_layers_beside_the_pipe(tmp_path):
         assert (tmp_path / "saved" / file.name).read_bytes() == file.read_bytes()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("chunks", CHUNKS)
 def test_random_weights_do_not_depend_on_the_pipe(chunks):
     mesh = mesh_of(pipe=2, fsdp=2)
@@ -91,11 +92,12 @@ def state_on(sizes, chunks=1):
     return init_state(model, make_optimizer(1e-2), parallelism), parallelism.pipe
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "start, end",
     [
-        pytest.param((dict(pipe=2, data=2), 1), (dict(fsdp=2), 1), marks=pytest.mark.thorough),
-        pytest.param((dict(data=2, expert=2), 1), (dict(pipe=2, data=2, fsdp=2), 2), marks=pytest.mark.thorough),
+        ((dict(pipe=2, data=2), 1), (dict(fsdp=2), 1)),
+        ((dict(data=2, expert=2), 1), (dict(pipe=2, data=2, fsdp=2), 2)),
         ((dict(pipe=2, expert=2), 2), (dict(pipe=3), 1)),
     ],
     ids=["off", "onto", "other-pipe"],

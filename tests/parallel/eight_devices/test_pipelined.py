@@ -56,7 +56,7 @@ def mesh_of(**sizes):
         (tiny.model, 7, dict(pipe=2, expert=2), 2, 4, True),
         pytest.param(tiny.model, 3, dict(pipe=2), 2, 4, True, marks=pytest.mark.thorough),
         pytest.param(tiny.dense, 3, dict(pipe=3), 1, 4, False, marks=pytest.mark.thorough),
-        (tied, 3, dict(pipe=2, fsdp=2), 1, 4, False),
+        pytest.param(tied, 3, dict(pipe=2, fsdp=2), 1, 4, False, marks=pytest.mark.thorough),
         (tiny.dense, 3, dict(pipe=2), 2, 4, "offload"),
         pytest.param(tiny.model, 7, dict(pipe=2, expert=2), 2, 4, "offload", marks=pytest.mark.thorough),
         pytest.param(tiny.model, 3, dict(pipe=2, data=2), 2, 2, False, marks=pytest.mark.thorough),
@@ -84,13 +84,14 @@ def test_gradients(make_model, layers, sizes, chunks, micro_batches, remat):
     compare(with_layers(make_model, layers), layers, sizes, chunks, micro_batches, remat)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "make_model, layers, sizes, chunks, remat",
     [
         (tiny.dense, 2, dict(pipe=2), 1, True),
-        pytest.param(tiny.model, 3, dict(pipe=2, data=2), 2, False, marks=pytest.mark.thorough),
-        pytest.param(tiny.model, 7, dict(pipe=4), 2, True, marks=pytest.mark.thorough),
-        pytest.param(tiny.dense, 3, dict(pipe=3), 1, "offload", marks=pytest.mark.thorough),
+        (tiny.model, 3, dict(pipe=2, data=2), 2, False),
+        (tiny.model, 7, dict(pipe=4), 2, True),
+        (tiny.dense, 3, dict(pipe=3), 1, "offload"),
     ],
     ids=["dense", "experts-kept", "experts-four-ranks", "offload"],
 )
@@ -144,12 +145,13 @@ def trained(make_model, batch, parallelism=None):
     return (params, state.expert_bias), metrics
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "make_model, shard_optimizer",
     [
         (tiny.dense, True),
-        pytest.param(tiny.biased_model, True, marks=pytest.mark.thorough),
-        pytest.param(tiny.biased_model, False, marks=pytest.mark.thorough),
+        (tiny.biased_model, True),
+        (tiny.biased_model, False),
     ],
 )
 def test_two_steps(make_model, shard_optimizer):

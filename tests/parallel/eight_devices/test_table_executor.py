@@ -70,7 +70,7 @@ thorough = functools.partial(pytest.param, marks=pytest.mark.thorough)
         ("zb-v", tiny.dense, 3, dict(pipe=2), 4, False),
         thorough("zb-v", tiny.model, 3, dict(pipe=2), 4, False),
         thorough("dualpipe", tiny.model, 4, dict(pipe=4), 8, True),
-        ("dualpipe-v", tiny.dense, 4, dict(pipe=2), 4, True),
+        thorough("dualpipe-v", tiny.dense, 4, dict(pipe=2), 4, True),
         thorough("dualpipe-v", tiny.model, 4, dict(pipe=2), 4, True),
         thorough("dualpipe", tiny.model, 3, dict(pipe=2, expert=2), 4, True),
         thorough("1f1b", tiny.dense, 3, dict(pipe=3), 4, False),

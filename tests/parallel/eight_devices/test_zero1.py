@@ -73,6 +73,7 @@ def test_two_steps(sizes, options):
     assert own_bytes(state.opt_state) - 4 == (own_bytes(expected.opt_state) - 4) / sizes["data"]
 
 
+@pytest.mark.thorough
 def test_bf16_parameters():
     """The sum over `data` is not rounded to bf16, as it is with the whole state: gradients differ by that rounding alone."""
     batch, (plain, split) = make_batch(seeds.rng()), both(data=4)
@@ -215,6 +216,7 @@ def shapes_of(operation, text):
     ]
 
 
+@pytest.mark.thorough
 def test_resumed(tmp_path):
     """A restored state goes on bit for bit. On a mesh without the option it goes on as well."""
     batch, (_, split) = make_batch(seeds.rng()), both(data=2, fsdp=2)

@@ -87,7 +87,8 @@ def test_tokens_in_fp8(transport):
     assert set(re.findall(travelling, text)) == ({"2112xui8"} if transport == "gather" else {"2112xui8", "2048xbf16"})
 
 
-@pytest.mark.parametrize("form", ["fp8", pytest.param("bf16", marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("form", ["fp8", "bf16"])
 def test_frozen_stack(form):
     """Kernels read a layer inside each device's stack: no layer is cut out of it."""
     precision = Precision() if form == "fp8" else None

@@ -107,6 +107,7 @@ def test_a_token_does_not_depend_on_others():
     assert np.isnan(np.asarray(y_beside, np.float32)[7]).all()
 
 
+@pytest.mark.thorough
 def test_given_copies_are_those_made_inside():
     (x, w_gate_up, w_down, weights, chosen), dy = _layer()
     inside = _in_fp8((x, w_gate_up, w_down, weights, chosen), dy)
@@ -152,6 +153,7 @@ def test_gradients_add_to_sums():
     np.testing.assert_allclose(down - 3, dw_down, atol=1e-5)
 
 
+@pytest.mark.thorough
 def test_sums_of_a_layer_of_a_stack():
     layer, dy = _layer()
     x, w_gate_up, w_down, weights, chosen = layer

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import seeds
 from compiled_steps import plan, plan_of_few, quantise_matrices, quantise_rows
-from expert_layers import SUM_ERROR_IN_FP8
+from expert_layers import SUM_ERROR_IN_FP8, rows_with_a_pair
 
 from moe_jax.kernels.experts.fp8 import mosaic, xla
 from moe_jax.kernels.experts.fp8.mosaic import by_rows, by_rows_backward
@@ -49,11 +49,6 @@ def _layer(routing, rng):
     return x, quantise_matrices(w_gate_up), quantise_matrices(w_down), weight_of_row(weights, p), p
 
 
-def _with_a_pair(p):
-    """True for the rows of tokens: others are left unwritten, or filled."""
-    return (np.asarray(p.token_of_row) < p.row_of_pair.shape[0]) & (np.arange(p.num_rows) < p.offsets[-1])
-
-
 def _assert_near(ours, theirs, rows, error=2e-3 + 4 * SUM_ERROR_IN_FP8):
     a, b = (np.asarray(array, np.float32)[rows] for array in (ours, theirs))
     assert np.isfinite(b).all()
@@ -76,7 +71,7 @@ def test_passes(routing):
     """Every kernel gives what the reference gives for the same operands. One expert has no token, or all."""
     rng = seeds.rng()
     x, gate_up, down, v, p = _layer(routing, rng)
-    rows = _with_a_pair(p)
+    rows = rows_with_a_pair(p)
     tokens = reference.rows_of_tokens(x, p)
     h, act = reference.gated_matmul(tokens, gate_up, p)
     our_h, our_act = kernels.gated_matmul(tokens, gate_up, p)
@@ -120,7 +115,7 @@ def test_rows_of_tokens(hidden):
         values = [np.asarray(rows.values.view(jnp.uint8))[computed] for rows in (ours, theirs)]
         np.testing.assert_array_equal(*values)
         np.testing.assert_array_equal(np.asarray(ours.scales)[:, computed], np.asarray(theirs.scales)[:, computed])
-        filling = ~_with_a_pair(p)[computed]
+        filling = ~rows_with_a_pair(p)[computed]
         assert filling.any() and not values[0][filling].any()
         assert (np.asarray(ours.scales)[:, computed][:, filling] == LEAST_MAXIMUM * INVERSE_LARGEST).all()
 
@@ -133,7 +128,7 @@ def test_promotion():
     a = quantise_rows(jnp.asarray(rng.random((p.num_rows, 1024)) * decades, jnp.float32))
     w = quantise_matrices(jnp.asarray(rng.random((EXPERTS, 256, 1024)), jnp.float32))
     w = w._replace(scales=w.scales * 10.0 ** rng.integers(-3, 4, w.scales.shape))
-    _assert_near(kernels.grouped_matmul(a, w, p), reference.grouped_matmul(a, w, p), _with_a_pair(p))
+    _assert_near(kernels.grouped_matmul(a, w, p), reference.grouped_matmul(a, w, p), rows_with_a_pair(p))
 
 
 @pytest.mark.parametrize(
@@ -161,9 +156,10 @@ def test_bits_of_a_row(other):
     np.testing.assert_array_equal(*results)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "other",
-    [pytest.param(Fp8TileShape(128, 256, 2), marks=pytest.mark.thorough), Fp8TileShape(64, 256, 2, ping_pong=True)],
+    [Fp8TileShape(128, 256, 2), Fp8TileShape(64, 256, 2, ping_pong=True)],
     ids=["two blocks", "ping-pong"],
 )
 def test_bits_of_gradients(other):
@@ -191,7 +187,7 @@ def test_numbers_that_are_none():
     spoilt = np.isin(token, (3, 5))
     for values in (h, dequantised_rows(act)):
         is_finite = np.isfinite(np.asarray(values, np.float32)).all(axis=1)
-        assert not is_finite[spoilt].any() and is_finite[_with_a_pair(p) & ~spoilt].all()
+        assert not is_finite[spoilt].any() and is_finite[rows_with_a_pair(p) & ~spoilt].all()
     assert not np.asarray(h, np.float32)[token == 7].any()
     assert (np.asarray(act.scales)[:, token == 7] == LEAST_MAXIMUM * INVERSE_LARGEST).all()
 
@@ -239,7 +235,7 @@ def test_a_layer_of_a_stack():
     in_stack = dataclasses.replace(p, layer=jnp.int32(1))
     alone = type(w)(w.values[1], w.scales[1])
     ours = kernels.grouped_matmul(a, w, in_stack)
-    np.testing.assert_array_equal(ours[_with_a_pair(p)], kernels.grouped_matmul(a, alone, p)[_with_a_pair(p)])
+    np.testing.assert_array_equal(ours[rows_with_a_pair(p)], kernels.grouped_matmul(a, alone, p)[rows_with_a_pair(p)])
 
 
 def test_no_rows():
