@@ -7,8 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import seeds
-import tiny
 from flax import nnx
 
 from moe_jax.models.execution import Execution
@@ -19,6 +17,7 @@ from moe_jax.train.gradients import accumulate_in_place
 from moe_jax.train.micro_batch import accumulate_overlapping
 from moe_jax.train.objective import as_objective, can_overlap
 from moe_jax.train.step import make_train_step, overlaps
+from tests.helpers import seeds, tiny
 
 ROWS, SEQ = 6, 16
 ALL_LOSSES = LossWeights(aux_loss_coef=0.02, sequence_loss_coef=0.01, z_loss_coef=0.01)

@@ -15,7 +15,7 @@ PAIRS_TO_COMPARE = 2048
 PAIRS_TO_COUNT = 16384
 """The largest number of pairs whose rows are counted in blocks. A GPU does so in two thirds of a sort's time.
 
-Of 65,536 pairs it gains little, and XLA hides less of a joined pass's exchange behind it (tests/layers/test_passes.py).
+Of 65,536 pairs it gains little, and XLA hides less of a joined pass's exchange behind it (tests/layers/slow/test_passes.py).
 """
 
 PAIRS_OF_A_BLOCK = 256

@@ -3,11 +3,11 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import seeds
-from serving_races import normal
 
 from moe_jax.kernels.decode.add_norm import ExpertRows, add_experts, add_splits
 from moe_jax.layers.norm import rms_norm
+from tests.helpers import seeds
+from tests.helpers.serving_races import normal
 
 TOKENS, HIDDEN, EXPERTS, K, EPS = 5, 256, 128, 2, 1e-6
 

@@ -6,12 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tiny
-from meshes import laid_out
 
 import moe_jax
 from moe_jax.check.report import passes_over
 from moe_jax.cli import main
+from tests.helpers import tiny
+from tests.helpers.meshes import laid_out
 
 TOKENS = [5, 3, 260, 3, 3, 17, 80]
 

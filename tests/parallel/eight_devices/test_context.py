@@ -8,15 +8,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import seeds
 from jax.sharding import PartitionSpec as P
-from meshes import make_mesh, relative_error
 
 from moe_jax.kernels import attention
 from moe_jax.layers.attend import Expansion
 from moe_jax.layers.segments import segment_positions
 from moe_jax.parallel import ContextParallel, context_attention, shard_sequence, starts_of_segments, unshard_sequence
 from moe_jax.parallel.sequence import ring
+from tests.helpers import seeds
+from tests.helpers.meshes import make_mesh, relative_error
 
 BATCH, SEQ, WIDTH, SCALE = 2, 96, 8, 0.4
 SHARDED = P(None, "context")

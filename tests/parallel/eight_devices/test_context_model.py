@@ -7,11 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import seeds
-import tiny
 from flax import nnx
 from jax.sharding import PartitionSpec as P
-from meshes import relative_error
 
 import moe_jax
 from moe_jax.config import RopeParameters
@@ -20,6 +17,8 @@ from moe_jax.layers.segments import segment_positions
 from moe_jax.models.execution import Execution
 from moe_jax.parallel import ContextParallel, Spread, make_mesh, shard_sequence
 from moe_jax.train.loss import LossWeights, loss
+from tests.helpers import seeds, tiny
+from tests.helpers.meshes import relative_error
 
 BATCH, SEQ = 2, 48
 WEIGHTS = LossWeights(aux_loss_coef=0.1, z_loss_coef=0.1)

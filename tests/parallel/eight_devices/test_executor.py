@@ -9,15 +9,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import seeds
 from jax import lax
 from jax.sharding import PartitionSpec
-from meshes import make_mesh
 
 from moe_jax.kernels.shapes import vary_as
 from moe_jax.parallel.pipeline import uniform, uniform_w
 from moe_jax.parallel.pipeline.executor import PipelinePasses, run_table
 from moe_jax.parallel.pipeline.table import lockstep_table
+from tests.helpers import seeds
+from tests.helpers.meshes import make_mesh
 
 WIDTH = 3
 SIZES = [

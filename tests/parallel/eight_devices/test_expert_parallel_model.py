@@ -4,15 +4,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import seeds
-import tiny
 from flax import nnx
 from jax.sharding import PartitionSpec as P
-from meshes import make_mesh, relative_error
 
 from moe_jax.layers.moe import MoE
 from moe_jax.layers.router import load_balancing_loss, router_z_loss
 from moe_jax.parallel import ExpertParallel, Spread
+from tests.helpers import seeds, tiny
+from tests.helpers.meshes import make_mesh, relative_error
 
 AXES = ("data", "expert")
 

@@ -8,10 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tiny
 from flax import nnx
 from jaxtyping import Array
-from meshes import laid_out
 
 import moe_jax
 from moe_jax.adapters import LoraSettings, add_lora
@@ -22,6 +20,8 @@ from moe_jax.generation.devices import decode_on_devices
 from moe_jax.generation.generate import prefill
 from moe_jax.generation.request import DecodeOptions
 from moe_jax.parallel import make_mesh
+from tests.helpers import tiny
+from tests.helpers.meshes import laid_out
 
 PROMPTS = [[1, 2, 3], [5], [7, 8, 9, 10, 11], [3] * 20, [9, 9]]
 

@@ -6,12 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import seeds
-import tiny
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
-from meshes import relative_error
-from train_steps import ROWS, SEQ, make_batch, train
 
 from moe_jax.parallel import ExpertParallel, Parallelism, make_mesh
 from moe_jax.train import (
@@ -20,6 +16,9 @@ from moe_jax.train import (
     put_batch,
     sum_over_devices,
 )
+from tests.helpers import seeds, tiny
+from tests.helpers.meshes import relative_error
+from tests.helpers.train_steps import ROWS, SEQ, make_batch, train
 
 
 @pytest.mark.parametrize(

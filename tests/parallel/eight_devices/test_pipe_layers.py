@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tiny
 from flax import nnx
 
 import moe_jax
@@ -16,6 +15,7 @@ from moe_jax.parallel import Parallelism, make_mesh
 from moe_jax.parallel.layout import parameter_path
 from moe_jax.parallel.pipeline.chunks import LayersInPipe, PipeShape, is_dealt_out, restack, split_layers, stacked_as, to_chunks
 from moe_jax.train import init_state, make_optimizer
+from tests.helpers import tiny
 
 
 def mesh_of(**sizes):

@@ -7,12 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import seeds
-import tiny
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
-from meshes import relative_error
-from train_steps import make_batch, weighted
 
 from moe_jax.layers.router import ExpertBias
 from moe_jax.models.execution import Execution
@@ -30,6 +26,9 @@ from moe_jax.train import (
 )
 from moe_jax.train.objective import as_objective
 from moe_jax.train.pipelined import accumulate_pipelined
+from tests.helpers import seeds, tiny
+from tests.helpers.meshes import relative_error
+from tests.helpers.train_steps import make_batch, weighted
 
 ALL_LOSSES = NextToken(LossWeights(aux_loss_coef=0.1, sequence_loss_coef=0.1, z_loss_coef=0.1))
 

@@ -4,13 +4,13 @@ from collections import Counter
 from dataclasses import replace
 from itertools import chain
 
-import pipelines
 import pytest
 from hypothesis import example, given, settings
 
 from moe_jax.parallel.choices import UNIFORM
 from moe_jax.parallel.pipeline import verify
 from moe_jax.parallel.pipeline.table import lockstep_table, undivided
+from tests.helpers import pipelines
 
 
 def replay(schedule, table):
