@@ -11,7 +11,7 @@ import pytest
 
 from moe_jax.kernels.experts import mosaic
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 FOLDER = ROOT / "benchmarks"
 OTHERS = {"harness", "inputs", "moe_layer_peers", "results"}
 """Files of the folder that measure nothing."""
