@@ -25,7 +25,7 @@ $(PACKAGE_INSTALLED): EXTRAS := $(JAX_EXTRA)
 help:
 	@echo "make demo   train, resume, export and sample a small Qwen3-MoE on this machine: 0.9 GB, and under 5 minutes on 2 cores"
 	@echo "            MODEL=deepseek_v3 or qwen3 (dense) takes another model; DEMO_OPTIONS='--lora.rank 8' trains an adapter; moe-jax demo --help"
-	@echo "make fast   format, lint, types and the tests that matter most: 2 minutes; T=kernels runs those in tests/kernels"
+	@echo "make fast   format, lint, types and all tests but those in folders named slow: 2 minutes; T=kernels runs those in tests/kernels"
 	@echo "make test   format, lint, types and the test suite; FILES='tests/layers tests/test_cli.py' runs these alone"
 	@echo "make test-thorough   and further sizes and combinations, some minutes more"
 	@echo "            VERSIONS=oldest takes the oldest versions that pyproject.toml allows; PYTHON=python3.13 takes another Python"
@@ -53,9 +53,9 @@ test: lint
 	$(if $(EIGHT_FILES),$(PYTEST) $(if $(FILES),,$(WORKERS)) --timeout-method=thread $(EIGHT_FILES) || failed=yes;) \
 	[ -z "$$failed" ]
 
-# Ruff and mypy look only at what changed. Slow is what tests/durations.json lists.
+# Ruff and mypy look only at what changed.
 fast: lint
-	$(PYTEST) $(WORKERS) -m "not slow and not thorough" tests/$(T)
+	$(PYTEST) $(WORKERS) --ignore-glob='*/slow' tests/$(T)
 
 test-thorough:
 	PYTEST_ADDOPTS='-m ""' $(MAKE) test
@@ -87,7 +87,7 @@ $(INSTALLED) $(PACKAGE_INSTALLED): pyproject.toml $(CONSTRAINTS)
 	@$(PIP_INSTALL) --constraint $(if $(JAX_EXTRA),<(grep -vE '^jax(lib)?==' $(CONSTRAINTS)),$(CONSTRAINTS)) --editable '.$(EXTRAS:%=[%])'
 	@touch $@
 
-# Beside the environment, where JAX would look for a GPU; tests that compile for an H200 (tests/h200.py) use it.
+# Beside the environment, where JAX would look for a GPU; tests that compile for an H200 (tests/helpers/h200.py) use it.
 cuda-compiler: $(INSTALLED)
 	version=$$($(BIN)/python -c 'import jax; print(jax.__version__)'); \
 	$(PIP_INSTALL) --no-deps --upgrade --target $(VENV)/cuda-compiler \

@@ -33,9 +33,9 @@ from inputs import config_of
 
 from moe_jax.config import EXPERT_LAYERS, NAMED_CONFIGS
 from moe_jax.kernels import Precision, experts_mlp, fp8_matmul, quantise_matrices
+from moe_jax.kernels.experts.backends import BACKENDS
 from moe_jax.kernels.experts.call import TokenPart
 from moe_jax.kernels.experts.call import experts as compute
-from moe_jax.kernels.experts.choose_backend import BACKENDS
 from moe_jax.kernels.experts.fp8.dense import dense_copies
 from moe_jax.kernels.experts.weights import Accumulators, ExpertWeights, Matrix
 from moe_jax.kernels.low_rank import LowRank

@@ -12,9 +12,7 @@ from pathlib import Path
 # eight CPU devices each device holds a thread too.
 os.environ.setdefault("NPROC", "16")
 
-import cpu_flags
-import garbage
-import seeds
+from tests.helpers import cpu_flags, garbage, seeds
 
 # Worker processes find the flags in their environment.
 if cpu_flags.is_for_eight_devices(sys.argv[1:]):
@@ -22,14 +20,11 @@ if cpu_flags.is_for_eight_devices(sys.argv[1:]):
 elif os.environ.get("JAX_PLATFORMS") == "cpu":
     os.environ.setdefault("XLA_FLAGS", cpu_flags.UNOPTIMISED)
 
-import compilation_cache
-import durations
 import hypothesis
-import interpreter_callbacks
 import jax
 import pytest
-import races
-import shapes
+
+from tests.helpers import compilation_cache, durations, interpreter_callbacks, races, shapes
 
 # Before a test imports the package.
 shapes.install()
@@ -123,7 +118,7 @@ def rng():
 @pytest.fixture
 def without_torch(monkeypatch):
     """Processes that the test starts find no torch, as on most machines: transformers would import it for a tokenizer."""
-    paths = Path(__file__).parent / "torchless", os.environ.get("PYTHONPATH", "")
+    paths = Path(__file__).parent / "helpers" / "torchless", os.environ.get("PYTHONPATH", "")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, paths)))
 
 

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import tiny
 
 import moe_jax
 from moe_jax import cli
@@ -20,6 +19,7 @@ from moe_jax.commands.serve import ServeCommand
 from moe_jax.generation import Drafts
 from moe_jax.runtime import processes
 from moe_jax.runtime.environment import program
+from tests.helpers import tiny
 
 
 @pytest.fixture(scope="module")

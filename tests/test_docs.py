@@ -1,34 +1,26 @@
 """The pages keep their promises: snippets run, commands parse, numbers stand where links say, the site has no dead link."""
 
 import ast
-import fcntl
-import importlib
 import itertools
-import logging
 import math
 import os
 import re
 import shlex
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 
-import prose
 import pytest
-import tiny
 import tyro
 import yaml
 
-import moe_jax
 from benchmarks import results
-from moe_jax import cli, train
+from moe_jax import cli
 from moe_jax.config import NAMED_CONFIGS
 from moe_jax.cost import PlannedStep
 from moe_jax.cost.machine import machine
 from moe_jax.cost.memory import memory_bytes
 from moe_jax.parallel import MeshShape
 from moe_jax.train.data.chat import chat_tokens
+from tests.helpers import prose, tiny
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -44,104 +36,6 @@ GIB = 2**30
 
 def fences(page: Path, *languages: str) -> list[str]:
     return [code for language, code in FENCE.findall(page.read_text()) if language in languages]
-
-
-def snippets() -> list:
-    return [pytest.param(code, id=f"{page.stem}-{i}") for page in PAGES for i, code in enumerate(fences(page, "python"))]
-
-
-@pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory):
-    """Tiny models in place of the hub's, by their hub ids."""
-    folder = tmp_path_factory.mktemp("checkpoints")
-    tiny.tokenizer().save_pretrained(folder / "tokenizer")
-    found = {}
-    for hub_id, model in {"Qwen/Qwen3-0.6B": tiny.dense(), "Qwen/Qwen3-30B-A3B": tiny.model()}.items():
-        found[hub_id] = folder / hub_id.split("/")[1]
-        moe_jax.save_pretrained(model, found[hub_id], tokenizer_from=folder / "tokenizer")
-    return found
-
-
-@pytest.mark.parametrize("code", snippets())
-def test_python_snippets_run_as_pasted(code, checkpoints, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for hub_id, folder in checkpoints.items():
-        code = code.replace(f'"{hub_id}"', repr(str(folder)))
-    log = logging.getLogger("moe_jax")
-    monkeypatch.setattr(log, "level", log.level)
-    exec(compile(code, "snippet", "exec"), {"__name__": "snippet"})
-    if Path("chats.jsonl").exists():
-        assert train.open_documents("chats.jsonl").format == "chat"
-
-
-MODULES = [
-    "",
-    ".generation",
-    ".models",
-    ".layers",
-    ".kernels",
-    ".train",
-    ".preferences",
-    ".recipes",
-    ".parallel",
-    ".parallel.pipeline",
-    ".checkpoint",
-    ".config",
-    ".cost",
-]
-
-
-@pytest.fixture(scope="module")
-def site(tmp_path_factory):
-    """The site as `make docs` builds it, once for all test processes."""
-    room = tmp_path_factory.getbasetemp()
-    room = room.parent if "PYTEST_XDIST_WORKER" in os.environ else room
-    with (room / "site.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not (room / "site").exists():
-            done = build(ROOT, room / "unfinished")
-            assert done.returncode == 0, done.stdout + done.stderr
-            (room / "unfinished").rename(room / "site")
-    return room / "site"
-
-
-def build(root: Path, folder: Path) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "mkdocs", "build", "--site-dir", str(folder)]
-    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
-    return subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=120)
-
-
-def test_the_site_has_pages_and_the_files_they_link_to(site):
-    assert (site / "index.html").is_file() and (site / "examples" / "finetune.py").is_file()
-
-
-def test_dead_links_fail_the_build(tmp_path):
-    root = tmp_path / "copy"
-    shutil.copytree(DOCS, root / "docs")
-    for name in ("mkdocs.yml", "README.md", "CONTRIBUTING.md", "CHANGELOG.md"):
-        shutil.copy(ROOT / name, root)
-    for name in ("moe_jax", "examples", "tests"):
-        (root / name).symlink_to(ROOT / name)
-    (root / "docs" / "api.md").write_text("# API\n\n[1](scaling.md#nothing) [2](../examples/nothing.py) [3](nothing.md)\n")
-    done = build(root, tmp_path / "site")
-    assert done.returncode != 0 and done.stderr.count("WARNING") == 3
-
-
-def test_the_site_loads_nothing_from_elsewhere(site):
-    for page in site.glob("*.html"):
-        assert not re.findall(r'<(?:script|img|link)[^>]*(?:src|href)="https?:', page.read_text()), page.name
-
-
-def test_the_api_page_has_every_public_name(site):
-    shown = set(re.findall(r'id="([^"]+)"', (site / "api.html").read_text()))
-    for module in (importlib.import_module(f"moe_jax{name}") for name in MODULES):
-        public = {public: getattr(module, public) for public in getattr(module, "__all__", ())}
-        missing = [
-            public
-            for public, value in public.items()
-            if callable(value) and not shown & {f"{module.__name__}.{public}", f"{value.__module__}.{value.__name__}"}
-        ]
-        assert not missing, f"add to docs/api.md, behind {module.__name__}: {missing}"
 
 
 def test_readme_says_what_fits():

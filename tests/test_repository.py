@@ -1,19 +1,15 @@
 """Rules of the whole repository: the imports of rooms, torch stays optional, every file states its subject."""
 
 import ast
-import json
-import os
 import re
-import subprocess
-import sys
 import tomllib
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
 
-import durations
-import house_rules
 import pytest
+
+from tests.helpers import house_rules
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "moe_jax"
@@ -124,26 +120,6 @@ def test_kinds_of_variables_are_few():
     assert len(kinds) <= MAX_VARIABLES, sorted(kinds)
 
 
-@pytest.fixture(scope="module")
-def changes_of_file():
-    program = [sys.executable, ROOT / "tests/trace_hops.py"]
-    done = subprocess.run(program, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=True)
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-@pytest.mark.parametrize(
-    "road, most",
-    [
-        pytest.param("decoder", 70, marks=pytest.mark.xfail(strict=True, reason="half of the way is inside the experts")),
-        pytest.param("experts_mlp", 10, marks=pytest.mark.xfail(strict=True, reason="a call passes through several doors")),
-        pytest.param("step", 260, marks=pytest.mark.xfail(strict=True, reason="a third of the way is inside the experts")),
-        ("engine", 90),
-    ],
-)
-def test_a_computation_changes_file_seldom(changes_of_file, road, most):
-    assert changes_of_file[road] <= most
-
-
 def test_torch_is_never_imported_at_module_level():
     wrong = [
         f"{path.relative_to(ROOT)}:{line}"
@@ -168,9 +144,9 @@ def test_every_file_says_what_it_is_about():
 
 
 def test_house_rules():
-    """Nothing in the repository breaks a rule that tests/house_rules.py defines."""
+    """Nothing in the repository breaks a rule that tests/helpers/house_rules.py defines."""
     for rule, found in house_rules.offenders().items():
-        assert not found, f"these break the rule on {rule} (tests/house_rules.py): {found}"
+        assert not found, f"these break the rule on {rule} (tests/helpers/house_rules.py): {found}"
 
 
 def test_reasons_are_of_functions_that_need_one():
@@ -199,17 +175,6 @@ def test_the_house_rules_themselves():
     docstring = ast.get_docstring(ast.parse(f"def f():\n    '''{text}'''").body[0])
     assert house_rules.longest_sentence(docstring) == 7
     assert house_rules.longest_sentence(" ".join(["word"] * 26) + ". One.") == 26
-
-
-def test_slow_tests_exist():
-    """A name in durations.json that no test has would let its slow test into `make fast`."""
-    tests = {name.split("[")[0] for name in json.loads(durations.TABLE.read_text())}
-
-    def exists(test: str) -> bool:
-        file, function = test.split("::")[:2]
-        return (durations.ROOT / file).exists() and f"def {function}(" in (durations.ROOT / file).read_text()
-
-    assert not [test for test in tests if not exists(test)]
 
 
 def test_random_numbers_are_seeded():

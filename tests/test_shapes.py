@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import jaxtyping
 import numpy as np
 import pytest
-import shapes
 from jaxtyping import Array, Float, Int
 
 from moe_jax.kernels.experts.activation import activated
+from tests.helpers import shapes
 
 WRONG = jaxtyping.TypeCheckError
 

@@ -22,7 +22,7 @@ from moe_jax.checkpoint.tokenizer import load_tokenizer
 from moe_jax.config import ModelConfig
 from moe_jax.cost.flops import num_active_parameters, num_parameters
 from moe_jax.generation import generation_mesh
-from moe_jax.kernels.varying import vary_as
+from moe_jax.kernels.shapes import vary_as
 from moe_jax.layers.router import ExpertBias
 from moe_jax.models.decoder import Decoder
 from moe_jax.models.random_weights import random_model

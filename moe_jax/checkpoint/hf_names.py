@@ -18,7 +18,7 @@ from moe_jax.config import ModelConfig
 from moe_jax.layers.matrices import declaration_of
 from moe_jax.models.auto import abstract_parameters
 from moe_jax.parallel.layout import lies_in_chunks
-from moe_jax.parallel.pipeline.restack import take_layer
+from moe_jax.parallel.pipeline.chunks import take_layer
 
 Index = tuple[int | slice, ...]
 
@@ -113,7 +113,7 @@ def _layers(config: ModelConfig) -> Iterator[tuple[int, list[tuple[tuple, int, n
     def place(parameter: tuple[tuple, nnx.Variable]) -> list[int]:
         return [_ORDER.index(name) if name in _ORDER else len(_ORDER) for name in _inside_layer(parameter[0])]
 
-    for number, stage in enumerate((*config.stages, *config.mtp_stages)):
+    for number, stage in enumerate(config.all_stages):
         of_stage = [item for item in abstract_parameters(config).items() if item[0][:2] == ("stages", number)]
         of_stage.sort(key=place)
         places = len(stage.body)

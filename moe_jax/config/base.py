@@ -228,6 +228,11 @@ class ModelConfig:
         return ()
 
     @property
+    def all_stages(self) -> tuple[Stage, ...]:
+        """The stages of the layers, then those of the MTP modules."""
+        return (*self.stages, *self.mtp_stages)
+
+    @property
     def routed_layers(self) -> tuple[int, ...]:
         """Indices of the layers with a mixture of experts, including layers of MTP modules."""
         return (*self.moe_layers, *(stage.first_layer for stage in self.mtp_stages if stage.sparse))

@@ -100,10 +100,10 @@ def _of_joined_passes(step: PlannedStep) -> _Held:
     # Number of chunks whose products wait for W.
     products = ranks - 1 if step.pipe_schedule == "uniform-w" else 0
     if ticks is not None:
-        kept = (ticks.slots.saved + 1) * of_chunk
+        kept = (ticks.slots["saved"] + 1) * of_chunk
         # One slot of each kind receives unused results.
-        kept += (ticks.slots.inputs + ticks.slots.gradients + 2) * ELEMENT * step.tokens * config.hidden_size
-        products = ticks.slots.products
+        kept += (ticks.slots["input"] + ticks.slots["gradient"] + 2) * ELEMENT * step.tokens * config.hidden_size
+        products = ticks.slots["product"]
         # A rank of DualPipe computes two ranks' layers, and holds both sets of parameters and sums.
         in_layers = sum(p.own_size for p in step.parameters if p.by_layer)
         whole += ELEMENT * (1 + ticks.copies) * in_layers if ticks.copies else 0

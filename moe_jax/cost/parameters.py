@@ -132,8 +132,7 @@ def parameters(
         by_layer = in_pipe or (in_stage and mesh.pipe == 1)
         fp8: MadeInFp8 | None = None
         if in_fp8 and _of_experts(path):
-            unfrozen = "once" if by_layer and is_whole else "pass" if path[1] in cut else "arrives"
-            fp8 = "frozen" if frozen else unfrozen
+            fp8 = "frozen" if frozen else "once" if by_layer and is_whole else "pass" if path[1] in cut else "arrives"
         found.append(
             Parameter(
                 path=path,

@@ -169,7 +169,7 @@ export HF_HOME=/shared/huggingface HF_HUB_OFFLINE=1
 status=0
 srun --kill-on-bad-exit=1 moe-jax finetune --model "$MODEL" --data "$DATA" --output "$OUTPUT" \\
   {flags} || status=$?
-# 143: Slurm has sent SIGTERM before the end of the time, and the run has saved. The next job goes on from there.
+# 143: Slurm has sent SIGTERM before the end of the time, and the run has saved. The next job continues from there.
 if [ "$status" -eq 143 ]; then scontrol requeue "$SLURM_JOB_ID"; fi
 exit "$status"
 """

@@ -2,6 +2,7 @@
 
 import functools
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Literal, NamedTuple, get_args
 
@@ -16,11 +17,11 @@ from moe_jax.models.layers_in_pipe import layers_in_pipe
 from moe_jax.models.precision import PrecisionName
 from moe_jax.parallel.choices import UNIFORM, Hops, MeshShape, PipeSchedule
 from moe_jax.parallel.expert.settings import ExchangePlan, ExpertParallel, plan_exchange
-from moe_jax.parallel.pipeline.chunks import PipeShape, layers_of_chunk, sources
+from moe_jax.parallel.pipeline.chunks import PipeShape, layers_of_chunk
+from moe_jax.parallel.pipeline.executor import sources
 from moe_jax.parallel.pipeline.limits import ranks_problem, schedule_by_name, schedule_problem, split_axes
 from moe_jax.parallel.pipeline.schedules import Schedule
-from moe_jax.parallel.pipeline.table import Sizes, lockstep_table, undivided
-from moe_jax.parallel.pipeline.ticks import input_slots
+from moe_jax.parallel.pipeline.table import SlotKind, lockstep_table, undivided
 from moe_jax.parallel.sequence.attention import Method
 from moe_jax.parallel.sequence.ring import devices_per_ring_step
 
@@ -40,7 +41,7 @@ class PlannedAdapters(NamedTuple):
 
 
 class Ticks(NamedTuple):
-    """A schedule that runs from a table in lockstep ticks (`parallel.pipeline.table_executor`)."""
+    """A schedule that runs from a table in lockstep ticks (`parallel.pipeline.executor`)."""
 
     schedule: Schedule
     number: int
@@ -48,7 +49,7 @@ class Ticks(NamedTuple):
     """Transfers between different ranks after each tick."""
     pairs: float
     """Share of the forward passes that overlap with a backward pass."""
-    slots: Sizes
+    slots: Mapping[SlotKind, int]
     copies: float
     """Layers that a rank receives from another rank for a step, relative to its own layers."""
 
@@ -149,7 +150,7 @@ class PlannedStep:
     @functools.cached_property
     def slots(self) -> int:
         """Number of chunks whose inputs are kept at a time; in a joined loop without a pipe, 2."""
-        return 1 + max(input_slots(self.mesh.pipe, self.pipe_chunks, self.gradient_accumulation))
+        return min((self.pipe_chunks + 1) * self.mesh.pipe, self.pipe_chunks * self.gradient_accumulation)
 
     @property
     def offloads_slots(self) -> bool:
@@ -174,7 +175,7 @@ class PlannedStep:
     @functools.cached_property
     def stages(self) -> tuple[Stage, ...]:
         """The stages of the model's layers, followed by one stage for each MTP module."""
-        return (*self.config.stages, *self.config.mtp_stages)
+        return self.config.all_stages
 
     def is_module(self, stage: Stage) -> bool:
         """Returns True if the stage is an MTP module."""
@@ -264,7 +265,7 @@ def _ticks(name: PipeSchedule, ranks: int, chunks: int, micro_batches: int, is_s
     hops = sum(distance != 0 for distance in (*table.forward_hops, *table.backward_hops))
     places = sources(schedule)
     moved = sum(stored_on != tuple(range(ranks)) for _, stored_on in places)
-    return Ticks(schedule, table.num_ticks, hops, pairs, table.sizes, moved / (1 + max(chunk for chunk, _ in places)))
+    return Ticks(schedule, table.spans[-1].ends, hops, pairs, table.sizes, moved / (1 + max(chunk for chunk, _ in places)))
 
 
 def _problems(step: PlannedStep) -> list[str]:

@@ -25,7 +25,7 @@ from jaxtyping import Array, Bool, Int, Key
 
 from moe_jax.config import ModelConfig
 from moe_jax.generation.request import DecodeOptions, check_memory, left_padded
-from moe_jax.kernels.varying import vary_as
+from moe_jax.kernels.shapes import vary_as
 from moe_jax.layers.moe import Experts, is_expert_matrix
 from moe_jax.models.decoder import Decoder
 from moe_jax.models.inputs import refuse_deleted

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 from moe_jax.generation.devices import DecodeInputs, decode_on_devices
 from moe_jax.generation.request import DecodeOptions, checked_request, new_tokens, padding_ids
 from moe_jax.generation.sampling import folded, sample
-from moe_jax.kernels.varying import vary_as
+from moe_jax.kernels.shapes import vary_as
 from moe_jax.layers.cache import KVCache, init_cache, join_rows
 from moe_jax.layers.passes import run_together
 from moe_jax.models.decoder import Decoder

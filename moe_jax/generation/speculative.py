@@ -27,7 +27,7 @@ from moe_jax.config import ModelConfig
 from moe_jax.generation.devices import DecodeInputs, decode_on_devices
 from moe_jax.generation.request import DecodeOptions, checked_request, new_tokens, padding_ids
 from moe_jax.generation.sampling import distribution, draw, folded
-from moe_jax.kernels.varying import vary_as
+from moe_jax.kernels.shapes import vary_as
 from moe_jax.layers.cache import KVCache, init_cache
 from moe_jax.models.decoder import Decoder
 

@@ -18,7 +18,6 @@ Kernels `project_tokens` and `strict_matmul`, named by their callers:
 import math
 from functools import partial
 from itertools import accumulate
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,9 +27,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from moe_jax.kernels.experts.mosaic.tile_order import coord_in_order, rows_in_group
-from moe_jax.kernels.hopper.launch import launch, operand_transforms
+from moe_jax.kernels.hopper.launch import Named, launch, operand_transforms
 from moe_jax.kernels.hopper.mainloop import STEP, Step, TileProgram, TileShape, first_step, run_tiles
-from moe_jax.kernels.hopper.pipeline import CONSUMERS, SHARED_MEMORY, WGMMA_ROWS, Pipeline
+from moe_jax.kernels.hopper.pipeline import CONSUMERS, SHARED_MEMORY, WGMMA_ROWS
 
 CHUNK = 32
 """Columns of a result that are stored at a time, at most: the widest swizzle has rows of 128 bytes."""
@@ -39,25 +38,6 @@ WIDTHS = (256, 128, 64, 32, 16)
 """Columns of a tile, the widest first: it is the fastest where every core has a tile of it."""
 
 MOST_STAGES = 16
-
-
-class _Scratch(NamedTuple):
-    """Shared memory. Swizzled buffers come first: each starts at a multiple of 1024 bytes."""
-
-    x: Any
-    w: Any
-    out: Any
-    """[consumers, 2, 64, chunk]: chunks on their way to memory."""
-    pipe: Pipeline
-
-
-class _Coord(NamedTuple):
-    """A tile of one part of the summands."""
-
-    split: Any
-    first_step: Any
-    row: Any
-    column: Any
 
 
 def refusal(x: Float[Array, "rows k"], weights: tuple[Float[Array, "_ _"], ...]) -> str | None:
@@ -109,12 +89,12 @@ def split_matmul(
     chunk = math.gcd(CHUNK, tile.warpgroup_columns, n)
     group = rows_in_group((n, k), dtype)
 
-    def body(x_ref, weight_refs, out_ref, scratch: _Scratch):
+    def body(x_ref, weight_refs, out_ref, scratch: Named):
         def locate(index):
             split, index = lax.rem(index, jnp.int32(written)), lax.div(index, jnp.int32(written))
             row, column = coord_in_order(index, row_tiles, column_tiles, group)
             first, end = (first_step(part, steps, written) for part in (split, split + 1))
-            return end - first, _Coord(split, first, row * tile.rows, column * tile.columns)
+            return end - first, Named(split=split, first_step=first, row=row * tile.rows, column=column * tile.columns)
 
         def load(step: Step, full_barrier, kept):
             coord, ks = step.coord, pl.ds((step.coord.first_step + step.k) * STEP, STEP)
@@ -134,7 +114,7 @@ def split_matmul(
             own_w = scratch.w.at[step.slot, columns].transpose((1, 0))
             plgpu.wgmma(accumulator, scratch.x.at[step.slot, own_rows], own_w)
 
-        def store(accumulator, coord: _Coord, warpgroup):
+        def store(accumulator, coord: Named, warpgroup):
             first_row = coord.row + tile.first_row(warpgroup)
             first_column = coord.column + tile.column_block(warpgroup) * tile.warpgroup_columns
             starts = [
@@ -158,9 +138,10 @@ def split_matmul(
         run_tiles(written * row_tiles * column_tiles, program, tile, scratch.pipe)
 
     swizzled = operand_transforms(dtype)
-    scratch = _Scratch(
+    scratch = Named(
         x=plgpu.SMEM((tile.stages, tile.rows, STEP), dtype, transforms=swizzled),
         w=plgpu.SMEM((tile.stages, tile.columns, STEP), dtype, transforms=swizzled),
+        # Chunks on their way to memory.
         out=plgpu.SMEM((CONSUMERS, 2, WGMMA_ROWS, chunk), jnp.float32, transforms=operand_transforms(jnp.float32, chunk)),
         pipe=tile.pipeline(copies=2),
     )

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from moe_jax.kernels.experts.choose_backend import is_mosaic_allowed, splitting_refusal
+from moe_jax.kernels.experts.backends import is_mosaic_allowed, splitting_refusal
 from moe_jax.kernels.target import compute_capability
 
 FEWEST_ROWS = 1024

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from moe_jax.kernels.precision import at_least_f32
-from moe_jax.kernels.varying import refuse_explicit_axes, vary_alike, vary_as
+from moe_jax.kernels.shapes import refuse_explicit_axes, vary_alike, vary_as
 
 CHUNK_TOKENS = 2048
 """The most tokens whose logits exist at a time: 1.2 GB in f32 for a vocabulary of 152k."""

@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from moe_jax.kernels.attention.api import attention
 from moe_jax.kernels.attention.online_softmax import PartialAttention
-from moe_jax.kernels.varying import vary_as
+from moe_jax.kernels.shapes import vary_as
 from moe_jax.layers.cache import KVCache
 from moe_jax.layers.segments import SequenceSplit
 

@@ -63,7 +63,7 @@ class Attention(nnx.Module):
         q = apply_rope(heads(self.q_proj, mixer.key_dim, self.q_norm), rope)
         k = apply_rope(heads(self.k_proj, mixer.key_dim, self.k_norm), rope)
         if self.sinks is not None:
-            assert isinstance(attend, Attend)  # the engine refuses sinks (`serving.servable`)
+            assert isinstance(attend, Attend)  # the engine refuses sinks (`serving.engine`)
             attend = replace(attend, sinks=self.sinks[...])
         out, cache = attend(q, (k, heads(self.v_proj, mixer.value_dim)), scale=mixer.key_dim**-0.5)
         return self.o_proj.of_heads(out), cache

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from moe_jax.config import Mixer, ModelConfig
 from moe_jax.config.specs import Shapes
-from moe_jax.kernels.varying import vary_as
+from moe_jax.kernels.shapes import vary_as
 
 
 @jax.tree_util.register_dataclass

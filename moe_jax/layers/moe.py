@@ -293,7 +293,8 @@ class Experts(TicketHolder):
         adapters = self.gate_up_lora, self.down_lora
         changes = [None if lora is None else lora.factors for lora in adapters]
         gate_up, down = (replace(matrix, change=change) for matrix, change in zip(matrices, changes, strict=True))
-        gradient = self.held_ticket if self.accumulators is None else self.accumulators.get_value()
+        into = self.ticket if self.accumulators is None else self.accumulators
+        gradient = None if into is None else into.get_value()
         is_frozen = isinstance(self.gate_up_proj, Frozen) or (self.place is not None and gradient is None)
         return ExpertWeights(gate_up, down, layer, gradient, is_frozen)
 

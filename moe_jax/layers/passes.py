@@ -38,7 +38,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Int
 
-from moe_jax.kernels.varying import vary_as
+from moe_jax.kernels.shapes import vary_as
 
 Body = Callable[[Any, Any, Any, Any, Any], tuple[Any, Any]]
 """A layer: (x, y) = body(shared, per_layer, x, parameters, accumulators)."""
@@ -103,6 +103,8 @@ class Layers(NamedTuple):
     body: Body
     gather: WholeLayer
     remat: Remat
+    num_kept: int = 0
+    """The last layers that keep their residuals, of a stack whose other layers are recomputed."""
     whole_accumulators: bool = False
     """The body is given the whole stacks of accumulators, and adds to its own layer's place; else its own layer's alone."""
 
@@ -135,6 +137,8 @@ class Chunk(NamedTuple):
     first: Turn
     """The index of the first layer; may be traced."""
     num_layers: int
+    first_accumulator: int = 0
+    """The index of its first layer in the accumulators."""
 
 
 class SavedPlace(NamedTuple):
@@ -290,7 +294,7 @@ def forward_loop(layers: Layers, arrays: LayerArrays, x, chunk: Chunk | None = N
         own = (
             take_layer(arrays.per_layer, here),
             take_layer(arrays.parameters, here),
-            layers.take_accumulators(arrays.accumulators, i),
+            layers.take_accumulators(arrays.accumulators, _accumulator(chunk, i)),
         )
         arguments = arrays.shared, own[0], x, gather.layer(own[1], gathered), own[2]
         if remat:
@@ -325,6 +329,42 @@ def forward_loop(layers: Layers, arrays: LayerArrays, x, chunk: Chunk | None = N
     return Loop("forward", last + 1, start, step, finish)
 
 
+def forward_pass(layers: Layers, arrays: LayerArrays, x) -> Pass:
+    """Runs all layers: a loop over those that are recomputed, and one over those that keep their residuals.
+
+    The result is a `ForwardRun` whose `saved` holds what each loop saved.
+    """
+    outputs, saved = [], []
+    for part, chunk in parts_of(layers, arrays.num_layers):
+        run: ForwardRun = yield forward_loop(part, arrays, x, chunk)
+        x = run.x
+        outputs.append(run.y)
+        saved.append(run.saved)
+    y = outputs[0] if len(outputs) == 1 else jax.tree.map(lambda *of_parts: jnp.concatenate(of_parts), *outputs)
+    return ForwardRun(x, y, saved)
+
+
+def backward_pass(layers: Layers, arrays: LayerArrays, saved: list[SavedLayers], dx, dy, sums=None) -> Pass:
+    """Runs all layers backwards, from the `saved` of `forward_pass`; the result is a `BackwardRun`. `sums` as for the loop."""
+    adds, written = sums is not None, None
+    for (part, chunk), of_part in reversed(list(zip(parts_of(layers, arrays.num_layers), saved, strict=True))):
+        own = dy if chunk is None else jax.tree.map(lambda a, c=chunk: a[c.first : c.first + c.num_layers], dy)
+        run: BackwardRun = yield backward_loop(part, arrays, of_part, dx, own, sums, chunk, written)
+        dx, arrays = run.dx, arrays._replace(accumulators=run.accumulators)
+        sums, written = (run.parameters, None) if adds else (None, run.parameters)
+    return run
+
+
+def parts_of(layers: Layers, num_layers: int) -> list[tuple[Layers, Chunk | None]]:
+    """Returns the loops of a pass upwards, as layers of one kind of residuals and the chunk that they run."""
+    if not layers.remat or not layers.num_kept:
+        return [(layers, None)]
+    keeping, first = layers._replace(remat=False), num_layers - layers.num_kept
+    if first <= 0:
+        return [(keeping, None)]
+    return [(layers, Chunk(0, first)), (keeping, Chunk(first, layers.num_kept, first))]
+
+
 class BackwardRun(NamedTuple):
     """The result of a backward pass."""
 
@@ -356,7 +396,7 @@ class BackwardState(NamedTuple):
 
 
 def backward_loop(
-    layers: Layers, arrays: LayerArrays, saved: SavedLayers, dx, dy, sums=None, chunk: Chunk | None = None
+    layers: Layers, arrays: LayerArrays, saved: SavedLayers, dx, dy, sums=None, chunk: Chunk | None = None, written=None
 ) -> Loop:
     """Returns the backward pass; its result is a `BackwardRun`, whose gradients are stacked over all layers.
 
@@ -365,7 +405,8 @@ def backward_loop(
       dx, dy: the gradients of `ForwardRun.x` and `ForwardRun.y`.
       sums: arrays like the parameters, to which the gradients are added in the sums' dtype and memory. None: gradients have
         the parameters' dtypes and memory of their own.
-      chunk: the layers to run, with `sums`; `saved`, `dy` and accumulators are of these layers alone. None: all.
+      chunk: the layers to run; `saved` and `dy` are of these layers alone, gradients and sums of all. None: all.
+      written: without `sums`, the gradients of the layers that ran before, into which those of the chunk are written.
     """
     body, gather, remat, parameters = layers.body, layers.gather, layers.remat, arrays.parameters
     last = (arrays.num_layers if chunk is None else chunk.num_layers) - 1
@@ -383,7 +424,8 @@ def backward_loop(
         scattering = gather.start_scatter(state.to_scatter)
         of_layer = state.restored if offload else take_layer(saved, i)
         layer, dx = gather.layer(take_layer(parameters, here), state.gathered), state.dx
-        own = take_layer(arrays.per_layer, here), layers.take_accumulators(state.accumulators, i)
+        of_kernels = _accumulator(chunk, i)
+        own = take_layer(arrays.per_layer, here), layers.take_accumulators(state.accumulators, of_kernels)
         if remat:
             _, pullback = _pullback(body, (arrays.shared, own[0], of_layer, layer, own[1]))
             # Recomputation hides the parameter gather, the backward pass hides the gradient scatter. dx is in the barrier too:
@@ -405,7 +447,7 @@ def backward_loop(
             to_scatter=to_scatter,
             scattered=write(state.scattered, arrived, _place(chunk, jnp.minimum(i + 1, last))),
             whole=write(state.whole, whole, here),
-            accumulators=layers.put_accumulators(state.accumulators, daccumulators, i),
+            accumulators=layers.put_accumulators(state.accumulators, daccumulators, of_kernels),
         )
 
     def finish(state: BackwardState) -> BackwardRun:
@@ -414,7 +456,9 @@ def backward_loop(
         return BackwardRun(state.dx, gather.join(parameters, scattered, state.whole), state.accumulators)
 
     gathered = gather.gather(take_layer(parameters, _place(chunk, last)))
-    scattered, whole = gather.split(unwritten(last + 1, take_layer(parameters, 0)) if sums is None else sums)
+    if sums is None:
+        sums = unwritten(arrays.num_layers, take_layer(parameters, 0)) if written is None else written
+    scattered, whole = gather.split(sums)
     start = BackwardState(
         dx=dx,
         gathered=gathered,
@@ -430,6 +474,11 @@ def backward_loop(
 def _place(chunk: Chunk | None, i: Turn) -> Turn:
     """Returns the index in the stack of layer i of the chunk."""
     return i if chunk is None else chunk.first + i
+
+
+def _accumulator(chunk: Chunk | None, i: Turn) -> Turn:
+    """Returns the index in the accumulators of layer i of the chunk."""
+    return i if chunk is None else chunk.first_accumulator + i
 
 
 def _pullback(body: Body, arguments: tuple):

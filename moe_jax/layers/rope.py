@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from moe_jax.config import RopeParameters
-from moe_jax.kernels.varying import varying_axes
+from moe_jax.kernels.shapes import varying_axes
 
 
 class RopeTables(NamedTuple):

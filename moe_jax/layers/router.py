@@ -19,8 +19,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Integer
 
 from moe_jax.kernels.experts.routing import int32_ids, is_an_expert
+from moe_jax.kernels.shapes import vary_alike
 from moe_jax.kernels.top_k import top_k_indices
-from moe_jax.kernels.varying import vary_alike
 from moe_jax.layers.balance import Sequences
 from moe_jax.layers.linear import LinearProduct, TicketedMatrix, TicketHolder, linear_map, linear_product_like, normal_parameter
 from moe_jax.layers.lora import Adapter

@@ -19,20 +19,30 @@ from moe_jax.layers.passes import (
     Remat,
     SavedLayers,
     WholeLayer,
-    backward_loop,
-    forward_loop,
-    run_loops,
+    backward_pass,
+    forward_pass,
+    run_pass,
     take_layer,
 )
 
 
 def run_layers(
-    body: Body, shared, per_layer, x, parameters, gather: WholeLayer = WHOLE_LAYER, accumulators=None, *, remat: Remat = False
+    body: Body,
+    shared,
+    per_layer,
+    x,
+    parameters,
+    gather: WholeLayer = WHOLE_LAYER,
+    accumulators=None,
+    *,
+    remat: Remat = False,
+    num_kept: int = 0,
 ):
     """Computes x, y[l] = body(shared, per_layer[l], x, parameters[l], accumulators[l]) for each layer l in turn.
 
     Returns the last x, and y stacked. Differentiable in x and parameters; each gradient has its argument's dtype. The residuals
-    are the arrays that `body` needs of each layer; with `remat`, x alone. Memory is as with `lax.scan`.
+    are the arrays that `body` needs of each layer; with `remat`, x alone but for the last `num_kept` layers. Memory is as with
+    `lax.scan`.
 
     With a `gather` that moves, inside `jax.shard_map`, `parameters` are a device's parts. While a layer computes, the
     parameters of the next layer are gathered. In the backward pass, the gradients of the layer before also travel to the
@@ -49,7 +59,7 @@ def run_layers(
       accumulators: arrays with the layers as leading axis. `body` gives each a gradient that is the array plus what was added
         to it (`kernels.experts.weights.Accumulators`); the gradients are written over the arrays.
     """
-    return _run_layers(Layers(body, gather, remat), shared, per_layer, x, parameters, accumulators)
+    return _run_layers(Layers(body, gather, remat, num_kept), shared, per_layer, x, parameters, accumulators)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -71,13 +81,13 @@ def _run_layers(layers: Layers, shared, per_layer, x, parameters, accumulators):
 
 def _forward(layers: Layers, shared, per_layer, x, parameters, accumulators):
     arrays = LayerArrays(shared, per_layer, parameters, accumulators)
-    (run,) = run_loops(forward_loop(layers, arrays, x))
+    run = run_pass(forward_pass(layers, arrays, x))
     return (run.x, run.y), (arrays, run.saved)
 
 
-def _backward(layers: Layers, residuals: tuple[LayerArrays, SavedLayers], gradients):
+def _backward(layers: Layers, residuals: tuple[LayerArrays, list[SavedLayers]], gradients):
     arrays, saved = residuals
-    (run,) = run_loops(backward_loop(layers, arrays, saved, *gradients))
+    run = run_pass(backward_pass(layers, arrays, saved, *gradients))
     return None, None, run.dx, run.parameters, run.accumulators
 
 

@@ -22,7 +22,7 @@ from jaxtyping import Array, Float
 
 from moe_jax.kernels.experts.deferred import add_expert_products
 from moe_jax.kernels.experts.weights import ExpertProducts
-from moe_jax.kernels.varying import vary_as
+from moe_jax.kernels.shapes import vary_as
 from moe_jax.layers.linear import DeferredWeight, LinearProduct, TicketHolder, WeightTicket
 from moe_jax.layers.moe import EXPERT_MATRICES
 from moe_jax.layers.passes import (

@@ -99,7 +99,7 @@ class Decoder(nnx.Module):
         *,
         cache: KVCache | None = None,
         expert_ids: Integer[Array, "moe_layers batch seq k"] | Literal["balanced"] | None = None,
-        remat: Remat | None = None,
+        remat: Remat | int | None = None,
         spread: Spread | None = None,
         sequence_balance: bool = False,
     ) -> HiddenStates:
@@ -119,7 +119,7 @@ class Decoder(nnx.Module):
             An id of -1 adds nothing (`layers.router.route`). "balanced" deals tokens to experts in turn, for benchmarks only.
             None: the router's choice, or "balanced" if the model's `execution` sets it.
           remat: recompute each layer in the backward pass and keep only its input; "offload" keeps it in the host's memory.
-            None: as the model's `execution`.
+            A number: the last layers that keep all their residuals. None: as the model's `execution`.
           spread: how the call is spread over devices, inside a `jax.shard_map`. The router's sums are then over this device's
             tokens (`RouterSums.psum`). None: as the model's `execution`.
           sequence_balance: also sum what `layers.router.sequence_balance_loss` needs.
@@ -139,7 +139,8 @@ class Decoder(nnx.Module):
         inputs, per_layer, carry = self.enter(tokens, positions, segment_ids, context=execution.spread.context, **options)
         routings = []
         for number, of_stage in enumerate(per_layer):
-            carry, routing = run_stage(self.stages[number], number, inputs, of_stage, carry, execution)
+            own = execution.of_stage(self.config, number)
+            carry, routing = run_stage(self.stages[number], number, inputs, of_stage, carry, own)
             if routing is not None:
                 routings.append(routing)
         return self.leave(inputs, carry, routings)
@@ -296,6 +297,7 @@ class Decoder(nnx.Module):
         state = PredictorState(hidden, self.embed_tokens(following, self.dtype))
         carry = Carry(state, None if cache is None else cache.with_segments(segment_ids))
         number = len(config.stages) + module - 1
+        execution = execution.of_stage(self.config, number)
         carry, routing = run_stage(self.stages[number], number, inputs, PerLayer(jnp.zeros(1, jnp.int32)), carry, execution)
         return collect(carry.x.hidden, [] if routing is None else [routing], inputs, carry.cache)
 
@@ -374,14 +376,10 @@ class Decoder(nnx.Module):
         """Builds the router of a stack of layers in architectures that have their own; None: `layers.router.Router`."""
         return None
 
-    def _execution(self, remat: Remat | None, spread: Spread | None) -> Execution:
+    def _execution(self, remat: Remat | int | None, spread: Spread | None) -> Execution:
         """Returns the model's execution with a call's own settings in place of the defaults."""
-        execution = self.execution
-        return replace(
-            execution,
-            remat=execution.remat if remat is None else remat,
-            spread=execution.spread if spread is None else spread,
-        )
+        execution = self.execution if remat is None else self.execution.with_remat(remat)
+        return execution if spread is None else replace(execution, spread=spread)
 
 
 def fp8_refusal(config: ModelConfig, dtype: DTypeLike, dense: tuple[DenseGroup, ...] = ()) -> str | None:

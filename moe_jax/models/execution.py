@@ -1,7 +1,9 @@
 """Settings of a model's execution: recomputation, forced routing, and how a call is spread over devices."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
+from moe_jax.config import ModelConfig
 from moe_jax.layers.passes import Remat
 from moe_jax.layers.spread import ONE_DEVICE, OneDevice
 
@@ -12,10 +14,36 @@ class Execution:
 
     Attributes:
       remat: recompute each layer in the backward pass and keep only its input; "offload" keeps it in the host's memory.
+      num_kept: with `remat`, the last layers keep all their residuals instead. Modules that predict further tokens are the
+        last layers, and a repeat of a stage's body keeps all of its layers or none.
       balanced_routing: deal tokens to experts in turn and ignore the router's choice. For benchmarks only.
       spread: how the call is spread over devices; inside `jax.shard_map` a `parallel.Spread`.
     """
 
     remat: Remat = False
+    num_kept: int = 0
     balanced_routing: bool = False
     spread: OneDevice = ONE_DEVICE
+
+    def with_remat(self, remat: Remat | int) -> Self:
+        """Returns the execution with another `remat`: a number n recomputes all layers but the last n.
+
+        Raises:
+          ValueError: a negative number.
+        """
+        # True is an int too, and equal to 1.
+        if isinstance(remat, bool | str):
+            return replace(self, remat=remat, num_kept=0)
+        if remat < 0:
+            raise ValueError(
+                f"remat must be True, False, 'offload' or a number of layers that keep their residuals; got {remat}"
+            )
+        return replace(self, remat=True, num_kept=remat)
+
+    def of_stage(self, config: ModelConfig, number: int) -> Self:
+        """Returns the execution of a stage: `num_kept` then counts repeats of its body."""
+        if not self.num_kept:
+            return self
+        stage, *later = config.all_stages[number:]
+        kept = (self.num_kept - sum(stage.num_layers for stage in later)) // len(stage.body)
+        return replace(self, num_kept=min(max(kept, 0), stage.repeats))

@@ -181,7 +181,8 @@ def run_stage(
     """
     layers, arrays = stage_layers(stage, number, inputs, per_layer, execution)
     shared, of_layers, parameters, accumulators = arrays
-    return run_layers(layers.body, shared, of_layers, carry, parameters, layers.gather, accumulators, remat=layers.remat)
+    kept: dict[str, Any] = dict(remat=layers.remat, num_kept=layers.num_kept)
+    return run_layers(layers.body, shared, of_layers, carry, parameters, layers.gather, accumulators, **kept)
 
 
 def stage_layers(stage: nnx.Module, number: int, inputs: LayerInputs, per_layer: PerLayer, execution: Execution) -> StageLayers:
@@ -231,7 +232,8 @@ def stage_layers(stage: nnx.Module, number: int, inputs: LayerInputs, per_layer:
             )
         # The gather expects every matrix as a parameter; matrices with tickets are not parameters.
         gather = None
-    layers = Layers(layer, gather or WHOLE_LAYER, execution.remat, whole_accumulators=bool(jax.tree.leaves(stacks)))
+    whole_accumulators = bool(jax.tree.leaves(stacks))
+    layers = Layers(layer, gather or WHOLE_LAYER, execution.remat, execution.num_kept, whole_accumulators)
     return StageLayers(layers, LayerArrays((inputs, stacks), (per_layer, others), parameters, accumulators))
 
 

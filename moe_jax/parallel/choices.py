@@ -17,7 +17,7 @@ UNIFORM: tuple[PipeSchedule, ...] = ("uniform", "uniform-w")
 """The schedules in uniform ticks. The others run from a table."""
 
 CHOOSES_CHUNKS: tuple[PipeSchedule, ...] = (*UNIFORM, "interleaved")
-"""The schedules that take any number of chunks."""
+"""The schedules that support any number of chunks."""
 
 
 @dataclass(frozen=True)

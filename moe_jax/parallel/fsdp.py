@@ -1,12 +1,11 @@
-"""Fully sharded parameters: each device keeps a part of every matrix and gathers the full matrix where it is used.
+"""Fully sharded parameters: each device keeps a part of every matrix and gathers the full matrix for use.
 
 ZeRO, stage 3 (Rajbhandari et al., 2020, https://arxiv.org/abs/1910.02054), with the precisions of torch's FSDP2. Matrices are
-gathered in the compute dtype; those of experts that multiply in FP8 are gathered in FP8. Each device sends its gradients in
-the compute dtype to the devices that keep the parts, which sum them in f32. All code here runs inside `jax.shard_map` under
-`check_vma`.
+gathered in the compute dtype; experts that multiply in FP8 are gathered in FP8. Each device sends its gradients in the compute
+dtype to the devices that keep the parts, which sum them in f32. All code here runs inside `jax.shard_map` under `check_vma`.
 
-In FP8 half the bytes travel: the device that keeps a part rounds it. A block of 128 x 128 has its own scale. So rounded parts,
-gathered, are the bits of gathered matrices that are rounded then, as long as no part's edge cuts a block.
+In FP8 half the bytes travel: the device that keeps a part rounds it. A block of 128 x 128 has its own scale. So rounding before
+or after the gather yields the same bits, as long as no part's edge cuts a block.
 """
 
 from collections.abc import Iterable, Sequence
@@ -24,15 +23,15 @@ from jaxtyping import Array, Float
 from moe_jax.kernels.experts.fp8.quantise import GROUP, InFp8, QuantisedMatrices, quantise_matrices
 from moe_jax.kernels.experts.weights import Matrix
 from moe_jax.kernels.precision import at_least_f32, widened
-from moe_jax.kernels.varying import vary_as, varying_axes
+from moe_jax.kernels.shapes import vary_as, varying_axes
 from moe_jax.layers.passes import WholeLayer
 from moe_jax.parallel.choices import Hops
 from moe_jax.parallel.collectives.hops import add_contributions, join_parts, send_contributions, send_part, sum_scatter
 from moe_jax.parallel.layout import gathered_axes, parameter_path, parameter_spec, part_shape
 
 Gather = tuple[tuple[int, tuple[str, ...]], ...]
-"""The joins that make an array from the devices' parts, in order: (array axis, counted from the end; mesh axes along which the
-parts lie). () if the array is whole on every device."""
+"""The joins that assemble an array from the devices' parts, in order: (array axis, counted from the end; mesh axes that split
+it). () if the array is whole on every device."""
 
 
 @dataclass(frozen=True)
@@ -43,9 +42,9 @@ class LayerGather(WholeLayer):
     """
 
     gathers: tuple[Gather, ...]
-    """The gather of each leaf, in the order of the leaves; () for a leaf that is whole."""
+    """The gather of each leaf, in leaf order; () for a leaf that is whole."""
     dtype: jnp.dtype
-    """Dtype in which matrices travel and are computed with."""
+    """Dtype in which matrices travel and compute."""
     hops: Hops = "nccl"
     """"nccl": by collectives of NCCL. "copies": by peer-to-peer copies."""
     in_fp8: frozenset[int] = frozenset()
@@ -58,7 +57,7 @@ class LayerGather(WholeLayer):
         return replace(self, gathers=tuple(self.gathers[i] for i in kept), in_fp8=in_fp8)
 
     def start_gather(self, parts) -> list:
-        """Starts the all-gather of the layer's parameters; `finish_gather` takes the result."""
+        """Starts the all-gather of the layer's parameters; pass the result to `finish_gather`."""
 
         def start(how: Gather, in_fp8: bool, part: Array):
             if not in_fp8:
@@ -71,7 +70,7 @@ class LayerGather(WholeLayer):
         return [start(*how, part) for how, part in zip(self._moving, self.split(parts)[0], strict=True)]
 
     def finish_gather(self, arriving: list) -> list[Any]:
-        """Waits for the all-gather and returns the full parameters; those that travelled in FP8 as `QuantisedMatrices`."""
+        """Waits for the all-gather and returns the full parameters; FP8 ones are `QuantisedMatrices`."""
 
         def finish(how: Gather, in_fp8: bool, sent):
             if not in_fp8:
@@ -84,7 +83,7 @@ class LayerGather(WholeLayer):
     def barrier(self, computed, arriving):
         """Returns both unchanged. With peer-to-peer copies, the transfer is waited for only once `computed` is ready.
 
-        Without the barrier XLA waits long before. With NCCL, which runs one collective at a time, the barrier made steps no
+        Without the barrier XLA waits much earlier. With NCCL, which runs one collective at a time, the barrier made steps no
         faster (docs/log/parallel.md), so there is none.
         """
         return lax.optimization_barrier((computed, arriving)) if self.hops == "copies" else (computed, arriving)
@@ -95,7 +94,7 @@ class LayerGather(WholeLayer):
         return self.join(parts, full, self.split(parts)[1])
 
     def zero_gradients(self, gathered: list[Any]) -> list[Array]:
-        """Returns zeros for `start_scatter`: the gradients of gathered parameters, as `finish_gather` returned these."""
+        """Returns zeros for `start_scatter`, in the shapes of the gathered parameters' gradients."""
 
         def zeros(a: Array | QuantisedMatrices) -> Array:
             return _like(a, self.dtype, 0) if isinstance(a, QuantisedMatrices) else jnp.zeros_like(a)
@@ -103,7 +102,7 @@ class LayerGather(WholeLayer):
         return [zeros(a) for a in gathered]
 
     def start_scatter(self, gradients: list[Array]) -> list:
-        """Starts the reduce-scatter of gradients of gathered parameters; `finish_scatter` takes the result."""
+        """Starts the reduce-scatter of gradients of gathered parameters; pass the result to `finish_scatter`."""
         return [_start_scatter(how, self.hops, gradient) for (how, _), gradient in zip(self._moving, gradients, strict=True)]
 
     def finish_scatter(self, arriving: list, like: list[Array]) -> list[Array]:
@@ -112,14 +111,14 @@ class LayerGather(WholeLayer):
         return [_finish_scatter(how, self.hops, array).astype(part.dtype) for (how, _), array, part in triples]
 
     def split(self, tree) -> tuple[list[Array], list[Array]]:
-        """Returns (leaves that are gathered, leaves that are whole); of a `Matrix` its values."""
+        """Returns (gathered leaves, whole leaves); a `Matrix` contributes its values."""
         leaves = jax.tree.leaves(tree, is_leaf=lambda leaf: isinstance(leaf, Matrix))
         arrays: Iterable[Any] = (leaf.values if isinstance(leaf, Matrix) else leaf for leaf in leaves)
         pairs = list(zip(self.gathers, arrays, strict=True))
         return [leaf for how, leaf in pairs if how], [leaf for how, leaf in pairs if not how]
 
     def join(self, tree, gathered: list[Any], whole: list[Array]):
-        """Inverse of `split`; `tree` gives the structure."""
+        """Inverts `split`; `tree` defines the structure."""
         kinds = iter(gathered), iter(whole)
         leaves = [next(kinds[0] if how else kinds[1]) for how in self.gathers]
         return jax.tree.unflatten(jax.tree.structure(tree), leaves)
@@ -131,7 +130,7 @@ class LayerGather(WholeLayer):
 
 
 def _as_parameter(rounded: QuantisedMatrices, dtype: jnp.dtype) -> Matrix:
-    """Returns matrices in FP8 with a place for the gradient: NaN in the shape of the weights, since nothing may read it."""
+    """Returns FP8 matrices with a placeholder for the gradient: NaN in the weights' shape, since nothing may read it."""
     return Matrix(_like(rounded, dtype, jnp.nan), InFp8(rounded))
 
 
@@ -181,7 +180,7 @@ class ShardedParameters:
           dtype: dtype in which matrices are gathered: the model's.
           token_axes: the mesh axes over which tokens are split. Gradients are summed over them.
           hops: "copies" if the program is compiled with `Parallelism.compiler_options`.
-          experts_in_fp8: layers multiply their experts in FP8, so that these travel in FP8 where parts are whole blocks.
+          experts_in_fp8: layers multiply their experts in FP8, so experts travel in FP8 if parts are whole blocks.
 
         Raises:
           ValueError: experts that the mesh axis `expert` does not divide.
@@ -198,7 +197,7 @@ class ShardedParameters:
         def of_stage(stage: int) -> LayerGather:
             own = [names for names in gathers if names[:2] == ("stages", stage)]
             experts = {i: names for i, names in enumerate(own) if "experts" in names} if experts_in_fp8 else {}
-            # A layer's two matrices travel alike.
+            # A layer's two matrices travel in the same form.
             can_travel = all(can_travel_in_fp8(names, shapes[names], mesh) for names in experts.values())
             in_fp8 = frozenset(experts if can_travel else ())
             return LayerGather(tuple(gathers[names] for names in own), jnp.dtype(dtype), hops, in_fp8)
@@ -221,20 +220,18 @@ class ShardedParameters:
         return jax.tree.map_with_path(enter, params)
 
     def leave(self, params: nnx.State, gradients: nnx.State) -> nnx.State:
-        """Returns the gradients of a device's parts from gradients of the parameters that `enter` made of them.
-
-        The transposed function of `enter`, without rounding: gradients are in f32 (f64 for f64) before and after their sum over
-        devices.
+        """Returns the gradients of a device's parts from gradients of `enter`'s results. It is the transpose of `enter`,
+        without rounding: gradients are in f32 (f64 for f64) before and after their sum over devices.
         """
         wide = replace(self, dtype=jnp.dtype(at_least_f32(self.dtype)))
         _, transposed = jax.vjp(wide.enter, jax.tree.map(lambda part: part.astype(wide.dtype), params))
         return transposed(gradients)[0]
 
     def gathered(self, params: nnx.State) -> nnx.State:
-        """Gathers all parameters but the experts at once, for a program without gradients that uses them many times."""
+        """Gathers all parameters except the experts at once, for a program without gradients that uses them many times."""
         params = self.enter(params)
         if "stages" not in params:
-            # All layers are frozen, and so no parameters.
+            # All layers are frozen, and so are not parameters.
             return params
         gathers = zip(sorted(params["stages"].items()), self.layers, strict=True)
         stages = {name: gather.layer(stage, gather.gather(stage)) for (name, stage), gather in gathers}
@@ -294,14 +291,14 @@ _summed_over.defvjp(
 
 
 def _round_part(part: Float[Array, "*stack n k"], dtype: jnp.dtype) -> QuantisedMatrices:
-    """Rounds a part to the dtype of the computation and then to FP8, as if it had travelled in that dtype."""
+    """Rounds a part to the dtype of the computation and then to FP8, as if it had been gathered in that dtype."""
     # A cast to bf16 and back is one that XLA may leave out.
     info = jnp.finfo(dtype)
     return quantise_matrices(lax.reduce_precision(lax.stop_gradient(part), info.nexp, info.nmant))
 
 
 def can_travel_in_fp8(path: tuple, shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> bool:
-    """Returns True for experts' matrices that are gathered, of which each device keeps whole blocks of 128 x 128."""
+    """Returns True for gathered expert matrices whose parts consist of whole blocks of 128 x 128."""
     if "experts" not in path or not gathered_axes(path, shape, mesh):
         return False
     return not any(size % GROUP for size in part_shape(path, shape, mesh)[-2:])

@@ -1,12 +1,12 @@
 """Defines how each parameter is split over the devices, from its declaration (`layers.matrices`).
 
-Every matrix is split over each mesh axis but `data`. A dense matrix is split over `fsdp`, `expert` and `context`. Experts are
-split over `expert` first, along which they stay, and then over the other axes. The layers of a pipeline are stacked along three
-axes, [chunks, ranks, layers of a chunk], and `pipe` splits the second (`parallel.pipeline.chunks`). Matrices outside the
-pipeline are split over `pipe` last. Mesh axes split the first of the matrix's own axes; if they do not divide it, they split
-the next. Norms, biases and routers are replicated, and so are matrices without an axis that can be split.
+Every matrix is split over each mesh axis except `data`. A dense matrix is split over `fsdp`, `expert` and `context`. Experts
+are split over `expert` first (and never gathered along it), then over the other axes. The layers of a pipeline are stacked
+along three axes, [chunks, ranks, layers of a chunk], and `pipe` splits the second (`parallel.pipeline.chunks`). Matrices
+outside the pipeline are split over `pipe` last. Mesh axes split the first of the matrix's own axes; if they do not divide it,
+they split the next. Norms, biases and routers are replicated, and so are matrices without an axis that can be split.
 
-A parameter's moments and master lie as the parameter. With ZeRO, stage 1, `data` splits them too (`optimizer_spec`).
+A parameter's moments and master have the parameter's layout. With ZeRO, stage 1, `data` splits them too (`optimizer_spec`).
 
 Outside `shard_map` XLA inserts the collectives that a computation needs. Inside it `parallel.fsdp` gathers the axes of
 `gathered_axes`.
@@ -21,7 +21,7 @@ from moe_jax.layers.matrices import Declaration, declaration_of
 
 
 def mesh_of(parameters) -> Mesh | None:
-    """Returns the mesh that the parameters (a pytree of arrays) lie on; None if they lie on one device, or are traced."""
+    """Returns the mesh of the parameters (a pytree of arrays); None if they are on one device, or are traced."""
     # A traced array has no attribute `sharding`.
     mesh = getattr(getattr(jax.tree.leaves(parameters)[0], "sharding", None), "mesh", None)
     return mesh if isinstance(mesh, Mesh) and mesh.size > 1 else None
@@ -30,7 +30,7 @@ def mesh_of(parameters) -> Mesh | None:
 def parameter_sharding(path: tuple, shape: tuple[int, ...], mesh: Mesh | None) -> Sharding:
     """Returns the sharding of the parameter at `path` (as in `nnx.to_flat_state`) with this global shape.
 
-    Without a mesh it lies on the default device.
+    Without a mesh it is on the default device.
 
     Raises:
       ValueError: a mesh with Explicit axes, over which XLA inserts no collectives.
@@ -46,9 +46,8 @@ def parameter_sharding(path: tuple, shape: tuple[int, ...], mesh: Mesh | None) -
 
 
 def quantised_sharding(path: tuple, shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> NamedSharding:
-    """Returns the sharding of the codes, and of the scales, of a quantised parameter whose whole has this shape.
-
-    Experts are split along their own axis alone, which both have. Other matrices are whole: axes cut their blocks.
+    """Returns the sharding of the codes and the scales of a quantised parameter with this dequantised shape. Experts are split
+    only along the expert axis, which both have. Other matrices are whole, since a split would cut blocks.
     """
     of_experts = {axis: names for axis, names in _splits(path, shape, mesh).items() if axis == len(shape) - 3}
     return NamedSharding(mesh, PartitionSpec(*(of_experts.get(axis) for axis in range(len(shape)))))
@@ -78,9 +77,9 @@ def optimizer_spec(path: tuple, shape: tuple[int, ...], mesh: Mesh | AbstractMes
 
 
 def moving_spec(path: tuple, shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> PartitionSpec:
-    """Returns a layout for layers that are about to move between ranks: each device holds a part of every layer.
+    """Returns a layout for moving layers between ranks: each device holds a part of every layer.
 
-    All mesh axes split a matrix's own axes, those of `parameter_spec` first, and none splits an axis of layers.
+    All mesh axes split a matrix's own axes, `parameter_spec`'s first, and none splits an axis of layers.
     """
     matrix = declaration_of(path, shape)
     splits = _split_own_axes(matrix, shape, mesh, (*matrix.split, "pipe", "data"), {})
@@ -105,7 +104,7 @@ def parameter_path(key_path: tuple) -> tuple:
 
 
 def gathered_axes(path: tuple, shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> tuple[tuple[int, tuple[str, ...]], ...]:
-    """Returns pairs (axis, mesh axes that split it) that are gathered before use: all but those of experts and of layers.
+    """Returns pairs (axis, mesh axes that split it) to gather before use: all except the axes of experts and layers.
 
     Axes are negative: the last is -1.
     """
@@ -120,7 +119,7 @@ def gathered_axes(path: tuple, shape: tuple[int, ...], mesh: Mesh | AbstractMesh
 
 
 def lies_in_chunks(path: tuple, shape: tuple[int, ...]) -> bool:
-    """Returns whether the parameter is stacked as [chunks, ranks, layers of a chunk, ...]."""
+    """Returns True if the parameter is stacked as [chunks, ranks, layers of a chunk, ...]."""
     return path[0] == "stages" and len(shape) == 3 + declaration_of(path, shape).axes
 
 
@@ -129,7 +128,7 @@ def _splits(path: tuple, shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> d
     matrix = declaration_of(path, shape)
     if mesh.shape.get("pipe", 1) > 1 and lies_in_chunks(path, shape):
         return _split_own_axes(matrix, shape, mesh, matrix.split, {1: ("pipe",)})
-    # Axes that are gathered together stand in the order of the mesh, as peer-to-peer copies need.
+    # Axes that are gathered together are in mesh order, as peer-to-peer copies require.
     first = matrix.split[: matrix.role == "experts"]
     return _split_own_axes(matrix, shape, mesh, (*first, "pipe", *matrix.split[len(first) :]), {})
 
@@ -145,7 +144,7 @@ def _split_own_axes(
     first_own = len(shape) - matrix.axes
     for name in names if matrix.split else ():
         ways = mesh.shape.get(name, 1)
-        # `expert` splits an experts' matrix only along the axis of experts: a part of an expert could not stay in place.
+        # `expert` splits an expert matrix only along the axis of experts: parts of an expert would have to be gathered.
         choices = 1 if name == "expert" and matrix.role == "experts" else matrix.axes
         for axis in range(first_own, first_own + choices) if ways > 1 else ():
             before = splits.get(axis, ())

@@ -29,7 +29,7 @@ def make_mesh(
 
 
 def _imitated(places: int) -> str:
-    """Returns how CPUs imitate this number of devices; the launcher sets each process's own number."""
+    """Returns how to imitate this number of devices on CPUs; the launcher sets each process's own number."""
     processes = jax.process_count()
     if processes == 1:
         return f"set JAX_NUM_CPU_DEVICES={places} before Python starts"
@@ -47,7 +47,7 @@ def refuse_pipe(
     """Refuses a mesh with several devices along `pipe`, for `work` that does not run through a pipe.
 
     Raises:
-      ValueError: names the work, the size of `pipe`, and what to do `instead`.
+      ValueError: the message names the work, the size of `pipe`, and what to do `instead`.
     """
     if mesh is not None and mesh.shape.get("pipe", 1) > 1:
         raise ValueError(f"{work} has no pipe yet, and the mesh has pipe={mesh.shape['pipe']}: {instead}")

@@ -1,4 +1,4 @@
-"""Describes how tokens, experts and parameters lie on a mesh, in one value for a training step."""
+"""Describes the layout of tokens, experts and parameters on a mesh, in one value for a training step."""
 
 import math
 from dataclasses import dataclass, replace
@@ -6,9 +6,8 @@ from dataclasses import dataclass, replace
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from moe_jax.parallel.choices import Hops, PipeSchedule
-from moe_jax.parallel.collectives.hops import COPIES, MANY_AT_ONCE, check_hops
+from moe_jax.parallel.collectives.hops import COPIES, MANY_AT_ONCE, NO_COPIES, check_hops
 from moe_jax.parallel.expert import ExpertParallel
-from moe_jax.parallel.pipeline.branches import NO_COPIES
 from moe_jax.parallel.pipeline.chunks import PipeShape, pipe_of
 from moe_jax.parallel.pipeline.limits import ranks_problem
 from moe_jax.parallel.sequence.attention import ContextParallel
@@ -20,13 +19,13 @@ class Parallelism:
 
     Every device has its own tokens. The rows of a batch are split over `data`, `fsdp` and `expert`, the tokens of a row over
     `context`. Along `pipe` devices have the same rows and different layers (`train.pipelined`). Parameters are split over all
-    axes but `data` (`parallel.layout`). The experts stay where they are, and tokens travel to them along `expert`. All other
-    matrices are gathered where they are used (`parallel.fsdp`).
+    axes except `data` (`parallel.layout`). The experts stay in place, and tokens travel to them along `expert`. All other
+    matrices are gathered for use (`parallel.fsdp`).
 
     Raises:
       ValueError: hops that the mesh's devices do not support, or a `context.axis_name` that the mesh lacks. Also an
         `expert.axis_name` other than "expert": along that axis the mesh splits the experts. Chunks or a schedule without a
-        pipe, or numbers of chunks or ranks that the schedule does not take.
+        pipe, or numbers of chunks or ranks that the schedule does not support.
     """
 
     mesh: Mesh
@@ -36,24 +35,24 @@ class Parallelism:
     """Layout of sequences and method of attention, if the mesh has more than one device along `context`."""
     hops: Hops = "nccl"
     """Transfers between devices (`parallel.collectives.hops`). "copies" needs a program compiled with `compiler_options`;
-    `make_train_step` does that."""
+    `make_train_step` uses them."""
     shard_optimizer: bool = False
-    """Splits the optimizer's moments and the masters over `data` too, and parameters not (`parallel.zero1`). With one device
-    along `data` there is nothing to split, and the flag changes nothing."""
+    """Splits the optimizer's moments and the masters, but not the parameters, over `data` too (`parallel.zero1`). With one
+    device along `data` the flag has no effect."""
 
     overlap_micro_batches: bool | None = None
-    """With gradient accumulation, compute each micro-batch forward beside the backward pass of the one before
-    (`train.overlap`). Tokens of one pass travel to experts while the other computes. Two micro-batches are in memory. None:
-    where experts lie on several devices, layers are recomputed (remat) and the loss is `NextToken`. Without gradient
-    accumulation nothing overlaps; with it and a function as loss, True is an error."""
+    """With gradient accumulation, compute each micro-batch's forward pass together with the previous one's backward pass
+    (`train.micro_batch`). Tokens of one pass travel to experts while the other computes. Two micro-batches are in memory. None:
+    if experts are on several devices, layers are recomputed (remat) and the loss is `NextToken`. Without gradient accumulation
+    nothing overlaps; with it and a function as loss, True is an error."""
 
     pipe_chunks: int = 1
     """The parts of consecutive layers that each rank of `pipe` holds. More chunks wait less and send more."""
 
     pipe_schedule: PipeSchedule = "uniform"
-    """The order of the passes along `pipe`. "uniform" runs the same operations on all ranks; "uniform-w" too, but for
-    gradients of weights that it puts off to the end. The others run from a table, each rank in a branch of its own
-    (`train.pipelined`). Then transfers inside the layers must be collectives with groups."""
+    """The order of the passes along `pipe`. "uniform" runs the same operations on all ranks; so does "uniform-w", except for
+    gradients of weights postponed to the end. With the others each rank runs its own branch (`train.pipelined`). Then transfers
+    inside the layers must be collectives with groups."""
 
     def __post_init__(self):
         check_hops(self.hops, self.mesh)
@@ -71,7 +70,7 @@ class Parallelism:
 
     @property
     def compiler_options(self) -> dict[str, str | bool]:
-        """The options of `jax.jit` that make XLA transfer data as `hops` says, and copy nothing in a pipeline's branches."""
+        """The options of `jax.jit` that make XLA transfer data by `hops`, and copy nothing in a pipeline's branches."""
         hops = {} if self.hops == "nccl" else COPIES | MANY_AT_ONCE
         return hops | ({} if self.pipe_schedule == "uniform" else NO_COPIES)
 
@@ -93,7 +92,7 @@ class Parallelism:
 
     @property
     def pipelined(self) -> bool:
-        """True if the layers lie in a pipeline: if several devices lie along `pipe`."""
+        """True if the layers are in a pipeline: if there are several devices along `pipe`."""
         return self._size("pipe") > 1
 
     @property
@@ -108,9 +107,10 @@ class Parallelism:
 
     @property
     def token_axes(self) -> tuple[str, ...]:
-        """The mesh axes along which devices have different tokens. Along `pipe`, if it is used, they have other tokens' losses.
+        """The mesh axes along which devices have different tokens. Along `pipe`, if used, they compute different tokens'
+        losses.
 
-        Without a pipe no value varies along `pipe`, and JAX refuses sums of other values over an axis.
+        Without a pipe no value varies along `pipe`, and JAX refuses to sum such values over it.
         """
         return tuple(name for name in self.mesh.axis_names if name != "pipe" or self.pipelined)
 
@@ -132,7 +132,7 @@ class Parallelism:
             raise ValueError(f"a (micro-)batch of {rows} rows cannot be divided among {axes}; it must be a multiple of {ways}")
 
     def own_rows(self, rows: int) -> list[int]:
-        """Returns the rows of a batch of `rows` rows that lie, wholly or partly, on devices of this process."""
+        """Returns the rows of a batch of `rows` rows that are, wholly or partly, on devices of this process."""
         parts = NamedSharding(self.mesh, PartitionSpec(self.row_axes)).addressable_devices_indices_map((rows,)).values()
         return sorted({row for part in parts if part for row in range(*part[0].indices(rows))})
 

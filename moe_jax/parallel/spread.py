@@ -1,4 +1,4 @@
-"""Spread: the parts of one call of a model that lie on other devices, for code inside `jax.shard_map`."""
+"""Spread: how one call of a model is spread over devices, for code inside `jax.shard_map`."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from jaxtyping import Array, Float
 
 from moe_jax.kernels.experts.call import TokenPart
 from moe_jax.kernels.experts.routing import int32_ids
-from moe_jax.kernels.varying import vary_as
+from moe_jax.kernels.shapes import vary_as
 from moe_jax.layers.balance import Sequences
 from moe_jax.layers.spread import ONE_DEVICE as ONE_DEVICE
 from moe_jax.layers.spread import Exchange, OneDevice, Sums, check_experts
@@ -22,13 +22,13 @@ from moe_jax.parallel.sequence.attention import ContextParallel
 
 @dataclass(frozen=True)
 class Spread(OneDevice):
-    """The parts of a call that lie on other devices. `Spread()` computes what `ONE_DEVICE` does.
+    """How a call is spread over devices. `Spread()` behaves like `ONE_DEVICE`.
 
     Attributes:
       expert: how tokens travel to the experts of other devices; None: every device holds all experts.
       context: how the sequences are split over devices; None: every device holds whole sequences.
       layer_gathers: how each stage's parameters are gathered a layer at a time (`ShardedParameters.layers`); None: whole.
-      mesh_axes: the mesh axes along which devices hold different tokens. Sums over the batch are sums along these.
+      mesh_axes: the mesh axes along which devices hold different tokens. Sums over the batch are sums along these axes.
     """
 
     expert: ExpertParallel | None = None
@@ -63,5 +63,5 @@ class Spread(OneDevice):
             chosen = jnp.where(is_valid[:, None], int32_ids(chosen, len(routing.sums.expert_load)), -1)
         part, options = TokenPart(x, routing.weights, chosen), dict(precision=experts.precision, activation=experts.activation)
         y, exchange = experts_of_devices(part, experts.operands, self.expert, **options)
-        # Typed as varying like the tokens, even where devices agree: a sum over the mesh takes one type for all its terms.
+        # Typed as varying like the tokens, even if devices agree: a sum over the mesh needs one type for all its terms.
         return y, vary_as(exchange, x)

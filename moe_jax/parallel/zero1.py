@@ -3,11 +3,11 @@
 Rajbhandari et al., 2020, https://arxiv.org/abs/1910.02054. Each device along `data` updates its own part of every parameter:
 
     gradients     summed over `data` once a step by a reduce-scatter: each device receives the sum of its part
-    update        moments, masters and gradients of the part; nothing travels but the sum of the gradients' squares
+    update        moments, masters and gradients of the part; only the sum of the gradients' squares travels
     parameters    the updated parts are gathered once a step, in the parameters' dtype
 
-`parallel.layout` says which axis of an array `data` splits. An array without such an axis stays whole, and its gradients are
-summed on every device. The functions here take arrays as `jax.jit` sees them, outside `jax.shard_map`.
+`parallel.layout` chooses the axis of an array that `data` splits. An array without such an axis stays whole, and its gradients
+are summed on every device. The functions here work on global arrays under `jax.jit`, outside `jax.shard_map`.
 """
 
 import jax
@@ -22,7 +22,7 @@ from moe_jax.parallel.parallelism import Parallelism
 
 
 def optimizer_mesh(parallelism: Parallelism | None) -> Mesh | None:
-    """Returns the mesh along whose `data` the optimizer's state is split; None if it lies as the parameters."""
+    """Returns the mesh whose `data` axis splits the optimizer's state; None if it has the parameters' layout."""
     return parallelism.mesh if parallelism is not None and parallelism.splits_optimizer else None
 
 
@@ -42,20 +42,20 @@ def optimizer_shardings(params: PyTree, mesh: Mesh) -> PyTree:
 
 
 def to_parts(tree: PyTree, mesh: Mesh) -> PyTree:
-    """Lays arrays, under the parameters' paths, out as the optimizer's state. Each device takes its part of a whole array."""
+    """Lays out arrays (under the parameters' paths) like the optimizer's state. Each device keeps its part of a whole array."""
     return lax.with_sharding_constraint(tree, optimizer_shardings(tree, mesh))
 
 
 def to_whole(params: PyTree, mesh: Mesh) -> PyTree:
-    """Lays parameters out as the model needs them: an all-gather of the parts over `data`."""
-    # Constrained to parts first. Otherwise XLA may gather what they are computed from: masters, of twice the bytes.
+    """Lays out parameters for the model: an all-gather of the parts over `data`."""
+    # Constrained to parts first. Otherwise XLA may gather the masters instead, with twice the bytes.
     params = to_parts(params, mesh)
     shardings = _by_path(params, lambda path, p: NamedSharding(mesh, parameter_spec(path, p.shape, mesh)))
     return lax.with_sharding_constraint(params, shardings)
 
 
 def sum_to_parts(contributions: nnx.State, mesh: Mesh) -> nnx.State:
-    """Sums gradients over `data` in f32; the sums are laid out as the optimizer's state.
+    """Sums gradients over `data` in f32; the sums are laid out like the optimizer's state.
 
     Args:
       contributions: [data, ...] for each parameter [...]. The devices along `data` hold one gradient each

@@ -14,7 +14,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from moe_jax.adapters.merge import with_zero_changes, without_adapter
-from moe_jax.kernels.varying import vary_as
+from moe_jax.kernels.shapes import vary_as
 from moe_jax.kernels.vocabulary import token_log_probs
 from moe_jax.layers.lora import has_adapters
 from moe_jax.layers.router import load_balancing_loss

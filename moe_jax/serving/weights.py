@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from moe_jax.config import ModelConfig
-from moe_jax.kernels.experts.choose_backend import ENVIRONMENT_VARIABLE, is_mosaic_allowed
+from moe_jax.kernels.experts.backends import ENVIRONMENT_VARIABLE, is_mosaic_allowed
 from moe_jax.kernels.experts.fp8.precision import Precision
 from moe_jax.layers.lora import Adapter, Frozen, has_adapters, wider_head
 from moe_jax.layers.moe import Experts, is_expert_matrix

@@ -1,4 +1,4 @@
-"""Training: the loss, the optimizer, the step, the data, and the loop that ties them; each usable alone."""
+"""Training: the loss, the optimizer, the step and the data; each can be used alone."""
 
 from typing import TYPE_CHECKING
 

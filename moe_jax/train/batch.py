@@ -1,4 +1,4 @@
-"""Batches: the arrays that a training step takes, where they lie on devices, and how they are cut into micro-batches."""
+"""Batches: the arrays that a training step reads, their layout on devices, and their split into micro-batches."""
 
 from typing import Any
 
@@ -14,8 +14,8 @@ from moe_jax.parallel.sequence.layouts import shard_sequence
 
 Batch = dict[str, Int[Array, "batch seq"] | Float[Array, "batch seq"]]
 """tokens, labels (the next token of the same document), loss_mask (0 or 1), positions, segment_ids, all int32. Or loss_mask is
-f32, and holds a weight >= 0 for each label. A batch may hold more arrays, as `train.batches` gives "document". Inside a step it
-also holds scalars, which every micro-batch shares."""
+f32, and holds a weight >= 0 for each label. A batch may hold more arrays, such as "document" from `train.batches`. Inside a
+step it also holds scalars, which all micro-batches share."""
 
 BATCH_ARRAYS = ("tokens", "labels", "loss_mask", "positions", "segment_ids")
 """The arrays of a batch that `train.loss` reads."""
@@ -25,11 +25,11 @@ OF_EXAMPLES = ("example", "desirable", "reference_log_probs")
 
 
 def put_batch(batch: dict[str, np.ndarray], params: nnx.State, parallelism: Parallelism | None = None) -> dict[str, jax.Array]:
-    """Puts a batch on the devices that hold the parameters; `parallelism` says how rows and sequences are split.
+    """Puts a batch on the devices that hold the parameters; `parallelism` defines how rows and sequences are split.
 
-    Without `parallelism`, rows are split over the mesh axes `data` and `fsdp` as far as these divide them. Each of several
-    processes passes a batch of all rows and puts the parts of its own devices there. Rows of other processes may hold anything
-    (`Parallelism.own_rows`). Arrays are [batch, seq, ...]; a loss of your own may also take arrays [batch].
+    Without `parallelism`, rows are split over the mesh axes `data` and `fsdp` if these divide them. Each of several processes
+    passes a batch of all rows and puts the parts of its own devices there. Rows of other processes may hold anything
+    (`Parallelism.own_rows`). Arrays are [batch, seq, ...]; your own loss may also read arrays [batch].
 
     Raises:
       ValueError: arrays differ in their number of rows, or one has none.
@@ -50,7 +50,7 @@ def put_batch(batch: dict[str, np.ndarray], params: nnx.State, parallelism: Para
 
 
 def batch_specs(batch: dict[str, Any], parallelism: Parallelism) -> dict[str, PartitionSpec]:
-    """Returns the layout of each array: `Parallelism.batch_spec`, cut to the array's axes. Scalars are whole everywhere."""
+    """Returns the layout of each array: `Parallelism.batch_spec`, cut to the array's axes. Scalars are replicated."""
     of_rows = OF_EXAMPLES if parallelism.context_parallel else ()
     axes = {name: min(array.ndim, 1) if name in of_rows else array.ndim for name, array in batch.items()}
     return {name: PartitionSpec(*parallelism.batch_spec[: axes[name]]) for name in batch}
@@ -84,13 +84,13 @@ def num_rows(batch: dict[str, Any]) -> int:
 
 
 def total_weight(loss_mask: Int[Array, "*shape"] | Float[Array, "*shape"]) -> Float[Array, ""]:
-    """Returns the sum of the labels' weights in f32; of integers the number of labels, each of which weighs 1."""
+    """Returns the sum of the labels' weights in f32; for integers the number of labels, which all weigh 1."""
     weights = loss_mask if jnp.issubdtype(loss_mask.dtype, jnp.floating) else loss_mask != 0
     return weights.sum().astype(jnp.float32)
 
 
 def as_divisor(weight: Float[Array, ""]) -> Float[Array, ""]:
-    """Returns a sum of weights as the divisor of a mean; 1 in place of 0, where nothing is learned."""
+    """Returns a sum of weights as the divisor of a mean; 1 instead of 0, if nothing is learned."""
     return jnp.where(weight > 0, weight, 1)
 
 
@@ -103,7 +103,7 @@ def replicated_sharding(params: nnx.State) -> Sharding:
 def _put(batch: dict[str, np.ndarray], shardings: dict[str, Sharding]) -> dict[str, jax.Array]:
     if all(sharding.is_fully_addressable for sharding in shardings.values()):
         return jax.device_put(batch, shardings)
-    # Here device_put would send every batch to all processes first, to see that it is the same everywhere.
+    # Here device_put would first send every batch to all processes, to check that it is the same everywhere.
     return {name: jax.make_array_from_callback(x.shape, shardings[name], x.__getitem__) for name, x in batch.items()}
 
 

@@ -1,4 +1,4 @@
-"""The loss on text that a model is not trained on."""
+"""The loss on held-out text."""
 
 from collections.abc import Callable, Sequence
 
@@ -20,22 +20,23 @@ from moe_jax.train.pipelined import evaluate_pipelined
 from moe_jax.train.state import TrainState
 
 Sums = tuple[Float[Array, ""], Float[Array, ""]]
-"""A batch's cross-entropy, summed over its labels, and their number; or both weighted by the labels' weights."""
+"""A batch's cross-entropy, summed over its labels, and the number of labels; both weighted if labels have weights."""
 
 
 def make_evaluation(
     graphdef: nnx.GraphDef, *, parallelism: Parallelism | None = None
 ) -> Callable[[TrainState, Sequence[Batch]], float]:
-    """Returns evaluate(state, batches): the mean cross-entropy of the batches' labels, and no other loss. The state stays.
+    """Returns evaluate(state, batches): the mean cross-entropy of the batches' labels, without other losses. The state is not
+    donated.
 
-    Where labels have weights, the mean is weighted: the sum of weights times losses over the sum of weights.
+    If labels have weights, the mean is weighted: sum of weights * losses / sum of weights.
 
     Args:
       graphdef: `nnx.graphdef(model)`.
       parallelism: as in `make_train_step`; `put_batch` puts the batches there. If its `overlap_micro_batches` is True, two
-        batches at a time pass the layers in one loop. None computes them in turn: overlapping was not measured here.
-        Through a pipe all batches of a call flow one behind another, in one program, and have equal shapes. On p ranks with
-        one chunk each, n batches take as long as n + p - 1 batches' share of a rank.
+        batches at a time run through the layers in one loop. None computes them in turn: overlapping was not measured here. In
+        a pipe, one program streams all batches of a call, which must have equal shapes. On p ranks with one chunk each, n
+        batches take the time of n + p - 1 batches on one rank.
     """
     if parallelism is not None and parallelism.pipelined:
         return _through_pipe(graphdef, parallelism)
@@ -60,7 +61,7 @@ def make_evaluation(
 
 
 class _CrossEntropy(Objective):
-    """The cross-entropy alone; aux is `Sums`."""
+    """Only the cross-entropy; aux is `Sums`."""
 
     def of_states(self, model: Decoder, states: HiddenStates, batch: Batch) -> tuple[Float[Array, ""], Sums]:
         _, parts = loss_of_states(model, states, batch, LossWeights(mtp_loss_coef=0))
@@ -71,7 +72,7 @@ def _through_pipe(graphdef: nnx.GraphDef, parallelism: Parallelism) -> Callable[
     """Returns evaluate(state, batches), where each batch is a micro-batch of a pipeline."""
 
     def compute(params: nnx.State, fixed: nnx.State, batches: list[Batch]) -> Sums:
-        # Row r of batch i of n becomes row r n + i: micro-batch i of these rows is batch i, and its rows stay where they are.
+        # Row r of batch i of n becomes row r n + i: micro-batch i of these rows is batch i, and its rows do not move.
         rows = {
             name: jnp.stack([b[name] for b in batches], 1).reshape(-1, *batches[0][name].shape[1:]) for name in BATCH_ARRAYS
         }
@@ -96,7 +97,7 @@ def _mean(summed: np.ndarray | int, weight: np.ndarray | int) -> float:
 
 
 SECOND = "second_"
-"""Names of the second batch's arrays begin so where two batches are one."""
+"""Prefix of the second batch's arrays when two batches are merged into one."""
 
 
 def _cross_entropy_of_two(model: Decoder, both: Batch) -> Sums:

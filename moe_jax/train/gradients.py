@@ -1,33 +1,32 @@
-"""Gradients of an objective: of one batch, and summed over micro-batches in either of two ways.
+"""Gradients of an objective: for one batch, or summed over micro-batches in one of several ways.
 
-Each function here returns a function (params, fixed, batch) -> `Gradients`, so that one can stand in for another. A pipeline
-brings its own. `fixed` is the part of the model that gets no gradients.
+Each function here returns a function (params, fixed, batch) -> `Gradients`, so they are interchangeable. A pipeline has its
+own. `fixed` is the part of the model without gradients.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, PyTree
 
 from moe_jax.kernels.precision import at_least_f32
-from moe_jax.kernels.varying import vary_as
+from moe_jax.kernels.shapes import vary_as
 from moe_jax.layers.moe import add_expert_gradients_to
 from moe_jax.models.decoder import Decoder
 from moe_jax.models.execution import Execution
+from moe_jax.parallel.fsdp import ShardedParameters
 from moe_jax.parallel.parallelism import Parallelism
-from moe_jax.parallel.zero1 import stacked_specs
-from moe_jax.train.batch import Batch, batch_specs, micro_batch_at, micro_batches_of
-from moe_jax.train.on_devices import merged_model, on_devices, sharded_parameters, spread_of
+from moe_jax.train.batch import Batch, micro_batches_of
+from moe_jax.train.on_devices import merged_model, on_devices, on_mesh
 from moe_jax.train.state import as_f32
 
 
 class Gradients(NamedTuple):
-    """An objective's value, what it returned beside the value, and the gradients in f32, laid out as the parameters."""
+    """An objective's value, its auxiliary output, and the gradients in f32, laid out like the parameters."""
 
     value: Float[Array, ""]
     aux: Any
@@ -39,7 +38,7 @@ GradientsFn = Callable[[nnx.State, nnx.State, Batch], Gradients]
 SumFn = Callable[[nnx.State, nnx.State, Execution, Batch, Batch], Gradients]
 """sum_of(params, fixed, execution, stacked, scalars): sums over the micro-batches of one device, inside `jax.shard_map`.
 
-`params` is what `ShardedParameters.enter` returns, and the gradients are laid out alike. Value and aux are the same on every
+`params` is the result of `ShardedParameters.enter`, and the gradients have the same layout. Value and aux are the same on every
 device."""
 
 
@@ -67,7 +66,7 @@ def gradients_fn(
 
 
 def accumulate(gradients: GradientsFn, micro_batches: int) -> GradientsFn:
-    """Returns a function that sums `gradients` over micro-batches of its batch: value, aux and gradients, one after the other.
+    """Returns a function that sums `gradients` over micro-batches of its batch: value, aux and gradients, in turn.
 
     Micro-batch i of n holds the rows i, i + n, ... of the batch, and all of its scalars.
     """
@@ -86,7 +85,7 @@ def accumulate(gradients: GradientsFn, micro_batches: int) -> GradientsFn:
 def accumulate_in_place(
     objective: ObjectiveFn, graphdef: nnx.GraphDef, execution: Execution | None, micro_batches: int
 ) -> GradientsFn:
-    """Returns what `accumulate` of `gradients_fn` returns, for one device: the kernels add the experts' gradients to the sums.
+    """Like `accumulate` of `gradients_fn`, for one device: the kernels add the experts' gradients to the sums.
 
     Experts' gradients are not rounded to the parameters' dtype before they are added, and no second array of the experts' size
     holds them. The sums have the model's dtype, at least f32.
@@ -102,7 +101,7 @@ def accumulate_in_place(
                 add_expert_gradients_to(model, accumulators)
                 return objective(model, batch)
 
-            # The derivative in the accumulators is the accumulators with this micro-batch's gradients added.
+            # The accumulators' "gradient" is their value plus this micro-batch's gradients.
             (value_, aux), (grads, accumulators) = jax.value_and_grad(value, (0, 1), has_aux=True)(others, accumulators)
             return Gradients(value_, aux, as_f32(grads)), accumulators
 
@@ -120,37 +119,27 @@ def sum_on_mesh(
     parallelism: Parallelism,
     micro_batches: int,
 ) -> GradientsFn:
-    """Returns what `accumulate` returns, of a function that orders a device's micro-batches itself.
+    """Like `accumulate`, for a function that orders a device's micro-batches itself.
 
     Parameters outside the layers are gathered once for all micro-batches, and their gradients are summed over devices once.
-    Where the optimizer's state is split over `data`, gradients are as of `on_devices` with `stack_over_data`.
+    If the optimizer's state is split over `data`, gradients are stacked as in `on_devices` with `stack_over_data`.
 
     Args:
-      sum_of: called on each device; its `execution` says how the model is spread.
+      sum_of: called on each device; its `execution` defines how the model is spread.
       graphdef, execution, parallelism: as in `on_devices`.
     """
+
+    def local(params: nnx.State, fixed: nnx.State, batch: Batch, sharded: ShardedParameters, execution: Execution):
+        # Rows are split evenly over devices, so a device's rows i, i + n, ... are its part of micro-batch i.
+        found = sum_of(sharded.enter(params), fixed, execution, *micro_batches_of(batch, micro_batches))
+        return (found.value, found.aux), sharded.leave(params, found.gradients)
+
     stack_over_data = parallelism.splits_optimizer
+    call = on_mesh(local, graphdef, execution, parallelism, has_gradients=True, stack_over_data=stack_over_data)
 
     def summed(params: nnx.State, fixed: nnx.State, batch: Batch) -> Gradients:
-        stacked, scalars = micro_batches_of(batch, micro_batches)
-        sharded = sharded_parameters(merged_model(graphdef, params, fixed), params, parallelism)
-        on_mesh = replace(execution, spread=spread_of(parallelism, sharded))
-
-        def local(params: nnx.State, fixed: nnx.State, stacked: Batch, scalars: Batch) -> tuple[Array, Any, nnx.State]:
-            if stack_over_data:
-                params = jax.tree.map(lambda p: jax.lax.pcast(p, "data", to="varying"), params)
-            found = sum_of(sharded.enter(params), fixed, on_mesh, stacked, scalars)
-            gradients = sharded.leave(params, found.gradients)
-            return found.value, found.aux, jax.tree.map(lambda g: g[None], gradients) if stack_over_data else gradients
-
-        of_gradients = stacked_specs(sharded.specs) if stack_over_data else sharded.specs
-        rows = {name: PartitionSpec(None, *spec) for name, spec in batch_specs(micro_batch_at(stacked, 0), parallelism).items()}
-        value, aux, gradients = jax.shard_map(
-            local,
-            mesh=parallelism.mesh,
-            in_specs=(sharded.specs, PartitionSpec(), rows, PartitionSpec()),
-            out_specs=(PartitionSpec(), PartitionSpec(), of_gradients),
-        )(params, fixed, stacked, scalars)
+        jax.eval_shape(partial(micro_batches_of, micro_batches=micro_batches), batch)
+        (value, aux), gradients = call(params, fixed, batch)
         return Gradients(value, aux, as_f32(gradients))
 
     return summed
@@ -159,7 +148,7 @@ def sum_on_mesh(
 def _summed[Carry](
     of_micro_batch: Callable[[Carry, Batch], tuple[Gradients, Carry]], carry: Carry, batch: Batch, micro_batches: int
 ) -> tuple[Gradients, Carry]:
-    """Sums `of_micro_batch` over the batch's micro-batches, one after the other; returns also the last carry."""
+    """Sums `of_micro_batch` over the batch's micro-batches in turn; also returns the last carry."""
     stacked, scalars = micro_batches_of(batch, micro_batches)
 
     def add(state: tuple[Gradients, Carry], arrays: Batch):

@@ -1,15 +1,15 @@
-"""The training loss: next-token cross-entropy, the router's balancing losses and z-loss, and the loss of further tokens.
+"""The training loss: next-token cross-entropy, the router's balancing losses and z-loss, and the multi-token prediction (MTP)
+loss.
 
     part  = ce_sum / num_labels + aux_loss_coef * load_balancing_loss + sequence_loss_coef * sequence_balance_loss
             + z_loss_coef * router_z_loss
     total = part of the model + mtp_loss_coef * mean over its modules of (part of the module)
 
-A module that predicts further tokens (`models.mtp`) has labels and router sums of its own. Its cross-entropy is divided by the
-number of labels of the model, which has a few more labels than the module. So total is as in DeepSeek-V3's equations 24 and 25
-(https://arxiv.org/abs/2412.19437).
+An MTP module (`models.mtp`) has its own labels and router sums. Its cross-entropy is divided by the model's number of labels,
+which has a few more than the module. So the total matches DeepSeek-V3's equations 24 and 25 (https://arxiv.org/abs/2412.19437).
 
-Where labels have weights (a loss_mask of f32), each label's loss is multiplied by its weight. num_labels is then their sum.
-`log_probs` is the building block of losses of your own (DPO, GRPO, distillation).
+If labels have weights (a loss_mask of f32), each label's loss is multiplied by its weight. num_labels is then their sum.
+`log_probs` is the building block for your own losses (DPO, GRPO, distillation).
 """
 
 import math
@@ -34,13 +34,13 @@ from moe_jax.train.batch import Batch, as_divisor
 
 @dataclass(frozen=True)
 class LossWeights:
-    """The coefficients of the losses beside the cross-entropy.
+    """The coefficients of the losses other than the cross-entropy.
 
     Attributes:
       aux_loss_coef: of the load-balancing loss.
       sequence_loss_coef: of the balance loss within each sequence.
       z_loss_coef: of the router's z-loss.
-      mtp_loss_coef: of the modules that predict further tokens, where the model has some. 0: they are not run.
+      mtp_loss_coef: of the MTP modules, if the model has any. 0: they are not run.
     """
 
     aux_loss_coef: float = 0.0
@@ -54,13 +54,13 @@ class LossParts(NamedTuple):
 
     Attributes:
       cross_entropy: summed over the labels, each times its weight.
-      num_labels: the sum of the labels' weights; the number of labels where none has another weight than 1.
+      num_labels: the sum of the labels' weights, which is their number if all weights are 1.
       aux_loss, z_loss: `load_balancing_loss` and `router_z_loss` of the model.
       sequence_loss: `sequence_balance_loss` of the model; 0 if its coefficient is 0.
-      router: the router's sums. Rows of further-token modules stand behind the rows of the model's layers. `num_tokens` counts
-        the model's tokens. `num_rounds` and `num_shadows` are means over the devices.
+      router: the router's sums. The MTP modules' rows follow the rows of the model's layers. `num_tokens` counts the model's
+        tokens. `num_rounds` and `num_shadows` are means over the devices.
       routed_tokens: the number of tokens that each row of `router` counts.
-      mtp_cross_entropy: the mean over the further-token modules of their cross-entropy, summed over labels; 0 without modules.
+      mtp_cross_entropy: the MTP modules' cross-entropy, summed over labels, as a mean over modules; 0 without modules.
     """
 
     cross_entropy: Float[Array, ""]
@@ -83,8 +83,8 @@ def loss(
 ) -> tuple[Float[Array, ""], LossParts]:
     """Returns the total (f32) and its parts; the [batch*seq, vocab] logits never exist.
 
-    `model.execution` says what is recomputed and, inside `jax.shard_map`, how the call is spread over devices. Total and parts
-    are then sums over all devices of `spread.mesh_axes`. Gradients under `check_vma` are too, taken inside or outside.
+    `model.execution` defines recomputation and, inside `jax.shard_map`, how the call is spread over devices. Total and parts
+    are then sums over all devices of `spread.mesh_axes`. So are gradients under `check_vma`, taken inside or outside.
 
     Args:
       num_labels: the divisor of the cross-entropy; default: the sum of the weights of this batch's labels. A micro-batch is
@@ -114,10 +114,10 @@ def loss_of_states(
     num_labels: Float[Array, ""] | None = None,
     router_share: float = 1.0,
 ) -> tuple[Float[Array, ""], LossParts]:
-    """Computes `loss` from the hidden states of the batch's tokens. Modules that predict further tokens run here.
+    """Computes `loss` from the hidden states of the batch's tokens. MTP modules run here.
 
     Args:
-      states: of a call with `sequence_balance` if the loss has that term. Other arguments as in `loss`.
+      states: from a call with `sequence_balance` if the loss has that term. Other arguments as in `loss`.
     """
     spread = model.execution.spread
     tokens, segments = (batch["tokens"], batch["positions"], batch["segment_ids"]), batch["segment_ids"]
@@ -145,7 +145,7 @@ def loss_of_states(
 
 
 def _parts(model: Decoder, states: HiddenStates, labels, mask, spread: OneDevice) -> LossParts:
-    """Returns the parts of the model's hidden states, or of one module's, summed over devices."""
+    """Returns the parts for the model's hidden states, or one module's, summed over devices."""
     hidden = states.hidden.reshape(-1, states.hidden.shape[-1])
     mask = mask if jnp.issubdtype(mask.dtype, jnp.floating) else mask != 0
     own_sums = cross_entropy(hidden, model.head_weight, labels.reshape(-1), mask.reshape(-1))
@@ -171,23 +171,23 @@ def log_probs(model: Decoder, batch: Batch) -> Float[Array, "batch seq"]:
         cross_entropy = -train.log_probs(model, batch).sum() / batch["loss_mask"].sum()
 
     Weights in `loss_mask` do not multiply them.
-    `model.execution` says what is recomputed and how the call is spread over devices. Inside a mesh the result is of the
-    device's own tokens.
+    `model.execution` defines recomputation and how the call is spread over devices. On a mesh the result is for the device's
+    own tokens.
 
     Args:
-      batch: "tokens", "labels", "loss_mask", all [batch, seq]. "segment_ids" too, where rows hold more than one document
-        each. "positions" follow from the segments unless they are given.
+      batch: "tokens", "labels", "loss_mask", all [batch, seq]. Also "segment_ids", if rows hold more than one document each.
+        "positions" follow from the segments unless they are given.
 
     Raises:
-      ValueError: shapes that do not fit each other.
+      ValueError: shapes that do not match.
     """
     return _of_labels(token_log_probs, model, batch)
 
 
 def log_probs_and_entropies(model: Decoder, batch: Batch) -> TokenScores:
-    """Returns `log_probs`, and the entropy of what the model predicts for each label, in nats; both [batch, seq].
+    """Returns `log_probs`, and the entropy of the model's prediction at each label, in nats; both [batch, seq].
 
-    Entropies are 0 where `loss_mask` is 0. They cost no further pass over the logits. Arguments and errors as in `log_probs`.
+    Entropies are 0 where `loss_mask` is 0. They need no extra pass over the logits. Arguments and errors as in `log_probs`.
     """
     return _of_labels(token_log_probs_and_entropies, model, batch)
 

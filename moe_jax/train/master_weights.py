@@ -1,9 +1,9 @@
-"""f32 master weights next to bf16 parameters, for 2 bytes more a weight: the parameter is the upper half of the master's bits.
+"""f32 master weights for bf16 parameters, at 2 extra bytes per weight: the parameter is the upper half of the master's bits.
 
     master bits = (parameter bits << 16) + low half, a signed 16-bit number
 
-The model computes with the parameter as it is: the master rounded to the nearest bf16, halfway cases away from zero. No
-pass of a step casts billions of weights, and no part of an update is lost. Everything is exact except NaN, which stays NaN.
+The model uses the parameter without a cast: the master rounded to the nearest bf16, halfway cases away from zero. No pass of a
+step casts billions of weights, and no part of an update is lost. Everything is exact except NaN, which stays NaN.
 """
 
 import jax
@@ -13,9 +13,9 @@ from jaxtyping import Array, BFloat16, Float32, Int16, PyTree
 
 
 def initial_low_halves(params: PyTree, shardings: PyTree | None = None) -> PyTree | None:
-    """Returns the low halves of masters that equal their bf16 parameters; None for f32 parameters, their own masters.
+    """Returns the low halves of masters that equal their bf16 parameters; None for f32 parameters, which are their own masters.
 
-    `shardings` lays them out; default: as the parameters.
+    `shardings` is their layout; default: the parameters'.
 
     Raises:
       ValueError: parameters of other dtypes, or of both dtypes.

@@ -21,7 +21,7 @@ _logger = logging.getLogger(__name__)
 class MetricsWriter:
     """Appends scalars to `folder`/metrics.jsonl, and lists over the layers to `folder`/expert_load.jsonl.
 
-    A run that resumes from step n drops the records after n, so that each step stands in the files once.
+    A run that resumes from step n drops the records after n, so that the files have each step once.
     """
 
     def __init__(self, folder: Path, *, resumed_step: int, tensorboard: bool = False):
@@ -35,7 +35,7 @@ class MetricsWriter:
             self.board = SummaryWriter(str(folder / "tensorboard"), purge_step=resumed_step + 1)
 
     def write(self, record: dict[str, Any], of_layers: dict[str, list]) -> None:
-        """Logs one step: scalars with the key "step" among them, and lists over the layers with experts, if there are any."""
+        """Logs one step: scalars including "step", and lists over the layers with experts, if any."""
         append_record(self.metrics_file, record)
         if of_layers:
             append_record(self.load_file, {"step": record["step"], **of_layers})
@@ -51,10 +51,10 @@ class MetricsWriter:
 
 
 def read_records(file: Path) -> list[dict[str, Any]]:
-    """Reads the records of a JSON Lines file, one for each step, in the order of steps; no file has no records.
+    """Reads the records of a JSON Lines file, one for each step, in the order of steps; none if there is no file.
 
-    If a step stands there twice, the later record counts. A last line cut off by a crash is left out silently, any other bad
-    line with a warning.
+    If a step occurs twice, the later record counts. A last line truncated by a crash is skipped silently, any other bad line
+    with a warning.
     """
     if not file.exists():
         return []
@@ -91,13 +91,13 @@ def record_of_step(
 
 
 class Clock:
-    """An estimate of the time left, from the steps after this process's first step, which compiles."""
+    """Estimates the remaining time from the steps after this process's first step, which compiles."""
 
     def __init__(self) -> None:
         self._first: tuple[int, float] | None = None
 
     def left(self, step: int, last: int) -> str:
-        """Returns the time from `step`, which has just ended, to the end of `last`; an empty text if it is not known."""
+        """Returns the time from the end of `step` to the end of `last`; an empty text if unknown."""
         now = time.monotonic()
         if self._first is None:
             self._first = step, now
@@ -108,7 +108,7 @@ class Clock:
 
 
 def one_line(record: dict[str, Any], *, compiled: float | None = None) -> str:
-    """Returns the record for the console; for a step that compiled, its seconds (`compiled`) in place of the speed."""
+    """Returns the record for the console; for a step that compiled, its seconds (`compiled`) instead of the speed."""
     shadows = f", {record['num_shadows']:.1f} shadows a layer" if record.get("num_shadows") else ""
     measured = {"loss": ".4f", "reward_margin": ".3f", "reward_accuracy": ".2f"}
     held_out = "".join(
@@ -154,7 +154,7 @@ def mean_loads(expert_load: np.ndarray) -> dict[str, float]:
 
 
 def keep_steps(file: Path, last_step: int) -> None:
-    """Drops the records behind a step from a JSON Lines file, which is made if it is missing."""
+    """Drops the records after a step from a JSON Lines file, which is created if missing."""
     records = [record for record in read_records(file) if record["step"] <= last_step]
     write_text(file, "".join(json.dumps(record) + "\n" for record in records))
 

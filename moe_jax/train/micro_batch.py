@@ -1,4 +1,16 @@
-"""The passes of one micro-batch through a model, apart: forward, loss and backward, for a step that orders them itself."""
+"""The separate passes of one micro-batch (forward, loss and backward), for a step that orders them itself.
+
+A pipeline orders them by its schedule (`train.pipelined`). On one rank, the forward pass of a micro-batch overlaps the previous
+one's backward pass, in one loop over the layers. A turn of the loop computes layer l forward for micro-batch i + 1 and layer n
+- 1 - l backward for micro-batch i. Tokens of one pass travel to the experts of other devices while the other pass computes.
+This is the order of Megatron's combined 1F1B without a pipeline, and of DualPipe's pairs (DeepSeek-V3,
+https://arxiv.org/abs/2412.19437, section 3.2.1).
+
+| time | 0 | 1 | ... | n |
+|---|---|---|---|---|
+| forward | micro-batch 0 | 1 | | |
+| backward | | 0 | | n - 1 |
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,7 +22,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from moe_jax.kernels.precision import at_least_f32
-from moe_jax.kernels.varying import vary_as
+from moe_jax.kernels.shapes import vary_as
 from moe_jax.layers.moe import accumulated_gradients, add_expert_gradients_to
 from moe_jax.layers.passes import (
     BackwardRun,
@@ -18,19 +30,24 @@ from moe_jax.layers.passes import (
     LayerArrays,
     Pass,
     SavedLayers,
-    backward_loop,
-    forward_loop,
+    backward_pass,
+    forward_pass,
+    run_joined,
+    run_pass,
 )
 from moe_jax.models.decoder import Decoder
 from moe_jax.models.execution import Execution
 from moe_jax.models.forward import Carry, Entered, StageLayers, StageRouting, stage_layers
-from moe_jax.train.batch import Batch
-from moe_jax.train.objective import Objective
+from moe_jax.parallel.parallelism import Parallelism
+from moe_jax.train.batch import Batch, micro_batch_at, micro_batches_of
+from moe_jax.train.gradients import Gradients, GradientsFn, sum_on_mesh, zeros_of
+from moe_jax.train.objective import Objective, check_objective
 from moe_jax.train.on_devices import merged_model
+from moe_jax.train.state import as_f32
 
 
 class Forwarded(NamedTuple):
-    """A micro-batch behind its last layer."""
+    """A micro-batch after its last layer."""
 
     x: Float[Array, "batch seq hidden"]
     routings: list[StageRouting]
@@ -39,32 +56,24 @@ class Forwarded(NamedTuple):
     """One for each stage."""
 
 
-class LossRun(NamedTuple):
-    """The value of a micro-batch's objective, and the gradients with which its backward pass begins."""
-
-    value: Float[Array, ""]
-    aux: Any
-    dx: Float[Array, "batch seq hidden"]
-    """The gradient of `Forwarded.x`."""
-    droutings: list[Any]
-    """The gradients of `Forwarded.routings`."""
-    gradients: nnx.State
-    """The sums of gradients, with the gradients of norm, head and modules that predict further tokens added."""
+LossRun = tuple[Gradients, Float[Array, "batch seq hidden"], list[Any]]
+"""A micro-batch's value and aux with the sums of gradients, and the gradients of `Forwarded.x` and its routings, with which the
+backward pass starts."""
 
 
 @dataclass(frozen=True)
 class MicroBatchPasses:
-    """The passes of a micro-batch. Together they compute an objective's value and its gradients, as `jax.value_and_grad` does.
+    """The passes of a micro-batch. Together they compute an objective's value and its gradients, like `jax.value_and_grad`.
 
         forwarded = run_pass(passes.forward(batch))
-        found = passes.loss(batch, forwarded, gradients)
-        dx, gradients = run_pass(passes.backward(batch, forwarded.saved, found.dx, found.droutings, found.gradients))
+        found, dx, droutings = passes.loss(batch, forwarded, gradients)
+        dx, gradients = run_pass(passes.backward(batch, forwarded.saved, dx, droutings, found.gradients))
         gradients = passes.embedding(batch["tokens"], dx, gradients)
 
     Attributes:
       objective: one that has `of_states`.
       graphdef, fixed, execution: as in `train.on_devices`.
-      params: as the model reads them; on a mesh, what `ShardedParameters.enter` returns.
+      params: as the model reads them; on a mesh, the result of `ShardedParameters.enter`.
       in_place: the kernels add the experts' gradients to the sums; for devices that hold all experts of their layers.
     """
 
@@ -77,14 +86,20 @@ class MicroBatchPasses:
 
     @property
     def num_stages(self) -> int:
-        """The number of loops of a forward or a backward pass."""
+        """The number of stages of the layers, without modules that predict further tokens."""
         return len(self.model().config.stages)
 
     @property
-    def longest_stage(self) -> int:
-        """The index of the stage that has the most layers with experts, or else the most layers."""
-        stages = self.model().config.stages
-        return max(range(len(stages)), key=lambda number: (stages[number].sparse, stages[number].num_layers))
+    def longest_loop(self) -> tuple[int, int]:
+        """The loop of a forward pass that has the most layers with experts, or else the most layers: loops before and after."""
+        loops = []
+        for number, stage in enumerate(self.model().config.stages):
+            own = self._execution(number)
+            kept = own.num_kept if own.remat else 0
+            lengths = [repeats * len(stage.body) for repeats in (stage.repeats - kept, kept) if repeats]
+            loops += [(stage.sparse, length) for length in lengths]
+        before = loops.index(max(loops))
+        return before, len(loops) - 1 - before
 
     def zeros(self) -> nnx.State:
         """Returns sums of gradients before the first micro-batch, in f32 (f64 for f64)."""
@@ -92,7 +107,7 @@ class MicroBatchPasses:
         return jax.tree.map(lambda w: vary_as(jnp.zeros(w.shape, dtype), w), self.params)
 
     def enter(self, batch: Batch) -> Entered:
-        """Embeds the tokens, and builds what all layers read of them."""
+        """Embeds the tokens, and builds the inputs that all layers share."""
         return self.model().enter(
             batch["tokens"],
             batch["positions"],
@@ -108,7 +123,7 @@ class MicroBatchPasses:
         for number in range(self.num_stages):
             # The accumulators' values are not read forward. Zeros keep the sums out of the loop, which would copy them.
             stage = self._stage(number, entered, self.zeros())
-            run: ForwardRun = yield forward_loop(*stage, carry)
+            run: ForwardRun = yield from forward_pass(*stage, carry)
             carry = run.x
             saved.append(run.saved)
             if run.y is not None:
@@ -116,7 +131,7 @@ class MicroBatchPasses:
         return Forwarded(carry.x, routings, saved)
 
     def loss(self, batch: Batch, forwarded: Forwarded, gradients: nnx.State) -> LossRun:
-        """Computes the objective behind the last layer, and its gradients, which it adds to `gradients`."""
+        """Computes the objective after the last layer, and its gradients in parameters, `forwarded.x` and its routings."""
         inputs = self.enter(batch).inputs
 
         def value(model: Decoder, x, routings):
@@ -125,7 +140,7 @@ class MicroBatchPasses:
         return self.loss_of(value, forwarded.x, forwarded.routings, gradients)
 
     def loss_of(self, value: Callable[[Decoder, Any, Any], tuple[Array, Any]], x, routings, gradients: nnx.State) -> LossRun:
-        """Computes value(model, x, routings) -> (scalar, aux) and the scalar's gradients; those of parameters are added."""
+        """Computes value(model, x, routings) -> (scalar, aux) and its gradients; adds the parameters' to `gradients`."""
         of_stages, outside = self._split(self.params)
 
         def of_outside(outside: nnx.State, x, routings):
@@ -134,7 +149,7 @@ class MicroBatchPasses:
         found, pullback, aux = jax.vjp(of_outside, outside, x, routings, has_aux=True)
         own, dx, droutings = pullback(jnp.ones_like(found))
         of_stages, of_others = self._split(gradients)
-        return LossRun(found, aux, dx, droutings, nnx.merge_state(of_stages, _add(of_others, own)))
+        return Gradients(found, aux, nnx.merge_state(of_stages, _add(of_others, own))), dx, droutings
 
     def backward(self, batch: Batch, saved: list[SavedLayers], dx, droutings: list[Any], gradients: nnx.State) -> Pass:
         """Runs all stages backwards; the result is (gradient of the embedded tokens, `gradients` with the stages' added)."""
@@ -145,14 +160,14 @@ class MicroBatchPasses:
             layers, arrays = self._stage(number, entered, gradients)
             routing = droutings.pop() if self.model().config.stages[number].sparse else None
             sums = sums_of_loop(gradients["stages"][number], arrays)
-            run: BackwardRun = yield backward_loop(layers, arrays, saved[number], carry, routing, sums)
+            run: BackwardRun = yield from backward_pass(layers, arrays, saved[number], carry, routing, sums)
             stages[number], carry = gradients_of_stage(run), run.dx
         return carry.x, nnx.merge_state(nnx.State({"stages": stages}), self._split(gradients)[1])
 
     def embedding(
         self, tokens: Int[Array, "batch seq"], dx: Float[Array, "batch seq hidden"], gradients: nnx.State
     ) -> nnx.State:
-        """Adds the embedding table's gradient, summed over these tokens in f32, to `gradients`."""
+        """Adds the embedding table's gradient for these tokens, summed in f32, to `gradients`."""
         table, others = _split(self.params, lambda path: path[0] == "embed_tokens")
         in_f32 = jax.tree.map(lambda w: w.astype(at_least_f32(w.dtype)), table)
 
@@ -173,23 +188,101 @@ class MicroBatchPasses:
         model = self.model()
         if self.in_place:
             add_expert_gradients_to(model, gradients)
-        return stage_layers(model.stages[number], number, entered.inputs, entered.per_layer[number], self.execution)
+        return stage_layers(model.stages[number], number, entered.inputs, entered.per_layer[number], self._execution(number))
+
+    def _execution(self, number: int) -> Execution:
+        return self.execution.of_stage(self.model().config, number)
 
     def _split(self, tree: nnx.State) -> tuple[nnx.State, nnx.State]:
-        """Splits a tree of parameters into the stages of the passes, and everything else."""
+        """Splits a tree of parameters into (the stages of the passes, everything else)."""
         stages = self.num_stages
         return _split(tree, lambda path: path[0] == "stages" and path[1] < stages)
 
 
+def accumulate_overlapping(
+    objective: Objective,
+    graphdef: nnx.GraphDef,
+    execution: Execution,
+    parallelism: Parallelism | None,
+    micro_batches: int,
+    *,
+    in_place: bool = False,
+) -> GradientsFn:
+    """Like `gradients.accumulate`, with passes of neighbouring micro-batches in one loop.
+
+    Two micro-batches are in flight: memory holds the residuals of two. Parameters outside the layers are gathered once for all
+    micro-batches, and their gradients are summed over devices once, in f32. So the sums of the embedding and of the head are
+    whole on every device. The gradients of all embedded tokens are kept until the end of the step.
+
+    Args:
+      objective: one that has `of_states`.
+      graphdef, execution, parallelism: as in `train.on_devices`.
+      micro_batches: at least 2.
+      in_place: as in `MicroBatchPasses`; only without `parallelism`.
+
+    Raises:
+      ValueError: fewer than 2 micro-batches.
+      TypeError: an objective that cannot start from hidden states.
+    """
+    if micro_batches < 2:
+        raise ValueError(f"micro_batches must be at least 2, of which one overlaps the next; got {micro_batches}")
+    check_objective(objective, "overlapping micro-batches")
+
+    def sum_of(params: nnx.State, fixed: nnx.State, execution: Execution, stacked: Batch, scalars: Batch) -> Gradients:
+        adds_in_kernel = in_place and parallelism is None
+        return _sum_of(MicroBatchPasses(objective, graphdef, params, fixed, execution, adds_in_kernel), stacked, scalars)
+
+    if parallelism is not None:
+        return sum_on_mesh(sum_of, graphdef, execution, parallelism, micro_batches)
+
+    def summed(params: nnx.State, fixed: nnx.State, batch: Batch) -> Gradients:
+        found = sum_of(params, fixed, execution, *micro_batches_of(batch, micro_batches))
+        return found._replace(gradients=as_f32(found.gradients))
+
+    return summed
+
+
+def _sum_of(passes: MicroBatchPasses, stacked: Batch, scalars: Batch) -> Gradients:
+    """Sums the objective's value, aux and gradients over the micro-batches on one device."""
+    before_joined, after_joined = passes.longest_loop
+    first = micro_batch_at(stacked, 0) | scalars
+    forwarded = run_pass(passes.forward(first))
+    # The loop carries leaves, because two traces of a pullback have different tree structures with the same leaves.
+    leaves, structure = jax.tree.flatten(forwarded.saved)
+    found = jax.eval_shape(lambda: passes.loss(first, forwarded, passes.zeros())[0])
+    sums = zeros_of(found)._replace(gradients=passes.zeros())
+
+    def loss(forwarded: Forwarded, sums: Gradients, batch: Batch) -> tuple[Gradients, Pass]:
+        forwarded = forwarded._replace(saved=jax.tree.unflatten(structure, forwarded.saved))
+        found, dx, droutings = passes.loss(batch, forwarded, sums.gradients)
+        value, aux = jax.tree.map(jnp.add, (sums.value, sums.aux), (found.value, found.aux))
+        return found._replace(value=value, aux=aux), passes.backward(batch, forwarded.saved, dx, droutings, found.gradients)
+
+    def tick(carry: tuple[Forwarded, Gradients], batches: tuple[Batch, Batch]):
+        before, after = (batch | scalars for batch in batches)
+        sums, backward = loss(*carry, before)
+        forwarded, (dx, gradients) = run_joined((passes.forward(after), before_joined), (backward, after_joined))
+        return (forwarded._replace(saved=jax.tree.leaves(forwarded.saved)), sums._replace(gradients=gradients)), dx
+
+    neighbours = ({name: x[:-1] for name, x in stacked.items()}, {name: x[1:] for name, x in stacked.items()})
+    carry, dx = jax.lax.scan(tick, (forwarded._replace(saved=leaves), sums), neighbours)
+    sums, backward = loss(*carry, micro_batch_at(stacked, -1) | scalars)
+    last_dx, gradients = run_pass(backward)
+    # The table is as large as several layers: its sums are read and written once, for the tokens of all micro-batches.
+    dx = jnp.concatenate([dx, last_dx[None]])
+    tokens, dx = (x.reshape(-1, *x.shape[2:]) for x in (stacked["tokens"], dx))
+    return sums._replace(gradients=passes.embedding(tokens, dx, gradients))
+
+
 def sums_of_loop(gradients: nnx.State, arrays: LayerArrays) -> nnx.State:
-    """Returns the sums of a stage's gradients to which the stage's backward loop adds."""
-    # Accumulated matrices, and matrices with tickets, are no parameters of the loop.
+    """Returns the part of a stage's gradient sums to which the stage's backward loop adds."""
+    # Accumulated matrices, and matrices with tickets, are not parameters of the loop.
     own = {path for path, _ in nnx.to_flat_state(arrays.parameters)}
     return nnx.filter_state(gradients, lambda path, _: path in own)
 
 
 def gradients_of_stage(run: BackwardRun) -> nnx.State:
-    """Returns the sums of a stage's gradients after its backward loop: the loop's sums, and those that its kernels added to."""
+    """Returns the sums of a stage's gradients after its backward loop: the loop's sums, and the kernels' accumulators."""
     return nnx.merge_state(run.parameters, accumulated_gradients(run.accumulators))
 
 

@@ -1,6 +1,5 @@
-"""The model of a training run that has not ended, or of an earlier step of one that has, from the run's checkpoints.
-
-A run that trained adapters has the weights that it began with, and a checkpoint's adapters beside them.
+"""Reads the model of an unfinished training run, or of an earlier step, from the run's checkpoints. For a run that trained
+adapters, these are the starting weights with a checkpoint's adapters.
 """
 
 from pathlib import Path
@@ -29,15 +28,14 @@ from moe_jax.train.run_checkpoints import RunCheckpoint, open_run, restored
 from moe_jax.train.starting_weights import MODEL, same_weights, values_of
 
 LORA = "lora"
-"""The entry of a run's identity for its `LoraSettings`, as a JSON object; None in runs of all parameters."""
+"""Key of a run's identity for its `LoraSettings`, as a JSON object; None if all parameters are trained."""
 
 WEIGHTS = "weights"
-"""The entry of a run's identity for the form of its frozen weights, if they were not whole."""
+"""Key of a run's identity for the form of its frozen weights, if they are not whole."""
 
 BASE = "base"
-"""The entry of a checkpoint's position for the folder or hub id of the frozen weights, which the checkpoint lacks.
-
-None if the run began with a model from memory.
+"""Key of a checkpoint's position for the folder or hub id of the frozen weights, which the checkpoint lacks. None if the run
+began with a model from memory.
 """
 
 
@@ -53,19 +51,19 @@ def model_of_run(
 ) -> Decoder:
     """Reads the model from the checkpoint of `step`, without the optimizer's state.
 
-    A run of adapters gives the weights that it began with, and the adapters beside them (`adapters.merge_adapter` adds them).
-    If another run has bf16 parameters, a model with f32 parameters gets the masters (`train.master_weights`). The run may have
-    trained on any mesh.
+    For a run of adapters, returns the starting weights with the adapters (`adapters.merge_adapter` merges them). If any other
+    run has bf16 parameters, a model with f32 parameters gets the masters (`train.master_weights`). The run may have trained on
+    any mesh.
 
     Args:
       run: the output folder of `finetune`.
       step: default: the step of the newest checkpoint.
       dtype, param_dtype, mesh, pipe_chunks: as in `from_pretrained`.
-      base: the folder or hub id of the weights beside adapters, if they are no longer where the run found them.
+      base: the folder or hub id of the frozen weights, if they are no longer where the run found them.
 
     Raises:
       FileNotFoundError: `run` has no checkpoints, or none of this step; or its base is not there.
-      ValueError: the layers cannot lie in the mesh's pipe. Or the base has other weights than the run began with.
+      ValueError: the layers cannot be split over the mesh's pipe. Or the base differs from the weights that the run began with.
     """
     pipe = pipe_of(mesh, pipe_chunks)
     with open_run(run, step) as checkpoint:
@@ -114,7 +112,7 @@ def checked_base(checkpoint: RunCheckpoint, base: str | Path | None = None) -> s
 
     Raises:
       FileNotFoundError: there is no such base.
-      ValueError: the base has other weights than the run began with, or none is named.
+      ValueError: the base differs from the weights that the run began with, or none is named.
     """
     base = base or checkpoint.position.get(BASE)
     if base is None:
@@ -133,7 +131,7 @@ def add_adapters(model: Decoder, checkpoint: RunCheckpoint) -> None:
     """Adds the checkpoint's adapters to its base, in place.
 
     Raises:
-      ValueError: the run noted values of its base, which was a model from memory, and this model has others.
+      ValueError: the run recorded values of its base, a model from memory, and this model's values differ.
     """
     noted = checkpoint.position["identity"].get(MODEL)
     if isinstance(noted, list):
@@ -144,7 +142,7 @@ def add_adapters(model: Decoder, checkpoint: RunCheckpoint) -> None:
 
 
 def adapters_alone(checkpoint: RunCheckpoint) -> Decoder:
-    """Reads the checkpoint's adapters into a model whose other arrays are shapes alone: enough for `save_adapter`."""
+    """Reads the checkpoint's adapters into a model whose other arrays are only shapes: enough for `save_adapter`."""
     config, settings = config_from_dict(checkpoint.position["identity"]["config"]), lora_settings_of(checkpoint)
 
     def adapted() -> Decoder:
@@ -163,7 +161,7 @@ def adapters_alone(checkpoint: RunCheckpoint) -> Decoder:
 
 
 def trained_adapters(checkpoint: RunCheckpoint) -> bool:
-    """Returns True if the checkpoint is one of a run that trained adapters."""
+    """Returns True if the checkpoint's run trained adapters."""
     return checkpoint.position["identity"].get(LORA) is not None
 
 

@@ -12,7 +12,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from moe_jax.config import ModelConfig
-from moe_jax.kernels.varying import varying_axes
+from moe_jax.kernels.shapes import varying_axes
 from moe_jax.layers.balance import move_bias
 from moe_jax.layers.router_sums import RouterSums
 from moe_jax.models.decoder import Decoder
@@ -29,24 +29,23 @@ TAKEN_NAMES = (
     *("step", "total_loss", "grad_norm", "learning_rate", "num_labels", "num_tokens", "tokens_per_second", "model_tflops"),
     *("eval_loss", "expert_load", "expert_bias_range"),
 )
-"""Metrics that every step has; metrics of a user's loss have other names."""
+"""Names of metrics that every step has; a user's loss may not use them."""
 
 
 @dataclass(frozen=True)
 class Objective:
-    """A function that a step minimises. Values and aux are summed over `micro_batches` micro-batches, and gradients with them.
-
-    A plain function becomes a `UserLoss`. Subclass for an objective with metrics of its own, or one that moves biases.
+    """A function that a step minimises. Values, aux and gradients are summed over `micro_batches` micro-batches. A plain
+    function becomes a `UserLoss`. Subclass it for your own metrics, or to move biases.
     """
 
     micro_batches: int = field(default=1, kw_only=True)
     """The number of micro-batches whose values the step sums; `make_train_step` sets it."""
 
     def prepare(self, batch: Batch, label_weight: Float[Array, ""]) -> Batch:
-        """Returns the arrays that the objective reads of the whole batch, and scalars for every micro-batch.
+        """Returns the arrays of the whole batch that the objective reads, and scalars for all micro-batches.
 
         Args:
-          label_weight: the sum of the weights of the whole batch's labels: their number, where all weights are 0 and 1.
+          label_weight: the sum of the weights of the whole batch's labels, which is their number if all weights are 0 or 1.
         """
         raise NotImplementedError
 
@@ -56,22 +55,21 @@ class Objective:
 
     @property
     def sequence_balance(self) -> bool:
-        """The option of `Decoder.hidden_states` with which `of_states` needs the hidden states."""
+        """The value of `Decoder.hidden_states`'s option of this name that `of_states` needs."""
         return False
 
     def of_states(self, model: Decoder, states: HiddenStates, batch: Batch) -> tuple[Float[Array, ""], Any]:
-        """Returns what a call returns, from the hidden states of the batch's tokens.
-
-        Only an objective that has this function can run where micro-batches overlap.
+        """Returns the same as a call, computed from the hidden states of the batch's tokens. Overlapping micro-batches need
+        this method.
         """
         raise NotImplementedError
 
     def with_layers(self, aux: Any, router: RouterSums, devices: int) -> Any:
-        """Returns aux with the router's sums of all layers, where `of_states` was given nothing but their sum.
+        """Returns aux with the router's sums of each layer, if `of_states` was given only their total.
 
         Args:
-          router: over all micro-batches and devices.
-          devices: the number of devices that the sums are over.
+          router: sums over all micro-batches and devices.
+          devices: the number of devices summed over.
         """
         return aux
 
@@ -86,14 +84,15 @@ class Objective:
 
 @dataclass(frozen=True)
 class NextToken(Objective):
-    """Next-token prediction by `train.loss`, with the router's losses, further tokens, and biases that the load moves.
+    """Next-token prediction by `train.loss`, with the router's losses, the MTP loss, and biases that follow the load.
 
-    Cross-entropy is divided by the weights of the whole batch's labels. The router's losses are means over micro-batches.
+    Cross-entropy is divided by the sum of the weights of the whole batch's labels. The router's losses are means over
+    micro-batches.
 
     Attributes:
       weights: the coefficients of the losses.
       expert_bias_update_rate: how far a step moves each expert's bias (gamma of the DeepSeek-V3 report), for models that have
-        biases; 0 leaves them as they are.
+        biases; 0 leaves them unchanged.
     """
 
     weights: LossWeights = LossWeights()
@@ -107,7 +106,7 @@ class NextToken(Objective):
         """Returns the micro-batch's part of the loss, and the loss's parts.
 
         Raises:
-          ValueError: the model has modules that predict further tokens and the coefficient of their loss is 0.
+          ValueError: the model has multi-token prediction modules and the coefficient of their loss is 0.
         """
         check_mtp_loss_coef(model.config, self.weights.mtp_loss_coef)
         return loss(model, batch, self.weights, num_labels=batch["num_labels"], router_share=1 / self.micro_batches)
@@ -118,7 +117,7 @@ class NextToken(Objective):
         return self.weights.sequence_loss_coef != 0
 
     def of_states(self, model: Decoder, states: HiddenStates, batch: Batch) -> tuple[Float[Array, ""], LossParts]:
-        """Returns what a call returns, from the hidden states of the batch's tokens; raises as a call does."""
+        """Returns the same as a call, computed from the hidden states of the batch's tokens; same errors."""
         check_mtp_loss_coef(model.config, self.weights.mtp_loss_coef)
         options: dict[str, Any] = dict(num_labels=batch["num_labels"], router_share=1 / self.micro_batches)
         return loss_of_states(model, states, batch, self.weights, **options)
@@ -128,12 +127,12 @@ class NextToken(Objective):
         rounds, shadows = router.num_rounds / devices, router.num_shadows / devices
         counts: dict[str, Any] = dict(num_tokens=aux.router.num_tokens, num_sequences=aux.router.num_sequences)
         layers = replace(router, num_rounds=rounds, num_shadows=shadows, **counts)
-        # Modules that predict further tokens run with the loss, so that aux has their rows already.
+        # MTP modules run with the loss, so aux already has their rows.
         modules = jax.tree.map(lambda a: a[len(router.z_loss_sum) :] if a.ndim else a, aux.router)
         return aux._replace(router=RouterSums.concatenate([layers, modules]))
 
     def metrics(self, value: Float[Array, ""], aux: LossParts, label_weight: Float[Array, ""]) -> dict[str, Array]:
-        """Returns the metrics that `make_train_step` lists. The only place that makes metrics of `LossParts`."""
+        """Returns the metrics that `make_train_step` lists. Only this method converts `LossParts` to metrics."""
         n, router, divisor = self.micro_batches, aux.router, as_divisor(label_weight)
         return {
             "loss": aux.cross_entropy / divisor,
@@ -161,10 +160,10 @@ class UserLoss(Objective):
     function: LossFunction
 
     def prepare(self, batch: Batch, label_weight: Float[Array, ""]) -> Batch:
-        """Returns the whole batch; with "num_labels" and "label_weight" where it has a "loss_mask" and no such arrays."""
+        """Returns the whole batch; adds "num_labels" and "label_weight" if it has a "loss_mask" and lacks them."""
         if "loss_mask" not in batch:
             return batch
-        # With them, a mean over the micro-batches is one over all labels, whichever micro-batch they are in.
+        # With them, a mean over the micro-batches is a mean over all labels, however these are split.
         num_labels = total_weight((batch["loss_mask"] != 0).astype(jnp.int32))
         whole = {"num_labels": num_labels, "label_weight": label_weight}
         return {name: as_divisor(of_batch) / self.micro_batches for name, of_batch in whole.items()} | batch
@@ -173,7 +172,7 @@ class UserLoss(Objective):
         """Returns the function's scalars divided by the number of micro-batches.
 
         Raises:
-          ValueError: the model has modules that predict further tokens, or the function returned something else.
+          ValueError: the model has multi-token prediction modules, or the function returned another type.
         """
         refuse_further_predictors(model.config)
         found = self.function(model, batch)
@@ -197,6 +196,30 @@ def as_objective(loss: Objective | LossFunction, micro_batches: int) -> Objectiv
     return UserLoss(loss, micro_batches=micro_batches)
 
 
+def can_overlap(objective: Objective) -> bool:
+    """Returns True if the objective can start from hidden states: its `of_states` belongs to its `__call__`. A subclass that
+    overrides only `__call__` cannot: its inherited `of_states` computes something else.
+    """
+    classes = type(objective).__mro__
+    of_states, call = (
+        next(place for place, kind in enumerate(classes) if name in vars(kind)) for name in ("of_states", "__call__")
+    )
+    return of_states <= call and classes[of_states] is not Objective
+
+
+def check_objective(objective: Objective, user: str) -> None:
+    """Raises if the objective cannot start from hidden states. `user` names the caller in the message.
+
+    Raises:
+      TypeError: it has no matching `of_states`.
+    """
+    if not can_overlap(objective):
+        raise TypeError(
+            f"an objective of {user} must have the function of_states beside its call, as train.NextToken has; a function "
+            "loss(model, batch) runs the layers itself: leave overlap_micro_batches and the mesh axis pipe out"
+        )
+
+
 def check_loss_function(function: LossFunction) -> None:
     """Refuses a function that cannot be called as loss(model, batch), and the older form with `mesh_axes` and options.
 
@@ -218,7 +241,7 @@ def check_loss_function(function: LossFunction) -> None:
 
 
 def check_mtp_loss_coef(config: ModelConfig, mtp_loss_coef: float) -> None:
-    """Refuses to train a model without training its modules that predict further tokens.
+    """Refuses to train a model without training its multi-token prediction modules.
 
     Raises:
       ValueError: the model has such modules and the coefficient of their loss is 0. Weight decay would shrink them, and the
@@ -232,7 +255,7 @@ def check_mtp_loss_coef(config: ModelConfig, mtp_loss_coef: float) -> None:
 
 
 def refuse_further_predictors(config: ModelConfig) -> None:
-    """Refuses a model with modules that predict further tokens, which a user's loss would leave behind.
+    """Refuses a model with multi-token prediction modules, which a user's loss would not train.
 
     Raises:
       ValueError: the model has such modules.
@@ -245,7 +268,7 @@ def refuse_further_predictors(config: ModelConfig) -> None:
 
 
 def name_of(function: LossFunction) -> str:
-    """Returns the loss's name, which a run's checkpoints hold: another loss would be another run."""
+    """Returns the loss's name, which a run's checkpoints record: another loss would be another run."""
     return getattr(function, "__qualname__", type(function).__qualname__)
 
 
@@ -268,7 +291,7 @@ def _check_result(found: Any) -> None:
 
 
 def move_expert_bias(expert_bias: nnx.State, expert_load: Int[Array, "moe_layers experts"], rate: float) -> nnx.State:
-    """Moves the biases of each stack, [layers, experts], by the load of its layers (`layers.balance.move_bias`).
+    """Updates the biases of each stack, [layers, experts], from the load of its layers (`layers.balance.move_bias`).
 
     `expert_load` is in the order of the layers. Without biases, or with rate 0, returns `expert_bias` itself.
 

@@ -1,7 +1,7 @@
-"""Calls a function of (model, batch) where the model's parameters lie: on one device, or on each device of a mesh.
+"""Calls a function of (model, batch) where the model's parameters are: on one device, or on each device of a mesh.
 
-Dropout of adapters follows from the step and the place alone (`with_dropout_seeds`). So a run that continues leaves out the
-same numbers as one that never stopped. A layer that is computed again in the backward pass leaves out the same as before.
+Dropout of adapters depends only on the step and the position (`with_dropout_seeds`). So a resumed run drops the same elements
+as an uninterrupted one, and a recomputed layer drops the same as before.
 """
 
 from collections.abc import Callable
@@ -26,7 +26,7 @@ from moe_jax.parallel.zero1 import stacked_specs
 from moe_jax.train.batch import Batch, batch_specs
 
 SEEDS = "dropout_seeds"
-"""The array [batch] of a batch inside a step; a pass takes that of its first row."""
+"""Name of a batch's array [batch] of seeds inside a step; a pass uses its first row's."""
 
 
 def on_devices(
@@ -40,49 +40,77 @@ def on_devices(
 ) -> Callable[[nnx.State, nnx.State, Batch], Any]:
     """Returns call(params, fixed, batch), which merges the model and returns function(model, batch).
 
-    With `parallelism` the call runs inside `jax.shard_map`: each device has its own tokens and its part of the parameters, and
-    `model.execution.spread` says so. The function must return the same on every device (`sum_over_devices`).
+    With `parallelism` the call runs inside `jax.shard_map`: each device has its own tokens and its part of the parameters, as
+    `model.execution.spread` describes. The function must return the same on every device (`sum_over_devices`).
 
     Args:
-      function: computes arrays of a model and a batch. It passes nothing on: the model carries its `execution`.
+      function: computes arrays from a model and a batch; the model carries its `execution`.
       graphdef: `nnx.graphdef(model)`.
       execution: the `Decoder.execution` of the merged model; default: unchanged. `parallelism` sets its `spread`.
-      parallelism: the mesh that the parameters lie on. None: one device, or all collectives left to XLA.
+      parallelism: the mesh of the parameters. None: one device, or all collectives left to XLA.
       differentiate: `function` returns (a scalar, aux), and the call ((scalar, aux), gradients) as `jax.value_and_grad` does.
-        Gradients are taken in `params`, in their dtypes and layout. `fixed` holds the rest of the model, whole on every
-        device, and gets none.
-      stack_over_data: gradients are not summed over the mesh axis `data`. A parameter of shape [...] has gradients [data, ...],
-        of which each device along `data` holds its own. `parallel.zero1.sum_to_parts` sums them. Needs `differentiate`.
+        Gradients are taken in `params`, in their dtypes and layout. `fixed` holds the rest of the model, whole on every device
+        and without gradients.
+      stack_over_data: gradients are not summed over the mesh axis `data`. A parameter of shape [...] has gradients [data, ...];
+        each device along `data` holds its own row. `parallel.zero1.sum_to_parts` sums them. Needs `differentiate`.
     """
     transform = partial(jax.value_and_grad, has_aux=True) if differentiate else lambda f: f
 
     def call_on(model: Decoder, batch: Batch) -> Any:
         return function(*ready_for_pass(model, batch))
 
-    def call(params: nnx.State, fixed: nnx.State, batch: Batch):
-        if parallelism is None:
+    if parallelism is None:
+
+        def alone(params: nnx.State, fixed: nnx.State, batch: Batch):
             return transform(lambda params: call_on(merged_model(graphdef, params, fixed, execution), batch))(params)
+
+        return alone
+
+    def local(params: nnx.State, fixed: nnx.State, batch: Batch, sharded: ShardedParameters, execution: Execution):
+        def of_parts(params: nnx.State):
+            return call_on(merged_model(graphdef, sharded.enter(params), fixed, execution), batch)
+
+        return transform(of_parts)(params)
+
+    return on_mesh(local, graphdef, execution, parallelism, has_gradients=differentiate, stack_over_data=stack_over_data)
+
+
+def on_mesh(
+    local: Callable[..., Any],
+    graphdef: nnx.GraphDef,
+    execution: Execution | None,
+    parallelism: Parallelism,
+    *,
+    has_gradients: bool,
+    stack_over_data: bool,
+) -> Callable[[nnx.State, nnx.State, Batch], Any]:
+    """Returns call(params, fixed, batch), which runs `local` on each device, inside `jax.shard_map`.
+
+    Args:
+      local: local(params, fixed, batch, sharded, execution) of the device's parts and rows. `execution` holds the spread. The
+        result is the same on every device; with `has_gradients` it is a pair with gradients laid out like the parts.
+      graphdef, execution, parallelism, stack_over_data: as in `on_devices`.
+    """
+
+    def call(params: nnx.State, fixed: nnx.State, batch: Batch):
         whole = merged_model(graphdef, params, fixed, execution)
         sharded = sharded_parameters(whole, params, parallelism)
-        on_mesh = replace(whole.execution, spread=spread_of(parallelism, sharded))
+        spread = replace(whole.execution, spread=spread_of(parallelism, sharded))
 
-        def local(params: nnx.State, fixed: nnx.State, batch: Batch):
-            def of_parts(params: nnx.State):
-                return call_on(merged_model(graphdef, sharded.enter(params), fixed, on_mesh), batch)
-
+        def on_device(params: nnx.State, fixed: nnx.State, batch: Batch):
             if not stack_over_data:
-                return transform(of_parts)(params)
-            # Parameters that vary over `data` get the gradients of this device's tokens alone.
+                return local(params, fixed, batch, sharded, spread)
+            # Parameters that vary over `data` get only the gradients of this device's tokens.
             params = jax.tree.map(lambda p: jax.lax.pcast(p, "data", to="varying"), params)
-            value, gradients = transform(of_parts)(params)
+            value, gradients = local(params, fixed, batch, sharded, spread)
             return value, jax.tree.map(lambda g: g[None], gradients)
 
         of_gradients = stacked_specs(sharded.specs) if stack_over_data else sharded.specs
         return jax.shard_map(
-            local,
+            on_device,
             mesh=parallelism.mesh,
             in_specs=(sharded.specs, PartitionSpec(), batch_specs(batch, parallelism)),
-            out_specs=(PartitionSpec(), of_gradients) if differentiate else PartitionSpec(),
+            out_specs=(PartitionSpec(), of_gradients) if has_gradients else PartitionSpec(),
         )(params, fixed, batch)
 
     return call
@@ -91,7 +119,7 @@ def on_devices(
 def merged_model(graphdef: nnx.GraphDef, params: nnx.State, fixed: nnx.State, execution: Execution | None = None) -> Decoder:
     """Returns the model of these arrays. `execution`, if given, becomes the defaults of its calls.
 
-    `fixed` may hold copies of the experts in FP8 beside the model's own arrays (`with_fp8_copies`).
+    `fixed` may also hold FP8 copies of the experts (`with_fp8_copies`).
     """
     copies, fixed = nnx.split_state(fixed, Fp8Copies, ...)
     model = nnx.merge(graphdef, params, fixed)
@@ -104,8 +132,8 @@ def merged_model(graphdef: nnx.GraphDef, params: nnx.State, fixed: nnx.State, ex
 def with_fp8_copies(graphdef: nnx.GraphDef, params: nnx.State, fixed: nnx.State, parallelism: Parallelism | None) -> nnx.State:
     """Returns `fixed` with FP8 copies of the experts' weights, for all micro-batches of a step.
 
-    Without copies, where a mesh splits the weights, each layer rounds the weights that it gathered. A pipeline makes the copies
-    of a rank inside (`pipeline_passes.fp8_copies_of_rank`).
+    If a mesh splits the weights, there are no copies: each layer rounds the weights that it gathered. A pipeline makes a rank's
+      copies itself (`pipeline_passes.fp8_copies_of_rank`).
 
     Raises:
       ValueError: experts that multiply in FP8, and a pipeline with another schedule than "uniform".
@@ -136,14 +164,14 @@ def sum_over_devices[Values](model: Decoder, values: Values) -> Values:
 def mean_over_devices[Values](model: Decoder, values: Values) -> Values:
     """Averages arrays over all devices that hold other tokens of the batch; returns them unchanged on one device.
 
-    Devices have equal numbers of rows, so that a mean over a device's rows becomes the mean over all rows.
+    Devices have equal numbers of rows, so the average of their means is the mean over all rows.
     """
     axes = model.execution.spread.mesh_axes
     return jax.lax.pmean(values, axes) if axes else values
 
 
 def sharded_parameters(model: Decoder, params: nnx.State, parallelism: Parallelism) -> ShardedParameters:
-    """Returns how the model's parameters lie on the devices of `parallelism`, and how layers gather them."""
+    """Returns the layout of the model's parameters on the devices of `parallelism`, and how layers gather them."""
     exchange = parallelism.expert_parallel
     # Shadows are copies of the weights in the model's dtype.
     in_fp8 = precision_of(model) is not None and (exchange is None or not exchange.shadow_experts)
@@ -158,7 +186,7 @@ def sharded_parameters(model: Decoder, params: nnx.State, parallelism: Paralleli
 
 
 def spread_of(parallelism: Parallelism, sharded: ShardedParameters) -> Spread:
-    """Returns the spread of a model's calls on the devices of `parallelism`."""
+    """Returns how a model's calls are spread over the devices of `parallelism`."""
     return Spread(
         expert=parallelism.expert_parallel,
         context=parallelism.context_parallel,

@@ -1,7 +1,7 @@
 """AdamW with gradient clipping, and a learning rate that warms up linearly and falls along a cosine.
 
-AdamW: Loshchilov and Hutter, 2019, https://arxiv.org/abs/1711.05101. The optimizer works in f32 whatever the parameters'
-dtype: `train.apply_gradients` hands it f32 gradients and masters.
+AdamW: Loshchilov and Hutter, 2019, https://arxiv.org/abs/1711.05101. The optimizer works in f32 for any dtype of parameters:
+`train.apply_gradients` passes it f32 gradients and masters.
 """
 
 import jax
@@ -9,13 +9,13 @@ import optax
 from jaxtyping import PyTree
 
 NOT_DECAYED = ("norm", "layernorm", "bias")
-"""Weight decay leaves out a parameter if a part of its path ends in one of these: scales and offsets, not matrices."""
+"""Weight decay skips a parameter if a part of its path ends in one of these: scales and offsets, not matrices."""
 
 
 def warmup_cosine(learning_rate: float, *, steps: int, warmup_steps: int | None = 0, min_ratio: float = 0.1) -> optax.Schedule:
     """Returns the schedule rate * (t+1)/(warmup+1) for t < warmup, then a cosine from rate to rate * min_ratio at t = steps.
 
-    `t` counts finished optimizer steps: the first step, t = 0, already learns a little. A warmup of None is a tenth of the
+    `t` counts finished optimizer steps: the first step, t = 0, already has a nonzero rate. A warmup of None is a tenth of the
     steps, at most 100.
     """
     if warmup_steps is None:
@@ -41,11 +41,11 @@ def make_optimizer(
     eps: float = 1e-8,
     moment_dtype: jax.typing.DTypeLike = jax.numpy.float32,
 ) -> optax.GradientTransformation:
-    """Returns AdamW behind a clip of the global gradient norm (None: no clip). Norms and biases do not decay.
+    """Returns AdamW after clipping the global gradient norm (None: no clipping). Norms and biases do not decay.
 
     Args:
-      moment_dtype: the dtype of both moments between steps. In bf16 they take half the memory. A second moment then moves in
-        steps of up to 0.8 %: 1 - b2 = 0.05 is large enough for these, 0.001 would not be.
+      moment_dtype: the dtype of both moments between steps. In bf16 they use half the memory. A second moment then changes in
+        steps of up to 0.8 %: 1 - b2 = 0.05 is large enough for that, 0.001 would not be.
 
     Raises:
       ValueError: moments below f32 with b2 above 0.99.

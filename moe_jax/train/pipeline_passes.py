@@ -1,9 +1,9 @@
-"""The passes of one rank of a pipeline: what the executors of `parallel.pipeline` run, for a model's layers and an objective.
+"""The passes of one rank of a pipeline: the functions that the executor of `parallel.pipeline` runs, for a model's layers and
+an objective.
 
-The embedding and the head are whole on every rank. The last rank deals the tokens of a micro-batch out to all ranks, and each
-computes the loss of its part. Modules that predict further tokens run with the loss, on whole rows: a rank that gets no row
-computes padding. The sums that the router's losses need of all layers travel with the tokens from rank to rank, and their
-gradients travel back.
+The embedding and the head are whole on every rank. The last rank distributes the tokens of a micro-batch to all ranks, and each
+computes the loss of its part. MTP modules run with the loss, on whole rows: a rank without a row computes padding. The router's
+sums over all layers travel with the tokens from rank to rank, and their gradients travel back.
 """
 
 import math
@@ -20,7 +20,7 @@ from jax import lax
 from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
-from moe_jax.kernels.varying import vary_as
+from moe_jax.kernels.shapes import vary_as
 from moe_jax.layers.moe import add_expert_gradients_to, fp8_copies
 from moe_jax.layers.passes import Chunk, Loop, SavedPlace, backward_loop, forward_loop, run_loops
 from moe_jax.layers.router_sums import RouterSums
@@ -29,17 +29,10 @@ from moe_jax.models.decoder import Decoder
 from moe_jax.models.execution import Execution
 from moe_jax.models.forward import Carry, StageLayers, StageRouting, stage_layers
 from moe_jax.models.output import HiddenStates
-from moe_jax.parallel.pipeline.chunks import (
-    join_layers,
-    layers_of_all_ranks,
-    layers_of_all_stages,
-    layers_of_chunk,
-    layers_of_rank,
-    layers_of_stages,
-)
-from moe_jax.parallel.pipeline.executor import PipelinePasses, Slot
+from moe_jax.parallel.pipeline.chunks import layers_of_chunk
+from moe_jax.parallel.pipeline.executor import PipelinePasses, Slot, layers_of_all_stages, layers_of_stages
 from moe_jax.parallel.pipeline.schedules import Schedule
-from moe_jax.parallel.pipeline.ticks import TickPass
+from moe_jax.parallel.pipeline.table import NO_PASS, PassRow
 from moe_jax.train.batch import Batch, micro_batch_at
 from moe_jax.train.gradients import zeros_of
 from moe_jax.train.micro_batch import LossRun, MicroBatchPasses, gradients_of_stage, sums_of_loop
@@ -47,13 +40,13 @@ from moe_jax.train.objective import Objective
 
 
 class _Moving(NamedTuple):
-    """The arrays that go from chunk to chunk; also their gradients, which go the other way."""
+    """The arrays that travel from chunk to chunk, or their gradients, which travel back."""
 
     x: Float[Array, "batch seq hidden"]
     router: Any
-    """The router's sums over the layers so far, one array for each float of `RouterSums`; None for dense layers."""
+    """The floats of the router's sums over the layers so far (`_parts`); None for dense layers."""
     counts: Any
-    """The same of its integers, which have no gradient."""
+    """The integers of these sums, which have no gradient."""
 
 
 class Totals(NamedTuple):
@@ -62,38 +55,37 @@ class Totals(NamedTuple):
     value: Float[Array, ""]
     aux: Any
     gradients: Any
-    """The sums of gradients; None in evaluation, as `embedded`."""
+    """The sums of gradients; None in evaluation, like `embedded`."""
     embedded: Any
-    """The gradients of what entered, [micro_batches + 1, batch, seq, hidden]; the last place takes what is not needed."""
+    """The gradients of the pipeline's inputs, [micro_batches + 1, batch, seq, hidden]; the last row is a dummy slot."""
     router: RouterSums | None
-    """The sums of the rank's layers, stacked."""
+    """The router's sums of the rank's layers, stacked."""
 
 
 @dataclass
 class RankPasses:
-    """The passes of a rank. The parameters have the rank's layers along one axis, and `fixed` is whole."""
+    """The passes of a rank. Parameters have the rank's layers along one axis; `fixed` is replicated."""
 
     micro: MicroBatchPasses
-    """The passes of a micro-batch, of which a pipeline takes what lies outside the layers."""
-    chunks: int
+    """Embedding, loss and head of a micro-batch; the pipeline runs the layers itself."""
+    schedule: Schedule
+    """The schedule whose stages are the rank's chunks."""
     stacked: Batch
     scalars: Batch
     entering: Float[Array, "micro_batches batch seq hidden"] | None = None
-    """The outputs of dense layers before the pipeline (`pipeline_front`); None without such layers."""
-    schedule: Schedule | None = None
-    """The schedule whose stages are the rank's chunks; None: those of `chunks.to_chunks`."""
+    """The outputs of dense layers before the pipeline (`pipelined.Front`); None without such layers."""
     divided: bool = False
-    """The layers' matrices have tickets (`layers.tickets`), so that backward passes have two halves, b and W."""
+    """True if the layers' matrices have tickets (`layers.tickets`), which split backward passes into b and W."""
     copies: nnx.State = field(default_factory=lambda: nnx.State({}))
-    """Copies in FP8 of the experts of the rank's layers (`fp8_copies_of_rank`); without, each pass makes its own."""
+    """FP8 copies of the experts of the rank's layers (`fp8_copies_of_rank`); if empty, each pass makes its own."""
     saved_structure: Any = None
-    """The structure of what the last traced forward pass saved."""
+    """The tree structure of the residuals of the last traced forward pass."""
 
     def of_pipeline(self, *, divides: bool = False) -> PipelinePasses:
-        """Returns the passes as an executor needs them; `divides`: with b and W.
+        """Returns the passes for an executor; `divides`: with b and W.
 
-        Recomputed layers need tickets in b alone. Otherwise what a forward pass saves must be what b needs, and a whole B is b
-        and then W.
+        Recomputed layers need tickets only in b. Otherwise a forward pass must save the residuals of b, and a whole B is b
+        followed by W.
         """
         remat = self.micro.execution.remat
         memory = jax.memory.Space.Host if remat == "offload" else jax.memory.Space.Device
@@ -113,7 +105,7 @@ class RankPasses:
         """Returns the totals before the first micro-batch."""
         moving = self.enter(0)
         gradients = self.micro.zeros()
-        found = jax.eval_shape(lambda: self.loss_run(0, lax.axis_size("pipe") - 1, moving, gradients))
+        found = jax.eval_shape(lambda: self.loss_run(0, lax.axis_size("pipe") - 1, moving, gradients)[0])
         value, aux = zeros_of((found.value, found.aux))
         embedded = self._vary(jnp.zeros((len(self.stacked["tokens"]) + 1, *moving.x.shape), moving.x.dtype))
         return Totals(value, aux, gradients, embedded, self.zeros_of_layers())
@@ -126,7 +118,7 @@ class RankPasses:
         return jax.tree.map(lambda a: self._vary(jnp.zeros((held, *a.shape[1:]), a.dtype)), routing.sums)
 
     def enter(self, i) -> _Moving:
-        """Embeds the tokens of a micro-batch, or takes what dense layers made of them."""
+        """Embeds the tokens of a micro-batch, or returns the output of the dense layers for them."""
         x = self.micro.enter(micro_batch_at(self.stacked, i)).carry.x if self.entering is None else self.entering[i]
         x = self._vary(x)
         if (routing := self._routing) is None:
@@ -134,11 +126,11 @@ class RankPasses:
         floats, counts = _parts(jax.tree.map(lambda a: self._vary(jnp.zeros(a.shape[1:], a.dtype)), routing.sums))
         return _Moving(x, floats, counts)
 
-    def forward(self, of_tick: TickPass, moving: _Moving, slot: Slot | None = None):
-        """Returns a chunk's forward pass, and how its result is counted."""
+    def forward(self, at: PassRow, moving: _Moving, slot: Slot | None = None):
+        """Returns a chunk's forward pass, and the function that counts its result."""
         # The sums' values are not read forward. Zeros keep the sums out of the loop, which would copy them.
-        layers, arrays = self._stage(of_tick, self.micro.zeros())
-        chunk = self._chunk(of_tick)
+        layers, arrays = self._stage(at, self.micro.zeros())
+        chunk = self._chunk(at)
         place = None
         if slot is not None:
             place = SavedPlace([a.reshape(-1, *a.shape[2:]) for a in slot.slots], slot.number * chunk.num_layers)
@@ -147,7 +139,7 @@ class RankPasses:
         def leaves(saved) -> list[Array]:
             if slot is not None:
                 return [a.reshape(-1, chunk.num_layers, *a.shape[1:]) for a in saved]
-            # The pipeline keeps leaves, because two traces of a pullback are two tree structures with the same leaves.
+            # The pipeline keeps leaves, because two traces of a pullback have different tree structures with the same leaves.
             arrays, self.saved_structure = jax.tree.flatten(saved)
             return arrays
 
@@ -174,22 +166,22 @@ class RankPasses:
 
         return loop, finish
 
-    def backward(self, of_tick: TickPass, saved, dy: _Moving, totals: Totals):
+    def backward(self, at: PassRow, saved, dy: _Moving, totals: Totals):
         """Returns a chunk's backward pass, which adds to the sums of gradients."""
         if not self.divided:
-            return self._backward(backward_loop, lambda _, run: gradients_of_stage(run), of_tick, saved, dy, totals)
-        loop, finish = self.inputs_backward(of_tick, saved, dy, totals)
+            return self._backward(backward_loop, lambda _, run: gradients_of_stage(run), at, saved, dy, totals)
+        loop, finish = self.inputs_backward(at, saved, dy, totals)
 
         def finish_both(run):
             dx, product, totals = finish(run)
-            return dx, self.run(self.weights_backward(of_tick, product, totals))[0]
+            return dx, self.run(self.weights_backward(at, product, totals))[0]
 
         return loop, finish_both
 
-    def inputs_backward(self, of_tick: TickPass, saved, dy: _Moving, totals: Totals):
-        """Returns b of a chunk, which adds the gradients of vectors; its product are the operands of those of matrices."""
+    def inputs_backward(self, at: PassRow, saved, dy: _Moving, totals: Totals):
+        """Returns b of a chunk, which adds the vectors' gradients; its product is the operands of the matrices' gradients."""
         loop, finish = self._backward(
-            inputs_backward, lambda stage, run: nnx.merge_state(stage, run.vectors), of_tick, saved, dy, totals
+            inputs_backward, lambda stage, run: nnx.merge_state(stage, run.vectors), at, saved, dy, totals
         )
 
         def finish_inputs(run):
@@ -198,29 +190,29 @@ class RankPasses:
 
         return loop, finish_inputs
 
-    def weights_backward(self, of_tick: TickPass, product, totals: Totals):
-        """Returns W of a chunk, which adds the gradients of matrices."""
-        loop = weights_backward(product, totals.gradients["stages"][self.stage], self._chunk(of_tick))
+    def weights_backward(self, at: PassRow, product, totals: Totals):
+        """Returns W of a chunk, which adds the matrices' gradients."""
+        loop = weights_backward(product, totals.gradients["stages"][self.stage], self._chunk(at))
         return loop, partial(self._with_stage, totals)
 
-    def _backward(self, loop_of: Callable, sums_after: Callable, of_tick: TickPass, saved, dy: _Moving, totals: Totals):
-        """Returns the loop `loop_of` of a chunk, and its (gradient of the input, totals); `sums_after` is of (stage, run)."""
-        layers, arrays = self._stage(of_tick, totals.gradients)
-        # The executor has copied what was offloaded back to the device.
+    def _backward(self, loop_of: Callable, sums_after: Callable, at: PassRow, saved, dy: _Moving, totals: Totals):
+        """Returns the loop `loop_of` of a chunk, and the function from its run to (gradient of the input, totals)."""
+        layers, arrays = self._stage(at, totals.gradients)
+        # The executor has already copied offloaded residuals back to the device.
         layers = layers._replace(remat=bool(layers.remat))
         saved = jax.tree.unflatten(self.saved_structure, saved)
         stage = totals.gradients["stages"][self.stage]
         sums = sums_of_loop(stage, arrays)
-        loop = loop_of(layers, arrays, saved, Carry(dy.x, None), self._droutings(dy), sums, self._chunk(of_tick))
+        loop = loop_of(layers, arrays, saved, Carry(dy.x, None), self._droutings(dy), sums, self._chunk(at))
 
         def finish(run):
-            # The sums over layers are sums: their gradient is the same for all layers.
+            # The gradient of a sum over layers is the same for each layer.
             return _Moving(run.dx.x, dy.router, dy.counts), self._with_stage(totals, sums_after(stage, run))
 
         return loop, finish
 
     def _with_stage(self, totals: Totals, stage: nnx.State) -> Totals:
-        """Returns the totals with other sums of the gradients of the rank's layers."""
+        """Returns the totals with new gradient sums for the rank's layers."""
         return totals._replace(gradients=nnx.merge_state(totals.gradients, nnx.State({"stages": {self.stage: stage}})))
 
     def run(self, *passes: tuple[Loop, Any]) -> tuple:
@@ -230,11 +222,11 @@ class RankPasses:
 
     def loss(self, i, last_rank: int, finished: _Moving, totals: Totals) -> tuple[_Moving, Totals]:
         """Computes the objective of a micro-batch, and its gradients."""
-        found = self.loss_run(i, last_rank, finished, totals.gradients)
+        found, dx, droutings = self.loss_run(i, last_rank, finished, totals.gradients)
         totals = totals._replace(
             value=totals.value + found.value, aux=jax.tree.map(jnp.add, totals.aux, found.aux), gradients=found.gradients
         )
-        return _Moving(found.dx, found.droutings, jax.tree.map(jnp.zeros_like, finished.counts)), totals
+        return _Moving(dx, droutings, jax.tree.map(jnp.zeros_like, finished.counts)), totals
 
     def loss_run(self, i, last_rank: int, finished: _Moving, gradients: nnx.State) -> LossRun:
         """Computes the objective of the tokens that left the last layer, on `last_rank`, and its gradients."""
@@ -246,7 +238,7 @@ class RankPasses:
         return value(self.micro.model(), finished.x, finished.router)
 
     def _objective_of(self, i, last_rank: int, finished: _Moving) -> Callable[[Decoder, Any, Any], tuple[Array, Any]]:
-        """Returns the function (model, x, router) -> (value, aux), of which every rank computes its part of the tokens."""
+        """Returns the function (model, x, router) -> (value, aux), which every rank computes for its part of the tokens."""
         ranks, rank = lax.axis_size("pipe"), lax.axis_index("pipe")
         is_last = rank == last_rank
         batch = micro_batch_at(self.stacked, i)
@@ -266,14 +258,14 @@ class RankPasses:
 
         return value
 
-    def leave(self, of_tick: TickPass, dx: _Moving, totals: Totals) -> Totals:
-        """Keeps the gradients of what entered for a micro-batch."""
-        place = jnp.where(of_tick.exists, of_tick.micro_batch, len(totals.embedded) - 1)
+    def leave(self, at: PassRow, dx: _Moving, totals: Totals) -> Totals:
+        """Stores the gradient of the embedded tokens of one micro-batch."""
+        place = jnp.where(at.is_first, at.micro_batch, len(totals.embedded) - 1)
         embedded = lax.dynamic_update_index_in_dim(totals.embedded, dx.x.astype(totals.embedded.dtype), place, 0)
         return totals._replace(embedded=embedded)
 
     def aux_of_layers(self, aux: Any, own: RouterSums | None) -> Any:
-        """Returns aux with the statistics of all layers; `own` is of the rank's layers."""
+        """Returns aux with the statistics of all layers; `own` has the rank's layers."""
         if own is None:
             return aux
         spread = self.micro.execution.spread
@@ -284,12 +276,12 @@ class RankPasses:
 
     @property
     def num_layers(self) -> int:
-        """The repeats of a body of layers that lie in the pipeline, without those that fill up chunks."""
+        """The number of repeats of a body of layers in the pipeline, without padding."""
         return self.micro.model().config.stages[self.stage].repeats
 
     @property
     def stage(self) -> int:
-        """The number of the stage that lies in the pipeline."""
+        """The number of the stage in the pipeline."""
         return self.micro.num_stages - 1
 
     @cached_property
@@ -297,24 +289,23 @@ class RankPasses:
         """The shapes of a chunk's routing; None for dense layers."""
         if not self.micro.model().config.stages[self.stage].sparse:
             return None
-        of_tick = TickPass(jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32), jnp.zeros((), bool))
         x = self.micro.enter(micro_batch_at(self.stacked, 0)).carry.x
 
         def routing(x):
-            layers, arrays = self._stage(of_tick, self.micro.zeros())
-            (run,) = run_loops(forward_loop(layers, arrays, Carry(self._vary(x), None), self._chunk(of_tick)))
+            layers, arrays = self._stage(NO_PASS, self.micro.zeros())
+            (run,) = run_loops(forward_loop(layers, arrays, Carry(self._vary(x), None), self._chunk(NO_PASS)))
             return run.y
 
         return jax.eval_shape(routing, x)
 
     def _droutings(self, dy: _Moving):
-        """Returns the gradients of a chunk's routing: those of the sums over layers, for each layer; None for dense layers."""
+        """Returns the gradients of a chunk's routing: each layer's is the gradient of the sum; None for dense layers."""
         if self._routing is None:
             return None
         gradients = iter(jax.tree.leaves(dy.router))
 
         def of_leaf(shape) -> Any:
-            # The routing's only floats are those of its sums.
+            # The routing's only floats are in its sums.
             if not jnp.issubdtype(shape.dtype, jnp.floating):
                 return np.zeros(shape.shape, jax.dtypes.float0)
             gradient = jnp.broadcast_to(next(gradients), shape.shape)
@@ -323,14 +314,14 @@ class RankPasses:
 
         return jax.tree.map(of_leaf, self._routing)
 
-    def _stage(self, of_tick: TickPass, gradients: nnx.State) -> StageLayers:
+    def _stage(self, at: PassRow, gradients: nnx.State) -> StageLayers:
         """Returns the rank's layers for a micro-batch; in place, with the sums of the experts' gradients as accumulators."""
         micro = self.micro
-        entered = micro.enter(micro_batch_at(self.stacked, of_tick.micro_batch))
+        entered = micro.enter(micro_batch_at(self.stacked, at.micro_batch))
         fixed, others = nnx.split_state(micro.fixed, lambda path, _: path[:2] == ("stages", self.stage), ...)
         whole = entered.per_layer[self.stage]._replace(exists=jnp.ones(self.num_layers, bool)), fixed
         per_layer, fixed = self._vary(self._of_rank(whole))
-        per_layer = per_layer._replace(exists=per_layer.exists & of_tick.exists)
+        per_layer = per_layer._replace(exists=per_layer.exists & at.exists)
         stage = replace(micro, fixed=nnx.merge_state(fixed, others, self.copies)).model().stages[self.stage]
         if self.divided:
             defer_weight_gradients(stage, self._vary(entered.carry.x))
@@ -338,46 +329,37 @@ class RankPasses:
             add_expert_gradients_to(stage, gradients["stages"][self.stage], in_stacks=True)
         return stage_layers(stage, self.stage, self._vary(entered.inputs), per_layer, micro.execution)
 
-    def _chunk(self, of_tick: TickPass) -> Chunk:
-        return Chunk(of_tick.chunk * self._layers_of_chunk, self._layers_of_chunk)
+    def _chunk(self, at: PassRow) -> Chunk:
+        return Chunk(at.chunk * self._layers_of_chunk, self._layers_of_chunk)
 
     @property
     def _layers_of_chunk(self) -> int:
-        if self.schedule is not None:
-            return layers_of_chunk(self.num_layers, 1, self.schedule.num_stages)
-        return layers_of_chunk(self.num_layers, lax.axis_size("pipe"), self.chunks)
+        return layers_of_chunk(self.num_layers, 1, self.schedule.num_stages)
 
     def _of_rank(self, stacked):
         """Returns the rank's layers of arrays [layers, ...], in the order of the parameters."""
-        if self.schedule is not None:
-            return layers_of_stages(stacked, self.schedule, self._layers_of_chunk, lax.axis_index("pipe"))
-        return layers_of_rank(stacked, lax.axis_size("pipe"), self.chunks, lax.axis_index("pipe"))
+        return layers_of_stages(stacked, self.schedule, self._layers_of_chunk, lax.axis_index("pipe"))
 
     def _of_all_ranks(self, own):
         """Returns arrays of the rank's layers as [layers, ...], zeros for the layers of other ranks."""
-        if self.schedule is not None:
-            placed = layers_of_all_stages(own, self.schedule, self._layers_of_chunk, lax.axis_index("pipe"))
-            return jax.tree.map(lambda a: a[: self.num_layers], placed)
-        placed = layers_of_all_ranks(own, lax.axis_size("pipe"), self.chunks, lax.axis_index("pipe"))
-        return jax.tree.map(lambda a: join_layers(a, self.num_layers), placed)
+        placed = layers_of_all_stages(own, self.schedule, self._layers_of_chunk, lax.axis_index("pipe"))
+        return jax.tree.map(lambda a: a[: self.num_layers], placed)
 
     def _router_sums(self, finished: _Moving, is_last) -> RouterSums:
-        """Returns sums of as many layers as the pipeline has, all in the first: losses need the sum over layers alone."""
+        """Returns sums shaped for all layers, with the total in the first one: losses need only the sum over layers."""
         if self._routing is None:
             return self._vary(RouterSums.of_no_layer(1))
-        joined = _joined(
-            jax.tree.map(lambda a: jnp.where(is_last, a, 0), (finished.router, finished.counts)), self._routing.sums
-        )
+        joined = _joined(*jax.tree.map(lambda a: jnp.where(is_last, a, 0), (finished.router, finished.counts)))
         padded = jax.tree.map(lambda a: jnp.pad(a[None], [(0, self.num_layers - 1), *[(0, 0)] * a.ndim]), joined)
         return self._routing.in_order(padded)
 
     def _vary(self, arrays):
-        """Casts arrays to vary over all mesh axes along which devices have tokens or layers of their own."""
+        """Casts arrays to vary over all mesh axes along which devices have different tokens or layers."""
         return vary_as(arrays, (self.micro.params, self.stacked, lax.axis_index("pipe")))
 
 
 def _deal(x: Array, ranks: int, by_rows: bool) -> Array:
-    """Returns [batch, seq, ...] as parts of the ranks, the last filled up with zeros.
+    """Splits [batch, seq, ...] into parts for the ranks, zero-padded at the end.
 
     `by_rows`: [ranks, rows of a rank, seq, ...]; else [ranks, 1, tokens of a rank, ...].
     """
@@ -387,33 +369,33 @@ def _deal(x: Array, ranks: int, by_rows: bool) -> Array:
     return filled.reshape(ranks, -1, *x.shape[1:]) if by_rows else filled.reshape(ranks, 1, -1, *x.shape[2:])
 
 
-def _parts(sums: RouterSums) -> tuple[list[Array], list[Array]]:
-    """Returns the floats and the integers of the sums."""
-    leaves = jax.tree.leaves(sums)
-    return [a for a in leaves if jnp.issubdtype(a.dtype, jnp.floating)], [
-        a for a in leaves if not jnp.issubdtype(a.dtype, jnp.floating)
-    ]
+def _parts(sums: RouterSums) -> tuple[RouterSums, RouterSums]:
+    """Returns the floats and the integers of the sums, each with None instead of the others."""
+
+    def is_float(a) -> bool:
+        return jnp.issubdtype(a.dtype, jnp.floating)
+
+    floats = jax.tree.map(lambda a: a if is_float(a) else None, sums)
+    return floats, jax.tree.map(lambda a: None if is_float(a) else a, sums)
 
 
-def _joined(parts: tuple[list[Array], list[Array]], like: RouterSums) -> RouterSums:
-    """Inverse of `_parts`."""
-    floats, counts = iter(parts[0]), iter(parts[1])
-    leaves, structure = jax.tree.flatten(like)
-    return jax.tree.unflatten(structure, [next(floats if jnp.issubdtype(a.dtype, jnp.floating) else counts) for a in leaves])
+def _joined(floats: RouterSums, counts: RouterSums) -> RouterSums:
+    """Inverts `_parts`."""
+    return jax.tree.map(lambda f, c: c if f is None else f, floats, counts, is_leaf=lambda a: a is None)
 
 
 def passes_of_layers(
     objective: Objective, graphdef: nnx.GraphDef, params: nnx.State, fixed: nnx.State, execution: Execution, mesh: Mesh
 ) -> MicroBatchPasses:
-    """Returns the passes of a micro-batch through the rank's layers, whose parameters lie along one axis."""
+    """Returns the passes of a micro-batch through the rank's layers, with parameters along one axis."""
     spread = execution.spread
     shadows = spread.expert is not None and spread.expert.shadow_experts > 0
-    # Where experts lie whole on their device, kernels read their weights inside the stack, and add to their sums there.
+    # If experts are whole on their device, kernels read their weights inside the stack, and add to their sums there.
     in_place = not shadows and all(mesh.shape[axis] == 1 for axis in ("fsdp", "context"))
     passes = MicroBatchPasses(objective, graphdef, params, fixed, execution, in_place)
     if not in_place or spread.layer_gathers is None:
         return passes
-    # The experts are then not among the arrays of a layer that its gather is given.
+    # The gather of a layer then does not receive the experts.
     number = passes.num_stages - 1
     paths = [path for path, _ in nnx.to_flat_state(params["stages"][number])]
     gathers = list(spread.layer_gathers)
@@ -423,9 +405,8 @@ def passes_of_layers(
 
 
 def fp8_copies_of_rank(micro: MicroBatchPasses, mesh: Mesh) -> nnx.State:
-    """Returns copies in FP8 of the experts of the rank's layers, for all micro-batches of a step.
-
-    None are made in the model's own dtype, and where a mesh splits the weights inside the rank.
+    """Returns FP8 copies of the experts of the rank's layers, for all micro-batches of a step. Empty if experts compute in the
+    model's dtype, or a mesh splits the weights inside the rank.
     """
     if any(size > 1 for axis, size in mesh.shape.items() if axis not in ("data", "pipe")):
         return nnx.State({})

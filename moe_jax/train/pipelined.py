@@ -1,35 +1,35 @@
 """Gradients and values of a model in a pipeline: each rank along `pipe` runs its own layers on every micro-batch.
 
-The executors of `parallel.pipeline` order the passes of `train.pipeline_passes`: `executor` in uniform ticks, and
-`table_executor` in any other schedule.
+`parallel.pipeline.executor` runs the passes of `train.pipeline_passes` in the order of a schedule.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 from jaxtyping import Array, Float
 
 from moe_jax.models.decoder import Decoder
 from moe_jax.models.execution import Execution
+from moe_jax.models.forward import Carry, run_stage
 from moe_jax.parallel.choices import UNIFORM
 from moe_jax.parallel.layout import lies_in_chunks, parameter_path
 from moe_jax.parallel.parallelism import Parallelism
-from moe_jax.parallel.pipeline.chunks import from_stages, layers_of_chunk, stage_in_pipe, to_stages
-from moe_jax.parallel.pipeline.executor import run_forward_ticks, run_ticks
+from moe_jax.parallel.pipeline.chunks import layers_of_chunk, stage_in_pipe
+from moe_jax.parallel.pipeline.executor import from_stages, run_table, to_stages
 from moe_jax.parallel.pipeline.limits import schedule_by_name, split_axes, split_problem
 from moe_jax.parallel.pipeline.schedules import Schedule
-from moe_jax.parallel.pipeline.table import lockstep_table, undivided
-from moe_jax.parallel.pipeline.table_executor import run_table
+from moe_jax.parallel.pipeline.table import forward_only, lockstep_table, undivided
+from moe_jax.parallel.pipeline.ticks import uniform
 from moe_jax.train.batch import Batch, micro_batches_of
 from moe_jax.train.gradients import Gradients, GradientsFn, sum_on_mesh, zeros_of
-from moe_jax.train.objective import Objective
+from moe_jax.train.micro_batch import MicroBatchPasses
+from moe_jax.train.objective import Objective, check_objective
 from moe_jax.train.on_devices import merged_model, on_devices
-from moe_jax.train.overlap import check_objective
-from moe_jax.train.pipeline_front import Front
 from moe_jax.train.pipeline_passes import RankPasses, Totals, fp8_copies_of_rank, passes_of_layers
 
 
@@ -40,25 +40,26 @@ def accumulate_pipelined(
     parallelism: Parallelism,
     micro_batches: int,
 ) -> GradientsFn:
-    """Returns what `gradients.accumulate` returns, for parameters of `parallel.pipeline.chunks.to_chunks`.
+    """Like `gradients.accumulate`, for parameters of `parallel.pipeline.chunks.to_chunks`.
 
-    The passes have the order of `parallelism.pipe_schedule`. In uniform ticks each tick computes a chunk forward for one
-    micro-batch beside a chunk backward for another, in one loop over the layers. With "uniform-w" some gradients of weights are
-    put off to the end. Where matrices are split inside a pipeline's rank, DualPipe and DualPipeV compute whole backward passes
-    in place of b, and no W apart.
+    The passes run in the order of `parallelism.pipe_schedule`. A uniform tick computes a chunk's forward pass for one
+    micro-batch and a chunk's backward pass for another, in one loop over the layers. "uniform-w" postpones some gradients of
+    weights to the end. If matrices are split inside a pipeline's rank, DualPipe and DualPipeV compute whole backward passes
+    instead of separate b and W.
 
     Args:
-      objective: one that has `of_states`, and whose value is a sum over tokens. It sees the tokens of a micro-batch in as many
-        parts as there are ranks, along one axis. If the model has modules that predict further tokens, parts are whole rows.
+      objective: one that has `of_states`, and whose value is a sum over tokens. It gets the tokens of a micro-batch in one part
+        per rank, along one axis. If the model has MTP modules, parts are whole rows.
 
     Raises:
       TypeError: an objective that works on batches alone.
       ValueError: a schedule that the mesh refuses (`schedule_of`, `check_branches`), or one from a table with
-        remat="offload". At the first call, parameters that lie otherwise.
+        remat="offload". A number of layers as `remat`. At the first call, parameters in another layout.
     """
     check_objective(objective, "a pipeline")
     name = parallelism.pipe_schedule
-    schedule = table = None
+    if execution.num_kept:
+        raise ValueError(f"remat={execution.num_kept} needs a mesh without pipe: give remat True, False or 'offload'")
     if name not in UNIFORM:
         if execution.remat == "offload":
             raise ValueError(
@@ -66,21 +67,14 @@ def accumulate_pipelined(
                 "take that schedule, or remat True or False"
             )
         check_branches(parallelism)
-        schedule = schedule_of(parallelism, micro_batches)
-        table = lockstep_table(schedule)
-    elif name == "uniform-w":
-        schedule_of(parallelism, micro_batches)
-    divides = name == "uniform-w" if table is None else ("W",) in table.kinds
+    schedule = schedule_of(parallelism, micro_batches)
+    table = lockstep_table(schedule)
 
     def sum_of(params: nnx.State, fixed: nnx.State, execution: Execution, stacked: Batch, scalars: Batch) -> Gradients:
         own = _layers_of_rank(params, schedule)
         front = Front(passes_of_layers(objective, graphdef, own, fixed, execution, parallelism.mesh), stacked)
         passes = _rank_passes(front, scalars, parallelism, schedule)
-        pipeline = passes.of_pipeline(divides=divides)
-        if table is None:
-            totals = run_ticks(pipeline, passes.chunks, micro_batches, passes.zeros())
-        else:
-            totals = run_table(pipeline, table, passes.zeros())
+        totals = run_table(passes.of_pipeline(divides="W" in table.kinds), table, passes.zeros())
         gradients = _gradients_of_chunks(front.backward(totals.embedded[:-1], totals.gradients), params, schedule)
         return Gradients(totals.value, passes.aux_of_layers(totals.aux, totals.router), gradients)
 
@@ -91,51 +85,125 @@ def accumulate_pipelined(
 def evaluate_pipelined(
     objective: Objective, graphdef: nnx.GraphDef, parallelism: Parallelism, micro_batches: int
 ) -> Callable[[nnx.State, nnx.State, Batch], tuple[Float[Array, ""], Any]]:
-    """Returns evaluated(params, fixed, batch) -> (value, aux), whose micro-batches flow through the ranks one behind another.
+    """Returns evaluated(params, fixed, batch) -> (value, aux), which streams micro-batches through the ranks.
 
-    Arguments, micro-batches and errors as in `accumulate_pipelined`, and value and aux equal those. Layers keep nothing for a
-    backward pass. A step of m micro-batches takes m v + p - 1 ticks, if the p ranks divide m: with few micro-batches most ranks
-    wait.
+    Arguments, micro-batches, errors, value and aux are the same as in `accumulate_pipelined`. Layers save no residuals. A step
+    of m micro-batches needs m v + p - 1 ticks, if the p ranks divide m: with few micro-batches most ranks wait.
     """
     check_objective(objective, "a pipeline")
 
     def of_device(model: Decoder, batch: Batch) -> tuple[Array, Any]:
         graph, params, *rest = nnx.split(model, nnx.Param, ...)
         (fixed,) = rest
-        # With remat a chunk saves its layers' inputs alone, and XLA removes a stack that nothing reads.
+        # With remat a chunk saves only its layers' inputs, and XLA removes a stack that nothing reads.
         execution = replace(model.execution, remat=True)
-        micro = passes_of_layers(objective, graph, _layers_of_rank(params), fixed, execution, parallelism.mesh)
+        # Layers are stored as uniform ticks need them, so an evaluation sends none to other ranks.
+        schedule = uniform(*parallelism.pipe, micro_batches)
+        micro = passes_of_layers(objective, graph, _layers_of_rank(params, schedule), fixed, execution, parallelism.mesh)
         stacked, scalars = micro_batches_of(batch, micro_batches)
-        return _evaluated(_rank_passes(Front(micro, stacked), scalars, parallelism), micro_batches)
+        return _evaluated(_rank_passes(Front(micro, stacked), scalars, parallelism, schedule))
 
     return _checked(on_devices(of_device, graphdef, parallelism=parallelism), graphdef, parallelism)
 
 
-def _evaluated(passes: RankPasses, micro_batches: int) -> tuple[Array, Any]:
-    """Runs the rank's passes."""
+@dataclass(frozen=True)
+class Front:
+    """The computation before the pipeline: the embedding, and dense first layers as in DeepSeek-V3.
 
-    def forward(of_tick, moving):
-        ((output, _, count),) = passes.run(passes.forward(of_tick, moving))
-        return output, count
+    Rank r computes the dense layers of micro-batches g p + r. They run before the first tick, and again, with their backward
+    pass, after the last tick: the ranks share the work evenly. During the step every rank has their outputs for all
+      micro-batches, and the outputs' gradients. Without dense layers the first rank embeds each micro-batch in the tick in
+      which it enters. All of this is inside `jax.shard_map` over `pipe`.
+    """
 
-    def loss(i, finished, totals: Totals) -> Totals:
+    micro: MicroBatchPasses
+    stacked: Batch
+
+    def forward(self) -> Float[Array, "micro_batches batch seq hidden"] | None:
+        """Computes the dense layers of all micro-batches; returns the outputs on every rank, None without such layers."""
+        if not self._num_stages:
+            return None
+
+        def run(batch: Batch) -> Array:
+            return self._run(self.micro.params, self.micro.enter(batch).carry.x, batch)
+
+        outputs = lax.all_gather(lax.map(run, self._of_rank), "pipe", axis=1)
+        return outputs.reshape(-1, *outputs.shape[2:])[: len(self.stacked["tokens"])]
+
+    def backward(self, dx: Float[Array, "micro_batches batch seq hidden"], gradients: nnx.State) -> nnx.State:
+        """Adds the gradients of dense layers and embedding to `gradients`.
+
+        Args:
+          dx: the gradients of the pipeline's inputs, on the first rank; zeros on the others.
+        """
+        if not self._num_stages:
+            tokens, dx = (x.reshape(-1, *x.shape[2:]) for x in (self.stacked["tokens"], dx))
+            return self.micro.embedding(tokens, dx, gradients)
+        layers, outside = self._split(self.micro.params)
+
+        def add(sums: nnx.State, of_micro_batch: tuple[Batch, Array]) -> tuple[nnx.State, Array]:
+            batch, dy = of_micro_batch
+
+            def run(layers: nnx.State, x) -> Array:
+                return self._run(nnx.merge_state(layers, outside), x, batch)
+
+            own, dx = jax.vjp(run, layers, self.micro.enter(batch).carry.x)[1](dy)
+            return jax.tree.map(lambda a, g: a + g.astype(a.dtype), sums, own), dx
+
+        ranks = lax.axis_size("pipe")
+        filled = jnp.pad(dx, [(0, -len(dx) % ranks), *[(0, 0)] * (dx.ndim - 1)])
+        dy = lax.psum_scatter(filled.reshape(-1, ranks, *dx.shape[1:]), "pipe", scatter_dimension=1, tiled=False)
+        sums, of_others = self._split(gradients)
+        sums, dx = lax.scan(add, sums, (self._of_rank, dy))
+        tokens, dx = (x.reshape(-1, *x.shape[2:]) for x in (self._of_rank["tokens"], dx))
+        return self.micro.embedding(tokens, dx, nnx.merge_state(sums, of_others))
+
+    def _run(self, params: nnx.State, x: Float[Array, "batch seq hidden"], batch: Batch) -> Float[Array, "batch seq hidden"]:
+        """Runs the dense layers on a micro-batch."""
+        model, entered, carry = self.micro.model(params), self.micro.enter(batch), Carry(x, None)
+        for number in range(self._num_stages):
+            of_stage = entered.per_layer[number]
+            carry, _ = run_stage(model.stages[number], number, entered.inputs, of_stage, carry, self.micro.execution)
+        return carry.x
+
+    @property
+    def _of_rank(self) -> Batch:
+        """The micro-batches of the rank, stacked. An incomplete group is filled with copies of the last one."""
+        ranks, last = lax.axis_size("pipe"), len(self.stacked["tokens"]) - 1
+        own = jnp.minimum(jnp.arange(last // ranks + 1) * ranks + lax.axis_index("pipe"), last)
+        return {name: x[own] for name, x in self.stacked.items()}
+
+    @property
+    def _num_stages(self) -> int:
+        return self.micro.num_stages - 1
+
+    def _split(self, tree: nnx.State) -> tuple[nnx.State, nnx.State]:
+        """Splits a tree of parameters into (the dense layers, everything else)."""
+        layers, others = nnx.split_state(tree, lambda path, _: path[0] == "stages" and path[1] < self._num_stages, ...)
+        return layers, others
+
+
+def _evaluated(passes: RankPasses) -> tuple[Array, Any]:
+    """Runs the rank's forward passes and losses."""
+
+    def loss(i, last_rank: int, finished, totals: Totals) -> tuple[None, Totals]:
         value, aux = jax.tree.map(jnp.add, (totals.value, totals.aux), passes.value_of(i, finished))
-        return totals._replace(value=value, aux=aux)
+        return None, totals._replace(value=value, aux=aux)
 
     value, aux = zeros_of(jax.eval_shape(lambda: passes.value_of(0, passes.enter(0))))
     start = Totals(value, aux, None, None, passes.zeros_of_layers())
-    totals = run_forward_ticks(passes.enter, forward, loss, passes.chunks, micro_batches, start)
+    table = forward_only(lockstep_table(passes.schedule))
+    totals = run_table(replace(passes.of_pipeline(), loss=loss), table, start)
     return totals.value, passes.aux_of_layers(totals.aux, totals.router)
 
 
-def _rank_passes(front: Front, scalars: Batch, parallelism: Parallelism, schedule: Schedule | None = None) -> RankPasses:
-    chunks = parallelism.pipe_chunks if schedule is None else len(schedule.directions)
+def _rank_passes(front: Front, scalars: Batch, parallelism: Parallelism, schedule: Schedule) -> RankPasses:
     copies = fp8_copies_of_rank(front.micro, parallelism.mesh)
-    return RankPasses(front.micro, chunks, front.stacked, scalars, front.forward(), schedule, copies=copies)
+    return RankPasses(front.micro, schedule, front.stacked, scalars, front.forward(), copies=copies)
 
 
 def _checked[Result](on_mesh: Callable[..., Result], graphdef: nnx.GraphDef, parallelism: Parallelism) -> Callable[..., Result]:
-    """Returns the function of (params, fixed, batch) with a check that the layers lie in chunks."""
+    """Returns the function of (params, fixed, batch) with a check that the layers are split into chunks."""
 
     def checked(params: nnx.State, fixed: nnx.State, batch: Batch) -> Result:
         _check_chunks(merged_model(graphdef, params, fixed), *parallelism.pipe)
@@ -144,23 +212,22 @@ def _checked[Result](on_mesh: Callable[..., Result], graphdef: nnx.GraphDef, par
     return checked
 
 
-def _layers_of_rank(params: nnx.State, schedule: Schedule | None = None) -> nnx.State:
-    """Returns the rank's layers, [chunks, 1, layers of a chunk, ...], along one axis; with a schedule, those of its stages."""
+def _layers_of_rank(params: nnx.State, schedule: Schedule) -> nnx.State:
+    """Returns the rank's layers, [chunks, 1, layers of a chunk, ...], of its stages in the schedule, along one axis."""
 
     def join(key_path: tuple, array: Array) -> Array:
         if not lies_in_chunks(parameter_path(key_path), array.shape):
             return array
-        own = array if schedule is None else to_stages(array.squeeze(1), schedule)
-        return own.reshape(-1, *array.shape[3:])
+        return to_stages(array.squeeze(1), schedule).reshape(-1, *array.shape[3:])
 
     return jax.tree.map_with_path(join, params)
 
 
-def _gradients_of_chunks(gradients: nnx.State, params: nnx.State, schedule: Schedule | None) -> nnx.State:
-    """Returns gradients of `_layers_of_rank`, laid out as the parameters."""
+def _gradients_of_chunks(gradients: nnx.State, params: nnx.State, schedule: Schedule) -> nnx.State:
+    """Converts gradients of `_layers_of_rank` to the parameters' layout."""
 
     def home(key_path: tuple, gradient: Array, like: Array) -> Array:
-        if schedule is not None and lies_in_chunks(parameter_path(key_path), like.shape):
+        if lies_in_chunks(parameter_path(key_path), like.shape):
             gradient = from_stages(gradient.reshape(len(schedule.directions), -1, *gradient.shape[1:]), schedule)
         return gradient.reshape(like.shape)
 
@@ -168,10 +235,10 @@ def _gradients_of_chunks(gradients: nnx.State, params: nnx.State, schedule: Sche
 
 
 def _check_chunks(model: Decoder, ranks: int, chunks: int) -> None:
-    """Checks that a model's last layers of one kind lie in chunks.
+    """Checks that a model's last layers of one kind are split into chunks.
 
     Raises:
-      ValueError: they lie otherwise, or layers with experts stand before them.
+      ValueError: they are not, or layers with experts precede them.
     """
     stages = nnx.state(model, nnx.Param)["stages"]
     stage = stage_in_pipe(stages)
@@ -185,10 +252,10 @@ def _check_chunks(model: Decoder, ranks: int, chunks: int) -> None:
 
 
 def schedule_of(parallelism: Parallelism, micro_batches: int) -> Schedule:
-    """Returns the schedule of a step. Where matrices are split inside a rank, DualPipe and DualPipeV have no b and W.
+    """Returns the schedule of a step. If matrices are split inside a rank, DualPipe and DualPipeV do not separate b and W.
 
     Raises:
-      ValueError: sizes that the schedule refuses, or ZB-H1, ZB-V and `uniform-w` where matrices are split inside a rank.
+      ValueError: sizes that the schedule refuses, or ZB-H1, ZB-V and `uniform-w` if matrices are split inside a rank.
     """
     name = parallelism.pipe_schedule
     schedule = schedule_by_name(name, parallelism.mesh.shape["pipe"], parallelism.pipe_chunks, micro_batches)
@@ -202,11 +269,11 @@ def schedule_of(parallelism: Parallelism, micro_batches: int) -> Schedule:
 
 
 def check_branches(parallelism: Parallelism) -> None:
-    """Refuses transfers that would hang where ranks of the pipe are in different branches.
+    """Refuses transfers that would hang if ranks of the pipe are in different branches.
 
     Raises:
-      ValueError: a `ppermute` inside the layers: experts over "pairwise", a ring of sequences, or gathers by copies. One in a
-        transport of the caller's own is found when a step is traced (`branches`).
+      ValueError: a `ppermute` inside the layers: experts over "pairwise", a ring of sequences, or gathers by copies. A
+        `ppermute` in a caller's own transport is found when a step is traced (`executor.checked_branch`).
     """
     expert, context = parallelism.expert_parallel, parallelism.context_parallel
     by_copies = parallelism.hops == "copies" and bool(split_axes(parallelism.mesh.shape))

@@ -20,10 +20,10 @@ def plot_run(
 ) -> list[Path]:
     """Draws the log of a training run, and returns the paths of the pictures.
 
-    They are loss.png, and of preferences rewards.png, or of a model with experts expert_load.png.
+    They are loss.png, and rewards.png for preferences or expert_load.png for a model with experts.
 
     Args:
-      run: the output folder of `finetune` or `prefer`; it may be under way.
+      run: the output folder of `finetune` or `prefer`; the run may still be in progress.
       output: the folder to write to (default: `run`).
       step: the step whose load is shown expert by expert (default: the last tenth of the run, averaged).
       resumed_at: as in `plot_loss`.
@@ -72,8 +72,8 @@ def plot_loss(
       steps, losses: of equal length, at least one.
       path: the PNG file to write.
       held_out: the loss on held-out data at some steps.
-      resumed_at: the step after which the run was interrupted and taken up again, drawn as a vertical line.
-      unit: of the loss.
+      resumed_at: the step after which the run was interrupted and resumed, drawn as a vertical line.
+      unit: the unit of the loss.
 
     Raises:
       ValueError: `steps` and `losses` are empty or differ in length.
@@ -95,7 +95,7 @@ def plot_loss(
 
 
 def plot_rewards(records: Sequence[Mapping[str, float]], path: str | Path) -> None:
-    """Draws margin and accuracy of the rewards of a run on preferences, held-out ones too.
+    """Draws margin and accuracy of the rewards of a run on preferences, including held-out ones.
 
     Args:
       records: the lines of metrics.jsonl.
@@ -144,18 +144,18 @@ def plot_expert_load(
 ) -> None:
     """Draws the tokens that each expert received, relative to an even share (1 is even, 2 is twice the share).
 
-    At the top stands a heat map of layers by experts. Below it a heat map of layers by steps shows each layer's busiest expert.
-    At the bottom, over the steps: the busiest and the idlest expert of the worst layer and of the layers' mean.
+    The top is a heat map of layers by experts. Below it, a heat map of layers by steps shows each layer's busiest expert. The
+    bottom shows, over the steps, the busiest and the idlest expert of the worst layer and of the layers' mean.
 
     Args:
       steps: the training steps of `loads`.
       loads: tokens that each expert received in each step.
-      layers: the model's indices of the layers, for the labels.
+      layers: the layers' indices in the model, for the labels.
       path: the PNG file to write.
       step: the step of the upper heat map; None averages the last tenth of the run.
 
     Raises:
-      ValueError: the shapes do not fit, there is nothing to draw, or `step` is none of `steps`.
+      ValueError: the shapes do not match, there is nothing to draw, or `step` is not in `steps`.
     """
     loads = np.asarray(loads)
     if loads.ndim != 3 or not loads.size or loads.shape[:2] != (len(steps), len(layers)):
@@ -197,7 +197,7 @@ def plot_expert_load(
 def _heat_map(
     figure: Figure, axes: Any, values: Float[np.ndarray, "layers columns"], layers: Sequence[int], edges=None
 ) -> None:
-    """Draws relative loads, a row for each layer; columns lie between `edges` (default: one column an expert)."""
+    """Draws relative loads, a row for each layer; `edges` bound the columns (default: one column per expert)."""
     edges = np.arange(values.shape[1] + 1) - 0.5 if edges is None else edges
     mesh = axes.pcolormesh(
         edges, np.arange(len(layers) + 1) - 0.5, values, cmap="viridis", vmin=0, vmax=max(2.0, float(values.max()))
@@ -205,7 +205,7 @@ def _heat_map(
     every = -(-len(layers) // 24)
     axes.set(ylabel="layer", yticks=range(0, len(layers), every), yticklabels=[str(layer) for layer in layers[::every]])
     axes.invert_yaxis()
-    # The titles name the unit: next to a map of two layers a label is longer than the bar, and is cut.
+    # The titles name the unit: next to a map of two layers a label would be longer than the bar and cut off.
     figure.colorbar(mesh, ax=axes)
 
 

@@ -1,9 +1,9 @@
-"""Experts change places between training steps: a relabelled model that computes the same.
+"""Rebalances experts between training steps: relabels them so that devices have equal work; the model computes the same.
 
 An expert's weights move together with its row of the router, the low halves of its masters and the optimizer's moments. The
-model, and a checkpoint written from it, are as good as before: only the numbers of the experts have changed. One value depends
-on the numbers. transformers' load-balancing loss averages expert i's load over all layers, so that it changes with the places.
-If the router chooses among groups of experts (DeepSeek), a group's experts stay neighbours.
+model, and a checkpoint written from it, are equivalent: only the experts' numbers have changed. One value depends on the
+numbers: transformers' load-balancing loss averages expert i's load over all layers. If the router chooses among groups of
+experts (DeepSeek), a group's experts stay neighbours.
 """
 
 from dataclasses import dataclass
@@ -25,21 +25,21 @@ from moe_jax.train.state import TrainState
 def rebalance(
     state: TrainState, config: ModelConfig, expert_load: Num[np.ndarray, "moe_layers experts"], devices: int
 ) -> tuple[TrainState, Int[np.ndarray, "moe_layers experts"]]:
-    """Deals each layer's experts out evenly to `devices` of the mesh axis `expert`; returns the state and the orders used.
+    """Distributes each layer's experts evenly over `devices` of the mesh axis `expert`; returns the state and the orders used.
 
     Args:
-      state: is donated.
+      state: the training state, which is donated.
       config: the model's.
-      expert_load: the load of earlier steps, as the metrics give it. Sums over some hundred steps say more than one step.
+      expert_load: the load of earlier steps, as in the metrics. Use sums over some hundred steps.
 
     Raises:
-      ValueError: devices that the experts cannot be divided among (`balanced_order`), or loads that are not of this model.
+      ValueError: the experts cannot be divided among the devices (`balanced_order`), or the loads do not match the model.
     """
     expert_load, groups = np.asarray(expert_load), num_groups(config)
     _check_shape("expert_load", expert_load, config)
     orders = np.stack([balanced_order(load, devices, groups) for load in expert_load])
     stays = (orders == np.arange(orders.shape[1])).all(axis=1)
-    # Layer i's busiest experts come to device, or group, i. On one device in all layers they would weigh more in a
+    # Layer i's busiest experts go to device, or group, i. On one device for all layers they would weigh more in a
     # load-balancing loss that averages over layers.
     shift = orders.shape[1] // (devices if groups == 1 else min(devices, groups))
     orders = np.stack([order if stays[i] else np.roll(order, i * shift) for i, order in enumerate(orders)])
@@ -53,8 +53,8 @@ def move_experts[Tree: PyTree](state: Tree, config: ModelConfig, orders: Int[np.
       state: a TrainState, or several of its parts; one part must be the parameters or their moments.
 
     Raises:
-      ValueError: orders that are no permutations, do not have this model's shape, or part a group's experts. Or the layers lie
-        in the chunks of a pipeline.
+      ValueError: orders that are not permutations, do not have this model's shape, or split a group's experts. Or the layers
+        are split into a pipeline's chunks.
     """
     refuse_chunks(state, "moving experts")
     orders = np.asarray(orders)
@@ -67,7 +67,7 @@ def move_experts[Tree: PyTree](state: Tree, config: ModelConfig, orders: Int[np.
             return array
         return _move(array, stages[stack_of(names)], array.sharding)
 
-    # One array after the other: memory has room for a second copy of one array, not of all.
+    # One array at a time: memory has room for a second copy of one array, not of all.
     return jax.tree.map_with_path(move, state)
 
 
@@ -78,10 +78,10 @@ def num_groups(config: ModelConfig) -> int:
 
 @dataclass(frozen=True)
 class Places:
-    """The places of a run's experts, and the load of each place since they last moved. A part of its checkpoints, as JSON.
+    """The places of a run's experts, and the load of each place since they last moved. Checkpoints store it as JSON.
 
     Attributes:
-      numbers: the number of the expert in each place, as the model that the run began with numbers them.
+      numbers: the original number of the expert in each place.
       load: the tokens that each place received since experts last moved.
     """
 
@@ -126,7 +126,7 @@ class Places:
 def _move(
     stacked: Num[Array, "layers experts ..."], orders: Int[Array, "layers experts"], layout: Sharding
 ) -> Num[Array, "layers experts ..."]:
-    # One layer at a time: a device has room for all experts of one layer, not for all experts of all layers.
+    # One layer at a time: a device has room for all experts of one layer, but not of all layers.
     moved = jax.lax.map(lambda layer: layer[0][layer[1]], (stacked, orders))
     return jax.lax.with_sharding_constraint(moved, layout)
 

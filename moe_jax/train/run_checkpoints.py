@@ -1,4 +1,4 @@
-"""Checkpoints in the output folder of a training run, perhaps of layers stacked for another pipeline than the reader's."""
+"""Checkpoints in the output folder of a training run, whose layers may be stacked for another pipeline than the reader's."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -8,12 +8,11 @@ from typing import Any, NamedTuple
 import jax
 
 from moe_jax.checkpoint.training import TrainingCheckpoints
-from moe_jax.parallel.pipeline.chunks import LayersInPipe, PipeShape
-from moe_jax.parallel.pipeline.restack import restack, stacked_as
+from moe_jax.parallel.pipeline.chunks import LayersInPipe, PipeShape, restack, stacked_as
 from moe_jax.train.state import TrainState
 
 PIPE = "pipe"
-"""The entry of a checkpoint's position for its `PipeShape`, as a JSON object; absent in runs that know no pipeline."""
+"""The entry of a checkpoint's position for its `PipeShape`, as a JSON object; absent in runs without a pipeline."""
 
 
 class RunCheckpoint(NamedTuple):
@@ -54,14 +53,14 @@ def restored[Tree: Any](
 ) -> Tree:
     """Returns arrays of a checkpoint in the shapes and layouts of `like`.
 
-    Moments and low halves of masters move as their parameters do. If the checkpoint's layers are stacked otherwise, one array
-    moves after the other, layer by layer. A device holds all layers of an array only if the new layout says so.
+    Moments and low halves of masters are handled like their parameters. If the checkpoint's layers are stacked differently,
+    arrays are converted one by one, layer by layer. A device holds all layers of an array only in a layout that requires it.
 
     Args:
       read: reads arrays of given shapes, dtypes and shardings from the checkpoint: `TrainingCheckpoints.restore` or
         `restore_parts`.
       like: arrays or ShapeDtypeStructs, such as a TrainState, with layers stacked for `pipe`.
-      position: the checkpoint's.
+      position: the checkpoint's position.
     """
     saved = PipeShape(**position.get(PIPE, {}))
     if saved == pipe:

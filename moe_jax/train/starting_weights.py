@@ -1,4 +1,4 @@
-"""The weights that a run began with, noted in a few values: enough to tell another model."""
+"""A few values of a run's starting weights, enough to recognise another model."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ MODEL = "model"
 def values_of(model: Decoder) -> list[float]:
     """Returns eight values of each parameter of a model in memory: enough to notice another model, not every changed weight.
 
-    A model in a pipeline gives the values that it has without.
+    The values do not depend on a pipeline.
     """
     params = nnx.state(model, nnx.Param)
     mesh, num_layers = mesh_of(params), model.config.num_hidden_layers
@@ -39,7 +39,7 @@ def values_of(model: Decoder) -> list[float]:
 
 
 def same_weights(noted: Any, asked: Any) -> bool:
-    """Compares two notes of one kind: hashes of a checkpoint (`weights_fingerprint`), or values of a model in memory."""
+    """Compares two records of one kind: hashes of a checkpoint (`weights_fingerprint`), or values of a model in memory."""
     if isinstance(noted, str):
         return noted == asked
     # A random initialisation rounds differently on other devices; bf16 has 2**-8 of a number.

@@ -1,4 +1,4 @@
-"""The state of training: step, parameters, optimizer; how it begins, and how gradients change it."""
+"""The training state (step, parameters, optimizer): its initialisation and its update by gradients."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
@@ -28,13 +28,13 @@ class TrainState:
 
     Attributes:
       step: the number of finished steps.
-      params: `nnx.state(model, nnx.Param)`, all f32 or all bf16. Of a model with adapters these are the adapters alone.
-      opt_state: the state of the optimizer, which works on f32 masters whatever the parameters' dtype.
-      low_halves: the rest of the masters beside bf16 parameters (`train.master_weights`). None beside f32 parameters, which are
+      params: `nnx.state(model, nnx.Param)`, all f32 or all bf16. For a model with adapters, only the adapters.
+      opt_state: the state of the optimizer, which works on f32 masters for any dtype of parameters.
+      low_halves: the low halves of the masters of bf16 parameters (`train.master_weights`). None for f32 parameters, which are
         their own masters.
-      expert_bias: `nnx.state(model, ExpertBias)`, empty for most architectures. The load moves it (`layers.balance`); no
-        gradient and no optimizer sees it.
-      frozen: the weights beside adapters, `nnx.state(model, Frozen)`; empty without adapters. A step neither changes nor
+      expert_bias: `nnx.state(model, ExpertBias)`, empty for most architectures. The load changes it (`layers.balance`), not
+        gradients or the optimizer.
+      frozen: the frozen weights under adapters, `nnx.state(model, Frozen)`; empty without adapters. A step neither changes nor
         donates them. Checkpoints hold the state `without_frozen`.
     """
 
@@ -48,7 +48,7 @@ class TrainState:
     def tree_flatten_with_keys(self) -> tuple[tuple, tuple[str, ...]]:
         """Returns the fields with their names. Without frozen weights that field is left out.
 
-        Checkpoints of runs without adapters have no such entry, and Orbax restores equal structures alone.
+        Checkpoints of runs without adapters have no such entry, and Orbax restores only equal structures.
         """
         names = tuple(each.name for each in fields(self) if each.name != "frozen" or self.frozen)
         return tuple((jax.tree_util.GetAttrKey(name), getattr(self, name)) for name in names), names
@@ -60,27 +60,27 @@ class TrainState:
 
     @property
     def fixed(self) -> nnx.State:
-        """The part of the model that gets no gradients: the biases of experts, and frozen weights."""
+        """The part of the model without gradients: the biases of experts, and frozen weights."""
         return nnx.merge_state(self.expert_bias, self.frozen) if self.frozen else self.expert_bias
 
     @property
     def without_frozen(self) -> "TrainState":
-        """The state without its frozen weights: with the weights that the run began with it is whole again."""
+        """The state without its frozen weights, which the run's starting weights complete."""
         return replace(self, frozen=nnx.State({}))
 
 
 def init_state(model: Decoder, optimizer: optax.GradientTransformation, parallelism: Parallelism | None = None) -> TrainState:
-    """Returns the state before the first step. It shares the model's arrays, and the first train step takes them over.
+    """Returns the state before the first step. It shares the model's arrays, and the first train step consumes them.
 
     Args:
       parallelism: with its `shard_optimizer`, moments and low halves are split over `data` too. Otherwise, and by default, each
-        array lies as its parameter.
+        array is laid out like its parameter.
 
     Raises:
-      ValueError: parameters that are not all f32 or all bf16, or `shard_optimizer` where `data` can split none of them. Or a
-        model with adapters that is spread over devices otherwise than along `data`.
+      ValueError: parameters that are not all f32 or all bf16, or `shard_optimizer` if `data` can split none of them. Or a model
+        with adapters on a mesh with axes other than `data`.
     """
-    # Committed to their devices, as a restored state is, so that both run the same compiled step.
+    # Committed to their devices like a restored state, so that both run the same compiled step.
     params, expert_bias, frozen = jax.tree.map(
         lambda p: jax.device_put(p, p.sharding), tuple(nnx.state(model, kind) for kind in (nnx.Param, ExpertBias, Frozen))
     )
@@ -93,10 +93,10 @@ def init_state(model: Decoder, optimizer: optax.GradientTransformation, parallel
 
 
 def check_adapters(frozen: nnx.State, parallelism: Parallelism | None) -> None:
-    """Refuses to train adapters where their frozen weights are not whole on every device; accepts a state without any.
+    """Refuses to train adapters unless their frozen weights are whole on every device; accepts a state without adapters.
 
     Raises:
-      ValueError: a mesh with several devices along another axis than `data`, or micro-batches that overlap.
+      ValueError: a mesh with several devices along an axis other than `data`, or overlapping micro-batches.
     """
     if not jax.tree.leaves(frozen):
         return
@@ -119,7 +119,7 @@ def apply_gradients(
     """Returns the state one step later: the optimizer's updates are added to the f32 masters. Biases of experts stay.
 
     Args:
-      gradients: f32, laid out as `state.params`, or as the optimizer's state.
+      gradients: f32, laid out like `state.params` or like the optimizer's state.
       parallelism: with its `shard_optimizer`, each device along `data` updates its part of the masters, and the parameters are
         gathered (`parallel.zero1`).
     """
@@ -141,10 +141,10 @@ def as_f32[Tree: PyTree](tree: Tree) -> Tree:
 
 
 def check_layout(state: TrainState, parallelism: Parallelism | None) -> None:
-    """Checks that the optimizer's state is split as `parallelism` says.
+    """Checks that the optimizer's state is split as `parallelism` requires.
 
     Raises:
-      ValueError: it is not: `init_state` did not have this `parallelism`.
+      ValueError: it is not, because `init_state` had another `parallelism`.
     """
     if optimizer_mesh(parallelism) is None:
         return
@@ -167,7 +167,7 @@ def _optimizer_layouts(params: nnx.State, parallelism: Parallelism | None) -> nn
 def _init_optimizer(
     optimizer: optax.GradientTransformation, params: nnx.State, layouts: nnx.State, everywhere: Sharding
 ) -> optax.OptState:
-    """Returns the optimizer's state for f32 masters, moments laid out as `layouts`.
+    """Returns the optimizer's state for f32 masters, with moments laid out as `layouts`.
 
     Compiled, so that no f32 copy of the parameters is made.
     """
@@ -193,9 +193,8 @@ def _by_paths(layouts: nnx.State, params: nnx.State) -> Layouts:
 
 
 def _layout_of(path: tuple, shape: tuple[int, ...], layouts: Layouts) -> Sharding | None:
-    """Returns the sharding of an array of the optimizer's; None if the array is no moment of a parameter.
-
-    A moment's path ends in its parameter's. Before that the optimizer has names, such as a label of `optax.multi_transform`.
+    """Returns the sharding of one of the optimizer's arrays; None if it is not a parameter's moment. A moment's path ends in
+    its parameter's path, after the optimizer's own names, such as a label of `optax.multi_transform`.
     """
     names = parameter_path(path)
     found = (layouts.get(names[first:]) for first in range(len(names)))

@@ -20,14 +20,14 @@ from moe_jax.parallel.parallelism import Parallelism
 from moe_jax.parallel.zero1 import optimizer_mesh, sum_to_parts
 from moe_jax.train.batch import Batch, num_rows, replicated_sharding, total_weight
 from moe_jax.train.gradients import accumulate, accumulate_in_place, gradients_fn
-from moe_jax.train.objective import LossFunction, NextToken, Objective, as_objective, expert_bias_range
+from moe_jax.train.micro_batch import accumulate_overlapping
+from moe_jax.train.objective import LossFunction, NextToken, Objective, as_objective, can_overlap, expert_bias_range
 from moe_jax.train.on_devices import with_dropout_seeds, with_fp8_copies
-from moe_jax.train.overlap import accumulate_overlapping, can_overlap
 from moe_jax.train.pipelined import accumulate_pipelined
 from moe_jax.train.state import TrainState, apply_gradients, check_adapters, check_layout
 
 COUNTED = {"num_labels": "loss_mask", "num_tokens": "segment_ids"}
-"""Metrics that count an array's entries other than 0."""
+"""{metric: the array whose nonzero entries it counts}."""
 
 Metrics = dict[str, Array]
 
@@ -39,29 +39,29 @@ def make_train_step(
     *,
     schedule: optax.Schedule | None = None,
     gradient_accumulation: int = 1,
-    remat: Remat = True,
+    remat: Remat | int = True,
     force_balanced_routing: bool = False,
     parallelism: Parallelism | None = None,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
     """Returns a jitted step(state, batch) -> (state, metrics). The state passed in is donated: its arrays are gone afterwards.
 
-    Frozen weights beside adapters are not donated: the state that comes back holds the same arrays. Dropout of adapters follows
-    from the step's number (`train.on_devices`).
+    Frozen weights under adapters are not donated: the returned state holds the same arrays. Dropout of adapters depends on the
+      step's number (`train.on_devices`).
 
         step = train.make_train_step(graphdef, optimizer, train.NextToken(train.LossWeights(aux_loss_coef=0.001)))
 
     With `gradient_accumulation` n the batch runs as n micro-batches, whose gradients are summed in f32. On one device the
     kernels add the experts' gradients to their sums, unrounded and without a second array of the experts' size. Cross-entropy
-    is divided by the labels of the whole batch, so n does not change it. A loss_mask of f32 weighs labels: the divisor is then
-    the sum of their weights. The router losses are means over micro-batches, each balanced within itself.
+    is divided by the labels of the whole batch, so n does not change it. A loss_mask of f32 weights the labels: the divisor is
+    then the sum of their weights. The router losses are means over micro-batches, each balanced within itself.
 
     Args:
       graphdef: `nnx.graphdef(model)`.
       loss: `NextToken(LossWeights(...))`; default: `NextToken()`. Or a function
-        loss(model, batch) -> (a scalar, a dict of scalar metrics). It is called on each micro-batch, with all arrays that the
-        batch has. "num_labels" is added: the labels of the whole batch over the number of micro-batches. So is "label_weight",
-        of the sum of their weights. Scalars and metrics are averaged over micro-batches. With `parallelism` the function is
-        called on each device inside `jax.shard_map`, with that device's tokens. It returns the same on all devices:
+        loss(model, batch) -> (a scalar, a dict of scalar metrics). It is called on each micro-batch, with all arrays of the
+        batch. "num_labels" is added: the whole batch's labels / the number of micro-batches. So is "label_weight", from the sum
+        of the labels' weights. Scalars and metrics are averaged over micro-batches. With `parallelism` the function is called
+        on each device inside `jax.shard_map`, with that device's tokens. It must return the same on all devices:
 
             def loss(model, batch):
                 log_probs = train.log_probs(model, batch)
@@ -69,44 +69,45 @@ def make_train_step(
                 return -mean, {"mean_log_prob": mean}
 
         Arrays that the function closes over are compiled in as constants. A teacher's or a reference model's log-probabilities
-        belong in the batch (examples/distillation.py). Biases of experts stay as they are. Arrays beside the usual ones are
-        [batch, ...]; where sequences are split over devices, [batch] or [batch, seq, ...].
+        belong in the batch (examples/distillation.py). Biases of experts do not change. Extra arrays are [batch, ...]; if
+        sequences are split over devices, [batch] or [batch, seq, ...].
       schedule: the learning rate, for the metrics only.
       gradient_accumulation: the number of micro-batches.
       remat: recompute each layer in the backward pass and keep only its input. "offload" keeps the inputs in the host's memory.
+        A number n recomputes all layers but the last n, which keep all their residuals: more memory and less time.
       force_balanced_routing: deal tokens to experts in turn and ignore the router's choice. For benchmarks only.
-      parallelism: the mesh that the state lies on, and how the model is spread over it. Losses, gradients and metrics equal
-        the whole batch's on one device. With `shard_optimizer` the state must come from `init_state(..., parallelism)`. None:
-        one device, or all collectives left to XLA.
+      parallelism: the state's mesh, and how the model is spread over it. Losses, gradients and metrics equal the whole batch's
+        on one device. With `shard_optimizer` the state must come from `init_state(..., parallelism)`. None: one device, or all
+        collectives left to XLA.
 
     Returns:
-      A step whose metrics are f32 scalars, unless a shape stands beside the name:
+      A step whose metrics are f32 scalars, unless the name has a shape:
 
       - loss: cross-entropy per label, or the mean weighted by the labels' weights.
       - aux_loss, sequence_loss, z_loss: the router's losses. sequence_loss is 0 if its coefficient is 0.
-      - mtp_loss: cross-entropy of further tokens; 0 without modules that predict some.
+      - mtp_loss: cross-entropy of the multi-token prediction (MTP) modules; 0 without any.
       - total_loss, grad_norm (before clipping), num_labels, num_tokens (without padding).
       - learning_rate, if there is a schedule.
       - router_entropy [moe_layers]: mean over tokens, in nats.
       - num_rounds, num_shadows [moe_layers]: of `parallel.expert.Exchange`, means over devices and micro-batches.
       - expert_bias_range [moe_layers, 2]: smallest and largest bias after the step, if there are biases.
-      - expert_load [moe_layers, E], int32. Modules' layers are the last of moe_layers.
+      - expert_load [moe_layers, E], int32. MTP modules' layers are the last of moe_layers.
       - num_dropped, int32: choices that no expert computed, over all layers. 0 unless `ExpertParallel.drop` is set.
 
-      With a function as `loss` the metrics are the function's own, total_loss, grad_norm and learning_rate.
-      They have loss, the function's value, unless a metric has that name.
-      They have num_labels and num_tokens if the batch has a loss_mask and segment_ids.
+      With a function as `loss` the metrics are the function's own, total_loss, grad_norm and learning_rate. loss is the
+      function's value unless one of its metrics has that name. num_labels and num_tokens exist if the batch has a loss_mask and
+      segment_ids.
 
     Raises:
       TypeError: a function that cannot be called as loss(model, batch); or any function as `loss` with
         gradient accumulation and `overlap_micro_batches=True`.
-      ValueError: at the first step, a function that returns something else. A function for a model with modules that predict
-        further tokens, or `NextToken` with an `mtp_loss_coef` of 0 for such a model. Rows that cannot be divided among the
-        micro-batches and devices. A state whose optimizer is not split as `parallelism` says.
+      ValueError: at the first step, a function that returns something else. A function for a model with MTP modules, or
+        `NextToken` with an `mtp_loss_coef` of 0 for such a model. Rows that cannot be divided among the micro-batches and
+        devices. A state whose optimizer is not split as `parallelism` requires.
     """
     objective = as_objective(NextToken() if loss is None else loss, gradient_accumulation)
-    execution = Execution(remat=remat, balanced_routing=force_balanced_routing)
-    # Split over `data`, the optimizer's state needs sums over `data` once a step, and only their parts.
+    execution = Execution(balanced_routing=force_balanced_routing).with_remat(remat)
+    # If `data` splits the optimizer's state, gradients are summed over `data` once a step, and only in parts.
     split_over = optimizer_mesh(parallelism)
     orders_passes = True
     if parallelism is not None and parallelism.pipelined:
@@ -126,7 +127,7 @@ def make_train_step(
             parallelism.check_batch(num_rows(batch) // gradient_accumulation)
         counts = {name: _count(batch[array]) for name, array in COUNTED.items() if array in batch}
         label_weight = total_weight(batch["loss_mask"]) if "loss_mask" in batch else jnp.ones(())
-        # Split over devices, the experts' gradients can be added up only after they have travelled. Adapters' are small.
+        # Gradients of experts split over devices can be summed only after they have travelled. Adapters' gradients are small.
         compute = in_place if one_device and gradient_accumulation > 1 and not frozen else gradients
         prepared = objective.prepare(batch, label_weight)
         if has_dropout(nnx.merge(graphdef, state.params, own)):
@@ -147,8 +148,8 @@ def make_train_step(
     return _compiled_at_first_call(train_step, parallelism)
 
 
-def overlaps(objective: Objective, parallelism: Parallelism, remat: Remat, micro_batches: int) -> bool:
-    """Returns whether neighbouring micro-batches overlap, as `Parallelism.overlap_micro_batches` says."""
+def overlaps(objective: Objective, parallelism: Parallelism, remat: Remat | int, micro_batches: int) -> bool:
+    """Returns True if neighbouring micro-batches overlap, as `Parallelism.overlap_micro_batches` defines."""
     if micro_batches == 1:
         return False
     if parallelism.overlap_micro_batches is not None:
@@ -163,7 +164,7 @@ def _count(array: Array) -> Array:
 def _compiled_at_first_call(train_step: Callable, parallelism: Parallelism | None) -> Callable:
     """Returns `train_step` as a jitted function of (state, batch), compiled for the layout of the first state.
 
-    Frozen weights are an argument of their own, because the state is donated.
+    Frozen weights are a separate argument, because the state is donated.
     """
     compiled: Callable | None = None
 
@@ -177,8 +178,8 @@ def _compiled_at_first_call(train_step: Callable, parallelism: Parallelism | Non
             compiled = jax.jit(
                 partial(train_step, one_device),
                 donate_argnums=0,
-                # The state leaves laid out as it came: XLA's own choice could differ, and the next step would compile again.
-                # Metrics are whole on every device, so that each process can read them.
+                # The state keeps its layout: XLA's own choice could differ, and the next step would compile again. Metrics are
+                # whole on every device, so that each process can read them.
                 out_shardings=(jax.tree.map(lambda x: x.sharding, state), replicated_sharding(state.params)),
                 compiler_options=None if parallelism is None else parallelism.compiler_options,
             )

@@ -4,13 +4,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tiny
-from adapted_models import logits_of, small_model, with_adapters
 from flax import nnx
 
 from moe_jax.adapters import LoraSettings, add_lora, lora_summary
 from moe_jax.adapters.names import targets_of
 from moe_jax.layers.lora import Frozen
+from tests.helpers import tiny
+from tests.helpers.adapted_models import logits_of, small_model, with_adapters
 
 TOKENS = jnp.arange(12).reshape(2, 6)
 

@@ -6,11 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import seeds
 import torch
-from adapted_models import assert_near, logits_of, small_model, with_adapters
 from flax import nnx
-from hf_reference import load_ours, reference
 from safetensors.numpy import load_file, save_file
 
 import moe_jax
@@ -19,6 +16,9 @@ from moe_jax.adapters.names import factors_apart, modules_of, targets_of
 from moe_jax.adapters.save import WEIGHTS_FILE
 from moe_jax.adapters.source import CONFIG_FILE
 from moe_jax.layers.lora import has_adapters
+from tests.helpers import seeds
+from tests.helpers.adapted_models import assert_near, logits_of, small_model, with_adapters
+from tests.helpers.hf_reference import load_ours, reference
 
 CASES = {
     "dense": ("qwen3", {}, {"use_rslora": True, "ranks": {"q_proj": 5}}),

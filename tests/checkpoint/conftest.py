@@ -1,7 +1,8 @@
 """Fixtures that the checkpoint tests share."""
 
 import pytest
-from checkpoint_helpers import write_checkpoint
+
+from tests.helpers.checkpoint_helpers import write_checkpoint
 
 
 @pytest.fixture

@@ -6,7 +6,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from checkpoint_helpers import (
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import moe_jax
+from moe_jax.checkpoint import hf_load
+from moe_jax.checkpoint.hf_files import CheckpointError, open_tensors
+from moe_jax.checkpoint.hf_load import from_pretrained
+from moe_jax.checkpoint.quantised import dequantised
+from tests.helpers.checkpoint_helpers import (
     assert_same,
     edit_config,
     of_transformers,
@@ -17,14 +25,6 @@ from checkpoint_helpers import (
     same_bits,
     write_fp8,
 )
-from hypothesis import given, settings
-from hypothesis import strategies as st
-
-import moe_jax
-from moe_jax.checkpoint import hf_load
-from moe_jax.checkpoint.hf_files import CheckpointError, open_tensors
-from moe_jax.checkpoint.hf_load import from_pretrained
-from moe_jax.checkpoint.quantised import dequantised
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

@@ -6,15 +6,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import seeds
 import torch
-from checkpoint_helpers import edit_config, parameters, read_weights, rewrite_weights, write_checkpoint
 from flax import nnx
 
 from moe_jax.checkpoint.hf_files import CheckpointError
 from moe_jax.checkpoint.hf_load import from_pretrained
 from moe_jax.checkpoint.quantised import read_quantisation
 from moe_jax.layers.quantised import FourBits
+from tests.helpers import seeds
+from tests.helpers.checkpoint_helpers import edit_config, parameters, read_weights, rewrite_weights, write_checkpoint
 
 GROUP = 32
 CONFIG = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "sym": True, "desc_act": False}

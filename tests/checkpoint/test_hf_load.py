@@ -11,18 +11,8 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-import seeds
 import torch
 import transformers
-from checkpoint_helpers import (
-    edit_config,
-    fuse_experts,
-    parameters,
-    read_weights,
-    rewrite_weights,
-    same_bits,
-    write_checkpoint,
-)
 from flax import nnx
 from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError
 
@@ -31,6 +21,16 @@ from moe_jax.checkpoint import hf_files, hf_load, streaming
 from moe_jax.checkpoint.hf_files import MAX_PROBLEMS_LISTED, CheckpointError
 from moe_jax.checkpoint.hf_load import from_pretrained, read_config
 from moe_jax.checkpoint.hf_names import export
+from tests.helpers import seeds
+from tests.helpers.checkpoint_helpers import (
+    edit_config,
+    fuse_experts,
+    parameters,
+    read_weights,
+    rewrite_weights,
+    same_bits,
+    write_checkpoint,
+)
 
 
 def assert_holds(model, stored: dict[str, torch.Tensor]):

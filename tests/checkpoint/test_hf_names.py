@@ -4,13 +4,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from checkpoint_helpers import parameters, read_weights, write_checkpoint
 from flax import nnx
 
 from moe_jax.checkpoint.hf_load import from_pretrained
 from moe_jax.checkpoint.hf_names import export, fused_tensors, hf_tensors
 from moe_jax.config import NAMED_CONFIGS, Qwen3MoeConfig, load_config
 from moe_jax.models.auto import from_config
+from tests.helpers.checkpoint_helpers import parameters, read_weights, write_checkpoint
 
 VARIANTS = {
     "dense": dict(moe=False),

@@ -11,10 +11,8 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import seeds
 import torch
 import transformers
-from checkpoint_helpers import MOE_SIZES, parameters, read_weights, same_bits, write_checkpoint
 from flax import nnx
 
 import moe_jax
@@ -24,6 +22,8 @@ from moe_jax.checkpoint.hf_load import from_pretrained
 from moe_jax.checkpoint.hf_save import save_pretrained
 from moe_jax.config import Qwen3MoeConfig, load_config
 from moe_jax.models.auto import from_config
+from tests.helpers import seeds
+from tests.helpers.checkpoint_helpers import MOE_SIZES, parameters, read_weights, same_bits, write_checkpoint
 
 VARIANTS = {
     "dense tied": dict(moe=False, tie_word_embeddings=True),

@@ -1,10 +1,10 @@
 """Instructions of developers and systems stand in the text, in the form that the chat template writes, or are refused."""
 
 import pytest
-import tiny
 
 from moe_jax.generation.text import chat_prompts
 from moe_jax.train.data.chat import chat_tokens
+from tests.helpers import tiny
 
 SYSTEM, DEVELOPER = {"role": "system", "content": "be kind"}, {"role": "developer", "content": "speak French"}
 TURN = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "salut"}]

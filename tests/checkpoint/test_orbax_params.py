@@ -2,8 +2,6 @@
 
 import jax.numpy as jnp
 import pytest
-import seeds
-from checkpoint_helpers import MOE_SIZES, edit_config, parameters, read_weights, same_bits
 from flax import nnx
 
 import moe_jax
@@ -12,6 +10,8 @@ from moe_jax.checkpoint.orbax_params import load_orbax, save_orbax
 from moe_jax.checkpoint.stored import stored_dtype
 from moe_jax.config import Qwen3Config, Qwen3MoeConfig
 from moe_jax.models.auto import from_config
+from tests.helpers import seeds
+from tests.helpers.checkpoint_helpers import MOE_SIZES, edit_config, parameters, read_weights, same_bits
 
 DENSE_SIZES = {name: size for name, size in MOE_SIZES.items() if name in Qwen3Config.__dataclass_fields__}
 

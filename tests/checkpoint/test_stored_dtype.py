@@ -3,10 +3,10 @@
 import ml_dtypes
 import numpy as np
 import pytest
-import tiny
 from safetensors.numpy import save_file
 
 from moe_jax.checkpoint import CheckpointError, save_orbax, stored_dtype
+from tests.helpers import tiny
 
 BF16 = ml_dtypes.bfloat16
 

@@ -6,12 +6,12 @@ import re
 import sys
 
 import pytest
-import tiny
 
 import moe_jax
 from moe_jax.checkpoint import hf_files
 from moe_jax.checkpoint.companions import tokenizer_contents
 from moe_jax.checkpoint.tokenizer import load_tokenizer
+from tests.helpers import tiny
 
 
 def test_a_missing_tokenizer_is_named(tmp_path):

@@ -3,11 +3,11 @@
 from pathlib import Path
 
 import pytest
-import tiny
 
 from moe_jax.checkpoint.messages import as_template_wants
 from moe_jax.generation.text import chat_prompts
 from moe_jax.train.data.chat import chat_tokens
+from tests.helpers import tiny
 
 AROUND = (
     "{%% for m in messages %%}<|im_start|>{{ m['role'] }}\n{{ m['content'] or '' }}"

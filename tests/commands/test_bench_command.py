@@ -3,10 +3,10 @@
 import json
 
 import pytest
-import tiny
 
 from moe_jax.cli import main
 from moe_jax.config import config_to_dict
+from tests.helpers import tiny
 
 SMALLEST = "--max-sequences 1 --max-tokens-per-step 16 --max-length 64 --num-pages 4 --dtype float32".split()
 

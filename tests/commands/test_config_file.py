@@ -3,7 +3,6 @@
 import json
 
 import pytest
-import tiny
 import tyro
 import yaml
 
@@ -17,6 +16,7 @@ from moe_jax.preferences import PreferenceSettings
 from moe_jax.recipes.finetuning.settings import FinetuneSettings
 from moe_jax.recipes.preferring.settings import PreferSettings
 from moe_jax.recipes.run.folder import RUN_YAML, write_settings
+from tests.helpers import tiny
 
 
 def parsed(*arguments) -> FinetuneSettings:

@@ -5,9 +5,9 @@ import subprocess
 import sys
 
 import pytest
-import tiny
 
 from moe_jax.cli import main
+from tests.helpers import tiny
 
 CHAT = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "hi"}]
 

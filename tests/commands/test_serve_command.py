@@ -8,11 +8,10 @@ import threading
 
 import openai
 import pytest
-import served
-import tiny
 
 import moe_jax
 from moe_jax.cli import main
+from tests.helpers import served, tiny
 
 
 @pytest.fixture(scope="module")

@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import seeds
 
 from moe_jax.experimental.gshard import drop_over_capacity, gshard_loss, random_second_expert
 from moe_jax.layers.router import route
+from tests.helpers import seeds
 
 compiled_route = jax.jit(route, static_argnums=(1, 2))
 compiled_drop = jax.jit(drop_over_capacity, static_argnames=("num_groups", "capacity"))

@@ -8,10 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import seeds
 import torch
 from flax import nnx
-from hf_reference import load_ours, reference
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 import moe_jax
@@ -19,6 +17,8 @@ from moe_jax.config import NAMED_CONFIGS
 from moe_jax.generation import devices
 from moe_jax.generation.request import DecodeOptions, check_memory
 from moe_jax.kernels.attention.mosaic import flash
+from tests.helpers import seeds
+from tests.helpers.hf_reference import load_ours, reference
 
 
 @pytest.fixture(scope="module")

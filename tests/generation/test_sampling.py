@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import seeds
 
 from moe_jax.generation.sampling import distribution, sample
+from tests.helpers import seeds
 
 LOGITS = jnp.log(jnp.array([0.4, 0.3, 0.2, 0.06, 0.04]))
 

@@ -4,11 +4,11 @@ import json
 
 import numpy as np
 import pytest
-import tiny
 from tokenizers import processors
 
 import moe_jax
 from moe_jax.generation.text import chat_prompts, completion_tokens, text_options
+from tests.helpers import tiny
 
 TOKENS = 6
 

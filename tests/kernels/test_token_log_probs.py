@@ -4,11 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import seeds
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from moe_jax.kernels import token_log_probs
+from tests.helpers import seeds
 
 
 def plain(hidden, weight, labels):

@@ -4,10 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import seeds
 
 from moe_jax.kernels import top_k
 from moe_jax.kernels.top_k import top_k_indices
+from tests.helpers import seeds
 
 SPECIAL = np.asarray([np.inf, -np.inf, np.nan, -np.nan, 0.0, -0.0, 1.0, -1.0, 1e-45, -1e-45], np.float32)
 
@@ -18,7 +18,6 @@ def places(x, k):
     return found
 
 
-@pytest.mark.smoke
 @pytest.mark.parametrize(("columns", "k"), [(128, 8), (256, 6), (8, 8), (24, 9)])
 def test_order(columns, k):
     """Tiles of distinct numbers, of many equal ones, and of infinities, NaN and zeros of both signs."""

@@ -4,10 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import seeds
 
 from moe_jax.layers.balance import Sequences, move_bias, sequence_balance
 from moe_jax.layers.router import route
+from tests.helpers import seeds
 
 
 def test_bias_step():

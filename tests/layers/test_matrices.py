@@ -2,7 +2,6 @@
 
 import jax.numpy as jnp
 import pytest
-import tiny
 from flax import nnx
 from jax.sharding import AbstractMesh, PartitionSpec
 
@@ -15,6 +14,7 @@ from moe_jax.layers.lora import has_adapters
 from moe_jax.layers.matrices import MATRICES, Declaration, check_declared, declaration_of, declared
 from moe_jax.models.auto import abstract_parameters
 from moe_jax.parallel.layout import lies_in_chunks, optimizer_spec, parameter_spec
+from tests.helpers import tiny
 
 PATH = ("stages", 0, "linear_attn", "in_proj_qkvz", "weight")
 REFUSAL = (

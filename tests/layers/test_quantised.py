@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import seeds
 
 from moe_jax.layers.quantised import NF4_VALUES, BlockScaled, FourBits
+from tests.helpers import seeds
 
 
 def test_values_of_nf4():

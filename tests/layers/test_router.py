@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import seeds
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -23,6 +22,7 @@ from moe_jax.layers.router import (
     sequence_balance_loss,
 )
 from moe_jax.layers.router_sums import RouterSums
+from tests.helpers import seeds
 
 
 def statistics(logits, k, valid):

@@ -4,12 +4,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tiny
 import torch
 from flax import nnx
 
 import moe_jax
 from moe_jax.layers.cache import init_cache
+from tests.helpers import tiny
 
 
 def test_repeated_segment_id():

@@ -8,12 +8,12 @@ from collections import Counter
 
 import jax.numpy as jnp
 import pytest
-import tiny
 from flax import nnx
-from h200 import needs_compiler, run_script
 from jax.sharding import AbstractMesh, AxisType
 
 from moe_jax.parallel import ShardedParameters
+from tests.helpers import tiny
+from tests.helpers.h200 import needs_compiler, run_script
 
 
 def test_experts_that_do_not_divide():

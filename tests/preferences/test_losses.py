@@ -4,9 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import seeds
 import torch
-import trl_reference as trl
 
 from moe_jax.preferences.losses import (
     Pair,
@@ -18,6 +16,8 @@ from moe_jax.preferences.losses import (
     orpo_loss,
     simpo_loss,
 )
+from tests.helpers import seeds
+from tests.helpers import trl_reference as trl
 
 PAIRS, LENGTH = 5, 9
 

@@ -7,11 +7,11 @@ import datasets
 import jax
 import numpy as np
 import pytest
-import tiny
-import trl_reference as trl
 
 from moe_jax.preferences import open_preferences, preference_batches, reference_log_probs, reference_table
 from moe_jax.preferences.batches import example_tokens
+from tests.helpers import tiny
+from tests.helpers import trl_reference as trl
 
 ASK = {"role": "user", "content": "2+2?"}
 

@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import shared_steps
+
+from tests.helpers import shared_steps
 
 NUMBERS = "loss total_loss aux_loss sequence_loss z_loss grad_norm learning_rate num_tokens num_dropped".split()
 

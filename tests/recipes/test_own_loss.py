@@ -5,8 +5,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import seeds
-import tiny
 from flax import nnx
 
 from moe_jax.models.execution import Execution
@@ -20,6 +18,7 @@ from moe_jax.train import (
     mean_over_devices,
     sum_over_devices,
 )
+from tests.helpers import seeds, tiny
 
 
 def make_batch(rows=4, length=12):

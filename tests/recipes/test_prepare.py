@@ -6,9 +6,7 @@ from dataclasses import replace
 
 import jax.numpy as jnp
 import pytest
-import tiny
 from jax.sharding import AbstractMesh
-from tiny import settings
 
 import moe_jax
 from moe_jax.config.base import RopeParameters
@@ -17,6 +15,8 @@ from moe_jax.parallel.choices import MESH_AXES, MeshShape
 from moe_jax.recipes import finetune
 from moe_jax.recipes.finetuning.prepare import _check_rebalancing, _check_user_loss, _warn_of_far_positions
 from moe_jax.recipes.run.model import check_experts, check_optimizer
+from tests.helpers import tiny
+from tests.helpers.tiny import settings
 
 
 def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(tmp_path):

@@ -3,12 +3,12 @@
 from typing import get_args
 
 import pytest
-from tiny import settings
 
 from moe_jax.adapters.settings import LoraSettings
 from moe_jax.kernels.experts.fp8.precision import RECIPES
 from moe_jax.models.precision import PrecisionName
 from moe_jax.parallel.choices import MeshShape
+from tests.helpers.tiny import settings
 
 
 def test_all_wrong_settings_are_named_at_once(tmp_path):

@@ -4,12 +4,12 @@ import contextlib
 import io
 
 import pytest
-import served
-from fake_engine import FakeEngine
 
 from moe_jax.commands import chat
 from moe_jax.serving.conversation import Conversation
 from moe_jax.serving.request import SamplingOptions
+from tests.helpers import served
+from tests.helpers.fake_engine import FakeEngine
 
 OPTIONS = SamplingOptions(max_new_tokens=7, stop_token_ids=(0, 2))
 

@@ -3,9 +3,6 @@
 import json
 
 import pytest
-import served
-import tiny
-from fake_engine import FakeEngine
 
 from moe_jax.kernels.attention.paged import PAGE_SIZE
 from moe_jax.serving.conversation import model_defaults
@@ -15,6 +12,8 @@ from moe_jax.serving.http.completions import conversation_encoder
 from moe_jax.serving.http.record import ENGINE_HELP
 from moe_jax.serving.loop import Stats
 from moe_jax.serving.request import EngineLimits
+from tests.helpers import served, tiny
+from tests.helpers.fake_engine import FakeEngine
 
 
 @pytest.fixture(scope="module")

@@ -8,12 +8,11 @@ from types import SimpleNamespace
 
 import openai
 import pytest
-import served
-import tiny
-from fake_engine import LIMITS, FakeEngine
 
 from moe_jax.serving.engine import Engine
 from moe_jax.serving.http.service import ServerSettings
+from tests.helpers import served, tiny
+from tests.helpers.fake_engine import LIMITS, FakeEngine
 
 COMPLETION, CHAT = "/v1/completions", "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "x"}]

@@ -1,27 +1,17 @@
 """Many clients at once, floods, clients that leave or read slowly, and the end of the server."""
 
 import contextlib
-import gc
-import os
-import re
-import signal
-import socket
-import subprocess
-import sys
-import threading
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from http.client import HTTPConnection
-from pathlib import Path
 
 import httpx
 import openai
 import pytest
-import served
-from fake_engine import LIMITS, FakeEngine
 
 from moe_jax.serving.request import EngineLimits
+from tests.helpers import served
+from tests.helpers.fake_engine import LIMITS, FakeEngine
 
 LONG = dict(model="tiny", prompt="abcdefgh", max_tokens=400)
 
@@ -30,35 +20,6 @@ def slow_engine(**limits) -> FakeEngine:
     """An engine that answers without an end, 100 tokens a second."""
     chosen = EngineLimits(**{**vars(LIMITS), **limits})
     return FakeEngine(chosen, repeats=1000, step_seconds=0.01)
-
-
-@pytest.mark.parametrize("requests", [256, pytest.param(1000, marks=pytest.mark.thorough)])
-def test_64_clients(requests):
-    limits = EngineLimits(**{**vars(LIMITS), "max_sequences": 16, "max_waiting": 400})
-    with served.serve(FakeEngine(limits)) as running:
-        client = running.openai()
-
-        def work(number: int) -> bool:
-            prompt = f"request {number}: " + "x" * (number % 30)
-            options = dict(model="tiny", max_tokens=100, seed=number)
-            if number % 4 == 0:
-                messages = [{"role": "user", "content": prompt}]
-                found = client.chat.completions.create(messages=messages, **options)
-                return found.choices[0].message.content == f"user\n{prompt}"
-            if number % 4 == 1:
-                pieces = client.completions.create(prompt=prompt, stream=True, **options)
-                return "".join(piece.choices[0].text for piece in pieces) == prompt
-            if number % 4 == 2:
-                found = client.completions.create(prompt=prompt, n=2, stop=["q"], **options)
-                return [choice.text for choice in found.choices] == ["re", "re"]
-            with pytest.raises(openai.BadRequestError):
-                client.completions.create(prompt=prompt, **options | {"max_tokens": 9999})
-            return True
-
-        with ThreadPoolExecutor(64) as pool:
-            assert all(pool.map(work, range(requests)))
-        assert served.is_idle(running)
-        assert f'path="/v1/completions",status="200"}} {requests // 2}.0' in running.get("/metrics").text
 
 
 def test_more_texts_than_ever_wait_are_refused_for_good():
@@ -129,21 +90,6 @@ def test_a_stop_text_frees_the_place_of_its_choice_alone():
         assert running.engine.stats().num_tokens < 30 + 15
 
 
-def test_readers_that_do_not_read_hold_nobody_up():
-    engine = FakeEngine(EngineLimits(**{**vars(LIMITS), "max_length": 300_000, "num_pages": 10_000}), repeats=1)
-    with served.serve(engine, request_seconds=3) as running:
-        body = {"prompt": "a" * 3000, "max_tokens": 200_000, "ignore_eos": True, "stream": True, "n": 8}
-        with running.connect() as connection:
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            connection.sendall(served.request_bytes(body))
-            assert served.comes_true(lambda: engine.stats().running == 8)
-            begun = time.monotonic()
-            assert running.openai().completions.create(model="tiny", prompt="b").choices[0].text == "b"
-            assert time.monotonic() - begun < 2
-            # Its time ends although it never reads.
-            assert served.comes_true(lambda: served.is_idle(running))
-
-
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_request_that_takes_too_long_ends_with_504(stream):
     with served.serve(slow_engine(), request_seconds=0.3) as running:
@@ -188,41 +134,6 @@ def test_connections_on_which_no_request_comes_are_closed(monkeypatch):
         assert not [each for each in running.server.server_state.connections if each._deadline is not None]
 
 
-@pytest.mark.thorough
-def test_idle_connections_outlive_those_of_clients():
-    """httpx drops a connection that was idle for 5 seconds; a server that closes it then would lose its next request."""
-    with served.serve() as running, contextlib.closing(HTTPConnection(running.url.removeprefix("http://"))) as connection:
-        connection.request("GET", "/health")
-        connection.getresponse().read()
-        time.sleep(5.5)
-        # It raises if the server has closed the connection.
-        connection.request("GET", "/health")
-        assert connection.getresponse().read()
-
-
-def test_nothing_is_kept_of_requests_that_have_ended():
-    with served.serve() as running:
-        client = running.openai()
-
-        def objects() -> int:
-            running.engine.handles.clear()
-            running.engine.submitted.clear()
-            gc.collect()
-            return len(gc.get_objects())
-
-        def some(number: int) -> None:
-            for _ in range(number):
-                client.completions.create(model="tiny", prompt="hello", max_tokens=3)
-                list(client.completions.create(model="tiny", prompt="hello", max_tokens=3, stream=True))
-                running.post("/v1/completions", content=b"{", headers={"Content-Type": "application/json"})
-
-        some(10)
-        before = objects()
-        some(30)
-        # A request that stayed would keep dozens of objects.
-        assert objects() - before < 60
-
-
 def test_running_requests_finish_before_a_stop(caplog):
     caplog.set_level("INFO", "moe_jax.serving")
     with served.serve(slow_engine(), shutdown_seconds=20) as running:
@@ -254,37 +165,3 @@ def test_the_deadline_or_a_second_signal_aborts(twice, caplog):
             list(pieces)
         running.thread.join(20)
     assert caplog.records[-1].getMessage() == "stopped: 0 requests finished, 1 were aborted"
-
-
-SCRIPT = """
-import logging, sys
-sys.path[:0] = [{tests!r}, {tests!r} + "/serving", {tests!r} + "/train"]
-import served
-from fake_engine import FakeEngine
-from moe_jax.serving.http.server import Server, bind
-from moe_jax.serving.http.service import Service
-from moe_jax.serving.http.service import ServerSettings
-logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
-engine = FakeEngine(repeats=1000, step_seconds=0.01)
-settings = ServerSettings("tiny", shutdown_seconds={seconds})
-Server(Service(engine, served.DEFAULTS, settings)).run([bind("127.0.0.1", 0)])
-print("left", engine.closed)
-"""
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.thorough)])
-def test_a_signal_ends_the_process_cleanly(number):
-    tests = str(Path(__file__).parents[1])
-    script = SCRIPT.format(tests=tests, seconds=20)
-    environment = os.environ | {"PYTHONPATH": str(Path(tests).parent)}
-    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, env=environment) as process:
-        url = re.search(r"http://\S+", process.stdout.readline())[0]
-        client = openai.OpenAI(base_url=url, api_key="none", max_retries=0)
-        pieces = client.completions.create(**LONG | {"max_tokens": 60}, stream=True)
-        text = next(pieces).choices[0].text
-        threading.Timer(0.1, process.send_signal, [number]).start()
-        text += "".join(piece.choices[0].text for piece in pieces)
-        output = process.stdout.read()
-    assert len(text) == 60 and process.returncode == 0
-    assert "stopping: 1 running requests have 20 seconds to finish" in output
-    assert output.splitlines()[-2:] == ["stopped: 1 requests finished, 0 were aborted", "left True"]

@@ -12,12 +12,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-import served
 import transformers
-from fake_engine import FakeEngine
 from tokenizers import Tokenizer, models
 
 from moe_jax.serving.http.service import LONG_BODY, Worker
+from tests.helpers import served
+from tests.helpers.fake_engine import FakeEngine
 
 
 @pytest.fixture

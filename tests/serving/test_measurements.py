@@ -1,10 +1,10 @@
 """A load's times are those that the engine took."""
 
-import fake_engine
 import pytest
 
 from moe_jax.serving.measurements import Load, measure_loads
 from moe_jax.serving.request import EngineLimits
+from tests.helpers import fake_engine
 
 STEP = 0.02
 

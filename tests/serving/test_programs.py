@@ -5,13 +5,13 @@ import time
 import jax
 import numpy as np
 import pytest
-import seeds
-from hf_reference import load_ours, reference
 
 from moe_jax.serving.device import _for_drawing
 from moe_jax.serving.programs import _at_once, step_programs
 from moe_jax.serving.step import StepBatch, StepOutput, StepShape, empty_rows, initial_state, packed
 from moe_jax.serving.weights import take_apart
+from tests.helpers import seeds
+from tests.helpers.hf_reference import load_ours, reference
 
 DECODES, CHUNKS = StepShape(1, 0, 0, 2), StepShape(0, 64, 1, 2)
 

@@ -1,12 +1,12 @@
 """Plans of steps: decodes first, then chunks of prompts; lack of pages, aborts, late ends; in fixed small cases."""
 
-import fake_device
 import pytest
-from scheduling import add, assert_given_back, assert_right, make_queues, serve, serve_and_return
 
 from moe_jax.kernels.attention.paged import PAGE_SIZE
 from moe_jax.serving.request import SamplingOptions
 from moe_jax.serving.schedule import Sequence, finish, plan_step, preempt_youngest, read_step
+from tests.helpers import fake_device
+from tests.helpers.scheduling import add, assert_given_back, assert_right, make_queues, serve, serve_and_return
 
 
 def test_decodes_come_first_and_chunks_fill_the_step():

@@ -1,11 +1,11 @@
 """Sequences that begin alike share pages: of prompts, of new tokens, in one step; never those of other weights."""
 
-import fake_device
 import pytest
-from scheduling import add, assert_right, make_queues, serve, serve_and_return
 
 from moe_jax.serving.request import SamplingOptions
 from moe_jax.serving.schedule import Sequence, change_weights, finish, plan_step, preempt_youngest, read_step
+from tests.helpers import fake_device
+from tests.helpers.scheduling import add, assert_right, make_queues, serve, serve_and_return
 
 
 def test_a_beginning_is_computed_once():

@@ -4,13 +4,13 @@ import functools
 
 import hypothesis
 import pytest
-import tiny
 import transformers
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from moe_jax.serving.handle import MAX_WINDOW, REPLACEMENT, StopSearch, TextStream
 from moe_jax.serving.http.service import fewest_tokens
+from tests.helpers import tiny
 
 WORDS = "the same words über 你好世界 🙂🙃 naïve 日本語のテキスト"
 

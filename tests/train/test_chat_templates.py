@@ -4,13 +4,13 @@ import json
 import re
 
 import pytest
-import tiny
 
 import moe_jax
 from moe_jax.cli import main
 from moe_jax.train import load_tokenizer
 from moe_jax.train.data.chat import chat_tokens
 from moe_jax.train.data.chat_templates import CHATML, TEMPLATES, with_chat_template
+from tests.helpers import tiny
 
 CHAT = [
     {"role": "assistant", "content": "hello"},

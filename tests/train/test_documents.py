@@ -5,12 +5,12 @@ import os
 
 import numpy as np
 import pytest
-import tiny
 from tokenizers import processors
 
 from moe_jax.train import batches, open_documents
 from moe_jax.train.data.chat import chat_tokens
 from moe_jax.train.data.tokenization import beginning, tokenization
+from tests.helpers import tiny
 
 CHAT = [
     {"role": "system", "content": "be brief"},

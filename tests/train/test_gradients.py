@@ -5,11 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import tiny
 from flax import nnx
 
 from moe_jax.train import accumulate, apply_gradients, gradients_fn, init_state, master_weights, put_batch
 from moe_jax.train.gradients import Gradients
+from tests.helpers import tiny
 
 
 def sums_of_rows(params, fixed, batch):

@@ -4,9 +4,9 @@ import sys
 
 import numpy as np
 import pytest
-import tiny
 
 from moe_jax.train import batches, open_documents
+from tests.helpers import tiny
 
 datasets = pytest.importorskip("datasets")
 

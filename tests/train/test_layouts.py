@@ -4,11 +4,11 @@ import json
 
 import numpy as np
 import pytest
-import tiny
 
 from moe_jax.train import open_documents
 from moe_jax.train.data.report import describe_sources
 from moe_jax.train.data.tokenization import tokenization
+from tests.helpers import tiny
 
 CHAT = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "hi"}]
 SYSTEM = {"role": "system", "content": "be brief"}

@@ -5,9 +5,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-import tiny
 
 from moe_jax.train.data.chat import chat_tokens
+from tests.helpers import tiny
 
 BEGIN, END = "{% generation %}", "{% endgeneration %}"
 MARKED = f"{BEGIN}{{{{ m.content }}}}<|im_end|>{END}"

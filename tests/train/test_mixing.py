@@ -2,11 +2,11 @@
 
 import numpy as np
 import pytest
-import tiny
 
 from moe_jax.train import batches, open_documents, survey
 from moe_jax.train.data.mixing import endless, epoch
 from moe_jax.train.data.packing import PADDING
+from tests.helpers import tiny
 
 
 def source(folder, name, number):

@@ -7,8 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import seeds
-import tiny
 from flax import nnx
 
 from moe_jax.models.execution import Execution
@@ -16,9 +14,10 @@ from moe_jax.parallel import Parallelism
 from moe_jax.train import LossWeights, NextToken, accumulate, gradients_fn
 from moe_jax.train import step as step_module
 from moe_jax.train.gradients import accumulate_in_place
-from moe_jax.train.objective import as_objective
-from moe_jax.train.overlap import accumulate_overlapping, can_overlap
+from moe_jax.train.micro_batch import accumulate_overlapping
+from moe_jax.train.objective import as_objective, can_overlap
 from moe_jax.train.step import make_train_step, overlaps
+from tests.helpers import seeds, tiny
 
 ROWS, SEQ = 6, 16
 ALL_LOSSES = LossWeights(aux_loss_coef=0.02, sequence_loss_coef=0.01, z_loss_coef=0.01)
@@ -51,6 +50,8 @@ MODELS = {"moe": tiny.model, "dense": tiny.dense, "deepseek": lambda **options: 
     [
         pytest.param("moe", True, 2, True, marks=pytest.mark.thorough),
         ("dense", "offload", 3, False),
+        ("moe", 1, 2, True),
+        pytest.param("deepseek", 3, 3, False, marks=pytest.mark.thorough),
         pytest.param("deepseek", False, 2, True, marks=pytest.mark.thorough),
         pytest.param("moe", False, 2, False, marks=pytest.mark.thorough),
         pytest.param("moe", True, 3, True, marks=pytest.mark.thorough),
@@ -62,7 +63,7 @@ MODELS = {"moe": tiny.model, "dense": tiny.dense, "deepseek": lambda **options: 
 def test_equals_accumulation(name, remat, micro_batches, in_place):
     """On one device; DeepSeek-V3 has a dense stage, a stage with experts and a module that predicts further tokens."""
     graph, params, fixed = nnx.split(MODELS[name](), nnx.Param, ...)
-    objective, execution = as_objective(NextToken(ALL_LOSSES), micro_batches), Execution(remat=remat)
+    objective, execution = as_objective(NextToken(ALL_LOSSES), micro_batches), Execution().with_remat(remat)
     plain = accumulate(gradients_fn(objective, graph, execution), micro_batches)
     if in_place:
         plain = accumulate_in_place(objective, graph, execution, micro_batches)

@@ -4,11 +4,11 @@ import json
 import re
 
 import pytest
-import tiny
 
 from moe_jax.train import open_documents, survey
 from moe_jax.train.data.chat import chat_tokens
 from moe_jax.train.data.report import describe_tokens, report
+from tests.helpers import tiny
 
 # Qwen3's way: thoughts stand in the turns behind the last question alone.
 THINKING = (

@@ -6,14 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import seeds
-import tiny
 from flax import nnx
-from test_step import make_batch
 
 from moe_jax.layers.router import ExpertBias
 from moe_jax.train import LossWeights, NextToken, init_state, make_optimizer, make_train_step
 from moe_jax.train.rebalance import move_experts, rebalance
+from tests.helpers import seeds, tiny
+from tests.train.slow.test_step import make_batch
 
 CONFIG = tiny.model().config
 

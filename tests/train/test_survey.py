@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import tiny
 
 from moe_jax.train import batches, open_documents, survey
+from tests.helpers import tiny
 
 SHORT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
 LONG = [*SHORT, {"role": "user", "content": "x" * 40}, {"role": "assistant", "content": "no"}]

@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, Integer
 
 from moe_jax.kernels.attention.online_softmax import PartialAttention
-from moe_jax.kernels.experts.choose_backend import ENVIRONMENT_VARIABLE, splitting_refusal
+from moe_jax.kernels.experts.backends import ENVIRONMENT_VARIABLE, splitting_refusal
 from moe_jax.kernels.target import is_interpreted
 
 _logger = logging.getLogger(__name__)

@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from moe_jax.kernels.attention.online_softmax import BackwardInputs, PartialAttention, merge, softmax_sum
 from moe_jax.kernels.precision import at_least_f32
-from moe_jax.kernels.varying import vary_as
+from moe_jax.kernels.shapes import vary_as
 
 CHUNK = 1024
 """Queries, and keys, of a chunk in XLA: f32 scores of 32 heads are 128 MiB."""
@@ -46,7 +46,7 @@ def forward(
     wide = at_least_f32(q.dtype)
     out_dtype = jnp.dtype(out_dtype or wide)
     if backend == "mosaic":
-        from moe_jax.kernels.attention.mosaic.interval import forward_of_interval
+        from moe_jax.kernels.attention.mosaic.flash import forward_of_interval
 
         return forward_of_interval(q, k, v, bounds, scale, previous, out_dtype)
     if previous is None:
@@ -81,7 +81,7 @@ def gradient_of_queries(
     wide = at_least_f32(q.dtype)
     out_dtype = jnp.dtype(out_dtype or wide)
     if backend == "mosaic":
-        from moe_jax.kernels.attention.mosaic.interval import gradient_of_queries
+        from moe_jax.kernels.attention.mosaic.flash import gradient_of_queries
 
         return gradient_of_queries(arrays, bounds, scale, previous, out_dtype)
 
@@ -100,7 +100,7 @@ def gradients_of_keys(
 ) -> tuple[Float[Array, "batch keys kv_heads head_dim"], Float[Array, "batch keys kv_heads value_dim"]]:
     """Returns (dk, dv) of this part by way of these queries plus `previous`, the gradients by way of other queries."""
     if backend == "mosaic":
-        from moe_jax.kernels.attention.mosaic.interval import gradients_of_keys
+        from moe_jax.kernels.attention.mosaic.flash import gradients_of_keys
 
         return gradients_of_keys(arrays, bounds, scale, previous)
     k, v = arrays.k, arrays.v

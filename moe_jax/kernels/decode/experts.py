@@ -1,7 +1,6 @@
 """The experts of a step's tokens, up to the sum over a token's choices, which `add_norm.add_experts` forms."""
 
 import dataclasses
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +11,7 @@ from moe_jax.kernels.decode.plan_rows import place_rows, plan_rows
 from moe_jax.kernels.decode.route import TokenChoices
 from moe_jax.kernels.experts import mosaic
 from moe_jax.kernels.experts.fp8 import mosaic as fp8_mosaic
-from moe_jax.kernels.experts.fp8.mosaic.round_tokens import round_tokens
+from moe_jax.kernels.experts.fp8.mosaic.round_groups import round_tokens
 from moe_jax.kernels.experts.fp8.quantise import QuantisedMatrices, QuantisedRows
 from moe_jax.kernels.experts.routing import Plan, plan
 from moe_jax.kernels.hopper.mainloop import ROW_ALIGNMENT
@@ -39,18 +38,20 @@ def expert_rows(
     if rows is not None:
         return ExpertRows(rows, choice.weights, choice.experts, None, None)
     many = len(x) > MOST_PLANNED_TOKENS
+    source_of_row: Array | None
+    place: Array | None
     if many:
         by_xla = dataclasses.replace(plan(chosen, choice.experts.shape[1], ROW_ALIGNMENT), layer=layer)
-        planned = _Planned(by_xla, by_xla.token_of_row, None)
+        planned, source_of_row, place = by_xla, by_xla.token_of_row, None
     else:
-        planned = _planned(choice, layer, k)
-    if planned.plan.holds_all_tokens:
-        x, _ = mosaic.rows_of_tokens(x, planned.plan, for_gradients=False)
-    _, act = mosaic.gated_matmul(x, w_gate_up, planned.plan, source_of_row=planned.source_of_row, keep_h=False)
-    rows = mosaic.grouped_matmul(act, w_down, planned.plan)
+        planned, source_of_row, place = _planned(choice, layer, k)
+    if planned.holds_all_tokens:
+        x, _ = mosaic.rows_of_tokens(x, planned, for_gradients=False)
+    _, act = mosaic.gated_matmul(x, w_gate_up, planned, source_of_row=source_of_row, keep_h=False)
+    rows = mosaic.grouped_matmul(act, w_down, planned)
     if many:
-        return ExpertRows(rows, choice.weights, choice.experts, None, None, planned.plan.row_of_pair)
-    return ExpertRows(rows, choice.weights, choice.experts, planned.plan.offsets, planned.place)
+        return ExpertRows(rows, choice.weights, choice.experts, None, None, planned.row_of_pair)
+    return ExpertRows(rows, choice.weights, choice.experts, planned.offsets, place)
 
 
 def expert_rows_in_fp8(
@@ -70,13 +71,13 @@ def expert_rows_in_fp8(
     pairs = fp8_mosaic.experts_of_few_pairs(x, gate_up, down, choice.experts[:, :k], layer)
     if pairs is not None:
         return ExpertRows(pairs, choice.weights, choice.experts, None, None)
-    planned = _planned(choice, layer, k)
+    planned, source_of_row, place = _planned(choice, layer, k)
     rows = round_tokens(x)
-    if planned.source_of_row is not None:
-        rows = _rows_of_sources(rows, planned.source_of_row)
-    _, act = fp8_mosaic.gated_matmul(rows, gate_up, planned.plan, keep_h=False)
-    outputs = fp8_mosaic.grouped_matmul(act, down, planned.plan)
-    return ExpertRows(outputs, choice.weights, choice.experts, planned.plan.offsets, planned.place)
+    if source_of_row is not None:
+        rows = _rows_of_sources(rows, source_of_row)
+    _, act = fp8_mosaic.gated_matmul(rows, gate_up, planned, keep_h=False)
+    outputs = fp8_mosaic.grouped_matmul(act, down, planned)
+    return ExpertRows(outputs, choice.weights, choice.experts, planned.offsets, place)
 
 
 def _rows_of_sources(tokens: QuantisedRows, source_of_row: Int[Array, "rows"]) -> QuantisedRows:
@@ -88,15 +89,11 @@ def _rows_of_sources(tokens: QuantisedRows, source_of_row: Int[Array, "rows"]) -
     return QuantisedRows(gathered.reshape(len(source_of_row), values.shape[1]), scales.at[:, source_of_row].get(mode="clip"))
 
 
-class _Planned(NamedTuple):
-    plan: Plan
-    """With the fields that matmuls read; of a plan by kernels the others are of the right sizes, and zeros."""
-    source_of_row: Int[Array, "rows"] | None
-    place: Int[Array, "tokens experts"] | None
-    """`place_rows`; None: token t's row is row t of its expert's block."""
+def _planned(choice: TokenChoices, layer: Int[Array, ""], k: int) -> tuple[Plan, Array | None, Array | None]:
+    """Returns a plan by kernels, source_of_row, and `place_rows`; None if token t's row is row t of its expert's block.
 
-
-def _planned(choice: TokenChoices, layer: Int[Array, ""], k: int) -> _Planned:
+    Of the plan, only the fields that matmuls read are set; the others are zeros of the right shape.
+    """
     tokens, num_experts = choice.experts.shape
     holds_all_tokens = tokens <= ROW_ALIGNMENT
     # One block more than there may be, because a tile of two blocks may begin at the last block.
@@ -117,6 +114,6 @@ def _planned(choice: TokenChoices, layer: Int[Array, ""], k: int) -> _Planned:
         layer=layer,
     )
     if holds_all_tokens:
-        return _Planned(planned, None, None)
+        return planned, None, None
     place, source_of_row = place_rows(choice.is_chosen, choice.experts, found, k=k, num_blocks=blocks)
-    return _Planned(planned, source_of_row, place)
+    return planned, source_of_row, place

@@ -16,7 +16,7 @@ Kernel `chunk_heads_to_pages`, of many tokens:
 """
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +27,7 @@ from jaxtyping import Array, Float, Int
 
 from moe_jax.kernels.attention.mosaic.warpgroups import COLUMNS, broadcast_columns, broadcast_rows, load_tile
 from moe_jax.kernels.decode.rows import BLOCKS_PER_CORE, load_row, normalized, sum_of_splits
-from moe_jax.kernels.hopper.launch import grid_size, launch, operand_transforms, store
+from moe_jax.kernels.hopper.launch import Named, grid_size, launch, operand_transforms, store
 from moe_jax.kernels.hopper.pipeline import WGMMA_ROWS
 
 HEAD_DIM = 128
@@ -59,14 +59,6 @@ class HeadNorms(NamedTuple):
     k: Float[Array, "128"]
 
 
-class HeadsAndPages(NamedTuple):
-    """The new tokens' queries, and a layer's pages with their keys and values."""
-
-    q: Float[Array, "tokens heads 128"]
-    keys: Float[Array, "pages kv_heads page_size 128"]
-    values: Float[Array, "pages kv_heads page_size 128"]
-
-
 @partial(jax.jit, static_argnames="eps")
 def heads_to_pages(
     splits: Float[Array, "splits tokens columns"],
@@ -76,8 +68,8 @@ def heads_to_pages(
     values: Float[Array, "pages kv_heads page_size 128"],
     *,
     eps: float,
-) -> HeadsAndPages:
-    """Returns rotated queries, and the pages with rotated keys and values written, in place.
+) -> tuple[Array, Array, Array]:
+    """Returns rotated queries [tokens, heads, 128], and the pages with rotated keys and values written, in place.
 
     Args:
       splits: partial sums (`project.project`) of all heads' columns: queries, then keys, then values.
@@ -134,7 +126,7 @@ def heads_to_pages(
     weights = HeadNorms(*(weight.astype(dtype) for weight in norms))
     # XLA fuses a slice with the kernel that reads it, and forgets then that keys and values are two arrays.
     splits, weights, new = lax.optimization_barrier((splits, weights, new))
-    return HeadsAndPages(*kernel(splits, weights, new, keys, values))
+    return tuple(kernel(splits, weights, new, keys, values))
 
 
 def _heads_at_once(tokens: int, all_heads: int) -> int:
@@ -161,7 +153,7 @@ def chunk_heads_to_pages(
     values: Float[Array, "pages kv_heads page_size 128"],
     *,
     eps: float,
-) -> HeadsAndPages:
+) -> tuple[Array, Array, Array]:
     """Computes `heads_to_pages` of at least 64 tokens, whose projections have the pages' dtype."""
     num_tokens = len(projections)
     # TMA copies begin at multiples of 8 rows. Rows behind the last token write what that one writes.
@@ -173,7 +165,7 @@ def chunk_heads_to_pages(
     heads = columns // HEAD_DIM - 2 * kv_heads
     items = -(-tokens // WGMMA_ROWS), heads + 2 * kv_heads
 
-    def body(projections_ref, norms: HeadNorms, new: NewTokens, keys_ref, values_ref, q_ref, scratch: _Scratch):
+    def body(projections_ref, norms: HeadNorms, new: NewTokens, keys_ref, values_ref, q_ref, scratch: Named):
         @plgpu.nd_loop(items, collective_axes="block")
         def _item(info):
             # The last block begins early enough to be whole. Tokens of two blocks are written twice, with the same values.
@@ -226,7 +218,7 @@ def chunk_heads_to_pages(
         plgpu.wait_smem_to_gmem(0)
 
     outputs = [jax.ShapeDtypeStruct((tokens, heads, HEAD_DIM), dtype)]
-    scratch = _Scratch(
+    scratch = Named(
         head=plgpu.SMEM((WGMMA_ROWS, HEAD_DIM), dtype, transforms=operand_transforms(dtype, PIECE)),
         rows=plgpu.SMEM((WGMMA_ROWS, HEAD_DIM), dtype),
         loaded=plgpu.Barrier(),
@@ -235,14 +227,8 @@ def chunk_heads_to_pages(
     weights = HeadNorms(*(weight.astype(dtype) for weight in norms))
     # The barrier keeps XLA from fusing a slice with the kernel, as in `heads_to_pages`.
     projections, weights, new = lax.optimization_barrier((projections, weights, new))
-    q, *pages = kernel(projections, weights, new, keys, values)
-    return HeadsAndPages(q[:num_tokens], *pages)
-
-
-class _Scratch(NamedTuple):
-    head: Any
-    rows: Any
-    loaded: Any
+    q, keys, values = kernel(projections, weights, new, keys, values)
+    return q[:num_tokens], keys, values
 
 
 def _scale(head_smem, eps: float):

@@ -15,7 +15,7 @@ token's eighth, and writes the token's number into the rows of its experts.
 
 from functools import partial, reduce
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Int
 
 from moe_jax.kernels.experts.routing import ROWS_OF_A_BIT
-from moe_jax.kernels.hopper.launch import WARPGROUP_THREADS, launch
+from moe_jax.kernels.hopper.launch import WARPGROUP_THREADS, Named, launch
 from moe_jax.kernels.hopper.mainloop import ROW_ALIGNMENT
 
 THREAD_BLOCKS = 2
@@ -72,9 +72,7 @@ def plan_rows(
     of_part, whole = _tokens_of_part(tokens), pl.ds(0, num_experts)
     of_threads = -(-num_blocks // (THREAD_BLOCKS * WARPGROUP_THREADS)) * WARPGROUP_THREADS
 
-    def body(
-        is_chosen_ref, layer_ref, offsets_ref, expert_of_block_ref, before_part_ref, chosen_rows_ref, scratch: _PlanScratch
-    ):
+    def body(is_chosen_ref, layer_ref, offsets_ref, expert_of_block_ref, before_part_ref, chosen_rows_ref, scratch: Named):
         warpgroup, thread_block = lax.axis_index("warpgroup"), lax.axis_index("block")
         # In a block that holds all tokens, bits of their rows take the place of numbers.
         add = jnp.bitwise_or if holds_all_tokens else jnp.add
@@ -151,24 +149,13 @@ def plan_rows(
     parts = (1, 1) if holds_all_tokens else (WARPGROUPS, num_experts)
     shapes = (num_experts + 1,), (THREAD_BLOCKS * of_threads,), parts, (num_experts,)
     outputs = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes]
-    scratch = _PlanScratch(
-        plgpu.SMEM((WARPGROUPS, num_experts), jnp.int32),
-        plgpu.SMEM((WARPGROUPS, 2 * num_experts), jnp.int32),
-        plgpu.Barrier(num_arrivals=WARPGROUPS),
+    scratch = Named(
+        counts=plgpu.SMEM((WARPGROUPS, num_experts), jnp.int32),
+        sums=plgpu.SMEM((WARPGROUPS, 2 * num_experts), jnp.int32),
+        counted=plgpu.Barrier(num_arrivals=WARPGROUPS),
     )
     kernel = launch("plan_rows", body, outputs, [scratch], warpgroups=WARPGROUPS, blocks_per_core=1)
     return RowsOfExperts(*kernel(is_chosen, layer[None]))
-
-
-class _PlanScratch(NamedTuple):
-    """Shared memory of `plan_rows`."""
-
-    counts: Any
-    """[warpgroups, experts]: the number of choices of each warpgroup's tokens, or the bits of their rows."""
-    sums: Any
-    """[steps, 2 * experts]: zeros, and the numbers of a step of the sums. Each warpgroup stores a row's zeros."""
-    counted: Any
-    """A barrier: the counts of all warpgroups are there."""
 
 
 BLOCK_BITS = ROW_ALIGNMENT.bit_length() - 1

@@ -25,14 +25,13 @@ from jaxtyping import Array, Float, Integer
 
 from moe_jax.kernels.experts import separate_vjps
 from moe_jax.kernels.experts.activation import SILU, Activation
+from moe_jax.kernels.experts.backends import resolve_backend
 from moe_jax.kernels.experts.call import TokenPart, experts
-from moe_jax.kernels.experts.choose_backend import resolve_backend
 from moe_jax.kernels.experts.fp8.precision import Precision
 from moe_jax.kernels.experts.fp8.quantise import QuantisedMatrices
 from moe_jax.kernels.experts.routing import Plan
 from moe_jax.kernels.experts.weights import ExpertWeights
-from moe_jax.kernels.shapes import check_shape
-from moe_jax.kernels.varying import refuse_explicit_axes, vary_alike
+from moe_jax.kernels.shapes import check_shape, refuse_explicit_axes, vary_alike
 
 
 def experts_mlp(

@@ -1,14 +1,16 @@
-"""Matmuls of rows sorted by expert with each expert's own weights, one module per backend.
+"""Matmuls of rows sorted by expert with each expert's own weights: one module per backend, and the choice among them.
 
 Every backend module offers the same names, which `xla` describes:
 
 - `grouped_matmul` and `grouped_outer`;
 - their fusions with the gated activation, `gated_matmul` and `gated_matmul_backward`;
-- `rows_of_tokens` before these, and `token_sums` behind them;
+- `rows_of_tokens` before these, and `token_sums` after them;
 - `refusal`, `is_native` and `ROW_ALIGNMENT`.
 """
 
 import functools
+import logging
+import os
 from collections.abc import Sequence
 from importlib import import_module
 from types import ModuleType
@@ -20,6 +22,7 @@ from jaxtyping import Array, Float, Int
 
 from moe_jax.kernels.experts.routing import Plan, of_own_layer
 from moe_jax.kernels.precision import at_least_f32
+from moe_jax.kernels.target import compute_capability
 
 BACKENDS = ("mosaic", "triton", "xla")
 """Every backend, the fastest first: `mosaic` runs on Hopper GPUs, `triton` on NVIDIA GPUs from Ampere on, `xla` everywhere.
@@ -65,3 +68,85 @@ def grouped_outer_of_parts(
     if accumulate_into is None or layer is None:
         return total
     return jax.lax.dynamic_update_index_in_dim(accumulate_into, total, layer, 0, allow_negative_indices=False)
+
+
+ENVIRONMENT_VARIABLE = "MOE_JAX_BACKEND"
+
+_logger = logging.getLogger(__name__)
+
+
+def resolve_backend(name: str | None, dtype: jnp.dtype, hidden: int, inter: int, row_alignment: int | None = None) -> str:
+    """Returns the backend to use: `name` if given, else the environment variable MOE_JAX_BACKEND, else the first that fits.
+
+    A backend fits if three conditions hold. It was written for the target. It takes experts of `dtype`, `hidden` and `inter`.
+    The plan has the `row_alignment` that it needs (None: the plan is made for it). The choice, and why earlier backends
+    were passed over, is logged once.
+
+    Raises:
+        ValueError: the name is not in BACKENDS, or the named backend does not take the input.
+    """
+    source = "argument backend"
+    if name is None and ENVIRONMENT_VARIABLE in os.environ:
+        name, source = os.environ[ENVIRONMENT_VARIABLE], f"environment variable {ENVIRONMENT_VARIABLE}"
+    if name is not None:
+        if name not in BACKENDS:
+            raise ValueError(f"{source}: unknown backend {name!r}; choose one of {', '.join(map(repr, BACKENDS))}")
+        reason = _refusal(name, dtype, hidden, inter, row_alignment)
+        if reason is not None:
+            raise ValueError(f"{source}: backend {name!r} does not take this input: {reason}")
+        _announce(name, ())
+        return name
+    reasons: list[str] = []
+    # The last backend takes everything.
+    *candidates, chosen = BACKENDS
+    for candidate in candidates:
+        reason = _reason_against(candidate, dtype) or _refusal(candidate, dtype, hidden, inter, row_alignment)
+        if reason is None:
+            chosen = candidate
+            break
+        reasons.append(f"{candidate!r} not: {reason}")
+    _announce(chosen, tuple(reasons))
+    return chosen
+
+
+def is_mosaic_allowed() -> bool:
+    """Returns False if the environment variable MOE_JAX_BACKEND names another backend than "mosaic"."""
+    return os.environ.get(ENVIRONMENT_VARIABLE, "mosaic") == "mosaic"
+
+
+def is_named(name: str | None) -> bool:
+    """Returns True if the user chose the backend that `resolve_backend` returns for this name."""
+    return name is not None or ENVIRONMENT_VARIABLE in os.environ
+
+
+def _refusal(name: str, dtype: jnp.dtype, hidden: int, inter: int, row_alignment: int | None) -> str | None:
+    needed = implementation(name).ROW_ALIGNMENT
+    if row_alignment is not None and row_alignment % needed:
+        return f"the plan has row_alignment {row_alignment}; it needs plan(..., row_alignment={needed})"
+    return implementation(name).refusal(dtype, hidden, inter)
+
+
+def _reason_against(name: str, dtype: jnp.dtype) -> str | None:
+    """Returns why a backend that could run is not taken by default; None if it is."""
+    if name == "triton" and dtype == jnp.float32:
+        return "in f32 'xla' is faster"
+    # Asking the module itself would import Pallas Mosaic GPU on every device.
+    is_native = compute_capability() == "9.0" if name == "mosaic" else implementation(name).is_native()
+    if not is_native:
+        return "it is not written for this device"
+    return splitting_refusal()
+
+
+def splitting_refusal() -> str | None:
+    """Returns why a kernel of ours is not taken by default: the compiler might have to split it. None if it need not."""
+    mesh = jax.sharding.get_abstract_mesh()
+    is_split = not mesh.manual_axes or any(size > 1 for name, size in mesh.shape.items() if name not in mesh.manual_axes)
+    if jax.device_count() > 1 and is_split:
+        return "the compiler cannot split it over several devices; call it inside shard_map, or name it"
+    return None
+
+
+@functools.cache
+def _announce(name: str, reasons: tuple[str, ...]) -> None:
+    """Logs each choice once a process."""
+    _logger.info("MoE experts run on backend %r%s", name, "".join(f"; {reason}" for reason in reasons))

@@ -2,24 +2,24 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Integer
 
 from moe_jax.kernels.experts.activation import SILU, Activation
+from moe_jax.kernels.experts.backends import implementation, resolve_backend
 from moe_jax.kernels.experts.changed import of_each_expert, rank_alignment
-from moe_jax.kernels.experts.choose_backend import resolve_backend
-from moe_jax.kernels.experts.fp8.passes import Fp8Options
+from moe_jax.kernels.experts.fp8.backends import resolve_fp8_backend
 from moe_jax.kernels.experts.fp8.precision import Precision
 from moe_jax.kernels.experts.fp8.quantise import GROUP, QuantisedMatrices, RoundedTokens
-from moe_jax.kernels.experts.fused_vjp import ExpertsOperands, ExpertsOptions, experts_of_parts
+from moe_jax.kernels.experts.fused_vjp import ExpertsOperands, experts_of_parts
 from moe_jax.kernels.experts.routing import is_an_expert
+from moe_jax.kernels.experts.separate_vjps import ExpertsOptions
 from moe_jax.kernels.experts.weights import Accumulators, ExpertProducts, ExpertWeights, Matrix
 from moe_jax.kernels.precision import at_least_f32, widened
-from moe_jax.kernels.shapes import check_experts_mlp, check_shape
-from moe_jax.kernels.varying import refuse_explicit_axes, vary_alike, varying_axes
+from moe_jax.kernels.shapes import check_experts_mlp, check_shape, refuse_explicit_axes, vary_alike, varying_axes
 
 
 class TokenPart(NamedTuple):
@@ -108,13 +108,16 @@ def experts(
         raise ValueError(f"activation must be an Activation, for example Activation(limit=7.0); got {activation!r}")
     found = combination(parts, weights, precision, chunk_tokens, max_pairs)
     sizes = _checked_sizes(parts, weights)
+    is_plain = len(parts) == 1 and max_pairs is None and shares is None
     max_pairs = [None] * len(parts) if max_pairs is None else max_pairs
     shares = [None] * len(parts) if shares is None else shares
-    _check_parts(parts, max_pairs, shares)
+    if not is_plain:
+        _check_parts(parts, max_pairs, shares)
     of_tokens = parts[0].x.dtype, sizes["hidden"], sizes["inter"]
-    fp8 = None if precision is None else Fp8Options.of(precision, backend, *of_tokens)
+    fp8 = None if precision is None else resolve_fp8_backend(backend, *of_tokens, precision)
     backend = resolve_backend(backend, *of_tokens) if fp8 is None else fp8.sums
-    gate_up, down, whole_parts = vary_alike((*_matrices(weights, sizes, backend), tuple(parts)))
+    matrices = _matrices(weights, sizes, backend) if found & {"changes", "in FP8 alone"} else (weights.gate_up, weights.down)
+    gate_up, down, whole_parts = vary_alike((*matrices, tuple(parts)))
     if isinstance(weights.gradient, Accumulators):
         axes = "experts" if weights.layer is None else "layers experts"
         _check_accumulators(weights.gradient, of_tokens[0], varying_axes((gate_up, down, whole_parts)), sizes, axes)
@@ -122,13 +125,14 @@ def experts(
     pairs = zip(topk_weights, topk_experts, strict=True)
     known = tuple(jnp.where(is_an_expert(ids, sizes["experts"]), of_ids, 0) for of_ids, ids in pairs)
     is_frozen = weights.frozen or "in FP8 alone" in found
-    matrices = replace(weights, gate_up=gate_up, down=replace(down, bias=None), frozen=is_frozen)
-    operands = ExpertsOperands(xs, matrices, known, topk_experts)
-    options = ExpertsOptions(backend, tuple(max_pairs), tuple(shares), chunk_tokens, fp8, activation)
-    if isinstance(weights.gradient, ExpertProducts) and weights.gradient.row_alignment != options.row_alignment:
+    varying = replace(weights, gate_up=gate_up, down=replace(down, bias=None), frozen=is_frozen)
+    operands = ExpertsOperands(xs, varying, known, topk_experts)
+    row_alignment = implementation(backend).ROW_ALIGNMENT if fp8 is None else fp8.row_alignment
+    options = ExpertsOptions(backend, tuple(max_pairs), tuple(shares), chunk_tokens, fp8, activation, row_alignment)
+    if isinstance(weights.gradient, ExpertProducts) and weights.gradient.row_alignment != row_alignment:
         raise ValueError(
             f"the ticket must come from expert_products_like with this call's backend and precision: row_alignment is "
-            f"{options.row_alignment}; got {weights.gradient.row_alignment}"
+            f"{row_alignment}; got {weights.gradient.row_alignment}"
         )
     ys = experts_of_parts(operands, options)
     if down.bias is None:
@@ -158,7 +162,7 @@ def combination(
     Raises:
         ValueError: the combination is refused.
     """
-    matrices = weights.gate_up, weights.down
+    matrices, gradient = (weights.gate_up, weights.down), weights.gradient
     alone = [matrix.values is None for matrix in matrices]
     changes = [matrix.change is not None for matrix in matrices]
     words = {
@@ -170,10 +174,10 @@ def combination(
         "copies": any(matrix.in_fp8 is not None for matrix in matrices),
         "one change": any(changes) and not all(changes),
         "changes": all(changes),
-        "own gradients": weights.own_gradients,
+        "own gradients": gradient is None and not weights.frozen and not all(alone),
         "frozen": weights.frozen or all(alone),
-        "accumulators": isinstance(weights.gradient, Accumulators),
-        "ticket": isinstance(weights.gradient, ExpertProducts),
+        "accumulators": isinstance(gradient, Accumulators),
+        "ticket": isinstance(gradient, ExpertProducts),
         "stack": weights.layer is not None,
         "several parts": len(parts) > 1,
         "rounded tokens": any(isinstance(part.x, RoundedTokens) for part in parts),
@@ -195,7 +199,8 @@ def refuse(found: set[str], table: Sequence[tuple[set[str], str]]) -> None:
 def _checked_sizes(parts: Sequence[TokenPart], weights: ExpertWeights) -> dict[str, int]:
     """Returns the length of each axis."""
     axes = "experts" if weights.layer is None else "layers experts"
-    w_gate_up, w_down = weights.gate_up.whole, weights.down.whole
+    matrices: Any = (weights.gate_up, weights.down)
+    w_gate_up, w_down = (w.in_fp8.rounded.values if w.values is None else w.values for w in matrices)
     sizes: dict[str, int] = {}
     for part in parts:
         x = part.x.like if isinstance(part.x, RoundedTokens) else part.x

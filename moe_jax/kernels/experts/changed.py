@@ -23,34 +23,31 @@ of both.
 
 import dataclasses
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from moe_jax.kernels.experts.activation import SILU, Activation, activated, gradients_of_rows
+from moe_jax.kernels.experts.activation import activated, gradients_of_rows
 from moe_jax.kernels.experts.backends import OuterPart, implementation
 from moe_jax.kernels.experts.fp8 import backends as fp8_backends
-from moe_jax.kernels.experts.fp8.passes import Fp8Options, plan_of_matrices
+from moe_jax.kernels.experts.fp8.passes import plan_of_matrices
 from moe_jax.kernels.experts.fp8.quantise import QuantisedRows, keep_h, quantise_rows, read_h
 from moe_jax.kernels.experts.routing import Plan, rows_of_pairs
-from moe_jax.kernels.experts.separate_vjps import GateUp, Hidden, PartGradients, token_sums_of_shares, weight_of_row
+from moe_jax.kernels.experts.separate_vjps import (
+    ExpertsOptions,
+    GateUp,
+    Hidden,
+    PartGradients,
+    token_sums_of_shares,
+    weight_of_row,
+)
 from moe_jax.kernels.experts.weights import ExpertWeights, Matrix
 from moe_jax.kernels.low_rank import LowRank, RowsChange
 
 
-class ChangedOptions(NamedTuple):
-    """The static choices of a call."""
-
-    backend: str
-    """The backend of the changes, and of the matrices without `fp8`."""
-    fp8: Fp8Options | None = None
-    """The matrices multiply in FP8, as `Matrix.in_fp8`, rows that are rounded. None: as `values`, in the rows' dtype."""
-    activation: Activation = SILU
-
-
 def gate_up_changed(
-    options: ChangedOptions, x: Float[Array, "tokens hidden"], w_gate_up: Matrix, plan: Plan, *, for_backward: bool
+    options: ExpertsOptions, x: Float[Array, "tokens hidden"], w_gate_up: Matrix, plan: Plan, *, for_backward: bool
 ) -> GateUp:
     """Computes the gate-up step; h is None without a backward pass."""
     backend, change = implementation(options.backend), _change(w_gate_up)
@@ -69,7 +66,7 @@ def gate_up_changed(
 
 
 def down_changed(
-    options: ChangedOptions,
+    options: ExpertsOptions,
     act: Float[Array, "rows inter"],
     w_down: Matrix,
     weights: Float[Array, "tokens k"],
@@ -84,7 +81,7 @@ def down_changed(
 
 
 def gradients_changed(
-    options: ChangedOptions,
+    options: ExpertsOptions,
     experts: ExpertWeights,
     x: Float[Array, "tokens hidden"],
     weights: Float[Array, "tokens k"],
@@ -137,7 +134,7 @@ def of_each_expert(factors: LowRank, num_experts: int, alignment: int) -> LowRan
 
 
 def _matmul(
-    options: ChangedOptions,
+    options: ExpertsOptions,
     x: Array,
     w: Matrix,
     plan: Plan,
@@ -167,7 +164,7 @@ def _of_one_layer(plan: Plan) -> Plan:
 
 
 def _gated_backward(
-    options: ChangedOptions,
+    options: ExpertsOptions,
     dy: Array,
     w_down: Matrix,
     h: Array,
@@ -185,7 +182,7 @@ def _gated_backward(
     return gradients_of_rows(h, g, weight_of_row, options.activation)
 
 
-def _adds_in_kernel(options: ChangedOptions, plan: Plan) -> bool:
+def _adds_in_kernel(options: ExpertsOptions, plan: Plan) -> bool:
     """Returns True if a kernel adds the change's products to those of the matrix."""
     return options.backend in ("mosaic", "triton") and plan.layer is None and options.fp8 is None
 

@@ -15,9 +15,8 @@ The backward pass has all four arrays, as the gradient of `ExpertWeights.gradien
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from moe_jax.kernels.experts.backends import OuterPart, implementation
-from moe_jax.kernels.experts.choose_backend import resolve_backend
-from moe_jax.kernels.experts.fp8.passes import Fp8Options
+from moe_jax.kernels.experts.backends import OuterPart, implementation, resolve_backend
+from moe_jax.kernels.experts.fp8.backends import resolve_fp8_backend
 from moe_jax.kernels.experts.fp8.precision import Precision
 from moe_jax.kernels.experts.fused_vjp import products_added
 from moe_jax.kernels.experts.routing import plan
@@ -44,7 +43,7 @@ def expert_products_like(
     if precision is None:
         alignment = implementation(resolve_backend(backend, x.dtype, hidden, inter)).ROW_ALIGNMENT
     else:
-        alignment = Fp8Options.of(precision, backend, x.dtype, hidden, inter).row_alignment
+        alignment = resolve_fp8_backend(backend, x.dtype, hidden, inter, precision).row_alignment
     experts = jnp.zeros((len(x), num_experts_per_tok), jnp.int32)
     rows = plan(experts, num_experts, alignment).num_rows
     dh, act = jnp.zeros((rows, 2 * inter), x.dtype), jnp.zeros((rows, inter), x.dtype)

@@ -15,12 +15,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Integer
 
 from moe_jax.kernels import target
-from moe_jax.kernels.experts.activation import SILU, Activation
 from moe_jax.kernels.experts.backends import OuterPart, grouped_outer_of_parts, implementation
-from moe_jax.kernels.experts.changed import ChangedOptions, down_changed, gate_up_changed, gradients_changed
+from moe_jax.kernels.experts.changed import down_changed, gate_up_changed, gradients_changed
 from moe_jax.kernels.experts.fp8 import backends as fp8_backends
-from moe_jax.kernels.experts.fp8.passes import Fp8Options, down_in_fp8, gate_up_in_fp8, gradients_in_fp8, quantise_experts
-from moe_jax.kernels.experts.fp8.quantise import KeptRows, QuantisedRows, RoundedTokens
+from moe_jax.kernels.experts.fp8.passes import down_in_fp8, gate_up_in_fp8, gradients_in_fp8, quantise_experts
+from moe_jax.kernels.experts.fp8.quantise import QuantisedRows, RoundedTokens
 from moe_jax.kernels.experts.routing import (
     Plan,
     int32_ids,
@@ -33,6 +32,7 @@ from moe_jax.kernels.experts.routing import (
     wide_ids,
 )
 from moe_jax.kernels.experts.separate_vjps import (
+    ExpertsOptions,
     GateUp,
     Hidden,
     PartGradients,
@@ -44,10 +44,13 @@ from moe_jax.kernels.experts.separate_vjps import (
 from moe_jax.kernels.experts.weights import Accumulators, ExpertProducts, ExpertWeights, Matrix
 from moe_jax.kernels.low_rank import LowRank
 from moe_jax.kernels.precision import at_least_f32, sum_in_order, widened
-from moe_jax.kernels.varying import vary_as
+from moe_jax.kernels.shapes import vary_as
 
 Arrays = tuple[Array, ...]
 """One array per part."""
+
+_Outcome = tuple[Any, Any]
+"""The outcome of a step: the next step waits for the first entry, the result, and not for the second."""
 
 
 class ExpertsOperands(NamedTuple):
@@ -58,28 +61,6 @@ class ExpertsOperands(NamedTuple):
     weights: ExpertWeights
     topk_weights: Arrays
     experts: Arrays
-
-
-class ExpertsOptions(NamedTuple):
-    """The static choices of a call, checked; `call.experts` describes them. `chunk_tokens` needs exactly one part."""
-
-    backend: str
-    max_pairs: tuple[int | None, ...]
-    shares: tuple[int | None, ...] = (None,)
-    chunk_tokens: int | None = None
-    fp8: Fp8Options | None = None
-    """The products of the matrices in FP8; None: in the dtype of the tokens."""
-    activation: Activation = SILU
-
-    @property
-    def row_alignment(self) -> int:
-        """The row_alignment of plans."""
-        return implementation(self.backend).ROW_ALIGNMENT if self.fp8 is None else self.fp8.row_alignment
-
-    @property
-    def of_changed(self) -> ChangedOptions:
-        """The options of `changed`."""
-        return ChangedOptions(self.backend, self.fp8, self.activation)
 
 
 class ExpertsResiduals(NamedTuple):
@@ -155,44 +136,20 @@ def forward_pass(
     return ys, residuals._replace(weights=kept, experts=operands.experts if is_ticket else None)
 
 
-class _PartOutput(NamedTuple):
-    y_of_shares: list[Array]
-    h: Float[Array, "rows 2*inter"] | KeptRows | None
-    u: Float[Array, "rows rank"] | None
-    v: Float[Array, "rows rank"] | None
-
-
-class _PlannedTokens(NamedTuple):
-    plan: Plan
-    x: Float[Array, "tokens hidden"] | QuantisedRows
-
-
-class _Outcome(NamedTuple):
-    """The outcome of a step: the next step waits for `result`, and not for `extra`."""
-
-    result: Any
-    extra: Any
-
-
-_Step = tuple[Callable[..., _Outcome], tuple]
-"""A function and its arguments."""
-
-
 def _forward_of_parts(
     operands: ExpertsOperands, options: ExpertsOptions, for_backward: bool
 ) -> tuple[Arrays, ExpertsResiduals]:
-    def gate_up(max_pairs: int | None, x: Array, experts: Array) -> _Outcome:
-        return _gate_up_of_part(operands, options, for_backward, max_pairs, x, experts)
+    gate_up = partial(_gate_up_of_part, operands, options, for_backward)
 
     def both_passes(max_pairs: int | None, shares: int | None, x: Array, weights: Array, experts: Array) -> _Outcome:
-        """Returns a `_PartOutput` and its `_PlannedTokens`."""
+        """Returns (y of shares, h, u, v) and (plan, x)."""
         (act, h, u), planned = gate_up(max_pairs, x, experts)
-        y, v = _down_of_part(operands, options, act, weights, planned.plan, shares)
-        return _Outcome(_PartOutput(y, h, u, v), planned)
+        y, v = _down_of_part(operands, options, act, weights, planned[0], shares)
+        return (y, h, u, v), planned
 
     own, *others = zip(options.max_pairs, options.shares, operands.xs, operands.topk_weights, operands.experts, strict=True)
     max_pairs, shares, x, own_weights, own_experts = own
-    steps: list[_Step] = [(partial(gate_up, max_pairs), (x, own_experts))]
+    steps: list[tuple[Callable[..., _Outcome], tuple]] = [(partial(gate_up, max_pairs), (x, own_experts))]
     for max_pairs, other_shares, x, weights, experts in others:
         steps.append((partial(both_passes, max_pairs, other_shares), (x, weights, experts)))
     # The barriers hold h too: where `jax.checkpoint` does not compute y again, parts must still run one after the other.
@@ -200,18 +157,12 @@ def _forward_of_parts(
     if outcomes:
         # The down pass of the device's own tokens comes last: it is computed while the other devices' outputs travel.
         outcomes[-1], act = _wait_for(outcomes[-1], act)
-    y, v = _down_of_part(operands, options, act, own_weights, own_planned.plan, shares)
-    outcomes = [_Outcome(_PartOutput(y, h, u, v), own_planned), *outcomes]
-    ys = tuple(jnp.concatenate(outcome.result.y_of_shares) for outcome in outcomes)
-    hidden = tuple(Hidden(part.h, planned.plan, part.u, part.v) for part, planned in outcomes)
-    xs = tuple(outcome.extra.x for outcome in outcomes)
+    y, v = _down_of_part(operands, options, act, own_weights, own_planned[0], shares)
+    outcomes = [((y, h, u, v), own_planned), *outcomes]
+    ys = tuple(jnp.concatenate(y_of_shares) for (y_of_shares, *_), _ in outcomes)
+    hidden = tuple(Hidden(h, planned, u, v) for (_, h, u, v), (planned, _) in outcomes)
+    xs = tuple(x for _, (_, x) in outcomes)
     return ys, ExpertsResiduals(xs, operands.weights, operands.topk_weights, hidden)
-
-
-class _Chunk(NamedTuple):
-    x: Float[Array, "chunk hidden"]
-    weights: Float[Array, "chunk k"]
-    experts: Integer[Array, "chunk k"]
 
 
 def _forward_of_chunks(
@@ -220,13 +171,14 @@ def _forward_of_chunks(
     assert options.chunk_tokens is not None
     (x,), (weights,), (experts,) = operands.xs, operands.topk_weights, operands.experts
 
-    def of_chunk(chunk: _Chunk) -> tuple[Array, Hidden]:
-        (act, h, u), planned = _gate_up_of_part(operands, options, for_backward, options.max_pairs[0], chunk.x, chunk.experts)
-        (y,), v = _down_of_part(operands, options, act, chunk.weights, planned.plan)
-        return y, Hidden(h, planned.plan, u, v)
+    def of_chunk(chunk: Arrays) -> tuple[Array, Hidden]:
+        x, weights, experts = chunk
+        (act, h, u), (planned, _) = _gate_up_of_part(operands, options, for_backward, options.max_pairs[0], x, experts)
+        (y,), v = _down_of_part(operands, options, act, weights, planned)
+        return y, Hidden(h, planned, u, v)
 
     # Padding tokens of the last chunk choose an id outside [0, E).
-    chunks = _Chunk(
+    chunks: Any = (
         split_tokens(x, options.chunk_tokens, 0),
         split_tokens(weights, options.chunk_tokens, 0),
         split_tokens(wide_ids(experts), options.chunk_tokens, operands.weights.num_experts),
@@ -236,12 +188,8 @@ def _forward_of_chunks(
     return (join_tokens(y, x.shape[0]),), residuals
 
 
-class _Gradients(NamedTuple):
-    dxs: Arrays
-    dweights: Arrays
-    weights: Any
-    """The gradients of `_trained`, or with a ticket the `ExpertProducts`."""
-    bias: Float[Array, "experts 2*inter"] | None = None
+_Gradients = tuple[Arrays, Arrays, Any, Array | None]
+"""dxs, dweights, the gradients of `ExpertWeights.trained` or with a ticket the `ExpertProducts`, and the first bias's."""
 
 
 def _backward(options: ExpertsOptions, residuals: ExpertsResiduals, dys: Arrays) -> tuple[ExpertsOperands]:
@@ -254,24 +202,15 @@ def _backward(options: ExpertsOptions, residuals: ExpertsResiduals, dys: Arrays)
     if options.fp8 is not None:
         weights = _in_fp8(weights, in_both_orders=True)
     backward = _backward_of_parts if options.chunk_tokens is None else _backward_of_chunks
-    gradients = backward(options, residuals._replace(weights=weights), dys)
+    of_xs, dweights, gradients, of_bias = backward(options, residuals._replace(weights=weights), dys)
     no_gradient: Any = None
-    pairs = zip(gradients.dxs, residuals.xs, strict=True)
+    pairs = zip(of_xs, residuals.xs, strict=True)
     dxs = tuple(RoundedTokens(no_gradient, dx) if isinstance(x, QuantisedRows) else dx for dx, x in pairs)
-    of_weights = _gradients_at(given, keep_whole(gradients.weights) if sums is not None else gradients.weights)
-    if gradients.bias is not None:
-        of_weights = replace(of_weights, gate_up=replace(of_weights.gate_up, bias=gradients.bias))
+    of_weights = _gradients_at(given, keep_whole(gradients) if sums is not None else gradients)
+    if of_bias is not None:
+        of_weights = replace(of_weights, gate_up=replace(of_weights.gate_up, bias=of_bias))
     # Products of no rows are zeros that vary over no mesh axis.
-    return (vary_as(ExpertsOperands(dxs, of_weights, gradients.dweights, no_gradient), residuals.xs),)
-
-
-def _trained(weights: ExpertWeights) -> Arrays:
-    """Returns the arrays for whose gradients products are made: both matrices, or the factors of their changes."""
-    if weights.gate_up.change is not None and weights.down.change is not None:
-        return (*weights.gate_up.change, *weights.down.change)
-    if weights.frozen or weights.gate_up.values is None or weights.down.values is None:
-        return ()
-    return weights.gate_up.values, weights.down.values
+    return (vary_as(ExpertsOperands(dxs, of_weights, dweights, no_gradient), residuals.xs),)
 
 
 def _accumulators(weights: ExpertWeights) -> Accumulators | None:
@@ -295,20 +234,17 @@ def _gradients_at(weights: ExpertWeights, gradients: Any) -> ExpertWeights:
 
 
 def _backward_of_parts(options: ExpertsOptions, residuals: ExpertsResiduals, dys: Arrays) -> _Gradients:
-    steps: list[_Step] = []
-    for shares, x, weights, hidden, dy in zip(
-        options.shares, residuals.xs, residuals.topk_weights, residuals.hidden, dys, strict=True
-    ):
-        steps.append((partial(_gradients_of_part, residuals.weights, options, shares, x, weights, hidden), (dy,)))
-    outcomes = _one_after_the_other(steps)
-    dxs = tuple(jnp.concatenate(outcome.result.dx_of_shares) for outcome in outcomes)
-    dweights = tuple(outcome.result.dweights for outcome in outcomes)
-    products = [outcome.extra for outcome in outcomes]
+    parts = zip(options.shares, residuals.xs, residuals.topk_weights, residuals.hidden, dys, strict=True)
+    of_part = partial(_gradients_of_part, residuals.weights, options)
+    outcomes = _one_after_the_other([(partial(of_part, *given), (dy,)) for *given, dy in parts])
+    dxs = tuple(jnp.concatenate(found.dx_of_shares) for found, _ in outcomes)
+    dweights = tuple(found.dweights for found, _ in outcomes)
+    products = [products for _, products in outcomes]
     if residuals.experts is not None:
-        return _Gradients(dxs, dweights, _ticket(options, residuals, products, dys))
+        return dxs, dweights, _ticket(options, residuals, products, dys), None
     bias = residuals.weights.gate_up.bias
     of_bias = None if bias is None else _bias_sums(products).astype(bias.dtype)
-    return _Gradients(dxs, dweights, _multiplied(options.backend, products, residuals.weights), of_bias)
+    return dxs, dweights, _multiplied(options.backend, products, residuals.weights), of_bias
 
 
 def _ticket(
@@ -321,24 +257,18 @@ def _ticket(
     return ExpertProducts(gate_up.a, residuals.xs[0], dys[0], down.b, known, options.row_alignment)
 
 
-class _BackwardChunk(NamedTuple):
-    dy: Float[Array, "chunk hidden"]
-    x: Float[Array, "chunk hidden"]
-    weights: Float[Array, "chunk k"]
-    hidden: Hidden
-
-
 def _backward_of_chunks(options: ExpertsOptions, residuals: ExpertsResiduals, dys: Arrays) -> _Gradients:
     """Sums the weights' gradients over the chunks in at least f32."""
     assert options.chunk_tokens is not None
-    of_experts, trained, bias = residuals.weights, _trained(residuals.weights), residuals.weights.gate_up.bias
+    of_experts, bias = residuals.weights, residuals.weights.gate_up.bias
+    trained = jax.tree.leaves(of_experts.trained())
     into = _accumulators(of_experts)
     start: Arrays = () if into is None else (into.gate_up, into.down)
     if into is None:
         start = vary_as(tuple(jnp.zeros(w.shape, at_least_f32(w.dtype)) for w in trained), residuals.xs)
 
-    def add_chunk(sums: Arrays, chunk: _BackwardChunk) -> tuple[Arrays, tuple[Array, Array, Array | None]]:
-        gradients, products = _gradients_of_part(of_experts, options, None, chunk.x, chunk.weights, chunk.hidden, chunk.dy)
+    def add_chunk(sums: Arrays, chunk: tuple) -> tuple[Arrays, tuple[Array, Array, Array | None]]:
+        gradients, products = _gradients_of_part(of_experts, options, None, *chunk)
         (dx,) = gradients.dx_of_shares
         dtypes = tuple(total.dtype for total in sums)
         of_bias = None if bias is None else _bias_sums([products])
@@ -346,13 +276,13 @@ def _backward_of_chunks(options: ExpertsOptions, residuals: ExpertsResiduals, dy
 
     (dy,), (x,), (weights,) = dys, residuals.xs, residuals.topk_weights
     dy_chunks, x_chunks, weight_chunks = (split_tokens(a, options.chunk_tokens, 0) for a in (dy, x, weights))
-    chunks = _BackwardChunk(dy_chunks, x_chunks, weight_chunks, residuals.hidden)
+    chunks = x_chunks, weight_chunks, residuals.hidden, dy_chunks
     sums, (dx, dweights, of_biases) = jax.lax.scan(add_chunk, start, chunks)
     dx, dweights = join_tokens(dx, x.shape[0]), join_tokens(dweights, x.shape[0])
     if into is None:
         sums = tuple(total.astype(w.dtype) for total, w in zip(sums, trained, strict=True))
     of_bias = None if bias is None or of_biases is None else sum_in_order(of_biases, axis=0).astype(bias.dtype)
-    return _Gradients((dx,), (dweights,), sums, of_bias)
+    return (dx,), (dweights,), sums, of_bias
 
 
 def _gate_up_of_part(
@@ -363,29 +293,28 @@ def _gate_up_of_part(
     x: Float[Array, "tokens hidden"] | QuantisedRows,
     experts: Integer[Array, "tokens k"],
 ) -> _Outcome:
-    """Returns a `GateUp` and its `_PlannedTokens`."""
-    experts_weights, backend, alignment = operands.weights, implementation(options.backend), options.row_alignment
-    num_experts, w = experts_weights.num_experts, experts_weights.gate_up
+    """Returns a `GateUp`, and (plan, x)."""
+    backend, alignment, w = implementation(options.backend), options.row_alignment, operands.weights.gate_up
     # With an alignment of 1 this holds for a single token alone.
     are_few = _has_room_for_all(max_pairs, experts) and experts.shape[0] <= alignment and experts.size
-    if are_few and not for_backward and not experts_weights.is_changed:
+    num_experts, is_changed = operands.weights.num_experts, operands.weights.is_changed
+    if are_few and not for_backward and not is_changed:
         planned = plan_of_few(experts, num_experts, alignment)
     else:
         planned = plan(experts, num_experts, alignment, max_pairs)
-    planned = replace(planned, layer=experts_weights.layer)
-    if experts_weights.is_changed:
+    planned = replace(planned, layer=operands.weights.layer)
+    if is_changed:
         assert not isinstance(x, QuantisedRows)
-        made = gate_up_changed(options.of_changed, x, w, planned, for_backward=for_backward)
+        made = gate_up_changed(options, x, w, planned, for_backward=for_backward)
     elif options.fp8 is not None:
         assert w.in_fp8 is not None
-        given: Any = dict(for_backward=for_backward, activation=options.activation)
-        made = gate_up_in_fp8(x, w.in_fp8, planned, options.fp8, **given)
+        made = gate_up_in_fp8(x, w.in_fp8, planned, options, for_backward=for_backward)
     else:
         rows, source = backend.rows_of_tokens(x, planned, for_gradients=for_backward)
-        given = dict(source_of_row=source, keep_h=for_backward, activation=options.activation, bias=w.bias)
+        given: Any = dict(source_of_row=source, keep_h=for_backward, activation=options.activation, bias=w.bias)
         h, act = backend.gated_matmul(rows, w.values, planned, **given)
         made = GateUp(act, h)
-    return _Outcome(made, _PlannedTokens(planned, x))
+    return made, (planned, x)
 
 
 def _down_of_part(
@@ -394,10 +323,10 @@ def _down_of_part(
     """Returns y, one array per share of the tokens, and v of changed matrices."""
     w = operands.weights.down
     if w.change is not None:
-        return down_changed(options.of_changed, act, w, weights, plan, shares)
+        return down_changed(options, act, w, weights, plan, shares)
     if options.fp8 is not None:
         assert w.in_fp8 is not None
-        return down_in_fp8(act, w.in_fp8, weights, plan, options.fp8, shares), None
+        return down_in_fp8(act, w.in_fp8, weights, plan, options, shares), None
     assert w.values is not None
     return down_of_shares(act, w.values, weights, plan, options.backend, shares), None
 
@@ -413,15 +342,15 @@ def _gradients_of_part(
 ) -> _Outcome:
     """Returns the `PartGradients` of one part, for which later parts wait, and their products, for which they do not."""
     if options.fp8 is not None and not experts.is_changed:
-        found = gradients_in_fp8(options.fp8, experts, x, weights, hidden, dy, shares, options.activation)
+        found = gradients_in_fp8(options, experts, x, weights, hidden, dy, shares)
     else:
         assert not isinstance(x, QuantisedRows)
         if experts.is_changed:
-            found = gradients_changed(options.of_changed, experts, x, weights, hidden, dy, shares)
+            found = gradients_changed(options, experts, x, weights, hidden, dy, shares)
         else:
             found = _gradients_in_dtype(experts, options, shares, x, weights, hidden, dy)
-    products = found.products if _trained(experts) else ()
-    return _Outcome(found._replace(products=()), products)
+    products = found.products if jax.tree.leaves(experts.trained()) else ()
+    return found._replace(products=()), products
 
 
 def _gradients_in_dtype(
@@ -460,10 +389,10 @@ def _in_fp8(weights: ExpertWeights, in_both_orders: bool = False) -> ExpertWeigh
 
 
 def _multiplied(backend: str, products: Sequence[tuple[OuterPart, ...]], weights: ExpertWeights) -> Arrays:
-    """Returns the gradients of `_trained`, or the accumulators with them added."""
+    """Returns the gradients of `ExpertWeights.trained`, or the accumulators with them added."""
     into = _accumulators(weights)
     sums = None if into is None else (into.gate_up, into.down)
-    dtypes = tuple(w.dtype for w in (_trained(weights) if sums is None else sums))
+    dtypes = tuple(w.dtype for w in (jax.tree.leaves(weights.trained()) if sums is None else sums))
     return products_added(backend, products, dtypes, sums)
 
 
@@ -491,8 +420,8 @@ def _has_room_for_all(max_pairs: int | None, experts: Array) -> bool:
     return max_pairs is None or max_pairs >= experts.size
 
 
-def _one_after_the_other(steps: Iterable[_Step]) -> list[_Outcome]:
-    """Runs the steps in order; none begins before the result of the one before it is there.
+def _one_after_the_other(steps: Iterable[tuple[Callable[..., _Outcome], tuple]]) -> list[_Outcome]:
+    """Runs functions with their arguments in order; none begins before the result of the one before it is there.
 
     Without the barriers the compiler fuses small operations of several steps, and the first result comes with the last.
     """
@@ -506,8 +435,8 @@ def _one_after_the_other(steps: Iterable[_Step]) -> list[_Outcome]:
 
 def _wait_for(outcome: _Outcome, arguments: Any) -> tuple[_Outcome, Any]:
     """Returns both unchanged; the arguments are available only after the outcome's result."""
-    result, arguments = jax.lax.optimization_barrier((outcome.result, arguments))
-    return outcome._replace(result=result), arguments
+    result, arguments = jax.lax.optimization_barrier((outcome[0], arguments))
+    return (result, outcome[1]), arguments
 
 
 def split_tokens(a: Array, size: int, fill: int) -> Array:

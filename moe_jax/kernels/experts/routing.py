@@ -1,14 +1,13 @@
 """Sorts (token, expert) pairs by expert, so that each expert owns one contiguous run of rows."""
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Integer, Num
 
 from moe_jax.kernels.precision import sum_in_order, widened
-from moe_jax.kernels.varying import refuse_explicit_axes
+from moe_jax.kernels.shapes import refuse_explicit_axes
 
 PAIRS_TO_COMPARE = 2048
 """The largest number of pairs that are compared all with all: one kernel, where a sort and its scatters are several."""
@@ -16,7 +15,7 @@ PAIRS_TO_COMPARE = 2048
 PAIRS_TO_COUNT = 16384
 """The largest number of pairs whose rows are counted in blocks. A GPU does so in two thirds of a sort's time.
 
-Of 65,536 pairs it gains little, and XLA hides less of a joined pass's exchange behind it (tests/layers/test_passes.py).
+Of 65,536 pairs it gains little, and XLA hides less of a joined pass's exchange behind it (tests/layers/slow/test_passes.py).
 """
 
 PAIRS_OF_A_BLOCK = 256
@@ -274,25 +273,22 @@ def _experts_of_pairs(topk_experts: Integer[Array, "tokens k"], num_experts: int
     return jnp.where(is_an_expert(topk_experts, num_experts), topk_experts, num_experts).astype(jnp.int32).reshape(-1)
 
 
-class _Counts(NamedTuple):
-    of_experts: Int[Array, "experts"]
-    """The number of each expert's pairs."""
-    earlier: Int[Array, "pairs"] | None
-    """The number of pairs before each pair that have the same expert; None for more than PAIRS_TO_COUNT pairs."""
+def _count(experts: Int[Array, "pairs"], num_experts: int) -> tuple[Array, Array | None]:
+    """Returns the number of each expert's pairs, and of the pairs before each pair that have the same expert.
 
-
-def _count(experts: Int[Array, "pairs"], num_experts: int) -> _Counts:
+    The latter is None for more than PAIRS_TO_COUNT pairs.
+    """
     if PAIRS_TO_COMPARE < experts.size <= PAIRS_TO_COUNT:
         return _count_in_blocks(experts, num_experts)
     pair, expert = (jnp.arange(size, dtype=jnp.int32) for size in (experts.size, num_experts))
     of_experts = jnp.sum(expert[:, None] == experts, axis=1, dtype=jnp.int32)
     if experts.size > PAIRS_TO_COUNT:
-        return _Counts(of_experts, None)
+        return of_experts, None
     is_before = (experts[:, None] == experts) & (pair[:, None] > pair)
-    return _Counts(of_experts, masked_sum(is_before, jnp.ones_like(pair)))
+    return of_experts, masked_sum(is_before, jnp.ones_like(pair))
 
 
-def _count_in_blocks(experts: Int[Array, "pairs"], num_experts: int) -> _Counts:
+def _count_in_blocks(experts: Int[Array, "pairs"], num_experts: int) -> tuple[Array, Array]:
     filling = -experts.size % PAIRS_OF_A_BLOCK
     blocks = jnp.pad(experts, (0, filling), constant_values=num_experts).reshape(-1, PAIRS_OF_A_BLOCK)
     expert, block, place = (jnp.arange(size, dtype=jnp.int32) for size in (num_experts + 1, *blocks.shape))
@@ -300,7 +296,7 @@ def _count_in_blocks(experts: Int[Array, "pairs"], num_experts: int) -> _Counts:
     before_block = jnp.sum(jnp.where((block[:, None] > block)[:, :, None], counts, 0), axis=1, dtype=jnp.int32)
     is_before = (blocks[:, :, None] == blocks[:, None]) & (place[:, None] > place)
     earlier = before_block[block[:, None], blocks] + jnp.sum(is_before, axis=2, dtype=jnp.int32)
-    return _Counts(jnp.sum(counts[:, :-1], axis=0, dtype=jnp.int32), earlier.reshape(-1)[: experts.size])
+    return jnp.sum(counts[:, :-1], axis=0, dtype=jnp.int32), earlier.reshape(-1)[: experts.size]
 
 
 def _sorted_rows(experts: Int[Array, "pairs"], shift: Int[Array, "experts+1"]) -> Int[Array, "pairs"]:

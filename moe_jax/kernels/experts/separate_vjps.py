@@ -7,7 +7,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from moe_jax.kernels.experts.activation import SILU, Activation
 from moe_jax.kernels.experts.backends import OuterPart, grouped_outer_of_parts, implementation
+from moe_jax.kernels.experts.fp8.backends import Fp8Options
 from moe_jax.kernels.experts.fp8.quantise import KeptRows, QuantisedRows
 from moe_jax.kernels.experts.routing import Plan, rows_of_pairs
 from moe_jax.kernels.precision import widened
@@ -23,6 +25,21 @@ def gate_up(x: Array, w_gate_up: Array, plan: Plan, backend: str) -> Float[Array
 def down(act: Array, w_down: Array, weights: Array, plan: Plan, backend: str) -> Float[Array, "tokens hidden"]:
     """Returns y for an act whose rows without a pair are finite."""
     return _differentiable_down(act, w_down, weights, plan, backend)
+
+
+class ExpertsOptions(NamedTuple):
+    """The static choices of a call, checked; `call.experts` describes them. `chunk_tokens` needs exactly one part."""
+
+    backend: str
+    """The backend of the sums, and of the matrices without `fp8`."""
+    max_pairs: tuple[int | None, ...]
+    shares: tuple[int | None, ...] = (None,)
+    chunk_tokens: int | None = None
+    fp8: Fp8Options | None = None
+    """The products of the matrices in FP8; None: in the dtype of the tokens."""
+    activation: Activation = SILU
+    row_alignment: int = 1
+    """The row_alignment of plans."""
 
 
 class GateUp(NamedTuple):
@@ -88,43 +105,30 @@ def weight_of_row(weights: Float[Array, "tokens k"], plan: Plan) -> Float[Array,
     return weights.reshape(-1).at[plan.pair_of_row].get(mode="fill", fill_value=0)
 
 
-class _GateUpResiduals(NamedTuple):
-    x: Float[Array, "tokens hidden"]
-    w_gate_up: Float[Array, "experts 2*inter hidden"]
-    plan: Plan
-
-
 def _gate_up(x: Array, w_gate_up: Array, plan: Plan, backend: str) -> Array:
     rows, source = implementation(backend).rows_of_tokens(x, plan)
     return implementation(backend).grouped_matmul(rows, w_gate_up, plan, source_of_row=source)
 
 
-def _gate_up_forward(x: Array, w_gate_up: Array, plan: Plan, backend: str) -> tuple[Array, _GateUpResiduals]:
-    return _gate_up(x, w_gate_up, plan, backend), _GateUpResiduals(x, w_gate_up, plan)
+def _gate_up_forward(x: Array, w_gate_up: Array, plan: Plan, backend: str) -> tuple[Array, tuple]:
+    return _gate_up(x, w_gate_up, plan, backend), (x, w_gate_up, plan)
 
 
-def _gate_up_backward(backend: str, residuals: _GateUpResiduals, dh: Array) -> tuple[Array, Array, None]:
+def _gate_up_backward(backend: str, residuals: tuple, dh: Array) -> tuple[Array, Array, None]:
     x, w_gate_up, plan = residuals
     (dx,), product = gate_up_gradients(dh, x, w_gate_up, plan, backend)
     return dx, grouped_outer_of_parts(backend, [product], w_gate_up.dtype), None
-
-
-class _DownResiduals(NamedTuple):
-    act: Float[Array, "rows inter"]
-    w_down: Float[Array, "experts hidden inter"]
-    weights: Float[Array, "tokens k"]
-    plan: Plan
 
 
 def _down(act: Array, w_down: Array, weights: Array, plan: Plan, backend: str) -> Array:
     return down_of_shares(act, w_down, weights, plan, backend)[0]
 
 
-def _down_forward(act: Array, w_down: Array, weights: Array, plan: Plan, backend: str) -> tuple[Array, _DownResiduals]:
-    return _down(act, w_down, weights, plan, backend), _DownResiduals(act, w_down, weights, plan)
+def _down_forward(act: Array, w_down: Array, weights: Array, plan: Plan, backend: str) -> tuple[Array, tuple]:
+    return _down(act, w_down, weights, plan, backend), (act, w_down, weights, plan)
 
 
-def _down_backward(backend: str, residuals: _DownResiduals, dy: Array) -> tuple[Array, Array, Array, None]:
+def _down_backward(backend: str, residuals: tuple, dy: Array) -> tuple[Array, Array, Array, None]:
     act, w_down, weights, plan = residuals
     rows, source = implementation(backend).rows_of_tokens(dy, plan)
     g = widened(implementation(backend).grouped_matmul(rows, w_down, plan, source_of_row=source, transpose=True))

@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Int
 from moe_jax.kernels.experts.activation import SILU, Activation, activated, gradients_of_rows
 from moe_jax.kernels.experts.routing import Plan, of_own_layer, rows_of_pairs, sum_of_choices
 from moe_jax.kernels.precision import widened
-from moe_jax.kernels.varying import vary_as
+from moe_jax.kernels.shapes import vary_as
 
 ROW_ALIGNMENT = 1
 """The row_alignment of plans for this backend; it computes plans of any other alignment too."""
@@ -154,7 +154,7 @@ def multiply_by_experts(
         plan: has at least one row.
         workspace: the bytes that bound a group of experts and a turn of the loop.
     """
-    num_experts, num_rows = plan.num_experts, plan.num_rows
+    num_experts, num_rows = len(plan.ends), len(plan.token_of_row)
     # With fewer rows most experts are idle, and the loop reads only the weights of experts that have rows.
     direct_rows = _direct_rows(num_rows, num_experts) if 2 * num_rows >= num_experts else 0
     height = min(_block_height(num_rows, num_experts), num_rows)
@@ -318,10 +318,10 @@ def _overflow_blocks(plan: Plan, direct_rows: int, height: int, per_turn: int) -
     counts = jnp.maximum(plan.offsets[1:] - starts, 0)
     last = jnp.cumsum(-(-counts // height))
     first_block = jnp.concatenate([jnp.zeros(1, jnp.int32), last.astype(jnp.int32)])
-    block = jnp.arange(plan.num_rows // height + plan.num_experts + per_turn, dtype=jnp.int32)
+    block = jnp.arange(len(plan.token_of_row) // height + len(starts) + per_turn, dtype=jnp.int32)
     # Not `searchsorted`, whose types do not hold in a shard_map that is manual over some of the mesh's axes (jax 0.11.2).
     expert = jnp.sum(first_block[1:] <= block[:, None], axis=1, dtype=jnp.int32)
-    expert = jnp.minimum(expert, plan.num_experts - 1)
+    expert = jnp.minimum(expert, len(starts) - 1)
     start = starts[expert] + (block - first_block[expert]) * height
     end = jnp.where(block < first_block[-1], jnp.minimum(start + height, plan.offsets[expert + 1]), 0)
     return first_block, expert, start, end

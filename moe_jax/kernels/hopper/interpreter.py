@@ -1,8 +1,8 @@
 """Everything that kernels do differently in JAX's GPU interpreter, which runs them on a CPU, slowly.
 
 The interpreter's race detector is off: a user on a CPU wants results. JAX's `plgpu.force_gpu_interpret_mode` turns it on for
-the kernels that are traced inside it, as `tests/races.py` does. The mode is part of the key of jit's caches: a kernel that was
-traced without the detector is traced again.
+the kernels that are traced inside it, as `tests/helpers/races.py` does. The mode is part of the key of jit's caches: a kernel
+that was traced without the detector is traced again.
 
 More differences stand where they belong. `experts.mosaic` gathers the rows that `row_copies` would gather. Attention adds to
 an accumulator behind the matmul, since the interpreter cannot set one before it. It adds up a step's products before it adds

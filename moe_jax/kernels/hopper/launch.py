@@ -2,8 +2,9 @@
 
 import functools
 import logging
+import types
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.extend
@@ -14,7 +15,7 @@ from jax.typing import DTypeLike
 
 from moe_jax.kernels import target
 from moe_jax.kernels.hopper.interpreter import INTERPRETED_BLOCKS, interpret, is_interpreted
-from moe_jax.kernels.varying import vary_as, varying_axes
+from moe_jax.kernels.shapes import vary_as, varying_axes
 
 _logger = logging.getLogger(__name__)
 
@@ -34,6 +35,23 @@ collective that finds all cores taken begins at the kernel's end.
 """
 
 
+@jax.tree_util.register_pytree_node_class
+class Named(types.SimpleNamespace):
+    """The inputs of a kernel, its scratch or a loop's state by name: a pytree in the order in which the names were given.
+
+    Scratch is allocated in this order. Swizzled buffers come first: each starts at a multiple of 1024 bytes.
+    """
+
+    def tree_flatten(self) -> tuple[tuple[Any, ...], tuple[str, ...]]:
+        """Returns the values, and the names."""
+        return tuple(vars(self).values()), tuple(vars(self))
+
+    @classmethod
+    def tree_unflatten(cls, names: tuple[str, ...], values: tuple[Any, ...]) -> Self:
+        """Undoes `tree_flatten`."""
+        return cls(**dict(zip(names, values, strict=True)))
+
+
 def launch(
     name: str,
     body: Callable,
@@ -46,8 +64,8 @@ def launch(
 ) -> Callable:
     """Returns a persistent kernel, a function of arrays. `body(*inputs, *outputs, *scratch)` runs in each warpgroup of a block.
 
-    An input may be a pytree of arrays, and an entry of `scratch` a pytree of scratch types, such as a NamedTuple. The body gets
-    the same pytree of references. None stays None. Scratch is allocated in the order given.
+    An input may be a pytree of arrays, and an entry of `scratch` a pytree of scratch types, such as `Named`. The body gets the
+    same pytree of references. None stays None. Scratch is allocated in the order given.
 
     Functions that launch a kernel are jitted: a program that calls one again with the same shapes traces and lowers it once.
 

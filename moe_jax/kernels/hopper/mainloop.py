@@ -149,7 +149,7 @@ def run_tiles(num_tiles: jax.Array | int, program: TileProgram, shape: TileShape
 
             def sum_of(first, end):
                 accumulator = plgpu.ACC((shape.warpgroup_rows, shape.warpgroup_columns), jnp.float32)
-                steps = _PartSteps(carry, first, jnp.where(has_rows, end, first), end)
+                steps = carry, first, jnp.where(has_rows, end, first), end
                 accumulate = partial(_accumulate, coord=coord, warpgroup=warpgroup, steps=steps, program=program, pipe=pipe)
                 return pl.run_scoped(accumulate, accumulator)
 
@@ -184,19 +184,11 @@ def _sum_of_parts(sum_of: Callable[[Any, Any], Any], num_steps, parts: int):
     return lax.fori_loop(1, parts, add, sum_of(0, first_step(1, num_steps, parts)))
 
 
-class _PartSteps(NamedTuple):
-    """The steps of one part of a tile."""
+def _accumulate(accumulator, coord, warpgroup, steps, program: TileProgram, pipe: Pipeline):
+    """Returns a part's sum. Every slot is waited for and released, those that the warpgroup does not multiply too.
 
-    before: Any
-    """Steps of the block's tiles before this tile."""
-    first: Any
-    own_end: Any
-    """The end of the steps that the warpgroup multiplies: all, or none."""
-    end: Any
-
-
-def _accumulate(accumulator, coord, warpgroup, steps: _PartSteps, program: TileProgram, pipe: Pipeline):
-    """Returns a part's sum. Every slot is waited for and released, those that the warpgroup does not multiply too."""
+    `steps`: those of the block's earlier tiles, the part's first step, the end of what this warpgroup multiplies, and the end.
+    """
     before, first, own_end, end = steps
 
     @pl.loop(first, own_end)

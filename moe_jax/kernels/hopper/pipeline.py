@@ -47,7 +47,7 @@ with a loading warpgroup is written so:
 
         run_roles(produce, consume, MATMUL_REGISTERS)
 
-`launch` runs the body in every warpgroup inside one `pl.run_scoped`, which takes a NamedTuple and fills it with references.
+`launch` runs the body in every warpgroup inside one `pl.run_scoped`, which fills a `Named` with references.
 Keywords of `pl.run_scoped` would do too, but it allocates these in the order of the alphabet.
 
 An operand that stays for a whole tile (attention's q) is a pipeline of one stage, whose step is the number of the tile.

@@ -13,7 +13,7 @@ made the kernel a tenth to a fifth slower. It was as if the load waited behind t
 
 Pallas passes none of its barriers to `inline_mgpu`, so this file initializes and waits for its own. JAX's interpreter cannot
 run `inline_mgpu`: rows are gathered before the kernel there. This file depends on `jaxlib.mlir` and `jax.experimental.mosaic`,
-which may change with any release of JAX. A test in tests/kernels/experts/test_mosaic_rows.py covers it on a GPU.
+which may change with any release of JAX. A test in tests/kernels/experts/slow/test_mosaic_rows.py covers it on a GPU.
 """
 
 import jax

@@ -1,10 +1,11 @@
 """Hops: transfers from one device to another, in ring attention, pairwise exchanges with experts, and gathers of matrices.
 
-With "nccl" a hop is a kernel, which takes cores from the computation. With "copies" it is a peer-to-peer copy from GPU to GPU
-beside the computation. Ring attention, exchanges with experts and gathers were all faster with copies (docs/log/parallel.md).
-XLA copies only between the GPUs of one process. A compiler option of the program chooses between the two.
+With "nccl" a hop is a kernel, which occupies cores that computation then lacks. With "copies" it is a peer-to-peer copy between
+GPUs, concurrent with computation. Ring attention, exchanges with experts and gathers were all faster with copies
+(docs/log/parallel.md). XLA copies only between the GPUs of one process. A compiler option of the program chooses between the
+two.
 
-An all-gather and a reduce-scatter of copies write the arrived parts once more, to their position in the whole. Each is in two
+An all-gather and a reduce-scatter by copies write the received parts again, to their positions in the whole. Each has two
 halves, so that a program can compute between sending and receiving. `sum_scatter` and `sum_to_all` sum 16-bit contributions in
 f32 and in the devices' order.
 """
@@ -18,14 +19,18 @@ from jax.sharding import Mesh
 from jaxtyping import Array
 
 from moe_jax.kernels.precision import at_least_f32
-from moe_jax.kernels.varying import vary_as
+from moe_jax.kernels.shapes import vary_as
 from moe_jax.parallel.choices import MESH_AXES, Hops
 
 COPIES = {"xla_gpu_collective_permute_mode": "COLLECTIVES_PEER_MEMORY"}
 """Options of `jax.jit` that make each `ppermute` a peer-to-peer copy."""
 
 MANY_AT_ONCE = {"xla_gpu_experimental_parallel_collective_overlap_limit": "64"}
-"""Options of `jax.jit` that allow 64 collectives in flight. By default one runs beside computation, and the others alone."""
+"""Options of `jax.jit` that allow 64 collectives in flight. By default only one of them overlaps with computation."""
+
+NO_COPIES = {"xla_gpu_copy_insertion_use_region_analysis": True}
+"""Options of `jax.jit` with which XLA copies no arrays that pass through a branch unchanged. Without them it copied all
+products of experts twice a tick, in a program of ZB-V compiled for two H200s."""
 
 
 def default_hops(mesh: Mesh) -> Hops:
@@ -68,7 +73,7 @@ def _obstacle(mesh: Mesh) -> str:
 def send_part(part: Array, mesh_axes: tuple[str, ...]) -> list[Array]:
     """Sends this device's part to all devices, inside `jax.shard_map`.
 
-    Returns the parts that arrive: its own, then the part of the device before it, and so on.
+    Returns the received parts: its own, then the previous device's, and so on.
     """
     return [hop(part, mesh_axes, distance) for distance in range(lax.axis_size(mesh_axes))]
 

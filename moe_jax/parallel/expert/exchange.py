@@ -35,11 +35,12 @@ def dispatch(
     """Returns the tokens that the devices of the axis send to this one, in C slots a device; empty slots are zero.
 
     With "gather" C is the number of tokens, and every token is sent. "pairwise" does the same if `route` has C slots for C
-    tokens. Otherwise C is the number of slots of `route`. Rows stand in the order of the devices. With "pairwise" this
-    device's own rows come first, then the rows of the device before it, and so on.
+    tokens. Otherwise C is the number of slots of `route`. Rows are in device order. With "pairwise" this device's own rows come
+    first, then the previous device's, and so on.
 
     Args:
-        steps: with "pairwise", the number of devices whose rows each step computes, in order. `combine` sends them home so.
+        steps: with "pairwise", the number of devices whose rows each step computes, in order. `combine` returns them in the
+          same steps.
     """
     return functions_of(transport).to_experts(x, route, axis_name)
 
@@ -52,10 +53,10 @@ def combine(
     transport: TransportName | Transport,
     steps: tuple[int, ...] = (),
 ) -> Float[Array, "tokens features"]:
-    """Sends each row back to the device that `dispatch` took it from, and sums the rows of each token there.
+    """Sends each row back to the device where `dispatch` got it, and sums the rows of each token there.
 
-    Rows travel in their dtype. The sum and the result are in at least f32. The order of summation is the order of the devices;
-    if "pairwise" sends every token, it is the order of the rows.
+    Rows travel in their dtype. The sum and the result are in at least f32. The order of summation is device order; if
+    "pairwise" sends every token, it is row order.
     """
     if transport == "pairwise":
         return pairwise.to_home(rows, route, axis_name, steps)
@@ -118,25 +119,23 @@ def dispatch_in_fp8(
 ) -> RoundedTokens:
     """Returns what `dispatch` returns, rounded to e4m3 with a scale for 128 numbers; values and scales of empty slots are zero.
 
-    Experts in FP8 round each token by itself, so tokens that are rounded and sent are the bits of tokens that are sent and
-    rounded. They are half the bytes.
-
-    The gradient is that of `dispatch`: the rounding has the derivative 1, as in the experts of one device.
+    Experts in FP8 round each token separately, so rounding before or after the transfer yields the same bits. Rounded tokens
+    need half the bytes. The gradient is `dispatch`'s: rounding has derivative 1, as in the experts of one device.
     """
-    # A cast to bf16 and back is one that XLA may leave out.
+    # XLA may drop a cast to bf16 and back.
     info = jnp.finfo(x.dtype)
     rounded = quantise_rows(jax.lax.reduce_precision(x.astype(jnp.float32), info.nexp, info.nmant))
     return RoundedTokens.of(_of_bytes(functions_of(transport).to_experts(_to_bytes(rounded), route, axis_name)))
 
 
 def _to_bytes(rows: QuantisedRows) -> UInt8[Array, "rows bytes"]:
-    """Returns values and scales of each row as one row. XLA may widen a transfer of FP8 to 16 bits, but none of bytes."""
+    """Returns values and scales of each row as one row. XLA may widen transfers of FP8 to 16 bits, but not of bytes."""
     values, scales = (jax.lax.bitcast_convert_type(a, jnp.uint8) for a in (rows.values, rows.scales.T))
     return jnp.concatenate([values, scales.reshape(len(values), -1)], axis=1)
 
 
 def _of_bytes(rows: UInt8[Array, "rows bytes"]) -> QuantisedRows:
-    """Undoes `_to_bytes`: of GROUP + 4 bytes GROUP are values."""
+    """Inverts `_to_bytes`: GROUP of GROUP + 4 bytes are values."""
     hidden = rows.shape[1] // (GROUP + 4) * GROUP
     values, scales = rows[:, :hidden], rows[:, hidden:].reshape(len(rows), -1, 4)
     return QuantisedRows(

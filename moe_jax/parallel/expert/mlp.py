@@ -1,7 +1,7 @@
 """Computes the experts of a Mixture-of-Experts layer that are split over a mesh axis: `kernels.experts_mlp` on each device.
 
-Tokens travel to the devices that hold their experts, and outputs travel home. That is one round (`one_round`). Tokens that find
-no room in it take further ones (`rounds`). Choices of shadow experts (`shadow`) take no part in this exchange.
+Tokens travel to the devices that hold their experts, and outputs travel home. That is one round (`one_round`). Tokens that do
+not fit travel in further rounds (`rounds`). Choices of shadow experts (`shadow`) are excluded from this exchange.
 """
 
 from dataclasses import replace
@@ -19,11 +19,9 @@ from moe_jax.kernels.experts.fp8.quantise import QuantisedMatrices
 from moe_jax.kernels.experts.routing import int32_ids
 from moe_jax.kernels.experts.weights import ExpertWeights, Matrix
 from moe_jax.kernels.low_rank import LowRank
-from moe_jax.kernels.shapes import check_experts_mlp
-from moe_jax.kernels.varying import vary_as
+from moe_jax.kernels.shapes import check_experts_mlp, vary_as
 from moe_jax.layers.spread import Exchange
-from moe_jax.parallel.expert.inputs import Choices, ExpertInputs
-from moe_jax.parallel.expert.one_round import first_round
+from moe_jax.parallel.expert.one_round import Choices, ExpertInputs, first_round
 from moe_jax.parallel.expert.rounds import all_rounds
 from moe_jax.parallel.expert.routes import further_rounds, in_first_round, owners, queue
 from moe_jax.parallel.expert.settings import ExpertParallel, plan_exchange
@@ -73,18 +71,18 @@ def expert_parallel_mlp(
 
     Differentiable in x, both weights and topk_weights. The gradient of a device's expert weights is the sum over the tokens of
     all devices. Each device sums its experts' outputs for a token in f32, and sends that sum in x's dtype. The token's own
-    device sums the devices' contributions in f32. Two runs give the same bits.
+    device sums the devices' contributions in f32. The result is deterministic.
 
     Ids outside [0, E) add nothing, as in `experts_mlp`. A token may choose an expert twice. On an axis of one device nothing
     travels and nothing is dropped.
 
     Args:
         w_gate_up, w_down: this device's experts. `QuantisedMatrices` are frozen: they get no gradients.
-        layer: the weights are stacks of layers, of which the call uses this one; kernels read them in place. They are frozen.
-        precision: as in `experts_mlp`. Outputs travel in x's dtype, and so do tokens without `parallel.tokens_in_fp8`.
+        layer: the weights are stacks of layers, and the call uses this one; kernels read it in place. They are frozen.
+        precision: as in `experts_mlp`. Outputs travel in x's dtype, as do tokens without `parallel.tokens_in_fp8`.
 
     Raises:
-        ValueError: shapes that do not fit together, more shadow_experts than experts, and errors of `experts_mlp`. Shadow
+        ValueError: shapes that do not match, more shadow_experts than experts, and errors of `experts_mlp`. Shadow
             experts with rounded or frozen weights. Tokens or weights in FP8 without a precision.
         NameError: outside `shard_map`, or inside one whose mesh lacks the axis.
         NotImplementedError: shadow_experts under `jax.vmap`.
@@ -103,10 +101,10 @@ def experts_of_devices(
     precision: Precision | None = None,
     activation: Activation = SILU,
 ) -> tuple[Float[Array, "tokens hidden"], Exchange]:
-    """Computes `expert_parallel_mlp`, differentiable in what `ExpertWeights.trained` of this device's experts returns.
+    """Computes `expert_parallel_mlp`, differentiable in `ExpertWeights.trained` of this device's experts.
 
     Args:
-        weights: the factors of a low-rank change may also be those of all E experts, of which each device takes its own.
+        weights: the factors of a low-rank change may also cover all E experts; each device then selects its own.
 
     Raises:
         ValueError: as `expert_parallel_mlp`. A combination is in `REFUSED`.
@@ -143,13 +141,13 @@ def experts_of_devices(
     if parallel.shadow_experts == 0:
         y, exchange = _exchange(parallel, backend, precision, activation, inputs, ids, held)
         return y.astype(x.dtype), exchange
-    shadows = compute_shadows(parallel, backend, precision, activation, inputs, ids)
-    y, exchange = _exchange(parallel, backend, precision, activation, shadows.inputs, shadows.experts, held)
-    return (y + shadows.y).astype(x.dtype), exchange._replace(num_shadows=shadows.num_shadows)
+    of_shadows, num_shadows, inputs, ids = compute_shadows(parallel, backend, precision, activation, inputs, ids)
+    y, exchange = _exchange(parallel, backend, precision, activation, inputs, ids, held)
+    return (y + of_shadows).astype(x.dtype), exchange._replace(num_shadows=num_shadows)
 
 
 def _of_device(weights: ExpertWeights, axis_name: str) -> ExpertWeights:
-    """Returns the weights with the factors of this device's experts alone."""
+    """Returns the weights with only the factors of this device's experts."""
     held = weights.num_experts
 
     def own(factor: Array) -> Array:
@@ -172,10 +170,10 @@ def _exchange(
     ids: Int[Array, "tokens k"],
     held: ExpertWeights,
 ) -> tuple[Float[Array, "tokens hidden"], Exchange]:
-    """Returns what the experts of all devices add to this device's tokens, in at least f32, and the counts.
+    """Returns the outputs of all devices' experts for this device's tokens, in at least f32, and the counts.
 
-    There are no further rounds if buffers hold the worst routing, as with a `capacity_factor` of n. Then the host need not wait
-    to learn their number.
+    There are no further rounds if buffers hold the worst routing, as with a `capacity_factor` of n. Devices then need not agree
+    on their number.
     """
     devices, tokens = axis_size(parallel.axis_name), inputs.x.shape[0]
     local_experts = held.with_trained(inputs.trained).num_experts

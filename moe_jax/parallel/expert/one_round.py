@@ -1,16 +1,17 @@
 """Computes one round of the exchange: tokens travel to their experts, experts compute them, and outputs travel home.
 
-With "pairwise" a round has steps: a device computes its own tokens, then those of a group of other devices at a time. So tokens
-and outputs travel beside the experts of other steps. Any other transport has one step for the tokens of all devices.
+With "pairwise" a round has steps: a device computes its own tokens, then the tokens of one group of other devices at a time. So
+tokens and outputs travel while other steps' experts compute. Any other transport has one step for all devices' tokens.
 """
 
 import itertools
 from dataclasses import replace
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from moe_jax.kernels.experts.activation import SILU
 from moe_jax.kernels.experts.call import TokenPart, experts
@@ -19,14 +20,37 @@ from moe_jax.kernels.experts.weights import Accumulators, ExpertWeights
 from moe_jax.kernels.precision import at_least_f32
 from moe_jax.parallel.expert import pairwise
 from moe_jax.parallel.expert.exchange import combine, dispatch, dispatch_in_fp8
-from moe_jax.parallel.expert.inputs import Choices, ExpertInputs
-from moe_jax.parallel.expert.routes import Route, first_route, further_route
+from moe_jax.parallel.expert.routes import Queues, Route, first_route, further_route
 from moe_jax.parallel.expert.settings import Capacity, ExchangePlan, Transport, TransportName, devices_per_step
+
+
+class ExpertInputs(NamedTuple):
+    """The arrays that get gradients."""
+
+    x: Float[Array, "tokens hidden"]
+    trained: ExpertWeights
+    """`ExpertWeights.trained` of this device's experts."""
+    weights: Float[Array, "tokens k"]
+    """The weight of each choice."""
+
+
+class Choices(NamedTuple):
+    """The arrays without gradients: the expert of each choice, the round that computes it, and weights without gradients."""
+
+    rounds: Int[Array, ""]
+    """The number of further rounds."""
+    queues: Queues
+    is_first: Bool[Array, "tokens k"]
+    """True for a choice that the first round computes."""
+    experts: Int[Array, "tokens k"]
+    """Ids among all experts; -1 for a choice that the exchange does not compute."""
+    held: ExpertWeights
+    """`ExpertWeights.held` of this device's experts."""
 
 
 def first_round(plan: ExchangePlan, choices: Choices, inputs: ExpertInputs) -> Float[Array, "tokens hidden"]:
     """Returns each token's outputs of the choices that the first round computes, in at least f32."""
-    # A gather brings the tokens of all rounds: without the mask it would compute choices of further rounds twice.
+    # A gather delivers the tokens of all rounds: without the mask, choices of further rounds would be computed twice.
     ids = jnp.where(choices.is_first, choices.experts, -1)
     route = first_route(choices.queues, plan.first)
     return _round(plan, route, plan.first, plan.transport, choices._replace(experts=ids), inputs)
@@ -64,7 +88,7 @@ def _round(
     first_expert = lax.axis_index(plan.axis_name).astype(jnp.int32) * of_device.num_experts
 
     def part(tokens: Array | RoundedTokens, arrived: Array) -> TokenPart:
-        # Computed for each step alone: one computation for all steps would make each wait for the last choices.
+        # Computed for each step separately: one computation for all steps would make each wait for the last choices.
         return TokenPart(tokens, arrived[:, :k], arrived[:, k:].astype(jnp.int32) - 1 - first_expert)
 
     ends = list(itertools.accumulate(step * (tokens.shape[0] // plan.devices) for step in steps[:-1]))
@@ -92,17 +116,17 @@ def _send(
     """Returns the tokens and the choices that the devices of the axis send to this one, in the order of `dispatch`."""
     how = plan.axis_name, transport, steps
     if len(steps) > 2:
-        # The second step needs all choices. As peer-to-peer copies they would queue behind the copies of all tokens.
+        # The second step needs all choices. As peer-to-peer copies they would queue after the copies of all tokens.
         sends_all = pairwise.sends_all(route)
         arrived = dispatch(choices, route, plan.axis_name, "gather" if sends_all else "all_to_all")
         own, *others = pairwise.by_distance(arrived, plan.axis_name)
-        # Tokens leave behind the choices, since copies queue in the order of their start.
+        # Tokens leave after the choices, since copies queue in the order of their start.
         x, others = _when_arrived(x, others)
         choices = jnp.concatenate([choices if sends_all else own, *others])
     else:
         choices = dispatch(choices, route, *how)
         if plan.tokens_in_fp8:
-            # Without the order two CPU devices gave wrong sums, or hung, where "gather" had further rounds.
+            # Without this order two CPU devices returned wrong sums or hung when "gather" had further rounds.
             x, (choices,) = _when_arrived(x, [choices])
     tokens = dispatch_in_fp8(x, route, *how) if plan.tokens_in_fp8 else dispatch(x, route, *how)
     return tokens, choices
@@ -121,7 +145,7 @@ _when_arrived.defvjp(
 
 
 def _with_last_gradients_together(x: Array, trained: ExpertWeights) -> tuple[Array, ExpertWeights]:
-    """Returns both unchanged. The gradient of x is ready with that of w_down, of its change or its accumulator."""
+    """Returns both unchanged. The gradients of x and of w_down (or its change or accumulator) are ready together."""
     if isinstance(trained.gradient, Accumulators):
         x, down = _with_gradients_together(x, trained.gradient.down)
         return x, replace(trained, gradient=replace(trained.gradient, down=down))
@@ -133,8 +157,8 @@ def _with_last_gradients_together(x: Array, trained: ExpertWeights) -> tuple[Arr
 def _with_gradients_together[Trained](x: Array, down: Trained) -> tuple[Array, Trained]:
     """Returns both unchanged; their gradients are ready together.
 
-    The last of x's gradient travels home beside the computation of w_down's gradient. Without the barrier XLA would compute
-    the latter later.
+    The last part of x's gradient travels home while w_down's gradient is computed. Without the barrier XLA would compute the
+    latter later.
     """
     return x, down
 

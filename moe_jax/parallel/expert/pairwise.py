@@ -1,9 +1,9 @@
 """Transport `pairwise`: one `ppermute` for each pair of devices (FasterMoE, https://doi.org/10.1145/3503221.3508418).
 
-A device's own tokens come first, then the tokens of the device before it, and so on. While the experts compute some tokens,
-others arrive and earlier outputs travel home. The caller (`mlp`) chooses which devices' tokens are computed together. The bytes
-are the bytes of `all_to_all`. If a buffer has room for all tokens, they are sent unpacked, and the rows that come home are
-summed without unpacking.
+A device's own tokens come first, then the previous device's, and so on. While the experts compute some tokens, others arrive
+and earlier outputs travel home. The caller (`mlp`) chooses which devices' tokens are computed together. It moves the same bytes
+as `all_to_all`. If a buffer has room for all tokens, they are sent unpacked, and the returned rows are summed without
+unpacking.
 """
 
 import dataclasses
@@ -34,10 +34,10 @@ def to_experts(x: Num[Array, "tokens features"], route: Route, axis_name: str) -
 def to_home(
     rows: Float[Array, "received features"], route: Route, axis_name: str, steps: tuple[int, ...] = ()
 ) -> Float[Array, "tokens features"]:
-    """Returns each token's sum over the slots in which it travelled; the rows are in the order of `to_experts`.
+    """Returns each token's sum over its slots; the rows are in the order of `to_experts`.
 
-    The rows of a step leave after the last row of the step before has arrived. Without that barrier XLA schedules all copies
-    at the end, and none runs beside the experts of the next step.
+    The rows of a step leave after the previous step's last row has arrived. Without that barrier XLA schedules all copies at
+    the end, and none overlaps with the experts of the next step.
     """
     devices, slots = route.token_of_slot.shape
     begins = set(itertools.accumulate(steps))
@@ -57,7 +57,7 @@ def to_home(
 
 
 def by_distance(received: Num[Array, "received features"], axis_name: str) -> list[Num[Array, "slots features"]]:
-    """Reorders blocks from the devices' order into the order of `to_experts`."""
+    """Reorders blocks from device order into the order of `to_experts`."""
     devices, me = jax.lax.axis_size(axis_name), jax.lax.axis_index(axis_name)
     blocks = received.reshape(devices, -1, received.shape[1])
     return [jax.lax.dynamic_index_in_dim(blocks, (me - distance) % devices, keepdims=False) for distance in range(devices)]

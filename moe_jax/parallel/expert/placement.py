@@ -7,9 +7,9 @@ from jaxtyping import Int, Num
 def balanced_order(expert_load: Num[np.ndarray, "experts"], devices: int, num_groups: int = 1) -> Int[np.ndarray, "experts"]:
     """Returns the expert for each position. Device d of n holds positions d*E/n to (d+1)*E/n.
 
-    Experts are assigned in order of falling load, each to the device with the least load that has a free position. This is
-    Graham's rule of the longest processing time with E/n positions a device. DeepSeek's EPLB
-    (https://github.com/deepseek-ai/EPLB) does the same, and copies experts besides.
+    Experts are assigned in order of decreasing load, each to the device with the least load and a free position. This is
+    Graham's longest-processing-time rule with E/n positions per device. DeepSeek's EPLB (https://github.com/deepseek-ai/EPLB)
+    does the same, and also copies experts.
 
     A router with group-limited routing chooses among `num_groups` equal groups of consecutive experts. A group stays together:
     each device gets whole groups. If a group fills several devices, its experts are assigned to these.

@@ -1,11 +1,11 @@
-"""Adds up the rounds of the exchange, whose number depends on the routing, and gives their sum a gradient.
+"""Sums the rounds of the exchange, whose number depends on the routing, and differentiates the sum.
 
 The first round has room for an even routing times `capacity_factor`. Tokens beyond that queue for further rounds, until the
-longest queue of any device is empty. An even routing needs no further round. If every choice falls on one device, it needs
-about n / `capacity_factor` of them. So no token is ever lost, and no buffer is sized for the worst routing.
+longest queue of any device is empty. An even routing needs no further round. If every choice goes to one device, it needs about
+n / `capacity_factor` of them. So no token is ever dropped, and no buffer is sized for the worst routing.
 
-The first round saves the residuals that `experts_mlp` saves. Further rounds save nothing, since their number is not known when
-the program is compiled. The backward pass computes them again.
+The first round saves the residuals of `experts_mlp`. Further rounds save nothing, since their number is unknown at compile
+time. The backward pass recomputes them.
 """
 
 from dataclasses import replace
@@ -18,8 +18,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from moe_jax.kernels.precision import widened
-from moe_jax.parallel.expert.inputs import Choices, ExpertInputs
-from moe_jax.parallel.expert.one_round import first_round, further_round
+from moe_jax.parallel.expert.one_round import Choices, ExpertInputs, first_round, further_round
 from moe_jax.parallel.expert.settings import ExchangePlan
 
 
@@ -57,7 +56,7 @@ def _all_rounds_backward(plan: ExchangePlan, residuals: tuple, dy: Array) -> tup
 
     def add_further_rounds(gradients: ExpertInputs) -> ExpertInputs:
         def add(state: tuple[Array, ExpertInputs]) -> tuple[Array, ExpertInputs]:
-            # In at least f32. Accumulators are the given ones with all weight gradients added.
+            # In at least f32. Accumulators are the inputs' with all weight gradients added.
             index, sums = state
             of_inputs = _with_accumulators(inputs, sums)
             (of_round,) = jax.vjp(partial(further_round, plan, choices, index), of_inputs)[1](dy)

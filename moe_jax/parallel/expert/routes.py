@@ -1,7 +1,7 @@
 """Assigns each token a round and a slot in the buffer for each device that it travels to.
 
 Letters: T tokens of this device, K choices a token, n devices of the axis, C slots of a buffer for one device. A token queues
-once for each device that holds an expert of its choice, even if it chose several experts there.
+once for each device that holds one of its experts, even if it chose several there.
 """
 
 from dataclasses import dataclass
@@ -57,9 +57,8 @@ def queue(
     capacity: Capacity,
     order: Literal["position", "probability"] = "position",
 ) -> Queues:
-    """Queues the tokens by position, or by falling sum of the weights of their choices on the device ("probability").
-
-    The first round takes tokens from the front of a queue while both the tokens and their choices stay within `capacity`.
+    """Queues the tokens by position, or by decreasing sum of the weights of their choices on the device ("probability"). The
+    first round includes tokens from the front of a queue while both tokens and choices fit in `capacity`.
     """
     tokens = owner.shape[0]
     chosen = owner == jnp.arange(devices)[:, None, None]
@@ -107,7 +106,7 @@ def _route(queues: Queues, begin: Array, sent: Array, slots: int) -> Route:
     slot = queues.position - begin[:, None]
     travels = (slot >= 0) & (slot < sent[:, None])
     flat = jnp.arange(devices, dtype=jnp.int32)[:, None] * slots + slot
-    # A token that does not travel gets its own index out of range: `unique_indices` below needs distinct indices.
+    # A token that does not travel gets a distinct out-of-range index, as `unique_indices` below requires.
     out_of_range = devices * slots + jnp.arange(devices * tokens, dtype=jnp.int32).reshape(devices, tokens)
     source = jnp.broadcast_to(jnp.arange(tokens, dtype=jnp.int32), flat.shape)
     empty = jnp.full(devices * slots, tokens, jnp.int32)
@@ -121,7 +120,7 @@ def pack(x: Num[Array, "tokens features"], route: Route) -> Num[Array, "devices 
 
 
 def unpack(slots: Float[Array, "devices slots features"], route: Route) -> Float[Array, "tokens features"]:
-    """Returns out[t], the sum of the slots of token t for all devices, in at least f32 and in the order of the devices."""
+    """Returns out[t], the sum of the slots of token t for all devices, in at least f32 and in device order."""
     flat = slots.reshape(-1, slots.shape[2])
     of_devices = flat.at[route.slot_of_token].get(mode="fill", fill_value=0)
     return jnp.sum(of_devices, axis=0, dtype=at_least_f32(slots.dtype))

@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 TransportName = Literal["gather", "all_to_all", "pairwise"]
 
 TRANSPORTS = get_args(TransportName)
-"""The names of the built-in transports. docs/parallel_experts.md says what each moves and when it pays."""
+"""The names of the built-in transports. docs/parallel_experts.md compares their traffic and when each pays off."""
 
 
 @dataclass(frozen=True)
 class Transport:
-    """Moves tokens between devices. `ExpertParallel.transport` takes one in place of a built-in name.
+    """Moves tokens between devices. `ExpertParallel.transport` accepts one instead of a built-in name.
 
     Attributes:
       name: a name for tables and messages.
@@ -39,7 +39,7 @@ SMALLEST_CAPACITY = 64
 MAX_ROWS_PER_STEP = 2**18
 """Upper bound on the rows that one "pairwise" step computes for other devices; a step holds at least one device's rows.
 
-Fewer matmuls fill the GPU better. The bound limits memory, and what travels after the last matmul."""
+Fewer, larger matmuls fill the GPU better. The bound limits memory, and the transfers after the last matmul."""
 
 
 FLOPS_PER_BYTE = 2210.5263157894738
@@ -52,11 +52,11 @@ class ExpertParallel:
 
     Attributes:
       axis_name: the mesh axis. The layer is called inside a `jax.shard_map` over it.
-      transport: one of TRANSPORTS, or a `Transport`. None takes "gather" if the buffers of an exchange would be as large as
-        the result of a gather, else "all_to_all". With 8 choices a token they are that large on 2 to 4 devices. "pairwise"
-        pays if tokens travel as peer-to-peer copies (`hops="copies"` of `Parallelism`, which then takes it by itself).
-      capacity_factor: the size of the buffers over what an even routing sends. Tokens that do not fit travel in further
-        rounds. On n devices a factor of n fits every routing.
+      transport: one of TRANSPORTS, or a `Transport`. None selects "gather" if the buffers of an exchange would be as large as
+        the result of a gather, else "all_to_all". With 8 choices per token this holds on 2 to 4 devices. "pairwise" pays off if
+        tokens travel as peer-to-peer copies (`Parallelism` with `hops="copies"` then selects it).
+      capacity_factor: the size of the buffers relative to an even routing. Tokens that do not fit travel in further rounds. On
+        n devices a factor of n fits every routing.
       drop: None drops nothing. "position" and "probability" compute one round and drop the tokens that do not fit.
         "position" keeps the earlier tokens. "probability" keeps the tokens with the largest weights (GShard,
         https://arxiv.org/abs/2006.16668, section 2.2).
@@ -64,10 +64,9 @@ class ExpertParallel:
       shadow_experts: the largest number of experts that a call may copy to all devices. It copies an expert if that saves
         the busiest device more time than the copies take (`parallel.expert.shadow`).
       flops_per_byte: FLOPs of an expert's matmuls that a device computes while one byte leaves it. This is the price of a
-        shadow's copies. With 0 every shadow pays that takes rows from the busiest device. Default: the ratio of an H200.
-      tokens_in_fp8: send tokens to experts in FP8, as experts in FP8 multiply them: half the bytes, and the same outputs. Needs
-        a `Precision`. The weights' gradient of gate and up then reads the rounded tokens. Outputs and gradients travel as
-        without.
+        shadow's copies. With 0 every shadow that relieves the busiest device pays off. Default: an H200's ratio.
+      tokens_in_fp8: send tokens to FP8 experts in FP8: half the bytes, and the same outputs. Needs a `Precision`. The gate and
+        up weights' gradients then use the rounded tokens. Outputs and gradients travel in their usual dtype.
 
     Raises:
       ValueError: an unknown transport or drop, or a capacity_factor that is not a number above 0. Also a group_size below 1
@@ -112,11 +111,11 @@ class Capacity(NamedTuple):
     tokens: int
     """Tokens that fit."""
     pairs: int
-    """Choices of the other device's experts that fit, by all tokens in the buffer together."""
+    """Choices of the other device's experts that fit, over all tokens in the buffer."""
 
 
 def first_capacity(tokens: int, k: int, num_experts: int, devices: int, factor: float) -> Capacity:
-    """Returns `factor` times what an even routing sends, at least SMALLEST_CAPACITY tokens, at most all `tokens`.
+    """Returns `factor` times an even routing's traffic, at least SMALLEST_CAPACITY tokens, at most all `tokens`.
 
     A token chooses k different experts of E, and one device holds E/n of them. The token goes to that device with probability
     1 - C(E - E/n, k) / C(E, k), and makes k/n choices there on average.
@@ -140,7 +139,7 @@ class ExchangePlan(NamedTuple):
     num_experts: int
     """The number of experts of all devices."""
     transport: TransportName | Transport
-    """The transport of the first round; further rounds take "all_to_all"."""
+    """The transport of the first round; further rounds use "all_to_all"."""
     group_size: int | None
     first: Capacity
     further: Capacity
@@ -160,7 +159,7 @@ def plan_exchange(
     backend: str | None = None,
     precision: Precision | None = None,
 ) -> ExchangePlan:
-    """Plans a call in which each device has these numbers of tokens, of choices a token, and of experts."""
+    """Plans a call with these numbers of tokens per device, choices per token, and experts."""
     num_experts = local_experts * devices
     first = first_capacity(tokens, k, num_experts, devices, parallel.capacity_factor)
     transport = parallel.transport or ("gather" if first.tokens == tokens else "all_to_all")

@@ -1,13 +1,13 @@
 """Shadow experts: for one call, the experts that overload a device are copied to every device of the axis (replicas).
 
-Each device computes its own tokens' choices of a shadow, and these choices stay out of the exchange. The owner receives the sum
-of the copies' gradients. Every choice is computed once, with or without shadows; only the device differs. The idea is
-FasterMoE's dynamic shadowing (https://doi.org/10.1145/3503221.3508418). There the load of an expert decides; here the work of a
-device decides.
+Each device computes its own tokens' choices of a shadow, and these choices are excluded from the exchange. The owner receives
+the sum of the copies' gradients. Every choice is computed once, with or without shadows; only the device differs. The idea is
+FasterMoE's dynamic shadowing (https://doi.org/10.1145/3503221.3508418), which decides by the load of an expert; here the work
+of a device decides.
 """
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,24 +21,12 @@ from moe_jax.kernels.experts.api import experts_mlp
 from moe_jax.kernels.experts.fp8.precision import Precision
 from moe_jax.kernels.experts.weights import ExpertWeights
 from moe_jax.parallel.collectives.hops import sum_to_all
-from moe_jax.parallel.expert.inputs import ExpertInputs
+from moe_jax.parallel.expert.one_round import ExpertInputs
 from moe_jax.parallel.expert.settings import ExpertParallel
 from moe_jax.parallel.mesh import axis_size
 
 Matrices = tuple[Array, Array]
 """An array for w_gate_up, and one for w_down."""
-
-
-class ShadowOutput(NamedTuple):
-    """The outputs of shadow experts, and the choices that are left for the exchange."""
-
-    y: Float[Array, "tokens hidden"]
-    """The shadows' contribution to this device's tokens."""
-    num_shadows: Int[Array, ""]
-    inputs: ExpertInputs
-    """The inputs of the exchange. The gradients of the shadows' copies flow into these weights."""
-    experts: Int[Array, "tokens k"]
-    """The choices, -1 where a shadow computed them."""
 
 
 def compute_shadows(
@@ -48,8 +36,11 @@ def compute_shadows(
     activation: Activation,
     inputs: ExpertInputs,
     experts: Int[Array, "tokens k"],
-) -> ShadowOutput:
-    """Chooses shadows for this call, copies their weights to all devices, and computes this device's choices of them.
+) -> tuple[Array, Array, ExpertInputs, Array]:
+    """Chooses shadows for this call, copies their weights to all devices, and computes this device's tokens' choices of them.
+
+    Returns their contribution to this device's tokens, the number of shadows, and the inputs and the choices of the exchange.
+    The gradients of the shadows' copies flow into the weights of these inputs. A choice that a shadow computed is -1.
 
     Differentiable in `inputs`. All devices of the axis choose the same shadows.
 
@@ -68,7 +59,7 @@ def compute_shadows(
     options: Any = dict(backend=backend, precision=precision, activation=activation)
     y = experts_mlp(inputs.x, *copies, weights_of_shadows, slots, **options)
     left = inputs._replace(trained=ExpertWeights.of(*own))
-    return ShadowOutput(y, jnp.sum(shadows >= 0, dtype=jnp.int32), left, others)
+    return y, jnp.sum(shadows >= 0, dtype=jnp.int32), left, others
 
 
 def select_shadows(load: Int[Array, "devices experts"], slots: int, rows_per_shadow: float) -> Int[Array, "slots"]:
@@ -81,7 +72,7 @@ def select_shadows(load: Int[Array, "devices experts"], slots: int, rows_per_sha
         + rows_per_shadow * (number of shadows)
 
     The minimum is exact for up to two shadows. Larger sets come from E greedy searches, one from each first expert, and never
-    cost more than the best two. The result depends on the arguments alone, so all devices find the same experts.
+    cost more than the best two. The result depends only on the arguments, so all devices find the same experts.
     """
     devices, num_experts = load.shape
     expert = jnp.arange(num_experts, dtype=jnp.int32)
@@ -110,8 +101,8 @@ def select_shadows(load: Int[Array, "devices experts"], slots: int, rows_per_sha
 def rows_per_shadow(flops_per_byte: float, itemsize: int, devices: int) -> float:
     """Returns the rows that an expert computes, forward and backward, while its weights and their gradients travel.
 
-    A row takes 18*D*I FLOPs. An expert has 3*D*I weights. For each byte of the weights 2(n-1)/n bytes leave each device, and
-    the same for the gradients. D and I cancel out: (2/3) * itemsize * (n-1)/n * flops_per_byte.
+    A row costs 18*D*I FLOPs. An expert has 3*D*I weights. For each byte of weights, and of gradients, 2(n-1)/n bytes leave each
+    device. D and I cancel out: (2/3) * itemsize * (n-1)/n * flops_per_byte.
     """
     return 2 / 3 * itemsize * (devices - 1) / devices * flops_per_byte
 
@@ -127,7 +118,7 @@ def choices_of_shadows(
 ) -> tuple[Float[Array, "tokens slots"], Int[Array, "tokens slots"], Int[Array, "tokens k"]]:
     """Returns each token's weights and choices of the shadows, and `experts` with -1 for the choices of shadows.
 
-    Slot s stands for expert shadows[s]. A token that chose an expert twice makes one choice of the shadow, with the sum of both
+    Slot s is expert shadows[s]. If a token chose an expert twice, it makes one choice of the shadow, with the sum of both
     weights. So T * slots rows hold all choices.
     """
     chooses = (experts[:, None] == shadows[:, None]) & (shadows[:, None] >= 0)
@@ -170,11 +161,11 @@ def _lend_forward(weights: Matrices, shadows: Array, axis_name: str, dtype: jnp.
     shadows = _refuse_vmap(shadows)
     local_experts = weights[0].shape[0]
     local = shadows - lax.axis_index(axis_name).astype(jnp.int32) * local_experts
-    # Another device's shadow gets its own index out of range: `unique_indices` in backward needs distinct indices.
+    # Another device's shadow gets a distinct out-of-range index, as `unique_indices` in the backward pass requires.
     out_of_range = local_experts + jnp.arange(shadows.shape[0], dtype=jnp.int32)
     index = jnp.where((shadows >= 0) & (local >= 0) & (local < local_experts), local, out_of_range)
     count = jnp.sum(shadows >= 0, dtype=jnp.int32)
-    # Every device but the owner contributes zeros to the sum.
+    # Every device except the owner contributes zeros to the sum.
     owned = [w.at[index].get(mode="fill", fill_value=0).astype(dtype) for w in weights]
     return (weights, tuple(_sum_slots(owned, count, axis_name))), (index, count)
 
@@ -183,7 +174,7 @@ def _lend_backward(axis_name: str, dtype: jnp.dtype, residuals: tuple[Array, Arr
     index, count = residuals
     d_weights, d_copies = gradients
     sums = _sum_slots(list(d_copies), count, axis_name)
-    # Adds single rows to the owner's gradients: a sum of two arrays would read and write the gradients of all its experts.
+    # Adds only the shadows' rows to the owner's gradients: a sum of whole arrays would read and write all experts' gradients.
     add = [
         dw.at[index].add(rows.astype(dw.dtype), mode="drop", unique_indices=True)
         for dw, rows in zip(d_weights, sums, strict=True)

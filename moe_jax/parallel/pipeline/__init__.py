@@ -1,7 +1,6 @@
 """Pipeline parallelism: schedules as data, their rules, the time and memory of a step, and an executor.
 
-`chunks` and `restack` lay layers out, `executor` runs uniform ticks and `table_executor` the others. The other modules do not
-import JAX.
+`chunks` lays layers out, and `executor` runs any schedule. The other modules do not import JAX.
 
 docs/schedules.md compares the schedules.
 """

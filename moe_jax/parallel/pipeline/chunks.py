@@ -1,66 +1,55 @@
 """The layers of a pipeline: [layers, ...] becomes [chunks, ranks, layers of a chunk, ...]; `pipe` splits the second axis.
 
-Rank r of p holds chunk c, the layers (c p + r) l to (c p + r) l + l - 1. The order of the layers stays, so the change is a
-reshape. If v p l layers are more than the model has, the last are zeros. A layer of zeros adds nothing to the residual stream
+Rank r of p holds chunk c, the layers (c p + r) l to (c p + r) l + l - 1. The order of the layers does not change, so this is a
+reshape. If v p l exceeds the model's number of layers, the last are zeros. A layer of zeros adds nothing to the residual stream
 and gets no gradients.
-
-A schedule may want stages elsewhere than on rank r as chunk c, or twice:
-
-| schedule | stages of rank r | where they lie |
-|---|---|---|
-| 1f1b, interleaved, zb-h1 | r, p + r, ... | as wanted |
-| dualpipe | r and p - 1 - r | the second on rank p - 1 - r |
-| zb-v, dualpipe-v | r and 2 p - 1 - r | the second on rank p - 1 - r |
-
-So one exchange between ranks r and p - 1 - r at each end of a step (`to_stages`, `from_stages`) is enough. Checkpoints and
-optimizers know no schedule.
 """
 
+import math
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import lax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from jaxtyping import Array, Int
 
-from moe_jax.kernels.varying import vary_as
-from moe_jax.parallel.layout import lies_in_chunks, parameter_path, parameter_sharding
-from moe_jax.parallel.pipeline.schedules import Schedule
+from moe_jax.parallel.layout import lies_in_chunks, moving_spec, parameter_path, parameter_sharding
 
 
 class PipeShape(NamedTuple):
-    """The ranks of a pipeline, and the chunks of each. One rank is no pipeline: the layers lie along one axis."""
+    """The ranks of a pipeline, and the chunks of each. One rank means no pipeline: the layers have one axis."""
 
     ranks: int = 1
     chunks: int = 1
 
 
 class LayersInPipe(NamedTuple):
-    """The layers of a model that a pipeline deals out: those of one stage. The others lie as on any mesh."""
+    """The layers of a model that a pipeline splits over its ranks: one stage. Others are laid out as on any mesh."""
 
     stage: int
     num_layers: int
 
 
 def to_chunks(params: nnx.State, mesh: Mesh, chunks: int = 1) -> nnx.State:
-    """Lays a model's parameters out for a pipeline over the mesh axis `pipe`, one array after the other.
+    """Lays out a model's parameters for a pipeline over the mesh axis `pipe`, one array at a time.
 
         nnx.update(model, to_chunks(nnx.state(model), mesh, chunks=2))
         state = train.init_state(model, optimizer)
 
-    Biases of experts stay whole on every device, in the order of the layers. The model can be trained and saved now, and
-    nothing else. `from_pretrained(mesh=, pipe_chunks=)` loads a model so, and no device holds all layers on the way.
+    Biases of experts stay whole on every device, in the order of the layers. Afterwards the model can only be trained and
+    saved. `from_pretrained(mesh=, pipe_chunks=)` loads a model in this layout directly, so that no device ever holds all
+    layers.
 
     Args:
-      params: `nnx.state(model)`. Of DeepSeek-V3 the layers with experts lie in chunks, and the rest as on any mesh.
-      mesh: of `make_mesh`.
+      params: `nnx.state(model)`. For DeepSeek-V3 the layers with experts are split into chunks, and the rest is laid out as on
+        any mesh.
+      mesh: a mesh of `make_mesh`.
       chunks: `Parallelism.pipe_chunks`.
 
     Raises:
-      ValueError: layers with experts before dense ones, a chunk of a rank in which no rank has a layer, or layers that lie in
-        chunks.
+      ValueError: layers with experts before dense ones, a chunk without layers on any rank, or layers already in chunks.
     """
     refuse_chunks(params, "to_chunks")
     pipe, stage = PipeShape(mesh.shape["pipe"], chunks), stage_in_pipe(params["stages"])
@@ -79,7 +68,7 @@ def from_chunks(params: nnx.State, num_layers: int, mesh: Mesh | None = None) ->
     """Returns parameters of `to_chunks` with one axis of layers, laid out on another mesh; None: on the default device.
 
     Args:
-      num_layers: the layers that lie in chunks: without dense layers before them, and modules behind them.
+      num_layers: the number of layers in chunks, excluding dense layers before and MTP modules after them.
     """
 
     def lay_out(key_path: tuple, array: Array) -> Array:
@@ -95,7 +84,7 @@ def pipe_of(mesh: Mesh | None, chunks: int) -> PipeShape:
     """Returns the pipeline over the mesh with these chunks.
 
     Raises:
-      ValueError: less than one chunk, or several without several devices along `pipe`.
+      ValueError: less than one chunk, or several chunks without several devices along `pipe`.
     """
     ranks = 1 if mesh is None else mesh.shape.get("pipe", 1)
     if chunks < 1 or (chunks > 1 and ranks == 1):
@@ -106,10 +95,10 @@ def pipe_of(mesh: Mesh | None, chunks: int) -> PipeShape:
 
 
 def pipe_of_model(params: nnx.State, mesh: Mesh | None) -> PipeShape:
-    """Returns the pipeline for which the parameters of a model on `mesh` are laid out.
+    """Returns the pipeline that a model's parameters on `mesh` are laid out for.
 
     Raises:
-      ValueError: the mesh has several devices along `pipe`, and the layers do not lie in chunks.
+      ValueError: the mesh has several devices along `pipe`, but the layers are not in chunks.
     """
     ranks = 1 if mesh is None else mesh.shape.get("pipe", 1)
     if ranks == 1:
@@ -126,10 +115,10 @@ def pipe_of_model(params: nnx.State, mesh: Mesh | None) -> PipeShape:
 
 
 def check_layers(num_layers: int, pipe: PipeShape) -> None:
-    """Checks that a pipeline's layers fill it; without a pipeline nothing is checked.
+    """Checks that there are enough layers for a pipeline; without one nothing is checked.
 
     Raises:
-      ValueError: a chunk of a rank in which no rank has a layer.
+      ValueError: a chunk without layers on any rank.
     """
     if pipe.ranks > 1 and not fills_chunks(num_layers, *pipe):
         raise ValueError(
@@ -154,18 +143,18 @@ def stacked_shape(path: tuple, shape: tuple[int, ...], layers: LayersInPipe, pip
 
 
 def is_dealt_out(path: tuple, stage: int) -> bool:
-    """Returns whether the parameter's layers are dealt out to ranks. Biases of experts stay whole on every device."""
+    """Returns True if the parameter's layers are split over ranks. Biases of experts stay whole on every device."""
     return path[:2] == ("stages", stage) and path[-1] != "expert_bias"
 
 
 def stage_in_pipe(stages: Any) -> int:
-    """Returns the number of the stage that lies in a pipeline: the last before modules that predict further tokens.
+    """Returns the number of the stage in a pipeline: the last one before multi-token prediction modules.
 
     Args:
       stages: the parameters of all stages, by number.
 
     Raises:
-      ValueError: layers with experts stand before that stage.
+      ValueError: layers with experts precede that stage.
     """
     *before, last = [number for number in sorted(stages) if "eh_proj" not in stages[number]]
     if any("experts" in path for number in before for path, _ in nnx.to_flat_state(stages[number])):
@@ -180,7 +169,7 @@ def refuse_chunks(params: Any, work: str) -> None:
     """Refuses parameters of `to_chunks`, for `work` that needs the layers along one axis.
 
     Raises:
-      ValueError: names the work, a parameter's shape, and what to do.
+      ValueError: the message names the work, a parameter's shape, and the remedy.
     """
     for key_path, array in jax.tree.leaves_with_path(params):
         if parameter_path(key_path)[-2:] == ("input_layernorm", "weight") and array.ndim == 4:
@@ -197,12 +186,12 @@ def layers_of_chunk(num_layers: int, ranks: int, chunks: int) -> int:
 
 
 def fills_chunks(num_layers: int, ranks: int, chunks: int) -> bool:
-    """Returns whether some rank has a layer in its last chunk."""
+    """Returns True if some rank has a layer in its last chunk."""
     return (chunks - 1) * ranks * layers_of_chunk(num_layers, ranks, chunks) < num_layers
 
 
 def split_layers(stacked: Array, ranks: int, chunks: int) -> Array:
-    """Returns [layers, ...] as [chunks, ranks, layers of a chunk, ...], filled up with zeros."""
+    """Returns [layers, ...] as [chunks, ranks, layers of a chunk, ...], zero-padded."""
     of_chunk = layers_of_chunk(stacked.shape[0], ranks, chunks)
     missing = ranks * chunks * of_chunk - stacked.shape[0]
     filled = jnp.pad(stacked, [(0, missing), *[(0, 0)] * (stacked.ndim - 1)]) if missing else stacked
@@ -210,94 +199,81 @@ def split_layers(stacked: Array, ranks: int, chunks: int) -> Array:
 
 
 def join_layers(split: Array, num_layers: int) -> Array:
-    """Returns [chunks, ranks, layers of a chunk, ...] as [layers, ...], without those that were filled up."""
+    """Returns [chunks, ranks, layers of a chunk, ...] as [layers, ...], without padding."""
     return split.reshape(-1, *split.shape[3:])[:num_layers]
 
 
-def layers_of_rank(stacked: Any, ranks: int, chunks: int, rank: Int[Array, ""]) -> Any:
-    """Returns the rank's own layers of arrays [layers, ...] as [chunks x layers of a chunk, ...]; `rank` may be traced."""
+def stacked_as(tree: Any, layers: LayersInPipe, pipe: PipeShape) -> Any:
+    """Returns the shapes of `tree` (arrays or ShapeDtypeStructs under the parameters' paths) with layers stacked for `pipe`.
 
-    def own(array: Array) -> Array:
-        part = jax.lax.dynamic_index_in_dim(split_layers(array, ranks, chunks), rank, axis=1, keepdims=False)
-        return part.reshape(-1, *part.shape[2:])
-
-    return jax.tree.map(own, stacked)
-
-
-def layers_of_all_ranks(own: Any, ranks: int, chunks: int, rank: Int[Array, ""]) -> Any:
-    """Returns arrays of `layers_of_rank` as [chunks, ranks, layers of a chunk, ...], zeros for the layers of other ranks."""
-
-    def placed(array: Array) -> Array:
-        part = array.reshape(chunks, -1, *array.shape[1:])
-        whole = vary_as(jnp.zeros((chunks, ranks, *part.shape[1:]), part.dtype), part)
-        return jax.lax.dynamic_update_index_in_dim(whole, part, rank, axis=1)
-
-    return jax.tree.map(placed, own)
-
-
-def sources(schedule: Schedule) -> list[tuple[int, tuple[int, ...]]]:
-    """Returns, for each chunk of the schedule, its chunk in `to_chunks`, and for each rank the rank that stores its stage."""
-    ranks = len(schedule.stages)
-    return [(stages[0] // ranks, tuple(stage % ranks for stage in stages)) for stages in zip(*schedule.stages, strict=True)]
-
-
-def to_stages(stored: Any, schedule: Schedule) -> Any:
-    """Returns a rank's arrays [chunks of `to_chunks`, l, ...] as [chunks of the schedule, l, ...], inside `jax.shard_map`."""
-
-    def of_array(array: Array) -> Array:
-        return jnp.stack([_send(array[chunk], ranks, back=False) for chunk, ranks in sources(schedule)])
-
-    return jax.tree.map(of_array, stored)
-
-
-def from_stages(gradients: Any, schedule: Schedule) -> Any:
-    """Transposes `to_stages`: brings gradients home, and sums those of a stage that lies on two ranks."""
-
-    def of_array(array: Array) -> Array:
-        places = sources(schedule)
-        stored: list[Any] = [None] * (1 + max(chunk for chunk, _ in places))
-        for part, (chunk, ranks) in zip(array, places, strict=True):
-            home = _send(part, ranks, back=True)
-            stored[chunk] = home if stored[chunk] is None else stored[chunk] + home
-        return jnp.stack(stored)
-
-    return jax.tree.map(of_array, gradients)
-
-
-def layers_of_stages(stacked: Any, schedule: Schedule, num_layers: int, rank: Int[Array, ""]) -> Any:
-    """Returns the rank's layers of arrays [layers, ...] as [chunks x l, ...], with l = `num_layers` of a stage.
-
-    Layers that fill up the last stages are zeros.
+    Arrays whose shape changes get a layout with a part of every layer on each device (`layout.moving_spec`), for `restack`.
     """
-    stages = _stages_of(schedule, rank)
 
-    def own(array: Array) -> Array:
-        missing = schedule.num_stages * num_layers - array.shape[0]
-        filled = jnp.pad(array, [(0, missing), *[(0, 0)] * (array.ndim - 1)])
-        return filled.reshape(-1, num_layers, *array.shape[1:])[stages].reshape(-1, *array.shape[1:])
+    def of_leaf(key_path: tuple, leaf) -> jax.ShapeDtypeStruct:
+        path, sharding = _path(key_path), leaf.sharding
+        shape = stacked_shape(path, leaf.shape, layers, pipe)
+        if shape != leaf.shape and isinstance(sharding, NamedSharding):
+            sharding = NamedSharding(sharding.mesh, moving_spec(path, shape, sharding.mesh))
+        return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=sharding)
 
-    return jax.tree.map(own, stacked)
-
-
-def layers_of_all_stages(own: Any, schedule: Schedule, num_layers: int, rank: Int[Array, ""]) -> Any:
-    """Returns arrays [chunks x l, ...] of a rank as [stages x l, ...], zeros for the layers of other ranks."""
-    stages = _stages_of(schedule, rank)
-
-    def placed(array: Array) -> Array:
-        parts = array.reshape(-1, num_layers, *array.shape[1:])
-        whole = vary_as(jnp.zeros((schedule.num_stages, *parts.shape[1:]), parts.dtype), (parts, stages))
-        return whole.at[stages].add(parts).reshape(-1, *array.shape[1:])
-
-    return jax.tree.map(placed, own)
+    return jax.tree.map_with_path(of_leaf, tree)
 
 
-def _stages_of(schedule: Schedule, rank: Int[Array, ""]) -> Int[Array, " chunks"]:
-    return jnp.asarray(schedule.stages, jnp.int32)[rank]
+def restack(tree: Any, like: Any, num_layers: int) -> Any:
+    """Converts arrays of `stacked_as` to the shapes and layouts of `like`. Arrays are converted one by one, layer by layer, and
+    their memory is freed. Padding is dropped, or filled with zeros.
+    """
+
+    def of_leaf(array: Array, leaf) -> Array:
+        if array.shape == leaf.shape:
+            return array
+        moved = jax.block_until_ready(_restack(array, num_layers, leaf.shape, leaf.sharding))
+        array.delete()
+        return moved
+
+    return jax.tree.map(of_leaf, tree, like)
 
 
-def _send(array: Array, sources: tuple[int, ...], *, back: bool) -> Array:
-    """Returns the array of rank `sources[rank]`; with `back`, of the rank whose source this one is."""
-    pairs = [(source, rank) for rank, source in enumerate(sources)]
-    if all(source == rank for source, rank in pairs):
-        return array
-    return lax.ppermute(array, "pipe", [(rank, source) for source, rank in pairs] if back else pairs)
+@jax.jit
+def take_layer(stacked: Array, layer: Int[Array, ""]) -> Array:
+    """Returns one layer of an array [chunks, ranks, layers of a chunk, ...], bit for bit, on the devices of all ranks.
+
+    No device gets another rank's other layers: the rank that holds the layer sends it to all.
+    """
+    _, ranks, of_chunk = stacked.shape[:3]
+    chunk, rank, row = layer // (ranks * of_chunk), layer // of_chunk % ranks, layer % of_chunk
+    of_ranks = jax.lax.dynamic_index_in_dim(stacked, chunk, 0, keepdims=False)
+    of_ranks = jax.lax.dynamic_index_in_dim(of_ranks, row, 1, keepdims=False)
+    # Bits are summed: as a float, -0.0 + 0 is +0.0. Sums keep the dtype, so that a layer of 16 bits travels as 16 bits.
+    bits = jax.lax.bitcast_convert_type(of_ranks, jnp.dtype(f"uint{8 * stacked.dtype.itemsize}"))
+    here = (jnp.arange(ranks) == rank).reshape(-1, *[1] * (bits.ndim - 1))
+    return jax.lax.bitcast_convert_type(jnp.where(here, bits, 0).sum(0, dtype=bits.dtype), stacked.dtype)
+
+
+@partial(jax.jit, static_argnums=(1, 2, 3))
+def _restack(array: Array, num_layers: int, shape: tuple[int, ...], sharding: Sharding) -> Array:
+    """Returns the array in another shape: the first axes, 1 or 3, number the layers in both."""
+    # Shapes differ: one has a single axis of layers, or both have three.
+    axes = 1 if len(shape) < array.ndim else 3
+    own = shape[axes:]
+    layers = array.reshape(-1, *own)
+    numbers = jnp.arange(math.prod(shape[:axes])).reshape(*shape[:axes], *[1] * len(own))
+
+    def laid_out(x: Array, first: int) -> Array:
+        if not isinstance(sharding, NamedSharding):
+            return x
+        spec = PartitionSpec(*(*sharding.spec, *[None] * (len(shape) - len(sharding.spec)))[first:])
+        return jax.lax.with_sharding_constraint(x, NamedSharding(sharding.mesh, spec))
+
+    def put(number, moved: Array) -> Array:
+        # A select supports every layout. Changing the layout of all layers at once, XLA may gather them on every device.
+        layer = laid_out(jax.lax.dynamic_index_in_dim(layers, number, keepdims=False), axes)
+        return laid_out(jnp.where(numbers == number, layer, moved), 0)
+
+    return jax.lax.fori_loop(0, num_layers, put, laid_out(jnp.zeros(shape, array.dtype), 0))
+
+
+def _path(key_path: tuple) -> tuple:
+    """Returns the path of the parameter in a path of a state, which may begin with names of the state or the optimizer."""
+    names = parameter_path(key_path)
+    return names[names.index("stages") :] if "stages" in names else names

@@ -9,13 +9,13 @@ from moe_jax.parallel.pipeline.simulator import TimedSlot, Timeline
 from moe_jax.runtime.files import save_png
 
 MAX_COLUMNS_PER_SLOT = 24
-"""Columns of a mean slot at most: labels of much shorter slots are cut instead."""
+"""Maximum columns of an average slot: labels of much shorter slots are cut instead."""
 
 MAX_COLUMNS = 20_000
-"""Columns of a step at most. A hop of 1e8 passes would take gigabytes, and its drawing would be all dots."""
+"""Maximum columns of a step. A hop as long as 1e8 passes would need gigabytes for a drawing of only dots."""
 
 MAX_NUMBERED_SLOTS = 120
-"""Slots in a row of a picture up to which each has room for the number of its micro-batch."""
+"""Maximum number of slots in a row of a picture for which each has room for its micro-batch number."""
 
 COLORS = {"F": "#6f9bd8", "B": "#7fbf7f", "b": "#56b4c9", "W": "#e0b040"}
 """Colours of the kinds of passes. Odd chunks are lighter."""
@@ -25,9 +25,9 @@ def draw(timeline: Timeline, width: int = 120) -> str:
     """Returns a step as text: slots from | to |, idle time as dots, in panels of `width` columns.
 
     F3 is the forward pass of micro-batch 3, B3 its backward pass, and b3 and W3 the parts of it. With several chunks a letter
-    is added: F3a is of chunk 0, F3b of chunk 1. F5a+B3b is an overlapped pair.
+    is added: F3a belongs to chunk 0, F3b to chunk 1. F5a+B3b is an overlapped pair.
 
-    A step of more than MAX_COLUMNS columns is not drawn. One line says so in its place.
+    A step of more than MAX_COLUMNS columns is replaced by a one-line note.
 
     Raises:
       ValueError: `width` is below 20.
@@ -97,10 +97,10 @@ def _columns_per_time(timeline: Timeline) -> float:
         return 1.0
     # Divided first: the sum may be too large for a float.
     mean = sum((timed.end - timed.start) / len(slots) for timed in slots)
-    # A label needs its own columns and one for the bar before it.
+    # A label needs its columns plus one for the bar before it.
     needed = max((len(_label(timeline, timed.slot)) + 1) / (timed.end - timed.start) for timed in slots)
     scale = min(needed, MAX_COLUMNS_PER_SLOT / mean)
-    # Whole columns for a time of 1, where there are any, keep rows of equal slots aligned.
+    # A whole number of columns per unit of time, if at least 1, keeps rows of equal slots aligned.
     return math.ceil(scale - 1e-9) if 1 <= scale < math.inf else scale
 
 

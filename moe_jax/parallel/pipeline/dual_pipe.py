@@ -1,6 +1,6 @@
 """DualPipe and DualPipeV: forward passes of some micro-batches overlapped with backward passes of others.
 
-DualPipe is of the DeepSeek-V3 report, arXiv 2412.19437. The order of passes is that of DeepSeek's code
+DualPipe is from the DeepSeek-V3 report, arXiv 2412.19437. The order of passes follows DeepSeek's code
 (github.com/deepseek-ai/DualPipe), in its eight phases.
 """
 
@@ -14,7 +14,7 @@ from moe_jax.parallel.pipeline.schedules import Part, Schedule, Slot, require_po
 class Phases(NamedTuple):
     """Numbers of times that a rank repeats each phase of DualPipe.
 
-    Chunk "own" computes the micro-batches that enter at the rank's nearer end, chunk "other" those of the other end.
+    Chunk "own" computes the micro-batches that enter at the rank's nearer end, chunk "other" the rest.
     """
 
     own_forward: int
@@ -30,9 +30,9 @@ class Phases(NamedTuple):
 def dualpipe(ranks: int, micro_batches: int) -> Schedule:
     """Returns DualPipe: half of the micro-batches enter at rank 0, the other half at the last rank.
 
-    Rank r holds stage r (chunk 0) and stage ranks - 1 - r (chunk 1), so every stage lies on two ranks. A rank holds up to
-    `ranks` + 1 chunk inputs. With h the distance from the nearer end, it puts off up to h + 1 passes W. `micro_batches` counts
-    both halves; parts number the micro-batches of each half from 0.
+    Rank r holds stage r (chunk 0) and stage ranks - 1 - r (chunk 1), so every stage is on two ranks. A rank holds up to `ranks`
+    + 1 chunk inputs. At distance h from the nearer end, it postpones up to h + 1 passes W. `micro_batches` counts both halves;
+    parts number the micro-batches of each half from 0.
 
     Raises:
       ValueError: `ranks` or `micro_batches` is odd or below 1, or micro_batches < 2 ranks.
@@ -58,10 +58,10 @@ def dualpipe(ranks: int, micro_batches: int) -> Schedule:
 
 
 def dualpipe_v(ranks: int, micro_batches: int) -> Schedule:
-    """Returns DualPipeV: the half of DualPipe over twice the ranks, whose micro-batches go down the ranks and up again.
+    """Returns DualPipeV: one half of DualPipe over twice the ranks; its micro-batches go down the ranks and back up.
 
-    Rank r holds stages r and 2 ranks - 1 - r, so every stage lies on one rank. A rank holds up to 2 `ranks` + 1 chunk inputs,
-    and puts off up to r + 1 passes W.
+    Rank r holds stages r and 2 ranks - 1 - r, so every stage is on one rank. A rank holds up to 2 `ranks` + 1 chunk inputs, and
+    postpones up to r + 1 passes W.
 
     Raises:
       ValueError: a size is below 1, or micro_batches < 2 ranks.
@@ -85,7 +85,7 @@ def dualpipe_phases(ranks: int, micro_batches: int, rank: int) -> Phases:
 
 
 def _phases(half: int, distance: int, micro_batches: int) -> Phases:
-    """Returns the phases at `distance` from an end, of `half` ranks up to the middle and `micro_batches` in each stream."""
+    """Returns the phases at `distance` from an end, for `half` ranks up to the middle and `micro_batches` per stream."""
     to_middle = half - distance - 1
     return Phases(
         own_forward=2 * to_middle,
@@ -142,7 +142,7 @@ def _slots(phases: Phases, own: int, is_middle: bool) -> tuple[Slot, ...]:
         for _ in range(phases.backward_then_overlapped):
             yield whole(other)
             yield f(other) + whole(own)
-        # From the middle of this phase on, W is put off so that the neighbours get their gradients earlier.
+        # From the middle of this phase on, W is postponed so that the neighbours get their gradients earlier.
         num_whole = phases.both_backward
         for i in range(2 * phases.both_backward):
             chunk = other if i % 2 == 0 else own

@@ -1,4 +1,4 @@
-"""The meshes that a pipeline schedule can run on, from plain values: settings, plans and `Parallelism` ask here."""
+"""Checks which meshes a pipeline schedule can run on, from plain values, for settings, plans and `Parallelism`."""
 
 from collections.abc import Mapping
 from typing import get_args
@@ -14,7 +14,7 @@ NEEDS_W: Mapping[PipeSchedule, str] = {
     "zb-h1": "'1f1b', 'interleaved', 'dualpipe' or 'dualpipe-v'",
     "zb-v": "'1f1b', 'interleaved', 'dualpipe' or 'dualpipe-v'",
 }
-"""The schedules that cannot do without b and W apart, and the schedules to take where matrices are split."""
+"""The schedules that need separate b and W, and the alternatives if matrices are split."""
 
 
 def ranks_problem(name: str, ranks: int, chunks: int) -> str:
@@ -63,7 +63,7 @@ def split_axes(axes: Mapping[str, int]) -> list[str]:
 
 
 def schedule_by_name(name: PipeSchedule, ranks: int, chunks: int, micro_batches: int) -> Schedule:
-    """Returns a schedule; `chunks` is for the schedules that let it be chosen.
+    """Returns a schedule; `chunks` is for the schedules in which it can be chosen.
 
     Raises:
       ValueError: sizes that the schedule refuses.

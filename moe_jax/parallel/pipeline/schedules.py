@@ -1,9 +1,9 @@
 """Pipeline schedules as data: the order in which each rank computes its forward and backward passes.
 
-A rank holds one or more chunks of the model's layers. A stage is a chunk's place in the model: stage 0 has the first layers.
-Here are the types, the simplest schedule, 1F1B (Narayanan et al., arXiv 1806.03377), and two zero-bubble schedules.
-Their gradients of weights (W) fill the time in which a rank would wait. ZB-H1 is of "Zero Bubble Pipeline Parallelism" (Qi et
-al., arXiv 2401.10241). ZB-V is of "Pipeline Parallelism with Controllable Memory" (arXiv 2405.15362). Nothing here imports JAX.
+A rank holds one or more chunks of the model's layers. A stage is a chunk's position in the model: stage 0 has the first layers.
+Here are the types, the simplest schedule, 1F1B (Narayanan et al., arXiv 1806.03377), and two zero-bubble schedules. Their
+gradients of weights (W) fill the time in which a rank would wait. ZB-H1 is from "Zero Bubble Pipeline Parallelism" (Qi et al.,
+arXiv 2401.10241). ZB-V is from "Pipeline Parallelism with Controllable Memory" (arXiv 2405.15362). Nothing here imports JAX.
 """
 
 from collections.abc import Iterator
@@ -31,7 +31,7 @@ Slot = tuple[Part, ...]
 
 
 class Result(NamedTuple):
-    """The outcome of a pass: outputs (F), gradients of inputs (b) or gradients of weights (W) of one stage and micro-batch."""
+    """The result of a pass: outputs (F), gradients of inputs (b) or gradients of weights (W) of one stage and micro-batch."""
 
     kind: Literal["F", "b", "W"]
     direction: int
@@ -41,12 +41,12 @@ class Result(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """The slots of each rank in order, and the bounds of memory that the schedule promises.
+    """The slots of each rank in order, and the memory bounds that the schedule guarantees.
 
     Attributes:
       name: the name of the schedule in `moe-jax schedule`.
       ranks: the slots of each rank.
-      stages: `stages[rank][chunk]`, the stage that a rank's chunk is.
+      stages: `stages[rank][chunk]`, the stage of a rank's chunk.
       directions: the stream of micro-batches that a chunk computes. DualPipe has two: stream 1 enters at the last rank.
       micro_batches: the micro-batches of one stream, numbered from 0.
       in_flight: the largest number of chunk inputs that each rank may hold. An input is held from its F to its W.
@@ -76,7 +76,7 @@ class Schedule:
         }
 
     def results(self, rank: int, part: Part) -> list[Result]:
-        """Returns the results that a part of `rank` produces. B produces those of b and of W."""
+        """Returns the results that a part of `rank` produces. B produces the results of b and W."""
         kinds: tuple[Literal["F", "b", "W"], ...] = ("b", "W") if part.kind == "B" else (part.kind,)
         return [Result(kind, *self._place(rank, part)) for kind in kinds]
 
@@ -126,7 +126,7 @@ def one_f_one_b(ranks: int, micro_batches: int) -> Schedule:
 
 
 def zb_h1(ranks: int, micro_batches: int) -> Schedule:
-    """Returns ZB-H1: 1F1B whose rank r puts off up to r + 1 passes W, which it computes while it would wait at the end.
+    """Returns ZB-H1: 1F1B whose rank r postpones up to r + 1 passes W until it would wait at the end.
 
     Every rank holds up to `ranks` micro-batches. With fewer micro-batches than ranks it is legal, and its bubble is longer
     than the formula's.
@@ -162,10 +162,10 @@ def zb_h1(ranks: int, micro_batches: int) -> Schedule:
 
 
 def zb_v(ranks: int, micro_batches: int) -> Schedule:
-    """Returns ZB-V: rank r holds stages r and 2 ranks - 1 - r, so that a micro-batch goes down the ranks and up again.
+    """Returns ZB-V: rank r holds stages r and 2 ranks - 1 - r, so that a micro-batch goes down the ranks and back up.
 
     With F = b = W no rank waits between its first and its last pass. A rank holds up to 2 `ranks` chunk inputs, which is
-    1F1B's memory on rank 0. A step of fewer than 2 `ranks` - 1 micro-batches is a longer step without the others.
+    1F1B's memory on rank 0. With fewer than 2 `ranks` - 1 micro-batches, it is a truncated longer step.
 
     Raises:
       ValueError: a size is below 1.

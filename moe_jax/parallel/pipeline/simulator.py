@@ -1,4 +1,4 @@
-"""When each rank computes each pass of a schedule, for given times of the passes: the bubble, and the memory in use."""
+"""Simulates when each rank computes each pass, for given times of the passes: the bubble, and the memory in use."""
 
 import math
 from collections.abc import Sequence
@@ -21,9 +21,9 @@ class PassTimes:
     Attributes:
       forward: F.
       backward: B, the whole backward pass.
-      weights: W, the part of B that computes gradients of weights. The gradients of inputs take b = B - W.
-      overlapped: an overlapped F and B, at least the longer of both. None: F + B. Of two stages with different times the
-        longer counts.
+      weights: W, the part of B that computes gradients of weights. The time of gradients of inputs is b = B - W.
+      overlapped: an overlapped F and B, at least the longer of both. None: F + B. For two stages with different times the
+        longer one counts.
     """
 
     forward: OfStages = 1.0
@@ -32,7 +32,7 @@ class PassTimes:
     overlapped: OfStages | None = None
 
     def divided(self, by: float) -> "PassTimes":
-        """Returns the times of a part of these stages: each number over `by`."""
+        """Returns the times of a fraction of these stages: each number divided by `by`."""
 
         def part(times: OfStages) -> OfStages:
             return times / by if isinstance(times, int | float) else tuple(time / by for time in times)
@@ -74,7 +74,7 @@ class PassTimes:
             forward, whole, weights = (_of(times, stage) for times in (self.forward, self.backward, self.weights))
             if weights > whole:
                 raise ValueError(f"weights must be at most backward={whole}, of which it is a part; got {weights}")
-            # The margin is for times that a caller computed, as F + B less what is hidden: rounding may cost the last bit.
+            # The margin is for computed times, such as F + B minus a hidden part: rounding may change the last bit.
             if self.overlapped is not None and _of(self.overlapped, stage) < (1 - 1e-9) * max(forward, whole):
                 raise ValueError(
                     f"overlapped must be at least the longer of forward={forward} and backward={whole}, for it contains both; "
@@ -87,7 +87,7 @@ class PassTimes:
 
 
 class TimedSlot(NamedTuple):
-    """A slot, and when a rank begins and ends to compute it."""
+    """A slot, and when a rank starts and finishes it."""
 
     slot: Slot
     start: float
@@ -110,7 +110,7 @@ class Timeline:
 
     @cached_property
     def idle(self) -> tuple[float, ...]:
-        """The time in which each rank computes nothing, of the whole step."""
+        """The time in which each rank computes nothing, over the whole step."""
         return tuple(self.makespan - sum(slot.end - slot.start for slot in slots) for slots in self.ranks)
 
     @cached_property
@@ -123,16 +123,16 @@ class Timeline:
 
     @property
     def bubble(self) -> float:
-        """The idle time of the rank that is idle longest."""
+        """The longest idle time of any rank."""
         return max(self.idle)
 
     @property
     def efficiency(self) -> float:
-        """The least work of a rank over the time of the step; the mean of the ranks.
+        """The least work of a rank divided by the time of the step, averaged over ranks.
 
         The least work is the shorter of F + B and F&B for each micro-batch and chunk, whether the schedule overlaps or not. So
-        schedules that compute passes one after the other are compared with those that overlap. If F&B is shorter than F + B,
-        they lose more than their bubble.
+        schedules that run passes in turn are comparable with schedules that overlap. If F&B is shorter than F + B, they lose
+        more than their bubble.
         """
         if not self.makespan:
             return 1.0
@@ -151,15 +151,15 @@ def simulate(
 ) -> Timeline:
     """Returns when each rank computes each slot.
 
-    Each rank computes its slots in order, and each as soon as what it needs has arrived. In lockstep all ranks run in ticks: a
-    tick ends with its longest slot, and results travel between ticks.
+    Each rank computes its slots in order, each as soon as its inputs have arrived. In lockstep all ranks run in ticks: a tick
+    ends with its longest slot, and results travel between ticks.
 
     Args:
-      schedule: the schedule; slots that wait for each other are found.
+      schedule: the schedule; deadlocks are detected.
       times: the times of the passes of a stage.
-      hop: the time in which a result travels to another rank. In lockstep each tick takes it once.
-      lockstep: True: in ticks, as one program for all ranks runs that chooses the pass by a branch (`lax.switch`).
-      masked: with `lockstep`, a tick computes every kind of pass that any rank needs, as a program without branches does.
+      hop: the time for a result to travel to another rank. In lockstep each tick includes it once.
+      lockstep: True: in ticks, like one program for all ranks that selects the pass by a branch (`lax.switch`). masked: with
+        `lockstep`, a tick computes every kind of pass that any rank needs, like a program without branches.
 
     Raises:
       ValueError: slots wait for each other, or `PassTimes.require_valid` refuses the times. Or `hop` is negative or not
@@ -187,7 +187,7 @@ def simulate(
 def memory_peaks(slots: Sequence[Slot]) -> tuple[int, int]:
     """Returns the largest numbers of chunk inputs and of waiting passes W, for a rank's slots.
 
-    A chunk's input is held from the begin of its F to the end of its W.
+    A chunk's input is held from the beginning of its F to the end of its W.
     """
     in_flight = most_in_flight = queue = longest_queue = 0
     for slot in slots:
@@ -200,7 +200,7 @@ def memory_peaks(slots: Sequence[Slot]) -> tuple[int, int]:
 
 
 def ticks_of(schedule: Schedule) -> list[list[Slot]]:
-    """Returns the slots of each rank, one for each tick: a slot comes in the first tick after all that it needs.
+    """Returns the slots of each rank, one for each tick: a slot is in the first tick after all its inputs.
 
     Raises:
       ValueError: slots wait for each other.
@@ -268,7 +268,7 @@ def _in_ticks(schedule: Schedule, times: PassTimes, hop: float, masked: bool) ->
 
 
 def _masked_tick(schedule: Schedule, times: PassTimes, slots: Sequence[Slot]) -> float:
-    """Returns the time of a tick that computes on every rank what any rank needs; the longest stage counts."""
+    """Returns the time of a tick in which each rank computes every kind of pass that any rank needs, in the longest stage."""
     stages = range(schedule.num_stages)
     kinds = {kind for slot in slots for part in slot for kind in ("bW" if part.kind == "B" else part.kind)}
     if kinds == {"F", "b", "W"}:
@@ -284,7 +284,7 @@ def _needs(schedule: Schedule, rank: int, slot: Slot) -> list[Result]:
 
 
 def _deadlock(schedule: Schedule, position: Sequence[int], done) -> str:
-    """Returns the error of a step that cannot go on, with the first slot that waits."""
+    """Returns the error for a deadlocked step, naming the first slot that waits."""
     for rank, slots in enumerate(schedule.ranks):
         if position[rank] < len(slots):
             missing = next(result for result in _needs(schedule, rank, slots[position[rank]]) if result not in done)
@@ -312,8 +312,8 @@ def bubble_formula(schedule: Schedule, times: PassTimes) -> float:
     | dualpipe | (p / 2 - 1) (F&B + B - 3 W) | F = B - W = W and F&B = 3 F; an upper bound for W <= F <= B - W |
     | dualpipe-v | (p - 1) (F&B + B - 3 W) | the same |
 
-    With v chunks a rank, F of a stage is 1/v of F of a rank: so interleaving divides the bubble by v. Ranks of zb-v begin one
-    after another and never wait between their first and their last pass. (p - 1) F is what they are idle before and after.
+    With v chunks per rank, F of a stage is 1/v of F of a rank: so interleaving divides the bubble by v. Ranks of zb-v start in
+    turn and never wait between their first and last pass. They idle for (p - 1) F before and after.
 
     Raises:
       ValueError: the schedule has no formula, or a time differs from stage to stage.

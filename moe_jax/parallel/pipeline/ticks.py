@@ -1,99 +1,60 @@
 """Interleaved 1F1B and uniform ticks: their schedules, and the arithmetic of ticks.
 
-Micro-batches go round the ring of ranks in groups of as many as there are ranks. In a tick every rank computes at most one
-forward pass and one backward pass. With p ranks, v chunks and micro-batch i = g p + j:
+Micro-batches circle the ring of ranks in groups of the number of ranks. In a tick every rank computes at most one forward pass
+and one backward pass. With p ranks, v chunks and micro-batch i = g p + j:
 
     forward  of chunk c on rank r in tick           r +       g v p +       c p     + j
     backward of chunk c on rank r in tick  v p + (p - 1 - r) + g v p + (v - 1 - c) p + j
-
-Ticks and ranks may be traced integers: the functions use + - * // % and comparisons alone.
 """
 
 import heapq
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from typing import Any, NamedTuple
 
 from moe_jax.parallel.pipeline.schedules import Kind, Part, Schedule, Slot, one_f_one_b, require_positive
 
-
-class TickPass(NamedTuple):
-    """A pass of one tick. Without `exists`, chunk and micro-batch mean nothing, and the micro-batch may be out of range."""
-
-    chunk: Any
-    micro_batch: Any
-    exists: Any
+Place = tuple[int, int]
+"""The chunk and the micro-batch of a pass."""
 
 
-def forward_at(tick: Any, rank: Any, ranks: int, chunks: int, micro_batches: int) -> TickPass:
-    """Returns the forward pass of a rank in a tick."""
+def forward_at(tick: int, rank: int, ranks: int, chunks: int, micro_batches: int) -> Place | None:
+    """Returns the forward pass of a rank in a tick, if it has one."""
     return _nth_pass(tick - rank, ranks, chunks, micro_batches)
 
 
-def backward_at(tick: Any, rank: Any, ranks: int, chunks: int, micro_batches: int) -> TickPass:
-    """Returns the backward pass of a rank in a tick. Chunks come in the reverse order."""
+def backward_at(tick: int, rank: int, ranks: int, chunks: int, micro_batches: int) -> Place | None:
+    """Returns the backward pass of a rank in a tick, if it has one. Chunks come in the reverse order."""
     mirrored = _nth_pass(tick - chunks * ranks - (ranks - 1 - rank), ranks, chunks, micro_batches)
-    return mirrored._replace(chunk=chunks - 1 - mirrored.chunk)
+    return mirrored and (chunks - 1 - mirrored[0], mirrored[1])
 
 
-def weights_at(tick: Any, rank: Any, ranks: int, chunks: int, micro_batches: int) -> TickPass:
-    """Returns the pass W that a rank computes in one of the last p - 1 ticks, if W is put off (`uniform-w`).
+def weights_at(tick: int, rank: int, ranks: int, chunks: int, micro_batches: int) -> Place | None:
+    """Returns the pass W that a rank computes in one of the last p - 1 ticks, if W is postponed (`uniform-w`).
 
     Rank r has no backward pass in the last r ticks. There it computes W of its first r backward passes, which are in the ticks
     of `puts_off`.
     """
-    n = weights_number(tick, rank, ranks, chunks, micro_batches)
-    found = backward_at(n + first_backward(rank, ranks, chunks), rank, ranks, chunks, micro_batches)
-    return found._replace(exists=found.exists & (n >= 0))
+    n = tick - num_ticks(ranks, chunks, micro_batches) + rank
+    return backward_at(n + chunks * ranks + ranks - 1 - rank, rank, ranks, chunks, micro_batches)
 
 
-def weights_number(tick: Any, rank: Any, ranks: int, chunks: int, micro_batches: int) -> Any:
-    """Returns which of the rank's first backward passes `weights_at` belongs to; negative: none."""
-    return tick - num_ticks(ranks, chunks, micro_batches) + rank
+def puts_off(tick: int, ranks: int, chunks: int) -> bool:
+    """Returns True if backward passes in this tick postpone W: in the first p - 1 ticks with backward passes."""
+    return chunks * ranks <= tick < chunks * ranks + ranks - 1
 
 
-def first_backward(rank: Any, ranks: int, chunks: int) -> Any:
-    """Returns the tick of a rank's first backward pass."""
-    return chunks * ranks + ranks - 1 - rank
-
-
-def puts_off(tick: Any, ranks: int, chunks: int) -> Any:
-    """Returns whether backward passes in this tick leave W for the last ticks: in the first p - 1 ticks with any."""
-    return (tick >= chunks * ranks) & (tick < chunks * ranks + ranks - 1)
-
-
-def _nth_pass(n: Any, ranks: int, chunks: int, micro_batches: int) -> TickPass:
+def _nth_pass(n: int, ranks: int, chunks: int, micro_batches: int) -> Place | None:
     group, chunk, place = n // (chunks * ranks), n % (chunks * ranks) // ranks, n % ranks
     micro_batch = group * ranks + place
-    return TickPass(chunk, micro_batch, (n >= 0) & (micro_batch < micro_batches))
-
-
-def num_passes(ranks: int, chunks: int, micro_batches: int) -> int:
-    """Returns the forward passes of a rank, with the holes of an incomplete last group: m' v, m' the next multiple of p."""
-    return -(-micro_batches // ranks) * ranks * chunks
+    return (chunk, micro_batch) if n >= 0 and micro_batch < micro_batches else None
 
 
 def num_ticks(ranks: int, chunks: int, micro_batches: int) -> int:
-    """Returns m' v + p - 1 + v p. The first v p ticks have no backward pass, and the last v p ticks no forward pass."""
-    return num_passes(ranks, chunks, micro_batches) + ranks - 1 + chunks * ranks
+    """Returns m' v + p - 1 + v p, with m' the next multiple of p: an incomplete last group has holes.
 
-
-def pass_number(chunk: Any, micro_batch: Any, ranks: int, chunks: int) -> Any:
-    """Returns the place of a forward pass in its rank's order, the index into `input_slots`."""
-    return micro_batch // ranks * chunks * ranks + chunk * ranks + micro_batch % ranks
-
-
-def input_slots(ranks: int, chunks: int, micro_batches: int) -> tuple[int, ...]:
-    """Returns the slot that keeps the input of each forward pass of a rank, by `pass_number`. All ranks use one table.
-
-    An input is kept from the tick of its forward pass up to and including the tick of its backward pass. Rank 0 keeps inputs
-    longest, and the lowest free slot is taken. Long steps need `(chunks + 1) ranks` slots.
+    The first v p ticks have no backward pass, and the last v p ticks no forward pass.
     """
-
-    def interval(n: int) -> tuple[int, int]:
-        return n, n + 2 * (chunks - n % (chunks * ranks) // ranks) * ranks - 1
-
-    return tuple(lowest_free_slots(map(interval, range(num_passes(ranks, chunks, micro_batches)))))
+    return -(-micro_batches // ranks) * ranks * chunks + ranks - 1 + chunks * ranks
 
 
 def lowest_free_slots(intervals: Iterable[tuple[int, int]]) -> list[int]:
@@ -112,8 +73,8 @@ def lowest_free_slots(intervals: Iterable[tuple[int, int]]) -> list[int]:
 def interleaved(ranks: int, chunks: int, micro_batches: int) -> Schedule:
     """Returns interleaved 1F1B (Narayanan et al., arXiv 2104.04473): each rank holds `chunks` chunks of layers.
 
-    Chunk c of rank r is stage c * ranks + r. A rank computes the passes of `uniform` in their order, and in each tick the
-    backward pass first. Rank r therefore holds up to `(chunks + 1) ranks - 2 r - 1` chunk inputs. With one chunk the order is
+    Chunk c of rank r is stage c * ranks + r. A rank computes the passes of `uniform` in order, and in each tick the backward
+    pass first. Rank r therefore holds up to `(chunks + 1) ranks - 2 r - 1` chunk inputs. With one chunk the order is
     `one_f_one_b`. Any number of micro-batches is legal; a multiple of `ranks` has the least idle time.
 
     Raises:
@@ -144,17 +105,16 @@ def interleaved(ranks: int, chunks: int, micro_batches: int) -> Schedule:
 def uniform(ranks: int, chunks: int, micro_batches: int) -> Schedule:
     """Returns interleaved 1F1B in ticks: slot k of each rank is tick k, with at most one forward and one backward pass.
 
-    All ranks can run one program, because every tick computes the same
-    on all of them and masks what does not exist. Rank r holds up to `(chunks + 1) ranks - 2 r` chunk inputs.
+    All ranks can run one program, because every tick computes the same passes on all of them and masks missing ones. Rank r
+    holds up to `(chunks + 1) ranks - 2 r` chunk inputs.
 
     Raises:
       ValueError: a size is below 1, or there are several chunks on one rank.
     """
     _require_ring(ranks, chunks, micro_batches)
-    sizes = (ranks, chunks, micro_batches)
     return Schedule(
         name="uniform",
-        ranks=tuple(tuple(uniform_slot(tick, rank, *sizes) for tick in range(num_ticks(*sizes))) for rank in range(ranks)),
+        ranks=_slots_of_uniform(ranks, chunks, micro_batches),
         stages=_stages(ranks, chunks),
         directions=(0,) * chunks,
         micro_batches=micro_batches,
@@ -164,36 +124,38 @@ def uniform(ranks: int, chunks: int, micro_batches: int) -> Schedule:
 
 
 def uniform_w(ranks: int, chunks: int, micro_batches: int) -> Schedule:
-    """Returns `uniform` with W put off: the first p - 1 ticks with backward passes compute b alone, the last p - 1 ticks W.
-
-    Rank r puts off its first r backward passes and has nothing else to do in the last r ticks. The first of these ticks are
-    shorter by W, and the last are as long as before. Rank r holds r more chunk inputs.
+    """Returns `uniform` with W postponed: the first p - 1 ticks with backward passes compute only b, the last p - 1 ticks W.
+    Rank r postpones W of its first r backward passes to the last r ticks, where it would be idle. The first of these ticks are
+    shorter by W, and the last do not get longer. Rank r holds r more chunk inputs.
 
     Raises:
       ValueError: as `uniform`.
     """
-    plain, sizes = uniform(ranks, chunks, micro_batches), (ranks, chunks, micro_batches)
+    plain = uniform(ranks, chunks, micro_batches)
     return replace(
         plain,
         name="uniform-w",
-        ranks=tuple(
-            tuple(uniform_slot(tick, rank, *sizes, divides=True) for tick in range(num_ticks(*sizes))) for rank in range(ranks)
-        ),
+        ranks=_slots_of_uniform(ranks, chunks, micro_batches, divides=True),
         in_flight=tuple(held + rank for rank, held in enumerate(plain.in_flight)),
         weights_queue=tuple(range(ranks)),
     )
 
 
 def uniform_slot(tick: int, rank: int, ranks: int, chunks: int, micro_batches: int, *, divides: bool = False) -> Slot:
-    """Returns what a rank computes in a tick of `uniform`; with `divides` of `uniform_w`."""
+    """Returns a rank's slot in a tick of `uniform`, or of `uniform_w` with `divides`."""
     sizes = (ranks, chunks, micro_batches)
     kind: Kind = "b" if divides and puts_off(tick, ranks, chunks) else "B"
     weights = _part("W", weights_at(tick, rank, *sizes)) if divides else ()
     return (*_part("F", forward_at(tick, rank, *sizes)), *_part(kind, backward_at(tick, rank, *sizes)), *weights)
 
 
-def _part(kind: Kind, found: TickPass) -> tuple[Part, ...]:
-    return (Part(kind, found.chunk, found.micro_batch),) if found.exists else ()
+def _slots_of_uniform(*sizes: int, divides: bool = False) -> tuple[tuple[Slot, ...], ...]:
+    ticks = range(num_ticks(*sizes))
+    return tuple(tuple(uniform_slot(tick, rank, *sizes, divides=divides) for tick in ticks) for rank in range(sizes[0]))
+
+
+def _part(kind: Kind, place: Place | None) -> tuple[Part, ...]:
+    return (Part(kind, *place),) if place else ()
 
 
 def _stages(ranks: int, chunks: int) -> tuple[tuple[int, ...], ...]:

@@ -1,4 +1,4 @@
-"""Rules that every pipeline schedule keeps: passes once and in order, hops to neighbours, no deadlock, bounded memory."""
+"""Rules that every pipeline schedule obeys: passes once and in order, hops to neighbours, no deadlock, bounded memory."""
 
 from collections import Counter
 from itertools import pairwise
@@ -18,18 +18,15 @@ SHAPES = {(), ("F",), ("B",), ("b",), ("W",), ("F", "B"), ("F", "b")}
 def verify(schedule: Schedule) -> None:
     """Checks a schedule.
 
-    1. A slot is idle, one part, (F, B) or (F, b). Its chunks and micro-batches exist, and every stage lies on a rank.
-    2. Each stage computes F, b and W of each micro-batch once; B is b and W.
-    3. b comes after F, and W after b. An overlapped B is of another micro-batch or chunk than the F beside it.
-    4. Each kind of pass of a chunk takes the micro-batches in order, so that messages arrive in the order of their use. W of
-       `uniform-w` sends none, and takes the first micro-batches last.
-    5. Neighbouring stages lie on neighbouring ranks of the ring, or on one rank.
-    6. The ranks never wait for each other in a circle.
-    7. Chunk inputs in flight, and waiting passes W, are at most what the schedule states.
-    8. The slots of `uniform` and `uniform-w` are the arithmetic of their ticks.
+    1. A slot is idle, one part, (F, B) or (F, b). Its chunks and micro-batches exist, and every stage is on a rank. 2. Each
+    stage computes F, b and W of each micro-batch once; B is b and W. 3. b comes after F, and W after b. An overlapped B has
+    another micro-batch or chunk than its F. 4. Each kind of pass of a chunk processes micro-batches in order, so that messages
+    arrive in order of use. W of `uniform-w` sends none, and processes the first micro-batches last. 5. Neighbouring stages are
+    on neighbouring ranks of the ring, or on one rank. 6. The ranks never deadlock. 7. Chunk inputs in flight, and waiting
+    passes W, are at most what the schedule states. 8. The slots of `uniform` and `uniform-w` are the arithmetic of their ticks.
 
     Raises:
-      ValueError: names the first rule that is broken, and where.
+      ValueError: the message names the first broken rule, and where.
     """
     for rank, slots in enumerate(schedule.ranks):
         for k, slot in enumerate(slots):
@@ -98,7 +95,7 @@ def _check_own_order(schedule: Schedule, rank: int) -> None:
                         f"a chunk takes micro-batches in order; {_where(rank, k)} is {_text(part)}, "
                         f"before {kind} of micro-batch {part.micro_batch - 1}"
                     )
-        # Parts of one slot begin together, so none may need another.
+        # Parts of one slot start together, so none may depend on another.
         done.update((kind, part.chunk, part.micro_batch) for part in slot for kind in ("bW" if part.kind == "B" else part.kind))
 
 

@@ -12,8 +12,8 @@ lays them out. Three methods compute the same result:
                  to a part of the heads, and back (Jacobs et al.,
                  2023, https://arxiv.org/abs/2309.14509)
 
-If keys and values are made of something smaller, as in latent attention, that travels instead. With `ulysses` every device
-gathers it whole, and expands the keys and values of its own heads.
+If keys and values are expanded from something smaller, as in latent attention, that travels instead. With `ulysses` every
+device gathers it whole, and expands the keys and values of its own heads.
 """
 
 from collections.abc import Callable
@@ -29,7 +29,7 @@ from jaxtyping import Array, Float, Int, Num
 
 from moe_jax.kernels.attention import partial as partial_attention
 from moe_jax.kernels.attention.api import attention, flash_refusal, resolve_attention_backend
-from moe_jax.kernels.varying import vary_alike
+from moe_jax.kernels.shapes import vary_alike
 from moe_jax.layers.attend import KV, Expansion, keys_and_values
 from moe_jax.parallel.choices import Hops
 from moe_jax.parallel.collectives.hops import sum_scatter
@@ -52,15 +52,14 @@ WholeKV = tuple[Float[Array, "batch keys ..."], ...]
 
 @dataclass(frozen=True)
 class ContextParallel:
-    """Splits a model's sequences over a mesh axis. A model takes it inside `jax.shard_map`.
+    """Splits a model's sequences over a mesh axis. Models use it inside `jax.shard_map`.
 
     Attributes:
       axis_name: the mesh axis.
       layout: the tokens of each device; see `sequence.layouts`.
       method: how attention is computed; see the table of `sequence.attention`.
       hops: how keys travel between devices: over "nccl", or as peer-to-peer "copies". The program must be compiled for it
-        (`Parallelism.compiler_options`). With "copies" a ring has many transfers in flight. Ignored inside `Parallelism`,
-        which sets it.
+        (`Parallelism.compiler_options`). With "copies" a ring has many transfers in flight. `Parallelism` overrides it.
 
     Raises:
       ValueError: an unknown layout, method or hops.
@@ -87,7 +86,7 @@ class ContextParallel:
     def shift_left(self, x: Num[Array, "batch seq"], offset: int) -> Num[Array, "batch seq"]:
         """Returns, for each own token, the entry of x `offset` tokens after it in the sequence; 0 after the sequence's end.
 
-        The entries of all devices are gathered, 4 bytes a token.
+        Gathers the entries of all devices, 4 bytes per token.
         """
         whole = jnp.pad(_gather(x, self.axis_name, self.layout), ((0, 0), (0, offset)))[:, offset:]
         return _own_part(whole, self.axis_name, self.layout)
@@ -116,25 +115,24 @@ def context_attention(
     window: Int[Array, ""] | int | None = None,
     backend: str | None = None,
 ) -> Float[Array, "batch seq heads value_dim"]:
-    """Computes `kernels.attention` of the whole sequence. Each device passes and gets its own tokens.
+    """Computes `kernels.attention` over the whole sequence. Each device passes and gets its own tokens.
 
     A token sees itself and the earlier tokens of its segment. With a window (which may be traced) it sees at most the last
-    `window` tokens. q and k come with their rotary positions; `ContextParallel.positions` gives them.
+    `window` tokens. q and k are already rotated by their positions (`ContextParallel.positions`).
 
     Args:
       kv: k [batch, seq, kv_heads, head_dim] and v [batch, seq, kv_heads, value_dim], or the arrays that `expansion` expands.
       parallel: the mesh axis, the layout, the method, and how keys travel.
-      expansion: (k, v) = expand(weights, *kv). `kv` travels in place of k and v, and each device expands what arrives. Each
-        device's gradients of `kv` are in the dtype of `kv`, and are summed in f32. The gradients of the weights are summed in
-        f32 over everything that arrives. With `ulysses` the leading axis of the weights is the heads, or the rows of one
-        head after the other. From a part of this axis `expand` makes the keys and values of these heads.
+      expansion: (k, v) = expand(weights, *kv). `kv` travels instead of k and v, and each device expands the received parts.
+        Each device's gradients of `kv` are in the dtype of `kv`, and are summed in f32. The gradients of the weights are summed
+        in f32 over all received parts. With `ulysses` the leading axis of the weights is the heads, or the concatenated rows of
+        the heads. From a part of this axis `expand` computes the keys and values of these heads.
       segment_starts: `starts_of_segments` of the segment ids, computed once for many layers. Default: one segment.
       backend: "mosaic" (default on Hopper in bf16 and f16) or "xla".
 
     Raises:
-      ValueError: shapes that do not fit together; a window below 1; an unknown backend, or one that does not take the input.
-        Also a length that the layout cannot split. With `ulysses`, heads, key heads or rows of weights that the devices do
-        not divide.
+      ValueError: shapes that do not match; a window below 1; an unknown backend, or one that does not support the input. Also a
+        length that the layout cannot split. With `ulysses`, heads, key heads or rows of weights that the devices do not divide.
       NameError: outside `shard_map`, or inside one whose mesh lacks the axis.
     """
     axis_name, layout = parallel.axis_name, parallel.layout
@@ -195,9 +193,9 @@ def _check_heads(q: Array, k: Array, weights, axis_name: str) -> None:
 def starts_of_segments(
     segment_ids: Int[Array, "batch seq"], *, axis_name: str = "context", layout: Layout = "zigzag"
 ) -> Int[Array, "batch seq"]:
-    """Returns, for each token, the index in the sequence of the first token of its segment, on whichever device that lies.
+    """Returns, for each token, the index in the sequence of the first token of its segment, which may be on another device.
 
-    A segment is a run of equal ids; padding (0) is one too. The ids of all devices are gathered, 4 bytes a token.
+    A segment is a run of equal ids; padding (0) is one too. Gathers the ids of all devices, 4 bytes per token.
     """
     ids = _gather(segment_ids, axis_name, layout)
     index = jnp.arange(ids.shape[1], dtype=jnp.int32)
@@ -253,7 +251,7 @@ def _all_gather_backward(ring: SequenceRing, residuals: AttentionResiduals, dout
     assert of_whole is not None
     shards = (shard_sequence(a, ring.size, ring.layout) for a in of_whole)
     dkv = tuple(lax.psum_scatter(a, ring.axis_name, scatter_dimension=1, tiled=True) for a in shards)
-    # dq is computed last: the gradients of keys travel beside it.
+    # dq is computed last: meanwhile the gradients of keys travel.
     keys = keys_and_values(ring.expand, weights, whole)
     dq = gradient(partial_attention.gradient_of_queries, keys, out_dtype=q.dtype)
     return dq, as_dtypes_of(kv, dkv), as_dtypes_of(weights, dweights), None

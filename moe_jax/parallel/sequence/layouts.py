@@ -8,7 +8,7 @@ For n devices, h = seq / 2n, and causal attention, in which token t attends to t
     striped      tokens r, r+n, r+2n, ...                        about equal, in small triangles in every ring step
 
 (striped: Brandon et al., 2023, https://arxiv.org/abs/2311.09431; zigzag: ring-flash-attention.) In each layout a device's
-tokens stand in the order of the sequence. So any interval of the sequence is an interval of a device's tokens.
+tokens are in sequence order. So any interval of the sequence is an interval of a device's tokens.
 """
 
 from typing import Literal, NamedTuple, get_args
@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int
 
-from moe_jax.kernels.varying import vary_as
+from moe_jax.kernels.shapes import vary_as
 
 Layout = Literal["contiguous", "zigzag", "striped"]
 
@@ -69,7 +69,7 @@ def token_indices(length: int, device, num_shards: int, layout: Layout = "zigzag
 
 
 def tokens_before(index: Int[Array, "..."], length: int, device, num_shards: int, layout: Layout) -> Int[Array, "..."]:
-    """Returns the number of the device's `length` tokens that stand before `index` in the sequence."""
+    """Returns the number of the device's `length` tokens that are before `index` in the sequence."""
     if layout == "zigzag":
         half = length // 2
         starts = device * half, (2 * num_shards - 1 - device) * half
@@ -114,7 +114,7 @@ def split_in_order(whole: Array, devices: list[Int[Array, ""]], layout: Layout) 
 
 
 class Pieces(NamedTuple):
-    """The runs of consecutive tokens of a device: between two of them lie tokens of other devices."""
+    """The runs of consecutive tokens of a device, separated by tokens of other devices."""
 
     shape: tuple[int, int]
     """A device's tokens as two axes after the batch axis."""

@@ -1,33 +1,33 @@
-"""Ring attention (Liu et al., 2023, https://arxiv.org/abs/2310.01889): keys travel round the devices, queries stay.
+"""Ring attention (Liu et al., 2023, https://arxiv.org/abs/2310.01889): keys travel around the devices, queries stay.
 
-Step 0 computes with a device's own keys. Later steps compute with the keys of the devices before it, while the keys of the next
+Step 0 computes with a device's own keys. Later steps compute with the keys of preceding devices, while the keys of the next
 step travel. Step s of `n` steps, with one attention kernel forward and two backward:
 
-    forward   kernel                          travels beside the kernel
+    forward   kernel                          travels during the kernel
     0         out of own keys                 keys of step 1
     s         out of the keys of step s       keys of step s+1
 
-    backward  kernel                          travels beside the kernel
+    backward  kernel                          travels during the kernel
     0         dq of own keys                  keys of step 1
     s         dq of the keys of step s        dk and dv of step s-1: on to the devices of step s, or home
     s         dk, dv of the keys of step s    keys of step s+1
     n         dk, dv of own keys              dk and dv of the last step: home
 
-XLA keeps one NCCL transfer in flight beside a kernel, so over NCCL a step holds the keys of one device. Peer-to-peer copies
+XLA keeps one NCCL transfer in flight during a kernel, so over NCCL a step holds the keys of one device. Peer-to-peer copies
 (`hops="copies"`, `parallel.collectives.hops`) arrive from many devices at once. Then one kernel computes with the keys of
-several devices, up to MAX_KEY_BYTES_PER_STEP. Each device passes its keys on by that number of devices. Fewer steps read and
-write the f32 accumulators fewer times, and their tiles fill the cores better.
+several devices, up to MAX_KEY_BYTES_PER_STEP. Each device forwards its keys by that number of devices. Fewer steps read and
+write the f32 accumulators less often, and their tiles fill the cores better.
 
 A query sees one interval of the sequence. In every layout of `sequence` that is one interval of a step's tokens, once these are
-in the order of the sequence. So no masks and no segment ids travel. A step is one kernel without a branch, which skips the
-blocks of keys that no query sees.
+in sequence order. So no masks and no segment ids travel. A step is one kernel without a branch, which skips the blocks of keys
+that no query sees.
 
 For c tokens in bf16, 4*c*kv_heads*head_dim bytes of k and v travel from each device to every other, and again in the backward
-pass. dk and dv take 8*c*kv_heads*head_dim bytes in f32. They travel with their keys, and are home after the last step. The
+pass. dk and dv need 8*c*kv_heads*head_dim bytes in f32. They travel with their keys, and arrive home after the last step. The
 kernels accumulate out, dq, dk and dv in f32.
 
-If keys and values are made of something smaller (latent attention), that travels in their place. Each device expands what
-arrives, and takes the gradients back through the expansion before they leave.
+If keys and values are expanded from something smaller (latent attention), that travels instead. Each device expands the
+received part, and propagates the gradients through the expansion before they leave.
 """
 
 from collections.abc import Callable
@@ -53,16 +53,16 @@ Message = tuple[Float[Array, "..."], ...]
 """Arrays that travel together: a `KV`, or all its numbers in one array."""
 
 MAX_KEY_BYTES_PER_STEP = 2**28
-"""Upper bound on the bytes of other devices' k and v in one ring step with peer-to-peer copies. A step holds one device's keys
-at least, even if they are larger."""
+"""Upper bound on the bytes of other devices' k and v in one ring step with peer-to-peer copies. A step holds at least one
+device's keys, even if they are larger."""
 
 RingStep = list[int]
-"""The distances to the devices, before this one, whose keys one kernel computes with; [0] is the device itself."""
+"""The distances to the preceding devices whose keys one kernel computes with; [0] is the device itself."""
 
 
 @dataclass(frozen=True)
 class SequenceRing:
-    """The devices of a mesh axis, how the sequence lies on them, how each computes, and how keys travel between them."""
+    """The devices of a mesh axis, the sequence's layout on them, each device's computation, and how keys travel."""
 
     axis_name: str
     layout: Layout
@@ -84,14 +84,13 @@ class SequenceRing:
         return [[0], *(list(others[i : i + per_step]) for i in range(0, len(others), per_step))]
 
     def pack(self, arrays: KV) -> Message:
-        """Packs arrays into one message over NCCL: XLA would run one of two transfers beside a kernel and wait for the other.
-
-        Peer-to-peer copies send the arrays as they are.
+        """Packs arrays into one message over NCCL: XLA would overlap only one of two transfers with a kernel and wait for the
+        other. Peer-to-peer copies send the arrays as they are.
         """
         return arrays if self.hops == "copies" else (jnp.concatenate([a.reshape(-1) for a in arrays]),)
 
     def unpack(self, message: Message, like: KV) -> KV:
-        """Inverts `pack`; `like` gives the shapes."""
+        """Inverts `pack`; `like` has the shapes."""
         if self.hops == "copies":
             return message
         parts = jnp.split(message[0], list(accumulate(a.size for a in like[:-1])))
@@ -100,13 +99,13 @@ class SequenceRing:
     def send_on(self, messages: list[Message], step: RingStep, following: RingStep) -> list[Message]:
         """Sends the messages about this step's devices to the devices that need them in the following step.
 
-        Returns the messages that arrive for the following step.
+        Returns the messages received for the following step.
         """
         sources = [min(i, len(step) - 1) for i in range(len(following))]
         return [self._hop(messages[i], distance - step[i]) for i, distance in zip(sources, following, strict=True)]
 
     def send_home(self, messages: list[Message], step: RingStep, following: RingStep) -> list[Message]:
-        """Sends the messages that `send_on` sends no further to the devices that they are about; returns what arrives."""
+        """Sends the messages that `send_on` does not forward back to their own devices; returns the received messages."""
         return [self._hop(messages[i], self.size - step[i]) for i in range(len(following), len(step))]
 
     def join(self, parts: list[KV], step: RingStep) -> KV:
@@ -138,7 +137,7 @@ class SequenceRing:
 
 
 def devices_per_ring_step(size: int, hops: Hops) -> int:
-    """Returns the largest number of other devices in a ring step, if one device has `size` bytes of k and v."""
+    """Returns the maximum number of other devices in a ring step, if one device has `size` bytes of k and v."""
     return max(1, MAX_KEY_BYTES_PER_STEP // max(1, size)) if hops == "copies" else 1
 
 
@@ -155,7 +154,7 @@ class AttentionResiduals(NamedTuple):
 
 
 class KVGradients(NamedTuple):
-    """The gradients of `kv` and of the weights of an expansion; None for a sum without a first term."""
+    """The gradients of `kv` and of the weights of an expansion; None for an empty sum."""
 
     kv: KV | None
     weights: Any
@@ -221,11 +220,12 @@ def _backward(ring: SequenceRing, residuals: AttentionResiduals, dout):
         key_gradients = partial(gradient, partial_attention.gradients_of_keys, step)
         return gradients_of_kv(ring.expand, weights, here, key_gradients, previous)
 
-    # The order of the module's table. Over NCCL XLA keeps no two transfers in flight: each needs a kernel of its own beside it.
+    # The order of the module's table. Over NCCL XLA never has two transfers in flight: each needs its own kernel to overlap
+    # with.
     travelling: list[KV] = []
-    """dk and dv of the devices of the step before, in f32."""
+    """dk and dv of the previous step's devices, in f32."""
     at_home: list[KV] = []
-    """dk and dv of this device's keys, of the steps of all other devices."""
+    """dk and dv of this device's keys, from the steps of all other devices."""
     dweights = None
     arrived = ring.send_on([ring.pack(kv)], own, steps[0]) if steps else []
     dq = query_gradient(own, kv, None)
@@ -257,10 +257,10 @@ ring_attention.defvjp(_forward, _backward)
 def gradients_of_kv(
     expand: Expand | None, weights, kv: KV, key_gradients: Callable, previous: KVGradients
 ) -> KVGradients:  # fmt: skip
-    """Returns the gradients of (kv, weights), added to `previous` in f32; None for weights that have none (`has_gradient`).
+    """Returns the gradients of (kv, weights), added to `previous` in f32; None for weights without gradients (`has_gradient`).
 
-    `key_gradients(keys, previous)` returns the gradients of keys and values, added to `previous`. With `expand` they are taken
-    back through it, and are in the dtypes of its arguments before they are added.
+    `key_gradients(keys, previous)` returns the gradients of keys and values, added to `previous`. With `expand` they are
+    propagated through it, and are in its arguments' dtypes before they are added.
     """
     if expand is None:
         return KVGradients(key_gradients(kv, previous.kv), ())
@@ -275,7 +275,7 @@ def gradients_of_kv(
 
 
 def has_gradient(a: Array) -> bool:
-    """Returns False for codes in 8 bits and for whole numbers, such as keys of dropout: their gradients cannot be summed."""
+    """Returns False for 8-bit codes and for integers, such as dropout keys: they have no gradients to sum."""
     dtype = jnp.result_type(a)
     return jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize > 1
 

@@ -1,7 +1,7 @@
 """Endless, shuffled, resumable batches of packed rows, made from documents on disk.
 
-The shuffled documents of all epochs are dealt to streams in turn. Each stream packs 32 or more rows of a batch by itself.
-The number of streams follows from the batch size alone.
+The shuffled documents of all epochs are assigned to streams in turn. Each stream packs 32 or more rows of a batch by itself.
+The number of streams depends only on the batch size.
 """
 
 import weakref
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["Batches", "Documents", "batches", "open_documents", "tokenizer_fingerprint"]
 
 MARK = "mark"
-"""The entry of a position for the place in the rows of a hub's stream."""
+"""Key of a position for its mark in the rows of a hub's stream."""
 Rows = dict[str, np.ndarray]
 """Arrays [rows, seq_len], by the names of `packing`."""
 
@@ -41,22 +41,23 @@ def batches(
 ) -> "Batches":
     """Returns an endless iterator of batches: dicts of int32 [batch_size, seq_len] (`packing`). Each epoch has its own order.
 
-    Where answers have weights other than 0 and 1, "loss_mask" holds the weights of labels, f32.
+    If answers have weights other than 0 and 1, "loss_mask" holds the labels' weights, f32.
 
-    `get_state()` returns the position, a tree of JSON values. `set_state` goes back to it exactly, given the same arguments.
-    Text documents begin with the tokenizer's BOS token, if it adds one, and end with its eos token.
-    The chat template renders chats. Threads make the next batch while a step computes.
+    `get_state()` returns the position, a tree of JSON values. `set_state` returns to it exactly, given the same arguments. Text
+    documents begin with the tokenizer's BOS token, if it adds one, and end with its eos token. The chat template renders chats.
+    Threads prepare the next batch while a step computes.
 
     Args:
       rows: the rows that this process needs (`Parallelism.own_rows`). Other rows may hold padding. Default: all rows.
       begin_texts: False leaves out the tokenizer's BOS token, as runs begun before version 0.2 did.
-      skip_bad: leave out conversations that the template cannot render, instead of raising. Positions fit either way.
+      skip_bad: leave out conversations that the template cannot render, instead of raising. Positions are compatible either
+        way.
 
     Raises:
-      ValueError: the tokenizer has no eos token for text, no template for chat, or gives no character offsets. Also if
-        conversations begin with an answer, and the template does not mark answers. While iterating: a conversation that
-        the template cannot render, by file and line, or a file that changed since it was opened. The position then stays
-        as it was before the batch.
+      ValueError: the tokenizer has no eos token for text, no template for chat, or returns no character offsets. Also if
+        conversations begin with an answer, and the template does not mark answers. While iterating: a conversation that the
+        template cannot render, by file and line, or a file that changed since it was opened. The position is then the one
+        before the batch.
     """
     # The import takes half a second. Commands that read no data should not pay for it.
     import grain
@@ -64,7 +65,7 @@ def batches(
     skipped: dict[int, str] = {}
     tokenized = tokenization(documents, tokenizer, begin_texts=begin_texts, skipped=skipped if skip_bad else None)
     order = endless(documents, seed)
-    # Rows of the hub are read once, in their order: by one stream.
+    # Rows of a hub's stream are read once and in order, so by one stream.
     rows_of_stream = batch_size if documents.is_stream else _rows_of_stream(batch_size)
     num_streams = batch_size // rows_of_stream
     streams = {}
@@ -81,7 +82,7 @@ def batches(
 
 
 class Batches(Iterator[Rows]):
-    """The rows of `num_streams` streams, one stream after the other; `padding` replaces streams of other processes.
+    """The rows of `num_streams` streams, concatenated; `padding` replaces streams of other processes.
 
     A packed row depends on all earlier documents of its own stream, and on no other stream. So batches are the same
     for any number of processes. Each process reads the streams whose rows it needs.
@@ -100,7 +101,7 @@ class Batches(Iterator[Rows]):
     ):
         self._streams, self._num_streams, self._padding, self.skipped = streams, num_streams, padding, skipped
         self._of_hub = of_hub
-        # Grain's iterators end their threads when deleted. At the interpreter's exit that would be too late.
+        # Grain's iterators end their threads when deleted. At interpreter exit that would be too late.
         weakref.finalize(self, streams.clear)
 
     def __next__(self) -> Rows:
@@ -108,13 +109,13 @@ class Batches(Iterator[Rows]):
         try:
             parts = [next(self._streams[i]) if i in self._streams else self._padding for i in range(self._num_streams)]
         except Exception:
-            # Some streams have advanced already, and the failed stream stands after the bad document.
+            # Some streams have already advanced, and the failed stream is past the bad document.
             self.set_state(before)
             raise
         return {name: np.concatenate([part[name] for part in parts]) for name in PADDING}
 
     def get_state(self) -> dict[str, Any]:
-        """Returns {stream number: position} of this process's streams, and a mark in the rows that the hub sends."""
+        """Returns {stream number: position} of this process's streams, and a mark in the hub's rows."""
         positions = {str(i): stream.get_state() for i, stream in self._streams.items()}
         if self._of_hub is None:
             return positions
@@ -138,13 +139,13 @@ class Batches(Iterator[Rows]):
             stream.set_state(state[str(i)])
 
     def close(self) -> None:
-        """Ends the threads that read ahead."""
+        """Ends the threads that prefetch."""
         for stream in self._streams.values():
             stream.close()
 
 
 def _next_document(position: dict[str, Any]) -> int:
-    """Returns a document before the first that a stream reads from this position: the innermost of Grain's positions."""
+    """Returns a lower bound on the documents that a stream reads from this position: the innermost of Grain's positions."""
     while "parent" in position:
         position = position["parent"]
     return max(0, position.get("next_index", 0) - 1)
@@ -153,7 +154,7 @@ def _next_document(position: dict[str, Any]) -> int:
 def _rows_of_stream(batch_size: int) -> int:
     """Returns the smallest divisor of `batch_size` that is at least PACKING_ROWS; `batch_size` if it is smaller.
 
-    A stream of fewer rows would tokenize documents of later batches before it gave its first row.
+    A stream of fewer rows would tokenize documents of later batches before it yields its first row.
     """
     return next(rows for rows in range(min(PACKING_ROWS, batch_size), batch_size + 1) if batch_size % rows == 0)
 

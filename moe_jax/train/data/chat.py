@@ -1,11 +1,10 @@
 """A conversation as tokens, with a mask of the assistant's tokens, or their weights.
 
-A chat template may mark the assistant's text with `{% generation %}`. The marks then give the mask.
-For other templates the spans are found by rendering parts of the conversation.
-Reasoning is under a key of an answer, or within its content; the template writes it, or leaves it out.
-An answer starts where the earlier messages, rendered with the generation prompt, end. Where a template renders them
-otherwise in the whole conversation, it starts after the last header of a turn before its content.
-It ends with the text that the template puts after an answer: the end-of-turn token, tool calls.
+A chat template may mark the assistant's text with `{% generation %}`. The marks then define the mask. For other templates the
+spans are found by rendering parts of the conversation. Reasoning is under a key of an answer, or within its content; the
+template writes it or leaves it out. An answer starts where the earlier messages, rendered with the generation prompt, end. If
+the template renders those differently in the whole conversation, it starts after the last turn header before its content. It
+ends with the text that the template puts after an answer: the end-of-turn token, tool calls.
 """
 
 import re
@@ -23,9 +22,9 @@ from moe_jax.train.data.marks import GENERATION_TAG, Span, marked_spans, weights
 from moe_jax.train.data.turns import KEYS, of_last_turn
 
 _PROMPT_THINKS = re.compile(r"<think>\s*(</think>\s*)?$")
-"""The end of a generation prompt that begins the model's reasoning, or skips it. Answers of the past may lack it."""
+"""The end of a generation prompt that begins the model's reasoning, or skips it. Earlier answers may lack it."""
 THINK_BLOCK = re.compile(r"\s*(?:(?:<think>.*)?</think>\s*)?", re.DOTALL)
-"""Text between the header of a turn and its content: nothing, or a think block, whose <think> may be the prompt's."""
+"""Text between the header of a turn and its content: nothing, or a think block, whose <think> may belong to the prompt."""
 _EMPTY_BLOCK = re.compile(r"\s*(?:(<think>)\s*)?</think>\s*")
 _IN_CONTENT = re.compile(r"(?:\s*<think>)?(.*)(?=</think>)", re.DOTALL)
 
@@ -39,14 +38,13 @@ def chat_tokens(
 ) -> tuple[Int[np.ndarray, "tokens"], Bool[np.ndarray, "tokens"] | Float[np.ndarray, "tokens"]]:
     """Returns (token ids, learned) of a conversation. The assistant's tokens are learned, with its end-of-turn tokens.
 
-    An answer with "weight" 0 is not learned, as in OpenAI's format. If an answer has another weight than 0 and 1, `learned`
+    An answer with "weight" 0 is not learned, as in OpenAI's format. If an answer has a weight other than 0 and 1, `learned`
     holds the weight of each token, f32. With `empty_thinking` "mask" an empty think block that begins an answer is not learned.
 
     Raises:
       ValueError: the template cannot render the conversation, or would leave its tools or all reasoning out. Or answers cannot
-        be told from the rest.
-        Without marks: the first message is an answer, or an answer cannot be found in the whole. With marks:
-        the template changes marked text, or it cannot be told which weight a span has.
+        be located. Without marks: the first message is an answer, or an answer is not found in the whole text. With marks: the
+        template changes marked text, or the weight of a span is ambiguous.
     """
     template, messages, render = _prepared(tokenizer, messages, tools)
     check_template(template, messages, tools)
@@ -61,12 +59,12 @@ def chat_tokens(
         spans = [span._replace(first=after_empty_thinking(text, span.first, span.end)) for span in spans]
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     starts, ends = np.asarray(encoded["offset_mapping"], np.int64).reshape(-1, 2).T
-    # A token that reaches over a mark is learned, as in transformers; one that reaches over the end of a prompt is not.
+    # A token that crosses a mark is learned, as in transformers; one that crosses the end of a prompt is not.
     reached = ends - 1 if has_marks else starts
     mask = np.zeros(len(starts), np.float32 if has_weights(messages) else bool)
     if spans:
         firsts, span_ends, weights = (np.asarray(values) for values in zip(*spans, strict=True))
-        # The last span that begins before a token's end: spans are in order, and none reaches into another.
+        # The last span that begins before a token's end: spans are in order and do not overlap.
         span = np.searchsorted(firsts, reached, side="right") - 1
         inside = (span >= 0) & (starts < span_ends[span])
         mask[inside] = weights[span[inside]]
@@ -74,21 +72,21 @@ def chat_tokens(
 
 
 def has_weights(messages: list[dict[str, Any]]) -> bool:
-    """Tells if an answer of a conversation has another weight than 0 and 1."""
+    """Returns True if an answer of a conversation has a weight other than 0 and 1."""
     return any(weight not in (0, 1) for weight in weights_of_answers(messages))
 
 
 def answers_without_reasoning(tokenizer: Any, messages: list[dict[str, Any]], tools: list | None = None) -> list[int]:
     """Returns the numbers of the learned answers whose reasoning the chat template leaves out.
 
-    Qwen3's template, for one, writes the reasoning of the last turn alone.
+    For example, Qwen3's template writes only the reasoning of the last turn.
     """
     _, messages, render = _prepared(tokenizer, messages, tools)
     return [i for i in _learned(messages) if _is_left_out(messages, i, render)]
 
 
 def _prepared(tokenizer: Any, messages: list[Message], tools: list | None) -> tuple[str, list[Message], Render]:
-    """Returns the chat template, the messages as it wants them, and the function that renders them with it."""
+    """Returns the chat template, the messages in its form, and the function that renders them."""
     template = tokenizer.get_chat_template(tools=tools)
     messages, tools = as_template_wants(tokenizer, list(map(without_nulls, messages)), tools)
     return template, messages, partial(_render, tokenizer, tools=tools)
@@ -118,7 +116,7 @@ def _learned(messages: list[Message]) -> list[int]:
 
 
 def _cause(render: Render, messages: list[Message]) -> str:
-    """Names reasoning if answers are found without it, and --learned-answers last if that would find them."""
+    """Explains why answers are not found: suggests reasoning as the cause, or --learned-answers last as the remedy."""
 
     def found(others: list[Message]) -> bool:
         text = render(others)
@@ -134,24 +132,24 @@ def _span(render: Render, messages: list[Message], i: int, text: str) -> tuple[i
     before = render(messages[:i], add_generation_prompt=True)
     others = _with_other_contents(render, messages, i)
     end = len(text) - _common_end(text, others)
-    # Templates may render an answer differently when it comes last (Qwen3 adds an empty <think>), so what follows the
-    # content is read off a rendering that ends with this answer, and looked for in the whole.
+    # Templates may render an answer differently when it comes last (Qwen3 adds an empty <think>), so the text after the content
+    # is taken from a rendering that ends with this answer, and searched for in the whole.
     up_to = messages[: i + 1]
     alone = render(up_to)
     turn_end = alone[len(alone) - _common_end(alone, _with_other_contents(render, up_to, i)) :]
     if not text.startswith(turn_end, end):
-        # Without content, the line breaks of a think block that the whole lacks may be taken for those before tool calls.
+        # Without content, line breaks of a think block missing in the whole could be mistaken for those before tool calls.
         end, turn_end = len(text) - len(text[end:].lstrip()), turn_end.lstrip()
         if not turn_end or not text.startswith(turn_end, end):
             return None
     start: int | None = len(before)
     if not text.startswith(before):
         start = _after_header(before, render(messages[:i]), commonprefix([text, *others]))
-    # Without content, what stands behind it may begin with characters of the generation prompt: Qwen3 writes a line break
-    # before tool calls if there is content, and another one ends the prompt.
+    # Without content, the text after it may begin with characters of the generation prompt: Qwen3 writes a line break before
+    # tool calls if there is content, and another one ends the prompt.
     if start is None or end + len(turn_end) < start:
         return None
-    # The model stops at the end-of-turn token; the line break that templates put behind it is not the model's.
+    # The model stops at the end-of-turn token; the line break that templates add after it is not the model's.
     return start, end + (len(turn_end.rstrip()) or len(turn_end))
 
 
@@ -159,7 +157,7 @@ def _after_header(prompted: str, plain: str, text: str) -> int | None:
     """Returns the start of an answer whose content begins at the end of `text`: the end of its turn's header.
 
     The generation prompt, which the messages before the answer have in `prompted` and not in `plain`, is the header. It may
-    begin the reasoning. In `text` a think block may follow the header, and nothing else.
+    begin the reasoning. In `text` only a think block may follow the header.
     """
     header = _PROMPT_THINKS.sub("", prompted.removeprefix(plain)) if prompted.startswith(plain) else ""
     start = text.rfind(header) + len(header)
@@ -167,15 +165,14 @@ def _after_header(prompted: str, plain: str, text: str) -> int | None:
 
 
 def _with_other_contents(render: Render, messages: list[Message], i: int) -> list[str]:
-    """Renders the messages with stand-ins for the content of message i.
-
-    Their first and last characters differ: at most one of them can begin or end as the content does.
+    """Renders the messages with placeholders for the content of message i. Their first and last characters differ: at most one
+    placeholder can begin or end like the content.
     """
     return [render([*messages[:i], {**messages[i], "content": other}, *messages[i + 1 :]]) for other in ("1x1", "2x2")]
 
 
 def _common_end(text: str, others: list[str]) -> int:
-    """Counts the characters that all texts end with."""
+    """Returns the length of the common suffix of all texts."""
     return len(commonprefix([each[::-1] for each in (text, *others)]))
 
 
@@ -183,7 +180,7 @@ def _render(tokenizer, messages, tools, **options) -> str:
     """Renders the messages with the chat template, or with the one in `chat_template`."""
     try:
         return tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, **options)
-    except Exception as error:  # templates raise whatever they like, jinja's TemplateError mostly
+    except Exception as error:  # templates raise arbitrary errors, mostly jinja's TemplateError
         raise ValueError(f"the tokenizer's chat template refuses the first {len(messages)} messages: {error}") from error
 
 
@@ -191,7 +188,7 @@ def check_reasoning(template: str, messages: list[Message], render: Render) -> N
     """Checks that a chat template writes the reasoning that learned answers have under a key.
 
     Raises:
-      ValueError: the template never mentions the key, or leaves reasoning out even of an answer that ends the conversation.
+      ValueError: the template never mentions the key, or omits reasoning even in an answer that ends the conversation.
     """
     keys = [_keys(message) if is_learned(message) else [] for message in messages]
     for key in sum(keys, []):
@@ -208,7 +205,7 @@ def check_reasoning(template: str, messages: list[Message], render: Render) -> N
 
 
 def has_reasoning(messages: list[Message]) -> bool:
-    """Tells if a learned answer of a conversation has reasoning."""
+    """Returns True if a learned answer of a conversation has reasoning."""
     return any(is_learned(message) and _changed(message, "") != message for message in messages)
 
 
@@ -218,7 +215,7 @@ def without_reasoning(messages: list[Message]) -> list[Message]:
 
 
 def after_empty_thinking(text: str, first: int, end: int) -> int:
-    """Returns where an answer begins after the empty think block that it may start with; the prompt may have its <think>."""
+    """Returns the start of an answer after an empty think block, if any, whose <think> may be in the prompt."""
     block = _EMPTY_BLOCK.match(text, first, end)
     if block and (block[1] or text[:first].rstrip().endswith("<think>")):
         return block.end()
@@ -226,7 +223,7 @@ def after_empty_thinking(text: str, first: int, end: int) -> int:
 
 
 def is_learned(message: Message) -> bool:
-    """Tells if a message is an answer whose weight is not 0."""
+    """Returns True if a message is an answer with a nonzero weight."""
     return message["role"] == "assistant" and bool(message.get("weight", 1))
 
 
@@ -235,13 +232,13 @@ def _keys(message: Message) -> list[str]:
 
 
 def _is_left_out(messages: list[Message], i: int, render: Render) -> bool:
-    """Tells if message i has reasoning, and another reasoning would change nothing."""
+    """Returns True if message i has reasoning that the template ignores."""
     other = _changed(messages[i], "{}x")
     return other != messages[i] and render([*messages[:i], other, *messages[i + 1 :]]) == render(messages)
 
 
 def _changed(message: Message, form: str) -> Message:
-    """Returns a message whose reasoning is in another form, `{}` being the old one."""
+    """Returns a message with its reasoning in another form, in which `{}` is the old text."""
     changed = {key: form.replace("{}", message[key]) for key in _keys(message)}
     content = message.get("content")
     if isinstance(content, str) and (found := _IN_CONTENT.match(content)) and found[1].strip():

@@ -19,7 +19,7 @@ CHATML = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
-"""ChatML, its answers marked. A turn ends with the tokenizer's eos token, <|im_end|> or not, so that generation ends there."""
+"""ChatML with marked answers. A turn ends with the tokenizer's eos token, <|im_end|> or not, to end generation."""
 
 
 _REASONING = r"""
@@ -69,7 +69,7 @@ _DEEPSEEK = r"""
 {%- if add_generation_prompt and messages[-1].role != 'tool' -%}
   {{- '<｜Assistant｜>' + ('<think>\n' if PROMPT_THINKS else '') -}}
 {%- endif -%}""".replace("REASONING", _REASONING)
-"""The layout of DeepSeek-V3 and R1, whose prompt begins the reasoning. After a tool's output an answer has no header."""
+"""The format of DeepSeek-V3 and R1, whose prompt begins the reasoning. After a tool's output an answer has no header."""
 _KIMI = r"""
 {%- if tools -%}
   {{- '<|im_system|>tool_declare<|im_middle|>' + (tools | tojson) + '<|im_end|>' -}}
@@ -107,7 +107,7 @@ _KIMI = r"""
   {%- endif -%}
 {%- endfor -%}
 {{- '<|im_assistant|>assistant<|im_middle|>' if add_generation_prompt else '' -}}""".replace("REASONING", _REASONING)
-"""The layout of Kimi K2. K2-Thinking writes a think block into each answer, an empty one without reasoning."""
+"""The format of Kimi K2. K2-Thinking writes a think block into each answer, empty if there is no reasoning."""
 TEMPLATES = {
     "chatml": CHATML,
     "deepseek-v3": _DEEPSEEK.replace("PROMPT_THINKS", "false"),
@@ -117,7 +117,7 @@ TEMPLATES = {
 }
 """Built-in templates by name. They keep the reasoning of each answer."""
 _KEEPING = {"<｜Assistant｜>": "deepseek-r1", "<|im_middle|>": "kimi-k2-thinking"}
-"""Tokens that tell a family of models, and its template that keeps reasoning."""
+"""{a token that identifies a family of models: its template that keeps reasoning}."""
 _TOKENS_OF_TURNS = re.compile(r"<[|｜](?!tool)[^|｜]+[|｜]>")
 
 
@@ -130,7 +130,7 @@ def with_chat_template(tokenizer: Any, template: str) -> Any:
     Raises:
       FileNotFoundError: there is no such file.
       ValueError: "chatml" for a tokenizer without an eos token, or the template of a family without its tokens.
-        Or the file is empty or no UTF-8 text.
+        Or the file is empty or not UTF-8 text.
     """
     if template == "chatml" and tokenizer.eos_token is None:
         raise ValueError("chat_template='chatml' needs a tokenizer with an eos token to end turns with; this one has none")
@@ -147,5 +147,5 @@ def with_chat_template(tokenizer: Any, template: str) -> Any:
 
 
 def keeping_template(template: str) -> str:
-    """Returns ", such as --chat-template NAME" for a template of a family that has a built-in one, else nothing."""
+    """Returns ", such as --chat-template NAME" if the template's family has a built-in one, else ""."""
     return next((f", such as --chat-template {name}" for token, name in _KEEPING.items() if token in template), "")

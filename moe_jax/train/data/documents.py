@@ -1,7 +1,7 @@
 """Training documents read by index: texts and conversations in files, folders and data sets of the hub.
 
-All rows are read once when they are opened. That finds bad rows before training starts, and indexes the documents by place.
-It also gives a fingerprint that a resumed run compares. After that one document of a file at a time is in memory.
+All rows are read once when they are opened. This finds bad rows before training starts, indexes the documents by position, and
+computes a fingerprint that a resumed run compares. Afterwards only one document of a file is in memory at a time.
 """
 
 import contextlib
@@ -16,19 +16,19 @@ from moe_jax.train.data.layouts import CHATS, read_record
 from moe_jax.train.data.readers import Reader
 
 BAD = "\0bad"
-"""Key of a record that is left out or refused: the reason, "" for a blank row. A stream alone has such records."""
+"""Key of a record that is skipped or refused, with the reason ("" for a blank row). Only streams have such records."""
 
 
 class SourcePart(NamedTuple):
-    """A source's documents, which follow one another.
+    """A source's documents, which are consecutive.
 
     Attributes:
       name: the source's path or id.
       documents: how many there are.
       weight: the source's weight; None without.
-      bad: rows that were left out.
+      bad: number of skipped rows.
       layouts: the layouts of its rows, sorted; "folder" for text files.
-      unread: keys of its rows that are not read, sorted, and "messages.KEY" for keys that a chat template alone may read.
+      unread: unused keys of its rows, sorted, and "messages.KEY" for keys that only a chat template may read.
     """
 
     name: str
@@ -44,7 +44,7 @@ class IndexedRows:
     """Rows of files and tables by index.
 
     Attributes:
-      readers: files and tables; `file`, `line` (from 1), `offset` and `size` (bytes) say where each row is.
+      readers: files and tables; `file`, `line` (from 1), `offset` and `size` (bytes) locate each row.
       fingerprint: a hash of all contents, in order.
     """
 
@@ -67,7 +67,7 @@ class IndexedRows:
 class Documents(IndexedRows):
     """A random-access source: `documents[i]` is {"document": i} and "text", "messages", or "prompt" and "completion".
 
-    Reading raises a ValueError that names the file where it has changed since it was opened.
+    Reading raises a ValueError that names the file if it has changed since it was opened.
 
     Attributes:
       format: "folder", "text" or "chat"; "mixed" for texts and chats together.
@@ -75,10 +75,10 @@ class Documents(IndexedRows):
       columns: {key of a layout: column} of each reader's rows, as in `DataSource`.
       begins_with_answer: bool [documents], true for conversations whose first message is the assistant's.
       parts: the sources.
-      bad: the rows that were left out, as a message; "" if there are none.
-      learned_answers: "all", or "last": of each conversation only the last turn is learned.
+      bad: a message about skipped rows; "" if there are none.
+      learned_answers: "all", or "last": only the last turn of each conversation is learned.
       empty_thinking: "learn", or "mask": empty think blocks that answers begin with are not learned.
-      weighted: an answer has another weight than 0 and 1.
+      weighted: True if an answer has a weight other than 0 and 1.
     """
 
     format: str
@@ -91,7 +91,7 @@ class Documents(IndexedRows):
     empty_thinking: str = "learn"
     weighted: bool = False
     is_stream = False
-    """True for documents that are read in their order (`hub.Streamed`)."""
+    """True for documents that are read in order (`hub.Streamed`)."""
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         number = self.file[index]
@@ -116,21 +116,21 @@ class Documents(IndexedRows):
 
     @property
     def surveyed(self) -> "Documents":
-        """The documents that are measured before a run: all, but of a stream those of its first rows."""
+        """The documents that are measured before a run: all, or the first rows' of a stream."""
         return self
 
     @property
     def num_bad(self) -> int:
-        """The number of rows that were left out."""
+        """The number of skipped rows."""
         return sum(part.bad for part in self.parts)
 
     def where(self, index: int) -> str:
-        """Returns the document's place for messages: file, line and byte offset, or a row's number."""
+        """Returns the document's location for error messages: file, line and byte offset, or a row's number."""
         return self.readers[self.file[index]].where(int(self.line[index]), int(self.offset[index]))
 
 
 def joined(parts: Sequence[Documents], fingerprint: str) -> Documents:
-    """Returns the documents of all parts, one part after the other."""
+    """Returns the documents of all parts, concatenated."""
     firsts = np.cumsum([0, *(len(part.readers) for part in parts)])
     formats = {part.format for part in parts}
     joint: dict[str, Any] = {

@@ -1,7 +1,7 @@
 """Tables that the library `datasets` reads: Parquet files, and data sets of the hub, whole or as a stream.
 
-A stream's rows are read in their order, and nothing is downloaded before. Its first rows are looked at when it is opened: they
-decide the layout, and are measured before a run.
+A stream's rows are read in order, without a prior download. Its first rows are inspected when it is opened: they decide the
+layout, and are measured before a run.
 """
 
 import copy
@@ -21,17 +21,17 @@ from moe_jax.train.data.readers import ArrowTable, as_json
 from moe_jax.train.data.sources import DataSource
 
 KEPT_ROWS = 4096
-"""Rows that stay in memory, so that the first batch can be made twice without reading them twice."""
+"""Rows kept in memory, so that the first batch can be built twice without reading them twice."""
 MARKED_ROWS = 256
-"""A mark is made after this many rows: a run that continues passes over fewer rows than these."""
+"""Number of rows between marks: a resumed run skips fewer rows than this."""
 KEPT_MARKS = 1024
-"""Marks that stay in memory. Rows that were read ahead and not learned must not push out those that a checkpoint needs."""
+"""Number of marks kept in memory. Prefetched rows must not evict the marks that a checkpoint needs."""
 _logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Streamed(Documents):
-    """Documents by the number of their row, from 0; a stream that ends begins again. Other fields are of the first rows.
+    """Documents by the number of their row, from 0; a stream that ends restarts. Other fields describe the first rows.
 
     A chat counts as weighted, because a later row may have weights.
 
@@ -61,26 +61,26 @@ class Streamed(Documents):
         return self.first
 
     def where(self, index: int) -> str:
-        """Returns the number of the row, from 1, which counts on where the stream begins again."""
+        """Returns the number of the row, from 1, which keeps counting when the stream restarts."""
         return self.readers[0].place(int(index) + 1)
 
 
 class Mark(NamedTuple):
-    """A place in a stream: the number of a row, and the state of the data set before it, in values of JSON."""
+    """A position in a stream: the number of a row, and the data set's state before it, as JSON values."""
 
     row: int
     state: dict[str, Any]
 
 
 class RowStream:
-    """The rows of a stream by their number, read forward. The newest KEPT_ROWS stay; a row before them is read again.
+    """The rows of a stream by number, read forward. The newest KEPT_ROWS are cached; earlier rows are read again.
 
     Args:
       data: a `datasets.IterableDataset`.
-      content: gives a row's content.
+      content: returns a row's content.
 
     Attributes:
-      last_round: the numbers of the rows from the stream's beginning to its end, when they were read last; None before.
+      last_round: the row numbers of the last complete pass through the stream; None before the first.
     """
 
     def __init__(self, name: str, data: Any, content: Callable[[dict[str, Any]], bytes]):
@@ -101,14 +101,14 @@ class RowStream:
             while self._next <= number:
                 try:
                     self._kept.append(next(self._coming))
-                except Exception as error:  # of many kinds, for a network or a file that fails
+                except Exception as error:  # many kinds of errors, for a failing network or file
                     self._coming = None
                     raise ValueError(f"{self._name}: row {self._next + 1} cannot be read: {_reason(error)}") from error
                 self._next += 1
             return self._kept[number - self._next]
 
     def mark_before(self, number: int) -> Mark:
-        """Returns the last mark at or before a row, from which the row is reached soon; the beginning without one."""
+        """Returns the last mark at or before a row, or the beginning of the stream."""
         before = [mark for mark in list(self._marks) if mark.row <= number]
         return max(before, default=self._beginning, key=lambda mark: mark.row)
 
@@ -117,10 +117,10 @@ class RowStream:
         self._marks.append(mark)
 
     def _from(self, start: int) -> Iterator[bytes]:
-        """Yields the contents from a number on, round after round. Rows between the last mark and `start` are passed over."""
+        """Yields the contents from row `start` on, pass after pass. Rows between the last mark and `start` are skipped."""
         number, state = self.mark_before(start)
         while True:
-            # An iteration writes into the state that it began with. Copies of a data set share it.
+            # An iteration modifies the state that it started from, and copies of a data set share that state.
             self._data.load_state_dict(copy.deepcopy(state))
             began = number
             for row in self._data:
@@ -139,18 +139,18 @@ class RowStream:
 
 
 FIRST_ROWS = 1000
-"""Rows of a stream that are looked at when it is opened."""
+"""Number of a stream's rows that are inspected when it is opened."""
 
 
 def is_saved_dataset(path: Path) -> bool:
-    """Tells a folder that `save_to_disk` of the library wrote."""
+    """Returns True for a folder that the library's `save_to_disk` wrote."""
     return all((path / name).is_file() for name in ("state.json", "dataset_info.json"))
 
 
 def local_table(path: Path, further: Collection[str] = ()) -> ArrowTable:
-    """Opens a Parquet file, or a folder that `save_to_disk` wrote, with columns of other names that are read too.
+    """Opens a Parquet file, or a folder that `save_to_disk` wrote; `further` names additional columns to read.
 
-    The library keeps the rows of a file in its cache, from where they are read by number.
+    The library stores a file's rows in its cache and reads them from there by number.
 
     Raises:
       ImportError: `datasets` is not installed.
@@ -160,12 +160,12 @@ def local_table(path: Path, further: Collection[str] = ()) -> ArrowTable:
     read, kind = (datasets.load_from_disk, "a saved data set") if path.is_dir() else (datasets.Dataset.from_parquet, "Parquet")
     try:
         return _table(str(path), path, read(str(path)), further)
-    except Exception as error:  # pyarrow's and the library's own, of many kinds
+    except Exception as error:  # many kinds of errors of pyarrow and the library
         raise ValueError(f"{path}: not readable as {kind}: {_reason(error)}") from error
 
 
 def hub_table(source: DataSource) -> ArrowTable:
-    """Opens a data set of the hub; of a stream without `take` the first FIRST_ROWS rows.
+    """Opens a data set of the hub, or the first FIRST_ROWS rows of a stream without `take`.
 
     Raises:
       ImportError: `datasets` is not installed.
@@ -209,7 +209,7 @@ def _loaded[T](source: DataSource, *, streaming: bool, then: Callable[[Any], T])
     try:
         found = datasets.load_dataset(source.path, **options)
         if streaming and found.features is not None:
-            # Rows of a stream have all columns, and pictures in them would be decoded. A broken one would end the run.
+            # Rows of a stream have all columns, and pictures in them would be decoded; a broken one would end the run.
             found = found.decode(False)
         return then(found)
     except FileNotFoundError as error:
@@ -217,7 +217,7 @@ def _loaded[T](source: DataSource, *, streaming: bool, then: Callable[[Any], T])
             f"no data at {source.path}: neither a file or folder here, nor a data set of the hub that can be read (a private "
             "one needs `hf auth login`)"
         ) from error
-    except Exception as error:  # of many kinds, for a missing config, split or network
+    except Exception as error:  # many kinds of errors, for a missing config, split or network
         raise ValueError(
             f"{source.path} is no file or folder here, and the data set of this name on the hub cannot be read "
             f"(split={split}, config={source.config}): {_reason(error)}; "
@@ -230,9 +230,9 @@ def _table(name: str, path: Path | None, found: Any, further: Collection[str]) -
 
 
 def _read(columns: Iterable[str], further: Collection[str]) -> list[str]:
-    """Returns the columns that some layout reads, and those in `further`. Others, such as pictures, are not even decoded.
+    """Returns the columns that some layout or `further` names. Others, such as pictures, are not decoded.
 
-    All columns are taken if there are none such, so that the error about the missing keys names what there is.
+    Returns all columns if there are none, so that the error about missing keys can list them.
     """
     return [column for column in columns if column in KEYS or column in further] or list(columns)
 

@@ -1,11 +1,11 @@
-"""Layouts of rows: told apart by their keys, and turned into texts, conversations, or continuations.
+"""Layouts of rows: recognised by their keys, and converted to texts, conversations, or continuations.
 
 chat          {"messages": [{"role": "user", "content": ...}, ...], "tools"}
 text          {"text": ...}
 sharegpt      {"conversations": [{"from": "human", "value": ...}, ...], "system", "tools"}
 alpaca        {"instruction": ..., "input", "output": ..., "system", "history"}
 pairs         {"prompt": ..., "completion": ..., "system", "tools"}: strings or lists of messages, which become a chat
-continuation  {"prompt": ..., "completion": ...}: two texts, the second of which is learned; no chat template
+continuation  {"prompt": ..., "completion": ...}: two texts; only the second is learned; no chat template
 """
 
 import json
@@ -21,7 +21,7 @@ class Layout(NamedTuple):
 
     Attributes:
       needed: alternatives; a row has all keys of one of them.
-      further: keys that are read if they are there.
+      further: optional keys.
     """
 
     needed: tuple[tuple[str, ...], ...]
@@ -39,7 +39,7 @@ LAYOUTS = {
     "pairs": Layout(_PAIRS, ("system", "tools")),
     "continuation": Layout(_PAIRS),
 }
-"""The layouts, in the order in which a row's keys are compared with them."""
+"""The layouts, in the order in which they are tried."""
 KEYS = {key for layout in LAYOUTS.values() for keys in (*layout.needed, layout.further) for key in keys}
 """All keys that some layout reads."""
 CHATS = {"chat", "sharegpt", "alpaca", "pairs"}
@@ -61,10 +61,10 @@ def unread_keys(row: Mapping[str, Any], layout: str) -> set[str]:
 
 
 def converted(row: Any, layout: str) -> dict[str, Any]:
-    """Returns the row as {"text"}, {"messages", "tools"} or {"prompt", "completion"}, with other keys as they were.
+    """Returns the row as {"text"}, {"messages", "tools"} or {"prompt", "completion"}; other keys are unchanged.
 
     Raises:
-      ValueError: keys are missing, or hold something else. The message is a clause that follows the name of the place.
+      ValueError: keys are missing or have wrong values. The message is a clause to append to the place's name.
     """
     keys = _keys(row, LAYOUTS[layout]) if isinstance(row, dict) else None
     if keys is None:
@@ -92,7 +92,7 @@ def converted(row: Any, layout: str) -> dict[str, Any]:
 
 
 def no_layout(row: Any) -> str:
-    """Says that a row has no known layout, as a clause that follows the name of the place."""
+    """Returns the error for a row without a known layout, as a clause to append to the place's name."""
     if isinstance(row, dict) and PREFERENCES <= row.keys():
         return _wanted(row, "text")
     keys = {name: " and ".join(f'"{key}"' for key in layout.needed[0]) for name, layout in LAYOUTS.items()}
@@ -103,10 +103,10 @@ def no_layout(row: Any) -> str:
 
 
 def as_list(value: Any, key: str) -> list:
-    """Returns a list that stands in a row, or in a string of JSON, as tables have it.
+    """Returns a list given as such, or as a JSON string, as in tables.
 
     Raises:
-      ValueError: `value` is neither.
+      ValueError: the value is neither.
     """
     if isinstance(value, str):
         try:
@@ -123,7 +123,7 @@ def _keys(row: Mapping[str, Any], layout: Layout) -> tuple[str, ...] | None:
 
 
 def _wanted(row: Any, layout: str) -> str:
-    """Says what the row should have, and what it has."""
+    """Describes the keys that the row should have, and those it has."""
     if isinstance(row, dict) and PREFERENCES <= row.keys():
         return "holds a preference (chosen, rejected), and next tokens are learned from one answer; it has both"
     keys = " and ".join(f'"{key}"' for key in LAYOUTS[layout].needed[0])
@@ -153,7 +153,7 @@ def _alpaca(row: Mapping[str, Any], answer_key: str) -> list[dict[str, Any]]:
 
 
 def _pair(prompt: Any, completion: Any, keys: tuple[str, ...]) -> list[dict[str, Any]]:
-    """Returns a chat of a prompt that is not learned and its answer; each a string or a list of messages."""
+    """Returns a chat from a prompt (not learned) and its answer, each a string or a list of messages."""
     asked: list[dict[str, Any]]
     if isinstance(prompt, str):
         asked = [{"role": "user", "content": prompt}]
@@ -175,32 +175,32 @@ def _not_empty(text: str, key: str) -> str:
 
 LEARNED_ANSWERS = ("all", "last")
 NO_COLUMNS: Mapping[str, str] = {}
-"""All columns have the names of a layout's keys."""
+"""No renamed columns: all have the names of a layout's keys."""
 
 
 def read_record(
     content: bytes, layout: str, learned_answers: str = "all", columns: Mapping[str, str] = NO_COLUMNS
 ) -> dict[str, Any] | None:
-    """Returns {"text"} of a file, or {"text"}, {"messages", ...} or {"prompt", "completion"} of a row; None if it is empty.
+    """Returns {"text"} for a file, or {"text"}, {"messages", ...} or {"prompt", "completion"} for a row; None if it is empty.
 
     Args: as in `read_row` and `record_of`.
 
     Raises:
-      ValueError: bad content. The message is a clause that follows the name of the place.
+      ValueError: bad content. The message is a clause to append to the place's name.
     """
     row = read_row(content, layout, columns)
     return None if row is None else record_of(row, layout, learned_answers)
 
 
 def read_row(content: bytes, layout: str | None, columns: Mapping[str, str] = NO_COLUMNS) -> Any:
-    """Returns the value of a row of JSON, or {"text"} of a text file; None if it is blank.
+    """Returns the value of a JSON row, or {"text"} for a text file; None if it is blank.
 
     Args:
       layout: "folder" for the text of a file, or a layout.
-      columns: {key of a layout: column}, as in `DataSource`; the columns are read under these keys.
+      columns: {key of a layout: column}, as in `DataSource`; columns are renamed to these keys.
 
     Raises:
-      ValueError: no UTF-8 text, or no JSON.
+      ValueError: not UTF-8 text, or not JSON.
     """
     if not content.strip():
         return None
@@ -228,15 +228,15 @@ def record_of(row: Any, layout: str, learned_answers: str = "all") -> dict[str, 
 
 
 def parsed(text: str) -> Any:
-    """Returns the value of a text of JSON.
+    """Parses a JSON text.
 
     Raises:
-      ValueError: the text is no JSON that can be read, or no Unicode. The message is a clause, as in `read_record`.
+      ValueError: the text is not valid JSON or not Unicode. The message is a clause, as in `read_record`.
     """
     try:
         value = json.loads(text)
         if "\\u" in text:
-            # JSON's escape alone can write a surrogate without its other half.
+            # Only JSON's escapes can produce a lone surrogate.
             json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
         half = f"\\u{ord(error.object[error.start]):04x}"
@@ -254,7 +254,7 @@ def decoded(content: bytes) -> str:
     """Returns the text of a row.
 
     Raises:
-      ValueError: the bytes are no UTF-8 text. The message is a clause, as in `read_record`.
+      ValueError: the bytes are not UTF-8 text. The message is a clause, as in `read_record`.
     """
     if b"\0" in content:
         raise ValueError(
@@ -279,7 +279,7 @@ def _checked(messages: list[Any], learned_answers: str) -> list[dict[str, Any]]:
 
 
 def renamed(row: Any, names: Mapping[str, str]) -> Any:
-    """Returns a row with the columns `names` ({key of a layout: column}) under their keys, as far as it has them."""
+    """Returns a row with its columns renamed to layout keys; `names` is {key of a layout: column}."""
     if not isinstance(row, dict) or not set(names.values()) & row.keys():
         return row
     others = {column: value for column, value in row.items() if column not in names.values()}
@@ -287,14 +287,14 @@ def renamed(row: Any, names: Mapping[str, str]) -> Any:
 
 
 def check_columns(names: Mapping[str, str], rows: Iterable[Collection[str]]) -> None:
-    """Refuses a column that no row has: a mistyped name. Rows are read until all columns were seen.
+    """Refuses a column that no row has (a mistyped name). Reads rows until all columns were seen.
 
     Args:
       names: {key of a layout: column}.
       rows: the columns of each row.
 
     Raises:
-      ValueError: the message names the column, and those that there are. It is a clause that follows the name of the source.
+      ValueError: the message names the column and the existing columns. It is a clause to append to the source's name.
     """
     missing, found = dict.fromkeys(names.values()), dict[str, None]()
     for row in rows:

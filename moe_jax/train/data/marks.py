@@ -1,7 +1,7 @@
 """The text of answers that a chat template marks with `{% generation %}`.
 
-Signs are printed at the marks, and read off the rendered text. transformers notes places while it renders. They are wrong
-behind other text of a macro or a block, and where two threads render at once.
+The template is changed to print signs at the marks, which are then found in the rendered text. transformers instead records
+positions while rendering. Those are wrong after other text of a macro or block, and if two threads render at once.
 """
 
 import re
@@ -17,13 +17,13 @@ _ANY_TAG = re.compile(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}")
 _WORD = re.compile(r"(?:^|(?<=[\s>\]▷]))[^\s<\[◁]")
 """The first character of a word. Tags such as `</think>` or `[/THINK]`, which templates look for, are not words."""
 _TEXTS = ("content", *KEYS, "tool_calls")
-"""Entries of a message that hold an answer's text."""
+"""Keys of a message that hold an answer's text."""
 _FIXED = ("role", "type", "id")
-"""Entries inside of them that templates compare."""
+"""Keys inside them whose values templates compare."""
 
 
 class Span(NamedTuple):
-    """Text to learn: its first character, the end, and the weight of its tokens."""
+    """Text to learn: its first character, its end, and the weight of its tokens."""
 
     first: int
     end: int
@@ -31,7 +31,7 @@ class Span(NamedTuple):
 
 
 class _Mark(NamedTuple):
-    """Marked text: its first character, the end, and the numbers of the answers that it has words of."""
+    """Marked text: its first character, its end, and the numbers of the answers whose words it contains."""
 
     first: int
     end: int
@@ -39,7 +39,7 @@ class _Mark(NamedTuple):
 
 
 class _Signs(NamedTuple):
-    """Characters that a conversation does not have."""
+    """Characters that do not occur in a conversation."""
 
     begin: str
     end: str
@@ -51,14 +51,14 @@ class _Signs(NamedTuple):
 
 
 def marked_spans(template: str, messages: list[dict[str, Any]], render: Callable[..., str]) -> tuple[str, list[Span]]:
-    """Returns the rendered conversation and its marked spans, in order. Marks within marks are one span.
+    """Returns the rendered conversation and its marked spans, in order. Nested marks are one span.
 
     Args:
       render: renders messages with the template, or with the one in `chat_template`.
 
     Raises:
-      ValueError: the template changes the text behind its marks. Or answers differ in weight, and it cannot be told whose text
-        a span is.
+      ValueError: the template changes the text in its marks. Or answers differ in weight, and a span cannot be attributed to an
+        answer.
     """
     text, weights = render(messages), weights_of_answers(messages)
     signs = _free_signs(text)
@@ -73,7 +73,7 @@ def marked_spans(template: str, messages: list[dict[str, Any]], render: Callable
         return text, [Span(mark.first, mark.end, weights[0] if weights else 1) for mark in marks if mark.first < mark.end]
     signed, has_words = _with_signs(messages, signs)
     found = _marks(render(signed, chat_template=at_marks), signs, text)
-    # A template may mark by the words themselves: then the marks of the answers as they are hold, and no others.
+    # A template may choose marks by the words themselves: then only the marks of the original answers are valid.
     if found is None or [mark[:2] for mark in found] != [mark[:2] for mark in marks]:
         raise ValueError(
             "the chat template reads the words of answers, so the weights of those that it marks with {% generation %} cannot "
@@ -88,7 +88,7 @@ def weights_of_answers(messages: list[dict[str, Any]]) -> list[float]:
 
 
 def _free_signs(text: str) -> _Signs:
-    """Returns signs that are not in the text: code points without characters, and a plane for private use."""
+    """Returns signs that do not occur in the text: unassigned code points, and a private-use plane."""
     free = [chr(point) for point in range(0xFDD0, 0xFDF0) if chr(point) not in text]
     planes = [first for first in (0x100000, 0xF0000) if not re.search(f"[{chr(first)}-{chr(first + 0xFFFD)}]", text)]
     if len(free) < 2 or not planes:
@@ -98,11 +98,11 @@ def _free_signs(text: str) -> _Signs:
 
 @lru_cache
 def _with_signs_at_marks(template: str, begin: str, end: str) -> str:
-    """Returns a template that prints signs inside of its marks; white space is trimmed as before."""
+    """Returns a template that prints signs inside its marks; white space is trimmed as before."""
 
     def signed(tag: re.Match[str]) -> str:
         left, is_end, right = tag.groups()
-        # A block, as the mark is: Jinja trims line breaks behind blocks, and not behind printed values.
+        # A block, like the mark: Jinja trims line breaks after blocks, but not after printed values.
         sign = "{%% if true %%}{{ '%s' }}{%% endif %%}" % (end if is_end else begin)
         if is_end:
             return sign.replace("{%", "{%" + left, 1) + "{% endgeneration " + right + "%}"
@@ -112,7 +112,7 @@ def _with_signs_at_marks(template: str, begin: str, end: str) -> str:
 
 
 def _with_signs(messages: list[dict[str, Any]], signs: _Signs) -> tuple[list[dict[str, Any]], list[bool]]:
-    """Returns messages whose answers have a sign in each word, and for each answer whether it has words."""
+    """Returns messages whose answers have a sign in each word, and True for each answer with words."""
     signed, has_words = [], list[bool]()
     for message in messages:
         if message["role"] == "assistant":
@@ -133,7 +133,7 @@ def _signed(value: Any, sign: str) -> Any:
 
 
 def _marks(rendered: str, signs: _Signs, text: str) -> list[_Mark] | None:
-    """Returns the marks of a rendering with signs; None if a mark has no end or beginning, or the rest is not the text."""
+    """Returns the marks of a rendering with signs; None if a mark is incomplete, or the rest differs from the text."""
     parts = re.split(f"([{signs.begin}{signs.end}{signs.of_answer(0)}-{signs.of_answer(0xFFFD)}])", rendered)
     if "".join(parts[::2]) != text:
         return None
@@ -157,8 +157,8 @@ def _marks(rendered: str, signs: _Signs, text: str) -> list[_Mark] | None:
 def _spans(marks: list[_Mark], weights: list[float], has_words: list[bool]) -> list[Span]:
     """Returns the marked spans with the weights of their answers.
 
-    If each answer has one mark, a mark without words is that of an answer without words. Otherwise a span without words
-    belongs to the spans that it touches: the end of a turn, say.
+    If each answer has one mark, a mark without words belongs to an answer without words. Otherwise a span without words, such
+    as the end of a turn, belongs to the adjacent spans.
     """
     spans = [mark for mark in marks if mark.first < mark.end]
     if [mark.answers for mark in marks] == [frozenset([i] if has else []) for i, has in enumerate(has_words)]:
@@ -180,6 +180,6 @@ def _spans(marks: list[_Mark], weights: list[float], has_words: list[bool]) -> l
 
 
 def _touching(spans: list[_Mark]) -> list[list[_Mark]]:
-    """Returns groups of spans with nothing between them."""
+    """Returns groups of adjacent spans."""
     begins = [0, *(i + 1 for i, (before, after) in enumerate(pairwise(spans)) if before.end < after.first), len(spans)]
     return [spans[a:b] for a, b in pairwise(begins)]

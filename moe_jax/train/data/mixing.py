@@ -1,8 +1,8 @@
-"""The order in which documents are learned: shuffled anew in each epoch; sources with weights have their share of an epoch.
+"""The order in which documents are learned: reshuffled in each epoch; sources with weights get their share of an epoch.
 
-An epoch has as many places as there are documents. Without weights each document has one place.
-With weights each source has its share of the places. It goes round its own documents, shuffled anew in each round.
-So a small source of a large weight is learned several times an epoch, and a large one of a small weight in part.
+An epoch has one place per document. Without weights each document has one place. With weights each source gets its share of the
+places, and cycles through its own documents, reshuffled in each cycle. So a small source with a large weight is learned several
+times per epoch, and a large one with a small weight only in part.
 """
 
 from collections.abc import Sequence
@@ -18,9 +18,8 @@ if TYPE_CHECKING:
 
 
 def endless(documents: Documents, seed: int) -> "grain.MapDataset[dict[str, Any]]":
-    """Returns the endless sequence of records, which follows from the seed; any place can be read by itself.
-
-    Records of a stream keep their order.
+    """Returns the endless sequence of records, determined by the seed; any place can be read independently. Records of a stream
+    keep their order.
 
     Raises:
       ValueError: a source's weight is too small for a place in an epoch.
@@ -34,7 +33,7 @@ def endless(documents: Documents, seed: int) -> "grain.MapDataset[dict[str, Any]
     orders, places = _orders(documents, seed), np.asarray(places_of_sources(documents))
 
     class Drawn(grain.MapDataset):
-        """The records by their place in all epochs, before places are shuffled within their epoch."""
+        """The records by their place in all epochs, before places are shuffled within each epoch."""
 
         def __len__(self) -> int:
             return len(documents)
@@ -90,7 +89,7 @@ def _orders(documents: Documents, seed: int) -> list["grain.MapDataset[int]"]:
 
 
 def _document(place: int, places: Int[np.ndarray, "copies"], orders: Sequence[Any]) -> int:
-    """Returns the document at a place of all epochs; places of a source follow one another."""
+    """Maps a place in all epochs to a document; places of one source are consecutive."""
     number_of_epoch, inside = divmod(place, int(places.sum()))
     ends = places.cumsum()
     number = int(np.searchsorted(ends, inside, side="right"))

@@ -28,16 +28,17 @@ def open_documents(
     empty_thinking: str = "learn",
     skip_bad: bool = False,
 ) -> Documents:
-    """Opens and checks a data set. Of a stream (`owner/name,stream=true`) the first rows are checked, and later ones when read.
+    """Opens and checks a data set. For a stream (`owner/name,stream=true`), only the first rows are checked now, and later ones
+    when read.
 
     Args:
       data: a source, or several of them. A source is a file of rows (.jsonl, .ndjson, .json, .csv, .tsv, .parquet), or a folder
         of such files. Or a folder of UTF-8 text files, where each file is a document. Or the id of a data set of the hub.
-        Options stand behind commas (`DataSource`): `chats.jsonl,weight=0.7`, `owner/name,split=train,take=1000`. Folders are
+        Options follow after commas (`DataSource`): `chats.jsonl,weight=0.7`, `owner/name,split=train,take=1000`. Folders are
         searched recursively through links; hidden files are left out. A byte order mark at a file's beginning is dropped.
       data_format: "folder", or a layout of rows ("chat", "text", "sharegpt", "alpaca", "pairs", "continuation"), or "auto".
         With "auto" a file's first row that has known keys decides. Files that the format leaves out are logged by name.
-      learned_answers: "all", or "last": of each conversation only the last turn is learned.
+      learned_answers: "all", or "last": only the last turn of each conversation is learned.
       empty_thinking: "learn", or "mask": the empty think block that a template writes into an answer without reasoning is not
         learned.
       skip_bad: leave bad rows or files out, and count them, instead of raising.
@@ -45,8 +46,8 @@ def open_documents(
     Raises:
       FileNotFoundError: there is no such path or data set, or no file in it.
       ImportError: Parquet or a data set of the hub, and `datasets` is not installed.
-      ValueError: bad rows or files, listed by file and line; not one document that has any text; or a link that leads
-        nowhere. Also data that is compressed, a pipe or a device. With "auto", a folder of files of rows and others.
+      ValueError: bad rows or files, listed by file and line; no document with text; or a dangling link. Also data that is
+        compressed, a pipe or a device. With "auto", a folder that mixes files of rows with others.
     """
     if learned_answers not in layouts.LEARNED_ANSWERS:
         raise ValueError(f"learned_answers must be one of {', '.join(layouts.LEARNED_ANSWERS)}; got {learned_answers!r}")
@@ -70,13 +71,13 @@ def open_documents(
 def _opened(source: DataSource, data_format: str, learned_answers: str, skip_bad: bool) -> Documents:
     readers, whole = _readers(source, data_format)
     found = _layouts(readers, "folder" if whole else data_format, source.columns)
-    # Stored runs have the fingerprint of one format alone.
+    # Stored runs have the fingerprint of a single format.
     kinds = found[0] if len(set(found)) == 1 else ",".join(map(str, found))
     kinds = str(kinds) + (" last" if learned_answers == "last" else "") + (" stream" if source.stream else "")
     digest, problems, unread = hashlib.blake2b(kinds.encode(), digest_size=16), Problems(), Counter[str]()
 
     def facts_of(file: int, content: bytes) -> tuple[bool, bool] | None:
-        """Returns whether a document begins with an answer, and whether answers have weights other than 0 and 1."""
+        """Returns (begins with an answer, has weights other than 0 and 1) for a document."""
         return _facts(content, found[file], source.columns, learned_answers, unread)
 
     names = json.dumps(dict(source.columns), sort_keys=True).encode() if source.columns else b""
@@ -92,7 +93,7 @@ def _opened(source: DataSource, data_format: str, learned_answers: str, skip_bad
     if not places:
         raise ValueError(f"no document with any text in {source.path} ({len(readers)} files)")
     file, line, offset, size, begins_with_answer, weighted = np.asarray(places, np.int64).T
-    # A file without a document has no say.
+    # Files without documents are ignored.
     held = sorted({str(found[i]) for i in set(file.tolist())})
     texts, chats = set(held) - layouts.CHATS, set(held) & layouts.CHATS
     part = SourcePart(source.path, len(places), source.weight, problems.count, tuple(held), tuple(sorted(unread)))
@@ -119,9 +120,10 @@ def read_all(
     """Reads all rows once; returns (file, line, offset, size, *facts) of each that is not blank.
 
     Args:
-      digest: is updated with all that the rows depend on; `names` too, for each reader.
-      problems: gets the rows that cannot be read.
-      facts_of: called with the number of the reader and a row's content; None for a blank row. A ValueError is a problem.
+      digest: updated with all inputs that the rows depend on, and with `names` for each reader.
+      problems: collects the rows that cannot be read.
+      facts_of: called with the number of the reader and a row's content; returns None for a blank row. A ValueError counts as a
+        problem.
     """
     found = []
     for i, reader in enumerate(readers):
@@ -142,7 +144,7 @@ def row_readers(path: str | Path, further: Collection[str]) -> list[Reader]:
     """Opens a file of rows, a folder of such files, or a folder that `save_to_disk` of the library `datasets` wrote.
 
     Args:
-      further: columns of tables that are read beside those of the layouts.
+      further: additional columns of tables to read.
 
     Raises:
       FileNotFoundError, ImportError, ValueError: as `open_documents`.
@@ -182,7 +184,7 @@ def _readers(source: DataSource, data_format: str) -> tuple[list[Reader], bool]:
 
 
 def _values(reader: Reader, columns: Mapping[str, str] = layouts.NO_COLUMNS) -> Iterator[Any]:
-    """Yields a row with all columns of a table, or each row of a file that can be read."""
+    """Yields one row with all columns of a table, or each readable row of a file."""
     if isinstance(reader, ArrowTable):
         yield _columns(reader, columns)
         return
@@ -192,9 +194,8 @@ def _values(reader: Reader, columns: Mapping[str, str] = layouts.NO_COLUMNS) -> 
 
 
 def _layouts(readers: Sequence[Reader], data_format: str, columns: Mapping[str, str]) -> list[str | None]:
-    """Returns the layout of each reader's rows: of the first row with known keys, or `data_format`.
-
-    A reader without such a row has the only layout of the others, if there is one.
+    """Returns the layout of each reader's rows: the first row's with known keys, or `data_format`. A reader without such a row
+    gets the other readers' layout, if they share one.
     """
     if data_format != "auto":
         return [data_format] * len(readers)
@@ -204,14 +205,14 @@ def _layouts(readers: Sequence[Reader], data_format: str, columns: Mapping[str, 
 
 
 def _columns(reader: Reader, columns: Mapping[str, str]) -> dict[str, None]:
-    """Returns the columns of a table, as they are read; none of a file whose rows have keys of their own."""
+    """Returns the columns of a table in reading order; none for a file whose rows have their own keys."""
     return layouts.renamed(dict.fromkeys(reader.columns), columns) if isinstance(reader, ArrowTable) else {}
 
 
 def _facts(
     content: bytes, layout: str | None, columns: Mapping[str, str], learned_answers: str, unread: Counter[str]
 ) -> tuple[bool, bool] | None:
-    """Returns the facts of a row's document; None if it is blank. Counts keys that are not read."""
+    """Returns the facts of a row's document; None if it is blank. Counts unused keys."""
     value = layouts.read_row(content, layout, columns)
     if value is None:
         return None
@@ -239,7 +240,7 @@ class Problems:
         self._times: Counter[str] = Counter()
 
     def add(self, problem: str, place: str) -> None:
-        """Notes a problem, a clause that follows the name of its place."""
+        """Records a problem, a clause to append to its place's name."""
         self.count += 1
         self._first.setdefault(problem, place)
         self._times[problem] += 1

@@ -1,4 +1,4 @@
-"""Documents packed into rows of one length: pieces side by side, told apart by segment ids.
+"""Documents packed into rows of one length: adjacent pieces, distinguished by segment ids.
 
     tokens        a b c d | x y z | 0      segment_ids  1 1 1 1 2 2 2 0
     labels        b c d _ | y z _ | _      positions    0 1 2 3 0 1 2 0
@@ -6,7 +6,7 @@
 
 The last token of a document has no label. A document longer than a row is cut into pieces, and each piece is a segment.
 The label of a piece's last token is the next piece's first token, so cutting loses no label.
-Arrays are int32. In a data set with weights `loss_mask` holds the weight of each label, f32.
+Arrays are int32. If the data has weights, `loss_mask` holds the weight of each label, f32.
 """
 
 from typing import TYPE_CHECKING
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 PACKING_ROWS = 32
 """Rows that are filled at once: a piece goes into the first row that has room. More rows leave less padding.
-But a resumed run then reads more documents again, and a batch has fewer streams."""
+But a resumed run then re-reads more documents, and a batch has fewer streams."""
 
 PADDING = {"tokens": 0, "labels": 0, "loss_mask": 0, "document": -1, "segment_ids": 0, "positions": 0}
-"""The values of places that hold no document."""
+"""The values of positions without a document."""
 
 FEATURES = ("tokens", "labels", "loss_mask", "document")
 

@@ -1,4 +1,4 @@
-"""Readers of files and tables: each gives its rows once in order, and again one by one by their place."""
+"""Readers of files and tables: each yields its rows once in order, and then reads single rows by position."""
 
 import csv
 import hashlib
@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 BOM = "\N{ZERO WIDTH NO-BREAK SPACE}".encode()
-"""A mark that some editors write at the beginning of a file; no part of the text."""
+"""A mark that some editors write at the beginning of a file; it is not part of the text."""
 Stamp = tuple[int, int]
-"""A file's size in bytes and time of change in ns."""
+"""A file's size in bytes and modification time in ns."""
 
 
 class RawRow(NamedTuple):
@@ -48,10 +48,10 @@ class OnDisk:
         return str(self.path)
 
     def content(self, offset: int, size: int) -> bytes | None:
-        """Returns the content of the row at this place; None if the file is not as it was when it was opened."""
+        """Returns the content of the row at this offset; None if the file has changed since it was opened."""
         try:
             with open(self.path, "rb") as handle:
-                # One system call tells whether the file was written to.
+                # One system call detects writes to the file.
                 if _stamp(handle) != self.stamp:
                     return None
                 handle.seek(offset)
@@ -69,12 +69,12 @@ class OnDisk:
 
 
 def mark_of(content: bytes) -> int:
-    """Counts the bytes of a byte order mark at the beginning of a file."""
+    """Returns the number of bytes of a byte order mark at the beginning of a file."""
     return len(BOM) if content.startswith(BOM) else 0
 
 
 def stamp_of(path: Path) -> Stamp:
-    """Returns a file's size and time of change."""
+    """Returns a file's size and modification time."""
     with open(path, "rb") as handle:
         return _stamp(handle)
 
@@ -121,7 +121,7 @@ class TextFile(OnDisk):
 
 
 class JsonLines(OnDisk):
-    """A file of a JSON object a line."""
+    """A file with one JSON object per line."""
 
     def rows(self, digest: "hashlib.blake2b") -> Iterator[RawRow]:
         """Yields the lines, empty ones too."""
@@ -135,13 +135,13 @@ class JsonLines(OnDisk):
 
 
 class JsonFile(OnDisk):
-    """A JSON list of objects, or objects one after the other, on any number of lines."""
+    """A JSON list of objects, or concatenated objects, on any number of lines."""
 
     def rows(self, digest: "hashlib.blake2b") -> Iterator[RawRow]:
         """Yields the objects.
 
         Raises:
-          ValueError: the file is no UTF-8 text, or is broken; then nothing tells where the next object begins.
+          ValueError: the file is not UTF-8 text, or is broken, so that the next object cannot be found.
         """
         whole = self.path.read_bytes()
         digest.update(whole)
@@ -183,7 +183,7 @@ class _Place(NamedTuple):
 
 
 def _after_blanks(text: str, start: int, comma: str) -> int:
-    """Returns the place of the next character that is neither white space nor `comma`."""
+    """Returns the index of the next character other than white space and `comma`."""
     while start < len(text) and (text[start].isspace() or text[start] == comma):
         start += 1
     return start
@@ -199,7 +199,7 @@ class CsvFile(OnDisk):
         """Yields each row as a JSON object of strings.
 
         Raises:
-          ValueError: the file is no UTF-8 text, or a quote is not closed.
+          ValueError: the file is not UTF-8 text, or a quote is not closed.
         """
         whole = self.path.read_bytes()
         digest.update(whole)
@@ -248,9 +248,9 @@ def csv_file(path: Path) -> CsvFile:
     """Opens a table and reads the names of its columns.
 
     Raises:
-      ValueError: the first line does not name the columns, or is no CSV.
+      ValueError: the first line does not name the columns, or is not CSV.
     """
-    # Texts are longer than the module's limit of 128 KiB a field.
+    # Texts may exceed the module's limit of 128 KiB per field.
     csv.field_size_limit(sys.maxsize)
     made = CsvFile(path, stamp_of(path), ())
     with open(path, "rb") as handle:
@@ -270,7 +270,7 @@ class ArrowTable:
     Attributes:
       name: the file, or the id and the split.
       path: the file; None for data of the hub.
-      columns: all columns, those that are not read too.
+      columns: all columns, including unused ones.
       table: the rows, {column: value} each.
     """
 
@@ -287,7 +287,7 @@ class ArrowTable:
             yield RawRow(number + 1, number, len(content), content)
 
     def content(self, offset: int, size: int) -> bytes | None:
-        """Returns a row as a JSON object. A table is not read from its file again, and so never changed."""
+        """Returns a row as a JSON object. Never None: a table is not read from its file again."""
         return as_json(self.table[offset])
 
     def place(self, line: int) -> str:
@@ -312,4 +312,4 @@ def _without_nulls(value: Any) -> Any:
 
 
 Reader = TextFile | JsonLines | JsonFile | CsvFile | ArrowTable
-"""A file, or a table of a data set of the hub, which has no path. `rows` adds all that the rows depend on to its digest."""
+"""A file, or a table of a data set of the hub, which has no path. `rows` adds everything that rows depend on to its digest."""

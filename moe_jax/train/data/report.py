@@ -14,14 +14,14 @@ from moe_jax.train.data.tokenization import BadDocument, tokenization
 from moe_jax.train.data.turns import OF_MESSAGES
 
 UNNAMED = {("chat",), ("text",), ("folder",)}
-"""Layouts that need no line of their own."""
+"""Layouts that are not mentioned in the report."""
 MASKING_BLOCKS = "--empty-thinking mask leaves the block out of the loss"
 
 
 def describe_sources(documents: Documents, found: Survey | None = None, template: Any = None) -> list[str]:
-    """Returns a line for each source that has a weight, other layouts, or keys that are not read; and one for bad rows.
+    """Returns a line for each source with a weight, other layouts or unused keys; and one for bad rows.
 
-    With several sources each has a line. Keys of messages that the chat template mentions are read.
+    With several sources each has a line. Keys of messages that the chat template mentions count as used.
     """
     parts = [part._replace(unread=_unread(part, str(template))) for part in documents.parts]
     weighted = documents.parts[0].weight is not None
@@ -37,7 +37,7 @@ def describe_sources(documents: Documents, found: Survey | None = None, template
 
 
 def describe_tokens(documents: Documents, found: Survey, seq_len: int) -> list[str]:
-    """Returns lines with tokens, the learned share, padding, documents that are left out, and cuts."""
+    """Returns lines with tokens, the learned share, padding, skipped documents, and cuts."""
     about = "" if found.exact else "about "
     kind = kind_of(documents)
     weight = f" (mean weight {found.mean_weight:.3g})" if found.mean_weight != 1 else ""
@@ -72,7 +72,7 @@ def describe_tokens(documents: Documents, found: Survey, seq_len: int) -> list[s
 
 
 def keeping_reasoning(found: Survey) -> str:
-    """Returns the options that learn no answer without its reasoning."""
+    """Returns the options with which no answer is learned without its reasoning."""
     marked = "a template that keeps it (--chat-template, docs/data.md) learns it"
     return marked if found.of_last_turns else f"--learned-answers last learns last turns alone; {marked}"
 
@@ -117,7 +117,8 @@ def report(
     shown: int = 3,
     marks: Marks = PLAIN,
 ) -> Iterator[str]:
-    """Yields the lines of a report: sources, a table of numbers of all documents, and the first `shown` of each source.
+    """Yields the lines of a report: sources, a table of counts for all documents, and the first `shown` documents of each
+    source.
 
     Raises:
       ValueError: the tokenizer or a document is refused, as in `batches`.
@@ -144,7 +145,7 @@ def marked(
     learned: Bool[np.ndarray, "length"] | Float[np.ndarray, "length"],
     marks: Marks,
 ) -> str:
-    """Returns the text of tokens, with learned text between `marks`, and its weight in front if that is not 1."""
+    """Returns the text of tokens, with learned text between `marks`, prefixed by its weight if that is not 1."""
     text = ""
     for weight, places in itertools.groupby(range(len(tokens)), key=lambda i: float(learned[i])):
         said = tokenizer.decode([int(tokens[i]) for i in places], skip_special_tokens=False)

@@ -1,4 +1,4 @@
-"""The sources of a data set as a user names them: a file, a folder or a hub id, with options behind commas."""
+"""The sources of a data set as a user names them: a file, a folder or a hub id, with options after commas."""
 
 import json
 import logging
@@ -20,12 +20,12 @@ class DataSource:
 
     Attributes:
       path: a file, a folder, or the id of a data set of the hub.
-      weight: its share of the documents that are learned, beside the other sources' weights; None: its share of all documents.
+      weight: its share of the learned documents, relative to the other sources' weights; None: its share of all documents.
       format: as `data_format`; None: the format of all sources.
-      split, config, revision: of a data set of the hub; None: the split "train", its only config, its newest revision.
-      columns: {key of a layout: the column that has it}, for rows that have their own names.
-      take: the first rows of a data set of the hub, which are read as a stream; None: all rows.
-      stream: read the rows of a data set of the hub as they come, in their order, instead of downloading all of them first.
+      split, config, revision: identify a data set of the hub; None: the split "train", its only config, its newest revision.
+      columns: {key of a layout: its column}, for rows with other names.
+      take: number of first rows to read from a data set of the hub, as a stream; None: all rows.
+      stream: read the rows of a data set of the hub in order as they arrive, instead of downloading all of them first.
     """
 
     path: str
@@ -40,7 +40,7 @@ class DataSource:
 
     @property
     def on_hub(self) -> bool:
-        """Tells a hub id by its form, if there is no such path here."""
+        """True if the path has the form of a hub id and does not exist locally."""
         path = Path(self.path).expanduser()
         return bool(HUB_ID.fullmatch(self.path)) and not path.exists() and not is_table_or_lines(path)
 
@@ -48,11 +48,11 @@ class DataSource:
 def sources(data: str | Path | Sequence[str | Path]) -> list[DataSource]:
     """Reads sources such as `chats.jsonl`, `chats.jsonl,weight=0.7` or `owner/name,split=train,take=1000`.
 
-    A path that exists is taken as it is, commas included.
+    An existing path is used as it is, commas included.
 
     Raises:
-      ValueError: an unknown option or a wrong value. Some sources have a weight, and others none. Or a stream is not the only
-        source, or has `take`.
+      ValueError: an unknown option or a wrong value; only some sources have a weight; a stream is not the only source, or has
+        `take`.
     """
     found = [_source(str(text)) for text in ([data] if isinstance(data, str | Path) else data)]
     if not found:
@@ -125,7 +125,7 @@ COMPRESSED = {".gz": "gunzip", ".bz2": "bunzip2", ".xz": "unxz", ".zst": "unzstd
 ROWS = (".jsonl", ".ndjson", ".parquet")
 """Endings of files that always hold rows."""
 PERHAPS_ROWS = (".json", ".csv", ".tsv")
-"""Endings of files that hold rows, or a text: the first row's keys decide."""
+"""Endings of files that hold rows or a text: the first row's keys decide."""
 MAX_NAMES = 10
 """A message names this many files at most, and counts the rest."""
 _HEAD = 1 << 20
@@ -140,8 +140,8 @@ def data_files(path: str | Path, data_format: str, columns: Mapping[str, str] = 
 
     Raises:
       FileNotFoundError: there is no such path, or no file in it.
-      ValueError: the format is unknown, or does not fit the files; a link leads nowhere; or `path` is a pipe or a device, or
-        compressed. Also if, with "auto", files of rows and others stand side by side.
+      ValueError: the format is unknown, or does not fit the files; a link is dangling; or `path` is a pipe or a device, or
+        compressed. Also, with "auto", a folder that mixes files of rows with others.
     """
     path = Path(path).expanduser()
     if data_format not in FORMATS:
@@ -172,7 +172,7 @@ def row_files(path: str | Path) -> list[Path]:
 
     Raises:
       FileNotFoundError: there is no such path, or no file of rows in it.
-      ValueError: a file of another kind, compressed files, or links that lead nowhere.
+      ValueError: a file of another kind, compressed files, or dangling links.
     """
     path = Path(path).expanduser().resolve()
     endings = " or ".join((*ROWS, *PERHAPS_ROWS))
@@ -190,7 +190,7 @@ def row_files(path: str | Path) -> list[Path]:
 
 
 def is_table_or_lines(file: Path) -> bool:
-    """Tells files that can hold rows by the name, in capitals or not."""
+    """Returns True if the file's name, in any case, can be one of rows."""
     return file.suffix.lower() in (*ROWS, *PERHAPS_ROWS)
 
 
@@ -219,7 +219,7 @@ def _files_below(folder: Path, data_format: str, columns: Mapping[str, str]) -> 
 
 
 def _entries(folder: Path, inside: tuple[Path, ...]) -> Iterator[Path]:
-    """Yields the paths below `folder`, except folders and hidden files. A link back to a folder in `inside` is yielded too."""
+    """Yields the paths below `folder`, except folders and hidden files. Also yields a link back to a folder in `inside`."""
     for path in folder.iterdir():
         if path.name.startswith("."):
             continue
@@ -240,10 +240,10 @@ def _check_not_compressed(files: list[Path]) -> None:
 
 
 def _are_texts(folder: Path, files: list[Path], columns: Mapping[str, str]) -> bool:
-    """Tells if a folder's files are documents as a whole, or files of rows.
+    """Returns True if each of a folder's files is a document as a whole, False for files of rows.
 
     Raises:
-      ValueError: there are files that always hold rows, and others that hold none.
+      ValueError: some files always hold rows, and others hold none.
     """
     rows = [file for file in files if _holds_rows(file, "auto", columns)]
     always = [file for file in rows if file.suffix.lower() in ROWS]
@@ -269,7 +269,7 @@ def _holds_rows(file: Path, layout: str, columns: Mapping[str, str]) -> bool:
 
 
 def _first_row(file: Path) -> Any:
-    """Returns the first row of a .json file or a table; of a table only the keys count. None if there is no row."""
+    """Returns the first row of a .json file or a table; for a table only the keys matter. None if there is no row."""
     try:
         if file.suffix.lower() != ".json":
             return dict.fromkeys(csv_file(file).columns, "")

@@ -21,21 +21,21 @@ from moe_jax.train.data.turns import of_last_turn
 class Survey:
     """Numbers of one epoch: each document once, or the first epoch of sources with weights.
 
-    They are estimates where fewer than all documents were measured.
+    They are estimates unless all documents were measured.
 
     Attributes:
       documents: how many the data set has.
       measured: how many of them were tokenized.
       tokens: tokens in rows.
       learned: the share of them that the model learns to predict.
-      cut: documents that are longer than a row, and so cut.
+      cut: documents longer than a row, which are cut.
       answers: answers of the assistant; 0 for texts.
-      answers_cut: answers that reach beyond the first row of their conversation: learned without what stood before the cut.
-      skipped: conversations that are left out, as the chat template refuses them.
+      answers_cut: answers that extend past the first row of their conversation: learned without the text before the cut.
+      skipped: conversations that are skipped because the chat template refuses them.
       rows: rows that are filled.
       padding: the share of a row's places that hold no token.
       bad: rows or files that were left out when the data was opened.
-      dropped: tokens in pieces of cut documents that are left out, as nothing in them is learned.
+      dropped: tokens in skipped pieces of cut documents, without anything to learn.
       of_source: tokens of an epoch by source.
       without_reasoning: learned answers whose reasoning the chat template leaves out.
       of_last_turns: how many of them are in a conversation's last turn.
@@ -63,15 +63,15 @@ class Survey:
 
     @property
     def exact(self) -> bool:
-        """Tells whether all documents were measured."""
+        """True if all documents were measured."""
         return self.measured == self.documents
 
     def epochs(self, steps: int, batch_size: int) -> float:
-        """Returns how often `steps` steps of `batch_size` rows go through the data."""
+        """Returns the number of passes through the data in `steps` steps of `batch_size` rows."""
         return steps * batch_size / self.rows
 
     def steps(self, epochs: float, batch_size: int) -> int:
-        """Returns the fewest steps that go through the data `epochs` times, at least 1."""
+        """Returns the smallest number of steps, at least 1, with `epochs` passes through the data."""
         return max(1, math.ceil(epochs * self.rows / batch_size - 1e-9))
 
 
@@ -86,15 +86,14 @@ def survey(
     max_documents: int | None = 2000,
     max_seconds: float | None = 5.0,
 ) -> Survey:
-    """Measures documents drawn by `seed`, or all of them where both limits are None; then it is the same each time.
-
-    Of a stream these are documents of the first rows. Some document that is not left out is among them, beyond all limits.
+    """Measures documents drawn by `seed`, or all of them (deterministically) if both limits are None. For a stream it measures
+    documents of the first rows. It exceeds the limits if needed to include a document that is not skipped.
 
     Args:
       seq_len: tokens in a row.
       begin_texts, skip_bad: as in `batches`.
       max_documents: how many to tokenize at most.
-      max_seconds: after this time no further document is begun.
+      max_seconds: after this time no more documents are started.
 
     Raises:
       ValueError: the tokenizer or a document is refused, as in `batches`.
@@ -160,7 +159,7 @@ def _measured(
     max_documents: int | None,
     max_seconds: float | None,
 ) -> Iterator[tuple[dict[str, Any], Tokenized]]:
-    """Yields records with their tokens in this order up to the limits, or to the first with a token to learn behind them."""
+    """Yields records with their tokens in this order up to the limits, or later until one has a token to learn."""
     began, found = time.monotonic(), False
     number = len(order) if max_documents is None else min(max_documents, len(order))
     counted = tqdm(order, total=number, desc="counting tokens", unit=" documents", delay=2, leave=False, disable=None)
@@ -174,7 +173,7 @@ def _measured(
 
 
 def _thinking(tokenizer: Any, record: dict[str, Any], document: Tokenized) -> list[int]:
-    """Counts a chat's answers without their reasoning, those of them in its last turn, and empty think blocks learned."""
+    """Counts a chat's answers without their reasoning, such answers in its last turn, and learned empty think blocks."""
     messages, tools = record["messages"], record.get("tools")
     left_out = answers_without_reasoning(tokenizer, messages, tools) if has_reasoning(messages) else []
     last = of_last_turn(messages)
@@ -187,7 +186,7 @@ def _thinking(tokenizer: Any, record: dict[str, Any], document: Tokenized) -> li
 
 
 def _padding(lengths: list[int], seq_len: int) -> float:
-    """Returns the share of padding in rows filled as `packed` fills them, over at most a million pieces."""
+    """Simulates `packed` over at most a million pieces; returns the share of padding."""
     filled, rows, room = 0, 0, [seq_len] * PACKING_ROWS
     # Few pieces are repeated, as in training. Otherwise the unfinished last rows would count as padding.
     for i in range(max(min(len(lengths), 10**6), 50 * PACKING_ROWS)):

@@ -22,7 +22,7 @@ class Tokenized(NamedTuple):
 
     Attributes:
       tokens: token ids.
-      learned: true for tokens that the model learns to predict. The first token is never predicted. In a data set with weights,
+      learned: true for tokens that the model learns to predict. The first token is never predicted. If the data has weights,
         the weight of each token's loss, f32.
       document: the document's index in its data set.
     """
@@ -36,7 +36,7 @@ class BadDocument(ValueError):
     """A conversation that the chat template cannot render, or that leaves no token to learn.
 
     Attributes:
-      reason: file and line, and why.
+      reason: file, line and cause.
     """
 
     def __init__(self, place: str, why: str):
@@ -47,18 +47,18 @@ class BadDocument(ValueError):
 def tokenization(
     documents: Documents, tokenizer: Any, *, begin_texts: bool = True, skipped: dict[int, str] | None = None
 ) -> Callable[[dict[str, Any]], Tokenized]:
-    """Returns the function that tokenizes a record `documents[i]`.
+    """Returns a function that tokenizes a record `documents[i]`.
 
-    A text, or a prompt with its continuation, begins with the BOS token, for tokenizers that add one, unless `begin_texts` is
-    false. It ends with the eos token. A text that has these tokens gets no others. The chat template renders a chat.
+    A text, or a prompt with its continuation, begins with the BOS token if the tokenizer adds one and `begin_texts` is True,
+    and ends with the eos token. Neither is added twice. The chat template renders a chat.
 
     With `skipped`, a conversation that would raise BadDocument gets no tokens instead.
     The reason is stored in `skipped` under the document's index.
 
     Raises:
       ValueError: the tokenizer has no eos token for text, no template for chat, or gives no character offsets. Also if
-        conversations begin with an answer, and the template does not mark answers. The returned function raises
-        BadDocument, and ValueError when all documents have been read and leave nothing to learn.
+        conversations begin with an answer, and the template does not mark answers. The returned function raises BadDocument,
+        and ValueError once all documents were read without anything to learn.
     """
     is_chat = documents.is_chat
     if is_chat.any():
@@ -72,7 +72,7 @@ def tokenization(
     begin = beginning(tokenizer) if begin_texts and not is_chat.all() else []
 
     def of_kind(record: dict[str, Any]) -> Tokenized:
-        # All documents of a stream are alike, and have no entry each.
+        # All documents of a stream are of one kind, stored once.
         chats = is_chat[0] if documents.is_stream else is_chat[record["document"]]
         return chat(record) if chats else _text(tokenizer, begin, record)
 
@@ -81,7 +81,7 @@ def tokenization(
     def tokenized(record: dict[str, Any]) -> Tokenized:
         found = _bad(documents, skipped, record) if BAD in record else of_kind(record)
         told(found.document, bool(found.learned[1:].any()))
-        # Packing takes the arrays of all documents alike.
+        # Packing needs the same dtype for all documents.
         return found._replace(learned=found.learned.astype(np.float32)) if documents.weighted else found
 
     return tokenized
@@ -117,7 +117,7 @@ def _check_chats(documents: Documents, tokenizer: Any, *, skips: bool) -> None:
 
 
 def _text(tokenizer: Any, begin: list[int], record: dict[str, Any]) -> Tokenized:
-    """Returns the tokens of {"text"}, all of them learned, or of {"prompt", "completion"}, whose prompt is not learned."""
+    """Returns the tokens of {"text"}, all learned, or of {"prompt", "completion"}, where the prompt is not learned."""
     parts = ("", record["text"]) if "text" in record else (record["prompt"], record["completion"])
     given, learned = (tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"] for text in parts)
     whole = begun(begin, given + learned)
@@ -140,7 +140,7 @@ def _chat(documents: Documents, tokenizer: Any, record: dict[str, Any]) -> Token
 
 
 def _bad(documents: Documents, skipped: dict[int, str] | None, record: dict[str, Any]) -> Tokenized:
-    """Returns no tokens for a bad row of a stream, which is noted; raises BadDocument if it may not be left out."""
+    """Records a bad row of a stream and returns no tokens; raises BadDocument if it may not be skipped."""
     index, reason = record["document"], record[BAD]
     if reason and skipped is None:
         raise BadDocument(documents.where(index), reason)
@@ -164,18 +164,18 @@ def _chat_or_nothing(chat: Callable[[dict[str, Any]], Tokenized], skipped: dict[
 
 
 MANY_ROWS = 10_000
-"""Rows of a stream, left out one after the other, that give a warning: all rows of a stream may take days."""
+"""Number of consecutive skipped rows of a stream that triggers a warning: reading a whole stream may take days."""
 _logger = logging.getLogger(__name__)
 
 
 def watch(documents: Documents, skipped: Mapping[int, str]) -> Callable[[int, bool], None]:
-    """Returns told(index, learned), to be called with each document that was read, and True if it has a token to learn.
+    """Returns told(index, learned), to call for each document read; `learned` is True if it has a token to learn.
 
     Args:
-      skipped: {document index: reason} of documents that are left out.
+      skipped: {document index: reason} of skipped documents.
 
     Raises:
-      ValueError: by `told`, if all documents, or all rows of a stream from its beginning to its end, leave nothing to learn.
+      ValueError: raised by `told` if all documents, or all rows of a complete pass through a stream, have nothing to learn.
     """
     return _watch_rows(documents, skipped) if isinstance(documents, Streamed) else _watch(documents, skipped)
 
@@ -193,7 +193,7 @@ def _watch(documents: Documents, skipped: Mapping[int, str]) -> Callable[[int, b
 
 
 def _watch_rows(documents: Streamed, skipped: Mapping[int, str]) -> Callable[[int, bool], None]:
-    # Rows from `since` up to `coming` leave nothing to learn. Where a restored position goes elsewhere, they begin anew.
+    # Rows from `since` up to `coming` have nothing to learn. A restored position elsewhere resets both.
     since = coming = 0
 
     def told(row: int, learned: bool) -> None:

@@ -1,4 +1,4 @@
-"""Messages as other programs write them: ShareGPT's turns, contents in parts, and marks of what is learned."""
+"""Reads messages in other programs' formats: ShareGPT's turns, contents in parts, and marks of learned answers."""
 
 import json
 from collections.abc import Mapping
@@ -16,9 +16,9 @@ ROLE_OF = {
     **{name: "tool" for name in ("tool", "observation", "function_response")},
     **{name: name for name in ("system", "developer")},
 }
-"""The role of a turn by its "from"."""
+"""{a turn's "from": its role}."""
 OF_MESSAGES = "messages."
-"""Prefix of a message's key in a list of rows' keys."""
+"""Prefix of messages' keys in a list of rows' keys."""
 _READ = {"role", "content", "weight", "tool_calls", "tool_call_id", "name", *KEYS}
 """Keys of messages that this library or most chat templates read."""
 
@@ -43,10 +43,10 @@ def as_message(turn: Any, number: int) -> dict[str, Any]:
 
 
 def plain_message(message: Mapping[str, Any], number: int) -> dict[str, Any]:
-    """Returns a message whose content is one string, and whose "weight" says how much it is learned.
+    """Returns a message with its content as one string, and a "weight" for its loss.
 
-    Texts in parts are joined without a separator. Keys that are null are left out, but for "content". Axolotl's "train": false
-    and ms-swift's "loss": false are "weight": 0, whatever weight the message has.
+    Texts in parts are joined without a separator. Null keys other than "content" are dropped. Axolotl's "train": false and
+    ms-swift's "loss": false override the weight with 0.
 
     Raises:
       ValueError: a part holds no text, or "train" or "loss" is neither true nor false.
@@ -64,12 +64,12 @@ def plain_message(message: Mapping[str, Any], number: int) -> dict[str, Any]:
 
 
 def further_keys(messages: list[dict[str, Any]]) -> set[str]:
-    """Returns "messages.KEY" for each key of plain messages that only a chat template of its own reads."""
+    """Returns "messages.KEY" for each key of plain messages that only some chat templates read."""
     return {OF_MESSAGES + key for message in messages for key in message.keys() - _READ}
 
 
 def of_last_turn(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns the messages with weight 0 on all answers before the last turn: behind the last user's message with an answer."""
+    """Returns the messages with weight 0 on all answers before the last turn, which begins at a user's message."""
     roles = [message["role"] for message in messages]
     last = len(roles) - 1 - roles[::-1].index("assistant") if "assistant" in roles else 0
     begin = max((i for i in range(last) if roles[i] == "user"), default=-1)

@@ -8,22 +8,14 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.sharding import AbstractDevice, AbstractMesh, AxisType
-from jax.sharding import PartitionSpec as P
-from lowered import num_kernels
+from jax.sharding import AbstractDevice, AbstractMesh
 
-from moe_jax.kernels.attention.api import attention
 from moe_jax.kernels.attention.mosaic import masks
 from moe_jax.kernels.attention.mosaic.flash import flash_attention
 from moe_jax.kernels.attention.mosaic.warpgroups import L2_BYTES, TileScheduler, WorkTile
+from tests.helpers.lowered import num_kernels
 
 H200 = AbstractMesh((1,), ("x",), abstract_device=AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu"))
-
-
-def packed(rng, batch, seq, segments):
-    """Segment ids of documents packed one after another; the last, 0, is padding."""
-    ids = np.sort(rng.integers(0, segments, (batch, seq)), axis=1)
-    return jnp.asarray((ids + 1) % segments, jnp.int32)
 
 
 def visible(segment_ids, window):
@@ -32,86 +24,10 @@ def visible(segment_ids, window):
     return seen if window is None else seen & (index[:, None] - window < index)
 
 
-def definition(q, k, v, scale, segment_ids, window):
-    k, v = (jnp.repeat(a, q.shape[2] // k.shape[2], axis=2) for a in (k, v))
-    scores = jnp.where(visible(segment_ids, window)[:, None], jnp.einsum("bqhd,bkhd->bhqk", q, k) * scale, -jnp.inf)
-    lse = jax.nn.logsumexp(scores, axis=-1)
-    return jnp.einsum("bhqk,bkhd->bqhd", jnp.exp(scores - lse[..., None]), v), lse
-
-
-def make(rng, batch, seq, heads, kv_heads, head_dim, value_dim, dtype=jnp.bfloat16):
-    """q, k, v and the gradients of out and lse."""
-    shapes = (heads, head_dim), (kv_heads, head_dim), (kv_heads, value_dim), (heads, value_dim)
-    arrays = [jnp.asarray(rng.normal(size=(batch, seq, *shape)), dtype) for shape in shapes]
-    return *arrays, jnp.asarray(rng.normal(size=(batch, heads, seq)), jnp.float32)
-
-
 @partial(jax.jit, static_argnums=0)
 def with_gradients(f, q, k, v, dout, dlse):
     out, pullback = jax.vjp(f, q, k, v)
     return (*out, *pullback((dout, dlse)))
-
-
-def relative_error(actual, expected):
-    actual, expected = np.asarray(actual, np.float64), np.asarray(expected, np.float64)
-    return np.linalg.norm(actual - expected) / np.linalg.norm(expected)
-
-
-@pytest.mark.parametrize(
-    "batch, seq, heads, kv_heads, head_dim, value_dim, segments, window, dtype",
-    [
-        pytest.param(1, 256, 1, 1, 128, 128, 1, None, "bfloat16", marks=pytest.mark.smoke),
-        (1, 300, 4, 2, 64, 64, 4, None, "float16"),
-        pytest.param(2, 200, 2, 2, 64, 128, 3, 50, "bfloat16", marks=pytest.mark.thorough),
-        pytest.param(1, 384, 2, 1, 64, 64, 2, 100, "bfloat16", marks=pytest.mark.thorough),
-        pytest.param(1, 130, 2, 1, 192, 128, 2, None, "bfloat16", marks=pytest.mark.thorough),
-        pytest.param(1, 256, 1, 1, 256, 256, 2, 1, "bfloat16", marks=pytest.mark.thorough),
-        pytest.param(1, 1, 2, 1, 64, 64, 1, None, "bfloat16", marks=pytest.mark.thorough),
-    ],
-)
-def test_equals_the_definition(rng, batch, seq, heads, kv_heads, head_dim, value_dim, segments, window, dtype):
-    """out, lse, dq, dk and dv, against f64."""
-    arrays = make(rng, batch, seq, heads, kv_heads, head_dim, value_dim, dtype)
-    ids, scale = packed(rng, batch, seq, segments), head_dim**-0.5
-    actual = with_gradients(lambda *a: flash_attention(*a, scale=scale, segment_ids=ids, window=window), *arrays)
-    with jax.enable_x64(True):
-        exact = [jnp.asarray(np.asarray(a, np.float64)) for a in arrays]
-        expected = with_gradients(lambda *a: definition(*a, scale, ids, window), *exact)
-    for name, found, wanted in zip(("out", "lse", "dq", "dk", "dv"), actual, expected, strict=True):
-        assert found.shape == wanted.shape, name
-        assert found.dtype == (jnp.float32 if name == "lse" else dtype), name
-        assert relative_error(found, wanted) < (1e-5 if name == "lse" else 5e-3), name
-
-
-def test_equals_xla(rng):
-    q, k, v, _, _ = make(rng, 1, 256, 2, 1, 64, 64)
-    ids = packed(rng, 1, 256, 3)
-    # The window may be unknown while compiling, as in a scan over layers that differ in it.
-    fused, _ = jax.jit(lambda window: flash_attention(q, k, v, scale=0.2, segment_ids=ids, window=window))(70)
-    plain = attention(q, k, v, scale=0.2, query_segment_ids=ids, key_segment_ids=ids, window=70)
-    assert relative_error(fused, plain) < 6e-3
-
-
-def test_same_bits_twice(rng):
-    # As above, so that it is traced once.
-    arrays = make(rng, 1, 256, 1, 1, 128, 128)
-    ids, scale = packed(rng, 1, 256, 3), 128**-0.5
-
-    def f(*arrays):
-        return flash_attention(*arrays, scale=scale, segment_ids=ids)
-
-    runs = [with_gradients(f, *arrays) for _ in range(2)]
-    for first, second in zip(*runs, strict=True):
-        np.testing.assert_array_equal(first, second)
-
-
-def test_large_scores(rng):
-    """Scores of hundreds overflow in neither pass."""
-    q, k, v, dout, dlse = make(rng, 1, 128, 1, 1, 64, 64)
-    ids = packed(rng, 1, 128, 2)
-    results = with_gradients(lambda *a: flash_attention(*a, scale=100.0, segment_ids=ids), q, k, v, dout, dlse)
-    assert all(np.isfinite(np.asarray(a, np.float32)).all() for a in results)
-    np.testing.assert_allclose(results[1], definition(q, k, v, 100.0, ids, None)[1], rtol=1e-2)
 
 
 NEAR_EDGES = st.builds(lambda block, offset: 64 * block + offset, st.integers(1, 11), st.integers(-2, 1))
@@ -187,23 +103,6 @@ def test_lowers_for_an_h200(batch, seq, heads, kv_heads, head_dim, value_dim):
     with jax.sharding.use_abstract_mesh(H200):
         lowered = jax.jit(step).trace(q, k, v, ids, dout, dlse).lower(lowering_platforms=("cuda",))
     assert num_kernels(lowered.as_text()) == (3 if head_dim + value_dim <= 256 else 4)
-
-
-def test_replicated_keys():
-    """Their gradients are summed over the devices of a `shard_map`."""
-    mesh = AbstractMesh((2,), ("data",), axis_types=(AxisType.Auto,), abstract_device=H200.abstract_device)
-
-    def loss(q, k, v, ids):
-        out, lse = jax.shard_map(
-            lambda q, k, v, ids: flash_attention(q, k, v, scale=0.1, segment_ids=ids, window=100),
-            mesh=mesh, in_specs=(P("data"), P(), P(), P("data")), out_specs=P("data"),
-        )(q, k, v, ids)  # fmt: skip
-        return out.astype(jnp.float32).sum() + lse.sum()
-
-    q, kv = (jax.ShapeDtypeStruct((batch, 256, 2, 128), jnp.bfloat16) for batch in (4, 2))
-    with jax.sharding.use_abstract_mesh(mesh):
-        gradient = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).trace(q, kv, kv, jax.ShapeDtypeStruct((4, 256), jnp.int32))
-        assert gradient.lower(lowering_platforms=("cuda",)).as_text().count("all_reduce") == 2
 
 
 @pytest.mark.parametrize(

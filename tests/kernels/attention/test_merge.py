@@ -2,10 +2,10 @@
 
 import jax.numpy as jnp
 import numpy as np
-import seeds
 
 from moe_jax.kernels.attention.paged.blocks import QueryBlocks, Splits
 from moe_jax.kernels.attention.paged.mosaic import merge_splits
+from tests.helpers import seeds
 
 
 def test_merge_splits():

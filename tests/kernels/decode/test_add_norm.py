@@ -3,16 +3,13 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import seeds
 
 from moe_jax.kernels.decode.add_norm import ExpertRows, add_experts, add_splits
 from moe_jax.layers.norm import rms_norm
+from tests.helpers import seeds
+from tests.helpers.serving_races import normal
 
 TOKENS, HIDDEN, EXPERTS, K, EPS = 5, 256, 128, 2, 1e-6
-
-
-def normal(rng, *shape, dtype=jnp.bfloat16):
-    return jnp.asarray(rng.normal(size=shape), dtype)
 
 
 def check(found, x, y, weight):

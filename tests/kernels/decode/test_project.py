@@ -3,11 +3,11 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import seeds
 
 from moe_jax.kernels import target
 from moe_jax.kernels.decode import project as project_module
 from moe_jax.kernels.decode.project import parts_of, project
+from tests.helpers import seeds
 
 QKV, OUTPUT = ((4096, 512, 512), 2048), ((2048,), 4096)
 """Rows of the matrices of Qwen3-30B-A3B's projections, and their summands."""

@@ -6,10 +6,10 @@ from concurrent.futures import ProcessPoolExecutor
 
 import numpy as np
 import pytest
-from triton_without_gpu import interpret_from_now_on, interpreted_call, pretend_hopper
 
 from moe_jax.kernels.experts import triton
 from moe_jax.kernels.experts.triton import launch
+from tests.helpers.triton_without_gpu import interpret_from_now_on, interpreted_call, pretend_hopper
 
 
 @pytest.fixture(scope="module")

@@ -2,11 +2,11 @@
 
 import jax.numpy as jnp
 import pytest
-import seeds
-from expert_gradients import accumulating, make_inputs
 
 from moe_jax import kernels
 from moe_jax.kernels.experts.routing import plan_of_few
+from tests.helpers import seeds
+from tests.helpers.expert_gradients import accumulating, make_inputs
 
 
 @pytest.mark.parametrize(

@@ -4,10 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from expert_layers import make_layer, relative_error, with_gradients
 
 from moe_jax import kernels
 from moe_jax.kernels.experts import mosaic
+from tests.helpers.expert_layers import make_layer, relative_error, with_gradients
 
 
 @pytest.mark.gpu

@@ -8,16 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import AbstractDevice, AbstractMesh
-from lowered import num_kernels
 
 from moe_jax.config import EXPERT_LAYERS
 from moe_jax.kernels.experts import routing
 from moe_jax.kernels.experts.mosaic import tile_limits
 from moe_jax.kernels.experts.mosaic.by_rows import RowsOperands, matmul_gated
 from moe_jax.kernels.experts.mosaic.tile_limits import PASSES, candidates, refusal
-from moe_jax.kernels.experts.mosaic.tile_timing import operand_shapes, run_pass
+from moe_jax.kernels.experts.mosaic.tune import operand_shapes, run_pass
 from moe_jax.kernels.hopper.mainloop import TileShape
 from moe_jax.kernels.hopper.pipeline import SHARED_MEMORY
+from tests.helpers.lowered import num_kernels
 
 SIZES = st.integers(1, 64).map(lambda n: 64 * n)
 TILES = st.builds(

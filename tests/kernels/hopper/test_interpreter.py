@@ -6,15 +6,15 @@ from types import SimpleNamespace
 import jax
 import jax.numpy as jnp
 import pytest
-import races
 from jax import lax
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from jax.experimental import pallas as pl
-from lowered import H200
 
 from moe_jax.kernels.hopper.interpreter import interpret, is_interpreted, operand_staging
 from moe_jax.kernels.hopper.launch import _warn_of_slow_jax, grid_size, launch
 from moe_jax.kernels.target import compute_capability
+from tests.helpers import races
+from tests.helpers.lowered import H200
 
 needs_interpreter = pytest.mark.skipif(not is_interpreted(), reason="the kernels run on this GPU")
 

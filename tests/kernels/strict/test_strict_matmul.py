@@ -3,7 +3,6 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import seeds
 
 from moe_jax.kernels import target
 from moe_jax.kernels.hopper.interpreter import is_interpreted
@@ -11,6 +10,7 @@ from moe_jax.kernels.hopper.mainloop import TileShape
 from moe_jax.kernels.split_matmul import split_matmul
 from moe_jax.kernels.strict import matmul as strict_matmul
 from moe_jax.kernels.strict.matmul import is_apart, matmul, matmul_in_parts, parts_of, tile_of
+from tests.helpers import seeds
 
 K, N = 832, 80
 """13 steps in parts of 4, 4 and 5."""

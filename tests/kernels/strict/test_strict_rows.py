@@ -4,11 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import seeds
 
 from moe_jax.kernels.strict import rows as strict_rows
 from moe_jax.kernels.strict.rows import gated_silu, log_sum_exp, norm_rows
 from moe_jax.layers.norm import rms_norm
+from tests.helpers import seeds
 
 
 def check(function, x, expected, rtol):

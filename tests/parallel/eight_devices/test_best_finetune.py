@@ -3,7 +3,6 @@
 import jax
 import numpy as np
 import pytest
-import tiny
 from flax import nnx
 
 import moe_jax
@@ -12,6 +11,7 @@ from moe_jax.recipes import finetune
 from moe_jax.recipes.finetuning import loop
 from moe_jax.train import model_of_run
 from moe_jax.train.metrics import read_records
+from tests.helpers import tiny
 
 LOSSES = {1: 2.0, 2: 1.0, 3: 3.0, 4: 4.0}
 

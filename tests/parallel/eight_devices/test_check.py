@@ -6,12 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tiny
-from meshes import laid_out
 
 import moe_jax
 from moe_jax.check.report import passes_over
 from moe_jax.cli import main
+from tests.helpers import tiny
+from tests.helpers.meshes import laid_out
 
 TOKENS = [5, 3, 260, 3, 3, 17, 80]
 
@@ -36,6 +36,7 @@ def test_equals_one_device(make, sizes):
         np.testing.assert_allclose(several, one, rtol=1e-4, atol=1e-5 * float(jnp.abs(one).max()))
 
 
+@pytest.mark.thorough
 def test_command_takes_devices(tmp_path, capsys):
     tiny.tokenizer_with_a_beginning().save_pretrained(tmp_path / "tokenizer")
     moe_jax.save_pretrained(tiny.dense(), tmp_path / "model", tokenizer_from=tmp_path / "tokenizer")

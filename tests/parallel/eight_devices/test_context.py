@@ -8,15 +8,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import seeds
 from jax.sharding import PartitionSpec as P
-from meshes import make_mesh, relative_error
 
 from moe_jax.kernels import attention
 from moe_jax.layers.attend import Expansion
 from moe_jax.layers.segments import segment_positions
 from moe_jax.parallel import ContextParallel, context_attention, shard_sequence, starts_of_segments, unshard_sequence
 from moe_jax.parallel.sequence import ring
+from tests.helpers import seeds
+from tests.helpers.meshes import make_mesh, relative_error
 
 BATCH, SEQ, WIDTH, SCALE = 2, 96, 8, 0.4
 SHARDED = P(None, "context")
@@ -151,12 +151,13 @@ def expand(weight, latents, k_shared):
     return jnp.concatenate([k, shared], axis=-1), v
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "devices, layout, method, hops, travels",
     [
         # A token has 9 numbers of kv and the start of its segment; with ulysses also queries and results of 4 heads of 8 and 4.
-        pytest.param(4, "zigzag", "ring", "copies", 3 * 9 + 1, marks=pytest.mark.thorough),
-        pytest.param(8, "striped", "all_gather", "nccl", 9 + 1, marks=pytest.mark.thorough),
+        (4, "zigzag", "ring", "copies", 3 * 9 + 1),
+        (8, "striped", "all_gather", "nccl", 9 + 1),
         (4, "zigzag", "ulysses", "nccl", 4 * (8 + 4) + 9 + 2),
     ],
 )

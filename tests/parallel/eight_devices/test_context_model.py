@@ -7,11 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import seeds
-import tiny
 from flax import nnx
 from jax.sharding import PartitionSpec as P
-from meshes import relative_error
 
 import moe_jax
 from moe_jax.config import RopeParameters
@@ -20,6 +17,8 @@ from moe_jax.layers.segments import segment_positions
 from moe_jax.models.execution import Execution
 from moe_jax.parallel import ContextParallel, Spread, make_mesh, shard_sequence
 from moe_jax.train.loss import LossWeights, loss
+from tests.helpers import seeds, tiny
+from tests.helpers.meshes import relative_error
 
 BATCH, SEQ = 2, 48
 WEIGHTS = LossWeights(aux_loss_coef=0.1, z_loss_coef=0.1)
@@ -73,7 +72,7 @@ def single(make_model):
     "make_model, data, context, layout, method, remat, inside",
     [
         pytest.param(qwen, 1, 2, "zigzag", "ring", True, False, marks=pytest.mark.thorough),
-        (qwen, 2, 4, "zigzag", "ring", False, True),
+        pytest.param(qwen, 2, 4, "zigzag", "ring", False, True, marks=pytest.mark.thorough),
         pytest.param(qwen, 1, 2, "striped", "all_gather", False, False, marks=pytest.mark.thorough),
         (deepseek, 1, 2, "zigzag", "ring", True, False),
         pytest.param(deepseek, 1, 2, "striped", "ulysses", False, False, marks=pytest.mark.thorough),
@@ -105,6 +104,7 @@ def test_loss_and_gradients(make_model, data, context, layout, method, remat, in
         assert relative_error(actual, expected) < 1e-5, jax.tree_util.keystr(path)
 
 
+@pytest.mark.thorough
 def test_default_positions():
     merge, parameters, batch, _ = single(qwen)
 
@@ -118,6 +118,7 @@ def test_default_positions():
     np.testing.assert_allclose(jax.jit(on_mesh)(*split), shard_sequence(expected, 2), atol=1e-5)
 
 
+@pytest.mark.thorough
 def test_dynamic_rotary_base():
     rope = RopeParameters(rope_type="dynamic", factor=2.0)
     config = replace(tiny.dense().config, num_hidden_layers=1, max_position_embeddings=8, rope_parameters=rope)

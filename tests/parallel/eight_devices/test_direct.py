@@ -4,11 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import seeds
 from jax.sharding import PartitionSpec as P
-from meshes import make_mesh
 
 from moe_jax.parallel.collectives.hops import add_contributions, join_parts, send_contributions, send_part, sum_scatter
+from tests.helpers import seeds
+from tests.helpers.meshes import make_mesh
 
 AXES = [("fsdp",), ("expert",), ("fsdp", "expert")]
 

@@ -3,7 +3,10 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from exchange_cases import (
+from jax.sharding import PartitionSpec as P
+
+from moe_jax.parallel.expert import TRANSPORTS, combine
+from tests.helpers.exchange_cases import (
     DEVICES,
     FEATURES,
     TOKENS,
@@ -12,10 +15,7 @@ from exchange_cases import (
     assert_transposes,
     route_of,
 )
-from jax.sharding import PartitionSpec as P
-from meshes import make_mesh
-
-from moe_jax.parallel.expert import TRANSPORTS, combine
+from tests.helpers.meshes import make_mesh
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

@@ -1,4 +1,4 @@
-"""The executor of uniform ticks on a toy: stages y = sqrt(w x) of a few numbers, each with a weight of its own.
+"""Uniform ticks on a toy: stages y = sqrt(w x) of a few numbers, each with a weight of its own.
 
 The backward pass divides by y, which the forward pass saved: a pass that reads zeros gives NaN, as a norm's would.
 """
@@ -9,16 +9,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import seeds
 from jax import lax
 from jax.sharding import PartitionSpec
-from meshes import make_mesh
 
-from moe_jax.kernels.varying import vary_as
-from moe_jax.parallel.pipeline.executor import PipelinePasses, run_ticks
+from moe_jax.kernels.shapes import vary_as
+from moe_jax.parallel.pipeline import uniform, uniform_w
+from moe_jax.parallel.pipeline.executor import PipelinePasses, run_table
+from moe_jax.parallel.pipeline.table import lockstep_table
+from tests.helpers import seeds
+from tests.helpers.meshes import make_mesh
 
 WIDTH = 3
-SIZES = [(2, 1, 1), (2, 1, 5), (2, 2, 3), (4, 1, 3), (4, 2, 2), (4, 2, 7)]
+SIZES = [
+    (2, 2, 3), (4, 1, 3),
+    *(pytest.param(*sizes, marks=pytest.mark.thorough) for sizes in [(2, 1, 1), (2, 1, 5), (4, 2, 2), (4, 2, 7)]),
+]  # fmt: skip
 """Ranks, chunks and micro-batches: odd numbers of micro-batches, and fewer than there are ranks."""
 
 
@@ -80,7 +85,7 @@ def passes_of(weights, entering, targets, puts_off):
         return 2 * error, sums._replace(loss=sums.loss + (error**2).sum(), losses=sums.losses.at[i].add(1))
 
     def leave(of_tick, dx, sums):
-        return sums._replace(inputs=sums.inputs.at[of_tick.micro_batch].add(jnp.where(of_tick.exists, dx, 0)))
+        return sums._replace(inputs=sums.inputs.at[of_tick.micro_batch].add(jnp.where(of_tick.is_first, dx, 0)))
 
     return PipelinePasses(
         enter=lambda i: entering[i],
@@ -109,10 +114,11 @@ def test_sums(ranks, chunks, micro_batches, puts_off):
     numbers = seeds.rng().uniform(0.5, 2, (chunks * ranks + 2 * micro_batches, WIDTH)).astype(np.float32)
     weights, entering, targets = np.split(numbers, [chunks * ranks, chunks * ranks + micro_batches])
     weights = weights.reshape(chunks, ranks, WIDTH)
+    table = lockstep_table((uniform_w if puts_off else uniform)(ranks, chunks, micro_batches))
 
     def on_rank(weights, entering, targets):
         arrays = vary_as((weights[:, 0], entering, targets), weights)
-        totals = run_ticks(passes_of(*arrays, puts_off), chunks, micro_batches, vary_as(zeros(chunks, micro_batches), weights))
+        totals = run_table(passes_of(*arrays, puts_off), table, vary_as(zeros(chunks, micro_batches), weights))
         return jax.tree.map(lambda a: a[None], totals)
 
     specs = PartitionSpec(None, "pipe"), PartitionSpec(), PartitionSpec()

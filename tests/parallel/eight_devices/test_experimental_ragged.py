@@ -4,13 +4,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from exchange_cases import DEVICES, FEATURES, assert_gpu_collective, assert_tokens_arrive, assert_transposes
-from expert_layer import ROUTINGS, assert_equals_one_device
 from jax.sharding import PartitionSpec as P
-from meshes import make_mesh
 
 from moe_jax.experimental.ragged import RAGGED, emulated_ragged_all_to_all
 from moe_jax.parallel import ExpertParallel
+from tests.helpers.exchange_cases import DEVICES, FEATURES, assert_gpu_collective, assert_tokens_arrive, assert_transposes
+from tests.helpers.expert_layer import ROUTINGS, assert_equals_one_device
+from tests.helpers.meshes import make_mesh
 
 
 def test_transposes():

@@ -5,10 +5,22 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import oracle
 import pytest
-import seeds
-from expert_layer import (
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+from moe_jax.kernels.experts.activation import Activation
+from moe_jax.kernels.experts.call import TokenPart
+from moe_jax.kernels.experts.weights import Accumulators, ExpertWeights, Matrix
+from moe_jax.kernels.low_rank import LowRank
+from moe_jax.layers.lora import Adapter, freeze
+from moe_jax.layers.moe import MoE
+from moe_jax.parallel import ExpertParallel, expert_parallel_mlp
+from moe_jax.parallel.expert import experts_of_devices
+from moe_jax.parallel.expert.settings import first_capacity, further_capacity
+from moe_jax.parallel.spread import Spread
+from tests.helpers import oracle, seeds
+from tests.helpers.expert_layer import (
     ARGUMENTS,
     EXPERTS,
     HIDDEN,
@@ -23,20 +35,7 @@ from expert_layer import (
     routing,
     sharded,
 )
-from flax import nnx
-from jax.sharding import PartitionSpec as P
-from meshes import make_mesh, relative_error, value_and_gradients
-
-from moe_jax.kernels.experts.activation import Activation
-from moe_jax.kernels.experts.call import TokenPart
-from moe_jax.kernels.experts.weights import Accumulators, ExpertWeights, Matrix
-from moe_jax.kernels.low_rank import LowRank
-from moe_jax.layers.lora import Adapter, freeze
-from moe_jax.layers.moe import MoE
-from moe_jax.parallel import ExpertParallel, expert_parallel_mlp
-from moe_jax.parallel.expert import experts_of_devices
-from moe_jax.parallel.expert.settings import first_capacity, further_capacity
-from moe_jax.parallel.spread import Spread
+from tests.helpers.meshes import make_mesh, relative_error, value_and_gradients
 
 
 @pytest.mark.parametrize("transport", ["all_to_all", "pairwise"])
@@ -58,9 +57,8 @@ def test_residuals(transport):
     assert factor * tokens * k <= h_rows <= factor * tokens * k + devices
 
 
-@pytest.mark.parametrize(
-    "transport, factors", [("pairwise", "its own"), pytest.param("gather", "all", marks=pytest.mark.thorough)]
-)
+@pytest.mark.thorough
+@pytest.mark.parametrize("transport, factors", [("pairwise", "its own"), ("gather", "all")])
 def test_low_rank_changes(transport, factors, rng):
     """Changes of frozen experts, in the first and in further rounds; a device has its own experts' factors, or all."""
     mesh, settings = make_mesh(expert=4), ExpertParallel(transport=transport)
@@ -116,7 +114,8 @@ def test_a_block_with_adapters(rng):
     assert relative_error(jax.jit(split)(state, x), moe(x)[0]) < 1e-6
 
 
-@pytest.mark.parametrize("transport", ["pairwise", pytest.param("gather", marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("transport", ["pairwise", "gather"])
 def test_accumulators(transport):
     """Sums of gradients grow by the weights' gradients, in the first and in further rounds, inside a stack of two layers."""
     mesh, settings = make_mesh(expert=4), ExpertParallel(transport=transport)

@@ -4,15 +4,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import seeds
-import tiny
 from flax import nnx
 from jax.sharding import PartitionSpec as P
-from meshes import make_mesh, relative_error
 
 from moe_jax.layers.moe import MoE
 from moe_jax.layers.router import load_balancing_loss, router_z_loss
 from moe_jax.parallel import ExpertParallel, Spread
+from tests.helpers import seeds, tiny
+from tests.helpers.meshes import make_mesh, relative_error
 
 AXES = ("data", "expert")
 
@@ -90,6 +89,7 @@ def test_num_dropped_by_layer():
     assert dropped.shape == (2,) and (dropped >= 4 * (400 - 4 * 64)).all()
 
 
+@pytest.mark.thorough
 def test_padding_drops_no_token():
     """The first 96 of 160 tokens a device are padding; 64 tokens fit from a device to a device."""
     rng = seeds.rng()

@@ -1,11 +1,20 @@
 """Every transport over every mesh gives the single device's outputs and gradients under any routing."""
 
 import pytest
-from expert_layer import ROUTINGS, arrays, assert_equal, assert_equals_one_device, direction, on_a_mesh, on_one_device, routing
-from meshes import make_mesh
 
 from moe_jax.parallel import ExpertParallel
 from moe_jax.parallel.expert import TRANSPORTS
+from tests.helpers.expert_layer import (
+    ROUTINGS,
+    arrays,
+    assert_equal,
+    assert_equals_one_device,
+    direction,
+    on_a_mesh,
+    on_one_device,
+    routing,
+)
+from tests.helpers.meshes import make_mesh
 
 
 @pytest.mark.parametrize(
@@ -24,6 +33,7 @@ def test_equals_one_device(devices, transport):
     assert_equals_one_device(ExpertParallel(transport=transport, group_size=group_size), make_mesh(expert=devices), ROUTINGS)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "transport", ["all_to_all", *(pytest.param(name, marks=pytest.mark.thorough) for name in ("gather", "pairwise"))]
 )

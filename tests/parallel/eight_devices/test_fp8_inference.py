@@ -4,12 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import seeds
-import tiny
-from checkpoint_helpers import multiplying_in_fp8, parameters, same_bits, write_checkpoint, write_fp8
 from flax import nnx
 from jax.sharding import PartitionSpec
-from meshes import make_mesh, relative_error
 
 import moe_jax
 from moe_jax.checkpoint import streaming
@@ -22,6 +18,9 @@ from moe_jax.layers.quantised import BlockScaled, is_quantised
 from moe_jax.parallel import ExpertParallel, expert_parallel_mlp
 from moe_jax.parallel.layout import quantised_sharding
 from moe_jax.serving import Engine, EngineLimits, SamplingOptions
+from tests.helpers import seeds, tiny
+from tests.helpers.checkpoint_helpers import multiplying_in_fp8, parameters, same_bits, write_checkpoint, write_fp8
+from tests.helpers.meshes import make_mesh, relative_error
 
 LIMITS = EngineLimits(max_sequences=1, max_tokens_per_step=16, max_chunks_per_step=1, max_length=64, num_pages=4)
 
@@ -147,6 +146,7 @@ def largest(model, tokens):
     return np.asarray(jax.jit(lambda state, tokens: nnx.merge(graph, state)(tokens).logits)(state, tokens))[0].argmax(axis=1)
 
 
+@pytest.mark.thorough
 def test_generation_and_the_engine(model, spread):
     """Most greedy tokens have the largest logit of a whole pass on one device; FP8 and sums over devices round others."""
     prompts = [seeds.rng().integers(0, 61, length).tolist() for length in (7, 5)]

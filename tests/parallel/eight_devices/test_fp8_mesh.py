@@ -3,17 +3,12 @@
 import math
 from dataclasses import replace
 
-import expert_layers
 import jax
 import jax.numpy as jnp
-import meshes
 import numpy as np
 import pytest
-import seeds
-import tiny
 from flax import nnx
 from jax.sharding import PartitionSpec as P
-from train_steps import make_batch, train
 
 import moe_jax
 from moe_jax.kernels import Precision, experts_mlp
@@ -24,6 +19,8 @@ from moe_jax.parallel.expert import expert_parallel_mlp
 from moe_jax.parallel.pipeline.chunks import to_chunks
 from moe_jax.recipes.run.model import _parallelism
 from moe_jax.train import init_state, make_evaluation, make_optimizer, put_batch
+from tests.helpers import expert_layers, meshes, seeds, tiny
+from tests.helpers.train_steps import make_batch, train
 
 
 def _mesh(**sizes):

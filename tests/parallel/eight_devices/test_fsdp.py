@@ -4,15 +4,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import seeds
-import tiny
 from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from meshes import make_mesh, relative_error
 
 from moe_jax.parallel.fsdp import ShardedParameters
 from moe_jax.parallel.spread import Spread
+from tests.helpers import seeds, tiny
+from tests.helpers.meshes import make_mesh, relative_error
 
 
 @pytest.fixture(scope="module")

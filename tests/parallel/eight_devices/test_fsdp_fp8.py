@@ -4,14 +4,10 @@ import re
 
 import jax
 import jax.numpy as jnp
-import meshes
 import numpy as np
 import pytest
-import seeds
-import tiny
 from flax import nnx
 from jax.sharding import PartitionSpec as P
-from train_steps import make_batch, train
 
 from moe_jax.kernels import Precision
 from moe_jax.kernels.experts.call import TokenPart
@@ -21,6 +17,8 @@ from moe_jax.layers.stack import run_layers
 from moe_jax.parallel import ExpertParallel, Parallelism, fsdp
 from moe_jax.parallel.expert import expert_parallel_mlp
 from moe_jax.parallel.fsdp import ShardedParameters
+from tests.helpers import meshes, seeds, tiny
+from tests.helpers.train_steps import make_batch, train
 
 HIDDEN, INTER, EXPERTS, TOKENS = 256, 128, 4, 64
 

@@ -8,10 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tiny
 from flax import nnx
 from jaxtyping import Array
-from meshes import laid_out
 
 import moe_jax
 from moe_jax.adapters import LoraSettings, add_lora
@@ -22,6 +20,8 @@ from moe_jax.generation.devices import decode_on_devices
 from moe_jax.generation.generate import prefill
 from moe_jax.generation.request import DecodeOptions
 from moe_jax.parallel import make_mesh
+from tests.helpers import tiny
+from tests.helpers.meshes import laid_out
 
 PROMPTS = [[1, 2, 3], [5], [7, 8, 9, 10, 11], [3] * 20, [9, 9]]
 
@@ -79,7 +79,8 @@ def prefilled(options, inputs) -> Cached:
     return Cached(hidden, cache.segment_ids, tuple(jnp.moveaxis(a, 1, 0) for a in cache.kept))
 
 
-@pytest.mark.parametrize("make", [tiny.model, pytest.param(tiny.deepseek, marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("make", [tiny.model, tiny.deepseek])
 def test_overlapping_prefill(make):
     """Four devices have two prompts each; one is padding. The cache is that of all prompts at once."""
     model, prompts = laid_out(make(), expert=4), [*PROMPTS, [4, 4, 4], [6, 5]]

@@ -3,14 +3,14 @@
 import jax
 import numpy as np
 import pytest
-import seeds
 from flax import nnx
-from meshes import relative_error
-from test_pipelined import compare, mesh_of
-from toy_hybrid import hybrid
-from train_steps import make_batch, train
 
 from moe_jax.parallel import Parallelism
+from tests.helpers import seeds
+from tests.helpers.meshes import relative_error
+from tests.helpers.toy_hybrid import hybrid
+from tests.helpers.train_steps import make_batch, train
+from tests.parallel.eight_devices.test_pipelined import compare, mesh_of
 
 
 def pairs():
@@ -34,5 +34,6 @@ def test_a_step_is_that_of_one_device(sizes):
             assert matrix[...].addressable_shards[0].data.size * 4 == matrix[...].size, path
 
 
+@pytest.mark.thorough
 def test_a_pipeline_deals_out_whole_bodies():
     compare(pairs(), 2, dict(pipe=2), 1, 2, True)

@@ -5,12 +5,12 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import tiny
 
 import moe_jax
 from moe_jax.adapters import LoraSettings
 from moe_jax.parallel.choices import MeshShape
 from moe_jax.recipes import FinetuneSettings, finetune
+from tests.helpers import tiny
 
 
 @pytest.mark.thorough

@@ -6,12 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import seeds
-import tiny
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
-from meshes import relative_error
-from train_steps import ROWS, SEQ, make_batch, train
 
 from moe_jax.parallel import ExpertParallel, Parallelism, make_mesh
 from moe_jax.train import (
@@ -20,12 +16,16 @@ from moe_jax.train import (
     put_batch,
     sum_over_devices,
 )
+from tests.helpers import seeds, tiny
+from tests.helpers.meshes import relative_error
+from tests.helpers.train_steps import ROWS, SEQ, make_batch, train
 
 
 @pytest.mark.parametrize(
     "sizes, options",
     [
         ({"fsdp": 2, "expert": 4}, {"remat": "offload"}),
+        ({"fsdp": 2, "expert": 4}, {"remat": 1}),
         pytest.param(
             {"data": 2, "fsdp": 2, "context": 2},
             {"gradient_accumulation": 2, "remat": False},
@@ -150,6 +150,7 @@ def test_rows_without_parallelism():
         assert tokens.addressable_shards[0].data.shape == (of_a_device, SEQ)
 
 
+@pytest.mark.thorough
 def test_own_loss():
     def loss(model, batch):
         found = batch["weight"][:, None] * log_probs(model, batch)

@@ -10,10 +10,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-import tiny
 from flax import nnx
-from meshes import laid_out
-from run_pipe import mesh_of, run
 
 import moe_jax
 from moe_jax.checkpoint.training import TrainingCheckpoints, finished_steps
@@ -22,9 +19,11 @@ from moe_jax.parallel.pipeline.chunks import from_chunks, to_chunks
 from moe_jax.recipes import finetune
 from moe_jax.train import model_of_run
 from moe_jax.train.metrics import read_records
+from tests.helpers import tiny
+from tests.helpers.meshes import laid_out
+from tests.helpers.run_pipe import mesh_of, run
 
-HERE = Path(__file__).parent
-TESTS = HERE.parents[1]
+ROOT = Path(__file__).parents[3]
 
 
 def comparable(output: Path) -> list[dict]:
@@ -86,11 +85,10 @@ def test_a_dense_run_goes_on(tmp_path):
 def test_killed_in_a_step_and_in_a_save(whole, tmp_path):
     """The run goes on bit for bit."""
     data, expected, _ = whole
-    paths = os.pathsep.join(map(str, [TESTS.parent, HERE, TESTS / "train"]))
     for step, where in ((3, "step"), (4, "save")):
         process = subprocess.run(
-            [sys.executable, str(HERE / "run_pipe.py"), str(data), str(tmp_path / "run"), str(step), where],
-            env={**os.environ, "PYTHONPATH": paths},
+            [sys.executable, "-m", "tests.helpers.run_pipe", str(data), str(tmp_path / "run"), str(step), where],
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
             capture_output=True,
         )
         assert process.returncode == -signal.SIGKILL, process.stderr.decode()[-3000:]

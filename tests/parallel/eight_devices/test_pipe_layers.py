@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tiny
 from flax import nnx
 
 import moe_jax
@@ -14,9 +13,9 @@ from moe_jax.checkpoint import streaming
 from moe_jax.models.random_weights import random_model
 from moe_jax.parallel import Parallelism, make_mesh
 from moe_jax.parallel.layout import parameter_path
-from moe_jax.parallel.pipeline.chunks import LayersInPipe, PipeShape, is_dealt_out, split_layers, to_chunks
-from moe_jax.parallel.pipeline.restack import restack, stacked_as
+from moe_jax.parallel.pipeline.chunks import LayersInPipe, PipeShape, is_dealt_out, restack, split_layers, stacked_as, to_chunks
 from moe_jax.train import init_state, make_optimizer
+from tests.helpers import tiny
 
 
 def mesh_of(**sizes):
@@ -75,6 +74,7 @@ def test_layers_beside_the_pipe(tmp_path):
         assert (tmp_path / "saved" / file.name).read_bytes() == file.read_bytes()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("chunks", CHUNKS)
 def test_random_weights_do_not_depend_on_the_pipe(chunks):
     mesh = mesh_of(pipe=2, fsdp=2)
@@ -92,11 +92,12 @@ def state_on(sizes, chunks=1):
     return init_state(model, make_optimizer(1e-2), parallelism), parallelism.pipe
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "start, end",
     [
-        pytest.param((dict(pipe=2, data=2), 1), (dict(fsdp=2), 1), marks=pytest.mark.thorough),
-        pytest.param((dict(data=2, expert=2), 1), (dict(pipe=2, data=2, fsdp=2), 2), marks=pytest.mark.thorough),
+        ((dict(pipe=2, data=2), 1), (dict(fsdp=2), 1)),
+        ((dict(data=2, expert=2), 1), (dict(pipe=2, data=2, fsdp=2), 2)),
         ((dict(pipe=2, expert=2), 2), (dict(pipe=3), 1)),
     ],
     ids=["off", "onto", "other-pipe"],

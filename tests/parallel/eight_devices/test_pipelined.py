@@ -7,12 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import seeds
-import tiny
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
-from meshes import relative_error
-from train_steps import make_batch, weighted
 
 from moe_jax.layers.router import ExpertBias
 from moe_jax.models.execution import Execution
@@ -30,6 +26,9 @@ from moe_jax.train import (
 )
 from moe_jax.train.objective import as_objective
 from moe_jax.train.pipelined import accumulate_pipelined
+from tests.helpers import seeds, tiny
+from tests.helpers.meshes import relative_error
+from tests.helpers.train_steps import make_batch, weighted
 
 ALL_LOSSES = NextToken(LossWeights(aux_loss_coef=0.1, sequence_loss_coef=0.1, z_loss_coef=0.1))
 
@@ -56,7 +55,7 @@ def mesh_of(**sizes):
         (tiny.model, 7, dict(pipe=2, expert=2), 2, 4, True),
         pytest.param(tiny.model, 3, dict(pipe=2), 2, 4, True, marks=pytest.mark.thorough),
         pytest.param(tiny.dense, 3, dict(pipe=3), 1, 4, False, marks=pytest.mark.thorough),
-        (tied, 3, dict(pipe=2, fsdp=2), 1, 4, False),
+        pytest.param(tied, 3, dict(pipe=2, fsdp=2), 1, 4, False, marks=pytest.mark.thorough),
         (tiny.dense, 3, dict(pipe=2), 2, 4, "offload"),
         pytest.param(tiny.model, 7, dict(pipe=2, expert=2), 2, 4, "offload", marks=pytest.mark.thorough),
         pytest.param(tiny.model, 3, dict(pipe=2, data=2), 2, 2, False, marks=pytest.mark.thorough),
@@ -84,13 +83,14 @@ def test_gradients(make_model, layers, sizes, chunks, micro_batches, remat):
     compare(with_layers(make_model, layers), layers, sizes, chunks, micro_batches, remat)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "make_model, layers, sizes, chunks, remat",
     [
         (tiny.dense, 2, dict(pipe=2), 1, True),
-        pytest.param(tiny.model, 3, dict(pipe=2, data=2), 2, False, marks=pytest.mark.thorough),
-        pytest.param(tiny.model, 7, dict(pipe=4), 2, True, marks=pytest.mark.thorough),
-        pytest.param(tiny.dense, 3, dict(pipe=3), 1, "offload", marks=pytest.mark.thorough),
+        (tiny.model, 3, dict(pipe=2, data=2), 2, False),
+        (tiny.model, 7, dict(pipe=4), 2, True),
+        (tiny.dense, 3, dict(pipe=3), 1, "offload"),
     ],
     ids=["dense", "experts-kept", "experts-four-ranks", "offload"],
 )
@@ -144,12 +144,13 @@ def trained(make_model, batch, parallelism=None):
     return (params, state.expert_bias), metrics
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "make_model, shard_optimizer",
     [
         (tiny.dense, True),
-        pytest.param(tiny.biased_model, True, marks=pytest.mark.thorough),
-        pytest.param(tiny.biased_model, False, marks=pytest.mark.thorough),
+        (tiny.biased_model, True),
+        (tiny.biased_model, False),
     ],
 )
 def test_two_steps(make_model, shard_optimizer):

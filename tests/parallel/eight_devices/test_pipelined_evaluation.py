@@ -4,13 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import seeds
-import tiny
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
-from meshes import relative_error
-from test_pipelined import ALL_LOSSES, mesh_of, with_layers
-from train_steps import make_batch, weighted
 
 from moe_jax.layers.router import ExpertBias
 from moe_jax.parallel import Parallelism
@@ -20,6 +15,10 @@ from moe_jax.train.batch import micro_batch_at, micro_batches_of
 from moe_jax.train.objective import as_objective
 from moe_jax.train.on_devices import on_devices
 from moe_jax.train.pipelined import evaluate_pipelined
+from tests.helpers import seeds, tiny
+from tests.helpers.meshes import relative_error
+from tests.helpers.train_steps import make_batch, weighted
+from tests.parallel.eight_devices.test_pipelined import ALL_LOSSES, mesh_of, with_layers
 
 
 @pytest.mark.parametrize(

@@ -5,10 +5,7 @@ import json
 import jax
 import numpy as np
 import pytest
-import shared_steps
-import tiny
 from flax import nnx
-from meshes import laid_out
 
 from moe_jax.adapters import LoraSettings
 from moe_jax.checkpoint.training import finished_steps
@@ -16,6 +13,8 @@ from moe_jax.parallel.choices import MeshShape
 from moe_jax.preferences import PreferenceSettings
 from moe_jax.recipes import PreferSettings, prefer
 from moe_jax.train.metrics import read_records
+from tests.helpers import shared_steps, tiny
+from tests.helpers.meshes import laid_out
 
 
 def adapted():

@@ -5,12 +5,12 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from train_steps import train
 
 import moe_jax
-from examples import make_answers, make_pairs, packed_batch
 from moe_jax.parallel import Parallelism
 from moe_jax.preferences import Preference, PreferenceSettings
+from tests.helpers.examples import make_answers, make_pairs, packed_batch
+from tests.helpers.train_steps import train
 
 
 def mesh_of(**sizes):

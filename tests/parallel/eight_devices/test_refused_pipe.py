@@ -3,11 +3,7 @@
 import jax
 import jax.numpy as jnp
 import pytest
-import seeds
-import tiny
 from flax import nnx
-from meshes import laid_out
-from train_steps import make_batch
 
 import moe_jax
 from moe_jax.check.report import check_model
@@ -17,6 +13,9 @@ from moe_jax.parallel.layout import mesh_of
 from moe_jax.parallel.pipeline.chunks import to_chunks
 from moe_jax.train import init_state, make_evaluation, make_optimizer, make_train_step
 from moe_jax.train.rebalance import move_experts
+from tests.helpers import seeds, tiny
+from tests.helpers.meshes import laid_out
+from tests.helpers.train_steps import make_batch
 
 
 def in_chunks():

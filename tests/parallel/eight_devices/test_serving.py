@@ -6,14 +6,14 @@ import json
 import jax
 import numpy as np
 import pytest
-import tiny
-from adapted_models import with_adapters
-from meshes import laid_out
 
 import moe_jax
 from moe_jax.cli import main
 from moe_jax.config import config_to_dict
 from moe_jax.serving import Engine, EngineLimits, SamplingOptions
+from tests.helpers import tiny
+from tests.helpers.adapted_models import with_adapters
+from tests.helpers.meshes import laid_out
 
 LIMITS = EngineLimits(
     max_sequences=2, max_tokens_per_step=64, max_chunks_per_step=2, max_length=256, num_pages=6, max_waiting=20

@@ -4,8 +4,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import seeds
-from expert_layer import (
+from jax.sharding import PartitionSpec as P
+
+from moe_jax.parallel import ExpertParallel
+from moe_jax.parallel.collectives.hops import sum_to_all
+from tests.helpers import seeds
+from tests.helpers.expert_layer import (
     ARGUMENTS,
     EXPERTS,
     ROUTINGS,
@@ -20,11 +24,7 @@ from expert_layer import (
     routing,
     sharded,
 )
-from jax.sharding import PartitionSpec as P
-from meshes import make_mesh, relative_error, value_and_gradients
-
-from moe_jax.parallel import ExpertParallel
-from moe_jax.parallel.collectives.hops import sum_to_all
+from tests.helpers.meshes import make_mesh, relative_error, value_and_gradients
 
 
 def shadowing(slots, **settings):

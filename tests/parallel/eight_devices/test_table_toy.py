@@ -2,12 +2,12 @@
 
 from dataclasses import replace
 
-import pipelines
 import pytest
 from jax import lax
-from toy_pipeline import assert_counts_once
 
 from moe_jax.parallel.collectives.hops import hop
+from tests.helpers import pipelines
+from tests.helpers.toy_pipeline import assert_counts_once
 
 
 @pytest.mark.parametrize(

@@ -6,11 +6,8 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
-import oracle
 import pytest
-import seeds
 from jax.sharding import PartitionSpec as P
-from meshes import make_mesh, relative_error
 
 from moe_jax.experimental.ragged import RAGGED
 from moe_jax.kernels import Precision
@@ -18,6 +15,8 @@ from moe_jax.kernels.experts.call import TokenPart
 from moe_jax.kernels.experts.weights import Accumulators, ExpertWeights
 from moe_jax.parallel import ExpertParallel, expert_parallel_mlp
 from moe_jax.parallel.expert import experts_of_devices
+from tests.helpers import oracle, seeds
+from tests.helpers.meshes import make_mesh, relative_error
 
 DEVICES, TOKENS, EXPERTS, K, HIDDEN, INTER = 4, 512, 8, 2, 256, 128
 

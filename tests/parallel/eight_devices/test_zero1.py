@@ -8,14 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import seeds
-import tiny
 from flax import nnx
-from h200 import needs_compiler, run_script
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from meshes import laid_out, relative_error
-from train_steps import make_batch, train
 
 from moe_jax.checkpoint.training import TrainingCheckpoints
 from moe_jax.parallel import Parallelism, make_mesh
@@ -23,6 +18,10 @@ from moe_jax.parallel.zero1 import sum_to_parts, to_parts
 from moe_jax.train import apply_gradients, init_state, make_optimizer, make_train_step, put_batch
 from moe_jax.train.master_weights import join
 from moe_jax.train.rebalance import move_experts
+from tests.helpers import seeds, tiny
+from tests.helpers.h200 import needs_compiler, run_script
+from tests.helpers.meshes import laid_out, relative_error
+from tests.helpers.train_steps import make_batch, train
 
 
 def both(**sizes):
@@ -73,6 +72,7 @@ def test_two_steps(sizes, options):
     assert own_bytes(state.opt_state) - 4 == (own_bytes(expected.opt_state) - 4) / sizes["data"]
 
 
+@pytest.mark.thorough
 def test_bf16_parameters():
     """The sum over `data` is not rounded to bf16, as it is with the whole state: gradients differ by that rounding alone."""
     batch, (plain, split) = make_batch(seeds.rng()), both(data=4)
@@ -215,6 +215,7 @@ def shapes_of(operation, text):
     ]
 
 
+@pytest.mark.thorough
 def test_resumed(tmp_path):
     """A restored state goes on bit for bit. On a mesh without the option it goes on as well."""
     batch, (_, split) = make_batch(seeds.rng()), both(data=2, fsdp=2)

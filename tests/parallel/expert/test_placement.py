@@ -4,11 +4,11 @@ from itertools import permutations
 
 import numpy as np
 import pytest
-import seeds
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_jax.parallel.expert.placement import balanced_order, device_load
+from tests.helpers import seeds
 
 LOADS = st.lists(st.integers(0, 1000), min_size=6, max_size=6)
 ORDERS = np.array(list(permutations(range(6))))

@@ -7,12 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import seeds
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_jax.parallel import ExpertParallel
 from moe_jax.parallel.expert.shadow import choices_of_shadows, rows_per_shadow, select_shadows
+from tests.helpers import seeds
 
 select = jax.jit(select_shadows, static_argnums=(1, 2))
 

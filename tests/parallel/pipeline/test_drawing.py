@@ -4,10 +4,10 @@ import subprocess
 import sys
 
 import matplotlib.image
-import pipelines
 import pytest
 
 from moe_jax.parallel.pipeline import PassTimes, draw, dualpipe, interleaved, one_f_one_b, plot, simulate, to_actions, zb_h1
+from tests.helpers import pipelines
 
 TEXT = """\
 rank 0 |F0|F1|F2|.....|b0|W0|F3|b1|W1|b2|W2|b3|W3|

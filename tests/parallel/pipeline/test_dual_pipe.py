@@ -1,10 +1,10 @@
 """DualPipe and DualPipeV: the order of DeepSeek's code and of the study notes that describe it, bubbles, memory."""
 
-import pipelines
 import pytest
 
 from moe_jax.parallel.pipeline import PassTimes, dualpipe, dualpipe_v, simulate
 from moe_jax.parallel.pipeline.dual_pipe import dualpipe_phases
+from tests.helpers import pipelines
 
 LISTING = """\
 F0.0 F0.1 F0.2 F0.3 F0.4 F1.0 b1.0 W1.0 F1.1 b1.1 W1.1 F1.2 F0.5&B1.2 F1.3&B0.0 B1.3 F1.4&B0.1 B1.4 F1.5&B0.2 B1.5 \

@@ -2,11 +2,11 @@
 
 from pathlib import Path
 
-import pipelines
 import pytest
 
 from moe_jax.parallel.choices import CHOOSES_CHUNKS
 from moe_jax.parallel.pipeline import Schedule, Timeline, bubble_formula, draw, simulate
+from tests.helpers import pipelines
 
 PAGE = Path(__file__).parents[3] / "docs" / "schedules.md"
 DRAWN = {

@@ -1,9 +1,9 @@
 """Interleaved 1F1B and uniform ticks: orders, bubbles, memory."""
 
-import pipelines
 import pytest
 
 from moe_jax.parallel.pipeline import PassTimes, bubble_formula, interleaved, one_f_one_b, simulate, uniform, uniform_w
+from tests.helpers import pipelines
 
 SIZES = [(1, 1, 4), (2, 1, 4), (2, 2, 4), (3, 2, 9), (4, 2, 8), (4, 4, 16), (8, 6, 24)]
 

@@ -1,11 +1,11 @@
 """Every schedule keeps the rules, ends, and stays within its stated memory and bubble; 1F1B's order."""
 
 import hypothesis
-import pipelines
 import pytest
 from hypothesis import strategies as st
 
 from moe_jax.parallel.pipeline import PassTimes, bubble_formula, one_f_one_b, simulate, verify
+from tests.helpers import pipelines
 
 
 @st.composite

@@ -2,11 +2,11 @@
 
 from dataclasses import replace
 
-import pipelines
 import pytest
 
 from moe_jax.parallel.pipeline import Part, PassTimes, bubble_formula, one_f_one_b, simulate, uniform, zb_h1
 from moe_jax.parallel.pipeline.simulator import memory_peaks
+from tests.helpers import pipelines
 
 REMAT = PassTimes(1, 3, 0.8, 4)
 OVERLAP = PassTimes(1, 2, 1, 2.6)

@@ -3,11 +3,11 @@
 from dataclasses import replace
 
 import hypothesis
-import pipelines
 import pytest
 from hypothesis import strategies as st
 
 from moe_jax.parallel.pipeline import Part, dualpipe, interleaved, one_f_one_b, simulate, uniform, verify, zb_h1
+from tests.helpers import pipelines
 
 RULES = (
     "b comes after F|B comes after F|W comes after b|takes micro-batches in order|wait for each other|holds at most"

@@ -1,9 +1,9 @@
 """ZB-H1 and ZB-V: orders, bubbles, memory."""
 
-import pipelines
 import pytest
 
 from moe_jax.parallel.pipeline import PassTimes, simulate, zb_h1, zb_v
+from tests.helpers import pipelines
 
 
 def test_order_of_zb_h1():

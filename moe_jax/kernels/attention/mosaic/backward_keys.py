@@ -54,6 +54,7 @@ from moe_jax.kernels.attention.mosaic.warpgroups import (
     own_rows,
 )
 from moe_jax.kernels.attention.online_softmax import BackwardInputs
+from moe_jax.kernels.hopper.launch import Named
 from moe_jax.kernels.hopper.pipeline import WGMMA_ROWS, Pipeline
 
 BLOCK_N = RESIDENT_BLOCK
@@ -97,15 +98,16 @@ def backward_keys(
 def _launch(
     arrays: BackwardInputs, in_sight: TokenInterval, previous: KeyGradients, scale: float, wanted: KeyGradients
 ) -> KeyGradients:
-    q, k, v, dout, lse, delta = arrays
+    q = arrays.q
     seq, heads, head_dim = q.shape[1:]
-    batch, keys, kv_heads, value_dim = v.shape
+    batch, keys, kv_heads, value_dim = arrays.v.shape
     m_blocks = _m_blocks(head_dim, value_dim)
     # Too few tiles a head for sections: a thread block would get up to 1.9 times the mean.
     scheduler = TileScheduler(batch, kv_heads, kv_heads, keys // BLOCK_N, "first", bytes_per_kv_head=None)
     steps = m_block_steps(in_sight, seq, BLOCK_M, BLOCK_N)
-    inputs = _Inputs(in_sight.last, in_sight.first, steps, q, k, v, dout, lse, delta, previous)
-    scratch = _Scratch(
+    bounds = dict(last_query=in_sight.last, first_query=in_sight.first)
+    inputs = Named(**bounds, m_block_steps=steps, **arrays._asdict(), previous=previous)
+    scratch = Named(
         k=operand(BLOCK_N, head_dim, dtype=q.dtype),
         v=operand(BLOCK_N, value_dim, dtype=q.dtype),
         q=operand(m_blocks.stages, BLOCK_M, head_dim, dtype=q.dtype),
@@ -114,10 +116,11 @@ def _launch(
         delta=plgpu.SMEM((m_blocks.stages, BLOCK_M), jnp.float32),
         staging=interpreter_staging(BLOCK_M, q.dtype),
         kv_pipe=Pipeline.allocate(stages=1, copies=2),
+        # Of q, lse, dout and delta.
         pipe=Pipeline.allocate(m_blocks.stages, copies=(3, 1), has_opaque_slots=True),
     )
 
-    def kernel(inputs: _Inputs, outputs: KeyGradients, scratch: _Scratch) -> None:
+    def kernel(inputs: Named, outputs: KeyGradients, scratch: Named) -> None:
         block, pipes = _Block(inputs, outputs, scratch, scale, heads // kv_heads), (scratch.pipe,)
         walk_tiles(scheduler, block.load_tile, block.consume_tile, once_a_tile=scratch.kv_pipe, once_a_step=pipes)
 
@@ -129,41 +132,13 @@ def _m_blocks(head_dim: int, value_dim: int) -> StagedBlocks:
     return most_stages(BLOCK_M, head_dim + value_dim, BLOCK_N * (head_dim + value_dim))
 
 
-class _Inputs(NamedTuple):
-    last_query: Any
-    first_query: Any
-    """None in causal attention."""
-    m_block_steps: Any
-    q: Any
-    k: Any
-    v: Any
-    dout: Any
-    lse: Any
-    delta: Any
-    previous: KeyGradients
-
-
-class _Scratch(NamedTuple):
-    k: Any
-    v: Any
-    q: Any
-    dout: Any
-    lse: Any
-    delta: Any
-    staging: Any
-    """None on a GPU."""
-    kv_pipe: Pipeline
-    pipe: Pipeline
-    """q, lse, dout and delta."""
-
-
 @dataclass(frozen=True)
 class _Block:
     """A thread block's work on each of its tiles."""
 
-    inputs: _Inputs
+    inputs: Named
     outputs: KeyGradients
-    scratch: _Scratch
+    scratch: Named
     scale: float
     group: int
     """Query heads of a key head."""

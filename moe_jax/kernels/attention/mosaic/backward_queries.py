@@ -21,7 +21,7 @@ cost       2 * B * H * P * (2 * d + e) FLOPs, P the pairs (query, key) of the bl
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -49,6 +49,7 @@ from moe_jax.kernels.attention.mosaic.warpgroups import (
     own_rows,
 )
 from moe_jax.kernels.attention.online_softmax import BackwardInputs
+from moe_jax.kernels.hopper.launch import Named
 from moe_jax.kernels.hopper.pipeline import CONSUMERS, WGMMA_ROWS, Pipeline
 
 BLOCK_M = RESIDENT_BLOCK
@@ -70,28 +71,30 @@ def backward_queries(
 
     arrays.lse is in base 2: log2(e) times the natural one. Sizes are multiples as in `forward.forward`.
     """
-    q, k, v, dout, lse, delta = arrays
+    q, k = arrays.q, arrays.k
     batch, seq, heads, head_dim = q.shape
-    keys, value_dim = k.shape[1], v.shape[3]
+    keys, value_dim = k.shape[1], arrays.v.shape[3]
     n_blocks = _n_blocks(head_dim, value_dim)
     scheduler = TileScheduler(
         batch, heads, k.shape[2], seq // BLOCK_M, "last", bytes_per_kv_head=keys * (head_dim + value_dim) * q.dtype.itemsize
     )
     steps = n_block_steps(in_sight, keys, BLOCK_M, n_blocks.block)
-    inputs = _Inputs(*in_sight, steps, q, k, v, dout, lse, delta, previous)
-    scratch = _Scratch(
+    bounds = dict(first_key=in_sight.first, last_key=in_sight.last)
+    inputs = Named(**bounds, n_block_steps=steps, **arrays._asdict(), previous=previous)
+    scratch = Named(
         q=operand(BLOCK_M, head_dim, dtype=q.dtype),
         dout=operand(BLOCK_M, value_dim, dtype=q.dtype),
         k=operand(n_blocks.stages, n_blocks.block, head_dim, dtype=q.dtype),
         v=operand(n_blocks.stages, n_blocks.block, value_dim, dtype=q.dtype),
         dq=operand(CONSUMERS, WGMMA_ROWS, DQ_COLUMNS, dtype=q.dtype),
         staging=interpreter_staging(n_blocks.block, q.dtype),
+        # Of q and dout.
         q_pipe=Pipeline.allocate(stages=1, copies=2),
         k_pipe=Pipeline.allocate(n_blocks.stages, has_opaque_slots=True),
         v_pipe=Pipeline.allocate(n_blocks.stages, has_opaque_slots=True),
     )
 
-    def kernel(inputs: _Inputs, dq_ref, scratch: _Scratch) -> None:
+    def kernel(inputs: Named, dq_ref, scratch: Named) -> None:
         block, pipes = _Block(inputs, dq_ref, scratch, scale), (scratch.k_pipe, scratch.v_pipe)
         walk_tiles(scheduler, block.load_tile, block.consume_tile, once_a_tile=scratch.q_pipe, once_a_step=pipes)
 
@@ -104,41 +107,13 @@ def _n_blocks(head_dim: int, value_dim: int) -> StagedBlocks:
     return most_stages(128 if max(head_dim, value_dim) <= 128 else 64, width, BLOCK_M * (width + DQ_COLUMNS))
 
 
-class _Inputs(NamedTuple):
-    first_key: Any
-    last_key: Any
-    """None in causal attention."""
-    n_block_steps: Any
-    q: Any
-    k: Any
-    v: Any
-    dout: Any
-    lse: Any
-    delta: Any
-    previous: Any
-
-
-class _Scratch(NamedTuple):
-    q: Any
-    dout: Any
-    k: Any
-    v: Any
-    dq: Any
-    staging: Any
-    """None on a GPU."""
-    q_pipe: Pipeline
-    """q and dout."""
-    k_pipe: Pipeline
-    v_pipe: Pipeline
-
-
 @dataclass(frozen=True)
 class _Block:
     """A thread block's work on each of its tiles."""
 
-    inputs: _Inputs
+    inputs: Named
     dq: Any
-    scratch: _Scratch
+    scratch: Named
     scale: float
 
     def load_tile(self, number, tile: WorkTile, first_step):

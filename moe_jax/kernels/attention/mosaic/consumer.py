@@ -108,15 +108,15 @@ class Consumer:
     first_step: Any
     """The steps of all tiles before this one."""
 
-    def run(self, mask: Mask) -> "Sums":
-        """Computes all steps of the tile. Only those of its ends apply the mask."""
+    def run(self, mask: Mask) -> tuple[Any, "RowScale"]:
+        """Returns the sum of the tile's p v, and the factors of its rows. Only the steps at its ends apply the mask."""
         state = self.first_half_block(mask)
         # Where N = BLOCK_M, the diagonal of causal attention lies in step 0 alone.
         if mask.kind != "causal" or self.scratch.k.shape[1] < BLOCK_M:
             state = lax.fori_loop(1, self.steps.masked, partial(self.n_block, mask=mask), state)
         state = lax.fori_loop(self.steps.masked, self.steps.full, partial(self.n_block, mask=Mask()), state)
         state = lax.fori_loop(self.steps.full, self.steps.total, partial(self.n_block, mask=mask), state)
-        return Sums(self.last_half_block(state), finalize(state, is_causal=mask.kind == "causal"))
+        return self.last_half_block(state), finalize(state, is_causal=mask.kind == "causal")
 
     def first_half_block(self, mask: Mask) -> State:
         """Computes p of the first step; o is still zero."""
@@ -214,13 +214,6 @@ class Consumer:
 
     def _s_accumulator(self):
         return plgpu.ACC((WGMMA_ROWS, self.scratch.k.shape[1]), jnp.float32)
-
-
-class Sums(NamedTuple):
-    """The sums over all keys of a tile."""
-
-    o: Any
-    scale: "RowScale"
 
 
 class RowScale(NamedTuple):

@@ -25,7 +25,7 @@ cost       2 * B * H * P * (d + e) FLOPs, P the pairs (query, key) of the blocks
 import math
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -46,6 +46,7 @@ from moe_jax.kernels.attention.mosaic.warpgroups import (
     load_tile,
 )
 from moe_jax.kernels.attention.online_softmax import PartialAttention
+from moe_jax.kernels.hopper.launch import Named
 from moe_jax.kernels.hopper.pipeline import WGMMA_ROWS
 
 
@@ -70,35 +71,26 @@ def forward(
         batch, heads, k.shape[2], seq // BLOCK_M, "last", bytes_per_kv_head=keys * (head_dim + value_dim) * q.dtype.itemsize
     )
     steps = n_block_steps(in_sight, keys, BLOCK_M, n_blocks(head_dim, value_dim).block)
-    inputs = _Inputs(*in_sight, steps, q, k, v, None if previous is None else PartialAttention(*previous))
+    bounds = dict(first_key=in_sight.first, last_key=in_sight.last)
+    previous = None if previous is None else PartialAttention(*previous)
+    inputs = Named(**bounds, n_block_steps=steps, q=q, k=k, v=v, previous=previous)
     out: Any = jax.ShapeDtypeStruct((*q.shape[:3], value_dim), out_dtype)
     lse: Any = jax.ShapeDtypeStruct((batch, heads, seq), jnp.float32)
     outputs = PartialAttention(out, lse)
     scratch = Scratch.of(q.dtype, head_dim, value_dim)
 
-    def kernel(inputs: _Inputs, outputs: PartialAttention, scratch: Scratch) -> None:
+    def kernel(inputs: Named, outputs: PartialAttention, scratch: Scratch) -> None:
         block = _Block(inputs, outputs, scratch, scale * LOG2_E)
         scratch.run(scheduler, block.load_tile, block.consume_tile)
 
     return launch("flash_attention_forward", kernel, inputs, outputs, scratch)
 
 
-class _Inputs(NamedTuple):
-    first_key: Any
-    last_key: Any
-    """None in causal attention."""
-    n_block_steps: Any
-    q: Any
-    k: Any
-    v: Any
-    previous: Any
-
-
 @dataclass(frozen=True)
 class _Block:
     """A thread block's work on each of its tiles."""
 
-    inputs: _Inputs
+    inputs: Named
     outputs: PartialAttention
     scratch: Scratch
     scale_log2: float
@@ -123,11 +115,10 @@ class _Block:
         first_key = load_rows(inputs.first_key.at[tile.batch, queries])
         last_key = None if inputs.last_key is None else load_rows(inputs.last_key.at[tile.batch, queries])
         mask = Mask.of_interval(first_key, last_key, first_row)
-        sums = Consumer(self.scratch, self.scale_log2, warpgroup, steps, first_step).run(mask)
-        row_scale = sums.scale
+        o, row_scale = Consumer(self.scratch, self.scale_log2, warpgroup, steps, first_step).run(mask)
         if inputs.previous is not None:
             row_scale = merge(row_scale, load_rows(inputs.previous.lse.at[tile.batch, tile.head, queries]))
-        self._store(warpgroup, tile, queries, sums.o, row_scale)
+        self._store(warpgroup, tile, queries, o, row_scale)
         return first_step + steps.total
 
     def _store(self, warpgroup, tile: WorkTile, queries, o, row_scale: RowScale) -> None:

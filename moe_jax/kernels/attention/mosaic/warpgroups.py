@@ -34,7 +34,7 @@ COLUMNS = plgpu.Layout.WGMMA.reduce(0)
 """The layout of one number for each column of a wgmma's result."""
 
 
-def launch(name: str, kernel: Callable, inputs: NamedTuple, outputs: Any, scratch: NamedTuple) -> Any:
+def launch(name: str, kernel: Callable, inputs: Any, outputs: Any, scratch: Any) -> Any:
     """Launches `kernel(inputs, outputs, scratch)`, whose fields are references, in every warpgroup of every thread block.
 
     `inputs` holds arrays, `outputs` the shapes of results and `scratch` what `pl.run_scoped` allocates. A field may be None,

@@ -25,9 +25,9 @@ from moe_jax.kernels.attention.mosaic.consumer import rescale_o
 from moe_jax.kernels.attention.mosaic.warpgroups import LOG2_E, multiply_registers, operand, read_accumulator, start_accumulator
 from moe_jax.kernels.attention.paged import PAGE_SIZE
 from moe_jax.kernels.attention.paged.blocks import QueryBlocks, RowPages, Splits
-from moe_jax.kernels.attention.paged.items import Before, BlockPages, Item, ItemOrder, RowSums, Scoring, block_pages, no_keys
+from moe_jax.kernels.attention.paged.items import Before, Item, ItemOrder, RowSums, Scoring, block_pages, no_keys
 from moe_jax.kernels.hopper.interpreter import is_interpreted
-from moe_jax.kernels.hopper.launch import BLOCKS_PER_CORE, launch, operand_transforms
+from moe_jax.kernels.hopper.launch import BLOCKS_PER_CORE, Named, launch, operand_transforms
 from moe_jax.kernels.hopper.pipeline import WGMMA_ROWS
 
 STAGES = 2
@@ -53,12 +53,12 @@ def attend_blocks(
     (_, kv_heads, rows, key_dim), value_dim, dtype = q.shape, values.shape[3], q.dtype
     num_blocks = len(blocks.position)
     out_dtype = dtype if splits.number == 1 else jnp.float32
-    inputs = _Inputs(block_pages(blocks, row_pages), q, keys, values)
+    inputs = Named(of_blocks=block_pages(blocks, row_pages), q=q, k=keys, v=values)
     outputs = [jax.ShapeDtypeStruct((num_blocks, splits.number, kv_heads, rows, value_dim), out_dtype)]
     if splits.number > 1:
         outputs.append(jax.ShapeDtypeStruct((num_blocks, splits.number, kv_heads, WGMMA_ROWS), jnp.float32))
     out_columns = 128 // jnp.dtype(out_dtype).itemsize
-    scratch = _Scratch(
+    scratch = Named(
         q=operand(WGMMA_ROWS, key_dim, dtype=dtype),
         k=operand(STAGES, PAGE_SIZE, key_dim, dtype=dtype),
         v=operand(STAGES, PAGE_SIZE, value_dim, dtype=dtype),
@@ -71,7 +71,7 @@ def attend_blocks(
 
     order = ItemOrder(kv_heads, splits, BLOCKS_PER_CORE, splits_last=False)
 
-    def body(inputs: _Inputs, out_ref, *rest) -> None:
+    def body(inputs: Named, out_ref, *rest) -> None:
         lse_ref, scratch = (None, rest[0]) if splits.number == 1 else rest
         of_blocks = inputs.of_blocks
         scoring = Scoring(scale * LOG2_E, group, of_blocks.read_window())
@@ -87,30 +87,11 @@ def attend_blocks(
     return out, lse[0] if lse else None
 
 
-class _Inputs(NamedTuple):
-    of_blocks: BlockPages
-    q: Any
-    k: Any
-    v: Any
-
-
-class _Scratch(NamedTuple):
-    q: Any
-    k: Any
-    v: Any
-    out: Any
-    staging: Any
-    """None on a GPU."""
-    q_barrier: Any
-    k_barriers: Any
-    v_barriers: Any
-
-
 class _Attention(NamedTuple):
     """A thread block's work on one item."""
 
-    inputs: _Inputs
-    scratch: _Scratch
+    inputs: Named
+    scratch: Named
     item: Item
     first_step: Any
     """The steps of all items before this one: the slots go on from there."""

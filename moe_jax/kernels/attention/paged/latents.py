@@ -34,7 +34,7 @@ from moe_jax.kernels.attention.paged import PAGE_SIZE
 from moe_jax.kernels.attention.paged.blocks import QueryBlocks, RowPages, Splits
 from moe_jax.kernels.attention.paged.items import Before, BlockPages, Item, ItemOrder, RowSums, Scoring, block_pages, no_keys
 from moe_jax.kernels.hopper.interpreter import finish_reading
-from moe_jax.kernels.hopper.launch import launch, store
+from moe_jax.kernels.hopper.launch import Named, launch, store
 from moe_jax.kernels.hopper.pipeline import CONSUMERS, WGMMA_ROWS, Pipeline
 
 STAGES = 2
@@ -74,7 +74,7 @@ def attend_latents(
     outputs = [jax.ShapeDtypeStruct((*results, value_dim), dtype if splits.number == 1 else jnp.float32)]
     if splits.number > 1:
         outputs.append(jax.ShapeDtypeStruct(results, jnp.float32))
-    scratch = _Scratch(
+    scratch = Named(
         q=LatentColumns.allocate(value_dim, dtype),
         latents=LatentColumns.allocate(value_dim, dtype, STAGES),
         rescale=plgpu.SMEM((STAGES, WGMMA_ROWS), jnp.float32),
@@ -149,19 +149,6 @@ def value_parts(value_dim: int) -> tuple[int, int, int, int]:
     return CONSUMERS, value_dim // CONSUMERS // width, WGMMA_ROWS, width
 
 
-class _Scratch(NamedTuple):
-    q: LatentColumns
-    latents: LatentColumns
-    rescale: Any
-    inverse: Any
-    pages: Pipeline
-    p_full: Any
-    q_full: Any
-    q_empty: Any
-    sums_full: Any
-    sums_empty: Any
-
-
 class _Roles(NamedTuple):
     """The roles of a thread block's warpgroups, each a loop over the block's items."""
 
@@ -170,7 +157,7 @@ class _Roles(NamedTuple):
     latents_ref: Any
     out_ref: Any
     lse_ref: Any
-    scratch: _Scratch
+    scratch: Named
     order: ItemOrder
     scoring: Scoring
 

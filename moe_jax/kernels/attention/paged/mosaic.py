@@ -5,7 +5,7 @@ that exist are added one after the other, with the larger of two logarithms as t
 """
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -172,15 +172,6 @@ def _cores() -> int:
     return 1 if is_interpreted() else target.num_cores()
 
 
-class _Sums(NamedTuple):
-    """The sums over the splits so far, divided by 2^largest."""
-
-    out: Any
-    weight: Any
-    largest: Any
-    """Base 2, as the splits' lse."""
-
-
 @partial(jax.jit, static_argnames=("rows", "splits", "dtype"))
 def merge_splits(
     out: Float[Array, "blocks splits kv_heads _ value_dim"],
@@ -217,14 +208,16 @@ def merge_splits(
                 values = plgpu.load(out_ref.at[block, split, head, row, whole], layout=layout, optimized=False)
                 return values, jnp.maximum(lse_ref[block, split, head, row], LOWEST)
 
-            def add(sums: _Sums, values, own, exists) -> _Sums:
-                largest = jnp.where(exists, jnp.maximum(sums.largest, own), sums.largest)
-                before, now = jnp.exp2(sums.largest - largest), jnp.where(exists, jnp.exp2(own - largest), 0.0)
-                return _Sums(sums.out * before + values * now, sums.weight * before + now, largest)
+            def add(sums, values, own, exists):
+                """Adds a split to the sums of results and weights over splits so far, divided by 2^(the largest lse)."""
+                out, weight, old = sums
+                largest = jnp.where(exists, jnp.maximum(old, own), old)
+                before, now = jnp.exp2(old - largest), jnp.where(exists, jnp.exp2(own - largest), 0.0)
+                return out * before + values * now, weight * before + now, largest
 
             count = count_splits(position_ref[block], num_pages_ref[block], window, splits)
 
-            def add_some(number, sums: _Sums) -> _Sums:
+            def add_some(number, sums):
                 some = [1 + number * MERGE_LOADS + i for i in range(MERGE_LOADS)]
                 # A load takes longer than all the rest, so the loads come first.
                 loaded = [load(jnp.minimum(split, count - 1)) for split in some]
@@ -234,8 +227,8 @@ def merge_splits(
 
             values, own = load(0)
             rounds = lax.div(jnp.maximum(count - 1, 0) + (MERGE_LOADS - 1), jnp.int32(MERGE_LOADS))
-            sums = lax.fori_loop(0, rounds, add_some, _Sums(values, jnp.float32(1), own))
-            merged_ref[block, head, row, whole] = (sums.out / sums.weight).astype(dtype)
+            out, weight, _ = lax.fori_loop(0, rounds, add_some, (values, jnp.float32(1), own))
+            merged_ref[block, head, row, whole] = (out / weight).astype(dtype)
 
     outputs = [jax.ShapeDtypeStruct((num_blocks, kv_heads, rows, columns), dtype)]
     kernel = launch("merge_splits", body, outputs, [], warpgroups=1, blocks_per_core=MERGE_BLOCKS)

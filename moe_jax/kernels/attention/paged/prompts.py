@@ -13,7 +13,7 @@ cost       A page crosses memory once for each block of 128 / G queries, from L2
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,12 +22,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from moe_jax.kernels.attention.mosaic.consumer import BLOCK_M, Consumer, Scratch, Sums, n_blocks
+from moe_jax.kernels.attention.mosaic.consumer import BLOCK_M, Consumer, Scratch, n_blocks
 from moe_jax.kernels.attention.mosaic.masks import BlockSteps, Mask
 from moe_jax.kernels.attention.mosaic.warpgroups import LOG2_E, ROWS, TileScheduler, WorkTile, broadcast_columns, launch
 from moe_jax.kernels.attention.paged import PAGE_SIZE
 from moe_jax.kernels.attention.paged.blocks import PagedQueries, RowPages, most_blocks, query_blocks, window_operand
-from moe_jax.kernels.attention.paged.items import BlockPages, block_pages
+from moe_jax.kernels.attention.paged.items import block_pages
+from moe_jax.kernels.hopper.launch import Named
 from moe_jax.kernels.hopper.pipeline import WGMMA_ROWS
 
 
@@ -55,10 +56,10 @@ def attend_prompts(
     scheduler = TileScheduler(1, kv_heads, kv_heads, len(blocks.position), "last", bytes_per_kv_head=None)
     pages_of_block = n_blocks(key_dim, value_dim).block // PAGE_SIZE
     scratch = Scratch.of(q.dtype, key_dim, value_dim, q_copies=block_tokens, copies=pages_of_block)
-    inputs = _Inputs(block_pages(blocks, row_pages), blocks.tokens, q, keys, values)
+    inputs = Named(of_blocks=block_pages(blocks, row_pages), tokens=blocks.tokens, q=q, k=keys, v=values)
     out = jax.ShapeDtypeStruct((tokens, kv_heads, group, value_dim), q.dtype)
 
-    def kernel(inputs: _Inputs, out_ref, scratch: Scratch) -> None:
+    def kernel(inputs: Named, out_ref, scratch: Scratch) -> None:
         block = _Block(inputs, out_ref, scratch, scale * LOG2_E)
         scratch.run(scheduler, block.load_tile, block.consume_tile)
 
@@ -78,20 +79,11 @@ def most_tiles(rows: int, tokens: int, kv_heads: int, group: int) -> int:
     return most_blocks(rows, tokens, BLOCK_M // group) * kv_heads
 
 
-class _Inputs(NamedTuple):
-    of_blocks: BlockPages
-    tokens: Any
-    """`QueryBlocks.tokens`."""
-    q: Any
-    k: Any
-    v: Any
-
-
 @dataclass(frozen=True)
 class _Block:
     """A thread block's work on each of its tiles."""
 
-    inputs: _Inputs
+    inputs: Named
     out: Any
     scratch: Scratch
     scale_log2: float
@@ -99,7 +91,8 @@ class _Block:
 
     def load_tile(self, number, tile: WorkTile, first_step):
         """Returns the number of steps so far."""
-        (of_blocks, tokens, q, k, v), scratch = self.inputs, self.scratch
+        inputs, scratch = self.inputs, self.scratch
+        of_blocks, tokens, q, k, v = inputs.of_blocks, inputs.tokens, inputs.q, inputs.k, inputs.v
         steps = self._steps(tile)
         scratch.q_pipe.acquire(number)
         for i in range(tokens.shape[1]):
@@ -125,8 +118,8 @@ class _Block:
     def consume_tile(self, warpgroup, _, tile: WorkTile, first_step):
         """Returns the number of steps so far."""
         steps = self._steps(tile)
-        sums = Consumer(self.scratch, self.scale_log2, warpgroup, steps, first_step).run(self._mask(tile, warpgroup))
-        self._store(warpgroup, tile, sums)
+        o, row_scale = Consumer(self.scratch, self.scale_log2, warpgroup, steps, first_step).run(self._mask(tile, warpgroup))
+        self._store(warpgroup, tile, o, row_scale.scale)
         return first_step + steps.total
 
     def _steps(self, tile: WorkTile) -> BlockSteps:
@@ -153,12 +146,12 @@ class _Block:
         first_key = plgpu.layout_cast(jnp.zeros(WGMMA_ROWS, jnp.int32), ROWS) if window is None else last_key - window + 1
         return Mask.of_interval(first_key, last_key, 0)
 
-    def _store(self, warpgroup, tile: WorkTile, sums: Sums) -> None:
+    def _store(self, warpgroup, tile: WorkTile, o, scale) -> None:
         """Writes the rows of each of the warpgroup's queries; places that are not used are left out."""
         scratch, tokens = self.scratch, self.inputs.tokens
         own_tokens = WGMMA_ROWS // self.inputs.q.shape[2]
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        scratch.out[warpgroup] = (sums.o * broadcast_columns(sums.scale.scale, sums.o.shape)).astype(scratch.out.dtype)
+        scratch.out[warpgroup] = (o * broadcast_columns(scale, o.shape)).astype(scratch.out.dtype)
         plgpu.commit_smem()
         for i in range(own_tokens):
             token = tokens[tile.block, warpgroup * own_tokens + i]

@@ -15,19 +15,21 @@ from typing import NamedTuple
 import jax.numpy as jnp
 
 from moe_jax.kernels.experts import backends
-from moe_jax.kernels.experts.choose_backend import is_named, resolve_backend
+from moe_jax.kernels.experts.backends import is_named, resolve_backend
+from moe_jax.kernels.experts.fp8.precision import Kept, Precision
 from moe_jax.kernels.experts.fp8.quantise import refusal
 
 _logger = logging.getLogger(__name__)
 
 
-class Fp8Backend(NamedTuple):
-    """The backends of one call, by name."""
+class Fp8Options(NamedTuple):
+    """The static choices of one call: its backends, by name, and the form of h between its passes."""
 
     sums: str
     """The backend of `experts.backends` that gathers, combines and computes the weights' gradients."""
     matmuls: str
     """The implementation of the FP8 matmuls."""
+    kept: Kept = "bf16"
 
     @property
     def row_alignment(self) -> int:
@@ -35,15 +37,20 @@ class Fp8Backend(NamedTuple):
         return math.lcm(backends.implementation(self.sums).ROW_ALIGNMENT, implementation(self.matmuls).ROW_ALIGNMENT)
 
 
-def resolve_fp8_backend(name: str | None, dtype: jnp.dtype, hidden: int, inter: int) -> Fp8Backend:
-    """Returns the backends for a name as `resolve_backend` takes it.
+def resolve_fp8_backend(
+    name: str | None, dtype: jnp.dtype, hidden: int, inter: int, precision: Precision | None = None
+) -> Fp8Options:
+    """Returns the choices for a name as `resolve_backend` takes it.
 
     The matmuls run on the kernels of the same name. Without a name they run on "xla" where these refuse. The choice is logged
     once.
 
     Raises:
-        ValueError: what `resolve_backend` raises, experts that FP8 does not take, or a named backend without FP8 here.
+        ValueError: what `resolve_backend` raises, experts that FP8 does not take, or a named backend without FP8 here. Also a
+            `precision` of another type.
     """
+    if not isinstance(precision, Precision | None):
+        raise ValueError(f"precision must be None or a Precision, as Precision(); got {precision!r}")
     if (reason := refusal(dtype, hidden, inter)) is not None:
         raise ValueError(f"precision: FP8 does not take these experts: {reason}")
     sums = matmuls = resolve_backend(name, dtype, hidden, inter)
@@ -53,12 +60,12 @@ def resolve_fp8_backend(name: str | None, dtype: jnp.dtype, hidden: int, inter: 
             raise ValueError(f"precision: backend {sums!r} has no FP8 here: {reason}")
         matmuls = "xla"
     _announce(matmuls, sums, reason)
-    return Fp8Backend(sums, matmuls)
+    return Fp8Options(sums, matmuls, "bf16" if precision is None else precision.kept)
 
 
 @functools.cache
 def implementation(matmuls: str) -> ModuleType:
-    """Returns the module of `Fp8Backend.matmuls`, imported on first use as by `experts.backends.implementation`."""
+    """Returns the module of `Fp8Options.matmuls`, imported on first use as by `experts.backends.implementation`."""
     return import_module(f"moe_jax.kernels.experts.fp8.{matmuls}")
 
 

@@ -22,7 +22,7 @@ from jaxtyping import Array, BFloat16, Float
 
 from moe_jax.kernels.experts.fp8.backends import implementation, resolve_fp8_backend
 from moe_jax.kernels.experts.fp8.quantise import GROUP, QuantisedMatrices, quantise_matrices, transposed
-from moe_jax.kernels.varying import refuse_explicit_axes, vary_alike
+from moe_jax.kernels.shapes import refuse_explicit_axes, vary_alike
 
 
 class DenseCopies(NamedTuple):
@@ -62,7 +62,7 @@ def fp8_matmul(
     if copies.rounded is not None and tuple(copies.rounded.values.shape) not in (tuple(w.shape), filled):
         raise ValueError(f"copies must be of w, {list(w.shape)}; got {list(copies.rounded.values.shape)}")
     refuse_explicit_axes(x=x, w=w)
-    return _matmul(_Options(matmuls, w.shape[0], w.dtype), *vary_alike((x, w, copies)))
+    return _matmul((matmuls, w.shape[0], w.dtype), *vary_alike((x, w, copies)))
 
 
 def dense_copies(w: Float[Array, "*stack out in"]) -> DenseCopies:
@@ -71,33 +71,26 @@ def dense_copies(w: Float[Array, "*stack out in"]) -> DenseCopies:
     return DenseCopies(rounded, transposed(rounded))
 
 
-class _Options(NamedTuple):
-    """The static choices of a call."""
-
-    matmuls: str
-    out: int
-    dtype: jnp.dtype
-    """The matrix's."""
-
-
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _matmul(options: _Options, x: Array, w: Array, copies: DenseCopies) -> Array:
-    return _multiply(x, _rounded(w, copies), options.out, options.matmuls)
+def _matmul(options: tuple[str, int, jnp.dtype], x: Array, w: Array, copies: DenseCopies) -> Array:
+    """`options`: the backend, and w's first length and dtype."""
+    matmuls, out, _ = options
+    return _multiply(x, _rounded(w, copies), out, matmuls)
 
 
-def _matmul_forward(options: _Options, x: Array, w: Array, copies: DenseCopies):
+def _matmul_forward(options: tuple[str, int, jnp.dtype], x: Array, w: Array, copies: DenseCopies):
     # The backward pass rounds the matrix again if there are no copies: a layer that kept them would keep a byte a parameter.
     kept = w if copies.rounded is None else None
     return _matmul(options, x, w, copies), (x, kept, copies)
 
 
-def _matmul_backward(options: _Options, residuals: tuple[Array, Array | None, DenseCopies], dy: Array):
-    x, w, copies = residuals
+def _matmul_backward(options: tuple[str, int, jnp.dtype], residuals: tuple[Array, Array | None, DenseCopies], dy: Array):
+    (x, w, copies), (matmuls, _, dtype) = residuals, options
     w_transposed = transposed(_rounded(w, copies)) if copies.transposed is None else copies.transposed
-    dx = _multiply(dy, w_transposed, x.shape[-1], options.matmuls)
+    dx = _multiply(dy, w_transposed, x.shape[-1], matmuls)
     leading = tuple(range(x.ndim - 1))
     # Leading axes stay apart: over one axis of all tokens XLA would sum in another order than without FP8.
-    dw = lax.dot_general(dy, x, ((leading, leading), ((), ()))).astype(options.dtype)
+    dw = lax.dot_general(dy, x, ((leading, leading), ((), ()))).astype(dtype)
     return dx, dw, None
 
 

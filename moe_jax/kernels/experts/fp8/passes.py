@@ -13,20 +13,25 @@ for dw_gate_up then takes its rounded numbers, values * scales in bf16.
 """
 
 import dataclasses
-from typing import NamedTuple, Self
+from types import ModuleType
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, BFloat16, Float
 
 from moe_jax.kernels.experts import backends
-from moe_jax.kernels.experts.activation import SILU, Activation
 from moe_jax.kernels.experts.backends import OuterPart
-from moe_jax.kernels.experts.fp8.backends import implementation, resolve_fp8_backend
-from moe_jax.kernels.experts.fp8.precision import Kept, Precision
+from moe_jax.kernels.experts.fp8.backends import implementation
 from moe_jax.kernels.experts.fp8.quantise import InFp8, QuantisedRows, dequantised_rows, keep_h, quantise_matrices, read_h
 from moe_jax.kernels.experts.routing import Plan, rows_of_pairs
-from moe_jax.kernels.experts.separate_vjps import GateUp, Hidden, PartGradients, token_sums_of_shares, weight_of_row
+from moe_jax.kernels.experts.separate_vjps import (
+    ExpertsOptions,
+    GateUp,
+    Hidden,
+    PartGradients,
+    token_sums_of_shares,
+    weight_of_row,
+)
 from moe_jax.kernels.experts.weights import ExpertWeights
 
 
@@ -38,39 +43,20 @@ def quantise_experts(
     return gate_up.in_both_orders(), down.in_both_orders()
 
 
-class Fp8Options(NamedTuple):
-    """The static choices of a call."""
-
-    matmuls: str
-    """`Fp8Backend.matmuls`."""
-    sums: str
-    """`Fp8Backend.sums`."""
-    row_alignment: int
-    kept: Kept
-
-    @classmethod
-    def of(cls, precision: Precision, backend: str | None, dtype: jnp.dtype, hidden: int, inter: int) -> Self:
-        """Chooses the backends of a call; arguments and errors as of `resolve_fp8_backend`."""
-        if not isinstance(precision, Precision):
-            raise ValueError(f"precision must be None or a Precision, as Precision(); got {precision!r}")
-        chosen = resolve_fp8_backend(backend, dtype, hidden, inter)
-        return cls(chosen.matmuls, chosen.sums, chosen.row_alignment, precision.kept)
-
-
 def gate_up_in_fp8(
     x: BFloat16[Array, "tokens hidden"] | QuantisedRows,
     w_gate_up: InFp8,
     plan: Plan,
-    options: Fp8Options,
+    options: ExpertsOptions,
     *,
     for_backward: bool,
-    activation: Activation = SILU,
 ) -> GateUp:
     """Computes the gate-up step; h is None without a backward pass."""
-    matmuls, plan = implementation(options.matmuls), plan_of_matrices(plan, w_gate_up)
+    matmuls, plan = _matmuls(options), plan_of_matrices(plan, w_gate_up)
     rows = matmuls.rows_of_rounded(x, plan) if isinstance(x, QuantisedRows) else matmuls.rows_of_tokens(x, plan)
-    h, act = matmuls.gated_matmul(rows, w_gate_up.rounded, plan, keep_h=for_backward, activation=activation)
-    return GateUp(act, None if h is None else keep_h(h, options.kept))
+    h, act = matmuls.gated_matmul(rows, w_gate_up.rounded, plan, keep_h=for_backward, activation=options.activation)
+    assert options.fp8 is not None
+    return GateUp(act, None if h is None else keep_h(h, options.fp8.kept))
 
 
 def down_in_fp8(
@@ -78,41 +64,45 @@ def down_in_fp8(
     w_down: InFp8,
     weights: Float[Array, "tokens k"],
     plan: Plan,
-    options: Fp8Options,
+    options: ExpertsOptions,
     shares: int | None = None,
 ) -> list[Array]:
     """Returns y, one array per share of the tokens."""
-    rows = implementation(options.matmuls).grouped_matmul(act, w_down.rounded, plan_of_matrices(plan, w_down))
-    return token_sums_of_shares(rows, plan, weights, options.sums, shares)
+    rows = _matmuls(options).grouped_matmul(act, w_down.rounded, plan_of_matrices(plan, w_down))
+    return token_sums_of_shares(rows, plan, weights, options.backend, shares)
 
 
 def gradients_in_fp8(
-    options: Fp8Options,
+    options: ExpertsOptions,
     experts: ExpertWeights,
     x: BFloat16[Array, "tokens hidden"] | QuantisedRows,
     weights: Float[Array, "tokens k"],
     hidden: Hidden,
     dy: BFloat16[Array, "tokens hidden"],
     shares: int | None,
-    activation: Activation = SILU,
 ) -> PartGradients:
     """Computes the gradients of the inputs in FP8, and gathers the bf16 operands of the matrices' gradients."""
     plan, w_gate_up, w_down = hidden.plan, experts.gate_up.in_fp8, experts.down.in_fp8
     assert w_gate_up is not None and w_down is not None
-    matmuls, of_matrices = implementation(options.matmuls), plan_of_matrices(plan, w_down)
+    matmuls, of_matrices = _matmuls(options), plan_of_matrices(plan, w_down)
     gate_up, down = w_gate_up.in_both_orders().transposed, w_down.in_both_orders().transposed
-    dh, dh_bf16, weighted_act, dweight_of_row = matmuls.gated_matmul_backward(
-        matmuls.rows_of_tokens(dy, of_matrices), down, read_h(hidden.h), weight_of_row(weights, plan), of_matrices, activation
-    )
+    rows, h, weight = matmuls.rows_of_tokens(dy, of_matrices), read_h(hidden.h), weight_of_row(weights, plan)
+    found = matmuls.gated_matmul_backward(rows, down, h, weight, of_matrices, options.activation)
+    dh, dh_bf16, weighted_act, dweight_of_row = found
     dx_rows = matmuls.grouped_matmul(dh, gate_up, of_matrices)
-    sums = backends.implementation(options.sums)
+    sums = backends.implementation(options.backend)
     x = dequantised_rows(x).astype(jnp.bfloat16) if isinstance(x, QuantisedRows) else x
     (dy_rows, of_dy), (x_rows, of_x) = sums.rows_of_tokens(dy, plan), sums.rows_of_tokens(x, plan)
     return PartGradients(
-        token_sums_of_shares(dx_rows, plan, None, options.sums, shares),
+        token_sums_of_shares(dx_rows, plan, None, options.backend, shares),
         rows_of_pairs(dweight_of_row, plan).astype(weights.dtype),
         (OuterPart(dh_bf16, x_rows, plan, None, of_x), OuterPart(dy_rows, weighted_act, plan, of_dy, None)),
     )
+
+
+def _matmuls(options: ExpertsOptions) -> ModuleType:
+    assert options.fp8 is not None
+    return implementation(options.fp8.matmuls)
 
 
 def plan_of_matrices(plan: Plan, w: InFp8) -> Plan:

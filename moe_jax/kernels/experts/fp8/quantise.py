@@ -21,7 +21,7 @@ from jax import lax
 from jaxtyping import Array, BFloat16, Float, Float8e4m3fn, Shaped
 
 from moe_jax.kernels.experts.fp8.precision import Kept
-from moe_jax.kernels.varying import vary_as
+from moe_jax.kernels.shapes import vary_as
 
 GROUP = 128
 """Numbers of a row that share a scale, and rows and columns of a block of a matrix."""

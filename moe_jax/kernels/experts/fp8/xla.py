@@ -5,17 +5,15 @@ A sum goes through k in groups of 128, from the first to the last. A group's pro
 once for each 128 numbers.
 """
 
-from typing import NamedTuple
-
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, BFloat16, Float, Float8e4m3fn
+from jaxtyping import Array, BFloat16, Float
 
 from moe_jax.kernels.experts import xla
 from moe_jax.kernels.experts.activation import SILU, Activation
 from moe_jax.kernels.experts.fp8.quantise import GROUP, QuantisedMatrices, QuantisedRows, quantise_rows
 from moe_jax.kernels.experts.routing import Plan, of_own_layer
-from moe_jax.kernels.varying import vary_as
+from moe_jax.kernels.shapes import vary_as
 
 ROW_ALIGNMENT = 1
 """The row_alignment of plans for this backend; it computes plans of any other alignment too."""
@@ -60,21 +58,8 @@ def grouped_matmul(rows: QuantisedRows, w: QuantisedMatrices, plan: Plan) -> BFl
 def matmul_of_tokens(x: BFloat16[Array, "tokens k"], w: QuantisedMatrices) -> BFloat16[Array, "tokens out"]:
     """Computes x w^T for one matrix, w [out, k]; tokens are rounded."""
     rows = quantise_rows(x)
-    block = _Blocks(rows.values[None], rows.scales.T[None])
+    block = rows.values[None], rows.scales.T[None]
     return _multiply(block, QuantisedMatrices(w.values[None], w.scales[None]))[0].astype(jnp.bfloat16)
-
-
-class Fp8Backward(NamedTuple):
-    """The results of `gated_matmul_backward`."""
-
-    dh: QuantisedRows
-    """The gradient to h, rounded from the f32 numbers."""
-    dh_bf16: BFloat16[Array, "rows 2*inter"]
-    """The same gradient for the weights' gradient."""
-    weighted_act: BFloat16[Array, "rows inter"]
-    """weight_of_row * act, which the gradient of w_down needs."""
-    dweight_of_row: Float[Array, "rows"]
-    """The gradient to each row's weight, in f32."""
 
 
 def gated_matmul_backward(
@@ -84,26 +69,23 @@ def gated_matmul_backward(
     weight_of_row: Float[Array, "rows"],
     plan: Plan,
     activation: Activation = SILU,
-) -> Fp8Backward:
+) -> tuple[QuantisedRows, Array, Array, Array]:
     """Computes gradients from the gradient dy of y = sum_k weight * w_down act, where act = activation(gate, up).
 
     With g = w_down[e]^T dy in f32 and the row's weight v, the gradient to act is v * g, and dweight = <g, act>.
+
+    Returns:
+        dh, rounded from the f32 numbers. dh in bf16, for the gradient of w_gate_up. weight * act in bf16, for that of w_down.
+        The gradient to each row's weight, in f32.
     """
     g = _grouped_sums(dy, w_down_transposed, plan)
     gate, up = jnp.split(h.astype(jnp.float32), 2, axis=1)
     v = weight_of_row.astype(jnp.float32)[:, None]
     act, pullback = activation.vjp(gate, up)
     dh = jnp.concatenate(pullback(v * g), axis=1)
-    return Fp8Backward(
+    return (
         quantise_rows(dh), dh.astype(jnp.bfloat16), (v * act).astype(jnp.bfloat16), jnp.sum(g * act, axis=1)
     )  # fmt: skip
-
-
-class _Blocks(NamedTuple):
-    """Rows of one block for each of several experts."""
-
-    values: Float8e4m3fn[Array, "blocks height k"]
-    scales: Float[Array, "blocks height k/128"]
 
 
 def _grouped_sums(rows: QuantisedRows, w: QuantisedMatrices, plan: Plan) -> Float[Array, "rows out"]:
@@ -113,17 +95,18 @@ def _grouped_sums(rows: QuantisedRows, w: QuantisedMatrices, plan: Plan) -> Floa
         return jnp.zeros((0, out), jnp.float32)
     take_values, take_scales = xla.taker(rows.values, None, num_rows), xla.taker(rows.scales.T, None, num_rows)
 
-    def take(starts: Array, ends: Array, height: int) -> _Blocks:
-        return _Blocks(take_values(starts, ends, height), take_scales(starts, ends, height))
+    def take(starts: Array, ends: Array, height: int) -> tuple[Array, Array]:
+        return take_values(starts, ends, height), take_scales(starts, ends, height)
 
     # A row has a total and a group's sum in f32, and its values in bf16.
     workspace = xla.Workspace(matrix=3 * out * k, cast=2 * out * k, row=8 * out + 3 * k)
     return xla.multiply_by_experts(take, w, _multiply, plan, workspace)
 
 
-def _multiply(blocks: _Blocks, w: QuantisedMatrices) -> Float[Array, "blocks height out"]:
-    """Multiplies each block of rows with one expert's matrix."""
-    groups = blocks.scales.shape[-1]
+def _multiply(blocks: tuple[Array, Array], w: QuantisedMatrices) -> Float[Array, "blocks height out"]:
+    """Multiplies each block of rows, values [blocks, height, k] and scales [.., k/128], with one expert's matrix."""
+    rows, row_scales = blocks
+    groups = row_scales.shape[-1]
 
     def add_group(total: Array, group: tuple[Array, Array, Array, Array]) -> tuple[Array, None]:
         values, scales, w_values, w_scales = group
@@ -136,10 +119,10 @@ def _multiply(blocks: _Blocks, w: QuantisedMatrices) -> Float[Array, "blocks hei
         return jnp.moveaxis(a.reshape(*a.shape[:2], groups, width), 2, 0)
 
     operands = (
-        by_group(blocks.values, GROUP),
-        by_group(blocks.scales, 1)[..., 0],
+        by_group(rows, GROUP),
+        by_group(row_scales, 1)[..., 0],
         by_group(w.values, GROUP),
         by_group(w.scales, 1)[..., 0],
     )
-    start = vary_as(jnp.zeros((*blocks.values.shape[:2], w.values.shape[1]), jnp.float32), operands)
+    start = vary_as(jnp.zeros((*rows.shape[:2], w.values.shape[1]), jnp.float32), operands)
     return jax.lax.scan(add_group, start, operands)[0]

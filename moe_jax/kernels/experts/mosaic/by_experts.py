@@ -19,7 +19,7 @@ Kernel `grouped_outer`:
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,9 +31,9 @@ from jaxtyping import Array, Float
 from moe_jax.kernels.experts.mosaic.tile_order import coord_in_order, rows_in_group
 from moe_jax.kernels.experts.routing import Plan
 from moe_jax.kernels.hopper.interpreter import add_to_memory
-from moe_jax.kernels.hopper.launch import launch, operand_transforms
+from moe_jax.kernels.hopper.launch import Named, launch, operand_transforms
 from moe_jax.kernels.hopper.mainloop import ROW_ALIGNMENT, STEP, TileProgram, TileShape, run_tiles
-from moe_jax.kernels.hopper.pipeline import CONSUMERS, WGMMA_ROWS, Pipeline
+from moe_jax.kernels.hopper.pipeline import CONSUMERS, WGMMA_ROWS
 
 
 class OuterOperands(NamedTuple):
@@ -42,40 +42,6 @@ class OuterOperands(NamedTuple):
     a: Float[Array, "rows m"]
     b: Float[Array, "rows n"]
     plan: Plan
-
-
-class OuterInputs(NamedTuple):
-    """Arrays that the kernel reads, one of each for each part."""
-
-    offsets: list[Any]
-    """`Plan.offsets`."""
-    a: list[Any]
-    b: list[Any]
-    first_matrix: Any
-    """[1]: the place of expert 0 in a stack of accumulators; None without a stack."""
-
-
-class OuterCoord(NamedTuple):
-    """Coordinates of a tile, and of the rows of its expert."""
-
-    matrix: Any
-    """The place of the expert's result."""
-    first_rows: list[Any]
-    """First row of the expert, for each part."""
-    steps_to: list[Any]
-    """Steps of the parts before each part; the last entry is the number of all steps."""
-    row: Any
-    column: Any
-
-
-class OuterScratch(NamedTuple):
-    """Shared memory. Swizzled buffers come first: each starts at a multiple of 1024 bytes."""
-
-    a: Any
-    b: Any
-    out: Any
-    """[consumers, 2, 64, chunk]: chunks on their way to memory."""
-    pipe: Pipeline
 
 
 def outer(
@@ -100,7 +66,7 @@ def outer(
     group = rows_in_group((m, n), a.dtype)
     accumulates = accumulate_into is not None
 
-    def body(inputs: OuterInputs, out_ref, scratch: OuterScratch):
+    def body(inputs: Named, out_ref, scratch: Named):
         def locate(index):
             expert = lax.div(index, jnp.int32(row_tiles * column_tiles))
             in_expert = lax.rem(index, jnp.int32(row_tiles * column_tiles))
@@ -111,7 +77,9 @@ def outer(
                 first_rows.append(first)
                 steps_to.append(steps_to[-1] + lax.div(offsets[expert + 1] - first, jnp.int32(STEP)))
             matrix = expert if inputs.first_matrix is None else expert + inputs.first_matrix[0]
-            return steps_to[-1], OuterCoord(matrix, first_rows, steps_to, row * tile.rows, column * tile.columns)
+            return steps_to[-1], Named(
+                matrix=matrix, first_rows=first_rows, steps_to=steps_to, row=row * tile.rows, column=column * tile.columns
+            )
 
         program = TileProgram(
             locate=locate,
@@ -123,22 +91,26 @@ def outer(
 
     chunk = _chunk(dtype)
     operand, result = operand_transforms(a.dtype), operand_transforms(dtype, chunk)
-    scratch = OuterScratch(
+    scratch = Named(
         a=plgpu.SMEM((tile.stages, STEP, tile.rows), a.dtype, transforms=operand),
         b=plgpu.SMEM((tile.stages, STEP, tile.columns), a.dtype, transforms=operand),
+        # Chunks on their way to memory.
         out=plgpu.SMEM((CONSUMERS, 2, WGMMA_ROWS, chunk), dtype, transforms=result),
         pipe=tile.pipeline(copies=2),
     )
     outputs = [] if accumulates else [jax.ShapeDtypeStruct((plan.num_experts, m, n), dtype)]
     kernel = launch("grouped_outer", body, outputs, [scratch], warpgroups=CONSUMERS + 1, in_place=accumulates)
     first_matrix = plan.in_stack(jnp.zeros(1, jnp.int32)) if accumulates and plan.layer is not None else None
-    inputs = OuterInputs(
-        [part.plan.offsets for part in parts], [part.a for part in parts], [part.b for part in parts], first_matrix
+    inputs = Named(
+        offsets=[part.plan.offsets for part in parts],
+        a=[part.a for part in parts],
+        b=[part.b for part in parts],
+        first_matrix=first_matrix,
     )
     return kernel(inputs, *([accumulate_into] if accumulates else []))[0]
 
 
-def _load(inputs: OuterInputs, scratch: OuterScratch, tile: TileShape, step, full_barrier, _) -> None:
+def _load(inputs: Named, scratch: Named, tile: TileShape, step, full_barrier, _) -> None:
     """Starts the copies of one step: 64 rows of a and of b."""
     coord, k, slot = step
 
@@ -156,7 +128,7 @@ def _load(inputs: OuterInputs, scratch: OuterScratch, tile: TileShape, step, ful
         pl.when((k >= coord.steps_to[i]) & (k < coord.steps_to[i + 1]))(partial(load_from, i))
 
 
-def _multiply(scratch: OuterScratch, tile: TileShape, accumulator, step, warpgroup) -> None:
+def _multiply(scratch: Named, tile: TileShape, accumulator, step, warpgroup) -> None:
     """Issues the wgmma of a warpgroup's rows and columns of one step."""
     a = scratch.a.at[step.slot, :, pl.ds(tile.first_row(warpgroup), tile.warpgroup_rows)]
     first_column = tile.column_block(warpgroup) * tile.warpgroup_columns
@@ -164,7 +136,7 @@ def _multiply(scratch: OuterScratch, tile: TileShape, accumulator, step, warpgro
     plgpu.wgmma(accumulator, a.transpose((1, 0)), b)
 
 
-def _store(out_ref, scratch: OuterScratch, tile: TileShape, accumulator, coord, warpgroup, *, accumulates: bool) -> None:
+def _store(out_ref, scratch: Named, tile: TileShape, accumulator, coord, warpgroup, *, accumulates: bool) -> None:
     """Stores a warpgroup's sums in chunks of 64 rows, or adds them to what is there."""
     first_row = coord.row + tile.first_row(warpgroup)
     first_column = coord.column + tile.column_block(warpgroup) * tile.warpgroup_columns

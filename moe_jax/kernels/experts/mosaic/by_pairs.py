@@ -19,7 +19,6 @@ Kernels `gated_matmul_of_pairs` and `matmul_of_pairs`, with k steps of `step` = 
 
 import math
 from functools import partial
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,9 +29,9 @@ from jaxtyping import Array, Float, Int
 
 from moe_jax.kernels.experts.activation import SILU, Activation
 from moe_jax.kernels.hopper.interpreter import is_interpreted, operand_staging, wgmma_registers
-from moe_jax.kernels.hopper.launch import launch, operand_transforms, store
+from moe_jax.kernels.hopper.launch import Named, launch, operand_transforms, store
 from moe_jax.kernels.hopper.mainloop import STEP, TileProgram, TileShape, run_tiles
-from moe_jax.kernels.hopper.pipeline import CONSUMERS, SHARED_MEMORY, WGMMA_ROWS, Pipeline
+from moe_jax.kernels.hopper.pipeline import CONSUMERS, SHARED_MEMORY, WGMMA_ROWS
 
 COLUMNS = 32
 """Rows of w that a tile reads; a multiple of 16, because gate and up have half of them each."""
@@ -80,29 +79,6 @@ def experts_of_pairs(
     return _matmul_of_pairs("matmul_of_pairs", act, w_down, experts, 1, None)
 
 
-class PairCoord(NamedTuple):
-    """A tile: columns of one pair."""
-
-    pair: Any
-    column: Any
-    expert: Any
-    """0 if the pair has no expert; the tile has no steps then."""
-
-
-class PairScratch(NamedTuple):
-    """Shared memory."""
-
-    w: Any
-    """[stages, COLUMNS, step]."""
-    row: Any
-    """[consumers, summands]: the row of the pair that a consumer works on."""
-    out: Any
-    """[consumers, 64, COLUMNS]: a tile's sums, all 64 rows alike, of which one is stored."""
-    pipe: Pipeline
-    staging: Any
-    """For the interpreter; None on a GPU."""
-
-
 def _matmul_of_pairs(
     name: str,
     rows: Float[Array, "sources in"],
@@ -124,13 +100,13 @@ def _matmul_of_pairs(
     stages = min((SHARED_MEMORY - CONSUMERS * (row_bytes + out_bytes) - RESERVED) // slot_bytes, MOST_STAGES)
     tile = TileShape(WGMMA_ROWS, COLUMNS, stages, ping_pong=True)
 
-    def body(experts_ref, rows_ref, w_ref, out_ref, scratch: PairScratch):
+    def body(experts_ref, rows_ref, w_ref, out_ref, scratch: Named):
         def locate(index):
             pair, column_tile = lax.div(index, jnp.int32(column_tiles)), lax.rem(index, jnp.int32(column_tiles))
             expert = experts_ref[pair]
             is_expert = (expert >= 0) & (expert < num_experts)
             steps = jnp.where(is_expert, jnp.int32(summands // step_size), 0)
-            return steps, PairCoord(pair, column_tile * tile_columns, jnp.where(is_expert, expert, 0))
+            return steps, Named(pair=pair, column=column_tile * tile_columns, expert=jnp.where(is_expert, expert, 0))
 
         def load(step, full_barrier, _):
             first = step.coord.column
@@ -160,11 +136,14 @@ def _matmul_of_pairs(
         )
         run_tiles(num_pairs * column_tiles, program, tile, scratch.pipe)
 
-    scratch = PairScratch(
+    scratch = Named(
         w=plgpu.SMEM((stages, COLUMNS, step_size), dtype, transforms=operand_transforms(dtype)),
+        # The row of the pair that a consumer works on.
         row=plgpu.SMEM((CONSUMERS, summands), dtype),
+        # A tile's sums, all 64 rows alike, of which one is stored.
         out=plgpu.SMEM((CONSUMERS, WGMMA_ROWS, COLUMNS), dtype),
         pipe=tile.pipeline(copies=2),
+        # For the interpreter; None on a GPU.
         staging=operand_staging((CONSUMERS, WGMMA_ROWS, step_size), dtype),
     )
     outputs = [jax.ShapeDtypeStruct((num_pairs, columns), dtype)]
@@ -173,7 +152,7 @@ def _matmul_of_pairs(
     return kernel(experts, rows, w)[0]
 
 
-def _multiply(scratch: PairScratch, step_size: int, accumulator, step, warpgroup) -> None:
+def _multiply(scratch: Named, step_size: int, accumulator, step, warpgroup) -> None:
     """Issues the wgmma of one step, with the pair's row in each of the 64 rows of the left operand."""
     summands = plgpu.load(scratch.row.at[warpgroup, pl.ds(step.k * step_size, step_size)], layout=plgpu.Layout.WGMMA.reduce(0))
     row = plgpu.layout_cast(lax.broadcast_in_dim(summands, (WGMMA_ROWS, step_size), (1,)), plgpu.Layout.WGMMA)

@@ -44,12 +44,11 @@ from moe_jax.kernels.experts.mosaic.chosen_rows import (
     store_rows,
     stored_rows,
 )
-from moe_jax.kernels.experts.mosaic.row_tiles import TileCoord, row_tiles
-from moe_jax.kernels.experts.mosaic.tile_order import rows_in_group
+from moe_jax.kernels.experts.mosaic.tile_order import TileCoord, row_tiles, rows_in_group
 from moe_jax.kernels.experts.routing import Plan
-from moe_jax.kernels.hopper.launch import launch, operand_transforms
+from moe_jax.kernels.hopper.launch import Named, launch, operand_transforms
 from moe_jax.kernels.hopper.mainloop import ROW_ALIGNMENT, STEP, TileProgram, TileShape, run_tiles
-from moe_jax.kernels.hopper.pipeline import CONSUMERS, MATMUL_REGISTERS, WGMMA_ROWS, Pipeline, Registers
+from moe_jax.kernels.hopper.pipeline import CONSUMERS, MATMUL_REGISTERS, WGMMA_ROWS, Registers
 from moe_jax.kernels.hopper.row_copies import (
     initialize,
     landing_barriers,
@@ -134,17 +133,7 @@ class WarpgroupPart(NamedTuple):
     warpgroup: Any
     expert: Any
     stored: Any = None
-    """`StoredRows`; None in `prepare`."""
-
-
-class EpilogueReferences(NamedTuple):
-    """The references that an epilogue reads and writes."""
-
-    outputs: tuple[Any, ...]
-    inputs: Any
-    """`Epilogue.inputs`, a pytree."""
-    scratch: Any
-    """`Epilogue.scratch`, a pytree."""
+    """`chosen_rows.stored_rows`; None in `prepare`."""
 
 
 @dataclass(frozen=True)
@@ -154,11 +143,11 @@ class Epilogue:
     name: str
     """Name of the whole kernel, in profiles."""
     outputs: list[jax.ShapeDtypeStruct]
-    store: Callable[[Any, WarpgroupPart, Callable, EpilogueReferences], None]
+    store: Callable[[Any, WarpgroupPart, Callable, Named], None]
     """(sums of 64 rows in f32, part, write, references). write(output reference, column, values) rounds and stores a chunk."""
     inputs: Any = ()
     scratch: Any = ()
-    prepare: Callable[[WarpgroupPart, EpilogueReferences], None] = lambda part, references: None
+    prepare: Callable[[WarpgroupPart, Named], None] = lambda part, references: None
     """Runs before `store`; for a tile's first rows before its first step, for example to start loads that `store` waits for."""
     staged: int = 2
     """Chunks that `write` keeps in shared memory. With two, one is filled while the other is being stored. 0: none."""
@@ -166,24 +155,16 @@ class Epilogue:
     """Only FP8 kernels choose: the number with which ptxas spills least (promoted.py)."""
 
 
-class EpilogueSteps(NamedTuple):
-    """The functions of a `TileProgram` or `PromotedProgram` that run an epilogue."""
-
-    prologue: Callable[[Any, Any], None]
-    has_rows: Callable[[Any, Any], Any]
-    store_tile: Callable[[Any, Any, Any], None]
-
-
 def epilogue_steps(
     epilogue: Epilogue,
-    references: EpilogueReferences,
+    references: Named,
     out: Any,
     tile: Any,
     plan: Plan,
     chosen: ChosenRows,
     rows_of: Callable[[Any, int], Any],
-) -> EpilogueSteps:
-    """Returns the steps of a kernel's epilogue.
+) -> tuple[Callable, Callable, Callable]:
+    """Returns the prologue, has_rows and epilogue of a `TileProgram` or `PromotedProgram`.
 
     Args:
         out: [consumers, staged, 64, 64], shared memory of chunks on their way to memory.
@@ -225,7 +206,7 @@ def epilogue_steps(
             part, is_of_expert = part_of(coord, warpgroup, row)
             pl.when(is_of_expert)(partial(store, row, part))
 
-    return EpilogueSteps(prologue, lambda coord, warpgroup: part_of(coord, warpgroup, 0)[1], store_tile)
+    return prologue, lambda coord, warpgroup: part_of(coord, warpgroup, 0)[1], store_tile
 
 
 class RowsOperands(NamedTuple):
@@ -241,31 +222,6 @@ class RowsOperands(NamedTuple):
     """The change of the experts of a plan without `layer`. Its rank is a multiple of 64, and its steps come last."""
     bias: Any = None
     """[experts, 2*inter], which `matmul_gated` adds to the sums."""
-
-
-class RowsInputs(NamedTuple):
-    """Arrays that the kernel reads."""
-
-    tiles: tuple[Any, ...]
-    """`RowTiles.arrays`."""
-    operands: RowsOperands
-    chosen: ChosenRows
-    epilogue: Any
-
-
-class RowsScratch(NamedTuple):
-    """Shared memory. Swizzled buffers come first: each starts at a multiple of 1024 bytes."""
-
-    a: Any
-    """[stages, rows, 64]."""
-    w: Any
-    """[stages, columns, 64], or [stages, 64, columns] with `transpose`."""
-    out: Any
-    """[consumers, staged, 64, 64]: chunks on their way to memory."""
-    epilogue: Any
-    pipe: Pipeline
-    landed: Any
-    """Barriers of gathered rows (row_copies.py); None where TMA copies them."""
 
 
 def launch_rows(
@@ -289,11 +245,11 @@ def launch_rows(
     group = rows_in_group((columns, summands), dtype)
     tiles = row_tiles(plan, tile.rows, column_tiles, group)
 
-    def body(inputs: RowsInputs, *references):
+    def body(inputs: Named, *references):
         *output_refs, scratch = references
         if scratch.landed is not None:
             initialize(scratch.landed)
-        epilogue_refs = EpilogueReferences(tuple(output_refs), inputs.epilogue, scratch.epilogue)
+        epilogue_refs = Named(outputs=tuple(output_refs), inputs=inputs.epilogue, scratch=scratch.epilogue)
 
         def locate(index):
             coord = tiles.find(index, *inputs.tiles)
@@ -302,16 +258,18 @@ def launch_rows(
         def rows_of(accumulator, row):
             return accumulator[row : row + WGMMA_ROWS]
 
-        steps = epilogue_steps(epilogue, epilogue_refs, scratch.out, tile, plan, inputs.chosen, rows_of)
+        prologue, has_rows, store_tile = epilogue_steps(
+            epilogue, epilogue_refs, scratch.out, tile, plan, inputs.chosen, rows_of
+        )
         program = TileProgram(
             locate=locate,
             load=partial(_load, inputs.operands, scratch, tile, loaded, transpose=transpose, pairs_halves=pairs_halves),
             multiply=partial(_multiply, scratch, tile, transpose=transpose),
-            epilogue=steps.store_tile,
-            prologue=steps.prologue,
+            epilogue=store_tile,
+            prologue=prologue,
             # Half a tile takes less time than a whole one, and the cores no longer read a large matrix in step. What one core
             # has read from memory has then left the L2 cache when the next core needs it.
-            has_rows=steps.has_rows if group == 1 else lambda coord, warpgroup: True,
+            has_rows=has_rows if group == 1 else lambda coord, warpgroup: True,
         )
         if gathers:
             program = dataclasses.replace(
@@ -324,21 +282,24 @@ def launch_rows(
     gathers = source_of_row is not None
     loaded = loaded_rows(plan, tile.rows, a.shape[0])
     swizzled = operand_transforms(dtype)
-    scratch = RowsScratch(
+    scratch = Named(
         a=plgpu.SMEM((tile.stages, tile.rows, STEP), dtype, transforms=swizzled),
+        # [stages, 64, columns] with `transpose`.
         w=plgpu.SMEM((tile.stages, *((STEP, tile.columns) if transpose else (tile.columns, STEP))), dtype, transforms=swizzled),
+        # Chunks on their way to memory.
         out=plgpu.SMEM((CONSUMERS, epilogue.staged, WGMMA_ROWS, CHUNK), dtype, transforms=swizzled),
         epilogue=epilogue.scratch,
         pipe=tile.pipeline(copies=(0 if gathers else 1) + (2 * tile.column_blocks if pairs_halves else 1)),
+        # Barriers of gathered rows (row_copies.py); None where TMA copies them.
         landed=landing_barriers(tile.stages) if gathers else None,
     )
     kernel = launch(epilogue.name, body, epilogue.outputs, [scratch], warpgroups=CONSUMERS + 1)
-    return kernel(RowsInputs(tiles.arrays, operands, chosen_rows_of(plan), epilogue.inputs))
+    return kernel(Named(tiles=tiles.arrays, operands=operands, chosen=chosen_rows_of(plan), epilogue=epilogue.inputs))
 
 
 def _load(
     operands: RowsOperands,
-    scratch: RowsScratch,
+    scratch: Named,
     tile: TileShape,
     loaded: LoadedRows,
     step,
@@ -375,9 +336,7 @@ def _load(
         pl.when(step.k >= own_steps)(load_change)
 
 
-def _load_columns(
-    w, scratch: RowsScratch, tile: TileShape, step, ks, full_barrier, *, transpose: bool, pairs_halves: bool
-) -> None:
+def _load_columns(w, scratch: Named, tile: TileShape, step, ks, full_barrier, *, transpose: bool, pairs_halves: bool) -> None:
     """Starts the copies of the tile's columns of w, summands `ks`."""
     coord, _, slot = step
     if pairs_halves:
@@ -392,7 +351,7 @@ def _load_columns(
         plgpu.copy_gmem_to_smem(source, scratch.w.at[slot], full_barrier)
 
 
-def _multiply(scratch: RowsScratch, tile: TileShape, accumulator, step, warpgroup, *, transpose: bool) -> None:
+def _multiply(scratch: Named, tile: TileShape, accumulator, step, warpgroup, *, transpose: bool) -> None:
     """Issues the wgmma of a warpgroup's rows and columns of one step."""
     rows = pl.ds(tile.first_row(warpgroup), tile.warpgroup_rows)
     columns = pl.ds(tile.column_block(warpgroup) * tile.warpgroup_columns, tile.warpgroup_columns)

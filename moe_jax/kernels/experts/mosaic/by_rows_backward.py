@@ -18,7 +18,6 @@ Kernel `gated_matmul_backward`, which is by_rows.py's with this epilogue:
 """
 
 import functools
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,27 +29,11 @@ from jaxtyping import Array, Float
 from moe_jax.kernels.experts.activation import SILU, Activation
 from moe_jax.kernels.experts.mosaic.by_rows import CHUNK, Epilogue, RowsOperands, launch_rows
 from moe_jax.kernels.experts.routing import Plan
-from moe_jax.kernels.hopper.launch import operand_transforms
+from moe_jax.kernels.hopper.launch import Named, operand_transforms
 from moe_jax.kernels.hopper.mainloop import TileShape
 from moe_jax.kernels.hopper.pipeline import CONSUMERS, WGMMA_ROWS
 from moe_jax.kernels.low_rank import RowsChange
 from moe_jax.kernels.precision import sum_in_order
-
-
-class ActivationInputs(NamedTuple):
-    """Arrays that the epilogue reads besides the sums."""
-
-    h: Any
-    weight_of_row: Any
-
-
-class BackwardScratch(NamedTuple):
-    """Chunks of h, in whose place their gradients leave."""
-
-    h: Any
-    """[consumers, 2 slots, gate and up, 64, 64]."""
-    loaded: Any
-    """Barriers [consumers, 2 slots]."""
 
 
 @functools.partial(jax.jit, static_argnames=("tile", "activation"))
@@ -75,7 +58,7 @@ def matmul_gated_backward(
 
     def load_chunk(part, chunk, references):
         slot = (part.warpgroup, chunk % 2)
-        h_smem, loaded = references.scratch
+        h_smem, loaded = references.scratch.h, references.scratch.loaded
         for half, source in enumerate(halves_of(references.inputs.h, part, chunk)):
             plgpu.copy_gmem_to_smem(source, h_smem.at[*slot, half], loaded.at[*slot])
 
@@ -87,7 +70,7 @@ def matmul_gated_backward(
 
     def store(sums, part, write, references):
         dh_ref, act_ref, dv_ref = references.outputs
-        h_smem, loaded = references.scratch
+        h_smem, loaded = references.scratch.h, references.scratch.loaded
         layout = plgpu.Layout.WGMMA.reduce(1)
         v = plgpu.load(references.inputs.weight_of_row.at[pl.ds(part.row, WGMMA_ROWS)], layout=layout, optimized=False)
         v = lax.broadcast_in_dim(v, (WGMMA_ROWS, CHUNK), [0])
@@ -119,8 +102,8 @@ def matmul_gated_backward(
             jax.ShapeDtypeStruct((inter // CHUNK, num_rows), jnp.float32),
         ],
         store=store,
-        inputs=ActivationInputs(h, weight_of_row.astype(jnp.float32)),
-        scratch=BackwardScratch(
+        inputs=Named(h=h, weight_of_row=weight_of_row.astype(jnp.float32)),
+        scratch=Named(
             h=plgpu.SMEM((CONSUMERS, 2, 2, WGMMA_ROWS, CHUNK), h.dtype, transforms=operand_transforms(h.dtype)),
             loaded=plgpu.Barrier(num_arrivals=2, num_barriers=(CONSUMERS, 2)),
         ),

@@ -13,7 +13,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from moe_jax.kernels.experts.mosaic.row_tiles import TileCoord
+from moe_jax.kernels.experts.mosaic.tile_order import TileCoord
 from moe_jax.kernels.experts.routing import ROWS_OF_A_BIT, Plan
 from moe_jax.kernels.hopper.mainloop import ROW_ALIGNMENT
 
@@ -33,43 +33,38 @@ def chosen_rows_of(plan: Plan) -> ChosenRows:
     return ChosenRows(plan.chosen_rows, None if one_block else plan.offsets)
 
 
-class StoredRows(NamedTuple):
-    """The rows of a block that are stored."""
+def stored_rows(chosen: ChosenRows, plan: Plan, coord: TileCoord, row) -> tuple[Any, int]:
+    """Returns which rows are stored of the tile's block that begins at `row`: bits, and the number of bits that may be set.
 
-    bits: Any
-    """Rows 8 i to 8 i + 7 are stored if bit i is set. None: all rows."""
-    num_bits: int
-    """The number of bits that may be set."""
-
-
-def stored_rows(chosen: ChosenRows, plan: Plan, coord: TileCoord, row) -> StoredRows:
-    """Returns the rows that are stored of the tile's block that begins at `row`. `chosen` has references."""
+    Rows 8 i to 8 i + 7 are stored if bit i is set; all, if the bits are None. `chosen` has references.
+    """
     num_bits = _rows_in_use(plan) // ROWS_OF_A_BIT
     if chosen.bits is None:
-        return StoredRows(None, num_bits)
+        return None, num_bits
     expert = lax.rem(coord.expert, jnp.int32(plan.num_experts))
     bits = chosen.bits[expert]
     if chosen.offsets is not None:
         # Blocks before the expert's last one are full.
         bits = jnp.where(row + ROW_ALIGNMENT == chosen.offsets[expert + 1], bits, -1)
-    return StoredRows(bits, num_bits)
+    return bits, num_bits
 
 
-def store_rows(chunk, output, row, column, stored: StoredRows) -> None:
+def store_rows(chunk, output, row, column, stored: tuple[Any, int]) -> None:
     """Starts to copy a chunk of 64 rows in shared memory to output[row : row + 64, column : ...], as one group of copies."""
 
     def store(first, rows):
         target = output.at[pl.ds(row + first, rows), pl.ds(column, chunk.shape[1])]
         plgpu.copy_smem_to_gmem(chunk.at[pl.ds(first, rows)], target, commit_group=False)
 
-    if stored.bits is None:
+    bits, num_bits = stored
+    if bits is None:
         store(0, chunk.shape[0])
     else:
         # The barrier hides the number from the compiler: the loop unrolled makes kernels in FP8 spill 44 bytes.
-        @pl.loop(0, lax.optimization_barrier(jnp.int32(stored.num_bits)))
+        @pl.loop(0, lax.optimization_barrier(jnp.int32(num_bits)))
         def _rows(bit):
             first = pl.multiple_of(bit * ROWS_OF_A_BIT, ROWS_OF_A_BIT)
-            pl.when((stored.bits >> bit) & 1 != 0)(partial(store, first, ROWS_OF_A_BIT))
+            pl.when((bits >> bit) & 1 != 0)(partial(store, first, ROWS_OF_A_BIT))
 
     plgpu.commit_smem_to_gmem_group()
 

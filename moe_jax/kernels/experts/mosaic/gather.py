@@ -18,7 +18,6 @@ Kernel `gather_rows_kernel`:
 """
 
 import math
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +28,7 @@ from jaxtyping import Array, Float
 
 from moe_jax.kernels.experts.routing import Plan
 from moe_jax.kernels.hopper.interpreter import interpret
-from moe_jax.kernels.hopper.launch import call_varying, grid_size
+from moe_jax.kernels.hopper.launch import Named, call_varying, grid_size
 
 STAGES = 4
 """Chunks of tokens in shared memory: some being loaded, others being stored."""
@@ -39,17 +38,6 @@ CHUNK_BYTES = 16 * 2**10
 
 STORES = 64
 """Upper bound on the stores of one chunk: each is written out in the kernel."""
-
-
-class GatherScratch(NamedTuple):
-    """Shared memory."""
-
-    tokens: Any
-    """[STAGES, height, hidden / width, width]."""
-    zeros: Any
-    """[zero tokens, hidden / width, width]."""
-    loaded: Any
-    """Barriers [STAGES]."""
 
 
 def shared_bytes(hidden: int, itemsize: int) -> int:
@@ -73,7 +61,7 @@ def gather_rows(x: Float[Array, "tokens hidden"], plan: Plan) -> Float[Array, "r
             _copy_tokens(rows_ref, offsets_ref, x_ref, out_ref, scratch)
             plgpu.wait_smem_to_gmem(0)
 
-        scratch = GatherScratch(
+        scratch = Named(
             tokens=plgpu.SMEM((STAGES, height, *token_shape), x.dtype),
             zeros=plgpu.SMEM((_zero_tokens(hidden, x.dtype.itemsize), *token_shape), x.dtype),
             loaded=plgpu.Barrier(num_barriers=STAGES),
@@ -112,7 +100,7 @@ def fill_blocks(ends_ref, offsets_ref, out_ref, zeros) -> None:
             plgpu.copy_smem_to_gmem(zeros.at[0], out_ref.at[row])
 
 
-def _copy_tokens(rows_ref, offsets_ref, x_ref, out_ref, scratch: GatherScratch) -> None:
+def _copy_tokens(rows_ref, offsets_ref, x_ref, out_ref, scratch: Named) -> None:
     """Copies this block's share of the tokens, `height` at a time, each to the rows of its choices."""
     block, blocks = lax.axis_index("block"), lax.axis_size("block")
     tokens, k = rows_ref.shape

@@ -1,9 +1,17 @@
-"""Orders the tiles of an expert's result, so that cores at work together read little data and the same data."""
+"""Cuts the rows of a plan into tiles, each of one expert, and orders them: cores at work together read the same data."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
+from jaxtyping import Array, Int
+
+from moe_jax.kernels.experts.routing import Plan, masked_sum
+from moe_jax.kernels.hopper.mainloop import ROW_ALIGNMENT
 
 GROUP = 16
 """Rows of tiles that go through the columns together. 16 tiles of 128 rows and 8 tiles of 256 columns make a square, with about
@@ -46,3 +54,83 @@ def row_tile_in_order(
     first = first_tiles_ref[row]
     row, column = coord_in_order(index - first * column_tiles, num_tiles_ref[row], column_tiles, group)
     return first + row, column
+
+
+class TileCoord(NamedTuple):
+    """Coordinates of a tile."""
+
+    expert: jax.Array
+    """The index of the matrix among all that the kernel is given."""
+    row: jax.Array
+    """The tile's first row of the whole array."""
+    num_rows: jax.Array | int
+    """Rows of the expert from `row` on. A tile may reach beyond the expert's last block."""
+    column_tile: jax.Array
+    """Number of the tile's block of columns, in units of the tile's columns."""
+
+
+@dataclass(frozen=True)
+class RowTiles:
+    """The tiles of a plan. A kernel takes `arrays` among its inputs; `count` and `find` read the references to them."""
+
+    arrays: tuple[Int[Array, "_"], ...]
+    count: Callable[..., jax.Array]
+    """(*references) -> number of tiles of rows."""
+    find: Callable[..., TileCoord]
+    """(index, *references) -> coordinates of tile number `index` of rows and columns."""
+
+
+def row_tiles(plan: Plan, height: int, column_tiles: int, group: int) -> RowTiles:
+    """Cuts the rows into tiles of `height` rows, in one or two small XLA kernels: where few tokens are decoded each counts.
+
+    `tile_order.row_tile_in_order` gives the order in which the tiles go through the columns.
+    """
+    blocks_are_tiles = plan.expert_of_block is not None and height == ROW_ALIGNMENT and group == 1
+    if plan.holds_all_tokens or blocks_are_tiles:
+        return _blocks_as_tiles(plan, column_tiles)
+    return _cut(plan, height, column_tiles, group)
+
+
+def _cut(plan: Plan, height: int, column_tiles: int, group: int) -> RowTiles:
+    first_row, end_row = plan.offsets[:-1], plan.offsets[1:]
+    num_tiles = -(-(end_row - first_row) // height)
+    expert = jnp.arange(plan.num_experts, dtype=jnp.int32)
+    if height == ROW_ALIGNMENT:
+        ends = end_row // height
+    else:
+        ends = masked_sum(expert <= expert[:, None], num_tiles[None])
+    first_tile = ends - num_tiles
+    # Each expert with rows ends with at most one tile that is not full.
+    most = plan.num_rows // height + min(plan.num_experts, plan.num_rows // ROW_ALIGNMENT)
+    tile = jnp.arange(most, dtype=jnp.int32)[:, None]
+    row = first_row + (tile - first_tile) * height
+    # The values of the expert that owns a tile: a sum over experts in which all others are zero.
+    is_owner = (first_tile <= tile) & (tile < ends)
+    values = plan.in_stack(expert), row, jnp.minimum(end_row - row, height), first_tile, num_tiles
+    of_experts = tuple(jnp.where(is_owner, value, 0) for value in values)
+    of_owner = lax.reduce(of_experts, (jnp.int32(0),) * len(values), lambda a, b: tuple(map(jnp.add, a, b)), (1,))
+
+    def find(index, experts_ref, rows_ref, heights_ref, first_tiles_ref, num_tiles_ref, ends_ref):
+        i, column_tile = row_tile_in_order(index, first_tiles_ref, num_tiles_ref, column_tiles, group)
+        return TileCoord(experts_ref[i], rows_ref[i], heights_ref[i], column_tile)
+
+    return RowTiles((*of_owner, ends), lambda *references: references[-1][plan.num_experts - 1], find)
+
+
+def _blocks_as_tiles(plan: Plan, column_tiles: int) -> RowTiles:
+    """Takes each block of rows as a tile: right for every height and order if an expert has one block of rows or none, and
+    row after row for tiles of a block's height."""
+    if plan.expert_of_block is None:
+        row = ROW_ALIGNMENT * jnp.arange(plan.num_rows // ROW_ALIGNMENT, dtype=jnp.int32)
+        experts = plan.in_stack(masked_sum(plan.offsets[1:] <= row[:, None], jnp.ones_like(plan.offsets[1:])))
+    else:
+        experts = plan.expert_of_block
+
+    def find(index, experts_ref, _):
+        i, column_tile = lax.div(index, jnp.int32(column_tiles)), lax.rem(index, jnp.int32(column_tiles))
+        return TileCoord(experts_ref[i], i * ROW_ALIGNMENT, ROW_ALIGNMENT, column_tile)
+
+    def count(_, offsets_ref):
+        return lax.div(offsets_ref[plan.num_experts], jnp.int32(ROW_ALIGNMENT))
+
+    return RowTiles((experts, plan.offsets), count, find)

@@ -16,7 +16,6 @@ Kernel `sum_rows`:
 """
 
 from functools import partial
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -41,17 +40,6 @@ VECTOR = 8
 def columns_at_a_time(hidden: int, k: int) -> int | None:
     """Returns the columns of one sum that a warpgroup forms at a time; None if this kernel cannot form such sums."""
     return next((columns for columns in (1024, 512) if hidden % columns == 0 and 0 < k <= ROWS), None)
-
-
-class SumsState(NamedTuple):
-    """The loop's state: what is on its way."""
-
-    summands: Any
-    """Summands and weights of the next item."""
-    rows_of_next: Any
-    """Numbers of the rows of the item after that."""
-    rows_of_second: Any
-    """Numbers of the rows of the second item after that."""
 
 
 @partial(jax.jit, static_argnames=("columns", "share", "shares"))
@@ -114,19 +102,20 @@ def sum_rows(
                 def _(i=i, y=y):
                     y_ref[first + i, item_columns] = y.astype(rows.dtype)
 
-        def two_turns(i, state: SumsState):
-            turn = 2 * i
+        def two_turns(i, on_their_way):
+            # An item's summands and weights, and the row numbers of the two items after it.
+            turn, (summands, rows_of_next, rows_of_second) = 2 * i, on_their_way
             rows_of_third, rows_of_fourth = row_numbers(turn + 3), row_numbers(turn + 4)
-            summands_of_next = load(turn + 1, state.rows_of_next)
-            store(turn, state.summands)
-            summands = load(turn + 2, state.rows_of_second)
+            summands_of_next = load(turn + 1, rows_of_next)
+            store(turn, summands)
+            summands = load(turn + 2, rows_of_second)
             store(turn + 1, summands_of_next)
-            return SumsState(summands, rows_of_third, rows_of_fourth)
+            return summands, rows_of_third, rows_of_fourth
 
         first, second, third = map(row_numbers, map(jnp.int32, range(3)))
         turns = lax.div(items - first_item + item_step - 1, item_step)
         pairs_of_turns = lax.div(turns + 1, jnp.int32(2))
-        lax.fori_loop(0, pairs_of_turns, two_turns, SumsState(load(jnp.int32(0), first), second, third))
+        lax.fori_loop(0, pairs_of_turns, two_turns, (load(jnp.int32(0), first), second, third))
 
     output = jax.ShapeDtypeStruct((tokens, hidden), rows.dtype)
     kernel = launch("sum_rows", body, [output], [], warpgroups=WARPGROUPS)

@@ -71,8 +71,8 @@ def outer_kernel(
     begin = tl.load(offsets + expert)
     for first in tl.range(begin, end, step):
         row = first + tl.arange(0, step)
-        a_rows = load_rows(a, a_source_of_row, row, end, num_a_sources, n_column, n, gathers_a, n % tile_n == 0)
-        b_rows = load_rows(b, b_source_of_row, row, end, num_b_sources, m_column, m, gathers_b, m % tile_m == 0)
+        a_rows = _load_rows(a, a_source_of_row, row, end, num_a_sources, n_column, n, gathers_a, n % tile_n == 0)
+        b_rows = _load_rows(b, b_source_of_row, row, end, num_b_sources, m_column, m, gathers_b, m % tile_m == 0)
         total = tl.dot(tl.trans(a_rows), b_rows, total, input_precision="ieee")
     out_of_expert = (added if accumulates else out) + expert.to(tl.int64) * (n * m)
     if accumulates:
@@ -103,7 +103,7 @@ def store_tile(out, tile, n_column, m_column, n: tl.constexpr, m: tl.constexpr, 
 
 
 @triton.jit
-def load_rows(
+def _load_rows(
     x, source_of_row, row, end, num_sources, column,
     width: tl.constexpr, gathers: tl.constexpr, all_columns: tl.constexpr,
 ):  # fmt: skip

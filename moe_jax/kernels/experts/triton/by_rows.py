@@ -126,10 +126,11 @@ def _row_call(
     a, w, source_of_row, change, bias = operands
     tiles = row_tiles(plan, tile.rows)
     # The kernels have arguments for arrays that they do not read.
-    nothing, rank, more = tiles.row, 0, [tiles.row] * 2
+    expert, nothing, *_ = tiles
+    rank, more = 0, [nothing] * 2
     if isinstance(a, QuantisedRows):
         assert isinstance(w, QuantisedMatrices) and tile.step == tile.columns == GROUP
-        tiles, more = tiles._replace(expert=plan.in_stack(tiles.expert)), [a.scales, w.scales]
+        tiles, more = (plan.in_stack(expert), *tiles[1:]), [a.scales, w.scales]
     elif change is not None:
         rank, more = change.rows.shape[1], list(change)
     source = nothing if source_of_row is None else source_of_row
@@ -150,7 +151,7 @@ def _row_call(
         "step": tile.step,
     }
     name = f"fp8_{name}" if constants["scaled"] else name
-    return KernelCall(inputs, [], tiles.expert.shape[0] * column_tiles, constants, name)
+    return KernelCall(inputs, [], len(expert) * column_tiles, constants, name)
 
 
 def _completed(
@@ -168,19 +169,12 @@ def _dtype(operands: TileOperands) -> jnp.dtype:
     return jnp.dtype(jnp.bfloat16) if isinstance(operands.a, QuantisedRows) else operands.a.dtype
 
 
-class TilesOfRows(NamedTuple):
-    """The first four inputs of a kernel by rows; entries from `num_tiles` on are unused."""
+def row_tiles(plan: Plan, height: int) -> tuple[Array, Array, Array, Array]:
+    """Cuts each expert's pairs into tiles of `height` rows, and returns the first four inputs of a kernel by rows.
 
-    expert: Int[Array, "tiles"]
-    row: Int[Array, "tiles"]
-    """The first row of each tile."""
-    end: Int[Array, "tiles"]
-    """The row after the last row of each tile."""
-    num_tiles: Int[Array, "1"]
-
-
-def row_tiles(plan: Plan, height: int) -> TilesOfRows:
-    """Cuts each expert's pairs into tiles of `height` rows."""
+    These are each tile's expert, its first row and the row after its last, and [1] the number of tiles. Later entries are
+    unused.
+    """
     counts = plan.ends - plan.offsets[:-1]
     tiles = -(-counts // height)
     last = jnp.cumsum(tiles).astype(jnp.int32)
@@ -190,7 +184,7 @@ def row_tiles(plan: Plan, height: int) -> TilesOfRows:
     expert = jnp.searchsorted(last, index, side="right", method="compare_all").astype(jnp.int32)
     expert = jnp.minimum(expert, plan.num_experts - 1)
     row = plan.offsets[expert] + (index - (last - tiles)[expert]) * height
-    return TilesOfRows(expert, row, jnp.minimum(row + height, plan.ends[expert]), last[-1:])
+    return expert, row, jnp.minimum(row + height, plan.ends[expert]), last[-1:]
 
 
 @triton.jit
@@ -212,18 +206,17 @@ def matmul_kernel(
     if i >= tl.load(num_tiles):
         return
     column_tile = tl.program_id(0) % column_tiles
-    column = column_tile * width + tl.arange(0, width)
     outputs: tl.constexpr = columns // 2 if gated else columns
     row, is_own = rows_of_tile(tile_row, tile_end, i, tile_rows)
     expert = tl.load(tile_expert + i).to(tl.int64)
     source, is_read = sources_of_rows(source_of_row, row, num_sources, gathers)
     if scaled:
         a_rows = a + source.to(tl.int64)[:, None] * depth
-        w_columns = w + expert * (columns * depth) + column[None, :] * depth
+        w_columns = w + expert * (columns * depth) + (column_tile * width + tl.arange(0, width))[None, :] * depth
         groups: tl.constexpr = depth // step
         a_scales = a_more + source
         w_scales = w_more + (expert * (columns // tile_columns) + column_tile) * groups
-        total, up = scaled_products(
+        total, up = _scaled_products(
             a_rows, w_columns, a_scales, w_scales, num_sources, gated, outputs, depth, tile_rows, tile_columns, step
         )
         total = tl.where(is_read[:, None], total, 0.0) if gathers else total
@@ -233,7 +226,7 @@ def matmul_kernel(
         # Columns of gated sums alternate between gate and up: in every layout of an accumulator one thread holds a pair.
         number = tl.arange(0, tile_columns)
         place = column_tile * width + (number // 2 if gated else number)
-        total = sums_of_tile(
+        total = _sums_of_tile(
             a, w, a_more, w_more, expert, row, source, is_read, number % 2 * outputs + place if gated else place,
             place < outputs, outputs % width == 0, columns, transpose, rank, rank_step, gathers, depth, step,
         )  # fmt: skip
@@ -241,6 +234,8 @@ def matmul_kernel(
             total += tl.load(bias + expert * columns + number % 2 * outputs + place, mask=place < outputs, other=0.0)[None, :]
         if gated:
             total, up = tl.split(tl.reshape(total, (tile_rows, width, 2)))
+    # Made after the loop: columns that live through it cost registers, and `gated_matmul` spilled 40 bytes on Blackwell.
+    column = column_tile * width + tl.arange(0, width)
     if gated:
         if keep_h:
             of_h = h + row.to(tl.int64)[:, None] * columns + column[None, :]
@@ -271,7 +266,7 @@ def matmul_gated_backward_kernel(
     row, is_own = rows_of_tile(tile_row, tile_end, i, tile_rows)
     expert = tl.load(tile_expert + i).to(tl.int64)
     source, is_read = sources_of_rows(source_of_row, row, num_sources, gathers)
-    g = sums_of_tile(
+    g = _sums_of_tile(
         dy, w_down, change, factor, expert, row, source, is_read, column,
         column < columns, columns % tile_columns == 0, columns, transpose, rank, rank_step, gathers, depth, step,
     )  # fmt: skip
@@ -280,13 +275,13 @@ def matmul_gated_backward_kernel(
     g_left, g_right = tl.split(tl.permute(tl.reshape(g, (tile_rows, 2, half)), (0, 2, 1)))
     column = column_tile * tile_columns + tl.arange(0, half)
     v = tl.load(weight_of_row + row)
-    left = store_gradients(g_left, v, h, dh, weighted_act, row, is_own, column, columns, alpha, limit, offset)
-    right = store_gradients(g_right, v, h, dh, weighted_act, row, is_own, column + half, columns, alpha, limit, offset)
+    left = _store_gradients(g_left, v, h, dh, weighted_act, row, is_own, column, columns, alpha, limit, offset)
+    right = _store_gradients(g_right, v, h, dh, weighted_act, row, is_own, column + half, columns, alpha, limit, offset)
     tl.store(dv + column_tile.to(tl.int64) * num_rows + row, left + right, mask=is_own)
 
 
 @triton.jit
-def store_gradients(
+def _store_gradients(
     g, v, h, dh, weighted_act, row, is_own, column,
     inter: tl.constexpr, alpha: tl.constexpr, limit: tl.constexpr, offset: tl.constexpr,
 ):  # fmt: skip
@@ -327,7 +322,7 @@ def activation_gradients(gate, up, dact, alpha: tl.constexpr, limit: tl.constexp
 
 
 @triton.jit
-def sums_of_tile(
+def _sums_of_tile(
     a, w, change, factor, expert, row, source, is_read, column, is_column, all_columns: tl.constexpr,
     columns: tl.constexpr, transpose: tl.constexpr, rank: tl.constexpr, rank_step: tl.constexpr,
     gathers: tl.constexpr, depth: tl.constexpr, step: tl.constexpr,
@@ -348,7 +343,7 @@ def sums_of_tile(
 
 
 @triton.jit
-def scaled_products(
+def _scaled_products(
     a_rows, w_columns, a_scales, w_scales, num_sources,
     gated: tl.constexpr, inter: tl.constexpr, depth: tl.constexpr,
     tile_rows: tl.constexpr, tile_columns: tl.constexpr, step: tl.constexpr,

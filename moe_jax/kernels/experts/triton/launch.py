@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from moe_jax.kernels import target
-from moe_jax.kernels.varying import vary_as
+from moe_jax.kernels.shapes import vary_as
 
 
 @dataclass(frozen=True)

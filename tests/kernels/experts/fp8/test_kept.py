@@ -2,9 +2,9 @@
 
 import jax.numpy as jnp
 import numpy as np
-import seeds
 
 from moe_jax.kernels.experts.fp8.quantise import dequantised_rows, keep_h, quantise_rows, read_h
+from tests.helpers import seeds
 
 
 def test_half_the_error_in_the_same_bytes():

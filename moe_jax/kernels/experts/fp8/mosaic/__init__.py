@@ -20,9 +20,8 @@ from moe_jax.kernels.experts.fp8 import quantise
 from moe_jax.kernels.experts.fp8.mosaic import by_pairs, by_rows, by_rows_backward
 from moe_jax.kernels.experts.fp8.mosaic.gather import gather_rounded, gather_rows
 from moe_jax.kernels.experts.fp8.mosaic.promoted import Fp8TileShape
-from moe_jax.kernels.experts.fp8.mosaic.round_tokens import TOKENS, round_tokens
+from moe_jax.kernels.experts.fp8.mosaic.round_groups import TOKENS, round_tokens
 from moe_jax.kernels.experts.fp8.quantise import GROUP, QuantisedMatrices, QuantisedRows, joined, quantise_rows
-from moe_jax.kernels.experts.fp8.xla import Fp8Backward
 from moe_jax.kernels.experts.mosaic import is_native
 from moe_jax.kernels.experts.mosaic.by_pairs import takes
 from moe_jax.kernels.experts.routing import Plan, int32_ids, is_an_expert, plan_of_one
@@ -140,7 +139,7 @@ def gated_matmul_backward(
     weight_of_row: Float[Array, "rows"],
     plan: Plan,
     activation: Activation = SILU,
-) -> Fp8Backward:
+) -> tuple[QuantisedRows, Array, Array, Array]:
     """Computes `xla.gated_matmul_backward` in one kernel. Rows of no expert are left unwritten."""
     *_, inter, hidden = w_down_transposed.values.shape
     tile = BACKWARD if hidden < LONG_SUM or inter % BACKWARD_OF_LONG_SUMS.columns else BACKWARD_OF_LONG_SUMS

@@ -19,7 +19,6 @@ Kernels `fp8_gated_matmul_of_pairs` and `fp8_matmul_of_pairs`, with slots of up 
 
 import math
 from functools import partial
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,14 +28,25 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, BFloat16, Float, Int
 
 from moe_jax.kernels.experts.activation import SILU, Activation
-from moe_jax.kernels.experts.fp8.mosaic.column_scales import LINES, PIECE, in_pieces, piece_of, place_in_piece
-from moe_jax.kernels.experts.fp8.mosaic.promoted import STEP, Fp8TileShape, Place, PromotedProgram, SlotStep, run_tiles
+from moe_jax.kernels.experts.fp8.mosaic.promoted import (
+    LINES,
+    PIECE,
+    STEP,
+    Fp8TileShape,
+    Place,
+    PromotedProgram,
+    SlotStep,
+    in_pieces,
+    piece_of,
+    place_in_piece,
+    run_tiles,
+)
 from moe_jax.kernels.experts.fp8.mosaic.round_groups import GROUPS_LAYOUT, rounded_group
 from moe_jax.kernels.experts.fp8.quantise import GROUP, QuantisedMatrices
 from moe_jax.kernels.experts.mosaic.by_pairs import COLUMNS, MOST_STAGES
 from moe_jax.kernels.hopper.interpreter import operand_staging, wgmma_registers
-from moe_jax.kernels.hopper.launch import launch, operand_transforms, store
-from moe_jax.kernels.hopper.pipeline import CONSUMERS, WGMMA_ROWS, Pipeline, Registers
+from moe_jax.kernels.hopper.launch import Named, launch, operand_transforms, store
+from moe_jax.kernels.hopper.pipeline import CONSUMERS, WGMMA_ROWS, Registers
 
 F8 = jnp.float8_e4m3fn
 
@@ -67,45 +77,6 @@ def experts_of_pairs(
     return _matmul_of_pairs("fp8_matmul_of_pairs", act, w_down, experts, 1, None)
 
 
-class Fp8PairCoord(NamedTuple):
-    """A tile: columns of one pair."""
-
-    pair: Any
-    column: Any
-    expert: Any
-    """0 if the pair has no expert."""
-    has_expert: Any
-
-
-class Fp8PairInputs(NamedTuple):
-    """Arrays that the kernel reads."""
-
-    experts: Any
-    rows: Any
-    """[groups of all rows, 128]."""
-    w: Any
-    scales: Any
-    """Scales as `column_scales.in_pieces` returns them."""
-
-
-class Fp8PairScratch(NamedTuple):
-    """Shared memory."""
-
-    w: Any
-    """[stages, COLUMNS, summands of a slot]."""
-    row: Any
-    """[consumers, groups, 128] e4m3: the row of the pair that a consumer works on."""
-    row_scales: Any
-    """[consumers, groups] f32."""
-    column_scales: Any
-    """[stages, 2, LINES, PIECE] f32: of each half a piece of scales."""
-    out: Any
-    """[consumers, 64, COLUMNS] f32: a tile's sums, all 64 rows alike, of which one is stored."""
-    pipe: Pipeline
-    staging: Any
-    """For the interpreter; None on a GPU."""
-
-
 def _matmul_of_pairs(
     name: str,
     rows: Float[Array, "groups 128"],
@@ -128,13 +99,16 @@ def _matmul_of_pairs(
     tile = Fp8TileShape(WGMMA_ROWS, COLUMNS, MOST_STAGES, ping_pong=True, steps_of_slot=steps, block_columns=HALF)
     rounded_groups = -(-groups // GROUPS_AT_A_TIME) * GROUPS_AT_A_TIME
 
-    def body(inputs: Fp8PairInputs, out_ref, scratch: Fp8PairScratch):
+    def body(inputs: Named, out_ref, scratch: Named):
         def locate(index):
             pair, column_tile = lax.div(index, jnp.int32(column_tiles)), lax.rem(index, jnp.int32(column_tiles))
             expert = inputs.experts[pair]
             has_expert = (expert >= 0) & (expert < num_experts)
-            return Fp8PairCoord(
-                pair, column_tile * tile_columns, jnp.where(has_expert, expert, 0), has_expert.astype(jnp.int32)
+            return Named(
+                pair=pair,
+                column=column_tile * tile_columns,
+                expert=jnp.where(has_expert, expert, 0),
+                has_expert=has_expert.astype(jnp.int32),
             )
 
         def load(coord, number, slot, full_barrier):
@@ -189,13 +163,17 @@ def _matmul_of_pairs(
         registers = Registers(producer=72, consumer=208)
         run_tiles(jnp.int32(num_pairs * column_tiles), groups // steps, program, tile, scratch.pipe, registers)
 
-    scratch = Fp8PairScratch(
+    scratch = Named(
         w=plgpu.SMEM((tile.stages, COLUMNS, steps * STEP), F8, transforms=operand_transforms(F8, STEP)),
+        # The row of the pair that a consumer works on.
         row=plgpu.SMEM((CONSUMERS, rounded_groups, GROUP), F8),
         row_scales=plgpu.SMEM((CONSUMERS, -(-rounded_groups // 32) * 32), jnp.float32),
+        # Of each half a piece of scales.
         column_scales=plgpu.SMEM((tile.stages, 2, LINES, PIECE), jnp.float32),
+        # A tile's sums, all 64 rows alike, of which one is stored.
         out=plgpu.SMEM((CONSUMERS, WGMMA_ROWS, COLUMNS), jnp.float32),
         pipe=tile.pipeline(copies=4),
+        # For the interpreter; None on a GPU.
         staging=operand_staging((CONSUMERS, WGMMA_ROWS, STEP), F8),
     )
     if is_gated:
@@ -205,10 +183,10 @@ def _matmul_of_pairs(
         like = jax.ShapeDtypeStruct((num_pairs, columns), jnp.bfloat16)
     # With two blocks a core the second would begin behind the first, and load nothing meanwhile.
     kernel = launch(name, body, [like], [scratch], warpgroups=CONSUMERS + 1, blocks_per_core=1)
-    return kernel(Fp8PairInputs(experts, rows, w.values, in_pieces(w.scales)))[0]
+    return kernel(Named(experts=experts, rows=rows, w=w.values, scales=in_pieces(w.scales)))[0]
 
 
-def _multiply(scratch: Fp8PairScratch, steps: int, accumulator, step: SlotStep, place: Place, warpgroup) -> None:
+def _multiply(scratch: Named, steps: int, accumulator, step: SlotStep, place: Place, warpgroup) -> None:
     """Issues the wgmma of one block and step, with the pair's row in each of the 64 rows of the left operand."""
     layout = plgpu.Layout.WGMMA_8BIT
     group = scratch.row.at[warpgroup, step.number * steps + step.step]

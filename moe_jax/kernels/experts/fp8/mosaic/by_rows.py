@@ -25,7 +25,6 @@ Kernels `fp8_grouped_matmul`, `fp8_gated_matmul`, and `fp8_gated_matmul_backward
 """
 
 from functools import partial
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -34,14 +33,18 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, BFloat16
 
 from moe_jax.kernels.experts.activation import SILU, Activation
-from moe_jax.kernels.experts.fp8.mosaic.column_scales import LINES, PIECE, in_pieces, piece_of, place_in_piece
 from moe_jax.kernels.experts.fp8.mosaic.promoted import (
     BLOCK,
+    LINES,
+    PIECE,
     STEP,
     Fp8TileShape,
     Place,
     PromotedProgram,
     SlotStep,
+    in_pieces,
+    piece_of,
+    place_in_piece,
     run_tiles,
 )
 from moe_jax.kernels.experts.fp8.mosaic.round_groups import inverse_scales, scales_of
@@ -49,8 +52,6 @@ from moe_jax.kernels.experts.fp8.quantise import GROUP, QuantisedMatrices, Quant
 from moe_jax.kernels.experts.mosaic.by_rows import (
     CHUNK,
     Epilogue,
-    EpilogueReferences,
-    RowsInputs,
     RowsOperands,
     WarpgroupPart,
     epilogue_steps,
@@ -61,12 +62,11 @@ from moe_jax.kernels.experts.mosaic.chosen_rows import (
     loaded_rows,
     store_rows,
 )
-from moe_jax.kernels.experts.mosaic.row_tiles import TileCoord, row_tiles
-from moe_jax.kernels.experts.mosaic.tile_order import rows_in_group
+from moe_jax.kernels.experts.mosaic.tile_order import TileCoord, row_tiles, rows_in_group
 from moe_jax.kernels.experts.routing import Plan
-from moe_jax.kernels.hopper.launch import launch, operand_transforms
+from moe_jax.kernels.hopper.launch import Named, launch, operand_transforms
 from moe_jax.kernels.hopper.mainloop import ROW_ALIGNMENT
-from moe_jax.kernels.hopper.pipeline import CONSUMERS, WGMMA_ROWS, Pipeline, Registers
+from moe_jax.kernels.hopper.pipeline import CONSUMERS, WGMMA_ROWS, Registers
 
 F8 = jnp.float8_e4m3fn
 
@@ -157,23 +157,6 @@ def store_group(group, values_ref, scales_ref, part: WarpgroupPart, column, scra
         store_rows(half, values_ref, part.row, column + n * CHUNK, part.stored)
 
 
-class Fp8RowsScratch(NamedTuple):
-    """Shared memory. Swizzled buffers come first: each starts at a multiple of 1024 bytes."""
-
-    a: Any
-    """[stages, rows, 128]."""
-    w: Any
-    """[stages, columns, 128]."""
-    out: Any
-    """[consumers, staged, 64, 64] bf16: chunks on their way to memory; None if none are."""
-    epilogue: Any
-    row_scales: Any
-    """[stages, rows] f32."""
-    column_scales: Any
-    """[stages, copies of w's columns, LINES, PIECE] f32: of each 128 columns of a copy a piece of scales."""
-    pipe: Pipeline
-
-
 def launch_rows(
     a: QuantisedRows, w: QuantisedMatrices, plan: Plan, tile: Fp8TileShape, epilogue: Epilogue, *, pairs_halves: bool = False
 ) -> list[Array]:
@@ -195,9 +178,9 @@ def launch_rows(
     groups_of_copy = tile.columns // column_copies // GROUP
     assert not plan.holds_all_tokens or tile.rows == WGMMA_ROWS
 
-    def body(inputs: RowsInputs, *references):
+    def body(inputs: Named, *references):
         *output_refs, scratch = references
-        epilogue_refs = EpilogueReferences(tuple(output_refs), inputs.epilogue, scratch.epilogue)
+        epilogue_refs = Named(outputs=tuple(output_refs), inputs=inputs.epilogue, scratch=scratch.epilogue)
 
         def locate(index):
             # A loop carries the coordinates: arrays, of which nothing is known.
@@ -214,23 +197,26 @@ def launch_rows(
         def rows_of(sums, row):
             return {place: block for place, block in sums.items() if place.row == row}
 
-        steps = epilogue_steps(epilogue, epilogue_refs, scratch.out, tile, plan, inputs.chosen, rows_of)
+        prologue, has_rows, store_tile = epilogue_steps(
+            epilogue, epilogue_refs, scratch.out, tile, plan, inputs.chosen, rows_of
+        )
         program = PromotedProgram(
             locate=locate,
             load=partial(_load, inputs, scratch, tile, loaded, pairs_halves=pairs_halves),
             multiply=partial(_multiply, scratch, tile),
             factor=factor,
-            prologue=steps.prologue,
-            epilogue=steps.store_tile,
-            has_rows=steps.has_rows,
+            prologue=prologue,
+            epilogue=store_tile,
+            has_rows=has_rows,
         )
         run_tiles(tiles.count(*inputs.tiles) * column_tiles, num_slots, program, tile, scratch.pipe, epilogue.registers)
 
     loaded = loaded_rows(plan, tile.rows, a.values.shape[0])
     swizzled = operand_transforms(F8, STEP)
-    scratch = Fp8RowsScratch(
+    scratch = Named(
         a=plgpu.SMEM((tile.stages, tile.rows, tile.steps_of_slot * STEP), F8, transforms=swizzled),
         w=plgpu.SMEM((tile.stages, tile.columns, tile.steps_of_slot * STEP), F8, transforms=swizzled),
+        # Chunks on their way to memory; None if none are.
         out=plgpu.SMEM(
             (CONSUMERS, epilogue.staged, WGMMA_ROWS, CHUNK), jnp.bfloat16, transforms=operand_transforms(jnp.bfloat16)
         )
@@ -238,17 +224,18 @@ def launch_rows(
         else None,
         epilogue=epilogue.scratch,
         row_scales=plgpu.SMEM((tile.stages, tile.steps_of_slot, tile.rows), jnp.float32),
+        # Of each 128 columns of a copy a piece of scales.
         column_scales=plgpu.SMEM((tile.stages, column_copies, LINES, PIECE), jnp.float32),
         pipe=tile.pipeline(copies=1 + tile.steps_of_slot + 2 * column_copies),
     )
     kernel = launch(epilogue.name, body, epilogue.outputs, [scratch], warpgroups=CONSUMERS + 1)
     w = QuantisedMatrices(w.values, in_pieces(w.scales))
-    return kernel(RowsInputs(tiles.arrays, RowsOperands(a, w), chosen_rows_of(plan), epilogue.inputs))
+    return kernel(Named(tiles=tiles.arrays, operands=RowsOperands(a, w), chosen=chosen_rows_of(plan), epilogue=epilogue.inputs))
 
 
 def _load(
-    inputs: RowsInputs,
-    scratch: Fp8RowsScratch,
+    inputs: Named,
+    scratch: Named,
     tile: Fp8TileShape,
     loaded: LoadedRows,
     coord: TileCoord,
@@ -285,7 +272,7 @@ def _load(
         load_columns(coord.column_tile * tile.columns, tile.columns, 0)
 
 
-def _multiply(scratch: Fp8RowsScratch, tile: Fp8TileShape, accumulator, step: SlotStep, place: Place, warpgroup) -> None:
+def _multiply(scratch: Named, tile: Fp8TileShape, accumulator, step: SlotStep, place: Place, warpgroup) -> None:
     """Issues the wgmma of one block of a warpgroup."""
     ks = pl.ds(step.step * STEP, STEP)
     rows = pl.ds(tile.first_row(warpgroup) + place.row, WGMMA_ROWS)

@@ -25,7 +25,7 @@ Kernel `fp8_gated_matmul_backward`, which is by_rows.py's with this epilogue:
 """
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -39,11 +39,9 @@ from moe_jax.kernels.experts.fp8.mosaic.by_rows import F8, launch_rows, rows_sha
 from moe_jax.kernels.experts.fp8.mosaic.promoted import Fp8TileShape
 from moe_jax.kernels.experts.fp8.mosaic.round_groups import inverse_scales, scales_of
 from moe_jax.kernels.experts.fp8.quantise import GROUP, QuantisedMatrices, QuantisedRows
-from moe_jax.kernels.experts.fp8.xla import Fp8Backward
 from moe_jax.kernels.experts.mosaic.by_rows import CHUNK, Epilogue
-from moe_jax.kernels.experts.mosaic.by_rows_backward import ActivationInputs
 from moe_jax.kernels.experts.routing import Plan
-from moe_jax.kernels.hopper.launch import operand_transforms
+from moe_jax.kernels.hopper.launch import Named, operand_transforms
 from moe_jax.kernels.hopper.pipeline import CONSUMERS, WGMMA_ROWS, Registers
 from moe_jax.kernels.precision import sum_in_order
 
@@ -52,21 +50,6 @@ CHUNKS = GROUP // CHUNK
 
 REGISTERS, REGISTERS_OF_TWO_BLOCKS = Registers(producer=40, consumer=232), Registers(producer=24, consumer=240)
 """With one block a warpgroup and with two. Any number spills in the epilogue, and none in the loop over steps."""
-
-
-class Fp8BackwardScratch(NamedTuple):
-    """Places of 64 x 64 numbers. Results of 16 bits take the places of h."""
-
-    h: Any
-    """[consumers, slots, gate and up, 64, 64]."""
-    values: Any
-    """[consumers, 64, 64]: a chunk of gradients in 8 bits."""
-    weights: Any
-    """The rows' weights [consumers, 64]."""
-    loaded: Any
-    """Barriers [consumers, slots]."""
-    weights_loaded: Any
-    """Barriers [consumers]."""
 
 
 @partial(jax.jit, static_argnames=("tile", "activation"))
@@ -78,7 +61,7 @@ def matmul_gated_backward(
     plan: Plan,
     tile: Fp8TileShape,
     activation: Activation = SILU,
-) -> Fp8Backward:
+) -> tuple[QuantisedRows, Array, Array, Array]:
     """Returns the gradients; w_down_t is [experts, inter, hidden]. Rows of no expert are left unwritten."""
     num_rows, inter = dy.values.shape[0], w_down_t.values.shape[1]
 
@@ -168,10 +151,12 @@ def matmul_gated_backward(
             jax.ShapeDtypeStruct((inter // CHUNK, num_rows), jnp.float32),
         ],
         store=store,
-        inputs=ActivationInputs(h, weight_of_row.astype(jnp.float32)),
-        scratch=Fp8BackwardScratch(
+        inputs=Named(h=h, weight_of_row=weight_of_row.astype(jnp.float32)),
+        scratch=Named(
             h=plgpu.SMEM((CONSUMERS, CHUNKS, 2, WGMMA_ROWS, CHUNK), h.dtype, transforms=operand_transforms(h.dtype)),
+            # A chunk of gradients in 8 bits.
             values=plgpu.SMEM((CONSUMERS, WGMMA_ROWS, CHUNK), F8, transforms=operand_transforms(F8)),
+            # The rows' weights.
             weights=plgpu.SMEM((CONSUMERS, WGMMA_ROWS), jnp.float32),
             loaded=plgpu.Barrier(num_arrivals=2, num_barriers=(CONSUMERS, CHUNKS)),
             weights_loaded=plgpu.Barrier(num_arrivals=1, num_barriers=CONSUMERS),
@@ -181,4 +166,4 @@ def matmul_gated_backward(
         registers=REGISTERS if tile.warpgroup_columns == GROUP else REGISTERS_OF_TWO_BLOCKS,
     )
     values, scales, dh, weighted_act, dv = launch_rows(dy, w_down_t, plan, tile, epilogue)
-    return Fp8Backward(QuantisedRows(values, scales), dh, weighted_act, sum_in_order(dv, axis=0))
+    return QuantisedRows(values, scales), dh, weighted_act, sum_in_order(dv, axis=0)

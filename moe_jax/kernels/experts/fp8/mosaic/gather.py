@@ -19,7 +19,6 @@ Kernel `fp8_gather_rows`:
 """
 
 import math
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +33,7 @@ from moe_jax.kernels.experts.fp8.quantise import GROUP, INVERSE_LARGEST, LEAST_M
 from moe_jax.kernels.experts.mosaic import gather
 from moe_jax.kernels.experts.routing import Plan
 from moe_jax.kernels.hopper.interpreter import interpret
-from moe_jax.kernels.hopper.launch import call_varying, grid_size, store
+from moe_jax.kernels.hopper.launch import Named, call_varying, grid_size, store
 
 GROUPS = 64
 """Groups of a chunk."""
@@ -53,19 +52,6 @@ SCALE_OF_ZEROS = LEAST_MAXIMUM * INVERSE_LARGEST
 """The scale of a row without a token."""
 
 
-class Fp8GatherScratch(NamedTuple):
-    """Shared memory."""
-
-    x: Any
-    """[STAGES, 64, 128] bf16."""
-    values: Any
-    """[STORED, 64, 128]."""
-    zeros: Any
-    """[zero tokens, hidden / 128, 128]."""
-    loaded: Any
-    """Barriers [STAGES]."""
-
-
 @jax.jit
 def gather_rows(x: BFloat16[Array, "tokens hidden"], plan: Plan) -> QuantisedRows:
     """Returns x in expert order. Rows that fill an expert's last block are groups of zeros; later rows are not written."""
@@ -80,7 +66,7 @@ def gather_rows(x: BFloat16[Array, "tokens hidden"], plan: Plan) -> QuantisedRow
             plgpu.wait_smem_to_gmem(0)
 
         zero_tokens = 2048 // math.gcd(hidden, 2048)
-        scratch = Fp8GatherScratch(
+        scratch = Named(
             x=plgpu.SMEM((STAGES, GROUPS, GROUP), x.dtype),
             values=plgpu.SMEM((STORED, GROUPS, GROUP), F8),
             zeros=plgpu.SMEM((zero_tokens, groups, GROUP), F8),
@@ -115,7 +101,7 @@ def gather_rounded(tokens: QuantisedRows, plan: Plan) -> QuantisedRows:
     return QuantisedRows(gather.gather_rows(tokens.values, plan), scales)
 
 
-def _round_tokens(rows_ref, offsets_ref, x_ref, out_ref, scales_ref, scratch: Fp8GatherScratch) -> None:
+def _round_tokens(rows_ref, offsets_ref, x_ref, out_ref, scales_ref, scratch: Named) -> None:
     """Rounds this block's share of the chunks and stores each piece to the rows of its token's choices."""
     block, blocks = lax.axis_index("block"), lax.axis_size("block")
     tokens, k = rows_ref.shape

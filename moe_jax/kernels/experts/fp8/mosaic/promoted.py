@@ -15,6 +15,9 @@ number for a row and one for 128 columns:
               starts the second block's wgmma before the first is promoted, and spills in the loop (`Epilogue.registers`)
     scales    travel with the operands. Loads from memory would stall the warpgroup for their whole latency, also if the number
               is used a step later: ptxas moves what is the same for all threads to a uniform register at once
+              TMA copies at least 16 bytes, which begin at a multiple of 16 bytes of a row. A copy that begins elsewhere stops
+              the kernel with "illegal instruction". So a slot gets the four scales of the matrix (PIECE) among which those of
+              its steps are, and a consumer takes these out
     invariant a slot is released when the last block's wgmma has read it, before that block is promoted
               a tile's place is read while the tile before it is computed
 """
@@ -29,6 +32,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float
 
 from moe_jax.kernels.experts.fp8.quantise import GROUP
 from moe_jax.kernels.hopper.interpreter import finish_reading
@@ -195,3 +199,29 @@ def _multiply(program: PromotedProgram, step: SlotStep, place: Place, warpgroup,
 def _active_consumer(info):
     """Returns the consumer that computes this tile with ping-pong."""
     return lax.rem(info.local_index, jnp.int32(CONSUMERS))
+
+
+PIECE = 4
+"""Scales that are copied together: the steps of a slot divide them."""
+
+LINES = 8
+"""Pieces of a place in shared memory: TMA copies to multiples of 128 bytes."""
+
+
+def in_pieces(scales: Float[Array, "experts n k"]) -> Float[Array, "experts n k4"]:
+    """Returns the scales with zeros behind each row, up to a multiple of PIECE; as they are where there is nothing to fill.
+
+    All layers that read one stack share the result, since XLA computes equal things once.
+    """
+    return jnp.pad(scales, ((0, 0), (0, 0), (0, -scales.shape[2] % PIECE)))
+
+
+def piece_of(number, steps_of_slot: int) -> pl.Slice:
+    """Returns the piece with the scales of slot `number` of a tile."""
+    assert PIECE % steps_of_slot == 0
+    return pl.ds(pl.multiple_of(number * steps_of_slot // PIECE * PIECE, PIECE), PIECE)
+
+
+def place_in_piece(step: SlotStep, steps_of_slot: int):
+    """Returns the place of a step's scale in the piece of its slot."""
+    return lax.rem(step.number * steps_of_slot + step.step, jnp.int32(PIECE))

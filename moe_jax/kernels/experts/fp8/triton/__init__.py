@@ -18,7 +18,6 @@ from moe_jax.kernels.experts import triton
 from moe_jax.kernels.experts.activation import SILU, Activation
 from moe_jax.kernels.experts.fp8 import quantise, xla
 from moe_jax.kernels.experts.fp8.quantise import GROUP, QuantisedMatrices, QuantisedRows, joined, quantise_rows
-from moe_jax.kernels.experts.fp8.xla import Fp8Backward
 from moe_jax.kernels.experts.routing import Plan, plan_of_one
 from moe_jax.kernels.experts.triton import ROW_ALIGNMENT, is_native
 from moe_jax.kernels.experts.triton.launch import Tile, capability, has_large_tiles
@@ -85,7 +84,7 @@ def gated_matmul_backward(
     weight_of_row: Float[Array, "rows"],
     plan: Plan,
     activation: Activation = SILU,
-) -> Fp8Backward:
+) -> tuple[QuantisedRows, Array, Array, Array]:
     """Computes `xla.gated_matmul_backward` in XLA: Triton has no kernel for it here."""
     dy = xla.rows_of_rounded(dy_of_tokens, plan)
     return xla.gated_matmul_backward(dy, w_down_transposed, h, weight_of_row, plan, activation)

@@ -1,0 +1,1 @@
+"""Tests of moe_jax, and the helpers that they import from `tests.helpers`."""

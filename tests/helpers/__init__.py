@@ -1,0 +1,1 @@
+"""What several tests share: tiny models, references, and what every test runs under."""

@@ -1,0 +1,119 @@
+"""An engine without a model: it answers with the prompt's own tokens, a token of each request in a step."""
+
+import threading
+import time
+from types import SimpleNamespace
+from typing import Any
+
+from moe_jax.serving.handle import Event, Handle, wake
+from moe_jax.serving.loop import QueueFull, Stats
+from moe_jax.serving.request import Completion, EngineLimits, SamplingOptions, checked
+from tests.helpers import tiny
+
+VOCAB, END = 264, 0
+LIMITS = EngineLimits(max_sequences=64, max_tokens_per_step=64, max_length=512, num_pages=64, max_waiting=64)
+
+
+class FakeEngine:
+    """Has the engine's interface. A prompt's tokens are its answer, again and again, and then an end token.
+
+    `repeats`: times that the prompt comes; `step_seconds`: the time of a step.
+    """
+
+    def __init__(self, limits: EngineLimits = LIMITS, *, repeats: int = 1, step_seconds: float = 0.0, tokenizer: Any = None):
+        self.limits = limits
+        self.tokenizer = tiny.tokenizer() if tokenizer is None else tokenizer
+        self.config = SimpleNamespace(vocab_size=VOCAB)
+        self.lazy = False
+        self.submitted: list[SamplingOptions] = []
+        self.handles: list[Handle] = []
+        self.closed = False
+        self.error: Exception | None = None
+        self.repeats = repeats
+        self.step_seconds = step_seconds
+        self._active: dict[_Sequence, Handle] = {}
+        self._lock = threading.Lock()
+        self._num_tokens = 0
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    @property
+    def capacity(self) -> int:
+        return self.limits.max_sequences + self.limits.max_waiting
+
+    def submit(self, prompt, options=None) -> Handle:
+        ids = checked(prompt, options, self.limits, VOCAB)
+        if self.error is not None:
+            raise RuntimeError("the engine failed")
+        with self._lock:
+            if len(self._active) >= self.capacity:
+                raise QueueFull(f"{len(self._active)} sequences run or wait")
+            sequences = [_Sequence(number, ids * self.repeats + [END], options) for number in range(options.n)]
+            handle = Handle(ids, options, lambda numbers: self._abort([sequences[i] for i in numbers]), self.tokenizer)
+            self._active |= dict.fromkeys(sequences, handle)
+        self.submitted.append(options)
+        self.handles.append(handle)
+        return handle
+
+    def stats(self) -> Stats:
+        running = min(len(self._active), self.limits.max_sequences)
+        zeros = dict.fromkeys(Stats._fields, 0)
+        return Stats(**zeros | dict(running=running, waiting=len(self._active) - running, num_tokens=self._num_tokens))
+
+    def close(self, *, drain: bool = True) -> None:
+        self.closed = True
+        self._thread.join()
+
+    @property
+    def failed(self) -> bool:
+        return self.error is not None
+
+    def fail(self) -> None:
+        """Makes the engine fail at the next step."""
+        self.error = ValueError("a defect")
+
+    def _run(self) -> None:
+        while not self.closed:
+            time.sleep(max(self.step_seconds, 0.0005))
+            listeners = set()
+            with self._lock:
+                for sequence, handle in list(self._active.items())[: self.limits.max_sequences]:
+                    if self.error is not None:
+                        listeners.add(handle.fail(self.error))
+                    else:
+                        listeners.add(handle.deliver(sequence.step(handle)))
+                        self._num_tokens += 1
+                    if self.error is not None or handle.completions[sequence.number] is not None:
+                        del self._active[sequence]
+            wake(listeners - {None})
+
+    def _abort(self, sequences: list["_Sequence"]) -> None:
+        with self._lock:
+            for sequence in sequences:
+                handle = self._active.pop(sequence, None)
+                if handle is not None:
+                    wake({handle.deliver(sequence.end(handle, None, "abort"))} - {None})
+
+
+class _Sequence:
+    def __init__(self, number: int, tokens: list[int], options: SamplingOptions):
+        self.number, self.tokens, self.options = number, tokens, options
+        self.done: list[int] = []
+
+    def step(self, handle: Handle) -> Event:
+        token = self.tokens[len(self.done) % len(self.tokens)]
+        self.done.append(token)
+        is_end = token in self.options.stop_token_ids
+        if is_end or len(self.done) == self.options.max_new_tokens:
+            return self.end(handle, token, "stop" if is_end else "length")
+        return self._event(token, None)
+
+    def end(self, handle: Handle, token: int | None, reason) -> Event:
+        handle.completions[self.number] = Completion(self.done, reason, cached_tokens=1)
+        return self._event(token, reason)
+
+    def _event(self, token, reason) -> Event:
+        wanted = self.options.logprobs
+        if wanted is None or token is None:
+            return Event(self.number, token, finish_reason=reason)
+        return Event(self.number, token, -0.25 * token, {token: -0.25 * token, 5: -9.0} if wanted else None, reason)

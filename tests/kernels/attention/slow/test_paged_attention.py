@@ -1,0 +1,220 @@
+"""Paged attention equals attention to contiguous keys, in XLA and in the interpreter of kernels."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from moe_jax.kernels.attention.api import attention
+from moe_jax.kernels.attention.paged import PAGE_SIZE, PagedQueries, mosaic, paged_attention
+from tests.helpers import seeds
+from tests.kernels.attention.test_paged_attention import SCALE
+
+
+def make(rng, counts, num_keys, heads, kv_heads, key_dim, value_dim, *, shared=0, padding=0, dtype=jnp.float32):
+    """q, keys, values and queries. The rows' first `shared` pages are the same; pages lie in random order."""
+    counts, num_keys = np.asarray(counts), np.asarray(num_keys)
+    pages = -(-num_keys // PAGE_SIZE)
+    max_pages = pages.max() + 2
+    order = rng.permutation(pages.sum() + shared + 3)
+    table = rng.integers(0, len(order), (len(counts), max_pages))
+    own = shared
+    for row, count in enumerate(pages):
+        table[row, :count] = order[own : own + count]
+        own += count
+        table[row, : min(shared, count)] = order[: min(shared, count)]
+    arrays = (
+        rng.normal(size=(counts.sum() + padding, heads, key_dim)),
+        rng.normal(size=(len(order), kv_heads, PAGE_SIZE, key_dim)),
+        rng.normal(size=(len(order), kv_heads, PAGE_SIZE, value_dim)),
+    )
+    first = np.concatenate([[0], np.cumsum(counts)])
+    queries = PagedQueries(*(jnp.asarray(a, jnp.int32) for a in (first, num_keys, table)))
+    return *(jnp.asarray(a, dtype) for a in arrays), queries
+
+
+def first_single(counts):
+    """The number of rows before the first row with another number of queries than one."""
+    return next((row for row, count in enumerate(counts) if count != 1), len(counts))
+
+
+def by_rows(q, keys, values, queries, window=None):
+    """`attention` of each row's queries to the row's keys, copied out of their pages."""
+    out = np.zeros((*q.shape[:2], values.shape[3]), np.float32)
+    first = np.asarray(queries.first_query)
+    for row, num_keys in enumerate(np.asarray(queries.num_keys)):
+        start, end = first[row], first[row + 1]
+        if start == end:
+            continue
+        table = queries.page_table[row, : -(-num_keys // PAGE_SIZE)]
+        k, v = (jnp.moveaxis(a[table], 1, 2).reshape(1, -1, a.shape[1], a.shape[3])[:, :num_keys] for a in (keys, values))
+        one = jnp.ones((1, end - start), jnp.int32), jnp.ones((1, num_keys), jnp.int32)
+        out[start:end] = attention(
+            q[None, start:end].astype(jnp.float32),
+            k.astype(jnp.float32),
+            v.astype(jnp.float32),
+            scale=SCALE,
+            query_segment_ids=one[0],
+            key_segment_ids=one[1],
+            query_offset=int(num_keys - (end - start)),
+            window=window,
+            backend="xla",
+        )[0]
+    return out
+
+
+@pytest.mark.parametrize(
+    "counts, num_keys, window",
+    [
+        pytest.param([1] * 6, [1, 63, 64, 65, 200, 3], None, marks=pytest.mark.thorough),
+        ([5, 0, 64, 1, 0, 70, 1], [5, 9, 64, 129, 0, 300, 64], None),
+        ([2, 65, 1], [130, 65, 200], 70),
+        pytest.param([1, 3], [100, 3], 1, marks=pytest.mark.thorough),
+    ],
+    ids=["decoding", "ragged", "window", "window of one"],
+)
+def test_equals_attention(rng, counts, num_keys, window):
+    q, keys, values, queries = make(rng, counts, num_keys, 4, 2, 16, 8, padding=3)
+    out = jax.jit(lambda *a, window: paged_attention(*a, scale=SCALE, window=window))(q, keys, values, queries, window=window)
+    np.testing.assert_allclose(out[:-3], by_rows(q, keys, values, queries, window)[:-3], atol=3e-6)
+    assert np.isfinite(out).all()
+
+
+def test_shared_pages(rng):
+    """Rows that begin with the same tokens read the same pages."""
+    q, keys, values, queries = make(rng, [1, 10, 2], [200, 140, 131], 4, 1, 8, 8, shared=2)
+    assert (queries.page_table[:, :2] == queries.page_table[0, :2]).all()
+    out = paged_attention(q, keys, values, queries, scale=SCALE)
+    np.testing.assert_allclose(out, by_rows(q, keys, values, queries), atol=3e-6)
+
+
+def test_latents(rng):
+    """Values are the first columns of the keys."""
+    q, keys, _, queries = make(rng, [1, 3], [70, 130], 4, 1, 12, 8)
+    out = paged_attention(q, keys, None, queries, value_dim=8, scale=SCALE)
+    np.testing.assert_allclose(out, by_rows(q, keys, keys[..., :8], queries), atol=3e-6)
+
+
+def test_a_token_depends_on_its_own_row_alone(rng):
+    """Bit for bit: alone, in a chunk, among other rows, and with a wider table."""
+    q, keys, values, queries = make(rng, [1, 20, 1], [150, 90, 300], 4, 2, 16, 16)
+    together = paged_attention(q, keys, values, queries, scale=SCALE)
+    table = jnp.pad(queries.page_table[1:2], ((0, 0), (0, 5)))
+    for i in (0, 7, 19):
+        alone = PagedQueries(jnp.array([0, 1]), jnp.array([90 - 19 + i]), table)
+        one = paged_attention(q[1 + i][None], keys, values, alone, scale=SCALE, single_query_rows=1)
+        np.testing.assert_array_equal(one[0], together[1 + i])
+
+
+def test_blocks_of_tokens(rng, monkeypatch):
+    """Tokens are computed in blocks, the last of them not full."""
+    from moe_jax.kernels.attention.paged import xla
+
+    q, keys, values, queries = make(rng, [9, 4], [9, 70], 2, 1, 8, 8)
+    whole = paged_attention(q, keys, values, queries, scale=SCALE)
+    monkeypatch.setattr(xla, "TOKEN_BLOCK", 5)
+    np.testing.assert_allclose(paged_attention(q, keys, values, queries, scale=SCALE), whole, atol=3e-6)
+
+
+CHUNKS = [1, 1, 5, 0, 64, 1, 70], [700, 200, 5, 0, 130, 64, 200]
+"""Two decoding rows and five chunks."""
+
+
+@pytest.mark.parametrize(
+    "counts, num_keys, heads, kv_heads, key_dim, value_dim, dtype, cores, window",
+    [
+        ([1] * 4, [1, 70, 128, 700], 16, 2, 64, 64, "bfloat16", 1000, None),
+        pytest.param([1] * 4, [1, 70, 128, 700], 2, 2, 128, 64, "float16", 1, 100, marks=pytest.mark.thorough),
+        (*CHUNKS, 8, 1, 64, 128, "float16", 8, None),
+        pytest.param(*CHUNKS, 2, 2, 128, 128, "bfloat16", 1, 70, marks=pytest.mark.thorough),
+        pytest.param(*CHUNKS, 32, 2, 64, 64, "bfloat16", 1, None, marks=pytest.mark.thorough),
+        pytest.param([20, 1], [700, 300], 8, 1, 64, 64, "bfloat16", 1, 450, marks=pytest.mark.thorough),
+        pytest.param([3, 0, 9], [3, 0, 700], 8, 1, 64, 64, "bfloat16", 1000, None, marks=pytest.mark.thorough),
+        ([3, 0, 9], [520, 0, 1220], 8, 1, 64, 128, "bfloat16", 1000, 200),
+    ],
+    ids=[
+        "decoding in splits",
+        "decoding",
+        "chunks beside rows in splits",
+        "chunks of single heads",
+        "chunks of 16 heads a key head",
+        "chunks with a window",
+        "chunks in splits",
+        "window in splits",
+    ],
+)
+def test_the_kernel_equals_xla(rng, monkeypatch, counts, num_keys, heads, kv_heads, key_dim, value_dim, dtype, cores, window):
+    """In the interpreter. Where there are more cores than blocks of queries, keys are split. Padding of chunks gives zeros."""
+    monkeypatch.setattr(mosaic, "_cores", lambda: cores)
+    single_query_rows = first_single(counts)
+    padding = 0 if single_query_rows == len(counts) else 3
+    arrays = make(rng, counts, num_keys, heads, kv_heads, key_dim, value_dim, padding=padding, dtype=dtype)
+    split, merge = [], mosaic.merge_splits
+    monkeypatch.setattr(mosaic, "merge_splits", lambda *a, **options: (split.append(True), merge(*a, **options))[1])
+    options = {"scale": SCALE, "window": window, "single_query_rows": single_query_rows}
+    out = paged_attention(*arrays, **options, backend="mosaic")
+    assert bool(split) == (cores > 1)
+    assert out.dtype == dtype and not out[sum(counts) :].any()
+    *exact, queries = arrays
+    wanted = paged_attention(*(a.astype(jnp.float32) for a in exact), queries, **options, backend="xla")
+    tokens = sum(counts)
+    error = np.linalg.norm(np.asarray(out, np.float32)[:tokens] - wanted[:tokens], axis=-1)
+    assert (error < 6e-3 * np.linalg.norm(wanted[:tokens], axis=-1)).all()
+
+
+@pytest.mark.parametrize(
+    "counts, num_keys, heads, value_dim, window, fixed_splits",
+    [
+        ([1] * 3, [1, 70, 700], 128, 128, None, True),
+        pytest.param([1, 1], [100, 200], 4, 512, 100, False, marks=pytest.mark.thorough),
+        ([3, 0, 9], [520, 0, 70], 16, 256, 200, True),
+        pytest.param([2, 0, 1], [129, 0, 64], 64, 128, None, False, marks=pytest.mark.thorough),
+    ],
+    ids=["decoding in splits", "decoding", "chunks in splits", "drafts"],
+)
+def test_the_kernel_of_latents(rng, counts, num_keys, heads, value_dim, window, fixed_splits):
+    """Equals XLA in the interpreter, with as many tokens as rows too, of which one has two."""
+    q, keys, _, queries = make(rng, counts, num_keys, heads, 1, value_dim + 64, 8, dtype=jnp.bfloat16)
+    options = {"scale": SCALE, "window": window, "value_dim": value_dim, "single_query_rows": first_single(counts)}
+    out = paged_attention(q, keys, None, queries, **options, fixed_splits=fixed_splits, backend="mosaic")
+    wanted = paged_attention(*(a.astype(jnp.float32) for a in (q, keys)), None, queries, **options, backend="xla")
+    assert out.dtype == q.dtype
+    error = np.linalg.norm(np.asarray(out, np.float32) - wanted, axis=-1)
+    assert (error < 6e-3 * np.linalg.norm(wanted, axis=-1)).all()
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    "window, value_dim",
+    [*(pytest.param(window, None, marks=pytest.mark.thorough) for window in (None, 150)), (None, 128)],
+    ids=["all keys", "window", "latents"],
+)
+def test_fixed_splits(window, value_dim):
+    """A query's bits are the same alone, in a chunk, and beside so many other rows that keys would not be split."""
+    width = 64 if value_dim is None else value_dim + 64
+    q, keys, values, queries = make(seeds.rng(), [9, 1, 1], [590, 70, 600], 2, 1, width, 64, dtype=jnp.float16)
+    options = {"scale": SCALE, "backend": "mosaic", "fixed_splits": True, "window": window, "value_dim": value_dim}
+    pages = keys, values if value_dim is None else None
+    together = paged_attention(q, *pages, queries, **options)
+    row = PagedQueries(jnp.asarray([0, 1]), queries.num_keys[:1], queries.page_table[:1])
+    alone = paged_attention(q[8:9], *pages, row, single_query_rows=1, **options)
+    np.testing.assert_array_equal(together[8], alone[0])
+    other = PagedQueries(jnp.asarray([0, 1]), queries.num_keys[2:], queries.page_table[2:])
+    np.testing.assert_array_equal(together[10], paged_attention(q[10:], *pages, other, single_query_rows=1, **options)[0])
+    values = values if value_dim is None else keys[..., :value_dim]
+    np.testing.assert_allclose(
+        np.asarray(together, np.float32), by_rows(q, keys, values, queries, window), rtol=2e-2, atol=2e-2
+    )
+
+
+def test_pages_before_the_window(rng):
+    """Pages before a window, and pages behind the last key, are not read: nothing changes if they hold NaN."""
+    q, keys, values, queries = make(rng, [1, 9, 1], [700, 300, 130], 4, 2, 64, 64, dtype=jnp.bfloat16)
+    seen = np.zeros(len(keys), bool)
+    for row, (count, num_keys) in enumerate([(1, 700), (9, 300), (1, 130)]):
+        seen[np.asarray(queries.page_table[row, (num_keys - count - 69) // PAGE_SIZE : -(-num_keys // PAGE_SIZE)])] = True
+    assert not seen.all()
+    run = jax.jit(lambda *arrays: paged_attention(*arrays, scale=SCALE, window=jnp.int32(70), backend="mosaic"))
+    expected = run(q, keys, values, queries)
+    unread = [jnp.where(jnp.asarray(seen)[:, None, None, None], a, jnp.nan) for a in (keys, values)]
+    np.testing.assert_array_equal(run(q, *unread, queries), expected)

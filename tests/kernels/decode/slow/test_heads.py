@@ -1,0 +1,80 @@
+"""Heads of new tokens are normed and rotated as the modules do it, and go into their pages, which change in no other place."""
+
+import jax.numpy as jnp
+import numpy as np
+
+from moe_jax.kernels.decode.heads import HeadNorms, NewTokens, chunk_heads_to_pages, heads_to_pages
+from moe_jax.layers.norm import rms_norm
+from moe_jax.layers.rope import RopeTables, apply_rope
+from tests.helpers import seeds
+from tests.helpers.h200 import needs_compiler, run_script
+
+HEADS, KV_HEADS, EPS = 4, 2, 1e-6
+
+
+def _check(found, projections, norms, cos, sin, page, offset, keys, values):
+    """Compares with the modules. Places that no token takes are as before."""
+    found_q, found_keys, found_values = found
+    heads = projections.reshape(1, len(page), -1, 128)
+    rope = RopeTables(cos[None], sin[None])
+    q = apply_rope(rms_norm(heads[:, :, :HEADS], norms.q, EPS), rope)[0]
+    k = apply_rope(rms_norm(heads[:, :, HEADS:-KV_HEADS], norms.k, EPS), rope)[0]
+    for got, expected in ((found_q, q), (found_keys, keys.at[page, :, offset].set(k))):
+        got, expected = np.asarray(got, np.float32), np.asarray(expected, np.float32)
+        np.testing.assert_allclose(got, expected, rtol=2**-7, atol=2**-6)
+    np.testing.assert_array_equal(found_values, values.at[page, :, offset].set(heads[0, :, -KV_HEADS:]))
+    written = np.zeros((len(keys), 64), bool)
+    written[page, offset] = True
+    np.testing.assert_array_equal(np.asarray(found_keys).swapaxes(1, 2)[~written], np.asarray(keys).swapaxes(1, 2)[~written])
+
+
+def _make(rng, tokens):
+    """Returns projections in f32, the norms, cos and sin, and pages."""
+    normal = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.bfloat16)  # noqa: E731
+    projections = jnp.asarray(rng.normal(size=(2, tokens, (HEADS + 2 * KV_HEADS) * 128)), jnp.float32)
+    angles = jnp.asarray(rng.normal(size=(tokens, 64)), jnp.float32)
+    pages = normal(6, KV_HEADS, 64, 128), normal(6, KV_HEADS, 64, 128)
+    return projections, HeadNorms(normal(128), normal(128)), jnp.cos(angles), jnp.sin(angles), pages
+
+
+def _new_tokens(cos, sin, page, offset):
+    return NewTokens(jnp.concatenate([cos, cos], -1), jnp.concatenate([-sin, sin], -1), page, offset)
+
+
+def test_heads_to_pages():
+    splits, norms, cos, sin, pages = _make(seeds.rng(), 5)
+    page, offset = jnp.asarray([3, 1, 1, 2, 0], jnp.int32), jnp.asarray([5, 0, 1, 63, 0], jnp.int32)
+    found = heads_to_pages(splits, norms, _new_tokens(cos, sin, page, offset), *pages, eps=EPS)
+    _check(found, splits.sum(axis=0).astype(jnp.bfloat16), norms, cos, sin, page, offset, *pages)
+
+
+def test_chunk_heads_to_pages():
+    """The tokens of two chunks, which begin inside their pages; all but 6 tokens of the second block are in the first too."""
+    splits, norms, cos, sin, pages = _make(seeds.rng(), 70)
+    places = jnp.concatenate([5 * 64 + jnp.arange(7, 57), 2 * 64 + jnp.arange(60, 80)]).astype(jnp.int32)
+    page, offset = places // 64, places % 64
+    projections = splits[0].astype(jnp.bfloat16)
+    found = chunk_heads_to_pages(projections, norms, _new_tokens(cos, sin, page, offset), *pages, eps=EPS)
+    _check(found, projections, norms, cos, sin, page, offset, *pages)
+
+
+SLICED = """
+import re
+from moe_jax.kernels.decode.heads import HeadNorms, NewTokens, heads_to_pages
+
+def written(splits, norms, page):
+    empty = jnp.zeros((5, 1, 64, 128), bf16)
+    angles = jnp.zeros((300, 128), f32)
+    return heads_to_pages(splits[:, :300], HeadNorms(*norms), NewTokens(angles, angles, page, page), empty, empty, eps=1e-6)
+
+text = compile(written, ((1, 304, 512), f32), ((2, 128), bf16), ((300,), i32)).as_text()
+computations = re.split(r"\\n(?=%|ENTRY)", text)
+in_place = [text.split()[0] for text in computations if "mosaic_gpu" in text and "output_to_operand_aliasing" in text]
+assert in_place == ["ENTRY"], in_place
+"""
+
+
+@needs_compiler
+def test_slices():
+    """XLA would fuse the kernel with slices of its inputs, and make one array of keys and values that begin alike."""
+    run_script(SLICED)

@@ -1,0 +1,171 @@
+"""The forms of weights that combine in one call give what plain matrices give; all others are refused with a reason."""
+
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from moe_jax.kernels import Precision, quantise_matrices
+from moe_jax.kernels.experts.call import REFUSED, TokenPart, experts
+from moe_jax.kernels.experts.deferred import expert_products_like
+from moe_jax.kernels.experts.fp8.quantise import InFp8, RoundedTokens, quantise_rows
+from moe_jax.kernels.experts.weights import Accumulators, ExpertWeights
+from moe_jax.kernels.low_rank import LowRank
+from tests.helpers import oracle
+from tests.helpers.expert_layers import Adapter, Form, compute, gradients_by_accumulators, gradients_by_tickets, make_layer
+
+TOKENS, EXPERTS, K, HIDDEN, INTER = 24, 4, 2, 16, 12
+
+
+def _adapter(rng, hidden, inter, dtype):
+    """Factors of both ranks; one of each matrix is shared by all experts."""
+    shapes = [(1, 3, hidden), (EXPERTS, 2 * inter, 3), (EXPERTS, 2, inter), (1, hidden, 2)]
+    a1, b1, a2, b2 = (jnp.asarray(rng.normal(size=shape) * 0.2, dtype) for shape in shapes)
+    return Adapter(LowRank(a1, b1), LowRank(a2, b2))
+
+
+def _split(x, weights, chosen, how):
+    """Returns parts and options: two parts with room and shares, chunks of 10 tokens, or the whole."""
+    if how != "parts":
+        return [TokenPart(x, weights, chosen)], {"chunk_tokens": 10} if how == "chunks" else {}
+    parts = [TokenPart(*part) for part in zip(*(jnp.split(a, [6]) for a in (x, weights, chosen)), strict=True)]
+    return parts, dict(max_pairs=[K * len(part.x) for part in parts], shares=[1, 2])
+
+
+@pytest.mark.parametrize(
+    "split, in_stack, remat",
+    [
+        ("parts", True, False),
+        *(pytest.param(*each, marks=pytest.mark.thorough) for each in (("chunks", True, True), ("parts", False, True))),
+    ],
+    ids=str,
+)
+def test_changes(rng, split, in_stack, remat):
+    """Low-rank changes with parts, chunks, stacks and recomputation: y, and every gradient, against changed matrices."""
+    with jax.enable_x64(True):
+        x, *matrices, weights, chosen = make_layer(rng, "some_nobody", TOKENS, EXPERTS, K, HIDDEN, INTER, jnp.float64)
+        weights, adapter = weights.astype(jnp.float64), _adapter(rng, HIDDEN, INTER, jnp.float64)
+        stacks = [jnp.stack([jnp.full_like(w, jnp.nan), w]) for w in matrices]
+
+        def ours(x, weights, adapter):
+            form = Form(jnp.int32(1) if in_stack else None, frozen=True, adapter=adapter)
+            parts, options = _split(x, weights, chosen, split)
+            return jnp.concatenate(experts(parts, form.of(*(stacks if in_stack else matrices)), **options))
+
+        def plain(x, weights, adapter):
+            changed = [w + jnp.matmul(*reversed(factors)) for w, factors in zip(matrices, adapter, strict=True)]
+            return oracle.experts_mlp(x, *changed, weights, jnp.where((chosen < 0) | (chosen >= EXPERTS), EXPERTS, chosen))
+
+        @partial(jax.jit, static_argnums=0)
+        def with_gradients(f, *arrays):
+            y, pullback = jax.vjp(f, *arrays)
+            return jax.tree.leaves((y, pullback(jnp.sin(y))))
+
+        arrays = x, weights, adapter
+        found = with_gradients(jax.checkpoint(ours) if remat else ours, *arrays)
+        for one, other in zip(found, with_gradients(plain, *arrays), strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-9, atol=1e-11 * np.abs(other).max())
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("split", ["whole", *(pytest.param(how, marks=pytest.mark.thorough) for how in ("parts", "chunks"))])
+def test_changes_of_a_stack_in_fp8(rng, split):
+    """Each pass rounds one layer of the stack: the bits of that layer's codes, for all tokens at once, in y and dx."""
+    x, *matrices, weights, chosen = make_layer(rng, "random", TOKENS, EXPERTS, K, 128, 128)
+    adapter, codes = _adapter(rng, 128, 128, jnp.float32), tuple(InFp8(quantise_matrices(w)) for w in matrices)
+    stacks = [jnp.stack([jnp.full_like(w, jnp.nan), w]) for w in matrices]
+
+    @partial(jax.jit, static_argnums=(0, 1))
+    def with_gradients(in_stack, split, x, weights, adapter):
+        def f(x, weights, adapter):
+            whole = Form(jnp.int32(1), frozen=True, adapter=adapter).of(*stacks)
+            parts, options = _split(x, weights, chosen, split)
+            given = whole if in_stack else Form(adapter=adapter, copies=codes).of(None, None)
+            return jnp.concatenate(experts(parts, given, precision=Precision(), **options))
+
+        y, pullback = jax.vjp(f, x, weights, adapter)
+        return jax.tree.leaves((y, pullback(y)))
+
+    found, expected = (with_gradients(*how, x, weights, adapter) for how in ((True, split), (False, "whole")))
+    for one, other in zip(found[:2], expected[:2], strict=True):
+        np.testing.assert_array_equal(one.astype(jnp.float32), other.astype(jnp.float32))
+    for one, other in zip(found[2:], expected[2:], strict=True):
+        np.testing.assert_allclose(one, other, atol=2e-3 * np.abs(other).max())
+
+
+def test_tickets_in_fp8(rng):
+    """The operands are in bf16: multiplied later, they are the gradients that accumulators get, bit for bit."""
+    layer = make_layer(rng, "some_nobody", TOKENS, EXPERTS, K, 128, 128)
+    dy = jnp.asarray(rng.normal(size=layer[0].shape), jnp.bfloat16)
+    found, expected = (
+        jax.jit(partial(f, precision=Precision()), static_argnums=0)("xla", layer, dy)
+        for f in (gradients_by_tickets, gradients_by_accumulators)
+    )
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+def _refused_calls(rng):
+    """Returns a call for each row of the table."""
+    x, w_gate_up, w_down, weights, chosen = make_layer(rng, "random", TOKENS, EXPERTS, K, 128, 128)
+    w, codes = ExpertWeights.of(w_gate_up, w_down), ExpertWeights.of(*map(quantise_matrices, (w_gate_up, w_down)))
+    part = TokenPart(x, weights, chosen)
+    rounded, fp8 = part._replace(x=RoundedTokens.of(quantise_rows(x))), Precision()
+    gate_up, down = _adapter(rng, 128, 128, jnp.float32)
+    changes = Form(adapter=Adapter(gate_up, down)).of(w_gate_up, w_down)
+    frozen = dict(frozen=True)
+    sums = dict(gradient=Accumulators(*(jnp.zeros(w.shape) for w in (w_gate_up, w_down))))
+    ticket = dict(gradient=expert_products_like(x, EXPERTS, K, 128))
+    stack, of = dict(layer=jnp.int32(0)), partial(ExpertWeights.of, w_gate_up, w_down)
+    biased = partial(of, biases=(w_gate_up[:, :, 0], w_down[:, :, 0]))
+    return [
+        ({"biases", "precision"}, [part], biased(), dict(precision=fp8)),
+        (
+            {"biases", "changes"},
+            [part],
+            replace(biased(), gate_up=replace(changes.gate_up, bias=w_gate_up[:, :, 0]), down=changes.down),
+            {},
+        ),
+        ({"biases", "frozen"}, [part], biased(**frozen), {}),
+        ({"biases", "accumulators"}, [part], biased(**sums), {}),
+        ({"biases", "ticket"}, [part], biased(**ticket), {}),
+        ({"biases", "stack"}, [part], biased(**stack), {}),
+        ({"biases", "max_pairs"}, [part], biased(), dict(max_pairs=[8])),
+        ({"one in FP8"}, [part], ExpertWeights(w.gate_up, codes.down), dict(precision=fp8)),
+        ({"in FP8 alone", "no precision"}, [part], codes, {}),
+        ({"rounded tokens", "no precision"}, [rounded], w, {}),
+        ({"rounded tokens", "chunks"}, [rounded], w, dict(precision=fp8, chunk_tokens=8)),
+        ({"rounded tokens", "changes"}, [rounded], changes, dict(precision=fp8)),
+        ({"several parts", "chunks"}, [part, part], w, dict(chunk_tokens=8)),
+        ({"one change"}, [part], ExpertWeights(changes.gate_up, w.down), {}),
+        ({"changes", "own gradients"}, [part], changes, {}),
+        ({"changes", "accumulators"}, [part], replace(changes, **sums), {}),
+        ({"changes", "ticket"}, [part], replace(changes, **ticket), {}),
+        ({"stack", "own gradients"}, [part], of(**stack), {}),
+        ({"frozen", "accumulators"}, [part], of(**frozen, **sums), {}),
+        ({"frozen", "ticket"}, [part], of(**frozen, **ticket), {}),
+        ({"ticket", "stack"}, [part], of(**stack, **ticket), {}),
+        ({"ticket", "chunks"}, [part], of(**ticket), dict(chunk_tokens=8)),
+        ({"ticket", "several parts"}, [part, part], of(**ticket), {}),
+        ({"ticket", "rounded tokens"}, [rounded], of(**ticket), dict(precision=fp8)),
+        ({"ticket", "max_pairs"}, [part], of(**ticket), dict(max_pairs=[8])),
+    ]
+
+
+def test_what_is_refused(rng):
+    """Each row of the table, with its reason, before anything is computed."""
+    calls = _refused_calls(rng)
+    assert [words for words, *_ in calls] == [words for words, _ in REFUSED]
+    for (_, parts, weights, options), (_, why) in zip(calls, REFUSED, strict=True):
+        with pytest.raises(ValueError) as error:
+            experts(parts, weights, **options)
+        assert str(error.value) == why
+
+
+def test_a_ticket_of_another_call(rng):
+    x, w_gate_up, w_down, weights, chosen = make_layer(rng, "random", TOKENS, EXPERTS, K, 128, 128)
+    form = Form(gradient=replace(expert_products_like(x, EXPERTS, K, 128), row_alignment=64))
+    with pytest.raises(ValueError, match="the ticket must come from expert_products_like .*: row_alignment is 1; got 64"):
+        compute(x, w_gate_up, w_down, weights, chosen, form, backend="xla")

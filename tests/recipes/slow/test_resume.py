@@ -1,0 +1,232 @@
+"""A run that is killed resumes with the losses it would have had, bit for bit."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+import moe_jax
+from moe_jax.checkpoint.training import TrainingCheckpoints, finished_steps
+from moe_jax.recipes import FinetuneSettings, finetune
+from moe_jax.recipes.finetuning.prepare import prepare_run
+from moe_jax.recipes.run.identity import same_run
+from moe_jax.train.metrics import MetricsWriter, read_records
+from moe_jax.train.optimizer import warmup_cosine
+from moe_jax.train.starting_weights import MODEL
+from tests.helpers import run_tiny, tiny
+
+ROOT = Path(__file__).parents[3]
+
+
+def start(*arguments: Path | str) -> subprocess.Popen:
+    return subprocess.Popen(
+        [sys.executable, "-m", "tests.helpers.run_tiny", *map(str, arguments)],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+    )
+
+
+def comparable(output: Path) -> list[dict]:
+    timed = ("tokens_per_second", "model_tflops")
+    records = [{k: v for k, v in r.items() if k not in timed} for r in read_records(output / "metrics.jsonl")]
+    return [*records, *(load for path in output.glob("expert_load.jsonl") for load in read_records(path))]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "trained, kills",
+    [
+        (("dense",), (7,)),
+        pytest.param(("biased_model",), (7,), marks=pytest.mark.thorough),
+        pytest.param(("biased_model",), (7, 13), marks=pytest.mark.thorough),
+        pytest.param(("biased_model", "4"), (7,), marks=pytest.mark.thorough),
+    ],
+    ids=["dense", "all", "twice", "adapters"],
+)
+def test_kill_minus_nine_and_resume_gives_the_same_losses(tmp_path, one_step_for_all, trained, kills):
+    """A process is killed. What ends its run, and the run to compare with, may be this process: bits are the same."""
+    data = tiny.write_texts(tmp_path / "texts")
+    run_tiny.run(data, tmp_path / "whole", *trained)
+    expected = comparable(tmp_path / "whole")
+    # Beside each step of a model with experts stand their loads.
+    assert len(expected) == (24 if trained == ("dense",) else 48)
+
+    output = tmp_path / "killed"
+    for least_steps in kills:
+        process = start(data, output, *trained)
+        deadline = time.monotonic() + 240
+        while len(read_records(output / "metrics.jsonl")) < least_steps:
+            assert process.poll() is None, process.stderr.read().decode()[-3000:]
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+    run_tiny.run(data, output, *trained)
+    assert comparable(output) == expected
+    kept = sorted(int(p.name) for p in (output / "checkpoints").iterdir() if p.name.isdigit())
+    assert kept == [20, 24]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_process_that_is_alone_saves_when_it_is_told_to_stop(tmp_path, monkeypatch, steps_that_learn_nothing, number):
+    settings = tiny.settings(tmp_path)
+    handler, write = signal.getsignal(number), MetricsWriter.write
+
+    def write_and_be_told(self, record, of_layers):
+        write(self, record, of_layers)
+        if record["step"] == 2:
+            os.kill(os.getpid(), number)
+
+    monkeypatch.setattr(MetricsWriter, "write", write_and_be_told)
+    if number == signal.SIGTERM:
+        assert finetune(settings, model=tiny.dense(), tokenizer=tiny.tokenizer()).step == 2
+    else:
+        with pytest.raises(KeyboardInterrupt, match="interrupted after step 2 and saved; the same command resumes"):
+            finetune(settings, model=tiny.dense(), tokenizer=tiny.tokenizer())
+    assert signal.getsignal(number) is handler
+    assert finished_steps(tmp_path / "run" / "checkpoints") == [2]
+
+
+def test_a_second_ctrl_c_interrupts_at_once(tmp_path):
+    # Programs started in the background of a shell ignore Ctrl-C, and so would this one.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        checkpoints = TrainingCheckpoints(tmp_path)
+        checkpoints.listen()
+        signal.raise_signal(signal.SIGINT)
+        assert checkpoints.told_to_stop(1)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        checkpoints.close()
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_more_steps_after_the_end(tmp_path, monkeypatch, steps_that_add):
+    """A run that has ended goes on with more steps, and not with fewer."""
+    lengths, schedule = [], warmup_cosine
+    monkeypatch.setattr(
+        sys.modules["moe_jax.recipes.run.model"],
+        "warmup_cosine",
+        lambda rate, *, steps, **options: lengths.append(steps) or schedule(rate, steps=steps, **options),
+    )
+
+    def run(folder, steps):
+        paths = dict(model="none", data=str(tiny.write_texts(tmp_path / "texts")), output=str(tmp_path / folder))
+        # The same rate in runs of any length, so that all else can be compared.
+        rate = dict(learning_rate=1e-2, min_learning_rate_ratio=1.0)
+        settings = FinetuneSettings(**paths, **rate, steps=steps, seq_len=16, batch_size=2, dtype="float32")
+        assert finetune(settings, model=tiny.dense(), tokenizer=tiny.tokenizer()).step == steps
+
+    run("lengthened", steps=2)
+    with pytest.raises(ValueError, match="lengthened holds 2 steps of this run: steps=1 would end before; take 2 or more"):
+        run("lengthened", steps=1)
+    run("lengthened", steps=4)
+    run("whole", steps=4)
+    assert comparable(tmp_path / "lengthened") == comparable(tmp_path / "whole")
+    assert lengths == [2, 4, 4]
+
+
+def test_a_run_that_began_without_a_bos_token_goes_on_without(tmp_path, monkeypatch):
+    paths = dict(model="none", data=str(tiny.write_texts(tmp_path / "texts")), output=str(tmp_path / "run"))
+    settings = FinetuneSettings(**paths, seq_len=512, batch_size=2, steps=2, warmup_steps=0, dtype="float32")
+    tokenizer = tiny.tokenizer_with_a_beginning()
+
+    def prepared():
+        with ExitStack() as until_end:
+            run, begun = prepare_run(settings, tiny.dense(), tokenizer, until_end)
+            begun.checkpoints.close()
+            return begun, run.batches.get_state(), next(run.batches)["tokens"]
+
+    begun, data, first = prepared()
+    assert begun.fixed["identity"]["begin_texts"] and (first == 1).any()
+    old = {name: value for name, value in begun.fixed["identity"].items() if name != "begin_texts"}
+    checkpoints = TrainingCheckpoints(tmp_path / "run" / "checkpoints")
+    checkpoints.save(1, {"x": jnp.zeros(1)}, {"data": data, "identity": old})
+    checkpoints.close()
+    begun, _, rows = prepared()
+    assert begun.step == 1 and "begin_texts" not in begun.fixed["identity"] and not (rows == 1).any()
+
+
+def test_folder_of_another_run(tmp_path, monkeypatch, steps_that_learn_nothing):
+    """A folder with another run is refused before weights are read."""
+    checkpoint = tmp_path / "model"
+    moe_jax.save_pretrained(tiny.dense(), checkpoint)
+    settings = tiny.settings(tmp_path, model=str(checkpoint))
+    result = finetune(settings, model=tiny.dense(), tokenizer=tiny.tokenizer(), stop_after=2)
+    assert result.step == 2 and len(result.metrics) == 2
+    monkeypatch.setattr(sys.modules["moe_jax.recipes.run.model"], "from_pretrained", None)
+    with pytest.raises(ValueError, match="holds another run.*seed: checkpoint 0, now 1"):
+        finetune(replace(settings, seed=1), tokenizer=tiny.tokenizer())
+    in_bf16 = tiny.dense(dtype=jnp.bfloat16, param_dtype=jnp.bfloat16)
+    with pytest.raises(
+        ValueError, match="dtype: checkpoint 'float32', now 'bfloat16'; param_dtype: checkpoint 'float32', now 'bfloat16'"
+    ):
+        finetune(settings, model=in_bf16, tokenizer=tiny.tokenizer())
+    moe_jax.save_pretrained(tiny.biased_model(), checkpoint)
+    with pytest.raises(
+        ValueError,
+        match="holds another run.*config.model_type: checkpoint 'qwen3', now 'deepseek_v3'.*; and .* more in config",
+    ):
+        finetune(settings, tokenizer=tiny.tokenizer())
+    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 2
+    json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
+
+
+def test_the_same_settings_with_another_model_are_another_run(tmp_path, caplog, steps_that_add):
+    tiny.tokenizer().save_pretrained(tmp_path / "tokenizer")
+    for name, seed in (("base", 0), ("other", 1)):
+        moe_jax.save_pretrained(tiny.dense(rngs=nnx.Rngs(seed)), tmp_path / name)
+    shutil.copytree(tmp_path / "base", tmp_path / "copied")
+
+    def run(steps, name=None, **passed):
+        paths = dict(model=str(tmp_path / (name or "none")), tokenizer=str(tmp_path / "tokenizer"))
+        return finetune(tiny.settings(tmp_path, steps=steps, warmup_steps=0, **paths), **passed)
+
+    run(1, "base")
+    for steps in (1, 2):
+        with pytest.raises(
+            ValueError, match="holds another run.*Different: model: its weights are not those that the run began"
+        ):
+            run(steps, "other")
+    assert run(2, "copied").step == 2 and not caplog.messages
+    run(3, model=tiny.dense())
+    assert "noted its starting weights in another way, so nothing tells whether `model` is the one" in caplog.text
+    with pytest.raises(ValueError, match="Different: model"):
+        run(4, "other")
+
+
+def test_another_model_that_is_passed_is_another_run(tmp_path, steps_that_add):
+    def run(steps, seed):
+        settings = tiny.settings(tmp_path, steps=steps, warmup_steps=0)
+        finetune(settings, model=tiny.dense(rngs=nnx.Rngs(seed)), tokenizer=tiny.tokenizer())
+
+    run(1, seed=0)
+    with pytest.raises(ValueError, match="holds another run.*Different: model: its weights are not those that the run began"):
+        run(1, seed=1)
+    run(2, seed=0)
+
+
+def test_a_run_that_did_not_note_its_model_goes_on(tmp_path, caplog):
+    now = {"seed": 0, MODEL: "abc"}
+    assert same_run({"seed": 0}, now, tmp_path) == {"seed": 0}
+    assert f"the run in {tmp_path} did not note its starting weights, so nothing tells whether `model` is the" in caplog.text
+
+
+def test_runs_that_noted_no_moment_dtype_had_float32(tmp_path):
+    """Runs on preferences had no `moment_dtype`, and moments in f32."""
+    saved, now = {"seed": 0, MODEL: "abc"}, {"seed": 0, MODEL: "abc"}
+    assert same_run(saved, now | {"moment_dtype": "float32"}, tmp_path) == now | {"moment_dtype": "float32"}
+    with pytest.raises(ValueError, match="moment_dtype: checkpoint 'float32', now 'bfloat16'"):
+        same_run(saved, now | {"moment_dtype": "bfloat16"}, tmp_path)

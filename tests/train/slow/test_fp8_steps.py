@@ -1,0 +1,139 @@
+"""Training with experts in FP8: copies made once a step, recomputation, sums over micro-batches, and what is refused."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import moe_jax
+from moe_jax.kernels import Precision
+from moe_jax.kernels.experts.fp8 import dense, passes
+from moe_jax.models.execution import Execution
+from moe_jax.train import NextToken, init_state, make_optimizer, make_train_step, put_batch
+from moe_jax.train.gradients import accumulate, accumulate_in_place, gradients_fn
+from moe_jax.train.on_devices import with_fp8_copies
+from tests.helpers import seeds, tiny
+
+
+def _model(precision="fp8", dense=()):
+    made = tiny.model_for_fp8()
+    made.set_precision(precision, dense)
+    return made
+
+
+def _batch(rows=4, length=16, rng=None):
+    rng = rng or seeds.rng()
+    tokens = rng.integers(0, 264, (rows, length + 1))
+    arrays = dict(tokens=tokens[:, :-1], labels=tokens[:, 1:], loss_mask=np.ones((rows, length)))
+    arrays |= dict(positions=np.tile(np.arange(length), (rows, 1)), segment_ids=np.ones((rows, length)))
+    return {name: jnp.asarray(array, jnp.int32) for name, array in arrays.items()}
+
+
+def _gradients(how, model, batch, copies, remat=True):
+    """Returns value and gradients of both micro-batches of a batch."""
+    graph, params = nnx.split(model, nnx.Param)
+    objective = NextToken(micro_batches=2)
+    execution = Execution(remat=remat)
+    if how == "in place":
+        gradients = accumulate_in_place(objective, graph, execution, 2)
+    else:
+        gradients = accumulate(gradients_fn(objective, graph, execution), 2)
+
+    def of_params(params, batch):
+        fixed = nnx.State({})
+        if copies:
+            fixed = with_fp8_copies(graph, params, fixed, None)
+        return gradients(params, fixed, objective.prepare(batch, jnp.float32(64)))
+
+    found = jax.jit(of_params)(params, batch)
+    return found.value, found.gradients
+
+
+def _assert_equal(a, b):
+    """XLA may leave out other roundings to bf16 in the second program: a few numbers may then be neighbours."""
+    for (path, x), y in zip(jax.tree.leaves_with_path(a), jax.tree.leaves(b), strict=True):
+        name = jax.tree_util.keystr(path)
+        np.testing.assert_allclose(x, y, rtol=2**-6, err_msg=name)
+        assert np.mean(np.asarray(x) != np.asarray(y)) < 1e-3, name
+
+
+@pytest.mark.parametrize("how", ["in place", pytest.param("added", marks=pytest.mark.thorough)])
+def test_copies_made_once_give_the_same(how):
+    """Copies of experts and of attention's projections.
+
+    One batch for all runs: some have a number that lies between two of FP8, or a token with two equal experts, up to rounding.
+    """
+    model, batch = _model(dense=("attention",)), _batch(rng=np.random.default_rng(0))
+    _assert_equal(_gradients(how, model, batch, copies=True), _gradients(how, model, batch, copies=False))
+
+
+def test_copies_are_not_made_again(monkeypatch):
+    """With copies at hand no pass rounds a matrix, and nothing is differentiated in the copies."""
+    model, batch = _model(dense=("attention",)), _batch()
+    graph, params = nnx.split(model, nnx.Param)
+    fixed = with_fp8_copies(graph, params, nnx.State({}), None)
+    assert len(jax.tree.leaves(fixed)) == 4 * (2 + 4), "values and scales of experts' matrices and projections in two orders"
+    for module in (passes, dense):
+        monkeypatch.setattr(module, "quantise_matrices", None)
+    gradients = gradients_fn(NextToken(), graph, Execution(remat=True))
+    found = jax.eval_shape(gradients, params, fixed, NextToken().prepare(batch, jnp.float32(64)))
+    assert jax.tree.structure(found.gradients) == jax.tree.structure(params)
+
+
+@pytest.mark.thorough
+def test_recomputation_stays_near():
+    """XLA fuses the recomputed bf16 operations in other ways, and a last bit of h may move a number in FP8."""
+    model, batch = _model("fp8_kept"), _batch()
+    (_, recomputed), (_, kept) = (_gradients("added", model, batch, True, remat=remat) for remat in (True, False))
+    for (path, a), b in zip(jax.tree.leaves_with_path(recomputed), jax.tree.leaves(kept), strict=True):
+        assert np.linalg.norm(a - b) <= 0.05 * np.linalg.norm(b), jax.tree_util.keystr(path)
+
+
+@pytest.mark.thorough
+def test_a_run_follows_bf16():
+    """Six steps end where bf16 ends, near and not at the same bits."""
+    batch, losses = _batch(), {}
+    for precision in ("bf16", "fp8"):
+        model, optimizer = _model(precision), make_optimizer(2e-3)
+        step = make_train_step(nnx.graphdef(model), optimizer, gradient_accumulation=2)
+        state = init_state(model, optimizer)
+        losses[precision] = []
+        for _ in range(6):
+            state, metrics = step(state, put_batch(batch, state.params))
+            losses[precision].append(float(metrics["loss"]))
+    assert losses["bf16"][-1] < 0.9 * losses["bf16"][0]
+    assert losses["fp8"] != losses["bf16"]
+    np.testing.assert_allclose(losses["fp8"], losses["bf16"], atol=0.3)
+
+
+@pytest.mark.thorough
+def test_modules_that_predict_further_tokens():
+    config = tiny.deepseek_config(
+        num_hidden_layers=1, first_k_dense_replace=0, n_routed_experts=4, n_group=1, topk_group=1, num_nextn_predict_layers=1
+    )
+    config = type(config)(**{**vars(config), "hidden_size": 128, "moe_intermediate_size": 128})
+    model = moe_jax.from_config(config, rngs=nnx.Rngs(0), dtype=jnp.bfloat16, param_dtype=jnp.float32)
+    model.set_precision("fp8")
+    graph, params, fixed = nnx.split(model, nnx.Param, ...)
+    assert len(jax.tree.leaves(with_fp8_copies(graph, params, fixed, None))) - len(jax.tree.leaves(fixed)) == 16
+    optimizer = make_optimizer(1e-2)
+    step = make_train_step(nnx.graphdef(model), optimizer)
+    state = init_state(model, optimizer)
+    assert np.isfinite(float(step(state, put_batch(_batch(), state.params))[1]["mtp_loss"]))
+
+
+def test_refusals():
+    with pytest.raises(ValueError, match="hidden is 16; it must be a multiple of 128"):
+        tiny.model(dtype=jnp.bfloat16).set_precision("fp8")
+    with pytest.raises(ValueError, match="x is float32; it must be bfloat16"):
+        tiny.model_for_fp8(dtype=jnp.float32).set_precision("fp8")
+    with pytest.raises(ValueError, match="this model has none"):
+        tiny.dense(dtype=jnp.bfloat16).set_precision("fp8")
+    model = _model()
+    for wrong in ("FP8", 8, True, jnp.float32, ["fp8"]):
+        with pytest.raises(ValueError, match="precision .* must be one of 'bf16', 'fp8', 'fp8_kept'"):
+            model.set_precision(wrong)
+    assert model.precision == Precision()
+    model.set_precision("bf16")
+    assert model.precision is None
