@@ -1,4 +1,4 @@
-"""Loads a checkpoint, and adapters that PEFT or `save_adapter` wrote beside its weights.
+"""Loads a checkpoint, and adapters that PEFT or `save_adapter` wrote.
 
 Files of adapters have each expert's factors separately, or fused layouts of experts.
 """

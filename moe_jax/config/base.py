@@ -229,7 +229,7 @@ class ModelConfig:
 
     @property
     def all_stages(self) -> tuple[Stage, ...]:
-        """The stages of the layers, then those of the MTP modules."""
+        """The stages of the layers, then of the MTP modules."""
         return (*self.stages, *self.mtp_stages)
 
     @property

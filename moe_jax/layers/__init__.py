@@ -1,4 +1,4 @@
-"""Flax NNX modules that the models share; each takes and returns plain arrays."""
+"""Flax NNX modules that the models share; their inputs and outputs are plain arrays."""
 
 from typing import TYPE_CHECKING
 

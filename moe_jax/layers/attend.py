@@ -1,4 +1,4 @@
-"""Attention of one layer's queries to the tokens they see: of this call, of all devices, or of a cache."""
+"""Attention of one layer's queries to tokens of this call, of all devices, or of a cache."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,33 +16,33 @@ from moe_jax.layers.cache import KVCache
 from moe_jax.layers.segments import SequenceSplit
 
 KV = tuple[Float[Array, "batch seq ..."], ...]
-"""k and v, or the smaller arrays that an `Expand` makes them of."""
+"""k and v, or the smaller arrays from which an `Expand` computes them."""
 
 Expand = Callable[..., tuple[Array, Array]]
-"""(k, v) = expand(weights, *kv), for each token alone. Its gradients are taken by `jax.vjp`."""
+"""(k, v) = expand(weights, *kv), for each token separately. `jax.vjp` differentiates it."""
 
 
 class Expansion(NamedTuple):
-    """Makes keys and values of smaller arrays: (k, v) = expand(weights, *kv)."""
+    """Expands smaller arrays to keys and values: (k, v) = expand(weights, *kv)."""
 
     expand: Expand
-    """Closes over no array."""
+    """A function that closes over no array."""
     weights: Any
     """A pytree of arrays, the same on all devices of the axis."""
 
 
 @dataclass(frozen=True)
 class Attend:
-    """softmax(scale * q k^T + mask) v for one layer; the model makes it, an attention module calls it.
+    """softmax(scale * q k^T + mask) v for one layer; the model creates it, and an attention module calls it.
 
     Attributes:
       segments: ids of these tokens' segments; with `context`, the first tokens of their segments.
       layer: the layer's index in the cache.
       window: the sliding window; None if there is none.
-      cache: earlier tokens and room for these behind them; its `segment_ids` hold these tokens' segments already.
+      cache: earlier tokens, with room for these after them; its `segment_ids` already hold these tokens' segments.
       context: how the sequences are split over devices; None if they are not.
-      sinks: each head's score of no token, which takes a part of the softmax's weights; not with `context`. An attention module
-        that has sinks sets them.
+      sinks: each head's extra score in the softmax, which belongs to no token; not with `context`. An attention module with
+        sinks sets them.
     """
 
     segments: Int[Array, "batch seq"]
@@ -54,13 +54,12 @@ class Attend:
 
     @property
     def sees_cached_tokens(self) -> bool:
-        """True if a cache holds earlier tokens for these to see."""
+        """True if a cache holds earlier tokens that these attend to."""
         return self.cache is not None and not self.cache.is_empty
 
     def follows(self) -> Bool[Array, "batch seq"]:
-        """Returns True for tokens that continue a recurrent layer's state: the token before is of the same segment.
-
-        The token before the first is the last of the cache. False for padding.
+        """Returns True for tokens that continue a recurrent layer's state: the previous token has the same segment. The first
+        token follows the cache's last one. False for padding.
         """
         before = jnp.zeros_like(self.segments[:, :1])
         if self.cache is not None and not self.cache.is_empty:
@@ -69,9 +68,8 @@ class Attend:
         return (self.segments == before) & (self.segments != 0)
 
     def states(self, like: tuple[Float[Array, "batch ..."], ...]) -> tuple[Float[Array, "batch ..."], ...]:
-        """Returns a recurrent layer's states before these tokens, in the dtypes of `like`, which is returned if there are none.
-
-        Inside `jax.shard_map` they vary over the devices as the tokens do.
+        """Returns a recurrent layer's states before these tokens, in the dtypes of `like`; `like` itself if there are none.
+        Inside `jax.shard_map` they vary over devices like the tokens.
         """
         if not self.sees_cached_tokens:
             return vary_as(like, self.segments)
@@ -79,7 +77,7 @@ class Attend:
         return tuple(a.astype(b.dtype) for a, b in zip(self.cache.read_states(self.layer), like, strict=True))
 
     def keep(self, states: tuple[Float[Array, "batch ..."], ...]) -> KVCache | None:
-        """Returns the cache with a recurrent layer's states behind these tokens in it; None without a cache."""
+        """Returns the cache with a recurrent layer's states after these tokens; None without a cache."""
         return None if self.cache is None else self.cache.write_states(self.layer, states)
 
     def __call__(
@@ -93,9 +91,8 @@ class Attend:
         """Returns the result, and the cache with these tokens in it (None without a cache).
 
         Args:
-          kept: k and v, or the arrays that `expansion` makes them from. A cache holds `kept`, and devices send it to each
-            other.
-          expansion: makes k and v of `kept`, for any tokens.
+          kept: k and v, or the arrays that `expansion` expands. A cache holds `kept`, and devices exchange it.
+          expansion: computes k and v from `kept`, for any tokens.
         """
         if self.context is not None:
             assert self.sinks is None  # refused by `models.forward.layer_inputs`
@@ -105,8 +102,8 @@ class Attend:
         offset: Array | int = 0
         if cache is not None:
             cache = cache.write(self.layer, kept)
-            # A prompt in an empty cache sees its own tokens only. Not reading the cache lets it use the fused kernel, which
-            # takes equally many queries and keys.
+            # A prompt in an empty cache sees its own tokens only. Without reading the cache it can use the fused kernel, which
+            # needs equal numbers of queries and keys.
             if self.sees_cached_tokens:
                 kept, keys, offset = cache.read(self.layer, q.dtype), cache.segment_ids, cache.length
         expand, weights = (None, ()) if expansion is None else expansion
@@ -131,9 +128,9 @@ class Attend:
 def with_sinks(
     out: Float[Array, "batch seq heads value_dim"], lse: Float[Array, "batch heads seq"], sinks: Float[Array, " heads"]
 ) -> Float[Array, "batch seq heads value_dim"]:
-    """Returns attention whose softmax has one more score, of no token: out * sigmoid(lse - sinks), in f32.
+    """Returns attention whose softmax has one extra score that belongs to no token: out * sigmoid(lse - sinks), in f32.
 
-    With z = exp(lse), the sum over the seen keys becomes z + exp(sink), so that their weights shrink by z / (z + exp(sink)).
+    With z = exp(lse), the sum over the seen keys becomes z + exp(sink), so their weights shrink by z / (z + exp(sink)).
     (gpt-oss, https://arxiv.org/abs/2508.10925.)
     """
     seen = jax.nn.sigmoid(lse - sinks.astype(lse.dtype)[:, None]).swapaxes(1, 2)[..., None]
@@ -141,6 +138,6 @@ def with_sinks(
 
 
 def keys_and_values(expand: Expand | None, weights, kv: KV) -> tuple[Array, Array]:
-    """Returns (k, v) = expand(weights, *kv); without `expand`, `kv` are keys and values already."""
+    """Returns (k, v) = expand(weights, *kv); without `expand`, `kv` are already keys and values."""
     k, v = kv if expand is None else expand(weights, *kv)
     return k, v

@@ -1,4 +1,4 @@
-"""Attention of query heads to equally many or fewer heads of keys and values, as the config's `HeadsSpec` says."""
+"""Attention of query heads to the same number of key and value heads or fewer, as in the config's `HeadsSpec`."""
 
 from dataclasses import replace
 
@@ -19,7 +19,7 @@ from moe_jax.layers.rope import RopeTables, apply_rope
 class Attention(nnx.Module):
     """o_proj(attend(rope(q_norm(q_proj x)), rope(k_norm(k_proj x)), v_proj x)).
 
-    `config.mixer` says if the projections have biases, the heads norms (RMSNorm on each query and key head), and sinks.
+    `config.mixer` defines whether projections have biases, and heads have norms (RMSNorm on each query and key head) and sinks.
     """
 
     def __init__(

@@ -1,9 +1,8 @@
-"""DeepSeek-V3's two ways to keep experts evenly loaded: a bias that follows the load, and a small loss per sequence.
+"""DeepSeek-V3's two ways to keep experts evenly loaded: a bias that reacts to the load, and a small loss per sequence.
 
-Section 2.1.2 of its report (https://arxiv.org/abs/2412.19437). The bias is added to the scores for the choice of experts and
-for nothing else. So it adds no gradient to the model's (Wang et al., 2024, https://arxiv.org/abs/2408.15664). The loss guards
-against a single sequence that goes to few experts, which the load of a whole batch hides. docs/balancing.md says which loss is
-for which recipe.
+Section 2.1.2 of its report (https://arxiv.org/abs/2412.19437). The bias is added to the scores only for the choice of experts.
+So it adds no gradient (Wang et al., 2024, https://arxiv.org/abs/2408.15664). The loss prevents a single sequence from using few
+experts, which the load of a whole batch hides. docs/balancing.md lists which loss is for which recipe.
 """
 
 from dataclasses import dataclass, field
@@ -21,7 +20,8 @@ from moe_jax.layers.segments import SequenceSplit, segment_positions
 def move_bias(
     bias: Float32[Array, "*layers experts"], expert_load: Int[Array, "*layers experts"], rate: float
 ) -> Float32[Array, "*layers experts"]:
-    """Returns bias + rate * sign(mean load - load), in f32: moves overloaded experts of each layer down, the others up.
+    """Returns bias + rate * sign(mean load - load), in f32: lowers the bias of overloaded experts of each layer, and raises the
+    others.
 
     Call it once per optimizer step, with the load of the step's whole batch: all micro-batches, all devices. An expert whose
     load is the mean keeps its bias.
@@ -38,7 +38,7 @@ class Sequences:
     Attributes:
       first_token: index of the document's first token among all tokens of these rows on all devices.
       length: number of tokens of the document; 0 for padding.
-      axis_name: the mesh axis over which each row is split; None if none.
+      axis_name: the mesh axis that splits each row; None if there is none.
     """
 
     first_token: Int[Array, "tokens"]
@@ -49,7 +49,7 @@ class Sequences:
     def of(cls, segment_ids: Int[Array, "batch seq"], context_parallel: SequenceSplit | None = None) -> "Sequences":
         """Finds the documents of `segment_ids` (0 is padding); with `context_parallel`, of this device's tokens.
 
-        With `context_parallel` the call stands inside `jax.shard_map`.
+        With `context_parallel` call it inside `jax.shard_map`.
         """
         batch, seq = segment_ids.shape
         if context_parallel is None:
@@ -88,9 +88,9 @@ def sequence_balance(
         f_i = experts / (k length) * number of tokens of the sequence with expert i among their k best scores
         P_i = mean over the sequence of scores[t, i]
 
-    An even load gives 1 for a sequence. The choice has no gradient: the gradient flows through P only. The paper counts the
-    best scores, not the experts that a bias or groups chose. A token's own part of the sum is sum_i f_i scores[t, i] / length:
-    no sequence's sum of floats is ever made. On several devices the result sums over this device's tokens.
+    An even load yields 1 per sequence. The choice has no gradient: the gradient flows only through P. The paper counts the best
+    scores, not the experts chosen by bias or groups. A token's share of the sum is sum_i f_i scores[t, i] / length: no float is
+    summed over a sequence. On several devices the result sums over this device's tokens.
 
     Args:
       scores: the router's scores, divided by their sum over the experts.

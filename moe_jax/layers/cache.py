@@ -1,6 +1,5 @@
-"""The cache for decoding one token after the other: keys and values of earlier tokens, or the latents they come from.
-
-Recurrent layers keep a state of each sequence instead.
+"""The cache for autoregressive decoding: keys and values of earlier tokens, or the latents that they are expanded from.
+Recurrent layers keep a state for each sequence instead.
 """
 
 from collections import Counter
@@ -26,12 +25,12 @@ class KVCache:
     A `lax` loop cannot turn one structure into the other: start it with `replace(cache, written=jnp.int32(0))`.
 
     Attributes:
-      kept: the arrays that layers keep of each token (`Mixer.of_token`): rotated keys, and values, or the latents that both
-        are made from. Tokens from `length` on are unused.
+      kept: the arrays that layers keep for each token (`Mixer.of_token`): rotated keys and values, or the latents for both.
+        Tokens from `length` on are unused.
       segment_ids: the cached tokens' segments; 0 (padding, unused rows) is seen by no token of a document.
       written: number of tokens in the cache, the same for every sequence (shorter prompts are padded on the left); None: no
-        token was written yet.
-      states: the arrays (f32) that recurrent layers keep of each sequence behind its last token.
+        token has been written yet.
+      states: the arrays (f32) that recurrent layers keep for each sequence after its last token.
     """
 
     kept: tuple[Float[Array, "token_layers batch max_length ..."], ...]
@@ -50,16 +49,16 @@ class KVCache:
         return 0 if self.written is None else self.written
 
     def with_segments(self, segment_ids: Int[Array, "batch seq"]) -> "KVCache":
-        """Writes the segments of new tokens behind the earlier tokens' segments; `length` stays (see `advanced`)."""
-        # Segments that a call made itself have the tokens' dtype.
+        """Appends the segments of new tokens; `length` does not change (see `advanced`)."""
+        # Default segments have the tokens' dtype.
         ids = segment_ids.astype(self.segment_ids.dtype)
         segments = lax.dynamic_update_slice(self.segment_ids, ids, (0, self.length))
-        # Inside `jax.shard_map` the rows vary over the devices as the tokens do.
+        # Inside `jax.shard_map` the rows vary over devices like the tokens.
         kept, states = vary_as((self.kept, self.states), segment_ids)
         return replace(self, kept=kept, states=states, segment_ids=segments)
 
     def write(self, layer: Int[Array, ""], kept: tuple[Float[Array, "batch seq ..."], ...]) -> "KVCache":
-        """Writes one layer's new tokens behind its earlier ones; `length` stays (see `advanced`).
+        """Appends one layer's new tokens; `length` does not change (see `advanced`).
 
         Here and below, `layer` is a row of `cache_rows`.
         """
@@ -75,13 +74,13 @@ class KVCache:
         return tuple(lax.dynamic_index_in_dim(a, layer, keepdims=False).astype(dtype) for a in self.kept)
 
     def write_states(self, layer: Int[Array, ""], states: tuple[Float[Array, "batch ..."], ...]) -> "KVCache":
-        """Overwrites a recurrent layer's states with those behind the new tokens."""
+        """Overwrites a recurrent layer's states with the states after the new tokens."""
         put = lax.dynamic_update_index_in_dim
         pairs = zip(self.states, states, strict=True)
         return replace(self, states=tuple(put(rows, new.astype(rows.dtype), layer, 0) for rows, new in pairs))
 
     def read_states(self, layer: Int[Array, ""]) -> tuple[Float[Array, "batch ..."], ...]:
-        """Returns a recurrent layer's states behind the cached tokens; zeros in an empty cache."""
+        """Returns a recurrent layer's states after the cached tokens; zeros for an empty cache."""
         return tuple(lax.dynamic_index_in_dim(rows, layer, keepdims=False) for rows in self.states)
 
     def advanced(self, num_tokens: int) -> "KVCache":
@@ -90,9 +89,8 @@ class KVCache:
 
 
 def init_cache(config: ModelConfig, batch: int, max_length: int, dtype: DTypeLike) -> KVCache:
-    """Makes an empty cache: for each layer, max_length * (sizes of `Mixer.of_token`) numbers of `dtype` of each sequence.
-
-    A recurrent layer has (sizes of `Mixer.of_sequence`) numbers in f32 instead.
+    """Creates an empty cache: for each layer and sequence, max_length * (sizes of `Mixer.of_token`) numbers of `dtype`. A
+    recurrent layer has (sizes of `Mixer.of_sequence`) numbers in f32 instead.
     """
     kept: list[Array] = []
     states: list[Array] = []
@@ -103,13 +101,13 @@ def init_cache(config: ModelConfig, batch: int, max_length: int, dtype: DTypeLik
 
 
 def cache_rows(config: ModelConfig) -> list[int]:
-    """Returns each layer's row in the cache: the number of layers before it that keep the same arrays."""
+    """Returns each layer's row in the cache: the number of earlier layers that keep the same arrays."""
     kept = [_kept(mixer) for mixer in config.layer_mixers]
     return [kept[:layer].count(own) for layer, own in enumerate(kept)]
 
 
 def join_rows(first: KVCache, second: KVCache) -> KVCache:
-    """Returns one cache with the sequences of both, which hold equally many tokens and have equal room."""
+    """Returns one cache with the sequences of both, which must have equal lengths and room."""
     kept, states = jax.tree.map(
         lambda *pair: jnp.concatenate(pair, axis=1), (first.kept, first.states), (second.kept, second.states)
     )

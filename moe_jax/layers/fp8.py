@@ -1,6 +1,5 @@
-"""A model's matrices in FP8: frozen ones as they lie in memory, and copies of trained ones.
-
-Copies are made once for several calls, outside a loop over micro-batches. No checkpoint and no optimizer has them.
+"""A model's matrices in FP8: frozen ones as they are stored, and copies of trained ones. Copies are made once for several
+calls, outside a loop over micro-batches. Checkpoints and optimizers do not have them.
 """
 
 from typing import Any
@@ -16,14 +15,14 @@ from moe_jax.layers.quantised import FP8_BLOCK, BlockScaled
 
 
 def codes_of(value: Any) -> QuantisedMatrices | None:
-    """Returns a matrix that lies in blocks of 128 x 128 as FP8 multiplies it; None for any other."""
+    """Returns a matrix quantised in blocks of 128 x 128 as an FP8 operand; None for any other."""
     if not isinstance(value, BlockScaled) or value.block != FP8_BLOCK:
         return None
     return QuantisedMatrices(value.codes, value.scales.astype(jnp.float32))
 
 
 def copies_of_matrix(weight: nnx.Variable, copies: Fp8Copies | None) -> DenseCopies:
-    """Returns a dense matrix in FP8: its copies, or its codes if it lies in blocks of 128 x 128; empty without either."""
+    """Returns a dense matrix in FP8: its copies, or its codes if it is quantised in blocks of 128 x 128; empty without either."""
     codes = codes_of(weight.get_value())
     if codes is not None:
         return DenseCopies(codes)

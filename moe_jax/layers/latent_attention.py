@@ -1,8 +1,8 @@
 """Multi-head latent attention (DeepSeek-V2, 2024, https://arxiv.org/abs/2405.04434, section 2.1).
 
-A token's keys and values of all heads come from one short vector, its latent, and one rotary key that the heads share. A cache
-holds these kv_lora_rank + qk_rope_head_dim numbers per token, and devices send them where a sequence is split. They are 576
-numbers for V3, whose heads' keys and values are 40960.
+A token's keys and values of all heads are expanded from one short vector, its latent, and one rotary key that the heads share.
+A cache holds these kv_lora_rank + qk_rope_head_dim numbers per token, and devices send them if a sequence is split. For V3
+these are 576 numbers, while all heads' keys and values are 40960.
 """
 
 import math
@@ -23,7 +23,7 @@ from moe_jax.layers.paged import LayerPages, PagedAttend
 from moe_jax.layers.rope import RopeTables, apply_rope, mscale_of_scores
 
 LATENT_NORM_EPS = 1e-6
-"""Epsilon of the norms on the latents, whatever `rms_norm_eps` is, as in DeepSeek's code and in transformers."""
+"""Epsilon of the norms on the latents, independent of `rms_norm_eps`, as in DeepSeek's code and in transformers."""
 
 
 class LatentAttention(nnx.Module):
@@ -31,7 +31,7 @@ class LatentAttention(nnx.Module):
 
         q            = q_b_proj(norm(q_a_proj x)), or q_proj x if q_lora_rank is None; its rope part rotated
         latent, rope = split(kv_a_proj_with_mqa x); the latent normed, the rope part rotated
-        k, v         = split(kv_b_proj latent) in each head, the rope part behind every k
+        k, v         = split(kv_b_proj latent) in each head, the rope part appended to every k
 
     A query and a key head are wider (qk_nope_head_dim + qk_rope_head_dim) than a value head (v_head_dim).
 
@@ -40,7 +40,7 @@ class LatentAttention(nnx.Module):
         q_nope . (K latent) = (K^T q_nope) . latent        sum_j p_j (V latent_j) = V sum_j p_j latent_j
 
     This is attention of all heads to one key head, the latents, whose first kv_lora_rank numbers are its values. Tokens that
-    see only each other are expanded: absorbing a query costs as much as expanding a key, and leaves wider heads.
+    attend only to each other are expanded: absorbing a query costs as much as expanding a key, and leaves wider heads.
     """
 
     def __init__(
@@ -67,12 +67,12 @@ class LatentAttention(nnx.Module):
     ) -> tuple[Float[Array, "batch seq hidden"], KVCache | LayerPages | None]:
         """Returns the output, and the cache or pages with these tokens in it (None without either)."""
         q, latents = self.queries(x, rope), self.latents(x, rope)
-        # Pages are always read as they are: a kernel that expands latents page by page does not exist.
+        # Pages are always read as latents: there is no kernel that expands them page by page.
         if isinstance(attend, PagedAttend) or (attend.sees_cached_tokens and self.absorbing_is_cheaper(x.shape[1])):
             out, cache = attend(self.absorb(q), (latents,), Expansion(_as_one_head, ()), scale=self.scale)
             out = self.values(out)
         else:
-            # Parameters are an argument of their own, so that their gradients are summed over all latents that arrive here.
+            # Parameters are a separate argument, so that their gradients are summed over all received latents.
             matrix = self.kv_b_proj.matrix
             if matrix.ticket is not None and (attend.context is not None or attend.cache is not None):
                 raise ValueError(
@@ -91,12 +91,12 @@ class LatentAttention(nnx.Module):
         return jnp.concatenate([q_nope, self._rotated(q_rope, rope)], axis=-1)
 
     def latents(self, x: Float[Array, "batch seq hidden"], rope: RopeTables) -> Float[Array, "batch seq latent_dim"]:
-        """Computes what later tokens need: the latent, then the rotary key that all heads share."""
+        """Computes the cached row: the latent, then the rotary key that all heads share."""
         latent, k_rope = jnp.split(self.kv_a_proj_with_mqa(x), [self.config.kv_lora_rank], axis=-1)
         return jnp.concatenate([self.kv_a_layernorm(latent), self._rotated(k_rope[:, :, None], rope)[:, :, 0]], axis=-1)
 
     def absorbing_is_cheaper(self, num_queries: int) -> bool:
-        """Returns True if wider heads for these queries cost fewer FLOPs than expanding keys: for V3, up to 157 queries."""
+        """Returns True if absorbing these queries costs fewer FLOPs than expanding keys: for V3, up to 157 queries."""
         mixer = self.config.mixer
         wider = 2 * mixer.latent_dim - mixer.key_dim - mixer.value_dim
         return mixer.heads * num_queries * wider < math.prod(mixer.expansion)
@@ -113,7 +113,7 @@ class LatentAttention(nnx.Module):
         return jnp.concatenate([absorbed, q_rope], axis=-1)
 
     def values(self, mean: Float[Array, "batch seq heads latent_dim"]) -> Float[Array, "batch seq heads value_dim"]:
-        """Computes weighted means of values from weighted means of the latents they would be expanded from."""
+        """Computes weighted means of values from weighted means of latents."""
         weight, _, change, *_ = self.kv_b_proj.matrix
         _, to_values = _by_head(self.config, weight.astype(mean.dtype))
         latents = mean[..., : self.config.kv_lora_rank]
@@ -130,7 +130,7 @@ class LatentAttention(nnx.Module):
 
 
 def _check_rows_of_heads(kv_b_proj: TicketedMatrix) -> None:
-    """Refuses a matrix of which the rows of some heads cannot be cut out."""
+    """Refuses a matrix that cannot be split into rows of some heads."""
     for array, kind in ((kv_b_proj.change, "an adapter"), (kv_b_proj.in_fp8, "codes in FP8")):
         if jax.tree.leaves(array):
             raise ValueError(
@@ -157,5 +157,5 @@ def _by_head(config: DeepseekV3Config, kv_b_proj: Float[Array, "out _"]) -> list
 
 
 def _as_one_head(_, latents: Float[Array, "batch seq latent_dim"]) -> tuple[Array, Array]:
-    """Returns latents as the key and the value of one head. Values are not cut out: that would copy what is read once."""
+    """Returns latents as the key and the value of one head. Values are not sliced out: that would copy data that is read once."""
     return latents[:, :, None], latents[:, :, None]

@@ -17,14 +17,13 @@ from moe_jax.layers.lora import Adapter
 
 
 def fp8() -> ModuleType:
-    """Returns `layers.fp8`, the implementation of matrices in FP8. It is imported on first use, as kernels are."""
+    """Returns `layers.fp8`, the implementation of matrices in FP8, imported on first use like kernels."""
     return import_module("moe_jax.layers.fp8")
 
 
 class Fp8Copies(nnx.Variable):
-    """The `InFp8` of both matrices of an `Experts` module, or the `DenseCopies` of a `Linear`, made of its weights.
-
-    No gradient reaches them.
+    """FP8 copies of a module's weights, without gradients: `InFp8` of both matrices of `Experts`, or `DenseCopies` of a
+    `Linear`.
     """
 
 
@@ -33,7 +32,7 @@ class WeightTicket(nnx.Variable):
 
 
 class DeferredWeight(nnx.Variable):
-    """A weight matrix whose gradient goes to a ticket or to accumulators; it has none of its own."""
+    """A weight matrix whose gradient goes to a ticket or to accumulators; it has no gradient itself."""
 
 
 class LinearProduct(NamedTuple):
@@ -44,7 +43,7 @@ class LinearProduct(NamedTuple):
 
 
 class TicketedMatrix(NamedTuple):
-    """A matrix W [out, in], the arrays of its ticket, the change of an adapter and its dropout; None without these."""
+    """A matrix W [out, in], the arrays of its ticket, an adapter's change and its dropout; None if absent."""
 
     weight: Float[Array, "out in"]
     ticket: LinearProduct | None
@@ -55,9 +54,9 @@ class TicketedMatrix(NamedTuple):
 
 
 class TicketHolder(nnx.Module):
-    """A module with weight matrices, stacked along a leading axis of layers, that can take a ticket together.
+    """A module with weight matrices, stacked along a leading axis of layers, that share a ticket.
 
-    A subclass names its matrices in `matrices` and describes the products in `products_like`. `layers.tickets` gives tickets.
+    A subclass names its matrices in `matrices` and describes the products in `products_like`. `layers.tickets` assigns tickets.
     """
 
     matrices: tuple[str, ...] = ("weight",)
@@ -81,7 +80,7 @@ class Linear(TicketHolder):
       use_bias: True adds b.
       stddev: standard deviation of the normal initialisation of W; b starts at zero.
       stack: leading axes of the parameters: (n,) holds n such layers, to be sliced by a scan before the call.
-      param_dtype: dtype of the parameters; they are cast to x's dtype where they are used.
+      param_dtype: dtype of the parameters; they are cast to x's dtype for use.
     """
 
     lora: Adapter | None = None
@@ -104,7 +103,7 @@ class Linear(TicketHolder):
         if use_bias:
             self.bias = nnx.Param(jnp.zeros((*stack, out_features), param_dtype))
         self.use_bias = use_bias
-        # Each instance has it from the start: a model whose choice was taken back is equal to one without a choice.
+        # Set from the start, so that a model with a reverted choice equals one without a choice.
         self.in_fp8 = False
 
     def __call__(self, x: Float[Array, "*batch in"]) -> Float[Array, "*batch out"]:
@@ -118,9 +117,9 @@ class Linear(TicketHolder):
         return y.reshape(*y.shape[:-1], -1, head_dim)
 
     def of_heads(self, x: Float[Array, "*batch heads head_dim"]) -> Float[Array, "*batch out"]:
-        """Applies the map to the last two axes of x as one. The backward pass reads x as it is, not a second array."""
+        """Applies the map to the last two axes of x as one. The backward pass reads x itself, not a reshaped copy."""
 
-        # Attention keeps its result for its own backward pass, in x's shape. Without the checkpoint a layer would keep both.
+        # Attention saves its result for its own backward pass, in x's shape. Without the checkpoint a layer would save both.
         @partial(jax.checkpoint, prevent_cse=False)
         def joined(x: Array) -> Array:
             return self(x.reshape(*x.shape[:-2], -1))
@@ -129,21 +128,21 @@ class Linear(TicketHolder):
 
     @property
     def matrix(self) -> TicketedMatrix:
-        """W, its ticket, its change and the change's dropout, and its copies in FP8."""
+        """W, its ticket, its change and the change's dropout, and its FP8 copies."""
         in_fp8 = fp8().copies_of_matrix(self.weight, self.fp8_copies) if self.in_fp8 else None
         if self.lora is None:
             return TicketedMatrix(self.weight[...], self.held_ticket, in_fp8=in_fp8)
         return TicketedMatrix(self.weight[...], self.held_ticket, self.lora.factors, self.lora.dropped, in_fp8)
 
     def products_like(self, x: Float[Array, "*batch _"]) -> LinearProduct:
-        """Returns arrays like the operands of W's gradient; of x it reads the leading axes and the dtype."""
+        """Returns arrays like the operands of W's gradient, for x's leading axes and dtype."""
         return linear_product_like(x, self.weight, x.dtype)
 
 
 def linear_map(
     x: Float[Array, "*batch in"], matrix: TicketedMatrix, out_dtype: DTypeLike | None = None
 ) -> Float[Array, "*batch out"]:
-    """Computes x W^T, W with its change, in x's dtype; `out_dtype` is the result's dtype, by default x's.
+    """Computes x W^T (W including its change) in x's dtype; `out_dtype` is the result's dtype, by default x's.
 
     Raises:
       ValueError: a matrix with a ticket that multiplies in FP8.
@@ -165,7 +164,7 @@ def linear_product_like(x: Float[Array, "*batch _"], matrix: nnx.Variable, out_d
     return LinearProduct(jnp.zeros((*x.shape[:-1], num_in), x.dtype), jnp.zeros((*x.shape[:-1], num_out), out_dtype))
 
 
-# The residuals are x and the weight, which is a parameter: a layer would keep a weight that is cast in a second array.
+# The residuals are x and the parameter itself: otherwise a layer would save its cast copy.
 @partial(jax.checkpoint, prevent_cse=False, static_argnums=2)
 def _linear_map(x: Array, weight: Array, out_dtype: DTypeLike | None) -> Array:
     return jnp.einsum("...i,oi->...o", x, weight.astype(x.dtype), preferred_element_type=out_dtype)
@@ -190,9 +189,8 @@ _with_ticket.defvjp(_with_ticket_forward, _with_ticket_backward)
 
 
 class Embedding(nnx.Module):
-    """A table [vocab, hidden] whose rows are chosen by token id. An id outside gives NaN, never another token's row.
-
-    An adapter's factors have a leading axis of 1, and change the table by b a: a token has its row of b times a.
+    """A table [vocab, hidden] whose rows are chosen by token id. An id outside yields NaN, never another token's row. An
+    adapter's factors have a leading axis of 1, and change the table by b a: a token's change is its row of b times a.
     """
 
     lora: Adapter | None = None
@@ -217,7 +215,7 @@ def _rows(table: Float[Array, "vocab _"], tokens: Integer[Array, "batch seq"]) -
 
 
 def normal_parameter(shape: tuple[int, ...], stddev: float, dtype: DTypeLike, rngs: nnx.Rngs) -> nnx.Param:
-    """Draws a parameter as `draw_normal` does. No f32 copy of a large parameter exists."""
+    """Draws a parameter like `draw_normal`, without an f32 copy of a large parameter."""
     key = rngs.params()
     if math.prod(shape) <= WHOLE_DRAW:
         return nnx.Param(draw_normal(key, shape, stddev, dtype))
@@ -227,18 +225,18 @@ def normal_parameter(shape: tuple[int, ...], stddev: float, dtype: DTypeLike, rn
 def draw_normal(key: Array, shape: tuple[int, ...], stddev: Float[ArrayLike, ""], dtype: DTypeLike) -> Float[Array, "..."]:
     """Draws from N(0, stddev^2) in f32 or wider, and rounds to `dtype`.
 
-    JAX's own numbers in bf16 have 128 values, and their mean is -0.011 standard deviations. With thousands of rows such a mean
-    grows from layer to layer, and pulls tokens to the same experts.
+    JAX's own bf16 normals have 128 values, with a mean of -0.011 standard deviations. With thousands of rows such a mean grows
+    from layer to layer, and drives tokens to the same experts.
     """
     return (jax.random.normal(key, shape, jnp.promote_types(dtype, jnp.float32)) * stddev).astype(dtype)
 
 
 WHOLE_DRAW = 2**22
-"""Largest size of a parameter that is drawn at once. A CPU draws larger ones several times as fast in parts of PART numbers:
-the generator passes over its bits a dozen times, and a part stays in the cache."""
+"""Largest size of a parameter that is drawn at once. A CPU draws larger ones several times faster in parts of PART numbers: the
+generator makes a dozen passes over its bits, and a part fits in the cache."""
 
 PART = 2**17
-"""Numbers drawn at once of a parameter larger than WHOLE_DRAW."""
+"""Numbers drawn at once for a parameter larger than WHOLE_DRAW."""
 
 
 @partial(jax.jit, static_argnames=("shape", "dtype"))

@@ -1,6 +1,6 @@
-"""Adapters: trained low-rank changes beside frozen matrices (LoRA, Hu et al., 2021, https://arxiv.org/abs/2106.09685).
+"""Adapters: trained low-rank changes of frozen matrices (LoRA, Hu et al., 2021, https://arxiv.org/abs/2106.09685).
 
-`moe_jax.adapters.add_lora` gives a model its adapters. A model without any has neither of these types.
+`moe_jax.adapters.add_lora` adds adapters to a model. A model without any has neither of these types.
 """
 
 import jax
@@ -12,7 +12,7 @@ from moe_jax.kernels.low_rank import Dropout, LowRank
 
 
 class Frozen(nnx.Variable):
-    """A parameter that is not trained. It is no `nnx.Param`: gradients and optimizer states are of the adapters alone."""
+    """A parameter that is not trained. It is not an `nnx.Param`: only adapters have gradients and optimizer states."""
 
 
 class DropoutKey(nnx.Variable):
@@ -22,15 +22,15 @@ class DropoutKey(nnx.Variable):
 class Adapter(nnx.Module):
     """The change scale * b a of a matrix, or of each expert's.
 
-    Both factors are f32, whatever the matrix's dtype, and are cast to the input's dtype where they are used. They are
-    `nnx.LoRAParam`s, which are `nnx.Param`s. The change begins at zero: b is zero, and a uniform in +-1/sqrt(in) as in PEFT.
+    Both factors are f32 for any dtype of the matrix, and are cast to the input's dtype for use. They are `nnx.LoRAParam`s,
+    which are `nnx.Param`s. The change starts at zero: b is zero, and a uniform in +-1/sqrt(in) as in PEFT.
 
     Args:
-      a_shape: [..., rank, in]; the leading axes are those of the stack, and of experts.
+      a_shape: [..., rank, in]; the leading axes are the stack's, and the experts'.
       b_shape: [..., out, rank].
       scale: a factor on the change.
-      dropout: the probability with which a number of a's input is left out in training. `draw_dropout` gives a pass its keys,
-        and without them nothing is left out.
+      dropout: the probability with which an element of a's input is dropped in training. `draw_dropout` sets a pass's keys;
+        without them nothing is dropped.
     """
 
     key: DropoutKey | None = None
@@ -51,7 +51,7 @@ class Adapter(nnx.Module):
 
     @property
     def factors(self) -> LowRank:
-        """The factors as matrices, the scale in b."""
+        """The factors as matrices; b includes the scale."""
         return LowRank(self.a[...], self.scale * self.b[...])
 
     @property
@@ -67,17 +67,17 @@ class Adapter(nnx.Module):
 
 
 HEAD_PADDING = 64
-"""Columns beside a head's matrix come in multiples of this number, so that its rows keep their alignment."""
+"""Columns appended to a head's matrix are padded to a multiple of this number, so that its rows keep their alignment."""
 
 
 def beside_head(adapter: Adapter, hidden: Float[Array, "*batch hidden"]) -> Float[Array, "*batch wider"]:
-    """Returns hidden states with h a^T behind them: their product with `wider_head` has the head's change in it."""
+    """Appends h a^T to hidden states h: their product with `wider_head` includes the head's change."""
     inner = jnp.einsum("...i,ri->...r", hidden, adapter.factors.a[0].astype(hidden.dtype))
     return jnp.concatenate([hidden, _padded(inner)], axis=-1)
 
 
 def wider_head(adapter: Adapter, weight: Float[Array, "vocab hidden"]) -> Float[Array, "vocab wider"]:
-    """Returns the head's matrix with b behind it, a copy. No number of the matrix is rounded anew."""
+    """Returns a copy of the head's matrix with b appended. No number of the matrix is rounded again."""
     return jnp.concatenate([weight, _padded(adapter.factors.b[0].astype(weight.dtype))], axis=-1)
 
 
@@ -94,9 +94,8 @@ def freeze(model: nnx.Module) -> None:
 
 
 def draw_dropout(model: nnx.Module, seed: UInt32[Array, ""]) -> None:
-    """Gives every adapter with dropout the keys of one pass, in place. Each layer of each matrix has its own.
-
-    The model is one that was merged for a single call, as for `moe.add_expert_gradients_to`.
+    """Sets the keys of one pass in every adapter with dropout, in place. Each layer of each matrix has its own. The model must
+    be merged for a single call, as for `moe.add_expert_gradients_to`.
     """
     for number, adapter in enumerate(_with_dropout(model)):
         key = jax.random.fold_in(jax.random.PRNGKey(seed), number)

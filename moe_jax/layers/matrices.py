@@ -1,15 +1,15 @@
 """Declares every matrix of a model in one table: its role, and the mesh axes that may split it.
 
-The layout (`parallel.layout`), adapters, FP8 and the model of cost read the table. A matrix that it lacks is an error there.
-Else it would be whole on every device, without an adapter and in bf16, and nobody would be told.
+The layout (`parallel.layout`), adapters, FP8 and the cost model read the table. A missing matrix is an error there. Otherwise
+it would silently be replicated, without an adapter and in bf16.
 """
 
 from collections.abc import Iterable
 from typing import Any, Literal, NamedTuple
 
 Role = Literal["attention", "mlp", "shared_experts", "experts", "router", "embedding", "head", "predictor", "small"]
-"""The part of a model that a matrix belongs to. A "predictor" joins the inputs of a multi-token prediction module. What is
-"small" has no adapter and is not multiplied in FP8."""
+"""The part of a model that a matrix belongs to. A "predictor" joins the inputs of a multi-token prediction module. A "small"
+matrix has no adapter and does not multiply in FP8."""
 
 
 SPLIT = ("fsdp", "expert", "context")
@@ -17,13 +17,13 @@ SPLIT = ("fsdp", "expert", "context")
 
 
 class Declaration(NamedTuple):
-    """The declaration of a parameter."""
+    """The role and the layout of a parameter."""
 
     role: Role
     axes: int = 2
-    """Its own axes, without those of layers; 1 for a vector."""
+    """Its own axes, without axes of layers; 1 for a vector."""
     split: tuple[str, ...] = SPLIT
-    """The mesh axes that split it, in their order. () is whole on every device."""
+    """The mesh axes that split it, in order; () replicates it."""
 
 
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
@@ -45,8 +45,8 @@ MATRICES: dict[str, Declaration] = {
     **{f"lora.{name}": Declaration("small", 2, ()) for name in "ab"},
     **{f"{of}_lora.{name}": Declaration("small", 3, ()) for of in ("gate_up", "down") for name in "ab"},
 }
-"""Declarations by the last names of a parameter's path, without "weight": two names, or one. Add those of a module of your own.
-Norms and biases are vectors, and so is every other parameter with one axis beside that of layers."""
+"""Declarations by the last one or two names of a parameter's path, without "weight". Add the matrices of your own modules.
+Norms, biases and all other parameters with one axis besides layers are vectors."""
 
 
 def declared(path: tuple) -> Declaration | None:

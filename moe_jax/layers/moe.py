@@ -1,4 +1,4 @@
-"""The sparse feed-forward block: a router, experts of which each token uses k, and experts that all tokens share."""
+"""The sparse feed-forward block: a router, experts (each token uses k), and experts that all tokens share."""
 
 import functools
 import math
@@ -31,7 +31,7 @@ from moe_jax.layers.router import Router, Routing
 from moe_jax.layers.spread import ONE_DEVICE, OneDevice
 
 EXPERT_CHUNK_TOKENS = 65536
-"""Above twice this number of tokens, the experts compute in chunks of this size. Same speed, bounded temporary memory."""
+"""Above twice this number of tokens, the experts compute in chunks of this size. The speed is the same, and temporary memory is bounded."""
 
 
 EXPERT_MATRICES = ("gate_up_proj", "down_proj")
@@ -50,7 +50,7 @@ class MoE(nnx.Module):
       router: chooses experts and weights; default: `Router`, with `norm_topk_prob`.
       shared_intermediate_size: intermediate size of all shared experts together; 0: none. They are one dense block whose
         output is added.
-      activation: of all experts, the shared ones too.
+      activation: the activation of all experts, including shared ones.
       precision: `kernels.Precision()` multiplies the experts in FP8, and with `dense` the shared experts too; None: in x's
         dtype.
 
@@ -64,7 +64,7 @@ class MoE(nnx.Module):
     """
 
     flattens_tokens = True
-    """The modules inside take tokens along one axis; `layers.tickets` reads this."""
+    """The modules inside expect tokens along one axis; `layers.tickets` reads this."""
 
     def __init__(
         self,
@@ -104,16 +104,16 @@ class MoE(nnx.Module):
     ) -> tuple[Float[Array, "*batch hidden"], Routing]:
         """Returns y in x's dtype, and the routing with x's tokens along one axis.
 
-        With `spread.expert` the call stands inside a `jax.shard_map` over its axis. x holds this device's tokens, the router is
-        whole, and `experts` holds this device's part of the experts. The routing's sums are over this device's tokens.
-        Tokens that are not valid go to no expert there, which leaves the room to others: their y is the shared experts' alone.
+        With `spread.expert` call it inside a `jax.shard_map` over its axis. x holds this device's tokens, the router is whole,
+        and `experts` holds this device's part of the experts. The routing's sums are over this device's tokens. There, tokens
+        that are not valid use no experts, which leaves room for others: their y is only the shared experts'.
 
         Args:
           x: the tokens.
           valid: tokens that count in the routing's sums, with x's leading axes or with one axis of all tokens; all if None.
-            `Sequences` also says which documents the tokens are of, for the sequence-wise loss.
-          expert_ids: as in `Router`; ids have x's leading axes or one axis of all tokens, as `routing.experts` has.
-          spread: a `parallel.Spread`, of which only `expert` is read: how tokens travel to the experts of other devices.
+            `Sequences` also defines the tokens' documents, for the sequence-wise loss.
+          expert_ids: as in `Router`; ids have x's leading axes or one axis of all tokens, like `routing.experts`.
+          spread: a `parallel.Spread`; only its `expert` is read: how tokens travel to other devices' experts.
 
         Raises:
           ValueError: x's last axis is not the block's hidden size; or `valid` or `expert_ids` does not fit x. The devices of
@@ -138,7 +138,7 @@ class MoE(nnx.Module):
 
 
 def _one_axis_of_tokens(name: str, array: Array, leading: tuple[int, ...], own_axes: tuple[int, ...]) -> Array:
-    """Returns the array with one axis of tokens in place of `leading`, the leading axes of x."""
+    """Merges the axes `leading` (x's leading axes) of the array into one axis of tokens."""
     tokens = (math.prod(leading),)
     if array.shape not in (leading + own_axes, tokens + own_axes):
         raise ValueError(f"{name} must have shape {[*leading, *own_axes]} for this x; got {list(array.shape)}")
@@ -150,17 +150,16 @@ class GradientAccumulator(nnx.Variable):
 
 
 class StackedWeight(nnx.Variable):
-    """A `DeferredWeight` of all layers of a stack, of which a layer's kernels read their own. So are the accumulators."""
+    """A `DeferredWeight` of a whole stack; a layer's kernels read and accumulate inside the stacks."""
 
 
 class PlaceInStack(nnx.Variable):
-    """The index of a layer in its stack, where kernels read the layer's weights inside the stack."""
+    """The index of a layer in its stack, for kernels that read the layer's weights inside the stack."""
 
 
 def add_expert_gradients_to(model: nnx.Module, accumulators: nnx.State, *, in_stacks: bool = False) -> None:
-    """Calls `Experts.add_gradients_to` for all experts of a model; `accumulators` are laid out as the model's parameters.
-
-    The model is one that was merged for a single call, inside the function that is differentiated in `accumulators`.
+    """Calls `Experts.add_gradients_to` for all experts of a model; `accumulators` have the structure of the model's parameters.
+    The model must be merged for a single call, inside the function that is differentiated in `accumulators`.
     """
     for path, module in nnx.iter_modules(model):
         if isinstance(module, Experts):
@@ -169,7 +168,7 @@ def add_expert_gradients_to(model: nnx.Module, accumulators: nnx.State, *, in_st
 
 
 def accumulated_gradients(accumulators: nnx.State) -> nnx.State:
-    """Returns the arrays of `GradientAccumulator`s at the places of their weights: the inverse of `add_expert_gradients_to`."""
+    """Returns the arrays of `GradientAccumulator`s at their weights' paths: the inverse of `add_expert_gradients_to`."""
     found = []
     for (*path, _), variable in nnx.to_flat_state(accumulators):
         sums = variable.get_value()
@@ -178,10 +177,10 @@ def accumulated_gradients(accumulators: nnx.State) -> nnx.State:
 
 
 def set_precision(model: nnx.Module, precision: Precision | None) -> None:
-    """Sets what the matmuls of all experts and dense matrices of a model multiply.
+    """Sets the precision of the matmuls of all experts and dense matrices of a model.
 
     Raises:
-      ValueError: with dense groups, a matrix whose group is not known (`layers.matrices`).
+      ValueError: with dense groups, a matrix whose group is unknown (`layers.matrices`).
     """
     dense = () if precision is None else precision.dense
     if dense:
@@ -200,9 +199,8 @@ def precision_of(model: nnx.Module) -> Precision | None:
 
 
 def fp8_copies(model: nnx.Module) -> nnx.State:
-    """Returns the copies in FP8 of all matrices that multiply in FP8, in both orders.
-
-    Frozen experts have none, nor have dense matrices that are quantised.
+    """Returns FP8 copies of all matrices that multiply in FP8, in both orders. Frozen experts and quantised dense matrices need
+    none.
     """
     found = {}
     for path, module in nnx.iter_modules(model):
@@ -215,7 +213,7 @@ def fp8_copies(model: nnx.Module) -> nnx.State:
 
 
 def hold_fp8_copies(model: nnx.Module, copies: nnx.State) -> None:
-    """Gives modules the copies of their weights, in place of those that each pass would make."""
+    """Stores the copies of weights in their modules, so that passes need not make them."""
     for (*path, _), variable in nnx.to_flat_state(copies):
         module: Any = functools.reduce(_member, path, model)
         module.fp8_copies = Fp8Copies(variable.get_value())
@@ -229,7 +227,7 @@ class Experts(TicketHolder):
     """The experts' weights, fused as in transformers: gate_up_proj [E, 2I, D] (gate rows first) and down_proj [E, D, I].
 
     Args:
-      num_experts_per_tok: choices of a token, for the size of tickets alone (`layers.tickets`); a call takes any number.
+      num_experts_per_tok: choices of a token, only for the size of tickets (`layers.tickets`); a call accepts any number.
     """
 
     matrices = EXPERT_MATRICES
@@ -274,7 +272,7 @@ class Experts(TicketHolder):
 
     @property
     def operands(self) -> ExpertWeights:
-        """Both matrices as operands of a call. A stack that is read in place is frozen, but for its accumulators."""
+        """Both matrices as operands of a call. A stack that is read in place is frozen, except for its accumulators."""
         values, layer = (self.gate_up_proj.get_value(), self.down_proj.get_value()), None
         if self.place is not None:
             layer = self.place[...]
@@ -283,7 +281,7 @@ class Experts(TicketHolder):
             matrices = [Matrix(None, InFp8(each)) for each in codes if each is not None]
         else:
             if any(isinstance(value, Quantised) for value in values):
-                # Codes of one layer are made whole, not those of the stack.
+                # Only one layer's codes are dequantised, not the whole stack's.
                 whole = [value if layer is None else of_stack(value, layer) for value in values]
                 values, layer = (whole[0][...], whole[1][...]), None
             matrices = list(map(Matrix.of, values))
@@ -302,7 +300,7 @@ class Experts(TicketHolder):
         """Returns arrays like the operands of both matrices' gradients.
 
         Raises:
-          ValueError: made without `num_experts_per_tok`.
+          ValueError: the module was built without `num_experts_per_tok`.
         """
         if self.num_experts_per_tok is None:
             raise ValueError("the experts' ticket needs num_experts_per_tok; give it to Experts")
@@ -310,10 +308,10 @@ class Experts(TicketHolder):
         return expert_products_like(x, num_experts, self.num_experts_per_tok, inter, precision=self.precision)
 
     def add_gradients_to(self, gate_up: Array, down: Array, *, in_stacks: bool = False) -> None:
-        """Adds the weights' gradients to these f32 arrays of the weights' shapes from now on, in place of returning them.
+        """From now on, adds the weights' gradients to these f32 arrays of the weights' shapes instead of returning them.
 
         Args:
-          in_stacks: the module is a stack of layers that run one by one. Each is given the whole stacks, and its place in them.
+          in_stacks: the module is a stack of layers that run one by one. Each gets the whole stacks, and its index in them.
         """
         weight = StackedWeight if in_stacks else DeferredWeight
         if in_stacks:
@@ -322,5 +320,5 @@ class Experts(TicketHolder):
         self.accumulators = GradientAccumulator(Accumulators(gate_up, down, in_stack=True))
 
     def read_in_stack(self, layer: Int[Array, ""]) -> None:
-        """Computes with this layer's matrices of a stack from now on, without gradients; the weights are the whole stack."""
+        """From now on, uses this layer's matrices of a stack, without gradients; the weights are the whole stack."""
         self.place = PlaceInStack(layer)

@@ -1,6 +1,5 @@
-"""Attention of decoding sequences whose keys and values lie in pages: a layer writes new tokens, then reads all of a row's.
-
-A page holds PAGE_SIZE tokens of one sequence in one layer, wherever the pool has room. `kernels.attention.paged` reads them.
+"""Attention of decoding sequences with keys and values in pages: a layer writes new tokens, then reads all of a row's. A page
+holds PAGE_SIZE tokens of one sequence in one layer, at any place in the pool. `kernels.attention.paged` reads them.
 """
 
 from dataclasses import dataclass, field
@@ -16,7 +15,7 @@ from moe_jax.kernels.attention.paged import PAGE_SIZE, PagedQueries, paged_atten
 from moe_jax.layers.attend import KV, Expansion
 
 LayerPages = tuple[Float[Array, "pages kv_heads page_size _"], ...]
-"""One layer's pages: keys and values, or the latents that both are made from, as one head."""
+"""One layer's pages: keys and values, or the latents for both, as one head."""
 
 
 class TokenPlaces(NamedTuple):
@@ -28,7 +27,7 @@ class TokenPlaces(NamedTuple):
 
 
 def empty_pages(config: ModelConfig, num_pages: int, dtype: DTypeLike) -> list[LayerPages]:
-    """Makes the pages of all layers, as zeros: rows that are not written yet must be finite, for zeros multiply them."""
+    """Creates the pages of all layers, as zeros: unwritten rows must be finite, because they are multiplied by zeros."""
     # A layer keeps one array of heads for each of keys and values, or one of latents without heads.
     shapes = [shape if len(shape) == 2 else (1, *shape) for shape in config.cache_shapes]
     layers = range(config.num_hidden_layers)
@@ -38,14 +37,14 @@ def empty_pages(config: ModelConfig, num_pages: int, dtype: DTypeLike) -> list[L
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class PagedAttend:
-    """softmax(scale * q k^T + mask) v for one layer whose keys lie in pages; a stand-in for `Attend`.
+    """softmax(scale * q k^T + mask) v for one layer with keys in pages; replaces `Attend`.
 
     Attributes:
       pages: the layer's pages, with room for the tokens of this call.
-      places: where the call's tokens go.
+      places: where the call's tokens are written.
       queries: the rows' queries and pages.
       single_query_rows: as in `paged_attention`.
-      value_dim: the width of values that are the first columns of latents; None where pages hold values.
+      value_dim: the width of values that are the first columns of latents; None if pages hold values.
       window: the sliding window; None if there is none.
       fixed_splits: as in `paged_attention`.
     """
@@ -70,7 +69,8 @@ class PagedAttend:
 
         Args:
           kept: k and v, or the latents, of this call's tokens, which are written before queries read.
-          expansion: not read. Queries of latents come absorbed (`LatentAttention.absorb`); their result is a mean of latents.
+          expansion: ignored. Queries of latents are already absorbed (`LatentAttention.absorb`); their result is a mean of
+            latents.
         """
         page, offset = self.places
         written = []
@@ -82,7 +82,7 @@ class PagedAttend:
     def read(
         self, q: Float[Array, "tokens heads key_dim"], written: LayerPages, *, scale: float
     ) -> Float[Array, "tokens heads value_dim"]:
-        """Returns the attention to pages in which this call's tokens are written."""
+        """Returns the attention to pages that already hold this call's tokens."""
         return paged_attention(
             q,
             written[0],

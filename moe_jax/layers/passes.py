@@ -1,7 +1,7 @@
 """The forward and the backward pass over stacked layers, each a `Loop` that runs alone or joined with another.
 
 With n layers, one turn of each loop does the following. A parameter gather and a gradient scatter (`parallel.fsdp.LayerGather`)
-start before the layer computes, and are waited for behind it. The layer's kernels hide them.
+start before the layer computes, and are waited for after it. The layer's kernels hide them.
 
 forward pass, layers upwards, i = turn:
 
@@ -17,14 +17,14 @@ backward pass, layers downwards, i = n - 1 - turn:
 | before the loop | | gathered parameters of layer n - 1 | parts of layer n - 1 |
 | i, recomputation (remat) | layer i again | gathered parameters of layer i - 1 | parts of layer i - 1 |
 | i, backward | gradients of layer i | own parts of the gradients of layer i + 1 | gradients of layer i + 1 |
-| behind the loop | | own parts of the gradients of layer 0 | gradients of layer 0 |
+| after the loop | | own parts of the gradients of layer 0 | gradients of layer 0 |
 
 In the last turn a layer is gathered whose result nothing reads: the last layer forward, layer 0 backward. In the first backward
-turn zeros are scattered, which the second turn overwrites. Without remat the gather too hides behind the backward of layer i.
+turn zeros are scattered, which the second turn overwrites. Without remat the backward pass of layer i hides the gather too.
 With "offload", the saved input of layer i - 1 is copied from the host's memory in the turn of layer i.
 
-Two loops in one program run one after the other. Joined, a turn of both is one loop body, in which XLA runs the transfers of
-each pass beside the kernels of the other.
+Two loops in one program run in turn. Joined, a turn of both is one loop body, in which XLA overlaps the transfers of each pass
+with the kernels of the other.
 """
 
 from collections.abc import Callable, Generator, Sequence
@@ -44,21 +44,21 @@ Body = Callable[[Any, Any, Any, Any, Any], tuple[Any, Any]]
 """A layer: (x, y) = body(shared, per_layer, x, parameters, accumulators)."""
 
 Remat = bool | Literal["offload"]
-"""True recomputes a layer in the backward pass, from its input alone; "offload" keeps that input in the host's memory."""
+"""True recomputes a layer in the backward pass from its input; "offload" keeps that input in the host's memory."""
 
 Turn = Int[Array, ""] | int
 
 
 @dataclass(frozen=True)
 class WholeLayer:
-    """The parameters of a layer that are whole on every device: nothing moves. `parallel.fsdp.LayerGather` moves parts."""
+    """A layer whose parameters are whole on every device: nothing moves. `parallel.fsdp.LayerGather` moves parts."""
 
     def gather(self, parts) -> list[Any]:
         """Gathers the full parameters from this device's parts; whole leaves are left out."""
         return self.finish_gather(self.start_gather(parts))
 
     def start_gather(self, parts) -> list:
-        """Starts the all-gather of the layer's parameters; `finish_gather` takes the result."""
+        """Starts the all-gather of the layer's parameters; pass the result to `finish_gather`."""
         return []
 
     def finish_gather(self, arriving: list) -> list[Any]:
@@ -74,11 +74,11 @@ class WholeLayer:
         return parts
 
     def zero_gradients(self, gathered: list[Any]) -> list[Array]:
-        """Returns zeros for `start_scatter`: the gradients of gathered parameters, as `finish_gather` returned these."""
+        """Returns zeros for `start_scatter`, in the shapes of the gathered parameters' gradients."""
         return []
 
     def start_scatter(self, gradients: list[Array]) -> list:
-        """Starts the reduce-scatter of gradients of gathered parameters; `finish_scatter` takes the result."""
+        """Starts the reduce-scatter of gradients of gathered parameters; pass the result to `finish_scatter`."""
         return []
 
     def finish_scatter(self, arriving: list, like: list[Array]) -> list[Array]:
@@ -86,11 +86,11 @@ class WholeLayer:
         return []
 
     def split(self, tree) -> tuple[list[Array], list[Array]]:
-        """Returns (leaves that are gathered, leaves that are whole)."""
+        """Returns (gathered leaves, whole leaves)."""
         return [], jax.tree.leaves(tree)
 
     def join(self, tree, gathered: list[Any], whole: list[Array]):
-        """Inverse of `split`; `tree` gives the structure."""
+        """Inverts `split`; `tree` defines the structure."""
         return jax.tree.unflatten(jax.tree.structure(tree), whole)
 
 
@@ -98,18 +98,18 @@ WHOLE_LAYER = WholeLayer()
 
 
 class Layers(NamedTuple):
-    """Stacked layers without their arrays: the body, how parameters are gathered, and what is recomputed."""
+    """Stacked layers without their arrays: the body, the gather of parameters, and recomputation."""
 
     body: Body
     gather: WholeLayer
     remat: Remat
     num_kept: int = 0
-    """The last layers that keep their residuals, of a stack whose other layers are recomputed."""
+    """Number of last layers that keep their residuals, while the stack's other layers are recomputed."""
     whole_accumulators: bool = False
-    """The body is given the whole stacks of accumulators, and adds to its own layer's place; else its own layer's alone."""
+    """True: the body gets the whole stacks of accumulators, and adds to its layer's slice. False: it gets only its layer's."""
 
     def take_accumulators(self, stacks, i: Turn):
-        """Returns the accumulators of layer i as the body takes them."""
+        """Returns the accumulators of layer i in the form that the body reads."""
         return stacks if self.whole_accumulators else take_layer(stacks, i)
 
     def put_accumulators(self, stacks, after, i: Turn):
@@ -118,7 +118,7 @@ class Layers(NamedTuple):
 
 
 class LayerArrays(NamedTuple):
-    """The arrays that both passes read, as `stack.run_layers` takes them."""
+    """The arrays that both passes read, as in `stack.run_layers`."""
 
     shared: Any
     per_layer: Any
@@ -132,7 +132,7 @@ class LayerArrays(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """Consecutive layers of a stack: those that a pass runs through if it does not run through all."""
+    """Consecutive layers of a stack, for a pass that does not run all layers."""
 
     first: Turn
     """The index of the first layer; may be traced."""
@@ -142,7 +142,7 @@ class Chunk(NamedTuple):
 
 
 class SavedPlace(NamedTuple):
-    """Memory for what a forward pass saves."""
+    """Preallocated stacks for a forward pass's residuals, and the first index to write."""
 
     stacks: list[Array]
     """For each leaf of `SavedLayers`, an array with a leading axis for the layers of several passes."""
@@ -151,12 +151,12 @@ class SavedPlace(NamedTuple):
 
 
 SavedLayers = Any
-"""The arrays that the forward pass keeps for the backward pass, stacked: with remat each layer's x, else the residuals of each
+"""The arrays that the forward pass saves for the backward pass, stacked: with remat each layer's x, else the residuals of each
 layer's pullback."""
 
 
 class Loop(NamedTuple):
-    """A pass that has not run: `start` goes through `step` once a turn, and `finish` makes the result of the last state."""
+    """A pass that has not run yet: the state `start` is updated by `step` in each turn, and `finish` converts the last state to the result."""
 
     name: str
     """The scope of its operations in profiles and compiled programs."""
@@ -167,7 +167,7 @@ class Loop(NamedTuple):
 
 
 def run_loops(*loops: Loop) -> tuple:
-    """Runs loops with equal numbers of turns as one loop, of which a turn is a turn of each; returns their results.
+    """Runs loops with equal numbers of turns as one loop whose turn is a turn of each; returns their results.
 
     Raises:
       ValueError: numbers of turns that differ.
@@ -195,15 +195,15 @@ Pass = Generator[Loop, Any, Any]
 
 
 def run_pass(steps: Pass):
-    """Runs the loops of a pass one after the other; returns the result of the pass."""
+    """Runs the loops of a pass in turn; returns the result of the pass."""
     return _run_on(steps, None)
 
 
 def run_joined(*passes: tuple[Pass, int]) -> tuple:
-    """Runs several passes, of each of which one loop is joined with one loop of the others; returns their results.
+    """Runs several passes with one loop of each fused into a joint loop; returns each pass's result.
 
     Args:
-      passes: pairs (pass, the number of its loops that run alone before the joined loop). Further loops run alone behind it.
+      passes: pairs (pass, the number of its loops that run alone before the joint loop). Remaining loops run alone after it.
     """
     loops = []
     for steps, before in passes:
@@ -216,7 +216,7 @@ def run_joined(*passes: tuple[Pass, int]) -> tuple:
 
 
 def run_together(*passes: Pass) -> tuple:
-    """Runs passes with equal numbers of loops, each loop joined with those of the same place; returns the passes' results.
+    """Runs passes with equal numbers of loops, joining the loops of equal index; returns the passes' results.
 
     The scope of a loop ends with the number of its pass: forward_1, forward_2.
     """
@@ -250,14 +250,13 @@ class ForwardRun(NamedTuple):
     x: Any
     """The output of the last layer."""
     y: Any
-    """The further outputs of all layers, stacked."""
+    """The other outputs of all layers, stacked."""
     saved: SavedLayers
 
 
 class WrittenLayers(NamedTuple):
-    """Stacks that the forward loop has written up to the layer before.
-
-    They are leaves, because two traces of a pullback are two tree structures with the same leaves.
+    """Stacks that the forward loop has written up to the previous layer. They are leaves, because two traces of a pullback have
+    different tree structures with the same leaves.
     """
 
     y: list[Array]
@@ -282,7 +281,7 @@ def forward_loop(layers: Layers, arrays: LayerArrays, x, chunk: Chunk | None = N
     Args:
       chunk: the layers to run; None: all.
       place: where to save; the result's `saved` are then the leaves `place.stacks`, with this pass written into them. None:
-        arrays of this pass alone.
+        separate arrays for this pass.
     """
     body, gather, remat = layers.body, layers.gather, layers.remat
     last = (arrays.num_layers if chunk is None else chunk.num_layers) - 1
@@ -330,9 +329,8 @@ def forward_loop(layers: Layers, arrays: LayerArrays, x, chunk: Chunk | None = N
 
 
 def forward_pass(layers: Layers, arrays: LayerArrays, x) -> Pass:
-    """Runs all layers: a loop over those that are recomputed, and one over those that keep their residuals.
-
-    The result is a `ForwardRun` whose `saved` holds what each loop saved.
+    """Runs all layers: a loop over recomputed layers, and one over layers that keep their residuals. The result is a
+    `ForwardRun` whose `saved` has each loop's residuals.
     """
     outputs, saved = [], []
     for part, chunk in parts_of(layers, arrays.num_layers):
@@ -345,7 +343,7 @@ def forward_pass(layers: Layers, arrays: LayerArrays, x) -> Pass:
 
 
 def backward_pass(layers: Layers, arrays: LayerArrays, saved: list[SavedLayers], dx, dy, sums=None) -> Pass:
-    """Runs all layers backwards, from the `saved` of `forward_pass`; the result is a `BackwardRun`. `sums` as for the loop."""
+    """Runs all layers backwards, from the `saved` of `forward_pass`; the result is a `BackwardRun`. `sums` as in `backward_loop`."""
     adds, written = sums is not None, None
     for (part, chunk), of_part in reversed(list(zip(parts_of(layers, arrays.num_layers), saved, strict=True))):
         own = dy if chunk is None else jax.tree.map(lambda a, c=chunk: a[c.first : c.first + c.num_layers], dy)
@@ -356,7 +354,7 @@ def backward_pass(layers: Layers, arrays: LayerArrays, saved: list[SavedLayers],
 
 
 def parts_of(layers: Layers, num_layers: int) -> list[tuple[Layers, Chunk | None]]:
-    """Returns the loops of a pass upwards, as layers of one kind of residuals and the chunk that they run."""
+    """Returns the loops of a forward pass: layers with one kind of residuals, and the chunk that they run."""
     if not layers.remat or not layers.num_kept:
         return [(layers, None)]
     keeping, first = layers._replace(remat=False), num_layers - layers.num_kept
@@ -386,7 +384,7 @@ class BackwardState(NamedTuple):
     restored: Any
     """The residuals of layer i, copied from the host's memory; None without "offload"."""
     to_scatter: list[Array]
-    """The gradients of the gathered parameters of layer i + 1, of this device's tokens alone; zeros in the first turn."""
+    """The gradients of the gathered parameters of layer i + 1, of only this device's tokens; zeros in the first turn."""
     scattered: list[Array]
     """The gradients of this device's parts of gathered parameters, stacked, written from layer i + 2 on."""
     whole: list[Array]
@@ -401,12 +399,12 @@ def backward_loop(
     """Returns the backward pass; its result is a `BackwardRun`, whose gradients are stacked over all layers.
 
     Args:
-      saved: of the forward pass over the same layers and inputs.
+      saved: from the forward pass over the same layers and inputs.
       dx, dy: the gradients of `ForwardRun.x` and `ForwardRun.y`.
-      sums: arrays like the parameters, to which the gradients are added in the sums' dtype and memory. None: gradients have
-        the parameters' dtypes and memory of their own.
-      chunk: the layers to run; `saved` and `dy` are of these layers alone, gradients and sums of all. None: all.
-      written: without `sums`, the gradients of the layers that ran before, into which those of the chunk are written.
+      sums: arrays like the parameters, to which the gradients are added in the sums' dtype and memory. None: gradients have the
+        parameters' dtypes and their own memory.
+      chunk: the layers to run; `saved` and `dy` cover only these layers, gradients and sums all layers. None: all.
+      written: without `sums`, the gradients of earlier layers' runs, into which the chunk's are written.
     """
     body, gather, remat, parameters = layers.body, layers.gather, layers.remat, arrays.parameters
     last = (arrays.num_layers if chunk is None else chunk.num_layers) - 1
@@ -414,7 +412,7 @@ def backward_loop(
     write = put_layer if sums is None else add_layer
 
     def restored(i):
-        """Copies what layer i saved from the host's memory, one layer ahead of its use."""
+        """Copies layer i's residuals from the host's memory, one layer ahead of their use."""
         return _in_memory(jax.memory.Space.Device, take_layer(saved, i)) if offload else None
 
     def step(turn: Turn, state: BackwardState) -> BackwardState:
@@ -438,7 +436,7 @@ def backward_loop(
         _, _, dx, dlayer, daccumulators = pullback((dx, take_layer(dy, i)))
         to_scatter, whole = gather.split(dlayer)
         (dx, to_scatter), (arriving, scattering) = gather.barrier((dx, to_scatter), (arriving, scattering))
-        # In the first turn these are zeros, in a place that the second turn overwrites or adds to.
+        # In the first turn these are zeros, in a slice that the second turn overwrites or adds to.
         arrived = gather.finish_scatter(scattering, state.scattered)
         return BackwardState(
             dx=dx,
@@ -482,9 +480,8 @@ def _accumulator(chunk: Chunk | None, i: Turn) -> Turn:
 
 
 def _pullback(body: Body, arguments: tuple):
-    """Returns the layer's outputs, and its pullback without the arguments but x: the caller puts them into `args_res`.
-
-    Parameters are no residuals: the backward pass reads them from the stack. A copy of each layer's would double them.
+    """Returns the layer's outputs, and its pullback without its arguments except x: the caller puts them into `args_res`.
+    Parameters are not residuals: the backward pass reads them from the stack. A copy of each layer's would double them.
     """
     return jax.vjp(body, *arguments, saveable_args=(False, False, True, False, False), in_nzs=(False, False, True, True, True))
 
@@ -506,10 +503,10 @@ def take_layer(stacked, i):
 
 
 def put_layer(stacked, layer, i):
-    """Returns the stacked arrays with `layer` in place of layer i."""
+    """Returns the stacked arrays with layer i replaced by `layer`."""
 
     def put(a, part):
-        # An index that may count from the end would hide from XLA that a kernel can write its result here: it would copy.
+        # With an index that may count from the end, XLA would not see that a kernel can write its result here, and would copy.
         return lax.dynamic_update_slice(a, part[None], (i, *[0] * part.ndim), allow_negative_indices=False)
 
     return jax.tree.map(put, stacked, layer)

@@ -1,7 +1,6 @@
-"""Frozen matrices in fewer bytes: 8 bits in blocks with a scale each, or 4 bits with a scale for some numbers of a row.
-
-A quantised matrix stands in place of the array of a `layers.lora.Frozen`. Its `[...]` gives the whole matrix in `dtype`.
-A layer asks for it where the layer is computed. Loops over stacked layers slice codes and scales: one layer is whole at a time.
+"""Frozen matrices in fewer bytes: 8 bits with a scale for each block, or 4 bits with a scale for each group of a row. A
+quantised matrix replaces the array of a `layers.lora.Frozen`. Its `[...]` returns the dequantised matrix in `dtype`. A layer
+dequantises it when it computes. Loops over stacked layers slice codes and scales: one layer is dequantised at a time.
 """
 
 from dataclasses import dataclass, field
@@ -51,21 +50,21 @@ class BlockScaled:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the whole matrices."""
+        """The shape of the dequantised matrices."""
         return self.codes.shape
 
     @property
     def ndim(self) -> int:
-        """The number of axes of the whole matrices."""
+        """The number of axes of the dequantised matrices."""
         return self.codes.ndim
 
     @property
     def size(self) -> int:
-        """The number of elements of the whole matrices."""
+        """The number of elements of the dequantised matrices."""
         return self.codes.size
 
     def __getitem__(self, key: Any) -> Float[Array, "*stack rows columns"]:
-        """Returns the whole matrices; `key` is `...`."""
+        """Returns the dequantised matrices; `key` is `...`."""
         _only_whole(key)
         scales = self.scales
         for axis, block in zip((-2, -1), self.block, strict=True):
@@ -80,7 +79,7 @@ class FourBits:
     """Matrices of 4 bits: w[i, j] = values[code[i, j]] * scales[i, j // block], in f32, rounded once to `dtype`.
 
     Attributes:
-      codes: two codes a byte, the first in the high half.
+      codes: two codes per byte, the first in the high half.
       scales: one for each block of a row; in NF4 the block's largest absolute value.
       values: the values of the 16 codes.
     """
@@ -96,7 +95,7 @@ class FourBits:
         """Quantises matrices: each number becomes the nearest value, after division by its block's largest.
 
         Raises:
-          ValueError: a row's length is no multiple of 64.
+          ValueError: a row's length is not a multiple of 64.
         """
         if w.shape[-1] % NF4_BLOCK:
             raise ValueError(f"NF4 has a scale for {NF4_BLOCK} numbers of a row; a row of {list(w.shape)} is no multiple")
@@ -110,21 +109,21 @@ class FourBits:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the whole matrices."""
+        """The shape of the dequantised matrices."""
         return *self.codes.shape[:-1], 2 * self.codes.shape[-1]
 
     @property
     def ndim(self) -> int:
-        """The number of axes of the whole matrices."""
+        """The number of axes of the dequantised matrices."""
         return self.codes.ndim
 
     @property
     def size(self) -> int:
-        """The number of elements of the whole matrices."""
+        """The number of elements of the dequantised matrices."""
         return 2 * self.codes.size
 
     def __getitem__(self, key: Any) -> Float[Array, "*stack rows columns"]:
-        """Returns the whole matrices; `key` is `...`."""
+        """Returns the dequantised matrices; `key` is `...`."""
         _only_whole(key)
         codes = jnp.stack([self.codes >> 4, self.codes & 15], axis=-1).reshape(*self.scales.shape, self.block)
         values = jnp.asarray(self.values, jnp.float32)[codes]
@@ -135,7 +134,7 @@ Quantised = BlockScaled | FourBits
 
 
 def matrices_of(state: Any) -> list[Any]:
-    """Returns the arrays of a model or of its state, a quantised matrix as one."""
+    """Returns the arrays of a model or of its state, counting a quantised matrix as one."""
     return jax.tree.leaves(state, is_leaf=lambda leaf: isinstance(leaf, Quantised))
 
 

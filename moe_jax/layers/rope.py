@@ -33,7 +33,7 @@ def rope_tables(
     """
     if rope.rope_type == "dynamic":
         factor = rope.factor or 1.0
-        # One base for all tokens: a sequence may lie on several devices.
+        # One base for all tokens: a sequence may be on several devices.
         last = jax.lax.pmax(positions.max(), tuple(sorted(varying_axes(positions))))
         length = jnp.maximum(last + 1, max_position_embeddings).astype(jnp.float32)
         stretch = factor * length / max_position_embeddings - (factor - 1)
@@ -44,7 +44,7 @@ def rope_tables(
 
 
 def fixed_frequencies(rope: RopeParameters, head_dim: int, max_position_embeddings: int) -> tuple[Float[Array, "half"], float]:
-    """Returns the frequencies of any kind but the dynamic one, and the factor on cos and sin."""
+    """Returns the frequencies of any kind except dynamic, and the factor on cos and sin."""
     if rope.rope_type == "yarn":
         return _yarn(rope, head_dim, max_position_embeddings)
     frequencies = _frequencies(rope.rope_theta, head_dim)
@@ -64,12 +64,12 @@ def apply_rope(
 
     Args:
       interleaved: the pairs are (x[2i], x[2i + 1]). The result holds all first numbers of pairs, then all second ones: scores
-        do not change if queries and keys are permuted alike.
+        do not change if queries and keys have the same order.
     """
     return _rotated(x, rope, interleaved)
 
 
-# Nothing is kept but the tables, which all layers share: each would keep their arrays with an axis of heads.
+# Saves only the tables, which all layers share: else each layer would save them broadcast over heads.
 @partial(jax.checkpoint, prevent_cse=False, static_argnums=2)
 def _rotated(x: Array, rope: RopeTables, interleaved: bool) -> Array:
     wide = x.astype(rope.cos.dtype)
@@ -106,7 +106,7 @@ def _yarn(rope: RopeParameters, head_dim: int, max_position_embeddings: int) -> 
     if rope.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, head_dim - 1)
-    # The ramp is a step where both ends meet; a width of 0 would divide by zero.
+    # If both ends are equal the ramp is a step; a width of 0 would divide by zero.
     width = high - low if high != low else 0.001
     interpolated = jnp.clip((jnp.arange(head_dim // 2, dtype=jnp.float32) - low) / width, 0, 1)
     plain = _frequencies(rope.rope_theta, head_dim)

@@ -2,7 +2,7 @@
 
 Softmax over all experts, then top-k (Qwen3-MoE, Mixtral), or DeepSeek's router. It chooses experts within a few groups
 (DeepSeek-V2, 2024, https://arxiv.org/abs/2405.04434, section 2.1.3: a group is a device). DeepSeek-V3 has sigmoid scores, and a
-bias that keeps the load even and has no part in the weights (2024, https://arxiv.org/abs/2412.19437, eq. 12 to 16).
+bias that keeps the load even and does not affect the weights (2024, https://arxiv.org/abs/2412.19437, eq. 12 to 16).
 
 The load-balancing loss is
 equation 4 of Switch Transformers (Fedus et al., 2021, https://arxiv.org/abs/2101.03961) with each of the k choices counted.
@@ -28,11 +28,11 @@ from moe_jax.layers.router_sums import RouterSums
 
 
 class Routing(NamedTuple):
-    """One layer's routing. The losses of this file take it as they take a model's `RouterSums`.
+    """One layer's routing. The losses of this file accept it or a model's `RouterSums`.
 
     Attributes:
       weights: f32 weight of each chosen expert.
-      experts: the chosen experts' ids, int32; the number of experts for a replayed id that is no expert's.
+      experts: the chosen experts' ids, int32; the number of experts for a replayed id outside the range.
       sums: the layer's statistics over the valid tokens.
     """
 
@@ -42,19 +42,18 @@ class Routing(NamedTuple):
 
 
 class ExpertBias(nnx.Variable):
-    """An f32 number per expert that is added to the scores where experts are chosen, and nowhere else.
-
-    It is part of the model and of its checkpoints. It gets no gradient, and no optimizer moves it.
+    """An f32 number per expert that is added to the scores only for the choice of experts. It is part of the model and its
+    checkpoints. It has no gradient, and the optimizer does not change it.
     """
 
 
 TINY = 1e-20
-"""Added to sums of scores before a division by them, as DeepSeek and transformers do."""
+"""Added to sums of scores before dividing by them, as in DeepSeek and transformers."""
 
 
 @dataclass(frozen=True)
 class GroupRule:
-    """The rule that makes choices and weights from scores. Without groups all experts are one group.
+    """The rule that derives choices and weights from scores. Without groups all experts form one group.
 
     Attributes:
       scoring_func: "sigmoid" of each logit, or "softmax" over all.
@@ -63,7 +62,7 @@ class GroupRule:
       group_score_size: number of a group's best scores that are summed to the group's score.
       norm_topk_prob: True divides a token's weights by their sum.
       routed_scaling_factor: factor on the weights after that division.
-      added_to_sum: is added to the sum before that division; 0 replaces the sum of a token without any expert by 1.
+      added_to_sum: added to the sum before that division; 0 replaces the sum of a token without any expert by 1.
     """
 
     scoring_func: str = "sigmoid"
@@ -108,10 +107,10 @@ class Router(TicketHolder):
 
         Args:
           valid: as in `RouterSums.of`.
-          expert_ids: routing replay, as in `route_by_groups`; "balanced" deals the experts out in turn, for benchmarks.
+          expert_ids: routing replay, as in `route_by_groups`; "balanced" assigns experts in turn, for benchmarks.
 
         Raises:
-          ValueError: `expert_ids` is another text.
+          ValueError: `expert_ids` is a text other than "balanced".
         """
         matrix = TicketedMatrix(self.weight[...], self.held_ticket, None if self.lora is None else self.lora.factors)
         logits = linear_map(x, matrix, jnp.promote_types(x.dtype, jnp.float32))
@@ -161,7 +160,7 @@ def route(
     valid: Bool[Array, "tokens"] | Sequences | None = None,
     expert_ids: Integer[Array, "tokens k"] | None = None,
 ) -> Routing:
-    """Computes p = softmax(logits) in f32 and takes the k largest p as weights, divided by their sum if `norm_topk_prob`.
+    """Computes p = softmax(logits) in f32 and uses the k largest p as weights, divided by their sum if `norm_topk_prob`.
 
     Gradients flow through the weights to all logits; the choice itself has none. Arguments as in `route_by_groups`.
     """
@@ -181,14 +180,14 @@ def route_by_groups(
         weights = factor * s / (sum of the chosen s + 1e-20)       (without `norm_topk_prob` factor * s)
 
     Gradients flow through the weights to the chosen experts' s, and from there to their logits (with softmax, to all). The
-    choice has no gradient; neither have the bias and the experts not chosen. The probabilities in the routing's sums are
-    s / sum_e s_e (DeepSeek-V3, eq. 18).
+    choice, the bias and the experts not chosen have no gradient. The probabilities in the routing's sums are s / sum_e s_e
+    (DeepSeek-V3, eq. 18).
 
     Args:
-      valid: as in `RouterSums.of`. Tokens that are not valid are routed and counted nowhere.
+      valid: as in `RouterSums.of`. Tokens that are not valid are not routed or counted.
       expert_ids: routing replay: these experts instead of the best, with weights from the live logits. Reinforcement learning
-        needs this to train on the choices of the rollout engine. An id outside [0, experts), such as -1, adds nothing:
-        its weight is 0, and it is counted nowhere. The token's other weights have their own sum. Any integer dtype.
+        needs this to train on the rollout engine's choices. An id outside [0, experts), such as -1, adds nothing: its weight is
+        0, and it is not counted. The token's other weights are normalised without it. Any integer dtype.
     """
     logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
     is_sigmoid, is_replayed = rule.scoring_func == "sigmoid", expert_ids is not None
@@ -203,7 +202,7 @@ def route_by_groups(
         if rule.added_to_sum:
             total = total + rule.added_to_sum
         elif is_replayed:
-            # A token without any expert would have 0 / 0.
+            # A token without any expert would compute 0 / 0.
             total = jnp.where((experts < logits.shape[1]).any(axis=-1, keepdims=True), total, 1)
         weights = weights / total
     probabilities = scores / (scores.sum(axis=-1, keepdims=True) + TINY) if is_sigmoid else scores
@@ -238,17 +237,17 @@ def scores_of_replayed(
 
 
 def check_expert_choice(text: str) -> None:
-    """Refuses a text in place of expert ids that is not "balanced".
+    """Refuses a text instead of expert ids, other than "balanced".
 
     Raises:
-      ValueError: the text is another.
+      ValueError: the text is not "balanced".
     """
     if text != "balanced":
         raise ValueError(f"expert_ids must be an array of ids, None or 'balanced'; got {text!r}")
 
 
 def balanced_expert_ids(num_tokens: int, num_experts_per_tok: int, num_experts: int) -> Int[Array, "tokens k"]:
-    """Deals experts out in turn: every expert receives the same number of tokens, up to one."""
+    """Assigns experts in turn: the numbers of tokens of any two experts differ by at most one."""
     pairs = jnp.arange(num_tokens * num_experts_per_tok, dtype=jnp.int32)
     return (pairs % num_experts).reshape(num_tokens, num_experts_per_tok)
 
@@ -256,10 +255,10 @@ def balanced_expert_ids(num_tokens: int, num_experts_per_tok: int, num_experts: 
 def load_balancing_loss(routing: Routing | RouterSums, *, mesh_axes: str | tuple[str, ...] = ()) -> Float[Array, ""]:
     """Computes E * sum_e f_e P_e with f and P averaged over the tokens of all layers together, as transformers does.
 
-    f_e counts all k choices of a token, so a perfectly even load gives k, not 1.
+    f_e counts all k choices of a token, so a perfectly even load yields k, not 1.
 
     Args:
-      routing: one layer's, as `MoE` returns it, or a model's (`ModelOutput.router`).
+      routing: one layer's, returned by `MoE`, or a model's (`ModelOutput.router`).
       mesh_axes: inside `jax.shard_map`, the mesh axes over which tokens are split. The loss is over the tokens of all devices.
     """
     sums = _layers(routing, mesh_axes)
@@ -274,7 +273,8 @@ def load_balancing_loss(routing: Routing | RouterSums, *, mesh_axes: str | tuple
 def load_balancing_loss_per_layer(
     routing: Routing | RouterSums, *, mesh_axes: str | tuple[str, ...] = ()
 ) -> Float[Array, "layers"]:
-    """Computes E * sum_e f_e P_e of each layer by itself. It shows, and can prevent, the collapse of one layer in the mean.
+    """Computes E * sum_e f_e P_e for each layer separately. It reveals, and can prevent, the collapse of one layer that a mean
+    hides.
 
     Arguments as in `load_balancing_loss`.
     """
@@ -296,8 +296,8 @@ def router_z_loss(routing: Routing | RouterSums, *, mesh_axes: str | tuple[str, 
 def sequence_balance_loss(routing: Routing | RouterSums, *, mesh_axes: str | tuple[str, ...] = ()) -> Float[Array, ""]:
     """Computes DeepSeek-V3's loss without alpha: the mean over sequences of `balance.sequence_balance`, summed over layers.
 
-    Each layer has a loss of its own in the paper, so its alpha = 0.0001 is the factor of this sum. Even loads give the number
-    of layers. The loss is 0 if the model was not asked for `sequence_balance`. Arguments as in `load_balancing_loss`.
+    In the paper each layer has its own loss, so its alpha = 0.0001 is the factor of this sum. Even loads yield the number of
+    layers. The loss is 0 unless the model was called with `sequence_balance`. Arguments as in `load_balancing_loss`.
     """
     sums = _layers(routing, mesh_axes)
     return sums.sequence_balance_sum.sum() / _at_least_one(sums.num_sequences)

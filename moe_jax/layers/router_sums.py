@@ -18,7 +18,7 @@ from moe_jax.layers.spread import Exchange
 class RouterSums:
     """Sums over the valid tokens (padding left out) of one layer, or of several layers stacked along a leading axis.
 
-    A further statistic is a field here and its formula in `of`. Everything else treats all fields alike.
+    To add a statistic, add a field here and its formula in `of`. All other code treats fields the same.
 
     Attributes:
       expert_load: number of tokens that each expert received.
@@ -58,8 +58,8 @@ class RouterSums:
         Args:
           probabilities: the router's scores of all experts, divided by their sum.
           logits: the router's logits.
-          experts: the experts that each token uses. The number of experts, or an id above it, counts nothing; none is negative.
-          valid: tokens that count; all if None. `Sequences` also says which documents they are of, for the sequence-wise loss.
+          experts: the experts that each token uses, not negative. Ids equal to the number of experts or above are not counted.
+          valid: tokens that count; all if None. `Sequences` also defines their documents, for the sequence-wise loss.
         """
         if valid is None:
             valid = jnp.ones(logits.shape[0], bool)
@@ -82,15 +82,14 @@ class RouterSums:
 
     @classmethod
     def of_no_layer(cls, num_tokens: int) -> "RouterSums":
-        """Returns the stacked sums of a model without experts: zero layers; the counts are `with_counts`'s to fill in."""
+        """Returns the stacked sums of a model without experts: zero layers; `with_counts` fills in the counts."""
         scores, experts = (jax.ShapeDtypeStruct((num_tokens, 0), dtype) for dtype in (jnp.float32, jnp.int32))
         of_a_layer = jax.eval_shape(cls.of, scores, scores, experts)
         return jax.tree.map(lambda a: jnp.zeros((0, *a.shape), a.dtype), of_a_layer)
 
     def with_counts(self, valid: Bool[Array, "*batch"], sequences: Sequences | None) -> "RouterSums":
-        """Returns the sums with both counts taken from the mask and the documents, not from a loop over layers.
-
-        If the mask is known while compiling, XLA then divides by constants.
+        """Returns the sums with both counts computed from the mask and the documents, not in a loop over layers. If the mask is
+        known at compile time, XLA then divides by constants.
         """
         return replace(self, num_tokens=_num_tokens(valid), num_sequences=_num_sequences(sequences))
 
@@ -102,7 +101,7 @@ class RouterSums:
     @classmethod
     def concatenate(cls, stacks: Sequence["RouterSums"]) -> "RouterSums":
         """Joins stacked layers, at least one stack. The two counts come from the first stack."""
-        # A stack without layers has no experts either, so that its load fits beside no other.
+        # A stack without layers has zero experts, so its load cannot be concatenated with others.
         with_layers = [layers for layers in stacks if len(layers.z_loss_sum)] or stacks[:1]
         arrays = [jax.tree.map(jnp.atleast_1d, layers) for layers in with_layers]
         return _with_counts_of(stacks[0], jax.tree.map(lambda *parts: jnp.concatenate(parts), *arrays))
@@ -123,7 +122,7 @@ class RouterSums:
         return jax.tree.map(lambda a: jax.lax.psum(a, mesh_axes), self)
 
 
-# The mask is the only residual: without the checkpoint a layer keeps it for each expert, and zeros in place of the others.
+# The mask is the only residual: without the checkpoint a layer saves it broadcast over experts, and an array of zeros.
 @partial(jax.checkpoint, prevent_cse=False)
 def _sum_of_counted(counted: Bool[Array, "tokens 1"], probabilities: Float[Array, "tokens experts"]) -> Float[Array, "experts"]:
     return jnp.where(counted, probabilities, 0).sum(axis=0)

@@ -1,4 +1,4 @@
-"""Packed sequences: tells which tokens belong to one document, their index in it, and which tokens follow them."""
+"""Packed sequences: the tokens of each document, their index in it, and their successors."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, Integer, Num
 
 SequenceSplit = Any
-"""A `parallel.ContextParallel`: how sequences are split over the devices of a mesh axis. Layers call its methods alone."""
+"""A `parallel.ContextParallel`: how sequences are split over the devices of a mesh axis. Layers only call its methods."""
 
 
 def segment_positions(segment_ids: Integer[Array, "batch seq"]) -> Int[Array, "batch seq"]:
@@ -18,7 +18,7 @@ def segment_positions(segment_ids: Integer[Array, "batch seq"]) -> Int[Array, "b
 
 
 def runs(segment_ids: Integer[Array, "batch seq"]) -> Int[Array, "batch seq"]:
-    """Gives each run of equal ids a number of its own, and padding 0. `[7 7 0 8 7 7]` becomes `[1 1 0 4 5 5]`."""
+    """Numbers each run of equal ids uniquely, and padding 0. `[7 7 0 8 7 7]` becomes `[1 1 0 4 5 5]`."""
     starts = jnp.arange(segment_ids.shape[1], dtype=jnp.int32) - segment_positions(segment_ids)
     return jnp.where(segment_ids == 0, 0, starts + 1)
 
@@ -26,7 +26,7 @@ def runs(segment_ids: Integer[Array, "batch seq"]) -> Int[Array, "batch seq"]:
 def shift_left(
     x: Num[Array, "batch seq"], offset: int, context_parallel: SequenceSplit | None = None
 ) -> Num[Array, "batch seq"]:
-    """Returns x[:, i + offset] at i, and 0 behind the row's end; with `context_parallel`, for this device's tokens."""
+    """Returns x[:, i + offset] at i, and 0 after the row's end; with `context_parallel`, for this device's tokens."""
     if context_parallel is not None:
         return context_parallel.shift_left(x, offset)
     return jnp.pad(x, ((0, 0), (0, offset)))[:, offset:]
@@ -35,7 +35,7 @@ def shift_left(
 def has_successor(
     segment_ids: Integer[Array, "batch seq"], offset: int, context_parallel: SequenceSplit | None = None
 ) -> Bool[Array, "batch seq"]:
-    """Returns True where token i + offset is in token i's document: [7 7 7 8 8 0], 1 -> [1 1 0 1 0 0].
+    """Returns True if token i + offset is in token i's document: [7 7 7 8 8 0], 1 -> [1 1 0 1 0 0].
 
     Padding has no successor. With `context_parallel`, the result is for this device's tokens.
     """
@@ -43,5 +43,5 @@ def has_successor(
         starts = jnp.arange(segment_ids.shape[1], dtype=jnp.int32) - segment_positions(segment_ids)
     else:
         starts = context_parallel.starts_of_segments(segment_ids)
-    # Counted from 1, because `shift_left` fills with 0.
+    # Starts are counted from 1, because `shift_left` fills with 0.
     return (segment_ids != 0) & (shift_left(starts + 1, offset, context_parallel) == starts + 1)

@@ -1,4 +1,4 @@
-"""The devices of one call of a model, as layers see them: `OneDevice` here; `parallel.Spread` overrides it for a mesh."""
+"""The devices of one call of a model, as seen by layers: `OneDevice` here; `parallel.Spread` overrides it for a mesh."""
 
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
@@ -18,13 +18,13 @@ class Exchange(NamedTuple):
     num_shadows: Int[Array, ""]
     """Experts that were copied to all devices of the axis; 0 unless `shadow_experts` is set.
 
-    All devices have the same number, although its type under `check_vma` says that it may vary.
+    All devices have the same number, although its type under `check_vma` allows it to vary.
     """
 
 
 @dataclass(frozen=True)
 class OneDevice:
-    """A call on one device, which holds everything. `parallel.Spread` gives the attributes other values, and describes them."""
+    """A call on one device, which holds everything. `parallel.Spread` overrides and documents the attributes."""
 
     expert: Any = field(default=None, init=False)
     context: Any = field(default=None, init=False)
@@ -47,7 +47,7 @@ class OneDevice:
         Args:
           experts: the `layers.Experts` of this device.
           routing: the `layers.Routing` of the tokens, to the experts of all devices.
-          valid: as in `MoE`. On several devices a token that is not valid goes to no expert.
+          valid: as in `MoE`. On several devices a token that is not valid uses no expert.
 
         Raises:
           ValueError: the devices together do not hold the router's number of experts.

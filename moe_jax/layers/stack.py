@@ -1,8 +1,8 @@
-"""Alike layers, stacked along a leading axis, run one after the other: `lax.scan` whose gradient writes no memory twice.
+"""Runs equal layers, stacked along a leading axis, in turn: like `lax.scan`, but its gradient writes no memory twice.
 
 `lax.scan` fills every stacked array with zeros before its loop writes into it. For the gradients of Qwen3-30B-A3B's experts
 that is 58 GB, more than a third of a backward pass over few tokens. Here those arrays are only allocated, each layer's part is
-written once, and a layer's weights are read again from their place in the stack. `layers.passes` has the two loops.
+written once, and a layer's weights are reread from the stack. `layers.passes` has the two loops.
 """
 
 from functools import partial
@@ -41,23 +41,22 @@ def run_layers(
     """Computes x, y[l] = body(shared, per_layer[l], x, parameters[l], accumulators[l]) for each layer l in turn.
 
     Returns the last x, and y stacked. Differentiable in x and parameters; each gradient has its argument's dtype. The residuals
-    are the arrays that `body` needs of each layer; with `remat`, x alone but for the last `num_kept` layers. Memory is as with
-    `lax.scan`.
+    are the arrays that `body` needs for each layer; with `remat`, only x except in the last `num_kept` layers. Memory is the
+    same as with `lax.scan`.
 
     With a `gather` that moves, inside `jax.shard_map`, `parameters` are a device's parts. While a layer computes, the
-    parameters of the next layer are gathered. In the backward pass, the gradients of the layer before also travel to the
-    devices that keep the parts.
-    With peer-to-peer copies (`parallel.collectives.hops`) both hide behind the layer.
+    parameters of the next layer are gathered. In the backward pass, the previous layer's gradients also travel to the devices
+    that keep the parts. With peer-to-peer copies (`parallel.collectives.hops`) the layer hides both.
 
     Args:
       body: the layer; it closes over no array.
-      shared: arrays that all layers read, not differentiated.
-      per_layer: arrays with the layers as leading axis, not differentiated.
-      x: floats that go from layer to layer.
+      shared: arrays that all layers read; not differentiated.
+      per_layer: arrays with the layers as leading axis; not differentiated.
+      x: floats that are passed from layer to layer.
       parameters: arrays with the layers as leading axis.
-      gather: makes whole layers from parts.
-      accumulators: arrays with the layers as leading axis. `body` gives each a gradient that is the array plus what was added
-        to it (`kernels.experts.weights.Accumulators`); the gradients are written over the arrays.
+      gather: assembles whole layers from parts.
+      accumulators: arrays with the layers as leading axis. `body` returns each one's "gradient", the array plus the added
+        gradients (`kernels.experts.weights.Accumulators`); these overwrite the arrays.
     """
     return _run_layers(Layers(body, gather, remat, num_kept), shared, per_layer, x, parameters, accumulators)
 

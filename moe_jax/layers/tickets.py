@@ -2,15 +2,15 @@
 
 The gradient of a weight matrix is a product: dW = dy^T x for y = x W^T. A weight's *ticket* is an argument of the same matmul.
 The ticket's values are never read, and its "gradient" is the operands of the product, here x and dy. A `GradientAccumulator`
-works alike: its "gradient" is the new sum.
+works the same way: its "gradient" is the new sum.
 
-    defer_weight_gradients(stage, x)                    every matrix of the stacked layers takes a ticket
+    defer_weight_gradients(stage, x)                    every matrix of the stacked layers gets a ticket
     inputs_backward(layers, arrays, saved, dx, dy)      B: dx, the gradients of vectors, and the operands of all products
     weights_backward(products, sums)                    W: sums with the gradients of matrices added, at any later time
 
-B and W together multiply as much as the undivided backward pass. Vectors (norms, biases) have no ticket: B computes their
+B and W together cost as many FLOPs as the undivided backward pass. Vectors (norms, biases) have no ticket: B computes their
 gradients. W is the pass of zero-bubble schedules (https://arxiv.org/abs/2401.10241) that fills the time in which a rank waits.
-Operands are large: for Qwen3-30B-A3B 82 KiB a token and layer in bf16, 20 times x.
+Operands are large: for Qwen3-30B-A3B 82 KiB per token and layer in bf16, 20 times x.
 """
 
 from typing import Any, NamedTuple
@@ -43,12 +43,11 @@ Product = LinearProduct | ExpertProducts
 
 
 def defer_weight_gradients(layers: nnx.Module, x: Float[Array, "*batch hidden"]) -> None:
-    """Gives every matrix of stacked layers a ticket, in place.
-
-    The module is one that was merged for a single call, as for `moe.add_expert_gradients_to`.
+    """Assigns a ticket to every matrix of stacked layers, in place. The module must be merged for a single call, as for
+    `moe.add_expert_gradients_to`.
 
     Args:
-      x: an input of the layers or its shape; its leading axes are those of all later inputs.
+      x: an input of the layers or its shape; all later inputs must have its leading axes.
     """
     modules = list(nnx.iter_modules(layers))
     flattening = [path for path, module in modules if getattr(module, "flattens_tokens", False)]
@@ -81,12 +80,12 @@ class InputsRun(NamedTuple):
 def inputs_backward(
     layers: Layers, arrays: LayerArrays, saved: SavedLayers, dx, dy, sums=None, chunk: Chunk | None = None
 ) -> Loop:
-    """Returns B of layers with tickets; its result is an `InputsRun`, whose products are those of the chunk's layers.
+    """Returns B of layers with tickets; its result is an `InputsRun`, with products of the chunk's layers.
 
     Args:
-      layers, arrays: `models.forward.stage_layers` of a stage whose matrices have tickets; these stand as the accumulators.
+      layers, arrays: `models.forward.stage_layers` of a stage whose matrices have tickets; the tickets are its accumulators.
       saved, dx, dy: as for `backward_loop`.
-      sums: arrays like the parameters without a ticket, to which their gradients are added; as for `backward_loop`.
+      sums: arrays like the parameters without a ticket, to which their gradients are added, as in `backward_loop`.
       chunk: as for `backward_loop`.
     """
     if chunk is not None:
@@ -104,7 +103,7 @@ def weights_backward(products: nnx.State, sums: nnx.State, chunk: Chunk | None =
 
     Args:
       products: `InputsRun.products`.
-      sums: arrays like the layers' matrices, stacked, in f32 (f64 for f64), laid out as these. Others are left as they are.
+      sums: arrays like the layers' matrices, stacked, in f32 (f64 for f64), in the same layout. Others are unchanged.
       chunk: the layers of the products; None: all.
     """
     last = jax.tree.leaves(products)[0].shape[0] - 1
@@ -133,7 +132,7 @@ def weights_backward(products: nnx.State, sums: nnx.State, chunk: Chunk | None =
 def _multiply(product: LinearProduct) -> Float[Array, "out in"]:
     """Computes dy^T x, summed in dy's dtype and rounded to x's, in which the matrix was used.
 
-    Leading axes stay apart, as in the undivided backward pass: over one axis of all tokens XLA would sum in another order.
+    Leading axes are not merged, as in the undivided backward pass: over one axis of all tokens XLA would sum in another order.
     """
     x, dy = product
     leading = tuple(range(x.ndim - 1))
