@@ -140,8 +140,9 @@ _TOOL: dict[str, Any] = {
 
 
 def whole_tools(tokenizer: Any, template: str, tools: Sequence[Any] | None) -> list[Any] | None:
-    """Returns the tools as {"type": "function", "function": {"name": ...}}, converting {"name": ...}. The latter stay as they
-    are if the template reads names only in that form.
+    """Returns the tools as {"type": "function", "function": {"name": ...}}, converting {"name": ...}.
+
+    The latter stay as they are if the template reads names only in that form.
     """
     if tools is None:
         return None

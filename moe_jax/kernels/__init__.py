@@ -1,4 +1,4 @@
-"""Functions on arrays that the models are made of: no Flax, no mesh, no config."""
+"""The models' building blocks as functions on arrays, without Flax, meshes or configs."""
 
 from typing import TYPE_CHECKING
 

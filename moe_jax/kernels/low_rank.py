@@ -1,4 +1,4 @@
-"""The low-rank change of a matrix: W + b a, of which only the factors are trained (LoRA, https://arxiv.org/abs/2106.09685)."""
+"""The low-rank change of a matrix: W + b a, where only the factors are trained (LoRA, https://arxiv.org/abs/2106.09685)."""
 
 from typing import NamedTuple
 
@@ -9,16 +9,16 @@ from jaxtyping import Array, Float, UInt32
 
 
 class LowRank(NamedTuple):
-    """The factors of a matrix b a [out, in], or of one for each expert; a scale is a part of b."""
+    """The factors of a matrix b a [out, in], or of one per expert; b includes any scale."""
 
     a: Float[Array, "*experts rank in"]
     b: Float[Array, "*experts out rank"]
 
 
 class RowsChange(NamedTuple):
-    """The change of a matrix of each expert, half applied: row r, of expert e, gets rows[r] @ factor[e].T more.
+    """The half-applied change of each expert's matrix: adds rows[r] @ factor[e].T to row r of expert e.
 
-    Where the matrix is used transposed, so is the factor, which is then [experts, rank, out]: rows[r] @ factor[e].
+    If the matrix is used transposed, so is the factor, which is then [experts, rank, out]: rows[r] @ factor[e].
     """
 
     rows: Float[Array, "rows rank"]
@@ -26,16 +26,16 @@ class RowsChange(NamedTuple):
 
 
 class Dropout(NamedTuple):
-    """The numbers of a's input that are left out: each with probability `rate`, drawn anew from `key` wherever they are read.
+    """Dropout of a's input: drops each element with probability `rate`, redrawn from `key` on each use.
 
-    The same key gives the same numbers, so that a layer that is computed again in the backward pass leaves out the same.
+    The same key drops the same elements, so a layer recomputed in the backward pass matches.
     """
 
     key: UInt32[Array, "2"]
     rate: float | Float[Array, ""]
 
     def __call__(self, x: Float[Array, "*batch in"]) -> Float[Array, "*batch in"]:
-        """Returns x with numbers left out, and the others divided by 1 - rate."""
+        """Returns x with dropped elements zero, and the others divided by 1 - rate."""
         kept = jax.random.bernoulli(self.key, 1 - self.rate, x.shape)
         return jnp.where(kept, x / jnp.asarray(1 - self.rate, x.dtype), jnp.zeros((), x.dtype))
 

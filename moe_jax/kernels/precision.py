@@ -20,8 +20,8 @@ def widened(a: Array) -> Array:
 def sum_in_order(terms: Array, axis: int) -> Array:
     """Sums over a short axis, from the first term to the last.
 
-    XLA has several orders for one reduction and takes the one it finds fastest for the sizes and the operations around it. The
-    same numbers would have other sums in another program.
+    XLA has several orders for one reduction and chooses the fastest for the sizes and surrounding operations. The same numbers
+    could have other sums in another program.
     """
     in_order = [jax.lax.index_in_dim(terms, i, axis, keepdims=False) for i in range(terms.shape[axis])]
     return functools.reduce(jnp.add, in_order) if in_order else jnp.sum(terms, axis)

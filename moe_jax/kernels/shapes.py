@@ -1,9 +1,9 @@
 """The types of an op's arguments: checks of their shapes, and the mesh axes over which they vary.
 
-Inside `jax.shard_map` an array's type says over which mesh axes the devices may hold different values of it (it *varies*).
-A function with a custom gradient must type its results and gradients as varying. Otherwise the sum of a replicated argument's
-gradient over the devices is left out. If all arguments are first cast to vary alike, that sum is the gradient of the cast.
-Under `check_vma=False`, and outside `shard_map`, nothing varies and these functions do nothing.
+Inside `jax.shard_map` an array's type records the mesh axes over which devices may hold different values (it *varies*). A
+function with a custom gradient must type its results and gradients as varying. Otherwise the sum of a replicated argument's
+gradient over the devices is missing. If all arguments are first cast to vary over the same axes, the gradient of the cast is
+that sum. Under `check_vma=False`, and outside `shard_map`, nothing varies and these functions do nothing.
 """
 
 import jax
@@ -17,7 +17,7 @@ def check_experts_mlp(
     """Checks the arguments of a layer of experts and returns the length of each axis; `experts` is the name of the first axis.
 
     Raises:
-        ValueError: shapes that do not fit together, a non-integer topk_experts, an x of integers, or axes of length 0.
+        ValueError: shapes that do not match, a non-integer topk_experts, an x of integers, or axes of length 0.
     """
     sizes: dict[str, int] = {}
     check_shape("x", x, "tokens hidden", sizes)
@@ -55,7 +55,7 @@ def _length(axis: str, sizes: dict[str, int]) -> int | None:
 
 
 def vary_alike(arguments):
-    """Casts each of the arguments (a pytree) to vary over every axis over which one of them varies."""
+    """Casts each of the arguments (a pytree) to vary over every axis over which any of them varies."""
     return vary_as(arguments, arguments)
 
 

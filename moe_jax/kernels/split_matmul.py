@@ -1,17 +1,17 @@
 """Rows times a matrix, x @ w.T, on Hopper, as partial sums over parts of the summands, or as their sum.
 
-Each partial sum is one sum in f32 over its part of k in order, by one wgmma after the other. Its border depends on k and the
-number of parts alone. The parts are written for the reader to add, or added in registers from the first to the last. Both give
-the same bits if the reader begins with the first part.
+Each partial sum is one f32 sum over its part of k in order, by consecutive wgmmas. Its bounds depend only on k and the number
+of parts. The parts are written for the reader to add, or added in registers from the first to the last. Both yield the same
+bits if the reader starts with the first part.
 
 Kernels `project_tokens` and `strict_matmul`, named by their callers:
 
     roles     producer WG2 (40 registers)    TMA x[row : row+rows, k : k+64], w[column : column+columns, k : k+64] -> slot
               consumers WG0, WG1 (232)       wgmma [warpgroup rows] x [warpgroup columns] x 64; then stored
-    registers added parts: an accumulator and the sum of the parts before, 64 + 64 a thread in tiles of 128 x 128
+    registers added parts: an accumulator and the sum of earlier parts, 64 + 64 per thread in tiles of 128 x 128
     smem      x stages x rows x 64 | w stages x columns x 64, 16-bit | out 2 WG x 2 x 64 rows x at most 128 bytes
     barriers  full[slot] 2 TMA copies; empty[slot] 2 consumers (pipeline.py)
-    invariant a chunk of `out` is written again only after the TMA store before it has read it
+    invariant a chunk of `out` is overwritten only after the previous TMA store has read it
     time      few rows: w crosses memory once. Every core has a part of it, and most of its loads start at once
 """
 
@@ -32,16 +32,16 @@ from moe_jax.kernels.hopper.mainloop import STEP, Step, TileProgram, TileShape, 
 from moe_jax.kernels.hopper.pipeline import CONSUMERS, SHARED_MEMORY, WGMMA_ROWS
 
 CHUNK = 32
-"""Columns of a result that are stored at a time, at most: the widest swizzle has rows of 128 bytes."""
+"""Maximum columns of a result stored at a time: the widest swizzle has rows of 128 bytes."""
 
 WIDTHS = (256, 128, 64, 32, 16)
-"""Columns of a tile, the widest first: it is the fastest where every core has a tile of it."""
+"""Columns of a tile, the widest first: it is the fastest if every core has one."""
 
 MOST_STAGES = 16
 
 
 def refusal(x: Float[Array, "rows k"], weights: tuple[Float[Array, "_ _"], ...]) -> str | None:
-    """Returns the reason why these operands are not multiplied here, with what would be; None where they are."""
+    """Returns the reason why these operands are not supported, and what is; None if they are."""
     if {w.dtype for w in weights} != {x.dtype} or x.dtype not in (jnp.bfloat16, jnp.float16):
         return f"x and w must be bfloat16 or float16, all alike; got {x.dtype} and {[w.dtype for w in weights]}"
     k = x.shape[1]
@@ -54,7 +54,7 @@ def refusal(x: Float[Array, "rows k"], weights: tuple[Float[Array, "_ _"], ...])
 
 
 def stages_of(rows: int, columns: int) -> int:
-    """Returns the number of a tile's stages that fit shared memory, beside chunks of the result and barriers."""
+    """Returns the number of a tile's stages that fit in shared memory next to chunks of the result and barriers."""
     rest = CONSUMERS * 2 * WGMMA_ROWS * CHUNK * 4 + 1024
     return min((SHARED_MEMORY - rest) // ((rows + columns) * STEP * 2), MOST_STAGES)
 
@@ -68,13 +68,13 @@ def split_matmul(
     *,
     adds_splits: bool = False,
 ) -> Float[Array, "splits rows n"]:
-    """Returns x @ w.T as `splits` partial sums over parts of k; w is the weights, one below the other.
+    """Returns x @ w.T as `splits` partial sums over parts of k; w stacks the weights' rows.
 
     Parts are equal, or differ by one step of 64.
 
     Args:
         name: of the kernel, in profiles.
-        tile: its columns divide the rows of each matrix but the last. No tile reads two matrices.
+        tile: its columns divide the rows of each matrix except the last. No tile reads two matrices.
         adds_splits: the result is [1, rows, n], the sum of the parts from the first to the last.
     """
     written = 1 if adds_splits else splits
@@ -85,7 +85,7 @@ def split_matmul(
     firsts = list(accumulate((len(w) for w in weights), initial=0))
     n = firsts[-1]
     row_tiles, column_tiles = -(-rows // tile.rows), -(-n // tile.columns)
-    # TMA stores into an array whose rows are whole chunks.
+    # TMA requires rows of whole chunks in the array that it stores to.
     chunk = math.gcd(CHUNK, tile.warpgroup_columns, n)
     group = rows_in_group((n, k), dtype)
 
@@ -98,7 +98,7 @@ def split_matmul(
 
         def load(step: Step, full_barrier, kept):
             coord, ks = step.coord, pl.ds((step.coord.first_step + step.k) * STEP, STEP)
-            # Rows and columns beyond the last are read as zeros.
+            # Rows and columns past the last are read as zeros.
             plgpu.copy_gmem_to_smem(x_ref.at[pl.ds(coord.row, tile.rows), ks], scratch.x.at[step.slot], full_barrier)
 
             def load_weight(w_ref, first):
@@ -123,7 +123,7 @@ def split_matmul(
 
             def store_chunk(i, r, c):
                 staged = scratch.out.at[warpgroup, i % 2]
-                # The other buffer may still be read, if no chunk before was left out.
+                # The other buffer may still be read, if no earlier chunk was skipped.
                 plgpu.wait_smem_to_gmem(1 if i and n % tile.columns == 0 else 0, wait_read_only=True)
                 staged[...] = accumulator[r : r + WGMMA_ROWS, c : c + chunk]
                 plgpu.commit_smem()
@@ -146,7 +146,7 @@ def split_matmul(
         pipe=tile.pipeline(copies=2),
     )
     outputs = [jax.ShapeDtypeStruct((written, rows, n), jnp.float32)]
-    # A block takes all shared memory: a second one would wait for the first one's end.
+    # A block uses all shared memory: a second one would wait for the first to end.
     kernel = launch(name, body, outputs, [scratch], warpgroups=CONSUMERS + 1, blocks_per_core=1)
     (result,) = kernel(x, weights)
     return result[:, :num_rows]

@@ -15,7 +15,7 @@ def is_interpreted() -> bool:
 
 
 def compute_capability() -> str | None:
-    """Returns "9.0" for Hopper; None if the target is no NVIDIA GPU."""
+    """Returns "9.0" for Hopper; None if the target is not an NVIDIA GPU."""
     target = _abstract_device()
     if target is not None:
         return "9.0" if "H100" in target.device_kind or "H200" in target.device_kind else None

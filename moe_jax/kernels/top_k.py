@@ -1,6 +1,6 @@
-"""The places of the k largest numbers of each row, as `lax.top_k` finds them: a router's choice of experts.
+"""The indices of the k largest numbers of each row, equal to `lax.top_k`'s: a router's choice of experts.
 
-Cost: rows * columns f32 read, rows * k int32 written, and k rounds of some 6 instructions a number. XLA sorts whole rows.
+Cost: rows * columns f32 read, rows * k int32 written, and k rounds of about 6 instructions per number. XLA sorts whole rows.
 
 Kernel `top_k`:
 
@@ -21,7 +21,7 @@ from moe_jax.kernels.experts.backends import is_mosaic_allowed, splitting_refusa
 from moe_jax.kernels.target import compute_capability
 
 FEWEST_ROWS = 1024
-"""Rows that the kernel is taken for, at least: XLA sorts few rows in a few microseconds."""
+"""Minimum rows for the kernel: XLA sorts few rows in a few microseconds."""
 
 MOST_COLUMNS = 256
 """A thread holds a quarter of two rows: 128 keys in its 255 registers."""
@@ -30,16 +30,16 @@ COLUMN_BLOCK = 8
 """Columns of a matrix in wgmma's layout are a multiple of 8."""
 
 BLOCKS_PER_CORE = 4
-"""Blocks wait for memory; other blocks then have the core. Registers hold 2 blocks of 256 columns, or 4 of 128."""
+"""While a block waits for memory, others use the core. Registers hold 2 blocks of 256 columns, or 4 of 128."""
 
 GONE = -(2**31)
-"""The key of a number that was chosen: below all others."""
+"""The key of an already chosen number: below all others."""
 
 
 def top_k_indices(x: Float[Array, "rows columns"], k: int) -> Int[Array, "rows k"]:
-    """Returns the columns of the k largest numbers of each row, without gradients: those of `lax.top_k`, in its order.
+    """Returns the columns of the k largest numbers of each row, without gradients, equal to `lax.top_k`'s.
 
-    Of equal numbers the one with the smaller column comes first. A kernel finds them on Hopper where it takes the sizes.
+    Among equal numbers the smaller column comes first. A kernel computes them on Hopper if it supports the sizes.
     """
     x = lax.stop_gradient(x)
     return _top_k(x, k=k) if _has_kernel(x) else lax.top_k(x, k)[1]
@@ -48,7 +48,7 @@ def top_k_indices(x: Float[Array, "rows columns"], k: int) -> Int[Array, "rows k
 def _has_kernel(x: Array) -> bool:
     if compute_capability() != "9.0" or not is_mosaic_allowed():
         return False
-    # Here and below: Pallas Mosaic GPU takes a second of CPU time to import, on devices that run none of its kernels too.
+    # Imported here and below: Pallas Mosaic GPU costs a second of CPU time, even on devices without its kernels.
     from moe_jax.kernels.hopper.pipeline import WGMMA_ROWS
 
     rows, columns = x.shape

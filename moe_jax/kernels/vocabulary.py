@@ -3,9 +3,9 @@
     l[t, v] = h[t] . w[v] - logsumexp_u(h[t] . w[u])
     log_probs[t] = l[t, label[t]],  entropies[t] = -sum_v exp(l[t, v]) l[t, v],  cross_entropy = -sum_t mask[t] log_probs[t]
 
-With T tokens, V words and D channels, the results alone take 2*T*V*D FLOPs. Gradients have one of two forms:
+With T tokens, V words and D channels, the results without gradients cost 2*T*V*D FLOPs. Gradients have one of two forms:
 
-    made beside the logits    `cross_entropy`, and `token_log_probs` of a frozen head. The cotangent is a factor of the sum, or
+    made with the logits      `cross_entropy`, and `token_log_probs` of a frozen head. The cotangent is a factor of the sum, or
                               of each token's own gradient dy[t]/dh[t]. The forward pass computes gradients for a factor of 1,
                               and the backward pass scales them: 6*T*V*D for both, 4*T*V*D if the weights are frozen. Liger
                               Kernel has the same idea (Hsu et al., 2024, https://arxiv.org/abs/2410.10989). Residuals: the
@@ -25,7 +25,7 @@ from moe_jax.kernels.precision import at_least_f32
 from moe_jax.kernels.shapes import refuse_explicit_axes, vary_alike, vary_as
 
 CHUNK_TOKENS = 2048
-"""The most tokens whose logits exist at a time: 1.2 GB in f32 for a vocabulary of 152k."""
+"""Maximum tokens whose logits exist at a time: 1.2 GB in f32 for a vocabulary of 152k."""
 
 
 class TokenScores(NamedTuple):
@@ -48,20 +48,20 @@ def cross_entropy(
     """Returns the loss summed over the tokens in the mask, and the number of these tokens, both f32 (f64 for f64).
 
     A mask of floats holds a weight for each token. Then the losses are multiplied by their weights, and the second value is the
-    sum of weights. Weights are not negative, and are constants for derivatives.
+    sum of weights. Weights must not be negative, and are constants for derivatives.
 
     Differentiable in hidden and head_weight. Nothing is computed for the gradient of a head_weight that is not differentiated.
-    Matmuls take operands in hidden's dtype and accumulate in f32. head_weight's gradient is accumulated in f32 over all tokens
+    Matmuls use operands in hidden's dtype and accumulate in f32. head_weight's gradient is accumulated in f32 over all tokens
     and returned in head_weight's dtype. Labels of tokens outside the mask may be anything; a token in the mask with a label
     outside [0, vocab) makes the loss NaN.
 
     Args:
-        chunk_tokens: the most tokens whose logits exist at a time. With gradients a chunk takes 6 bytes a logit, beside the
-            4*V*D bytes of head_weight's gradient, which each chunk reads and writes. Larger chunks take memory, smaller ones
+        chunk_tokens: maximum tokens whose logits exist at a time. With gradients a chunk needs 6 bytes per logit, plus the
+            4*V*D bytes of head_weight's gradient, which each chunk reads and writes. Larger chunks cost memory, smaller ones
             bandwidth.
 
     Raises:
-        ValueError: shapes that do not fit, chunk_tokens < 1, or arrays split over mesh axes of type Explicit.
+        ValueError: shapes that do not match, chunk_tokens < 1, or arrays split over mesh axes of type Explicit.
     """
     _check(hidden, head_weight, chunk_tokens, labels=labels, mask=mask)
     is_weight = jnp.issubdtype(mask.dtype, jnp.floating)
@@ -80,15 +80,15 @@ def token_log_probs(
     """Returns log softmax(hidden head_weight^T)[t, labels[t]] in f32 (f64 for f64).
 
     For your own losses: preferences (DPO), policy gradients (GRPO), distillation. Differentiable once, in hidden and
-    head_weight. Matmuls take operands in hidden's dtype and accumulate in f32, and head_weight's gradient accumulates in f32
-    over all tokens. A label outside [0, vocab) gives NaN for its own token; if `jnp.where` masks that token out, all gradients
+    head_weight. Matmuls use operands in hidden's dtype and accumulate in f32, and head_weight's gradient accumulates in f32
+    over all tokens. A label outside [0, vocab) yields NaN for its own token; if `jnp.where` masks that token out, all gradients
     are finite.
 
     Args:
-        chunk_tokens: the most tokens whose logits exist at a time, at 4 bytes a logit, and 6 in the backward pass.
+        chunk_tokens: maximum tokens whose logits exist at a time, at 4 bytes per logit, and 6 in the backward pass.
 
     Raises:
-        ValueError: shapes that do not fit, chunk_tokens < 1, or arrays split over mesh axes of type Explicit.
+        ValueError: shapes that do not match, chunk_tokens < 1, or arrays split over mesh axes of type Explicit.
     """
     _check(hidden, head_weight, chunk_tokens, labels=labels)
     return _scores(chunk_tokens, False, *vary_alike((hidden, head_weight, labels)))[0]
@@ -138,7 +138,7 @@ def _loss_sum(chunk_tokens, hidden, head_weight, labels, mask):
 def _loss_forward(chunk_tokens, *arguments):
     """Returns the loss and its gradients in hidden and head_weight for a cotangent of 1, in the accumulator's dtype.
 
-    Arguments are `jax.custom_derivatives.CustomVJPPrimal`s, which say whether they are differentiated.
+    Arguments are `jax.custom_derivatives.CustomVJPPrimal`s, which record whether they are differentiated.
     """
     hidden, head_weight, labels, mask = (argument.value for argument in arguments)
     accumulator = at_least_f32(hidden.dtype)
@@ -182,12 +182,12 @@ def _scores_forward(chunk_tokens, has_entropies, *arguments):
     if keeps_gradients:
         return (log_probs, None), (gradients, jnp.zeros(0, hidden.dtype))
     of_tokens = (hidden, labels, logsumexp, *([entropies] if has_entropies else []))
-    # () or None: a structure, and no array.
+    # () or None: only a tree structure, without an array.
     return (log_probs, entropies), (of_tokens, head_weight, () if is_frozen else None)
 
 
 def _scores_of_chunks(chunk_tokens, has_entropies, keeps_gradients, hidden, head_weight, labels):
-    """Returns log-probabilities, entropies, logsumexp, and the gradients dy[t]/dh[t]: None for what is not asked for."""
+    """Returns log-probabilities, entropies, logsumexp, and the gradients dy[t]/dh[t]: None for those not requested."""
     weight = head_weight.astype(hidden.dtype)
 
     def of_chunk(_, chunk):
@@ -195,7 +195,7 @@ def _scores_of_chunks(chunk_tokens, has_entropies, keeps_gradients, hidden, head
         entropies = gradients = None
         if has_entropies:
             log_probs = logits - logsumexp[:, None]
-            # All terms have one sign. logsumexp minus the mean logit would cancel where the model is sure.
+            # All terms have one sign. logsumexp minus the mean logit would cancel if the model is confident.
             entropies = -(jnp.exp(log_probs) * log_probs).sum(axis=1)
         if keeps_gradients:
             gradients = _hidden_gradient(-_error(logits, logsumexp, chunk[1]).astype(hidden.dtype), weight)
@@ -251,7 +251,7 @@ def _error(logits, logsumexp, labels):
 
 
 def _add_weight_gradient(d_weight, d_logits, hidden):
-    """Returns d_weight plus a chunk's part; None for a d_weight of None, whose weight is frozen."""
+    """Returns d_weight plus a chunk's part; None if d_weight is None, for a frozen weight."""
     if d_weight is None:
         return None
     return d_weight + jnp.einsum("tv,td->vd", d_logits, hidden, preferred_element_type=d_weight.dtype)
@@ -269,7 +269,7 @@ def _weighted(values, mask):
 def _chunks(chunk_tokens, *arrays):
     """Returns the arrays as [chunks, tokens of a chunk, ...], in equal chunks padded with 0, or False in a mask.
 
-    Chunk i of n has the tokens i, i + n, ...: where XLA splits tokens over devices, each chunk is split alike.
+    Chunk i of n has the tokens i, i + n, ...: if XLA splits tokens over devices, each chunk is split evenly.
     """
     tokens = arrays[0].shape[0]
     number = max(1, -(-tokens // chunk_tokens))

@@ -58,8 +58,9 @@ class Attend:
         return self.cache is not None and not self.cache.is_empty
 
     def follows(self) -> Bool[Array, "batch seq"]:
-        """Returns True for tokens that continue a recurrent layer's state: the previous token has the same segment. The first
-        token follows the cache's last one. False for padding.
+        """Returns True for tokens that continue a recurrent layer's state: the previous token has the same segment.
+
+        The first token follows the cache's last one. False for padding.
         """
         before = jnp.zeros_like(self.segments[:, :1])
         if self.cache is not None and not self.cache.is_empty:
@@ -69,6 +70,7 @@ class Attend:
 
     def states(self, like: tuple[Float[Array, "batch ..."], ...]) -> tuple[Float[Array, "batch ..."], ...]:
         """Returns a recurrent layer's states before these tokens, in the dtypes of `like`; `like` itself if there are none.
+
         Inside `jax.shard_map` they vary over devices like the tokens.
         """
         if not self.sees_cached_tokens:

@@ -1,4 +1,5 @@
 """The cache for autoregressive decoding: keys and values of earlier tokens, or the latents that they are expanded from.
+
 Recurrent layers keep a state for each sequence instead.
 """
 
@@ -89,8 +90,9 @@ class KVCache:
 
 
 def init_cache(config: ModelConfig, batch: int, max_length: int, dtype: DTypeLike) -> KVCache:
-    """Creates an empty cache: for each layer and sequence, max_length * (sizes of `Mixer.of_token`) numbers of `dtype`. A
-    recurrent layer has (sizes of `Mixer.of_sequence`) numbers in f32 instead.
+    """Creates an empty cache: for each layer and sequence, max_length * (sizes of `Mixer.of_token`) numbers of `dtype`.
+
+    A recurrent layer has (sizes of `Mixer.of_sequence`) numbers in f32 instead.
     """
     kept: list[Array] = []
     states: list[Array] = []

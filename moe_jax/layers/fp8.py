@@ -1,5 +1,6 @@
-"""A model's matrices in FP8: frozen ones as they are stored, and copies of trained ones. Copies are made once for several
-calls, outside a loop over micro-batches. Checkpoints and optimizers do not have them.
+"""A model's matrices in FP8: frozen ones as they are stored, and copies of trained ones.
+
+Copies are made once for several calls, outside a loop over micro-batches. Checkpoints and optimizers do not have them.
 """
 
 from typing import Any
@@ -22,7 +23,7 @@ def codes_of(value: Any) -> QuantisedMatrices | None:
 
 
 def copies_of_matrix(weight: nnx.Variable, copies: Fp8Copies | None) -> DenseCopies:
-    """Returns a dense matrix in FP8: its copies, or its codes if it is quantised in blocks of 128 x 128; empty without either."""
+    """Returns a dense matrix in FP8: its copies, or its codes if quantised in blocks of 128 x 128; empty without either."""
     codes = codes_of(weight.get_value())
     if codes is not None:
         return DenseCopies(codes)

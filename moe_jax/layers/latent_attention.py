@@ -157,5 +157,5 @@ def _by_head(config: DeepseekV3Config, kv_b_proj: Float[Array, "out _"]) -> list
 
 
 def _as_one_head(_, latents: Float[Array, "batch seq latent_dim"]) -> tuple[Array, Array]:
-    """Returns latents as the key and the value of one head. Values are not sliced out: that would copy data that is read once."""
+    """Returns latents as the key and the value of one head. Values are not sliced out, which would copy them."""
     return latents[:, :, None], latents[:, :, None]

@@ -189,8 +189,10 @@ _with_ticket.defvjp(_with_ticket_forward, _with_ticket_backward)
 
 
 class Embedding(nnx.Module):
-    """A table [vocab, hidden] whose rows are chosen by token id. An id outside yields NaN, never another token's row. An
-    adapter's factors have a leading axis of 1, and change the table by b a: a token's change is its row of b times a.
+    """A table [vocab, hidden] whose rows are chosen by token id.
+
+    An id outside yields NaN, never another token's row. An adapter's factors have a leading axis of 1, and change the table by
+    b a: a token's change is its row of b times a.
     """
 
     lora: Adapter | None = None

@@ -94,8 +94,9 @@ def freeze(model: nnx.Module) -> None:
 
 
 def draw_dropout(model: nnx.Module, seed: UInt32[Array, ""]) -> None:
-    """Sets the keys of one pass in every adapter with dropout, in place. Each layer of each matrix has its own. The model must
-    be merged for a single call, as for `moe.add_expert_gradients_to`.
+    """Sets the keys of one pass in every adapter with dropout, in place.
+
+    Each layer of each matrix has its own. The model must be merged for a single call, as for `moe.add_expert_gradients_to`.
     """
     for number, adapter in enumerate(_with_dropout(model)):
         key = jax.random.fold_in(jax.random.PRNGKey(seed), number)

@@ -31,7 +31,7 @@ from moe_jax.layers.router import Router, Routing
 from moe_jax.layers.spread import ONE_DEVICE, OneDevice
 
 EXPERT_CHUNK_TOKENS = 65536
-"""Above twice this number of tokens, the experts compute in chunks of this size. The speed is the same, and temporary memory is bounded."""
+"""Above twice this number of tokens, experts compute in chunks of this size, at the same speed and in bounded memory."""
 
 
 EXPERT_MATRICES = ("gate_up_proj", "down_proj")
@@ -159,6 +159,7 @@ class PlaceInStack(nnx.Variable):
 
 def add_expert_gradients_to(model: nnx.Module, accumulators: nnx.State, *, in_stacks: bool = False) -> None:
     """Calls `Experts.add_gradients_to` for all experts of a model; `accumulators` have the structure of the model's parameters.
+
     The model must be merged for a single call, inside the function that is differentiated in `accumulators`.
     """
     for path, module in nnx.iter_modules(model):
@@ -199,8 +200,9 @@ def precision_of(model: nnx.Module) -> Precision | None:
 
 
 def fp8_copies(model: nnx.Module) -> nnx.State:
-    """Returns FP8 copies of all matrices that multiply in FP8, in both orders. Frozen experts and quantised dense matrices need
-    none.
+    """Returns FP8 copies of all matrices that multiply in FP8, in both orders.
+
+    Frozen experts and quantised dense matrices need none.
     """
     found = {}
     for path, module in nnx.iter_modules(model):

@@ -1,5 +1,6 @@
-"""Attention of decoding sequences with keys and values in pages: a layer writes new tokens, then reads all of a row's. A page
-holds PAGE_SIZE tokens of one sequence in one layer, at any place in the pool. `kernels.attention.paged` reads them.
+"""Attention of decoding sequences with keys and values in pages: a layer writes new tokens, then reads all of a row's.
+
+A page holds PAGE_SIZE tokens of one sequence in one layer, at any place in the pool. `kernels.attention.paged` reads them.
 """
 
 from dataclasses import dataclass, field

@@ -156,7 +156,7 @@ layer's pullback."""
 
 
 class Loop(NamedTuple):
-    """A pass that has not run yet: the state `start` is updated by `step` in each turn, and `finish` converts the last state to the result."""
+    """A pass that has not run yet: `step` updates `start` in each turn; `finish` returns the result of the last state."""
 
     name: str
     """The scope of its operations in profiles and compiled programs."""
@@ -255,8 +255,9 @@ class ForwardRun(NamedTuple):
 
 
 class WrittenLayers(NamedTuple):
-    """Stacks that the forward loop has written up to the previous layer. They are leaves, because two traces of a pullback have
-    different tree structures with the same leaves.
+    """Stacks that the forward loop has written up to the previous layer.
+
+    They are leaves, because two traces of a pullback have different tree structures with the same leaves.
     """
 
     y: list[Array]
@@ -329,8 +330,9 @@ def forward_loop(layers: Layers, arrays: LayerArrays, x, chunk: Chunk | None = N
 
 
 def forward_pass(layers: Layers, arrays: LayerArrays, x) -> Pass:
-    """Runs all layers: a loop over recomputed layers, and one over layers that keep their residuals. The result is a
-    `ForwardRun` whose `saved` has each loop's residuals.
+    """Runs all layers: a loop over recomputed layers, and one over layers that keep their residuals.
+
+    The result is a `ForwardRun` whose `saved` has each loop's residuals.
     """
     outputs, saved = [], []
     for part, chunk in parts_of(layers, arrays.num_layers):
@@ -343,7 +345,7 @@ def forward_pass(layers: Layers, arrays: LayerArrays, x) -> Pass:
 
 
 def backward_pass(layers: Layers, arrays: LayerArrays, saved: list[SavedLayers], dx, dy, sums=None) -> Pass:
-    """Runs all layers backwards, from the `saved` of `forward_pass`; the result is a `BackwardRun`. `sums` as in `backward_loop`."""
+    """Runs all layers backwards, from the `saved` of `forward_pass`; returns a `BackwardRun`. `sums` as in `backward_loop`."""
     adds, written = sums is not None, None
     for (part, chunk), of_part in reversed(list(zip(parts_of(layers, arrays.num_layers), saved, strict=True))):
         own = dy if chunk is None else jax.tree.map(lambda a, c=chunk: a[c.first : c.first + c.num_layers], dy)
@@ -481,6 +483,7 @@ def _accumulator(chunk: Chunk | None, i: Turn) -> Turn:
 
 def _pullback(body: Body, arguments: tuple):
     """Returns the layer's outputs, and its pullback without its arguments except x: the caller puts them into `args_res`.
+
     Parameters are not residuals: the backward pass reads them from the stack. A copy of each layer's would double them.
     """
     return jax.vjp(body, *arguments, saveable_args=(False, False, True, False, False), in_nzs=(False, False, True, True, True))

@@ -1,5 +1,6 @@
-"""Frozen matrices in fewer bytes: 8 bits with a scale for each block, or 4 bits with a scale for each group of a row. A
-quantised matrix replaces the array of a `layers.lora.Frozen`. Its `[...]` returns the dequantised matrix in `dtype`. A layer
+"""Frozen matrices in fewer bytes: 8 bits with a scale for each block, or 4 bits with a scale for each group of a row.
+
+A quantised matrix replaces the array of a `layers.lora.Frozen`. Its `[...]` returns the dequantised matrix in `dtype`. A layer
 dequantises it when it computes. Loops over stacked layers slice codes and scales: one layer is dequantised at a time.
 """
 

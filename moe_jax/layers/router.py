@@ -42,8 +42,9 @@ class Routing(NamedTuple):
 
 
 class ExpertBias(nnx.Variable):
-    """An f32 number per expert that is added to the scores only for the choice of experts. It is part of the model and its
-    checkpoints. It has no gradient, and the optimizer does not change it.
+    """An f32 number per expert that is added to the scores only for the choice of experts.
+
+    It is part of the model and its checkpoints. It has no gradient, and the optimizer does not change it.
     """
 
 
@@ -273,8 +274,9 @@ def load_balancing_loss(routing: Routing | RouterSums, *, mesh_axes: str | tuple
 def load_balancing_loss_per_layer(
     routing: Routing | RouterSums, *, mesh_axes: str | tuple[str, ...] = ()
 ) -> Float[Array, "layers"]:
-    """Computes E * sum_e f_e P_e for each layer separately. It reveals, and can prevent, the collapse of one layer that a mean
-    hides.
+    """Computes E * sum_e f_e P_e for each layer separately.
+
+    It reveals, and can prevent, the collapse of one layer that a mean hides.
 
     Arguments as in `load_balancing_loss`.
     """

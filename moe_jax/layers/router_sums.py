@@ -88,8 +88,9 @@ class RouterSums:
         return jax.tree.map(lambda a: jnp.zeros((0, *a.shape), a.dtype), of_a_layer)
 
     def with_counts(self, valid: Bool[Array, "*batch"], sequences: Sequences | None) -> "RouterSums":
-        """Returns the sums with both counts computed from the mask and the documents, not in a loop over layers. If the mask is
-        known at compile time, XLA then divides by constants.
+        """Returns the sums with both counts computed from the mask and the documents, not in a loop over layers.
+
+        If the mask is known at compile time, XLA then divides by constants.
         """
         return replace(self, num_tokens=_num_tokens(valid), num_sequences=_num_sequences(sequences))
 

@@ -64,7 +64,7 @@ def check_experts(experts: Any, routing: Any, devices: int, how: str) -> None:
     """Compares the experts of all devices with the router's: choices of experts that no device holds would add nothing.
 
     Raises:
-      ValueError: the numbers differ. `how` says how the devices share the experts.
+      ValueError: the numbers differ. `how` describes how the devices share the experts.
     """
     num_experts, held = len(routing.sums.expert_load), experts.gate_up_proj.shape[-3]
     if devices * held != num_experts:

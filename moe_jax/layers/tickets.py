@@ -43,8 +43,9 @@ Product = LinearProduct | ExpertProducts
 
 
 def defer_weight_gradients(layers: nnx.Module, x: Float[Array, "*batch hidden"]) -> None:
-    """Assigns a ticket to every matrix of stacked layers, in place. The module must be merged for a single call, as for
-    `moe.add_expert_gradients_to`.
+    """Assigns a ticket to every matrix of stacked layers, in place.
+
+    The module must be merged for a single call, as for `moe.add_expert_gradients_to`.
 
     Args:
       x: an input of the layers or its shape; all later inputs must have its leading axes.

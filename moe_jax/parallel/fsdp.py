@@ -220,8 +220,10 @@ class ShardedParameters:
         return jax.tree.map_with_path(enter, params)
 
     def leave(self, params: nnx.State, gradients: nnx.State) -> nnx.State:
-        """Returns the gradients of a device's parts from gradients of `enter`'s results. It is the transpose of `enter`,
-        without rounding: gradients are in f32 (f64 for f64) before and after their sum over devices.
+        """Returns the gradients of a device's parts from gradients of `enter`'s results.
+
+        It is the transpose of `enter`, without rounding: gradients are in f32 (f64 for f64) before and after their sum over
+        devices.
         """
         wide = replace(self, dtype=jnp.dtype(at_least_f32(self.dtype)))
         _, transposed = jax.vjp(wide.enter, jax.tree.map(lambda part: part.astype(wide.dtype), params))

@@ -46,8 +46,9 @@ def parameter_sharding(path: tuple, shape: tuple[int, ...], mesh: Mesh | None) -
 
 
 def quantised_sharding(path: tuple, shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> NamedSharding:
-    """Returns the sharding of the codes and the scales of a quantised parameter with this dequantised shape. Experts are split
-    only along the expert axis, which both have. Other matrices are whole, since a split would cut blocks.
+    """Returns the sharding of the codes and the scales of a quantised parameter with this dequantised shape.
+
+    Experts are split only along the expert axis, which both have. Other matrices are whole, since a split would cut blocks.
     """
     of_experts = {axis: names for axis, names in _splits(path, shape, mesh).items() if axis == len(shape) - 3}
     return NamedSharding(mesh, PartitionSpec(*(of_experts.get(axis) for axis in range(len(shape)))))

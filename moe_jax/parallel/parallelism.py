@@ -107,8 +107,9 @@ class Parallelism:
 
     @property
     def token_axes(self) -> tuple[str, ...]:
-        """The mesh axes along which devices have different tokens. Along `pipe`, if used, they compute different tokens'
-        losses.
+        """The mesh axes along which devices have different tokens.
+
+        Along `pipe`, if used, they compute different tokens' losses.
 
         Without a pipe no value varies along `pipe`, and JAX refuses to sum such values over it.
         """

@@ -1,5 +1,6 @@
-"""The receiving end of a request: its tokens and text as they arrive, for threads and for asyncio. Text contains only complete
-characters, and is held back while it could begin a stop text.
+"""The receiving end of a request: its tokens and text as they arrive, for threads and for asyncio.
+
+Text contains only complete characters, and is held back while it could begin a stop text.
 """
 
 import asyncio
@@ -336,8 +337,9 @@ class StopSearch:
 
 @functools.lru_cache(maxsize=4)
 def _kinds_of_tokens(tokenizer: Any) -> tuple[frozenset[int], frozenset[int]]:
-    """Returns the tokens with text, and the single-byte tokens, which sentencepiece uses for unknown characters. Special
-    tokens, such as the end of a message, have no text. Reads the vocabulary once, which takes about 0.1 s.
+    """Returns the tokens with text, and the single-byte tokens, which sentencepiece uses for unknown characters.
+
+    Special tokens, such as the end of a message, have no text. Reads the vocabulary once, which takes about 0.1 s.
     """
     vocab = tokenizer.get_vocab()
     special = {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}

@@ -199,8 +199,9 @@ def checked(prompt: Any, options: SamplingOptions, limits: EngineLimits, vocab_s
 
 
 def fitted(options: SamplingOptions, prompt: list[int], limits: EngineLimits) -> SamplingOptions:
-    """Returns options with `max_new_tokens` reduced to fit after a prompt; 0 means all that fit. The result is at least 1, so
-    that the engine itself reports a prompt that is too long.
+    """Returns options with `max_new_tokens` reduced to fit after a prompt; 0 means all that fit.
+
+    The result is at least 1, so that the engine itself reports a prompt that is too long.
     """
     room = max(1, limits.longest_request - len(prompt))
     return replace(options, max_new_tokens=min(options.max_new_tokens or room, room))

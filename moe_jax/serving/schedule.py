@@ -182,9 +182,10 @@ def plan_step(queues: EngineQueues) -> StepPlan:
 
 
 def read_step(queues: EngineQueues, plan: StepPlan, tokens: list[list[int]]) -> list[int]:
-    """Adds the tokens of a step, some for each of `plan.samples`, to their sequences; ends complete sequences. Steps are read
-    in dispatch order. Returns the number of tokens used for each of `plan.samples`. A sequence may have ended after its step
-    was planned: tokens after its end are ignored.
+    """Adds the tokens of a step, some for each of `plan.samples`, to their sequences; ends complete sequences.
+
+    Steps are read in dispatch order. Returns the number of tokens used for each of `plan.samples`. A sequence may have ended
+    after its step was planned: tokens after its end are ignored.
     """
     taken = []
     for row, (sequence, new) in enumerate(zip(plan.samples, tokens, strict=True)):
@@ -232,6 +233,7 @@ def finish(queues: EngineQueues, sequence: Sequence, reason: FinishReason) -> No
 
 def preempt_youngest(queues: EngineQueues) -> tuple[Sequence, list[int]]:
     """Moves the youngest running sequence back to the front of the queue, to be computed again once its tokens were read.
+
     Returns it and the pages that it had; none if its prompt was not finished. Their keys, values and experts are there until
     the next step is dispatched. A sequence that ends with a token in flight has no other copy.
     """

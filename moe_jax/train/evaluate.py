@@ -26,8 +26,9 @@ Sums = tuple[Float[Array, ""], Float[Array, ""]]
 def make_evaluation(
     graphdef: nnx.GraphDef, *, parallelism: Parallelism | None = None
 ) -> Callable[[TrainState, Sequence[Batch]], float]:
-    """Returns evaluate(state, batches): the mean cross-entropy of the batches' labels, without other losses. The state is not
-    donated.
+    """Returns evaluate(state, batches): the mean cross-entropy of the batches' labels, without other losses.
+
+    The state is not donated.
 
     If labels have weights, the mean is weighted: sum of weights * losses / sum of weights.
 

@@ -1,5 +1,6 @@
-"""Reads the model of an unfinished training run, or of an earlier step, from the run's checkpoints. For a run that trained
-adapters, these are the starting weights with a checkpoint's adapters.
+"""Reads the model of an unfinished training run, or of an earlier step, from the run's checkpoints.
+
+For a run that trained adapters, these are the starting weights with a checkpoint's adapters.
 """
 
 from pathlib import Path

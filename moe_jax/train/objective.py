@@ -34,8 +34,10 @@ TAKEN_NAMES = (
 
 @dataclass(frozen=True)
 class Objective:
-    """A function that a step minimises. Values, aux and gradients are summed over `micro_batches` micro-batches. A plain
-    function becomes a `UserLoss`. Subclass it for your own metrics, or to move biases.
+    """A function that a step minimises.
+
+    Values, aux and gradients are summed over `micro_batches` micro-batches. A plain function becomes a `UserLoss`. Subclass it
+    for your own metrics, or to move biases.
     """
 
     micro_batches: int = field(default=1, kw_only=True)
@@ -59,8 +61,9 @@ class Objective:
         return False
 
     def of_states(self, model: Decoder, states: HiddenStates, batch: Batch) -> tuple[Float[Array, ""], Any]:
-        """Returns the same as a call, computed from the hidden states of the batch's tokens. Overlapping micro-batches need
-        this method.
+        """Returns the same as a call, computed from the hidden states of the batch's tokens.
+
+        Overlapping micro-batches need this method.
         """
         raise NotImplementedError
 
@@ -197,8 +200,9 @@ def as_objective(loss: Objective | LossFunction, micro_batches: int) -> Objectiv
 
 
 def can_overlap(objective: Objective) -> bool:
-    """Returns True if the objective can start from hidden states: its `of_states` belongs to its `__call__`. A subclass that
-    overrides only `__call__` cannot: its inherited `of_states` computes something else.
+    """Returns True if the objective can start from hidden states: its `of_states` belongs to its `__call__`.
+
+    A subclass that overrides only `__call__` cannot: its inherited `of_states` computes something else.
     """
     classes = type(objective).__mro__
     of_states, call = (

@@ -405,8 +405,9 @@ def passes_of_layers(
 
 
 def fp8_copies_of_rank(micro: MicroBatchPasses, mesh: Mesh) -> nnx.State:
-    """Returns FP8 copies of the experts of the rank's layers, for all micro-batches of a step. Empty if experts compute in the
-    model's dtype, or a mesh splits the weights inside the rank.
+    """Returns FP8 copies of the experts of the rank's layers, for all micro-batches of a step.
+
+    Empty if experts compute in the model's dtype, or a mesh splits the weights inside the rank.
     """
     if any(size > 1 for axis, size in mesh.shape.items() if axis not in ("data", "pipe")):
         return nnx.State({})

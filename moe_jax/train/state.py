@@ -193,8 +193,9 @@ def _by_paths(layouts: nnx.State, params: nnx.State) -> Layouts:
 
 
 def _layout_of(path: tuple, shape: tuple[int, ...], layouts: Layouts) -> Sharding | None:
-    """Returns the sharding of one of the optimizer's arrays; None if it is not a parameter's moment. A moment's path ends in
-    its parameter's path, after the optimizer's own names, such as a label of `optax.multi_transform`.
+    """Returns the sharding of one of the optimizer's arrays; None if it is not a parameter's moment.
+
+    A moment's path ends in its parameter's path, after the optimizer's own names, such as a label of `optax.multi_transform`.
     """
     names = parameter_path(path)
     found = (layouts.get(names[first:]) for first in range(len(names)))

@@ -41,21 +41,20 @@ def attention(
 ) -> Float[Array, "batch queries heads value_dim"] | PartialAttention:
     """Returns softmax(scale * q k^T + mask) v, with scores and softmax in f32 and the result in q's dtype.
 
-    Query i stands at key index query_offset + i. It sees key j if j is not after it and their segments are equal. With a
-    window, j must also be one of the `window` keys that end with the query's own. Heads h*G .. h*G+G-1 share key head h,
-    G = heads / kv_heads. A query that sees no key gives some finite average: it is padding, which nobody reads. A traced
-    window below 1 counts as 1.
+    Query i is at key index query_offset + i. It sees key j if j is not after it and their segments are equal. With a window, j
+    must also be one of the `window` keys that end with the query's own. Heads h*G .. h*G+G-1 share key head h, G = heads /
+    kv_heads. A query that sees no key is padding, with an unspecified finite result. A traced window below 1 counts as 1.
 
     With `return_lse` the result is a pair (out, lse), both differentiable. A query's lse is the logsumexp of its masked scores
     [batch, heads, queries], in f32. A query that sees no key has some finite lse.
 
     `backend` "mosaic" is `flash_attention`, the default on a Hopper GPU in bf16 and f16 if queries and keys are the same
-    tokens. They are if `key_segment_ids` is the very array of `query_segment_ids`. A segment is then a run of equal ids. "xla"
-    takes every input: above QUERY_CHUNK queries, chunks run one after the other and are recomputed in the backward pass.
+    tokens. They are if `key_segment_ids` is the same array object as `query_segment_ids`. A segment is then a run of equal ids.
+    "xla" accepts every input: above QUERY_CHUNK queries, chunks run in turn and are recomputed in the backward pass.
     MOE_JAX_BACKEND=xla turns the kernel off.
 
     Raises:
-        ValueError: shapes that do not fit together, a window below 1, an unknown backend, or one that does not take the input.
+        ValueError: shapes that do not match, a window below 1, an unknown backend, or one that does not support the input.
     """
     queries = q.shape[1]
     if k.shape[:3] != v.shape[:3] or q.shape[2] % k.shape[2] or q.shape[3] != k.shape[3] or q.shape[0] != k.shape[0]:
@@ -117,13 +116,13 @@ def flash_refusal(q: Array, k: Array, v: Array, scale: float, window: Array | in
 
 
 def resolve_attention_backend(backend: str | None, refusal: Callable[[], str | None]) -> str:
-    """Returns `backend` if given, else "mosaic" where it fits, else "xla"; each choice is logged once a process.
+    """Returns `backend` if given, else "mosaic" if supported, else "xla"; logs each choice once per process.
 
-    `refusal` returns the reason why "mosaic" cannot compute the attention, None if it can. It is called only if the kernels may
-    be chosen, since it imports them.
+    `refusal` returns the reason why "mosaic" cannot compute the attention, None if it can. It is called only if the kernels
+    might be chosen, because it imports them.
 
     Raises:
-        ValueError: an unknown backend, or one that does not take the input.
+        ValueError: an unknown backend, or one that does not support the input.
     """
     if backend not in (None, *ATTENTION_BACKENDS):
         raise ValueError(
@@ -140,7 +139,7 @@ def resolve_attention_backend(backend: str | None, refusal: Callable[[], str | N
 
 
 def _reason_against_fused() -> str | None:
-    """Returns the reason not to take the kernel by default though it could run."""
+    """Returns the reason not to use the kernel by default although it could run."""
     if os.environ.get(ENVIRONMENT_VARIABLE) == "xla":
         return f"{ENVIRONMENT_VARIABLE} is 'xla'"
     return "it is not written for this device" if is_interpreted() else splitting_refusal()
@@ -148,7 +147,7 @@ def _reason_against_fused() -> str | None:
 
 @functools.cache
 def _announce(backend: str, reason: str | None) -> None:
-    """Logs each choice once a process."""
+    """Logs each choice once per process."""
     _logger.info("attention runs on backend %r%s", backend, f"; 'mosaic' not: {reason}" if reason else "")
 
 

@@ -1,4 +1,4 @@
-"""Softmax over keys that come in parts: each part gives its own attention and logsumexp, and parts merge in any order.
+"""Softmax over keys in parts: each part has its own attention and logsumexp, and parts merge in any order.
 
     lse = log(exp(lse_a) + exp(lse_b))      out = exp(lse_a - lse) out_a + exp(lse_b - lse) out_b
 
@@ -31,7 +31,7 @@ class BackwardInputs(NamedTuple):
     lse: Float[Array, "batch heads queries"]
     """f32, over every key of the sequence; -inf where a query sees none."""
     delta: Float[Array, "batch heads queries"]
-    """f32: <dout[i], out[i]>, less the gradient of lse[i] where there is one."""
+    """f32: <dout[i], out[i]>, minus the gradient of lse[i], if any."""
 
 
 def merge(a: PartialAttention, b: PartialAttention) -> PartialAttention:
@@ -40,7 +40,7 @@ def merge(a: PartialAttention, b: PartialAttention) -> PartialAttention:
     Commutative, and associative up to rounding.
     """
     largest = jax.lax.stop_gradient(jnp.maximum(a.lse, b.lse))
-    # Where neither part has a key any finite number will do.
+    # If neither part has a key, any finite number works.
     largest = jnp.where(jnp.isneginf(largest), 0, largest)
     weight_a, weight_b = jnp.exp(a.lse - largest), jnp.exp(b.lse - largest)
     total = weight_a + weight_b
@@ -50,7 +50,7 @@ def merge(a: PartialAttention, b: PartialAttention) -> PartialAttention:
 
 
 def softmax_sum(scores: Float[Array, "*rows keys"]) -> tuple[Float[Array, "*rows keys"], Float[Array, "*rows"]]:
-    """Returns (exp(scores - lse), lse) with lse the logsumexp over keys; a row of -inf alone gives zeros and -inf."""
+    """Returns (exp(scores - lse), lse) with lse the logsumexp over keys; a row of only -inf yields zeros and -inf."""
     largest = jax.lax.stop_gradient(scores.max(axis=-1))
     largest = jnp.where(jnp.isneginf(largest), 0, largest)
     weights = jnp.exp(scores - largest[..., None])

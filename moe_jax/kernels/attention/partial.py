@@ -1,14 +1,14 @@
-"""Attention of queries to a part of the keys, and the gradients by way of that part: the steps of ring attention.
+"""Attention of queries to a part of the keys, and the gradients from that part: the steps of ring attention.
 
-Query i sees the keys first_key[i] .. last_key[i] of the part, or none. Neither bound falls from one query to the next. With
+Query i sees the keys first_key[i] .. last_key[i] of the part, or none. Neither bound decreases from one query to the next. With
 lse and out over the whole sequence and delta[i] = <dout[i], out[i]>, a part's gradients are
 
     p = exp(scale * q k^T - lse)    ds = p * (dout v^T - delta)    dq = scale * ds k    dk = scale * ds^T q    dv = p^T dout
 
 and the parts' gradients add up to the whole sequence's. Results are f32, so that adding parts rounds nothing away; the last
 part's result may be rounded. On Hopper each of the three functions is one kernel of `flash_attention` (backend "mosaic"). It
-skips blocks that no query sees and adds inside the kernel. Backend "xla" goes over chunks of queries and keys, and a pair of
-chunks with no visible pair costs a branch.
+skips blocks that no query sees and adds inside the kernel. Backend "xla" loops over chunks of queries and keys; a pair of
+chunks without a visible pair costs only a branch.
 """
 
 from typing import NamedTuple
@@ -41,7 +41,7 @@ def forward(
 ) -> PartialAttention:
     """Returns attention over this part and, if given, the `previous` attention over other keys.
 
-    out is f32 unless `out_dtype` says otherwise. A query that sees no key has out 0 and lse -inf.
+    out is f32 unless `out_dtype` is given. A query that sees no key has out 0 and lse -inf.
     """
     wide = at_least_f32(q.dtype)
     out_dtype = jnp.dtype(out_dtype or wide)
@@ -76,7 +76,7 @@ def gradient_of_queries(
     previous: Float[Array, "batch queries heads head_dim"] | None = None,
     out_dtype: jnp.dtype | None = None,
 ) -> Float[Array, "batch queries heads head_dim"]:
-    """Returns dq by way of this part plus `previous`, the dq of other parts; f32 unless `out_dtype` says otherwise."""
+    """Returns dq from this part plus `previous`, the dq from other parts; f32 unless `out_dtype` is given."""
     q, k = arrays.q, arrays.k
     wide = at_least_f32(q.dtype)
     out_dtype = jnp.dtype(out_dtype or wide)
@@ -98,7 +98,7 @@ def gradient_of_queries(
 def gradients_of_keys(
     arrays: BackwardInputs, bounds: Bounds, *, scale: float, backend: str, previous: tuple[Array, Array] | None = None
 ) -> tuple[Float[Array, "batch keys kv_heads head_dim"], Float[Array, "batch keys kv_heads value_dim"]]:
-    """Returns (dk, dv) of this part by way of these queries plus `previous`, the gradients by way of other queries."""
+    """Returns (dk, dv) of this part from these queries plus `previous`, the gradients from other queries."""
     if backend == "mosaic":
         from moe_jax.kernels.attention.mosaic.flash import gradients_of_keys
 
@@ -156,7 +156,7 @@ def _numbered(k: Array, v: Array) -> _Keys:
 
 
 def _pairs(bounds: Bounds, num_keys: int) -> Bool[Array, "query_chunks key_chunks"]:
-    """Tells for each pair of chunks if a query of the one sees a key of the other."""
+    """Returns True for each pair of chunks in which a query of one sees a key of the other."""
     before, end = (_split(a)[..., None] for a in _half_open(bounds))
     start = jnp.arange(0, num_keys, min(CHUNK, num_keys))
     return (jnp.maximum(before, start) < jnp.minimum(end, start + CHUNK)).any(axis=(1, 2))
@@ -193,7 +193,7 @@ def _split(a: Array) -> Array:
 
 
 def _scores(queries: _Queries, keys: _Keys, scale: float) -> Float[Array, "batch kv_heads group queries keys"]:
-    """Returns scale * q k^T, -inf where a query does not see the key."""
+    """Returns scale * q k^T, -inf if a query does not see the key."""
     q, k = queries.q, keys.k
     scores = (
         jnp.einsum("bqhgd,bkhd->bhgqk", _by_key_head(q, k.shape[2]), k, preferred_element_type=at_least_f32(q.dtype)) * scale

@@ -1,1 +1,1 @@
-"""Kernels between the matmuls of an engine's step on Hopper; with few tokens each kernel's start counts."""
+"""Kernels between the matmuls of an engine's step on Hopper. With few tokens, launches dominate, so kernels are few."""

@@ -1,10 +1,10 @@
-"""A layer's residual sum and the norm behind it, in one kernel: x' = x + y, then w * x' / sqrt(mean(x'^2) + eps).
+"""A layer's residual sum and the norm after it, in one kernel: x' = x + y, then w * x' / sqrt(mean(x'^2) + eps).
 
-y comes as a matmul's partial sums (`add_splits`), or as the rows of a token's experts (`add_experts`).
+y is given as a matmul's partial sums (`add_splits`), or as the rows of a token's experts (`add_experts`).
 
 Kernels `add_splits_norm` and `add_experts_norm`:
 
-    roles     one warpgroup a block, all alike: a row stands in registers, no shared memory but that of the sum over a row
+    roles     one warpgroup per block, all equal: a row is in registers, and shared memory is used only for the sum over a row
     rounding  y, x' and the normalized row are rounded to x's dtype, as between the layers' modules
 """
 
@@ -23,7 +23,7 @@ from moe_jax.kernels.hopper.launch import launch
 
 
 class AddedNorm(NamedTuple):
-    """The residual stream behind a sum, and its norm."""
+    """The residual stream after a sum, and its norm."""
 
     x: Float[Array, "tokens hidden"]
     normed: Float[Array, "tokens hidden"]
@@ -36,7 +36,7 @@ class ExpertRows(NamedTuple):
     weights: Float[Array, "tokens _"]
     experts: Int[Array, "tokens _"]
     offsets: Int[Array, "experts+1"] | None
-    """`Plan.offsets`; None: a token's rows lie one behind the other, in the order of its choices."""
+    """`Plan.offsets`; None: a token's rows are consecutive, in the order of its choices."""
     place: Int[Array, "tokens experts"] | None
     """The token's row among the rows of each expert; None: token t's row is row t."""
     row_of_pair: Int[Array, "tokens k"] | None = None
@@ -66,7 +66,7 @@ def add_experts(
 ) -> AddedNorm:
     """Returns x' = x + sum_k weights[t, k] * rows of (t, k), summed in f32 from the first choice, and the norm of x'.
 
-    A token has k experts or none. The first of its ids is the number of experts if it has none; it then adds nothing.
+    A token has k experts or none. If it has none, the first of its ids is the number of experts, and it adds nothing.
     """
     hidden, num_experts = x.shape[1], outputs.weights.shape[1]
 
@@ -80,7 +80,7 @@ def add_experts(
             return inputs.offsets[expert] + (token if inputs.place is None else inputs.place[token, expert])
 
         def of_choices():
-            # All loads at once: each would wait for the one before.
+            # All loads at once: else each would wait for the previous one.
             places = [row_of(i) for i in range(k)]
             rows = [load_row(inputs.rows.at[place, pl.ds(0, hidden)]) for place in places]
             terms = [row.astype(jnp.float32) * inputs.weights[token, i] for i, row in enumerate(rows)]

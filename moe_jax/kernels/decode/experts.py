@@ -1,4 +1,4 @@
-"""The experts of a step's tokens, up to the sum over a token's choices, which `add_norm.add_experts` forms."""
+"""The experts of a step's tokens, up to the sum over a token's choices, which `add_norm.add_experts` computes."""
 
 import dataclasses
 
@@ -17,7 +17,7 @@ from moe_jax.kernels.experts.routing import Plan, plan
 from moe_jax.kernels.hopper.mainloop import ROW_ALIGNMENT
 
 MOST_PLANNED_TOKENS = 256
-"""Tokens for which kernels make the plan: registers of `plan_rows` hold their choices. XLA places rows of more of them."""
+"""Maximum number of tokens that kernels plan: `plan_rows` holds their choices in registers. XLA places the rows of more."""
 
 
 def expert_rows(
@@ -31,7 +31,7 @@ def expert_rows(
 ) -> ExpertRows:
     """Computes each chosen expert's output for each token, with the experts of one layer of a stack.
 
-    Bits are those of `kernels.experts_mlp` with backend "mosaic", before the sum.
+    Bits equal `kernels.experts_mlp` with backend "mosaic", before the sum.
     """
     chosen = choice.experts[:, :k]
     rows = mosaic.experts_of_few_pairs(x, w_gate_up, w_down, chosen, layer)
@@ -63,9 +63,9 @@ def expert_rows_in_fp8(
     *,
     k: int,
 ) -> ExpertRows:
-    """Computes `expert_rows` with products in FP8, out of stacks of layers in FP8, for at most MOST_PLANNED_TOKENS tokens.
+    """Computes `expert_rows` with products in FP8, from FP8 stacks of layers, for at most MOST_PLANNED_TOKENS tokens.
 
-    Bits are those of `kernels.experts_mlp` with `precision` and backend "mosaic", before the sum.
+    Bits equal `kernels.experts_mlp` with `precision` and backend "mosaic", before the sum.
     """
     # Few pairs need no plan, and no kernel that rounds.
     pairs = fp8_mosaic.experts_of_few_pairs(x, gate_up, down, choice.experts[:, :k], layer)
@@ -81,7 +81,7 @@ def expert_rows_in_fp8(
 
 
 def _rows_of_sources(tokens: QuantisedRows, source_of_row: Int[Array, "rows"]) -> QuantisedRows:
-    """Returns the tokens of these rows. A row without one gets any: nobody reads its results."""
+    """Returns the tokens of these rows. A row without one gets an arbitrary token; its results are not read."""
     values, scales = tokens
     # XLA moves four bytes as fast as one.
     words = jax.lax.bitcast_convert_type(values.reshape(len(values), -1, 4), jnp.uint32)
@@ -96,7 +96,7 @@ def _planned(choice: TokenChoices, layer: Int[Array, ""], k: int) -> tuple[Plan,
     """
     tokens, num_experts = choice.experts.shape
     holds_all_tokens = tokens <= ROW_ALIGNMENT
-    # One block more than there may be, because a tile of two blocks may begin at the last block.
+    # One extra block, because a tile of two blocks may begin at the last block.
     blocks = min(num_experts, tokens * k) + (0 if holds_all_tokens else tokens * k // ROW_ALIGNMENT) + 1
     found = plan_rows(choice.is_chosen, layer, num_blocks=blocks, holds_all_tokens=holds_all_tokens)
     no_row = jnp.zeros(blocks * ROW_ALIGNMENT, jnp.int32)

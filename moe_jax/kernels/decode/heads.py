@@ -4,12 +4,12 @@ The projection, its norm and the result are rounded to the model's dtype, as bet
 
 Kernel `heads_to_pages`:
 
-    roles     one warpgroup a block and (token, some heads): 128 columns, one a thread; heads one after the other
-    smem      each head's row twice, 2 x 128 f32: read from its middle it is rotated by half
+    roles     one warpgroup per block and (token, some heads): 128 columns, one per thread; heads in turn
+    smem      each head's row twice, 2 x 128 f32: read from its middle, it is rotated by half
 
-Kernel `chunk_heads_to_pages`, of many tokens:
+Kernel `chunk_heads_to_pages`, for many tokens:
 
-    roles     one warpgroup a block; 64 rows of a head in the layout of a wgmma's result: a row lies in four threads
+    roles     one warpgroup per block; 64 rows of a head in the layout of a wgmma's result: four threads hold a row
     smem      a head, 64 x 128, and a key head's rows without swizzle, in 16 bits: 32 KiB
     barriers  loaded: 1 copy
     cost      all heads are read and written once; cos and sin are read, from L2, for every head of queries and keys
@@ -33,10 +33,10 @@ from moe_jax.kernels.hopper.pipeline import WGMMA_ROWS
 HEAD_DIM = 128
 
 HEAD_BLOCKS = 2 * BLOCKS_PER_CORE
-"""Thread blocks a core."""
+"""Thread blocks per core."""
 
 MOST_HEADS_AT_ONCE = 8
-"""Heads whose sums a block loads before it works on the first: no block then waits for memory twice."""
+"""Heads whose sums a block loads before it processes the first: no block then waits for memory twice."""
 
 
 class NewTokens(NamedTuple):
@@ -85,7 +85,7 @@ def heads_to_pages(
         def _heads(info):
             token, first = info.index[0], info.index[1] * at_once
             whole = pl.ds(0, HEAD_DIM)
-            # All loads at once, those that values do not need too: each would wait for what is before it.
+            # All loads at once, even those that values do not need: else each would wait for earlier work.
             own = [first + i for i in range(at_once)]
             sums = [sum_of_splits(splits_ref, token, pl.ds(head * HEAD_DIM, HEAD_DIM)) for head in own]
             place = new.page[token], new.offset[token]
@@ -124,19 +124,19 @@ def heads_to_pages(
     scratch = [plgpu.SMEM((at_once, 2 * HEAD_DIM), jnp.float32)]
     kernel = launch("heads_to_pages", body, outputs, scratch, warpgroups=1, in_place=2, blocks_per_core=HEAD_BLOCKS)
     weights = HeadNorms(*(weight.astype(dtype) for weight in norms))
-    # XLA fuses a slice with the kernel that reads it, and forgets then that keys and values are two arrays.
+    # XLA would fuse a slice with the kernel that reads it, and then lose the aliasing of keys and values.
     splits, weights, new = lax.optimization_barrier((splits, weights, new))
     return tuple(kernel(splits, weights, new, keys, values))
 
 
 def _heads_at_once(tokens: int, all_heads: int) -> int:
-    """Returns the smallest number of heads with which each block works once; the largest there is if none is large enough."""
+    """Returns the smallest number of heads with which each block runs once; the largest possible if none is large enough."""
     numbers = [n for n in range(1, MOST_HEADS_AT_ONCE + 1) if all_heads % n == 0]
     return next((n for n in numbers if tokens * all_heads <= n * grid_size(HEAD_BLOCKS)), numbers[-1])
 
 
 CHUNK_BLOCKS = 4
-"""Thread blocks a core, as many as registers hold: a thread has 120 of them, at most."""
+"""Thread blocks per core, limited by registers: a thread has at most 120."""
 
 ROWS_AT_ONCE = 8
 """Rows that are loaded before the first of them is written to its page."""
@@ -156,7 +156,7 @@ def chunk_heads_to_pages(
 ) -> tuple[Array, Array, Array]:
     """Computes `heads_to_pages` of at least 64 tokens, whose projections have the pages' dtype."""
     num_tokens = len(projections)
-    # TMA copies begin at multiples of 8 rows. Rows behind the last token write what that one writes.
+    # TMA copies begin at multiples of 8 rows. Rows after the last token write the same as the last token.
     fill = -num_tokens % 8
     projections, new = jax.tree.map(
         lambda rows: jnp.pad(rows, ((0, fill), *((0, 0),) * (rows.ndim - 1)), mode="edge"), (projections, new)
@@ -174,7 +174,7 @@ def chunk_heads_to_pages(
             of_head = pl.ds(head * HEAD_DIM, HEAD_DIM)
 
             def rotate(target, weight_ref) -> None:
-                """Loads the head. Writes it normed and rotated, by pieces of both halves, for want of registers."""
+                """Loads the head. Writes it normed and rotated, in pieces of both halves because registers are few."""
                 plgpu.copy_gmem_to_smem(projections_ref.at[rows, of_head], scratch.head, scratch.loaded)
                 plgpu.barrier_wait(scratch.loaded)
                 scale = _scale(scratch.head, eps)
@@ -232,7 +232,7 @@ def chunk_heads_to_pages(
 
 
 def _scale(head_smem, eps: float):
-    """Returns the factor of each row with which the mean of its squares is 1."""
+    """Returns the factor of each row that makes the mean of its squares 1."""
     parts = [head_smem[:, pl.ds(start, PIECE)].astype(jnp.float32) for start in range(0, HEAD_DIM, PIECE)]
     squares = [(part * part).sum(axis=1) for part in parts]
     return lax.rsqrt(sum(squares[1:], start=squares[0]) / HEAD_DIM + eps)

@@ -1,16 +1,16 @@
-"""The plan of a decoding step's tokens, as far as the experts' matmuls and the sum behind them read it.
+"""The plan of a decoding step's tokens, with only the fields that the experts' matmuls and the following sum read.
 
-Kernel `plan_rows`: two blocks of threads, experts dealt out to the threads of each warpgroup.
+Kernel `plan_rows`: two thread blocks, with experts distributed over the threads of each warpgroup.
 
-    counts    each warpgroup counts an eighth of the tokens. The first one goes on, the second one stores sums over eighths
+    counts    each warpgroup counts an eighth of the tokens. The first one continues, the second one stores sums over eighths
     smem      counts: E numbers a warpgroup; a row of 2 x E numbers for each step of the sums, with zeros in front. Sums over
               experts are formed by adding the row to itself, shifted by 1 to 7, then by 8, 16, ..., 56, and so on
-    blocks    expert e has so many blocks of 64 rows as its tokens fill, or one if a block has a row for each token
+    blocks    expert e has the blocks of 64 rows that its tokens fill, or one if a block has a row for each token
               block b belongs to expert number (experts e with at most b blocks up to e): each block of threads finds half
               of them, the first one writes everything else
 
-Kernel `place_rows`, for more tokens than a block has rows: one warpgroup a block and token. It counts the earlier tokens of the
-token's eighth, and writes the token's number into the rows of its experts.
+Kernel `place_rows`, for more tokens than a block has rows: one warpgroup per block and token. It counts the earlier tokens of
+the token's eighth, and writes the token's number into the rows of its experts.
 """
 
 from functools import partial, reduce
@@ -29,16 +29,16 @@ from moe_jax.kernels.hopper.launch import WARPGROUP_THREADS, Named, launch
 from moe_jax.kernels.hopper.mainloop import ROW_ALIGNMENT
 
 THREAD_BLOCKS = 2
-"""Thread blocks of `plan_rows`. Both form all sums; each compares its half of the blocks of rows with them."""
+"""Thread blocks of `plan_rows`. Both compute all sums; each compares its half of the blocks of rows with them."""
 
 SHIFTS = 8
-"""Numbers that a step of the sums adds. Each step waits for barriers and for shared memory, so few steps are best."""
+"""Numbers that a step of the sums adds. Each step waits for barriers and shared memory, so few steps are best."""
 
 LOADS_AT_ONCE = 32
-"""Sums that are on their way from shared memory at one time."""
+"""Sums in flight from shared memory at a time."""
 
 COUNTERS = 4
-"""Numbers that a thread counts apart: each addition to a number waits for the one before."""
+"""Separate counters of a thread: each addition to a counter waits for the previous one."""
 
 WARPGROUPS = 8
 """Warpgroups of `plan_rows`: each holds the choices of an eighth of the tokens, its part, in registers."""
@@ -50,9 +50,9 @@ class RowsOfExperts(NamedTuple):
     offsets: Int[Array, "experts+1"]
     """`Plan.offsets`."""
     expert_of_block: Int[Array, "blocks"]
-    """The place of each block's expert in the stack of all layers; blocks behind the last one have any expert."""
+    """The index of each block's expert in the stack of all layers; arbitrary for blocks after the last one."""
     before_part: Int[Array, "warpgroups experts"]
-    """The number of tokens before each part of the tokens that chose the expert; not written if a block holds all tokens."""
+    """For each part, the number of earlier tokens that chose the expert; not written if a block holds all tokens."""
     chosen_rows: Int[Array, "experts"]
     """`Plan.chosen_rows`."""
 
@@ -64,7 +64,7 @@ def plan_rows(
     """Returns the rows of these choices in this layer of a stack.
 
     Args:
-      is_chosen: 1 where the token chose the expert, else 0.
+      is_chosen: 1 if the token chose the expert, else 0.
       num_blocks: a bound on the number of blocks.
       holds_all_tokens: an expert that was chosen has one block, in which token t's row is row t.
     """
@@ -74,14 +74,14 @@ def plan_rows(
 
     def body(is_chosen_ref, layer_ref, offsets_ref, expert_of_block_ref, before_part_ref, chosen_rows_ref, scratch: Named):
         warpgroup, thread_block = lax.axis_index("warpgroup"), lax.axis_index("block")
-        # In a block that holds all tokens, bits of their rows take the place of numbers.
+        # In a block that holds all tokens, bits of their rows replace counts.
         add = jnp.bitwise_or if holds_all_tokens else jnp.add
 
         def count():
-            """Each warpgroup goes through its own tokens."""
+            """Each warpgroup counts its own tokens."""
             of_tokens = [warpgroup * of_part + i for i in range(of_part)]
             counted = [_load_choices(is_chosen_ref, token) for token in of_tokens]
-            # The sums' zeros are stored while the choices are on their way.
+            # The sums' zeros are stored while the choices are in flight.
             scratch.sums[warpgroup, whole] = _zeros(num_experts)
             if tokens % WARPGROUPS:
                 counted = [row * (token < tokens).astype(jnp.int32) for token, row in zip(of_tokens, counted, strict=True)]
@@ -92,7 +92,7 @@ def plan_rows(
             plgpu.barrier_arrive(scratch.counted)
 
         def sums_up_to(own):
-            """Returns each expert's number added to those of the experts before it, and the row that holds these sums."""
+            """Returns each expert's inclusive prefix sum over experts, and the row that holds these sums."""
             up_to, shift, step = own, 1, 0
             while True:
                 row = scratch.sums.at[step]
@@ -130,7 +130,7 @@ def plan_rows(
 
             def add_experts(i, counters):
                 for e in range(LOADS_AT_ONCE):
-                    # 1 if the difference is negative: a comparison takes more instructions.
+                    # 1 if the difference is negative: a comparison needs more instructions.
                     up_to_block = lax.shift_right_logical(sums[num_experts + i * LOADS_AT_ONCE + e] - next_block, 31)
                     counters = (*counters[1:], counters[0] + up_to_block)
                 return counters
@@ -162,7 +162,7 @@ BLOCK_BITS = ROW_ALIGNMENT.bit_length() - 1
 
 
 def _rows_of_last_block(count):
-    """Returns `Plan.chosen_rows` of experts with `count` rows one behind the other."""
+    """Returns `Plan.chosen_rows` of experts with `count` consecutive rows."""
     in_last = count - lax.shift_right_logical(count - 1, BLOCK_BITS) * ROW_ALIGNMENT
     bits = [jnp.where(in_last > first, 1 << i, 0) for i, first in enumerate(range(0, ROW_ALIGNMENT, ROWS_OF_A_BIT))]
     return reduce(jnp.add, bits)
@@ -177,7 +177,7 @@ def place_rows(
     k: int,
     num_blocks: int,
 ) -> tuple[Int[Array, "tokens experts"], Int[Array, "rows"]]:
-    """Returns each token's row in its experts' blocks, and the token of each row; any number for a row without one.
+    """Returns each token's row in its experts' blocks, and the token of each row; an arbitrary number for a row without one.
 
     A token's row is the number of earlier tokens that chose the expert. The first k columns of `experts` are a token's choices,
     as in `TokenChoices`.
@@ -205,7 +205,7 @@ def place_rows(
                 for row in [offsets_ref[expert] + before_smem[expert] for expert in chosen]:
                     sources_ref[row] = token
 
-            # The next token overwrites what slower threads may still read.
+            # The next token overwrites data that slower threads may still read.
             plgpu.commit_smem()
 
     shapes = is_chosen.shape, (num_blocks * ROW_ALIGNMENT,)
@@ -222,7 +222,7 @@ def _tokens_of_part(tokens: int) -> int:
 
 
 def _load_choices(is_chosen_ref, token):
-    """Returns the choices of a token of a part; where parts reach behind the last token, the last one's in place of others."""
+    """Returns the choices of a part's token; past the last token, the last one's."""
     tokens, num_experts = is_chosen_ref.shape
     # Without bounds, one address serves all loads of a thread, and as many registers as loads are enough.
     place = jnp.minimum(token, tokens - 1) if tokens % WARPGROUPS else token

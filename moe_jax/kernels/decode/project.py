@@ -1,4 +1,4 @@
-"""Projections of a step's tokens, x W^T, as partial sums that the kernel behind adds: by a kernel on Hopper, else by XLA."""
+"""Projections of a step's tokens, x W^T, as partial sums that the next kernel adds: by a kernel on Hopper, else by XLA."""
 
 from typing import NamedTuple
 
@@ -15,22 +15,22 @@ WIDTHS = 128, 64
 """Columns of a tile."""
 
 SUMMANDS_PER_ROW = 8
-"""Summands of a part for each row of its tile, at least. Partial sums have then at most a quarter of the weights' bytes."""
+"""Minimum summands of a part for each row of its tile. Partial sums then have at most a quarter of the weights' bytes."""
 
 FEWEST_CORES = 1 / 3
-"""Share of the cores that have a tile, at least. Fewer cores cannot read the weights at the memory's full rate."""
+"""Minimum share of cores with a tile. Fewer cores cannot read the weights at the memory's full rate."""
 
 FEWEST_CORES_OF_ONE_MATRIX = 2 / 3
-"""The same for one matrix and several tiles of rows. XLA is slower with several matrices, which it copies into one first."""
+"""The same for one matrix and several tiles of rows. XLA is slower for several matrices, which it first copies into one."""
 
 MOST_TOKENS = 256
-"""Tokens of a projection that has more tiles than cores, at most: more were not timed."""
+"""Maximum tokens of a projection with more tiles than cores: more were not timed."""
 
 TILES_AT_A_TIME = 330
-"""Tiles of up to 128 x 64 on the 132 cores of a Hopper GPU. XLA would split the sums itself, and add them in a kernel more."""
+"""Tiles up to 128 x 64 on the 132 cores of a Hopper GPU. XLA would split the sums itself, and add them in another kernel."""
 
 SHORTEST_SUM = 256
-"""Summands of a part, at least: further parts cost more additions than they save."""
+"""Minimum summands of a part: more parts cost more additions than they save."""
 
 
 class Parts(NamedTuple):
@@ -42,9 +42,9 @@ class Parts(NamedTuple):
 
 @jax.jit
 def project(x: Float[Array, "tokens in"], *weights: Float[Array, "_ in"]) -> Float[Array, "splits tokens out"]:
-    """Returns x W^T as partial sums over parts of the summands, in f32; W is the weights, one below the other.
+    """Returns x W^T as partial sums over parts of the summands, in f32; W stacks the weights' rows.
 
-    Operands and sizes that the kernel does not take are left to `matmul_in_splits`.
+    Operands and sizes that the kernel does not support go to `matmul_in_splits`.
     """
     heights = tuple(len(w) for w in weights)
     is_taken = target.compute_capability() == "9.0" and refusal(x, weights) is None
@@ -56,10 +56,10 @@ def project(x: Float[Array, "tokens in"], *weights: Float[Array, "_ in"]) -> Flo
 
 
 def parts_of(tokens: int, heights: tuple[int, ...], summands: int) -> Parts | None:
-    """Returns the tiles and parts with which the most cores have one part of one tile; of equals, the fewest parts.
+    """Returns the tiles and parts that give the most cores one part of one tile, with the fewest parts.
 
-    Several matrices may have more tiles than cores, if rows have two tiles. None leaves the projection to XLA, where that is
-    faster (docs/log/engine.md), and sizes that were not timed. A reduction reads one token's weights once.
+    Several matrices may have more tiles than cores, if rows have two tiles. None leaves the projection to XLA, if that is
+    faster (docs/log/engine.md) or the sizes were not timed. For one token a reduction reads the weights once.
 
     Args:
         heights: rows of each matrix, which are columns of the result.
@@ -68,7 +68,7 @@ def parts_of(tokens: int, heights: tuple[int, ...], summands: int) -> Parts | No
         return None
     rows = WGMMA_ROWS if tokens <= WGMMA_ROWS else 2 * WGMMA_ROWS
     most_splits = max(summands // (SUMMANDS_PER_ROW * rows), 1)
-    # Where rows have several tiles, narrow ones would read all of x and w too often.
+    # If rows have several tiles, narrow ones would read all of x and w too often.
     widths = WIDTHS if tokens <= rows else WIDTHS[:1]
     cores, columns = target.num_cores(), sum(heights)
     has_one_matrix, has_row_tiles = len(heights) == 1, tokens > rows
@@ -84,7 +84,7 @@ def parts_of(tokens: int, heights: tuple[int, ...], summands: int) -> Parts | No
 
 
 def matmul_in_splits(x: Float[Array, "tokens in"], *weights: Float[Array, "_ in"]) -> Float[Array, "splits tokens out"]:
-    """Returns x W^T as partial sums over equal parts of the summands, in f32; W is the weights, one below the other.
+    """Returns x W^T as partial sums over equal parts of the summands, in f32; W stacks the weights' rows.
 
     The kernel that reads the result adds the parts. A matmul of few tokens has too few tiles of columns for all cores.
     """
@@ -95,7 +95,7 @@ def matmul_in_splits(x: Float[Array, "tokens in"], *weights: Float[Array, "_ in"
 
 
 def _splits(tokens: int, columns: int, summands: int) -> int:
-    """Returns the number of parts with which tiles are about as many as a GPU computes at a time."""
+    """Returns the number of parts with which the number of tiles is about the number that a GPU computes at a time."""
     tiles, splits = -(-tokens // 128) * -(-columns // 64), 1
     while 2 * splits * tiles <= TILES_AT_A_TIME and summands % (2 * splits * SHORTEST_SUM) == 0:
         splits *= 2

@@ -1,6 +1,6 @@
 """A router's choice for each token: softmax over the experts, the k largest, and their weights.
 
-Kernel `route_rows`: one warpgroup a block and token, experts dealt out to its threads; k rounds of maximum and its place.
+Kernel `route_rows`: one warpgroup per block and token, experts distributed over its threads; k rounds of argmax.
 """
 
 from functools import partial
@@ -29,10 +29,10 @@ class TokenChoices(NamedTuple):
 def route_rows(
     splits: Float[Array, "splits tokens experts"], valid: Bool[Array, "tokens"], *, k: int, divide_by_sum: bool
 ) -> TokenChoices:
-    """Computes `layers.router.route` of logits that come as partial sums (`project.project`).
+    """Computes `layers.router.route` from logits given as partial sums (`project.project`).
 
-    Of equal probabilities the expert with the smaller number comes first, as in `lax.top_k`. A token that is not valid chooses
-    no expert: each of its ids is the number of experts.
+    Among equal probabilities the expert with the smaller id comes first, as in `lax.top_k`. A token that is not valid chooses
+    no expert: all its ids are the number of experts.
     """
     _, tokens, num_experts = splits.shape
     layout = row_layout(num_experts)
@@ -50,7 +50,7 @@ def route_rows(
             weights, experts, total = zero, zero, jnp.float32(0)
             for place in range(k):
                 largest = jnp.max(p)
-                # Numbers of experts are exact in f32, which the maximum is taken of.
+                # Expert ids are exact in f32, in which the maximum is computed.
                 chosen = -jnp.max(jnp.where(p == largest, -expert.astype(jnp.float32), -jnp.float32(num_experts)))
                 weights = jnp.where(expert == place, largest, weights)
                 experts = jnp.where(expert == place, chosen, experts)

@@ -1,4 +1,4 @@
-"""Rows of tokens in registers: one warpgroup works on a token's row, whose columns are dealt out to its threads."""
+"""Rows of tokens in registers: one warpgroup processes a token's row, whose columns are distributed over its threads."""
 
 import math
 from typing import Any
@@ -11,11 +11,11 @@ from jaxtyping import Array, Float
 from moe_jax.kernels.hopper.launch import WARPGROUP_THREADS
 
 WIDEST_VECTOR = 8
-"""Elements that a thread loads at once, at most."""
+"""Maximum elements that a thread loads at once."""
 
 BLOCKS_PER_CORE = 8
-"""Thread blocks a core, of one warpgroup each: rows wait for memory, and other rows' blocks then have the core. With several
-warpgroups a block, sums over a row would go through one scratch memory."""
+"""Thread blocks per core, of one warpgroup each: while a row waits for memory, other blocks use the core. With several
+warpgroups per block, sums over rows would share one scratch memory."""
 
 
 def row_layout(columns: int) -> Any:
@@ -24,7 +24,7 @@ def row_layout(columns: int) -> Any:
 
 
 def load_row(reference: Any) -> Array:
-    """Loads a row; wide rows of 16 bits by 16 bytes a thread."""
+    """Loads a row; wide 16-bit rows in 16 bytes per thread."""
     return plgpu.load(reference, layout=row_layout(reference.shape[0]), optimized=False)
 
 
@@ -42,6 +42,6 @@ def sum_of_splits(splits_ref: Any, token: Any, columns: Any) -> Float[Array, "co
 def normalized(
     row: Float[Array, "columns"], weight: Float[Array, "columns"], eps: float, dtype: Any
 ) -> Float[Array, "columns"]:
-    """Returns weight * row / sqrt(mean(row^2) + eps) of an f32 row, rounded where `layers.norm.RMSNorm` rounds."""
+    """Returns weight * row / sqrt(mean(row^2) + eps) of an f32 row, rounded like `layers.norm.RMSNorm`."""
     scale = lax.rsqrt(jnp.sum(row * row) / row.shape[0] + eps)
     return weight * (row * scale).astype(dtype)

@@ -1,4 +1,4 @@
-"""Gated activations of a feed-forward block (SwiGLU, https://arxiv.org/abs/2002.05202), with their gradients by hand.
+"""Gated activations of a feed-forward block (SwiGLU, https://arxiv.org/abs/2002.05202), with hand-written gradients.
 
 Plain `jnp` on f32 arrays of any shape, so that XLA code and Mosaic kernels call the same functions. Triton has a twin,
 `activate` and `activation_gradients` in `triton/by_rows.py`.
@@ -38,7 +38,7 @@ class Activation:
             raise ValueError(f"offset of an Activation must be a finite number; got {self.offset}")
 
     def forward(self, gate: Array, up: Array, *, in_kernel: bool = False) -> Array:
-        """Returns act. A kernel divides g by 1 + exp(-alpha * g): one operation less, but autodiff of it overflows."""
+        """Returns act. A kernel divides g by 1 + exp(-alpha * g): one operation fewer, but its autodiff overflows."""
         gate, up = self._limited(gate, up)
         if in_kernel:
             return gate / (1 + jnp.exp(-self._sharpened(gate))) * self._shifted(up)

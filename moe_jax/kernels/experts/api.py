@@ -1,4 +1,4 @@
-"""The experts of a Mixture-of-Experts layer: public differentiable ops on arrays, with their gradients by hand.
+"""The experts of a Mixture-of-Experts layer: public differentiable ops on arrays, with hand-written gradients.
 
 Letters: T tokens, K choices per token, R = T*K rows sorted by expert (`routing.Plan`), E experts, D hidden, I intermediate.
 
@@ -52,22 +52,22 @@ def experts_mlp(
         y[t] = sum_k topk_weights[t, k] * (w_down[e] activation(gate, up) + b_down[e])
         (gate, up) = w_gate_up[e] x[t] + b_gate_up[e],   e = topk_experts[t, k]
 
-    Dropless: every token reaches every expert it chose. The matmuls take x's dtype; sums and the activation are in f32 (f64 for
-    f64). Differentiable in x, both weights and topk_weights; weight gradients are summed in f32 and rounded once.
+    Dropless: every token reaches every expert it chose. The matmuls are in x's dtype; sums and the activation are in f32 (f64
+      for f64). Differentiable in x, both weights and topk_weights; weight gradients are summed in f32 and rounded once.
 
-    The gradient is by hand, in reverse mode, and once: `jax.jvp` of this function is a TypeError, and a gradient of its
-    gradient a ValueError. On backend "xla" a product with the Hessian goes forward over reverse, `jax.jvp(jax.grad(f), ...)`.
+    The gradient is hand-written, for reverse mode only and once: `jax.jvp` of this function is a TypeError, and a gradient of
+    its gradient a ValueError. Backend "xla" supports Hessian products by forward over reverse, `jax.jvp(jax.grad(f), ...)`.
 
     Args:
-        x: the tokens, in any float dtype that the backend takes.
-        w_gate_up: both first matrices of each expert, the gate's rows before the up rows. Cast to x's dtype where it is used.
+        x: the tokens, in any float dtype that the backend supports.
+        w_gate_up: both first matrices of each expert, the gate's rows before the up rows. Cast to x's dtype for use.
         w_down: the second matrix of each expert. Cast like w_gate_up.
         topk_weights: the weight of each choice. Not normalised here.
         topk_experts: the chosen ids, any integer dtype. Ids are not checked, since under jit their values are unknown. An id
             outside [0, E) adds nothing to its token and gets no gradient; a token may choose an expert twice.
         backend: "mosaic" (Hopper GPUs, bf16 and f16), "triton" (NVIDIA GPUs from Ampere on, bf16, f16 and f32) or "xla"
             (everywhere). Default: the environment variable MOE_JAX_BACKEND, else the first of the three that was written for
-            the device and takes the input.
+            the device and supports the input.
         chunk_tokens: the number of tokens to process at a time. Bounds temporary memory: R*D elements become
             chunk_tokens*K*D. Same result; the weight gradients are summed in f32 over the chunks.
         precision: `Precision()` multiplies in FP8, forward and for the gradients of x; the weights' gradients stay in x's
@@ -79,9 +79,9 @@ def experts_mlp(
         y in x's dtype. Each gradient has the dtype of its argument.
 
     Raises:
-        ValueError: shapes do not fit together; topk_experts is not an integer array; or chunk_tokens < 1. Also if the backend
-            is unknown or does not take the input, or arrays are split over mesh axes of type Explicit. With `precision`, an
-            x that is not bf16, sizes that are no multiples of 128, or quantised matrices that are differentiated. Without,
+        ValueError: shapes do not match; topk_experts is not an integer array; or chunk_tokens < 1. Also if the backend is
+            unknown or does not support the input, or arrays are split over mesh axes of type Explicit. With `precision`, an x
+            that is not bf16, sizes that are not multiples of 128, or quantised matrices that are differentiated. Without,
             quantised matrices. A `precision` of another type, or one with `biases`.
     """
     part, weights = TokenPart(x, topk_weights, topk_experts), ExpertWeights.of(w_gate_up, w_down, biases)
@@ -158,7 +158,7 @@ def _refuse_plan_of_few(plan: Plan) -> None:
 def _zero_rows_without_a_pair(rows: Float[Array, "rows features"], plan: Plan) -> Float[Array, "rows features"]:
     """Zeroes the rows that kernels leave unwritten.
 
-    The gradients of an activation's own parameters, between `gate_up` and `down`, sum over all rows.
+    Gradients of parameters of a user's activation between `gate_up` and `down` sum over all rows.
     """
     row = jnp.arange(plan.num_rows, dtype=jnp.int32)
     is_computed = (plan.pair_of_row < plan.row_of_pair.size) & (row < plan.offsets[-1])

@@ -78,12 +78,12 @@ _logger = logging.getLogger(__name__)
 def resolve_backend(name: str | None, dtype: jnp.dtype, hidden: int, inter: int, row_alignment: int | None = None) -> str:
     """Returns the backend to use: `name` if given, else the environment variable MOE_JAX_BACKEND, else the first that fits.
 
-    A backend fits if three conditions hold. It was written for the target. It takes experts of `dtype`, `hidden` and `inter`.
-    The plan has the `row_alignment` that it needs (None: the plan is made for it). The choice, and why earlier backends
-    were passed over, is logged once.
+    A backend fits if three conditions hold: it was written for the target; it supports experts of `dtype`, `hidden` and
+      `inter`; and the plan has the `row_alignment` that it needs (None: the plan is made for it). The choice, and the reasons
+      against earlier backends, are logged once.
 
     Raises:
-        ValueError: the name is not in BACKENDS, or the named backend does not take the input.
+        ValueError: the name is not in BACKENDS, or the named backend does not support the input.
     """
     source = "argument backend"
     if name is None and ENVIRONMENT_VARIABLE in os.environ:
@@ -97,7 +97,7 @@ def resolve_backend(name: str | None, dtype: jnp.dtype, hidden: int, inter: int,
         _announce(name, ())
         return name
     reasons: list[str] = []
-    # The last backend takes everything.
+    # The last backend supports everything.
     *candidates, chosen = BACKENDS
     for candidate in candidates:
         reason = _reason_against(candidate, dtype) or _refusal(candidate, dtype, hidden, inter, row_alignment)
@@ -127,7 +127,7 @@ def _refusal(name: str, dtype: jnp.dtype, hidden: int, inter: int, row_alignment
 
 
 def _reason_against(name: str, dtype: jnp.dtype) -> str | None:
-    """Returns why a backend that could run is not taken by default; None if it is."""
+    """Returns why a backend that could run is not used by default; None if it is."""
     if name == "triton" and dtype == jnp.float32:
         return "in f32 'xla' is faster"
     # Asking the module itself would import Pallas Mosaic GPU on every device.
@@ -138,7 +138,7 @@ def _reason_against(name: str, dtype: jnp.dtype) -> str | None:
 
 
 def splitting_refusal() -> str | None:
-    """Returns why a kernel of ours is not taken by default: the compiler might have to split it. None if it need not."""
+    """Returns why our kernels are not used by default, because the compiler might have to split them; None if it need not."""
     mesh = jax.sharding.get_abstract_mesh()
     is_split = not mesh.manual_axes or any(size > 1 for name, size in mesh.shape.items() if name not in mesh.manual_axes)
     if jax.device_count() > 1 and is_split:

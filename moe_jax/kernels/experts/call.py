@@ -26,7 +26,7 @@ class TokenPart(NamedTuple):
     """A group of tokens and their choices."""
 
     x: Float[Array, "tokens hidden"] | RoundedTokens
-    """Tokens that were rounded before need `precision`."""
+    """Already rounded tokens need `precision`."""
     topk_weights: Float[Array, "tokens k"]
     topk_experts: Integer[Array, "tokens k"]
 
@@ -75,26 +75,26 @@ def experts(
     precision: Precision | None = None,
     activation: Activation = SILU,
 ) -> tuple[Float[Array, "_ hidden"], ...]:
-    """Computes `experts_mlp` of one or several groups of tokens, one after the other, where some arrive later than others.
+    """Computes `experts_mlp` for one or several groups of tokens in turn, where some arrive later than others.
 
-    A part waits for its own tokens and for the parts before it. Its y is there before later parts are computed; the gradients
-    follow the same order. The first part, the caller's own tokens, is the exception: its down pass comes last. So there is
-    something to compute while the other parts' outputs travel. The weights' gradients come at the end, each summed over all
-    parts in f32 in one pass and rounded once.
+    A part waits for its own tokens and for earlier parts. Its y is available before later parts are computed; gradients have
+    the same order. The first part, the caller's own tokens, is the exception: its down pass comes last. So there is something
+    to compute while the other parts' outputs travel. The weights' gradients come at the end, each summed over all parts in f32
+    in one pass and rounded once.
 
-    Differentiable in the tokens, topk_weights and what `ExpertWeights.trained` returns. Each kernel adds to an accumulator in
-    the same memory if the caller donates or carries it. The accumulator of an expert without tokens stays as it is. With
-    low-rank changes b a the matrices are w + b a. In FP8 the product of a matrix and that of its change are each rounded to
-    bf16, and added.
+    Differentiable in the tokens, topk_weights and `ExpertWeights.trained`. Each kernel adds to an accumulator in the same
+    memory if the caller donates or carries it. The accumulator of an expert without tokens does not change. With low-rank
+    changes b a the matrices are w + b a. In FP8 the product of a matrix and that of its change are each rounded to bf16, and
+    added.
 
     Args:
-        weights: matrices without copies in FP8 are rounded in each pass, once for all parts.
+        weights: matrices without FP8 copies are rounded in each pass, once for all parts.
         backend, chunk_tokens, precision, activation: as in `experts_mlp`.
         max_pairs: for each part, the number of ids in [0, E) to make room for: R is max_pairs instead of T*K. Ids beyond it
             count as ids outside [0, E), the last experts' first. None: room for all.
         shares: for each part, the number of devices that its tokens come from, equally many from each. The part's y and dx are
-            made in this number of equal pieces, one by one. So no piece that is sent is copied out of the whole. None: nothing
-            is sent.
+            computed in this number of equal pieces, one by one. So pieces to send need not be copied out of the whole. None:
+            nothing is sent.
 
     Raises:
         ValueError: there are no parts; parts differ in more than their numbers of tokens; or max_pairs or shares has another
@@ -157,7 +157,7 @@ def combination(
     chunk_tokens: int | None = None,
     max_pairs: Sequence[int | None] | None = None,
 ) -> set[str]:
-    """Returns the words of `REFUSED` that are true of a call.
+    """Returns the words of `REFUSED` that apply to a call.
 
     Raises:
         ValueError: the combination is refused.
@@ -248,7 +248,7 @@ def _check_positive(name: str, value: int | None) -> None:
 
 
 def _matrices(weights: ExpertWeights, sizes: dict[str, int], backend: str) -> list[Matrix]:
-    """Returns the matrices with factors for each expert, of ranks that the backend takes."""
+    """Returns the matrices with factors for each expert, of ranks that the backend supports."""
     alignment = rank_alignment(backend, sizes["hidden"], sizes["inter"])
     made = []
     for name, matrix, (num_out, num_in) in (
@@ -270,7 +270,7 @@ def _matrices(weights: ExpertWeights, sizes: dict[str, int], backend: str) -> li
 
 @jax.custom_vjp
 def _refuse_gradient(a: Array) -> Array:
-    """Returns the array, and refuses to be differentiated: matrices in FP8 alone are frozen."""
+    """Returns the array, and refuses to be differentiated: matrices that exist only in FP8 are frozen."""
     return a
 
 
@@ -287,7 +287,7 @@ _refuse_gradient.defvjp(_refuse, lambda _, gradient: (gradient,))
 def _check_accumulators(
     accumulators: Accumulators, dtype: jnp.dtype, axes: frozenset[str], sizes: dict[str, int], experts: str
 ) -> None:
-    """Checks accumulators of tokens of this dtype, where tokens and weights vary over these mesh axes."""
+    """Checks accumulators for tokens of this dtype; tokens and weights vary over these mesh axes."""
     given = {"gate_up": accumulators.gate_up, "down": accumulators.down}
     if any(array is None for array in given.values()):
         found = ["None" if array is None else str(list(array.shape)) for array in given.values()]

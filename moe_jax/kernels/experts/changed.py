@@ -1,4 +1,4 @@
-"""The steps of the experts' passes where frozen matrices have a trained low-rank change (LoRA).
+"""The steps of the experts' passes for frozen matrices with a trained low-rank change (LoRA).
 
 https://arxiv.org/abs/2106.09685. In the letters of `api`, with r the rank, w_gate_up has a1 [r, D] and b1 [2I, r]. w_down has
 a2 [r, I] and b2 [D, r]:
@@ -13,12 +13,12 @@ Backward, with dy'[r] = dy[token(r)]; dweights, dact and dh follow from g and h 
     t1[r]  = b1[e]^T dh                       dx[t] = sum_k (w_gate_up[e]^T dh + a1[e]^T t1) at row(t, k)
     da1[e] = sum_r outer(t1, x[token(r)])                db1[e] = sum_r outer(dh, u)
 
-The matrices get no gradient, and no product is made for one. The residuals beside those of `api` are u and v.
+The matrices have no gradient, and no product is computed for one. The residuals are the same as in `api`, plus u and v.
 
-In the kernels of `mosaic` and `triton` the change takes further steps of the same sum. In `xla` it is a grouped matmul of its
-own, whose result is added. So it is where W multiplies in FP8: the change stays in the rows' dtype, to which both products are
-rounded. So it is where W is a layer of a stack, too. The factors are of one layer, and a kernel has one number for the expert
-of both.
+In the kernels of `mosaic` and `triton` the change is additional steps of the same sum. In `xla` it is a separate grouped
+matmul, whose result is added. The same holds if W multiplies in FP8: the change stays in the rows' dtype, to which both
+products are rounded. It also holds if W is a layer of a stack: the factors belong to one layer, and a kernel uses one expert
+index for both.
 """
 
 import dataclasses
@@ -89,7 +89,7 @@ def gradients_changed(
     dy: Float[Array, "tokens hidden"],
     shares: int | None,
 ) -> PartGradients:
-    """Returns the gradients of a part's tokens; the products are those of a1, b1, a2 and b2."""
+    """Returns the gradients of a part's tokens; the products belong to a1, b1, a2 and b2."""
     h, plan, u, v = hidden
     assert u is not None and v is not None
     backend, factors = implementation(options.backend), _of_one_layer(plan)
@@ -116,9 +116,9 @@ def gradients_changed(
 
 
 def rank_alignment(backend: str, hidden: int, inter: int) -> int:
-    """Returns the multiple of a rank that the backend's matmuls take.
+    """Returns the number that ranks must be a multiple of in the backend's matmuls.
 
-    Zeros fill up other ranks. Thin products wait for memory and not for math, so that these cost little.
+    Other ranks are zero-padded. Thin products are bound by memory, so padding costs little.
     """
     if backend == "mosaic":
         # `grouped_outer` has no tile for a gradient of 64 rows or columns whose other side is an odd multiple of 64.
@@ -127,7 +127,7 @@ def rank_alignment(backend: str, hidden: int, inter: int) -> int:
 
 
 def of_each_expert(factors: LowRank, num_experts: int, alignment: int) -> LowRank:
-    """Returns factors for each expert, their rank filled up with zeros."""
+    """Returns factors for each expert, with zero-padded rank."""
     fill = -factors.a.shape[1] % alignment
     a, b = (jnp.broadcast_to(factor, (num_experts, *factor.shape[1:])) for factor in factors)
     return LowRank(jnp.pad(a, ((0, 0), (0, fill), (0, 0))), jnp.pad(b, ((0, 0), (0, 0), (0, fill)))) if fill else LowRank(a, b)
@@ -159,7 +159,7 @@ def _matmul(
 
 
 def _of_one_layer(plan: Plan) -> Plan:
-    """Returns the plan of matmuls with factors, which are of one layer whatever the matrices are."""
+    """Returns the plan of matmuls with factors, which always belong to one layer."""
     return dataclasses.replace(plan, layer=None)
 
 
@@ -173,7 +173,7 @@ def _gated_backward(
     change: RowsChange,
     source_of_row: Array | None,
 ) -> tuple[Array, Array, Array]:
-    """Returns what `gated_matmul_backward` returns, with the changed matrices: dh, weight * act, and the weights' gradients."""
+    """Computes `gated_matmul_backward` with the changed matrices: dh, weight * act, and the weights' gradients."""
     if _adds_in_kernel(options, plan):
         backward = implementation(options.backend).gated_matmul_backward
         given: Any = dict(source_of_row=source_of_row, activation=options.activation)
@@ -183,7 +183,7 @@ def _gated_backward(
 
 
 def _adds_in_kernel(options: ExpertsOptions, plan: Plan) -> bool:
-    """Returns True if a kernel adds the change's products to those of the matrix."""
+    """Returns True if a kernel adds the change's products to the matrix's products."""
     return options.backend in ("mosaic", "triton") and plan.layer is None and options.fp8 is None
 
 
@@ -193,7 +193,7 @@ def _change(matrix: Matrix) -> LowRank:
 
 
 def _rounded(x: Float[Array, "sources in"], source_of_row: Int[Array, "rows"] | None) -> QuantisedRows:
-    """Rounds rows to FP8, each once, and takes them in expert order; rows without a source are zeros."""
+    """Rounds rows to FP8, each once, and gathers them in expert order; rows without a source are zeros."""
     values, scales = rows = quantise_rows(x)
     if source_of_row is None:
         return rows

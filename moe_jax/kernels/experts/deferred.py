@@ -1,4 +1,4 @@
-"""Weight gradients that are multiplied out after the backward pass, which returns their operands (a ticket).
+"""Deferred weight gradients: the backward pass returns their operands (a ticket), which are multiplied later.
 
 In the letters of `api`, the gradients are
 
@@ -37,7 +37,7 @@ def expert_products_like(
     Inside `jax.shard_map` a ticket varies over the axes of x and the weights.
 
     Args:
-        backend, precision: those of the call that gets the ticket.
+        backend, precision: as in the call that gets the ticket.
     """
     hidden = x.shape[1]
     if precision is None:
@@ -56,11 +56,11 @@ def add_expert_products(
     *,
     backend: str | None = None,
 ) -> tuple[Array, ...]:
-    """Multiplies the operands and adds the weight gradients to `sums`, in the memory and dtype of these, unrounded.
+    """Multiplies the operands and adds the weight gradients to `sums`, in their memory and dtype, unrounded.
 
     Args:
         sums: f32 (f64 for f64).
-        backend: that of the call that got the ticket.
+        backend: as in the call that got the ticket.
     """
     num_experts, hidden, inter = sums[1].shape
     backend = resolve_backend(backend, products.x.dtype, hidden, inter)

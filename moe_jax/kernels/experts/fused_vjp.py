@@ -1,8 +1,8 @@
-"""Both passes of the experts as one function with its gradients by hand.
+"""Both passes of the experts as one function with hand-written gradients.
 
 `api` derives the formulas, and `call` checks the arguments. The steps of a pass have three forms. Products are in the dtype of
 the tokens (here) or in FP8 (`fp8.passes`). In both, frozen matrices may have low-rank changes (`changed`).
-Tokens come in parts that are computed one after the other, or in one part that is cut into chunks.
+Tokens are given in parts that are computed in turn, or in one part that is split into chunks.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -57,7 +57,7 @@ class ExpertsOperands(NamedTuple):
     """The arrays of a call; `xs`, `topk_weights` and `experts` have one entry per part."""
 
     xs: tuple[Any, ...]
-    """Arrays, or `RoundedTokens` where `ExpertsOptions.fp8` is given and `chunk_tokens` is not."""
+    """Arrays, or `RoundedTokens` if `ExpertsOptions.fp8` is given and `chunk_tokens` is not."""
     weights: ExpertWeights
     topk_weights: Arrays
     experts: Arrays
@@ -66,25 +66,25 @@ class ExpertsOperands(NamedTuple):
 class ExpertsResiduals(NamedTuple):
     """The residuals of the backward pass.
 
-    Without chunks, `xs` are the arrays from which rows were gathered. Where both passes are one program, XLA sees that backward
-    gathers the same rows.
+    Without chunks, `xs` are the arrays from which rows were gathered. If both passes are in one program, XLA sees that the
+    backward pass gathers the same rows.
     """
 
     xs: tuple[Any, ...]
-    """Arrays, or `QuantisedRows` in place of `RoundedTokens`."""
+    """Arrays, or `QuantisedRows` instead of `RoundedTokens`."""
     weights: ExpertWeights
     """The weights as given, without a ticket."""
     topk_weights: Arrays
     hidden: Any
     """`Hidden`: one entry per part, or a single one with a leading axis of chunks."""
     experts: Arrays | None = None
-    """The chosen ids, where the weights' gradient is a ticket's."""
+    """The chosen ids, if the weights' gradient is a ticket's."""
 
 
 def experts_of_parts(operands: ExpertsOperands, options: ExpertsOptions) -> Arrays:
     """Returns the y of each part.
 
-    Under a `jax.checkpoint` that saves no residuals, the first forward pass computes y alone (`optimize_remat`). The GPU
+    Under a `jax.checkpoint` that saves no residuals, the first forward pass computes only y (`optimize_remat`). The GPU
     interpreter cannot use `optimize_remat`, because its callbacks are effects.
     """
     is_interpreted = options.backend == "mosaic" and target.is_interpreted()
@@ -92,7 +92,7 @@ def experts_of_parts(operands: ExpertsOperands, options: ExpertsOptions) -> Arra
 
 
 def _without_gradients(operands: ExpertsOperands, options: ExpertsOptions) -> Arrays:
-    """Computes y of a forward pass that no backward pass follows."""
+    """Computes y in a forward pass without a backward pass."""
     if len(operands.xs) == 1 and _has_room_for_all(options.max_pairs[0], operands.experts[0]):
         (x,), (weights,), (experts,) = operands.xs, operands.topk_weights, operands.experts
         rows = _rows_of_few_pairs(operands, options)
@@ -131,7 +131,7 @@ def forward_pass(
     operands = operands._replace(xs=xs, weights=weights)
     ys, residuals = forward(operands, options, for_backward)
     is_ticket = isinstance(given.gradient, ExpertProducts)
-    # Matrices that were rounded here are not kept: the backward pass rounds them again.
+    # Matrices rounded here are not saved: the backward pass rounds them again.
     kept = replace(given, gradient=None) if is_ticket else given
     return ys, residuals._replace(weights=kept, experts=operands.experts if is_ticket else None)
 
@@ -152,7 +152,7 @@ def _forward_of_parts(
     steps: list[tuple[Callable[..., _Outcome], tuple]] = [(partial(gate_up, max_pairs), (x, own_experts))]
     for max_pairs, other_shares, x, weights, experts in others:
         steps.append((partial(both_passes, max_pairs, other_shares), (x, weights, experts)))
-    # The barriers hold h too: where `jax.checkpoint` does not compute y again, parts must still run one after the other.
+    # The barriers include h: if `jax.checkpoint` does not recompute y, parts must still run in turn.
     ((act, h, u), own_planned), *outcomes = _one_after_the_other(steps)
     if outcomes:
         # The down pass of the device's own tokens comes last: it is computed while the other devices' outputs travel.
@@ -195,7 +195,7 @@ _Gradients = tuple[Arrays, Arrays, Any, Array | None]
 def _backward(options: ExpertsOptions, residuals: ExpertsResiduals, dys: Arrays) -> tuple[ExpertsOperands]:
     """Returns the gradients as `ExpertsOperands`; None for an operand without a gradient."""
     given, sums = residuals.weights, _accumulators(residuals.weights)
-    # Without the barriers XLA would let a kernel change a slice of a larger array itself and take the result from elsewhere.
+    # Without the barriers XLA would let a kernel change a slice of a larger array in place and read the result from elsewhere.
     is_slice = sums is not None and not sums.in_stack
     keep_whole = jax.lax.optimization_barrier if is_slice else lambda arrays: arrays
     weights = replace(given, gradient=keep_whole(sums))
@@ -218,7 +218,7 @@ def _accumulators(weights: ExpertWeights) -> Accumulators | None:
 
 
 def _gradients_at(weights: ExpertWeights, gradients: Any) -> ExpertWeights:
-    """Returns the gradients at the places of their operands, and None at all others."""
+    """Returns the gradients in their operands' fields, and None in all others."""
     nothing = Matrix(None)
     if isinstance(gradients, ExpertProducts):
         return replace(weights, gate_up=nothing, down=nothing, layer=None, gradient=gradients)
@@ -250,7 +250,7 @@ def _backward_of_parts(options: ExpertsOptions, residuals: ExpertsResiduals, dys
 def _ticket(
     options: ExpertsOptions, residuals: ExpertsResiduals, products: list[tuple[OuterPart, ...]], dys: Arrays
 ) -> ExpertProducts:
-    """Returns the operands of the gradients, which are multiplied later. There is one part."""
+    """Returns the operands of the gradients, which are multiplied later. Only for a single part."""
     assert residuals.experts is not None
     ((gate_up, down),), (ids,), num_experts = products, residuals.experts, residuals.weights.num_experts
     known = jnp.where(is_an_expert(ids, num_experts), int32_ids(ids, num_experts), -1).astype(jnp.float32)
@@ -295,7 +295,7 @@ def _gate_up_of_part(
 ) -> _Outcome:
     """Returns a `GateUp`, and (plan, x)."""
     backend, alignment, w = implementation(options.backend), options.row_alignment, operands.weights.gate_up
-    # With an alignment of 1 this holds for a single token alone.
+    # With an alignment of 1 this holds only for a single token.
     are_few = _has_room_for_all(max_pairs, experts) and experts.shape[0] <= alignment and experts.size
     num_experts, is_changed = operands.weights.num_experts, operands.weights.is_changed
     if are_few and not for_backward and not is_changed:
@@ -340,7 +340,7 @@ def _gradients_of_part(
     hidden: Hidden,
     dy: Float[Array, "tokens hidden"],
 ) -> _Outcome:
-    """Returns the `PartGradients` of one part, for which later parts wait, and their products, for which they do not."""
+    """Returns the `PartGradients` of one part, which later parts wait for, and their products, which they do not."""
     if options.fp8 is not None and not experts.is_changed:
         found = gradients_in_fp8(options, experts, x, weights, hidden, dy, shares)
     else:
@@ -376,7 +376,7 @@ def _gradients_in_dtype(
 
 
 def _in_fp8(weights: ExpertWeights, in_both_orders: bool = False) -> ExpertWeights:
-    """Returns the weights with their matrices in FP8: those given, or else the rounded weights of the layer."""
+    """Returns the weights with FP8 matrices: the given copies, or else the layer's weights, rounded."""
     gate_up, down = weights.gate_up, weights.down
     if gate_up.in_fp8 is not None and down.in_fp8 is not None:
         codes = gate_up.in_fp8, down.in_fp8
@@ -421,9 +421,9 @@ def _has_room_for_all(max_pairs: int | None, experts: Array) -> bool:
 
 
 def _one_after_the_other(steps: Iterable[tuple[Callable[..., _Outcome], tuple]]) -> list[_Outcome]:
-    """Runs functions with their arguments in order; none begins before the result of the one before it is there.
+    """Runs functions with their arguments in order; none starts before the previous result is available.
 
-    Without the barriers the compiler fuses small operations of several steps, and the first result comes with the last.
+    Without the barriers the compiler fuses small operations of several steps, and the first result is ready only with the last.
     """
     outcomes: list[_Outcome] = []
     for function, arguments in steps:
@@ -447,7 +447,7 @@ def split_tokens(a: Array, size: int, fill: int) -> Array:
 
 
 def join_tokens(a: Array, tokens: int) -> Array:
-    """Undoes `split_tokens`."""
+    """Inverts `split_tokens`."""
     return a.reshape(-1, *a.shape[2:])[:tokens]
 
 

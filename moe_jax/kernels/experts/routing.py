@@ -10,19 +10,19 @@ from moe_jax.kernels.precision import sum_in_order, widened
 from moe_jax.kernels.shapes import refuse_explicit_axes
 
 PAIRS_TO_COMPARE = 2048
-"""The largest number of pairs that are compared all with all: one kernel, where a sort and its scatters are several."""
+"""Largest number of pairs that are compared all to all: one kernel, while a sort and its scatters are several."""
 
 PAIRS_TO_COUNT = 16384
 """The largest number of pairs whose rows are counted in blocks. A GPU does so in two thirds of a sort's time.
 
-Of 65,536 pairs it gains little, and XLA hides less of a joined pass's exchange behind it (tests/layers/slow/test_passes.py).
+For 65,536 pairs it gains little, and XLA hides less of a joined pass's exchange under it (tests/layers/slow/test_passes.py).
 """
 
 PAIRS_OF_A_BLOCK = 256
-"""Pairs that are counted together. Pairs are compared with those of their block, blocks with blocks: 256 of each at most."""
+"""Pairs of a counting block. Pairs are compared within their block, and blocks with blocks: at most 256 of each."""
 
 ROWS_OF_A_BIT = 8
-"""Rows of a block that `Plan.chosen_rows` counts together: those that a copy between memories moves at least."""
+"""Rows per bit of `Plan.chosen_rows`: the minimum that a copy between memories moves."""
 
 
 @jax.tree_util.register_dataclass
@@ -31,11 +31,11 @@ class Plan:
     """Assigns a row to each (token, expert) pair. Pair p = t*K + k is token t's k-th choice; rows are pairs sorted by expert.
 
     Each expert's rows start at a multiple of `row_alignment`, so that a kernel's tiles never mix experts. Padding rows up to
-    the next multiple belong to no pair. Pairs whose expert lies outside [0, num_experts) come after offsets[-1]: no expert
+    the next multiple belong to no pair. Pairs whose expert is outside [0, num_experts) come after offsets[-1]: no expert
     computes them.
 
     A plan that `holds_all_tokens` (`plan_of_few`) has one block for each expert that was chosen. Row t of a block is reserved
-    for token t, even if token t did not choose the expert. Rows without a pair then lie among the others, and pairs of one
+    for token t, even if token t did not choose the expert. Rows without a pair are then among the others, and pairs of one
     token and one expert share a row.
     """
 
@@ -56,13 +56,13 @@ class Plan:
     holds_all_tokens: bool = field(metadata={"static": True}, default=False)
     """True: a matmul may read the tokens in place, instead of a block's rows."""
     expert_of_block: Int[Array, "_"] | None = None
-    """The matrix of each block of rows, `in_stack`, where a kernel found it with the plan; None: it follows from `offsets`."""
+    """The matrix of each block of rows, `in_stack`, if a kernel computed it with the plan; None: it follows from `offsets`."""
     chosen_rows: Int[Array, "experts"] | None = None
     """Bits of the rows with pairs in each expert's last block, for few tokens. Bit i is set if one of rows 8 i to 8 i + 7 has
     one. A kernel that reads this field writes no rows without a set bit. None: matmuls write all rows of all blocks."""
     layer: Int[Array, ""] | None = None
-    """The experts are those of this layer of a stack: weights, and sums of their gradients, are [layers, experts, ...]. None:
-    they are [experts, ...]."""
+    """The experts belong to this layer of a stack: weights, and sums of their gradients, are [layers, experts, ...]. None: they
+    are [experts, ...]."""
 
     @property
     def num_rows(self) -> int:
@@ -71,7 +71,7 @@ class Plan:
 
     @property
     def max_pairs(self) -> int:
-        """A bound on the pairs that have a row of their own; below tokens * k if the plan was made for fewer pairs."""
+        """A bound on the pairs with their own row; below tokens * k if the plan was made for fewer pairs."""
         return min(self.row_of_pair.size, self.num_rows)
 
     @property
@@ -80,21 +80,21 @@ class Plan:
         return self.offsets.shape[0] - 1
 
     def in_stack(self, experts: Int[Array, "..."]) -> Int[Array, "..."]:
-        """Returns the experts' places in weights whose leading axes, [layers, experts], are joined to one."""
+        """Returns the experts' indices in weights whose leading axes, [layers, experts], are merged."""
         return experts if self.layer is None else experts + self.layer * self.num_experts
 
 
 def plan(
     topk_experts: Integer[Array, "tokens k"], num_experts: int, row_alignment: int = 1, max_pairs: int | None = None
 ) -> Plan:
-    """Sorts the pairs of `topk_experts` by expert, stably: an expert's rows stand in the order of their tokens.
+    """Sorts the pairs of `topk_experts` by expert, stably: an expert's rows are in token order.
 
-    The same choices give the same plan on every backend of one `row_alignment`. A token may choose one expert twice. Ids
+    The same choices yield the same plan on every backend of one `row_alignment`. A token may choose one expert twice. Ids
     outside [0, num_experts) are legal and mean "nobody": such a pair adds nothing to its token and receives no gradient.
 
     Args:
         max_pairs: the number of pairs that get rows, the first in expert order; later pairs count as "nobody". In expert
-            parallelism most of the tokens' experts live elsewhere: memory follows max_pairs instead of tokens*k.
+            parallelism most of the tokens' experts are elsewhere: memory scales with max_pairs instead of tokens*k.
 
     Raises:
         ValueError: topk_experts is not a 2-D integer array, or is split over mesh axes of type Explicit; or num_experts,
@@ -118,7 +118,7 @@ def plan(
     num_rows = num_pairs
     if row_alignment > 1:
         fill = min(num_experts, num_rows) * (row_alignment - 1)
-        # One block more than the worst routing fills, because a tile of two blocks may begin at the last block.
+        # One block more than the worst routing fills, because a tile of two blocks may start at the last block.
         num_rows = (-(-(num_rows + fill) // row_alignment) + 1) * row_alignment if num_rows else 0
     elif num_pairs < tokens * k:
         num_rows += 1  # A row that no expert computes, shared by the pairs without a row of their own.
@@ -152,7 +152,7 @@ def plan_of_few(topk_experts: Integer[Array, "tokens k"], num_experts: int, row_
     """Makes a plan for at most `row_alignment` tokens: one block of rows per chosen expert, with token t in row t.
 
     For forward passes only: `Plan` describes the differences. A tile of `row_alignment` rows takes the same time for one token
-    as for all of them. So nothing needs to be sorted or gathered.
+      as for all. So nothing needs to be sorted or gathered.
 
     Raises:
         ValueError: as `plan`; or there are no tokens, more than row_alignment tokens, or no choices.
@@ -192,9 +192,9 @@ def plan_of_few(topk_experts: Integer[Array, "tokens k"], num_experts: int, row_
 
 
 def plan_of_one(tokens: int, row_alignment: int) -> Plan:
-    """Makes the plan of one expert that has all tokens in their order, as `plan` does for choices of zero.
+    """Makes the plan of one expert with all tokens in order, like `plan` for choices of zero.
 
-    The rows end with the last tile of two blocks: none begins at the last block.
+    The rows end with the last tile of two blocks: none starts at the last block.
     """
     blocks = -(-tokens // row_alignment)
     num_rows = -(-blocks // 2) * 2 * row_alignment
@@ -213,7 +213,7 @@ def plan_of_one(tokens: int, row_alignment: int) -> Plan:
 
 
 def of_own_layer(weights: Num[Array, "*layers experts n m"], plan: Plan) -> Num[Array, "experts n m"]:
-    """Returns the weights of the plan's experts. Of a stack this is a copy, unless the index is the counter of a loop."""
+    """Returns the weights of the plan's experts. For a stack this is a copy, unless the index is a loop counter."""
     return of_layer(weights, plan.layer)
 
 
@@ -225,10 +225,10 @@ def of_layer(weights: Num[Array, "*layers experts n m"], layer: Int[Array, ""] |
 
 
 def rows_of_pairs(rows: Num[Array, "rows ..."], plan: Plan, tokens: slice = slice(None)) -> Num[Array, "tokens k ..."]:
-    """Gathers the row of each of the tokens' choices; zero where no expert computes the choice (its row may hold any value)."""
+    """Gathers the row of each of the tokens' choices; zero if no expert computes the choice (its row may hold any value)."""
     row_of_pair = plan.row_of_pair[tokens]
     is_computed = row_of_pair < plan.offsets[-1]
-    # All choices without a computed row read row 0. In expert parallelism they are the majority: their experts live elsewhere.
+    # All choices without a computed row read row 0. In expert parallelism they are the majority: their experts are elsewhere.
     pairs = rows.at[jnp.where(is_computed, row_of_pair, 0)].get(mode="promise_in_bounds")
     return jnp.where(is_computed.reshape(is_computed.shape + (1,) * (rows.ndim - 1)), pairs, 0)
 
@@ -263,7 +263,7 @@ def int32_ids(topk_experts: Integer[Array, "tokens k"], num_experts: int) -> Int
 
 
 def is_an_expert(topk_experts: Integer[Array, "tokens k"], num_experts: int) -> Bool[Array, "tokens k"]:
-    """Returns True where the id lies in [0, num_experts)."""
+    """Returns True if the id is in [0, num_experts)."""
     topk_experts = wide_ids(topk_experts)
     return (topk_experts >= 0) & (topk_experts < num_experts)
 
@@ -274,7 +274,7 @@ def _experts_of_pairs(topk_experts: Integer[Array, "tokens k"], num_experts: int
 
 
 def _count(experts: Int[Array, "pairs"], num_experts: int) -> tuple[Array, Array | None]:
-    """Returns the number of each expert's pairs, and of the pairs before each pair that have the same expert.
+    """Returns the number of each expert's pairs, and for each pair the number of earlier pairs of its expert.
 
     The latter is None for more than PAIRS_TO_COUNT pairs.
     """
@@ -310,5 +310,5 @@ def _sorted_rows(experts: Int[Array, "pairs"], shift: Int[Array, "experts+1"]) -
 
 
 def masked_sum(mask: Bool[Array, "n m"], values: Int[Array, "m"] | Int[Array, "1 m"]) -> Int[Array, "n"]:
-    """Computes sum_j values[.., j] where mask[i, j]: one kernel for few values, where a cumulative sum takes several."""
+    """Computes sum_j values[.., j] where mask[i, j]: one kernel for few values, while a cumulative sum needs several."""
     return jnp.sum(jnp.where(mask, values, 0), axis=-1, dtype=jnp.int32)

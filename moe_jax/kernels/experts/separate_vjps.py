@@ -1,4 +1,4 @@
-"""`gate_up` and `down`, each by itself with its gradients by hand; `api` derives the formulas and checks the arguments."""
+"""`gate_up` and `down`, separately, with hand-written gradients; `api` derives the formulas and checks the arguments."""
 
 from functools import partial
 from typing import Any, NamedTuple
@@ -31,7 +31,7 @@ class ExpertsOptions(NamedTuple):
     """The static choices of a call, checked; `call.experts` describes them. `chunk_tokens` needs exactly one part."""
 
     backend: str
-    """The backend of the sums, and of the matrices without `fp8`."""
+    """The backend of the sums, and without `fp8` of the matrices."""
     max_pairs: tuple[int | None, ...]
     shares: tuple[int | None, ...] = (None,)
     chunk_tokens: int | None = None
@@ -53,10 +53,10 @@ class GateUp(NamedTuple):
 
 
 class Hidden(NamedTuple):
-    """The residuals of a part of the tokens, beside its tokens."""
+    """The residuals of a part of the tokens, without the tokens themselves."""
 
     h: Any
-    """`GateUp.h`; None where no backward pass follows."""
+    """`GateUp.h`; None without a backward pass."""
     plan: Plan
     u: Float[Array, "rows rank"] | None = None
     v: Float[Array, "rows rank"] | None = None
@@ -69,7 +69,7 @@ class PartGradients(NamedTuple):
     dx_of_shares: list[Array]
     dweights: Float[Array, "tokens k"]
     products: tuple[OuterPart, ...]
-    """Their grouped outer products are the gradients of w_gate_up and w_down, or of the factors of their changes."""
+    """Operands whose grouped outer products are the gradients of w_gate_up and w_down, or of the factors of their changes."""
 
 
 def gate_up_gradients(
@@ -82,7 +82,7 @@ def gate_up_gradients(
 
 
 def dx_of_shares(dh: Array, w_gate_up: Array, plan: Plan, backend: str, shares: int | None = None) -> list[Array]:
-    """Computes the dx of `gate_up_gradients` alone, where w_gate_up is frozen."""
+    """Computes only the dx of `gate_up_gradients`, for a frozen w_gate_up."""
     dx_rows = implementation(backend).grouped_matmul(dh, w_gate_up, plan, transpose=True)
     return token_sums_of_shares(dx_rows, plan, None, backend, shares)
 

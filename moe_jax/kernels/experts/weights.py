@@ -1,4 +1,4 @@
-"""The weights of experts as operands: their values, copies in FP8, low-rank changes, and where their gradients go."""
+"""The weights of experts as operands: their values, FP8 copies, low-rank changes, and the destination of their gradients."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -14,12 +14,12 @@ from moe_jax.kernels.low_rank import LowRank
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Matrix:
-    """One matrix of each expert. A parameter may hold one in place of an array: `parallel.fsdp` gathers it in FP8."""
+    """One matrix of each expert. A parameter may hold one instead of an array: `parallel.fsdp` gathers it in FP8."""
 
     values: Float[Array, "*layers experts out in"] | None
-    """The array that gets the gradient. None: the matrix is in FP8 alone, and frozen."""
+    """The array that gets the gradient. None: the matrix exists only in FP8, and is frozen."""
     in_fp8: InFp8 | None = None
-    """Copies in FP8, made before, which multiply in place of the values. None: each pass makes them."""
+    """Precomputed FP8 copies, which multiply instead of the values. None: each pass computes them."""
     change: LowRank | None = None
     """A trained change of the frozen matrix, of one layer. A factor with one expert is shared by all."""
     bias: Float[Array, "*layers experts out"] | None = None
@@ -66,7 +66,7 @@ class Accumulators:
     """True if both are slices of stacked arrays, and `lax.dynamic_update_slice` writes their gradients back to the same place.
 
     `layers.passes` does so, and the kernels then work inside the stack. Other slices must be copied first: XLA would let a
-    kernel change the slice itself and take the result from elsewhere.
+    kernel change the slice in place and read the result from elsewhere.
     """
 
 
@@ -80,7 +80,7 @@ class ExpertProducts:
     dy: Float[Array, "tokens hidden"]
     weighted_act: Float[Array, "rows inter"]
     experts: Float[Array, "tokens k"]
-    """The chosen ids, from which the plan is made again; -1: nobody. In f32, because gradients are floats; exact below 2^24."""
+    """The chosen ids, from which the plan is rebuilt; -1: nobody. In f32, because gradients are floats; exact below 2^24."""
     row_alignment: int = field(metadata={"static": True}, default=1)
     """The plan's."""
 
@@ -88,29 +88,28 @@ class ExpertProducts:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class ExpertWeights:
-    """Both matrices of each expert, as `call.experts` takes them."""
+    """Both matrices of each expert, as operands of `call.experts`."""
 
     gate_up: Matrix
     """[experts, 2*inter, hidden], the gate's rows before the up rows."""
     down: Matrix
     """[experts, hidden, inter]."""
     layer: Int[Array, ""] | None = None
-    """If given, matrices and accumulators are whole stacks [layers, experts, ...], of which a call uses this layer.
-
-    The kernels then read and write inside the stacks, whatever the index is computed from. Of other slices than those of a
-    loop's counter XLA makes copies: for the experts of Qwen3-30B-A3B 14 GB a layer and micro-batch.
+    """If given, matrices and accumulators are whole stacks [layers, experts, ...], and a call uses this layer. The kernels then
+    read and write inside the stacks for any index. XLA copies slices at an index other than a loop counter: for the experts of
+    Qwen3-30B-A3B 14 GB per layer and micro-batch.
     """
     gradient: Accumulators | ExpertProducts | None = None
-    """Where the matrices' gradients go. None: they are the gradients of `values`.
+    """The destination of the matrices' gradients. None: they are the gradients of `values`.
 
     y does not depend on it, and `values` then have no gradient (zero). The gradient of `Accumulators` is the new sum,
     accumulators + the weight gradients of this call, unrounded. The gradient of `ExpertProducts` (a ticket, whose values are
-    not read) is the operands of the weight gradients. The gradient of y must reach either by one call alone: two calls would
-    add both. A `vmap` over tokens is several calls. So is `shard_map`: there each device has accumulators of its own, to be
-    summed over devices at the end.
+    not read) is the operands of the weight gradients. The gradient of y must reach either through a single call: two calls
+    would add both. A `vmap` over tokens counts as several calls. So does `shard_map`: there each device has its own
+    accumulators, to be summed over devices at the end.
     """
     frozen: bool = field(metadata={"static": True}, default=False)
-    """The matrices get no gradients, and no products are made for any; changes do."""
+    """The matrices have no gradients, and no products are computed for them; changes do have gradients."""
 
     @classmethod
     def of(cls, w_gate_up: Any, w_down: Any, biases: tuple[Array, Array] | None = None, **others: Any) -> "ExpertWeights":
@@ -132,15 +131,15 @@ class ExpertWeights:
 
     @property
     def own_gradients(self) -> bool:
-        """True if the gradients are those of `values`."""
+        """True if the gradients belong to `values`."""
         return not self.frozen and self.gradient is None and self.down.values is not None
 
     def with_each(self, function: Callable[[Matrix], Matrix], **others: Any) -> "ExpertWeights":
-        """Returns the weights with function(matrix) in place of each matrix, and with other fields."""
+        """Returns the weights with each matrix replaced by function(matrix), and with other fields."""
         return replace(self, gate_up=function(self.gate_up), down=function(self.down), **others)
 
     def trained(self) -> "ExpertWeights":
-        """Returns the arrays that get gradients alone: values, accumulators or changes; None in place of the others."""
+        """Returns only the arrays with gradients (values, accumulators or changes); None in all other fields."""
         own = self.own_gradients
         return self.with_each(lambda matrix: Matrix(matrix.values if own else None, None, matrix.change), layer=None)
 

@@ -1,12 +1,12 @@
 """Grouped matmuls in plain XLA, for every platform.
 
-Cost for R rows, E experts, weights [E, N, D]: 2*(R + E*direct_rows)*N*D FLOPs at most. Each expert's weights are read once,
-and once more per overflow block. `lax.ragged_dot` takes 2*E*R*N*D on CPU and GPU.
+Cost for R rows, E experts, weights [E, N, D]: 2*(R + E*direct_rows)*N*D FLOPs at most. Each expert's weights are read once, and
+once more per overflow block. `lax.ragged_dot` needs 2*E*R*N*D on CPU and GPU.
 
 An expert's rows are one contiguous run of unknown length, while XLA's shapes are static. So each expert's first `direct_rows`
-rows go through one batched matmul with the weights in place; under even routing these are all rows. An expert's further rows
-are cut into blocks. A loop, with no more turns than needed, multiplies the blocks with gathered weights. Memory and work stay
-proportional to R under any routing; one expert may take every row.
+rows go through one batched matmul with the weights in place; under even routing these are all rows. An expert's remaining rows
+are cut into blocks. A loop with the minimum number of turns multiplies the blocks with gathered weights. Memory and work stay
+proportional to R under any routing, even if one expert gets every row.
 """
 
 import math
@@ -26,14 +26,14 @@ ROW_ALIGNMENT = 1
 """The row_alignment of plans for this backend; it computes plans of any other alignment too."""
 
 WORKSPACE_BYTES = 256 * 2**20
-"""Bytes of gathered rows, cast weights and f32 sums alive in one group of experts: a group still fills a large GPU, and an
-f32 master copy of the weights is never cast whole."""
+"""Bytes of gathered rows, cast weights and f32 sums alive in one group of experts: a group still fills a large GPU, and f32
+master weights are never cast as a whole."""
 
 ROWS_PER_TURN = 1024
 """Rows that one turn of the overflow loop multiplies: above it a GPU is busy, below it padding in the last turn is cheap."""
 
 BLOCKS_PER_TURN = 8
-"""Overflow blocks at most in one turn: each gathers one expert's weights."""
+"""Maximum overflow blocks in one turn: each gathers one expert's weights."""
 
 
 def refusal(dtype: jnp.dtype, hidden: int, inter: int) -> str | None:
@@ -51,8 +51,7 @@ def rows_of_tokens(
 ) -> tuple[Array, Int[Array, "rows"]]:
     """Returns x in expert order, as (array, source_of_row) for the matmuls below.
 
-    `for_gradients` says that a backward pass follows. This backend always gathers rows where they are used; rows without a pair
-    are zero.
+    `for_gradients`: True if a backward pass follows. This backend always gathers rows on use; rows without a pair are zero.
     """
     return x, plan.token_of_row
 
@@ -109,8 +108,8 @@ def grouped_matmul(
 ) -> Float[Array, "rows out"]:
     """Computes y[r] = x[source_of_row[r]] @ w[e].T, or @ w[e] with `transpose`, where e is row r's expert.
 
-    w is [experts, out, in], with `transpose` [experts, in, out]; it is cast to x's dtype where it is used. `source_of_row`
-    is the identity when absent. Sums in f32 (f64 for f64), the result in x's dtype. Rows without an expert are 0.
+    w is [experts, out, in], with `transpose` [experts, in, out]; it is cast to x's dtype for use. `source_of_row` is the
+    identity if None. Sums in f32 (f64 for f64), the result in x's dtype. Rows without an expert are 0.
     """
     w = of_own_layer(w, plan)
     out = w.shape[2] if transpose else w.shape[1]
@@ -128,12 +127,12 @@ def grouped_matmul(
 
 
 class Workspace(NamedTuple):
-    """Bytes alive beside the operands of `multiply_by_experts`."""
+    """Bytes alive in addition to the operands of `multiply_by_experts`."""
 
     matrix: int
     """The matrices of one expert, gathered."""
     cast: int
-    """The cast matrices of one expert, where they are read in place and `multiply` casts them."""
+    """The cast matrices of one expert, if they are read in place and `multiply` casts them."""
     row: int
     """One row."""
 
@@ -148,10 +147,10 @@ def multiply_by_experts(
     """Returns the product of each row with its expert's matrices; zeros for rows without an expert.
 
     Args:
-        take: the rows of blocks, as `taker` returns them.
+        take: a function from `taker` that returns the rows of blocks.
         w: the experts' matrices, a pytree with the experts as leading axis.
         multiply: computes the products of blocks of rows with one expert's matrices each.
-        plan: has at least one row.
+        plan: must have at least one row.
         workspace: the bytes that bound a group of experts and a turn of the loop.
     """
     num_experts, num_rows = len(plan.ends), len(plan.token_of_row)
@@ -180,7 +179,7 @@ def multiply_by_experts(
     def turn(i: Array, y: Array) -> Array:
         block_of_turn = (block_expert, block_start, block_end)
         expert, start, end = (jax.lax.dynamic_slice_in_dim(a, i * per_turn, per_turn) for a in block_of_turn)
-        # Near the last row a block moves up to stay inside y; rows that it does not own keep their values.
+        # Near the last row a block is shifted up to stay inside y; rows that it does not own keep their values.
         top = jnp.minimum(start, num_rows - height)
         row = top[:, None] + jnp.arange(height, dtype=jnp.int32)
         is_own = (row >= start[:, None]) & (row < end[:, None])
@@ -204,8 +203,8 @@ def token_sums(
 ) -> Float[Array, "share features"]:
     """Computes y[t] = sum_k weights[t, k] * rows[row(t, k)] over the choices that an expert computes; default weights are 1.
 
-    Sums in f32 (f64 for f64), the result in rows' dtype. With `shares`, the tokens come in equal numbers from `shares` devices,
-    and most of their choices are computed elsewhere. Then only the tokens of device number `share` are summed.
+    Sums in f32 (f64 for f64), the result in rows' dtype. With `shares`, equal numbers of tokens come from `shares` devices, and
+    most of their choices are computed elsewhere. Only the tokens of device number `share` are then summed.
     """
     tokens = plan.row_of_pair.shape[0] // (shares or 1)
     own = slice(share * tokens, (share + 1) * tokens)
@@ -229,7 +228,7 @@ def grouped_outer(
 
     With `accumulate_into` the result is accumulate_into + dw, each element added once and rounded once. `dtype` must then be
     the dtype of the sums and of `accumulate_into`. The result takes the same memory, unless something else reads
-    `accumulate_into` later. For an expert without rows the result is accumulate_into[e], bit for bit.
+    `accumulate_into` later. For an expert without rows the result is exactly accumulate_into[e].
     """
     num_experts, num_rows = plan.num_experts, plan.num_rows
     n, m = a.shape[1], b.shape[1]
@@ -309,10 +308,10 @@ def _round_up(value: float, multiple: int) -> int:
 
 
 def _overflow_blocks(plan: Plan, direct_rows: int, height: int, per_turn: int) -> tuple[Array, Array, Array, Array]:
-    """Cuts what each expert has beyond `direct_rows` rows into blocks.
+    """Cuts each expert's rows beyond `direct_rows` into blocks.
 
     Returns first_block [E + 1] (expert e has blocks first_block[e] to first_block[e + 1]) and, per block, its expert, its
-    first row and its end. Empty blocks past the last one fill up a turn that is not full.
+    first row and its end. Empty blocks after the last one pad an incomplete turn.
     """
     starts = plan.offsets[:-1] + direct_rows
     counts = jnp.maximum(plan.offsets[1:] - starts, 0)

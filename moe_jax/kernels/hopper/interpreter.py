@@ -1,12 +1,13 @@
-"""Everything that kernels do differently in JAX's GPU interpreter, which runs them on a CPU, slowly.
+"""Kernels' special cases for JAX's GPU interpreter, which runs them on a CPU, slowly.
 
 The interpreter's race detector is off: a user on a CPU wants results. JAX's `plgpu.force_gpu_interpret_mode` turns it on for
 the kernels that are traced inside it, as `tests/helpers/races.py` does. The mode is part of the key of jit's caches: a kernel
 that was traced without the detector is traced again.
 
-More differences stand where they belong. `experts.mosaic` gathers the rows that `row_copies` would gather. Attention adds to
-an accumulator behind the matmul, since the interpreter cannot set one before it. It adds up a step's products before it adds
-them to an accumulator. So kernels whose bits must be alike have steps and tiles alike there (`by_pairs`, `strict.matmul`).
+Other differences are in the kernels' own files. `experts.mosaic` gathers the rows that `row_copies` would gather. Attention
+adds to an accumulator after the matmul, since the interpreter cannot set one before it. The interpreter sums a step's products
+before it adds them to an accumulator. So kernels whose bits must be equal use equal steps and tiles there (`by_pairs`,
+`strict.matmul`).
 """
 
 from typing import Any
@@ -17,7 +18,7 @@ from jax.typing import DTypeLike
 from moe_jax.kernels.target import is_interpreted
 
 INTERPRETED_BLOCKS = 2
-"""Thread blocks of a kernel. The interpreter runs one after the other; of two, neither has all tiles."""
+"""Thread blocks of a kernel. The interpreter runs them in turn; with two, neither has all tiles."""
 
 
 def interpret() -> plgpu.InterpretGPUParams | bool:
@@ -31,8 +32,8 @@ def operand_staging(shape: tuple[int, ...], dtype: DTypeLike, transforms: tuple 
 
 
 def wgmma_registers(accumulator, a, b, staging) -> None:
-    """Issues accumulator += a @ b with `a` in registers. The interpreter multiplies references only: there, `a` goes through
-    `staging`, which a GPU does not have."""
+    """Issues accumulator += a @ b with `a` in registers. The interpreter multiplies references only: there, `a` is copied to
+    `staging`, which is None on a GPU."""
     if staging is not None:
         staging[...] = a
         plgpu.commit_smem()
@@ -43,7 +44,7 @@ def wgmma_registers(accumulator, a, b, staging) -> None:
 def add_to_memory(source, target) -> None:
     """Starts target += source, of f32 in shared memory and in memory, as a TMA copy that adds.
 
-    The interpreter knows no such copy. There, the sum is formed in `source` and copied.
+    The interpreter has no such copy. There, the sum is computed in `source` and copied.
     """
     if not is_interpreted():
         plgpu.copy_smem_to_gmem(source, target, reduction_op="add")
@@ -56,7 +57,7 @@ def add_to_memory(source, target) -> None:
 def finish_reading() -> None:
     """Ends a warpgroup's ordinary loads from a slot that it releases next.
 
-    On a GPU each thread arrives at the slot's barrier by itself, behind its own loads. The race detector wants a fence.
+    On a GPU each thread arrives at the slot's barrier itself, after its own loads. The race detector needs a fence.
     """
     if is_interpreted():
         plgpu.commit_smem()

@@ -28,16 +28,15 @@ SWIZZLED_COLUMNS = 64
 WARPGROUP_THREADS = 128
 
 BLOCKS_PER_CORE = 2
-"""Thread blocks of a persistent kernel a core. They run one after the other, or side by side if the core has room for both.
-
-With one block a core, a kernel that finds some cores taken by a collective ends as late as the blocks that waited for it. A
-collective that finds all cores taken begins at the kernel's end.
+"""Thread blocks of a persistent kernel per core. They run in turn, or concurrently if the core has room for both. With one
+block per core, a kernel that finds some cores occupied by a collective ends only when the blocks that waited for them end. A
+collective that finds all cores occupied starts at the kernel's end.
 """
 
 
 @jax.tree_util.register_pytree_node_class
 class Named(types.SimpleNamespace):
-    """The inputs of a kernel, its scratch or a loop's state by name: a pytree in the order in which the names were given.
+    """The inputs of a kernel, its scratch or a loop's state by name: a pytree in the order of the names.
 
     Scratch is allocated in this order. Swizzled buffers come first: each starts at a multiple of 1024 bytes.
     """
@@ -48,7 +47,7 @@ class Named(types.SimpleNamespace):
 
     @classmethod
     def tree_unflatten(cls, names: tuple[str, ...], values: tuple[Any, ...]) -> Self:
-        """Undoes `tree_flatten`."""
+        """Inverts `tree_flatten`."""
         return cls(**dict(zip(names, values, strict=True)))
 
 
@@ -70,10 +69,10 @@ def launch(
     Functions that launch a kernel are jitted: a program that calls one again with the same shapes traces and lowers it once.
 
     Args:
-        name: of the kernel, in profiles.
-        in_place: the number of last inputs, arrays, that the body changes. They are results behind the outputs: in the same
+        name: the kernel's name in profiles.
+        in_place: the number of last inputs (arrays) that the body changes. They are returned after the outputs, in the same
             memory unless something else reads such an input later. Input and result must not be slices of different arrays
-            (docs/kernels.md). Nor may another input be a slice: XLA fuses the kernel with it, and loses what is in place. A
+            (docs/kernels.md). Nor may another input be a slice: XLA would fuse the kernel with it, and lose the aliasing. A
             barrier prevents both.
     """
 
@@ -105,7 +104,7 @@ def launch(
 
     def call(*inputs: Any):
         arrays, tree = jax.tree.flatten(inputs)
-        # With jax_enable_x64 a kernel's indices, Python's numbers among them, would be of two widths.
+        # With jax_enable_x64 a kernel's indices would have two widths, because Python integers become 64 bits.
         with jax.enable_x64(False):
             return call_varying(lambda *arrays: run_flat(tree, *arrays))(*arrays)
 
@@ -119,10 +118,10 @@ def _warn_of_slow_jax(version: str) -> None:
 
 
 def call_varying(run: Callable) -> Callable:
-    """Returns `run`, a kernel of arrays, with results that vary over the mesh axes its inputs vary over inside `shard_map`.
+    """Returns `run`, a kernel of arrays, with results that vary over its inputs' mesh axes inside `shard_map`.
 
-    JAX types a kernel's results as equal on all devices. The body is traced with inputs that do not vary. JAX turns these types
-    off inside a kernel, and a loop that carries what it read from an input would change its type.
+    JAX types a kernel's results as equal on all devices. The body is traced with inputs that do not vary: JAX turns these types
+    off inside a kernel, and a loop that carries values read from an input would change its type.
     """
 
     def call(*inputs):
@@ -145,7 +144,7 @@ def store(reference, value, *, optimized: bool = False) -> None:
     """Stores as `reference[...] = value`, and unless `optimized` without JAX's check that the store is fast.
 
     JAX from 0.12 refuses a store whose threads share banks of shared memory or write parts of a sector. Earlier JAX accepts it,
-    and has no argument to say so. From 0.12 on a plain store also reads what it replaces: then JAX may find no layouts.
+    and has no such argument. From 0.12 on a plain store also reads the old values: then JAX may find no layouts.
     """
     if hasattr(plgpu, "store"):
         plgpu.store(reference, value, optimized=optimized)
@@ -157,6 +156,6 @@ def operand_transforms(dtype: DTypeLike, columns: int = SWIZZLED_COLUMNS) -> tup
     """Returns the layout in shared memory with which wgmma and TMA access tiles of `columns` columns free of bank conflicts."""
     bytes_per_row = columns * jnp.dtype(dtype).itemsize
     swizzle = plgpu.find_swizzle(bytes_per_row * 8)
-    # mypy takes both for abstract classes.
+    # mypy considers both classes abstract.
     tiling = plgpu.TilingTransform((8, swizzle // jnp.dtype(dtype).itemsize))  # type: ignore[abstract]
     return tiling, plgpu.SwizzleTransform(swizzle)  # type: ignore[abstract]

@@ -1,22 +1,22 @@
-"""The main loop of the matmul kernels: a producer fills a pipeline's slots, two consumers multiply out of them.
+"""The main loop of the matmul kernels: a producer fills a pipeline's slots, and two consumers multiply from them.
 
-A thread block is persistent: block b computes tiles b, b + blocks, b + 2 * blocks, ... The pipeline runs on across tiles:
-the producer fetches the next tile's operands while the consumers store the last result. (CUTLASS's warp-specialized persistent
+A thread block is persistent: block b computes tiles b, b + blocks, b + 2 * blocks, ... The pipeline continues across tiles: the
+producer fetches the next tile's operands while the consumers store the last result. (CUTLASS's warp-specialized persistent
 matmul; https://arxiv.org/abs/2407.08608 section 3 describes the technique for attention).
 
     roles     producer WG2 (40 registers)        for each step: acquire, start the copies of the step
-              consumers WG0, WG1 (232 registers) for each step: wait, wgmma, release the step before; then the epilogue
+              consumers WG0, WG1 (232 registers) for each step: wait, wgmma, release the previous step; then the epilogue
     cooperative (default)                        both consumers work on each tile: each on half the rows, or half the columns
               producer    |L0 L1 L2|L0'L1'L2'|
               consumer 0      |M0 M1 M2 store|M0'M1'M2' store|
               consumer 1      |M0 M1 M2 store|M0'M1'M2' store|
-    ping-pong                                    the consumers take whole tiles in turn: one multiplies while the other stores
+    ping-pong                                    the consumers alternate whole tiles: one multiplies while the other stores
               producer    |L0 L1 L2|L0'L1'L2'|L0"L1"L2"|
               consumer 0      |M0 M1 M2 store|   |M0"M1"M2" store|
               consumer 1               |M0'M1'M2' store|
     invariant slot = step mod stages, step counted over all tiles of the block; both roles see the same steps
-              a consumer releases a slot after the wgmma that read it has completed: one step late where one may be in flight
-              every arrival is waited for before the block exits (`Pipeline.drain`)
+              a consumer releases a slot after the wgmma that read it has completed: one step late if one may be in flight every
+              arrival is waited for before the block exits (`Pipeline.drain`)
 """
 
 from collections.abc import Callable
@@ -51,7 +51,7 @@ class TileShape:
     columns: int
     stages: int
     ping_pong: bool = False
-    """The consumers take whole tiles in turn, so that one multiplies while the other stores. The tile tables call it
+    """The consumers alternate whole tiles, so that one multiplies while the other stores. The tile tables call it
     "by_turns"."""
 
     @property
@@ -78,7 +78,7 @@ class TileShape:
         return self.columns // self.warpgroup_columns
 
     def pipeline(self, copies: int) -> Pipeline:
-        """Returns the scratch of the tile's pipeline. `copies` TMA copies fill a slot."""
+        """Returns the scratch of the tile's pipeline, with `copies` TMA copies per slot."""
         return Pipeline.allocate(self.stages, copies, is_ping_pong=self.ping_pong)
 
 
@@ -86,7 +86,7 @@ class Step(NamedTuple):
     """One step of a tile's sum."""
 
     coord: Any
-    """The tile, as `TileProgram.locate` gives it."""
+    """The tile, from `TileProgram.locate`."""
     k: jax.Array
     """Number of the step in its tile."""
     slot: jax.Array
@@ -100,7 +100,7 @@ class TileProgram:
     locate: Callable[[jax.Array], tuple[Any, Any]]
     """tile index -> (number of steps, coord)."""
     load: Callable[[Step, Any, Any], None]
-    """Producer: (step, full barrier, kept) starts the copies of one step. `kept` is what `begin` returned."""
+    """Producer: (step, full barrier, kept) starts the copies of one step. `kept` is the result of `begin`."""
     multiply: Callable[[Any, Step, Any], None]
     """Consumer: (accumulator reference, step, warpgroup) issues the wgmma of one step."""
     epilogue: Callable[[Any, Any, Any], None]
@@ -108,17 +108,17 @@ class TileProgram:
     prologue: Callable[[Any, Any], None] = lambda coord, warpgroup: None
     """Consumer: (coord, warpgroup) runs before the tile's first step."""
     has_rows: Callable[[Any, Any], Any] = lambda coord, warpgroup: True
-    """Consumer: (coord, warpgroup) -> False if no row of the warpgroup counts. It then leaves the tensor cores to the other
+    """Consumer: (coord, warpgroup) -> False if no row of the warpgroup is used. It then leaves the tensor cores to the other
     consumer, and its accumulator is zero."""
     begin: Callable[[Any], Any] = lambda coord: None
-    """Producer: coord -> what it keeps in registers while it loads the tile."""
+    """Producer: coord -> values kept in registers while the tile loads (source rows of a gather)."""
     also_wait: Callable[[Any], None] = lambda step_of_all: None
     """Consumer: (step counted over all tiles) waits for copies that do not arrive at the full barrier."""
     wgmmas_in_flight: int = 1
-    """Steps whose wgmma may go on when the next begins; 0 if wgmma reads registers, because the next step overwrites them."""
+    """Steps whose wgmma may still run when the next begins; 0 if wgmma reads registers, which the next step overwrites."""
     parts: int = 1
-    """Parts of a tile's steps (`first_step`), at most as many as steps. Each is summed by itself, and its sum is then added to
-    the sum of the parts before it. That takes as many registers again as the accumulator."""
+    """Number of parts of a tile's steps (`first_step`), at most one per step. Each is summed separately, then added to the sum
+    of earlier parts, which needs as many registers as the accumulator."""
 
 
 def run_tiles(num_tiles: jax.Array | int, program: TileProgram, shape: TileShape, pipe: Pipeline) -> None:
@@ -169,7 +169,7 @@ def run_tiles(num_tiles: jax.Array | int, program: TileProgram, shape: TileShape
 
 
 def first_step(part: jax.Array | int, steps: jax.Array | int, parts: int) -> jax.Array:
-    """Returns the step at which a part begins. Parts are equal, or differ by one step. Number `parts` gives the end."""
+    """Returns the step at which a part begins. Parts are equal, or differ by one step. Part number `parts` is the end."""
     return lax.div(jnp.int32(part * steps), jnp.int32(parts))
 
 
@@ -185,9 +185,10 @@ def _sum_of_parts(sum_of: Callable[[Any, Any], Any], num_steps, parts: int):
 
 
 def _accumulate(accumulator, coord, warpgroup, steps, program: TileProgram, pipe: Pipeline):
-    """Returns a part's sum. Every slot is waited for and released, those that the warpgroup does not multiply too.
+    """Returns a part's sum.
 
-    `steps`: those of the block's earlier tiles, the part's first step, the end of what this warpgroup multiplies, and the end.
+    Every slot is waited for and released, even slots that the warpgroup does not multiply. `steps`: the steps of earlier tiles,
+    the part's first step, the end of this warpgroup's steps, and the part's end.
     """
     before, first, own_end, end = steps
 
@@ -197,7 +198,7 @@ def _accumulate(accumulator, coord, warpgroup, steps, program: TileProgram, pipe
         pipe.wait(slot, consumer=warpgroup)
         program.also_wait(before + k)
         program.multiply(accumulator, Step(coord, k, slot), warpgroup)
-        # One wgmma may stay in flight. The one before it has read its slot.
+        # One wgmma may stay in flight. The previous one has read its slot.
         plgpu.wgmma_wait(program.wgmmas_in_flight)
 
         @pl.when(k > first)

@@ -1,17 +1,17 @@
-"""The pipeline between the warpgroup that loads and those that compute, and the constants that all Hopper kernels share.
+"""The pipeline between the loading and the computing warpgroups, and the constants that all Hopper kernels share.
 
 The producer copies operands into a ring of `stages` slots in shared memory; two consumers read them. (Warp specialization as in
 CUTLASS's `PipelineTmaAsync` and FlashAttention-3, https://arxiv.org/abs/2407.08608 section 3.1). Each slot has two barriers:
 
-    full   completes when the slot's copies have landed. TMA arrives there by itself. Each consumer waits for it.
+    full   completes when the slot's copies have landed. TMA arrives there itself. Each consumer waits for it.
     empty  completes when every consumer has released the slot. The producer waits for it, except in the first `stages` steps.
 
     step         0      1      2      3      4              stages = 2: slot = step mod 2
     producer     L0     L1     L2     L3     L4   drain     acquire(2) waits for the release of step 0
     consumers           M0     M1     M2     M3     M4      wait(slot), compute, release(slot)
 
-`step` counts the steps of all tiles of a thread block, so the ring runs on from one tile to the next without a bubble. A kernel
-with a loading warpgroup is written so:
+`step` counts the steps of all tiles of a thread block, so the ring continues from one tile to the next without a bubble. A
+kernel with a loading warpgroup looks like this:
 
     class Scratch(NamedTuple):                            # swizzled buffers first: each starts at a multiple of 1024 bytes
         a: Any
@@ -48,9 +48,8 @@ with a loading warpgroup is written so:
         run_roles(produce, consume, MATMUL_REGISTERS)
 
 `launch` runs the body in every warpgroup inside one `pl.run_scoped`, which fills a `Named` with references.
-Keywords of `pl.run_scoped` would do too, but it allocates these in the order of the alphabet.
-
-An operand that stays for a whole tile (attention's q) is a pipeline of one stage, whose step is the number of the tile.
+Keywords of `pl.run_scoped` would work too, but it allocates these in alphabetical order. An operand that stays for a whole tile
+(attention's q) is a pipeline of one stage, whose step is the tile's number.
 """
 
 import functools
@@ -76,7 +75,7 @@ specifications)."""
 
 
 class Registers(NamedTuple):
-    """Registers a thread in each role. 128 threads a warpgroup fill at most the 65536 of a core."""
+    """Registers per thread in each role. With 128 threads per warpgroup, they use at most the 65536 of a core."""
 
     producer: int
     consumer: int
@@ -112,10 +111,10 @@ class Pipeline:
     """The barriers of a ring of slots. Made by `allocate`: scratch types before `pl.run_scoped`, references inside it.
 
     Invariants, for the kernel to keep:
-        Both roles see the same steps in the same order. A step that a consumer has no use for is waited for and released too.
-        A slot is released when nothing reads it any more: after `wgmma_wait`, not after `wgmma`. Where ordinary loads read it,
-        the race detector also wants `plgpu.commit_smem` before, because TMA writes through another proxy.
-        The producer ends with `drain`.
+        Both roles see the same steps in the same order. A step that a consumer does not need is waited for and released too. A
+        slot is released when nothing reads it any more: after `wgmma_wait`, not after `wgmma`. If ordinary loads read it, the
+        race detector also needs `plgpu.commit_smem` before, because TMA writes through another proxy. The producer ends with
+        `drain`.
     """
 
     full: tuple[Any, ...]
@@ -134,9 +133,9 @@ class Pipeline:
 
         Args:
             copies: TMA copies that fill a slot. A tuple gives a slot several full barriers, one for each number of copies. A
-                consumer can then start on the first operand while the others are still on their way.
-            is_ping_pong: the consumers take whole tiles in turn, so a slot has one reader. A Pallas barrier must be waited for
-                in every phase, or its waiter gets out of step. So each consumer has full barriers of its own.
+                consumer can then start on the first operand while the others are in flight.
+            is_ping_pong: the consumers alternate whole tiles, so a slot has one reader. A Pallas barrier must be waited for in
+                every phase, or its waiter gets out of step. So each consumer has its own full barriers.
             has_opaque_slots: hides from the compiler how a slot follows from its step. Moved before the loop, the addresses of
                 every wgmma of every slot would fill tens of registers.
         """
@@ -166,7 +165,7 @@ class Pipeline:
         """Returns the barrier that the copies into a slot arrive at.
 
         Args:
-            group: index into `copies`, where that is a tuple.
+            group: index into `copies`, if that is a tuple.
             consumer: the warpgroup that will read the slot; matters with ping-pong only.
         """
         return self.full[group].at[consumer, slot] if self.is_ping_pong else self.full[group].at[slot]
@@ -174,8 +173,8 @@ class Pipeline:
     def drain(self, steps) -> None:
         """Producer, after its last step: waits until all slots of all `steps` steps have been released.
 
-        Without it a barrier would end with an arrival that nobody has waited for. A block could exit while its shared memory is
-        still being read or filled.
+        Without it a barrier would end with an arrival that was not waited for, and a block could exit while its shared memory
+        is still in use.
         """
         for i in range(self.stages):
             self.acquire(steps + i)
@@ -185,5 +184,5 @@ class Pipeline:
         plgpu.barrier_wait(self.full_barrier(slot, group=group, consumer=consumer))
 
     def release(self, slot) -> None:
-        """Consumer: gives a slot back to the producer. Called once a step by each warpgroup that reads the slot."""
+        """Consumer: returns a slot to the producer. Called once per step by each warpgroup that reads the slot."""
         plgpu.barrier_arrive(self.empty.at[slot])

@@ -1,15 +1,15 @@
 """Gathers rows from anywhere in memory into a pipeline's slot: a[source[r]], where TMA would copy rows r, r + 1, ...
 
     roles     producer: each thread copies 16 bytes at a time (`cp.async`); 8 threads copy a row's 128 bytes of one step
-              consumers: wait for the slot's landed barrier besides its full barrier
-    smem      landed: 8 bytes a slot, words that Pallas does not know as barriers
-    barriers  landed[slot]  128 arrivals, one a thread of the producer, made by the copies themselves when they have landed;
+              consumers: wait for the slot's landed barrier in addition to its full barrier
+    smem      landed: 8 bytes per slot, plain words to Pallas
+    barriers  landed[slot]  128 arrivals, one per producer thread, made by the copies themselves when they have landed;
                             only the consumers wait (SonicMoE gathers in the same way, https://arxiv.org/abs/2512.14080)
-    invariant piece p of row r lies at p ^ (r mod 8), the 128-byte swizzle that wgmma expects
-              the parity waited for follows from the step, since a consumer may leave out phases
+    invariant piece p of row r is at p ^ (r mod 8), the 128-byte swizzle that wgmma expects
+              the parity waited for follows from the step, since a consumer may skip phases
 
-A tile's row numbers stand in registers from its first step on. Reading them in each step, from memory or from shared memory,
-made the kernel a tenth to a fifth slower. It was as if the load waited behind the copies before it.
+A tile's row numbers are in registers from its first step on. Reading them in each step, from memory or shared memory, made the
+kernel 10 to 20 % slower, as if the load waited for earlier copies.
 
 Pallas passes none of its barriers to `inline_mgpu`, so this file initializes and waits for its own. JAX's interpreter cannot
 run `inline_mgpu`: rows are gathered before the kernel there. This file depends on `jaxlib.mlir` and `jax.experimental.mosaic`,
@@ -68,8 +68,8 @@ def initialize(landed) -> None:
 def read_sources(source_of_row, first_row: jax.Array, rows: int, num_sources: int) -> Int[Array, "copies"]:
     """Returns the sources of `rows` rows from first_row on, in registers: each thread has the sources of the rows it copies.
 
-    Rows beyond the end of source_of_row take its last entry. A source outside [0, num_sources) becomes num_sources.
-    Rows without a token may have any number, and `start_copies` would form an address far away.
+    Rows past the end of source_of_row use its last entry. A source outside [0, num_sources) becomes num_sources: rows without a
+    token may have any number, and `start_copies` would compute an invalid address.
     """
     layout = _layout(rows)
     own_rows = rows // ROWS_AT_ONCE
@@ -93,7 +93,7 @@ def read_sources(source_of_row, first_row: jax.Array, rows: int, num_sources: in
 def start_copies(a, sources: Int[Array, "copies"], column: jax.Array, target, landed, slot: jax.Array) -> None:
     """Starts to copy a[sources, column : column + 64] into `target` [rows, 64], a pipeline's slot.
 
-    A source that is no row of `a` gives zeros. The slot's barrier completes its phase when the copies have landed.
+    A source outside `a` yields zeros. The slot's barrier completes its phase when the copies have landed.
     """
     (num_sources, columns), (rows, _) = a.shape, target.shape
     types = plgpu.RefType(), _layout(rows), SCALAR, plgpu.RefType(operand_transforms(a.dtype)), plgpu.RefType(), SCALAR
@@ -109,7 +109,7 @@ def start_copies(a, sources: Int[Array, "copies"], column: jax.Array, target, la
             source = llvm.extractelement(sources.registers.item(), _constant(i))
             is_row = arith.cmpi(arith.CmpIPredicate.ult, source, _constant(num_sources))
             offset = arith.muli(arith.extui(_int(I64), source), mgpu.c(ITEM * columns, _int(I64)))
-            # Bytes read of the PIECE written. The rest is zero, so a source that is no row gives zeros.
+            # Bytes read of the PIECE written. The rest is zero, so a source outside `a` yields zeros.
             bytes_read = arith.select(is_row, _constant(PIECE), _constant(0))
             place = arith.addi(own_target, _constant(i * ROWS_AT_ONCE * ROW))
             copy = f"cp.async.cg.shared.global [$0], [$1], {PIECE}, $2;"
@@ -124,22 +124,22 @@ def wait_for_copies(landed, step: jax.Array, stages: int) -> None:
     """Waits until the copies of a step have landed, and makes wgmma see them. `step` counts the steps of all tiles.
 
     `cp.async` writes through the generic proxy and wgmma reads through the async proxy: hence a fence in each thread that
-    waits. The way back needs no fence, the end of wgmma implies it.
+    waits. The other direction needs no fence: the end of wgmma implies it.
     """
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR, SCALAR))
     def emit(_, landed, slot, parity):
-        ticks = _constant(10_000_000)  # How long the hardware may suspend the thread before it looks again.
+        ticks = _constant(10_000_000)  # How long the hardware may suspend the thread before it checks again.
         nvvm.mbarrier_try_wait_parity(_barrier(landed, _value(slot)), _value(parity), ticks)
         mgpu.utils.inline_ptx("fence.proxy.async.shared::cta;")
 
-    # The parity follows from the step: a consumer that has no rows in a tile, or whose turn it is not, leaves out phases.
+    # The parity follows from the step: a consumer without rows in a tile, or in the other's turn, skips phases.
     turns, slot = lax.div(step, jnp.int32(stages)), lax.rem(step, jnp.int32(stages))
     emit(landed, slot, lax.rem(turns, jnp.int32(2)))
 
 
 def _layout(rows: int):
-    """Returns the layout of an array with one number for each row that a thread copies. Its order as a whole means nothing."""
+    """Returns the layout of an array with one number for each row that a thread copies. Its order is meaningless."""
     own_rows = rows // ROWS_AT_ONCE
     return plgpu.Layout.WG_STRIDED((own_rows * WARPGROUP_THREADS,), vec_size=own_rows)
 

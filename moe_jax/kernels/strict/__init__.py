@@ -1,1 +1,1 @@
-"""Kernels whose results for a row have the same bits beside any other rows, however many there are."""
+"""Kernels whose results for a row have the same bits for any number of other rows."""

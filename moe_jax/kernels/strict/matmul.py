@@ -1,10 +1,10 @@
-"""Rows times a matrix, x @ w.T, on Hopper: a row's bits depend on that row and the matrix alone.
+"""Rows times a matrix, x @ w.T, on Hopper: a row's bits depend only on that row and the matrix.
 
-A result is the sum in f32 of parts, from the first to the last. Their number depends on the matrix's shape alone. Each part is
-one sum over its share of k in order, in steps of 64, by one wgmma after the other (`split_matmul`). A sum of wgmma depends on
-its operands alone (docs/log/kernels.md), so tiles may be chosen by the number of rows.
+A result is the sum in f32 of parts, from the first to the last. Their number depends only on the matrix's shape. Each part is
+one sum over its share of k in order, in steps of 64, by consecutive wgmmas (`split_matmul`). A sum of wgmma depends only on its
+operands (docs/log/kernels.md), so tiles may be chosen by the number of rows.
 
-Few rows have few tiles. Their parts are computed on cores of their own, and the kernel that reads the result adds them
+Few rows have few tiles. Their parts are computed on separate cores, and the kernel that reads the result adds them
 (`decode.rows.sum_of_splits`). Partial sums of many rows would fill memory: they are added in registers. The bits are the same.
 """
 
@@ -19,30 +19,31 @@ from moe_jax.kernels.hopper.pipeline import WGMMA_ROWS
 from moe_jax.kernels.split_matmul import WIDTHS, refusal, split_matmul, stages_of
 
 PART_CORES, PART_WIDTHS = 132, (128, 64)
-"""Cores that the parts of 64 rows should occupy, and columns of their tiles. Every GPU has the same parts."""
+"""Cores that the parts of 64 rows should occupy, and columns of their tiles, the same on every GPU."""
 
 SHORTEST_PART = 256
 """Summands of a part, at least: further parts cost more additions than they save."""
 
 WIDEST_OF_PARTS = 128
-"""Columns of a tile whose parts are added in registers, at most: they hold its sums twice."""
+"""Maximum columns of a tile whose parts are added in registers, which hold its sums twice."""
 
 
 @jax.jit
 def matmul(x: Float[Array, "rows k"], *weights: Float[Array, "_ k"]) -> Float[Array, "rows n"]:
-    """Returns x @ w.T, summed in f32; w is the weights, one below the other.
+    """Returns x @ w.T, summed in f32; w stacks the weights' rows.
 
     Raises:
-        ValueError: operands that are not 16-bit floats of one dtype, k no multiple of 64 or a matrix's n no multiple of 16.
+        ValueError: operands that are not 16-bit floats of one dtype, k not a multiple of 64 or a matrix's n not a multiple of
+            16.
     """
     return _sums(x, weights, in_parts=False)[0]
 
 
 @jax.jit
 def matmul_in_parts(x: Float[Array, "rows k"], *weights: Float[Array, "_ k"]) -> Float[Array, "parts rows n"]:
-    """Returns `matmul` as partial sums, which the reader adds from the first to the last; of many rows as one sum.
+    """Computes `matmul` as [parts, rows, n] partial sums, which the reader adds in order; many rows yield one sum.
 
-    Partial sums take at most 8.3 MiB: PART_CORES tiles of 128 x 128.
+    Partial sums need at most 8.3 MiB: PART_CORES tiles of 128 x 128.
     """
     return _sums(x, weights, in_parts=True)
 
@@ -65,8 +66,7 @@ def _sums(
 def parts_of(n: int, k: int) -> int:
     """Returns the number of parts of sums over k.
 
-    It is the number with which 64 rows have the most of PART_CORES at work; of equals the smallest. Another number gives other
-    bits.
+    It is the smallest number with which 64 rows occupy the most of PART_CORES. Another number would change the bits.
     """
 
     def usage(width: int) -> tuple[int, int]:
@@ -78,7 +78,7 @@ def parts_of(n: int, k: int) -> int:
 
 
 def is_apart(rows: int, heights: tuple[int, ...], parts: int) -> bool:
-    """Returns True if parts are written apart: if all parts of all tiles are at most PART_CORES."""
+    """Returns True if parts are written separately: if there are at most PART_CORES parts over all tiles."""
     if is_interpreted():
         return rows <= WGMMA_ROWS
     return _count(rows, heights, parts, tile_of(rows, heights, parts, apart=True)) <= PART_CORES

@@ -1,8 +1,8 @@
-"""Kernels on the rows of tokens, in which a row's result depends on that row alone: a norm, a gate, a logarithm of sums.
+"""Kernels on the rows of tokens in which a row's result depends only on that row: a norm, a gate, a logsumexp.
 
-Sums over a row have one order: each thread adds its own columns, then threads are added as a tree.
+Sums over a row have a fixed order: each thread adds its own columns, then a tree adds the threads' sums.
 
-Kernels `strict_norm`, `strict_gated_silu`, `strict_parts` and `strict_merge`, each of one warpgroup a block and
+Kernels `strict_norm`, `strict_gated_silu`, `strict_parts` and `strict_merge`, each with one warpgroup per block and
 
     strict_norm         a row
     strict_gated_silu   a block of PART columns of a row
@@ -25,7 +25,7 @@ from moe_jax.kernels.experts.activation import SILU
 from moe_jax.kernels.hopper.launch import WARPGROUP_THREADS, launch
 
 PART = 4096
-"""Columns of a part, 32 a thread. The last part of a row may have fewer."""
+"""Columns of a part, 32 per thread. The last part of a row may have fewer."""
 
 MOST_PARTS = 128
 """Parts of the longest row: one for each thread of the warpgroup that merges them."""
@@ -33,7 +33,7 @@ MOST_PARTS = 128
 
 @partial(jax.jit, static_argnames="eps")
 def norm_rows(x: Float[Array, "tokens hidden"], weight: Float[Array, "hidden"], *, eps: float) -> Float[Array, "tokens hidden"]:
-    """Returns weight * x / sqrt(mean(x^2) + eps), as `decode.add_norm` computes it behind a sum."""
+    """Returns weight * x / sqrt(mean(x^2) + eps), as in `decode.add_norm` after a sum."""
     (tokens, hidden), dtype = x.shape, x.dtype
     whole = pl.ds(0, hidden)
 
@@ -70,7 +70,7 @@ def log_sum_exp(logits: Float[Array, "rows vocab"]) -> Float[Array, "rows"]:
     """Returns log(sum over the vocabulary of exp(logits)), f32.
 
     Raises:
-        ValueError: the vocabulary is no multiple of 128, or has more than 524288 entries.
+        ValueError: the vocabulary is not a multiple of 128, or has more than 524288 entries.
     """
     rows, vocab = logits.shape
     if vocab % WARPGROUP_THREADS or not 0 < vocab <= PART * MOST_PARTS:

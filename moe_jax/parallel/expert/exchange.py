@@ -40,7 +40,7 @@ def dispatch(
 
     Args:
         steps: with "pairwise", the number of devices whose rows each step computes, in order. `combine` returns them in the
-          same steps.
+            same steps.
     """
     return functions_of(transport).to_experts(x, route, axis_name)
 

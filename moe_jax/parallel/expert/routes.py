@@ -57,8 +57,9 @@ def queue(
     capacity: Capacity,
     order: Literal["position", "probability"] = "position",
 ) -> Queues:
-    """Queues the tokens by position, or by decreasing sum of the weights of their choices on the device ("probability"). The
-    first round includes tokens from the front of a queue while both tokens and choices fit in `capacity`.
+    """Queues the tokens by position, or by decreasing sum of the weights of their choices on the device ("probability").
+
+    The first round includes tokens from the front of a queue while both tokens and choices fit in `capacity`.
     """
     tokens = owner.shape[0]
     chosen = owner == jnp.arange(devices)[:, None, None]

@@ -220,8 +220,9 @@ def stacked_as(tree: Any, layers: LayersInPipe, pipe: PipeShape) -> Any:
 
 
 def restack(tree: Any, like: Any, num_layers: int) -> Any:
-    """Converts arrays of `stacked_as` to the shapes and layouts of `like`. Arrays are converted one by one, layer by layer, and
-    their memory is freed. Padding is dropped, or filled with zeros.
+    """Converts arrays of `stacked_as` to the shapes and layouts of `like`.
+
+    Arrays are converted one by one, layer by layer, and their memory is freed. Padding is dropped, or filled with zeros.
     """
 
     def of_leaf(array: Array, leaf) -> Array:

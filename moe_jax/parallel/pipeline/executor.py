@@ -233,8 +233,9 @@ def _branch(passes: PipelinePasses, kinds: Kinds, *, masked: bool) -> Callable[[
 
 
 def _with_masked_slot(saved: Any, first: PassRow) -> Any:
-    """Copies the residuals of chunk 0 of micro-batch 0 into the last slot, which masked backward passes read. With zeros as
-    residuals, their gradients would be NaN instead of zeros that add nothing.
+    """Copies the residuals of chunk 0 of micro-batch 0 into the last slot, which masked backward passes read.
+
+    With zeros as residuals, their gradients would be NaN instead of zeros that add nothing.
     """
     last = len(jax.tree.leaves(saved)[0]) - 1
     is_first = first.exists & (first.chunk == 0) & (first.micro_batch == 0)

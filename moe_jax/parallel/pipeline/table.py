@@ -260,8 +260,9 @@ def _losses(
 
 
 def _allocate(schedule: Schedule, when: Mapping[Result, int]) -> tuple[dict[Kept, int], dict[SlotKind, int]]:
-    """Returns the slot of each array on its rank, and the numbers of slots. Arrays needed in the same tick never share a slot,
-    and a rank has the minimum number of slots.
+    """Returns the slot of each array on its rank, and the numbers of slots.
+
+    Arrays needed in the same tick never share a slot, and a rank has the minimum number of slots.
     """
     of: dict[Kept, int] = {}
     counts: dict[SlotKind, int] = {"input": 0, "gradient": 0, "saved": 0, "product": 0}

@@ -125,6 +125,7 @@ def uniform(ranks: int, chunks: int, micro_batches: int) -> Schedule:
 
 def uniform_w(ranks: int, chunks: int, micro_batches: int) -> Schedule:
     """Returns `uniform` with W postponed: the first p - 1 ticks with backward passes compute only b, the last p - 1 ticks W.
+
     Rank r postpones W of its first r backward passes to the last r ticks, where it would be idle. The first of these ticks are
     shorter by W, and the last do not get longer. Rank r holds r more chunk inputs.
 

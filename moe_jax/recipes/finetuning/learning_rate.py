@@ -53,8 +53,9 @@ class LearningRates(NamedTuple):
 def find_learning_rate(
     settings: FinetuneSettings, *, model: Decoder | None = None, tokenizer: Any = None, steps: int = STEPS
 ) -> LearningRates:
-    """Runs steps at rising learning rates, prints the losses, and suggests a rate for the run. The trained weights are
-    discarded.
+    """Runs steps at rising learning rates, prints the losses, and suggests a rate for the run.
+
+    The trained weights are discarded.
 
     Rates rise by a constant factor per step, from 1/100 to 1000 times the default of the run's kind. The sweep ends early when
     the loss has diverged. Files are written only to `output/learning_rate`: losses.json and loss.png.

@@ -43,8 +43,9 @@ class Best:
 
 
 def best_of(position: dict[str, Any], settings: RunSettings, fingerprint: str | None, steps: Collection[int]) -> Best:
-    """Returns the best stored in a checkpoint's position; an empty one if it was measured on other data. Also empty, with a
-    warning, if `keep_best` needs its checkpoint and an earlier part of the run did not keep it.
+    """Returns the best stored in a checkpoint's position; an empty one if it was measured on other data.
+
+    Also empty, with a warning, if `keep_best` needs its checkpoint and an earlier part of the run did not keep it.
 
     Args:
       position: empty before the first step.

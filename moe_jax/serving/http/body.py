@@ -197,8 +197,9 @@ NAMES = {401: "authentication_error", 429: "rate_limit_error", 500: "server_erro
 
 
 class ApiError(Exception):
-    """A request without a result; `param` names the wrong field of its body, if any. `closes`: its connection is closed after
-    the answer.
+    """A request without a result; `param` names the wrong field of its body, if any.
+
+    `closes`: its connection is closed after the answer.
     """
 
     def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None, closes: bool = False):

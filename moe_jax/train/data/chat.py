@@ -165,8 +165,9 @@ def _after_header(prompted: str, plain: str, text: str) -> int | None:
 
 
 def _with_other_contents(render: Render, messages: list[Message], i: int) -> list[str]:
-    """Renders the messages with placeholders for the content of message i. Their first and last characters differ: at most one
-    placeholder can begin or end like the content.
+    """Renders the messages with placeholders for the content of message i.
+
+    Their first and last characters differ: at most one placeholder can begin or end like the content.
     """
     return [render([*messages[:i], {**messages[i], "content": other}, *messages[i + 1 :]]) for other in ("1x1", "2x2")]
 

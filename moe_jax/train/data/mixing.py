@@ -18,8 +18,9 @@ if TYPE_CHECKING:
 
 
 def endless(documents: Documents, seed: int) -> "grain.MapDataset[dict[str, Any]]":
-    """Returns the endless sequence of records, determined by the seed; any place can be read independently. Records of a stream
-    keep their order.
+    """Returns the endless sequence of records, determined by the seed; any place can be read independently.
+
+    Records of a stream keep their order.
 
     Raises:
       ValueError: a source's weight is too small for a place in an epoch.

@@ -28,8 +28,9 @@ def open_documents(
     empty_thinking: str = "learn",
     skip_bad: bool = False,
 ) -> Documents:
-    """Opens and checks a data set. For a stream (`owner/name,stream=true`), only the first rows are checked now, and later ones
-    when read.
+    """Opens and checks a data set.
+
+    For a stream (`owner/name,stream=true`), only the first rows are checked now, and later ones when read.
 
     Args:
       data: a source, or several of them. A source is a file of rows (.jsonl, .ndjson, .json, .csv, .tsv, .parquet), or a folder
@@ -194,8 +195,9 @@ def _values(reader: Reader, columns: Mapping[str, str] = layouts.NO_COLUMNS) -> 
 
 
 def _layouts(readers: Sequence[Reader], data_format: str, columns: Mapping[str, str]) -> list[str | None]:
-    """Returns the layout of each reader's rows: the first row's with known keys, or `data_format`. A reader without such a row
-    gets the other readers' layout, if they share one.
+    """Returns the layout of each reader's rows: the first row's with known keys, or `data_format`.
+
+    A reader without such a row gets the other readers' layout, if they share one.
     """
     if data_format != "auto":
         return [data_format] * len(readers)

@@ -86,8 +86,10 @@ def survey(
     max_documents: int | None = 2000,
     max_seconds: float | None = 5.0,
 ) -> Survey:
-    """Measures documents drawn by `seed`, or all of them (deterministically) if both limits are None. For a stream it measures
-    documents of the first rows. It exceeds the limits if needed to include a document that is not skipped.
+    """Measures documents drawn by `seed`, or all of them (deterministically) if both limits are None.
+
+    For a stream it measures documents of the first rows. It exceeds the limits if needed to include a document that is not
+    skipped.
 
     Args:
       seq_len: tokens in a row.

@@ -3,24 +3,24 @@
     p = exp(scale * q k^T - lse)      ds = p * (dout v^T - delta)      dk = scale * ds^T q      dv = p^T dout
 
 n_block is a block of 128 keys, m_block a block of 64 queries; q and k have width d, v and dout width e. A tile is one n_block
-of one key head. Its loop takes the m_blocks in sight, from m_block_min up to m_block_max, for each query head of the key head.
-Scores are computed transposed, [keys, queries], so that p^T and ds^T are operands in registers. If d + e > 256, dk and dv do
-not fit the registers at once, and one launch computes dk, another dv.
+of one key head. Its loop runs over the visible m_blocks, from m_block_min up to m_block_max, for each query head of the key
+head. Scores are computed transposed, [keys, queries], so that p^T and ds^T are operands in registers. If d + e > 256, dk and dv
+do not fit in the registers together, so separate launches compute dk and dv.
 
 roles      producer WG2 (24 registers)      TMA k, v[n_block] -> k, v; q, lse, dout, delta[m_block] -> slot
            consumers WG0, WG1 (240)         64 keys each: kq, vdo, p, ds, pdo, dsq; TMA dk, dv -> global memory
 smem       k 256 d | v 256 e | q S * 128 d | dout S * 128 e | lse, delta S * 256 each | barriers, in bytes; S <= 4 stages
            d = e = 128, S = 4: k 32 | v 32 | q 64 | dout 64 | lse, delta 2 = 194 KiB of 227
-           16-bit dk and dv leave through the places of k and v
+           16-bit dk and dv are stored through the buffers of k and v
 barriers   kv.full: 2 copies (k, v)                  kv.empty: 2 releases, when dk and dv have been stored
            pipe.full[0][s]: 3 copies (q, lse, dout)  pipe.full[1][s]: 1 copy (delta)
            pipe.empty[s]: 2 releases, after dsq
 time       producer     |k v|q0 lse0 dout0 delta0|q1 lse1 dout1 delta1| ..
            consumer     |kq0|vdo0 | p0   |ds0|pdo0 dsq0|kq1|vdo1 | p1   |ds1|pdo1 dsq1| ..
-invariants step i uses slot i mod S, counted across heads and tiles; k and v are filled once a tile; vdo runs beside the
-           exponentials of p; a consumer writes only the rows of k and v that it alone has read; a sum has one order, so two
-           runs give the same bits
-cost       4 * B * H * P * (d + e) FLOPs, P the pairs (query, key) of the blocks in sight, and 2 * B * H * P * d more for two
+invariants step i uses slot i mod S, counted across heads and tiles; k and v are filled once a tile; vdo overlaps the
+           exponentials of p; a consumer writes only rows of k and v that no other consumer read; sums have a fixed order, so
+           results are deterministic
+cost       4 * B * H * P * (d + e) FLOPs, P the pairs (query, key) of the visible blocks, and 2 * B * H * P * d more for two
            launches
 """
 
@@ -64,7 +64,7 @@ BLOCK_M = 64
 """Queries of a block."""
 
 OPERANDS, DELTA = 0, 1
-"""The two full barriers of a slot: of q, lse and dout, and of delta."""
+"""The two full barriers of a slot: one for q, lse and dout, one for delta."""
 
 
 class KeyGradients(NamedTuple):
@@ -80,8 +80,8 @@ class KeyGradients(NamedTuple):
 def backward_keys(
     arrays: BackwardInputs, in_sight: TokenInterval, previous: KeyGradients | None, scale: float, out_dtype: jnp.dtype
 ) -> KeyGradients:
-    """Returns dk and dv in `out_dtype` by way of the queries `in_sight` of each key, plus `previous`, the f32 gradients by way
-    of other queries.
+    """Returns dk and dv in `out_dtype` from the queries `in_sight` of each key, plus `previous`, the f32 gradients from other
+    queries.
 
     arrays.lse is in base 2: log2(e) times the natural one. The number of keys is a multiple of BLOCK_N, and the number of
     queries a multiple of BLOCK_M.
@@ -116,7 +116,7 @@ def _launch(
         delta=plgpu.SMEM((m_blocks.stages, BLOCK_M), jnp.float32),
         staging=interpreter_staging(BLOCK_M, q.dtype),
         kv_pipe=Pipeline.allocate(stages=1, copies=2),
-        # Of q, lse, dout and delta.
+        # For q, lse, dout and delta.
         pipe=Pipeline.allocate(m_blocks.stages, copies=(3, 1), has_opaque_slots=True),
     )
 
@@ -200,7 +200,7 @@ class _Block:
         return first_step + self.group * steps.total
 
     def _store(self, gradient, previous, out_ref, buffer, warpgroup, tile: WorkTile, keys) -> None:
-        """Writes a gradient: through `buffer`, the place of k or v, if it is 16 bits wide, else from registers."""
+        """Writes a gradient: through `buffer` (k's or v's memory) if it is 16 bits wide, else from registers."""
         target = out_ref.at[tile.batch, keys, tile.head]
         if previous is not None:
             gradient += load_tile(previous.at[tile.batch, keys, tile.head])
@@ -242,8 +242,8 @@ class _Consumer:
             self.vdo(dp_accumulator, rows, slot)
             s = plgpu.wgmma_accumulator_load(s_accumulator, wait_n=1)
             p = lax.optimization_barrier(self.probabilities(s, step, slot, mask))
-            # delta has a barrier of its own. The wait's branch here keeps ptxas from moving the exponentials behind the wait
-            # for vdo, beside which they are to run.
+            # delta has its own barrier. The wait's branch here keeps ptxas from moving the exponentials after the wait for vdo,
+            # with which they should overlap.
             pipe.wait(slot, group=DELTA)
             dp = dp_accumulator[...]
             delta = plgpu.load(scratch.delta.at[slot], layout=COLUMNS)

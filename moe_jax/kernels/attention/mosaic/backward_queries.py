@@ -3,8 +3,8 @@
     p = exp(scale * q k^T - lse)      ds = p * (dout v^T - delta)      dq = scale * ds k
 
 m_block is a block of 128 queries, n_block a block of N keys. q and k have width d, v has width e.
-N = 128 if d, e <= 128, else 64. A tile is one m_block of one head. Its loop takes the n_blocks in sight, from n_block_max down
-to n_block_min.
+N = 128 if d, e <= 128, else 64. A tile is one m_block of one head. Its loop runs over the visible n_blocks, from n_block_max
+down to n_block_min.
 
 roles      producer WG2 (24 registers)      TMA q, dout[m_block] -> q, dout; k[n_block] -> k[slot]; v[n_block] -> v[slot]
            consumers WG0, WG1 (240)         64 queries each: qk, dov, p, ds, dsk; TMA dq -> global memory
@@ -14,9 +14,9 @@ barriers   q.full: 2 copies (q, dout)               q.empty: 2 releases, after d
            k.full[s], v.full[s]: 1 copy each        k.empty[s]: 2 releases, after dsk; v.empty[s]: 2, after dov
 time       producer     |q dout|k0|v0|k1|v1| ..
            consumer     |qk0|dov0 | p0   |ds0|dsk0|qk1|dov1 | p1   |ds1|dsk1| ..
-invariants step i uses slot i mod S, counted across tiles; q and dout are filled once a tile; dov runs beside the exponentials
-           of p; a slot of v is released before the same step's k; a sum has one order, so two runs give the same bits
-cost       2 * B * H * P * (2 * d + e) FLOPs, P the pairs (query, key) of the blocks in sight
+invariants step i uses slot i mod S, counted across tiles; q and dout are filled once a tile; dov overlaps the exponentials of
+           p; a slot of v is released before the same step's k; sums have a fixed order, so results are deterministic
+cost       2 * B * H * P * (2 * d + e) FLOPs, P the pairs (query, key) of the visible blocks
 """
 
 from dataclasses import dataclass
@@ -67,7 +67,7 @@ def backward_queries(
     scale: float,
     out_dtype: jnp.dtype,
 ) -> Float[Array, "batch seq heads head_dim"]:
-    """Returns dq in `out_dtype` by way of the keys `in_sight` of each query, plus `previous`, the f32 dq of other keys.
+    """Returns dq in `out_dtype` from the keys `in_sight` of each query, plus `previous`, the f32 dq from other keys.
 
     arrays.lse is in base 2: log2(e) times the natural one. Sizes are multiples as in `forward.forward`.
     """
@@ -88,7 +88,7 @@ def backward_queries(
         v=operand(n_blocks.stages, n_blocks.block, value_dim, dtype=q.dtype),
         dq=operand(CONSUMERS, WGMMA_ROWS, DQ_COLUMNS, dtype=q.dtype),
         staging=interpreter_staging(n_blocks.block, q.dtype),
-        # Of q and dout.
+        # For q and dout.
         q_pipe=Pipeline.allocate(stages=1, copies=2),
         k_pipe=Pipeline.allocate(n_blocks.stages, has_opaque_slots=True),
         v_pipe=Pipeline.allocate(n_blocks.stages, has_opaque_slots=True),
@@ -183,8 +183,8 @@ class _Consumer:
             self.dov(dp_accumulator, rows, slot)
             s = plgpu.wgmma_accumulator_load(s_accumulator, wait_n=1)
             p = lax.optimization_barrier(self.probabilities(s, step, mask))
-            # k of the next step is read in that step. The wait's branch here keeps ptxas from moving the exponentials behind
-            # the wait for dov, beside which they are to run. A pipeline of one stage holds no next block yet.
+            # k of the next step is read in that step. The wait's branch here keeps ptxas from moving the exponentials after the
+            # wait for dov, with which they should overlap. A pipeline of one stage holds no next block yet.
             if has_next_k:
                 pl.when(step + 1 < self.steps.total)(lambda: self.wait_for_k(step + 1))
             dp = dp_accumulator[...]

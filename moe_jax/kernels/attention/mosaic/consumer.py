@@ -1,6 +1,6 @@
 """A consumer's part of attention's forward pass: 64 queries of a tile over the tile's blocks of keys (`mosaic.forward`).
 
-Any producer may feed it that fills the pipelines in this order. It loads q once a tile, and k and v once a step.
+It works with any producer that loads q once per tile, then k and v once per step.
 """
 
 from collections.abc import Callable
@@ -35,7 +35,7 @@ BLOCK_M = RESIDENT_BLOCK
 """Queries of a block."""
 
 LOWEST = -1e30
-"""A row maximum below every score, finite so that differences are numbers."""
+"""A row maximum below every score, finite so that differences are not NaN."""
 
 
 class Scratch(NamedTuple):
@@ -54,7 +54,7 @@ class Scratch(NamedTuple):
 
     @classmethod
     def of(cls, dtype: jnp.dtype, head_dim: int, value_dim: int, *, q_copies: int = 1, copies: int = 1) -> "Scratch":
-        """Returns what a kernel allocates. So many copies bring q, and k or v of a step."""
+        """Returns the kernel's scratch. `q_copies`, `copies`: TMA copies for q per tile, for k or v per step."""
         block, stages = n_blocks(head_dim, value_dim)
         return cls(
             q=operand(BLOCK_M, head_dim, dtype=dtype),
@@ -81,12 +81,12 @@ def n_blocks(head_dim: int, value_dim: int) -> StagedBlocks:
 
 
 def _out_columns(head_dim: int, value_dim: int) -> int:
-    """Returns the columns of out that leave through shared memory at a time: few where q and v leave little room."""
+    """Returns the columns of out that are stored through shared memory at a time: few if q and v leave little room."""
     return value_dim if max(head_dim, value_dim) <= 128 else 64
 
 
 class State(NamedTuple):
-    """The carry of a tile's loop, after a step: all but the last block's p v is in `o`."""
+    """The carry of a tile's loop, after a step: `o` includes all blocks' p v except the last."""
 
     o: Any
     row_max: Any
@@ -111,7 +111,7 @@ class Consumer:
     def run(self, mask: Mask) -> tuple[Any, "RowScale"]:
         """Returns the sum of the tile's p v, and the factors of its rows. Only the steps at its ends apply the mask."""
         state = self.first_half_block(mask)
-        # Where N = BLOCK_M, the diagonal of causal attention lies in step 0 alone.
+        # If N = BLOCK_M, the diagonal of causal attention is only in step 0.
         if mask.kind != "causal" or self.scratch.k.shape[1] < BLOCK_M:
             state = lax.fori_loop(1, self.steps.masked, partial(self.n_block, mask=mask), state)
         state = lax.fori_loop(self.steps.masked, self.steps.full, partial(self.n_block, mask=Mask()), state)
@@ -133,7 +133,7 @@ class Consumer:
         s = pl.run_scoped(multiply, self._s_accumulator())
         scratch.k_pipe.release(slot)
         pl.when(self.steps.total == 1)(lambda: scratch.q_pipe.release(0))
-        # Finite: a query may see no key of the first blocks, and -inf - -inf is no number.
+        # Finite: a query may see no key of the first blocks, and -inf - -inf is NaN.
         lowest = plgpu.layout_cast(jnp.full(WGMMA_ROWS, LOWEST, jnp.float32), ROWS)
         row_max, p, _ = self.softmax(s, 0, lowest, mask)
         scratch.v_pipe.wait(slot)
@@ -142,7 +142,7 @@ class Consumer:
         return State(o, row_max, p.sum(axis=1), p.astype(scratch.q.dtype))
 
     def n_block(self, step, state: State, mask: Mask) -> State:
-        """Computes p of one step, and beside its softmax p v of the step before."""
+        """Computes p of one step, overlapping its softmax with p v of the previous step."""
         scratch = self.scratch
         slot = scratch.k_pipe.slot(self.first_step + step)
         previous_slot = scratch.v_pipe.slot(self.first_step + step - 1)
@@ -162,8 +162,8 @@ class Consumer:
             row_max, p, rescale = self.softmax(s, step, state.row_max, mask)
             row_sum = state.row_sum * rescale + p.sum(axis=1)
             row_max, row_sum, p, rescale = lax.optimization_barrier((row_max, row_sum, p, rescale))
-            # v of this step is read in the next. The wait's branch here keeps ptxas from moving the exponentials behind the
-            # wait for pv, beside which they are to run.
+            # v of this step is read in the next. The wait's branch here keeps ptxas from moving the exponentials after the wait
+            # for pv, with which they should overlap.
             scratch.v_pipe.wait(slot)
             return State(read_accumulator(o_accumulator, state.o), row_max, row_sum, p), rescale
 
@@ -205,7 +205,7 @@ class Consumer:
         return new_max, p, jnp.exp2(row_max - new_max)
 
     def warp_scheduler_barrier_sync(self) -> None:
-        """Waits until the other consumer has issued its wgmmas: its softmax then runs beside this one's matmuls."""
+        """Waits until the other consumer has issued its wgmmas: its softmax then overlaps this one's matmuls."""
         plgpu.barrier_wait(self.scratch.warp_scheduler_barrier.at[self.warpgroup])
 
     def warp_scheduler_barrier_arrive(self) -> None:

@@ -42,12 +42,12 @@ def flash_attention(
     """Returns out in q's dtype and lse in f32, both differentiable in q, k and v.
 
     Query i sees key j if j is not after it and all tokens from j to i have one segment id. A segment is a run of equal ids.
-    With a window, also i - window < j. Blocks of keys that no query of a block sees cost nothing. Heads h*G .. h*G+G-1 share
-    key head h, G = heads / kv_heads. Scores, softmax and all sums are f32; p is rounded to q's dtype before it multiplies v.
-    Two runs give the same bits, gradients too.
+    With a window, also i - window < j. Blocks of keys that no query of a block sees are skipped. Heads h*G .. h*G+G-1 share key
+    head h, G = heads / kv_heads. Scores, softmax and all sums are f32; p is rounded to q's dtype before it multiplies v.
+    Results and gradients are deterministic.
 
     Raises:
-        ValueError: shapes that do not fit together, or an input that `refusal` refuses.
+        ValueError: shapes that do not match, or an input that `refusal` refuses.
     """
     sizes: dict[str, int] = {}
     check_shape("q", q, "batch seq heads head_dim", sizes)
@@ -62,7 +62,7 @@ def flash_attention(
 
 
 def refusal(q: Array, k: Array, v: Array, scale: float, window: Array | int | None) -> str | None:
-    """Returns the reason why the kernels cannot compute this attention, with what they take; None where they can."""
+    """Returns the reason why the kernels do not support this attention, with the supported sizes; None if they do."""
     if not is_interpreted() and compute_capability() != "9.0":
         return f"it needs a Hopper GPU (compute capability 9.0); this is {compute_capability() or 'no NVIDIA GPU'}"
     if q.dtype not in (jnp.bfloat16, jnp.float16) or k.dtype != q.dtype or v.dtype != q.dtype:
@@ -143,8 +143,8 @@ def gradient_of_queries(
 ) -> Array:
     """Computes `partial.gradient_of_queries`.
 
-    arrays.lse is over all keys of the sequence, and arrays.delta[i] = <dout[i], out[i]> is of the whole `out`. The gradients by
-    way of the sequence's parts then add up to the gradient.
+    arrays.lse covers all keys of the sequence, and arrays.delta[i] = <dout[i], out[i]> uses the whole `out`. The gradients from
+    the sequence's parts then add up to the gradient.
     """
     queries = arrays.q.shape[1]
     arrays, in_sight = _pad_backward(arrays, *bounds)
@@ -175,7 +175,7 @@ def _pad_backward(arrays: BackwardInputs, first_key: Array, last_key: Array) -> 
 
 
 def _pad_interval(first_key: Array, last_key: Array, keys: int) -> TokenInterval:
-    """Pads with queries that see nothing: their first key is after all keys, and neither bound falls."""
+    """Pads with queries that see nothing: their first key is after all keys, and neither bound decreases."""
     padding = (0, 0), (0, -first_key.shape[1] % BLOCK)
     first_key = jnp.pad(jnp.minimum(first_key, keys), padding, constant_values=keys)
     return TokenInterval(first_key.astype(jnp.int32), jnp.pad(last_key, padding, mode="edge").astype(jnp.int32))

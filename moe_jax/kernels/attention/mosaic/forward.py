@@ -3,7 +3,7 @@
     out[i] = sum_j exp(scale * q[i] k[j] - lse[i]) v[j]      lse[i] = log sum_j exp(scale * q[i] k[j])
 
 m_block is a block of 128 queries, n_block a block of N keys. q and k have width d, v has width e.
-N = 128 if d <= 192 and e <= 128, else 64. A tile is one m_block of one head. Its loop takes the n_blocks in sight, from
+N = 128 if d <= 192 and e <= 128, else 64. A tile is one m_block of one head. Its loop runs over the visible n_blocks, from
 n_block_max down to n_block_min.
 
 roles      producer WG2 (24 registers)      TMA q[m_block] -> q; k[n_block] -> k[slot]; v[n_block] -> v[slot]
@@ -16,10 +16,10 @@ barriers   q.full: 1 copy, waited for by both consumers         q.empty: 2 relea
 time       producer     |q|k0|k1|v0|k2|v1| ..
            consumer 0   |qk0, softmax0|qk1 pv0 | softmax1      |qk2 pv1 | softmax2      | ..
            consumer 1   |    qk0, softmax0     |qk1 pv0 | softmax1      |qk2 pv1 | ..
-invariants step i uses slot i mod S, counted across tiles; q is filled once a tile; pv of a step runs beside the softmax of the
+invariants step i uses slot i mod S, counted across tiles; q is filled once a tile; pv of a step overlaps the softmax of the
            next; a slot of v is released one step after its k; every arrival is waited for before a thread block exits
 cost       2 * B * H * P * (d + e) FLOPs, P the pairs (query, key) of the blocks in sight; q and out cross memory once, k and v
-           once for each m_block, from L2 where it holds them
+           once for each m_block, from L2 if cached
 """
 
 import math
@@ -60,7 +60,7 @@ def forward(
     scale: float,
     out_dtype: jnp.dtype,
 ) -> PartialAttention:
-    """Returns out in `out_dtype` and lse in f32, over the keys `in_sight` of each query; none in sight: out 0 and lse -inf.
+    """Returns out in `out_dtype` and lse in f32, over the keys `in_sight` of each query; if none, out is 0 and lse -inf.
 
     `previous`, f32, is the attention of the same queries over other keys; the result is then over both. The number of queries
     is a multiple of BLOCK_M, and the number of keys a multiple of 128.
@@ -142,7 +142,7 @@ class _Block:
 def merge(new: RowScale, previous_lse) -> RowScale:
     """Returns the factors of both parts' sum (`attention.online_softmax`), whose lse is over the keys of both."""
     previous_lse *= LOG2_E
-    # Finite, so that differences are numbers where neither part has a key.
+    # Finite, so that differences are not NaN if neither part has a key.
     row_max = jnp.maximum(jnp.maximum(new.lse_log2, previous_lse), LOWEST)
     weight, previous_weight = jnp.exp2(new.lse_log2 - row_max), jnp.exp2(previous_lse - row_max)
     row_sum = weight + previous_weight

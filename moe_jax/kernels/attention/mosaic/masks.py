@@ -1,7 +1,7 @@
 """The pairs (query, key) that count: intervals of tokens, the blocks that cover them, and the mask of a block's scores.
 
 A query of packed segments sees one interval of keys, [first_key[i], i], and a key is seen by the queries [j, last_query[j]].
-Queries of a part of a sequence have two bounds each, and an interval may be empty. Neither bound ever falls along a row of
+Queries of a part of a sequence have two bounds each, and an interval may be empty. Neither bound ever decreases along a row of
 tokens. The bounds of a block are therefore the bounds of its first and last token.
 """
 
@@ -20,7 +20,7 @@ from moe_jax.kernels.hopper.pipeline import WGMMA_ROWS
 class TokenInterval(NamedTuple):
     """The tokens first[i] .. last[i] of the other side that token i sees, or is seen by; none where last < first.
 
-    In causal attention queries have no array `last`, and keys none `first`: that bound is the token's own index.
+    In causal attention queries have no array `last`, and keys have no `first`: that bound is the token's own index.
     """
 
     first: Int[Array, "batch tokens"] | None
@@ -58,10 +58,10 @@ def queries_of_keys(keys: TokenInterval, num_keys: int) -> TokenInterval:
 
 
 class BlockSteps(NamedTuple):
-    """The steps of a tile's loop: one block of the other side a step. A row of the tables of `n_block_steps`, `m_block_steps`.
+    """The steps of a tile's loop: one block of the other side per step.
 
-    Steps [0, masked) and [full, total) apply the mask; steps [masked, full) lie between, and every pair of them counts.
-    There is always a step, and the first applies the mask.
+    A row of the tables of `n_block_steps`, `m_block_steps`. Steps [0, masked) and [full, total) apply the mask; in steps
+    [masked, full) every pair counts. There is always a step, and the first applies the mask.
     """
 
     start: int | Array
@@ -79,8 +79,8 @@ class BlockSteps(NamedTuple):
 def n_block_steps(keys: TokenInterval, num_keys: int, block_m: int, block_n: int) -> Int[Array, "batch m_blocks 4"]:
     """Returns the `BlockSteps` of each block of queries, over blocks of keys from n_block_max down to n_block_min.
 
-    `keys` is the interval of keys that each query sees. n_block_max is the last block in sight, inclusive (FlashAttention-3
-    counts one more), and n_block_min = n_block_max - total + 1. Where nothing is in sight there is one step.
+    `keys` is the interval of keys that each query sees. n_block_max is the last visible block, inclusive (FlashAttention-3
+    counts one more), and n_block_min = n_block_max - total + 1. If nothing is visible there is one step.
     """
     first_key, last_key = keys
     assert first_key is not None
@@ -98,8 +98,8 @@ def n_block_steps(keys: TokenInterval, num_keys: int, block_m: int, block_n: int
 def m_block_steps(queries: TokenInterval, num_queries: int, block_m: int, block_n: int) -> Int[Array, "batch n_blocks 4"]:
     """Returns the `BlockSteps` of each block of keys, over blocks of queries from m_block_min up to m_block_max.
 
-    `queries` is the interval of queries that see each key. m_block_max = m_block_min + total - 1, inclusive. Where no query
-    sees a key of the block there is one step.
+    `queries` is the interval of queries that see each key. m_block_max = m_block_min + total - 1, inclusive. If no query sees a
+    key of the block there is one step.
     """
     first_query, last_query = queries
     assert last_query is not None
@@ -145,7 +145,7 @@ class Mask(NamedTuple):
         return cls("causal" if low is None or high is None else "interval", low, high, first_row)
 
     def with_diagonal(self) -> "Mask":
-        """Fills in the rows' own indices. Called in each step: kept from step to step they would hold registers."""
+        """Fills in the rows' own indices. Called in each step: kept across steps they would occupy registers."""
         if self.kind != "causal":
             return self
         own = self.first_row + plgpu.broadcasted_iota(jnp.int32, (WGMMA_ROWS,), 0, layout=ROWS)
@@ -154,7 +154,7 @@ class Mask(NamedTuple):
         )
 
     def apply(self, a, first_column, fill: float):
-        """Returns `a` [rows, columns] with `fill` in place of pairs that do not count; column 0 is token `first_column`."""
+        """Returns `a` [rows, columns] with `fill` instead of pairs that do not count; column 0 is token `first_column`."""
         if self.kind == "full":
             return a
         column = plgpu.broadcasted_iota(jnp.int32, a.shape, 1, layout=plgpu.Layout.WGMMA)

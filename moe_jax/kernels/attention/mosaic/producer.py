@@ -28,7 +28,7 @@ def walk_tiles(
         load_tile: load_tile(number, tile, first_step) fills one slot of `once_a_tile`. In each step of the tile it fills one
             slot of each pipeline in `once_a_step`. It returns the first step of the next tile.
         consume_tile: consume_tile(warpgroup, number, tile, first_step) returns the same.
-        turns: the barriers by which the consumers take turns; None: they do not.
+        turns: the barriers by which the consumers alternate; None: they do not.
     """
 
     def produce() -> None:
@@ -40,7 +40,7 @@ def walk_tiles(
 
     def consume(warpgroup) -> None:
         if turns is not None:
-            # The order goes on across tiles: warpgroup 0 is first, and would be first after the last tile.
+            # The order continues across tiles: warpgroup 0 is first, and would be first again after the last tile.
             pl.when(warpgroup == 1)(lambda: plgpu.barrier_arrive(turns.at[0]))
         scheduler.for_each_tile(partial(consume_tile, warpgroup), jnp.int32(0))
         if turns is not None:
@@ -73,7 +73,7 @@ def load_n_blocks(inputs, scratch, tile: WorkTile, steps: BlockSteps, first_step
 def store_by_columns(result, buffer, target: Callable, previous: Callable | None = None) -> None:
     """Writes a warpgroup's rows, the columns of `buffer` at a time: through it if it has the dtype, else from registers.
 
-    `target(columns)` returns the reference to some columns, and `previous(columns)` what is added to them.
+    `target(columns)` returns the reference to some columns, and `previous(columns)` the values to add.
     """
     for column in range(0, result.shape[1], buffer.shape[1]):
         columns = pl.ds(column, buffer.shape[1])

@@ -22,7 +22,7 @@ RESIDENT_BLOCK = CONSUMERS * WGMMA_ROWS
 LOG2_E = math.log2(math.e)
 
 L2_BYTES = 32 * 2**20
-"""The part of an H100's or H200's 50 MiB that k and v of the tiles which run at a time may fill."""
+"""The part of an H100's or H200's 50 MiB that k and v of concurrently running tiles may fill."""
 
 RESERVED_BYTES = 2**10
 """Shared memory kept for barriers and vectors of f32."""
@@ -63,11 +63,10 @@ class WorkTile(NamedTuple):
 
 @dataclass(frozen=True)
 class TileScheduler:
-    """The tiles of a kernel, one for each (batch, block of the sequence, head), and the order in which thread blocks take them.
-
-    Tiles come in sections of as many key heads as L2 holds, and the longest come first within a section. They are dealt to and
-    fro, 0 1 2 2 1 0 0 1 2. Each thread block gets an equal share of long and short tiles where a section gives it many. With
-    one or two tiles a section, the same thread blocks get the longest of every section.
+    """The tiles of a kernel, one for each (batch, block of the sequence, head), and the order in which thread blocks compute
+    them. A section has the tiles of the key heads that fit in L2, the longest first. Tiles are assigned back and forth, 0 1 2 2
+    1 0 0 1 2. With many tiles per section, each thread block gets an equal share of long and short ones. With one or two tiles
+    per section, the same thread blocks get the longest of every section.
     """
 
     batch: int
@@ -115,7 +114,7 @@ class StagedBlocks(NamedTuple):
 
 
 def most_stages(block: int, width: int, resident: int) -> StagedBlocks:
-    """Returns up to four stages of `width` 16-bit elements a token, in the shared memory that `resident` elements leave."""
+    """Returns the largest number of stages (at most 4) of `width` elements per token that fits next to `resident` elements."""
     return StagedBlocks(block, min(4, (SHARED_MEMORY - RESERVED_BYTES - 2 * resident) // (2 * block * width)))
 
 
@@ -127,13 +126,13 @@ def operand(*shape: int, dtype: jnp.dtype) -> pl.MemoryRef:
 def interpreter_staging(columns: int, dtype: jnp.dtype) -> pl.MemoryRef | None:
     """Allocates the copy in shared memory of wgmma's left operand that only the interpreter needs; None on a GPU.
 
-    The interpreter multiplies references only. `multiply_registers` passes p or ds, which lie in registers, through this copy.
+    The interpreter multiplies references only. `multiply_registers` passes p or ds, which are in registers, through this copy.
     """
     return operand(CONSUMERS, WGMMA_ROWS, columns, dtype=dtype) if is_interpreted() else None
 
 
 def own_rows(warpgroup):
-    """Returns a warpgroup's rows of a block. Called in a loop it keeps what is computed from them there.
+    """Returns a warpgroup's rows of a block. Called in a loop, it keeps computations on them in the loop.
 
     Moved before the loop, the addresses of every step of every wgmma would fill tens of registers.
     """
@@ -172,5 +171,5 @@ def read_accumulator(accumulator, started_with):
 
 
 def multiply_registers(accumulator, a, b, staging, warpgroup) -> None:
-    """Issues accumulator += a b with `a` in registers; `staging` is what `interpreter_staging` gave."""
+    """Issues accumulator += a b with `a` in registers; `staging` is from `interpreter_staging`."""
     wgmma_registers(accumulator, a, b, None if staging is None else staging.at[warpgroup])

@@ -1,4 +1,4 @@
-"""Attention to keys and values that lie in pages of 64 tokens, as a serving engine keeps them."""
+"""Attention to keys and values in pages of 64 tokens, as in a serving engine."""
 
 from typing import TYPE_CHECKING
 
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from moe_jax.kernels.attention.paged.blocks import PagedQueries
 
 PAGE_SIZE = 64
-"""Tokens of a page; without JAX, since the schedule of an engine plans pages too."""
+"""Tokens of a page. Defined here without JAX, since the schedule of an engine plans pages too."""
 
 __all__ = ["PAGE_SIZE", "PagedQueries", "paged_attention"]
 

@@ -1,4 +1,4 @@
-"""Causal attention to keys and values in pages: one query a row in decoding, many in a chunk of a prompt."""
+"""Causal attention to keys and values in pages: one query per row in decoding, many in a chunk of a prompt."""
 
 from functools import partial
 
@@ -26,23 +26,22 @@ def paged_attention(
     """Returns softmax(scale * q k^T + mask) v of each query over its own row's keys, in q's dtype, f32 inside.
 
     A query sees the keys of its row that are not after it, with a window the last `window` of them. A traced window below 1
-    counts as 1. Heads h*G .. h*G+G-1 share key head h, G = heads / kv_heads. Padding gives finite results, which nobody reads.
-    All of a page must be finite, the places that nobody has written too.
+    counts as 1. Heads h*G .. h*G+G-1 share key head h, G = heads / kv_heads. Padding has unspecified finite results. All of a
+    page must be finite, even unwritten entries.
 
     Args:
         values: None if the values are the first `value_dim` columns of the keys, as with DeepSeek's latents.
         value_dim: given if and only if `values` is None.
-        fixed_splits: "mosaic" sums every 512 keys by themselves, and merges these in order. Without it only few queries are
-            summed so, and a query's bits depend on their number. "xla" sums the keys in order anyway.
-        single_query_rows: the number of rows, the first ones, that have exactly one query each, as decoding rows have.
-            `first_query` must agree. All rows may be such rows only if no padding follows. "mosaic" computes them faster if it
-            knows them.
-        backend: "xla" takes every input; "mosaic", the default where it fits, needs a Hopper GPU and 16-bit pages. Keys and
-            values are 64 or 128 wide there. Latents have 128, 256 or 512 columns of values, and 64 behind them.
+        fixed_splits: "mosaic" sums every 512 keys separately, and merges these sums in order. Without it, it splits only for
+            few queries, and a query's bits depend on their number. "xla" always sums the keys in order.
+        single_query_rows: the number of rows, the first ones, that have exactly one query each, like decoding rows.
+            `first_query` must agree. All rows may be such rows only if no padding follows. "mosaic" computes such rows faster.
+        backend: "xla" accepts every input; "mosaic", the default if supported, needs a Hopper GPU and 16-bit pages. Keys and
+            values are 64 or 128 wide there. Latents have 128, 256 or 512 columns of values, followed by 64.
 
     Raises:
-        ValueError: shapes that do not fit together, too many `single_query_rows`, a window below 1. Also an unknown
-            backend, or one that does not take the input.
+        ValueError: shapes that do not match, too many `single_query_rows`, a window below 1. Also an unknown backend, or one
+            that does not support the input.
     """
     value_dim = _check(q, keys, values, queries, value_dim, window, single_query_rows)
     if resolve_attention_backend(backend, partial(_refusal, q, keys, values, value_dim)) == "mosaic":
@@ -61,7 +60,7 @@ def _refusal(q, keys, values, value_dim: int) -> str | None:
 
 
 def _check(q, keys, values, queries: PagedQueries, value_dim, window, single_query_rows) -> int:
-    """Returns the width of the values; raises ValueError where arguments do not fit together."""
+    """Returns the width of the values; raises ValueError if arguments do not match."""
     if q.ndim != 3 or keys.ndim != 4 or q.shape[1] % keys.shape[1] or q.shape[2] != keys.shape[3]:
         raise ValueError(
             f"q [tokens, heads, key_dim] must match keys [pages, kv_heads, {PAGE_SIZE}, key_dim], "

@@ -13,24 +13,24 @@ from moe_jax.kernels.attention.paged import PAGE_SIZE
 
 
 class PagedQueries(NamedTuple):
-    """Rows of queries, one row a sequence, that follow each other along the axis of tokens.
+    """Rows of queries, one row per sequence, concatenated along the axis of tokens.
 
-    Query i of row r stands at key position num_keys[r] - count[r] + i, where count[r] = first_query[r + 1] - first_query[r].
-    Key j of row r lies in page page_table[r, j // PAGE_SIZE], at place j % PAGE_SIZE. Rows may share pages.
+    Query i of row r is at key position num_keys[r] - count[r] + i, where count[r] = first_query[r + 1] - first_query[r]. Key j
+    of row r is in page page_table[r, j // PAGE_SIZE], at offset j % PAGE_SIZE. Rows may share pages.
     """
 
     first_query: Int[Array, "rows+1"]
-    """Where each row's queries begin. The last entry is the number of queries; tokens behind it are padding."""
+    """The start of each row's queries. The last entry is the number of queries; tokens after it are padding."""
     num_keys: Int[Array, "rows"]
-    """Keys of each row, those of its own queries included."""
+    """Keys of each row, including its own queries'."""
     page_table: Int[Array, "rows max_pages"]
-    """Entries behind a row's last key may be any number."""
+    """Entries after a row's last key may be any number."""
 
 
 def places(queries: PagedQueries, num_tokens: int) -> tuple[Int[Array, "tokens"], Int[Array, "tokens"]]:
     """Returns the row of each token, and its position among the row's keys.
 
-    Padding has some row and position -1. So does a token of a row with fewer keys than queries.
+    Padding, and tokens of rows with fewer keys than queries, have an arbitrary row and position -1.
     """
     first, token = queries.first_query, jnp.arange(num_tokens, dtype=jnp.int32)
     rows = queries.num_keys.shape[0]
@@ -44,15 +44,15 @@ class QueryBlocks(NamedTuple):
     """The blocks of queries of a step, each of one row; the same for all layers."""
 
     tokens: Int[Array, "blocks block_tokens"]
-    """The block's queries, as indices of tokens; the number of tokens for places that are not used."""
+    """The block's queries, as indices of tokens; the number of tokens for unused places."""
     row: Int[Array, "blocks"] | None
-    """None: block i is row i's one query. XLA would make these numbers again for each layer, in a kernel of their own."""
+    """None: block i is row i's one query. XLA would recompute these numbers for each layer in a separate kernel."""
     position: Int[Array, "blocks"]
     """The key position of the first query."""
     num_pages: Int[Array, "blocks"]
     """The number of pages that the last query sees; 0 for a block of padding or without queries."""
     place: Int[Array, "tokens"]
-    """For each token its place in `tokens`, flattened; any for a token that is in no block."""
+    """For each token its place in `tokens`, flattened; arbitrary for a token in no block."""
 
 
 class RowPages(NamedTuple):
@@ -60,24 +60,24 @@ class RowPages(NamedTuple):
 
     table: Int[Array, "rows max_pages"]
     window: Int[Array, "1"] | None
-    """The sliding window of all rows, as `window_operand` gives it; None if there is none."""
+    """The sliding window of all rows, from `window_operand`; None if there is none."""
 
 
 @jax.jit
 def single_query_blocks(num_keys: Int[Array, "rows"]) -> QueryBlocks:
-    """Returns the blocks of rows that have one query each, a block a row."""
+    """Returns the blocks of rows with one query each: one block per row."""
     token, position = jnp.arange(len(num_keys), dtype=jnp.int32), num_keys - 1
     return QueryBlocks(token[:, None], None, position, jnp.maximum(position // PAGE_SIZE + 1, 0), token)
 
 
 def most_blocks(rows: int, num_tokens: int, block_tokens: int) -> int:
-    """Returns the largest number of blocks that so many rows and tokens, with padding, can have."""
+    """Returns an upper bound on the blocks of `rows` rows and `num_tokens` tokens, padding included."""
     return min(rows + 1 + num_tokens // block_tokens, num_tokens)
 
 
 @partial(jax.jit, static_argnums=(1, 2), static_argnames="skip")
 def query_blocks(queries: PagedQueries, num_tokens: int, block_tokens: int, *, skip: int = 0) -> QueryBlocks:
-    """Cuts each row's queries into blocks of `block_tokens`; padding behind them too.
+    """Cuts each row's queries, and then padding, into blocks of `block_tokens`.
 
     Args:
       skip: the number of rows, the first ones, that have one query each and get no blocks.
@@ -85,7 +85,7 @@ def query_blocks(queries: PagedQueries, num_tokens: int, block_tokens: int, *, s
     first_query, num_keys = queries.first_query[skip:], queries.num_keys[skip:]
     rows = len(num_keys)
     num_blocks = most_blocks(rows, num_tokens - skip, block_tokens)
-    # Padding is a row behind the others, which sees no page.
+    # Padding is an extra last row, which sees no page.
     counts = jnp.append(first_query[1:], num_tokens) - first_query
     ends = jnp.cumsum(-(-counts // block_tokens))
     block = jnp.arange(num_blocks, dtype=jnp.int32)
@@ -106,10 +106,10 @@ def query_blocks(queries: PagedQueries, num_tokens: int, block_tokens: int, *, s
 
 
 class Splits(NamedTuple):
-    """The parts into which a block's pages are cut, for thread blocks of their own. Each begins at a multiple of `pages`."""
+    """The parts into which a block's pages are split, for separate thread blocks. Each begins at a multiple of `pages`."""
 
     number: int
-    """The largest number of parts that a block has pages in. They are counted from the first of them."""
+    """The maximum number of parts with pages of a block, counted from the first such part."""
     pages: int
 
 
@@ -118,7 +118,7 @@ WHOLE = Splits(1, 2**20)
 
 
 def most_splits(max_pages: int, pages: int, window: Array | int | None, block_tokens: int) -> Splits:
-    """Returns splits of `pages` pages; a window that is known before tracing limits their number."""
+    """Returns splits of `pages` pages; a static window limits their number."""
     number = -(-max_pages // pages)
     if isinstance(window, int | np.integer):
         keys = int(window) + block_tokens - 1
@@ -141,7 +141,7 @@ def first_page(position: Any, num_pages: Any, window: Any) -> Any:
 
 
 def pages_of_split(split: Any, position: Any, num_pages: Any, window: Any, splits: Splits) -> tuple[Any, Any]:
-    """Returns the first page of a block's split and the page behind its last."""
+    """Returns the first page of a block's split and the page after its last."""
     first = first_page(position, num_pages, window)
     begin = (lax.div(first, jnp.int32(splits.pages)) + split) * splits.pages
     return jnp.maximum(first, begin), jnp.minimum(num_pages, begin + splits.pages)

@@ -1,14 +1,14 @@
-"""Attention to pages of keys and values on Hopper: a block reads a page by TMA each step, and multiplies with wgmma.
+"""Attention to pages of keys and values on Hopper: a thread block loads a page by TMA in each step, and multiplies with wgmma.
 
 Kernels `paged_attention` and `paged_attention_split`:
 
 item       (block of queries, key head[, split]): up to 64 rows, which are a block's queries times the G heads of a key head.
-           Decoding has one query a block; chunks of prompts have 64/G. Splits are made where few items exist.
-           Pages before the window of a block's first query are not read, and have no items
+           Decoding has one query a block; chunks of prompts have 64/G. Keys are split if there are few items. Pages before the
+           window of a block's first query are not read, and have no items
 smem       q 64 d | k S x 64 d | v S x 64 e | out 64 e; S = 2 stages; d = e = 128: 16 + 32 + 32 + 16 KiB, two blocks a core
-barriers   q; k[slot], v[slot]: 1 copy each. One warpgroup loads and computes: a slot is filled again once it was read
+barriers   q; k[slot], v[slot]: 1 copy each. One warpgroup loads and computes: a slot is refilled once it was read
 time       a block's copies run while the other block of its core computes
-cost       a page of keys and values crosses memory once for each block of queries, from L2 where others read it too
+cost       a page of keys and values crosses memory once for each block of queries, from L2 if others read it too
 """
 
 from functools import partial
@@ -47,8 +47,8 @@ def attend_blocks(
 ) -> tuple[Float[Array, "blocks splits kv_heads rows value_dim"], Float[Array, "blocks splits kv_heads _"] | None]:
     """Returns the attention of each block, whose rows are its queries times `group` heads, over each split, and its lse.
 
-    A single split's result is in q's dtype, without lse. Splits without pages are not written, but for a block's first.
-    q may have more blocks than `blocks`, which are not read.
+    A single split's result is in q's dtype, without lse. Splits without pages are not written, except a block's first. q may
+    have more blocks than `blocks`; these are not read.
     """
     (_, kv_heads, rows, key_dim), value_dim, dtype = q.shape, values.shape[3], q.dtype
     num_blocks = len(blocks.position)
@@ -94,7 +94,7 @@ class _Attention(NamedTuple):
     scratch: Named
     item: Item
     first_step: Any
-    """The steps of all items before this one: the slots go on from there."""
+    """The steps of all items before this one: the slots continue from there."""
     scoring: Scoring
 
     def run(self, out_ref, lse_ref) -> None:

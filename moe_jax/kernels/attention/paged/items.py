@@ -1,4 +1,4 @@
-"""Items of the paged attention kernels, (block of queries, head, split), and the softmax of a page, which these share."""
+"""Items of the paged attention kernels, (block of queries, head, split), and the softmax of a page, shared by the kernels."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -20,7 +20,7 @@ class BlockPages(NamedTuple):
     """The pages of each block of queries; arrays outside a kernel, references inside."""
 
     row: Any
-    """None: block i is of row i."""
+    """None: block i belongs to row i."""
     position: Any
     num_pages: Any
     page_table: Any
@@ -47,7 +47,7 @@ class Item(NamedTuple):
     position: Any
     """The key position of the block's first query."""
     first_page: Any
-    """The first of the pages, as a place in the row's table."""
+    """The first of the pages, as an index into the row's table."""
     steps: Any
     """The number of pages."""
 
@@ -61,25 +61,25 @@ class Item(NamedTuple):
 
 
 class Before(NamedTuple):
-    """The work of a thread block before an item: slots and barriers go on from there."""
+    """The work of a thread block before an item: slots and barriers continue from there."""
 
     steps: Any
     items: Any
 
 
 class ItemOrder(NamedTuple):
-    """The order of items. Thread blocks that run beside each other take items that follow each other."""
+    """The order of items. Concurrent thread blocks compute consecutive items."""
 
     heads: int
     splits: Splits
     blocks_per_core: int
     splits_last: bool
-    """True: heads and blocks of one split follow each other, of which many read the same pages. False: a head's splits do."""
+    """True orders work by split (neighbours read the same pages); False by head."""
 
     def for_each_item(self, of_blocks: BlockPages, body: Callable[[Item, Before], None]) -> Before:
-        """Calls body for this thread block's items, and returns how much work they were.
+        """Calls body for this thread block's items, and returns their total work.
 
-        Most splits of a short sequence have no pages. Nobody reads their results, and they are no items.
+        Most splits of a short sequence have no pages; they are not items, and their results are not read.
         """
         own, stride = lax.axis_index("block"), grid_size(self.blocks_per_core)
         blocks = of_blocks.position.shape[0]
@@ -130,11 +130,11 @@ class Scoring(NamedTuple):
 
     scale_log2: float
     group: int
-    """Rows of one query, which follow each other."""
+    """Rows of one query, which are consecutive."""
     window: Any
 
     def weigh(self, s: Any, sums: RowSums, last_key: Any) -> tuple[Any, Any, RowSums]:
-        """Adds a page's scores; the first query sees the keys up to `last_key` of this page, the next one a key more.
+        """Adds a page's scores; the first query sees the keys up to `last_key` of this page, each later query one key more.
 
         Returns the weights of the page's keys, the factor of the result so far, and the new sums.
         """

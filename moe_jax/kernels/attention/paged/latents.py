@@ -1,20 +1,20 @@
 """Attention to pages of latents on Hopper: all heads read the same rows, whose first columns are their values too.
 
-Kernels `paged_latents` and `paged_latents_split`, with e value columns (512) and 64 rotary columns behind them:
+Kernels `paged_latents` and `paged_latents_split`, with e value columns (512), followed by 64 rotary columns:
 
-item       (block of queries, 64 heads[, split]): up to 64 rows, as in `heads`. Tiles of heads of a split follow each other, and
-           then a row's other blocks. All but the first read their pages from L2
+item       (block of queries, 64 heads[, split]): up to 64 rows, as in `heads`. Tiles of heads of a split are consecutive,
+           followed by a row's other blocks. All but the first read their pages from L2
 roles      producer WG3 (40 registers)    TMA q; pages, each once
            scores WG2 (136)               s = q k^T of a page, softmax; p and the factor of o to shared memory
            outputs WG0, WG1 (168)         o[:, own half of e] = factor * o + p v
 smem       q 64 (e + 64) | S pages of 64 (e + 64); S = 2, e = 512: 72 + 144 KiB of 227, one block a core
-           p takes the place of its page's rotary columns, which nobody reads behind the scores
+           p overwrites its page's rotary columns, which are not read after the scores
 barriers   q_full: 3 copies; q_empty: 1 release, after an item's last scores
            pages.full[s]: 3 copies; p_full[s]: 1 arrival of the scores; pages.empty[s]: 2 releases, after p v
            sums_full: 1 arrival of the scores, with the factor of an item's o; sums_empty: 2 releases
-time       the scores of a page run beside p v of the page before
-cost       2 * 64 * 64 * (2 e + 64) FLOPs and 128 (e + 64) bytes a page: 8.9 MFLOP and 74 kB. At 4.8 TB/s a core gets a page in
-           2.0 us. It multiplies it in 1.2 us, and moves 313 kB through shared memory in 1.4 us; with 128 heads twice
+time       the scores of a page overlap p v of the previous page
+cost       2 * 64 * 64 * (2 e + 64) FLOPs and 128 (e + 64) bytes a page: 8.9 MFLOP and 74 kB. At 4.8 TB/s a core receives a page
+           in 2.0 us. It multiplies it in 1.2 us, and moves 313 kB through shared memory in 1.4 us; twice that with 128 heads
 """
 
 from functools import partial
@@ -40,16 +40,16 @@ from moe_jax.kernels.hopper.pipeline import CONSUMERS, WGMMA_ROWS, Pipeline
 STAGES = 2
 
 SCORES, PRODUCER = CONSUMERS, CONSUMERS + 1
-"""Warpgroups behind the two of the outputs."""
+"""Warpgroups after the two of the outputs."""
 
 REGISTERS = {"outputs": 168, "scores": 136, "producer": 40}
 
 ROTARY_COLUMNS = 64
-"""Columns behind the values. A page's p, 64 rows of 64 keys, fits into their place."""
+"""Columns after the values. A page's p, 64 rows of 64 keys, fits in their memory."""
 
 PART_COLUMNS = 128
-"""Columns of a matmul of the outputs. With 512 threads ptxas compiles no instruction of 256 columns, whatever registers a
-warpgroup gets later."""
+"""Columns of a matmul of the outputs. With 512 threads ptxas compiles no instruction of 256 columns, no matter how many
+registers a warpgroup gets later."""
 
 
 @partial(jax.jit, static_argnames=("scale", "group", "splits"))
@@ -65,7 +65,7 @@ def attend_latents(
 ) -> tuple[Float[Array, "blocks splits tiles 64 value_dim"], Float[Array, "blocks splits tiles 64"] | None]:
     """Returns the attention of each block over each split, and its lse, as `heads.attend_blocks`, in 64 rows.
 
-    A tile is of up to 64 heads. The values are all columns of the latents but the last 64.
+    A tile has up to 64 heads. The values are all columns of the latents except the last 64.
     """
     num_blocks, tiles, _, key_dim = q.shape
     value_dim, dtype = key_dim - ROTARY_COLUMNS, q.dtype
@@ -116,12 +116,12 @@ def attend_latents(
 
 
 class LatentColumns(NamedTuple):
-    """Rows of latents or queries in shared memory, by the columns that are read together."""
+    """Rows of latents or queries in shared memory, grouped by columns that are read together."""
 
     values: Any
     """The columns of values: [.., 2 warpgroups of the outputs, parts, 64, part's columns]."""
     rotary: Any
-    """The columns behind them; once scores are computed, p."""
+    """The columns after them; p, once scores are computed."""
 
     @classmethod
     def allocate(cls, value_dim: int, dtype: jnp.dtype, *slots: int) -> "LatentColumns":
@@ -162,7 +162,7 @@ class _Roles(NamedTuple):
     scoring: Scoring
 
     def produce(self) -> None:
-        """Loads an item's queries and its pages, one a step."""
+        """Loads an item's queries and its pages, one per step."""
         scratch, pages = self.scratch, self.scratch.pages
 
         def item(item: Item, before: Before) -> None:
@@ -172,7 +172,7 @@ class _Roles(NamedTuple):
                 slot = pages.slot(before.steps + step)
                 scratch.latents.slot(slot).copy(self.latents_ref.at[page, 0], PAGE_SIZE, pages.full_barrier(slot))
 
-            # A slot becomes free before the queries do.
+            # A slot becomes free before the queries' buffer does.
             pl.when(item.steps > 0)(lambda: load(jnp.int32(0)))
             pl.when(before.items > 0)(lambda: plgpu.barrier_wait(scratch.q_empty))
             scratch.q.copy(self.q_ref.at[item.block, item.head], self.q_ref.shape[2], scratch.q_full)
@@ -183,7 +183,7 @@ class _Roles(NamedTuple):
         pl.when(total.items > 0)(lambda: plgpu.barrier_wait(scratch.q_empty))
 
     def score(self) -> None:
-        """Computes a page's scores and what follows from them, for both warpgroups of the outputs."""
+        """Computes a page's scores and softmax, for both warpgroups of the outputs."""
         scratch = self.scratch
 
         def item(item: Item, before: Before) -> None:

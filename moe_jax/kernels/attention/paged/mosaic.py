@@ -1,7 +1,7 @@
 """Paged attention on Hopper: queries in blocks, a kernel over their pages, and a merge of the splits of keys.
 
-Kernel `merge_splits`: one warpgroup a block and (block of queries, key head, query row), columns over the threads. The splits
-that exist are added one after the other, with the larger of two logarithms as the common factor.
+Kernel `merge_splits`: one warpgroup per block and (block of queries, key head, query row), columns over the threads. Existing
+splits are added in turn, with the larger of two logarithms as the common factor.
 """
 
 from functools import partial
@@ -41,7 +41,7 @@ SPLIT_PAGES = 8
 """Pages of a split: 512 keys."""
 
 LATENT_ITEMS_PER_CORE = 1.5
-"""Items of latents for each core, at least, before splits become longer than SPLIT_PAGES: two rounds are about full."""
+"""Minimum items of latents per core before splits become longer than SPLIT_PAGES: then two rounds are nearly full."""
 
 MERGE_BLOCKS = 16
 """Thread blocks a core of `merge_splits`."""
@@ -51,7 +51,7 @@ MERGE_LOADS = 4
 
 
 def refusal(q: Array, keys: Array, values: Array | None, value_dim: int) -> str | None:
-    """Returns the reason why the kernel cannot compute this attention, with what it takes; None where it can."""
+    """Returns the reason why the kernel does not support this attention, with the supported sizes; None if it does."""
     if not is_interpreted() and compute_capability() != "9.0":
         return f"it needs a Hopper GPU (compute capability 9.0); this is {compute_capability() or 'no NVIDIA GPU'}"
     dtypes = [a.dtype for a in (q, keys, values) if a is not None]
@@ -95,9 +95,9 @@ def paged_attention(
     single_query_rows: int,
     fixed_splits: bool,
 ) -> Float[Array, "tokens heads value_dim"]:
-    """Returns attention as `api.paged_attention` defines it; padding gives zeros."""
+    """Computes `api.paged_attention`; padding yields zeros."""
     (tokens, heads, key_dim), rows = q.shape, len(queries.num_keys)
-    # Heads that share keys fill the rows of a block. Of more than 64, a tile of heads is taken as a key head.
+    # Heads that share keys fill the rows of a block. If more than 64 do, each tile of heads is treated as a key head.
     kv_heads = _head_tiles(heads) if values is None else keys.shape[1]
     group = heads // kv_heads
     grouped = q.reshape(tokens, kv_heads, group, key_dim)
@@ -115,7 +115,7 @@ def paged_attention(
         return out
     # A row of one query would fill `group` of the 128 rows of a tile there.
     decoded = attend(grouped, single_query_blocks(queries.num_keys[:single_query_rows]))
-    # In place. XLA turns `dynamic_update_slice` into an asynchronous copy, on a stream of its own.
+    # In place. XLA turns `dynamic_update_slice` into an asynchronous copy on a separate stream.
     return out.at[jnp.arange(single_query_rows)].set(decoded, indices_are_sorted=True, unique_indices=True)
 
 
@@ -134,7 +134,7 @@ def _attend(
     _, kv_heads, group, key_dim = q.shape
     num_blocks, block_tokens = blocks.tokens.shape
     max_pages, row_pages = queries.page_table.shape[1], RowPages(queries.page_table, window_operand(window))
-    # One query a block: the gather would be a kernel of its own, and read what is there.
+    # One query per block: a gather would be a separate kernel that copies q unchanged.
     in_blocks = q[:, None] if blocks.row is None else q.at[blocks.tokens].get(mode="fill", fill_value=0)
     of_blocks = in_blocks.transpose(0, 2, 1, 3, 4)
     of_blocks = of_blocks.reshape(-1, kv_heads, block_tokens * group, key_dim)
@@ -145,7 +145,7 @@ def _attend(
         splits = most_splits(max_pages, pages, window, block_tokens)
         parts, lse = attend_latents(of_blocks, keys, blocks, row_pages, scale=scale, group=group, splits=splits)
     else:
-        # Enough blocks keep the GPU busy by themselves. Partial results cost memory and time.
+        # Enough blocks keep the GPU busy without splits. Partial results cost memory and time.
         is_busy = num_blocks * kv_heads >= _cores() and not fixed_splits
         splits = WHOLE if is_busy else most_splits(max_pages, SPLIT_PAGES, window, block_tokens)
         parts, lse = attend_blocks(of_blocks, keys, values, blocks, row_pages, scale=scale, group=group, splits=splits)
@@ -158,9 +158,9 @@ def _attend(
 
 
 def _pages_of_latents(blocks: int, max_pages: int) -> int:
-    """Returns the pages of a split: many, while the splits keep the GPU busy.
+    """Returns the pages of a split: as many as possible while the splits keep the GPU busy.
 
-    A result of 64 rows and 512 columns in f32 has the bytes of 1.8 pages. It is written and read again.
+    A result of 64 rows and 512 columns in f32 has the bytes of 1.8 pages, written and read again.
     """
     pages = SPLIT_PAGES
     while pages < max_pages and blocks * -(-max_pages // (2 * pages)) >= LATENT_ITEMS_PER_CORE * _cores():
@@ -185,11 +185,11 @@ def merge_splits(
 ) -> Float[Array, "blocks kv_heads rows value_dim"]:
     """Returns the attention to all keys: sum_s 2^lse[s] out[s] / sum_s 2^lse[s] over the splits s that have pages.
 
-    Widths that are no multiple of 128 are merged in XLA.
+    Widths that are not multiples of 128 are merged in XLA.
 
     Args:
-      rows: the rows that are of use, the first ones.
-      lse: base 2; -inf for a split of which a query sees no key. The first split of a block always exists.
+      rows: the number of leading rows to merge.
+      lse: base 2; -inf for a split without visible keys. The first split of a block always exists.
     """
     if out.shape[4] % WARPGROUP_THREADS:
         return _merged_in_xla(out[..., :rows, :], lse[..., :rows], blocks, window, splits).astype(dtype)
@@ -219,7 +219,7 @@ def merge_splits(
 
             def add_some(number, sums):
                 some = [1 + number * MERGE_LOADS + i for i in range(MERGE_LOADS)]
-                # A load takes longer than all the rest, so the loads come first.
+                # A load takes longer than everything else, so the loads come first.
                 loaded = [load(jnp.minimum(split, count - 1)) for split in some]
                 for split, part in zip(some, loaded, strict=True):
                     sums = add(sums, *part, split < count)

@@ -1,14 +1,15 @@
-"""Attention of prompts' chunks to pages of keys and values on Hopper, by the consumers of the training pass.
+"""Attention of prompts' chunks to pages of keys and values on Hopper, with the consumers of the training kernel.
 
-Kernel `paged_attention_prompts`. A tile is a block of queries and a key head. It has 128 rows: 128 / G queries, each with the
-G heads of a key head. Its loop takes blocks of N keys, from the last in sight down to the first. N = 128 keys are two pages.
+Kernel `paged_attention_prompts`. A tile is a block of queries and a key head. It has 128 rows: 128 / G queries, each with the G
+heads of a key head. Its loop runs over blocks of N keys, from the last visible one down to the first. N = 128 keys are two
+pages.
 
 roles      producer WG2 (24 registers)      TMA a query's G rows -> q; a page of k -> k[slot]; a page of v -> v[slot]
            consumers WG0, WG1 (240)         64 rows each (`mosaic.consumer`); TMA a query's rows of out -> memory
 smem       as in `mosaic.forward`
 barriers   as in `mosaic.forward`. q.full has a copy for each query, k.full[s] and v.full[s] one for each page.
-invariant  The place of a page behind a block's last one holds the last page again. Its keys stand behind all queries, masked.
-cost       A page crosses memory once for each block of 128 / G queries, from L2 where other blocks read it too.
+invariant  The slot of a page after a block's last one holds the last page again. Its keys are after all queries, masked.
+cost       A page crosses memory once for each block of 128 / G queries, from L2 if other blocks read it too.
 """
 
 from dataclasses import dataclass
@@ -43,9 +44,7 @@ def attend_prompts(
     window: Int[Array, ""] | int | None,
     skip: int,
 ) -> Float[Array, "tokens kv_heads group value_dim"]:
-    """Returns attention as `paged.paged_attention` defines it; padding gives zeros.
-
-    The group must be one that `takes_group` allows.
+    """Computes `paged.paged_attention`; padding yields zeros. The group must satisfy `takes_group`.
 
     Args:
       skip: the number of rows, the first ones, that have one query each. Their results are not written.
@@ -67,15 +66,15 @@ def attend_prompts(
 
 
 def takes_group(group: int) -> bool:
-    """Returns whether queries of so many heads can be copied one by one into a consumer's rows.
+    """Returns True if queries of `group` heads can be copied one by one into a consumer's rows.
 
-    A copy into shared memory moves 8 rows at least.
+    A copy into shared memory moves at least 8 rows.
     """
     return group % 8 == 0 and WGMMA_ROWS % group == 0
 
 
 def most_tiles(rows: int, tokens: int, kv_heads: int, group: int) -> int:
-    """Returns the largest number of tiles that so many rows and tokens, with padding, can have."""
+    """Returns an upper bound on the tiles of `rows` rows and `tokens` tokens, padding included."""
     return most_blocks(rows, tokens, BLOCK_M // group) * kv_heads
 
 
@@ -123,7 +122,7 @@ class _Block:
         return first_step + steps.total
 
     def _steps(self, tile: WorkTile) -> BlockSteps:
-        """Returns the tile's blocks of keys; one for a tile without keys in sight."""
+        """Returns the tile's blocks of keys; one for a tile without visible keys."""
         of_blocks, block_n = self.inputs.of_blocks, jnp.int32(self.scratch.k.shape[1])
         position, num_pages, window = of_blocks.position[tile.block], of_blocks.num_pages[tile.block], of_blocks.read_window()
         end = lax.div(num_pages * PAGE_SIZE + block_n - 1, block_n)
@@ -147,7 +146,7 @@ class _Block:
         return Mask.of_interval(first_key, last_key, 0)
 
     def _store(self, warpgroup, tile: WorkTile, o, scale) -> None:
-        """Writes the rows of each of the warpgroup's queries; places that are not used are left out."""
+        """Writes the rows of each of the warpgroup's queries, skipping unused places."""
         scratch, tokens = self.scratch, self.inputs.tokens
         own_tokens = WGMMA_ROWS // self.inputs.q.shape[2]
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)

@@ -1,8 +1,8 @@
-"""Paged attention in plain XLA, for every device and dtype: blocks of tokens one after the other, page by page.
+"""Paged attention in plain XLA, for every device and dtype: blocks of tokens in turn, page by page.
 
-A token's bits depend on its own row alone. Pages that it does not see change nothing. Each token has a matmul of its own, whose
-shape is always the same.
-Cost for a block of B tokens: B * kv_heads * 64 * (key_dim + value_dim) elements in memory, gathered for each page of its rows.
+A token's bits depend only on its own row. Pages that it does not see have no effect. Each token has its own matmul, always of
+the same shape. Cost for a block of B tokens: B * kv_heads * 64 * (key_dim + value_dim) elements in memory, gathered for each
+page of its rows.
 """
 
 import jax
@@ -14,7 +14,7 @@ from moe_jax.kernels.attention.paged.blocks import PagedQueries, places
 from moe_jax.kernels.precision import at_least_f32
 
 TOKEN_BLOCK = 32
-"""Tokens at a time, always this number: XLA sums a matmul of another shape in another order."""
+"""Tokens per block, always this number: XLA sums a matmul of another shape in another order."""
 
 
 def paged_attention(
@@ -47,7 +47,7 @@ def paged_attention(
             scores = jnp.einsum("thgd,thkd->thgk", q, k, precision="highest") * scale
             scores = jnp.where(seen[:, None, None], scores, -jnp.inf)
             new_max = jnp.maximum(row_max, scores.max(axis=-1))
-            # Finite where no key has been seen, so that differences are numbers.
+            # Finite if no key has been seen, so that differences are not NaN.
             finite = jnp.where(jnp.isneginf(new_max), 0, new_max)
             p, rescale = jnp.exp(scores - finite[..., None]), jnp.exp(row_max - finite)
             added = jnp.einsum("thgk,thke->thge", p, v, precision="highest")

@@ -1,8 +1,8 @@
-"""Chooses the implementation of the FP8 matmuls, beside that of the sums and outer products that stay in bf16.
+"""Chooses the implementation of the FP8 matmuls, and of the sums and outer products that stay in bf16.
 
 Every implementation offers the names that `xla` describes: `rows_of_tokens`, `rows_of_rounded`, `gated_matmul`,
 `grouped_matmul`, `gated_matmul_backward`, `matmul_of_tokens` and `ROW_ALIGNMENT`. Kernels also have `refusal` and `is_native`,
-as those of `experts.backends`.
+as in `experts.backends`.
 """
 
 import functools
@@ -23,7 +23,7 @@ _logger = logging.getLogger(__name__)
 
 
 class Fp8Options(NamedTuple):
-    """The static choices of one call: its backends, by name, and the form of h between its passes."""
+    """The static choices of one call: the names of its backends, and the form of h between its passes."""
 
     sums: str
     """The backend of `experts.backends` that gathers, combines and computes the weights' gradients."""
@@ -40,13 +40,13 @@ class Fp8Options(NamedTuple):
 def resolve_fp8_backend(
     name: str | None, dtype: jnp.dtype, hidden: int, inter: int, precision: Precision | None = None
 ) -> Fp8Options:
-    """Returns the choices for a name as `resolve_backend` takes it.
+    """Returns the choices for a name as in `resolve_backend`.
 
-    The matmuls run on the kernels of the same name. Without a name they run on "xla" where these refuse. The choice is logged
-    once.
+    The matmuls run on the kernels of the same name. Without a name they run on "xla" if the kernels refuse. The choice is
+    logged once.
 
     Raises:
-        ValueError: what `resolve_backend` raises, experts that FP8 does not take, or a named backend without FP8 here. Also a
+        ValueError: as in `resolve_backend`, experts that FP8 does not support, or a named backend without FP8 here. Also a
             `precision` of another type.
     """
     if not isinstance(precision, Precision | None):
@@ -65,7 +65,7 @@ def resolve_fp8_backend(
 
 @functools.cache
 def implementation(matmuls: str) -> ModuleType:
-    """Returns the module of `Fp8Options.matmuls`, imported on first use as by `experts.backends.implementation`."""
+    """Returns the module of `Fp8Options.matmuls`, imported on first use as in `experts.backends.implementation`."""
     return import_module(f"moe_jax.kernels.experts.fp8.{matmuls}")
 
 

@@ -6,10 +6,9 @@
 | dx | dy, by token | w transposed | f32 sums, rounded to bf16 |
 | dw | dy in bf16 | x in bf16 | as without FP8 |
 
-Cost: 2*T*N*K FLOPs a product. Rounding reads T*K and T*N bf16, and writes a byte for two that are read.
-
-Sizes that are no multiples of 128 are filled up with zeros, which change no sum. So the 576 rows of DeepSeek's
-kv_a_proj_with_mqa become 640. Its dy is copied into wider rows.
+Cost: 2*T*N*K FLOPs per product. Rounding reads T*K and T*N bf16, and writes half the bytes. Sizes that are not multiples of 128
+are zero-padded, which changes no sum. So the 576 rows of DeepSeek's kv_a_proj_with_mqa become 640. Its dy is copied into wider
+rows.
 """
 
 from functools import partial
@@ -26,10 +25,10 @@ from moe_jax.kernels.shapes import refuse_explicit_axes, vary_alike
 
 
 class DenseCopies(NamedTuple):
-    """A matrix in FP8 and its transpose, both made before; None: each pass makes them of the matrix."""
+    """Precomputed FP8 copies of a matrix and its transpose; None: each pass computes them."""
 
     rounded: QuantisedMatrices | None = None
-    """[out, in]; sizes that are no multiples of 128 may be filled up."""
+    """[out, in]; sizes may be padded to multiples of 128."""
     transposed: QuantisedMatrices | None = None
 
 
@@ -46,18 +45,18 @@ def fp8_matmul(
     """Computes x w^T with both operands in FP8, as the gradient to x; the gradient to w multiplies bf16.
 
     Args:
-        w: the matrix that gets the gradient. With copies its numbers are not read.
+        w: the matrix that gets the gradient. With copies its values are not read.
         copies: the matrix in FP8, without a gradient.
         backend: as in `experts_mlp`.
 
     Raises:
-        ValueError: x is not bf16, or x, w and the copies differ in shape. The backend is unknown or does not take the input, or
-            arrays are split over mesh axes of type Explicit.
+        ValueError: x is not bf16, or x, w and the copies differ in shape. The backend is unknown or does not support the input,
+            or arrays are split over mesh axes of type Explicit.
     """
     if x.ndim == 0 or w.ndim != 2 or x.shape[-1] != w.shape[-1]:
         raise ValueError(f"x must be [..., in] and w [out, in]; got {list(x.shape)} and {list(w.shape)}")
     filled = tuple(map(_filled, w.shape))
-    # The kernels take any multiple of 128 here. The limits on experts' sizes are those of other kernels.
+    # The kernels support any multiple of 128 here. Limits on experts' sizes come from other kernels.
     matmuls = resolve_fp8_backend(backend, x.dtype, GROUP, GROUP).matmuls
     if copies.rounded is not None and tuple(copies.rounded.values.shape) not in (tuple(w.shape), filled):
         raise ValueError(f"copies must be of w, {list(w.shape)}; got {list(copies.rounded.values.shape)}")
@@ -66,7 +65,7 @@ def fp8_matmul(
 
 
 def dense_copies(w: Float[Array, "*stack out in"]) -> DenseCopies:
-    """Rounds matrices to FP8 in both orders, without gradients; sizes are filled up to multiples of 128."""
+    """Rounds matrices to FP8 in both orders, without gradients; sizes are zero-padded to multiples of 128."""
     rounded = quantise_matrices(_fill(lax.stop_gradient(w)))
     return DenseCopies(rounded, transposed(rounded))
 
@@ -79,7 +78,7 @@ def _matmul(options: tuple[str, int, jnp.dtype], x: Array, w: Array, copies: Den
 
 
 def _matmul_forward(options: tuple[str, int, jnp.dtype], x: Array, w: Array, copies: DenseCopies):
-    # The backward pass rounds the matrix again if there are no copies: a layer that kept them would keep a byte a parameter.
+    # The backward pass rounds the matrix again if there are no copies: saving them would cost a byte per parameter.
     kept = w if copies.rounded is None else None
     return _matmul(options, x, w, copies), (x, kept, copies)
 
@@ -89,7 +88,7 @@ def _matmul_backward(options: tuple[str, int, jnp.dtype], residuals: tuple[Array
     w_transposed = transposed(_rounded(w, copies)) if copies.transposed is None else copies.transposed
     dx = _multiply(dy, w_transposed, x.shape[-1], matmuls)
     leading = tuple(range(x.ndim - 1))
-    # Leading axes stay apart: over one axis of all tokens XLA would sum in another order than without FP8.
+    # Leading axes are not merged: over one axis of all tokens XLA would sum in another order than without FP8.
     dw = lax.dot_general(dy, x, ((leading, leading), ((), ()))).astype(dtype)
     return dx, dw, None
 
@@ -98,7 +97,7 @@ _matmul.defvjp(_matmul_forward, _matmul_backward)
 
 
 def _multiply(x: Array, w: QuantisedMatrices, out: int, matmuls: str) -> Array:
-    """Computes the first `out` columns of x w^T, of tokens along any axes."""
+    """Computes the first `out` columns of x w^T, for tokens along any axes."""
     tokens = x.reshape(-1, x.shape[-1])
     tokens = jnp.pad(tokens, ((0, 0), (0, w.values.shape[-1] - x.shape[-1])))
     return implementation(matmuls).matmul_of_tokens(tokens, w)[:, :out].reshape(*x.shape[:-1], out)
@@ -106,7 +105,7 @@ def _multiply(x: Array, w: QuantisedMatrices, out: int, matmuls: str) -> Array:
 
 def _rounded(w: Array | None, copies: DenseCopies) -> QuantisedMatrices:
     if copies.rounded is not None:
-        # Scales of a block that is cut off are there already.
+        # Scales of cut-off blocks already exist.
         return QuantisedMatrices(_fill(copies.rounded.values), copies.rounded.scales)
     assert w is not None
     return quantise_matrices(_fill(w))

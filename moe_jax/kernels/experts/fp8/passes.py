@@ -8,8 +8,8 @@
 | dx of a row | dh | w_gate_up transposed | bf16 |
 | dw_gate_up, dw_down | dh, dy in bf16 | x, weighted act in bf16 | as without FP8 |
 
-A transposed matrix has the same values and scales: it is rounded once. x may be in FP8 already, as it travelled. The product
-for dw_gate_up then takes its rounded numbers, values * scales in bf16.
+A transposed matrix has the same values and scales: it is rounded once. x may already be in FP8, as it travelled. The product
+for dw_gate_up then uses its rounded numbers, values * scales in bf16.
 """
 
 import dataclasses
@@ -106,5 +106,5 @@ def _matmuls(options: ExpertsOptions) -> ModuleType:
 
 
 def plan_of_matrices(plan: Plan, w: InFp8) -> Plan:
-    """Returns the plan for these matrices: of one layer, although the sums of gradients may be stacks, or stacks too."""
+    """Returns the plan for these matrices: of one layer, or of a stack if they are stacks, unlike the sums of gradients."""
     return plan if w.rounded.values.ndim == 4 else dataclasses.replace(plan, layer=None)

@@ -1,13 +1,13 @@
-"""The choice of what the matmuls of experts and of dense blocks multiply."""
+"""The precision of the matmuls of experts and of dense blocks."""
 
 from dataclasses import dataclass
 from typing import Literal, Self, get_args
 
 Kept = Literal["bf16", "fp8"]
-"""The form in which the backward pass finds h."""
+"""The form in which h is kept for the backward pass."""
 
 DenseGroup = Literal["attention", "shared_experts", "mlp"]
-"""Dense matrices that multiply in FP8 together: the projections of attention, those of shared experts, and dense layers."""
+"""Dense matrices that multiply in FP8 together: attention's projections, shared experts, and dense layers."""
 
 
 @dataclass(frozen=True)
@@ -16,17 +16,17 @@ class Precision:
 
     Both products of the forward pass and both of the input's gradient multiply e4m3 by e4m3. Rows have a scale for 128 numbers,
     matrices for 128 x 128. Sums are f32, promoted every 128 summands. The weights' gradients multiply bf16, as does everything
-    that `dense` does not name. docs/fp8.md says where each tensor is rounded.
+    that `dense` does not name. docs/fp8.md lists where each tensor is rounded.
 
     Attributes:
-        kept: the form in which the backward pass finds h = [gate | up]. "fp8" halves its bytes, with a scale for 128 numbers.
-            It is e3m4, since no product reads it.
+        kept: the form in which h = [gate | up] is kept for the backward pass. "fp8" halves its bytes, with a scale for 128
+            numbers. It is e3m4, since no matmul reads it.
         dense: the groups of dense matrices whose products are in FP8 too (`fp8_matmul`), each once, in the order of
-            `DenseGroup`. A model reads them, and `experts_mlp` does not. Router, norms, scores of attention, embedding and head
-            are in no group.
+            `DenseGroup`. Models read them; `experts_mlp` does not. Router, norms, attention scores, embedding and head are in
+            no group.
 
     Raises:
-        ValueError: an unknown form of h, an unknown group, or groups that are no tuple.
+        ValueError: an unknown form of h, an unknown group, or groups that are not a tuple.
     """
 
     kept: Kept = "bf16"
@@ -39,7 +39,7 @@ class Precision:
             raise ValueError(f"dense={self.dense!r} must be a tuple of groups, as ('attention',)")
         if unknown := [group for group in self.dense if group not in get_args(DenseGroup)]:
             raise ValueError(f"dense={unknown[0]!r} must be of {', '.join(map(repr, get_args(DenseGroup)))}")
-        # Models with the same groups are equal, however they were named.
+        # Models with the same groups are equal in any order of their names.
         object.__setattr__(self, "dense", tuple(group for group in get_args(DenseGroup) if group in self.dense))
 
     @classmethod
@@ -47,7 +47,7 @@ class Precision:
         """Returns the recipe of a name: "bf16" (None), "fp8", or "fp8_kept", which keeps h in FP8 too.
 
         Raises:
-            ValueError: an unknown name or group, or groups beside "bf16".
+            ValueError: an unknown name or group, or groups with "bf16".
         """
         recipes = {"bf16": None, "fp8": cls(dense=dense), "fp8_kept": cls(kept="fp8", dense=dense)}
         if not isinstance(name, str) or name not in recipes:

@@ -6,8 +6,8 @@ a matrix:
     scale = max(largest |x| of the group, 1e-30) * f32(1 / 448)        448 is the largest number of e4m3
     value = e4m3(x * (1 / scale))                                       so x is about value * scale
 
-All in f32, so that a kernel and XLA agree bit for bit. A group that holds an infinity or a NaN gives NaN where it is
-multiplied. Groups of zeros have a scale above zero.
+All in f32, so that a kernel and XLA agree bit for bit. A group with an infinity or a NaN yields NaN when multiplied. Groups of
+zeros have a scale above zero.
 """
 
 from collections.abc import Sequence
@@ -27,16 +27,16 @@ GROUP = 128
 """Numbers of a row that share a scale, and rows and columns of a block of a matrix."""
 
 LEAST_MAXIMUM = np.float32(1e-30)
-"""The least number that counts as a group's largest: its scale and the inverse of its scale are normal f32 numbers."""
+"""Lower bound on a group's largest number: keeps its scale and the inverse of its scale normal f32 numbers."""
 
 INVERSE_LARGEST = np.float32(1 / 448)
-"""1 / 448. A product with it, not a division: XLA would turn a division by a constant into a product."""
+"""1 / 448. It is multiplied, not divided by 448: XLA would turn a division by a constant into a product."""
 
 
 class QuantisedRows(NamedTuple):
     """Rows in e4m3: x[r, i] is about values[r, i] * scales[i // 128, r].
 
-    The scales of a group of columns lie side by side, as a kernel copies them for the rows of a tile.
+    The scales of a group of columns are contiguous, as kernels copy them for the rows of a tile.
     """
 
     values: Float8e4m3fn[Array, "rows k"]
@@ -51,7 +51,7 @@ class QuantisedMatrices(NamedTuple):
 
 
 class InFp8(NamedTuple):
-    """Matrices in FP8, and their transposes for the backward pass; None: it makes them."""
+    """Matrices in FP8, and their transposes for the backward pass; None: the backward pass computes them."""
 
     rounded: QuantisedMatrices
     transposed: QuantisedMatrices | None = None
@@ -95,7 +95,7 @@ def dequantised_matrices(w: QuantisedMatrices) -> Float[Array, "*stack n k"]:
 
 
 def refusal(dtype: jnp.dtype, hidden: int, inter: int) -> str | None:
-    """Returns why such experts cannot be computed in FP8, and what would be right; None if they can."""
+    """Returns why FP8 does not support such experts, with the supported sizes; None if it does."""
     if dtype != jnp.bfloat16:
         return f"x is {jnp.dtype(dtype).name}; it must be bfloat16"
     for name, size in (("hidden", hidden), ("inter", inter)):
@@ -109,14 +109,14 @@ def _scales(largest: Float[Array, "..."]) -> Float[Array, "..."]:
 
 
 def joined(w: QuantisedMatrices) -> QuantisedMatrices:
-    """Returns the experts of a stack of layers as one list, in which `Plan.in_stack` counts."""
+    """Merges the layers and experts of a stack into one axis, which `Plan.in_stack` indexes."""
     return QuantisedMatrices(*(part.reshape(-1, *part.shape[-2:]) for part in w))
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class RoundedTokens:
-    """Tokens that travelled in FP8, in place of an array of tokens, with a place for the tokens' gradient."""
+    """Tokens that travelled in FP8, instead of an array of tokens, with a placeholder for the tokens' gradient."""
 
     rounded: QuantisedRows
     like: BFloat16[Array, "tokens hidden"]
@@ -138,7 +138,7 @@ class RoundedTokens:
         return cls(rounded, vary_as(jnp.full(rounded.values.shape, jnp.nan, jnp.bfloat16), rounded))
 
     def split(self, ends: Sequence[int]) -> list["RoundedTokens"]:
-        """Returns the tokens in parts, as `jnp.split` does."""
+        """Splits the tokens into parts, like `jnp.split`."""
         values, like = (jnp.split(a, ends) for a in (self.rounded.values, self.like))
         scales = jnp.split(self.rounded.scales, ends, axis=1)
         return [RoundedTokens(QuantisedRows(*part[:2]), part[2]) for part in zip(values, scales, like, strict=True)]
@@ -151,8 +151,8 @@ KEPT_INVERSE_LARGEST = np.float32(1 / 15.5)
 class KeptRows(NamedTuple):
     """h = [gate | up] between the two passes, in e3m4: h[r, i] is about values[r, i] * scales[r, i // 128].
 
-    No tensor core multiplies what is kept, so that its 8 bits need not be e4m3. e3m4 has one bit more behind the point, and
-    numbers down to 1/992 of a group's largest: half the error, in the same bytes.
+    No tensor core multiplies the kept rows, so their 8 bits need not be e4m3. e3m4 has one more mantissa bit, and numbers down
+    to 1/992 of a group's largest: half the error in the same bytes.
     """
 
     values: Shaped[Array, "rows k"]
@@ -160,13 +160,13 @@ class KeptRows(NamedTuple):
 
 
 def keep_h(h: BFloat16[Array, "rows k"], form: Kept) -> BFloat16[Array, "rows k"] | KeptRows:
-    """Returns h for the backward pass: as it is, or in 8 bits with a scale for 128 numbers of a row."""
+    """Returns h for the backward pass: unchanged, or in 8 bits with a scale for 128 numbers of a row."""
     if form == "bf16":
         return h
     groups = h.astype(jnp.float32).reshape(h.shape[0], h.shape[1] // GROUP, GROUP)
     scales = jnp.maximum(jnp.abs(groups).max(axis=-1), LEAST_MAXIMUM) * KEPT_INVERSE_LARGEST
     values = (groups * (1 / scales)[..., None]).astype(jnp.float8_e3m4)
-    # XLA on a GPU would remove both conversions where one program has both passes, and keep h as it is.
+    # XLA on a GPU would remove both conversions if one program has both passes, and keep h unrounded.
     return lax.optimization_barrier(KeptRows(values.reshape(h.shape), scales))
 
 

@@ -1,8 +1,8 @@
-"""The recipe's exact reference in plain XLA, for every platform: values and scales as `quantise` rounds them.
+"""The exact reference implementation in plain XLA, for every platform: values and scales as in `quantise`.
 
-A sum goes through k in groups of 128, from the first to the last. A group's products are summed in f32, multiplied by
-(the row's scale * the block's scale), and added to the f32 total. So it is slower than bf16: the total is read and written
-once for each 128 numbers.
+A sum runs over k in groups of 128, from the first to the last. A group's products are summed in f32, multiplied by (the row's
+scale * the block's scale), and added to the f32 total. So it is slower than bf16: the total is read and written once for each
+128 numbers.
 """
 
 import jax
@@ -16,7 +16,7 @@ from moe_jax.kernels.experts.routing import Plan, of_own_layer
 from moe_jax.kernels.shapes import vary_as
 
 ROW_ALIGNMENT = 1
-"""The row_alignment of plans for this backend; it computes plans of any other alignment too."""
+"""The row_alignment of plans for this backend; it supports plans of any other alignment too."""
 
 
 def rows_of_tokens(x: BFloat16[Array, "tokens hidden"], plan: Plan) -> QuantisedRows:
@@ -25,8 +25,8 @@ def rows_of_tokens(x: BFloat16[Array, "tokens hidden"], plan: Plan) -> Quantised
 
 
 def rows_of_rounded(tokens: QuantisedRows, plan: Plan) -> QuantisedRows:
-    """Returns tokens that were rounded before in expert order. Rows without a pair are rows of zeros."""
-    # Nothing can be taken from an array without tokens, and the scale of zeros is not zero.
+    """Returns already rounded tokens in expert order. Rows without a pair are rows of zeros."""
+    # An empty array cannot be gathered from, and the scale of zeros is not zero.
     nobody = quantise_rows(jnp.zeros((1, tokens.values.shape[1]), jnp.bfloat16))
     values, scales = (jnp.concatenate([a, b], axis) for a, b, axis in zip(tokens, nobody, (0, 1), strict=True))
     return QuantisedRows(
@@ -50,7 +50,7 @@ def gated_matmul(
 def grouped_matmul(rows: QuantisedRows, w: QuantisedMatrices, plan: Plan) -> BFloat16[Array, "rows out"]:
     """Computes y[r] = w[e] rows[r], where e is row r's expert. Rows without an expert are 0.
 
-    w is [experts, out, in], with a leading axis of layers if the plan is of one.
+    w is [experts, out, in], with a leading axis of layers if the plan has a layer.
     """
     return _grouped_sums(rows, w, plan).astype(jnp.bfloat16)
 
@@ -75,8 +75,8 @@ def gated_matmul_backward(
     With g = w_down[e]^T dy in f32 and the row's weight v, the gradient to act is v * g, and dweight = <g, act>.
 
     Returns:
-        dh, rounded from the f32 numbers. dh in bf16, for the gradient of w_gate_up. weight * act in bf16, for that of w_down.
-        The gradient to each row's weight, in f32.
+        dh, rounded from the f32 numbers. dh in bf16, for the gradient of w_gate_up. weight * act in bf16, for the gradient of
+        w_down. The gradient to each row's weight, in f32.
     """
     g = _grouped_sums(dy, w_down_transposed, plan)
     gate, up = jnp.split(h.astype(jnp.float32), 2, axis=1)

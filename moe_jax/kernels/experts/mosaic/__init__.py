@@ -1,8 +1,8 @@
 """Grouped matmuls on Hopper in Pallas Mosaic GPU: TMA and wgmma, one producer and two consumer warpgroups, persistent blocks.
 
-Cost for R rows, E experts, weights [E, N, K]: 2*R'*N*K FLOPs. R' are the rows filled up to blocks of 64: 32 more an expert on
-average. Tiles of 128 rows fill up 32 more again. Only weights of experts that have rows are read. Each output element is one
-sum over k in steps of 16, in one order for every tile. The bits of a row do not depend on the rows beside it.
+Cost for R rows, E experts, weights [E, N, K]: 2*R'*N*K FLOPs. R' are the rows padded to blocks of 64: on average 32 more per
+expert. Tiles of 128 rows pad another 32. Only weights of experts that have rows are read. Each output element is one sum over k
+in steps of 16, in one order for every tile. The bits of a row do not depend on other rows.
 
 On a CPU the kernels run in JAX's GPU interpreter, slowly.
 """
@@ -45,7 +45,7 @@ __all__ = [
 
 
 def refusal(dtype: jnp.dtype, hidden: int, inter: int) -> str | None:
-    """Returns why this backend cannot compute such experts, and what would be right; None if it can."""
+    """Returns why this backend does not support such experts, with the supported sizes; None if it does."""
     if not is_interpreted() and compute_capability() != "9.0":
         return f"it needs a Hopper GPU (compute capability 9.0); this is {compute_capability() or 'no NVIDIA GPU'}"
     if dtype not in (jnp.bfloat16, jnp.float16):
@@ -72,8 +72,8 @@ def rows_of_tokens(
 ) -> tuple[Float[Array, "sources hidden"], Int[Array, "rows"] | None]:
     """Returns x in expert order, as (array, source_of_row) for the matmuls below.
 
-    With `for_gradients`, two matmuls read each row, and rows of no pair as zeros: they are gathered once for both. A forward
-    pass alone gathers rows where they are used. If `plan.holds_all_tokens` it reads x as it is.
+    With `for_gradients`, two matmuls read each row, and need zeros for rows without a pair: rows are gathered once for both. A
+    forward pass without gradients gathers rows on use. If `plan.holds_all_tokens` it reads x itself.
     """
     if plan.holds_all_tokens:
         # Pallas copies fewer than 8 rows into a swizzled tile, or a multiple of 8.
@@ -89,10 +89,10 @@ def experts_of_few_pairs(
     layer: Int[Array, ""] | None = None,
     activation: Activation = SILU,
 ) -> Float[Array, "tokens*k hidden"] | None:
-    """Returns the output of each pair's expert for its token, in the order of pairs; zero if the id is no expert.
+    """Returns the output of each pair's expert for its token, in pair order; zero if the id is not an expert.
 
-    For a forward pass of few pairs, for which a plan is not worth its time. None if there are more pairs, or other sizes
-    (`by_pairs.takes`). `layer` is `Plan.layer`; weights of another dtype than x's are then not taken either.
+    For forward passes with few pairs, for which a plan costs too much. None for more pairs or unsupported sizes
+    (`by_pairs.takes`). `layer` is `Plan.layer`; weights must then have x's dtype.
     """
     num_experts = w_down.shape[-3]
     if not by_pairs.takes(topk_experts, num_experts, *w_down.shape[-2:]):
@@ -118,7 +118,7 @@ def grouped_matmul(
     """Returns y[r] = x[source_of_row[r]] @ w[e].T, or @ w[e] with `transpose`, where e is row r's expert.
 
     As `xla.grouped_matmul`, but rows without a pair may be left unwritten. Weights of another dtype are cast to x's first.
-    `change` is added to the weights, as further steps of the same sum.
+    `change` is added to the weights, as additional steps of the same sum.
     """
     x = _take(x, source_of_row)
     w, plan = _weights_to_read(w, plan, x.dtype)
@@ -139,15 +139,15 @@ def gated_matmul(
 ) -> tuple[Float[Array, "rows 2*inter"] | None, Float[Array, "rows inter"]]:
     """Computes `xla.gated_matmul` in one kernel, with the gather by source_of_row in it.
 
-    Rows without a pair may be left unwritten. `change` is that of `grouped_matmul`; rows must then be in order.
-    `bias` is added to the sums of its expert; the plan is then of no layer.
+    Rows without a pair may be left unwritten. `change` is as in `grouped_matmul`; rows must then be in order. `bias` is added
+    to the sums of its expert; the plan then has no layer.
     """
     w, plan = _weights_to_read(w, plan, x.dtype)
     tile = _tile("gated_matmul", w.shape[1:], plan)
     if is_interpreted():
         x, source_of_row = _take(x, source_of_row), None
     if source_of_row is not None:
-        # Copies of 16 bytes take longer to land than TMA copies.
+        # Copies of 16 bytes have a longer latency than TMA copies.
         tile = dataclasses.replace(tile, stages=min(tile.stages + 1, most_stages("gated_matmul", tile)))
     operands = RowsOperands(x, w, source_of_row, change, bias)
     return matmul_gated(operands, plan, tile, keep_h=keep_h, activation=activation)
@@ -179,9 +179,10 @@ def token_sums(
     share: int = 0,
     shares: int | None = None,
 ) -> Float[Array, "share features"]:
-    """Computes `xla.token_sums`. With `shares`, features a multiple of 512 and at most 8 choices, a kernel computes it.
+    """Computes `xla.token_sums`.
 
-    If all rows are on this device XLA is as fast: both read and write at the memory's speed.
+    A kernel computes it if `shares` is given, features are a multiple of 512 and there are at most 8 choices. If all rows are
+    on this device XLA is as fast: both run at the memory's speed.
     """
     tokens, k = plan.row_of_pair.shape
     columns = columns_at_a_time(rows.shape[1], k)
@@ -202,7 +203,7 @@ def grouped_outer(
 ) -> Float[Array, "experts n m"]:
     """Returns dw[e] = sum over the rows r of expert e of outer(a[r], b[r]), as `xla.grouped_outer`, accumulate_into[e] added.
 
-    Rows that fill an expert's last block must be zero in a or b, and finite in the other.
+    Padding rows of an expert's last block must be zero in a or b, and finite in the other.
     """
     return grouped_outer_of_parts([(a, b, plan, a_source_of_row, b_source_of_row)], dtype, accumulate_into)
 
@@ -221,7 +222,7 @@ def grouped_outer_of_parts(
     max_pairs = sum(part.plan.max_pairs for part in with_rows)
     tile = choose_tile("grouped_outer", matrix, max_pairs / num_experts)
     if accumulate_into is not None and is_interpreted() and matrix[1] % tile.columns:
-        # The interpreter reads what it adds to, by loads that know no border.
+        # The interpreter reads the accumulator by loads without bounds checks.
         tile = shared_tile("grouped_outer", matrix, max_pairs / num_experts)
     if accumulate_into is None:
         return outer(with_rows, tile, dtype)
@@ -234,10 +235,11 @@ def _weights_to_read(
 ) -> tuple[Float[Array, "all_experts n m"], Plan]:
     """Returns the weights in `dtype`, and the plan of a kernel that reads them.
 
-    A kernel reads a layer's experts inside the stack. Weights of another dtype are taken out first, so that only they are cast.
+    A kernel reads a layer's experts inside the stack. Weights of another dtype are sliced out first, so that only this layer is
+    cast.
     """
     if plan.layer is None or w.dtype != dtype:
-        # Blocks are those of experts in the stack.
+        # `expert_of_block` indexes experts in the stack.
         return of_own_layer(w, plan).astype(dtype), dataclasses.replace(plan, layer=None, expert_of_block=None)
     return w.reshape(-1, *w.shape[2:]), plan
 

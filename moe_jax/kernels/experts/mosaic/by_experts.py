@@ -1,4 +1,4 @@
-"""Each expert's own product of columns: out[e] = sum over the rows r of expert e of outer(a[r], b[r]).
+"""The outer products of each expert's rows: out[e] = sum over the rows r of expert e of outer(a[r], b[r]).
 
 Cost for R rows: 2*R*M*N FLOPs. With tiles of 128 x 256, a and b cross from L2 R*M*N*(1/256 + 1/128) elements.
 
@@ -11,8 +11,8 @@ Kernel `grouped_outer`:
     barriers  full[slot]    2 arrivals (TMA a, TMA b), waited for by both consumers (with ping-pong full[consumer, slot])
               empty[slot]   2 arrivals (the consumers; with ping-pong 1), waited for by the producer
     steps     64 rows of the expert each; of several parts (chunks of tokens) first all steps of the first part, and so on
-    invariant a step's rows belong to one expert (ROW_ALIGNMENT); an expert without rows has no steps, and gives zeros
-              an `out` chunk is written again only after the TMA store before it has read it
+    invariant a step's rows belong to one expert (ROW_ALIGNMENT); an expert without rows has no steps, and yields zeros
+              an `out` chunk is overwritten only after the previous TMA store has read it
               accumulators are added to in memory, by TMA's reduction: a warpgroup that read them would wait for memory
     time      mainloop.py
 """
@@ -52,16 +52,16 @@ def outer(
 ) -> Float[Array, "all_experts m n"]:
     """Returns out[e] = the sum over parts of a[rows of e].T @ b[rows of e], summed in f32 and rounded to `dtype` once.
 
-    An expert without rows gives zeros. Rows that fill an expert's last block must be zero in a or b, and finite in the other.
-    The pipeline runs on from one part to the next, so that parts cost neither copies nor further sums.
+    An expert without rows yields zeros. Padding rows of an expert's last block must be zero in a or b, and finite in the other.
+    The pipeline continues from one part to the next, so parts cost neither copies nor extra sums.
 
     Args:
         accumulate_into: f32, as `dtype`. The sums are added to it in place. For an expert without rows it is neither read nor
-            written. It may hold the experts of all layers, of which `Plan.layer` says which to add to.
+            written. It may hold the experts of all layers; `Plan.layer` selects the layer to add to.
     """
     a, b, plan = parts[0]
     m, n = a.shape[1], b.shape[1]
-    # The last tile may reach beyond b's columns: TMA reads zeros there and writes nothing.
+    # The last tile may exceed b's columns: TMA reads zeros there and writes nothing.
     row_tiles, column_tiles = m // tile.rows, -(-n // tile.columns)
     group = rows_in_group((m, n), a.dtype)
     accumulates = accumulate_into is not None
@@ -94,7 +94,7 @@ def outer(
     scratch = Named(
         a=plgpu.SMEM((tile.stages, STEP, tile.rows), a.dtype, transforms=operand),
         b=plgpu.SMEM((tile.stages, STEP, tile.columns), a.dtype, transforms=operand),
-        # Chunks on their way to memory.
+        # Chunks in flight to memory.
         out=plgpu.SMEM((CONSUMERS, 2, WGMMA_ROWS, chunk), dtype, transforms=result),
         pipe=tile.pipeline(copies=2),
     )
@@ -137,7 +137,7 @@ def _multiply(scratch: Named, tile: TileShape, accumulator, step, warpgroup) -> 
 
 
 def _store(out_ref, scratch: Named, tile: TileShape, accumulator, coord, warpgroup, *, accumulates: bool) -> None:
-    """Stores a warpgroup's sums in chunks of 64 rows, or adds them to what is there."""
+    """Stores a warpgroup's sums in chunks of 64 rows, or adds them to the old values."""
     first_row = coord.row + tile.first_row(warpgroup)
     first_column = coord.column + tile.column_block(warpgroup) * tile.warpgroup_columns
     chunk = scratch.out.shape[-1]
@@ -163,5 +163,5 @@ def _store(out_ref, scratch: Named, tile: TileShape, accumulator, coord, warpgro
 
 
 def _chunk(dtype: jnp.dtype) -> int:
-    """Returns the columns of 128 bytes, the widest swizzle, in which results leave."""
+    """Returns the number of columns in 128 bytes, the widest swizzle, of a stored chunk."""
     return 128 // jnp.dtype(dtype).itemsize

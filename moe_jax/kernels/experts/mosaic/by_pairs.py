@@ -1,8 +1,8 @@
-"""The experts of a few (token, expert) pairs, for decoding: each pair reads its expert's weights for itself, without a plan.
+"""The experts of a few (token, expert) pairs, for decoding: each pair reads its expert's weights separately, without a plan.
 
-Cost: the time to read the weights, 3*I*D elements a pair. A tile is 16 columns of gate and the same 16 of up, or 32 columns of
-down, of one pair. All cores then read about the same amount. A pair's row stands in registers, the same in all 64 rows of
-wgmma: the kernels for many rows give the same bits.
+Cost: the time to read the weights, 3*I*D elements per pair. A tile is 16 columns of gate and the same 16 of up, or 32 columns
+of down, of one pair. All cores then read about the same amount. A pair's row is in registers, copied to all 64 rows of wgmma:
+the kernels for many rows yield the same bits.
 
 Kernels `gated_matmul_of_pairs` and `matmul_of_pairs`, with k steps of `step` = 256 summands (or the largest divisor):
 
@@ -13,7 +13,7 @@ Kernels `gated_matmul_of_pairs` and `matmul_of_pairs`, with k steps of `step` = 
     barriers  full[consumer, slot]   2 arrivals (TMA of both halves), waited for by that consumer
               empty[slot]            1 arrival (the consumer that read it), waited for by the producer
     invariant no wgmma is in flight when the next step begins, because that step overwrites the row's registers
-              a pair of no expert has no steps and gives zeros
+              a pair without an expert has no steps and yields zeros
     time      mainloop.py, ping-pong, with one thread block a core
 """
 
@@ -34,10 +34,10 @@ from moe_jax.kernels.hopper.mainloop import STEP, TileProgram, TileShape, run_ti
 from moe_jax.kernels.hopper.pipeline import CONSUMERS, SHARED_MEMORY, WGMMA_ROWS
 
 COLUMNS = 32
-"""Rows of w that a tile reads; a multiple of 16, because gate and up have half of them each."""
+"""Rows of w that a tile reads: half from gate and half from up, so a multiple of 16."""
 
 WIDEST_STEP = 256
-"""Summands of a step, if they divide all: half a KiB of each row of the weights at a time."""
+"""Summands of a step, if they divide the sum: half a KiB of each row of the weights at a time."""
 
 MOST_PAIRS = 32
 
@@ -45,16 +45,16 @@ WIDEST_ROW = 32768
 """Elements of the longest row. One such row for each consumer leaves room for a pipeline of 5 stages."""
 
 MOST_STAGES = 6
-"""Further copies on their way would delay the copies that are needed first (measured: docs/log/engine.md)."""
+"""More copies in flight would delay the copies that are needed first (measured: docs/log/engine.md)."""
 
 RESERVED = 4096
-"""Bytes of shared memory for barriers and for what Pallas takes."""
+"""Bytes of shared memory reserved for barriers and Pallas."""
 
 
 def takes(topk_experts: Int[Array, "tokens k"], num_experts: int, hidden: int, inter: int) -> bool:
-    """Returns True if these are few pairs, of sizes that the kernel can take.
+    """Returns True if these are few pairs of supported sizes.
 
-    Few: at most MOST_PAIRS, and few enough beside the number of experts that tokens seldom share one.
+    Few: at most MOST_PAIRS, and few enough, relative to the number of experts, that tokens seldom share one.
     """
     tokens, k = topk_experts.shape
     is_few = 0 < tokens * k <= MOST_PAIRS and 4 * (tokens - 1) * k <= num_experts
@@ -87,14 +87,14 @@ def _matmul_of_pairs(
     pairs_of_row: int,
     activation: Activation | None,
 ) -> Float[Array, "pairs columns"]:
-    """w[e of pair p] rows[p // pairs_of_row]; with an activation, it of the first and second half of these columns."""
+    """w[e of pair p] rows[p // pairs_of_row]; with an activation, the activation of these columns' two halves."""
     is_gated = activation is not None
     (num_experts, out, summands), num_pairs, dtype = w.shape, experts.size, rows.dtype
     half = COLUMNS // 2
     columns = out // 2 if is_gated else out
     tile_columns = half if is_gated else COLUMNS
     column_tiles, second_half = columns // tile_columns, columns if is_gated else half
-    # A wider step would have other bits in the interpreter, which adds up a step's products before it adds them to the sum.
+    # A wider step would have other bits in the interpreter, which sums a step's products before adding them to the total.
     step_size = math.gcd(summands, STEP if is_interpreted() else WIDEST_STEP)
     slot_bytes, row_bytes, out_bytes = (n * dtype.itemsize for n in (COLUMNS * step_size, summands, WGMMA_ROWS * COLUMNS))
     stages = min((SHARED_MEMORY - CONSUMERS * (row_bytes + out_bytes) - RESERVED) // slot_bytes, MOST_STAGES)
@@ -120,7 +120,7 @@ def _matmul_of_pairs(
         def store_row(accumulator, coord, warpgroup):
             if activation is not None:
                 accumulator = activation.forward(accumulator[:, :half], accumulator[:, half:], in_kernel=True)
-            # A sum or maximum over rows would go through scratch memory that Pallas gives both warpgroups at once.
+            # A sum or maximum over rows would use scratch memory that Pallas shares between both warpgroups.
             tile_out = scratch.out.at[warpgroup, :, pl.ds(0, tile_columns)]
             store(tile_out, accumulator.astype(dtype))
             row = plgpu.load(tile_out.at[0], layout=plgpu.Layout.WGMMA.reduce(0))
@@ -138,16 +138,16 @@ def _matmul_of_pairs(
 
     scratch = Named(
         w=plgpu.SMEM((stages, COLUMNS, step_size), dtype, transforms=operand_transforms(dtype)),
-        # The row of the pair that a consumer works on.
+        # The row of the pair that a consumer processes.
         row=plgpu.SMEM((CONSUMERS, summands), dtype),
-        # A tile's sums, all 64 rows alike, of which one is stored.
+        # A tile's sums: all 64 rows are equal, and one is stored.
         out=plgpu.SMEM((CONSUMERS, WGMMA_ROWS, COLUMNS), dtype),
         pipe=tile.pipeline(copies=2),
         # For the interpreter; None on a GPU.
         staging=operand_staging((CONSUMERS, WGMMA_ROWS, step_size), dtype),
     )
     outputs = [jax.ShapeDtypeStruct((num_pairs, columns), dtype)]
-    # With two blocks a core the second would begin behind the first, and load nothing meanwhile.
+    # With two blocks per core the second would start after the first, without prefetching.
     kernel = launch(name, body, outputs, [scratch], warpgroups=CONSUMERS + 1, blocks_per_core=1)
     return kernel(experts, rows, w)[0]
 

@@ -1,6 +1,6 @@
 """Rows times their expert's matrix: out[r] = a[r] @ w[e(r)].T or @ w[e(r)], with an epilogue on the accumulator.
 
-A matrix with a low-rank change takes further steps of the same sum: out[r] = a[r] @ w[e(r)].T + c[r] @ factor[e(r)].T.
+A matrix with a low-rank change adds steps to the same sum: out[r] = a[r] @ w[e(r)].T + c[r] @ factor[e(r)].T.
 
 Cost for R rows: 2*R*K*N FLOPs. With tiles of 128 x 256, A and B cross from L2 R*N*K*(1/256 + 1/128) elements.
 
@@ -12,14 +12,14 @@ Kernels `grouped_matmul`, `grouped_matmul_transposed`, `gated_matmul`, and `gate
               consumers WG0, WG1 (232)      wgmma [warpgroup rows] x [warpgroup columns] x 64; then the epilogue by 64 rows
     smem      a stages x rows x 64 | w stages x columns x 64 | out 2 WG x 2 x 64 x 64 | the epilogue's | barriers; all 16-bit
               128 x 256 x 3 stages: a 3 x 16 KiB | w 3 x 32 KiB | out 2 x 2 x 8 KiB | 6 x 8 bytes          = 176 KiB of 227
-    barriers  full[slot]    1 arrival a TMA copy (a: 1, or 0 with source_of_row; w: 1, 2 or 4), waited for by both consumers
+    barriers  full[slot]    1 arrival per TMA copy (a: 1, or 0 with source_of_row; w: 1, 2 or 4), waited for by both consumers
                             (with ping-pong full[consumer, slot], waited for by that one)
               empty[slot]   1 arrival a consumer that reads the slot (2; with ping-pong 1), waited for by the producer
               landed[slot]  with source_of_row: 128 arrivals, one a thread of the producer; waited for with full[slot]
     invariant the rows of a tile belong to one expert; rows below its last block are not stored
-              few tokens: rows behind the last token are not loaded, and 8 rows of a block are stored if one of them has a
-              token (`Plan.chosen_rows`, chosen_rows.py). The others keep what memory held
-              an `out` chunk is written again only after the TMA store before it has read it
+              few tokens: rows after the last token are not loaded, and 8 rows of a block are stored if one of them has a token
+              (`Plan.chosen_rows`, chosen_rows.py). The others are unchanged in memory
+              an `out` chunk is overwritten only after the previous TMA store has read it
     time      mainloop.py
 """
 
@@ -127,9 +127,9 @@ class WarpgroupPart(NamedTuple):
     row: jax.Array
     """The first of the 64 rows, in the whole array."""
     column_block: Any
-    """Number of the block of columns in the whole array, in units of `tile.warpgroup_columns`; gate and up count together."""
+    """Number of the block of columns in the whole array, in units of `tile.warpgroup_columns`; gate and up count as one."""
     column: Any
-    """The block's first column, computed before the tile's steps. In bf16 another register there would spill more later."""
+    """The block's first column, computed before the tile's steps. In bf16 another register there would cause spills later."""
     warpgroup: Any
     expert: Any
     stored: Any = None
@@ -138,7 +138,7 @@ class WarpgroupPart(NamedTuple):
 
 @dataclass(frozen=True)
 class Epilogue:
-    """The part of a kernel that turns a tile's sums into results, in bf16 and in FP8."""
+    """The part of a kernel that converts a tile's sums to results, in bf16 and in FP8."""
 
     name: str
     """Name of the whole kernel, in profiles."""
@@ -150,9 +150,9 @@ class Epilogue:
     prepare: Callable[[WarpgroupPart, Named], None] = lambda part, references: None
     """Runs before `store`; for a tile's first rows before its first step, for example to start loads that `store` waits for."""
     staged: int = 2
-    """Chunks that `write` keeps in shared memory. With two, one is filled while the other is being stored. 0: none."""
+    """Number of chunks that `write` keeps in shared memory. With two, one is filled while the other is being stored."""
     registers: Registers = MATMUL_REGISTERS
-    """Only FP8 kernels choose: the number with which ptxas spills least (promoted.py)."""
+    """Only FP8 kernels override it, with the numbers at which ptxas spills least (promoted.py)."""
 
 
 def epilogue_steps(
@@ -167,13 +167,13 @@ def epilogue_steps(
     """Returns the prologue, has_rows and epilogue of a `TileProgram` or `PromotedProgram`.
 
     Args:
-        out: [consumers, staged, 64, 64], shared memory of chunks on their way to memory.
+        out: [consumers, staged, 64, 64], shared memory of chunks in flight to memory.
         tile: a `TileShape` or `Fp8TileShape`.
         rows_of: (a warpgroup's sums, first row) -> the sums of 64 rows.
     """
 
     def part_of(coord: TileCoord, warpgroup, row):
-        """64 rows of the warpgroup, `row` below its first, and whether they are the expert's: below its last block, no."""
+        """Returns 64 rows of the warpgroup, from `row` on, and True if they belong to the expert, not past its last block."""
         first = tile.first_row(warpgroup) + row
         column_block = coord.column_tile * tile.column_blocks + tile.column_block(warpgroup)
         row, column = pl.multiple_of(coord.row, ROW_ALIGNMENT) + first, column_block * tile.warpgroup_columns
@@ -216,8 +216,8 @@ class RowsOperands(NamedTuple):
     """Rows in expert order. If `plan.holds_all_tokens` they may be the tokens themselves, which are fewer than the rows."""
     w: Any
     source_of_row: Any = None
-    """The producer gathers a[source_of_row] itself (`row_copies`). The full barrier then says that w's columns have landed,
-    `landed` that the rows have. None where a's rows are in order."""
+    """The producer gathers a[source_of_row] itself (`row_copies`). The full barrier then signals w's columns, and `landed` the
+    rows. None if a's rows are in order."""
     change: RowsChange | None = None
     """The change of the experts of a plan without `layer`. Its rank is a multiple of 64, and its steps come last."""
     bias: Any = None
@@ -240,7 +240,7 @@ def launch_rows(
     summands, dtype = a.shape[1], a.dtype
     num_steps = (summands + (0 if change is None else change.rows.shape[1])) // STEP
     columns = w.shape[2] if transpose else w.shape[1]
-    # The last tile may reach beyond w's columns: TMA reads zeros there and writes nothing.
+    # The last tile may exceed w's columns: TMA reads zeros there and writes nothing.
     column_tiles = -(-columns // tile.columns)
     group = rows_in_group((columns, summands), dtype)
     tiles = row_tiles(plan, tile.rows, column_tiles, group)
@@ -267,8 +267,8 @@ def launch_rows(
             multiply=partial(_multiply, scratch, tile, transpose=transpose),
             epilogue=store_tile,
             prologue=prologue,
-            # Half a tile takes less time than a whole one, and the cores no longer read a large matrix in step. What one core
-            # has read from memory has then left the L2 cache when the next core needs it.
+            # Half a tile takes less time than a whole one, so cores would no longer read a large matrix in step. Data that one
+            # core read would then have left the L2 cache when the next core needs it.
             has_rows=has_rows if group == 1 else lambda coord, warpgroup: True,
         )
         if gathers:
@@ -290,7 +290,7 @@ def launch_rows(
         out=plgpu.SMEM((CONSUMERS, epilogue.staged, WGMMA_ROWS, CHUNK), dtype, transforms=swizzled),
         epilogue=epilogue.scratch,
         pipe=tile.pipeline(copies=(0 if gathers else 1) + (2 * tile.column_blocks if pairs_halves else 1)),
-        # Barriers of gathered rows (row_copies.py); None where TMA copies them.
+        # Barriers of gathered rows (row_copies.py); None if TMA copies them.
         landed=landing_barriers(tile.stages) if gathers else None,
     )
     kernel = launch(epilogue.name, body, epilogue.outputs, [scratch], warpgroups=CONSUMERS + 1)
@@ -318,7 +318,7 @@ def _load(
         if scratch.landed is not None:
             start_copies(operands.a, sources, step.k * STEP, scratch.a.at[step.slot], scratch.landed, step.slot)
         else:
-            # Rows beyond a's are read as zeros.
+            # Rows past a's end are read as zeros.
             rows = pl.ds(loaded.first_row(step.coord.row), loaded.number)
             target = scratch.a.at[step.slot, pl.ds(0, loaded.number)]
             plgpu.copy_gmem_to_smem(operands.a.at[rows, ks], target, full_barrier)

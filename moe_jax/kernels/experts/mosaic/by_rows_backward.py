@@ -11,10 +11,10 @@ Kernel `gated_matmul_backward`, which is by_rows.py's with this epilogue:
     smem      besides a and w: out 2 WG x 1 x 8 KiB | h 2 WG x 2 slots x (gate, up) x 8 KiB | Pallas' scratch for the row sum
     barriers  besides full and empty: loaded[WG, slot], 2 arrivals (TMA gate, TMA up), waited for by that consumer
     epilogue  per 64 rows, for chunks c = 0, 1, ... of 64 columns: the slot of chunk c is c mod 2
-              prepare   loads h of chunks 0 and 1 (before the tile's first step, so that they arrive beside the matmul)
+              prepare   loads h of chunks 0 and 1 (before the tile's first step, so that they arrive during the matmul)
               chunk c   wait until the gradients of chunk c - 1 have left their slot, load h of chunk c + 1 there
                         wait for loaded; dv of the chunk; weighted_act -> out; dgate and dup into h's slot -> dh
-    invariant a slot of h is loaded again only after the TMA store of the gradients that took h's place has read it
+    invariant a slot of h is reloaded only after the TMA store of the gradients that replaced h has read it
 """
 
 import functools
@@ -52,7 +52,7 @@ def matmul_gated_backward(
     chunks = tile.warpgroup_columns // CHUNK
 
     def halves_of(reference, part, chunk):
-        """The gate's and the up's columns of one chunk of the warpgroup's columns."""
+        """Returns the gate's and the up's columns of one chunk of the warpgroup's columns."""
         column = part.column_block * tile.warpgroup_columns + chunk * CHUNK
         return [reference.at[pl.ds(part.row, WGMMA_ROWS), pl.ds(half * inter + column, CHUNK)] for half in range(2)]
 
@@ -63,7 +63,7 @@ def matmul_gated_backward(
             plgpu.copy_gmem_to_smem(source, h_smem.at[*slot, half], loaded.at[*slot])
 
     def prepare(part, references):
-        # The gradients of the last tile have left the slots.
+        # Wait until the gradients of the last tile have left the slots.
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         for chunk in range(min(chunks, 2)):
             load_chunk(part, chunk, references)
@@ -76,7 +76,7 @@ def matmul_gated_backward(
         v = lax.broadcast_in_dim(v, (WGMMA_ROWS, CHUNK), [0])
         for chunk in range(chunks):
             if chunk >= 1:
-                # The gradients of the chunk before have left its slot, which the chunk after this one takes.
+                # Wait until the previous chunk's gradients have left its slot, which the next chunk uses.
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 if chunk + 1 < chunks:
                     load_chunk(part, chunk + 1, references)
@@ -87,7 +87,7 @@ def matmul_gated_backward(
             act, pullback = activation.vjp(gate, up)
             dv_ref[part.column_block * chunks + chunk, pl.ds(part.row, WGMMA_ROWS)] = (g * act).sum(axis=1)
             write(act_ref, part.column_block * tile.warpgroup_columns + chunk * CHUNK, v * act)
-            # Each thread puts its gradients where it has read h.
+            # Each thread overwrites the h that it has read.
             for half, gradient in enumerate(pullback(v * g)):
                 h_smem[*slot, half] = gradient.astype(h.dtype)
             plgpu.commit_smem()

@@ -1,7 +1,7 @@
-"""The rows of few tokens, in blocks of 64 of which most are of no token.
+"""Rows of few tokens, in blocks of 64 whose rows mostly have no token.
 
-A matmul loads no row behind the last token. It stores 8 rows at a time, if one of them has a token (`Plan.chosen_rows`).
-In shared memory 8 rows are a tile, which one copy moves.
+A matmul loads no row after the last token. It stores 8 rows at a time, if one of them has a token (`Plan.chosen_rows`). In
+shared memory 8 rows are a tile, which one copy moves.
 """
 
 from functools import partial
@@ -19,22 +19,22 @@ from moe_jax.kernels.hopper.mainloop import ROW_ALIGNMENT
 
 
 class ChosenRows(NamedTuple):
-    """The arrays of a plan that say which rows of a block are stored; None where that needs none."""
+    """The arrays of a plan that select the stored rows of a block; None if not needed."""
 
     bits: Any
     """`Plan.chosen_rows`. None: all rows of all blocks are stored."""
     offsets: Any
-    """`Plan.offsets`. None: each expert has one block at most."""
+    """`Plan.offsets`. None: each expert has at most one block."""
 
 
 def chosen_rows_of(plan: Plan) -> ChosenRows:
-    """Returns the arrays that a kernel takes among its inputs."""
+    """Returns the arrays to pass to a kernel."""
     one_block = plan.chosen_rows is None or plan.holds_all_tokens
     return ChosenRows(plan.chosen_rows, None if one_block else plan.offsets)
 
 
 def stored_rows(chosen: ChosenRows, plan: Plan, coord: TileCoord, row) -> tuple[Any, int]:
-    """Returns which rows are stored of the tile's block that begins at `row`: bits, and the number of bits that may be set.
+    """Returns which rows of the tile's block at `row` are stored: bits, and the number of bits that may be set.
 
     Rows 8 i to 8 i + 7 are stored if bit i is set; all, if the bits are None. `chosen` has references.
     """
@@ -60,7 +60,7 @@ def store_rows(chunk, output, row, column, stored: tuple[Any, int]) -> None:
     if bits is None:
         store(0, chunk.shape[0])
     else:
-        # The barrier hides the number from the compiler: the loop unrolled makes kernels in FP8 spill 44 bytes.
+        # The barrier hides the number from the compiler: unrolled, the loop makes FP8 kernels spill 44 bytes.
         @pl.loop(0, lax.optimization_barrier(jnp.int32(num_bits)))
         def _rows(bit):
             first = pl.multiple_of(bit * ROWS_OF_A_BIT, ROWS_OF_A_BIT)
@@ -73,13 +73,13 @@ class LoadedRows(NamedTuple):
     """The rows of a that are loaded for a tile."""
 
     are_tokens: bool
-    """They are the tokens, of which all tiles read the same; else the rows of the tile's block."""
+    """True: they are the tokens, the same for all tiles. False: the rows of the tile's block."""
     number: int
-    """Rows of the slot from its first on. The others keep what they had, and their sums are not stored."""
+    """Number of loaded rows, from the slot's first on. The others keep old data, and their sums are not stored."""
 
     def first_row(self, row: jax.Array) -> jax.Array:
         """Returns the first row of a for the tile whose block begins at `row`."""
-        # Not a constant 0: JAX refuses constant slices that reach beyond a's rows, which TMA reads as zeros.
+        # Not a constant 0: JAX refuses constant slices past a's end, which TMA reads as zeros.
         return row * 0 if self.are_tokens else row
 
 
@@ -91,6 +91,6 @@ def loaded_rows(plan: Plan, height: int, num_sources: int) -> LoadedRows:
 
 
 def _rows_in_use(plan: Plan) -> int:
-    """Returns the number of a block's rows, from its first on, that may be of tokens."""
+    """Returns the number of a block's rows, from its first on, that may have tokens."""
     tokens = plan.row_of_pair.shape[0]
     return -(-tokens // ROWS_OF_A_BIT) * ROWS_OF_A_BIT if plan.holds_all_tokens else ROW_ALIGNMENT

@@ -1,18 +1,18 @@
 """Rows of tokens in expert order: out[row of pair (t, k)] = x[t], by TMA copies through shared memory.
 
-Cost: T*D elements read and R*D written, at the speed of a copy. The kernel goes by tokens, so that each is read once. By rows
-each would be read K times, long after it has left the L2 cache.
+Cost: T*D elements read and R*D written, at the speed of a copy. The kernel loops over tokens, so each is read once. A loop over
+rows would read each K times, long after it has left the L2 cache.
 
 Kernel `gather_rows_kernel`:
 
-    roles     one warpgroup, which issues every copy. Nothing is computed, so no second role and no `Pipeline`: the warpgroup
-              knows when its own stores have read a slot. Two thread blocks share a core: while one reads the numbers of its
-              next rows, the other copies
+    roles     one warpgroup, which issues every copy. Nothing is computed, so there is no second role and no `Pipeline`: the
+              warpgroup knows when its own stores have read a slot. Two thread blocks share a core: while one reads the numbers
+              of its next rows, the other copies
     smem      tokens 4 slots x height x D | zeros (512 / gcd(D, 512)) x D | 4 barriers
               D 2048, 16-bit: 4 x 4 x 4 KiB + 4 KiB                                                          = 68 KiB of 227
     barriers  loaded[slot]  1 arrival (TMA of `height` tokens), waited for before they are stored
-    invariant a slot is loaded again after all but the last group of stores have read theirs (wait_smem_to_gmem(1)): the group
-              that may still be reading is the current chunk's, whose slot is not the one loaded
+    invariant a slot is reloaded after all but the last group of stores have read theirs (wait_smem_to_gmem(1)): only the
+              current chunk's group may still be reading, from another slot
     time      load     |L0 L1 L2|   L3    L4
               store             |S0    S1    S2
 """
@@ -37,19 +37,19 @@ CHUNK_BYTES = 16 * 2**10
 """Upper bound on one stage, unless one token is larger."""
 
 STORES = 64
-"""Upper bound on the stores of one chunk: each is written out in the kernel."""
+"""Upper bound on the stores of one chunk, which are unrolled in the kernel."""
 
 
 def shared_bytes(hidden: int, itemsize: int) -> int:
-    """Returns the least number of bytes of shared memory that `gather_rows` needs."""
+    """Returns the minimum bytes of shared memory that `gather_rows` needs."""
     return (STAGES + _zero_tokens(hidden, itemsize)) * hidden * itemsize + 8 * STAGES
 
 
 @jax.jit
 def gather_rows(x: Float[Array, "tokens hidden"], plan: Plan) -> Float[Array, "rows hidden"]:
-    """Returns x in expert order. Rows that fill an expert's last block are zero; rows from offsets[-1] on are not written."""
+    """Returns x in expert order. Padding rows of an expert's last block are zero; rows from offsets[-1] on are not written."""
     tokens, hidden = x.shape
-    # A TMA copy takes at most 256 elements along an axis: a token is copied as [hidden / width, width].
+    # A TMA copy moves at most 256 elements along an axis: a token is copied as [hidden / width, width].
     width = next(width for width in (256, 128, 64) if hidden % width == 0)
     token_shape = (hidden // width, width)
     fits = max(1, min(CHUNK_BYTES // (hidden * x.dtype.itemsize), STORES // plan.row_of_pair.shape[1]))
@@ -87,7 +87,7 @@ def _zero_tokens(hidden: int, itemsize: int) -> int:
 
 
 def fill_blocks(ends_ref, offsets_ref, out_ref, zeros) -> None:
-    """Stores zeros into the rows of no pair, for this block's share of the experts."""
+    """Stores zeros into rows without a pair, for this block's share of the experts."""
     zeros[...] = jnp.zeros(zeros.shape, zeros.dtype)
     plgpu.commit_smem()
 

@@ -1,4 +1,4 @@
-"""The tiles that a pass can take, as its epilogue, the experts' matrices and a Hopper core's shared memory allow."""
+"""The tiles that a pass supports, limited by its epilogue, the experts' matrices and a Hopper core's shared memory."""
 
 import dataclasses
 from typing import Literal, get_args
@@ -10,20 +10,20 @@ from moe_jax.kernels.hopper.mainloop import STEP, TileShape
 from moe_jax.kernels.hopper.pipeline import CONSUMERS, SHARED_MEMORY, WGMMA_ROWS
 
 Pass = Literal["gated_matmul", "grouped_matmul", "grouped_matmul_transposed", "gated_matmul_backward", "grouped_outer"]
-"""The kernels by their names in profiles; docs/kernels.md says what each computes."""
+"""The kernels' names in profiles; docs/kernels.md describes what each computes."""
 
 PASSES: tuple[Pass, ...] = get_args(Pass)
 
 ROWS, COLUMNS = (64, 128), (64, 128, 192, 256)
-"""A plan keeps one block of 64 rows free behind the last expert, so 128 rows at most; one wgmma takes 256 columns at most."""
+"""A plan has one spare block of 64 rows after the last expert, so at most 128 rows; one wgmma has at most 256 columns."""
 
 
 def refusal(pass_name: Pass, matrix: tuple[int, int], tile: TileShape) -> str | None:
-    """Returns why a pass cannot take a tile and what would be right; None if it can.
+    """Returns why a pass does not support a tile, with the supported values; None if it does.
 
     Args:
         matrix: shape of one expert's matrix as stored: [2*inter, hidden] of w_gate_up or [hidden, inter] of w_down. The pass
-            reads it or, as `grouped_outer`, writes its gradient.
+            reads it or, like `grouped_outer`, writes its gradient.
     """
     heights = fitting_rows(pass_name, matrix)
     if tile.rows not in heights:
@@ -70,11 +70,11 @@ def fitting_columns(pass_name: Pass, matrix: tuple[int, int], rows: int, ping_po
     """Returns the widths of tiles that fit.
 
     They divide the pass's columns, leave each warpgroup whole chunks (`gated_matmul`: of gate and of up each), and its sums fit
-    the registers. Plain products with ping-pong take any width up to the number of columns: 192 is the widest that fits.
+    the registers. Plain products with ping-pong support any width up to the number of columns: 192 is the widest that fits.
     """
     total = matrix[0] if pass_name in ("gated_matmul", "grouped_matmul") else matrix[1]
     unit = 2 * CHUNK if pass_name == "gated_matmul" else CHUNK
-    # A thread has 232 registers; 128 sums of a warpgroup take one in each thread. The backward epilogue needs more for itself.
+    # A thread has 232 registers; 128 sums of a warpgroup need one in each thread. The backward epilogue needs more for itself.
     most_sums = 128 * (128 if pass_name == "gated_matmul_backward" else 192)
     takes_any = ping_pong and not pass_name.startswith("gated")
 
@@ -92,14 +92,15 @@ def most_stages(pass_name: Pass, tile: TileShape) -> int:
 
 
 def shared_memory(pass_name: Pass, tile: TileShape) -> int:
-    """Returns the bytes of shared memory that a pass allocates: its slots, chunks on their way to and from memory, barriers.
+    """Returns the bytes of shared memory that a pass allocates: its slots, chunks in flight to and from memory, barriers.
 
-    The 1024 bytes of `row_copies.landing_barriers` are left out: a slot of gate_up takes a multiple of 8192, which leaves 3072.
+    The 1024 bytes of `row_copies.landing_barriers` are left out: a slot of gate_up has a multiple of 8192 bytes, which leaves
+    3072.
     """
     slots = tile.stages * (tile.rows + tile.columns) * STEP * 2
     chunk = WGMMA_ROWS * CHUNK * 2
     if pass_name == "gated_matmul_backward":
-        # For each consumer one chunk on its way out, two of gate and two of up on their way in; and Pallas' scratch for a sum.
+        # Per consumer: one outgoing chunk, two incoming chunks each of gate and up; and Pallas' scratch for a sum.
         rest = CONSUMERS * 5 * chunk + 8 * CONSUMERS * 2 + plgpu.CompilerParams().reduction_scratch_bytes
     else:
         rest = CONSUMERS * 2 * chunk

@@ -1,4 +1,4 @@
-"""Cuts the rows of a plan into tiles, each of one expert, and orders them: cores at work together read the same data."""
+"""Cuts the rows of a plan into tiles, each of one expert, and orders them so that concurrent cores read the same data."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,24 +14,24 @@ from moe_jax.kernels.experts.routing import Plan, masked_sum
 from moe_jax.kernels.hopper.mainloop import ROW_ALIGNMENT
 
 GROUP = 16
-"""Rows of tiles that go through the columns together. 16 tiles of 128 rows and 8 tiles of 256 columns make a square, with about
-one tile for each core of a Hopper GPU."""
+"""Rows of tiles that advance through the columns together. 16 tiles of 128 rows and 8 tiles of 256 columns form a square, with
+about one tile for each core of a Hopper GPU."""
 
 SMALL_MATRIX_BYTES = 8 * 2**20
-"""An expert's matrix up to this size stays in the L2 cache (50 MiB) beside other experts' matrices at work, in any order."""
+"""An expert's matrix up to this size stays in the L2 cache (50 MiB), along with other matrices in use, in any order."""
 
 
 def rows_in_group(matrix: tuple[int, int], dtype: DTypeLike) -> int:
-    """Returns the number of rows of tiles that go through the columns of this matrix together; 1 means row after row."""
+    """Returns the number of rows of tiles that advance through this matrix's columns together; 1 means row by row."""
     return GROUP if matrix[0] * matrix[1] * jnp.dtype(dtype).itemsize > SMALL_MATRIX_BYTES else 1
 
 
 def coord_in_order(index: jax.Array, row_tiles: jax.Array | int, column_tiles: int, group: int) -> tuple[jax.Array, jax.Array]:
     """Returns (row, column) of tile number `index` of row_tiles x column_tiles: `group` rows, column by column, then the next.
 
-    Cores take tiles in this order. Cores at work at one time then share few rows of one operand and few columns of the other.
-    An expert's matrix that is larger than the L2 cache is read from memory once a group. (Row after row, it is read once for
-    every one or two rows of tiles. Triton's tutorial on matrix multiplication calls this grouped ordering.)
+    Cores process tiles in this order. Concurrent cores then share few rows of one operand and few columns of the other. An
+    expert's matrix larger than the L2 cache is read from memory once per group. (Row by row, it would be read once for every
+    one or two rows of tiles. Triton's matrix multiplication tutorial calls this grouped ordering.)
     """
     first_row = lax.div(index, jnp.int32(group * column_tiles)) * group
     in_group = index - first_row * column_tiles
@@ -60,18 +60,18 @@ class TileCoord(NamedTuple):
     """Coordinates of a tile."""
 
     expert: jax.Array
-    """The index of the matrix among all that the kernel is given."""
+    """The index of the matrix in the kernel's input."""
     row: jax.Array
     """The tile's first row of the whole array."""
     num_rows: jax.Array | int
-    """Rows of the expert from `row` on. A tile may reach beyond the expert's last block."""
+    """Rows of the expert from `row` on. A tile may extend past the expert's last block."""
     column_tile: jax.Array
     """Number of the tile's block of columns, in units of the tile's columns."""
 
 
 @dataclass(frozen=True)
 class RowTiles:
-    """The tiles of a plan. A kernel takes `arrays` among its inputs; `count` and `find` read the references to them."""
+    """The tiles of a plan. Pass `arrays` to the kernel; `count` and `find` read their references."""
 
     arrays: tuple[Int[Array, "_"], ...]
     count: Callable[..., jax.Array]
@@ -81,9 +81,9 @@ class RowTiles:
 
 
 def row_tiles(plan: Plan, height: int, column_tiles: int, group: int) -> RowTiles:
-    """Cuts the rows into tiles of `height` rows, in one or two small XLA kernels: where few tokens are decoded each counts.
+    """Cuts the rows into tiles of `height` rows, in one or two small XLA kernels: in decoding, each launch counts.
 
-    `tile_order.row_tile_in_order` gives the order in which the tiles go through the columns.
+    `tile_order.row_tile_in_order` defines the order of the tiles.
     """
     blocks_are_tiles = plan.expert_of_block is not None and height == ROW_ALIGNMENT and group == 1
     if plan.holds_all_tokens or blocks_are_tiles:
@@ -100,7 +100,7 @@ def _cut(plan: Plan, height: int, column_tiles: int, group: int) -> RowTiles:
     else:
         ends = masked_sum(expert <= expert[:, None], num_tiles[None])
     first_tile = ends - num_tiles
-    # Each expert with rows ends with at most one tile that is not full.
+    # Each expert with rows has at most one tile that is not full.
     most = plan.num_rows // height + min(plan.num_experts, plan.num_rows // ROW_ALIGNMENT)
     tile = jnp.arange(most, dtype=jnp.int32)[:, None]
     row = first_row + (tile - first_tile) * height
@@ -118,8 +118,8 @@ def _cut(plan: Plan, height: int, column_tiles: int, group: int) -> RowTiles:
 
 
 def _blocks_as_tiles(plan: Plan, column_tiles: int) -> RowTiles:
-    """Takes each block of rows as a tile: right for every height and order if an expert has one block of rows or none, and
-    row after row for tiles of a block's height."""
+    """Uses each block of rows as a tile: valid for every height and order if experts have at most one block of rows, and for
+    tiles of a block's height row by row."""
     if plan.expert_of_block is None:
         row = ROW_ALIGNMENT * jnp.arange(plan.num_rows // ROW_ALIGNMENT, dtype=jnp.int32)
         experts = plan.in_stack(masked_sum(plan.offsets[1:] <= row[:, None], jnp.ones_like(plan.offsets[1:])))

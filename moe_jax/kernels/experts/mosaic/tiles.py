@@ -1,14 +1,14 @@
 """Chooses the tile of each pass: the nearest entry of the user's table, else of the packaged table, else a rule.
 
-A table is a JSON file {"tiles": [...]}. Each entry names the pass, the shape of an expert's matrix, the mean number of rows an
+A table is a JSON file {"tiles": [...]}. Each entry names the pass, the shape of an expert's matrix, the mean number of rows per
 expert, and the tile:
 
     {"pass": "grouped_matmul", "matrix": [2048, 768], "rows_per_expert": 64.0,
      "tile": {"rows": 64, "columns": 256, "stages": 4}, "measured": "NVIDIA H200, 2026-11-21, jax 0.11.2"}
 
 A tile with ping-pong has "by_turns": true too. The nearest entry is the one for the same pass and matrix whose rows_per_expert
-is closest by ratio, if that is within 4. `moe-jax tune` writes such files; the packaged one comes from an H200. A tile changes
-the time of a pass and no bit of its result.
+is closest by ratio, if within 4. `moe-jax tune` writes such files; the packaged one is from an H200. A tile changes the time of
+a pass, but no bit of its result.
 """
 
 import functools
@@ -24,12 +24,12 @@ from moe_jax.kernels.experts.mosaic.tile_limits import PASSES, Pass, fitting_col
 from moe_jax.kernels.hopper.mainloop import TileShape
 
 ENVIRONMENT_VARIABLE = "MOE_JAX_TILES"
-"""Environment variable with the path of the user's table. A file is read once a process, when the first kernel is traced."""
+"""Environment variable with the path of the user's table. A file is read once per process, when the first kernel is traced."""
 
 PACKAGED = Path(__file__).with_name("tiles.json")
 
 REACH = 4.0
-"""Largest ratio between the mean number of rows asked for and the one that an entry was measured with."""
+"""Largest ratio between the requested mean number of rows and an entry's."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def choose_tile(pass_name: Pass, matrix: tuple[int, int], rows_per_expert: float
     """Returns the tile of a pass, from shapes alone: nothing is measured.
 
     Raises:
-        ValueError: MOE_JAX_TILES names a file that is no table, or that has a wrong entry for any pass.
+        ValueError: MOE_JAX_TILES names a file that is not a table, or has an invalid entry for any pass.
         OSError: MOE_JAX_TILES names a file that cannot be read.
     """
     for path in (os.environ.get(ENVIRONMENT_VARIABLE), PACKAGED):
@@ -67,7 +67,7 @@ def choose_tile(pass_name: Pass, matrix: tuple[int, int], rows_per_expert: float
 def rule(pass_name: Pass, matrix: tuple[int, int], rows_per_expert: float) -> TileShape:
     """Returns `shared_tile`, or PING_PONG for plain products of short sums.
 
-    With ping-pong one warpgroup multiplies while the other stores, which counts if a tile has few steps.
+    With ping-pong one warpgroup multiplies while the other stores, which matters if a tile has few steps.
     """
     shared = shared_tile(pass_name, matrix, rows_per_expert)
     columns, summands = {
@@ -82,20 +82,20 @@ def rule(pass_name: Pass, matrix: tuple[int, int], rows_per_expert: float) -> Ti
 
 PING_PONG = TileShape(128, 192, 4, ping_pong=True)
 SHORT_SUM, MOST_COMPUTED = 2048, 1.05
-"""Summands of a short sum; and the largest ratio of computed columns, with a ragged last tile, to columns of the result.
+"""Summands of a short sum; and the largest ratio of computed columns, including a ragged last tile, to columns of the result.
 docs/log/kernels.md has the measurements."""
 
 
 def shared_tile(pass_name: Pass, matrix: tuple[int, int], rows_per_expert: float) -> TileShape:
     """Returns the tile that both consumers compute together: 128 rows and the widest tile that divides the columns.
 
-    Passes by rows take 64 x 256 if experts have 64 rows or fewer on average. Plain products of 64 columns read much and
-    multiply little: they wait for memory, and more stages keep more loads in flight.
+    Passes by rows use 64 x 256 if experts have 64 rows or fewer on average. Plain products of 64 columns are bound by memory,
+    so more stages keep more loads in flight.
     """
     if pass_name == "grouped_outer":
         rows = 128 if matrix[0] % 128 == 0 else 64
         return TileShape(rows, max(fitting_columns(pass_name, matrix, rows)), 4)
-    # In the backward pass chunks of h take the shared memory of a fourth stage.
+    # In the backward pass chunks of h occupy the shared memory of a fourth stage.
     if rows_per_expert <= 64 and 256 in fitting_columns(pass_name, matrix, 64):
         return TileShape(64, 256, 3 if pass_name == "gated_matmul_backward" else 4)
     columns = max(fitting_columns(pass_name, matrix, 128))
@@ -107,7 +107,7 @@ def read_table(path: str | Path) -> list[Entry]:
     """Returns the entries of a table, each of them checked.
 
     Raises:
-        ValueError: the file is no table. The message names the entry, what is wrong with it and what would be right.
+        ValueError: the file is not a table. The message names the entry, the problem and the right form.
         OSError: the file cannot be read.
     """
     try:
@@ -129,7 +129,7 @@ def read_table(path: str | Path) -> list[Entry]:
 
 
 def merge_into_table(path: Path, entries: Iterable[Entry]) -> None:
-    """Writes entries into a table, in place of entries with the same key. The file is complete afterwards, or as before.
+    """Writes entries into a table, replacing entries with the same key. The file is written atomically.
 
     Raises:
         ValueError: the file exists and is not a table.
@@ -188,7 +188,7 @@ def _parse(values: Any) -> Entry:
 
 def _as_json(entry: Entry) -> dict:
     values = asdict(entry)
-    # Tables have had this name from the beginning.
+    # The name in tables predates the field's.
     if values["tile"].pop("ping_pong"):
         values["tile"]["by_turns"] = True
     return {"pass": values.pop("pass_name"), **values}

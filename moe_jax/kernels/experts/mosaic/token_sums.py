@@ -1,18 +1,18 @@
 """Each token's sum over the rows of its choices: y[t] = sum_k weights[t, k] * rows[row(t, k)].
 
-Cost: the rows that experts computed read once and T*D elements written, at the speed of a copy if those are all rows. Rows of
-choices that nobody here computes, most choices where a device has a part of the experts, are not read. XLA's gather reads some
-row for each of them.
+Cost: reads the rows that experts computed once and writes T*D elements, at the speed of a copy if these are all rows. Rows of
+choices not computed on this device (most choices, if it has a part of the experts) are not read. XLA's gather reads some row
+for each of them.
 
 Kernel `sum_rows`:
 
-    roles     4 warpgroups, all alike, each with its own items: loads straight into registers, no TMA, no `Pipeline`
+    roles     4 equal warpgroups, each with its own items: loads directly into registers, no TMA, no `Pipeline`
     smem      none
     item      `at_once` tokens x `columns` columns: at most 8 rows of 512 or 1024 columns, predicated loads
-    order     from the first choice to the last, one f32 addition each: one order, the same bits each run
-    time      load     |L0 L1|L2 L3|L4      an item's summands are on their way while the one before is summed,
+    order     from the first choice to the last, one f32 addition each: deterministic
+    time      load     |L0 L1|L2 L3|L4      an item's summands are in flight while the previous one is summed,
               sum         |S0 S1|S2 S3      and the row numbers of the item after that
-    invariant an item behind the last one loads the last one again and stores nothing
+    invariant an item after the last one loads the last one again and stores nothing
 """
 
 from functools import partial
@@ -28,7 +28,7 @@ from moe_jax.kernels.experts.routing import Plan
 from moe_jax.kernels.hopper.launch import WARPGROUP_THREADS, launch
 
 WARPGROUPS = 4
-"""Warpgroups of a block, each with its own rows on their way; together they hold all registers of a core."""
+"""Warpgroups of a block, each with its own rows in flight; together they use all registers of a core."""
 
 ROWS = 8
 """Upper bound on the rows that a warpgroup loads at once. Two such loads and the row numbers of two more fill its registers."""
@@ -38,7 +38,7 @@ VECTOR = 8
 
 
 def columns_at_a_time(hidden: int, k: int) -> int | None:
-    """Returns the columns of one sum that a warpgroup forms at a time; None if this kernel cannot form such sums."""
+    """Returns the columns of one sum that a warpgroup computes at a time; None if this kernel does not support such sums."""
     return next((columns for columns in (1024, 512) if hidden % columns == 0 and 0 < k <= ROWS), None)
 
 
@@ -52,10 +52,10 @@ def sum_rows(
     share: int,
     shares: int,
 ) -> Float[Array, "share hidden"]:
-    """Returns the sums of the `share`-th of `shares` equal parts of the tokens, formed in f32, `columns` at a time."""
+    """Returns the sums of the `share`-th of `shares` equal parts of the tokens, in f32, `columns` at a time."""
     (all_tokens, k), hidden = plan.row_of_pair.shape, rows.shape[1]
     tokens = all_tokens // shares
-    # Several tokens at a time if each has few choices, so that enough rows are on their way.
+    # Several tokens at a time if each has few choices, so that enough rows are in flight.
     at_once = next(n for n in range(ROWS // k, 0, -1) if tokens % n == 0)
     column_parts = hidden // columns
     items = tokens // at_once * column_parts

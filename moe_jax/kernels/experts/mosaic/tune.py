@@ -1,6 +1,6 @@
 """`moe-jax tune`: finds the fastest tile for each pass of a layer's experts on this GPU, as entries of a tile table.
 
-Each tile is compiled once, for the largest number of tokens. Smaller numbers are plans in which the other tokens choose nobody.
+Each tile is compiled once, for the largest number of tokens. For smaller numbers, the plans' other tokens choose no expert.
 """
 
 import datetime
@@ -27,8 +27,8 @@ from moe_jax.kernels.experts.routing import Plan, plan
 from moe_jax.kernels.hopper.mainloop import TileShape
 
 GAIN = 1.05
-"""A tile replaces the rule's tile if that takes more than GAIN times as long. Near equals change places from run to run, and a
-tile gains less in a layer than it gains alone (docs/kernels.md)."""
+"""A tile replaces the rule's tile if that takes more than GAIN times as long. Nearly equal tiles swap ranks from run to run,
+and a tile gains less in a layer than in isolation (docs/kernels.md)."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Timing:
 
     @property
     def rule(self) -> TileShape:
-        """The tile that is taken without a table."""
+        """The tile used without a table."""
         return rule(self.pass_name, self.matrix, self.rows_per_expert)
 
     @property
@@ -72,7 +72,7 @@ def tune(layer: Layer, tokens: Sequence[int], dtype: str, stopwatch: Callable | 
     """Times the six matmuls of a layer's forward and backward pass with each of their tiles at every number of tokens.
 
     Args:
-        stopwatch: measures; has the arguments and the result of `time_tiles`, the default.
+        stopwatch: the function that measures, like the default `time_tiles`.
     """
     gate_up, down = (2 * layer.inter, layer.hidden), (layer.hidden, layer.inter)
     passes: list[tuple[Pass, tuple[int, int]]] = [
@@ -94,7 +94,7 @@ def check(layer: Layer, tokens: Sequence[int], dtype: str) -> None:
     """Checks that such a layer can be measured here.
 
     Raises:
-        ValueError: it cannot be measured. The message says why and what would be right.
+        ValueError: it cannot be measured. The message gives the reason and a remedy.
     """
     if not tokens:
         raise ValueError("give at least one number of tokens")
@@ -136,7 +136,7 @@ long enough for the power limit to set the clock, as in a layer. A tile that is 
 
 ROUTINGS = 4
 """Random routings; a call launches the pass once for each. With one routing the L2 cache would hold a single token's experts,
-and Python would take longer to call than the GPU to compute."""
+and Python's call would take longer than the GPU's work."""
 
 
 def time_tiles(
@@ -150,7 +150,7 @@ def time_tiles(
 ) -> dict[int, dict[TileShape, float]]:
     """Returns the seconds of one launch by tokens and tile, with random data. Each token chooses `top_k` of `experts` evenly.
 
-    The tiles take turns group by group, so that a GPU that grows warm slows all of them.
+    The tiles alternate group by group, so that a warming GPU slows all of them equally.
     """
     most = max(tokens)
     routings = {n: [_routing(jax.random.key(seed), n, most, experts, top_k) for seed in range(ROUTINGS)] for n in tokens}
@@ -169,7 +169,7 @@ def time_tiles(
 
 
 def run_pass(pass_name: Pass, tile: TileShape, plan: Plan, *operands: Array) -> Array | tuple[Array | None, ...]:
-    """Runs one pass with a given tile, on operands as `operand_shapes` lists them."""
+    """Runs one pass with a given tile, on operands in the order of `operand_shapes`."""
     rows, other, *more = operands
     match pass_name:
         case "gated_matmul":
@@ -212,7 +212,7 @@ def _operands(pass_name: Pass, matrix: tuple[int, int], plan: Plan, dtype: str) 
 
 
 def _program(pass_name: Pass, tile: TileShape):
-    """Returns the pass over several plans, jitted. It returns one number of each result: no result outlives its launch."""
+    """Returns the pass over several plans, jitted. It returns one number per result: no result outlives its launch."""
     run = jax.jit(partial(run_pass, pass_name, tile))
     return jax.jit(lambda plans, *operands: [jax.tree.map(lambda a: a[(0,) * a.ndim], run(plan, *operands)) for plan in plans])
 

@@ -2,9 +2,9 @@
 
 Cost for R rows, E experts, weights [E, N, K]: 2*R'*N*K FLOPs. R' counts the rows of each expert, padded to whole tiles of 64 or
 128. Only the weights of experts that have rows are read. Rows are gathered while they are loaded. Each output element is one
-sum in one order whatever the tile: the bits of a row do not depend on the other rows.
+sum in one order for every tile: the bits of a row do not depend on the other rows.
 
-`triton` and `jax_triton` are optional packages, imported when a kernel is first asked for.
+`triton` and `jax_triton` are optional packages, imported when a kernel is first used.
 """
 
 import importlib
@@ -26,11 +26,11 @@ from moe_jax.kernels.experts.triton.launch import (
 from moe_jax.kernels.low_rank import RowsChange
 
 ROW_ALIGNMENT = 1
-"""A tile's loads and stores go row by row, so that an expert's rows may start anywhere; plans of any alignment are computed."""
+"""A tile loads and stores row by row, so an expert's rows may start anywhere; plans of any alignment are supported."""
 
 
 def refusal(dtype: jnp.dtype, hidden: int, inter: int) -> str | None:
-    """Returns why this backend cannot compute such experts, and what it needs; None if it can."""
+    """Returns why this backend does not support such experts, with the requirements; None if it does."""
     version = capability()
     if version is None:
         return "it needs an NVIDIA GPU; this is none"

@@ -1,6 +1,6 @@
 """The outer products of each expert's rows: out[e] = sum over the rows r of expert e of outer(a[r], b[r]).
 
-Cost for R rows: 2*R*N*M FLOPs; each program sums all rows of one expert, so nothing is added up in memory.
+Cost for R rows: 2*R*N*M FLOPs; each program sums all rows of one expert, so nothing is accumulated in memory.
 """
 
 import jax
@@ -26,8 +26,8 @@ def outer(
 ) -> Float[Array, "experts n m"]:
     """Computes out[e] = a[rows of e].T @ b[rows of e], summed in f32 and rounded to `dtype` once.
 
-    An expert without rows gets zeros. Rows without a pair are not read. With `accumulate_into`, f32 like `dtype`, the sums are
-    added in place; the entry of an expert without rows is neither read nor written.
+    An expert without rows yields zeros. Rows without a pair are not read. With `accumulate_into`, f32 like `dtype`, the sums
+    are added in place; the entry of an expert without rows is neither read nor written.
     """
     n, m = a.shape[1], b.shape[1]
     sources = [plan.offsets if source is None else source for source in (a_source_of_row, b_source_of_row)]
@@ -59,7 +59,7 @@ def outer_kernel(
     accumulates: tl.constexpr, n: tl.constexpr, m: tl.constexpr, gathers_a: tl.constexpr, gathers_b: tl.constexpr,
     tile_n: tl.constexpr, tile_m: tl.constexpr, step: tl.constexpr,
 ):  # fmt: skip
-    """Computes one tile of one expert's out [n, m], or adds it to that tile of `added`."""
+    """Computes one tile of one expert's out [n, m], or adds it to the same tile of `added`."""
     m_tiles: tl.constexpr = tl.cdiv(m, tile_m)
     tiles: tl.constexpr = tl.cdiv(n, tile_n) * m_tiles
     expert = tl.program_id(0) // tiles
@@ -107,7 +107,7 @@ def _load_rows(
     x, source_of_row, row, end, num_sources, column,
     width: tl.constexpr, gathers: tl.constexpr, all_columns: tl.constexpr,
 ):  # fmt: skip
-    """Loads x[source of row, column]; zeros from row `end` on and where the source is outside x."""
+    """Loads x[source of row, column]; zeros from row `end` on and for sources outside x."""
     is_read = row < end
     if gathers:
         source = tl.load(source_of_row + row, mask=is_read, other=-1)

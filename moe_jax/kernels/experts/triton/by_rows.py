@@ -1,16 +1,16 @@
 """Rows times their expert's matrix: out[r] = a[source(r)] @ w[e(r)].T or @ w[e(r)], with an activation on the sums.
 
-One kernel computes the forward passes: a product, or `gated` the activation of two. A matrix with a low-rank change takes
-further steps of the same sum: out[r] += c[r] @ factor[e(r)].T, or @ factor[e(r)]. The backward pass has its own kernel.
+One kernel computes the forward passes: a product, or with `gated` the activation of two. A matrix with a low-rank change adds
+steps to the same sum: out[r] += c[r] @ factor[e(r)].T, or @ factor[e(r)]. The backward pass has its own kernel.
 
 Cost for R rows: 2*R*K*N FLOPs; with tiles of 128 x 256, A and B cross from L2 R*N*K*(1/256 + 1/128) elements. Programs that run
 at the same time are column tiles of neighbouring row tiles, mostly of one expert, whose matrix L2 keeps.
 
 Rows and matrices may be in e4m3 with scales (`scaled`). A step of the loop is then a group of 128 summands, and a tile's 128
-columns share a scale of w in each step. The tensor cores sum a group from zero, for they keep about 14 bits of a sum of FP8
+columns share a scale of w in each step. The tensor cores sum a group from zero, because they keep about 14 bits of a sum of FP8
 products. The sum is scaled and added to an f32 total.
 
-Imports `triton`, so it is itself imported only when a kernel is asked for.
+Imports `triton`, so it is itself imported only when a kernel is used.
 """
 
 from typing import Any, NamedTuple
@@ -38,7 +38,7 @@ class TileOperands(NamedTuple):
 
     a: Float[Array, "sources k"] | QuantisedRows
     w: Float[Array, "experts ..."] | QuantisedMatrices
-    """`QuantisedMatrices` may be those of a stack of layers, joined (`Plan.in_stack`); both are quantised, or none is."""
+    """`QuantisedMatrices` may be a whole stack of layers, merged (`Plan.in_stack`); both are quantised, or neither is."""
     source_of_row: Int[Array, "rows"] | None = None
     change: RowsChange | None = None
     bias: Float[Array, "experts 2*inter"] | None = None
@@ -59,7 +59,7 @@ def matmul_gated(
 ) -> tuple[Float[Array, "rows 2*inter"] | None, Float[Array, "rows inter"] | QuantisedRows]:
     """Computes h = a @ w[e].T = [gate | up] and act = activation(gate, up).
 
-    act comes from the f32 sums before they are rounded to h. In FP8 it is rounded with a scale for 128 columns. Without
+    act is computed from the f32 sums before they are rounded to h. In FP8 it is rounded with a scale for 128 columns. Without
     `keep_h` h is None and not written.
     """
     scaled = isinstance(operands.a, QuantisedRows)
@@ -119,7 +119,7 @@ def _row_call(
     columns: int | None = None,
     transpose: bool = False,
 ) -> KernelCall:
-    """Builds the part of a call that all kernels share: the inputs of the sums, the number of programs and the constants.
+    """Builds the parts of a call that all kernels share: the inputs of the sums, the number of programs and the constants.
 
     The result has `outputs` columns, `width` a tile; w has `columns`, by default `outputs`.
     """
@@ -327,7 +327,7 @@ def _sums_of_tile(
     columns: tl.constexpr, transpose: tl.constexpr, rank: tl.constexpr, rank_step: tl.constexpr,
     gathers: tl.constexpr, depth: tl.constexpr, step: tl.constexpr,
 ):  # fmt: skip
-    """Returns the sums of rows with columns [tile_columns] of an expert's matrix, those of its change added."""
+    """Returns the products of rows with columns [tile_columns] of an expert's matrix, plus its change."""
     w_stride: tl.constexpr = columns if transpose else 1
     total = tl.zeros((row.shape[0], column.shape[0]), tl.float32)
     w_columns = w + expert * (columns * depth) + column[None, :] * (1 if transpose else depth)
@@ -348,7 +348,7 @@ def _scaled_products(
     gated: tl.constexpr, inter: tl.constexpr, depth: tl.constexpr,
     tile_rows: tl.constexpr, tile_columns: tl.constexpr, step: tl.constexpr,
 ):  # fmt: skip
-    """Returns the sums of rows with columns of w, both in e4m3, and `gated` those with the columns `inter` further on."""
+    """Returns the products of rows with columns of w, both in e4m3, and with `gated` also with the columns `inter` later."""
     groups: tl.constexpr = depth // step
     k = tl.arange(0, step)
     a_pointers, w_pointers = a_rows + k[None, :], w_columns + k[:, None]
@@ -376,7 +376,7 @@ def round_to_e4m3(x):
 
 @triton.jit
 def rows_of_tile(tile_row, tile_end, i, tile_rows: tl.constexpr):
-    """Returns the rows of tile i and a mask of its expert's rows; the others repeat the last, so that loads need no mask."""
+    """Returns the rows of tile i and a mask of its expert's rows; others repeat the last row, so loads need no mask."""
     row = tl.load(tile_row + i) + tl.arange(0, tile_rows)
     end = tl.load(tile_end + i)
     return tl.minimum(row, end - 1), row < end
@@ -384,7 +384,7 @@ def rows_of_tile(tile_row, tile_end, i, tile_rows: tl.constexpr):
 
 @triton.jit
 def sources_of_rows(source_of_row, row, num_sources, gathers: tl.constexpr):
-    """Returns each row's place in `a` and a mask of rows that lie in `a`.
+    """Returns each row's index in `a` and a mask of rows inside `a`.
 
     A row outside `a` reads row 0, and its sums must be replaced by zeros.
     """

@@ -1,6 +1,6 @@
 """Calls Triton kernels from JAX, checks the packages that this needs, and chooses the kernels' tiles.
 
-The packages `triton` and `jax_triton` are optional: nothing here imports them before a kernel is asked for.
+The packages `triton` and `jax_triton` are optional: nothing here imports them before a kernel is used.
 """
 
 import functools
@@ -30,22 +30,22 @@ class Tile:
     step: int
     warps: int
     stages: int
-    """The number of steps whose operands are in shared memory or on their way there."""
+    """The number of steps whose operands are in shared memory or in flight."""
 
 
 class KernelCall(NamedTuple):
     """The arguments of a kernel, in the order of its parameters: the inputs, the outputs and, by name, the constants."""
 
     inputs: tuple
-    """Arrays, and whole numbers, which are run-time arguments: another value does not compile the kernel again."""
+    """Arrays, and integers, which are run-time arguments: another value does not recompile the kernel."""
     outputs: list[jax.ShapeDtypeStruct]
     programs: int
     """The number of programs that run the kernel."""
     constants: dict[str, Any]
     name: str
-    """In profiles."""
+    """The kernel's name in profiles."""
     in_place: int | None = None
-    """The number of an input, with arrays alone before it, that is changed and returned as the only output.
+    """The index of an input, preceded only by arrays, that is changed and returned as the only output.
 
     The kernel then leaves its argument for the output unused. The result takes the input's memory, unless something else reads
     the input later.
@@ -69,7 +69,7 @@ def launch(kernel, call: KernelCall, tile: Tile) -> list[Array]:
             arguments.append(inputs[0])
             version_arguments["out_type"] = []
     else:
-        # jax_triton before 0.4, which fuses by default, and passes an array changed in place once more as the output.
+        # jax_triton before 0.4 fuses by default, and passes an array changed in place again as the output.
         version_arguments = {"out_shape": outputs}
         if in_place is not None:
             version_arguments["input_output_aliases"] = {in_place: 0}
@@ -106,7 +106,7 @@ def capability() -> tuple[int, int] | None:
 
 @functools.cache
 def missing_packages() -> str | None:
-    """Returns why jax-triton cannot be used, and what helps; None if it can."""
+    """Returns why jax-triton cannot be used, and a remedy; None if it can."""
     cache = os.environ.get("TRITON_CACHE_DIR")
     try:
         importlib.import_module("triton")
@@ -118,7 +118,7 @@ def missing_packages() -> str | None:
         os.environ.pop("TRITON_CACHE_DIR", None)
     else:
         os.environ["TRITON_CACHE_DIR"] = cache
-    # jax_triton takes a Triton that it does not know, and puts a class without members in place of the compiler.
+    # jax_triton accepts an unknown Triton, and replaces the compiler with a class without members.
     compiler = getattr(getattr(library, "triton_lib", None), "cb", None)
     if isinstance(compiler, types.SimpleNamespace):
         return "jax-triton does not know this version of Triton; pip install --upgrade triton, or take jax-triton==0.3.1"
@@ -130,8 +130,8 @@ def missing_packages() -> str | None:
 def row_tile(rows_per_expert: float, columns: int, dtype: jnp.dtype) -> Tile:
     """Returns the tile of a matmul by rows.
 
-    At 64 rows a matmul takes as long as reading its weights, so lower tiles would gain nothing. Triton also multiplies them
-    with other instructions, which may round otherwise: the bits of a row would depend on the number of other rows.
+    At 64 rows a matmul takes as long as reading its weights, so lower tiles would gain nothing. Triton also uses other
+    instructions for them, which may round differently: the bits of a row would depend on the number of other rows.
     """
     if dtype == jnp.float32:
         return F32_TILE
@@ -142,7 +142,7 @@ def row_tile(rows_per_expert: float, columns: int, dtype: jnp.dtype) -> Tile:
 
 
 def gated_backward_tile(dtype: jnp.dtype) -> Tile:
-    """Returns one tile for any number of rows, because the tile sets the order of the sum over a row's columns."""
+    """Returns one tile for any number of rows, because the tile determines the order of the sum over a row's columns."""
     if dtype == jnp.float32:
         return F32_TILE
     return Tile(128, 128, 64, 8, 4) if has_large_tiles() else Tile(128, 128, 32, 8, 3)
@@ -151,7 +151,7 @@ def gated_backward_tile(dtype: jnp.dtype) -> Tile:
 def expert_tile(columns: int, dtype: jnp.dtype, *, gathers: bool) -> Tile:
     """Returns the tile of a matmul by experts; its `step` counts rows.
 
-    If rows are gathered, Triton loads their numbers two steps before the rows: three of the five stages hold operands.
+    If rows are gathered, Triton loads their indices two steps before the rows: three of the five stages hold operands.
     """
     if dtype == jnp.float32:
         return F32_TILE
@@ -162,7 +162,7 @@ def expert_tile(columns: int, dtype: jnp.dtype, *, gathers: bool) -> Tile:
 
 
 F32_TILE = Tile(64, 64, 32, 4, 2)
-"""f32 is multiplied by the ordinary units: tensor cores would round its operands to TF32."""
+"""f32 uses the ordinary units: tensor cores would round its operands to TF32."""
 
 
 def has_large_tiles() -> bool:

@@ -1,10 +1,9 @@
 """The FP8 matmuls on Hopper in Pallas Mosaic GPU: `fp8.xla`'s functions, as kernels of TMA, wgmma and promoted sums.
 
-Cost for R rows, E experts, weights [E, N, K]: 2*R'*N*K FLOPs, R' being the rows filled up to blocks of 64. Each output element
-is one sum over k in groups of 128, in one order for every tile. The bits of a row do not depend on the rows beside it.
-
-Rounding in an epilogue takes the hardware's approximate inverse of a scale. It can differ from `fp8.xla` by one unit in the
-last place, as the f32 sums do.
+Cost for R rows, E experts, weights [E, N, K]: 2*R'*N*K FLOPs, R' being the rows padded to blocks of 64. Each output element is
+one sum over k in groups of 128, in one order for every tile. The bits of a row do not depend on other rows. Rounding in an
+epilogue uses the hardware's approximate inverse of a scale. It can differ from `fp8.xla` by one unit in the last place, like
+the f32 sums.
 
 On a CPU the kernels run in JAX's GPU interpreter, slowly.
 """
@@ -42,19 +41,19 @@ __all__ = [
 ]
 
 WIDE = Fp8TileShape(128, 256, 4)
-"""The tile of most products: what two warpgroups' totals and sums of a block fill."""
+"""The tile of most products, limited by the registers for totals and block sums of two warpgroups."""
 
 FEW_ROWS = Fp8TileShape(64, 256, 4, ping_pong=True)
-"""The tile where experts have 64 rows or fewer on average."""
+"""The tile if experts have 64 rows or fewer on average."""
 
 NARROW = Fp8TileShape(64, 128, 8, ping_pong=True)
-"""The tile where FEW_ROWS would leave cores without one: of one token 128 tiles for down, not 64."""
+"""The tile if FEW_ROWS would leave cores idle: for one token, 128 tiles for down instead of 64."""
 
 CORES = 132
 """The cores of a Hopper GPU."""
 
 BACKWARD = Fp8TileShape(128, 128, 3)
-"""The tile of dSwiGLU where sums are short: its epilogue is long, and shorter with one block a warpgroup."""
+"""The tile of dSwiGLU for short sums: its epilogue is long, and shorter with one block per warpgroup."""
 
 BACKWARD_OF_LONG_SUMS = Fp8TileShape(128, 256, 3)
 """The tile of dSwiGLU for sums of LONG_SUM or more, which reads the matrix half as often (docs/log/fp8.md)."""
@@ -63,14 +62,14 @@ LONG_SUM = 4096
 
 
 def refusal(dtype: jnp.dtype, hidden: int, inter: int) -> str | None:
-    """Returns why these kernels cannot compute such experts, and what would be right; None if they can."""
+    """Returns why these kernels do not support such experts, with the supported sizes; None if they do."""
     return quantise.refusal(dtype, hidden, inter) or mosaic.refusal(dtype, hidden, inter)
 
 
 def rows_of_tokens(x: BFloat16[Array, "tokens hidden"], plan: Plan) -> QuantisedRows:
     """Computes `xla.rows_of_tokens` in one kernel. Rows from offsets[-1] on are left unwritten.
 
-    If `plan.holds_all_tokens` the rows are the tokens themselves, filled up to a multiple of 8.
+    If `plan.holds_all_tokens` the rows are the tokens themselves, padded to a multiple of 8.
     """
     if plan.holds_all_tokens:
         return round_tokens(x)
@@ -78,7 +77,7 @@ def rows_of_tokens(x: BFloat16[Array, "tokens hidden"], plan: Plan) -> Quantised
 
 
 def rows_of_rounded(tokens: QuantisedRows, plan: Plan) -> QuantisedRows:
-    """Computes `xla.rows_of_rounded` in one kernel, with rows as of `rows_of_tokens`."""
+    """Computes `xla.rows_of_rounded` in one kernel, with rows as in `rows_of_tokens`."""
     if plan.holds_all_tokens:
         fill = -tokens.values.shape[0] % TOKENS
         widths = ((0, fill), (0, 0)), ((0, 0), (0, fill))
@@ -94,7 +93,7 @@ def experts_of_few_pairs(
     layer: Int[Array, ""] | None = None,
     activation: Activation = SILU,
 ) -> BFloat16[Array, "tokens*k hidden"] | None:
-    """Computes `experts.mosaic.experts_of_few_pairs` in FP8; None if there are more pairs than it takes, or other sizes.
+    """Computes `experts.mosaic.experts_of_few_pairs` in FP8; None for unsupported sizes or too many pairs.
 
     With `layer` the matrices are stacks of layers.
     """

@@ -1,7 +1,7 @@
-"""The experts of a few (token, expert) pairs in FP8, for decoding: each pair reads its expert's weights for itself.
+"""The experts of a few (token, expert) pairs in FP8, for decoding: each pair reads its expert's weights separately.
 
-The kernels of `experts/mosaic/by_pairs.py` with promoted sums. The first rounds the pair's row of x, the second that of act,
-which is f32 between them. There is no plan, and no kernel that rounds. Bits are those of the kernels by rows.
+The kernels of `experts/mosaic/by_pairs.py` with promoted sums. The first rounds the pair's row of x, the second its row of act,
+which is f32 in between. There is no plan, and no separate rounding kernel. Bits equal the row kernels'.
 
 Cost: the time to read the weights, 3*I*D bytes a pair.
 
@@ -13,8 +13,8 @@ Kernels `fp8_gated_matmul_of_pairs` and `fp8_matmul_of_pairs`, with slots of up 
     smem      w up to 6 x 32 x 512, e4m3 | row 2 WG x summands, e4m3 | out 2 WG x 64 x 32, f32 | scales | barriers
     barriers  full[consumer, slot]   4 arrivals (TMA of both halves and of their scales), waited for by that consumer
               empty[slot]            1 arrival (the consumer that read it), waited for by the producer
-    invariant a warpgroup's row is written again after all its warps have read the last one
-              a pair of no expert multiplies nothing and gives zeros
+    invariant a warpgroup's row is overwritten only after all its warps have read the last one
+              a pair without an expert multiplies nothing and yields zeros
 """
 
 import math
@@ -54,7 +54,7 @@ HALF = COLUMNS // 2
 """Columns of gate, and of up; a block of a tile."""
 
 GROUPS_AT_A_TIME = 8
-"""Groups of a row that a warpgroup rounds together: the least that GROUPS_LAYOUT takes."""
+"""Groups of a row that a warpgroup rounds together: the minimum of GROUPS_LAYOUT."""
 
 
 @partial(jax.jit, static_argnames="activation")
@@ -67,11 +67,11 @@ def experts_of_pairs(
 ) -> BFloat16[Array, "tokens*k hidden"]:
     """Returns rows[p] = w_down[e] activation(gate, up), (gate, up) = w_gate_up[e] x[p // k], e being the expert of pair p.
 
-    Matrices are [experts, ...]. A row is zero if e is no expert.
+    Matrices are [experts, ...]. A row is zero if e is not an expert.
     """
     experts, k = topk_experts.reshape(-1), topk_experts.shape[1]
     groups = x.reshape(-1, GROUP)
-    # Groups are rounded 8 at a time. Behind the last row stand any numbers.
+    # Groups are rounded 8 at a time. Padding after the last row may be any number.
     groups = jnp.pad(groups, ((0, -(x.shape[1] // GROUP) % GROUPS_AT_A_TIME), (0, 0)))
     act = _matmul_of_pairs("fp8_gated_matmul_of_pairs", groups, w_gate_up, experts, k, activation)
     return _matmul_of_pairs("fp8_matmul_of_pairs", act, w_down, experts, 1, None)
@@ -85,9 +85,9 @@ def _matmul_of_pairs(
     pairs_of_row: int,
     activation: Activation | None,
 ) -> Array:
-    """w[e of pair p] rows[p // pairs_of_row] in bf16; with an activation, it of the first and second half of these columns.
+    """w[e of pair p] rows[p // pairs_of_row] in bf16; with an activation, the activation of these columns' two halves.
 
-    Of a gated product the result is f32 groups, as `rows`, with room after them for the last groups of a row.
+    The result of a gated product is f32 groups, like `rows`, padded for the last groups of a row.
     """
     is_gated = activation is not None
     num_experts, out, summands = w.values.shape
@@ -112,7 +112,7 @@ def _matmul_of_pairs(
             )
 
         def load(coord, number, slot, full_barrier):
-            # A loop carries the coordinates: of what it carries nothing is known.
+            # The coordinates are loop-carried, so nothing is known about them at compile time.
             first = pl.multiple_of(coord.column, HALF)
             for i, column in enumerate((first, first + second_half)):
                 ks = pl.ds(number * steps * STEP, steps * STEP)
@@ -123,7 +123,7 @@ def _matmul_of_pairs(
                 plgpu.copy_gmem_to_smem(inputs.scales.at[coord.expert, group, piece_of(number, steps)], target, full_barrier)
 
         def round_row(coord, warpgroup):
-            # All warps have read the last row.
+            # Wait until all warps have read the last row.
             plgpu.commit_smem()
             first = lax.div(coord.pair, jnp.int32(pairs_of_row)) * groups
             for i in range(0, rounded_groups, GROUPS_AT_A_TIME):
@@ -168,9 +168,9 @@ def _matmul_of_pairs(
         # The row of the pair that a consumer works on.
         row=plgpu.SMEM((CONSUMERS, rounded_groups, GROUP), F8),
         row_scales=plgpu.SMEM((CONSUMERS, -(-rounded_groups // 32) * 32), jnp.float32),
-        # Of each half a piece of scales.
+        # A piece of scales for each half.
         column_scales=plgpu.SMEM((tile.stages, 2, LINES, PIECE), jnp.float32),
-        # A tile's sums, all 64 rows alike, of which one is stored.
+        # A tile's sums: all 64 rows are equal, and one is stored.
         out=plgpu.SMEM((CONSUMERS, WGMMA_ROWS, COLUMNS), jnp.float32),
         pipe=tile.pipeline(copies=4),
         # For the interpreter; None on a GPU.
@@ -181,7 +181,7 @@ def _matmul_of_pairs(
         like = jax.ShapeDtypeStruct((num_pairs * of_next + -of_next % GROUPS_AT_A_TIME, GROUP), jnp.float32)
     else:
         like = jax.ShapeDtypeStruct((num_pairs, columns), jnp.bfloat16)
-    # With two blocks a core the second would begin behind the first, and load nothing meanwhile.
+    # With two blocks per core the second would start after the first, without prefetching.
     kernel = launch(name, body, [like], [scratch], warpgroups=CONSUMERS + 1, blocks_per_core=1)
     return kernel(Named(experts=experts, rows=rows, w=w.values, scales=in_pieces(w.scales)))[0]
 

@@ -12,13 +12,13 @@ Kernels `fp8_grouped_matmul`, `fp8_gated_matmul`, and `fp8_gated_matmul_backward
               row_scales stages x rows | column_scales stages x copies of w x 32, f32 | barriers
               128 x 256 x 4 stages: a 64 KiB | w 128 KiB | out 16 KiB | scales 2 + 1 KiB | 64 bytes           = 211 KiB of 227
               fp8_gated_matmul      with h: halves of act 8 KiB besides; without: 16 KiB, and no out          = 219 or 211
-    barriers  full[slot]    1 arrival a TMA copy (of a and its scales 2; of w and its scales 2, 4 or 8), waited for by both
+    barriers  full[slot]    1 arrival per TMA copy (2 for a and its scales; 2, 4 or 8 for w and its scales), waited for by both
                             consumers (with ping-pong full[consumer, slot], waited for by that one)
               empty[slot]   1 arrival a consumer that reads the slot (2; with ping-pong 1), waited for by the producer
     invariant the rows of a tile belong to one expert; rows below its last block are not stored
-              few tokens: rows behind the last token are not loaded, and 8 rows of a block are stored if one of them has a
-              token (`Plan.chosen_rows`, ../../mosaic/chosen_rows.py). The others keep what memory held
-              an `out` chunk is written again only after the TMA store before it has read it
+              few tokens: rows after the last token are not loaded, and 8 rows of a block are stored if one of them has a token
+              (`Plan.chosen_rows`, ../../mosaic/chosen_rows.py). The others are unchanged in memory
+              an `out` chunk is overwritten only after the previous TMA store has read it
               TMA copies scales to multiples of 128 bytes, and from multiples of 16 bytes of a row: anything less stops the
               kernel with "misaligned address" or "illegal instruction" (`column_scales`)
     time      promoted.py
@@ -71,7 +71,7 @@ from moe_jax.kernels.hopper.pipeline import CONSUMERS, WGMMA_ROWS, Registers
 F8 = jnp.float8_e4m3fn
 
 REGISTERS = Registers(producer=72, consumer=208)
-"""The number with which ptxas spills least in most kernels (promoted.py)."""
+"""The numbers with which ptxas spills least in most kernels (promoted.py)."""
 
 
 @partial(jax.jit, static_argnames="tile")
@@ -138,7 +138,7 @@ def rows_shapes(rows: int, columns: int) -> tuple[jax.ShapeDtypeStruct, jax.Shap
 
 
 def halves_scratch(halves: int):
-    """Returns the scratch of `store_group`: one or two halves of 64 x 64 e4m3 of each consumer, on their way to memory."""
+    """Returns the scratch of `store_group`: one or two halves of 64 x 64 e4m3 per consumer, in flight to memory."""
     return plgpu.SMEM((CONSUMERS, halves, WGMMA_ROWS, CHUNK), F8, transforms=operand_transforms(F8))
 
 
@@ -163,8 +163,8 @@ def launch_rows(
     """Runs the kernel and returns the epilogue's outputs.
 
     Args:
-        pairs_halves: half of a warpgroup's columns come from the first half of w's rows, half from the second half. Gate and up
-            of one column are then sums of one thread.
+        pairs_halves: half of a warpgroup's columns come from the first half of w's rows, half from the second half. One thread
+            then has gate and up of a column.
     """
     if plan.num_rows == 0:
         return [jnp.zeros(output.shape, output.dtype) for output in epilogue.outputs]
@@ -173,7 +173,7 @@ def launch_rows(
     num_slots, column_tiles = summands // STEP // tile.steps_of_slot, columns // tile.columns
     group = rows_in_group((columns, summands), F8)
     tiles = row_tiles(plan, tile.rows, column_tiles, group)
-    # The columns of a tile lie in one piece, or in one of gate and one of up for each warpgroup.
+    # The columns of a tile are contiguous, or one piece of gate and one of up for each warpgroup.
     column_copies = 2 * tile.column_blocks if pairs_halves else 1
     groups_of_copy = tile.columns // column_copies // GROUP
     assert not plan.holds_all_tokens or tile.rows == WGMMA_ROWS
@@ -183,7 +183,7 @@ def launch_rows(
         epilogue_refs = Named(outputs=tuple(output_refs), inputs=inputs.epilogue, scratch=scratch.epilogue)
 
         def locate(index):
-            # A loop carries the coordinates: arrays, of which nothing is known.
+            # The coordinates are loop-carried arrays, so nothing is known about them at compile time.
             return jax.tree.map(jnp.int32, tiles.find(index, *inputs.tiles))
 
         def factor(step: SlotStep, place, warpgroup):
@@ -216,7 +216,7 @@ def launch_rows(
     scratch = Named(
         a=plgpu.SMEM((tile.stages, tile.rows, tile.steps_of_slot * STEP), F8, transforms=swizzled),
         w=plgpu.SMEM((tile.stages, tile.columns, tile.steps_of_slot * STEP), F8, transforms=swizzled),
-        # Chunks on their way to memory; None if none are.
+        # Chunks in flight to memory; None if there are none.
         out=plgpu.SMEM(
             (CONSUMERS, epilogue.staged, WGMMA_ROWS, CHUNK), jnp.bfloat16, transforms=operand_transforms(jnp.bfloat16)
         )
@@ -224,7 +224,7 @@ def launch_rows(
         else None,
         epilogue=epilogue.scratch,
         row_scales=plgpu.SMEM((tile.stages, tile.steps_of_slot, tile.rows), jnp.float32),
-        # Of each 128 columns of a copy a piece of scales.
+        # A piece of scales for each 128 columns of a copy.
         column_scales=plgpu.SMEM((tile.stages, column_copies, LINES, PIECE), jnp.float32),
         pipe=tile.pipeline(copies=1 + tile.steps_of_slot + 2 * column_copies),
     )

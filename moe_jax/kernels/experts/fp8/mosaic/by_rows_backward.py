@@ -1,6 +1,6 @@
 """The gradient through an expert's second matrix and its activation in FP8, in one kernel.
 
-The formulas are those of `mosaic/by_rows_backward.py`. dh leaves twice: in bf16 for the weights' gradients, and rounded to e4m3
+The formulas are in `mosaic/by_rows_backward.py`. dh is stored twice: in bf16 for the weights' gradients, and rounded to e4m3
 from the f32 values for the gradient of x.
 
 Cost for R rows: 2*R*D*I FLOPs. Besides the matmul's operands it reads h [R, 2I], and writes dh [R, 2I] in 16 and in 8 bits and
@@ -14,14 +14,14 @@ Kernel `fp8_gated_matmul_backward`, which is by_rows.py's with this epilogue:
     barriers  besides full and empty: loaded[WG, slot], 2 arrivals (TMA gate, TMA up), weights_loaded[WG], 1 arrival; waited for
               by that consumer
     epilogue  per 64 rows and 128 columns, one group of dgate and one of dup
-              prepare   loads the first block's h before the tile's first step, so that it arrives beside the matmul
-              chunk c   of 64 columns: dv; weighted_act and dgate into the places of gate and up; dgate and dup are also kept
-                        in registers
+              prepare   loads the first block's h before the tile's first step, so that it arrives during the matmul
+              chunk c   of 64 columns: dv; weighted_act and dgate overwrite gate and up; dgate and dup are also kept in
+                        registers
               at last   the groups' largest numbers are known. dup of both chunks into the first chunk's slot; the second
-                        chunk's slot loads the first chunk of the next block; then the gradients are rounded, and leave through
-                        `values` 64 x 64 at a time. Beside that the other slot loads the next block's second chunk
+                        chunk's slot loads the first chunk of the next block; then the gradients are rounded, and stored through
+                        `values` 64 x 64 at a time. Meanwhile the other slot loads the next block's second chunk
     order     groups of TMA stores: [act, dgate] of chunk 0, of chunk 1, [dup of both, values 0], values 1, 2, 3
-    invariant a place is written again, or loaded, only after the TMA store of what it held has read it
+    invariant a buffer is overwritten or loaded only after the TMA store of its contents has read it
 """
 
 from functools import partial
@@ -49,7 +49,7 @@ CHUNKS = GROUP // CHUNK
 """Chunks of a block, and slots of h."""
 
 REGISTERS, REGISTERS_OF_TWO_BLOCKS = Registers(producer=40, consumer=232), Registers(producer=24, consumer=240)
-"""With one block a warpgroup and with two. Any number spills in the epilogue, and none in the loop over steps."""
+"""With one block per warpgroup and with two. Any number spills in the epilogue, but not in the loop over steps."""
 
 
 @partial(jax.jit, static_argnames=("tile", "activation"))
@@ -66,7 +66,7 @@ def matmul_gated_backward(
     num_rows, inter = dy.values.shape[0], w_down_t.values.shape[1]
 
     def chunk_of(reference, part, column, half=0):
-        """64 columns of the gate's half or the up's, or of an array that has one half."""
+        """Returns 64 columns of the gate's half or the up's, or of an array with one half."""
         return reference.at[pl.ds(part.row, WGMMA_ROWS), pl.ds(half * inter + column, CHUNK)]
 
     def load_h(part, column, slot, references):
@@ -77,7 +77,7 @@ def matmul_gated_backward(
 
     def prepare(part, references):
         own = references.scratch
-        # The results of the last tile have left their places.
+        # Wait until the results of the last tile have left their buffers.
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         for n in range(CHUNKS):
             load_h(part, part.column + n * CHUNK, n, references)
@@ -112,7 +112,7 @@ def matmul_gated_backward(
                 act, pullback = activation.vjp(gate, up)
                 dv_ref[column // CHUNK, pl.ds(part.row, WGMMA_ROWS)] = (g * act).sum(axis=1)
                 dgate, dup = pullback(v * g)
-                # Each thread puts its results where it has read h.
+                # Each thread overwrites the h that it has read.
                 own_h[0][...] = (v * act).astype(jnp.bfloat16)
                 own_h[1][...] = dgate.astype(jnp.bfloat16)
                 leave((own_h[0], chunk_of(act_ref, part, column)), (own_h[1], chunk_of(dh_ref, part, column)))
@@ -125,7 +125,7 @@ def matmul_gated_backward(
                 factor = inverse_scales(scales, (WGMMA_ROWS, CHUNK))
                 for chunk, column in zip(chunks, columns, strict=True):
                     rounded.append(((chunk * factor).astype(F8), chunk_of(dh_values_ref, part, column, half)))
-            # All but the second chunk's results have left: those of the first slot, and the values of the block before.
+            # Wait for all stores but the second chunk's: the first slot's, and the previous block's values.
             plgpu.wait_smem_to_gmem(1, wait_read_only=True)
             copies = []
             for n, (chunk, column) in enumerate(zip(gradients[1], columns, strict=True)):

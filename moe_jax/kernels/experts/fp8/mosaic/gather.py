@@ -1,18 +1,18 @@
 """Rows of tokens in expert order, in FP8: each token is read and rounded once, and stored to the rows of its choices.
 
-Cost: T*D bf16 read, R*D bytes written, at the speed of a copy. Scales are written by token, T*D/128 of them. XLA copies them
-to the rows.
+Cost: T*D bf16 read, R*D bytes written, at the speed of a copy. The T*D/128 scales are written by token. XLA copies them to the
+rows.
 
 Kernel `fp8_gather_rows`:
 
-    roles     one warpgroup, which issues every copy and rounds what has landed. Three thread blocks share a core: while one
-              rounds, the others copy
-    chunk     64 groups of 128 numbers, one behind the other in memory: parts of tokens, or several tokens. A piece of a chunk
+    roles     one warpgroup, which issues every copy and rounds landed data. Three thread blocks share a core: while one rounds,
+              the others copy
+    chunk     64 groups of 128 numbers, contiguous in memory: parts of tokens, or several tokens. A piece of a chunk
               belongs to one token: gcd(D / 128, 64) groups
     smem      x 3 slots x 64 x 128 bf16 | values 2 slots x 64 x 128 e4m3 | zeros | 3 barriers              = 66 KiB of 227
     barriers  loaded[slot]  1 arrival (TMA of a chunk of x), waited for before it is rounded
-    invariant a slot of x is loaded again after all threads have read it, a barrier of the warpgroup later
-              a slot of values is written again after all but the last group of stores have read theirs
+    invariant a slot of x is reloaded after all threads have read it, after a barrier of the warpgroup; a slot of values is
+              overwritten after all but the last group of stores have read theirs
     time      load     |L0 L1|   L2    L3
               round          |Q0    Q1    Q2
               store             |S0    S1    S2
@@ -54,7 +54,7 @@ SCALE_OF_ZEROS = LEAST_MAXIMUM * INVERSE_LARGEST
 
 @jax.jit
 def gather_rows(x: BFloat16[Array, "tokens hidden"], plan: Plan) -> QuantisedRows:
-    """Returns x in expert order. Rows that fill an expert's last block are groups of zeros; later rows are not written."""
+    """Returns x in expert order. Padding rows of an expert's last block are groups of zeros; later rows are not written."""
     tokens, hidden = x.shape
     groups = hidden // GROUP
     chunks = -(-tokens * groups // GROUPS)
@@ -85,18 +85,18 @@ def gather_rows(x: BFloat16[Array, "tokens hidden"], plan: Plan) -> QuantisedRow
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
         interpret=interpret(),
     )
-    # TMA copies eight rows at a time, and refuses an array that ends within eight.
+    # TMA copies eight rows at a time, and refuses an array whose rows are not a multiple of eight.
     x = jnp.pad(x.reshape(tokens * groups, GROUP), ((0, -tokens * groups % 8), (0, 0)))
     inputs = plan.row_of_pair, plan.ends, plan.offsets, x
     values, scales = call_varying(run)(*inputs)
     by_token = scales[: tokens * groups].reshape(tokens, groups)
-    # With this layout XLA reads a token's scales together, and turns them in shared memory. It would read them one by one.
+    # With this layout XLA reads a token's scales together, and transposes them in shared memory, instead of one by one.
     of_rows = by_token.at[plan.token_of_row].get(mode="fill", fill_value=SCALE_OF_ZEROS)
     return QuantisedRows(values.reshape(plan.num_rows, hidden), with_layout_constraint(of_rows, Layout((0, 1))).T)
 
 
 def gather_rounded(tokens: QuantisedRows, plan: Plan) -> QuantisedRows:
-    """Returns tokens that were rounded before in expert order, with rows as of `gather_rows`: its values are copied alone."""
+    """Returns already rounded tokens in expert order, with rows as in `gather_rows`: values are only copied."""
     scales = tokens.scales.at[:, plan.token_of_row].get(mode="fill", fill_value=SCALE_OF_ZEROS)
     return QuantisedRows(gather.gather_rows(tokens.values, plan), scales)
 
@@ -132,11 +132,11 @@ def _round_tokens(rows_ref, offsets_ref, x_ref, out_ref, scales_ref, scratch: Na
         plgpu.barrier_wait(scratch.loaded.at[slot])
         x = plgpu.load(scratch.x.at[slot], layout=GROUPS_LAYOUT).astype(jnp.float32)
         values, scales = rounded_group(x)
-        # The stores of the chunk before the last have left their slot.
+        # Wait until the stores of the chunk before the last have left their slot.
         plgpu.wait_smem_to_gmem(STORED - 1, wait_read_only=True)
         scratch.values[stored] = values
         store(scales_ref.at[pl.ds(first, GROUPS)], scales)
-        # All threads have read the slot of x, and the values are visible to TMA.
+        # Now all threads have read the slot of x, and the values are visible to TMA.
         plgpu.commit_smem()
         load(i + STAGES - 1)
         for n, (token, group) in enumerate(places):

@@ -1,7 +1,7 @@
 """The main loop of FP8 matmuls: every 128 summands the tensor core's sums are scaled and added to f32 sums.
 
-The tensor core keeps about 14 bits of a sum of FP8 products. So it sums 128 of them, from zero. The scales of these 128 are one
-number for a row and one for 128 columns:
+The tensor core keeps about 14 bits of a sum of FP8 products. So it sums 128 of them, starting from zero. These 128 have one
+scale per row and one per 128 columns:
 
     total += (row's scale * matrix's scale) * sum of the step
 
@@ -13,13 +13,13 @@ number for a row and one for 128 columns:
               consumer 1          |M0 p M0 p M1 p M1 p
     registers 64 sums of a block, 64 totals of each block: 192 with two blocks. With more registers than a kernel needs, ptxas
               starts the second block's wgmma before the first is promoted, and spills in the loop (`Epilogue.registers`)
-    scales    travel with the operands. Loads from memory would stall the warpgroup for their whole latency, also if the number
-              is used a step later: ptxas moves what is the same for all threads to a uniform register at once
+    scales    travel with the operands. Loads from memory would stall the warpgroup for their whole latency, even if the number
+              is used a step later: ptxas immediately moves values that are equal in all threads to a uniform register
               TMA copies at least 16 bytes, which begin at a multiple of 16 bytes of a row. A copy that begins elsewhere stops
-              the kernel with "illegal instruction". So a slot gets the four scales of the matrix (PIECE) among which those of
-              its steps are, and a consumer takes these out
+              the kernel with "illegal instruction". So a slot gets four scales of the matrix (PIECE) that include its steps'
+              scales, and a consumer selects these
     invariant a slot is released when the last block's wgmma has read it, before that block is promoted
-              a tile's place is read while the tile before it is computed
+              a tile's coordinates are read while the previous tile is computed
 """
 
 from collections.abc import Callable
@@ -40,12 +40,12 @@ from moe_jax.kernels.hopper.mainloop import TileShape
 from moe_jax.kernels.hopper.pipeline import CONSUMERS, WGMMA_ROWS, Pipeline, Registers, run_roles
 
 STEP = GROUP
-"""Summands of a step: one row of the 128-byte swizzle, and what a scale stands for."""
+"""Summands of a step: one row of the 128-byte swizzle, with one scale."""
 
 
 @dataclass(frozen=True)
 class Fp8TileShape(TileShape):
-    """A tile whose slots hold several steps: longer pieces of the matrix's rows come at a time."""
+    """A tile whose slots hold several steps, to load longer pieces of the matrix's rows at a time."""
 
     steps_of_slot: int = 1
     block_columns: int = GROUP
@@ -96,7 +96,7 @@ class PromotedProgram:
     epilogue: Callable[[dict[Place, Any], Any, Any], None]
     """Consumer: (sums of the blocks, coord, warpgroup) stores the result."""
     has_rows: Callable[[Any, Any], Any]
-    """Consumer: (coord, warpgroup) -> False if no row of the warpgroup counts. It then leaves the tensor cores to the other
+    """Consumer: (coord, warpgroup) -> False if no row of the warpgroup is used. It then leaves the tensor cores to the other
     consumer, and its sums are zero."""
 
 
@@ -106,7 +106,7 @@ def run_tiles(
     """Computes a thread block's share of `num_tiles` tiles. Runs in every warpgroup, in the scope of the pipeline's buffers.
 
     Args:
-        num_slots: slots that a tile fills one after the other.
+        num_slots: slots that a tile fills in turn.
     """
 
     def locate(index):
@@ -205,13 +205,13 @@ PIECE = 4
 """Scales that are copied together: the steps of a slot divide them."""
 
 LINES = 8
-"""Pieces of a place in shared memory: TMA copies to multiples of 128 bytes."""
+"""Pieces per row in shared memory: TMA copies to multiples of 128 bytes."""
 
 
 def in_pieces(scales: Float[Array, "experts n k"]) -> Float[Array, "experts n k4"]:
-    """Returns the scales with zeros behind each row, up to a multiple of PIECE; as they are where there is nothing to fill.
+    """Returns the scales with each row zero-padded to a multiple of PIECE; unchanged if there is nothing to pad.
 
-    All layers that read one stack share the result, since XLA computes equal things once.
+    All layers that read one stack share the result, since XLA computes equal expressions once.
     """
     return jnp.pad(scales, ((0, 0), (0, 0), (0, -scales.shape[2] % PIECE)))
 

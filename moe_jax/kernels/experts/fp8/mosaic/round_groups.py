@@ -1,10 +1,10 @@
 """The rounding of groups of 128 numbers of a row in registers, by `quantise.py`'s rule; and a kernel for few tokens.
 
-Cost of `round_tokens`: T*D bf16 read, T*D bytes written; of 64 tokens and fewer that is nothing beside the start of a kernel.
+Cost of `round_tokens`: T*D bf16 read, T*D bytes written; for 64 tokens or fewer, negligible compared with a launch.
 
 Kernel `fp8_round_tokens`:
 
-    roles     one warpgroup a block, all alike: it rounds one group of 128 columns of 8 tokens at a time, in registers
+    roles     one warpgroup per block: it rounds one group of 128 columns of 8 tokens at a time, in registers
 """
 
 import jax
@@ -25,7 +25,7 @@ def _layout():
 
 
 GROUPS_LAYOUT = _layout()
-"""The layout of groups in a warpgroup's registers, a multiple of 8: 16 lanes hold one, each 8 numbers that lie side by side."""
+"""The layout of groups in a warpgroup's registers, a multiple of 8: 16 lanes hold one group, each 8 adjacent numbers."""
 
 
 def rounded_group(
@@ -37,7 +37,7 @@ def rounded_group(
 
 
 def scales_of(largest: Float[Array, "rows"]) -> Float[Array, "rows"]:
-    """Returns the scales of groups whose largest numbers these are."""
+    """Returns the scales of groups with these largest numbers."""
     return jnp.maximum(largest, LEAST_MAXIMUM) * INVERSE_LARGEST
 
 
@@ -47,14 +47,14 @@ def inverse_scales(scales: Float[Array, "rows"], shape: tuple[int, ...]) -> Floa
 
 
 TOKENS = 8
-"""Tokens of which a warpgroup holds a group each: the least that GROUPS_LAYOUT takes."""
+"""Tokens with one group each in a warpgroup: the minimum of GROUPS_LAYOUT."""
 
 BLOCKS_PER_CORE = 4
 
 
 @jax.jit
 def round_tokens(x: BFloat16[Array, "tokens hidden"]) -> QuantisedRows:
-    """Computes `quantise_rows` of x and of zeros behind it, up to a multiple of 8 tokens."""
+    """Computes `quantise_rows` of x, zero-padded to a multiple of 8 tokens."""
     x = jnp.pad(x, ((0, -x.shape[0] % TOKENS), (0, 0)))
     tokens, hidden = x.shape
 

@@ -4,8 +4,8 @@ Cost for R rows, E experts, weights [E, N, K]: 2*R'*N*K FLOPs. R' counts the row
 128. Each output element is one sum over k in groups of 128, in one order for every tile. The bits of a row do not depend on the
 other rows.
 
-The kernels are those of the forward pass: gate_up with its activation, and down, which also computes dx. The gradient of the
-activation is `fp8.xla`'s.
+There are kernels for the forward pass: gate_up with its activation, and down, which also computes dx. `fp8.xla` computes the
+gradient of the activation.
 """
 
 import importlib
@@ -45,12 +45,12 @@ def refusal(dtype: jnp.dtype, hidden: int, inter: int) -> str | None:
 
 
 def rows_of_tokens(x: BFloat16[Array, "tokens hidden"], plan: Plan) -> QuantisedRows:
-    """Returns x, each token rounded once, in the order of tokens: `gated_matmul` gathers rows where it loads them."""
+    """Returns x, each token rounded once, in token order: `gated_matmul` gathers rows while loading."""
     return rows_of_rounded(quantise_rows(x), plan)
 
 
 def rows_of_rounded(tokens: QuantisedRows, plan: Plan) -> QuantisedRows:
-    """Returns tokens that were rounded before, in their order."""
+    """Returns already rounded tokens, in token order."""
     return tokens
 
 
@@ -103,7 +103,7 @@ def _row_tile() -> Tile:
 
 
 def _gated_tile() -> Tile:
-    """Returns the tile of gate_up, with `columns` of gate and as many of up.
+    """Returns the tile of gate_up, with `columns` of gate and of up each.
 
     128 rows would spill: ptxas holds two totals and a sum in registers. With two buffers Ada's shared memory is full.
     """
