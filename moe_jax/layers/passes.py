@@ -101,8 +101,8 @@ class Layers(NamedTuple):
     """Stacked layers without their arrays: the body, how parameters are gathered, and what is recomputed."""
 
     body: Body
-    gather: WholeLayer
-    remat: Remat
+    gather: WholeLayer = WHOLE_LAYER
+    remat: Remat = False
     num_kept: int = 0
     """The last layers that keep their residuals, of a stack whose other layers are recomputed."""
     whole_accumulators: bool = False

@@ -12,13 +12,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from moe_jax.layers.passes import (
-    WHOLE_LAYER,
-    Body,
     LayerArrays,
     Layers,
-    Remat,
     SavedLayers,
-    WholeLayer,
     backward_pass,
     forward_pass,
     run_pass,
@@ -26,18 +22,7 @@ from moe_jax.layers.passes import (
 )
 
 
-def run_layers(
-    body: Body,
-    shared,
-    per_layer,
-    x,
-    parameters,
-    gather: WholeLayer = WHOLE_LAYER,
-    accumulators=None,
-    *,
-    remat: Remat = False,
-    num_kept: int = 0,
-):
+def run_layers(layers: Layers, arrays: LayerArrays, x):
     """Computes x, y[l] = body(shared, per_layer[l], x, parameters[l], accumulators[l]) for each layer l in turn.
 
     Returns the last x, and y stacked. Differentiable in x and parameters; each gradient has its argument's dtype. The residuals
@@ -50,16 +35,12 @@ def run_layers(
     With peer-to-peer copies (`parallel.collectives.hops`) both hide behind the layer.
 
     Args:
-      body: the layer; it closes over no array.
-      shared: arrays that all layers read, not differentiated.
-      per_layer: arrays with the layers as leading axis, not differentiated.
+      layers: the body, which closes over no array; how parameters are gathered; the layers that are recomputed.
+      arrays: `shared` and `per_layer` are not differentiated. `body` gives each accumulator a gradient that is the array plus
+        the gradients added to it (`kernels.experts.weights.Accumulators`); it is written over the array.
       x: floats that go from layer to layer.
-      parameters: arrays with the layers as leading axis.
-      gather: makes whole layers from parts.
-      accumulators: arrays with the layers as leading axis. `body` gives each a gradient that is the array plus what was added
-        to it (`kernels.experts.weights.Accumulators`); the gradients are written over the arrays.
     """
-    return _run_layers(Layers(body, gather, remat, num_kept), shared, per_layer, x, parameters, accumulators)
+    return _run_layers(layers, *arrays[:2], x, *arrays[2:])
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
