@@ -220,7 +220,10 @@ def on_device(engine: Engine, sequences: int, position: int, kernels: bool) -> t
     draw = draw_program("greedy")
 
     def launch() -> None:
-        state, output = device._programs[shape](device._weights, device.state, upload)
+        program, over = device._programs[shape]
+        state, output = program(device._weights, device.state, upload, over)
+        if over is not None:
+            device._programs[shape] = program, output
         last_token, *_ = draw(output, device.slots.options, state.last_token, None)
         device.state = state._replace(last_token=last_token)
 

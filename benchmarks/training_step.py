@@ -70,6 +70,7 @@ class Step(Case):
     lora_expert_rank: int | None = None  # the rank of each expert; default: that of LoraSettings
     frozen_form: one_of(FORMS) = "whole"  # form of the weights that --lora-rank freezes; one device
     remat: bool = True
+    keep: int = 0  # with remat, the last layers that keep their residuals
     offload: bool = False  # keep the residuals of remat in host memory
     routings: tuple[Literal["balanced", "own", "rebalanced"], ...] = ("balanced", "own")
     steps: int = 5
@@ -137,7 +138,7 @@ class Step(Case):
             optimizer,
             NextToken(LossWeights(aux_loss_coef=1e-3)),
             gradient_accumulation=self.gradient_accumulation,
-            remat="offload" if self.offload else self.remat,
+            remat="offload" if self.offload else self.keep or self.remat,
             force_balanced_routing=routing == "balanced",
             parallelism=parallelism,
         )

@@ -101,8 +101,8 @@ class Layers(NamedTuple):
     """Stacked layers without their arrays: the body, the gather of parameters, and recomputation."""
 
     body: Body
-    gather: WholeLayer
-    remat: Remat
+    gather: WholeLayer = WHOLE_LAYER
+    remat: Remat = False
     num_kept: int = 0
     """Number of last layers that keep their residuals, while the stack's other layers are recomputed."""
     whole_accumulators: bool = False

@@ -12,13 +12,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from moe_jax.layers.passes import (
-    WHOLE_LAYER,
-    Body,
     LayerArrays,
     Layers,
-    Remat,
     SavedLayers,
-    WholeLayer,
     backward_pass,
     forward_pass,
     run_pass,
@@ -26,18 +22,7 @@ from moe_jax.layers.passes import (
 )
 
 
-def run_layers(
-    body: Body,
-    shared,
-    per_layer,
-    x,
-    parameters,
-    gather: WholeLayer = WHOLE_LAYER,
-    accumulators=None,
-    *,
-    remat: Remat = False,
-    num_kept: int = 0,
-):
+def run_layers(layers: Layers, arrays: LayerArrays, x):
     """Computes x, y[l] = body(shared, per_layer[l], x, parameters[l], accumulators[l]) for each layer l in turn.
 
     Returns the last x, and y stacked. Differentiable in x and parameters; each gradient has its argument's dtype. The residuals
@@ -49,16 +34,12 @@ def run_layers(
     that keep the parts. With peer-to-peer copies (`parallel.collectives.hops`) the layer hides both.
 
     Args:
-      body: the layer; it closes over no array.
-      shared: arrays that all layers read; not differentiated.
-      per_layer: arrays with the layers as leading axis; not differentiated.
+      layers: the body, which closes over no array; the gather of parameters; and the recomputed layers.
+      arrays: `shared` and `per_layer` are not differentiated. `body` returns each accumulator's "gradient": the array plus the
+        added gradients (`kernels.experts.weights.Accumulators`). It overwrites the array.
       x: floats that are passed from layer to layer.
-      parameters: arrays with the layers as leading axis.
-      gather: assembles whole layers from parts.
-      accumulators: arrays with the layers as leading axis. `body` returns each one's "gradient", the array plus the added
-        gradients (`kernels.experts.weights.Accumulators`); these overwrite the arrays.
     """
-    return _run_layers(Layers(body, gather, remat, num_kept), shared, per_layer, x, parameters, accumulators)
+    return _run_layers(layers, *arrays[:2], x, *arrays[2:])
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -179,10 +179,7 @@ def run_stage(
     Returns:
       The carry after the last layer, and the routings of all layers; None for dense layers.
     """
-    layers, arrays = stage_layers(stage, number, inputs, per_layer, execution)
-    shared, of_layers, parameters, accumulators = arrays
-    kept: dict[str, Any] = dict(remat=layers.remat, num_kept=layers.num_kept)
-    return run_layers(layers.body, shared, of_layers, carry, parameters, layers.gather, accumulators, **kept)
+    return run_layers(*stage_layers(stage, number, inputs, per_layer, execution), carry)
 
 
 def stage_layers(stage: nnx.Module, number: int, inputs: LayerInputs, per_layer: PerLayer, execution: Execution) -> StageLayers:

@@ -42,6 +42,7 @@ GATHERED = """
 from moe_jax.kernels import Precision
 from moe_jax.kernels.experts.call import TokenPart, experts
 from moe_jax.kernels.experts.weights import ExpertWeights
+from moe_jax.layers.passes import LayerArrays, Layers
 from moe_jax.layers.stack import run_layers
 from moe_jax.parallel.fsdp import LayerGather
 from moe_jax.parallel.collectives.hops import COPIES, MANY_AT_ONCE
@@ -55,7 +56,7 @@ def body(shared, per_layer, x, w, _):
 
 def local(w, x, *routing):
     def loss(w):
-        return run_layers(body, routing, (), x, w, gather, remat=True)[0].astype(f32).sum()
+        return run_layers(Layers(body, gather, True), LayerArrays(routing, (), w), x)[0].astype(f32).sum()
     return jax.grad(loss)(w)
 
 split, of_layers = PartitionSpec("fsdp"), PartitionSpec(None, "fsdp")

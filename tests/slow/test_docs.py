@@ -92,7 +92,7 @@ def test_dead_links_fail_the_build(tmp_path):
     shutil.copytree(DOCS, root / "docs")
     for name in ("mkdocs.yml", "README.md", "CONTRIBUTING.md", "CHANGELOG.md"):
         shutil.copy(ROOT / name, root)
-    for name in ("moe_jax", "examples", "tests"):
+    for name in ("moe_jax", "examples", "tests", "benchmarks"):
         (root / name).symlink_to(ROOT / name)
     (root / "docs" / "api.md").write_text("# API\n\n[1](scaling.md#nothing) [2](../examples/nothing.py) [3](nothing.md)\n")
     done = build(root, tmp_path / "site")

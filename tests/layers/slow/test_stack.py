@@ -11,6 +11,7 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
+from moe_jax.layers.passes import LayerArrays, Layers
 from moe_jax.layers.stack import run_layers
 from moe_jax.parallel.fsdp import LayerGather
 from tests.helpers import seeds
@@ -39,6 +40,10 @@ def make_inputs(window=False):
     return shared, per_layer, jnp.asarray(rng.normal(size=(5, WIDTH))), parameters
 
 
+def run(shared, per_layer, x, parameters, **remat):
+    return run_layers(Layers(layer, **remat), LayerArrays(shared, per_layer, parameters), x)
+
+
 def scanned(shared, per_layer, x, parameters):
     return jax.lax.scan(lambda x, xs: layer(shared, xs[0], x, xs[1]), x, (per_layer, parameters))
 
@@ -62,7 +67,7 @@ def test_carry(remat):
         return (x + jnp.sin(w), same, total + jnp.square(w).sum() + same, count + 1), ()
 
     def run(parameters, start):
-        return run_layers(body, (), (), (*start, jnp.int32(0)), parameters, remat=remat)[0]
+        return run_layers(Layers(body, remat=remat), LayerArrays((), (), parameters), (*start, jnp.int32(0)))[0]
 
     def value(parameters, start):
         x, _, total, _ = run(parameters, start)
@@ -87,11 +92,11 @@ def test_carry(remat):
 @pytest.mark.parametrize("window", [False, True])
 def test_equals_scan(remat, num_kept, window):
     """Values and gradients equal those of `lax.scan`, whichever layers keep their residuals."""
-    run = partial(run_layers, layer, remat=remat, num_kept=num_kept)
+    own = partial(run, remat=remat, num_kept=num_kept)
     with jax.enable_x64(True):
         inputs = make_inputs(window)
-        jax.tree.map(np.testing.assert_array_equal, run(*inputs), scanned(*inputs))
-        value, gradients = jax.jit(jax.value_and_grad(loss(run, inputs), (0, 1)))(*inputs[2:])
+        jax.tree.map(np.testing.assert_array_equal, own(*inputs), scanned(*inputs))
+        value, gradients = jax.jit(jax.value_and_grad(loss(own, inputs), (0, 1)))(*inputs[2:])
         expected_value, expected = jax.value_and_grad(loss(scanned, inputs), (0, 1))(*inputs[2:])
         np.testing.assert_allclose(value, expected_value, rtol=1e-12)
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-12), gradients, expected)
@@ -120,7 +125,7 @@ def test_accumulators(checkpointed, remat):
     x, parameters = jnp.asarray(rng.normal(size=(5, WIDTH))), jnp.asarray(rng.normal(size=(LAYERS, WIDTH)))
 
     def loss(x, parameters, w, totals):
-        return jnp.sin(run_layers(body, None, w, x, parameters, accumulators=totals, **remat)[0]).sum()
+        return jnp.sin(run_layers(Layers(body, **remat), LayerArrays(None, w, parameters, totals), x)[0]).sum()
 
     def scanned(x, parameters, w):
         return jnp.sin(jax.lax.scan(lambda x, xs: body(None, xs[0], x, xs[1], None), x, (w, parameters))[0]).sum()
@@ -193,7 +198,7 @@ def test_the_schedule(remat):
         return layer(x, w, index), ()
 
     def run(w):
-        return run_layers(body, (), jnp.arange(3), jnp.float32(0), w, gather, remat=remat)[0]
+        return run_layers(Layers(body, gather, remat), LayerArrays((), jnp.arange(3), w), jnp.float32(0))[0]
 
     with jax.disable_jit():
         gradient = jax.grad(run)(jnp.arange(3, dtype=jnp.float32))
@@ -220,7 +225,7 @@ def test_the_schedule(remat):
 def test_residuals():
     """Weights and arrays that all layers read are not stored again: the residuals of a layer are h, its tanh and x."""
     inputs = make_inputs()
-    _, pullback = jax.vjp(loss(lambda *a: run_layers(layer, *a), inputs), *inputs[2:])
+    _, pullback = jax.vjp(loss(run, inputs), *inputs[2:])
     stacked = [leaf for leaf in jax.tree.leaves(pullback) if leaf.shape[:1] == (LAYERS,)]
     weights = [leaf for leaf in stacked if leaf.shape == (LAYERS, WIDTH, WIDTH)]
     assert len(weights) == 1
@@ -233,18 +238,19 @@ def test_gradients_are_written_once(devices):
     device = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
     mesh = AbstractMesh((devices,), ("data",), axis_types=(AxisType.Auto,), abstract_device=device)
     inputs = make_inputs()
-    run = loss(lambda *a: run_layers(layer, *a), inputs)
+    value = loss(run, inputs)
     if devices > 1:
-        run = jax.shard_map(run, mesh=mesh, in_specs=(P(), P()), out_specs=P(), check_vma=False)
+        value = jax.shard_map(value, mesh=mesh, in_specs=(P(), P()), out_specs=P(), check_vma=False)
     types = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), inputs[2:])
     with jax.sharding.use_abstract_mesh(mesh):
-        text = jax.jit(jax.grad(lambda *a: run(*a), (1,))).trace(*types).lower(lowering_platforms=("cuda",)).as_text()
+        text = jax.jit(jax.grad(lambda *a: value(*a), (1,))).trace(*types).lower(lowering_platforms=("cuda",)).as_text()
     shape = f"tensor<{LAYERS}x{WIDTH}x{WIDTH}xf32>"
     assert any("AllocateBuffer" in line and line.rstrip().endswith(shape) for line in text.splitlines())
     assert not any("broadcast_in_dim" in line and line.rstrip().endswith(shape) for line in text.splitlines())
 
 
 GATHERED = """
+from moe_jax.layers.passes import LayerArrays, Layers
 from moe_jax.layers.stack import run_layers
 from moe_jax.parallel.fsdp import LayerGather
 from moe_jax.parallel.collectives.hops import COPIES, MANY_AT_ONCE
@@ -258,7 +264,7 @@ def body(shared, per_layer, x, w, _):
 
 def local(w, x, weights, chosen):
     def loss(w):
-        return run_layers(body, (weights, chosen), (), x, w, gather, remat=remat)[0].astype(f32).sum()
+        return run_layers(Layers(body, gather, remat), LayerArrays((weights, chosen), (), w), x)[0].astype(f32).sum()
     return jax.grad(loss)(w) if has_gradient else loss(w)[None]
 
 split, of_layers = PartitionSpec("fsdp"), PartitionSpec(None, "fsdp")

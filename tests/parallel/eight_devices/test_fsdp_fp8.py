@@ -13,6 +13,7 @@ from moe_jax.kernels import Precision
 from moe_jax.kernels.experts.call import TokenPart
 from moe_jax.kernels.experts.call import experts as compute
 from moe_jax.kernels.experts.weights import ExpertWeights
+from moe_jax.layers.passes import LayerArrays, Layers
 from moe_jax.layers.stack import run_layers
 from moe_jax.parallel import ExpertParallel, Parallelism, fsdp
 from moe_jax.parallel.expert import expert_parallel_mlp
@@ -43,7 +44,7 @@ def make_program(mesh, params, hops, remat, experts_in_fp8):
     def local(params, x, *routing):
         def loss(params, x):
             stage = sharded.enter(params)["stages"][0]
-            y, _ = run_layers(body, routing, (), x, stage, sharded.layers[0], remat=remat)
+            y, _ = run_layers(Layers(body, sharded.layers[0], remat), LayerArrays(routing, (), stage), x)
             return jax.lax.psum((y.astype(jnp.float32) ** 2).sum(), axes)
 
         return jax.value_and_grad(loss, (0, 1))(params, x)

@@ -37,7 +37,7 @@ from tests.helpers.train_steps import ROWS, SEQ, make_batch, train
             marks=pytest.mark.thorough,
         ),
     ],
-    ids=["moe-fsdp-expert", "moe-data-fsdp-context", "deepseek-mtp"],
+    ids=["moe-fsdp-expert", "moe-keeping-a-layer", "moe-data-fsdp-context", "deepseek-mtp"],
 )
 def test_two_steps(sizes, options):
     check_two_steps(Parallelism(make_mesh(**sizes)), options)

@@ -39,6 +39,7 @@ on_four(layer, "expert", PartitionSpec("expert"), tokens, *matrices, ((32768, 8)
 
 
 TRAINED_EXPERTS = """
+from moe_jax.layers.passes import LayerArrays, Layers
 from moe_jax.layers.stack import run_layers
 from moe_jax.parallel.fsdp import LayerGather
 
@@ -50,7 +51,7 @@ def body(shared, per_layer, x, w, _):
 def gradients(x, gate_up, down, *choices):
     def loss(w):
         gather = LayerGather(((), ()), bf16, "copies")
-        return run_layers(body, choices, (), x, w, gather, remat=True)[0].astype(f32).sum()
+        return run_layers(Layers(body, gather, True), LayerArrays(choices, (), w), x)[0].astype(f32).sum()
     return jax.grad(loss)((gate_up[None].repeat(3, 0), down[None].repeat(3, 0)))[0][0]
 
 tokens, matrices = ((32768, 2048), bf16), [((128, 1536, 2048), bf16), ((128, 2048, 768), bf16)]

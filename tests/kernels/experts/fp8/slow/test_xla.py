@@ -73,12 +73,13 @@ def test_products_are_those_of_the_dequantised(routing, alignment):
     gate, up = np.split(np.asarray(h, np.float32), 2, axis=1)
     s, v = 1 / (1 + np.exp(-gate)), np.asarray(v)[:, None]
     dh = np.concatenate([v * g * up * s * (1 + gate * (1 - s)), v * g * gate * s], axis=1)
-    _assert_near(backward.dh_bf16, dh)
-    np.testing.assert_allclose(dequantised_rows(backward.dh), dh, rtol=2**-3, atol=np.abs(dh).max() * 2**-7)
-    _assert_near(backward.weighted_act, v * _silu(gate) * up)
+    rounded_dh, dh_bf16, weighted_act, dweight_of_row = backward
+    _assert_near(dh_bf16, dh)
+    np.testing.assert_allclose(dequantised_rows(rounded_dh), dh, rtol=2**-3, atol=np.abs(dh).max() * 2**-7)
+    _assert_near(weighted_act, v * _silu(gate) * up)
     dweights = np.sum(g * _silu(gate) * up, axis=1)
     lost = 4 * SUM_ERROR_IN_FP8 * np.abs(dweights).max(initial=0)
-    np.testing.assert_allclose(backward.dweight_of_row, dweights, rtol=1e-3, atol=1e-3 + lost)
+    np.testing.assert_allclose(dweight_of_row, dweights, rtol=1e-3, atol=1e-3 + lost)
 
 
 def _assert_near(found, sums):
