@@ -92,8 +92,8 @@ def load_parameter(
     """Assembles a parameter from `pieces`, which cover it, as `dtype` in the layout `sharding`.
 
     Args:
-      layer_axes: the number of leading axes that index the layers, which are then loaded one at a time: 1, or 3 in a pipeline,
-        whose padding slots are zeros. Pieces have a single axis of layers.
+      layer_axes: the number of leading axes that index the layers, which are then loaded one at a time. It is 1, or 3 in a
+        pipeline, whose padding slots are zeros. Pieces have a single axis of layers.
       on_read: called with the number of bytes after each block that was read.
     """
     shards: dict[jax.Device, jax.Array] = {}

@@ -19,7 +19,7 @@ micro-batches, the last stage runs
     v p ticks                      a chunk backward
 
 m is rounded up to a multiple of p, and layers to one of p v. A hop follows each pass of a tick. Without a pipe p = v = 1.
-Two and four GPUs of one host were measured (docs/log/parallel.md, "A pipeline"): they were 2 to 5 % slower than predicted with
+Two and four GPUs of one host were measured (docs/log/parallel.md, "A pipeline"). They were 2 to 5 % slower than predicted with
 remat, 8 to 13 % without. Schedules from a table are priced in lockstep, as they run (`parallel.pipeline.executor`). The model
 ignores the cost of branches. ZB-H1 was measured a third slower than its ticks (docs/log/parallel.md, "Schedules from a table").
 """

@@ -53,12 +53,12 @@ class Devices:
 
     @property
     def spread(self) -> Spread:
-        """How a model's calls are spread over the devices."""
+        """The spread of a model's calls over the devices."""
         return Spread(expert=ExpertParallel() if self.with_experts > 1 else None)
 
     @property
     def spread_of_halves(self) -> Spread:
-        """How calls with two halves of the prompts in one loop are spread. Copies are pairwise, with room for any routing."""
+        """The spread of calls with two halves of the prompts in one loop: pairwise copies, with room for any routing."""
         if self.hops == "nccl":
             return self.spread
         return Spread(expert=ExpertParallel(transport="pairwise", capacity_factor=self.with_experts))

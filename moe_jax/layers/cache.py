@@ -29,7 +29,7 @@ class KVCache:
       kept: the arrays that layers keep for each token (`Mixer.of_token`): rotated keys and values, or the latents for both.
         Tokens from `length` on are unused.
       segment_ids: the cached tokens' segments; 0 (padding, unused rows) is seen by no token of a document.
-      written: number of tokens in the cache, the same for every sequence (shorter prompts are padded on the left); None: no
+      written: number of tokens in the cache, the same for every sequence: shorter prompts are padded on the left. None: no
         token has been written yet.
       states: the arrays (f32) that recurrent layers keep for each sequence after its last token.
     """

@@ -192,7 +192,7 @@ class Embedding(nnx.Module):
     """A table [vocab, hidden] whose rows are chosen by token id.
 
     An id outside yields NaN, never another token's row. An adapter's factors have a leading axis of 1, and change the table by
-    b a: a token's change is its row of b times a.
+    b a. A token's change is its row of b times a.
     """
 
     lora: Adapter | None = None

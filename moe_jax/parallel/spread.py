@@ -22,7 +22,7 @@ from moe_jax.parallel.sequence.attention import ContextParallel
 
 @dataclass(frozen=True)
 class Spread(OneDevice):
-    """How a call is spread over devices. `Spread()` behaves like `ONE_DEVICE`.
+    """The spread of a call over devices. `Spread()` behaves like `ONE_DEVICE`.
 
     Attributes:
       expert: how tokens travel to the experts of other devices; None: every device holds all experts.

@@ -230,9 +230,9 @@ def row_of_texts(texts: Sequence[Text], seq_len: int) -> dict[str, Int[np.ndarra
 
 
 def example_tokens(preferences: Preferences, tokenizer: Any, max_length: int) -> Callable[[int], Example | None]:
-    """Returns a function that tokenizes record `index`, or returns None if there is nothing to learn: the prompt leaves no room
-    for answers, or both texts of a pair are equal, perhaps after the cut.
+    """Returns a function that tokenizes record `index`, or returns None if there is nothing to learn.
 
+    That is so if the prompt leaves no room for answers, or if both texts of a pair are equal, perhaps after the cut.
     The chat template renders messages, and the learned tokens are the same as in fine-tuning on chats. Plain texts begin with
     the BOS token if the tokenizer adds one, and end with the eos token, unless they already have them. Texts are cut after
     `max_length` tokens.

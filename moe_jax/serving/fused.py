@@ -16,15 +16,15 @@ With chunks of prompts and more than MOST_PLANNED_TOKENS tokens, all matmuls exc
 dtype. chunk_heads_to_pages then replaces heads_to_pages, and XLA places the rows of experts.
 
 With strict bits a token's bits depend only on the tokens of its own sequence. Decoding rows, chunks of prompts and whole
-sequences run the same functions, for any number of tokens. Every sum has a fixed order, and rounding happens at fixed places:
-matmuls (`kernels.strict.matmul`), norms, heads, gates, the router's choice and the sum over experts are kernels. XLA only moves
-data, makes the tables of rope, and subtracts a logarithm from a logit.
+sequences run the same functions, for any number of tokens. Every sum has a fixed order, and rounding happens at fixed places.
+So matmuls (`kernels.strict.matmul`), norms, heads, gates, the router's choice and the sum over experts are kernels. XLA only
+moves data, makes the tables of rope, and subtracts a logarithm from a logit.
 
 | strict bits: rounded to the model's dtype | kept in f32 |
 |---|---|
 | q, k and v; a head's norm; its rotation; attention | the matmuls' sums, until their reader has added or normed them |
-| the matmul after attention, x + attention; each norm | the router's logits, probabilities and weights | | the gate's product;
-each expert's output; their sum, x + the sum | logits of the vocabulary |
+| the matmul after attention, x + attention; each norm | the router's logits, probabilities and weights |
+| the gate's product; each expert's output; their sum, x + the sum | logits of the vocabulary |
 """
 
 import dataclasses

@@ -1,8 +1,8 @@
 """The separate passes of one micro-batch (forward, loss and backward), for a step that orders them itself.
 
 A pipeline orders them by its schedule (`train.pipelined`). On one rank, the forward pass of a micro-batch overlaps the previous
-one's backward pass, in one loop over the layers. A turn of the loop computes layer l forward for micro-batch i + 1 and layer n
-- 1 - l backward for micro-batch i. Tokens of one pass travel to the experts of other devices while the other pass computes.
+one's backward pass, in one loop over the layers. A turn of the loop computes layer l forward for micro-batch i + 1 and layer
+n - 1 - l backward for micro-batch i. Tokens of one pass travel to the experts of other devices while the other pass computes.
 This is the order of Megatron's combined 1F1B without a pipeline, and of DualPipe's pairs (DeepSeek-V3,
 https://arxiv.org/abs/2412.19437, section 3.2.1).
 

@@ -133,7 +133,7 @@ def with_fp8_copies(graphdef: nnx.GraphDef, params: nnx.State, fixed: nnx.State,
     """Returns `fixed` with FP8 copies of the experts' weights, for all micro-batches of a step.
 
     If a mesh splits the weights, there are no copies: each layer rounds the weights that it gathered. A pipeline makes a rank's
-      copies itself (`pipeline_passes.fp8_copies_of_rank`).
+    copies itself (`pipeline_passes.fp8_copies_of_rank`).
 
     Raises:
       ValueError: experts that multiply in FP8, and a pipeline with another schedule than "uniform".

@@ -112,8 +112,8 @@ class Front:
 
     Rank r computes the dense layers of micro-batches g p + r. They run before the first tick, and again, with their backward
     pass, after the last tick: the ranks share the work evenly. During the step every rank has their outputs for all
-      micro-batches, and the outputs' gradients. Without dense layers the first rank embeds each micro-batch in the tick in
-      which it enters. All of this is inside `jax.shard_map` over `pipe`.
+    micro-batches, and the outputs' gradients. Without dense layers the first rank embeds each micro-batch in the tick in
+    which it enters. All of this is inside `jax.shard_map` over `pipe`.
     """
 
     micro: MicroBatchPasses

@@ -46,7 +46,7 @@ def make_train_step(
     """Returns a jitted step(state, batch) -> (state, metrics). The state passed in is donated: its arrays are gone afterwards.
 
     Frozen weights under adapters are not donated: the returned state holds the same arrays. Dropout of adapters depends on the
-      step's number (`train.on_devices`).
+    step's number (`train.on_devices`).
 
         step = train.make_train_step(graphdef, optimizer, train.NextToken(train.LossWeights(aux_loss_coef=0.001)))
 

@@ -53,7 +53,7 @@ def experts_mlp(
         (gate, up) = w_gate_up[e] x[t] + b_gate_up[e],   e = topk_experts[t, k]
 
     Dropless: every token reaches every expert it chose. The matmuls are in x's dtype; sums and the activation are in f32 (f64
-      for f64). Differentiable in x, both weights and topk_weights; weight gradients are summed in f32 and rounded once.
+    for f64). Differentiable in x, both weights and topk_weights; weight gradients are summed in f32 and rounded once.
 
     The gradient is hand-written, for reverse mode only and once: `jax.jvp` of this function is a TypeError, and a gradient of
     its gradient a ValueError. Backend "xla" supports Hessian products by forward over reverse, `jax.jvp(jax.grad(f), ...)`.

@@ -78,9 +78,8 @@ _logger = logging.getLogger(__name__)
 def resolve_backend(name: str | None, dtype: jnp.dtype, hidden: int, inter: int, row_alignment: int | None = None) -> str:
     """Returns the backend to use: `name` if given, else the environment variable MOE_JAX_BACKEND, else the first that fits.
 
-    A backend fits if three conditions hold: it was written for the target; it supports experts of `dtype`, `hidden` and
-      `inter`; and the plan has the `row_alignment` that it needs (None: the plan is made for it). The choice, and the reasons
-      against earlier backends, are logged once.
+    A backend fits if it was written for the target, supports experts of `dtype`, `hidden` and `inter`, and the plan has its
+    `row_alignment`. None: the plan is made for it. The choice, and the reasons against earlier backends, are logged once.
 
     Raises:
         ValueError: the name is not in BACKENDS, or the named backend does not support the input.

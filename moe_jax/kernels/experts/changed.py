@@ -17,7 +17,7 @@ The matrices have no gradient, and no product is computed for one. The residuals
 
 In the kernels of `mosaic` and `triton` the change is additional steps of the same sum. In `xla` it is a separate grouped
 matmul, whose result is added. The same holds if W multiplies in FP8: the change stays in the rows' dtype, to which both
-products are rounded. It also holds if W is a layer of a stack: the factors belong to one layer, and a kernel uses one expert
+products are rounded. It also holds if W is a layer of a stack. The factors belong to one layer, and a kernel uses one expert
 index for both.
 """
 

@@ -152,7 +152,7 @@ def plan_of_few(topk_experts: Integer[Array, "tokens k"], num_experts: int, row_
     """Makes a plan for at most `row_alignment` tokens: one block of rows per chosen expert, with token t in row t.
 
     For forward passes only: `Plan` describes the differences. A tile of `row_alignment` rows takes the same time for one token
-      as for all. So nothing needs to be sorted or gathered.
+    as for all. So nothing needs to be sorted or gathered.
 
     Raises:
         ValueError: as `plan`; or there are no tokens, more than row_alignment tokens, or no choices.

@@ -173,8 +173,8 @@ class Pipeline:
     def drain(self, steps) -> None:
         """Producer, after its last step: waits until all slots of all `steps` steps have been released.
 
-        Without it a barrier would end with an arrival that was not waited for, and a block could exit while its shared memory
-        is still in use.
+        Without it a barrier would end with an arrival that nobody waited for. A block could exit while its shared memory is
+        still in use.
         """
         for i in range(self.stages):
             self.acquire(steps + i)

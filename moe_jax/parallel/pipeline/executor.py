@@ -3,9 +3,9 @@
 `table` defines which passes every rank computes in a tick and which slots of memory it reads and writes. A tick is, in this
 order:
 
-1. the loss of each micro-batch that left the last stage in the previous tick, on all ranks together; 2. the passes: F, B, F and
-B in one loop, b, W, or none; 3. the hops: outputs go to the ranks of the next stages, gradients to the ranks of the previous
-stages.
+1. the loss of each micro-batch that left the last stage in the previous tick, on all ranks together;
+2. the passes: F, B, F and B in one loop, b, W, or none;
+3. the hops: outputs go to the ranks of the next stages, gradients to the ranks of the previous stages.
 
 In uniform ticks all ranks run the same passes, and mask missing ones. So no collective waits for a rank that does not
 participate. With other schedules, and where `uniform-w` has both W and B, each rank runs its branch of a `lax.switch`. Ranks
@@ -16,9 +16,11 @@ collective.
 
 A schedule may need stages on other ranks than where `chunks.to_chunks` stores them, or on two ranks:
 
-| schedule | stages of rank r | storage | |---|---|---| | uniform, 1f1b, interleaved, zb-h1 | r, p + r, ... | as wanted | |
-dualpipe | r and p - 1 - r | the second on rank p - 1 - r | | zb-v, dualpipe-v | r and 2 p - 1 - r | the second on rank p - 1 -
-r |
+| schedule | stages of rank r | storage |
+|---|---|---|
+| uniform, 1f1b, interleaved, zb-h1 | r, p + r, ... | as wanted |
+| dualpipe | r and p - 1 - r | the second on rank p - 1 - r |
+| zb-v, dualpipe-v | r and 2 p - 1 - r | the second on rank p - 1 - r |
 
 So one exchange between ranks r and p - 1 - r at each end of a step (`to_stages`, `from_stages`) is enough. Checkpoints and
 optimizers are independent of the schedule.

@@ -5,8 +5,10 @@ the next. Until they are read, arrays are in slots of memory:
 
 | kind of slot | written | read by |
 |---|---|---|
-| input | after the tick of F of the previous stage | F | | gradient | after the tick of the next stage's backward pass; for the
-last stage by the loss, a tick after its F | B or b | | saved | by F | B or b | | product | by b | W |
+| input | after the tick of F of the previous stage | F |
+| gradient | after the tick of the next stage's backward pass; for the last stage by the loss, a tick after its F | B or b |
+| saved | by F | B or b |
+| product | by b | W |
 
 In uniform ticks all ranks compute the same kinds of passes. A rank without such a pass computes chunk 0 of micro-batch 0. Masks
 discard the results, and no other pass reads their slot. Nothing here imports JAX.
@@ -279,8 +281,8 @@ def _allocate(schedule: Schedule, when: Mapping[Result, int]) -> tuple[dict[Kept
 def _intervals(schedule: Schedule, when: Mapping[Result, int], chunk: int, stage: int) -> Iterator[tuple[int, int, Kept]]:
     """Returns the first and last ticks in which a chunk's arrays hold their slots.
 
-    An array that arrives between ticks k and k + 1 holds its slot from k to before its reader's tick: arrivals after that tick
-    may reuse the slot. An array written and read within ticks holds its slot in both.
+    An array that arrives between ticks k and k + 1 holds its slot from k to before its reader's tick.
+    Arrivals after that tick may reuse the slot. An array written and read within ticks holds its slot in both.
     """
     direction, is_last = schedule.directions[chunk], stage == schedule.num_stages - 1
     for micro_batch in range(schedule.micro_batches):

@@ -18,12 +18,15 @@ SHAPES = {(), ("F",), ("B",), ("b",), ("W",), ("F", "B"), ("F", "b")}
 def verify(schedule: Schedule) -> None:
     """Checks a schedule.
 
-    1. A slot is idle, one part, (F, B) or (F, b). Its chunks and micro-batches exist, and every stage is on a rank. 2. Each
-    stage computes F, b and W of each micro-batch once; B is b and W. 3. b comes after F, and W after b. An overlapped B has
-    another micro-batch or chunk than its F. 4. Each kind of pass of a chunk processes micro-batches in order, so that messages
-    arrive in order of use. W of `uniform-w` sends none, and processes the first micro-batches last. 5. Neighbouring stages are
-    on neighbouring ranks of the ring, or on one rank. 6. The ranks never deadlock. 7. Chunk inputs in flight, and waiting
-    passes W, are at most what the schedule states. 8. The slots of `uniform` and `uniform-w` are the arithmetic of their ticks.
+    1. A slot is idle, one part, (F, B) or (F, b). Its chunks and micro-batches exist, and every stage is on a rank.
+    2. Each stage computes F, b and W of each micro-batch once; B is b and W.
+    3. b comes after F, and W after b. An overlapped B has another micro-batch or chunk than its F.
+    4. Each kind of pass of a chunk processes micro-batches in order, so that messages arrive in order of use. W of `uniform-w`
+       sends none, and processes the first micro-batches last.
+    5. Neighbouring stages are on neighbouring ranks of the ring, or on one rank.
+    6. The ranks never deadlock.
+    7. Chunk inputs in flight, and waiting passes W, are at most what the schedule states.
+    8. The slots of `uniform` and `uniform-w` are the arithmetic of their ticks.
 
     Raises:
       ValueError: the message names the first broken rule, and where.

@@ -60,8 +60,8 @@ def finetune(
 
     Raises:
       ValueError: settings that contradict each other, bad data, or a folder that holds another run. No weights have been read
-        and nothing has been written then. The exception is a conversation after the first batch that the chat template refuses:
-        in a job of one process the steps before it are saved.
+        and nothing has been written then. The exception is a conversation after the first batch that the chat template refuses.
+        A job of one process saves the steps before it.
       TypeError: a `loss` that cannot be called as loss(model, batch).
       FileNotFoundError: there is no such data, tokenizer or model.
       BlockingIOError: another run is using the output folder.

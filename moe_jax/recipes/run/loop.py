@@ -57,7 +57,7 @@ class RunResult:
 
 @dataclass(frozen=True)
 class Begun:
-    """Where a run begins: at step 0 in a new folder, or at a checkpoint.
+    """A run's beginning: at step 0 in a new folder, or at a checkpoint.
 
     Attributes:
       step: the newest checkpoint's step; 0 without one.

@@ -49,8 +49,8 @@ def tokenization(
 ) -> Callable[[dict[str, Any]], Tokenized]:
     """Returns a function that tokenizes a record `documents[i]`.
 
-    A text, or a prompt with its continuation, begins with the BOS token if the tokenizer adds one and `begin_texts` is True,
-    and ends with the eos token. Neither is added twice. The chat template renders a chat.
+    A text, or a prompt with its continuation, begins with the BOS token if the tokenizer adds one and `begin_texts` is True.
+    It ends with the eos token. Neither is added twice. The chat template renders a chat.
 
     With `skipped`, a conversation that would raise BadDocument gets no tokens instead.
     The reason is stored in `skipped` under the document's index.
