@@ -329,42 +329,6 @@ def forward_loop(layers: Layers, arrays: LayerArrays, x, chunk: Chunk | None = N
     return Loop("forward", last + 1, start, step, finish)
 
 
-def forward_pass(layers: Layers, arrays: LayerArrays, x) -> Pass:
-    """Runs all layers: a loop over recomputed layers, and one over layers that keep their residuals.
-
-    The result is a `ForwardRun` whose `saved` has each loop's residuals.
-    """
-    outputs, saved = [], []
-    for part, chunk in parts_of(layers, arrays.num_layers):
-        run: ForwardRun = yield forward_loop(part, arrays, x, chunk)
-        x = run.x
-        outputs.append(run.y)
-        saved.append(run.saved)
-    y = outputs[0] if len(outputs) == 1 else jax.tree.map(lambda *of_parts: jnp.concatenate(of_parts), *outputs)
-    return ForwardRun(x, y, saved)
-
-
-def backward_pass(layers: Layers, arrays: LayerArrays, saved: list[SavedLayers], dx, dy, sums=None) -> Pass:
-    """Runs all layers backwards, from the `saved` of `forward_pass`; returns a `BackwardRun`. `sums` as in `backward_loop`."""
-    adds, written = sums is not None, None
-    for (part, chunk), of_part in reversed(list(zip(parts_of(layers, arrays.num_layers), saved, strict=True))):
-        own = dy if chunk is None else jax.tree.map(lambda a, c=chunk: a[c.first : c.first + c.num_layers], dy)
-        run: BackwardRun = yield backward_loop(part, arrays, of_part, dx, own, sums, chunk, written)
-        dx, arrays = run.dx, arrays._replace(accumulators=run.accumulators)
-        sums, written = (run.parameters, None) if adds else (None, run.parameters)
-    return run
-
-
-def parts_of(layers: Layers, num_layers: int) -> list[tuple[Layers, Chunk | None]]:
-    """Returns the loops of a forward pass: layers with one kind of residuals, and the chunk that they run."""
-    if not layers.remat or not layers.num_kept:
-        return [(layers, None)]
-    keeping, first = layers._replace(remat=False), num_layers - layers.num_kept
-    if first <= 0:
-        return [(keeping, None)]
-    return [(layers, Chunk(0, first)), (keeping, Chunk(first, layers.num_kept, first))]
-
-
 class BackwardRun(NamedTuple):
     """The result of a backward pass."""
 

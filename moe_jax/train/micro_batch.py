@@ -30,11 +30,10 @@ from moe_jax.layers.passes import (
     LayerArrays,
     Pass,
     SavedLayers,
-    backward_pass,
-    forward_pass,
     run_joined,
     run_pass,
 )
+from moe_jax.layers.stack import backward_pass, forward_pass
 from moe_jax.models.decoder import Decoder
 from moe_jax.models.execution import Execution
 from moe_jax.models.forward import Carry, Entered, StageLayers, StageRouting, stage_layers

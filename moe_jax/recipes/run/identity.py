@@ -30,8 +30,8 @@ _logger = logging.getLogger(__name__)
 def same_run(saved: dict[str, Any], current: dict[str, Any], output: Path) -> dict[str, Any]:
     """Returns the identity that the run in `output` continues with.
 
-    Starting weights are compared if the run recorded them in the same form. It is a hash of a checkpoint's weights, or values of
-    a model passed from Python. Otherwise the run keeps its own record, if any, and a warning is logged.
+    Starting weights are compared if the run recorded them in the same form. It is a hash of a checkpoint's weights, or
+    values of a model passed from Python. Otherwise the run keeps its own record, if any, and a warning is logged.
 
     Raises:
       ValueError: the folder holds another run; the message names what differs.
