@@ -106,7 +106,7 @@ class ConvertCommand:
         self._write(load, stored, None if adapter is None else lambda model: load_adapter(model, adapter))
 
     def _convert_adapter(self, run: "RunCheckpoint") -> None:
-        """Writes the adapter of a run, or the weights that it belongs to with the adapter added."""
+        """Writes a run's adapter, or its base weights with the adapter merged into them."""
         from moe_jax.adapters import save_adapter
         from moe_jax.checkpoint.hf_load import find_checkpoint, from_pretrained
         from moe_jax.checkpoint.stored import stored_dtype

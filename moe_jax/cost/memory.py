@@ -248,7 +248,7 @@ def copies_bytes(step: PlannedStep) -> float:
 def rounding_bytes(step: PlannedStep, number: int) -> float:
     """Returns the bytes of FP8 matrices that the backward pass of one layer of stage `number` creates.
 
-    The order in which FP8 matrices are stored or arrive needs no copy.
+    Matmuls read a matrix in two layouts. One of them needs no copy if the matrix is gathered or frozen in FP8.
     """
     made = {"pass": 2, "arrives": 1, "frozen": 1}
     return FP8_ELEMENT * sum(made.get(p.fp8 or "", 0) * p.used_size / p.layers for p in step.parameters_of_stages[number])

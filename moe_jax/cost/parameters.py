@@ -74,7 +74,7 @@ class Parameter(NamedTuple):
 
     @property
     def travelling_bytes(self) -> float:
-        """Bytes per element while it is gathered for use."""
+        """Bytes per element while the parameter is gathered for use."""
         return FP8_ELEMENT if self.fp8 == "arrives" else ELEMENT
 
 

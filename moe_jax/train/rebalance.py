@@ -104,7 +104,7 @@ class Places:
         return {"numbers": self.numbers.tolist(), "load": self.load.tolist()}
 
     def after_step(self, expert_load: Int[np.ndarray, "moe_layers experts"]) -> "Places":
-        """Adds a step's load of each place."""
+        """Returns these places with one more step's load added."""
         return Places(self.numbers, self.load + expert_load)
 
     def by_number(self, of_places: Int[np.ndarray, "moe_layers experts"]) -> Int[np.ndarray, "moe_layers experts"]:

@@ -162,7 +162,7 @@ BLOCK_BITS = ROW_ALIGNMENT.bit_length() - 1
 
 
 def _rows_of_last_block(count):
-    """Returns `Plan.chosen_rows` of experts with `count` consecutive rows."""
+    """Returns `Plan.chosen_rows`, the bits of each expert's last block, for experts with `count` consecutive rows."""
     in_last = count - lax.shift_right_logical(count - 1, BLOCK_BITS) * ROW_ALIGNMENT
     bits = [jnp.where(in_last > first, 1 << i, 0) for i, first in enumerate(range(0, ROW_ALIGNMENT, ROWS_OF_A_BIT))]
     return reduce(jnp.add, bits)

@@ -56,7 +56,7 @@ def project(x: Float[Array, "tokens in"], *weights: Float[Array, "_ in"]) -> Flo
 
 
 def parts_of(tokens: int, heights: tuple[int, ...], summands: int) -> Parts | None:
-    """Returns the tiles and parts that give the most cores one part of one tile, with the fewest parts.
+    """Returns the tile shape and the number of parts of a sum that keep the most cores busy; of equal ones, the fewest parts.
 
     Several matrices may have more tiles than cores, if rows have two tiles. None leaves the projection to XLA, if that is
     faster (docs/log/engine.md) or the sizes were not timed. For one token a reduction reads the weights once.

@@ -248,7 +248,7 @@ def _check_positive(name: str, value: int | None) -> None:
 
 
 def _matrices(weights: ExpertWeights, sizes: dict[str, int], backend: str) -> list[Matrix]:
-    """Returns the matrices with factors for each expert, of ranks that the backend supports."""
+    """Checks the matrices' low-rank factors, and returns them per expert with ranks padded to what the backend supports."""
     alignment = rank_alignment(backend, sizes["hidden"], sizes["inter"])
     made = []
     for name, matrix, (num_out, num_in) in (

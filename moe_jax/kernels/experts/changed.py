@@ -127,7 +127,7 @@ def rank_alignment(backend: str, hidden: int, inter: int) -> int:
 
 
 def of_each_expert(factors: LowRank, num_experts: int, alignment: int) -> LowRank:
-    """Returns factors for each expert, with zero-padded rank."""
+    """Copies the factors to every expert, and pads their rank with zeros to a multiple of `alignment`."""
     fill = -factors.a.shape[1] % alignment
     a, b = (jnp.broadcast_to(factor, (num_experts, *factor.shape[1:])) for factor in factors)
     return LowRank(jnp.pad(a, ((0, 0), (0, fill), (0, 0))), jnp.pad(b, ((0, 0), (0, 0), (0, fill)))) if fill else LowRank(a, b)

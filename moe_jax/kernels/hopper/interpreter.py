@@ -57,7 +57,8 @@ def add_to_memory(source, target) -> None:
 def finish_reading() -> None:
     """Ends a warpgroup's ordinary loads from a slot that it releases next.
 
-    On a GPU each thread arrives at the slot's barrier itself, after its own loads. The race detector needs a fence.
+    On a GPU this does nothing: each thread arrives at the slot's barrier after its own loads. The interpreter's race detector
+    needs a fence.
     """
     if is_interpreted():
         plgpu.commit_smem()

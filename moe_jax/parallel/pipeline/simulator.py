@@ -158,8 +158,8 @@ def simulate(
       schedule: the schedule; deadlocks are detected.
       times: the times of the passes of a stage.
       hop: the time for a result to travel to another rank. In lockstep each tick includes it once.
-      lockstep: True: in ticks, like one program for all ranks that selects the pass by a branch (`lax.switch`). masked: with
-        `lockstep`, a tick computes every kind of pass that any rank needs, like a program without branches.
+      lockstep: True: in ticks, like one program for all ranks that selects the pass by a branch (`lax.switch`).
+      masked: with `lockstep`, a tick computes every kind of pass that any rank needs, like a program without branches.
 
     Raises:
       ValueError: slots wait for each other, or `PassTimes.require_valid` refuses the times. Or `hop` is negative or not

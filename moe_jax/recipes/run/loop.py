@@ -81,8 +81,8 @@ def begin(
     """Locks the run's folder until `until_end` closes, and compares its checkpoints with the run.
 
     Args:
-      identity: the facts that may not change between the start of the run and its resumption. held_out: the fingerprint of the
-        held-out data.
+      identity: the facts that may not change between the start of the run and its resumption.
+      held_out: the fingerprint of the held-out data.
 
     Raises:
       ValueError: the folder holds another run, or has more steps than `settings.steps`.

@@ -114,9 +114,10 @@ class Server(uvicorn.Server):
 
 
 class Connection(H11Protocol):
-    """Closes itself unless the head of its first or next request arrives within `timeout_keep_alive`. uvicorn closes a
-    connection that is silent after an answer. One that never sends a whole head would stay open forever, and count toward the
-    limit of connections.
+    """An HTTP connection that closes unless the head of its first or next request arrives within `timeout_keep_alive`.
+
+    uvicorn itself only closes connections that are silent after an answer. One that never sends a whole head would stay open
+    forever, and count toward the limit of connections.
     """
 
     _deadline: asyncio.TimerHandle | None = None

@@ -154,10 +154,10 @@ def _span(render: Render, messages: list[Message], i: int, text: str) -> tuple[i
 
 
 def _after_header(prompted: str, plain: str, text: str) -> int | None:
-    """Returns the start of an answer whose content begins at the end of `text`: the end of its turn's header.
+    """Returns where an answer starts in `text`: at the end of its turn's header. None if that is not clear.
 
-    The generation prompt, which the messages before the answer have in `prompted` and not in `plain`, is the header. It may
-    begin the reasoning. In `text` only a think block may follow the header.
+    `prompted` and `plain` are the earlier messages with and without the generation prompt, which is the header and may begin
+    the reasoning. `text` ends where the answer's content begins. Only a think block may follow the header in it.
     """
     header = _PROMPT_THINKS.sub("", prompted.removeprefix(plain)) if prompted.startswith(plain) else ""
     start = text.rfind(header) + len(header)

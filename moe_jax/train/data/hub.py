@@ -113,7 +113,7 @@ class RowStream:
         return max(before, default=self._beginning, key=lambda mark: mark.row)
 
     def add_mark(self, mark: Mark) -> None:
-        """Adds a mark of another reader of the same stream."""
+        """Adds a mark (a row's number and the stream's state there) that another reader of the same stream made."""
         self._marks.append(mark)
 
     def _from(self, start: int) -> Iterator[bytes]:
