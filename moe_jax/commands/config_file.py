@@ -26,7 +26,7 @@ NESTED = {"lora": LORA, "mesh": MESH_AXES, "preference": tuple(each.name for eac
 """{nested setting: names of its fields}."""
 
 CONFIG_HELP = (
-    "a YAML file of settings, such as the run.yaml in a run's output folder (docs/finetuning.md). Options given beside it win."
+    "a YAML file of settings, such as the run.yaml in a run's output folder (docs/finetuning.md). Other options override it."
 )
 
 CONFIG_FIELD = ("config", Annotated[str | None, tyro.conf.arg(help=CONFIG_HELP)], field(default=None))

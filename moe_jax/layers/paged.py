@@ -83,7 +83,7 @@ class PagedAttend:
     def read(
         self, q: Float[Array, "tokens heads key_dim"], written: LayerPages, *, scale: float
     ) -> Float[Array, "tokens heads value_dim"]:
-        """Returns the attention to pages that already hold this call's tokens."""
+        """Returns attention over the pages, into which this call's keys and values are already written."""
         return paged_attention(
             q,
             written[0],

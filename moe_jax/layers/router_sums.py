@@ -130,7 +130,7 @@ def _sum_of_counted(counted: Bool[Array, "tokens 1"], probabilities: Float[Array
 
 
 def _with_counts_of(first: RouterSums, layers: RouterSums) -> RouterSums:
-    """Returns `layers` with the two counts of one call, which have no layers axis; stacked layers give the first number."""
+    """Returns `layers` with the two counts of one call, without a layers axis (of stacked counts, the first layer's)."""
     return replace(layers, num_tokens=first.num_tokens.reshape(-1)[0], num_sequences=first.num_sequences.reshape(-1)[0])
 
 

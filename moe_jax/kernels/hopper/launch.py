@@ -120,8 +120,8 @@ def _warn_of_slow_jax(version: str) -> None:
 def call_varying(run: Callable) -> Callable:
     """Returns `run`, a kernel of arrays, with results that vary over its inputs' mesh axes inside `shard_map`.
 
-    JAX types a kernel's results as equal on all devices. The body is traced with inputs that do not vary. JAX turns these types
-    off inside a kernel, and a loop that carries values read from an input would change its type.
+    JAX types a kernel's results as equal on all devices. The body is traced with inputs that do not vary. Inside a
+    kernel JAX does not track such types, so a loop that carries values read from a varying input would change its type.
     """
 
     def call(*inputs):
