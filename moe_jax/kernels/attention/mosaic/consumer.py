@@ -196,7 +196,7 @@ class Consumer:
         multiply_registers(o_accumulator, p, self.scratch.v.at[slot], self.scratch.staging, self.warpgroup)
 
     def softmax(self, s, step, row_max, mask: Mask) -> tuple[Any, Any, Any]:
-        """Returns a new row maximum, p = exp2(score - row_max) of one step in f32, and the factor that rescales earlier sums."""
+        """Returns the new row maximum, p = exp2(score - row_max) of one step (f32), and the factor that scales earlier sums."""
         scale = self.scale_log2
         first_key = (self.steps.start - step) * s.shape[1]
         s = mask.with_diagonal().apply(s, first_key, -jnp.inf)
