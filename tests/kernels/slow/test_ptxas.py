@@ -360,7 +360,8 @@ def test_experts(tokens):
 def test_clamped_experts_with_biases():
     """gpt-oss's activation and biases spill nothing but in the backward pass, which keeps what was clamped."""
     spilled = spilled_bytes(CLAMPED)
-    assert spilled.pop("gated_matmul_backward") <= 600
+    # 600 by ptxas of CUDA 13.5, and 612 of 13.0.
+    assert spilled.pop("gated_matmul_backward") <= 612
     assert_no_spills(spilled, EXPERTS_KERNELS - {"gated_matmul_backward"})
 
 

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import importlib
+import importlib.metadata
 
 import jax
 import jax.numpy as jnp
@@ -100,7 +101,9 @@ def test_clamped_experts_with_biases_in_triton(rng, runs, sizes, dtype, error):
 
 @needs_triton
 @pytest.mark.thorough
-def test_clamped_triton_kernels_spill_nothing(monkeypatch, tmp_path):
+def test_clamped_triton_kernels_spill_nothing(monkeypatch, tmp_path, request):
+    if importlib.metadata.version("triton") < "3.7":
+        request.applymarker(pytest.mark.xfail(strict=True, reason="Triton 3.6 spills 72 bytes of the first product"))
     pretend_hopper(monkeypatch, "9.0")
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
     calls = recorded_calls(monkeypatch)
