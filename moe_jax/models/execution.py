@@ -1,6 +1,7 @@
 """Settings of a model's execution: recomputation, forced routing, and how a call is spread over devices."""
 
 from dataclasses import dataclass, replace
+from numbers import Integral
 from typing import Self
 
 from moe_jax.config import ModelConfig
@@ -29,16 +30,16 @@ class Execution:
         """Returns the execution with another `remat`: a number n recomputes all layers but the last n.
 
         Raises:
-          ValueError: a negative number.
+          ValueError: a negative number, or a value of another kind.
         """
         # True is an int too, and equal to 1.
-        if isinstance(remat, bool | str):
+        if isinstance(remat, bool) or (isinstance(remat, str) and remat == "offload"):
             return replace(self, remat=remat, num_kept=0)
-        if remat < 0:
+        if not isinstance(remat, Integral) or remat < 0:
             raise ValueError(
-                f"remat must be True, False, 'offload' or a number of layers that keep their residuals; got {remat}"
+                f"remat must be True, False, 'offload' or a number of layers that keep their residuals; got {remat!r}"
             )
-        return replace(self, remat=True, num_kept=remat)
+        return replace(self, remat=True, num_kept=int(remat))
 
     def of_stage(self, config: ModelConfig, number: int) -> Self:
         """Returns the execution of a stage: `num_kept` then counts repeats of its body."""

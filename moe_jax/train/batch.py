@@ -21,7 +21,8 @@ BATCH_ARRAYS = ("tokens", "labels", "loss_mask", "positions", "segment_ids")
 """The arrays of a batch that `train.loss` reads."""
 
 OF_EXAMPLES = ("example", "desirable", "reference_log_probs")
-"""Arrays [batch, examples, ...] of a batch of preferences. They belong to rows: `context` splits the tokens of a row alone."""
+"""Arrays [batch, examples, ...] of a batch of preferences, which has the first of them. They belong to rows: `context` splits
+the tokens of a row alone."""
 
 
 def put_batch(batch: dict[str, np.ndarray], params: nnx.State, parallelism: Parallelism | None = None) -> dict[str, jax.Array]:
@@ -42,7 +43,7 @@ def put_batch(batch: dict[str, np.ndarray], params: nnx.State, parallelism: Para
         return _put(batch, dict.fromkeys(batch, sharding))
     if (context := parallelism.context_parallel) is not None:
         ways = parallelism.mesh.shape[context.axis_name]
-        whole = {name: x for name, x in batch.items() if x.ndim < 2 or name in OF_EXAMPLES}
+        whole = {name: x for name, x in batch.items() if x.ndim < 2 or name in _of_rows(batch)}
         split = {name: x for name, x in batch.items() if name not in whole}
         batch = whole | jax.tree.map(lambda x: shard_sequence(x, ways, context.layout), split)
     parallelism.check_batch(num_rows(batch))
@@ -51,9 +52,14 @@ def put_batch(batch: dict[str, np.ndarray], params: nnx.State, parallelism: Para
 
 def batch_specs(batch: dict[str, Any], parallelism: Parallelism) -> dict[str, PartitionSpec]:
     """Returns the layout of each array: `Parallelism.batch_spec`, cut to the array's axes. Scalars are replicated."""
-    of_rows = OF_EXAMPLES if parallelism.context_parallel else ()
+    of_rows = _of_rows(batch) if parallelism.context_parallel else ()
     axes = {name: min(array.ndim, 1) if name in of_rows else array.ndim for name, array in batch.items()}
     return {name: PartitionSpec(*parallelism.batch_spec[: axes[name]]) for name in batch}
+
+
+def _of_rows(batch: dict[str, Any]) -> tuple[str, ...]:
+    # A loss of a user's own may give [batch, seq] arrays such names.
+    return OF_EXAMPLES if OF_EXAMPLES[0] in batch else ()
 
 
 def micro_batches_of(batch: Batch, micro_batches: int) -> tuple[Batch, Batch]:

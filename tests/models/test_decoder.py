@@ -1,5 +1,7 @@
 """The frame of every architecture: its treatment of tokens and segments."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +11,7 @@ from flax import nnx
 
 import moe_jax
 from moe_jax.layers.cache import init_cache
+from moe_jax.models.execution import Execution
 from tests.helpers import tiny
 
 
@@ -69,6 +72,17 @@ def test_unknown_ids_under_jit():
 def test_unknown_options_are_named(option, message):
     with pytest.raises(TypeError, match=message):
         tiny.dense()(jnp.ones((1, 2), int), **{option: 1})
+
+
+@pytest.mark.parametrize("wrong", [-1, np.int64(-2), 1.5, 2.0, "ofload", "", [1]], ids=repr)
+def test_what_is_no_remat_is_named(wrong):
+    with pytest.raises(ValueError, match=f"remat must be True, False, 'offload' or a number .*; got {re.escape(repr(wrong))}$"):
+        tiny.dense()(jnp.ones((1, 2), int), remat=wrong)
+
+
+def test_numbers_of_numpy_are_remat():
+    made = Execution().with_remat(np.int32(1))
+    assert made == Execution(remat=True, num_kept=1) and type(made.num_kept) is int
 
 
 @pytest.mark.parametrize(

@@ -151,6 +151,19 @@ def test_rows_without_parallelism():
         assert tokens.addressable_shards[0].data.shape == (of_a_device, SEQ)
 
 
+def test_names_of_preferences_are_free_for_an_own_loss():
+    """Only in a batch of preferences, which has "example", are such arrays of rows: elsewhere `context` splits their tokens."""
+    parallelism = Parallelism(make_mesh(data=4, context=2))
+    params = {"w": jax.device_put(jnp.zeros(8), NamedSharding(parallelism.mesh, PartitionSpec()))}
+    tokens = np.arange(ROWS * SEQ, dtype=np.int32).reshape(ROWS, SEQ)
+    own = {"tokens": tokens, "reference_log_probs": tokens}
+    parts = [array.addressable_shards[0].data for array in put_batch(own, params, parallelism).values()]
+    np.testing.assert_array_equal(*parts, strict=True)
+    assert parts[0].shape == (ROWS // 4, SEQ // 2)
+    of_preferences = put_batch(own | {"example": tokens[:, :3]}, params, parallelism)
+    assert of_preferences["reference_log_probs"].addressable_shards[0].data.shape == (ROWS // 4, SEQ)
+
+
 @pytest.mark.thorough
 def test_own_loss():
     def loss(model, batch):
