@@ -35,6 +35,8 @@ def test_all_wrong_settings_are_named_at_once(tmp_path):
         assert part in str(error.value)
     with pytest.raises(ValueError, match="batch_size=4 must be a multiple of gradient_accumulation=3"):
         settings(tmp_path, gradient_accumulation=3)
+    with pytest.raises(ValueError, match="remat='yes' must be True or False; offload=0 must be True or False$"):
+        settings(tmp_path, remat="yes", offload=0)
     with pytest.raises(ValueError, match="offload=True needs remat"):
         settings(tmp_path, offload=True, remat=False)
     for name in ("data", "eval_data"):

@@ -176,6 +176,11 @@ class RunSettings:
             for name, choices in self.ONE_OF.items()
             if getattr(self, name) not in choices
         ]
+        problems += [
+            f"{each.name}={value!r} must be True or False"
+            for each in fields(self)
+            if isinstance(each.default, bool) and not isinstance(value := getattr(self, each.name), bool)
+        ]
         if self.offload and not self.remat:
             problems.append("offload=True needs remat: without remat a layer keeps far more than its input")
         if self.hops not in (None, *get_args(Hops)):
