@@ -96,7 +96,7 @@ def evaluate_pipelined(
         graph, params, *rest = nnx.split(model, nnx.Param, ...)
         (fixed,) = rest
         # With remat a chunk saves only its layers' inputs, and XLA removes a stack that nothing reads.
-        execution = replace(model.execution, remat=True)
+        execution = model.execution.with_remat(True)
         # Layers are stored as uniform ticks need them, so an evaluation sends none to other ranks.
         schedule = uniform(*parallelism.pipe, micro_batches)
         micro = passes_of_layers(objective, graph, _layers_of_rank(params, schedule), fixed, execution, parallelism.mesh)
