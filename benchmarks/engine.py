@@ -275,7 +275,7 @@ class Strict(Case):
             sizes = dict(vocab_size=128, hidden_size=128, head_dim=128, num_experts=128, moe_intermediate_size=128)
             config = replace(config, **sizes)
         model, longest = random_model(config, jnp.bfloat16), self.prompt + self.long
-        # As constants, weights would take minutes to compile.
+        # Weights are arguments: constants would take minutes to compile.
         graph, weights = nnx.graphdef(model), nnx.state(model)
         run = jax.jit(lambda weights, *arrays: strict_log_probs(nnx.merge(graph, weights), *arrays))
         lengths = np.random.default_rng(0).integers(1, self.prompt + 1, max(self.cases))

@@ -369,7 +369,7 @@ def forward_and_backward(layer):
 
     def step(x, w_gate_up, w_down, weights, chosen, dy):
         y, pullback = jax.vjp(lambda *a: layer(*a, chosen), x, w_gate_up, w_down, weights)
-        # As in training, dy is not available before y. Else XLA would start the backward pass early.
+        # dy depends on y, as in training. Otherwise XLA would start the backward pass early.
         y, dy = jax.lax.optimization_barrier((y, dy))
         return y, *pullback(dy)
 

@@ -18,6 +18,7 @@ from moe_jax.layers.passes import (
     LayerArrays,
     Layers,
     Pass,
+    Remat,
     SavedLayers,
     backward_loop,
     forward_loop,
@@ -84,8 +85,8 @@ def forward_pass(layers: Layers, arrays: LayerArrays, x) -> Pass:
     The result is a `ForwardRun` whose `saved` holds what each loop saved.
     """
     outputs, saved = [], []
-    for part, chunk in parts_of(layers, arrays.num_layers):
-        run: ForwardRun = yield forward_loop(part, arrays, x, chunk)
+    for remat, chunk in parts_of(layers.remat, layers.num_kept, arrays.num_layers):
+        run: ForwardRun = yield forward_loop(layers._replace(remat=remat), arrays, x, chunk)
         x = run.x
         outputs.append(run.y)
         saved.append(run.saved)
@@ -96,7 +97,9 @@ def forward_pass(layers: Layers, arrays: LayerArrays, x) -> Pass:
 def backward_pass(layers: Layers, arrays: LayerArrays, saved: list[SavedLayers], dx, dy, sums=None) -> Pass:
     """Runs all layers backwards, from the `saved` of `forward_pass`; the result is a `BackwardRun`. `sums` as for the loop."""
     adds, written = sums is not None, None
-    for (part, chunk), of_part in reversed(list(zip(parts_of(layers, arrays.num_layers), saved, strict=True))):
+    parts = parts_of(layers.remat, layers.num_kept, arrays.num_layers)
+    for (remat, chunk), of_part in reversed(list(zip(parts, saved, strict=True))):
+        part = layers._replace(remat=remat)
         own = dy if chunk is None else jax.tree.map(lambda a, c=chunk: a[c.first : c.first + c.num_layers], dy)
         run: BackwardRun = yield backward_loop(part, arrays, of_part, dx, own, sums, chunk, written)
         dx, arrays = run.dx, arrays._replace(accumulators=run.accumulators)
@@ -104,11 +107,11 @@ def backward_pass(layers: Layers, arrays: LayerArrays, saved: list[SavedLayers],
     return run
 
 
-def parts_of(layers: Layers, num_layers: int) -> list[tuple[Layers, Chunk | None]]:
-    """Returns the loops of a pass upwards, as layers of one kind of residuals and the chunk that they run."""
-    if not layers.remat or not layers.num_kept:
-        return [(layers, None)]
-    keeping, first = layers._replace(remat=False), num_layers - layers.num_kept
+def parts_of(remat: Remat, num_kept: int, num_layers: int) -> list[tuple[Remat, Chunk | None]]:
+    """Returns the loops of a pass upwards, each with its `remat` and its layers; None: all layers."""
+    if not remat or not num_kept:
+        return [(remat, None)]
+    first = num_layers - num_kept
     if first <= 0:
-        return [(keeping, None)]
-    return [(layers, Chunk(0, first)), (keeping, Chunk(first, layers.num_kept, first))]
+        return [(False, None)]
+    return [(remat, Chunk(0, first)), (False, Chunk(first, num_kept, first))]

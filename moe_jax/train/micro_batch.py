@@ -33,7 +33,7 @@ from moe_jax.layers.passes import (
     run_joined,
     run_pass,
 )
-from moe_jax.layers.stack import backward_pass, forward_pass
+from moe_jax.layers.stack import backward_pass, forward_pass, parts_of
 from moe_jax.models.decoder import Decoder
 from moe_jax.models.execution import Execution
 from moe_jax.models.forward import Carry, Entered, StageLayers, StageRouting, stage_layers
@@ -94,9 +94,8 @@ class MicroBatchPasses:
         loops = []
         for number, stage in enumerate(self.model().config.stages):
             own = self._execution(number)
-            kept = own.num_kept if own.remat else 0
-            lengths = [repeats * len(stage.body) for repeats in (stage.repeats - kept, kept) if repeats]
-            loops += [(stage.sparse, length) for length in lengths]
+            for _, chunk in parts_of(own.remat, own.num_kept, stage.repeats):
+                loops.append((stage.sparse, len(stage.body) * (chunk.num_layers if chunk else stage.repeats)))
         before = loops.index(max(loops))
         return before, len(loops) - 1 - before
 

@@ -1,1 +1,1 @@
-"""What several tests share: tiny models, references, and what every test runs under."""
+"""Tiny models, references and settings of every test, which several tests share."""

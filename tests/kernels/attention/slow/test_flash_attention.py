@@ -69,7 +69,7 @@ def test_equals_xla(rng):
 
 
 def test_same_bits_twice(rng):
-    # As above, so that it is traced once.
+    # The shapes of the test above, so that the kernel is traced once.
     arrays = make(rng, 1, 256, 1, 1, 128, 128)
     ids, scale = packed(rng, 1, 256, 3), 128**-0.5
 
