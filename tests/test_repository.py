@@ -28,14 +28,19 @@ MAY_IMPORT = {
     "serving": {"runtime", "config", "kernels", "parallel", "layers", "models", "checkpoint", "generation"},
     "train": {"runtime", "config", "kernels", "parallel", "layers", "models", "checkpoint", "adapters"},
     "preferences": {"runtime", "config", "kernels", "parallel", "layers", "models", "checkpoint", "adapters", "train"},
+    "reinforcement": {
+        "runtime", "config", "kernels", "parallel", "layers", "models", "checkpoint", "adapters", "generation", "serving",
+        "train", "preferences",
+    },
     "check": {"runtime", "config", "kernels", "parallel", "layers", "models", "checkpoint", "cost", "generation"},
     "recipes": {
-        "runtime", "config", "parallel", "models", "checkpoint", "adapters", "cost", "generation", "train", "preferences",
+        "runtime", "config", "parallel", "models", "checkpoint", "adapters", "cost", "generation", "serving", "train",
+        "preferences", "reinforcement",
     },
     "demo": {"runtime", "config", "parallel", "models", "checkpoint", "adapters", "generation", "train", "recipes"},
     "commands": {
         "runtime", "config", "kernels", "parallel", "models", "checkpoint", "adapters", "cost", "generation", "serving",
-        "train", "preferences", "check", "recipes", "demo",
+        "train", "preferences", "reinforcement", "check", "recipes", "demo",
     },
     "cli": {"runtime", "commands", "__version__"},
 }  # fmt: skip

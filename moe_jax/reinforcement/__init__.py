@@ -1,0 +1,12 @@
+"""Reinforcement learning: trains a model by rewards of the answers that it draws (GRPO and related algorithms)."""
+
+from typing import TYPE_CHECKING
+
+from moe_jax.runtime.lazy import export_lazily
+
+if TYPE_CHECKING:
+    from moe_jax.reinforcement.samples import Group, Sample
+
+__all__ = ["Group", "Sample"]
+
+export_lazily(__name__)
