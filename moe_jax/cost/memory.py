@@ -14,10 +14,11 @@ workspace.
 from typing import NamedTuple
 
 from moe_jax.config import Stage
-from moe_jax.cost.parameters import BYTES, ELEMENT, FP8_ELEMENT, FP8_ROW_ELEMENT, Parameter, operand_elements
+from moe_jax.cost.parameters import BYTES, ELEMENT, FP8_ELEMENT, FP8_ROW_ELEMENT, Parameter, dealt_out, shapes
 from moe_jax.cost.planned_step import PlannedAdapters, PlannedStep
 from moe_jax.kernels.hopper.mainloop import ROW_ALIGNMENT
 from moe_jax.kernels.vocabulary import CHUNK_TOKENS
+from moe_jax.layers.matrices import declaration_of
 
 
 def memory_bytes(step: PlannedStep) -> dict[str, float]:
@@ -116,7 +117,7 @@ def _of_joined_passes(step: PlannedStep) -> _Held:
         kept = (step.slots + 2) * of_chunk
     else:
         kept = step.slots * _layers_kept(step, step.layers_of_chunk) * kept_by_layer(step, stage)
-    kept += products * step.layers_of_chunk * ELEMENT * step.tokens * operand_elements(config)
+    kept += products * step.layers_of_chunk * ELEMENT * operand_elements(step)
     # The forward pass of a tick has its own gathered layers, and produces the residuals of a layer.
     workspaces = [layer_workspace(step, number) + 2 * gathered_layer(step, number) + activations(step, stage)]
     for other, own in enumerate(step.stages):
@@ -129,6 +130,25 @@ def _of_joined_passes(step: PlannedStep) -> _Held:
     passes = max(max(workspaces) + context_workspace(step), loss_workspace(step, own_tokens)) + waiting
     passes += whole + embedded + kept + copies_bytes(step)
     return _Held(sums, kept, sums + max(passes, optimizer_workspace(step)))
+
+
+def operand_elements(step: PlannedStep) -> int:
+    """Returns the elements of the operands of all weight gradients of a layer in a pipe (`layers.tickets`).
+
+    A matrix that is gathered layer by layer has no ticket.
+    """
+    elements, gathered = 0, {p.path for p in step.parameters if p.gather_axes}
+    for path, shape in shapes(step.config):
+        matrix = declaration_of(path, shape)
+        if path in gathered or path[:2] != ("stages", dealt_out(step.config).stage) or matrix.axes == 1:
+            continue
+        if matrix.role == "experts":
+            # One side of each product has a row for each choice, the other a row for each token.
+            per_choice = shape[-2] if path[-1].startswith("gate_up") else shape[-1]
+            elements += step.room * per_choice + step.received * step.config.hidden_size
+        else:
+            elements += step.tokens * (shape[-2] + shape[-1])
+    return elements
 
 
 def host_bytes(step: PlannedStep) -> float:

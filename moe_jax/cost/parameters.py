@@ -13,7 +13,6 @@ from jax.sharding import AbstractMesh
 
 from moe_jax.config import ModelConfig
 from moe_jax.kernels.experts.fp8.quantise import GROUP
-from moe_jax.layers.matrices import declaration_of
 from moe_jax.layers.moe import EXPERT_MATRICES
 from moe_jax.layers.quantised import NF4_BLOCK
 from moe_jax.models.auto import abstract_parameters
@@ -82,24 +81,6 @@ class Parameter(NamedTuple):
 def dealt_out(config: ModelConfig) -> LayersInPipe:
     """Returns the layers that a pipe splits over its ranks."""
     return layers_in_pipe(config, PipeShape())
-
-
-@functools.cache
-def operand_elements(config: ModelConfig) -> int:
-    """Returns the elements per token of the operands of all weight gradients of a layer in a pipe (`layers.tickets`)."""
-    elements = 0
-    for path, shape in shapes(config):
-        matrix = declaration_of(path, shape)
-        if path[:2] != ("stages", dealt_out(config).stage) or matrix.axes == 1:
-            continue
-        if matrix.role == "experts":
-            # One side of each product has a row for each choice, the other a row for each token.
-            per_choice = shape[-2] if path[-1].startswith("gate_up") else shape[-1]
-            assert config.experts is not None
-            elements += config.experts.num_experts_per_tok * per_choice + config.hidden_size
-        else:
-            elements += shape[-2] + shape[-1]
-    return elements
 
 
 @functools.cache

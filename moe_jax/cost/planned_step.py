@@ -19,7 +19,7 @@ from moe_jax.parallel.choices import UNIFORM, Hops, MeshShape, PipeSchedule
 from moe_jax.parallel.expert.settings import ExchangePlan, ExpertParallel, plan_exchange
 from moe_jax.parallel.pipeline.chunks import PipeShape, layers_of_chunk
 from moe_jax.parallel.pipeline.executor import sources
-from moe_jax.parallel.pipeline.limits import ranks_problem, schedule_by_name, schedule_problem, split_axes
+from moe_jax.parallel.pipeline.limits import divides_backward, ranks_problem, schedule_by_name, schedule_problem, split_axes
 from moe_jax.parallel.pipeline.schedules import Schedule
 from moe_jax.parallel.pipeline.table import SlotKind, lockstep_table, undivided
 from moe_jax.parallel.sequence.attention import Method
@@ -162,8 +162,8 @@ class PlannedStep:
         """The ticks of a schedule that runs from a table; None for uniform ticks."""
         if self.pipe_schedule in UNIFORM:
             return None
-        is_split = bool(split_axes(asdict(self.mesh)))
-        return _ticks(self.pipe_schedule, self.mesh.pipe, self.pipe_chunks, self.gradient_accumulation, is_split)
+        divides = divides_backward(asdict(self.mesh), self.expert_parallel)
+        return _ticks(self.pipe_schedule, self.mesh.pipe, self.pipe_chunks, self.gradient_accumulation, divides)
 
     @functools.cached_property
     def beside_pipe(self) -> "PlannedStep":
@@ -198,19 +198,23 @@ class PlannedStep:
         """The attention of each layer."""
         return self.config.mixer
 
+    @property
+    def expert_parallel(self) -> ExpertParallel:
+        """The settings of the exchange of tokens, as in training."""
+        return ExpertParallel(capacity_factor=self.capacity_factor).over(self.mesh.expert, self.hops)
+
     @functools.cached_property
     def exchange(self) -> ExchangePlan | None:
         """The plan of the exchange with experts on other devices, as in training; None if no token travels."""
         if self.mesh.expert == 1 or not self.config.routed_layers:
             return None
-        exchange = ExpertParallel(capacity_factor=self.capacity_factor).over(self.mesh.expert, self.hops)
         k, own_experts = self.experts.num_experts_per_tok, self.experts.num_experts // self.mesh.expert
-        return plan_exchange(self.tokens, k, self.mesh.expert, own_experts, exchange)
+        return plan_exchange(self.tokens, k, self.mesh.expert, own_experts, self.expert_parallel)
 
     @property
     def received(self) -> int:
         """Token slots that a device has after dispatch, filled or not."""
-        return self.tokens if self.exchange is None else self.mesh.expert * self.exchange.first.tokens
+        return self.tokens if self.exchange is None else self.exchange.received(self.tokens)
 
     @property
     def token_bytes(self) -> float:
@@ -256,9 +260,9 @@ class PlannedStep:
 
 
 @functools.cache
-def _ticks(name: PipeSchedule, ranks: int, chunks: int, micro_batches: int, is_split: bool) -> Ticks:
+def _ticks(name: PipeSchedule, ranks: int, chunks: int, micro_batches: int, divides: bool) -> Ticks:
     schedule = schedule_by_name(name, ranks, chunks, micro_batches)
-    schedule = undivided(schedule) if is_split else schedule
+    schedule = schedule if divides else undivided(schedule)
     table = lockstep_table(schedule)
     passes = [slot for slots in schedule.ranks for slot in slots if any(part.kind == "F" for part in slot)]
     pairs = sum(len(slot) == 2 for slot in passes) / len(passes)

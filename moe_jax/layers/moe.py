@@ -298,8 +298,8 @@ class Experts(TicketHolder):
         is_frozen = isinstance(self.gate_up_proj, Frozen) or (self.place is not None and gradient is None)
         return ExpertWeights(gate_up, down, layer, gradient, is_frozen)
 
-    def products_like(self, x: Float[Array, "tokens hidden"]) -> ExpertProducts:
-        """Returns arrays like the operands of both matrices' gradients.
+    def products_like(self, x: Float[Array, "tokens hidden"], max_pairs: int | None = None) -> ExpertProducts:
+        """Returns arrays like the operands of both matrices' gradients (`expert_products_like`).
 
         Raises:
           ValueError: the module was built without `num_experts_per_tok`.
@@ -307,7 +307,8 @@ class Experts(TicketHolder):
         if self.num_experts_per_tok is None:
             raise ValueError("the experts' ticket needs num_experts_per_tok; give it to Experts")
         *_, num_experts, _, inter = self.down_proj.shape
-        return expert_products_like(x, num_experts, self.num_experts_per_tok, inter, precision=self.precision)
+        options: Any = dict(precision=self.precision, max_pairs=max_pairs)
+        return expert_products_like(x, num_experts, self.num_experts_per_tok, inter, **options)
 
     def add_gradients_to(self, gate_up: Array, down: Array, *, in_stacks: bool = False) -> None:
         """From now on, adds the weights' gradients to these f32 arrays of the weights' shapes instead of returning them.

@@ -55,6 +55,10 @@ class OneDevice:
         check_experts(experts, routing, 1, "without spread.expert")
         return experts(x, routing.weights, routing.experts), None
 
+    def products_like(self, experts: Any, x: Float[Array, "tokens hidden"]) -> Any:
+        """Returns arrays like the operands of the gradients of this device's experts, for each device's tokens like x."""
+        return experts.products_like(x)
+
 
 ONE_DEVICE = OneDevice()
 """A call on one device, which holds everything."""

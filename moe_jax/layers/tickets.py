@@ -13,6 +13,7 @@ gradients. W is the pass of zero-bubble schedules (https://arxiv.org/abs/2401.10
 Operands are large: for Qwen3-30B-A3B 82 KiB per token and layer in bf16, 20 times x.
 """
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -24,7 +25,7 @@ from moe_jax.kernels.experts.deferred import add_expert_products
 from moe_jax.kernels.experts.weights import ExpertProducts
 from moe_jax.kernels.shapes import vary_as
 from moe_jax.layers.linear import DeferredWeight, LinearProduct, TicketHolder, WeightTicket
-from moe_jax.layers.moe import EXPERT_MATRICES
+from moe_jax.layers.moe import EXPERT_MATRICES, Experts
 from moe_jax.layers.passes import (
     Chunk,
     LayerArrays,
@@ -38,29 +39,38 @@ from moe_jax.layers.passes import (
     take_layer,
     unwritten,
 )
+from moe_jax.layers.spread import ONE_DEVICE, OneDevice
 
 Product = LinearProduct | ExpertProducts
 
 
-def defer_weight_gradients(layers: nnx.Module, x: Float[Array, "*batch hidden"]) -> None:
-    """Assigns a ticket to every matrix of stacked layers, in place.
+def defer_weight_gradients(
+    layers: nnx.Module, x: Float[Array, "*batch hidden"], spread: OneDevice = ONE_DEVICE, number: int = 0
+) -> None:
+    """Assigns a ticket to every matrix of stacked layers that is whole on each device, in place.
 
-    The module must be merged for a single call, as for `moe.add_expert_gradients_to`.
+    The module must be merged for a single call, as for `moe.add_expert_gradients_to`. The gradient of a matrix that a mesh
+    gathers layer by layer travels while B computes the next layer, so B computes it.
 
     Args:
       x: an input of the layers or its shape; all later inputs must have its leading axes.
+      number: the stage's index in `Decoder.stages`.
     """
+    gather, params = spread.gather(number), nnx.to_flat_state(nnx.state(layers, nnx.Param))
+    gathers = [()] * len(params) if gather is None else gather.gathers
+    gathered = {path[:-1] for (path, _), how in zip(params, gathers, strict=True) if how}
     modules = list(nnx.iter_modules(layers))
     flattening = [path for path, module in modules if getattr(module, "flattens_tokens", False)]
     flat = jax.eval_shape(lambda x: x.reshape(-1, x.shape[-1]), x)
     for path, module in modules:
-        if isinstance(module, TicketHolder):
-            _take_ticket(module, flat if any(path[: len(block)] == block for block in flattening) else x)
+        if isinstance(module, TicketHolder) and path not in gathered:
+            _take_ticket(module, flat if any(path[: len(block)] == block for block in flattening) else x, spread)
 
 
-def _take_ticket(module: TicketHolder, x: Float[Array, "*batch hidden"]) -> None:
+def _take_ticket(module: TicketHolder, x: Float[Array, "*batch hidden"], spread: OneDevice) -> None:
     """Defers the gradients of a module's matrices, for inputs with x's leading axes and dtype."""
-    like = jax.eval_shape(lambda x: vary_as(module.products_like(x), x), x)
+    products_like = partial(spread.products_like, module) if isinstance(module, Experts) else module.products_like
+    like = jax.eval_shape(lambda x: vary_as(products_like(x), x), x)
     for name in module.matrices:
         matrix = getattr(module, name)
         setattr(module, name, DeferredWeight(matrix[...]))
@@ -107,7 +117,7 @@ def weights_backward(products: nnx.State, sums: nnx.State, chunk: Chunk | None =
       sums: arrays like the layers' matrices, stacked, in f32 (f64 for f64), in the same layout. Others are unchanged.
       chunk: the layers of the products; None: all.
     """
-    last = jax.tree.leaves(products)[0].shape[0] - 1
+    last = (jax.tree.leaves(products)[0].shape[0] if chunk is None else chunk.num_layers) - 1
 
     def step(turn: Turn, sums: nnx.State) -> nnx.State:
         of_product = last - turn

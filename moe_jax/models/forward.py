@@ -188,9 +188,6 @@ def stage_layers(stage: nnx.Module, number: int, inputs: LayerInputs, per_layer:
     Args:
       stage: the stacked layers, with `decoder_layer.DecoderLayer`'s call signature, or a `LayerPattern` of them.
       number: the stage's index in `Decoder.stages`, and so in `Spread.layer_gathers`.
-
-    Raises:
-      ValueError: matrices have tickets (`layers.tickets`), and a mesh gathers them.
     """
     spread = execution.spread
     accumulating = GradientAccumulator, WeightTicket
@@ -222,13 +219,10 @@ def stage_layers(stage: nnx.Module, number: int, inputs: LayerInputs, per_layer:
     # Adapters are whole on each device, and a stage may have none.
     is_frozen = bool(jax.tree.leaves(nnx.state(stage, Frozen)))
     gather = None if is_frozen else spread.gather(number)
-    if gather is not None and jax.tree.leaves(nnx.state(stage, WeightTicket)):
-        if any(gather.gathers):
-            raise ValueError(
-                "weight tickets need matrices that are whole on each device; this mesh gathers them layer by layer"
-            )
-        # The gather expects every matrix as a parameter; matrices with tickets are not parameters.
-        gather = None
+    if gather is not None:
+        # Matrices whose gradients go elsewhere are whole on each device, and no parameters.
+        matrices = nnx.to_flat_state(nnx.state(stage, (nnx.Param, DeferredWeight, StackedWeight)))
+        gather = gather.without([not isinstance(matrix, nnx.Param) for _, matrix in matrices])
     whole_accumulators = bool(jax.tree.leaves(stacks))
     layers = Layers(layer, gather or WHOLE_LAYER, execution.remat, execution.num_kept, whole_accumulators)
     return StageLayers(layers, LayerArrays((inputs, stacks), (per_layer, others), parameters, accumulators))

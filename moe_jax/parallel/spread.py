@@ -15,6 +15,7 @@ from moe_jax.layers.balance import Sequences
 from moe_jax.layers.spread import ONE_DEVICE as ONE_DEVICE
 from moe_jax.layers.spread import Exchange, OneDevice, Sums, check_experts
 from moe_jax.parallel.expert import ExpertParallel, experts_of_devices
+from moe_jax.parallel.expert.settings import plan_exchange
 from moe_jax.parallel.fsdp import LayerGather
 from moe_jax.parallel.mesh import axis_size
 from moe_jax.parallel.sequence.attention import ContextParallel
@@ -50,7 +51,8 @@ class Spread(OneDevice):
         """Sends the tokens to their experts; as `OneDevice.experts`, inside a `jax.shard_map` over the experts' axis.
 
         Raises:
-          ValueError: the devices of the axis together do not hold the router's number of experts. Also experts with tickets.
+          ValueError: the devices of the axis together do not hold the router's number of experts. Also a combination in
+            `parallel.expert.mlp.REFUSED`.
           NameError: outside `shard_map` or in one whose mesh lacks the axis.
         """
         if self.expert is None:
@@ -65,3 +67,11 @@ class Spread(OneDevice):
         y, exchange = experts_of_devices(part, experts.operands, self.expert, **options)
         # Typed as varying like the tokens, even if devices agree: a sum over the mesh needs one type for all its terms.
         return y, vary_as(exchange, x)
+
+    def products_like(self, experts: Any, x: Float[Array, "tokens hidden"]) -> Any:
+        """Returns arrays like the operands of the gradients of this device's experts, for the tokens of one exchange."""
+        if self.expert is None or (devices := axis_size(self.expert.axis_name)) == 1:
+            return super().products_like(experts, x)
+        plan = plan_exchange(len(x), experts.num_experts_per_tok, devices, experts.down_proj.shape[-3], self.expert)
+        received = jnp.zeros((plan.received(len(x)), x.shape[1]), x.dtype)
+        return experts.products_like(received, devices * plan.first.pairs)

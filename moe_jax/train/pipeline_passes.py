@@ -324,7 +324,7 @@ class RankPasses:
         per_layer = per_layer._replace(exists=per_layer.exists & at.exists)
         stage = replace(micro, fixed=nnx.merge_state(fixed, others, self.copies)).model().stages[self.stage]
         if self.divided:
-            defer_weight_gradients(stage, self._vary(entered.carry.x))
+            defer_weight_gradients(stage, self._vary(entered.carry.x), micro.execution.spread, self.stage)
         elif micro.in_place:
             add_expert_gradients_to(stage, gradients["stages"][self.stage], in_stacks=True)
         return stage_layers(stage, self.stage, self._vary(entered.inputs), per_layer, micro.execution)
@@ -392,16 +392,7 @@ def passes_of_layers(
     shadows = spread.expert is not None and spread.expert.shadow_experts > 0
     # If experts are whole on their device, kernels read their weights inside the stack, and add to their sums there.
     in_place = not shadows and all(mesh.shape[axis] == 1 for axis in ("fsdp", "context"))
-    passes = MicroBatchPasses(objective, graphdef, params, fixed, execution, in_place)
-    if not in_place or spread.layer_gathers is None:
-        return passes
-    # The gather of a layer then does not receive the experts.
-    number = passes.num_stages - 1
-    paths = [path for path, _ in nnx.to_flat_state(params["stages"][number])]
-    gathers = list(spread.layer_gathers)
-    if (gather := gathers[number]) is not None:
-        gathers[number] = gather.without(["experts" in path for path in paths])
-    return replace(passes, execution=replace(execution, spread=replace(spread, layer_gathers=tuple(gathers))))
+    return MicroBatchPasses(objective, graphdef, params, fixed, execution, in_place)
 
 
 def fp8_copies_of_rank(micro: MicroBatchPasses, mesh: Mesh) -> nnx.State:

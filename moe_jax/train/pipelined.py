@@ -21,7 +21,7 @@ from moe_jax.parallel.layout import lies_in_chunks, parameter_path
 from moe_jax.parallel.parallelism import Parallelism
 from moe_jax.parallel.pipeline.chunks import layers_of_chunk, stage_in_pipe
 from moe_jax.parallel.pipeline.executor import from_stages, run_table, to_stages
-from moe_jax.parallel.pipeline.limits import schedule_by_name, split_axes, split_problem
+from moe_jax.parallel.pipeline.limits import divides_backward, schedule_by_name, split_axes, split_problem
 from moe_jax.parallel.pipeline.schedules import Schedule
 from moe_jax.parallel.pipeline.table import forward_only, lockstep_table, undivided
 from moe_jax.parallel.pipeline.ticks import uniform
@@ -44,8 +44,8 @@ def accumulate_pipelined(
 
     The passes run in the order of `parallelism.pipe_schedule`. A uniform tick computes a chunk's forward pass for one
     micro-batch and a chunk's backward pass for another, in one loop over the layers. "uniform-w" postpones some gradients of
-    weights to the end. If matrices are split inside a pipeline's rank, DualPipe and DualPipeV compute whole backward passes
-    instead of separate b and W.
+    weights to the end. Where `divides_backward` is False, DualPipe and DualPipeV compute whole backward passes instead of
+    separate b and W.
 
     Args:
       objective: one that has `of_states`, and whose value is a sum over tokens. It gets the tokens of a micro-batch in one part
@@ -252,16 +252,17 @@ def _check_chunks(model: Decoder, ranks: int, chunks: int) -> None:
 
 
 def schedule_of(parallelism: Parallelism, micro_batches: int) -> Schedule:
-    """Returns the schedule of a step. If matrices are split inside a rank, DualPipe and DualPipeV do not separate b and W.
+    """Returns the schedule of a step. DualPipe and DualPipeV do not separate b and W where `divides_backward` is False.
 
     Raises:
-      ValueError: sizes that the schedule refuses, or ZB-H1, ZB-V and `uniform-w` if matrices are split inside a rank.
+      ValueError: sizes that the schedule refuses, or ZB-H1, ZB-V and `uniform-w` where `divides_backward` is False.
     """
     name = parallelism.pipe_schedule
     schedule = schedule_by_name(name, parallelism.mesh.shape["pipe"], parallelism.pipe_chunks, micro_batches)
-    if problem := split_problem(name, parallelism.mesh.shape):
+    axes, expert = parallelism.mesh.shape, parallelism.expert_parallel
+    if problem := split_problem(name, axes, expert):
         raise ValueError(problem)
-    if not split_axes(parallelism.mesh.shape) or not any(
+    if divides_backward(axes, expert) or not any(
         part.kind == "W" for slots in schedule.ranks for slot in slots for part in slot
     ):
         return schedule

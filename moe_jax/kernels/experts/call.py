@@ -59,7 +59,6 @@ REFUSED: tuple[tuple[set[str], str], ...] = (
     ({"ticket", "chunks"}, "a ticket holds the operands of all tokens: give chunk_tokens=None"),
     ({"ticket", "several parts"}, "a ticket holds the operands of one part"),
     ({"ticket", "rounded tokens"}, "weight tickets hold tokens in bf16, which these, rounded to FP8, no longer are"),
-    ({"ticket", "max_pairs"}, "a ticket has room for all pairs: give max_pairs=None"),
 )
 """Combinations that a call refuses, each with its reason. Everything else combines."""
 
@@ -129,11 +128,13 @@ def experts(
     operands = ExpertsOperands(xs, varying, known, topk_experts)
     row_alignment = implementation(backend).ROW_ALIGNMENT if fp8 is None else fp8.row_alignment
     options = ExpertsOptions(backend, tuple(max_pairs), tuple(shares), chunk_tokens, fp8, activation, row_alignment)
-    if isinstance(weights.gradient, ExpertProducts) and weights.gradient.row_alignment != row_alignment:
-        raise ValueError(
-            f"the ticket must come from expert_products_like with this call's backend and precision: row_alignment is "
-            f"{row_alignment}; got {weights.gradient.row_alignment}"
-        )
+    if isinstance(weights.gradient, ExpertProducts):
+        for name, wanted in (("row_alignment", row_alignment), ("max_pairs", max_pairs[0])):
+            if (got := getattr(weights.gradient, name)) != wanted:
+                raise ValueError(
+                    f"the ticket must come from expert_products_like with this call's backend, precision and max_pairs: "
+                    f"{name} is {wanted}; got {got}"
+                )
     ys = experts_of_parts(operands, options)
     if down.bias is None:
         return ys

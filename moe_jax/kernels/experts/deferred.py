@@ -31,13 +31,14 @@ def expert_products_like(
     *,
     backend: str | None = None,
     precision: Precision | None = None,
+    max_pairs: int | None = None,
 ) -> ExpertProducts:
     """Returns a ticket: arrays like the operands of the gradients for tokens like x, in x's dtype.
 
     Inside `jax.shard_map` a ticket varies over the axes of x and the weights.
 
     Args:
-        backend, precision: as in the call that gets the ticket.
+        backend, precision, max_pairs: as in the call that gets the ticket.
     """
     hidden = x.shape[1]
     if precision is None:
@@ -45,9 +46,9 @@ def expert_products_like(
     else:
         alignment = resolve_fp8_backend(backend, x.dtype, hidden, inter, precision).row_alignment
     experts = jnp.zeros((len(x), num_experts_per_tok), jnp.int32)
-    rows = plan(experts, num_experts, alignment).num_rows
+    rows = plan(experts, num_experts, alignment, max_pairs).num_rows
     dh, act = jnp.zeros((rows, 2 * inter), x.dtype), jnp.zeros((rows, inter), x.dtype)
-    return ExpertProducts(dh, x, x, act, experts.astype(jnp.float32), alignment)
+    return ExpertProducts(dh, x, x, act, experts.astype(jnp.float32), alignment, max_pairs)
 
 
 def add_expert_products(
@@ -64,7 +65,7 @@ def add_expert_products(
     """
     num_experts, hidden, inter = sums[1].shape
     backend = resolve_backend(backend, products.x.dtype, hidden, inter)
-    planned = plan(products.experts.astype(jnp.int32), num_experts, products.row_alignment)
+    planned = plan(products.experts.astype(jnp.int32), num_experts, products.row_alignment, products.max_pairs)
     x, of_x = implementation(backend).rows_of_tokens(products.x, planned)
     dy, of_dy = implementation(backend).rows_of_tokens(products.dy, planned)
     gate_up = OuterPart(products.dh, x, planned, None, of_x)

@@ -254,7 +254,8 @@ def _ticket(
     assert residuals.experts is not None
     ((gate_up, down),), (ids,), num_experts = products, residuals.experts, residuals.weights.num_experts
     known = jnp.where(is_an_expert(ids, num_experts), int32_ids(ids, num_experts), -1).astype(jnp.float32)
-    return ExpertProducts(gate_up.a, residuals.xs[0], dys[0], down.b, known, options.row_alignment)
+    how = options.row_alignment, options.max_pairs[0]
+    return ExpertProducts(gate_up.a, residuals.xs[0], dys[0], down.b, known, *how)
 
 
 def _backward_of_chunks(options: ExpertsOptions, residuals: ExpertsResiduals, dys: Arrays) -> _Gradients:

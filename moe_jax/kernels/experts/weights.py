@@ -82,7 +82,8 @@ class ExpertProducts:
     experts: Float[Array, "tokens k"]
     """The chosen ids, from which the plan is rebuilt; -1: nobody. In f32, because gradients are floats; exact below 2^24."""
     row_alignment: int = field(metadata={"static": True}, default=1)
-    """The plan's."""
+    max_pairs: int | None = field(metadata={"static": True}, default=None)
+    """Both are the plan's."""
 
 
 @jax.tree_util.register_dataclass

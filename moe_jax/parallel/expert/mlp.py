@@ -30,7 +30,11 @@ from moe_jax.parallel.mesh import axis_size
 
 REFUSED: tuple[tuple[set[str], str], ...] = (
     ({"biases"}, "experts with biases lie on one device; these are split over several"),
-    ({"ticket"}, "weight tickets need experts that lie on one device; these are split over several"),
+    (
+        {"ticket", "several calls"},
+        "weight tickets hold the operands of one call of the kernels: take drop, or a capacity_factor of at least the number "
+        "of devices, with transport 'all_to_all' or 'gather' and shadow_experts=0",
+    ),
     (
         {"tokens_in_fp8", "no precision"},
         "tokens_in_fp8=True sends tokens as experts in FP8 multiply them: give precision=Precision(), or set_precision of "
@@ -112,6 +116,9 @@ def experts_of_devices(
     """
     words = combination([part], weights, precision)
     words |= {name for name in ("tokens_in_fp8", "shadow_experts") if getattr(parallel, name)}
+    devices = axis_size(parallel.axis_name)
+    if devices > 1 and not parallel.is_one_call(devices):
+        words.add("several calls")
     refuse(words, REFUSED)
     x: Any = part.x
     topk_weights, topk_experts = part.topk_weights, part.topk_experts
@@ -120,7 +127,6 @@ def experts_of_devices(
     sizes = check_experts_mlp(x, *whole, topk_weights, topk_experts, experts=axes)
     if precision is not None:
         resolve_fp8_backend(backend, x.dtype, sizes["hidden"], sizes["inter"])
-    devices = axis_size(parallel.axis_name)
     num_experts = devices * weights.num_experts
     if parallel.shadow_experts > num_experts:
         raise ValueError(f"shadow_experts must be at most the {num_experts} experts; got {parallel.shadow_experts}")

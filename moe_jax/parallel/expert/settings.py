@@ -104,6 +104,11 @@ class ExpertParallel:
         is_pairwise = self.transport is None and hops == "copies" and self.capacity_factor >= devices
         return replace(self, transport="pairwise") if is_pairwise else self
 
+    def is_one_call(self, devices: int) -> bool:
+        """Returns True if, under any routing, one call of the kernels computes everything that a device's experts compute."""
+        is_one_round = self.drop is not None or self.capacity_factor >= devices
+        return is_one_round and self.transport != "pairwise" and self.shadow_experts == 0
+
 
 class Capacity(NamedTuple):
     """The size of a buffer from one device to one other, for one round."""
@@ -148,6 +153,10 @@ class ExchangePlan(NamedTuple):
     precision: Precision | None
     activation: "Activation | None" = None
     """None: silu(gate) * up."""
+
+    def received(self, tokens: int) -> int:
+        """Returns the token slots that a device has after the first dispatch, filled or not, if each device sends `tokens`."""
+        return self.devices * (tokens if self.transport == "gather" else self.first.tokens)
 
 
 def plan_exchange(

@@ -5,6 +5,7 @@ from typing import get_args
 
 from moe_jax.layers.matrices import SPLIT
 from moe_jax.parallel.choices import CHOOSES_CHUNKS, PipeSchedule
+from moe_jax.parallel.expert.settings import ExpertParallel
 from moe_jax.parallel.pipeline.dual_pipe import dualpipe, dualpipe_v
 from moe_jax.parallel.pipeline.schedules import Schedule, one_f_one_b, zb_h1, zb_v
 from moe_jax.parallel.pipeline.ticks import interleaved, uniform, uniform_w
@@ -31,24 +32,38 @@ def ranks_problem(name: str, ranks: int, chunks: int) -> str:
     return ""
 
 
-def split_problem(name: PipeSchedule, axes: Mapping[str, int]) -> str:
+def split_problem(name: PipeSchedule, axes: Mapping[str, int], expert: ExpertParallel | None = None) -> str:
     """Returns why a schedule cannot run on a mesh of these axes because matrices are split; empty if it can."""
-    split = split_axes(axes)
-    if not split or name not in NEEDS_W:
+    if name not in NEEDS_W or divides_backward(axes, expert):
         return ""
+    split = split_axes(axes)
+    is_cured = split == ["expert"] and expert is not None
+    cure = ", or drop or a larger capacity_factor, for experts that compute in one call" if is_cured else ""
     return (
         f"pipe_schedule={name!r} divides the backward pass, for which matrices must lie whole on a rank of the pipe; "
-        f"{', '.join(split)} of this mesh split them: take {NEEDS_W[name]}"
+        f"{', '.join(split)} of this mesh split them: take {NEEDS_W[name]}{cure}"
     )
 
 
-def schedule_problem(name: PipeSchedule, axes: Mapping[str, int], chunks: int, micro_batches: int) -> str:
-    """Returns why a schedule cannot order a step on a mesh of these axes; empty if it can."""
+def divides_backward(axes: Mapping[str, int], expert: ExpertParallel | None) -> bool:
+    """Returns True if b and W can be apart: each device has whole matrices, or whole experts that compute in one call."""
+    split = split_axes(axes)
+    return not split or (split == ["expert"] and expert is not None and expert.is_one_call(axes["expert"]))
+
+
+def schedule_problem(
+    name: PipeSchedule, axes: Mapping[str, int], chunks: int, micro_batches: int, expert: ExpertParallel | None = None
+) -> str:
+    """Returns why a schedule cannot order a step on a mesh of these axes; empty if it can.
+
+    Args:
+      expert: how tokens travel to experts; None: unknown, and so experts on several devices may compute in several calls.
+    """
     ranks = axes.get("pipe", 1)
     problem = ranks_problem(name, ranks, chunks)
     if problem or name == "uniform":
         return problem
-    if problem := split_problem(name, axes):
+    if problem := split_problem(name, axes, expert):
         return problem
     try:
         schedule_by_name(name, ranks, chunks, micro_batches)

@@ -7,18 +7,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jax.sharding import PartitionSpec as P
 
 import moe_jax
 from moe_jax.config import ModelConfig
 from moe_jax.layers.cache import init_cache
-from moe_jax.layers.moe import Experts, MoE
+from moe_jax.layers.moe import Experts
 from moe_jax.layers.passes import LayerArrays, Layers, backward_loop, forward_loop, run_loops
 from moe_jax.layers.tickets import DeferredWeight, WeightTicket, defer_weight_gradients, inputs_backward, weights_backward
 from moe_jax.models.auto import MODEL_CLASSES
 from moe_jax.models.execution import Execution
 from moe_jax.models.forward import Carry, PerLayer, layer_inputs, stage_layers
-from moe_jax.parallel import ExpertParallel, make_mesh
 from moe_jax.parallel.fsdp import LayerGather
 from moe_jax.parallel.spread import Spread
 from tests.helpers import seeds, tiny
@@ -59,7 +57,7 @@ class Stage(NamedTuple):
         stage = nnx.merge(self.graph, state)
         num_layers = jax.tree.leaves(state)[0].shape[0]
         if tickets:
-            defer_weight_gradients(stage, x)
+            defer_weight_gradients(stage, x, self.execution.spread)
         ids = jnp.ones((ROWS, SEQ), jnp.int32)
         inputs = layer_inputs(self.config, None, ids, ids != 0)
         return stage_layers(stage, 0, inputs, PerLayer(jnp.arange(num_layers)), self.execution)
@@ -199,23 +197,26 @@ def test_matrices_are_no_residuals():
     assert not matrices & {a.shape for a in jax.tree.leaves(saved)}
 
 
+def test_gathered_matrices_have_no_ticket():
+    """B computes the gradient of a matrix that a mesh gathers layer by layer; experts that stay in place have a ticket."""
+    stage = Stage.of(tiny.model(), False)
+    paths = [path for path, _ in nnx.to_flat_state(nnx.filter_state(stage.state, nnx.Param))]
+    gathers = tuple(((-1, ("expert",)),) if "self_attn" in path else () for path in paths)
+    gather = LayerGather(gathers, jnp.dtype(jnp.float32))
+    on_mesh = stage._replace(execution=Execution(False, spread=Spread(layer_gathers=(gather,))))
+    layers, arrays = on_mesh.layers(stage.state, stage.x, tickets=True)
+    own = [path for path, _ in nnx.to_flat_state(arrays.parameters)]
+    assert own == [path for path in paths if "self_attn" in path or "norm" in path[-2]]
+    assert [bool(how) for how in layers.gather.gathers] == ["self_attn" in path for path in own]
+    assert {path[-2] for path, _ in nnx.to_flat_state(arrays.accumulators)} == {"experts", "router"}
+
+
 def test_refusals():
-    """Tickets are for matrices and experts that are whole on a device, and for keys of the call's own tokens."""
+    """Tickets are for keys of the call's own tokens, and for experts that know the choices of a token."""
     stage = Stage.of(tiny.deepseek(), False)
     layers, arrays = stage.layers(stage.state, stage.x, tickets=True)
     cache = init_cache(stage.config, ROWS, SEQ, jnp.float32)
     with pytest.raises(ValueError, match="weight tickets need keys of this call's tokens alone"):
         jax.eval_shape(lambda: run_loops(forward_loop(layers, arrays, Carry(stage.x, cache))))
-    split = ((-1, ("fsdp",)),)
-    gather = LayerGather((split,) * len(jax.tree.leaves(stage.zeros(stage.state))), jnp.dtype(jnp.float32))
-    on_mesh = stage._replace(execution=Execution(False, spread=Spread(layer_gathers=(gather,))))
-    with pytest.raises(ValueError, match="weight tickets need matrices that are whole on each device"):
-        on_mesh.layers(stage.state, stage.x, tickets=True)
-    moe = MoE(16, 16, 4, 2, stack=(1,), rngs=nnx.Rngs(0))
-    defer_weight_gradients(moe, stage.x)
-    layer = jax.tree.map(lambda a: a[0], nnx.split(moe))
-    with pytest.raises(ValueError, match="weight tickets need experts that lie on one device"):
-        on_mesh = lambda x: nnx.merge(*layer)(x, spread=Spread(ExpertParallel()))[0]  # noqa: E731
-        jax.shard_map(on_mesh, mesh=make_mesh(expert=1), in_specs=P(), out_specs=P())(stage.x)
     with pytest.raises(ValueError, match="the experts' ticket needs num_experts_per_tok"):
         defer_weight_gradients(Experts(16, 16, 4, stack=(1,), rngs=nnx.Rngs(0)), stage.x)

@@ -11,10 +11,12 @@ from jax.sharding import PartitionSpec as P
 
 from moe_jax.kernels.experts.activation import Activation
 from moe_jax.kernels.experts.call import TokenPart
+from moe_jax.kernels.experts.deferred import add_expert_products, expert_products_like
 from moe_jax.kernels.experts.weights import Accumulators, ExpertWeights, Matrix
 from moe_jax.kernels.low_rank import LowRank
+from moe_jax.kernels.shapes import vary_as
 from moe_jax.layers.lora import Adapter, freeze
-from moe_jax.layers.moe import MoE
+from moe_jax.layers.moe import Experts, MoE
 from moe_jax.parallel import ExpertParallel, expert_parallel_mlp
 from moe_jax.parallel.expert import experts_of_devices
 from moe_jax.parallel.expert.settings import first_capacity, further_capacity
@@ -143,6 +145,62 @@ def test_accumulators(transport):
         assert (rounds[0] > 1) == several
         assert_equal((y, dx, *(after[1] - 2 for after in sums), dweights), on_one_device(name))
         assert all((after[0] == 2).all() for after in sums)
+
+
+ONE_CALL = dict(
+    gather=ExpertParallel(transport="gather", capacity_factor=4),
+    all_to_all=ExpertParallel(transport="all_to_all", capacity_factor=4),
+    drop=ExpertParallel(transport="all_to_all", capacity_factor=0.5, drop="position"),
+    drop_of_gather=ExpertParallel(transport="gather", capacity_factor=0.5, drop="probability"),
+)
+"""Settings with which one call computes everything that four devices' experts compute."""
+
+
+@pytest.mark.parametrize(
+    "name", ["drop", *(pytest.param(how, marks=pytest.mark.thorough) for how in ONE_CALL if how != "drop")]
+)
+def test_tickets(name):
+    """Operands that are multiplied later give the gradients of the weights, and all others are the same bits."""
+    mesh, settings, inter = make_mesh(expert=4), ONE_CALL[name], arrays()[2].shape[2]
+    module = nnx.eval_shape(lambda: Experts(HIDDEN, inter, EXPERTS // 4, num_experts_per_tok=K, rngs=nnx.Rngs(0)))
+
+    def with_gradients(x, w_gate_up, w_down, weights, ids, dy):
+        like = jax.eval_shape(lambda x: vary_as(Spread(settings).products_like(module, x), x), x)
+        ticket = vary_as(jax.tree.map(lambda a: jnp.full(a.shape, jnp.nan, a.dtype), like), x)
+
+        def layer(x, weights, ticket):
+            given = ExpertWeights.of(w_gate_up, w_down, gradient=ticket)
+            return experts_of_devices(TokenPart(x, weights, ids), given, settings)[0]
+
+        y, pullback = jax.vjp(layer, x, weights, ticket)
+        dx, dweights, products = pullback(dy)
+        zeros = jnp.zeros_like(w_gate_up), jnp.zeros_like(w_down)
+        return y, dx, *add_expert_products(products, zeros), dweights
+
+    specs = (P("expert"),) * 6, (P("expert"),) * 5
+    run, undivided = (
+        jax.jit(jax.shard_map(with_gradients, mesh=mesh, in_specs=specs[0], out_specs=specs[1])),
+        on_a_mesh(settings, mesh),
+    )
+    for ids in map(routing, ("even", "one expert takes all", "ids twice in a row and out of range")):
+        results, (expected, _) = run(*arrays(), ids, direction()), undivided(arrays(), direction(), ids)
+        for actual, wanted in zip(results, expected, strict=True):
+            np.testing.assert_array_equal(actual, wanted)
+
+
+@pytest.mark.parametrize(
+    "several", [dict(), dict(transport="pairwise", capacity_factor=4), dict(capacity_factor=4, shadow_experts=1)]
+)
+def test_tickets_of_several_calls_are_refused(several):
+    settings, mesh = ExpertParallel(**several), make_mesh(expert=4)
+
+    def layer(x, w_gate_up, w_down, weights, ids):
+        ticket = expert_products_like(x, len(w_down), K, w_down.shape[2])
+        given = ExpertWeights.of(w_gate_up, w_down, gradient=ticket)
+        return experts_of_devices(TokenPart(x, weights, ids), given, settings)[0]
+
+    with pytest.raises(ValueError, match="weight tickets hold the operands of one call of the kernels: take drop, or"):
+        jax.shard_map(layer, mesh=mesh, in_specs=P("expert"), out_specs=P("expert"))(*arrays(), routing("even"))
 
 
 @pytest.mark.thorough

@@ -35,9 +35,13 @@ ALL_LOSSES = NextToken(LossWeights(aux_loss_coef=0.1, sequence_loss_coef=0.1, z_
 CHUNKS = {"interleaved": 2, "zb-v": 2, "dualpipe-v": 2}
 
 
-def parallelism_of(name, transport="all_to_all", method="all_gather", **sizes):
+ONE_ROUND = dict(capacity_factor=2)
+"""Two devices' experts compute all tokens in one call of the kernels."""
+
+
+def parallelism_of(name, transport="all_to_all", method="all_gather", capacity_factor=1.25, **sizes):
     mesh = make_mesh(**sizes, devices=jax.devices()[: int(np.prod(list(sizes.values())))])
-    settings = ExpertParallel(transport=transport), ContextParallel(method=method)
+    settings = ExpertParallel(transport=transport, capacity_factor=capacity_factor), ContextParallel(method=method)
     return Parallelism(mesh, *settings, pipe_chunks=CHUNKS.get(name, 1), pipe_schedule=name)
 
 
@@ -85,6 +89,12 @@ thorough = functools.partial(pytest.param, marks=pytest.mark.thorough)
         thorough("dualpipe", tiny.model, 4, dict(pipe=2, fsdp=2, context=2), 4, False),
         thorough("dualpipe-v", tiny.model, 7, dict(pipe=4), 8, False),
         thorough("dualpipe-v", tiny.model, 4, dict(pipe=2, expert=2), 4, True),
+        thorough("zb-h1", tiny.model, 3, dict(pipe=2, expert=2, **ONE_ROUND), 4, True),
+        thorough("zb-h1", tiny.model, 3, dict(pipe=2, expert=2, data=2, transport="gather", **ONE_ROUND), 2, False),
+        thorough("zb-v", tiny.biased_model, 3, dict(pipe=2, expert=2, **ONE_ROUND), 4, False),
+        thorough("zb-v", tiny.dense, 4, dict(pipe=2, expert=2, **ONE_ROUND), 4, True),
+        thorough("uniform-w", tiny.model, 3, dict(pipe=2, expert=2, **ONE_ROUND), 4, True),
+        thorough("dualpipe", tiny.model, 3, dict(pipe=2, expert=2, **ONE_ROUND), 4, True),
     ],
 )
 def test_gradients(name, make_model, layers, sizes, micro_batches, remat):
@@ -154,6 +164,11 @@ def step_of(name, micro_batches=4, remat=True, **settings):
         (dict(name="zb-h1", pipe=2, fsdp=2), "'zb-h1' divides the backward pass, for which matrices must lie whole on a rank"),
         (dict(name="uniform-w", pipe=2, fsdp=2), "fsdp of this mesh split them: take 'uniform'"),
         (dict(name="zb-v", pipe=2, expert=2, fsdp=2), "fsdp, expert of this mesh split them: take '1f1b', 'interleaved', 'dua"),
+        (
+            dict(name="zb-h1", pipe=2, expert=2),
+            "take '1f1b', .*, or drop or a larger capacity_factor, for experts that compute",
+        ),
+        (dict(name="uniform-w", pipe=2, expert=2, transport="pairwise", **ONE_ROUND), "expert of this mesh split them: take"),
         (dict(name="dualpipe", pipe=2, micro_batches=2), "micro_batches must be at least 2 \\* ranks = 4 for DualPipe; got 2"),
         (dict(name="dualpipe", pipe=3), "pipe_schedule='dualpipe' needs an even number of ranks, for it starts at both"),
         (
@@ -175,8 +190,13 @@ def test_refused_chunks():
 
 
 def test_divided_where_matrices_are_whole():
-    """DualPipe divides its backward passes, unless another axis of the mesh splits matrices."""
-    for sizes, kinds in (dict(pipe=4, data=2), "FBbW"), (dict(pipe=4, fsdp=2), "FB"):
+    """DualPipe divides its backward passes, unless the mesh splits matrices, or experts that compute in several calls."""
+    for sizes, kinds in (
+        (dict(pipe=4, data=2), "FBbW"),
+        (dict(pipe=4, fsdp=2), "FB"),
+        (dict(pipe=4, expert=2), "FB"),
+        (dict(pipe=4, expert=2, **ONE_ROUND), "FBbW"),
+    ):
         schedule = schedule_of(parallelism_of("dualpipe", **sizes), 8)
         assert {part.kind for slots in schedule.ranks for slot in slots for part in slot} == set(kinds)
 

@@ -150,7 +150,6 @@ def _refused_calls(rng):
         ({"ticket", "chunks"}, [part], of(**ticket), dict(chunk_tokens=8)),
         ({"ticket", "several parts"}, [part, part], of(**ticket), {}),
         ({"ticket", "rounded tokens"}, [rounded], of(**ticket), dict(precision=fp8)),
-        ({"ticket", "max_pairs"}, [part], of(**ticket), dict(max_pairs=[8])),
     ]
 
 
@@ -168,4 +167,7 @@ def test_a_ticket_of_another_call(rng):
     x, w_gate_up, w_down, weights, chosen = make_layer(rng, "random", TOKENS, EXPERTS, K, 128, 128)
     form = Form(gradient=replace(expert_products_like(x, EXPERTS, K, 128), row_alignment=64))
     with pytest.raises(ValueError, match="the ticket must come from expert_products_like .*: row_alignment is 1; got 64"):
+        compute(x, w_gate_up, w_down, weights, chosen, form, backend="xla")
+    form = Form(gradient=expert_products_like(x, EXPERTS, K, 128, max_pairs=8))
+    with pytest.raises(ValueError, match="the ticket must come from expert_products_like .*: max_pairs is None; got 8"):
         compute(x, w_gate_up, w_down, weights, chosen, form, backend="xla")
