@@ -287,7 +287,7 @@ def _warn_of_unused(settings: Mapping[str, Any]) -> None:
 
 
 def added_text(tokenizer: Any, prompt: Sequence[int], new: Sequence[int]) -> str:
-    """Returns the text of the new tokens after a prompt, without special tokens."""
+    """Returns the text that the new tokens add to a prompt, without special tokens."""
     before = tokenizer.decode(prompt, skip_special_tokens=True)
     whole = tokenizer.decode([*prompt, *new], skip_special_tokens=True)
     # Decoded without the prompt, the first token lacks the space before it in some tokenizers.
