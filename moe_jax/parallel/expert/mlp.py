@@ -64,7 +64,7 @@ def expert_parallel_mlp(
     layer: Int[Array, ""] | None = None,
     precision: Precision | None = None,
 ) -> tuple[Float[Array, "tokens hidden"], Exchange]:
-    """Computes `experts_mlp` of this device's tokens with the experts of all n devices of the axis, inside `jax.shard_map`.
+    """Computes `experts_mlp` with experts split over the n devices of a mesh axis, inside `jax.shard_map`.
 
     Each device passes its own tokens, their choices among all E experts, and the weights of its own E/n experts. Every device
     of the axis must call it with the same number of tokens.
@@ -101,7 +101,7 @@ def experts_of_devices(
     precision: Precision | None = None,
     activation: Activation = SILU,
 ) -> tuple[Float[Array, "tokens hidden"], Exchange]:
-    """Computes `expert_parallel_mlp`, differentiable in `ExpertWeights.trained` of this device's experts.
+    """Computes `expert_parallel_mlp` for weights in any form that `ExpertWeights` supports (FP8, LoRA, accumulators).
 
     Args:
         weights: the factors of a low-rank change may also cover all E experts; each device then selects its own.

@@ -24,7 +24,7 @@ from moe_jax.parallel.expert.settings import ExchangePlan
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def all_rounds(plan: ExchangePlan, choices: Choices, inputs: ExpertInputs) -> Float[Array, "tokens hidden"]:
-    """Returns the outputs of the first round and of `choices.rounds` further ones, in at least f32.
+    """Runs the first round and `choices.rounds` overflow rounds; returns each token's sum in at least f32.
 
     Differentiable in `inputs`. The gradients of further rounds are summed in at least f32.
     """

@@ -18,7 +18,7 @@ NEEDS_W: Mapping[PipeSchedule, str] = {
 
 
 def ranks_problem(name: str, ranks: int, chunks: int) -> str:
-    """Returns why a schedule cannot run on a pipe of these ranks and chunks; empty if it can."""
+    """Returns why a schedule cannot run with these ranks and chunks; an empty string if it can."""
     if name not in get_args(PipeSchedule):
         return f"pipe_schedule={name!r} must be one of {', '.join(get_args(PipeSchedule))}"
     if name != "uniform" and ranks == 1:
@@ -32,7 +32,7 @@ def ranks_problem(name: str, ranks: int, chunks: int) -> str:
 
 
 def split_problem(name: PipeSchedule, axes: Mapping[str, int]) -> str:
-    """Returns why a schedule cannot run on a mesh of these axes because matrices are split; empty if it can."""
+    """Returns why a schedule cannot run if these mesh axes split matrices within a rank; an empty string if it can."""
     split = split_axes(axes)
     if not split or name not in NEEDS_W:
         return ""
@@ -43,7 +43,7 @@ def split_problem(name: PipeSchedule, axes: Mapping[str, int]) -> str:
 
 
 def schedule_problem(name: PipeSchedule, axes: Mapping[str, int], chunks: int, micro_batches: int) -> str:
-    """Returns why a schedule cannot order a step on a mesh of these axes; empty if it can."""
+    """Returns why a schedule cannot run on this mesh with these micro-batches; an empty string if it can."""
     ranks = axes.get("pipe", 1)
     problem = ranks_problem(name, ranks, chunks)
     if problem or name == "uniform":
@@ -58,12 +58,12 @@ def schedule_problem(name: PipeSchedule, axes: Mapping[str, int], chunks: int, m
 
 
 def split_axes(axes: Mapping[str, int]) -> list[str]:
-    """Returns the axes with several devices that split matrices inside a rank."""
+    """Returns the mesh axes with several devices that split matrices within a pipeline rank."""
     return [axis for axis in SPLIT if axes.get(axis, 1) > 1]
 
 
 def schedule_by_name(name: PipeSchedule, ranks: int, chunks: int, micro_batches: int) -> Schedule:
-    """Returns a schedule; `chunks` is for the schedules in which it can be chosen.
+    """Builds the named schedule; `chunks` is ignored by schedules with a fixed number of chunks.
 
     Raises:
       ValueError: sizes that the schedule refuses.
