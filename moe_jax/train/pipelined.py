@@ -40,7 +40,7 @@ def accumulate_pipelined(
     parallelism: Parallelism,
     micro_batches: int,
 ) -> GradientsFn:
-    """Like `gradients.accumulate`, for parameters of `parallel.pipeline.chunks.to_chunks`.
+    """Returns `accumulate` for a pipeline: parameters are from `parallel.pipeline.chunks.to_chunks`.
 
     The passes run in the order of `parallelism.pipe_schedule`. A uniform tick computes a chunk's forward pass for one
     micro-batch and a chunk's backward pass for another, in one loop over the layers. "uniform-w" postpones some gradients of
@@ -85,7 +85,7 @@ def accumulate_pipelined(
 def evaluate_pipelined(
     objective: Objective, graphdef: nnx.GraphDef, parallelism: Parallelism, micro_batches: int
 ) -> Callable[[nnx.State, nnx.State, Batch], tuple[Float[Array, ""], Any]]:
-    """Returns evaluated(params, fixed, batch) -> (value, aux), which streams micro-batches through the ranks.
+    """Returns evaluated(params, fixed, batch) -> (value, aux), with forward passes pipelined over the ranks.
 
     Arguments, micro-batches, errors, value and aux are the same as in `accumulate_pipelined`. Layers save no residuals. A step
     of m micro-batches needs m v + p - 1 ticks, if the p ranks divide m: with few micro-batches most ranks wait.
@@ -120,7 +120,7 @@ class Front:
     stacked: Batch
 
     def forward(self) -> Float[Array, "micro_batches batch seq hidden"] | None:
-        """Computes the dense layers of all micro-batches; returns the outputs on every rank, None without such layers."""
+        """Computes the dense first layers of all micro-batches; outputs are on every rank, None without such layers."""
         if not self._num_stages:
             return None
 
@@ -252,7 +252,7 @@ def _check_chunks(model: Decoder, ranks: int, chunks: int) -> None:
 
 
 def schedule_of(parallelism: Parallelism, micro_batches: int) -> Schedule:
-    """Returns the schedule of a step. If matrices are split inside a rank, DualPipe and DualPipeV do not separate b and W.
+    """Returns the schedule of a step. If matrices are split within a rank, DualPipe and DualPipeV keep B undivided.
 
     Raises:
       ValueError: sizes that the schedule refuses, or ZB-H1, ZB-V and `uniform-w` if matrices are split inside a rank.
@@ -269,7 +269,7 @@ def schedule_of(parallelism: Parallelism, micro_batches: int) -> Schedule:
 
 
 def check_branches(parallelism: Parallelism) -> None:
-    """Refuses transfers that would hang if ranks of the pipe are in different branches.
+    """Raises if a transfer inside the layers would deadlock when ranks run different branches.
 
     Raises:
       ValueError: a `ppermute` inside the layers: experts over "pairwise", a ring of sequences, or gathers by copies. A
