@@ -20,7 +20,7 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class LoadingOptions:
-    """How a command loads a model: dtype, precision, form of the weights, and an optional adapter.
+    """Options for loading a model: dtype, precision, form of the weights, and an optional adapter.
 
     Args:
       adapter: a folder or hub id of an adapter (LoRA) for the model's weights.

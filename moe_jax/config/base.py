@@ -234,7 +234,7 @@ class ModelConfig:
 
     @property
     def routed_layers(self) -> tuple[int, ...]:
-        """Indices of all layers with a router, including those of MTP modules."""
+        """Indices of all layers with a router, including layers of MTP modules."""
         return (*self.moe_layers, *(stage.first_layer for stage in self.mtp_stages if stage.sparse))
 
     def without_mtp(self) -> Self:
@@ -251,7 +251,7 @@ class ModelConfig:
             given["num_key_value_heads"] = value_of(cls, given, "num_attention_heads")
 
     def write_dialect(self, values: dict[str, Any]) -> None:
-        """Converts this class's field names to those of the Hugging Face hub, in place."""
+        """Converts this class's field names to the Hugging Face hub's, in place."""
 
 
 @functools.cache

@@ -44,7 +44,7 @@ AXES = ("fsdp", "expert")
 
 @dataclass(frozen=True)
 class Devices:
-    """The devices that generation runs on. Its properties configure the program that each device runs."""
+    """Number of devices that share the experts during generation, and how they exchange tokens."""
 
     with_experts: int
     """The number of devices over which the experts are spread."""
@@ -53,12 +53,12 @@ class Devices:
 
     @property
     def spread(self) -> Spread:
-        """How the model's calls are spread over devices: expert parallelism if experts are split, else none."""
+        """The `Spread` of the model's calls: expert parallelism if experts are split over devices, else none."""
         return Spread(expert=ExpertParallel() if self.with_experts > 1 else None)
 
     @property
     def spread_of_halves(self) -> Spread:
-        """As `spread`, for two half-batches that overlap: pairwise exchange, with a capacity for any routing."""
+        """The `Spread` of two overlapping half-batches: pairwise exchange, with a capacity for any routing."""
         if self.hops == "nccl":
             return self.spread
         return Spread(expert=ExpertParallel(transport="pairwise", capacity_factor=self.with_experts))

@@ -187,7 +187,7 @@ _with_ticket.defvjp(_with_ticket_forward, _with_ticket_backward)
 
 
 class Embedding(nnx.Module):
-    """A table [vocab, hidden] of which each token id selects a row.
+    """A table [vocab, hidden]; each token id selects a row.
 
     An id outside yields NaN, never another token's row. An adapter's factors have a leading axis of 1, and change the table by
     b a. A token's change is its row of b times a.

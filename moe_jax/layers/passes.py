@@ -98,7 +98,7 @@ WHOLE_LAYER = WholeLayer()
 
 
 class Layers(NamedTuple):
-    """How to run stacked layers: the body, the parameter gather, and recomputation. Holds no arrays."""
+    """The static description of stacked layers: body, parameter gather and recomputation. Holds no arrays."""
 
     body: Body
     gather: WholeLayer = WHOLE_LAYER

@@ -54,7 +54,7 @@ TINY = 1e-20
 
 @dataclass(frozen=True)
 class GroupRule:
-    """How scores become choices and weights, with optional group-limited routing (one group without it).
+    """The rule from scores to choices and weights, with optional group-limited routing (one group without it).
 
     Attributes:
       scoring_func: "sigmoid" of each logit, or "softmax" over all.

@@ -81,7 +81,7 @@ class InputsRun(NamedTuple):
 def inputs_backward(
     layers: Layers, arrays: LayerArrays, saved: SavedLayers, dx, dy, sums=None, chunk: Chunk | None = None
 ) -> Loop:
-    """Runs B, the half of the backward pass that computes gradients of inputs and defers those of weights.
+    """Runs B, the half of the backward pass that computes gradients of inputs and defers weight gradients.
 
     Args:
       layers, arrays: `models.forward.stage_layers` of a stage whose matrices have tickets; the tickets are its accumulators.

@@ -355,7 +355,7 @@ class Decoder(nnx.Module):
         return places[0] if len(places) == 1 else LayerPattern(places)
 
     def _predictor(self, stage: Stage, param_dtype, rngs: nnx.Rngs) -> TokenPredictor:
-        """Builds a module that predicts further tokens, stacked as a stage of one layer."""
+        """Builds an MTP module, stacked as a stage of one layer."""
         block = self._decoder_layers(stage, param_dtype, rngs)
         return TokenPredictor(self.config, block, stack=(stage.repeats,), param_dtype=param_dtype, rngs=rngs)
 

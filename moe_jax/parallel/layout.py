@@ -105,7 +105,7 @@ def parameter_path(key_path: tuple) -> tuple:
 
 
 def gathered_axes(path: tuple, shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> tuple[tuple[int, tuple[str, ...]], ...]:
-    """Returns pairs (array axis, mesh axes) to all-gather before use: all split axes except those of experts and layers.
+    """Returns pairs (array axis, mesh axes) to all-gather before use: all split axes except the axes of experts and layers.
 
     Axes are negative: the last is -1.
     """

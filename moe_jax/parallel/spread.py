@@ -22,7 +22,7 @@ from moe_jax.parallel.sequence.attention import ContextParallel
 
 @dataclass(frozen=True)
 class Spread(OneDevice):
-    """How one model call is distributed over devices, inside `jax.shard_map`. `Spread()` behaves like `ONE_DEVICE`.
+    """Describes how one model call is distributed over devices, inside `jax.shard_map`. `Spread()` means one device.
 
     Attributes:
       expert: how tokens travel to the experts of other devices; None: every device holds all experts.

@@ -85,7 +85,7 @@ def accumulate(gradients: GradientsFn, micro_batches: int) -> GradientsFn:
 def accumulate_in_place(
     objective: ObjectiveFn, graphdef: nnx.GraphDef, execution: Execution | None, micro_batches: int
 ) -> GradientsFn:
-    """Returns `accumulate` for one device, with expert gradients added to the f32 sums inside the kernels.
+    """Returns `accumulate` for one device; kernels add expert gradients directly to the f32 sums.
 
     Experts' gradients are not rounded to the parameters' dtype before they are added, and no second array of the experts' size
     holds them. The sums have the model's dtype, at least f32.
@@ -119,7 +119,7 @@ def sum_on_mesh(
     parallelism: Parallelism,
     micro_batches: int,
 ) -> GradientsFn:
-    """Returns `accumulate` on a mesh, for a `sum_of` that orders each device's micro-batches itself.
+    """Returns a function that sums gradients on a mesh (like `accumulate`); `sum_of` orders each device's micro-batches.
 
     Parameters outside the layers are gathered once for all micro-batches, and their gradients are summed over devices once.
     If the optimizer's state is split over `data`, gradients are stacked as in `on_devices` with `stack_over_data`.

@@ -138,7 +138,7 @@ class MicroBatchPasses:
         return self.loss_of(value, forwarded.x, forwarded.routings, gradients)
 
     def loss_of(self, value: Callable[[Decoder, Any, Any], tuple[Array, Any]], x, routings, gradients: nnx.State) -> LossRun:
-        """Computes value(model, x, routings) -> (scalar, aux) and its gradients; adds those of parameters to `gradients`."""
+        """Computes value(model, x, routings) -> (scalar, aux) and its gradients; adds parameter gradients to `gradients`."""
         of_stages, outside = self._split(self.params)
 
         def of_outside(outside: nnx.State, x, routings):
@@ -206,7 +206,7 @@ def accumulate_overlapping(
     *,
     in_place: bool = False,
 ) -> GradientsFn:
-    """Returns `accumulate` in which each micro-batch's forward pass overlaps the previous one's backward pass.
+    """Returns a function that sums gradients (like `gradients.accumulate`) and overlaps passes of neighboring micro-batches.
 
     Two micro-batches are in flight: memory holds the residuals of two. Parameters outside the layers are gathered once for all
     micro-batches, and their gradients are summed over devices once, in f32. So the sums of the embedding and of the head are

@@ -163,7 +163,7 @@ class UserLoss(Objective):
     function: LossFunction
 
     def prepare(self, batch: Batch, label_weight: Float[Array, ""]) -> Batch:
-        """Returns the batch; if it has a "loss_mask", adds the whole batch's "num_labels" and "label_weight" if absent."""
+        """Adds "num_labels" and "label_weight" to a batch with a "loss_mask": the whole batch's sums / micro-batches."""
         if "loss_mask" not in batch:
             return batch
         # With them, a mean over the micro-batches is a mean over all labels, however these are split.

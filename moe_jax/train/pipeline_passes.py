@@ -265,7 +265,7 @@ class RankPasses:
         return totals._replace(embedded=embedded)
 
     def aux_of_layers(self, aux: Any, own: RouterSums | None) -> Any:
-        """Returns aux with router statistics of all layers; `own` has those of the rank's layers."""
+        """Returns aux with router statistics of all layers; `own` has the sums of the rank's layers."""
         if own is None:
             return aux
         spread = self.micro.execution.spread

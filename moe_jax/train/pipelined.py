@@ -40,7 +40,7 @@ def accumulate_pipelined(
     parallelism: Parallelism,
     micro_batches: int,
 ) -> GradientsFn:
-    """Returns `accumulate` for a pipeline: parameters are from `parallel.pipeline.chunks.to_chunks`.
+    """Returns a function that sums gradients over micro-batches with pipeline parallelism (like `gradients.accumulate`).
 
     The passes run in the order of `parallelism.pipe_schedule`. A uniform tick computes a chunk's forward pass for one
     micro-batch and a chunk's backward pass for another, in one loop over the layers. "uniform-w" postpones some gradients of
@@ -48,7 +48,7 @@ def accumulate_pipelined(
     instead of separate b and W.
 
     Args:
-      objective: one that has `of_states`, and whose value is a sum over tokens. It gets the tokens of a micro-batch in one part
+      objective: must have `of_states` and return a sum over tokens. It gets the tokens of a micro-batch in one part
         per rank, along one axis. If the model has MTP modules, parts are whole rows.
 
     Raises:

@@ -1,7 +1,7 @@
 """Computes the experts of a Mixture-of-Experts layer that are split over a mesh axis: `kernels.experts_mlp` on each device.
 
-Tokens travel to the devices that hold their experts, and outputs travel home. That is one round (`one_round`). Tokens that do
-not fit travel in further rounds (`rounds`). Choices of shadow experts (`shadow`) are excluded from this exchange.
+Tokens are dispatched to the devices that hold their experts, and outputs return. That is one round (`one_round`). Tokens that
+do not fit are dispatched in further (overflow) rounds (`rounds`). Choices of shadow experts (`shadow`) are excluded from this exchange.
 """
 
 from dataclasses import replace

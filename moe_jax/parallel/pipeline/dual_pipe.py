@@ -12,7 +12,7 @@ from moe_jax.parallel.pipeline.schedules import Part, Schedule, Slot, require_po
 
 
 class Phases(NamedTuple):
-    """How often a rank repeats each of DualPipe's eight phases.
+    """The number of times that a rank repeats each of DualPipe's eight phases.
 
     Chunk "own" computes the micro-batches that enter at the rank's nearer end, chunk "other" the rest.
     """

@@ -343,7 +343,7 @@ def to_stages(stored: Any, schedule: Schedule) -> Any:
 
 
 def from_stages(gradients: Any, schedule: Schedule) -> Any:
-    """Transposes `to_stages`: returns gradients to the storing ranks, and sums those of a stage on two ranks."""
+    """Transposes `to_stages`: returns gradients to the storing ranks, and sums gradients of a stage on two ranks."""
     if _at_home(schedule):
         return gradients
 

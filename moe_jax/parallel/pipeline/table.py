@@ -55,7 +55,7 @@ NO_PASS = PassRow(False, 0, 0, False, 0, 0, 0)
 
 
 class Row(NamedTuple):
-    """What one rank does in one tick: its passes, and the memory slots that they use."""
+    """The work of one rank in one tick: its passes, and the memory slots that they use."""
 
     branch: Ints
     """The index into `TickSpan.kinds`."""

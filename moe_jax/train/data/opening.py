@@ -248,7 +248,7 @@ class Problems:
         self._times[problem] += 1
 
     def listed(self, num_good: int) -> str:
-        """Returns one line of text per distinct error, with its first location in front."""
+        """Returns the distinct errors as one text, each after its first location and with its count."""
         clauses = []
         for problem, place in self._first.items():
             times = self._times[problem]

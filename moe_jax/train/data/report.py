@@ -72,13 +72,13 @@ def describe_tokens(documents: Documents, found: Survey, seq_len: int) -> list[s
 
 
 def keeping_reasoning(found: Survey) -> str:
-    """Returns the options that keep answers with omitted reasoning out of training."""
+    """Returns a text that names the options with which no answer is learned without its reasoning."""
     marked = "a template that keeps it (--chat-template, docs/data.md) learns it"
     return marked if found.of_last_turns else f"--learned-answers last learns last turns alone; {marked}"
 
 
 def kind_of(documents: Documents) -> str:
-    """Returns the plural noun for the documents, such as "chats"."""
+    """Returns "conversations" for chat data, else "documents"."""
     return "conversations" if documents.format == "chat" else "documents"
 
 

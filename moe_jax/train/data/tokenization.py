@@ -88,7 +88,7 @@ def tokenization(
 
 
 def tokenizer_fingerprint(tokenizer: Any) -> str:
-    """Returns a hash of everything in the tokenizer that affects token ids, including the chat template."""
+    """Returns a hash of the tokenizer's vocabulary and rules, eos id and chat template."""
     rules = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else repr(sorted(tokenizer.get_vocab().items()))
     content = "\0".join((rules, str(tokenizer.eos_token_id), str(tokenizer.chat_template)))
     return hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
