@@ -93,7 +93,7 @@ def test_generate_with_drafts_prints_its_acceptance(checkpoint, tmp_path, capsys
     # Before weights are read.
     monkeypatch.setattr("moe_jax.checkpoint.hf_load.from_pretrained", None)
     assert "top_p must be a number in (0, 1]; got 2.0" in fails(capsys, "generate", str(tmp_path), *options, "--top-p", "2")
-    assert "drafts need a model loaded with its modules" in fails(capsys, "generate", str(checkpoint), *options)
+    assert "drafts need a model loaded with its MTP modules" in fails(capsys, "generate", str(checkpoint), *options)
 
 
 def test_a_prompt_begins_with_one_bos_token(tmp_path, monkeypatch):

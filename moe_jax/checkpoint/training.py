@@ -158,7 +158,7 @@ class TrainingCheckpoints:
         for name, (dtype, checksum) in _checksums(position, restored.get("state")).items():
             # An array restored in another dtype has different bits.
             if noted.get(name, [None])[0] == dtype and noted[name][1] != checksum:
-                raise ValueError(f"the values of {name} are not those that were saved")
+                raise ValueError(f"the values of {name} differ from the saved ones")
         return restored
 
     @contextmanager
@@ -167,9 +167,7 @@ class TrainingCheckpoints:
             yield
         except Exception as error:
             steps = finished_steps(self._folder)
-            way = (
-                f"goes on from step {steps[-1]}, the newest that is whole" if steps else "begins anew: there is none before it"
-            )
+            way = f"resumes from step {steps[-1]}, the newest complete one" if steps else "starts over: there is no earlier one"
             raise OSError(
                 f"no checkpoint could be saved in {self._folder} ({reason_of(error)}); the same command {way}"
             ) from error
@@ -182,7 +180,7 @@ class TrainingCheckpoints:
             if lacks_memory(error):
                 raise
             before = [other for other in finished_steps(self._folder) if other < step]
-            way = f"go on from step {before[-1]}" if before else "begin anew: there is none before it"
+            way = f"resume from step {before[-1]}" if before else "start over: there is no earlier one"
             folder, reason = self._folder / str(step), reason_of(error)
             raise ValueError(f"checkpoint {step} cannot be read ({reason}): move the folder {folder} away to {way}") from error
 

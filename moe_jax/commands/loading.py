@@ -50,7 +50,7 @@ def checked_loading(
       folder: the weights' folder.
       wanted: with weights None, the form is FP8 if `precision` is "fp8". Else "as stored" for an adapter on quantised files on
         one device. Else whole.
-      mtp: True loads the modules that predict further tokens, for drafts.
+      mtp: True loads the MTP modules, for drafts.
 
     Raises:
       FileNotFoundError, ValueError: as `from_pretrained` and `adapters.load_adapter`. Also an adapter with drafts.

@@ -89,7 +89,7 @@ def length_for(config: ModelConfig, max_length: int | None) -> int:
         return min(8192, config.max_position_embeddings)
     if max_length > (known := config.known_positions):
         _logger.warning(
-            "--max-length %d is more than the %d positions of the model (max_position_embeddings): text behind them may make "
+            "--max-length %d is more than the %d positions of the model (max_position_embeddings): text beyond them may make "
             "no sense",
             max_length, known,
         )  # fmt: skip

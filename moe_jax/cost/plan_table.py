@@ -34,7 +34,7 @@ def table(predictions: list[Prediction]) -> list[str]:
     rows = [COLUMNS, *(_cells(prediction) for prediction in predictions)]
     widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
     lines = (" ".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True)) for cells in rows)
-    return ["tokens/s, TFLOP/s and GiB are those of one GPU; micro is the number of micro-batches", *lines]
+    return ["tokens/s, TFLOP/s and GiB are per GPU; micro is the number of micro-batches", *lines]
 
 
 def never_run(prediction: Prediction) -> list[str]:

@@ -345,7 +345,7 @@ def _problems_of_pipe(step: PlannedStep) -> list[str]:
         problems.append(problem)
     elif name not in UNIFORM:
         if step.remat == "offload":
-            problems.append(f"remat='offload' needs pipe_schedule='uniform': slots of {name!r} lie in the GPU's memory")
+            problems.append(f"remat='offload' needs pipe_schedule='uniform': slots of {name!r} stay in the GPU's memory")
         if step.hops == "copies" and split_axes(axes):
             problems.append(f"pipe_schedule={name!r} needs hops='nccl' where fsdp, expert or context have several devices")
         if step.mesh.context > 1 and step.context_method == "ring":

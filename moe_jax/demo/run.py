@@ -126,7 +126,7 @@ def run_demo(settings: DemoSettings) -> DemoResult:
         write_json_lines(output / "initial" / "generation_config.json", [defaults])
         print(f"  {config.model_type}, {config.num_hidden_layers} layers, {num_parameters / 1e6:.1f} M parameters", end="")
         if experts := config.experts:
-            print(f", {experts.num_experts} experts a layer of which each token takes {experts.num_experts_per_tok}", end="")
+            print(f", {experts.num_experts} experts per layer, and each token uses {experts.num_experts_per_tok}", end="")
         print()
         del model
 
@@ -152,7 +152,7 @@ def run_demo(settings: DemoSettings) -> DemoResult:
         save_pretrained(result.model, output / "model", tokenizer_from=output / "tokenizer", progress=False)
 
     other = "transformers" if with_torch else "the trained model"
-    with stage(6, f"Load the export, and compare its logits with those of {other}"):
+    with stage(6, f"Load the export, and compare its logits with {other}"):
         tokens = tokenizer.encode("".join(functions[:10]))[: settings.seq_len]
         difference = logit_difference(output / "model", tokens, None if with_torch else result.model)
         print(f"  largest difference {difference:.1e} of the largest logit (accepted: {MAX_LOGIT_DIFFERENCE:.0e})")

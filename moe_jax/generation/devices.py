@@ -152,7 +152,7 @@ def _whole_because(mesh: Mesh, config: ModelConfig) -> str:
     number = config.experts.num_experts
     if math.gcd(mesh.size, number) == 1:
         return f"the model has {number}, and a number of devices with a common divisor can share them; got {mesh.size}"
-    return "those with adapters lie whole on each device"
+    return "those with adapters are replicated on each device"
 
 
 def _specs_of_others(others: nnx.State, mesh: Mesh | AbstractMesh) -> nnx.State:

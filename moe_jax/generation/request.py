@@ -121,7 +121,7 @@ def warn_of_length(config: ModelConfig, prompt: int, new: int) -> None:
         return
     _warned_of.add(limit)
     _logger.warning(
-        "a prompt of %d tokens and max_new_tokens=%d make %d, more than the model's max_position_embeddings of %d: text behind "
+        "a prompt of %d tokens and max_new_tokens=%d make %d, more than the model's max_position_embeddings of %d: text beyond "
         "that position may make no sense",
         prompt, new, prompt + new, limit,
     )  # fmt: skip

@@ -89,7 +89,7 @@ def check_drafts(config: ModelConfig) -> None:
     if (reason := config.mixer_refusal("taking back a draft")) is not None:
         raise ValueError(reason)
     if not config.mtp_stages:
-        raise ValueError("drafts need a model loaded with its modules that predict further tokens (num_nextn_predict_layers)")
+        raise ValueError("drafts need a model loaded with its MTP modules (num_nextn_predict_layers)")
 
 
 @jax.tree_util.register_dataclass

@@ -79,6 +79,6 @@ def check_declared(parameters: Iterable[tuple[tuple, Any]]) -> None:
     matrices = [f"{'.'.join(map(str, p))} {list(s)}" for p, s in unknown.items() if len(s) - (p[0] == "stages") > 1]
     if matrices:
         raise ValueError(
-            f"no declaration says how to split, adapt and round {', '.join(matrices)}: add the name and its role to MATRICES "
+            f"no declaration tells how to split, adapt and round {', '.join(matrices)}: add the name and its role to MATRICES "
             "of moe_jax.layers.matrices, as Declaration('attention'), or Declaration('small', split=()) to keep it whole"
         )

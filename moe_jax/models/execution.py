@@ -15,8 +15,8 @@ class Execution:
 
     Attributes:
       remat: recompute each layer in the backward pass and keep only its input; "offload" keeps it in the host's memory.
-      num_kept: with `remat`, the last layers keep all their residuals instead. MTP modules are the
-        last layers, and a repeat of a stage's body keeps all of its layers or none.
+      num_kept: with `remat`, the last layers keep all their residuals instead. MTP modules are the last layers,
+        and a repeat of a stage's body keeps all of its layers or none.
       balanced_routing: deal tokens to experts in turn and ignore the router's choice. For benchmarks only.
       spread: how the call is spread over devices; inside `jax.shard_map` a `parallel.Spread`.
     """

@@ -100,7 +100,7 @@ def check_shapes(config, tokens, positions, segment_ids, cache, expert_ids) -> N
         if length + tokens.shape[1] > room:
             raise ValueError(f"the cache has room for {room} tokens and holds {length}; got {tokens.shape[1]} more")
     if cache is not None and positions is None:
-        raise ValueError("positions must be given with a cache: the index in the segment goes on from the cached tokens")
+        raise ValueError("positions must be given with a cache: the index in the segment continues from the cached tokens")
     if expert_ids is not None:
         wanted = (len(config.moe_layers), *tokens.shape, config.experts.num_experts_per_tok if config.experts else 0)
         if expert_ids.shape != wanted:

@@ -40,7 +40,7 @@ def parameter_sharding(path: tuple, shape: tuple[int, ...], mesh: Mesh | None) -
     if AxisType.Explicit in mesh.axis_types:
         raise ValueError(
             f"the mesh's axes {', '.join(mesh.axis_names)} must all be AxisType.Auto, as moe_jax.parallel.make_mesh makes "
-            "them; jax.make_mesh makes Explicit axes unless its axis_types say otherwise"
+            "them; jax.make_mesh makes Explicit axes unless axis_types is given"
         )
     return NamedSharding(mesh, parameter_spec(path, shape, mesh))
 

@@ -87,7 +87,7 @@ def _of_texts(prompt: str | None, texts: list[str]) -> tuple[str, list[str]]:
     if prompt is not None:
         return prompt, texts
     if len(texts) == 1:
-        raise ValueError('needs a "prompt" beside "completion"')
+        raise ValueError('has "completion" but no "prompt"')
     first = texts[0]
     common = _common(*texts)
     # A word of the answers is not split: a whole word has other tokens than its parts.

@@ -223,7 +223,7 @@ def accumulate_overlapping(
       TypeError: an objective that cannot start from hidden states.
     """
     if micro_batches < 2:
-        raise ValueError(f"micro_batches must be at least 2, of which one overlaps the next; got {micro_batches}")
+        raise ValueError(f"micro_batches must be at least 2, so that one can overlap the next; got {micro_batches}")
     check_objective(objective, "overlapping micro-batches")
 
     def sum_of(params: nnx.State, fixed: nnx.State, execution: Execution, stacked: Batch, scalars: Batch) -> Gradients:

@@ -71,7 +71,7 @@ def model_of_run(
         if not trained_adapters(checkpoint):
             return _plain_model(checkpoint, dtype, param_dtype, mesh, pipe)
         if pipe.ranks > 1:
-            raise ValueError(f"{run} trained adapters, which do not lie in a pipe: take a mesh without pipe")
+            raise ValueError(f"{run} trained adapters, which pipelines do not support: use a mesh without pipe")
         model = from_pretrained(checked_base(checkpoint, base), dtype=dtype, param_dtype=param_dtype, mesh=mesh, mtp=False)
         add_adapters(model, checkpoint)
         return model
@@ -174,4 +174,6 @@ def lora_settings_of(checkpoint: RunCheckpoint) -> LoraSettings:
 
 def _check(base: str | Path, noted: Any, found: Any) -> None:
     if not same_weights(noted, found):
-        raise ValueError(f"the weights in {base} are not those that the run's adapters were trained beside; give the base")
+        raise ValueError(
+            f"the weights in {base} are not the base weights that the run's adapters were trained on; give that base"
+        )

@@ -219,7 +219,7 @@ def check_objective(objective: Objective, user: str) -> None:
     """
     if not can_overlap(objective):
         raise TypeError(
-            f"an objective of {user} must have the function of_states beside its call, as train.NextToken has; a function "
+            f"an objective of {user} must define of_states in addition to __call__, as train.NextToken does; a function "
             "loss(model, batch) runs the layers itself: leave overlap_micro_batches and the mesh axis pipe out"
         )
 
@@ -253,7 +253,7 @@ def check_mtp_loss_coef(config: ModelConfig, mtp_loss_coef: float) -> None:
     """
     if config.mtp_stages and not mtp_loss_coef:
         raise ValueError(
-            "mtp_loss_coef=0 would leave the model's modules that predict further tokens behind while the model changes; "
+            "mtp_loss_coef=0 would leave the model's MTP modules untrained while the model changes; "
             "give them a factor, or load the model without them: from_pretrained(..., mtp=False)"
         )
 
@@ -266,7 +266,7 @@ def refuse_further_predictors(config: ModelConfig) -> None:
     """
     if config.mtp_stages:
         raise ValueError(
-            "the model has modules that predict further tokens, which `loss` does not train; load it without them: "
+            "the model has MTP modules, which `loss` does not train; load it without them: "
             "from_pretrained(..., mtp=False), or mtp_loss_coef=0 in finetune's settings"
         )
 

@@ -63,7 +63,7 @@ def accumulate_pipelined(
     if name not in UNIFORM:
         if execution.remat == "offload":
             raise ValueError(
-                f"remat='offload' needs pipe_schedule='uniform': slots of {name!r} lie in the GPU's memory; "
+                f"remat='offload' needs pipe_schedule='uniform': slots of {name!r} stay in the GPU's memory; "
                 "take that schedule, or remat True or False"
             )
         check_branches(parallelism)

@@ -41,7 +41,7 @@ def open_run(run: str | Path, step: int | None = None) -> Iterator[RunCheckpoint
         raise FileNotFoundError(f"no checkpoints in {run}: give the output folder of a training run")
     step = steps[-1] if step is None else step
     if step not in steps:
-        raise FileNotFoundError(f"{run} has no checkpoint of step {step}; it has those of {', '.join(map(str, steps))}")
+        raise FileNotFoundError(f"{run} has no checkpoint of step {step}; its checkpoints are {', '.join(map(str, steps))}")
     try:
         yield RunCheckpoint(checkpoints, step, checkpoints.position(step))
     finally:

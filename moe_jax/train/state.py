@@ -153,7 +153,7 @@ def check_layout(state: TrainState, parallelism: Parallelism | None) -> None:
         wanted = _layout_of(path, array.shape, layouts)
         if wanted is not None and not array.sharding.is_equivalent_to(wanted, array.ndim):
             raise ValueError(
-                f"the optimizer's state lies as {array.sharding}, and Parallelism(shard_optimizer=True) splits it as "
+                f"the optimizer's state is laid out as {array.sharding}, and Parallelism(shard_optimizer=True) splits it as "
                 f"{wanted}; make the state with init_state(model, optimizer, parallelism)"
             )
 

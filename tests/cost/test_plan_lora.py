@@ -84,7 +84,7 @@ def test_the_command_names_the_run(capsys):
     assert "--lora.rank 32 --weights 'as stored' --batch-size" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         main("plan qwen3-30b-a3b --devices 1 --weights nf4".split())
-    assert "weights='nf4' cannot be trained: train adapters beside them" in capsys.readouterr().err
+    assert "weights='nf4' cannot be trained: train adapters instead" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

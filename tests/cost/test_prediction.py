@@ -301,7 +301,7 @@ def test_loads_above_the_capacity_cost_further_rounds():
         ({"mesh": MeshShape(pipe=2), "pipe_schedule": "zb-v"}, "pipe_schedule='zb-v' needs pipe_chunks=2; got 1"),
         (
             {"mesh": MeshShape(pipe=2), "pipe_schedule": "1f1b", "remat": "offload"},
-            "remat='offload' needs pipe_schedule='uniform': slots of '1f1b' lie in the GPU's memory",
+            "remat='offload' needs pipe_schedule='uniform': slots of '1f1b' stay in the GPU's memory",
         ),
         (
             {"mesh": MeshShape(pipe=2, fsdp=2), "pipe_schedule": "1f1b", "hops": "copies"},

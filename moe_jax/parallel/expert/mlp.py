@@ -1,7 +1,7 @@
 """Computes the experts of a Mixture-of-Experts layer that are split over a mesh axis: `kernels.experts_mlp` on each device.
 
 Tokens are dispatched to the devices that hold their experts, and outputs return. That is one round (`one_round`). Tokens that
-do not fit are dispatched in further (overflow) rounds (`rounds`). Choices of shadow experts (`shadow`) are excluded from this exchange.
+do not fit are dispatched in overflow rounds (`rounds`). Choices of shadow experts (`shadow`) are excluded from this exchange.
 """
 
 from dataclasses import replace
@@ -29,8 +29,8 @@ from moe_jax.parallel.expert.shadow import compute_shadows
 from moe_jax.parallel.mesh import axis_size
 
 REFUSED: tuple[tuple[set[str], str], ...] = (
-    ({"biases"}, "experts with biases lie on one device; these are split over several"),
-    ({"ticket"}, "weight tickets need experts that lie on one device; these are split over several"),
+    ({"biases"}, "experts with biases must be on one device; these are split over several"),
+    ({"ticket"}, "weight tickets need experts on one device; these are split over several"),
     (
         {"tokens_in_fp8", "no precision"},
         "tokens_in_fp8=True sends tokens as experts in FP8 multiply them: give precision=Precision(), or set_precision of "

@@ -1,8 +1,8 @@
 """Sums the rounds of the exchange, whose number depends on the routing, and differentiates the sum.
 
-The first round has room for an even routing times `capacity_factor`. Tokens beyond that queue for further (overflow) rounds, until
-the longest queue of any device is empty. An even routing needs no further round. If every choice goes to one device, about
-n / `capacity_factor` are needed. So no token is ever dropped, and no buffer is sized for the worst routing.
+The first round has room for an even routing times `capacity_factor`. Tokens beyond that queue for further (overflow) rounds,
+until the longest queue of any device is empty. An even routing needs no further round. If every choice goes to one device,
+about n / `capacity_factor` are needed. So no token is ever dropped, and no buffer is sized for the worst routing.
 
 The first round saves the residuals of `experts_mlp`. Further rounds save nothing, since their number is unknown at compile
 time. The backward pass recomputes them.

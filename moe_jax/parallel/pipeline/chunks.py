@@ -108,7 +108,7 @@ def pipe_of_model(params: nnx.State, mesh: Mesh | None) -> PipeShape:
         path = parameter_path(key_path)
         if is_dealt_out(path, stage) and not lies_in_chunks(path, array.shape):
             raise ValueError(
-                f"the mesh has pipe={ranks}, and the model's layers do not lie in chunks: load it with "
+                f"the mesh has pipe={ranks}, and the model's layers are not split into chunks: load it with "
                 "from_pretrained(mesh=, pipe_chunks=), or lay it out with parallel.pipeline.chunks.to_chunks"
             )
     return PipeShape(ranks, jax.tree.leaves(params["stages"][stage])[0].shape[0])
@@ -174,7 +174,7 @@ def refuse_chunks(params: Any, work: str) -> None:
     for key_path, array in jax.tree.leaves_with_path(params):
         if parameter_path(key_path)[-2:] == ("input_layernorm", "weight") and array.ndim == 4:
             raise ValueError(
-                f"{work} needs a model's layers along one axis, and these lie in the chunks of a pipeline: a norm's weights "
+                f"{work} needs a model's layers along one axis, and these are split into a pipeline's chunks: a norm's weights "
                 f"have the shape {list(array.shape)} (chunks, ranks, layers of a chunk, hidden). Bring them back first: "
                 "nnx.update(model, parallel.pipeline.chunks.from_chunks(nnx.state(model), num_layers))"
             )

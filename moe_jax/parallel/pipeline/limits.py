@@ -37,7 +37,7 @@ def split_problem(name: PipeSchedule, axes: Mapping[str, int]) -> str:
     if not split or name not in NEEDS_W:
         return ""
     return (
-        f"pipe_schedule={name!r} divides the backward pass, for which matrices must lie whole on a rank of the pipe; "
+        f"pipe_schedule={name!r} divides the backward pass, for which each rank must hold whole matrices; "
         f"{', '.join(split)} of this mesh split them: take {NEEDS_W[name]}"
     )
 

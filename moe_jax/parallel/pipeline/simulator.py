@@ -73,7 +73,7 @@ class PassTimes:
         for stage in range(num_stages):
             forward, whole, weights = (_of(times, stage) for times in (self.forward, self.backward, self.weights))
             if weights > whole:
-                raise ValueError(f"weights must be at most backward={whole}, of which it is a part; got {weights}")
+                raise ValueError(f"weights is a part of backward={whole}, so it must be at most that; got {weights}")
             # The margin is for computed times, such as F + B minus a hidden part: rounding may change the last bit.
             if self.overlapped is not None and _of(self.overlapped, stage) < (1 - 1e-9) * max(forward, whole):
                 raise ValueError(

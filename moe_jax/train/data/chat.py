@@ -96,7 +96,7 @@ def _found_spans(template: str, render: Render, messages: list[Message], text: s
     """Returns the answers in `text` whose weight is not 0, for a template without marks."""
     if messages[0]["role"] == "assistant":
         raise ValueError(
-            "the conversation begins with the assistant's message, and an answer is found behind the messages before it; put a "
+            "the conversation begins with the assistant's message, and answers are found by what precedes them; put a "
             "system or user message first, or use a template that marks answers with {% generation %} ... {% endgeneration %}"
         )
     spans = list[Span]()

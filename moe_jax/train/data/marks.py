@@ -92,7 +92,7 @@ def _free_signs(text: str) -> _Signs:
     free = [chr(point) for point in range(0xFDD0, 0xFDF0) if chr(point) not in text]
     planes = [first for first in (0x100000, 0xF0000) if not re.search(f"[{chr(first)}-{chr(first + 0xFFFD)}]", text)]
     if len(free) < 2 or not planes:
-        raise ValueError("the conversation has characters of both private planes of Unicode; remove those of one")
+        raise ValueError("the conversation has characters of both private planes of Unicode; remove the characters of one")
     return _Signs(free[0], free[1], planes[0])
 
 

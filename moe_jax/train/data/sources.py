@@ -61,14 +61,14 @@ def sources(data: str | Path | Sequence[str | Path]) -> list[DataSource]:
     if stream is not None and (len(found) > 1 or stream.take is not None):
         beside = f"take={stream.take}" if stream.take is not None else "other sources"
         raise ValueError(
-            f"{stream.path},stream=true reads all rows in their order, and cannot stand beside {beside}: leave one of both "
+            f"{stream.path},stream=true reads all rows in their order, and cannot be combined with {beside}: leave one of both "
             "out; take=N alone reads the first N rows as a stream, and these can be mixed"
         )
     weighted = [source for source in found if source.weight is not None]
     if weighted and (len(found) == 1 or len(weighted) < len(found)):
         without = next((source.path for source in found if source.weight is None), None)
         raise ValueError(
-            f"{found[0].path} is the only source, so its weight says nothing; leave it out"
+            f"{found[0].path} is the only source, so its weight has no effect; leave it out"
             if without is None
             else f"{without} has no weight, and {weighted[0].path} has one; give all sources a weight, or none"
         )
@@ -252,8 +252,8 @@ def _are_texts(folder: Path, files: list[Path], columns: Mapping[str, str]) -> b
     if always:
         other = min(set(files) - set(rows))
         raise ValueError(
-            f"{folder} holds {always[0].suffix} files and others, such as {other.name}: say which are meant, with data_format "
-            "chat, text or another layout the files of rows alone, with folder all files as they are"
+            f"{folder} holds {always[0].suffix} files and others, such as {other.name}: data_format chat, text or "
+            "another layout reads only the files of rows, and folder reads all files"
         )
     return True
 

@@ -41,7 +41,7 @@ class BadDocument(ValueError):
 
     def __init__(self, place: str, why: str):
         self.reason = f"{place}: {why}"
-        super().__init__(f"{self.reason}; --skip-bad-documents leaves such conversations out, also when a run goes on")
+        super().__init__(f"{self.reason}; --skip-bad-documents skips such conversations, also in a resumed run")
 
 
 def tokenization(

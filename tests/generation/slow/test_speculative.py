@@ -144,7 +144,7 @@ def fresh_seed() -> int:
 
 
 def test_bad_options_and_models_without_a_module_are_refused():
-    with pytest.raises(ValueError, match="drafts need a model loaded with its modules that predict further tokens"):
+    with pytest.raises(ValueError, match="drafts need a model loaded with its MTP modules"):
         generate_with_drafts(tiny.deepseek(), [1])
     model = tiny.deepseek(mtp=1)
     with pytest.raises(ValueError, match="max_new_tokens must be an integer, at least 1; got 0; eos_token_id 264 is outside"):

@@ -144,6 +144,6 @@ def test_a_model_on_a_pipe_is_checked_before_anything_is_written(tmp_path):
 
     refused("mesh.pipe=2 needs a gradient_accumulation of 2 or more", gradient_accumulation=1)
     refused("a pipe needs the built-in loss, and the mesh has pipe=2", loss=lambda model, batch: (0.0, {}))
-    refused("the mesh has pipe=2, and the model's layers do not lie in chunks", model=laid_out(tiny.model(), pipe=2))
-    refused("settings.mesh=.*pipe=1.*, but the model lies on .*pipe=2", mesh=MeshShape(fsdp=2))
-    refused("settings.pipe_chunks=2, but the model lies in 1 chunks a rank", mesh=MeshShape(pipe=2), pipe_chunks=2)
+    refused("the mesh has pipe=2, and the model's layers are not split into chunks", model=laid_out(tiny.model(), pipe=2))
+    refused("settings.mesh=.*pipe=1.*, but the model is on .*pipe=2", mesh=MeshShape(fsdp=2))
+    refused("settings.pipe_chunks=2, but the model is split into 1 chunks a rank", mesh=MeshShape(pipe=2), pipe_chunks=2)

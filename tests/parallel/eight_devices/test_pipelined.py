@@ -212,7 +212,7 @@ def refused_function(mesh):
         (refused_order, ValueError, "this model has 2 runs of layers, and experts before the last"),
         (refused_chunks, ValueError, "2 layers do not reach the last of 2 chunks on pipe=2"),
         (refused_layout, ValueError, "lay the parameters out with parallel.pipeline.chunks.to_chunks"),
-        (refused_function, TypeError, "an objective of a pipeline must have the function of_states"),
+        (refused_function, TypeError, "an objective of a pipeline must define of_states"),
     ],
 )
 def test_refusals(call, error, message):

@@ -86,7 +86,7 @@ def test_the_model_of_a_run_has_its_adapters(whole, base, tmp_path):
     moved = model_of_run(settings.output, dtype=jnp.float32, step=2, base=base)
     assert not np.allclose(logits_of(moved, TOKENS), logits_of(result.model, TOKENS), rtol=1e-6, atol=1e-6)
     moe_jax.save_pretrained(other_model(), tmp_path / "other")
-    with pytest.raises(ValueError, match="weights in .*other are not those that the run's adapters were trained beside"):
+    with pytest.raises(ValueError, match="weights in .*other are not the base weights that the run's adapters were trained on"):
         model_of_run(settings.output, base=tmp_path / "other")
     with pytest.raises(FileNotFoundError, match="the weights that the run's adapters belong to are not at .*gone"):
         model_of_run(settings.output, base=tmp_path / "gone")

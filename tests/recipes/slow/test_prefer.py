@@ -211,7 +211,7 @@ def test_forms_of_weights_are_checked_first(tmp_path):
     chosen = settings(tmp_path, model=str(tmp_path / "base"), weights="as stored")
     with pytest.raises(ValueError, match="this checkpoint has none"):
         dry_run(chosen)
-    with pytest.raises(ValueError, match="cannot be trained: train adapters beside them"):
+    with pytest.raises(ValueError, match="cannot be trained: train adapters instead"):
         replace(chosen, lora=None)
 
 

@@ -196,8 +196,11 @@ def test_a_failing_network_is_named(monkeypatch):
 @pytest.mark.parametrize(
     "data, message",
     [
-        (["owner/name,stream=true", "a.jsonl"], "cannot stand beside other sources: leave one of both out; take=N alone reads"),
-        (["owner/name,stream=true,take=3"], "cannot stand beside take=3"),
+        (
+            ["owner/name,stream=true", "a.jsonl"],
+            "cannot be combined with other sources: leave one of both out; take=N alone reads",
+        ),
+        (["owner/name,stream=true,take=3"], "cannot be combined with take=3"),
         (["owner/name,stream=1"], "stream must be true, or left out; got '1'"),
         (["a.jsonl,stream=true"], "stream is for data sets of the hub"),
     ],

@@ -56,9 +56,7 @@ def refusal(dtype: jnp.dtype, hidden: int, inter: int) -> str | None:
     if hidden % 128 and inter % 128:
         return f"hidden is {hidden} and inter is {inter}; one of them must be a multiple of 128"
     if (needed := shared_bytes(hidden, jnp.dtype(dtype).itemsize)) > SHARED_MEMORY:
-        return (
-            f"hidden is {hidden}; gathering such rows takes {needed} bytes of shared memory, of which there are {SHARED_MEMORY}"
-        )
+        return f"hidden is {hidden}; gathering such rows takes {needed} bytes of shared memory; a core has {SHARED_MEMORY}"
     return None
 
 
