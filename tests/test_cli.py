@@ -97,7 +97,7 @@ def test_generate_with_drafts_prints_its_acceptance(checkpoint, tmp_path, capsys
 
 
 def test_a_prompt_begins_with_one_bos_token(tmp_path, monkeypatch):
-    """A plain prompt begins as its tokenizer begins a text. Behind a chat template nothing is added."""
+    """A plain prompt begins as its tokenizer begins a text. After a chat template nothing is added."""
     tiny.tokenizer_with_a_beginning().save_pretrained(tmp_path / "tokenizer")
     moe_jax.save_pretrained(tiny.dense(), tmp_path / "model", tokenizer_from=tmp_path / "tokenizer")
     prompts = []

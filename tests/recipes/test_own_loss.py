@@ -131,7 +131,7 @@ def test_a_function_of_another_form_is_told_the_new_one(function):
 
 
 def test_finetune_with_own_loss(tmp_path):
-    """A run minimises a user's loss, logs its metrics, and goes on with this loss alone."""
+    """A run minimises a user's loss, logs its metrics, and resumes only with this loss."""
     records, options = [], dict(model=tiny.dense(), tokenizer=tiny.tokenizer())
     settings = tiny.settings(tmp_path, steps=4, batch_size=2)
     result = finetune(settings, **options, loss=cross_entropy, on_step=records.append, stop_after=3)

@@ -83,7 +83,7 @@ def test_what_cannot_overlap_is_refused():
 
 
 def test_default():
-    """Micro-batches overlap where experts lie on several devices, layers are recomputed and the objective allows it."""
+    """Micro-batches overlap if experts are on several devices, layers are recomputed and the objective allows it."""
     mesh = jax.sharding.AbstractMesh((1, 1, 2, 1), ("data", "fsdp", "expert", "context"))
     split, whole = (Parallelism(m, hops="nccl") for m in (mesh, mesh.update(axis_sizes=(1, 2, 1, 1))))
     own = as_objective(lambda model, batch: (jnp.zeros(()), {}), 2)

@@ -171,7 +171,7 @@ def test_two_steps(make_model, shard_optimizer):
     ids=["moe", "deepseek"],
 )
 def test_chunks_and_back(model, stage):
-    """Five layers with experts lie in chunks; a dense first layer and a module for further tokens do not."""
+    """Five layers with experts are in chunks; a dense first layer and an MTP module are not."""
     params = nnx.state(model(), nnx.Param)
     there = to_chunks(params, mesh_of(pipe=2, fsdp=2), 2)
     for number, layers in there["stages"].items():

@@ -99,7 +99,7 @@ def test_dense_first_layers_and_further_tokens(name, sizes):
 
 
 def compare(name, model, layers, sizes, micro_batches, remat, prepare=dict):
-    """Compares a step with one device's; `layers` of the model lie in the pipe."""
+    """Compares a step with one device's; `layers` of the model are in the pipe."""
     parallelism = parallelism_of(name, **sizes)
     graph, params, fixed = nnx.split(model, nnx.Param, ExpertBias)
     objective, batch = as_objective(ALL_LOSSES, micro_batches), prepare(batch_of_tests())

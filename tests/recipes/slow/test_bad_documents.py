@@ -40,7 +40,7 @@ def comparable(output):
 
 
 def test_resume_without_the_bad_document(tmp_path, capsys, monkeypatch, steps_that_add):
-    """Steps before the bad document are saved, and the run goes on without it."""
+    """Steps before the bad document are saved, and the run continues without it."""
     # Of many conversations the survey at the start sees a sample, here one.
     monkeypatch.setattr("moe_jax.recipes.finetuning.prepare.survey", partial(survey, max_documents=1))
     with pytest.raises(

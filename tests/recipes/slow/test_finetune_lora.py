@@ -1,4 +1,4 @@
-"""Fine-tuning with adapters: they alone are trained and saved, and a run goes on with the same base and adapters alone."""
+"""Fine-tuning with adapters: they alone are trained and saved, and a run resumes only with the same base and adapters."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -154,7 +154,7 @@ def test_defaults_depend_on_adapters(tmp_path):
 
 @pytest.mark.thorough
 def test_quantised_base(tmp_path):
-    """Adapters are trained beside experts in 4 bits, and go on with them alone."""
+    """Adapters are trained on experts in 4 bits, and resume only with them."""
     sizes = dict(hidden_size=64, moe_intermediate_size=64)
     model = moe_jax.from_config(replace(tiny.biased_model().config, **sizes), rngs=nnx.Rngs(0))
     tiny.tokenizer().save_pretrained(tmp_path / "tokenizer")

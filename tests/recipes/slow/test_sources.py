@@ -1,4 +1,4 @@
-"""A run's data may be several sources in several layouts; the numbers before it say what it learns."""
+"""A run's data may be several sources in several layouts; the numbers printed before it describe what is learned."""
 
 import json
 
