@@ -138,7 +138,7 @@ def _problems_of_nf4(config: ModelConfig) -> list[str]:
         return ["weights='nf4' makes 4 bits of experts, and this model has none; take 'whole'"]
     rows = dict(zip(EXPERT_MATRICES, (config.hidden_size, config.experts.moe_intermediate_size), strict=True))
     wrong = [f"experts.{name}: {size} is no multiple of {NF4_BLOCK}" for name, size in rows.items() if size % NF4_BLOCK]
-    where = f"weights='nf4' has a scale for {NF4_BLOCK} numbers of a row, and rows of this model do not end there"
+    where = f"weights='nf4' has one scale per {NF4_BLOCK} elements of a row, and rows of this model do not end there"
     return [f"{where}: {', '.join(wrong)}; take 'whole'"] if wrong else []
 
 

@@ -250,7 +250,7 @@ def _hops_seconds(step: PlannedStep, passes: float, machine: Machine) -> float:
     size = ELEMENT * step.tokens * step.config.hidden_size
     moved = 0.0
     if ticks is not None and ticks.copies:
-        # Layers come from another rank in the parameters' dtype, and their gradients go home in f32.
+        # Layers come from another rank in the parameters' dtype, and their gradients return in f32.
         layers = sum(p.own_size for p in step.parameters if p.by_layer)
         moved = hop(layers * (BYTES[step.param_dtype] + 4) * ticks.copies)
     return 2 * passes * hop(size) + 4 * step.gradient_accumulation * hop(size * (ranks - 1) / ranks) + moved

@@ -41,7 +41,7 @@ def exchange_seconds(step: PlannedStep, machine: Machine) -> Passes:
         return packing + all_to_all_seconds(machine, slots * slot_bytes, ("expert",), step.mesh)
 
     if exchange.transport == "pairwise":
-        # Copies overlap with experts: the last step's results travel home during the down pass of the device's own tokens.
+        # Copies overlap with experts: the last step's results return during the down pass of the device's own tokens.
         # In several steps, tokens are sent after the choices.
         _, *others = devices_per_step(exchange)
         home = ring_hop_seconds(machine, others[-1] * step.tokens * token, ("expert",), step.mesh, copied=True)

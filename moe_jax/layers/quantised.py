@@ -99,7 +99,7 @@ class FourBits:
           ValueError: a row's length is not a multiple of 64.
         """
         if w.shape[-1] % NF4_BLOCK:
-            raise ValueError(f"NF4 has a scale for {NF4_BLOCK} numbers of a row; a row of {list(w.shape)} is no multiple")
+            raise ValueError(f"NF4 has one scale per {NF4_BLOCK} elements of a row; a row of {list(w.shape)} is no multiple")
         blocks = w.astype(jnp.float32).reshape(*w.shape[:-1], -1, NF4_BLOCK)
         scales = jnp.abs(blocks).max(axis=-1)
         normed = blocks / jnp.where(scales == 0, 1, scales)[..., None]

@@ -90,10 +90,10 @@ def plan(
     """Sorts the pairs of `topk_experts` by expert, stably: an expert's rows are in token order.
 
     The same choices yield the same plan on every backend of one `row_alignment`. A token may choose one expert twice. Ids
-    outside [0, num_experts) are legal and mean "nobody": such a pair adds nothing to its token and receives no gradient.
+    outside [0, num_experts) are legal and mean "no expert": such a pair adds nothing to its token and gets no gradient.
 
     Args:
-        max_pairs: the number of pairs that get rows, the first in expert order; later pairs count as "nobody". In expert
+        max_pairs: the number of pairs that get rows, the first in expert order; later pairs count as "no expert". In expert
             parallelism most of the tokens' experts are elsewhere: memory scales with max_pairs instead of tokens*k.
 
     Raises:

@@ -80,7 +80,7 @@ class ExpertProducts:
     dy: Float[Array, "tokens hidden"]
     weighted_act: Float[Array, "rows inter"]
     experts: Float[Array, "tokens k"]
-    """The chosen ids, from which the plan is rebuilt; -1: nobody. In f32, because gradients are floats; exact below 2^24."""
+    """The chosen ids, from which the plan is rebuilt; -1: no expert. In f32, because gradients are floats; exact below 2^24."""
     row_alignment: int = field(metadata={"static": True}, default=1)
     """The plan's."""
 

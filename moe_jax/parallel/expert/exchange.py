@@ -1,4 +1,4 @@
-"""Sends tokens to the devices that hold their experts (`dispatch`), and sends outputs home and sums them (`combine`).
+"""Sends tokens to the devices that hold their experts (`dispatch`), and returns and sums outputs (`combine`).
 
 Each is the transpose of the other (as in DeepEP, https://github.com/deepseek-ai/DeepEP). The gradient of dispatch is combine,
 and the gradient of combine is dispatch, with any transport. A token travels to a device once, even if it chose several experts

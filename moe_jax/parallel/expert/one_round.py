@@ -1,4 +1,4 @@
-"""Computes one round of the exchange: tokens travel to their experts, experts compute them, and outputs travel home.
+"""Computes one round of the exchange: tokens are sent to their experts, experts compute, and outputs return.
 
 With "pairwise" a round has steps: a device computes its own tokens, then the tokens of one group of other devices at a time. So
 tokens and outputs travel while other steps' experts compute. Any other transport has one step for all devices' tokens.
@@ -157,7 +157,7 @@ def _with_last_gradients_together(x: Array, trained: ExpertWeights) -> tuple[Arr
 def _with_gradients_together[Trained](x: Array, down: Trained) -> tuple[Array, Trained]:
     """Returns both unchanged; their gradients are ready together.
 
-    The last part of x's gradient travels home while w_down's gradient is computed. Without the barrier XLA would compute the
+    The last part of x's gradient returns while w_down's gradient is computed. Without the barrier XLA would compute the
     latter later.
     """
     return x, down

@@ -1,7 +1,7 @@
 """Transport `pairwise`: one `ppermute` for each pair of devices (FasterMoE, https://doi.org/10.1145/3503221.3508418).
 
 A device's own tokens come first, then the previous device's, and so on. While the experts compute some tokens, others arrive
-and earlier outputs travel home. The caller (`mlp`) chooses which devices' tokens are computed together. It moves the same bytes
+and earlier outputs return. The caller (`mlp`) chooses which devices' tokens are computed together. It moves the same bytes
 as `all_to_all`. If a buffer has room for all tokens, they are sent unpacked, and the returned rows are summed without
 unpacking.
 """

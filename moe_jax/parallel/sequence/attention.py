@@ -303,7 +303,7 @@ def _ulysses_attention(
 def _gather_summing(axis_name: str, layout: Layout, kv: KV) -> WholeKV:
     """Gathers `kv` of all devices in the order of the sequence.
 
-    Each device's gradients travel home in the dtype of `kv`, and are summed there in f32.
+    Each device's gradients return in the dtype of `kv`, and are summed there in f32.
     """
     return tuple(_gather(a, axis_name, layout) for a in kv)
 

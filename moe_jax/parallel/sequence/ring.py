@@ -23,7 +23,7 @@ in sequence order. So no masks and no segment ids travel. A step is one kernel w
 that no query sees.
 
 For c tokens in bf16, 4*c*kv_heads*head_dim bytes of k and v travel from each device to every other, and again in the backward
-pass. dk and dv need 8*c*kv_heads*head_dim bytes in f32. They travel with their keys, and arrive home after the last step. The
+pass. dk and dv need 8*c*kv_heads*head_dim bytes in f32. They are sent with their keys, and return after the last step. The
 kernels accumulate out, dq, dk and dv in f32.
 
 If keys and values are expanded from something smaller (latent attention), that travels instead. Each device expands the

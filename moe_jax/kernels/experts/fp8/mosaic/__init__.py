@@ -139,7 +139,7 @@ def gated_matmul_backward(
     plan: Plan,
     activation: Activation = SILU,
 ) -> tuple[QuantisedRows, Array, Array, Array]:
-    """Computes dh and weight * act from dy in one kernel (`xla.gated_matmul_backward`). Rows of no expert are unwritten."""
+    """Computes dh, weight * act and dweight from dy (as `xla.gated_matmul_backward`). Rows of no expert are unwritten."""
     *_, inter, hidden = w_down_transposed.values.shape
     tile = BACKWARD if hidden < LONG_SUM or inter % BACKWARD_OF_LONG_SUMS.columns else BACKWARD_OF_LONG_SUMS
     w = joined(w_down_transposed)

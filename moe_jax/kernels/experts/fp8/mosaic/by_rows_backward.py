@@ -17,7 +17,7 @@ Kernel `fp8_gated_matmul_backward`, which is by_rows.py's with this epilogue:
               prepare   loads the first block's h before the tile's first step, so that it arrives during the matmul
               chunk c   of 64 columns: dv; weighted_act and dgate overwrite gate and up; dgate and dup are also kept in
                         registers
-              at last   the groups' largest numbers are known. dup of both chunks into the first chunk's slot; the second
+              at last   the groups' absolute maxima are known. dup of both chunks into the first chunk's slot; the second
                         chunk's slot loads the first chunk of the next block; then the gradients are rounded, and stored through
                         `values` 64 x 64 at a time. Meanwhile the other slot loads the next block's second chunk
     order     groups of TMA stores: [act, dgate] of chunk 0, of chunk 1, [dup of both, values 0], values 1, 2, 3

@@ -1,4 +1,4 @@
-"""The rounding of groups of 128 numbers of a row in registers, by `quantise.py`'s rule; and a kernel for few tokens.
+"""Quantizes groups of 128 elements of a row in registers, by `quantise.py`'s rule; and a kernel for few tokens.
 
 Cost of `round_tokens`: T*D bf16 read, T*D bytes written; for 64 tokens or fewer, negligible compared with a launch.
 
