@@ -228,7 +228,7 @@ def _peak_memory() -> int:
 
 
 def passes_over(model: Decoder, tokens: list[int]) -> tuple[Callable, Callable, tuple]:
-    """Returns the jitted passes (forward, both) of a model over `tokens`, and their arguments.
+    """Returns the functions (forward, both) that run a model over `tokens` on its devices, and their arguments.
 
     forward(*arguments) returns the last token's logits in float32. both(*arguments) returns the sum of all logits and its
     gradients to the parameters. On a mesh, matrices are gathered layer by layer and tokens travel to their experts. Each device

@@ -95,7 +95,7 @@ def all_to_all_seconds(machine: Machine, size: float, axes: Axes, mesh: MeshShap
 
 
 def reduce_scatter_seconds(machine: Machine, size: float, axes: Axes, mesh: MeshShape) -> float:
-    """Returns the seconds of a reduce-scatter of `size` bytes on each device: the same as an all-gather."""
+    """Returns the seconds of a reduce-scatter of `size` bytes on each device: a reversed all-gather at its own rate."""
     return _gather_seconds(machine, machine.reduce_scatter, size, axes, mesh)
 
 

@@ -38,7 +38,7 @@ def table(predictions: list[Prediction]) -> list[str]:
 
 
 def never_run(prediction: Prediction) -> list[str]:
-    """Returns the keys of `NEVER_RUN` (features never measured at this scale) that apply to a prediction."""
+    """Returns the keys of `NEVER_RUN`, features that were never run on GPUs, that apply to a prediction."""
     step = prediction.step
     holds = (
         step.mesh.size > prediction.machine.gpus_of_host,
