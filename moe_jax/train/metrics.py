@@ -143,7 +143,7 @@ def of_layers(metrics: dict[str, np.ndarray], layers: tuple[int, ...]) -> dict[s
 
 
 def mean_loads(expert_load: np.ndarray) -> dict[str, float]:
-    """Returns the worst layer's (largest, smallest) expert load relative to the mean; 1 is perfect balance.
+    """Returns the metrics of the worst layer's largest and smallest expert load, relative to the mean: 1 is perfect balance.
 
     The smallest is 0 if an expert got no token. Both are 1 without experts.
     """

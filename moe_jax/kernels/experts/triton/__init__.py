@@ -47,7 +47,7 @@ def refusal(dtype: jnp.dtype, hidden: int, inter: int) -> str | None:
 
 
 def is_native() -> bool:
-    """Returns True if the target runs this backend at the speed it was written for."""
+    """Returns True on NVIDIA GPUs since Ampere (capability 8.0) with jax-triton installed, where kernels are compiled."""
     return (capability() or (0, 0)) >= (8, 0) and missing_packages() is None
 
 
