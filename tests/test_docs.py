@@ -1,4 +1,4 @@
-"""The pages keep their promises: snippets run, commands parse, numbers stand where links say, the site has no dead link."""
+"""The pages keep their promises: snippets run, commands parse, numbers are where links point, the site has no dead link."""
 
 import ast
 import itertools

@@ -35,7 +35,7 @@ Bounds = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class Piece:
-    """A stored tensor and its position in a parameter.
+    """A stored tensor and the part of a parameter that it fills.
 
     Attributes:
       bounds: the position along every axis of the parameter.
@@ -48,7 +48,7 @@ class Piece:
 
 
 def piece_of(tensor: HfTensor, stored: StoredTensor) -> Piece:
-    """Locates `stored`, which holds `tensor`, along every axis of the parameter."""
+    """Locates the stored tensor within its parameter."""
     sizes = list(tensor.shape)
     bounds: list[tuple[int, int]] = []
     for item in tensor.index:
@@ -62,7 +62,7 @@ def piece_of(tensor: HfTensor, stored: StoredTensor) -> Piece:
 
 
 def same_values(one: StoredTensor, other: StoredTensor) -> bool:
-    """Returns True if two stored matrices have equal shapes and values; reads them in chunks."""
+    """Returns True if two stored matrices are equal, reading them in chunks."""
     if one.shape != other.shape:
         return False
     step = max(1, READ_CHUNK_BYTES // (one.shape[1] * 4))
@@ -72,7 +72,7 @@ def same_values(one: StoredTensor, other: StoredTensor) -> bool:
 
 
 def held_parts(shape: tuple[int, ...], sharding: Sharding) -> dict[Bounds, list[jax.Device]]:
-    """Returns the parts of an array on this process's devices, each with its devices, so that a part is read once."""
+    """Returns the distinct shards of an array on this process, each with its devices, so that each is read once."""
     holders: dict[Bounds, list[jax.Device]] = defaultdict(list)
     for device, index in sharding.addressable_devices_indices_map(shape).items():
         assert index is not None
@@ -89,7 +89,7 @@ def load_parameter(
     layer_axes: int,
     on_read: Callable[[int], object],
 ) -> jax.Array:
-    """Assembles a parameter from `pieces`, which cover it, as `dtype` in the layout `sharding`.
+    """Loads a parameter from the `pieces` that cover it, as `dtype` and with `sharding`.
 
     Args:
       layer_axes: the number of leading axes that index the layers, which are then loaded one at a time. It is 1, or 3 in a
@@ -148,7 +148,7 @@ def _write_layer(buffer: jax.Array, block: jax.Array, place: tuple[jax.Array, ..
 
 
 def read_block(pieces: list[Piece], bounds: Bounds, block: np.ndarray) -> None:
-    """Fills `block`, the part `bounds` of a parameter, from the pieces that reach into it, casting to the block's dtype."""
+    """Fills `block`, the part `bounds` of a parameter, from all overlapping pieces; casts to the block's dtype."""
     for piece in pieces:
         common = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(piece.bounds, bounds, strict=True)]
         if any(a >= b for a, b in common):
@@ -185,7 +185,7 @@ def load_quantised(
     weights: Weights,
     on_read: Callable[[int], object],
 ) -> Quantised | None:
-    """Loads a parameter in quantised form; returns None if this form of weights does not quantise it.
+    """Loads a parameter in quantised form; returns None if `weights` leaves this parameter unquantised.
 
     Args:
       dtype: the dtype of the dequantised matrices.
@@ -217,7 +217,7 @@ def _load_as_stored(path, pieces: list[Piece], shape, dtype, sharding, on_read) 
     load = partial(load_parameter, sharding=sharding, layer_axes=int(path[0] == "stages"), on_read=on_read)
 
     def parts(name: str, blocks: tuple[int, int]) -> tuple[list[Piece], tuple[int, ...]]:
-        """Returns the pieces and the shape of one of the two tensors, which has one element for each block of the matrix."""
+        """Returns the pieces and shape of one of a matrix's two tensors, with one element per `blocks` block."""
         of_tensor = [
             replace(
                 piece,

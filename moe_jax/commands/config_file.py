@@ -37,7 +37,7 @@ EXCLUDE_EACH_OTHER = {"steps": "epochs", "epochs": "steps"}
 
 
 def with_config(command: str, arguments: list[str]) -> list[str]:
-    """Returns a command's arguments, with the settings of `--config FILE` (if given) inserted as options before them.
+    """Expands `--config FILE` into the command-line options that it contains.
 
     A setting that is also an option on the command line is left out: the option wins.
 
@@ -78,7 +78,7 @@ def read_config_file(file: str | Path, command: str) -> dict[str, Any]:
 
 
 def in_options(command: str, message: str) -> str:
-    """Rewrites names of settings in an error message as options: log_to='x' as --log-to='x', remat=False as --no-remat.
+    """Rewrites setting names in an error message as options: log_to='x' as --log-to='x', remat=False as --no-remat.
 
     Single words without a value stay, since they may be ordinary words of a sentence.
     """

@@ -90,7 +90,7 @@ OTHER_NAMES = {
 
 
 def refuse_other_names(command: str, arguments: list[str]) -> None:
-    """Raises a ValueError that names our option if an argument is another program's name for it."""
+    """Raises a ValueError that suggests our option if an argument is the name it has in another program."""
     known = OTHER_NAMES.get(command, {})
     for argument in arguments:
         name = argument.partition("=")[0]

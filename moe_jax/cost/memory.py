@@ -22,7 +22,7 @@ from moe_jax.layers.matrices import declaration_of
 
 
 def memory_bytes(step: PlannedStep) -> dict[str, float]:
-    """Returns the peak by part, in bytes. `workspace` is the rest of the peak after the other four parts."""
+    """Returns each part of the peak device memory, in bytes. `workspace` is the peak minus the other four parts."""
     of_param = BYTES[step.param_dtype]
     own = sum(p.own_size * (p.quantised or of_param) for p in step.parameters)
     if step.adapters is not None:
@@ -152,7 +152,7 @@ def operand_elements(step: PlannedStep) -> int:
 
 
 def host_bytes(step: PlannedStep) -> float:
-    """Returns the bytes that a device keeps in its host's memory."""
+    """Returns the bytes of host memory that one device uses for offloaded activations; 0 unless `remat` is "offload"."""
     if step.remat != "offload":
         return 0.0
     if not step.offloads_slots:
@@ -180,7 +180,7 @@ def _layers_kept(step: PlannedStep, layers: int) -> int:
 
 
 def kept_by_layer(step: PlannedStep, stage: Stage) -> float:
-    """Returns the bytes of residuals that one layer of a stage keeps for its backward pass.
+    """Returns the bytes of residuals that one layer of a stage keeps for its backward pass, with the step's `remat`.
 
     With remat this is only its input; an MTP module's input includes embeddings.
     """
@@ -214,12 +214,12 @@ def activations(step: PlannedStep, stage: Stage) -> float:
 
 
 def backward_workspace(step: PlannedStep) -> float:
-    """Returns the bytes that the backward pass of a layer uses, for the stage that needs most."""
+    """Returns the workspace bytes of a layer's backward pass, for the stage that needs the most."""
     return max(layer_workspace(step, number) for number in range(len(step.stages))) + context_workspace(step)
 
 
 def layer_workspace(step: PlannedStep, number: int) -> float:
-    """Returns the bytes that one layer's backward pass uses in addition to the residuals of all layers.
+    """Returns the bytes that one layer's backward pass needs beyond the residuals of all layers.
 
     These are the gathered parameters of two layers and the gradients of two layers, and with remat the layer's activations.
     The larger of two workspaces is added. The experts' backward pass holds rows of dy, of x or dx, dh and the weighted
@@ -245,12 +245,12 @@ def layer_workspace(step: PlannedStep, number: int) -> float:
 
 
 def gathered_layer(step: PlannedStep, number: int) -> float:
-    """Returns the bytes of the matrices that one layer of stage `number` gathers."""
+    """Returns the bytes of one layer's all-gathered matrices, for stage `number`."""
     return sum(p.travelling_bytes * elements for p, elements in _gathered(step, number))
 
 
 def gathered_layers(step: PlannedStep, number: int) -> float:
-    """Returns the bytes of the gathered matrices of two layers of stage `number`, and of these matrices' gradients."""
+    """Returns the bytes of two layers' all-gathered matrices and their gradients, for stage `number`."""
     return 2 * sum((p.travelling_bytes + ELEMENT) * elements for p, elements in _gathered(step, number))
 
 
@@ -261,7 +261,7 @@ def _gathered(step: PlannedStep, number: int) -> list[tuple[Parameter, float]]:
 
 
 def copies_bytes(step: PlannedStep) -> float:
-    """Returns the bytes of FP8 copies of experts' matrices that are made once a step: both orders of each matrix."""
+    """Returns the bytes of the FP8 copies of expert matrices that are made once per step, including transposed copies."""
     return 2 * FP8_ELEMENT * sum(p.own_size for p in step.parameters if p.fp8 == "once")
 
 
@@ -275,7 +275,7 @@ def rounding_bytes(step: PlannedStep, number: int) -> float:
 
 
 def quantised_layer(step: PlannedStep, number: int) -> tuple[float, float]:
-    """Returns the bytes of a layer's quantised matrices that passes make whole, as they are stored and whole.
+    """Returns the bytes of one layer's quantised matrices: as stored, plus dequantised.
 
     Experts that multiply in FP8 are not dequantised.
     """
@@ -299,7 +299,7 @@ def context_workspace(step: PlannedStep) -> float:
 
 
 def loss_workspace(step: PlannedStep, tokens: float) -> float:
-    """Returns the bytes of the logits of a chunk and of x, each with its gradient, for `tokens` tokens.
+    """Returns the bytes of one chunk's logits and of the hidden states, each with its gradient, for `tokens` tokens.
 
     Of each array and its gradient, one is float32 and the other is bfloat16.
     """

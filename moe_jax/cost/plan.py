@@ -88,7 +88,7 @@ def plan(
 
 
 def rank(prediction: Prediction) -> float:
-    """Returns the seconds that `plan` sorts by: the step's, increased by `MODEL_ERROR` for a pipe."""
+    """Returns the sort key of `plan`: the step's seconds, increased by `MODEL_ERROR` for pipelines."""
     step = prediction.step
     return prediction.step_seconds * (1 + MODEL_ERROR[step.remat] if step.mesh.pipe > 1 else 1)
 
@@ -140,7 +140,7 @@ def _order(prediction: Prediction) -> tuple[bool, float]:
 
 
 def chunk_counts(config: ModelConfig, ranks: int) -> list[int]:
-    """Returns the numbers of chunks to try on each of `ranks` ranks: few slots have no layer (`MAX_PADDING`)."""
+    """Returns the numbers of chunks per rank worth trying: those that waste few padding layers (`MAX_PADDING`)."""
     if ranks == 1:
         return [1]
     layers = dealt_out(config).num_layers

@@ -30,15 +30,15 @@ COLUMNS = (
 
 
 def table(predictions: list[Prediction]) -> list[str]:
-    """Returns a legend, a head and a line for each prediction. A column is as wide as its longest cell."""
+    """Returns the lines of the table: a legend, a header, and one line per prediction."""
     rows = [COLUMNS, *(_cells(prediction) for prediction in predictions)]
     widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
     lines = (" ".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True)) for cells in rows)
-    return ["tokens/s, TFLOP/s and GiB are those of one GPU; micro is the number of micro-batches", *lines]
+    return ["tokens/s, TFLOP/s and GiB are per GPU; micro is the number of micro-batches", *lines]
 
 
 def never_run(prediction: Prediction) -> list[str]:
-    """Returns the keys of `NEVER_RUN` that hold for a prediction."""
+    """Returns the keys of `NEVER_RUN`, features that were never run on GPUs, that apply to a prediction."""
     step = prediction.step
     holds = (
         step.mesh.size > prediction.machine.gpus_of_host,
@@ -116,7 +116,7 @@ def _memory(prediction: Prediction) -> str:
 
 
 def how_to_train(step: PlannedStep) -> str:
-    """Returns the command that trains this step, or `make_train_step`'s arguments if `finetune` lacks its attention method."""
+    """Returns the command that trains this step, or `make_train_step` arguments if `finetune` cannot run it."""
     if step.mesh.context > 1 and step.context_method != "ring":
         method = f"context=ContextParallel(method={step.context_method!r})"
         return f"by moe_jax.train.make_train_step with Parallelism(mesh, {method}); moe-jax finetune supports only the ring"
@@ -124,7 +124,7 @@ def how_to_train(step: PlannedStep) -> str:
 
 
 def flags(step: PlannedStep) -> str:
-    """Returns the options of `moe-jax finetune` for the same step."""
+    """Returns the `moe-jax finetune` options that configure the same step."""
     axes = " ".join(f"--mesh.{name} {size}" for name, size in asdict(step.mesh).items() if size > 1)
     chunks = f"--pipe-chunks {step.pipe_chunks}" if step.mesh.pipe > 1 else ""
     chunks += "" if step.pipe_schedule == "uniform" else f" --pipe-schedule {step.pipe_schedule}"

@@ -29,7 +29,7 @@ Dtype = Literal["bfloat16", "float32"]
 
 
 class PlannedAdapters(NamedTuple):
-    """Adapters (LoRA) trained on frozen weights, whole on every device and in float32."""
+    """LoRA adapters trained in float32 on frozen weights, both replicated on every device."""
 
     parameters: int
     moved_elements: float
@@ -41,7 +41,7 @@ class PlannedAdapters(NamedTuple):
 
 
 class Ticks(NamedTuple):
-    """A schedule that runs from a table in lockstep ticks (`parallel.pipeline.executor`)."""
+    """Cost facts of a pipeline schedule that is executed from a table in lockstep ticks (`parallel.pipeline.executor`)."""
 
     schedule: Schedule
     number: int
@@ -115,22 +115,22 @@ class PlannedStep:
 
     @functools.cached_property
     def tokens(self) -> int:
-        """Tokens of one micro-batch that a device computes in a layer (with a pipe, in a layer of the pipe)."""
+        """Tokens of one micro-batch that a device computes in one layer. With a pipeline, in one layer of the pipeline."""
         return self.rows * self.sequence_length // (self.gradient_accumulation * (self.mesh.size // self.mesh.pipe))
 
     @property
     def keys(self) -> float:
-        """Mean number of keys that a token attends to in layers without a window."""
+        """Mean number of keys that a token attends to, in layers without a sliding window."""
         return self.sequence_length / 2 if self.keys_per_token is None else self.keys_per_token
 
     @property
     def accumulates(self) -> bool:
-        """True if gradients of micro-batches are added to float32 sums: in a pipe, or with several micro-batches."""
+        """True if micro-batch gradients are accumulated in float32: with pipelining, or several micro-batches."""
         return self.mesh.pipe > 1 or self.gradient_accumulation > 1
 
     @property
     def joins_passes(self) -> bool:
-        """True if one loop computes a micro-batch forward and another backward: in a pipe, or by `overlap_micro_batches`."""
+        """True if one micro-batch's forward pass overlaps another's backward pass, as in a pipeline."""
         if self.mesh.pipe > 1 or self.gradient_accumulation == 1:
             return self.mesh.pipe > 1
         by_default = self.mesh.expert > 1 and self.remat is not False
@@ -138,28 +138,28 @@ class PlannedStep:
 
     @property
     def joined_stage(self) -> int:
-        """Number of the stage whose layers the joined loop computes; without a pipe the first of the longest stages."""
+        """Index of the stage whose passes overlap; without a pipeline, the first of the longest stages."""
         lengths = [stage.num_layers for stage in self.config.stages]
         return dealt_out(self.config).stage if self.mesh.pipe > 1 else lengths.index(max(lengths))
 
     @property
     def layers_of_chunk(self) -> int:
-        """Layers of one chunk of a pipe, padding included; without a pipe all layers of the joined stage."""
+        """Layers per pipeline chunk, including padding; without a pipeline, all layers of `joined_stage`."""
         return layers_of_chunk(dealt_out(self.config).num_layers, self.mesh.pipe, self.pipe_chunks)
 
     @functools.cached_property
     def slots(self) -> int:
-        """Number of chunks whose inputs are kept at a time; in a joined loop without a pipe, 2."""
+        """Number of chunk inputs kept at the same time; 2 for overlapping micro-batches without a pipeline."""
         return min((self.pipe_chunks + 1) * self.mesh.pipe, self.pipe_chunks * self.gradient_accumulation)
 
     @property
     def offloads_slots(self) -> bool:
-        """True if the slots of a pipe are in the host's memory."""
+        """True if the kept chunk inputs of a pipeline are offloaded to host memory."""
         return self.mesh.pipe > 1 and self.remat == "offload"
 
     @property
     def ticks(self) -> Ticks | None:
-        """The ticks of a schedule that runs from a table; None for uniform ticks."""
+        """The ticks of a table-driven pipeline schedule; None for uniform ticks."""
         if self.pipe_schedule in UNIFORM:
             return None
         divides = divides_backward(asdict(self.mesh), self.expert_parallel)
@@ -167,14 +167,14 @@ class PlannedStep:
 
     @functools.cached_property
     def beside_pipe(self) -> "PlannedStep":
-        """One micro-batch in layers outside the pipe, whose rows are split over `pipe` too, as over `fsdp`."""
+        """The step of one micro-batch for layers outside the pipeline, whose rows `pipe` splits as `fsdp` does."""
         mesh = replace(self.mesh, pipe=1, fsdp=self.mesh.pipe * self.mesh.fsdp)
         rows = self.rows // self.gradient_accumulation
         return replace(self, mesh=mesh, rows=rows, gradient_accumulation=1, pipe_chunks=1)
 
     @functools.cached_property
     def stages(self) -> tuple[Stage, ...]:
-        """The stages of the model's layers, followed by one stage for each MTP module."""
+        """The stages of decoder layers, then one stage per MTP module."""
         return self.config.all_stages
 
     def is_module(self, stage: Stage) -> bool:
@@ -205,7 +205,7 @@ class PlannedStep:
 
     @functools.cached_property
     def exchange(self) -> ExchangePlan | None:
-        """The plan of the exchange with experts on other devices, as in training; None if no token travels."""
+        """The plan of expert dispatch and combine, as in training; None without expert parallelism."""
         if self.mesh.expert == 1 or not self.config.routed_layers:
             return None
         k, own_experts = self.experts.num_experts_per_tok, self.experts.num_experts // self.mesh.expert
@@ -218,31 +218,31 @@ class PlannedStep:
 
     @property
     def token_bytes(self) -> float:
-        """Bytes per element of a token that travels to its experts and is kept there for the backward pass."""
+        """Bytes per element of a dispatched token, which is also kept for the backward pass."""
         return FP8_ROW_ELEMENT if self.tokens_in_fp8 else ELEMENT
 
     @property
     def room(self) -> int:
-        """Rows (token-expert pairs) that a device's buffers hold for its experts."""
+        """Capacity in rows (token-expert pairs) of a device's expert buffers, per layer and micro-batch."""
         if self.exchange is None:
             return self.tokens * self.experts.num_experts_per_tok
         return self.mesh.expert * self.exchange.first.pairs
 
     @property
     def computed_at_once(self) -> int:
-        """Rows that the experts compute at a time. On one device with many tokens this is a chunk of `room` (`layers.moe`)."""
+        """Rows that the experts compute in one call: `room`, or a chunk of it on one device with many tokens (`layers.moe`)."""
         in_chunks = self.exchange is None and self.tokens > 2 * EXPERT_CHUNK_TOKENS
         return EXPERT_CHUNK_TOKENS * self.experts.num_experts_per_tok if in_chunks else self.room
 
     @property
     def busiest(self) -> float:
-        """Rows that the busiest device's experts compute."""
+        """Rows (token-expert pairs) computed by the busiest device, per layer and micro-batch."""
         imbalance = min(self.expert_load_imbalance, self.mesh.expert)
         return imbalance * self.tokens * self.experts.num_experts_per_tok
 
     @property
     def ring_step(self) -> int:
-        """Number of other devices whose keys one step of the ring receives."""
+        """Number of other devices whose keys a device receives in one step of ring attention."""
         size = ELEMENT * self.tokens * self.mixer.key_value_elements
         return min(self.mesh.context - 1, devices_per_ring_step(size, self.hops))
 
@@ -349,7 +349,7 @@ def _problems_of_pipe(step: PlannedStep) -> list[str]:
         problems.append(problem)
     elif name not in UNIFORM:
         if step.remat == "offload":
-            problems.append(f"remat='offload' needs pipe_schedule='uniform': slots of {name!r} lie in the GPU's memory")
+            problems.append(f"remat='offload' needs pipe_schedule='uniform': slots of {name!r} stay in the GPU's memory")
         if step.hops == "copies" and split_axes(axes):
             problems.append(f"pipe_schedule={name!r} needs hops='nccl' where fsdp, expert or context have several devices")
         if step.mesh.context > 1 and step.context_method == "ring":

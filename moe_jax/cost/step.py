@@ -81,17 +81,17 @@ class Prediction:
 
     @property
     def host_bytes(self) -> float:
-        """Bytes that a device keeps in its host's memory."""
+        """Host memory in bytes that one device uses for offloaded activations."""
         return host_bytes(self.step)
 
     @property
     def fits(self) -> bool:
-        """True if the machine's memory holds `memory_bytes`."""
+        """True if `memory_bytes` fits in the machine's memory."""
         return self.memory_bytes <= self.machine.memory
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens per second on which one device trains."""
+        """Training throughput in tokens per second and device."""
         return self.step.rows * self.step.sequence_length / self.step.mesh.size / self.step_seconds
 
     @property
@@ -126,7 +126,7 @@ def predict(step: PlannedStep, machine: Machine = H200) -> Prediction:
 
 
 class StageSeconds(NamedTuple):
-    """Seconds of one micro-batch in a loop over layers, by part: all of COMPUTING and TRAVEL."""
+    """Seconds of one micro-batch in a loop over layers, split into the parts in COMPUTING and TRAVEL."""
 
     forward: dict[str, float]
     backward: dict[str, float]
@@ -135,7 +135,7 @@ class StageSeconds(NamedTuple):
     """Seconds of gathers that overlap with computation; neither pass includes them."""
 
     def times(self, number: float) -> tuple[dict[str, float], float]:
-        """Returns the seconds of both passes of `number` micro-batches by part, and the hidden seconds."""
+        """Returns the seconds of `number` micro-batches by part (forward and backward), and their hidden seconds."""
         both = {name: number * (seconds + self.backward[name]) for name, seconds in self.forward.items()}
         return both, number * self.hidden
 
@@ -146,7 +146,7 @@ class StageSeconds(NamedTuple):
 
 
 def stage_seconds(step: PlannedStep, number: int, layers: int, machine: Machine) -> StageSeconds:
-    """Returns the seconds of one loop forward and one backward over `layers` layers of stage `number`.
+    """Returns the seconds of one forward loop and one backward loop over `layers` layers of stage `number`.
 
     One iteration computes a layer and gathers the next.
     """
@@ -250,7 +250,7 @@ def _hops_seconds(step: PlannedStep, passes: float, machine: Machine) -> float:
     size = ELEMENT * step.tokens * step.config.hidden_size
     moved = 0.0
     if ticks is not None and ticks.copies:
-        # Layers come from another rank in the parameters' dtype, and their gradients go home in f32.
+        # Layers come from another rank in the parameters' dtype, and their gradients return in f32.
         layers = sum(p.own_size for p in step.parameters if p.by_layer)
         moved = hop(layers * (BYTES[step.param_dtype] + 4) * ticks.copies)
     return 2 * passes * hop(size) + 4 * step.gradient_accumulation * hop(size * (ranks - 1) / ranks) + moved
@@ -279,7 +279,7 @@ def _optimizer_seconds(step: PlannedStep, machine: Machine) -> float:
 
 
 def sums_seconds(step: PlannedStep, machine: Machine) -> float:
-    """Returns the seconds of all micro-batches of a step; 0 where gradients are not summed over micro-batches.
+    """Returns the seconds to accumulate gradients over all micro-batches of a step; 0 without accumulation.
 
     Sums are read and written. In turn, a micro-batch's own stack of gradients is read too. Joined passes add each layer's
     gradients immediately, and a separate embedding table's once a step. Kernels that add (`Parameter.adds_in_kernel`) hide this

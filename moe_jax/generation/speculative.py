@@ -34,7 +34,7 @@ from moe_jax.models.decoder import Decoder
 
 @dataclass(frozen=True)
 class Drafts:
-    """The number of tokens that were drafted, and the number of drafts that the model accepted."""
+    """Counts of drafted tokens and of drafts that the model accepted."""
 
     drafted: int
     accepted: int
@@ -81,7 +81,7 @@ def generate_with_drafts(
 
 
 def check_drafts(config: ModelConfig) -> None:
-    """Checks that a model has a module that can draft.
+    """Checks that a model supports speculative decoding with its own MTP module.
 
     Raises:
       ValueError: the model has no multi-token prediction module, or has recurrent layers, which cannot undo a draft.
@@ -89,7 +89,7 @@ def check_drafts(config: ModelConfig) -> None:
     if (reason := config.mixer_refusal("taking back a draft")) is not None:
         raise ValueError(reason)
     if not config.mtp_stages:
-        raise ValueError("drafts need a model loaded with its modules that predict further tokens (num_nextn_predict_layers)")
+        raise ValueError("drafts need a model loaded with its MTP modules (num_nextn_predict_layers)")
 
 
 @jax.tree_util.register_dataclass
@@ -128,7 +128,7 @@ def _decode(options: DecodeOptions, inputs: DecodeInputs) -> tuple:
         return distribution(logits, temperature=temperature, top_k=top_k, top_p=top_p)
 
     def draw_from(probabilities, number):
-        """Draws from the rows' keys: tokens have even numbers, drafts odd ones."""
+        """Samples with the rows' PRNG keys, folded with even numbers for tokens and odd ones for drafts."""
         return draw(jnp.log(probabilities), folded(keys, number))
 
     def ends_with(token, lengths):

@@ -9,14 +9,14 @@ from jaxtyping import Array, Float, UInt32
 
 
 class LowRank(NamedTuple):
-    """The factors of a matrix b a [out, in], or of one per expert; b includes any scale."""
+    """LoRA factors of a matrix update b a [out, in], or of one per expert; b includes any scale."""
 
     a: Float[Array, "*experts rank in"]
     b: Float[Array, "*experts out rank"]
 
 
 class RowsChange(NamedTuple):
-    """The half-applied change of each expert's matrix: adds rows[r] @ factor[e].T to row r of expert e.
+    """A LoRA update after its first matmul: adds rows[r] @ factor[e].T to row r of expert e's output.
 
     If the matrix is used transposed, so is the factor, which is then [experts, rank, out]: rows[r] @ factor[e].
     """
@@ -26,7 +26,7 @@ class RowsChange(NamedTuple):
 
 
 class Dropout(NamedTuple):
-    """Dropout of a's input: drops each element with probability `rate`, redrawn from `key` on each use.
+    """LoRA dropout on a's input: drops each element with probability `rate`, by random bits from `key`.
 
     The same key drops the same elements, so a layer recomputed in the backward pass matches.
     """
@@ -43,7 +43,7 @@ class Dropout(NamedTuple):
 def low_rank_map(
     x: Float[Array, "*batch in"], factors: LowRank, out_dtype: DTypeLike | None = None, dropout: Dropout | None = None
 ) -> Float[Array, "*batch out"]:
-    """Computes x (b a)^T as (x a^T) b^T, with the factors in x's dtype; `out_dtype` is the result's dtype, by default x's."""
+    """Computes the LoRA update x (b a)^T as (x a^T) b^T, in x's dtype; the result has `out_dtype`, by default x's."""
     x = x if dropout is None else dropout(x)
     inner = jnp.einsum("...i,ri->...r", x, factors.a.astype(x.dtype))
     return jnp.einsum("...r,or->...o", inner, factors.b.astype(x.dtype), preferred_element_type=out_dtype)

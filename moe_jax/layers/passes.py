@@ -51,10 +51,10 @@ Turn = Int[Array, ""] | int
 
 @dataclass(frozen=True)
 class WholeLayer:
-    """A layer whose parameters are whole on every device: nothing moves. `parallel.fsdp.LayerGather` moves parts."""
+    """The no-op counterpart of `parallel.fsdp.LayerGather`: parameters are replicated, so nothing is communicated."""
 
     def gather(self, parts) -> list[Any]:
-        """Gathers the full parameters from this device's parts; whole leaves are left out."""
+        """Returns the full parameters of a layer from this device's shards; replicated leaves are left out."""
         return self.finish_gather(self.start_gather(parts))
 
     def start_gather(self, parts) -> list:
@@ -66,11 +66,11 @@ class WholeLayer:
         return []
 
     def barrier(self, computed, arriving):
-        """Returns both unchanged; a gather may make the transfer wait for `computed`."""
+        """Returns both arguments unchanged; a gather may order its transfer after `computed`."""
         return computed, arriving
 
     def layer(self, parts, gathered: list[Any]):
-        """Returns the layer's full parameters: the gathered leaves, and the whole leaves of `parts`."""
+        """Combines gathered leaves with the replicated leaves of `parts` into the layer's parameters."""
         return parts
 
     def zero_gradients(self, gathered: list[Any]) -> list[Array]:
@@ -82,11 +82,11 @@ class WholeLayer:
         return []
 
     def finish_scatter(self, arriving: list, like: list[Array]) -> list[Array]:
-        """Waits for the reduce-scatter and returns the gradients of this device's parts, in the dtypes of `like`."""
+        """Waits for the reduce-scatter and returns the gradients of this device's shards, in the dtypes of `like`."""
         return []
 
     def split(self, tree) -> tuple[list[Array], list[Array]]:
-        """Returns (gathered leaves, whole leaves)."""
+        """Returns (gathered leaves, replicated leaves)."""
         return [], jax.tree.leaves(tree)
 
     def join(self, tree, gathered: list[Any], whole: list[Array]):
@@ -98,7 +98,7 @@ WHOLE_LAYER = WholeLayer()
 
 
 class Layers(NamedTuple):
-    """Stacked layers without their arrays: the body, the gather of parameters, and recomputation."""
+    """The static description of stacked layers: body, parameter gather and recomputation. Holds no arrays."""
 
     body: Body
     gather: WholeLayer = WHOLE_LAYER
@@ -109,16 +109,16 @@ class Layers(NamedTuple):
     """True: the body gets the whole stacks of accumulators, and adds to its layer's slice. False: it gets only its layer's."""
 
     def take_accumulators(self, stacks, i: Turn):
-        """Returns the accumulators of layer i in the form that the body reads."""
+        """Returns the accumulators that the body of layer i reads: its slice, or the whole stacks."""
         return stacks if self.whole_accumulators else take_layer(stacks, i)
 
     def put_accumulators(self, stacks, after, i: Turn):
-        """Returns the stacks with the accumulators of layer i, as the body returns them."""
+        """Returns the stacks updated with the accumulators that the body of layer i returned."""
         return after if self.whole_accumulators else put_layer(stacks, after, i)
 
 
 class LayerArrays(NamedTuple):
-    """The arrays that both passes read, as in `stack.run_layers`."""
+    """The arrays that the forward and backward pass read, as in `stack.run_layers`."""
 
     shared: Any
     per_layer: Any
@@ -132,7 +132,7 @@ class LayerArrays(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """Consecutive layers of a stack, for a pass that does not run all layers."""
+    """A range of consecutive layers in a stack, for a pass over only some of them."""
 
     first: Turn
     """The index of the first layer; may be traced."""
@@ -142,7 +142,7 @@ class Chunk(NamedTuple):
 
 
 class SavedPlace(NamedTuple):
-    """Preallocated stacks for a forward pass's residuals, and the first index to write."""
+    """Preallocated stacks that a forward pass writes its residuals to, and the first index to write."""
 
     stacks: list[Array]
     """For each leaf of `SavedLayers`, an array with a leading axis for the layers of several passes."""
@@ -156,7 +156,7 @@ layer's pullback."""
 
 
 class Loop(NamedTuple):
-    """A pass that has not run yet: `step` updates `start` in each turn; `finish` returns the result of the last state."""
+    """A pass over layers as loop pieces: `step` maps a state to the next, from `start`; `finish` extracts the result."""
 
     name: str
     """The scope of its operations in profiles and compiled programs."""
@@ -167,7 +167,7 @@ class Loop(NamedTuple):
 
 
 def run_loops(*loops: Loop) -> tuple:
-    """Runs loops with equal numbers of turns as one loop whose turn is a turn of each; returns their results.
+    """Fuses loops with equal numbers of iterations into one loop, and returns their results.
 
     Raises:
       ValueError: numbers of turns that differ.
@@ -195,12 +195,12 @@ Pass = Generator[Loop, Any, Any]
 
 
 def run_pass(steps: Pass):
-    """Runs the loops of a pass in turn; returns the result of the pass."""
+    """Runs the loops of a pass one after another; returns the result of the pass."""
     return _run_on(steps, None)
 
 
 def run_joined(*passes: tuple[Pass, int]) -> tuple:
-    """Runs several passes with one loop of each fused into a joint loop; returns each pass's result.
+    """Runs several passes, fusing one loop of each into a single loop; returns each pass's result.
 
     Args:
       passes: pairs (pass, the number of its loops that run alone before the joint loop). Remaining loops run alone after it.
@@ -216,7 +216,7 @@ def run_joined(*passes: tuple[Pass, int]) -> tuple:
 
 
 def run_together(*passes: Pass) -> tuple:
-    """Runs passes with equal numbers of loops, joining the loops of equal index; returns the passes' results.
+    """Runs passes with equal numbers of loops, fusing loops of equal index; returns the passes' results.
 
     The scope of a loop ends with the number of its pass: forward_1, forward_2.
     """
@@ -267,7 +267,7 @@ class WrittenLayers(NamedTuple):
 
 
 class ForwardState(NamedTuple):
-    """The state before a turn of the forward loop, which computes layer i = turn."""
+    """The loop carry of the forward pass before iteration i, which computes layer i."""
 
     x: Any
     """The input of layer i."""
@@ -341,7 +341,7 @@ class BackwardRun(NamedTuple):
 
 
 class BackwardState(NamedTuple):
-    """The state before a turn of the backward loop, which computes layer i = last - turn."""
+    """The loop carry of the backward pass before the iteration that computes layer i = last - turn."""
 
     dx: Any
     """The gradient of the output of layer i."""
@@ -458,7 +458,7 @@ def _in_memory(space: jax.memory.Space, arrays):
 
 
 def take_layer(stacked, i):
-    """Returns layer i of every array; gradients of integers have no values to index."""
+    """Slices layer i from every stacked array; gradients of integers have no values to slice."""
 
     def take(a):
         if a.dtype == jax.dtypes.float0:
@@ -493,7 +493,7 @@ def add_layer(sums, layer, i):
 
 
 def unwritten(num_layers: int, like):
-    """Allocates stacks of `num_layers` arrays with the shapes and dtypes of `like`; their contents are undefined."""
+    """Allocates uninitialized stacks of `num_layers` arrays with the shapes and dtypes of `like`."""
     # XLA would not split an allocation over devices: each device would allocate the whole array. Zeros it splits.
     splits = jax.device_count() > 1 and not jax.sharding.get_abstract_mesh().manual_axes
     empty = jnp.zeros if splits else lax.empty

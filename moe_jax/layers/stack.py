@@ -28,7 +28,7 @@ from moe_jax.layers.passes import (
 
 
 def run_layers(layers: Layers, arrays: LayerArrays, x):
-    """Computes x, y[l] = body(shared, per_layer[l], x, parameters[l], accumulators[l]) for each layer l in turn.
+    """Scans over stacked layers: x, y[l] = body(shared, per_layer[l], x, parameters[l], accumulators[l]).
 
     Returns the last x, and y stacked. Differentiable in x and parameters; each gradient has its argument's dtype. The residuals
     are the arrays that `body` needs for each layer; with `remat`, only x except in the last `num_kept` layers. Memory is the
@@ -80,7 +80,7 @@ _run_layers.defvjp(_forward, _backward)
 
 
 def forward_pass(layers: Layers, arrays: LayerArrays, x) -> Pass:
-    """Runs all layers: a loop over those that are recomputed, and one over those that keep their residuals.
+    """Runs all layers forward: one loop over recomputed layers, one over layers that keep their residuals.
 
     The result is a `ForwardRun` whose `saved` holds what each loop saved.
     """
@@ -95,7 +95,7 @@ def forward_pass(layers: Layers, arrays: LayerArrays, x) -> Pass:
 
 
 def backward_pass(layers: Layers, arrays: LayerArrays, saved: list[SavedLayers], dx, dy, sums=None) -> Pass:
-    """Runs all layers backwards, from the `saved` of `forward_pass`; the result is a `BackwardRun`. `sums` as for the loop."""
+    """Runs all layers backward from the residuals that `forward_pass` saved; returns a `BackwardRun`."""
     adds, written = sums is not None, None
     parts = parts_of(layers.remat, layers.num_kept, arrays.num_layers)
     for (remat, chunk), of_part in reversed(list(zip(parts, saved, strict=True))):
@@ -108,7 +108,7 @@ def backward_pass(layers: Layers, arrays: LayerArrays, saved: list[SavedLayers],
 
 
 def parts_of(remat: Remat, num_kept: int, num_layers: int) -> list[tuple[Remat, Chunk | None]]:
-    """Returns the loops of a pass upwards, each with its `remat` and its layers; None: all layers."""
+    """Returns the loops of a forward pass: each one's `remat` and its range of layers, None for all layers."""
     if not remat or not num_kept:
         return [(remat, None)]
     first = num_layers - num_kept

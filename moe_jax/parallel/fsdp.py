@@ -36,7 +36,7 @@ it). () if the array is whole on every device."""
 
 @dataclass(frozen=True)
 class LayerGather(WholeLayer):
-    """The all-gather of one layer's parameters and the reduce-scatter of their gradients, each in two halves: start and finish.
+    """Per-layer FSDP communication: all-gather of parameters, reduce-scatter of gradients, each split into start and finish.
 
     A tree of the layer's parameters has leaves that are gathered and leaves that are whole on every device.
     """
@@ -51,7 +51,7 @@ class LayerGather(WholeLayer):
     """The indices of gathered leaves that travel in FP8. After the gather each is a `Matrix`."""
 
     def without(self, left_out: Sequence[bool]) -> "LayerGather":
-        """Returns the gather of a layer without some of its leaves."""
+        """Returns a copy that skips the leaves flagged in `left_out`."""
         kept = [i for i, out in enumerate(left_out) if not out]
         in_fp8 = frozenset(place for place, i in enumerate(kept) if i in self.in_fp8)
         return replace(self, gathers=tuple(self.gathers[i] for i in kept), in_fp8=in_fp8)
@@ -81,7 +81,7 @@ class LayerGather(WholeLayer):
         return [finish(*how, sent) for how, sent in zip(self._moving, arriving, strict=True)]
 
     def barrier(self, computed, arriving):
-        """Returns both unchanged. With peer-to-peer copies, the transfer is waited for only once `computed` is ready.
+        """Returns both unchanged; with peer-to-peer copies, delays the wait for a transfer until `computed` is ready.
 
         Without the barrier XLA waits much earlier. With NCCL, which runs one collective at a time, the barrier made steps no
         faster (docs/log/parallel.md), so there is none.
@@ -89,7 +89,7 @@ class LayerGather(WholeLayer):
         return lax.optimization_barrier((computed, arriving)) if self.hops == "copies" else (computed, arriving)
 
     def layer(self, parts, gathered: list[Any]):
-        """Returns the layer's full parameters: the gathered leaves, and the whole leaves of `parts`."""
+        """Combines gathered leaves with the replicated leaves of `parts` into the layer's parameters."""
         full = [_as_parameter(a, self.dtype) if isinstance(a, QuantisedMatrices) else a for a in gathered]
         return self.join(parts, full, self.split(parts)[1])
 
@@ -106,12 +106,12 @@ class LayerGather(WholeLayer):
         return [_start_scatter(how, self.hops, gradient) for (how, _), gradient in zip(self._moving, gradients, strict=True)]
 
     def finish_scatter(self, arriving: list, like: list[Array]) -> list[Array]:
-        """Waits for the reduce-scatter and returns the gradients of this device's parts, in the dtypes of `like`."""
+        """Waits for the reduce-scatter and returns the gradients of this device's shards, in the dtypes of `like`."""
         triples = zip(self._moving, arriving, like, strict=True)
         return [_finish_scatter(how, self.hops, array).astype(part.dtype) for (how, _), array, part in triples]
 
     def split(self, tree) -> tuple[list[Array], list[Array]]:
-        """Returns (gathered leaves, whole leaves); a `Matrix` contributes its values."""
+        """Returns (gathered leaves, replicated leaves); a `Matrix` contributes its values."""
         leaves = jax.tree.leaves(tree, is_leaf=lambda leaf: isinstance(leaf, Matrix))
         arrays: Iterable[Any] = (leaf.values if isinstance(leaf, Matrix) else leaf for leaf in leaves)
         pairs = list(zip(self.gathers, arrays, strict=True))
@@ -140,7 +140,7 @@ def _like(rounded: QuantisedMatrices, dtype: jnp.dtype, fill: float) -> Float[Ar
 
 @dataclass(frozen=True)
 class ShardedParameters:
-    """A model's parameters inside `jax.shard_map`: `specs` lays them out, `enter` turns parts into the model's parameters.
+    """FSDP parameters inside `jax.shard_map`: `specs` shards them, `enter` turns local shards into model parameters.
 
     sharded = ShardedParameters.of(params, mesh, dtype=jnp.bfloat16, token_axes=("fsdp", "expert"))
 
@@ -174,7 +174,7 @@ class ShardedParameters:
         hops: Hops = "nccl",
         experts_in_fp8: bool = False,
     ) -> "ShardedParameters":
-        """Lays out the parameters (arrays or their shapes) of a model.
+        """Plans the sharding of a model's parameters (arrays or shapes) on a mesh.
 
         Args:
           dtype: dtype in which matrices are gathered: the model's.
@@ -207,7 +207,7 @@ class ShardedParameters:
         return cls(specs, tuple(layers), outside, jnp.dtype(dtype), tuple(token_axes), hops)
 
     def enter(self, params: nnx.State) -> nnx.State:
-        """Returns the model's parameters: full outside the stages; inside, parts that the layers gather one layer ahead.
+        """Returns model parameters from local shards: gathered outside the layers; layers gather theirs one layer ahead.
 
         The gradient of a part is summed in f32 over all axes along which tokens are split.
         """
@@ -220,7 +220,7 @@ class ShardedParameters:
         return jax.tree.map_with_path(enter, params)
 
     def leave(self, params: nnx.State, gradients: nnx.State) -> nnx.State:
-        """Returns the gradients of a device's parts from gradients of `enter`'s results.
+        """Reduces gradients of `enter`'s results to gradients of this device's shards.
 
         It is the transpose of `enter`, without rounding: gradients are in f32 (f64 for f64) before and after their sum over
         devices.
@@ -230,7 +230,7 @@ class ShardedParameters:
         return transposed(gradients)[0]
 
     def gathered(self, params: nnx.State) -> nnx.State:
-        """Gathers all parameters except the experts at once, for a program without gradients that uses them many times."""
+        """All-gathers all parameters except experts at once, for gradient-free programs such as decoding."""
         params = self.enter(params)
         if "stages" not in params:
             # All layers are frozen, and so are not parameters.
@@ -300,7 +300,7 @@ def _round_part(part: Float[Array, "*stack n k"], dtype: jnp.dtype) -> Quantised
 
 
 def can_travel_in_fp8(path: tuple, shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> bool:
-    """Returns True for gathered expert matrices whose parts consist of whole blocks of 128 x 128."""
+    """Returns True if an expert matrix can be all-gathered in FP8: its shards consist of whole 128 x 128 blocks."""
     if "experts" not in path or not gathered_axes(path, shape, mesh):
         return False
     return not any(size % GROUP for size in part_shape(path, shape, mesh)[-2:])

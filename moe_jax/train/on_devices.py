@@ -38,7 +38,7 @@ def on_devices(
     differentiate: bool = False,
     stack_over_data: bool = False,
 ) -> Callable[[nnx.State, nnx.State, Batch], Any]:
-    """Returns call(params, fixed, batch), which merges the model and returns function(model, batch).
+    """Returns call(params, fixed, batch), which merges the model and returns function(model, batch), on any mesh.
 
     With `parallelism` the call runs inside `jax.shard_map`: each device has its own tokens and its part of the parameters, as
     `model.execution.spread` describes. The function must return the same on every device (`sum_over_devices`).
@@ -84,7 +84,7 @@ def on_mesh(
     has_gradients: bool,
     stack_over_data: bool,
 ) -> Callable[[nnx.State, nnx.State, Batch], Any]:
-    """Returns call(params, fixed, batch), which runs `local` on each device, inside `jax.shard_map`.
+    """Returns call(params, fixed, batch), which runs `local` on each device inside `jax.shard_map`.
 
     Args:
       local: local(params, fixed, batch, sharded, execution) of the device's parts and rows. `execution` holds the spread. The
@@ -117,7 +117,7 @@ def on_mesh(
 
 
 def merged_model(graphdef: nnx.GraphDef, params: nnx.State, fixed: nnx.State, execution: Execution | None = None) -> Decoder:
-    """Returns the model of these arrays. `execution`, if given, becomes the defaults of its calls.
+    """Builds the model from these arrays; `execution`, if given, sets the defaults of its calls.
 
     `fixed` may also hold FP8 copies of the experts (`with_fp8_copies`).
     """
@@ -154,7 +154,7 @@ def with_fp8_copies(graphdef: nnx.GraphDef, params: nnx.State, fixed: nnx.State,
 
 
 def sum_over_devices[Values](model: Decoder, values: Values) -> Values:
-    """Sums arrays over all devices that hold other tokens of the batch; returns them unchanged on one device.
+    """Sums arrays over all devices that hold different tokens of the batch (psum); unchanged on one device.
 
     An objective calls it on sums over its own rows: `train.sum_over_devices(model, log_probs.sum()) / batch["num_labels"]`.
     """
@@ -162,7 +162,7 @@ def sum_over_devices[Values](model: Decoder, values: Values) -> Values:
 
 
 def mean_over_devices[Values](model: Decoder, values: Values) -> Values:
-    """Averages arrays over all devices that hold other tokens of the batch; returns them unchanged on one device.
+    """Averages arrays over all devices that hold different tokens of the batch (pmean); unchanged on one device.
 
     Devices have equal numbers of rows, so the average of their means is the mean over all rows.
     """
@@ -171,7 +171,7 @@ def mean_over_devices[Values](model: Decoder, values: Values) -> Values:
 
 
 def sharded_parameters(model: Decoder, params: nnx.State, parallelism: Parallelism) -> ShardedParameters:
-    """Returns the layout of the model's parameters on the devices of `parallelism`, and how layers gather them."""
+    """Returns the model's `ShardedParameters` on the mesh of `parallelism`."""
     exchange = parallelism.expert_parallel
     # Shadows are copies of the weights in the model's dtype.
     in_fp8 = precision_of(model) is not None and (exchange is None or not exchange.shadow_experts)
@@ -186,7 +186,7 @@ def sharded_parameters(model: Decoder, params: nnx.State, parallelism: Paralleli
 
 
 def spread_of(parallelism: Parallelism, sharded: ShardedParameters) -> Spread:
-    """Returns how a model's calls are spread over the devices of `parallelism`."""
+    """Builds the `Spread` of a model's calls on the mesh of `parallelism`."""
     return Spread(
         expert=parallelism.expert_parallel,
         context=parallelism.context_parallel,
@@ -196,14 +196,14 @@ def spread_of(parallelism: Parallelism, sharded: ShardedParameters) -> Spread:
 
 
 def with_dropout_seeds(batch: Batch, step: Int[Array, ""]) -> Batch:
-    """Returns the batch with a seed for each row, so that each micro-batch and each device has its own."""
+    """Adds a dropout seed per row to the batch, so that each micro-batch and device has its own."""
     rows = next(array.shape[0] for array in batch.values() if array.ndim)
     seeds = jax.random.bits(jax.random.fold_in(jax.random.PRNGKey(0), step), (rows,), "uint32")
     return batch | {SEEDS: seeds}
 
 
 def ready_for_pass(model: Decoder, batch: Batch) -> tuple[Decoder, Batch]:
-    """Returns the model with the keys of this batch's pass, and the batch without its seeds; both unchanged without seeds."""
+    """Sets the model's dropout keys from the batch's seeds and removes these; without seeds, returns both unchanged."""
     if SEEDS not in batch:
         return model, batch
     draw_dropout(model, batch[SEEDS][0])

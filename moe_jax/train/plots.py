@@ -95,7 +95,7 @@ def plot_loss(
 
 
 def plot_rewards(records: Sequence[Mapping[str, float]], path: str | Path) -> None:
-    """Draws margin and accuracy of the rewards of a run on preferences, including held-out ones.
+    """Plots reward margin and accuracy of a preference run over steps, including held-out values.
 
     Args:
       records: the lines of metrics.jsonl.
@@ -118,7 +118,7 @@ def plot_rewards(records: Sequence[Mapping[str, float]], path: str | Path) -> No
 def plot_learning_rates(
     rates: Sequence[float], losses: Sequence[float], smoothed: Sequence[float], suggested: float, path: str | Path
 ) -> None:
-    """Draws the loss over rising learning rates, and the suggested rate as a vertical line.
+    """Plots loss against learning rate for a rate sweep, with the suggested rate as a vertical line.
 
     Args:
       rates, losses, smoothed: of equal length, at least one.
@@ -142,7 +142,7 @@ def plot_expert_load(
     *,
     step: int | None = None,
 ) -> None:
-    """Draws the tokens that each expert received, relative to an even share (1 is even, 2 is twice the share).
+    """Plots each expert's token count relative to an even share (1 is even, 2 is twice the share).
 
     The top is a heat map of layers by experts. Below it, a heat map of layers by steps shows each layer's busiest expert. The
     bottom shows, over the steps, the busiest and the idlest expert of the worst layer and of the layers' mean.
@@ -210,7 +210,7 @@ def _heat_map(
 
 
 def relative_load(loads: Int[np.ndarray, "*any experts"]) -> Float[np.ndarray, "*any experts"]:
-    """Returns load / mean load over the experts; 1 if no expert received a token."""
+    """Returns load / mean load over experts; 1 for all if no expert received a token."""
     mean = loads.mean(axis=-1, keepdims=True)
     return np.where(mean > 0, loads / np.maximum(mean, np.finfo(float).tiny), 1.0)
 

@@ -149,7 +149,7 @@ def make_train_step(
 
 
 def overlaps(objective: Objective, parallelism: Parallelism, remat: Remat | int, micro_batches: int) -> bool:
-    """Returns True if neighbouring micro-batches overlap, as `Parallelism.overlap_micro_batches` defines."""
+    """Returns True if neighboring micro-batches overlap, following `Parallelism.overlap_micro_batches`."""
     if micro_batches == 1:
         return False
     if parallelism.overlap_micro_batches is not None:

@@ -1,4 +1,4 @@
-"""`finetune --config run.yaml`, and `prefer`: the settings of a file, and options beside it that win."""
+"""`finetune --config run.yaml`, and `prefer`: the settings of a file, and options that override it."""
 
 import json
 

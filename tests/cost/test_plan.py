@@ -137,7 +137,7 @@ def test_a_schedule_of_pipes():
 
 
 def test_experts_before_a_pipe_are_refused():
-    """A pipe holds a model's last layers of one kind: only dense layers can stand before them."""
+    """A pipe holds a model's last layers of one kind: only dense layers may come before them."""
     config = replace(QWEN, num_hidden_layers=4, mlp_only_layers=(1,))
     with pytest.raises(ValueError, match="this model has 3 runs of layers, and experts before the last"):
         PlannedStep(config, MeshShape(pipe=2), 8, 4096, gradient_accumulation=4)

@@ -1,4 +1,4 @@
-"""`moe-jax plan --lora.*`: frozen weights have no gradients, masters and moments, and lie whole on each device."""
+"""`moe-jax plan --lora.*`: frozen weights have no gradients, masters and moments, and are replicated."""
 
 from dataclasses import replace
 
@@ -84,7 +84,7 @@ def test_the_command_names_the_run(capsys):
     assert "--lora.rank 32 --weights 'as stored' --batch-size" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         main("plan qwen3-30b-a3b --devices 1 --weights nf4".split())
-    assert "weights='nf4' cannot be trained: train adapters beside them" in capsys.readouterr().err
+    assert "weights='nf4' cannot be trained: train adapters instead" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_adapters_that_would_fit_are_named(capsys, options, advice):
 
 
 def test_no_adapters_are_named_that_a_run_would_refuse(capsys):
-    """Weights in FP8, which FP8 needs beside adapters, are for one device."""
+    """Weights in FP8, which FP8 needs with adapters, are for one device."""
     with pytest.raises(SystemExit):
         main("plan qwen3-30b-a3b --devices 2 --precision fp8".split())
     assert "Adapters" not in capsys.readouterr().out

@@ -87,7 +87,7 @@ def test_the_notebook_has_no_outputs():
 
 @pytest.mark.thorough
 def test_the_notebook_runs_from_top_to_bottom(tmp_path, monkeypatch, capsys):
-    """From data to an answer learned by heart, with the adapter beside the weights and merged into them."""
+    """From data to an answer learned by heart, with the adapter separate and merged into the weights."""
     monkeypatch.chdir(tmp_path)
     names: dict = {}
     for cell in cells_of_the_notebook():

@@ -178,7 +178,7 @@ class FinetuneSettings(RunSettings):
         ):
             problems.append(problem)
         elif name not in UNIFORM and self.offload:
-            problems.append(f"offload=True needs pipe_schedule='uniform': slots of {name!r} lie in the GPU's memory")
+            problems.append(f"offload=True needs pipe_schedule='uniform': slots of {name!r} stay in the GPU's memory")
         if self.sample_prompts:
             problems.append("sample_prompts need a mesh without pipe: models in a pipe generate no text")
         if self.rebalance_every:
@@ -201,6 +201,6 @@ def _data_problems(name: str, data: str | tuple[str, ...], output: str) -> list[
             problems.append(f"{name}={source.path!r} does not exist")
         elif path.exists() and Path(output).expanduser().resolve().is_relative_to(path.resolve()):
             problems.append(
-                f"output={output!r} must lie outside of {name}={source.path!r}, or the run reads what it wrote as text"
+                f"output={output!r} must be outside of {name}={source.path!r}, or the run reads what it wrote as text"
             )
     return problems

@@ -182,13 +182,13 @@ def _parallelism(settings: RunSettings, model: Decoder | None) -> Parallelism | 
         lies_on = MeshShape() if mesh is None else MeshShape(**{axis: mesh.shape.get(axis, 1) for axis in MESH_AXES})
         if settings.mesh not in (MeshShape(), lies_on):
             raise ValueError(
-                f"settings.mesh={settings.mesh}, but the model lies on {lies_on}; load it there, or leave settings.mesh out"
+                f"settings.mesh={settings.mesh}, but the model is on {lies_on}; load it there, or leave settings.mesh out"
             )
     chunks = _pipe_chunks(settings, model, mesh)
     processes = 1 if mesh is None else len({device.process_index for device in mesh.devices.flat})
     if processes < jax.process_count():
         raise ValueError(
-            f"there are {jax.process_count()} processes, and the model lies on devices of {processes}; load it onto a mesh of "
+            f"there are {jax.process_count()} processes, but the model is on devices of {processes}; load it onto a mesh of "
             f"all {jax.device_count()} devices"
         )
     if mesh is None:
@@ -224,7 +224,7 @@ def _pipe_chunks(settings: RunSettings, model: Decoder | None, mesh: Mesh | None
         raise ValueError(f"{type(settings).__name__}: {'; '.join(problems)}")
     if asked not in (1, pipe.chunks):
         raise ValueError(
-            f"settings.pipe_chunks={asked}, but the model lies in {pipe.chunks} chunks a rank; load it so, or leave "
+            f"settings.pipe_chunks={asked}, but the model is split into {pipe.chunks} chunks a rank; load it so, or leave "
             "settings.pipe_chunks out"
         )
     return pipe.chunks
@@ -282,7 +282,7 @@ def _check_model(settings: RunSettings, config: ModelConfig, tokenizer: Any, mod
     """
     if model is not None and jax.tree.leaves(nnx.state(model, nnx.LoRAParam)):
         raise ValueError(
-            "the model has adapters already, and a checkpoint of the run would lack the weights beside them: pass the model "
+            "the model has adapters already, and a checkpoint of the run would lack the other weights: pass the model "
             "without adapters, and the settings' lora"
         )
     if settings.precision != "bf16":

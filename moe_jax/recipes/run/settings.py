@@ -223,7 +223,7 @@ class RunSettings:
             folder = None if path is None else Path(path).expanduser()
             if folder is not None and folder.is_dir() and _is_replaced(folder.resolve(), output):
                 problems.append(
-                    f"{name}={path!r} must lie outside of output={self.output!r}, where the run writes its own files and "
+                    f"{name}={path!r} must be outside of output={self.output!r}, where the run writes its own files and "
                     "replaces model/: copy it elsewhere, or give another output"
                 )
         return problems
@@ -309,7 +309,7 @@ def weights_problems(weights: str, lora: LoraSettings | None, devices: int) -> l
     if not problems and weights != "whole" and devices > 1:
         problems.append(f"weights={weights!r} need one device in training; the mesh has {devices}")
     if weights in get_args(Weights) and weights != "whole" and lora is None:
-        problems.insert(0, f"weights={weights!r} cannot be trained: train adapters beside them (lora)")
+        problems.insert(0, f"weights={weights!r} cannot be trained: train adapters instead (lora)")
     return problems
 
 

@@ -76,7 +76,7 @@ def test_each_layer_and_matrix_has_its_own_key():
 
 
 def test_training_continues_bit_for_bit():
-    """Masks follow from the step: a new step function goes on with the same bits, and micro-batches have masks of their own."""
+    """Masks follow from the step: a new step function continues with the same bits, and micro-batches have their own masks."""
     model, optimizer, batch = adapted(), optax.adamw(1e-2), make_batch()
     graphdef = nnx.graphdef(model)
     step, state = make_train_step(graphdef, optimizer, gradient_accumulation=2), init_state(model, optimizer)
@@ -114,7 +114,7 @@ def test_refused_for_kernels(targets):
 
 @pytest.mark.filterwarnings("ignore")
 def test_peft_reads_it(tmp_path):
-    """The file says the rate where PEFT takes one: not beside parameters of a model with experts."""
+    """The file has the rate where PEFT supports one: not for parameters of a model with experts."""
     peft = pytest.importorskip("peft")
     hf = reference("qwen3", seeds.integer(), num_hidden_layers=2)
     model = load_ours(hf)

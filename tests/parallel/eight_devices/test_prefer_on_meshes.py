@@ -18,7 +18,7 @@ from tests.helpers.meshes import laid_out
 
 
 def adapted():
-    """A model whose runs train adapters, beside which it is its own reference."""
+    """A model whose runs train adapters, and which is its own reference without them."""
     return tiny.dense()
 
 

@@ -1,4 +1,4 @@
-"""Fine-tuning with adapters: they alone are trained and saved, and a run goes on with the same base and adapters alone."""
+"""Fine-tuning with adapters: they alone are trained and saved, and a run resumes only with the same base and adapters."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -86,7 +86,7 @@ def test_the_model_of_a_run_has_its_adapters(whole, base, tmp_path):
     moved = model_of_run(settings.output, dtype=jnp.float32, step=2, base=base)
     assert not np.allclose(logits_of(moved, TOKENS), logits_of(result.model, TOKENS), rtol=1e-6, atol=1e-6)
     moe_jax.save_pretrained(other_model(), tmp_path / "other")
-    with pytest.raises(ValueError, match="weights in .*other are not those that the run's adapters were trained beside"):
+    with pytest.raises(ValueError, match="weights in .*other are not the base weights that the run's adapters were trained on"):
         model_of_run(settings.output, base=tmp_path / "other")
     with pytest.raises(FileNotFoundError, match="the weights that the run's adapters belong to are not at .*gone"):
         model_of_run(settings.output, base=tmp_path / "gone")
@@ -154,7 +154,7 @@ def test_defaults_depend_on_adapters(tmp_path):
 
 @pytest.mark.thorough
 def test_quantised_base(tmp_path):
-    """Adapters are trained beside experts in 4 bits, and go on with them alone."""
+    """Adapters are trained on experts in 4 bits, and resume only with them."""
     sizes = dict(hidden_size=64, moe_intermediate_size=64)
     model = moe_jax.from_config(replace(tiny.biased_model().config, **sizes), rngs=nnx.Rngs(0))
     tiny.tokenizer().save_pretrained(tmp_path / "tokenizer")

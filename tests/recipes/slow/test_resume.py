@@ -59,7 +59,7 @@ def test_kill_minus_nine_and_resume_gives_the_same_losses(tmp_path, one_step_for
     data = tiny.write_texts(tmp_path / "texts")
     run_tiny.run(data, tmp_path / "whole", *trained)
     expected = comparable(tmp_path / "whole")
-    # Beside each step of a model with experts stand their loads.
+    # Each step of a model with experts has their loads.
     assert len(expected) == (24 if trained == ("dense",) else 48)
 
     output = tmp_path / "killed"
@@ -114,7 +114,7 @@ def test_a_second_ctrl_c_interrupts_at_once(tmp_path):
 
 
 def test_more_steps_after_the_end(tmp_path, monkeypatch, steps_that_add):
-    """A run that has ended goes on with more steps, and not with fewer."""
+    """A run that has ended continues with more steps, and not with fewer."""
     lengths, schedule = [], warmup_cosine
     monkeypatch.setattr(
         sys.modules["moe_jax.recipes.run.model"],

@@ -1,4 +1,4 @@
-"""The engine's tokens are those of `generate`, for any mix of requests; requests end, fail and are refused alone."""
+"""The engine's tokens equal `generate`, for any mix of requests; requests end, fail and are refused alone."""
 
 import asyncio
 import gc
@@ -95,7 +95,7 @@ def test_a_prefix_is_found_and_changes_nothing(model, engine):
 
 
 def test_stop_texts_end_each_continuation_alone(model, engine):
-    """Tokens, text and all that belongs to tokens end with the stop text; requests before and behind it are untouched."""
+    """Tokens, text and all that belongs to tokens end with the stop text; requests before and after it are untouched."""
     first, second = prompts_of(seeds.rng(), 9, 70)
     options = SamplingOptions(max_new_tokens=30, ignore_eos=True, temperature=3.0, seed=1, n=2, logprobs=1, return_experts=True)
     ((_, whole), (greedy_one,)) = engine.generate(
@@ -155,7 +155,7 @@ def test_pages_run_out_and_every_request_ends(model, engine):
 
 
 def test_options_are_each_requests_own(model, engine):
-    """Greedy requests beside drawn ones, with penalties and alternatives, keep their tokens; a seed gives its tokens again."""
+    """Greedy requests next to drawn ones, with penalties and alternatives, keep their tokens; a seed gives its tokens again."""
     rng = seeds.rng()
     plain, biased, drawn = prompts_of(rng, 20, 12, 30)
     options = [
@@ -200,7 +200,7 @@ def test_requests_of_several_threads_keep_their_tokens(engine):
 
 
 def test_log_probabilities_of_prompts(model, engine, monkeypatch):
-    """Prompts come in several chunks and pieces, beside other requests; a sequence is preempted and begins again."""
+    """Prompts come in several chunks and pieces, next to other requests; a sequence is preempted and begins again."""
     monkeypatch.setattr("moe_jax.serving.prompts.PIECE_TOKENS", 24)
     prompts = prompts_of(seeds.rng(), 180, 185, 188, 1, 70)
     options = [
@@ -224,7 +224,7 @@ def test_log_probabilities_of_prompts(model, engine, monkeypatch):
 
 
 def test_nothing_is_compiled_while_requests_run(engine):
-    """Every program is compiled before the engine is ready, those of the rarest options too."""
+    """Every program is compiled before the engine is ready, also for the rarest options."""
     prompts = prompts_of(seeds.rng(), 70, 3, 20)
     options = [
         SamplingOptions(max_new_tokens=4, return_experts=True),
