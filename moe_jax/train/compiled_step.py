@@ -67,6 +67,10 @@ class TrainStep:
         self._function = function_of(True if remat == "auto" else remat)
         self._jitted: Any = None
 
+    def set_remat(self, remat: Remat | int) -> None:
+        """Replaces `remat` before the first call."""
+        self.remat, self._function = remat, self._function_of(remat)
+
     def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         """Trains on a batch."""
         is_first = self._jitted is None
@@ -116,12 +120,12 @@ class TrainStep:
         """Sets `remat` and the step's function; returns a line about them."""
         room, planned = room_of(state), self._plan(state, batch)
         if room is None or isinstance(planned, str):
-            self.remat = True
+            self.set_remat(True)
             return f"remat: all layers are recomputed, because {'the memory limit is unknown' if room is None else planned}"
         free, layer, total = room.free - SPARE * room.limit, activations(planned, planned.stages[-1]), planned.num_layers
         number = most_kept(planned, free)
         for is_last in (False, True, True):
-            self.remat, self._function = number, self._function_of(number)
+            self.set_remat(number)
             needed = needed_bytes(self.compiled(state, batch))
             if needed <= free or number == 0:
                 break
