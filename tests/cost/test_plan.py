@@ -51,6 +51,7 @@ def test_the_fastest_stands_first_and_all_that_run_are_there():
     assert seconds == sorted(seconds)
     assert {prediction.step.mesh for prediction in predictions} == set(meshes(8))
     assert {prediction.step.remat for prediction in predictions} == {True, False, "offload"}
+    assert all((p.step.remat is True and p.step.mesh.pipe > 1) or p.step.remat is not True for p in predictions if p.fits)
     assert {prediction.step.rows * 4096 / 8 for prediction in predictions} == {32 * 4096 / 8}
     assert {prediction.step.remat for prediction in plan(QWEN, 8, rows=32, sequence_length=4096, remat=True)} == {True}
 
