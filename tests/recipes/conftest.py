@@ -45,7 +45,7 @@ def one_step_for_all():
 
 def put_in_place_of_steps(monkeypatch, step):
     module = sys.modules["moe_jax.recipes.run.model"]
-    monkeypatch.setattr(module, "make_train_step", lambda *_, **__: TrainStep(lambda _: None, True, None, None))
+    monkeypatch.setattr(module, "make_train_step", lambda *_, remat, **__: TrainStep(lambda _: None, remat, None, None))
     monkeypatch.setattr(TrainStep, "prepare", lambda *_: "")
     monkeypatch.setattr(TrainStep, "__call__", lambda _, state, batch: step(state, batch))
 

@@ -34,7 +34,12 @@ def prepared(monkeypatch, state, needs, room=ROOM, planned=PLANNED):
       needs: the bytes that a program needs in addition to its arguments, by its number of layers.
     """
     numbers = []
-    step = TrainStep(lambda remat: numbers.append(remat), "auto", None, lambda state, batch: planned)
+
+    def function_of(remat):
+        numbers.append(remat)
+        return lambda one_device, state, frozen, batch: (state, {})
+
+    step = TrainStep(function_of, "auto", None, lambda state, batch: planned)
     monkeypatch.setattr(compiled_step, "room_of", lambda state: room)
     monkeypatch.setattr(compiled_step, "needed_bytes", lambda program: needs(numbers[-1]))
     monkeypatch.setattr(TrainStep, "compiled", lambda *_: None)
