@@ -144,7 +144,10 @@ class PlanCommand:
         if self.lora is not None:
             config, planned = config.without_mtp(), self._planned_lora()
             options = self._options_of_adapters()
-            adapters = PlannedAdapters(planned.summary.parameters, planned.moved_elements, options, self.weights)
+            trained = self.lora.targets or ("experts",)
+            adapters = PlannedAdapters(
+                planned.summary.parameters, planned.moved_elements, options, self.weights, "experts" in trained
+            )
         return plan(
             config,
             self.devices,

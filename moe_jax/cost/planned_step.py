@@ -39,6 +39,8 @@ class PlannedAdapters(NamedTuple):
     """The options of `moe-jax finetune` that train them."""
     weights: str = "whole"
     """The form of the frozen weights, as in `moe-jax finetune --weights`."""
+    on_experts: bool = True
+    """Experts have adapters."""
 
 
 class Ticks(NamedTuple):

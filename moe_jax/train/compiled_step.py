@@ -216,8 +216,9 @@ def planned_step(
             shard_optimizer=parallelism.splits_optimizer,
         )
     if state.frozen:
-        number = sum(adapter.size for adapter in jax.tree.leaves(state.params))
-        options["adapters"] = PlannedAdapters(number, 0.0, "", _form(state.frozen))
+        sizes = {jax.tree_util.keystr(path): adapter.size for path, adapter in jax.tree.leaves_with_path(state.params)}
+        on_experts = any("down_lora" in path for path in sizes)
+        options["adapters"] = PlannedAdapters(sum(sizes.values()), 0.0, "", _form(state.frozen), on_experts)
     else:
         moments = max(jax.tree.leaves(state.opt_state), key=lambda a: a.size)
         options |= dict(param_dtype=jax.tree.leaves(state.params)[0].dtype.name, moment_dtype=moments.dtype.name)
