@@ -58,7 +58,7 @@ def test_as_many_layers_keep_their_residuals_as_fit(monkeypatch, state):
     assert step.prepare(state, {}) == ""
 
 
-def test_a_program_that_needs_more_than_predicted_gets_fewer_layers(monkeypatch, state):
+def test_a_program_that_needs_too_much_gets_fewer_layers(monkeypatch, state):
     chosen = most_kept(PLANNED, FREE)
     step, _, numbers = prepared(monkeypatch, state, lambda number: FREE + LAYER * (number - chosen + 1.5))
     assert numbers == [chosen, chosen - 2] and step.remat == chosen - 2
