@@ -73,7 +73,9 @@ def plan(
     for mesh in meshes(devices):
         if mesh.pipe > 1 and mesh.expert * mesh.context > machine.gpus_of_host:
             continue
-        tried = (REMAT.values() if mesh.pipe > 1 else (None, "offload")) if remat is None else (remat,)
+        tried: list[Remat | int | None] = [remat]
+        if remat is None:
+            tried = list(REMAT.values()) if mesh.pipe > 1 else [None, "offload"]
         for kept in tried:
             of_mesh: PipeSchedule = pipe_schedule if mesh.pipe > 1 else "uniform"
             planned = partial(PlannedStep, config, mesh, rows, sequence_length, pipe_schedule=of_mesh, **options)

@@ -135,6 +135,7 @@ class TrainStep:
 
     def _advice(self, state: TrainState, batch: Batch) -> str:
         """Returns what to change if the step runs out of memory."""
+        assert self.remat != "auto", "`prepare` has replaced it"
         execution = Execution().with_remat(self.remat)
         if execution.remat and not execution.num_kept:
             return "All layers are recomputed already: give fewer rows, or more micro-batches."
@@ -173,6 +174,7 @@ def room_of(state: TrainState) -> Room | None:
 def needed_bytes(program: jax.stages.Compiled) -> float:
     """Returns the bytes that a program needs on each device in addition to its arguments."""
     found = program.memory_analysis()
+    assert found is not None, "GPUs have an account"
     results = found.output_size_in_bytes - found.alias_size_in_bytes
     return found.temp_size_in_bytes + results + found.generated_code_size_in_bytes
 
@@ -222,11 +224,13 @@ def planned_step(
     else:
         moments = max(jax.tree.leaves(state.opt_state), key=lambda a: a.size)
         options |= dict(param_dtype=jax.tree.leaves(state.params)[0].dtype.name, moment_dtype=moments.dtype.name)
+    rows, sequence_length = batch["tokens"].shape
     try:
         return PlannedStep(
             model.config,
             mesh,
-            *batch["tokens"].shape,
+            rows,
+            sequence_length,
             gradient_accumulation=micro_batches,
             overlap_micro_batches=overlaps,
             precision="bf16" if precision is None else "fp8_kept" if precision.kept == "fp8" else "fp8",
