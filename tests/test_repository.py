@@ -26,7 +26,7 @@ MAY_IMPORT = {
     "cost": {"runtime", "config", "kernels", "parallel", "layers", "models"},
     "generation": {"runtime", "config", "kernels", "parallel", "layers", "models", "checkpoint"},
     "serving": {"runtime", "config", "kernels", "parallel", "layers", "models", "checkpoint", "generation"},
-    "train": {"runtime", "config", "kernels", "parallel", "layers", "models", "checkpoint", "adapters"},
+    "train": {"runtime", "config", "kernels", "parallel", "layers", "models", "checkpoint", "adapters", "cost"},
     "preferences": {"runtime", "config", "kernels", "parallel", "layers", "models", "checkpoint", "adapters", "train"},
     "reinforcement": {
         "runtime", "config", "kernels", "parallel", "layers", "models", "checkpoint", "adapters", "generation", "serving",

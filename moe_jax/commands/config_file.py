@@ -47,12 +47,12 @@ def with_config(command: str, arguments: list[str]) -> list[str]:
     """
     file, others = _config_of(arguments)
     if file is None:
-        return arguments
+        return list(_with_values(arguments))
     options = (word.partition("=")[0].removeprefix("--").replace("-", "_") for word in others if word.startswith("--"))
     given = {name if name in _names(command) else name.removeprefix("no_") for name in options}
     given |= {EXCLUDE_EACH_OTHER[name] for name in given & EXCLUDE_EACH_OTHER.keys()}
     values = {name: value for name, value in read_config_file(file, command).items() if name not in given}
-    return [word for name, value in values.items() for word in _words(name, value)] + others
+    return list(_with_values([word for name, value in values.items() for word in _words(name, value)] + others))
 
 
 def read_config_file(file: str | Path, command: str) -> dict[str, Any]:
@@ -109,6 +109,16 @@ def _config_of(arguments: list[str]) -> tuple[str | None, list[str]]:
     return file, others
 
 
+def _with_values(arguments: list[str]) -> Iterator[str]:
+    """Yields the arguments, with a value after each option that may be a switch or have a value."""
+    for word, after in zip(arguments, [*arguments[1:], "--"], strict=True):
+        name = word.removeprefix("--").removeprefix("no-")
+        if name in _SWITCHES_OR_VALUES and (word.startswith("--no-") or after.startswith("--")):
+            yield from (f"--{name}", str(not word.startswith("--no-")))
+        else:
+            yield word
+
+
 def _names(command: str) -> list[str]:
     """Returns all names of a command's settings, the nested ones with their prefix."""
     outer = [each.name for each in fields(SETTINGS[command])]
@@ -154,6 +164,9 @@ def _words(name: str, value: Any) -> list[str]:
 
 _OPTIONAL_SWITCHES = ("overlap_micro_batches",)
 """Settings that are True, False or None; their options need a value on the command line."""
+
+_SWITCHES_OR_VALUES = ("remat",)
+"""Options that are switches on the command line (--remat, --no-remat), or have a value (--remat 22)."""
 
 _NONE_IS_LEFT_OUT = tuple(f"lora.{name}" for name in LORA)
 """Settings whose option does not accept None, which is their default."""

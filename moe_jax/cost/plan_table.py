@@ -7,7 +7,6 @@ from pathlib import Path
 from moe_jax.cost import PlannedStep, Prediction
 from moe_jax.cost.flops import num_parameters
 from moe_jax.cost.parameters import BYTES
-from moe_jax.cost.plan import REMAT
 from moe_jax.runtime.files import write_text
 
 KINDS = {
@@ -23,7 +22,7 @@ NEVER_RUN = {"hosts": "a run over several hosts", "pipe": "a pipeline on more th
 """Features of a layout that were never run on GPUs (docs/scaling.md), by their word in the table."""
 
 COLUMNS = (
-    *("pipe", "chunks", "data", "fsdp", "expert", "context", "micro", "remat"),
+    *("pipe", "chunks", "data", "fsdp", "expert", "context", "micro", "kept"),
     *("step", "tokens/s", "TFLOP/s", "GiB", *KINDS, "never run"),
 )
 """The titles of the columns: the mesh, its micro-batches, figures of one GPU, shares of the step, and keys of `NEVER_RUN`."""
@@ -34,7 +33,8 @@ def table(predictions: list[Prediction]) -> list[str]:
     rows = [COLUMNS, *(_cells(prediction) for prediction in predictions)]
     widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
     lines = (" ".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True)) for cells in rows)
-    return ["tokens/s, TFLOP/s and GiB are per GPU; micro is the number of micro-batches", *lines]
+    legend = "tokens/s, TFLOP/s and GiB are per GPU; micro is the number of micro-batches"
+    return [f"{legend}; kept layers are not recomputed", *lines]
 
 
 def never_run(prediction: Prediction) -> list[str]:
@@ -53,11 +53,11 @@ def _cells(prediction: Prediction) -> list[str]:
     step, seconds = prediction.step, prediction.step_seconds
     sizes = asdict(step.mesh)
     layout = sizes.pop("pipe"), step.pipe_chunks, *sizes.values(), step.gradient_accumulation
-    remat = next(name for name, value in REMAT.items() if value == step.remat)
+    kept = "all" if not step.remat else "offload" if step.remat == "offload" else str(min(step.num_kept, step.num_layers))
     speed = f"{seconds:.3f} s", f"{prediction.tokens_per_second:.0f}", f"{prediction.flops_per_second / 1e12:.0f}"
     shares = (sum(prediction.seconds.get(part, 0.0) for part in parts) / seconds for parts in KINDS.values())
     gib, marks = _gib(prediction.memory_bytes), "+".join(never_run(prediction)) or "-"
-    return [*map(str, layout), remat, *speed, gib, *(f"{share:.0%}" for share in shares), marks]
+    return [*map(str, layout), kept, *speed, gib, *(f"{share:.0%}" for share in shares), marks]
 
 
 def _gib(size: float) -> str:
@@ -134,7 +134,8 @@ def flags(step: PlannedStep) -> str:
     dtypes = f"--param-dtype {step.param_dtype} --moment-dtype {step.moment_dtype}"
     capacity = "" if step.capacity_factor == PlannedStep.capacity_factor else f"--capacity-factor {step.capacity_factor:g}"
     hops = f"--hops {step.hops}" if step.mesh.size > 1 else ""
-    remat = {False: "--no-remat", True: "", "offload": "--offload"}[step.remat]
+    remat = {False: "--no-remat", True: "--remat", "offload": "--offload"}[step.remat]
+    remat += f" {step.num_kept}" if step.num_kept else ""
     optimizer = "--shard-optimizer" if step.shard_optimizer and step.mesh.data > 1 else ""
     lora = "" if step.adapters is None else step.adapters.options
     precision = "" if step.precision == "bf16" else f"--precision {step.precision}"

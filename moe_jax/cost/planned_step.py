@@ -13,6 +13,7 @@ from moe_jax.cost.parameters import BYTES, ELEMENT, FP8_ROW_ELEMENT, Parameter, 
 from moe_jax.layers.moe import EXPERT_CHUNK_TOKENS
 from moe_jax.layers.passes import Remat
 from moe_jax.models.decoder import fp8_refusal
+from moe_jax.models.execution import Execution
 from moe_jax.models.layers_in_pipe import layers_in_pipe
 from moe_jax.models.precision import PrecisionName
 from moe_jax.parallel.choices import UNIFORM, Hops, MeshShape, PipeSchedule
@@ -38,6 +39,8 @@ class PlannedAdapters(NamedTuple):
     """The options of `moe-jax finetune` that train them."""
     weights: str = "whole"
     """The form of the frozen weights, as in `moe-jax finetune --weights`."""
+    on_experts: bool = True
+    """Experts have adapters."""
 
 
 class Ticks(NamedTuple):
@@ -66,6 +69,7 @@ class PlannedStep:
     Attributes:
       rows: sequences of the whole batch, over all devices and micro-batches.
       remat: True recomputes each layer from its input in the backward pass. "offload" also keeps that input in host memory.
+      num_kept: with `remat=True`, the last layers keep all their residuals instead, as in `models.execution.Execution`.
       param_dtype: dtype of the parameters and their gradients; master parameters are float32 in either case.
       moment_dtype: dtype of AdamW's two moments.
       keys_per_token: mean number of keys that a token attends to (packed documents shorten it); None: half a row.
@@ -92,6 +96,7 @@ class PlannedStep:
     rows: int
     sequence_length: int
     remat: Remat = True
+    num_kept: int = 0
     param_dtype: Dtype = "bfloat16"
     moment_dtype: Dtype = "float32"
     keys_per_token: float | None = None
@@ -176,6 +181,18 @@ class PlannedStep:
     def stages(self) -> tuple[Stage, ...]:
         """The stages of decoder layers, then one stage per MTP module."""
         return self.config.all_stages
+
+    @property
+    def num_layers(self) -> int:
+        """Number of layers, MTP modules included."""
+        return sum(stage.num_layers for stage in self.stages)
+
+    def kept_layers(self, number: int) -> int:
+        """Returns how many layers of stage `number` keep all their residuals."""
+        stage = self.stages[number]
+        if not self.remat:
+            return stage.num_layers
+        return Execution(True, self.num_kept).of_stage(self.config, number).num_kept * len(stage.body)
 
     def is_module(self, stage: Stage) -> bool:
         """Returns True if the stage is an MTP module."""
@@ -293,6 +310,10 @@ def _problems(step: PlannedStep) -> list[str]:
             problems.append(f"{name}={value!r} must be one of {', '.join(choices)}")
     if not isinstance(step.remat, bool) and step.remat != "offload":
         problems.append(f"remat={step.remat!r} must be True, False or 'offload'")
+    if isinstance(step.num_kept, bool) or not isinstance(step.num_kept, int) or step.num_kept < 0:
+        problems.append(f"num_kept={step.num_kept!r} must be an integer of at least 0")
+    elif step.num_kept and (step.remat is not True or step.mesh.pipe > 1):
+        problems.append(f"num_kept={step.num_kept} needs remat=True, and a mesh without pipe")
     if step.keys_per_token is not None and not 0 < step.keys_per_token <= step.sequence_length:
         problems.append(f"keys_per_token={step.keys_per_token!r} must be above 0, and at most sequence_length")
     if not 1 <= step.expert_load_imbalance < math.inf:

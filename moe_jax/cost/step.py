@@ -24,7 +24,7 @@ remat, 8 to 13 % without. Schedules from a table are priced in lockstep, as they
 ignores the cost of branches. ZB-H1 was measured a third slower than its ticks (docs/log/parallel.md, "Schedules from a table").
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from moe_jax.cost.flops import training_flops_per_token
@@ -134,6 +134,13 @@ class StageSeconds(NamedTuple):
     hidden: float
     """Seconds of gathers that overlap with computation; neither pass includes them."""
 
+    def plus(self, other: "StageSeconds") -> "StageSeconds":
+        """Returns the seconds of both loops in turn."""
+        forward, backward = (
+            {name: a[name] + b[name] for name in a} for a, b in ((self.forward, other.forward), (self.backward, other.backward))
+        )
+        return StageSeconds(forward, backward, self.hidden + other.hidden)
+
     def times(self, number: float) -> tuple[dict[str, float], float]:
         """Returns the seconds of `number` micro-batches by part (forward and backward), and their hidden seconds."""
         both = {name: number * (seconds + self.backward[name]) for name, seconds in self.forward.items()}
@@ -148,8 +155,14 @@ class StageSeconds(NamedTuple):
 def stage_seconds(step: PlannedStep, number: int, layers: int, machine: Machine) -> StageSeconds:
     """Returns the seconds of one forward loop and one backward loop over `layers` layers of stage `number`.
 
-    One iteration computes a layer and gathers the next.
+    One iteration computes a layer and gathers the next. Layers that keep their residuals run in a loop of their own.
     """
+    whole = step.kept_layers(number) if step.remat else 0
+    if whole:
+        found = stage_seconds(replace(step, remat=False, num_kept=0), number, whole, machine)
+        return (
+            found.plus(stage_seconds(replace(step, num_kept=0), number, layers - whole, machine)) if layers > whole else found
+        )
     parts = dict.fromkeys((*COMPUTING, *TRAVEL), Passes(0.0, 0.0, 0.0)) | layer_seconds(step, number, machine)
     if step.stages[number].sparse:
         parts["exchange"] = exchange_seconds(step, machine)

@@ -35,8 +35,14 @@ def test_all_wrong_settings_are_named_at_once(tmp_path):
         assert part in str(error.value)
     with pytest.raises(ValueError, match="batch_size=4 must be a multiple of gradient_accumulation=3"):
         settings(tmp_path, gradient_accumulation=3)
-    with pytest.raises(ValueError, match="remat='yes' must be True or False; offload=0 must be True or False$"):
+    with pytest.raises(ValueError, match="offload=0 must be True or False; remat='yes' must be True, False, 'auto' or an int"):
         settings(tmp_path, remat="yes", offload=0)
+    with pytest.raises(ValueError, match="remat=-1 must be True, False, 'auto' or an integer of at least 0$"):
+        settings(tmp_path, remat=-1)
+    with pytest.raises(ValueError, match="offload=True and remat=3 exclude each other"):
+        settings(tmp_path, remat=3, offload=True)
+    with pytest.raises(ValueError, match="remat=3 needs a mesh without pipe: give remat=True or remat=False"):
+        settings(tmp_path, remat=3, mesh=MeshShape(pipe=2), gradient_accumulation=2)
     with pytest.raises(ValueError, match="offload=True needs remat"):
         settings(tmp_path, offload=True, remat=False)
     for name in ("data", "eval_data"):

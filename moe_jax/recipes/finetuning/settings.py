@@ -179,6 +179,8 @@ class FinetuneSettings(RunSettings):
             problems.append(problem)
         elif name not in UNIFORM and self.offload:
             problems.append(f"offload=True needs pipe_schedule='uniform': slots of {name!r} stay in the GPU's memory")
+        if not isinstance(self.remat, bool) and self.remat != "auto":
+            problems.append(f"remat={self.remat} needs a mesh without pipe: give remat=True or remat=False")
         if self.sample_prompts:
             problems.append("sample_prompts need a mesh without pipe: models in a pipe generate no text")
         if self.rebalance_every:

@@ -33,6 +33,9 @@ from moe_jax.train.model_of_run import BASE
 from moe_jax.train.run_checkpoints import PIPE, freed, restored
 from moe_jax.train.state import TrainState
 
+REMAT = "remat"
+"""Name of the entry of a checkpoint's position with the number of layers that keep their residuals."""
+
 
 @dataclass(frozen=True)
 class RunResult:
@@ -145,6 +148,9 @@ class Task(ABC):
         self.config, self.parallelism = planned.config, planned.parallelism
         self.checkpoints, self.training = begun.checkpoints, training
         if begun.step:
+            # Older runs did not note it, and recomputed all layers by default. Another number would change the last bits.
+            if training.step.remat == "auto":
+                training.step.set_remat(begun.position.get(REMAT, True))
             self.restore(begun.step)
 
     @property
@@ -163,7 +169,10 @@ class Task(ABC):
 
     def step(self, batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
         """Trains on a batch, and returns the step's metrics."""
-        self.training.state, metrics = self.training.step(self.state, self.put(batch))
+        placed = self.put(batch)
+        if (told := self.training.step.prepare(self.state, placed)) and is_first_process():
+            tqdm.write(told)
+        self.training.state, metrics = self.training.step(self.state, placed)
         return metrics
 
     def record(
@@ -190,7 +199,9 @@ class Task(ABC):
         data: dict[str, Any] = {}
         for text in texts_of_all(json.dumps(self.batches.get_state())):
             data |= json.loads(text)
-        return {"data": data} | ({} if self.parallelism is None else {PIPE: self.parallelism.pipe._asdict()})
+        return {"data": data, REMAT: self.training.step.remat} | (
+            {} if self.parallelism is None else {PIPE: self.parallelism.pipe._asdict()}
+        )
 
     def sample(self, step: int, log: RunLog) -> None:
         """Writes samples of a step; an error here loses no step. By default there are none."""

@@ -1,6 +1,5 @@
 """The model of a run and its devices: checked before weights are read, then read, laid out and prepared for training."""
 
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -28,7 +27,7 @@ from moe_jax.parallel.pipeline.chunks import pipe_of_model
 from moe_jax.parallel.zero1 import optimizer_mesh, optimizer_shardings
 from moe_jax.recipes.run.folder import check_destination
 from moe_jax.recipes.run.settings import RunSettings, lora_problems
-from moe_jax.train.batch import Batch
+from moe_jax.train.compiled_step import TrainStep
 from moe_jax.train.master_weights import initial_low_halves
 from moe_jax.train.objective import LossFunction, Objective
 from moe_jax.train.optimizer import make_optimizer, warmup_cosine
@@ -117,7 +116,7 @@ class Training:
 
     graph: nnx.GraphDef
     state: TrainState
-    step: Callable[[TrainState, Batch], tuple[TrainState, dict[str, jax.Array]]]
+    step: TrainStep
 
     def model(self) -> Decoder:
         """Returns the model with the state's parameters."""

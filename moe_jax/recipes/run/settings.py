@@ -52,7 +52,9 @@ class RunSettings:
       param_dtype: the dtype of parameters, and of their gradients within a micro-batch, "float32" or "bfloat16". Masters are
         float32 in either case: a bfloat16 parameter is the upper half of its master, so passes need no cast. None: float32.
         With lora these are the frozen weights, without gradients and masters, and None is `dtype`.
-      remat: recompute each layer in the backward pass: less memory, about a third more time.
+      remat: recompute layers in the backward pass: less memory, about a third more time. A number of last layers keep their
+        residuals and are not recomputed. "auto": as many as fit into the device's memory, or none if its size is unknown. A run
+        that continues keeps the number of its beginning.
       offload: keep the input of each layer, which remat needs, in the host's memory: for long sequences (docs/scaling.md).
       weights: the form of the frozen weights under adapters: "whole", "as stored" for a checkpoint in FP8, or experts in "nf4"
         or "fp8" (docs/adapters.md).
@@ -104,7 +106,7 @@ class RunSettings:
     dtype: str = "bfloat16"
     param_dtype: str | None = None
     moment_dtype: str = "float32"
-    remat: bool = True
+    remat: int | bool | Literal["auto"] = "auto"
     offload: bool = False
     lora: LoraSettings | None = None
     weights: Weights = "whole"
@@ -181,8 +183,14 @@ class RunSettings:
             for each in fields(self)
             if isinstance(each.default, bool) and not isinstance(value := getattr(self, each.name), bool)
         ]
-        if self.offload and not self.remat:
+        if not isinstance(self.remat, bool) and self.remat != "auto" and not fits(self.remat, "an integer of at least 0"):
+            problems.append(f"remat={self.remat!r} must be True, False, 'auto' or an integer of at least 0")
+        elif self.offload and self.remat is False:
             problems.append("offload=True needs remat: without remat a layer keeps far more than its input")
+        elif self.offload and self.remat is not True and self.remat != "auto":
+            problems.append(
+                f"offload=True and remat={self.remat} exclude each other: all layers' inputs go to the host's memory"
+            )
         if self.hops not in (None, *get_args(Hops)):
             problems.append(f"hops={self.hops!r} must be one of {', '.join(get_args(Hops))}, or None")
         for axis in MESH_AXES:
