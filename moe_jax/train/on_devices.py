@@ -1,7 +1,7 @@
 """Calls a function of (model, batch) where the model's parameters are: on one device, or on each device of a mesh.
 
-Dropout of adapters depends only on the step and the position (`with_dropout_seeds`). So a resumed run drops the same elements
-as an uninterrupted one, and a recomputed layer drops the same as before.
+Dropout of adapters depends only on the step and the token's place in the batch (`with_dropout_seeds`). So a resumed run drops
+the same elements as an uninterrupted one, a mesh the same as one device, and a recomputed layer the same as before.
 """
 
 from collections.abc import Callable
@@ -21,12 +21,13 @@ from moe_jax.models.decoder import Decoder
 from moe_jax.models.execution import Execution
 from moe_jax.parallel.fsdp import ShardedParameters
 from moe_jax.parallel.parallelism import Parallelism
+from moe_jax.parallel.sequence.layouts import shard_sequence
 from moe_jax.parallel.spread import Spread
 from moe_jax.parallel.zero1 import stacked_specs
 from moe_jax.train.batch import Batch, batch_specs
 
 SEEDS = "dropout_seeds"
-"""Name of a batch's array [batch] of seeds inside a step; a pass uses its first row's."""
+"""Name of a batch's array [batch, seq] inside a step: a seed for each token."""
 
 
 def on_devices(
@@ -195,10 +196,12 @@ def spread_of(parallelism: Parallelism, sharded: ShardedParameters) -> Spread:
     )
 
 
-def with_dropout_seeds(batch: Batch, step: Int[Array, ""]) -> Batch:
-    """Returns the batch with a seed for each row, so that each micro-batch and each device has its own."""
-    rows = next(array.shape[0] for array in batch.values() if array.ndim)
-    seeds = jax.random.bits(jax.random.fold_in(jax.random.PRNGKey(0), step), (rows,), "uint32")
+def with_dropout_seeds(batch: Batch, step: Int[Array, ""], parallelism: Parallelism | None = None) -> Batch:
+    """Returns the batch with a seed for each token, in the tokens' order on the mesh."""
+    shape = (batch["tokens"] if "tokens" in batch else next(a for a in batch.values() if a.ndim > 1)).shape[:2]
+    seeds = jax.random.bits(jax.random.fold_in(jax.random.PRNGKey(0), step), shape, "uint32")
+    if parallelism is not None and (context := parallelism.context_parallel) is not None:
+        seeds = shard_sequence(seeds, parallelism.mesh.shape[context.axis_name], context.layout)
     return batch | {SEEDS: seeds}
 
 
@@ -206,5 +209,5 @@ def ready_for_pass(model: Decoder, batch: Batch) -> tuple[Decoder, Batch]:
     """Returns the model with the keys of this batch's pass, and the batch without its seeds; both unchanged without seeds."""
     if SEEDS not in batch:
         return model, batch
-    draw_dropout(model, batch[SEEDS][0])
+    draw_dropout(model, batch[SEEDS])
     return model, {name: array for name, array in batch.items() if name != SEEDS}
