@@ -50,8 +50,8 @@ def on_devices(
       execution: the `Decoder.execution` of the merged model; default: unchanged. `parallelism` sets its `spread`.
       parallelism: the mesh of the parameters. None: one device, or all collectives left to XLA.
       differentiate: `function` returns (a scalar, aux), and the call ((scalar, aux), gradients) as `jax.value_and_grad` does.
-        Gradients are taken in `params`, in their dtypes and layout. `fixed` holds the rest of the model, whole on every device
-        and without gradients.
+        Gradients are taken in `params`, in their dtypes and layout. `fixed` holds the rest of the model, without gradients:
+        frozen matrices laid out like parameters, and arrays that are whole on every device.
       stack_over_data: gradients are not summed over the mesh axis `data`. A parameter of shape [...] has gradients [data, ...];
         each device along `data` holds its own row. `parallel.zero1.sum_to_parts` sums them. Needs `differentiate`.
     """
@@ -95,10 +95,11 @@ def on_mesh(
 
     def call(params: nnx.State, fixed: nnx.State, batch: Batch):
         whole = merged_model(graphdef, params, fixed, execution)
-        sharded = sharded_parameters(whole, params, parallelism)
+        sharded = sharded_parameters(whole, params, fixed, parallelism)
         spread = replace(whole.execution, spread=spread_of(parallelism, sharded))
 
         def on_device(params: nnx.State, fixed: nnx.State, batch: Batch):
+            fixed = sharded.enter_fixed(fixed)
             if not stack_over_data:
                 return local(params, fixed, batch, sharded, spread)
             # Parameters that vary over `data` get only the gradients of this device's tokens.
@@ -110,7 +111,7 @@ def on_mesh(
         return jax.shard_map(
             on_device,
             mesh=parallelism.mesh,
-            in_specs=(sharded.specs, PartitionSpec(), batch_specs(batch, parallelism)),
+            in_specs=(sharded.specs, sharded.fixed_specs, batch_specs(batch, parallelism)),
             out_specs=(PartitionSpec(), of_gradients) if has_gradients else PartitionSpec(),
         )(params, fixed, batch)
 
@@ -171,8 +172,8 @@ def mean_over_devices[Values](model: Decoder, values: Values) -> Values:
     return jax.lax.pmean(values, axes) if axes else values
 
 
-def sharded_parameters(model: Decoder, params: nnx.State, parallelism: Parallelism) -> ShardedParameters:
-    """Returns the layout of the model's parameters on the devices of `parallelism`, and how layers gather them."""
+def sharded_parameters(model: Decoder, params: nnx.State, fixed: nnx.State, parallelism: Parallelism) -> ShardedParameters:
+    """Returns the layout of the model's arrays on the devices of `parallelism`, and how layers gather them."""
     exchange = parallelism.expert_parallel
     # Shadows are copies of the weights in the model's dtype.
     in_fp8 = precision_of(model) is not None and (exchange is None or not exchange.shadow_experts)
@@ -183,6 +184,7 @@ def sharded_parameters(model: Decoder, params: nnx.State, parallelism: Paralleli
         token_axes=parallelism.token_axes,
         hops=parallelism.hops,
         experts_in_fp8=in_fp8,
+        fixed=fixed,
     )
 
 
