@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from moe_jax.config import Stage
 from moe_jax.cost.parameters import BYTES, ELEMENT, FP8_ELEMENT, FP8_ROW_ELEMENT, Parameter, operand_elements
-from moe_jax.cost.planned_step import PlannedAdapters, PlannedStep
+from moe_jax.cost.planned_step import PlannedStep
 from moe_jax.kernels.hopper.mainloop import ROW_ALIGNMENT
 from moe_jax.kernels.vocabulary import CHUNK_TOKENS
 
@@ -25,9 +25,9 @@ def memory_bytes(step: PlannedStep) -> dict[str, float]:
     of_param = BYTES[step.param_dtype]
     own = sum(p.own_size * (p.quantised or of_param) for p in step.parameters)
     if step.adapters is not None:
-        updated = step.adapters.parameters
+        updated = step.trained
         parameters = own + 4 * updated
-        held = _of_adapters(step, step.adapters)
+        held = _of_adapters(step)
     else:
         updated = sum(p.updated_size for p in step.parameters)
         # With bf16 parameters, the other halves of the masters are laid out like the moments.
@@ -52,16 +52,17 @@ class _Held(NamedTuple):
     peak: float
 
 
-def _of_adapters(step: PlannedStep, adapters: PlannedAdapters) -> _Held:
+def _of_adapters(step: PlannedStep) -> _Held:
     """Returns the bytes of a step that trains adapters: frozen weights have no gradients, and the head's is not computed.
 
     The sums of micro-batches coexist with a micro-batch's gradients. AdamW uses one more array for each adapter.
     """
-    trained = 4 * adapters.parameters
+    trained = 4 * step.trained
     gradients = trained * (2 if step.accumulates else 1)
-    kept = _kept_in_turn(step)
+    kept = _kept_in_turn(step) * (2 if step.joins_passes else 1)
     made_whole = max(quantised_layer(step, number)[1] for number, _ in enumerate(step.stages))
-    passes = kept + max(made_whole + backward_workspace(step), loss_workspace(step, step.tokens))
+    outside = ELEMENT * sum(p.used_size for p in step.parameters if p.gather_axes and not p.by_layer)
+    passes = kept + outside + max(made_whole + backward_workspace(step), loss_workspace(step, step.tokens))
     return _Held(gradients, kept, gradients + max(passes, trained))
 
 
@@ -230,8 +231,9 @@ def gathered_layer(step: PlannedStep, number: int) -> float:
 
 
 def gathered_layers(step: PlannedStep, number: int) -> float:
-    """Returns the bytes of the gathered matrices of two layers of stage `number`, and of these matrices' gradients."""
-    return 2 * sum((p.travelling_bytes + ELEMENT) * elements for p, elements in _gathered(step, number))
+    """Returns the bytes of the gathered matrices of two layers of stage `number`, and of trained matrices' gradients."""
+    of_gradient = ELEMENT if step.adapters is None else 0
+    return 2 * sum((p.travelling_bytes + of_gradient) * elements for p, elements in _gathered(step, number))
 
 
 def _gathered(step: PlannedStep, number: int) -> list[tuple[Parameter, float]]:
@@ -260,8 +262,8 @@ def quantised_layer(step: PlannedStep, number: int) -> tuple[float, float]:
     Experts that multiply in FP8 are not dequantised.
     """
     own = [p for p in step.parameters_of_stages[number] if p.quantised and not p.fp8]
-    stored = sum((p.quantised or 0) * p.own_size / p.layers for p in own)
-    return stored, ELEMENT * sum(p.own_size / p.layers for p in own)
+    stored = sum((p.quantised or 0) * p.used_size / p.layers for p in own)
+    return stored, ELEMENT * sum(p.used_size / p.layers for p in own)
 
 
 def context_workspace(step: PlannedStep) -> float:
