@@ -151,6 +151,11 @@ def _to_host(path: tuple, leaf: Any, layer: Index) -> np.ndarray:
     elif layer:
         # A traced index compiles once for all layers; a Python integer in array[...] would compile once for each layer.
         array = _take_layer(array, layer[0]) if isinstance(array, jax.Array) else array[layer]
+    return host_array(array)
+
+
+def host_array(array: Any) -> np.ndarray:
+    """Copies an array to the host of each process. All processes call it for an array whose parts they share."""
     if isinstance(array, jax.Array) and not array.is_fully_addressable:
         return np.asarray(multihost_utils.process_allgather(array, tiled=True))
     return np.asarray(array)

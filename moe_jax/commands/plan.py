@@ -104,8 +104,8 @@ class PlanCommand:
 
         if self.lora is not None:
             print(self._planned_lora().summary)
-        problems = lora_problems(self.lora, {}, self.shard_optimizer)
-        problems += weights_problems(self.weights, self.lora, self.devices)
+        problems = lora_problems(self.lora, {"data": self.devices}, self.shard_optimizer, self.precision)
+        problems += weights_problems(self.weights, self.lora)
         of_weights, in_fp8 = (self.pipe_schedule, self.lora, self.weights), self.tokens_in_fp8
         if problems := problems + precision_problems(self.precision, "bfloat16", *of_weights, tokens_in_fp8=in_fp8):
             raise ValueError("; ".join(problems))
@@ -146,7 +146,7 @@ class PlanCommand:
             options = self._options_of_adapters()
             trained = self.lora.targets or ("experts",)
             adapters = PlannedAdapters(
-                planned.summary.parameters, planned.moved_elements, options, self.weights, "experts" in trained
+                planned.summary.parameters, planned.moved_elements, options, self.weights, "experts" in trained, planned.factors
             )
         return plan(
             config,
@@ -172,14 +172,15 @@ class PlanCommand:
         return options_of_lora(self.lora) + ("" if self.weights == "whole" else f" --weights {shlex.quote(self.weights)}")
 
     def _smaller(self) -> "list[PlanCommand]":
-        """Returns plans that need less memory: adapters, and on one device adapters on weights in nf4.
+        """Returns plans that need less memory: adapters, and adapters on weights in nf4.
 
-        With adapters, experts that multiply in FP8 have only FP8 weights, which need one device.
+        With adapters, experts that multiply in FP8 have only FP8 weights, and need one device.
         """
         if self.weights != "whole":
             return []
-        forms: list[Weights] = ["fp8"] if self.precision != "bf16" else ["whole", "nf4"]
-        forms = [form for form in forms if (form != "whole" or self.lora is None) and (form == "whole" or self.devices == 1)]
+        forms: list[Weights] = ["whole", "nf4"] if self.lora is None else ["nf4"]
+        if self.precision != "bf16":
+            forms = ["fp8"] if self.devices == 1 else []
         loras = [LoraSettings(rank=rank) for rank in (32, 16, 8)] if self.lora is None else [self.lora]
         changes: dict[str, Any] = dict(param_dtype=None, shard_optimizer=False)
         return [replace(self, lora=lora, weights=form, **changes) for form in forms for lora in loras]

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from moe_jax.config import Stage
 from moe_jax.cost.parameters import BYTES, ELEMENT, FP8_ELEMENT, FP8_ROW_ELEMENT, Parameter, dealt_out, shapes
-from moe_jax.cost.planned_step import PlannedAdapters, PlannedStep
+from moe_jax.cost.planned_step import PlannedStep
 from moe_jax.kernels.hopper.mainloop import ROW_ALIGNMENT
 from moe_jax.kernels.vocabulary import CHUNK_TOKENS
 from moe_jax.layers.matrices import declaration_of
@@ -31,9 +31,9 @@ def memory_bytes(step: PlannedStep) -> dict[str, float]:
     of_param = BYTES[step.param_dtype]
     own = sum(p.own_size * (p.quantised or of_param) for p in step.parameters)
     if step.adapters is not None:
-        updated = step.adapters.parameters
+        updated = step.trained
         parameters = own + 4 * updated
-        held = _of_adapters(step, step.adapters)
+        held = _of_adapters(step)
     else:
         updated = sum(p.updated_size for p in step.parameters)
         # With bf16 parameters, the other halves of the masters are laid out like the moments.
@@ -67,16 +67,20 @@ class _Held(NamedTuple):
     peak: float
 
 
-def _of_adapters(step: PlannedStep, adapters: PlannedAdapters) -> _Held:
+def _of_adapters(step: PlannedStep) -> _Held:
     """Returns the bytes of a step that trains adapters: frozen weights have no gradients, and the head's is not computed.
 
     The sums of micro-batches coexist with a micro-batch's gradients. AdamW uses one more array for each adapter.
     """
-    trained = 4 * adapters.parameters
+    trained = 4 * step.trained
     gradients = trained * (2 if step.accumulates else 1)
-    kept = _kept_in_turn(step)
+    kept = _kept_in_turn(step) * (2 if step.joins_passes else 1)
     made_whole = max(quantised_layer(step, number)[1] for number, _ in enumerate(step.stages))
-    passes = max(made_whole + backward_bytes(step), kept + loss_workspace(step, step.tokens))
+    outside = ELEMENT * sum(p.used_size for p in step.parameters if p.gather_axes and not p.by_layer)
+    if step.joins_passes:
+        # The residuals of the other micro-batch.
+        outside += kept
+    passes = outside + max(made_whole + backward_bytes(step), kept + loss_workspace(step, step.tokens))
     return _Held(gradients, kept, gradients + max(passes, trained))
 
 
@@ -288,8 +292,9 @@ def gathered_layer(step: PlannedStep, number: int) -> float:
 
 
 def gathered_layers(step: PlannedStep, number: int) -> float:
-    """Returns the bytes of two layers' all-gathered matrices and their gradients, for stage `number`."""
-    return 2 * sum((p.travelling_bytes + ELEMENT) * elements for p, elements in _gathered(step, number))
+    """Returns the bytes of two layers' all-gathered matrices, and of trained matrices' gradients, for stage `number`."""
+    of_gradient = ELEMENT if step.adapters is None else 0
+    return 2 * sum((p.travelling_bytes + of_gradient) * elements for p, elements in _gathered(step, number))
 
 
 def _gathered(step: PlannedStep, number: int) -> list[tuple[Parameter, float]]:
@@ -318,8 +323,8 @@ def quantised_layer(step: PlannedStep, number: int) -> tuple[float, float]:
     Experts that multiply in FP8 are not dequantised.
     """
     own = [p for p in step.parameters_of_stages[number] if p.quantised and not p.fp8]
-    stored = sum((p.quantised or 0) * p.own_size / p.layers for p in own)
-    return stored, ELEMENT * sum(p.own_size / p.layers for p in own)
+    stored = sum((p.quantised or 0) * p.used_size / p.layers for p in own)
+    return stored, ELEMENT * sum(p.used_size / p.layers for p in own)
 
 
 def context_workspace(step: PlannedStep) -> float:

@@ -71,10 +71,19 @@ class Parameter(NamedTuple):
         """True if the array belongs to a decoder layer, not to the embedding, final norm or head."""
         return self.path[0] == "stages"
 
+    def whole_size(self, mesh: MeshShape) -> int:
+        """Returns the elements of the array's parts on all devices of a mesh."""
+        return self.own_size * math.prod(getattr(mesh, axis) for axis in self.split_axes)
+
     @property
     def travelling_bytes(self) -> float:
         """Bytes per element during an all-gather of the parameter."""
-        return FP8_ELEMENT if self.fp8 == "arrives" else ELEMENT
+        return self.quantised or (FP8_ELEMENT if self.fp8 == "arrives" else ELEMENT)
+
+
+def abstract_mesh(mesh: MeshShape) -> AbstractMesh:
+    """Returns a mesh of this shape without devices."""
+    return AbstractMesh(tuple(getattr(mesh, name) for name in MESH_AXES), MESH_AXES)
 
 
 @functools.cache
@@ -97,8 +106,7 @@ def parameters(
       in_fp8: experts multiply in FP8.
       frozen: the form of weights that adapters leave frozen (`models.precision.Weights`); None if all weights are trained.
     """
-    abstract = AbstractMesh(tuple(getattr(mesh, name) for name in MESH_AXES), MESH_AXES)
-    dealt, pipe = dealt_out(config), PipeShape(mesh.pipe, chunks)
+    abstract, dealt, pipe = abstract_mesh(mesh), dealt_out(config), PipeShape(mesh.pipe, chunks)
     stacked = {path: stacked_shape(path, shape, dealt, pipe) for path, shape in shapes(config)}
     # FP8 needs whole blocks on each device, of both matrices of a stage.
     cut = {path[1] for path, shape in stacked.items() if _of_experts(path) and not can_travel_in_fp8(path, shape, abstract)}

@@ -95,17 +95,17 @@ def _remedy(prediction: Prediction) -> str:
     if state < prediction.machine.memory:
         return f"{prediction.step.tokens} tokens a GPU are too many: take fewer or shorter rows, or more devices."
     step, alone = prediction.step, f"Parameters, moments and gradients alone are {state / 2**30:.0f}"
+    whole: float = (4 + 2 * BYTES[step.moment_dtype] + BYTES[step.param_dtype]) * num_parameters(step.config)
     if step.adapters is not None:
-        smaller = "" if step.param_dtype == "bfloat16" else ", or bf16 parameters"
-        one = "" if step.mesh.size == 1 else "--devices 1 "  # Adapters train on quantised weights only on one device.
-        fewer = f", or {one}--weights nf4" if step.adapters.weights == "whole" else ""
-        return f"{alone}, and with adapters each GPU holds all weights: take GPUs with more memory{smaller}{fewer}."
-    whole = (4 + 2 * BYTES[step.moment_dtype] + BYTES[step.param_dtype]) * num_parameters(step.config)
+        whole = sum((p.quantised or BYTES[step.param_dtype]) * p.whole_size(step.mesh) for p in step.parameters)
+        whole += (8 + 2 * BYTES[step.moment_dtype]) * step.adapters.parameters
     devices = math.ceil(whole / prediction.machine.memory)
     if step.mesh.size >= devices:
         uneven = f"for {step.mesh.size} devices do not divide the model's matrices"
         return f"{alone}, {uneven}: take a power of two, of at least {devices}."
     smaller = "" if (step.param_dtype, step.moment_dtype) == ("bfloat16", "bfloat16") else ", or bf16 parameters and moments"
+    if step.adapters is not None:
+        smaller = ", or --weights nf4" if step.adapters.weights == "whole" else ""
     return f"{alone}: take more than {devices} devices{smaller}."
 
 

@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple, get_args
 import jax.numpy as jnp
 
 from moe_jax.config import ExpertsSpec, HeadsSpec, ModelConfig, Stage
-from moe_jax.cost.parameters import BYTES, ELEMENT, FP8_ROW_ELEMENT, Parameter, dealt_out, parameters
+from moe_jax.cost.parameters import BYTES, ELEMENT, FP8_ROW_ELEMENT, Parameter, abstract_mesh, dealt_out, parameters
 from moe_jax.layers.moe import EXPERT_CHUNK_TOKENS
 from moe_jax.layers.passes import Remat
 from moe_jax.models.decoder import fp8_refusal
@@ -18,6 +18,7 @@ from moe_jax.models.layers_in_pipe import layers_in_pipe
 from moe_jax.models.precision import PrecisionName
 from moe_jax.parallel.choices import UNIFORM, Hops, MeshShape, PipeSchedule
 from moe_jax.parallel.expert.settings import ExchangePlan, ExpertParallel, plan_exchange
+from moe_jax.parallel.layout import part_shape
 from moe_jax.parallel.pipeline.chunks import PipeShape, layers_of_chunk
 from moe_jax.parallel.pipeline.executor import sources
 from moe_jax.parallel.pipeline.limits import divides_backward, ranks_problem, schedule_by_name, schedule_problem, split_axes
@@ -30,7 +31,7 @@ Dtype = Literal["bfloat16", "float32"]
 
 
 class PlannedAdapters(NamedTuple):
-    """LoRA adapters trained in float32 on frozen weights, both replicated on every device."""
+    """LoRA adapters trained in float32 on frozen weights."""
 
     parameters: int
     moved_elements: float
@@ -41,6 +42,8 @@ class PlannedAdapters(NamedTuple):
     """The form of the frozen weights, as in `moe-jax finetune --weights`."""
     on_experts: bool = True
     """Experts have adapters."""
+    factors: tuple[tuple[tuple, tuple[int, ...]], ...] = ()
+    """The path and the shape of each factor, as a mesh splits them; () if all are whole on every device."""
 
 
 class Ticks(NamedTuple):
@@ -83,8 +86,8 @@ class PlannedStep:
       pipe_schedule: as in `parallel.Parallelism`.
       overlap_micro_batches: as in `parallel.Parallelism`; the passes of a pipe always overlap.
       precision: precision of the experts' matmuls, as in `moe-jax finetune --precision`.
-      adapters: train these and freeze the parameters, which then have no gradients, moments or masters. Needs a mesh of one
-        device, or of several along data. None: train all parameters.
+      adapters: train these and freeze the parameters, which then have no gradients, moments or masters. Needs a mesh without a
+        pipe. None: train all parameters.
 
     Raises:
       ValueError: the mesh does not divide the rows, the experts or the sequence, or a field has an invalid value. One error
@@ -271,6 +274,13 @@ class PlannedStep:
         return parameters(self.config, self.mesh, self.pipe_chunks, **options)
 
     @functools.cached_property
+    def trained(self) -> int:
+        """Parameters of adapters that a device stores and updates."""
+        assert self.adapters is not None
+        on, factors = abstract_mesh(self.mesh), self.adapters.factors
+        return sum(math.prod(part_shape(*factor, on)) for factor in factors) if factors else self.adapters.parameters
+
+    @functools.cached_property
     def parameters_of_stages(self) -> tuple[list[Parameter], ...]:
         """The parameter arrays of each stage's layers."""
         return tuple([p for p in self.parameters if p.path[:2] == ("stages", number)] for number, _ in enumerate(self.stages))
@@ -334,8 +344,8 @@ def _problems_of_mesh(step: PlannedStep) -> list[str]:
         problems += [f"precision={step.precision!r}: {reason}; take 'bf16'"] if reason is not None else []
     elif step.tokens_in_fp8:
         problems.append("tokens_in_fp8=True needs precision='fp8' or 'fp8_kept'; got 'bf16'")
-    if step.adapters is not None and mesh.size > mesh.data:
-        problems.append("adapters train on one device, or on several along data alone")
+    if step.adapters is not None and mesh.pipe > 1:
+        problems.append(f"adapters train on a mesh without pipe; got mesh.pipe={mesh.pipe}")
     ways = mesh.size // mesh.pipe // mesh.context
     rows = step.rows // step.gradient_accumulation
     if step.rows % step.gradient_accumulation:

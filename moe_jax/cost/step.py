@@ -285,7 +285,7 @@ def _copies_seconds(step: PlannedStep, machine: Machine) -> float:
 def _optimizer_seconds(step: PlannedStep, machine: Machine) -> float:
     """Returns the seconds of AdamW: gradients are read twice (once for their norm), masters and moments read and written."""
     if step.adapters is not None:
-        return (16 + 4 * BYTES[step.moment_dtype]) * step.adapters.parameters / machine.hbm
+        return (16 + 4 * BYTES[step.moment_dtype]) * step.trained / machine.hbm
     of_gradient = 4 if step.accumulates else BYTES[step.param_dtype]
     traffic = 2 * of_gradient + 2 * 4 + 4 * BYTES[step.moment_dtype]
     return traffic * sum(p.updated_size for p in step.parameters) / machine.hbm
@@ -301,7 +301,7 @@ def sums_seconds(step: PlannedStep, machine: Machine) -> float:
     if not step.accumulates:
         return 0.0
     if step.adapters is not None:
-        return step.gradient_accumulation * 12 * step.adapters.parameters / machine.hbm
+        return step.gradient_accumulation * 12 * step.trained / machine.hbm
     traffic = 8 if step.joins_passes else 8 + BYTES[step.param_dtype]
     embeds_at_the_end = step.joins_passes and not step.config.tie_word_embeddings
     elements, layers_in_kernel = 0, 0

@@ -159,9 +159,9 @@ class Gathers(NamedTuple):
 def gather_seconds(step: PlannedStep, stage: int, machine: Machine) -> tuple[Gathers, Gathers]:
     """Returns the FSDP communication of one layer: (forward pass, backward pass).
 
-    Both passes gather the layer's matrices. The backward pass also sends their gradients to the devices that store them. With
-    peer-to-peer copies (`parallel.collectives.direct`), received matrices are copied into place. Gradients to send are sliced
-    out, and received gradients are read for the sum. Experts in FP8 arrive in half the bytes.
+    Both passes gather the layer's matrices. The backward pass also sends gradients of trained matrices to the devices that
+    store them. With peer-to-peer copies (`parallel.collectives.direct`), received matrices are copied into place. Gradients to
+    send are sliced out, and received gradients are read for the sum. Experts in FP8 arrive in half the bytes.
     """
     gathers, returns = [Gathers(0.0, 0.0)], [Gathers(0.0, 0.0)]
     for p in step.parameters_of_stages[stage]:
@@ -178,6 +178,8 @@ def gather_seconds(step: PlannedStep, stage: int, machine: Machine) -> tuple[Gat
         else:
             gathers.append(Gathers(all_gather_seconds(machine, arriving, *where), 0.0))
             returns.append(Gathers(all_to_all_seconds(machine, size, *where), 0.0))
+    if step.adapters is not None:
+        returns = []
     forward, backward = (Gathers(*map(sum, zip(*each, strict=True))) for each in (gathers, gathers + returns))
     return forward, backward
 
@@ -193,8 +195,9 @@ def once_a_step_seconds(step: PlannedStep, machine: Machine) -> float:
     gathers, sends and sums, except sums of parts.
     """
     if step.adapters is not None:
-        sums = all_reduce_seconds(machine, 4 * step.adapters.parameters, ("data",), step.mesh)
-        return step.gradient_accumulation * sums
+        outside = [p for p in step.parameters if not p.by_layer and p.gather_axes]
+        seconds = sum(all_gather_seconds(machine, ELEMENT * p.used_size, p.gather_axes, step.mesh) for p in outside)
+        return step.gradient_accumulation * (seconds + all_reduce_seconds(machine, 4 * step.trained, MESH_AXES, step.mesh))
     times = 1 if step.joins_passes else step.gradient_accumulation
     of_gradient = 4 if step.joins_passes else ELEMENT
     seconds = 0.0

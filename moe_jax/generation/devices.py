@@ -26,7 +26,7 @@ from jaxtyping import Array, Bool, Int, Key
 from moe_jax.config import ModelConfig
 from moe_jax.generation.request import DecodeOptions, check_memory, left_padded
 from moe_jax.kernels.shapes import vary_as
-from moe_jax.layers.moe import Experts, is_expert_matrix
+from moe_jax.layers.moe import is_expert_matrix
 from moe_jax.models.decoder import Decoder
 from moe_jax.models.inputs import refuse_deleted
 from moe_jax.parallel.choices import Hops
@@ -99,8 +99,7 @@ def decode_on_devices[Results: tuple](
     """
     refuse_deleted(nnx.state(model))
     graph, parameters, *rest = nnx.split(model, nnx.Param, ...)
-    adapts = any(isinstance(module, Experts) and module.down_lora is not None for _, module in nnx.iter_modules(model))
-    mesh = generation_mesh(devices_of(model, "generation"), model.config, spread_experts=not adapts)
+    mesh = generation_mesh(devices_of(model, "generation"), model.config)
     refuse_chunks(parameters, "generation")
     check_memory(model.config, prompts, options.max_new_tokens, dtype=model.dtype, devices=mesh.size)
     if options.overlap_prefill and (reason := overlap_refusal(mesh, model.config, len(prompts))):
@@ -116,15 +115,12 @@ def decode_on_devices[Results: tuple](
     return jax.tree.map(lambda rows: np.asarray(rows)[: len(prompts)], results)
 
 
-def generation_mesh(devices: Sequence[jax.Device], config: ModelConfig, *, spread_experts: bool = True) -> Mesh:
+def generation_mesh(devices: Sequence[jax.Device], config: ModelConfig) -> Mesh:
     """Builds the mesh (fsdp, expert) of generation.
 
     For a model loaded onto this mesh, only the matrices other than experts' must be gathered.
-
-    Args:
-      spread_experts: False keeps all experts on each device, as adapters of experts require.
     """
-    has_experts = config.experts is not None and bool(config.moe_layers) and spread_experts
+    has_experts = config.experts is not None and bool(config.moe_layers)
     experts = math.gcd(len(devices), config.experts.num_experts) if has_experts and config.experts else 1
     return Mesh(np.array(devices).reshape(-1, experts), AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
@@ -150,9 +146,7 @@ def _whole_because(mesh: Mesh, config: ModelConfig) -> str:
     if mesh.size == 1:
         return "lay the model out on several"
     number = config.experts.num_experts
-    if math.gcd(mesh.size, number) == 1:
-        return f"the model has {number}, and a number of devices with a common divisor can share them; got {mesh.size}"
-    return "those with adapters are replicated on each device"
+    return f"the model has {number}, and a number of devices with a common divisor can share them; got {mesh.size}"
 
 
 def _specs_of_others(others: nnx.State, mesh: Mesh | AbstractMesh) -> nnx.State:

@@ -1,5 +1,6 @@
 """The low-rank change of a matrix: W + b a, where only the factors are trained (LoRA, https://arxiv.org/abs/2106.09685)."""
 
+import math
 from typing import NamedTuple
 
 import jax
@@ -26,17 +27,23 @@ class RowsChange(NamedTuple):
 
 
 class Dropout(NamedTuple):
-    """LoRA dropout on a's input: drops each element with probability `rate`, by random bits from `key`.
+    """LoRA dropout on a's input: drops each element with probability `rate`, redrawn from the token's seed on each use.
 
-    The same key drops the same elements, so a layer recomputed in the backward pass matches.
+    The same seed drops the same elements: in a layer recomputed in the backward pass, and on any device.
     """
 
-    key: UInt32[Array, "2"]
+    seeds: UInt32[Array, "*tokens"]
+    """One for each token of the input. For other numbers of tokens, the first one's mask covers the whole input."""
     rate: float | Float[Array, ""]
 
     def __call__(self, x: Float[Array, "*batch in"]) -> Float[Array, "*batch in"]:
         """Returns x with dropped elements zero, and the others divided by 1 - rate."""
-        kept = jax.random.bernoulli(self.key, 1 - self.rate, x.shape)
+        *tokens, size = x.shape
+        keys = jnp.stack([self.seeds.ravel(), jnp.zeros_like(self.seeds.ravel())], axis=-1)
+        if math.prod(tokens) == len(keys):
+            kept = jax.vmap(lambda key: jax.random.bernoulli(key, 1 - self.rate, (size,)))(keys).reshape(x.shape)
+        else:
+            kept = jax.random.bernoulli(keys[0], 1 - self.rate, x.shape)
         return jnp.where(kept, x / jnp.asarray(1 - self.rate, x.dtype), jnp.zeros((), x.dtype))
 
 

@@ -16,7 +16,7 @@ class Frozen(nnx.Variable):
 
 
 class DropoutKey(nnx.Variable):
-    """PRNG keys of an adapter's dropout in one training pass, one per layer of a stack."""
+    """Seeds of an adapter's dropout in one training pass, for each layer of a stack and each token."""
 
 
 class Adapter(nnx.Module):
@@ -93,14 +93,14 @@ def freeze(model: nnx.Module) -> None:
                 setattr(module, name, Frozen(variable.get_value()))
 
 
-def draw_dropout(model: nnx.Module, seed: UInt32[Array, ""]) -> None:
-    """Sets new dropout keys in every adapter of the model, in place, for one training pass.
+def draw_dropout(model: nnx.Module, seeds: UInt32[Array, "*tokens"]) -> None:
+    """Sets the dropout seeds of every adapter of the model, in place, for one training pass, from a seed for each token.
 
     Each layer of each matrix has its own. The model must be merged for a single call, as for `moe.add_expert_gradients_to`.
     """
     for number, adapter in enumerate(_with_dropout(model)):
-        key = jax.random.fold_in(jax.random.PRNGKey(seed), number)
-        adapter.key = DropoutKey(jax.random.split(key, len(adapter.a[...])))
+        of_layers = jax.random.bits(jax.random.PRNGKey(number), (len(adapter.a[...]), *(1,) * seeds.ndim), "uint32")
+        adapter.key = DropoutKey(of_layers ^ seeds)
 
 
 def has_dropout(model: nnx.Module) -> bool:

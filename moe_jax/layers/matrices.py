@@ -21,7 +21,7 @@ class Declaration(NamedTuple):
 
     role: Role
     axes: int = 2
-    """Its own axes, without axes of layers; 1 for a vector."""
+    """Its own axes, without axes of layers; 1 for a vector. Matrices with an axis of experts have 3."""
     split: tuple[str, ...] = SPLIT
     """The mesh axes that split it, in order; () replicates it."""
 
@@ -43,7 +43,7 @@ MATRICES: dict[str, Declaration] = {
     **dict.fromkeys(_MLP, Declaration("mlp")),
     **{f"shared_experts.{name}": Declaration("shared_experts") for name in _MLP},
     **{f"lora.{name}": Declaration("small", 2, ()) for name in "ab"},
-    **{f"{of}_lora.{name}": Declaration("small", 3, ()) for of in ("gate_up", "down") for name in "ab"},
+    **{f"{of}_lora.{name}": Declaration("small", 3, _EXPERTS.split) for of in ("gate_up", "down") for name in "ab"},
 }
 """Declarations by the last one or two names of a parameter's path, without "weight". Add the matrices of your own modules.
 Norms, biases and all other parameters with one axis besides layers are vectors."""

@@ -73,6 +73,11 @@ class WholeLayer:
         """Combines gathered leaves with the replicated leaves of `parts` into the layer's parameters."""
         return parts
 
+    @property
+    def of_gradients(self) -> "WholeLayer":
+        """The gather of only the leaves with gradients, for `split` and `join` of gradients, and the scatter."""
+        return self
+
     def zero_gradients(self, gathered: list[Any]) -> list[Array]:
         """Returns zeros for `start_scatter`, in the shapes of the gathered parameters' gradients."""
         return []
@@ -124,11 +129,22 @@ class LayerArrays(NamedTuple):
     per_layer: Any
     parameters: Any
     accumulators: Any = None
+    frozen: Any = None
+    """Weights without gradients that are gathered like parameters. With any, the body gets (frozen, *per_layer)."""
 
     @property
     def num_layers(self) -> int:
         """The number of stacked layers."""
         return jax.tree.leaves((self.parameters, self.per_layer))[0].shape[0]
+
+    @property
+    def parts(self) -> tuple[Any, Any]:
+        """The arrays that a gather reads: the parameters, and the frozen weights."""
+        return self.parameters, self.frozen
+
+    def inputs(self, per_layer, frozen):
+        """Returns the input of the body that has no gradient, from a layer's arrays."""
+        return per_layer if frozen is None else (frozen, *per_layer)
 
 
 class Chunk(NamedTuple):
@@ -293,10 +309,11 @@ def forward_loop(layers: Layers, arrays: LayerArrays, x, chunk: Chunk | None = N
         here = _place(chunk, i)
         own = (
             take_layer(arrays.per_layer, here),
-            take_layer(arrays.parameters, here),
+            take_layer(arrays.parts, here),
             layers.take_accumulators(arrays.accumulators, _accumulator(chunk, i)),
         )
-        arguments = arrays.shared, own[0], x, gather.layer(own[1], gathered), own[2]
+        parameters, frozen = gather.layer(own[1], gathered)
+        arguments = arrays.shared, arrays.inputs(own[0], frozen), x, parameters, own[2]
         if remat:
             after, y = body(*arguments)
             return after, (y, placed(x))
@@ -304,7 +321,7 @@ def forward_loop(layers: Layers, arrays: LayerArrays, x, chunk: Chunk | None = N
         return after, (y, placed(pullback))
 
     def step(i: Turn, state: ForwardState) -> ForwardState:
-        arriving = gather.start_gather(take_layer(arrays.parameters, _place(chunk, jnp.minimum(i + 1, last))))
+        arriving = gather.start_gather(take_layer(arrays.parts, _place(chunk, jnp.minimum(i + 1, last))))
         x, results = layer(i, state.x, state.gathered)
         x, arriving = gather.barrier(x, arriving)
         y, saved = map(jax.tree.leaves, results)
@@ -313,7 +330,7 @@ def forward_loop(layers: Layers, arrays: LayerArrays, x, chunk: Chunk | None = N
         )
         return ForwardState(x, gather.finish_gather(arriving), written)
 
-    first = gather.gather(take_layer(arrays.parameters, _place(chunk, 0)))
+    first = gather.gather(take_layer(arrays.parts, _place(chunk, 0)))
     (y, of_y), (saved, of_saved) = map(jax.tree.flatten, jax.eval_shape(layer, 0, x, first)[1])
     stacks = placed(unwritten(last + 1, saved)) if place is None else place.stacks
 
@@ -373,6 +390,7 @@ def backward_loop(
       written: without `sums`, the gradients of earlier layers' runs, into which the chunk's are written.
     """
     body, gather, remat, parameters = layers.body, layers.gather, layers.remat, arrays.parameters
+    of_gradients = gather.of_gradients
     last = (arrays.num_layers if chunk is None else chunk.num_layers) - 1
     offload = remat == "offload"
     write = put_layer if sums is None else add_layer
@@ -384,12 +402,13 @@ def backward_loop(
     def step(turn: Turn, state: BackwardState) -> BackwardState:
         i = last - turn
         here, below = _place(chunk, i), jnp.maximum(i - 1, 0)
-        arriving, restored_below = gather.start_gather(take_layer(parameters, _place(chunk, below))), restored(below)
-        scattering = gather.start_scatter(state.to_scatter)
+        arriving, restored_below = gather.start_gather(take_layer(arrays.parts, _place(chunk, below))), restored(below)
+        scattering = of_gradients.start_scatter(state.to_scatter)
         of_layer = state.restored if offload else take_layer(saved, i)
-        layer, dx = gather.layer(take_layer(parameters, here), state.gathered), state.dx
+        (layer, frozen), dx = gather.layer(take_layer(arrays.parts, here), state.gathered), state.dx
         of_kernels = _accumulator(chunk, i)
-        own = take_layer(arrays.per_layer, here), layers.take_accumulators(state.accumulators, of_kernels)
+        inputs = arrays.inputs(take_layer(arrays.per_layer, here), frozen)
+        own = inputs, layers.take_accumulators(state.accumulators, of_kernels)
         if remat:
             _, pullback = _pullback(body, (arrays.shared, own[0], of_layer, layer, own[1]))
             # Recomputation hides the parameter gather, the backward pass hides the gradient scatter. dx is in the barrier too:
@@ -400,10 +419,10 @@ def backward_loop(
             pullback = of_layer
         pullback = pullback.replace(args_res=[arrays.shared, own[0], pullback.args_res[2], layer, own[1]])
         _, _, dx, dlayer, daccumulators = pullback((dx, take_layer(dy, i)))
-        to_scatter, whole = gather.split(dlayer)
+        to_scatter, whole = of_gradients.split(dlayer)
         (dx, to_scatter), (arriving, scattering) = gather.barrier((dx, to_scatter), (arriving, scattering))
         # In the first turn these are zeros, in a slice that the second turn overwrites or adds to.
-        arrived = gather.finish_scatter(scattering, state.scattered)
+        arrived = of_gradients.finish_scatter(scattering, state.scattered)
         return BackwardState(
             dx=dx,
             gathered=gather.finish_gather(arriving),
@@ -415,19 +434,19 @@ def backward_loop(
         )
 
     def finish(state: BackwardState) -> BackwardRun:
-        of_first = gather.finish_scatter(gather.start_scatter(state.to_scatter), state.scattered)
+        of_first = of_gradients.finish_scatter(of_gradients.start_scatter(state.to_scatter), state.scattered)
         scattered = write(state.scattered, of_first, _place(chunk, 0))
-        return BackwardRun(state.dx, gather.join(parameters, scattered, state.whole), state.accumulators)
+        return BackwardRun(state.dx, of_gradients.join(parameters, scattered, state.whole), state.accumulators)
 
-    gathered = gather.gather(take_layer(parameters, _place(chunk, last)))
+    gathered = gather.gather(take_layer(arrays.parts, _place(chunk, last)))
     if sums is None:
         sums = unwritten(arrays.num_layers, take_layer(parameters, 0)) if written is None else written
-    scattered, whole = gather.split(sums)
+    scattered, whole = of_gradients.split(sums)
     start = BackwardState(
         dx=dx,
         gathered=gathered,
         restored=restored(last),
-        to_scatter=gather.zero_gradients(gathered),
+        to_scatter=of_gradients.zero_gradients(gathered),
         scattered=scattered,
         whole=whole,
         accumulators=arrays.accumulators,

@@ -136,7 +136,24 @@ Quantised = BlockScaled | FourBits
 
 def matrices_of(state: Any) -> list[Any]:
     """Returns the arrays of a model or state, with each quantised matrix as one item."""
-    return jax.tree.leaves(state, is_leaf=lambda leaf: isinstance(leaf, Quantised))
+    return [matrix for _, matrix in matrices_with_path(state)]
+
+
+def matrices_with_path(state: Any) -> list[tuple[tuple, Any]]:
+    """Returns `matrices_of` a state, each with its path."""
+    return jax.tree.leaves_with_path(state, is_leaf=lambda leaf: isinstance(leaf, Quantised))
+
+
+def splittable(matrix: Any) -> tuple[int, ...]:
+    """Returns the shape by which a matrix is split over devices: a quantised matrix's in blocks, since parts keep blocks whole.
+
+    Codes and scales of a quantised matrix are split alike. An axis whose last block is not full is not split.
+    """
+    if not isinstance(matrix, Quantised):
+        return matrix.shape
+    blocks = matrix.block if isinstance(matrix, BlockScaled) else (1, matrix.block)
+    axes = zip(matrix.shape[-2:], matrix.scales.shape[-2:], blocks, strict=True)
+    return *matrix.shape[:-2], *(n if size == n * block else 1 for size, n, block in axes)
 
 
 def is_quantised(state: Any) -> bool:

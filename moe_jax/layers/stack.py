@@ -40,32 +40,34 @@ def run_layers(layers: Layers, arrays: LayerArrays, x):
 
     Args:
       layers: the body, which closes over no array; the gather of parameters; and the recomputed layers.
-      arrays: `shared` and `per_layer` are not differentiated. `body` returns each accumulator's "gradient": the array plus the
-        added gradients (`kernels.experts.weights.Accumulators`). It overwrites the array.
+      arrays: `shared`, `per_layer` and `frozen` are not differentiated. `body` returns each accumulator's "gradient": the array
+        plus the added gradients (`kernels.experts.weights.Accumulators`). It overwrites the array.
       x: floats that are passed from layer to layer.
     """
     return _run_layers(layers, *arrays[:2], x, *arrays[2:])
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _run_layers(layers: Layers, shared, per_layer, x, parameters, accumulators):
-    body, gather, last = layers.body, layers.gather, LayerArrays(shared, per_layer, parameters).num_layers - 1
+def _run_layers(layers: Layers, shared, per_layer, x, parameters, accumulators, frozen):
+    arrays = LayerArrays(shared, per_layer, parameters, accumulators, frozen)
+    body, gather, last = layers.body, layers.gather, arrays.num_layers - 1
 
     def step(state, arguments):
         x, gathered = state
         i, own, parts, own_accumulators = arguments
-        arriving = gather.start_gather(take_layer(parameters, jnp.minimum(i + 1, last)))
-        x, y = body(shared, own, x, gather.layer(parts, gathered), own_accumulators)
+        arriving = gather.start_gather(take_layer(arrays.parts, jnp.minimum(i + 1, last)))
+        of_layer, of_frozen = gather.layer(parts, gathered)
+        x, y = body(shared, arrays.inputs(own, of_frozen), x, of_layer, own_accumulators)
         x, arriving = gather.barrier(x, arriving)
         return (x, gather.finish_gather(arriving)), y
 
-    first = gather.gather(take_layer(parameters, 0))
-    (x, _), y = lax.scan(step, (x, first), (jnp.arange(last + 1), per_layer, parameters, accumulators))
+    first = gather.gather(take_layer(arrays.parts, 0))
+    (x, _), y = lax.scan(step, (x, first), (jnp.arange(last + 1), per_layer, arrays.parts, accumulators))
     return x, y
 
 
-def _forward(layers: Layers, shared, per_layer, x, parameters, accumulators):
-    arrays = LayerArrays(shared, per_layer, parameters, accumulators)
+def _forward(layers: Layers, shared, per_layer, x, parameters, accumulators, frozen):
+    arrays = LayerArrays(shared, per_layer, parameters, accumulators, frozen)
     run = run_pass(forward_pass(layers, arrays, x))
     return (run.x, run.y), (arrays, run.saved)
 
@@ -73,7 +75,7 @@ def _forward(layers: Layers, shared, per_layer, x, parameters, accumulators):
 def _backward(layers: Layers, residuals: tuple[LayerArrays, list[SavedLayers]], gradients):
     arrays, saved = residuals
     run = run_pass(backward_pass(layers, arrays, saved, *gradients))
-    return None, None, run.dx, run.parameters, run.accumulators
+    return None, None, run.dx, run.parameters, run.accumulators, None
 
 
 _run_layers.defvjp(_forward, _backward)

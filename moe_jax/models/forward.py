@@ -190,15 +190,25 @@ def stage_layers(stage: nnx.Module, number: int, inputs: LayerInputs, per_layer:
       number: the stage's index in `Decoder.stages`, and so in `Spread.layer_gathers`.
     """
     spread = execution.spread
+    gather = spread.gather(number)
     accumulating = GradientAccumulator, WeightTicket
     without_gradients = ExpertBias, Frozen, DeferredWeight, Fp8Copies
     graph, *states = nnx.split(stage, nnx.Param, accumulating, (*without_gradients, StackedWeight, PlaceInStack, DropoutKey))
     parameters, accumulators, others = states
     stacks, others = nnx.split_state(others, StackedWeight, ...)
+    frozen = None
+    if gather is not None and gather.num_frozen:
+        frozen, others = nnx.split_state(others, Frozen, ...)
+        if not jax.tree.leaves(parameters):
+            gather = gather.of_frozen
+    elif gather is not None:
+        # Matrices whose gradients go elsewhere are whole on each device, and no parameters.
+        matrices = nnx.to_flat_state(nnx.state(stage, (nnx.Param, DeferredWeight, StackedWeight)))
+        gather = gather.without([not isinstance(matrix, nnx.Param) for _, matrix in matrices])
 
-    def layer(shared: tuple[LayerInputs, nnx.State], own: tuple[PerLayer, nnx.State], carry: Carry, parameters, accumulators):
-        (inputs, stacks), (per_layer, others) = shared, own
-        block = nnx.merge(graph, parameters, accumulators, stacks, others)
+    def layer(shared: tuple[LayerInputs, nnx.State], own: tuple, carry: Carry, parameters, accumulators):
+        (inputs, stacks), (*of_frozen, per_layer, others) = shared, own
+        block = nnx.merge(graph, parameters, accumulators, stacks, others, *of_frozen)
         if per_layer.exists is not None:
             inputs = inputs.counted_where(per_layer.exists)
         if not isinstance(block, LayerPattern):
@@ -216,16 +226,9 @@ def stage_layers(stage: nnx.Module, number: int, inputs: LayerInputs, per_layer:
         out = block(carry.x, inputs, attend, spread)
         return Carry(out.x, out.cache), None if out.routing is None else StageRouting(out.routing.sums, out.routing.experts)
 
-    # Adapters are whole on each device, and a stage may have none.
-    is_frozen = bool(jax.tree.leaves(nnx.state(stage, Frozen)))
-    gather = None if is_frozen else spread.gather(number)
-    if gather is not None:
-        # Matrices whose gradients go elsewhere are whole on each device, and no parameters.
-        matrices = nnx.to_flat_state(nnx.state(stage, (nnx.Param, DeferredWeight, StackedWeight)))
-        gather = gather.without([not isinstance(matrix, nnx.Param) for _, matrix in matrices])
     whole_accumulators = bool(jax.tree.leaves(stacks))
     layers = Layers(layer, gather or WHOLE_LAYER, execution.remat, execution.num_kept, whole_accumulators)
-    return StageLayers(layers, LayerArrays((inputs, stacks), (per_layer, others), parameters, accumulators))
+    return StageLayers(layers, LayerArrays((inputs, stacks), (per_layer, others), parameters, accumulators, frozen))
 
 
 def collect(

@@ -5,6 +5,7 @@ are split over `expert` first (and never gathered along it), then over the other
 along three axes, [chunks, ranks, layers of a chunk], and `pipe` splits the second (`parallel.pipeline.chunks`). Matrices
 outside the pipeline are split over `pipe` last. Mesh axes split the first of the matrix's own axes; if they do not divide it,
 they split the next. Norms, biases and routers are replicated, and so are matrices without an axis that can be split.
+A frozen matrix has the layout of a trained one. Adapters of experts are split like experts; other adapters are replicated.
 
 A parameter's moments and master have the parameter's layout. With ZeRO, stage 1, `data` splits them too (`optimizer_spec`).
 
@@ -43,15 +44,6 @@ def parameter_sharding(path: tuple, shape: tuple[int, ...], mesh: Mesh | None) -
             "them; jax.make_mesh makes Explicit axes unless axis_types is given"
         )
     return NamedSharding(mesh, parameter_spec(path, shape, mesh))
-
-
-def quantised_sharding(path: tuple, shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> NamedSharding:
-    """Returns the `Sharding` of a quantised parameter's codes and scales, from its dequantised shape.
-
-    Experts are split only along the expert axis, which both have. Other matrices are whole, since a split would cut blocks.
-    """
-    of_experts = {axis: names for axis, names in _splits(path, shape, mesh).items() if axis == len(shape) - 3}
-    return NamedSharding(mesh, PartitionSpec(*(of_experts.get(axis) for axis in range(len(shape)))))
 
 
 def parameter_spec(path: tuple, shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> PartitionSpec:
@@ -109,7 +101,7 @@ def gathered_axes(path: tuple, shape: tuple[int, ...], mesh: Mesh | AbstractMesh
 
     Axes are negative: the last is -1.
     """
-    kept = {"expert"} if declaration_of(path, shape).role == "experts" else set()
+    kept = {"expert"} if declaration_of(path, shape).axes == 3 else set()
     if lies_in_chunks(path, shape):
         kept.add("pipe")
     pairs = (
@@ -130,7 +122,7 @@ def _splits(path: tuple, shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> d
     if mesh.shape.get("pipe", 1) > 1 and lies_in_chunks(path, shape):
         return _split_own_axes(matrix, shape, mesh, matrix.split, {1: ("pipe",)})
     # Axes that are gathered together are in mesh order, as peer-to-peer copies require.
-    first = matrix.split[: matrix.role == "experts"]
+    first = matrix.split[: matrix.axes == 3]
     return _split_own_axes(matrix, shape, mesh, (*first, "pipe", *matrix.split[len(first) :]), {})
 
 
@@ -146,7 +138,7 @@ def _split_own_axes(
     for name in names if matrix.split else ():
         ways = mesh.shape.get(name, 1)
         # `expert` splits an expert matrix only along the axis of experts: parts of an expert would have to be gathered.
-        choices = 1 if name == "expert" and matrix.role == "experts" else matrix.axes
+        choices = 1 if name == "expert" and matrix.axes == 3 else matrix.axes
         for axis in range(first_own, first_own + choices) if ways > 1 else ():
             before = splits.get(axis, ())
             if shape[axis] % (ways * math.prod(mesh.shape[other] for other in before)) == 0:

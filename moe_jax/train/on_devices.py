@@ -1,7 +1,7 @@
 """Calls a function of (model, batch) where the model's parameters are: on one device, or on each device of a mesh.
 
-Dropout of adapters depends only on the step and the position (`with_dropout_seeds`). So a resumed run drops the same elements
-as an uninterrupted one, and a recomputed layer drops the same as before.
+Dropout of adapters depends only on the step and the token's place in the batch (`with_dropout_seeds`). So a resumed run drops
+the same elements as an uninterrupted one, a mesh the same as one device, and a recomputed layer the same as before.
 """
 
 from collections.abc import Callable
@@ -21,12 +21,13 @@ from moe_jax.models.decoder import Decoder
 from moe_jax.models.execution import Execution
 from moe_jax.parallel.fsdp import ShardedParameters
 from moe_jax.parallel.parallelism import Parallelism
+from moe_jax.parallel.sequence.layouts import shard_sequence
 from moe_jax.parallel.spread import Spread
 from moe_jax.parallel.zero1 import stacked_specs
 from moe_jax.train.batch import Batch, batch_specs
 
 SEEDS = "dropout_seeds"
-"""Name of a batch's array [batch] of seeds inside a step; a pass uses its first row's."""
+"""Name of a batch's array [batch, seq] inside a step: a seed for each token."""
 
 
 def on_devices(
@@ -49,8 +50,8 @@ def on_devices(
       execution: the `Decoder.execution` of the merged model; default: unchanged. `parallelism` sets its `spread`.
       parallelism: the mesh of the parameters. None: one device, or all collectives left to XLA.
       differentiate: `function` returns (a scalar, aux), and the call ((scalar, aux), gradients) as `jax.value_and_grad` does.
-        Gradients are taken in `params`, in their dtypes and layout. `fixed` holds the rest of the model, whole on every device
-        and without gradients.
+        Gradients are taken in `params`, in their dtypes and layout. `fixed` holds the rest of the model, without gradients:
+        frozen matrices laid out like parameters, and arrays that are whole on every device.
       stack_over_data: gradients are not summed over the mesh axis `data`. A parameter of shape [...] has gradients [data, ...];
         each device along `data` holds its own row. `parallel.zero1.sum_to_parts` sums them. Needs `differentiate`.
     """
@@ -94,10 +95,11 @@ def on_mesh(
 
     def call(params: nnx.State, fixed: nnx.State, batch: Batch):
         whole = merged_model(graphdef, params, fixed, execution)
-        sharded = sharded_parameters(whole, params, parallelism)
+        sharded = sharded_parameters(whole, params, fixed, parallelism)
         spread = replace(whole.execution, spread=spread_of(parallelism, sharded))
 
         def on_device(params: nnx.State, fixed: nnx.State, batch: Batch):
+            fixed = sharded.enter_fixed(fixed)
             if not stack_over_data:
                 return local(params, fixed, batch, sharded, spread)
             # Parameters that vary over `data` get only the gradients of this device's tokens.
@@ -109,7 +111,7 @@ def on_mesh(
         return jax.shard_map(
             on_device,
             mesh=parallelism.mesh,
-            in_specs=(sharded.specs, PartitionSpec(), batch_specs(batch, parallelism)),
+            in_specs=(sharded.specs, sharded.fixed_specs, batch_specs(batch, parallelism)),
             out_specs=(PartitionSpec(), of_gradients) if has_gradients else PartitionSpec(),
         )(params, fixed, batch)
 
@@ -170,7 +172,7 @@ def mean_over_devices[Values](model: Decoder, values: Values) -> Values:
     return jax.lax.pmean(values, axes) if axes else values
 
 
-def sharded_parameters(model: Decoder, params: nnx.State, parallelism: Parallelism) -> ShardedParameters:
+def sharded_parameters(model: Decoder, params: nnx.State, fixed: nnx.State, parallelism: Parallelism) -> ShardedParameters:
     """Returns the model's `ShardedParameters` on the mesh of `parallelism`."""
     exchange = parallelism.expert_parallel
     # Shadows are copies of the weights in the model's dtype.
@@ -182,6 +184,7 @@ def sharded_parameters(model: Decoder, params: nnx.State, parallelism: Paralleli
         token_axes=parallelism.token_axes,
         hops=parallelism.hops,
         experts_in_fp8=in_fp8,
+        fixed=fixed,
     )
 
 
@@ -195,10 +198,12 @@ def spread_of(parallelism: Parallelism, sharded: ShardedParameters) -> Spread:
     )
 
 
-def with_dropout_seeds(batch: Batch, step: Int[Array, ""]) -> Batch:
-    """Adds a dropout seed per row to the batch, so that each micro-batch and device has its own."""
-    rows = next(array.shape[0] for array in batch.values() if array.ndim)
-    seeds = jax.random.bits(jax.random.fold_in(jax.random.PRNGKey(0), step), (rows,), "uint32")
+def with_dropout_seeds(batch: Batch, step: Int[Array, ""], parallelism: Parallelism | None = None) -> Batch:
+    """Adds a dropout seed per token to the batch, in the order of the tokens on the mesh."""
+    shape = (batch["tokens"] if "tokens" in batch else next(a for a in batch.values() if a.ndim > 1)).shape[:2]
+    seeds = jax.random.bits(jax.random.fold_in(jax.random.PRNGKey(0), step), shape, "uint32")
+    if parallelism is not None and (context := parallelism.context_parallel) is not None:
+        seeds = shard_sequence(seeds, parallelism.mesh.shape[context.axis_name], context.layout)
     return batch | {SEEDS: seeds}
 
 
@@ -206,5 +211,5 @@ def ready_for_pass(model: Decoder, batch: Batch) -> tuple[Decoder, Batch]:
     """Sets the model's dropout keys from the batch's seeds and removes these; without seeds, returns both unchanged."""
     if SEEDS not in batch:
         return model, batch
-    draw_dropout(model, batch[SEEDS][0])
+    draw_dropout(model, batch[SEEDS])
     return model, {name: array for name, array in batch.items() if name != SEEDS}

@@ -78,7 +78,7 @@ def init_state(model: Decoder, optimizer: optax.GradientTransformation, parallel
 
     Raises:
       ValueError: parameters that are not all f32 or all bf16, or `shard_optimizer` if `data` can split none of them. Or a model
-        with adapters on a mesh with axes other than `data`.
+        with adapters on a mesh with a pipe.
     """
     # Committed to their devices like a restored state, so that both run the same compiled step.
     params, expert_bias, frozen = jax.tree.map(
@@ -93,23 +93,17 @@ def init_state(model: Decoder, optimizer: optax.GradientTransformation, parallel
 
 
 def check_adapters(frozen: nnx.State, parallelism: Parallelism | None) -> None:
-    """Checks that a mesh supports training adapters, whose frozen weights must be replicated; passes without adapters.
+    """Checks that a mesh supports training adapters, which excludes pipelines; passes without adapters.
 
     Raises:
-      ValueError: a mesh with several devices along an axis other than `data`, or overlapping micro-batches.
+      ValueError: a mesh with several devices along `pipe`.
     """
     if not jax.tree.leaves(frozen):
         return
     mesh = mesh_of(frozen) if parallelism is None else parallelism.mesh
-    split = [] if mesh is None else [f"{axis}={n}" for axis, n in mesh.shape.items() if axis != "data" and n > 1]
-    if split:
+    if mesh is not None and mesh.shape.get("pipe", 1) > 1:
         raise ValueError(
-            f"adapters train on one device, or on a mesh that has several along data alone: their frozen weights must be "
-            f"whole on each device; got {', '.join(split)}"
-        )
-    if parallelism is not None and parallelism.overlap_micro_batches:
-        raise ValueError(
-            "overlap_micro_batches=True hides the exchange with other devices' experts, which adapters do not have"
+            f"adapters train on a mesh without pipe, since a pipeline moves trained layers; got pipe={mesh.shape['pipe']}"
         )
 
 

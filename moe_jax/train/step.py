@@ -14,6 +14,7 @@ from jaxtyping import Array
 
 from moe_jax.layers.lora import has_dropout
 from moe_jax.layers.passes import Remat
+from moe_jax.models.decoder import Decoder
 from moe_jax.models.execution import Execution
 from moe_jax.parallel.parallelism import Parallelism
 from moe_jax.parallel.zero1 import optimizer_mesh, sum_to_parts
@@ -108,11 +109,15 @@ def make_train_step(
     # If `data` splits the optimizer's state, gradients are summed over `data` once a step, and only in parts.
     split_over = optimizer_mesh(parallelism)
     overlap = parallelism is not None and overlaps(objective, parallelism, remat, gradient_accumulation)
-    orders_passes = overlap or (parallelism is not None and parallelism.pipelined)
 
     def train_step(
-        gradients: GradientsFn, in_place: GradientsFn, one_device: bool, state: TrainState, frozen: nnx.State, batch: Batch
+        functions: tuple[GradientsFn, GradientsFn, GradientsFn],
+        one_device: bool,
+        state: TrainState,
+        frozen: nnx.State,
+        batch: Batch,
     ) -> tuple[TrainState, Metrics]:
+        gradients, in_turn, in_place = functions
         own = replace(state, frozen=frozen).fixed
         fixed = with_fp8_copies(graphdef, state.params, own, parallelism)
         if parallelism is not None:
@@ -122,10 +127,10 @@ def make_train_step(
         # Gradients of experts split over devices can be summed only after they have travelled. Adapters' gradients are small.
         compute = in_place if one_device and gradient_accumulation > 1 and not frozen else gradients
         prepared = objective.prepare(batch, label_weight)
-        if has_dropout(nnx.merge(graphdef, state.params, own)):
-            if orders_passes:
-                raise ValueError("dropout of adapters needs a step whose micro-batches do not overlap: leave overlapping out")
-            prepared = with_dropout_seeds(prepared, state.step)
+        if has_dropout(model := nnx.merge(graphdef, state.params, own)):
+            if parallelism is not None:
+                check_dropout(model, parallelism)
+            compute, prepared = in_turn, with_dropout_seeds(prepared, state.step, parallelism)
         value, aux, grads = compute(state.params, fixed, prepared)
         if split_over is not None:
             grads = sum_to_parts(grads, split_over)
@@ -139,14 +144,14 @@ def make_train_step(
 
     def function_of(remat: Remat | int) -> Callable:
         execution = Execution(balanced_routing=force_balanced_routing).with_remat(remat)
+        in_turn = gradients_fn(objective, graphdef, execution, parallelism, stack_over_data=split_over is not None)
+        gradients = in_turn = accumulate(in_turn, gradient_accumulation)
         if parallelism is not None and parallelism.pipelined:
             gradients = accumulate_pipelined(objective, graphdef, execution, parallelism, gradient_accumulation)
-        elif parallelism is not None and overlap:
+        elif overlap:
             gradients = accumulate_overlapping(objective, graphdef, execution, parallelism, gradient_accumulation)
-        else:
-            gradients = gradients_fn(objective, graphdef, execution, parallelism, stack_over_data=split_over is not None)
-            gradients = accumulate(gradients, gradient_accumulation)
-        return partial(train_step, gradients, accumulate_in_place(objective, graphdef, execution, gradient_accumulation))
+        in_place = accumulate_in_place(objective, graphdef, execution, gradient_accumulation)
+        return partial(train_step, (gradients, in_turn, in_place))
 
     plan = partial(planned_step, graphdef, parallelism, gradient_accumulation, overlap)
     return TrainStep(function_of, remat, parallelism, plan)
@@ -159,6 +164,21 @@ def overlaps(objective: Objective, parallelism: Parallelism, remat: StepRemat, m
     if parallelism.overlap_micro_batches is not None:
         return parallelism.overlap_micro_batches
     return parallelism.expert_parallel is not None and remat is not False and can_overlap(objective)
+
+
+def check_dropout(model: Decoder, parallelism: Parallelism) -> None:
+    """Refuses dropout of adapters where a mesh would draw other masks than one device.
+
+    Raises:
+      ValueError: overlapping micro-batches were asked for. Or sequences are split, and latents are expanded on several devices.
+    """
+    if parallelism.overlap_micro_batches:
+        raise ValueError("dropout of adapters needs a step whose micro-batches do not overlap: leave overlapping out")
+    if parallelism.context_parallel is not None and hasattr(model.config, "kv_lora_rank"):
+        raise ValueError(
+            "dropout of adapters needs whole sequences, since several devices expand a token's latent (MLA): take a mesh "
+            "without context, or a dropout of 0"
+        )
 
 
 def _count(array: Array) -> Array:

@@ -238,7 +238,7 @@ def _planned_lora(settings: RunSettings, config: ModelConfig, parallelism: Paral
     if settings.lora is None:
         return None
     mesh = {} if parallelism is None else dict(parallelism.mesh.shape)
-    if problems := lora_problems(settings.lora, mesh, settings.shard_optimizer):
+    if problems := lora_problems(settings.lora, mesh, settings.shard_optimizer, settings.precision):
         raise ValueError(f"{type(settings).__name__}: {'; '.join(problems)}")
     return planned_lora(config, settings.lora).summary
 

@@ -1,6 +1,7 @@
 """The settings that every run has, with their checks. They need no JAX to import."""
 
 import importlib.util
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -215,8 +216,11 @@ class RunSettings:
         problems += dense_problems(self.fp8_dense, self.precision)
         problems += log_problems(self.tensorboard, self.log_to)
         problems += self.pipe_problems(self.mesh.pipe)
-        problems += lora_problems(self.lora, asdict(self.mesh), self.shard_optimizer)
-        problems += weights_problems(self.weights, self.lora, self.mesh.size)
+        problems += lora_problems(self.lora, asdict(self.mesh), self.shard_optimizer, self.precision)
+        if self.lora is not None:
+            moving = [f"{name}={getattr(self, name)!r}" for name in self.OF_EXPERT_DEVICES if getattr(self, name)]
+            problems += [f"{each} is for runs without lora: frozen experts stay as they are" for each in moving]
+        problems += weights_problems(self.weights, self.lora)
         of_weights = self.order_of_passes.get("pipe_schedule", "uniform"), self.lora, self.weights
         problems += precision_problems(self.precision, self.dtype, *of_weights, tokens_in_fp8=self.tokens_in_fp8)
         ways = self.mesh.size // (self.mesh.context * self.mesh.pipe)
@@ -311,11 +315,9 @@ def dense_problems(fp8_dense: tuple[str, ...], precision: str) -> list[str]:
     return problems
 
 
-def weights_problems(weights: str, lora: LoraSettings | None, devices: int) -> list[str]:
+def weights_problems(weights: str, lora: LoraSettings | None) -> list[str]:
     """Returns the reasons why a run cannot have weights in this form, one clause each."""
     problems = form_problems(weights)
-    if not problems and weights != "whole" and devices > 1:
-        problems.append(f"weights={weights!r} need one device in training; the mesh has {devices}")
     if weights in get_args(Weights) and weights != "whole" and lora is None:
         problems.insert(0, f"weights={weights!r} cannot be trained: train adapters instead (lora)")
     return problems
@@ -337,7 +339,7 @@ def fits(value, want: str) -> bool:
     return int(want.rpartition(" at least ")[2]) <= value < float("inf")
 
 
-def lora_problems(lora: LoraSettings | None, mesh: Mapping[str, int], shard_optimizer: bool) -> list[str]:
+def lora_problems(lora: LoraSettings | None, mesh: Mapping[str, int], shard_optimizer: bool, precision: str) -> list[str]:
     """Returns the settings that contradict training adapters, one clause each; none without adapters.
 
     Args:
@@ -346,11 +348,10 @@ def lora_problems(lora: LoraSettings | None, mesh: Mapping[str, int], shard_opti
     if lora is None:
         return []
     problems = []
-    if split := [f"mesh.{axis}={size}" for axis, size in mesh.items() if axis != "data" and size > 1]:
-        problems.append(
-            "lora trains on one device, or on several along mesh.data alone: frozen weights must be whole on each device; "
-            f"got {', '.join(split)}"
-        )
+    if (ranks := mesh.get("pipe", 1)) > 1:
+        problems.append(f"lora trains on a mesh without pipe: split frozen weights over fsdp or expert; got mesh.pipe={ranks}")
+    if precision != "bf16" and (devices := math.prod(mesh.values())) > 1:
+        problems.append(f"precision={precision!r} with lora needs one device: take 'bf16', which dequantises; got {devices}")
     if shard_optimizer:
         problems.append("shard_optimizer=True is for runs without lora: the optimizer's state of adapters is small")
     return problems

@@ -16,7 +16,7 @@ from moe_jax.kernels import Precision, experts_mlp, quantise_matrices
 from moe_jax.layers.moe import EXPERT_MATRICES
 from moe_jax.layers.quantised import BlockScaled, is_quantised
 from moe_jax.parallel import ExpertParallel, expert_parallel_mlp
-from moe_jax.parallel.layout import quantised_sharding
+from moe_jax.parallel.layout import parameter_sharding
 from moe_jax.serving import Engine, EngineLimits, SamplingOptions
 from tests.helpers import seeds, tiny
 from tests.helpers.checkpoint_helpers import multiplying_in_fp8, parameters, same_bits, write_checkpoint, write_fp8
@@ -88,7 +88,7 @@ def test_deepseek_v3_fits_eight_gpus():
     for path, leaf in nnx.to_flat_state(nnx.state(abstract)):
         shape, itemsize = leaf.shape, 2
         if path[-2] == "experts" and path[-1] in EXPERT_MATRICES:
-            shape, itemsize = quantised_sharding(path, shape, mesh).shard_shape(shape), 1 + 4 / 128**2
+            shape, itemsize = parameter_sharding(path, shape, mesh).shard_shape(shape), 1 + 4 / 128**2
         total += itemsize * int(np.prod(shape))
     assert 115e9 < total < 120e9
 
