@@ -139,7 +139,7 @@ class PlannedStep:
     @property
     def joins_passes(self) -> bool:
         """True if one micro-batch's forward pass overlaps another's backward pass, as in a pipeline."""
-        if self.mesh.pipe > 1 or self.gradient_accumulation == 1:
+        if self.mesh.pipe > 1 or self.gradient_accumulation == 1 or self.adapters is not None:
             return self.mesh.pipe > 1
         by_default = self.mesh.expert > 1 and self.remat is not False
         return by_default if self.overlap_micro_batches is None else self.overlap_micro_batches
