@@ -59,10 +59,10 @@ def _of_adapters(step: PlannedStep) -> _Held:
     """
     trained = 4 * step.trained
     gradients = trained * (2 if step.accumulates else 1)
-    kept = _kept_in_turn(step) * (2 if step.joins_passes else 1)
+    kept = _kept_in_turn(step)
     made_whole = max(quantised_layer(step, number)[1] for number, _ in enumerate(step.stages))
     outside = ELEMENT * sum(p.used_size for p in step.parameters if p.gather_axes and not p.by_layer)
-    passes = kept + outside + max(made_whole + backward_workspace(step), loss_workspace(step, step.tokens))
+    passes = kept + max(made_whole + backward_workspace(step), outside + loss_workspace(step, step.tokens))
     return _Held(gradients, kept, gradients + max(passes, trained))
 
 

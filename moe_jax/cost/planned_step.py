@@ -134,7 +134,7 @@ class PlannedStep:
     @property
     def joins_passes(self) -> bool:
         """True if one loop computes a micro-batch forward and another backward: in a pipe, or by `overlap_micro_batches`."""
-        if self.mesh.pipe > 1 or self.gradient_accumulation == 1:
+        if self.mesh.pipe > 1 or self.gradient_accumulation == 1 or self.adapters is not None:
             return self.mesh.pipe > 1
         by_default = self.mesh.expert > 1 and self.remat is not False
         return by_default if self.overlap_micro_batches is None else self.overlap_micro_batches

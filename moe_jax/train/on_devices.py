@@ -1,7 +1,7 @@
 """Calls a function of (model, batch) where the model's parameters are: on one device, or on each device of a mesh.
 
-Dropout of adapters depends only on the step and the token's place in the batch (`with_dropout_seeds`). So a resumed run drops
-the same elements as an uninterrupted one, a mesh the same as one device, and a recomputed layer the same as before.
+Dropout of adapters depends only on the step and the token's place in the batch (`with_dropout_seeds`). So a resumed
+run, a mesh and a recomputed layer drop the same elements as one uninterrupted run on one device.
 """
 
 from collections.abc import Callable

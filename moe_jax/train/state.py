@@ -96,7 +96,7 @@ def check_adapters(frozen: nnx.State, parallelism: Parallelism | None) -> None:
     """Refuses to train adapters of a model in a pipeline; accepts a state without adapters.
 
     Raises:
-      ValueError: a mesh with several devices along `pipe`.
+      ValueError: a mesh with several devices along `pipe`, or overlapping micro-batches.
     """
     if not jax.tree.leaves(frozen):
         return
@@ -105,6 +105,8 @@ def check_adapters(frozen: nnx.State, parallelism: Parallelism | None) -> None:
         raise ValueError(
             f"adapters train on a mesh without pipe, since a pipeline moves trained layers; got pipe={mesh.shape['pipe']}"
         )
+    if parallelism is not None and parallelism.overlap_micro_batches:
+        raise ValueError("overlap_micro_batches=True is for training without adapters, whose micro-batches run in turn")
 
 
 def apply_gradients(

@@ -126,12 +126,12 @@ def make_train_step(
         counts = {name: _count(batch[array]) for name, array in COUNTED.items() if array in batch}
         label_weight = total_weight(batch["loss_mask"]) if "loss_mask" in batch else jnp.ones(())
         # Gradients of experts split over devices can be summed only after they have travelled. Adapters' gradients are small.
-        compute = in_place if one_device and gradient_accumulation > 1 and not frozen else gradients
+        of_mesh = in_turn if frozen else gradients
+        compute = in_place if one_device and gradient_accumulation > 1 and not frozen else of_mesh
         prepared = objective.prepare(batch, label_weight)
         if has_dropout(model := nnx.merge(graphdef, state.params, own)):
-            if parallelism is not None:
-                check_dropout(model, parallelism)
-            compute, prepared = in_turn, with_dropout_seeds(prepared, state.step, parallelism)
+            check_dropout(model, parallelism)
+            prepared = with_dropout_seeds(prepared, state.step, parallelism)
         value, aux, grads = compute(state.params, fixed, prepared)
         if split_over is not None:
             grads = sum_to_parts(grads, split_over)
@@ -155,15 +155,13 @@ def overlaps(objective: Objective, parallelism: Parallelism, remat: Remat | int,
     return parallelism.expert_parallel is not None and remat is not False and can_overlap(objective)
 
 
-def check_dropout(model: Decoder, parallelism: Parallelism) -> None:
+def check_dropout(model: Decoder, parallelism: Parallelism | None) -> None:
     """Refuses dropout of adapters where a mesh would draw other masks than one device.
 
     Raises:
-      ValueError: overlapping micro-batches were asked for. Or sequences are split, and latents are expanded on several devices.
+      ValueError: sequences are split, and latents are expanded on several devices.
     """
-    if parallelism.overlap_micro_batches:
-        raise ValueError("dropout of adapters needs a step whose micro-batches do not overlap: leave overlapping out")
-    if parallelism.context_parallel is not None and hasattr(model.config, "kv_lora_rank"):
+    if parallelism is not None and parallelism.context_parallel is not None and hasattr(model.config, "kv_lora_rank"):
         raise ValueError(
             "dropout of adapters needs whole sequences, since several devices expand a token's latent (MLA): take a mesh "
             "without context, or a dropout of 0"

@@ -82,7 +82,7 @@ def test_memory_on_a_mesh():
         assert step.trained == ADAPTERS.parameters - of_experts * 7 // 8
         found, everything = predict(step), predict(replace(step, adapters=None))
         assert found.bytes["moments"] == 8 * step.trained
-        assert found.bytes["parameters"] == pytest.approx(2 * num_parameters(QWEN) / 8 + 4 * step.trained, rel=0.001)
+        assert found.bytes["parameters"] == pytest.approx(2 * num_parameters(QWEN) / 8 + 4 * step.trained, rel=0.005)
         assert found.bytes["workspace"] < everything.bytes["workspace"]
         assert found.seconds["once a step"] < everything.seconds["once a step"]
 

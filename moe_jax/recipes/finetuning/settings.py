@@ -147,8 +147,8 @@ class FinetuneSettings(RunSettings):
                 "overlap_micro_batches=True needs gradient_accumulation of at least 2 and a mesh of several devices: on one "
                 "device no exchange could hide"
             )
-        if self.lora is not None and self.lora.dropout and self.overlap_micro_batches:
-            problems.append("overlap_micro_batches=True needs adapters without dropout: leave lora.dropout out")
+        if self.lora is not None and self.overlap_micro_batches:
+            problems.append("overlap_micro_batches=True is for runs without lora, whose micro-batches run in turn")
         if self.pipe_chunks > 1 and self.mesh.pipe == 1:
             problems.append(f"pipe_chunks={self.pipe_chunks} needs a mesh.pipe of 2 or more")
         if self.mesh.pipe == 1 and (problem := ranks_problem(self.pipe_schedule, 1, 1)):
