@@ -194,8 +194,8 @@ class Policy:
             )
         if settings.temperature != 1 and (settings.importance != "none" or settings.off_policy_threshold is not None):
             raise ValueError(
-                f"importance={settings.importance!r} and off_policy_threshold={settings.off_policy_threshold} need temperature=1, "
-                f"which the engine's log-probabilities have; got {settings.temperature}"
+                f"importance={settings.importance!r} and off_policy_threshold={settings.off_policy_threshold} need "
+                f"temperature=1, as the engine's log-probabilities have; got {settings.temperature}"
             )
         try:
             check_servable(model, limits, drafts=0, strict=settings.exact)

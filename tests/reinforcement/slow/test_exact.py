@@ -95,5 +95,6 @@ def check_controls(policy, group, batch, monkeypatch):
         none = replace(group, samples=tuple(replace(sample, expert_ids=None) for sample in group.samples))
         filled = policy._batch([none])
         assert policy._audited([none], filled)["mismatch_tokens"] == 0
-        is_read = batch["segment_ids"][:, 1:] == batch["segment_ids"][:, :-1]
+        segments = batch["segment_ids"]
+        is_read = (segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] != 0)
         np.testing.assert_array_equal(filled["expert_ids"][:, :-1][is_read], batch["expert_ids"][:, :-1][is_read])
