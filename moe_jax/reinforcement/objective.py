@@ -73,7 +73,8 @@ class PolicyLoss(Objective):
                 f"{settings.off_policy_threshold!r} need sums over samples, which the mesh axis context splits; leave it out"
             )
         states = hidden_states_of(model, batch)
-        parts, largest = parts_of_tokens(settings, _scores(model, states, batch, settings.temperature), batch)
+        scores = sampled_token_scores(model, batch, temperature=settings.temperature, states=states)
+        parts, largest = parts_of_tokens(settings, scores, batch)
         if spread.context is not None:
             largest = {name: value for name, value in largest.items() if not name.startswith("clip_ratio")}
         parts = spread.sum(parts)
@@ -81,11 +82,10 @@ class PolicyLoss(Objective):
         if settings.balance_coef:
             parts["aux_loss"] = load_balancing_loss(spread.sum(states.router)) / self.micro_batches
             value = value + settings.balance_coef * parts["aux_loss"]
-        if spread.mesh_axes:
-            largest = jax.lax.pmax(largest, spread.mesh_axes)
         # Parts are summed over micro-batches, so each has its own place for a maximum.
         is_own = jnp.arange(self.micro_batches) == batch["micro_batch"][0]
-        return value, parts | {name: jnp.where(is_own, each, 0) for name, each in largest.items()}
+        largest = {name: jnp.where(is_own, each, 0) for name, each in largest.items()}
+        return value, parts | (jax.lax.pmax(largest, spread.mesh_axes) if spread.mesh_axes else largest)
 
     def metrics(self, value: Float[Array, ""], aux: Parts, label_weight: Float[Array, ""]) -> dict[str, Array]:
         """Returns the metrics listed in the class."""
@@ -93,18 +93,19 @@ class PolicyLoss(Objective):
         return {name: -each if name.endswith(("/min", "_min")) else each for name, each in found.items()}
 
 
-def sampled_token_scores(model: Decoder, batch: Batch, *, temperature: float = 1.0) -> TokenScores:
-    """Returns the log-probability and entropy of each token of a batch of samples, with the batch's experts.
+def sampled_token_scores(
+    model: Decoder, batch: Batch, *, temperature: float = 1.0, states: HiddenStates | None = None
+) -> TokenScores:
+    """Returns the log-probability and entropy of each token of a batch of samples, computed by the batch's experts.
 
     For "reference_log_probs" of a reference model, and for "old_log_probs". Values are 0 where `loss_mask` is 0.
+
+    Args:
+      temperature: the sampling temperature.
+      states: the hidden states of the batch's tokens, if they are known.
     """
-    return _scores(model, hidden_states_of(model, batch), batch, temperature)
-
-
-def _scores(model: Decoder, states: HiddenStates, batch: Batch, temperature: float) -> TokenScores:
-    hidden, labels = states.hidden, batch["labels"]
-    if temperature != 1:
-        hidden = hidden / temperature
+    hidden, labels = (hidden_states_of(model, batch) if states is None else states).hidden, batch["labels"]
+    hidden = hidden if temperature == 1 else hidden / temperature
     found = token_log_probs_and_entropies(hidden.reshape(-1, hidden.shape[-1]), model.head_weight, labels.reshape(-1))
     return jax.tree.map(lambda each: jnp.where(batch["loss_mask"] != 0, each.reshape(labels.shape), 0), found)
 
@@ -134,8 +135,8 @@ def parts_of_tokens(settings: PolicySettings, scores: TokenScores, batch: Batch)
         parts["cispo_clip_ratio"] = mean((jnp.exp(log_ratio) > settings.cispo_cap) & (advantage > 0))
     else:
         low, high = settings.clip
-        bounds = dict(clip_low=low, clip_high=high, dual_clip=settings.dual_clip)
-        per_token = losses.clipped_loss(log_ratio, advantage, **bounds)
+        dual_clip = settings.dual_clip
+        per_token = losses.clipped_loss(log_ratio, advantage, clip_low=low, clip_high=high, dual_clip=dual_clip)
         is_low = (jnp.exp(log_ratio) < 1 - low) & (advantage < 0)
         is_high = (jnp.exp(log_ratio) > 1 + high) & (advantage > 0)
         for name, values in (("low", is_low), ("high", is_high), ("region", is_low | is_high)):
@@ -151,8 +152,8 @@ def parts_of_tokens(settings: PolicySettings, scores: TokenScores, batch: Batch)
     if settings.importance != "none":
         if settings.importance_level == "sequence":
             difference = losses.sample_sum(difference, segments)
-        bounds = dict(low=settings.importance_low, high=settings.importance_high, drops=settings.importance == "icepop")
-        factor = losses.importance_factor(difference, **bounds)
+        low, high, drops = settings.importance_low, settings.importance_high, settings.importance == "icepop"
+        factor = losses.importance_factor(difference, low=low, high=high, drops=drops)
         per_token = per_token * factor
         parts["sampling/importance_sampling_ratio/mean"] = mean(factor)
         extremes["sampling/importance_sampling_ratio/min"] = largest(-factor)

@@ -11,7 +11,7 @@ from flax import nnx
 
 from moe_jax import train
 from moe_jax.checkpoint.hf_names import export
-from moe_jax.reinforcement import PolicyLoss, PolicySettings, advantages, sampled_token_scores, total_rewards
+from moe_jax.reinforcement import PolicyLoss, PolicySettings, advantages, sampled_token_scores, token_weights, total_rewards
 from moe_jax.train.gradients import accumulate, gradients_fn
 from tests.helpers import seeds, tiny
 from tests.helpers import trl_reference as trl
@@ -151,14 +151,18 @@ def test_any_packing_and_any_micro_batches_are_the_same(loss, rng):
 
 
 def test_samples_without_weight_change_nothing(rng):
+    """They may be anything, or absent."""
     settings, model, groups = replace(SETTINGS["sequences"], balance_coef=0.0), tiny.model(), make_groups(rng)
-    others = others_of(rng, groups)
-    batch = packed(groups, settings, seq_len=40, **others)
-    of_first = batch["sample"] == 1
-    without = batch | {"loss_mask": jnp.where(of_first, 0, batch["loss_mask"])}
-    changed = {name: jnp.where(of_first, jnp.nan, without[name]) for name in ("sampled_log_probs", *others)}
-    wanted = value_and_gradients(PolicyLoss(settings), model, without)
-    assert_same(value_and_gradients(PolicyLoss(settings), model, without | changed), wanted, 0)
+    others, weights = others_of(rng, groups), token_weights(groups, settings)
+    batch = packed(groups, settings, seq_len=160, **others)
+    is_first = batch["sample"] == 0
+    batch["loss_mask"] = jnp.where(is_first, 0, batch["loss_mask"])
+    batch |= {name: jnp.where(is_first, jnp.nan, batch[name]) for name in ("sampled_log_probs", *others)}
+    weights[0][0][:] = 0
+    absent = packed(groups, settings, seq_len=160, weights=weights, **others)
+    assert not (absent["sample"] == 0).any()
+    wanted = value_and_gradients(PolicyLoss(settings), model, absent)
+    assert_same(value_and_gradients(PolicyLoss(settings), model, batch), wanted)
 
 
 def test_experts_are_replayed(rng):
@@ -213,7 +217,6 @@ def test_log_probabilities_are_of_the_sampling_temperature(rng):
     np.testing.assert_allclose(np.asarray(found.log_probs)[learned], wanted[learned], atol=1e-5)
     settings = PolicySettings(temperature=0.7, importance="tis")
     batch["sampled_log_probs"] = found.log_probs
-    graph, params, fixed = nnx.split(model, nnx.Param, ...)
     objective = PolicyLoss(settings)
     value, aux = objective(model, objective.prepare(batch, jnp.ones(())))
     metrics = objective.metrics(value, aux, jnp.ones(()))
