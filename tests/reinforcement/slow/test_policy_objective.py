@@ -150,6 +150,35 @@ def test_any_packing_and_any_micro_batches_are_the_same(loss, rng):
         assert_same(value_and_gradients(objective, model, batch, micro_batches), wanted)
 
 
+def test_one_program_computes_any_number_of_micro_batches(rng):
+    """Micro-batches of padding are skipped: bits are those of a program for the others alone."""
+    settings, model = SETTINGS["dapo"], tiny.model()
+    graph, params, fixed = nnx.split(model, nnx.Param, ...)
+
+    def program(micro_batches):
+        objective = PolicyLoss(settings, micro_batches=micro_batches)
+        compute = accumulate(gradients_fn(objective, graph), micro_batches)
+
+        def of_batch(params, batch):
+            value, aux, gradients = compute(params, fixed, objective.prepare(batch, jnp.ones(())))
+            return value, objective.metrics(value, aux, jnp.ones(())), gradients
+
+        return jax.jit(of_batch)
+
+    of_six = program(6)
+    for number in (3, 6):
+        groups = make_groups(rng, number, 4)
+        others = others_of(rng, groups)
+        used = max(2, -(-len(packed(groups, settings, seq_len=32)["tokens"]) // 2))
+        assert used < 6
+        alone = packed(groups, settings, seq_len=32, num_rows=2 * used, micro_batches=used, **others)
+        padded = packed(groups, settings, seq_len=32, num_rows=12, micro_batches=6, **others)
+        found, wanted = of_six(params, padded), program(used)(params, alone)
+        for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+            np.testing.assert_array_equal(a, b)
+    assert of_six._cache_size() == 1
+
+
 def test_samples_without_weight_change_nothing(rng):
     """They may be anything, or absent."""
     settings, model, groups = replace(SETTINGS["sequences"], balance_coef=0.0), tiny.model(), make_groups(rng)
