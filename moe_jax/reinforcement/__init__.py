@@ -8,7 +8,8 @@ if TYPE_CHECKING:
     from moe_jax.reinforcement.environments import play
     from moe_jax.reinforcement.journal import Journal
     from moe_jax.reinforcement.prompts import Prompts, open_prompts, prompt_at, prompts_within
-    from moe_jax.reinforcement.rewards import Reward, Scorer, from_verl, load_reward, score
+    from moe_jax.reinforcement.reward_calls import from_verl
+    from moe_jax.reinforcement.rewards import Reward, Scorer, load_reward, score
     from moe_jax.reinforcement.samples import Group, Sample
 
 __all__ = [
