@@ -38,7 +38,7 @@ _OWN = ("reset", "respond", "get_reward", "close")
 """Public methods that are no tools."""
 _CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 _MARK = "answer-7f3a61c4"
-"""Content of an answer, which is found in a rendered conversation."""
+"""Content of an answer and arguments of its calls, which are found in a rendered conversation."""
 _logger = logging.getLogger(__name__)
 
 
@@ -190,15 +190,17 @@ def _message_tokens(tokenizer: Any, schemas: list[Message] | None, messages: lis
     Raises:
       ValueError: the chat template leaves the answer out, or ends it with another token.
     """
+    first = messages[0]["content"].strip()
     answer: Message = {"role": "assistant", "content": _MARK}
-    if calls := [{"name": each["name"], "arguments": {}} for each in messages if each["role"] == "tool"]:
+    if calls := [{"name": each["name"], "arguments": {_MARK: _MARK}} for each in messages if each["role"] == "tool"]:
         answer["tool_calls"] = [{"id": f"call{i:05d}", "type": "function", "function": call} for i, call in enumerate(calls)]
     conversation, tools = as_template_wants(tokenizer, [{"role": "user", "content": "-"}, answer, *messages], schemas)
     text = tokenizer.apply_chat_template(conversation, tools=tools, tokenize=False, add_generation_prompt=True)
     _, mark, rest = text.rpartition(_MARK)
     tokens = tokenizer(rest, add_special_tokens=False)["input_ids"]
     cut = next((tokens.index(token) for token in (end, tokenizer.eos_token_id) if token in tokens), None)
-    if not mark or cut is None:
+    # An end token that comes only after the first message does not end the answer.
+    if not mark or cut is None or (first and first in tokenizer.decode(tokens[:cut])):
         raise ValueError(
             f"the chat template of {tokenizer.name_or_path or 'the tokenizer'} cannot continue a dialogue after an answer: it "
             f"{'leaves the answer out' if not mark else f'does not end one with the token {end}'}; give another template"

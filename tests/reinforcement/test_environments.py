@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from moe_jax.reinforcement import score
-from moe_jax.reinforcement.environments import play
+from moe_jax.reinforcement.environments import _message_tokens, play
 from moe_jax.reinforcement.prompts import prompt_tokens, seed_of
 from tests.helpers import tiny
 from tests.helpers.groups import sample
@@ -254,3 +254,29 @@ def test_bad_rows_and_options():
     different = type("Different", (), {"reset": lambda self, **row: next(texts)})
     with pytest.raises(ValueError, match="reset must return one text for the samples of a prompt; prompt 7 has"):
         played(different, ["a"], seeds=(1, 2))
+
+
+@pytest.mark.parametrize(
+    "name, end, before",
+    [
+        ("gptoss", "<|call|>", "<|start|>functions.guess to=assistant"),
+        ("llama3_1", "<|eot_id|>", "<|start_header_id|>ipython"),
+        ("glm4moe", "<|observation|>", "\n<tool_response>"),
+        ("qwen3_6", "<|im_end|>", "\n<|im_start|>user\n<tool_response>"),
+    ],
+)
+def test_tools_in_templates_of_other_models(name, end, before):
+    """The call of the answer is the model's own, and only what comes after its end is added."""
+    tokenizer = tiny.tokenizer(tiny.trl_template(name))
+    tokenizer.add_special_tokens({"additional_special_tokens": [end]})
+    messages = [{"role": "tool", "name": "guess", "content": "lower"}]
+    added = _message_tokens(tokenizer, None, messages, tokenizer.convert_tokens_to_ids(end))
+    text = tokenizer.decode(added)
+    assert text.startswith(before) and "lower" in text and "answer-" not in text
+
+
+def test_an_end_token_after_the_message_is_no_end_of_the_answer():
+    tokenizer = tiny.tokenizer(tiny.trl_template("gptoss"))
+    messages = [{"role": "tool", "name": "guess", "content": "lower"}]
+    with pytest.raises(ValueError, match="does not end one with the token 1"):
+        _message_tokens(tokenizer, None, messages, 1)
