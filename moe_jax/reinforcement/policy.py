@@ -95,7 +95,7 @@ class Policy:
         self._defaults = model_defaults(model.source, model.config, tokenizer)
         self._make_step = partial(make_train_step, nnx.graphdef(model), optimizer, PolicyLoss(settings))
         self._steps: dict[int, Callable] = {}
-        """Training steps by their number of micro-batches, each compiled once."""
+        """Training steps by their largest number of micro-batches, each compiled once."""
         self._audits_all, self._lock = True, threading.Lock()
         self.state = init_state(model, optimizer)
         options: dict[str, Any] = dict(keep_experts=model.config.experts is not None, strict=settings.exact, lazy=True)
@@ -150,7 +150,7 @@ class Policy:
             groups = sorted(groups, key=lambda group: group.key)
             # Without any spread all advantages are 0: such a step moves weights only by weight decay and the divergence.
             kept = kept_groups(groups, self.settings) or groups
-            batch = self._batch(kept)
+            batch = self._batch(kept, sum(len(group.samples) for group in groups))
             self.engine.sleep()
             try:
                 metrics = self._audited(kept, batch) if self.settings.exact else {}
@@ -226,8 +226,8 @@ class Policy:
             expert_ids=completion.experts,
         )
 
-    def _batch(self, groups: Sequence[Group]) -> dict[str, np.ndarray]:
-        """Returns the groups' samples in rows, as many micro-batches as a power of two."""
+    def _batch(self, groups: Sequence[Group], num_rows: int) -> dict[str, np.ndarray]:
+        """Returns the groups' samples packed in rows. Those up to `num_rows` that are not needed are skipped by the step."""
         version = int(self.state.step)
         for group in groups if self.settings.exact else ():
             if any(sample.weights_version != version for sample in group.samples):
@@ -241,11 +241,8 @@ class Policy:
             groups = [replace(group, samples=samples) for group, samples in zip(groups, without, strict=True)]
         rewards = [total_rewards(group, self.settings) for group in groups]
         values = advantages(rewards, self.settings), token_weights(groups, self.settings)
-        make = partial(policy_rows, groups, *values, seq_len=self._seq_len)
-        batch = make(multiple_of=self._rows)
-        # Few programs serve any number of samples.
-        wanted = self._rows << (len(batch["tokens"]) // self._rows - 1).bit_length()
-        return batch if wanted == len(batch["tokens"]) else make(num_rows=wanted)
+        number = -(-num_rows // self._rows)
+        return policy_rows(groups, *values, seq_len=self._seq_len, num_rows=number * self._rows, micro_batches=number)
 
     def _audited(self, groups: Sequence[Group], batch: dict[str, np.ndarray]) -> dict[str, float]:
         """Returns the metrics of the audit. Adds experts to a batch that lacks them."""
@@ -284,11 +281,12 @@ class Policy:
     def _reference(self, batch: dict[str, np.ndarray]) -> np.ndarray:
         model = with_zero_changes(self.model) if self.model.precision is not None else without_adapter(self.model)
         graphdef, weights = nnx.split(model)
-        places = (slice(i, i + self._rows) for i in range(0, len(batch["tokens"]), self._rows))
-        micro_batches = ({name: array[place] for name, array in batch.items()} for place in places)
-        return np.concatenate(
-            [np.asarray(_scores(graphdef, self.settings.temperature, weights, each)) for each in micro_batches]
-        )
+        found, used = np.zeros(batch["tokens"].shape, np.float32), np.flatnonzero(batch["segment_ids"].any(axis=1))
+        for first in range(0, len(used), self._rows):
+            places = np.resize(used[first : first + self._rows], self._rows)
+            rows = {name: array[places] for name, array in batch.items()}
+            found[places] = _scores(graphdef, self.settings.temperature, weights, rows)
+        return found
 
 
 @partial(jax.jit, static_argnums=(0, 1))
