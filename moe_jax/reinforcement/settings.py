@@ -49,7 +49,7 @@ class PolicySettings:
       importance_level: "token", or "sequence" for one factor of the whole answer.
       importance_low, importance_high: the range of the factor.
       balance_coef: the coefficient of the router's load-balancing loss.
-      exact: the sampler's log-probabilities are those of the training model bit for bit. The loss then has their values and the
+      exact: the sampler's log-probabilities equal the training model's bit for bit. The loss then has their values and the
         gradients of the ordinary forward pass.
       temperature: sampling temperature. Log-probabilities are of logits / temperature everywhere.
       samples: answers to a prompt.
