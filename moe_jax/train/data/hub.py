@@ -147,8 +147,8 @@ def is_saved_dataset(path: Path) -> bool:
     return all((path / name).is_file() for name in ("state.json", "dataset_info.json"))
 
 
-def local_table(path: Path, further: Collection[str] = ()) -> ArrowTable:
-    """Opens a Parquet file or a `save_to_disk` folder as a table; `further` names additional columns to read.
+def local_table(path: Path, further: Collection[str] | None = ()) -> ArrowTable:
+    """Opens a Parquet file or a `save_to_disk` folder as a table; `further` names additional columns, None all.
 
     The library stores a file's rows in its cache and reads them from there by number.
 
@@ -225,16 +225,16 @@ def _loaded[T](source: DataSource, *, streaming: bool, then: Callable[[Any], T])
         ) from error
 
 
-def _table(name: str, path: Path | None, found: Any, further: Collection[str]) -> ArrowTable:
+def _table(name: str, path: Path | None, found: Any, further: Collection[str] | None) -> ArrowTable:
     return ArrowTable(name, path, tuple(found.column_names), found.select_columns(_read(found.column_names, further)))
 
 
-def _read(columns: Iterable[str], further: Collection[str]) -> list[str]:
+def _read(columns: Iterable[str], further: Collection[str] | None) -> list[str]:
     """Returns the columns that some layout or `further` names. Others, such as pictures, are not decoded.
 
-    Returns all columns if there are none, so that the error about missing keys can list them.
+    Returns all columns if there are none, so that the error about missing keys can list them, or if `further` is None.
     """
-    return [column for column in columns if column in KEYS or column in further] or list(columns)
+    return [column for column in columns if further is None or column in KEYS or column in further] or list(columns)
 
 
 def _datasets(name: str) -> Any:

@@ -141,11 +141,11 @@ def read_all(
     return found
 
 
-def row_readers(path: str | Path, further: Collection[str]) -> list[Reader]:
+def row_readers(path: str | Path, further: Collection[str] | None) -> list[Reader]:
     """Opens a file of rows, a folder of such files, or a folder that `save_to_disk` of the library `datasets` wrote.
 
     Args:
-      further: additional columns of tables to read.
+      further: additional columns of tables to read; None: all.
 
     Raises:
       FileNotFoundError, ImportError, ValueError: as `open_documents`.
@@ -156,7 +156,7 @@ def row_readers(path: str | Path, further: Collection[str]) -> list[Reader]:
     return [reader_of_rows(file, further) for file in row_files(folder)]
 
 
-def reader_of_rows(file: Path, further: Collection[str]) -> Reader:
+def reader_of_rows(file: Path, further: Collection[str] | None) -> Reader:
     """Opens a file of rows with the reader for its extension."""
     return local_table(file, further) if file.suffix.lower() == ".parquet" else file_reader(file, whole=False)
 
