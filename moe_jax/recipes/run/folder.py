@@ -79,7 +79,7 @@ def _locked(handle: int, folder: Path) -> str:
 
 
 def write_settings(
-    settings: RunSettings, *, command: Literal["finetune", "prefer"], steps: int, chat_template: str | None = None
+    settings: RunSettings, *, command: Literal["finetune", "prefer", "grpo"], steps: int, chat_template: str | None = None
 ) -> None:
     """Writes settings.json, run.yaml and the chat template, if any, into the output folder; each is complete or absent.
 

@@ -117,7 +117,7 @@ def announce(
     begun: Begun,
     lines: str,
     *,
-    command: Literal["finetune", "prefer"],
+    command: Literal["finetune", "prefer", "grpo"],
     chat_template: str | None = None,
 ) -> None:
     """Prints the announcement and writes settings.json; if no step is left, only reports a run that stopped early."""
@@ -202,7 +202,7 @@ class Task(ABC):
         position, read = self.checkpoints.position(step), partial(self.checkpoints.restore, step)
         like = freed(self.state.without_frozen)
         found = restored(read, like, layers_in_pipe(self.config, pipe), position, pipe)
-        self.training.state = replace(found, frozen=frozen)
+        self.training.restore(replace(found, frozen=frozen))
         return position
 
     def model(self) -> Decoder:

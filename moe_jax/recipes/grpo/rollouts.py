@@ -1,0 +1,106 @@
+"""The scored groups of each step: drawn, scored as soon as each is complete, and kept in the journal."""
+
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from moe_jax.recipes.grpo.settings import GrpoSettings
+from moe_jax.reinforcement.advantages import kept_groups
+from moe_jax.reinforcement.journal import Journal
+from moe_jax.reinforcement.policy import MAX_WAVES, Policy
+from moe_jax.reinforcement.prompts import Prompts, prompt_at
+from moe_jax.reinforcement.rewards import Scorer
+from moe_jax.reinforcement.samples import Group
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """The groups that a step learns from, in the order of their prompts.
+
+    Attributes:
+      dropped: the number of groups that were drawn and left out, because their rewards were all equal.
+      drawing, scoring: seconds; waiting for rewards while answers are drawn counts as scoring.
+    """
+
+    groups: list[Group]
+    dropped: int
+    drawing: float
+    scoring: float
+
+
+class Rollouts:
+    """An iterator over the rollouts of a run, step by step.
+
+    A killed run reads the groups in the journal, and never asks for their rewards again. In exact mode it draws the missing
+    groups alone. Without exact bits log-probabilities depend on the requests that are computed together, so it queues all
+    requests of the interrupted rollout again, and uses the answers that the journal lacks.
+    """
+
+    def __init__(
+        self, settings: GrpoSettings, prompts: Prompts, policy: Policy, scorer: Scorer, journal: Journal, step: int
+    ) -> None:
+        self.settings, self.prompts, self.policy, self.scorer, self.journal = settings, prompts, policy, scorer, journal
+        self.step, self.next_key = step, 0
+
+    def __next__(self) -> Rollout:
+        settings, step, key = self.settings, self.step + 1, self.next_key
+        kept, drawn, drawing, scoring = list[Group](), list[Group](), 0.0, 0.0
+        for _ in range(1 if settings.policy.keep_groups == "all" else MAX_WAVES):
+            keys = range(key, key + settings.prompts)
+            rows = [(key, prompt_at(self.prompts, key, settings.seed)) for key in keys]
+            groups, *seconds = self.scored(step, rows)
+            key, drawn, drawing, scoring = keys.stop, drawn + groups, drawing + seconds[0], scoring + seconds[1]
+            kept += kept_groups(groups, settings.policy)
+            if len(kept) >= settings.prompts:
+                break
+        # Without any group to learn from, a step of equal rewards changes no weight by its gradient.
+        chosen = (kept or drawn)[: settings.prompts]
+        self.step, self.next_key = step, key
+        return Rollout(chosen, len(drawn) - len(chosen), drawing, scoring)
+
+    def scored(self, step: int, rows: Sequence[tuple[int, Any]]) -> tuple[list[Group], float, float]:
+        """Returns the scored group of each (key, row) in this order, and the seconds of drawing and of scoring."""
+        began, clock = time.perf_counter(), _Clock()
+        found = self.journal.groups(step)
+        missing = [(key, row) for key, row in rows if key not in found]
+        if missing:
+            drawn = clock.timed(
+                self.policy.sample(missing if self.settings.exact else rows, step=step, seed=self.settings.seed)
+            )
+            unscored = (group for group in drawn if group.key not in found)
+            for group in self.scorer.score(unscored, {"step": step, "steps": self.settings.steps}):
+                self.journal.append(step, group)
+                found[group.key] = group
+        return [found[key] for key, _ in rows], clock.seconds, time.perf_counter() - began - clock.seconds
+
+    def get_state(self) -> dict[str, int]:
+        """Returns the position in the data."""
+        return {"next_key": self.next_key}
+
+    def set_state(self, state: dict[str, int]) -> None:
+        """Continues from a position."""
+        self.next_key = state["next_key"]
+
+    def close(self) -> None:
+        """Ends the engine."""
+        self.policy.close()
+
+
+class _Clock:
+    """The seconds that iterators took for their items."""
+
+    seconds = 0.0
+
+    def timed[T](self, items: Iterable[T]) -> Iterator[T]:
+        """Yields the items, and counts the time until each one is there."""
+        iterator = iter(items)
+        while True:
+            began = time.perf_counter()
+            try:
+                item = next(iterator)
+            except StopIteration:
+                return
+            finally:
+                self.seconds += time.perf_counter() - began
+            yield item
