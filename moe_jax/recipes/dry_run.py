@@ -87,7 +87,10 @@ def _of_rewards(
     plan = plan_grpo(settings, rewards, model, tokenizer)
     answer = plan.tokenizer.encode(MADE_UP, add_special_tokens=False)
     arrays = dict(tokens=np.array(answer), log_probs=np.zeros(len(answer)), own=np.ones(len(answer), bool))
-    sample, parts = Sample(seed=0, finish_reason="stop", text=MADE_UP, **arrays), [plan.announcement(saved_run(settings.output)[0])]
+    sample, parts = (
+        Sample(seed=0, finish_reason="stop", text=MADE_UP, **arrays),
+        [plan.announcement(saved_run(settings.output)[0])],
+    )
     with plan.scorer as scorer:
         for key in range(2):
             row = prompt_at(plan.prompts, key, settings.seed)

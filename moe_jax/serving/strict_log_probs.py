@@ -100,17 +100,17 @@ def strict_log_probs(
     graphdef, state = nnx.split(model)
     fixed = nnx.merge(graphdef, jax.tree.map(jax.lax.stop_gradient, state))
     log_probs, experts = _strict_pass(fixed, tokens, segment_ids != 0, packed)
-    found = _with_gradients_of(_training_pass(model, tokens, segment_ids, experts), log_probs)
+    found = with_gradients_of(_training_pass(model, tokens, segment_ids, experts), log_probs)
     return jnp.where(fits[:, None], jnp.where(has_successor(segment_ids, 1)[:, :-1], found, 0), jnp.nan)
 
 
 @jax.custom_vjp
-def _with_gradients_of(source: Float[Array, "rows seq"], values: Float[Array, "rows seq"]) -> Float[Array, "rows seq"]:
+def with_gradients_of(source: Float[Array, "rows seq"], values: Float[Array, "rows seq"]) -> Float[Array, "rows seq"]:
     """Returns `values`; gradients flow to `source`. The sum `source` + (`values` - `source`) would have other bits."""
     return values
 
 
-_with_gradients_of.defvjp(lambda _, values: (values, None), lambda _, d_values: (d_values, jnp.zeros_like(d_values)))
+with_gradients_of.defvjp(lambda _, values: (values, None), lambda _, d_values: (d_values, jnp.zeros_like(d_values)))
 
 
 def _training_pass(

@@ -176,7 +176,8 @@ def log_probs(model: Decoder, batch: Batch) -> Float[Array, "batch seq"]:
 
     Args:
       batch: "tokens", "labels", "loss_mask", all [batch, seq]. Also "segment_ids", if rows hold more than one document each.
-        "positions" follow from the segments unless they are given.
+        "positions" follow from the segments unless they are given. "expert_ids" [batch, seq, moe_layers, k], if given, are the
+        experts of each token (routing replay).
 
     Raises:
       ValueError: shapes that do not match.
@@ -193,6 +194,17 @@ def log_probs_and_entropies(model: Decoder, batch: Batch) -> TokenScores:
 
 
 def _of_labels(function: Callable, model: Decoder, batch: Batch) -> Any:
-    states, labels = model.hidden_states(batch["tokens"], batch.get("positions"), batch.get("segment_ids")), batch["labels"]
+    states, labels = hidden_states_of(model, batch), batch["labels"]
     found = function(states.hidden.reshape(-1, states.hidden.shape[-1]), model.head_weight, labels.reshape(-1))
     return jax.tree.map(lambda each: jnp.where(batch["loss_mask"] != 0, each.reshape(labels.shape), 0), found)
+
+
+def hidden_states_of(model: Decoder, batch: Batch) -> HiddenStates:
+    """Returns the hidden states of a batch's tokens, computed by the experts of "expert_ids" if the batch has them."""
+    ids, segments = batch.get("expert_ids"), batch.get("segment_ids")
+    if ids is not None:
+        ids = jnp.moveaxis(ids, 2, 0).astype(jnp.int32)
+        if segments is not None:
+            # As in a strict pass, whose gradients have the same bits.
+            ids = jnp.where(segments[..., None] != 0, ids, jnp.arange(ids.shape[-1], dtype=jnp.int32))
+    return model.hidden_states(batch["tokens"], batch.get("positions"), segments, expert_ids=ids)
