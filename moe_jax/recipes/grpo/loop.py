@@ -63,10 +63,11 @@ class PlannedGrpo(PlannedModel):
             number = settings.eval_batches * settings.prompts
             held_out = f"held out: {len(self.eval_prompts):,} prompts; the mean reward of {number} is measured every "
             held_out += f"{settings.eval_every} steps\n"
+        epochs = settings.steps * settings.prompts / len(prompts)
         return (
             f"{trained}{len(prompts):,} prompts{long}, loss {settings.grpo.loss}, rewards {', '.join(self.scorer.names)}\n"
             f"{held_out}steps {steps_done + 1} to {settings.steps}, {settings.prompts} prompts x {settings.samples} answers of "
-            f"up to {settings.max_new_tokens} tokens a step: about {settings.steps * settings.prompts / len(prompts):.2g} epochs"
+            f"up to {settings.max_new_tokens} tokens a step: about {epochs:.2g} epochs"
         )
 
 

@@ -136,6 +136,8 @@ class GrpoSettings(RunSettings):
             problems.append(f"output={self.output!r} must be another folder than data")
         if self.mesh.size > 1:
             problems.append(f"grpo runs on one device so far; leave out mesh, which has {self.mesh.size}")
+        if type(self.grpo) is not LossSettings:
+            problems.append(f"grpo={self.grpo!r} must be a LossSettings; {', '.join(SHARED)} are settings of the run")
         wrong = [
             f"engine.{name}={value!r} must be an integer of at least 1"
             for name, value in asdict(self.engine).items()
