@@ -197,9 +197,9 @@ class _Rewarded(Task):
         self, step: int, metrics: dict[str, Any], batch: Rollout, seconds: float
     ) -> tuple[dict[str, Any], dict[str, list]]:
         found = metrics_of(batch.groups, self.plan.scorer.names, self.plan.settings.policy)
-        speed = float(metrics["num_tokens"]) / seconds
+        speed = found["num_tokens"] / seconds
         scalars = {name: float(value) for name, value in metrics.items() if getattr(value, "ndim", 0) == 0}
-        record = {"step": step, **found, "groups_dropped": batch.dropped, **scalars}
+        record = {"step": step, **scalars, **found, "groups_dropped": batch.dropped}
         record |= {"learning_rate": float(self.schedule(step - 1)), "tokens_per_second": speed}
         record |= {"model_tflops": speed * self.flops_per_token / 1e12, "step_time": seconds}
         record |= {"time/rollout": batch.drawing, "time/rewards": batch.scoring}

@@ -14,7 +14,7 @@ def metrics_of(groups: Sequence[Group], names: Sequence[str], settings: PolicySe
     """Returns metrics of the groups' rewards and answers, with TRL's names.
 
     Means and deviations of rewards leave out NaN. Lengths count all tokens after the prompt. A metric without any value is
-    absent: `completions/*_terminated_length` if no answer ended by itself.
+    absent: `completions/*_terminated_length` if no answer ended by itself. `num_tokens` counts prompts with each answer.
 
     Args:
       names: the name of each reward function.
@@ -34,6 +34,8 @@ def metrics_of(groups: Sequence[Group], names: Sequence[str], settings: PolicySe
         for of, function in (("mean", np.mean), ("min", np.min), ("max", np.max)):
             found[f"completions/{of}_{kind}length"] = float(function(chosen)) if len(chosen) else np.nan
     found["completions/clipped_ratio"] = float(1 - ended.mean())
+    found["num_tokens"] = float(lengths.sum() + sum(len(group.samples) * len(group.prompt_tokens) for group in groups))
+    found["weights_version"] = float(min(sample.weights_version for sample in samples))
     if calls := sum(sample.tool_calls for sample in samples):
         failures = sum(sample.tool_failures for sample in samples)
         found |= {"tools/call_frequency": calls / len(samples), "tools/failure_frequency": failures / calls}

@@ -12,14 +12,6 @@ OnMismatch = Literal["stop", "warn"]
 SHARED = "reward_weights", "exact", "samples", "max_new_tokens"
 """The fields that `PolicySettings` adds to `LossSettings`."""
 
-NOT_YET = {
-    "gradient_accumulation": "an update has as many micro-batches of batch_size rows as its samples fill",
-    "keep_best": "a run keeps its newest checkpoints; eval_reward in metrics.jsonl shows the best step",
-    "early_stop": "a run ends after `steps`",
-    "offload": "updates recompute each layer, and keep its input on the device",
-}
-"""{setting of other runs: why this one does not have it}."""
-
 
 @dataclass(frozen=True)
 class EngineSizes:
@@ -98,6 +90,16 @@ class GrpoSettings(RunSettings):
         "prompts": "an integer of at least 1",
         "reward_timeout": "a number greater than 0",
     }
+    NOT_READ = {
+        "gradient_accumulation": "an update has as many micro-batches of batch_size rows as its samples fill",
+        "keep_best": "a run keeps its newest checkpoints; eval_reward in metrics.jsonl shows the best step",
+        "early_stop": "a run ends after its steps",
+        **dict.fromkeys(("remat", "offload"), "updates recompute each layer, and keep its input on the device"),
+        **dict.fromkeys(("precision", "fp8_dense"), "experts are drawn from and learned in dtype"),
+        **dict.fromkeys(
+            ("shard_optimizer", "capacity_factor", "hops", *RunSettings.OF_EXPERT_DEVICES), "it runs on one device"
+        ),
+    }
     ONE_OF = {**RunSettings.ONE_OF, "on_mismatch": get_args(OnMismatch), "on_reward_error": ("stop", "none")}
 
     def __post_init__(self):
@@ -122,12 +124,7 @@ class GrpoSettings(RunSettings):
 
     def problems(self) -> list[str]:
         """Adds to the problems of `RunSettings`: files that do not exist, and sizes without room for an answer."""
-        problems = [
-            f"{name}={getattr(self, name)!r} is not for grpo: {why}"
-            for name, why in NOT_YET.items()
-            if getattr(self, name) != getattr(RunSettings, name)
-        ]
-        problems += super().problems()
+        problems = super().problems()
         output = Path(self.output).expanduser()
         for name, path in (("data", self.data), ("eval_data", self.eval_data)):
             if path is not None and not Path(path).expanduser().exists():
