@@ -28,10 +28,16 @@ def _run(command: Any) -> None:
     """Trains and exports, or rehearses (`--dry-run`)."""
     from moe_jax.recipes import dry_run, grpo
 
-    if command.settings.dry_run:
-        dry_run(command.settings)
-    else:
-        train_and_report(command.settings, grpo)
+    try:
+        if command.settings.dry_run:
+            dry_run(command.settings)
+        else:
+            train_and_report(command.settings, grpo)
+    except RuntimeError as error:
+        # A reward that raised, or a failed audit; errors of JAX are subclasses.
+        if type(error) is RuntimeError:
+            raise ValueError(f"{error}; the same command continues the run") from error
+        raise
 
 
 OTHERS = {

@@ -94,7 +94,7 @@ def _of_rewards(
     with plan.scorer as scorer:
         for key in range(2):
             row = prompt_at(plan.prompts, key, settings.seed)
-            tokens = prompt_tokens(plan.tokenizer, row["prompt"], row.get("tools"))
+            tokens = prompt_tokens(plan.tokenizer, row["prompt"])
             group = Group(key=key, row=row, prompt_tokens=np.array(tokens), samples=(sample,) * settings.samples)
             [scored] = scorer.score([group])
             found = dict(zip(scorer.names, scored.rewards[0].tolist(), strict=True))

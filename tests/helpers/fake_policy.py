@@ -52,8 +52,9 @@ class FakePolicy:
         text = "".join(rng.choice(list(LETTERS), length))
         tokens = np.array(self.tokenizer.encode(text))
         log_probs = (-rng.random(len(tokens)) - noise).astype(np.float32)
+        experts = None if self.model.config.experts is None else np.full((1, 1, 1), seed % 8)
         return Sample(
-            seed=seed, tokens=tokens, log_probs=log_probs, own=np.ones(len(tokens), bool), text=text,
+            expert_ids=experts, seed=seed, tokens=tokens, log_probs=log_probs, own=np.ones(len(tokens), bool), text=text,
             finish_reason="length" if length == self.settings.max_new_tokens else "stop",
             weights_version=int(self.state.step),
         )  # fmt: skip
@@ -61,7 +62,8 @@ class FakePolicy:
     def update(self, groups):
         time.sleep(self.seconds)
         seen = sum(
-            float(np.nansum(group.rewards)) + sum(float(sample.log_probs.sum()) for sample in group.samples) for group in groups
+            float(np.nansum(group.rewards)) + sum(float(each.log_probs.sum()) + _experts(each) for each in group.samples)
+            for group in groups
         )
         params = jax.tree.map(lambda array: array + np.float32(seen * 1e-3), self.state.params)
         self.state = replace(self.state, step=self.state.step + 1, params=params)
@@ -73,3 +75,7 @@ class FakePolicy:
 
     def close(self):
         self.closed = True
+
+
+def _experts(sample):
+    return 0.0 if sample.expert_ids is None else 1.0 + float(sample.expert_ids.sum())

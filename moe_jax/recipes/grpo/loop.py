@@ -130,7 +130,7 @@ def plan_grpo(
     planned = plan_model(settings, model, tokenizer)
 
     def prompts_of(path: str) -> Prompts:
-        length_of = lambda row: len(prompt_tokens(planned.tokenizer, row["prompt"], row.get("tools")))  # noqa: E731
+        length_of = lambda row: len(prompt_tokens(planned.tokenizer, row["prompt"]))  # noqa: E731
         return prompts_within(open_prompts(path), settings.max_prompt, length_of)
 
     prompts = prompts_of(settings.data)

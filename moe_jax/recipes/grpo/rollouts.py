@@ -2,8 +2,10 @@
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
+
+import numpy as np
 
 from moe_jax.recipes.grpo.settings import GrpoSettings
 from moe_jax.reinforcement.advantages import kept_groups
@@ -33,8 +35,9 @@ class Rollouts:
     """An iterator over the rollouts of a run, step by step.
 
     A killed run reads the groups in the journal, and never asks for their rewards again. In exact mode it draws the missing
-    groups alone. Without exact bits log-probabilities depend on the requests that are computed together, so it queues all
-    requests of the interrupted rollout again, and uses the answers that the journal lacks.
+    groups alone. Without exact bits log-probabilities depend on the requests that are computed together: it then queues all
+    requests of an interrupted rollout again. It does so for complete rollouts of models with experts, because the update
+    replays the experts that drew, and the journal does not keep them.
     """
 
     def __init__(
@@ -61,17 +64,22 @@ class Rollouts:
 
     def scored(self, step: int, rows: Sequence[tuple[int, Any]]) -> tuple[list[Group], float, float]:
         """Returns the scored group of each (key, row) in this order, and the seconds of drawing and of scoring."""
-        began, clock = time.perf_counter(), _Clock()
-        found = self.journal.groups(step)
-        missing = [(key, row) for key, row in rows if key not in found]
-        if missing:
-            drawn = clock.timed(
-                self.policy.sample(missing if self.settings.exact else rows, step=step, seed=self.settings.seed)
-            )
-            unscored = (group for group in drawn if group.key not in found)
-            for group in self.scorer.score(unscored, {"step": step, "steps": self.settings.steps}):
-                self.journal.append(step, group)
-                found[group.key] = group
+        began, clock, found = time.perf_counter(), _Clock(), self.journal.groups(step)
+        asked = [(key, row) for key, row in rows if key not in found]
+        if not self.settings.exact and (asked or self.policy.model.config.experts is not None):
+            asked = list(rows)
+
+        def unscored() -> Iterator[Group]:
+            for group in clock.timed(self.policy.sample(asked, step=step, seed=self.settings.seed)):
+                if group.key not in found:
+                    yield group
+                elif _has_bits_of(found[group.key], group):
+                    known = found[group.key]
+                    found[group.key] = replace(group, rewards=known.rewards, extras=known.extras, metrics=known.metrics)
+
+        for group in self.scorer.score(unscored() if asked else (), {"step": step, "steps": self.settings.steps}):
+            self.journal.append(step, group)
+            found[group.key] = group
         return [found[key] for key, _ in rows], clock.seconds, time.perf_counter() - began - clock.seconds
 
     def get_state(self) -> dict[str, int]:
@@ -85,6 +93,15 @@ class Rollouts:
     def close(self) -> None:
         """Ends the engine."""
         self.policy.close()
+
+
+def _has_bits_of(known: Group, drawn: Group) -> bool:
+    """Returns True if a group that is drawn again is that of the journal. If not, the journal's has the rewards."""
+    return all(
+        np.array_equal(getattr(a, name), getattr(b, name))
+        for a, b in zip(known.samples, drawn.samples, strict=True)
+        for name in ("tokens", "log_probs")
+    )
 
 
 class _Clock:
