@@ -1,17 +1,51 @@
-"""The policy: a model that draws answers and learns from them by turns, with one copy of its weights."""
+"""The policy: a model that draws answers and learns from them by turns, with one copy of its weights.
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+    sample                              update
+    the engine has pages                the engine sleeps: pages and its copies of weights are freed
+    requests run                        audit, one training step, which donates the weights; the engine gets the new ones
+
+Exact mode. The engine's log-probabilities have strict bits, so the step needs no second forward pass for their values: it
+computes the ordinary pass with the experts that the engine chose, and every ratio is exactly 1. The audit computes
+`strict_log_probs` of some rows and compares all bits: stale weights, shifted values or other experts cannot pass it.
+"""
+
+import logging
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import islice
+from time import perf_counter
 from typing import Any, Literal
 
+import jax
+import numpy as np
 import optax
+from flax import nnx
 
+from moe_jax.adapters.merge import with_zero_changes, without_adapter
+from moe_jax.layers.lora import has_adapters
 from moe_jax.models.decoder import Decoder
-from moe_jax.reinforcement.samples import Group
-from moe_jax.serving.request import EngineLimits
-from moe_jax.train.state import TrainState
+from moe_jax.reinforcement.advantages import advantages, kept_groups, token_weights, total_rewards
+from moe_jax.reinforcement.audit import audit
+from moe_jax.reinforcement.objective import PolicyLoss, sampled_token_scores
+from moe_jax.reinforcement.prompts import prompt_tokens, seed_of
+from moe_jax.reinforcement.rows import policy_rows
+from moe_jax.reinforcement.samples import Group, Sample
+from moe_jax.reinforcement.settings import PolicySettings
+from moe_jax.serving.conversation import model_defaults
+from moe_jax.serving.engine import Engine, check_servable
+from moe_jax.serving.request import Completion, EngineLimits, SamplingOptions
+from moe_jax.train.batch import put_batch
+from moe_jax.train.state import TrainState, init_state
+from moe_jax.train.step import make_train_step
+
+_logger = logging.getLogger(__name__)
 
 MAX_WAVES = 4
-"""Largest number of times that `rollout` draws a step's prompts, until enough groups have spread."""
+"""Largest number of times that `rollout` draws new prompts for a step, until enough groups have spread."""
+AUDITED_ROWS = 2
+"""Rows that the audit of a step computes again. The first step, also after `restore`, audits all rows."""
 
 
 class Policy:
@@ -21,28 +55,34 @@ class Policy:
         groups = score(policy.sample(rows, step=0, seed=0), [reward])
         metrics = policy.update(groups)
 
-    The policy owns the model's arrays: `model` returns the model with the present weights. While `update` runs, the engine
-    sleeps: its pages are freed.
+    The model always has the present weights: an update writes its new arrays into the same object. Models with experts learn
+    with the experts that drew the answers (routing replay).
+
+    Attributes:
+      engine: the engine that draws. It sleeps during an update, and refuses requests then.
+      model: the model given.
+      settings: the algorithm.
+      state: the training state, for checkpoints.
 
     Args:
-      model: the model, whose arrays are consumed by the first update.
+      model: a model on one device, with or without adapters.
       optimizer: an optax optimizer, such as `train.make_optimizer` returns.
       settings: the algorithm. Its `exact` decides whether the engine and the update compute equal bits.
       tokenizer: renders prompts, and decodes answers.
       limits: the engine's sizes.
       seq_len: tokens of a packed row of an update; default: the limits' `max_length`.
       rows: rows of a micro-batch of an update.
-      on_mismatch: "stop" raises if the audit finds a token whose log-probability differs; "warn" logs it.
+      on_mismatch: "stop" raises if the audit of exact mode finds a token whose bits differ; "warn" logs it.
 
     Raises:
-      ValueError: settings that the model does not support; the message names the field.
+      ValueError: settings that the model does not support, or a `seq_len` below the limits' `max_length`.
     """
 
     def __init__(
         self,
         model: Decoder,
         optimizer: optax.GradientTransformation,
-        settings: Any,
+        settings: PolicySettings,
         *,
         tokenizer: Any,
         limits: EngineLimits | None = None,
@@ -50,32 +90,264 @@ class Policy:
         rows: int = 1,
         on_mismatch: Literal["stop", "warn"] = "stop",
     ):
-        raise NotImplementedError
+        limits = EngineLimits() if limits is None else limits
+        self.model, self.settings = model, settings
+        self._seq_len, self._rows = limits.max_length if seq_len is None else seq_len, rows
+        self._check(limits, on_mismatch)
+        self._tokenizer, self._stops = tokenizer, on_mismatch == "stop"
+        defaults = model_defaults(model.source, model.config, tokenizer)
+        self._ends, self._ends_of_answers = defaults.ends, defaults.ends_of_answers
+        self._make_step = partial(make_train_step, nnx.graphdef(model), optimizer, PolicyLoss(settings))
+        self._steps: dict[int, Callable] = {}
+        """Training steps by their number of micro-batches, each compiled once."""
+        self._audits_all, self._lock = True, threading.Lock()
+        self.state = init_state(model, optimizer)
+        options: dict[str, Any] = dict(keep_experts=model.config.experts is not None, strict=settings.exact, lazy=True)
+        self.engine = Engine(model, limits=limits, **options)
 
-    state: TrainState
-    """The training state, for checkpoints."""
-
-    @property
-    def model(self) -> Decoder:
-        """The model with the present weights, which the next update consumes."""
-        raise NotImplementedError
-
-    def sample(self, rows: Sequence[tuple[int, Mapping[str, Any]]], *, step: int, seed: int) -> Iterator[Group]:
+    def sample(self, rows: Sequence[tuple[int, Mapping[str, Any]]], *, step: int, seed: int, **changes: Any) -> Iterator[Group]:
         """Yields the group of each (key, row) as soon as all its answers are complete.
 
-        Answers depend on weights, seed, step and key, not on the order of completion. If the caller stops early, the other
-        requests are aborted.
+        Answers depend on weights, seed, step and key, not on the order of completion. Requests start together at the first
+        `next`. If the iterator is closed early, the others are aborted.
+
+        Args:
+          changes: fields of `SamplingOptions` with other values, such as temperature=0.0 and n=1 for an evaluation.
+
+        Raises:
+          ValueError: a prompt that the chat template refuses, or that is too long for the engine's limits.
+          RuntimeError: the engine sleeps, failed or was closed.
         """
-        raise NotImplementedError
+        prompts = [prompt_tokens(self._tokenizer, row["prompt"]) for _, row in rows]
+        each = [
+            replace(self._options(is_chat=not isinstance(row["prompt"], str), seed=seed_of(seed, step, key)), **changes)
+            for key, row in rows
+        ]
+        version = int(self.state.step)
+
+        def drawn() -> Iterator[Group]:
+            for index, completions in self.engine.as_completed(prompts, each):
+                (key, row), tokens = rows[index], np.asarray(prompts[index], np.int32)
+                samples = tuple(self._sample_of(one, each[index], version) for one in completions)
+                yield Group(key=key, row=row, prompt_tokens=tokens, samples=samples)
+
+        return drawn()
+
+    def draw(self, prompt: list[int], seed: int, max_new_tokens: int) -> Sample:
+        """Draws one answer of a chat; environments call this from their threads."""
+        options = replace(self._options(is_chat=True, seed=seed), n=1, max_new_tokens=max_new_tokens)
+        version = int(self.state.step)
+        ((completion,),) = self.engine.generate([prompt], options)
+        return self._sample_of(completion, options, version)
 
     def update(self, groups: Iterable[Group]) -> dict[str, float]:
-        """Takes one training step on scored groups, in any order; the engine then has the new weights. Returns metrics."""
-        raise NotImplementedError
+        """Takes one training step on scored groups, in any order; the engine then has the new weights.
+
+        Returns:
+          The metrics of `PolicyLoss` and of the step, `groups_dropped`, `weights_version`, and the seconds time/update and
+          time/sync. In exact mode also `audited_tokens`, `mismatch_tokens`, `mismatch_max` (the largest difference of
+          log-probabilities) and time/audit.
+
+        Raises:
+          RuntimeError: answers are still being drawn; or in exact mode the audit found a token that differs.
+          ValueError: groups without rewards, a sample longer than a row, or in exact mode one of older weights.
+        """
+        with self._lock:
+            groups = sorted(groups, key=lambda group: group.key)
+            # Without any spread all advantages are 0: such a step moves weights only by weight decay and the divergence.
+            kept = kept_groups(groups, self.settings) or groups
+            batch = self._batch(kept)
+            self.engine.sleep()
+            try:
+                metrics = self._audited(kept, batch) if self.settings.exact else {}
+                began = perf_counter()
+                metrics |= self._learn(batch)
+                trained = perf_counter()
+            finally:
+                # A step that failed after the donation leaves no weights to serve.
+                if not any(array.is_deleted() for array in jax.tree.leaves(nnx.state(self.model))):
+                    self.engine.update(self.model)
+            times = {"time/update": trained - began, "time/sync": perf_counter() - trained}
+            return metrics | times | {"groups_dropped": len(groups) - len(kept), "weights_version": int(self.state.step)}
 
     def restore(self, state: TrainState) -> None:
-        """Continues with a state of a checkpoint. The next update audits all of its rows."""
-        raise NotImplementedError
+        """Continues with the state of a checkpoint. The next update audits all its rows."""
+        with self._lock:
+            self.engine.sleep()
+            self._set(state)
+            self.engine.update(self.model)
+            self._audits_all = True
 
     def close(self) -> None:
-        """Ends the engine and frees its memory; `state` and `model` stay."""
-        raise NotImplementedError
+        """Ends the engine and frees its memory; running requests are aborted. Model and state stay."""
+        self.engine.close(drain=False)
+
+    def _check(self, limits: EngineLimits, on_mismatch: str) -> None:
+        settings, model = self.settings, self.model
+        if on_mismatch not in ("stop", "warn"):
+            raise ValueError(f'on_mismatch must be "stop" or "warn"; got {on_mismatch!r}')
+        if self._seq_len < limits.longest_request:
+            raise ValueError(
+                f"seq_len={self._seq_len} must be at least {limits.longest_request}, the longest prompt with its answer that "
+                "limits allow: every sample must fit in a row"
+            )
+        if len({device for leaf in jax.tree.leaves(nnx.state(model)) for device in leaf.sharding.device_set}) > 1:
+            raise ValueError("a policy computes on one device; the model lies on several")
+        if settings.beta and not has_adapters(model):
+            raise ValueError(
+                f"beta={settings.beta} needs a reference: train adapters (adapters.add_lora), whose reference is the model "
+                "without them, or leave beta at 0"
+            )
+        for name, needs in (
+            ("importance", settings.importance != "none"),
+            ("off_policy_threshold", settings.off_policy_threshold),
+        ):
+            if needs and settings.temperature != 1:
+                raise ValueError(
+                    f"{name}={getattr(settings, name)!r} needs the sampler's log-probabilities at temperature="
+                    f"{settings.temperature}, and the engine returns those of temperature 1: leave one of both out"
+                )
+        try:
+            check_servable(model, limits, drafts=0, strict=settings.exact)
+        except ValueError as error:
+            raise ValueError(f"exact=True: {error}; or set exact=False") from error if settings.exact else error
+
+    def _options(self, *, is_chat: bool, seed: int) -> SamplingOptions:
+        settings = self.settings
+        return SamplingOptions(
+            max_new_tokens=settings.max_new_tokens,
+            temperature=settings.temperature,
+            stop_token_ids=self._ends_of_answers if is_chat else self._ends,
+            seed=seed,
+            n=settings.samples,
+            logprobs=0,
+            return_experts=self.model.config.experts is not None,
+        )
+
+    def _sample_of(self, completion: Completion, options: SamplingOptions, version: int) -> Sample:
+        tokens, log_probs = np.asarray(completion.tokens, np.int32), np.asarray(completion.logprobs, np.float32)
+        text = completion.tokens[:-1] if completion.finish_reason == "stop" else completion.tokens
+        assert completion.seed is not None
+        return Sample(
+            seed=completion.seed,
+            tokens=tokens,
+            # The engine's are those of temperature 1.
+            log_probs=log_probs if options.temperature == 1 else np.full_like(log_probs, np.nan),
+            own=np.ones(len(tokens), bool),
+            finish_reason=completion.finish_reason,
+            text=self._tokenizer.decode(text, skip_special_tokens=True),
+            weights_version=version,
+            expert_ids=completion.experts,
+        )
+
+    def _batch(self, groups: Sequence[Group]) -> dict[str, np.ndarray]:
+        """Returns the groups' samples in rows, as many micro-batches as a power of two."""
+        if self.settings.exact:
+            self._refuse_stale(groups)
+        if any(sample.expert_ids is None for group in groups for sample in group.samples):
+            # Groups of a journal have no experts.
+            groups = [
+                replace(group, samples=tuple(replace(sample, expert_ids=None) for sample in group.samples)) for group in groups
+            ]
+        rewards = [total_rewards(group, self.settings) for group in groups]
+        values = advantages(rewards, self.settings), token_weights(groups, self.settings)
+        make = partial(policy_rows, groups, *values, seq_len=self._seq_len)
+        batch = make(multiple_of=self._rows)
+        # Few programs serve any number of samples.
+        wanted = self._rows << (len(batch["tokens"]) // self._rows - 1).bit_length()
+        return batch if wanted == len(batch["tokens"]) else make(num_rows=wanted)
+
+    def _refuse_stale(self, groups: Sequence[Group]) -> None:
+        version = int(self.state.step)
+        for group in groups:
+            if any(sample.weights_version != version for sample in group.samples):
+                raise ValueError(
+                    f"group {group.key} was drawn by weights of another step than {version}, and exact=True learns only from "
+                    "answers of the present weights: draw it again, or set exact=False"
+                )
+
+    def _audited(self, groups: Sequence[Group], batch: dict[str, np.ndarray]) -> dict[str, float]:
+        """Returns the metrics of the audit. Adds experts to a batch that lacks them."""
+        began = perf_counter()
+        used = np.flatnonzero(batch["loss_mask"].any(axis=1))
+        lacks_experts = self.model.config.experts is not None and "expert_ids" not in batch
+        if not self._audits_all and not lacks_experts:
+            chosen = np.random.default_rng(int(self.state.step)).choice(used, min(AUDITED_ROWS, len(used)), replace=False)
+            used = np.sort(chosen)
+        metrics, mismatch = audit(self.model, batch, groups, used)
+        if mismatch is not None and self._stops:
+            raise RuntimeError(f'{mismatch}; set exact=False, or on_mismatch="warn" to learn nevertheless')
+        if mismatch is not None:
+            _logger.warning("%s", mismatch)
+        self._audits_all = False
+        return metrics | {"time/audit": perf_counter() - began}
+
+    def _learn(self, batch: dict[str, np.ndarray]) -> dict[str, float]:
+        """Takes the training step; returns its scalar metrics."""
+        number = len(batch["tokens"]) // self._rows
+        if self.settings.beta:
+            batch["reference_log_probs"] = self._reference(batch)
+        if number not in self._steps:
+            self._steps[number] = self._make_step(gradient_accumulation=number)
+        state, metrics = self._steps[number](self.state, put_batch(batch, self.state.params))
+        self._set(state)
+        found = {name: float(value) for name, value in metrics.items() if not value.ndim}
+        if self.settings.temperature != 1:
+            found = {name: value for name, value in found.items() if not name.startswith("sampling/")}
+        return found
+
+    def _set(self, state: TrainState) -> None:
+        self.state = state
+        nnx.update(self.model, nnx.merge_state(state.params, state.fixed))
+
+    def _reference(self, batch: dict[str, np.ndarray]) -> np.ndarray:
+        model = with_zero_changes(self.model) if self.model.precision is not None else without_adapter(self.model)
+        graphdef, weights = nnx.split(model)
+        parts = [
+            _reference_log_probs(
+                graphdef, self.settings.temperature, weights, {k: v[i : i + self._rows] for k, v in batch.items()}
+            )
+            for i in range(0, len(batch["tokens"]), self._rows)
+        ]
+        return np.concatenate([np.asarray(part) for part in parts])
+
+
+def rollout(
+    policy: Policy,
+    prompts: Iterator[tuple[int, Mapping[str, Any]]],
+    score: Callable[[Iterator[Group]], Iterable[Group]],
+    *,
+    groups: int,
+    step: int,
+    seed: int,
+) -> list[Group]:
+    """Draws and scores the groups of a step, and returns them in the order of their keys.
+
+    With `keep_groups="with_spread"`, groups whose rewards are all equal are left out and waves of new prompts are drawn until
+    there are enough: at most `MAX_WAVES`. The first groups are kept, not the fastest, so the result depends on names alone.
+    Further groups of the last wave are dropped.
+
+    Args:
+      prompts: yields (key, row) with increasing keys. The first `groups` of them are drawn, and as many for each further wave.
+      score: returns the groups with their rewards, in any order, such as `Scorer.score`.
+
+    References:
+      DAPO, Yu et al., 2025, section 3.2, https://arxiv.org/abs/2503.14476
+    """
+    kept: list[Group] = []
+    for _ in range(1 if policy.settings.keep_groups == "all" else MAX_WAVES):
+        wave = list(islice(prompts, groups))
+        scored = sorted(score(policy.sample(wave, step=step, seed=seed)), key=lambda group: group.key)
+        kept += kept_groups(scored, policy.settings)
+        if len(kept) >= groups:
+            break
+    else:
+        _logger.warning("step %d learns from %d of %d groups: the others' rewards have no spread", step, len(kept), groups)
+    return kept[:groups]
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def _reference_log_probs(
+    graphdef: nnx.GraphDef, temperature: float, weights: nnx.State, batch: dict[str, jax.Array]
+) -> jax.Array:
+    return sampled_token_scores(nnx.merge(graphdef, weights), batch, temperature=temperature).log_probs

@@ -16,7 +16,7 @@ from moe_jax.serving.drafts import draft_program
 from moe_jax.serving.drawing import DrawingSlots, draw_program
 from moe_jax.serving.pages import pages_of
 from moe_jax.serving.placement import Placement
-from moe_jax.serving.programs import OnDemand, StepProgram, leave_gaps, module_programs, step_programs
+from moe_jax.serving.programs import OnDemand, StepProgram, leave_gaps, module_programs, step_programs, zeros
 from moe_jax.serving.prompts import PIECE_TOKENS, PromptScores, read_scores, score_piece, score_prompts
 from moe_jax.serving.request import DrawnToken, EngineLimits, SamplingOptions
 from moe_jax.serving.sampling import VARIANTS, Sampled, Variant
@@ -107,7 +107,8 @@ class Device:
         max_pages = pages_of(limits.max_length)
         sizes = (*(len(self.placement.devices) * size for size in (limits.num_pages, limits.max_sequences)), max_pages)
         make_state = functools.partial(initial_state, self.served, *sizes, keep_experts=keep_experts, drafts=drafts)
-        self.state = jax.jit(make_state, out_shardings=self.placement.rows)()
+        self._make_state = jax.jit(make_state, out_shardings=self.placement.rows)
+        self.state = self._make_state()
         self._decode_shapes = [StepShape(n, 0, 0, max_pages, drafts) for n in _doubling(limits.max_sequences)]
         self._chunk_shapes = [
             StepShape(decodes, tokens, limits.max_chunks_per_step, max_pages, drafts)
@@ -151,18 +152,21 @@ class Device:
         """True once a program failed after the state was donated to it."""
         return any(array.is_deleted() for array in jax.tree.leaves(self.state))
 
+    def sleep(self) -> None:
+        """Frees pages, the engine's copies of weights and the steps' last results, until `replace_weights`."""
+        self._delete_arrays()
+        # The shapes of the next weights are compared with them. Shared arrays would stay as long as a reference to them.
+        self._weights = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in self._weights]
+        self._shared, self._gaps, self.slots.penalties = [], [], None
+
     def release(self) -> None:
         """Frees pages and the engine's copies of weights, and drops everything else; nothing can be computed afterwards.
 
         An exception's frames may still reference them, so lists are emptied and the engine's own arrays deleted.
         """
-        shared = set(map(id, self._shared))
-        own = [array for array in self._weights if id(array) not in shared]
-        for array in jax.tree.leaves((self.state, self.slots.options, self.slots.penalties, self._gaps, own)):
-            array.delete()
+        self._delete_arrays()
         for held in (self._weights, self._shared, self._gaps, self._programs, self._modules):
             held.clear()
-        del self._head
 
     def _run_all(self) -> None:
         began = perf_counter()
@@ -176,7 +180,7 @@ class Device:
         # Most engines never need penalties.
         self.slots.penalties = None
         if self.state.experts is not None:
-            self.experts_of(0, [], 0)
+            self.experts_of(0, [])
         _logger.info("ran each program once, %.1f s", perf_counter() - began)
 
     def launch(self, plans: list[StepPlan]) -> Launched:
@@ -194,16 +198,17 @@ class Device:
             scores = score_prompts(plans, firsts, hidden, self._head, strict=self.served.strict)
         return Launched(plans, _rows_of_samples(shape, plans), scores, *new)
 
-    def experts_of(self, device: int, pages: list[int], num_tokens: int) -> np.ndarray:
-        """Returns the experts of a sequence's tokens, [tokens, moe_layers, k], from its pages on the device."""
+    def experts_of(self, device: int, pages: list[int]) -> UInt[Array, "pages page_size moe_layers k"]:
+        """Copies the experts of a sequence's tokens out of its pages, and begins to copy them to the host."""
         padded = np.zeros(self.state.page_table.shape[1], np.int32)
         padded[: len(pages)] = pages
         padded += device * self.limits.num_pages
-        found = np.asarray(_taken(self.state.experts, padded))
-        return found.reshape(-1, *found.shape[2:])[:num_tokens]
+        found = _taken(self.state.experts, padded)
+        found.copy_to_host_async()
+        return found
 
     def replace_weights(self, model: Decoder) -> None:
-        """Uses the weights of another model of the same architecture from the next step on.
+        """Uses the weights of another model of the same architecture from the next step on. Ends a `sleep`.
 
         Raises:
           ValueError: the model has another architecture or dtype, another form of weights, or an adapter of another shape.
@@ -220,6 +225,8 @@ class Device:
                 f"an adapter of the same targets and ranks if that has one: {difference}"
             )
         weights = self.placement.place(weights)
+        if self.state_is_deleted:
+            self._make_results()
         self._weights, self._shared, self._head = jax.tree.leaves(weights), _shared(weights), self._head_of(weights)
         # Small weights may occupy the old gaps.
         self._leave_gaps()
@@ -247,6 +254,23 @@ class Device:
         if variant == "full":
             self.slots.penalties = penalties
         return output.hidden, (first, second, accepted)
+
+    def _delete_arrays(self) -> None:
+        """Deletes the state, the last steps' results, slots, gaps and the engine's own copies of weights, if there are any."""
+        shared = set(map(id, self._shared))
+        own = [array for array in self._weights if id(array) not in shared]
+        results = [output for _, output in self._programs.values()]
+        for array in jax.tree.leaves((self.state, results, self.slots.options, self.slots.penalties, self._gaps, own)):
+            if isinstance(array, Array):
+                array.delete()
+        vars(self).pop("_head", None)
+
+    def _make_results(self) -> None:
+        """Makes what `_delete_arrays` has deleted, except weights and gaps, without compiling anything."""
+        self.state = self._make_state()
+        self.slots.start([])
+        for shape, (program, output) in self._programs.items():
+            self._programs[shape] = program, output and zeros(output, self.placement.rows)
 
     def _leave_gaps(self) -> None:
         """Leaves gaps on all devices, after all long-lived arrays."""
