@@ -13,17 +13,15 @@ EPSILON = 1e-4
 
 
 def total_rewards(group: Group, settings: PolicySettings) -> Float[np.ndarray, " samples"]:
-    """Returns each sample's sum over functions of weight * reward, plus the penalty of overlong answers.
+    """Returns each sample's sum over functions of weight * reward, plus DAPO's penalty of overlong answers.
 
         penalty = -overlong_factor * clip((length - (max_new_tokens - overlong_buffer)) / overlong_buffer, 0, 1)
 
-    A NaN leaves its function out. Samples that every function left out, or that failed, have NaN.
+    A NaN leaves its function out. Samples that every function left out, or that failed, have NaN. The penalty is equation 13 of
+    https://arxiv.org/abs/2503.14476.
 
     Raises:
       ValueError: a group without rewards, an infinite reward, or another number of functions than `reward_weights` has.
-
-    References:
-      the penalty: DAPO, Yu et al., 2025, equation 13, https://arxiv.org/abs/2503.14476
     """
     if group.rewards is None:
         raise ValueError(f"group {group.key} has no rewards: call reinforcement.score first")
@@ -50,22 +48,18 @@ def advantages(
         A_i = (R_i - mean R) / (std R + 1e-4),  std with samples - 1
 
     Without scale the divisor is 1. A NaN is no part of mean and std, and has the advantage 0. So have groups without spread.
+    Sources: GRPO, https://arxiv.org/abs/2402.03300; without scale, Dr. GRPO, https://arxiv.org/abs/2503.20783.
 
     Args:
       rewards: `total_rewards` of each group.
-
-    References:
-      GRPO, Shao et al., 2024, https://arxiv.org/abs/2402.03300; without scale: Dr. GRPO, Liu et al., 2025,
-      https://arxiv.org/abs/2503.20783
     """
     return [_of_group(of_group, settings.scales_advantages) for of_group in rewards]
 
 
 def kept_groups(groups: Sequence[Group], settings: PolicySettings) -> list[Group]:
-    """Returns the groups to learn from: all, or with `keep_groups="with_spread"` those whose rewards differ (dynamic sampling).
+    """Returns the groups to learn from: all, or with `keep_groups="with_spread"` those whose rewards differ.
 
-    References:
-      DAPO, Yu et al., 2025, section 3.2, https://arxiv.org/abs/2503.14476
+    The latter is the dynamic sampling of DAPO (https://arxiv.org/abs/2503.14476).
     """
     return [group for group in groups if settings.keep_groups == "all" or has_spread(total_rewards(group, settings))]
 

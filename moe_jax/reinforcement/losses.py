@@ -1,4 +1,4 @@
-"""Policy losses as plain functions of log-probabilities, a value for each token. All are differentiable.
+"""Policy losses as plain functions of log-probabilities, a value for each token.
 
 Names: `log_probs` log p of the trained model, b the sampler, `log_ratio` d = log p - log p_old with p_old the model before the
 update, ratio r = exp(d), `advantage` A. The loss of a batch is a weighted sum over its tokens (`advantages.token_weights`).
@@ -23,12 +23,8 @@ def clipped_loss(
 
         loss = -min(min(r, dual_clip) A, clip(r, 1 - clip_low, 1 + clip_high) A)
 
-    Args:
-      dual_clip: greater than 1 + clip_high; bounds the loss where A < 0.
-
-    References:
-      GRPO: Shao et al., 2024, https://arxiv.org/abs/2402.03300; two bounds: DAPO, Yu et al., 2025,
-      https://arxiv.org/abs/2503.14476; dual clip: Ye et al., 2020, https://arxiv.org/abs/1912.09729
+    `dual_clip`, greater than 1 + clip_high, bounds the loss where A < 0. Sources: GRPO, https://arxiv.org/abs/2402.03300; two
+    bounds, DAPO, https://arxiv.org/abs/2503.14476; dual clip, https://arxiv.org/abs/1912.09729.
     """
     ratio = jnp.exp(log_ratio)
     clipped = ratio.clip(1 - clip_low, 1 + clip_high)
@@ -38,16 +34,11 @@ def clipped_loss(
 
 
 def cispo_loss(
-    log_ratio: Float[Array, "*tokens"],
-    advantage: Float[Array, "*tokens"],
-    log_probs: Float[Array, "*tokens"],
-    *,
-    cap: float = 5.0,
+    log_ratio: Float[Array, "*tokens"], advantage: Float[Array, "*tokens"], log_probs: Float[Array, "*tokens"], cap: float = 5.0
 ) -> Float[Array, "*tokens"]:
-    """Computes -min(r, cap) A log p, with a constant ratio: all tokens have gradients.
+    """Computes -min(r, cap) A log p with a constant ratio, so all tokens have gradients (https://arxiv.org/abs/2506.13585).
 
-    References:
-      MiniMax-M1, 2025, equation 4, https://arxiv.org/abs/2506.13585. `cap` is the maximum ratio itself, as in TRL.
+    `cap` is the maximum ratio itself, as in TRL; others add 1 to it.
     """
     return -jax.lax.stop_gradient(jnp.minimum(jnp.exp(log_ratio), cap)) * advantage * log_probs
 
@@ -55,15 +46,12 @@ def cispo_loss(
 def kl_estimate(
     log_probs: Float[Array, "*tokens"], reference: Float[Array, "*tokens"], kind: Literal["k1", "k2", "k3"] = "k3"
 ) -> Float[Array, "*tokens"]:
-    """Computes an estimate of KL(p || reference) at each drawn token.
+    """Computes an estimate of KL(p || reference) at each drawn token (http://joschu.net/blog/kl-approx.html).
 
         k1 = d,  k2 = d^2 / 2,  k3 = exp(-d) - 1 + d,  d = log p - log reference
 
-    k1 and k3 are unbiased, and k2 and k3 are never negative. The gradient of k3 * r at r = 1 is that of the divergence, and
-    k3 alone has another gradient.
-
-    References:
-      Schulman, 2020, http://joschu.net/blog/kl-approx.html; k3 * r: DeepSeek-V3.2, 2025, https://arxiv.org/abs/2512.02556
+    k1 and k3 are unbiased; k2 and k3 are never negative. The expected gradient of k3 is not that of the divergence. The one of
+    k3 * r is (https://arxiv.org/abs/2512.02556).
     """
     d = log_probs - reference
     match kind:
@@ -80,14 +68,8 @@ def importance_factor(
 ) -> Float[Array, "*tokens"]:
     """Computes exp(log p_old - log b) without a gradient, which corrects for a sampler that computes other values.
 
-    Values outside [low, high] are clipped (truncated importance sampling, TIS), or become 0 with `drops` (IcePop).
-
-    Args:
-      log_difference: log p_old - log b of a token, or their sum over a sample.
-
-    References:
-      TIS: Yao et al., 2025, https://fengyao.notion.site/off-policy-rl; IcePop: Ling team, 2025,
-      https://arxiv.org/abs/2510.18855
+    Factors outside [low, high] are clipped (truncated importance sampling, https://fengyao.notion.site/off-policy-rl), or with
+    `drops` 0 (IcePop, https://arxiv.org/abs/2510.18855). `log_difference` is a token's, or the sum over a sample.
     """
     factor = jnp.exp(jax.lax.stop_gradient(log_difference))
     return jnp.where((factor < low) | (factor > high), 0, factor) if drops else factor.clip(low, high)
@@ -96,19 +78,14 @@ def importance_factor(
 def off_policy_mask(
     advantage: Float[Array, "*tokens"], mean_log_difference: Float[Array, "*tokens"], threshold: float
 ) -> Bool[Array, "*tokens"]:
-    """Returns False for samples with a negative advantage that have become unlikely: mean(log b - log p) > threshold.
-
-    References:
-      DeepSeek-V3.2, 2025, https://arxiv.org/abs/2512.02556
-    """
+    """Returns False for samples with A < 0 and mean(log b - log p) > threshold (https://arxiv.org/abs/2512.02556)."""
     return (advantage >= 0) | (jax.lax.stop_gradient(mean_log_difference) <= threshold)
 
 
 def distillation_advantage(sampled: Float[Array, "*tokens"], teacher: Float[Array, "*tokens"]) -> Float[Array, "*tokens"]:
-    """Computes log teacher - log b of each drawn token: the advantage that minimizes the reverse KL(p || teacher).
+    """Computes log teacher - log b, the advantage of on-policy distillation: it minimizes the divergence KL(p || teacher).
 
-    References:
-      on-policy distillation: Thinking Machines Lab, 2025, https://thinkingmachines.ai/blog/on-policy-distillation
+    It is an advantage for each token (https://thinkingmachines.ai/blog/on-policy-distillation).
     """
     return teacher - sampled
 
@@ -125,10 +102,7 @@ def sample_mean(
 ) -> Float[Array, "rows seq"]:
     """Returns for each token the mean over the counted tokens of its segment; 0 if there are none.
 
-    GSPO's log-ratio is the mean of its tokens' log-ratios.
-
-    References:
-      GSPO: Zheng et al., 2025, https://arxiv.org/abs/2507.18071
+    GSPO's log-ratio is the mean of its tokens' log-ratios (https://arxiv.org/abs/2507.18071).
     """
     number = sample_sum(counted.astype(values.dtype), segments)
     return sample_sum(jnp.where(counted, values, 0), segments) / number.clip(1)

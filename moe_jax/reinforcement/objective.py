@@ -13,7 +13,7 @@ from moe_jax.models.output import HiddenStates
 from moe_jax.reinforcement import losses
 from moe_jax.reinforcement.settings import PolicySettings
 from moe_jax.serving.strict_log_probs import with_gradients_of
-from moe_jax.train.batch import BATCH_ARRAYS, Batch
+from moe_jax.train.batch import BATCH_ARRAYS, USED, Batch
 from moe_jax.train.loss import hidden_states_of
 from moe_jax.train.objective import Objective, refuse_further_predictors
 
@@ -27,7 +27,8 @@ class PolicyLoss(Objective):
         objective = reinforcement.PolicyLoss(reinforcement.PolicySettings(loss="dapo"))
         step = train.make_train_step(nnx.graphdef(model), optimizer, objective, gradient_accumulation=4)
 
-    The loss is the weighted sum over the batch's tokens, independent of their split into rows, micro-batches and devices.
+    The loss is the weighted sum over the batch's tokens, independent of their split into rows, micro-batches and devices. The
+    last micro-batches are not computed if they are padding (`policy_rows`), so one program serves any number of rows.
     Experts in the batch are replayed in the forward pass. Further arrays [rows, seq], all optional unless noted:
 
     - reference_log_probs: of the reference, at the same temperature; needed if beta is not 0.
@@ -53,15 +54,16 @@ class PolicyLoss(Objective):
     settings: PolicySettings = PolicySettings()
 
     def prepare(self, batch: Batch, label_weight: Float[Array, ""]) -> Batch:
-        """Returns the arrays that the loss reads, the number of learned tokens, and each row's micro-batch."""
+        """Returns the arrays that the loss reads, each row's micro-batch, and the numbers of used ones and learned tokens."""
         needed = [*BATCH_ARRAYS, "advantage", "sampled_log_probs", *(["reference_log_probs"] if self.settings.beta else [])]
         if missing := [name for name in needed if name not in batch]:
             raise ValueError(f"a batch for PolicyLoss needs the array(s) {', '.join(missing)}")
         optional = ["expert_ids", "current_log_probs" if self.settings.exact else "old_log_probs"]
         prepared = {name: batch[name] for name in needed + optional if name in batch}
-        rows = len(batch["tokens"])
-        prepared["micro_batch"] = jnp.arange(rows, dtype=jnp.int32) % self.micro_batches
-        return prepared | {"num_learned": (batch["loss_mask"] != 0).sum().astype(jnp.float32).clip(1)}
+        number = jnp.arange(len(batch["tokens"]), dtype=jnp.int32) % self.micro_batches
+        used = jnp.where((batch["segment_ids"] != 0).any(axis=1), number + 1, 1).max()
+        num_learned = (batch["loss_mask"] != 0).sum().astype(jnp.float32).clip(1)
+        return prepared | {"micro_batch": number, USED: used, "num_learned": num_learned}
 
     def __call__(self, model: Decoder, batch: Batch) -> tuple[Float[Array, ""], Parts]:
         """Returns the micro-batch's part of the loss, and its parts of the metrics; raises as documented in the class."""
@@ -73,38 +75,43 @@ class PolicyLoss(Objective):
                 f"{settings.off_policy_threshold!r} need sums over samples, which the mesh axis context splits; leave it out"
             )
         states = hidden_states_of(model, batch)
-        parts, largest = parts_of_tokens(settings, _scores(model, states, batch, settings.temperature), batch)
+        scores = sampled_token_scores(model, batch, temperature=settings.temperature, states=states)
+        parts, largest = parts_of_tokens(settings, scores, batch)
         if spread.context is not None:
             largest = {name: value for name, value in largest.items() if not name.startswith("clip_ratio")}
         parts = spread.sum(parts)
         value = parts["loss"]
         if settings.balance_coef:
-            parts["aux_loss"] = load_balancing_loss(spread.sum(states.router)) / self.micro_batches
+            parts["aux_loss"] = load_balancing_loss(spread.sum(states.router)) / batch[USED]
             value = value + settings.balance_coef * parts["aux_loss"]
-        if spread.mesh_axes:
-            largest = jax.lax.pmax(largest, spread.mesh_axes)
         # Parts are summed over micro-batches, so each has its own place for a maximum.
         is_own = jnp.arange(self.micro_batches) == batch["micro_batch"][0]
-        return value, parts | {name: jnp.where(is_own, each, 0) for name, each in largest.items()}
+        largest = {name: jnp.where(is_own, each, 0) for name, each in ({"is_used": jnp.ones(())} | largest).items()}
+        return value, parts | (jax.lax.pmax(largest, spread.mesh_axes) if spread.mesh_axes else largest)
 
     def metrics(self, value: Float[Array, ""], aux: Parts, label_weight: Float[Array, ""]) -> dict[str, Array]:
         """Returns the metrics listed in the class."""
-        found = {name: jnp.nan_to_num(each.max(), neginf=0) if each.ndim else each for name, each in aux.items()}
-        return {name: -each if name.endswith(("/min", "_min")) else each for name, each in found.items()}
+        is_used = aux["is_used"] > 0
+        found = {name: aux[name] for name in aux if not aux[name].ndim}
+        for name in aux.keys() - found.keys() - {"is_used"}:
+            largest = jnp.nan_to_num(jnp.where(is_used, aux[name], -jnp.inf).max(), neginf=0)
+            found[name] = -largest if name.endswith(("/min", "_min")) else largest
+        return found
 
 
-def sampled_token_scores(model: Decoder, batch: Batch, *, temperature: float = 1.0) -> TokenScores:
-    """Returns the log-probability and entropy of each token of a batch of samples, with the batch's experts.
+def sampled_token_scores(
+    model: Decoder, batch: Batch, *, temperature: float = 1.0, states: HiddenStates | None = None
+) -> TokenScores:
+    """Returns the log-probability and entropy of each token of a batch of samples, computed by the batch's experts.
 
     For "reference_log_probs" of a reference model, and for "old_log_probs". Values are 0 where `loss_mask` is 0.
+
+    Args:
+      temperature: the sampling temperature.
+      states: the hidden states of the batch's tokens, if they are known.
     """
-    return _scores(model, hidden_states_of(model, batch), batch, temperature)
-
-
-def _scores(model: Decoder, states: HiddenStates, batch: Batch, temperature: float) -> TokenScores:
-    hidden, labels = states.hidden, batch["labels"]
-    if temperature != 1:
-        hidden = hidden / temperature
+    hidden, labels = (hidden_states_of(model, batch) if states is None else states).hidden, batch["labels"]
+    hidden = hidden if temperature == 1 else hidden / temperature
     found = token_log_probs_and_entropies(hidden.reshape(-1, hidden.shape[-1]), model.head_weight, labels.reshape(-1))
     return jax.tree.map(lambda each: jnp.where(batch["loss_mask"] != 0, each.reshape(labels.shape), 0), found)
 
@@ -134,8 +141,8 @@ def parts_of_tokens(settings: PolicySettings, scores: TokenScores, batch: Batch)
         parts["cispo_clip_ratio"] = mean((jnp.exp(log_ratio) > settings.cispo_cap) & (advantage > 0))
     else:
         low, high = settings.clip
-        bounds = dict(clip_low=low, clip_high=high, dual_clip=settings.dual_clip)
-        per_token = losses.clipped_loss(log_ratio, advantage, **bounds)
+        dual_clip = settings.dual_clip
+        per_token = losses.clipped_loss(log_ratio, advantage, clip_low=low, clip_high=high, dual_clip=dual_clip)
         is_low = (jnp.exp(log_ratio) < 1 - low) & (advantage < 0)
         is_high = (jnp.exp(log_ratio) > 1 + high) & (advantage > 0)
         for name, values in (("low", is_low), ("high", is_high), ("region", is_low | is_high)):
@@ -151,8 +158,8 @@ def parts_of_tokens(settings: PolicySettings, scores: TokenScores, batch: Batch)
     if settings.importance != "none":
         if settings.importance_level == "sequence":
             difference = losses.sample_sum(difference, segments)
-        bounds = dict(low=settings.importance_low, high=settings.importance_high, drops=settings.importance == "icepop")
-        factor = losses.importance_factor(difference, **bounds)
+        low, high, drops = settings.importance_low, settings.importance_high, settings.importance == "icepop"
+        factor = losses.importance_factor(difference, low=low, high=high, drops=drops)
         per_token = per_token * factor
         parts["sampling/importance_sampling_ratio/mean"] = mean(factor)
         extremes["sampling/importance_sampling_ratio/min"] = largest(-factor)

@@ -27,6 +27,7 @@ def policy_rows(
     seq_len: int,
     num_rows: int | None = None,
     multiple_of: int = 1,
+    micro_batches: int = 1,
 ) -> Arrays:
     """Returns a batch for `PolicyLoss`, arrays [rows, seq_len] as drawn above.
 
@@ -38,6 +39,7 @@ def policy_rows(
       weights: as `token_weights` returns them.
       num_rows: the number of rows; unused rows are padding. None: the least number.
       multiple_of: a divisor of the least number, such as micro-batches * devices.
+      micro_batches: the number that divides the rows; the last ones hold the padding. Micro-batch i of n has rows i, i + n, ...
 
     Raises:
       ValueError: no samples, a sample longer than a row, experts of some samples or tokens alone, or too small a `num_rows`.
@@ -65,7 +67,9 @@ def policy_rows(
     wanted = max(1, -(-len(rows) // multiple_of)) * multiple_of if num_rows is None else num_rows
     if len(rows) > wanted:
         raise ValueError(f"num_rows={num_rows} must be at least {len(rows)} for these samples")
-    rows += [[] for _ in range(wanted - len(rows))]
+    used = max(1, -(-len(rows) * micro_batches // wanted))
+    numbers = {row // used * micro_batches + row % used: of_row for row, of_row in enumerate(rows)}
+    rows = [numbers.get(row, []) for row in range(wanted)]
     return {name: np.stack([_joined(name, row, like, seq_len) for row in rows]) for name, like in parts[0].items()}
 
 

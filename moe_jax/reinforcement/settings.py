@@ -126,7 +126,8 @@ def _problems(settings: PolicySettings) -> list[str]:
         ("an integer of at least 1", lambda x: _is_integer(x) and x >= 1, "max_new_tokens"),
         ("an integer of at least 0", lambda x: _is_integer(x) and x >= 0, "overlong_buffer"),
         ("a number greater than 0", lambda x: _is_number(x) and x > 0, "temperature cispo_cap"),
-        ("a number of at least 0", lambda x: _is_number(x) and x >= 0, "beta balance_coef overlong_factor importance_low"),
+        ("a number of at least 0", lambda x: _is_number(x) and x >= 0,
+         "beta balance_coef overlong_factor importance_low importance_high"),
         ("at least 0", lambda x: x is None or (_is_number(x) and x >= 0), "clip_low clip_high dual_clip off_policy_threshold"),
         ("a tuple of numbers", lambda x: x is None or (isinstance(x, tuple) and all(map(_is_number, x))), "reward_weights"),
     ):  # fmt: skip

@@ -20,6 +20,10 @@ step it also holds scalars, which all micro-batches share."""
 BATCH_ARRAYS = ("tokens", "labels", "loss_mask", "positions", "segment_ids")
 """The arrays of a batch that `train.loss` reads."""
 
+USED = "used_micro_batches"
+"""A scalar that an objective's `prepare` may add: the number of micro-batches to compute. The others hold only padding. One
+program then serves batches of any number of micro-batches up to its own."""
+
 OF_EXAMPLES = ("example", "desirable", "reference_log_probs")
 """Arrays [batch, examples, ...] of a batch of preferences, which has the first of them. They belong to rows: `context` splits
 the tokens of a row alone."""

@@ -20,7 +20,7 @@ from moe_jax.models.decoder import Decoder
 from moe_jax.models.execution import Execution
 from moe_jax.parallel.fsdp import ShardedParameters
 from moe_jax.parallel.parallelism import Parallelism
-from moe_jax.train.batch import Batch, micro_batches_of
+from moe_jax.train.batch import USED, Batch, micro_batch_at, micro_batches_of
 from moe_jax.train.on_devices import merged_model, on_devices, on_mesh
 from moe_jax.train.state import as_f32
 
@@ -148,7 +148,10 @@ def sum_on_mesh(
 def _summed[Carry](
     of_micro_batch: Callable[[Carry, Batch], tuple[Gradients, Carry]], carry: Carry, batch: Batch, micro_batches: int
 ) -> tuple[Gradients, Carry]:
-    """Sums `of_micro_batch` over the batch's micro-batches in turn; also returns the last carry."""
+    """Sums `of_micro_batch` over the batch's micro-batches in turn; also returns the last carry.
+
+    A scalar `USED` of the batch leaves out the micro-batches from this number on.
+    """
     stacked, scalars = micro_batches_of(batch, micro_batches)
 
     def add(state: tuple[Gradients, Carry], arrays: Batch):
@@ -157,7 +160,10 @@ def _summed[Carry](
         return (jax.tree.map(jnp.add, sums, found), carry), None
 
     found, _ = jax.eval_shape(of_micro_batch, carry, jax.tree.map(lambda x: x[0], stacked) | scalars)
-    return jax.lax.scan(add, (zeros_of(found), carry), stacked)[0]
+    start = zeros_of(found), carry
+    if USED not in scalars:
+        return jax.lax.scan(add, start, stacked)[0]
+    return jax.lax.fori_loop(0, scalars[USED], lambda i, state: add(state, micro_batch_at(stacked, i))[0], start)
 
 
 def zeros_of(shapes: PyTree) -> PyTree:

@@ -42,17 +42,14 @@ def random_like(rng, groups, scale=0.3):
     return [[rng.normal(0, scale, len(sample.tokens)).astype(np.float32) for sample in group.samples] for group in groups]
 
 
-def packed(groups, settings, *, seq_len=64, weights=None, **of_tokens):
+def packed(groups, settings, *, seq_len=64, weights=None, num_rows=None, multiple_of=1, micro_batches=1, **of_tokens):
     """Returns a batch of the groups as JAX arrays, their advantages from their rewards.
 
     `of_tokens` are further arrays, such as old_log_probs: numbers for each token of each sample.
     """
-    multiple_of = of_tokens.pop("multiple_of", 1)
     weights = token_weights(groups, settings) if weights is None else weights
+    options = dict(seq_len=seq_len, num_rows=num_rows, multiple_of=multiple_of, micro_batches=micro_batches)
     of_groups = advantages([total_rewards(group, settings) for group in groups], settings)
-
-    def rows(values):
-        return policy_rows(groups, values, weights, seq_len=seq_len, multiple_of=multiple_of)
-
-    batch = rows(of_groups) | {name: rows(values)["advantage"] for name, values in of_tokens.items()}
+    batch = policy_rows(groups, of_groups, weights, **options)
+    batch |= {name: policy_rows(groups, values, weights, **options)["advantage"] for name, values in of_tokens.items()}
     return {name: jnp.asarray(array) for name, array in batch.items()}

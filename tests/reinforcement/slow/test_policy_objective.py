@@ -11,7 +11,7 @@ from flax import nnx
 
 from moe_jax import train
 from moe_jax.checkpoint.hf_names import export
-from moe_jax.reinforcement import PolicyLoss, PolicySettings, advantages, sampled_token_scores, total_rewards
+from moe_jax.reinforcement import PolicyLoss, PolicySettings, advantages, sampled_token_scores, token_weights, total_rewards
 from moe_jax.train.gradients import accumulate, gradients_fn
 from tests.helpers import seeds, tiny
 from tests.helpers import trl_reference as trl
@@ -150,15 +150,48 @@ def test_any_packing_and_any_micro_batches_are_the_same(loss, rng):
         assert_same(value_and_gradients(objective, model, batch, micro_batches), wanted)
 
 
+def test_one_program_computes_any_number_of_micro_batches(rng):
+    """Micro-batches of padding are skipped: bits are those of a program for the others alone."""
+    settings, model = SETTINGS["dapo"], tiny.model()
+    graph, params, fixed = nnx.split(model, nnx.Param, ...)
+
+    def program(micro_batches):
+        objective = PolicyLoss(settings, micro_batches=micro_batches)
+        compute = accumulate(gradients_fn(objective, graph), micro_batches)
+
+        def of_batch(params, batch):
+            value, aux, gradients = compute(params, fixed, objective.prepare(batch, jnp.ones(())))
+            return value, objective.metrics(value, aux, jnp.ones(())), gradients
+
+        return jax.jit(of_batch)
+
+    of_six = program(6)
+    for number in (3, 6):
+        groups = make_groups(rng, number, 4)
+        others = others_of(rng, groups)
+        used = max(2, -(-len(packed(groups, settings, seq_len=32)["tokens"]) // 2))
+        assert used < 6
+        alone = packed(groups, settings, seq_len=32, num_rows=2 * used, micro_batches=used, **others)
+        padded = packed(groups, settings, seq_len=32, num_rows=12, micro_batches=6, **others)
+        found, wanted = of_six(params, padded), program(used)(params, alone)
+        for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+            np.testing.assert_array_equal(a, b)
+    assert of_six._cache_size() == 1
+
+
 def test_samples_without_weight_change_nothing(rng):
+    """They may be anything, or absent."""
     settings, model, groups = replace(SETTINGS["sequences"], balance_coef=0.0), tiny.model(), make_groups(rng)
-    others = others_of(rng, groups)
-    batch = packed(groups, settings, seq_len=40, **others)
-    of_first = batch["sample"] == 1
-    without = batch | {"loss_mask": jnp.where(of_first, 0, batch["loss_mask"])}
-    changed = {name: jnp.where(of_first, jnp.nan, without[name]) for name in ("sampled_log_probs", *others)}
-    wanted = value_and_gradients(PolicyLoss(settings), model, without)
-    assert_same(value_and_gradients(PolicyLoss(settings), model, without | changed), wanted, 0)
+    others, weights = others_of(rng, groups), token_weights(groups, settings)
+    batch = packed(groups, settings, seq_len=160, **others)
+    is_first = batch["sample"] == 0
+    batch["loss_mask"] = jnp.where(is_first, 0, batch["loss_mask"])
+    batch |= {name: jnp.where(is_first, jnp.nan, batch[name]) for name in ("sampled_log_probs", *others)}
+    weights[0][0][:] = 0
+    absent = packed(groups, settings, seq_len=160, weights=weights, **others)
+    assert not (absent["sample"] == 0).any()
+    wanted = value_and_gradients(PolicyLoss(settings), model, absent)
+    assert_same(value_and_gradients(PolicyLoss(settings), model, batch), wanted)
 
 
 def test_experts_are_replayed(rng):
@@ -213,7 +246,6 @@ def test_log_probabilities_are_of_the_sampling_temperature(rng):
     np.testing.assert_allclose(np.asarray(found.log_probs)[learned], wanted[learned], atol=1e-5)
     settings = PolicySettings(temperature=0.7, importance="tis")
     batch["sampled_log_probs"] = found.log_probs
-    graph, params, fixed = nnx.split(model, nnx.Param, ...)
     objective = PolicyLoss(settings)
     value, aux = objective(model, objective.prepare(batch, jnp.ones(())))
     metrics = objective.metrics(value, aux, jnp.ones(()))
