@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from moe_jax.reinforcement.objective import PolicyLoss, sampled_token_scores
     from moe_jax.reinforcement.policy import Policy
     from moe_jax.reinforcement.prompts import Prompts, open_prompts, prompt_at, prompts_within
+    from moe_jax.reinforcement.reward_calls import from_verl
     from moe_jax.reinforcement.rewards import Reward, Scorer, from_verl, load_reward, score
     from moe_jax.reinforcement.rows import policy_rows
     from moe_jax.reinforcement.samples import Group, Sample

@@ -14,10 +14,10 @@ import asyncio
 import inspect
 import json
 import logging
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -32,12 +32,13 @@ Draw = Callable[[list[int], int, int], Sample]
 """Draws an answer: draw(tokens of the prompt, seed, max_new_tokens). Its tokens include the one that ended it."""
 Message = dict[str, Any]
 Part = tuple[np.ndarray, np.ndarray, np.ndarray]
-"""Tokens, their log-probabilities, and True for those that the model drew."""
+"""Tokens, their log-probabilities, and True for tokens that the model drew."""
 
 _OWN = ("reset", "respond", "get_reward", "close")
 """Public methods that are no tools."""
 _CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
-_MARK = "an answer"
+_MARK = "answer-7f3a61c4"
+"""Content of an answer and arguments of its calls, which are found in a rendered conversation."""
 _logger = logging.getLogger(__name__)
 
 
@@ -54,19 +55,20 @@ def play(
 ) -> Group:
     """Returns the group of a prompt: a dialogue for each seed, all at once, each in an environment of its own.
 
-    A dialogue ends after an answer without calls and without a response, or after `max_turns` answers. It also ends if its
-    next message leaves no room for an answer; both limits give the finish reason `length`. Errors of tools are messages that
-    the model reads. A sample whose `respond` or `get_reward` raises has the finish reason `error`.
+    A dialogue ends after an answer without calls and without a response. It also ends after `max_turns` answers, or if the next
+    message leaves no room for an answer, with the finish reason `length`. Errors of tools are messages that the model reads. A
+    sample whose `respond` or `get_reward` raises has the finish reason `error`.
 
     Args:
       environment: makes an environment, such as its class.
       seeds: the seed of each sample, which draws its first answer; later answers have seeds of their own.
-      max_new_tokens: tokens after the prompt in all, with those of tools and users.
+      max_new_tokens: tokens after the prompt in all, including messages of tools and users.
 
     Raises:
-      ValueError: the prompt is no list of messages, `reset` returns different texts for one row, a tool has no schema, or the
-        chat template cannot render the next message.
+      ValueError: the prompt is a text, `reset` returns different texts for one row, or the chat template cannot continue.
     """
+    if max_turns < 1:
+        raise ValueError(f"max_turns must be at least 1; got {max_turns!r}")
     if isinstance(row["prompt"], str):
         raise ValueError(f"an environment needs prompts of messages; the prompt {key} is the text {row['prompt']!r:.80}")
     environments = [environment() for _ in seeds]
@@ -113,14 +115,11 @@ def _dialogue(
         if reason != "stop":
             break
         # Calls within reasoning are only thoughts. Special tokens are kept: a call may begin with one.
-        calls = _CALL.findall(tokenizer.decode(drawn.tokens).rpartition("</think>")[2])
+        calls = _CALL.findall(tokenizer.decode(drawn.tokens).rpartition("</think>")[2]) if tools else []
         messages = [_answer(tools, call, failures) for call in calls]
-        try:
-            if not calls and hasattr(environment, "respond") and (text := _now(environment.respond(drawn.text))) is not None:
-                messages = [{"role": "user", "content": text}]
-        except Exception:  # of any kind, as the user's code raises it
-            _logger.warning("an environment's respond raised an error; its sample is left out", exc_info=True)
-            reason = "error"
+        if not calls:
+            text, reason = _asked(environment, "respond", drawn.text)
+            messages = [] if text is None else [{"role": "user", "content": text}]
         if not messages:
             break
         added = np.asarray(rendered(messages, tokens[-1]), np.int32)
@@ -130,20 +129,37 @@ def _dialogue(
         parts.append((added, np.zeros(len(added), np.float32), np.zeros(len(added), bool)))
         turns += messages
         tokens += added.tolist()
-    try:
-        if reason in ("stop", "length") and hasattr(environment, "get_reward"):
-            reward = float(_now(environment.get_reward()))
-    except Exception:  # of any kind, as the user's code raises it
-        _logger.warning("an environment's get_reward raised an error; its sample is left out", exc_info=True)
-        reason = "error"
+    if reason in ("stop", "length"):
+        reward, failed = _asked(environment, "get_reward")
+        reason = failed if failed == "error" else reason
     all_tokens, log_probs, own = (np.concatenate(each) for each in zip(*parts, strict=True))
-    return replace(
-        drawn,
-        **dict(seed=seed, tokens=all_tokens, log_probs=log_probs, own=own, finish_reason=reason, turns=turns, reward=reward),
+    return Sample(
+        seed=seed,
+        tokens=all_tokens,
+        log_probs=log_probs,
+        own=own,
+        finish_reason=reason,
         text=tokenizer.decode(all_tokens, skip_special_tokens=True),
+        weights_version=drawn.weights_version,
+        # The last answer's prompt is the whole dialogue before it.
+        expert_ids=drawn.expert_ids,
+        turns=turns,
+        reward=reward,
         tool_calls=len(failures),
         tool_failures=sum(failures),
     )
+
+
+def _asked(environment: Any, method: str, *arguments: str) -> tuple[Any, str]:
+    """Returns the result of an optional method, and a finish reason: `stop`, or `error` if it raised."""
+    try:
+        found = _now(getattr(environment, method, lambda *_: None)(*arguments))
+        if method == "get_reward" and found is not None and not math.isfinite(found := float(found)):
+            raise ValueError(f"returned {found!r}; a reward is a finite number, or None for no reward")
+    except Exception:  # of any kind, as the user's code raises it
+        _logger.warning("%s of an environment raised an error, so its sample has failed", method, exc_info=True)
+        return None, "error"
+    return found, "stop"
 
 
 def _tools(environment: Any) -> dict[str, Callable[..., Any]]:
@@ -159,9 +175,10 @@ def _answer(tools: Mapping[str, Callable[..., Any]], call: str, failures: list[b
         if name not in tools:
             raise ValueError(f"there is no tool {name!r}; the tools are {', '.join(tools)}")
         content = str(_now(tools[name](**arguments)))
+        failures.append(False)
     except Exception as error:  # of any kind: the call, or the user's code, is wrong
         content = f"error: {type(error).__name__}: {error}"
-    failures.append(content.startswith("error: "))
+        failures.append(True)
     return {"role": "tool", "name": str(name), "content": content}
 
 
@@ -173,15 +190,17 @@ def _message_tokens(tokenizer: Any, schemas: list[Message] | None, messages: lis
     Raises:
       ValueError: the chat template leaves the answer out, or ends it with another token.
     """
+    first = messages[0]["content"].strip()
     answer: Message = {"role": "assistant", "content": _MARK}
-    if calls := [{"name": each["name"], "arguments": {}} for each in messages if each["role"] == "tool"]:
+    if calls := [{"name": each["name"], "arguments": {_MARK: _MARK}} for each in messages if each["role"] == "tool"]:
         answer["tool_calls"] = [{"id": f"call{i:05d}", "type": "function", "function": call} for i, call in enumerate(calls)]
     conversation, tools = as_template_wants(tokenizer, [{"role": "user", "content": "-"}, answer, *messages], schemas)
     text = tokenizer.apply_chat_template(conversation, tools=tools, tokenize=False, add_generation_prompt=True)
     _, mark, rest = text.rpartition(_MARK)
     tokens = tokenizer(rest, add_special_tokens=False)["input_ids"]
     cut = next((tokens.index(token) for token in (end, tokenizer.eos_token_id) if token in tokens), None)
-    if not mark or cut is None:
+    # An end token that comes only after the first message does not end the answer.
+    if not mark or cut is None or (first and first in tokenizer.decode(tokens[:cut])):
         raise ValueError(
             f"the chat template of {tokenizer.name_or_path or 'the tokenizer'} cannot continue a dialogue after an answer: it "
             f"{'leaves the answer out' if not mark else f'does not end one with the token {end}'}; give another template"

@@ -38,17 +38,16 @@ class Journal:
         file = self._file(step)
         if step not in self._mended:
             file.parent.mkdir(parents=True, exist_ok=True)
+            file.touch()
             # After a torn line the next group would be lost too.
-            if file.exists():
-                os.truncate(file, sum(map(len, _lines(file))))
-            self._mended.add(step)
+            os.truncate(file, sum(map(len, _lines(file))))
+        self._mended.discard(step)
         content = json.dumps(_plain(group), default=_json).encode()
         with open(file, "ab") as handle:
             handle.write(_checksum(content) + b" " + content + b"\n")
             handle.flush()
             os.fsync(handle.fileno())
-        for folder in (file.parent, self.folder):
-            _sync_names(folder)
+        self._mended.add(step)
 
     def groups(self, step: int) -> dict[int, Group]:
         """Returns the whole groups of a step, by key; empty for a step without any.
@@ -80,23 +79,14 @@ def _lines(file: Path) -> list[bytes]:
         if number == len(lines):
             return lines[:-1]
         raise ValueError(
-            f"{file}:{number} is damaged: its checksum is wrong, and lines follow it. Remove the folder of this step to draw and "
-            "score its groups again"
+            f"{file}:{number} is damaged: its checksum is wrong, and it is not the last line. Remove the file to draw and "
+            "score the step's groups again"
         )
     return lines
 
 
 def _checksum(content: bytes) -> bytes:
     return hashlib.blake2b(content, digest_size=16).hexdigest().encode()
-
-
-def _sync_names(folder: Path) -> None:
-    """Makes the names in a folder survive a power failure."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _plain(record: Group | Sample) -> dict[str, Any]:
@@ -120,4 +110,4 @@ def _group(line: bytes) -> Group:
 def _array(value: dict[str, Any]) -> Any:
     if value.keys() != {"dtype", "shape", _ARRAY}:
         return value
-    return np.frombuffer(base64.b64decode(value[_ARRAY]), value["dtype"]).reshape(value["shape"])
+    return np.frombuffer(base64.b64decode(value[_ARRAY]), value["dtype"]).reshape(value["shape"]).copy()

@@ -4,7 +4,7 @@ import asyncio
 import inspect
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -39,7 +39,9 @@ def function_at(place: str) -> Function:
             each for each, value in vars(module).items() if inspect.isfunction(value) and value.__module__ == module.__name__
         ]
         raise ValueError(f"{origin} has no reward function {name!r}; its functions are {', '.join(found) or 'none'}")
-    return from_verl(function) if {"solution_str", "ground_truth"} <= _parameters(function).keys() else function
+    return (
+        from_verl(function) if {"solution_str", "ground_truth"} <= inspect.signature(function).parameters.keys() else function
+    )
 
 
 class BadRewards(ValueError):
@@ -51,7 +53,7 @@ class CallFailed(RuntimeError):
 
 
 def call(function: Function, arguments: Mapping[str, Any]) -> Scores:
-    """Calls a plain function with those of the arguments that it accepts.
+    """Calls a plain function with the arguments that it accepts.
 
     Raises:
       BadRewards, CallFailed: see there.
@@ -85,7 +87,7 @@ class _Logs:
 
     def keywords(self, function: Function, arguments: Mapping[str, Any]) -> dict[str, Any]:
         given = {**arguments, "log_extra": self._extra, "log_metric": self._metric}
-        parameters = _parameters(function)
+        parameters = inspect.signature(function).parameters
         if any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
             return given
         return {name: value for name, value in given.items() if name in parameters}
@@ -133,18 +135,17 @@ def from_verl(compute_score: Function) -> Function:
     reward, and other entries are logged as columns.
     """
 
-    def of_samples(completions: Sequence[Any], columns: Mapping[str, Sequence[Any]]) -> list[Any]:
+    def results(completions: Sequence[Any], columns: Mapping[str, Sequence[Any]]) -> Iterator[Any]:
         sources, models, infos = (columns.get(name) or [None] * len(completions) for name in VERL)
-        return [
-            compute_score(data_source=source, solution_str=text_of(each), ground_truth=ground_truth(model), extra_info=info)
-            for each, source, model, info in zip(completions, sources, models, infos, strict=True)
-        ]
+        for each, source, model, info in zip(completions, sources, models, infos, strict=True):
+            row = {"data_source": source, "ground_truth": ground_truth(model), "extra_info": info}
+            yield compute_score(solution_str=text_of(each), **row)
 
     def adapted(completions: Sequence[Any], log_extra: Function, **columns: Any) -> list[Any]:
-        return _split(of_samples(completions, columns), log_extra)
+        return _split(list(results(completions, columns)), log_extra)
 
     async def adapted_async(completions: Sequence[Any], log_extra: Function, **columns: Any) -> list[Any]:
-        return _split([await result for result in of_samples(completions, columns)], log_extra)
+        return _split(await asyncio.gather(*results(completions, columns)), log_extra)
 
     made: Function = adapted_async if inspect.iscoroutinefunction(compute_score) else adapted
     made.__name__ = compute_score.__name__
@@ -167,19 +168,12 @@ def text_of(completion: str | Sequence[Mapping[str, Any]]) -> str:
     return next((each["content"] or "" for each in reversed(completion) if each["role"] == "assistant"), "")
 
 
-def _split(results: list[Any], log_extra: Function) -> list[Any]:
+def _split(results: Sequence[Any], log_extra: Function) -> list[Any]:
     """Returns the scores of verl's results, and logs their other entries."""
     whole = [result if isinstance(result, Mapping) else {"score": result} for result in results]
     for column in dict.fromkeys(key for result in whole for key in result if key != "score"):
         log_extra(column, [result.get(column) for result in whole])
     return [result.get("score") for result in whole]
-
-
-def _parameters(function: Function) -> Mapping[str, inspect.Parameter]:
-    try:
-        return inspect.signature(function).parameters
-    except ValueError:  # some functions of C have no signature
-        return {"_": inspect.Parameter("_", inspect.Parameter.VAR_KEYWORD)}
 
 
 def _module_of_file(file: Path) -> Any:

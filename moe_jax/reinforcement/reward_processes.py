@@ -1,7 +1,6 @@
-"""Processes that call reward functions. A call that hangs is killed, and `signal.alarm` works: it is in a main thread.
+"""Processes that call reward functions in their main thread, where `signal.alarm` works. A call that hangs is killed.
 
-They are started as new programs: a fork would copy the locks of JAX's threads, and `multiprocessing` would run a user's script
-again in each of them.
+They are new programs. A fork would copy the locks of JAX's threads, and `multiprocessing` would run the user's script again.
 """
 
 import os
@@ -55,9 +54,10 @@ class Processes:
             process.connection.close()
 
     def _call(self, place: str, arguments: Mapping[str, Any]) -> Scores:
-        process = self._idle.get() or _Process()
-        self._alive.add(process)
+        process = self._idle.get()
         try:
+            process = process or _Process()
+            self._alive.add(process)
             # `close` may have missed a new process.
             if self._closed:
                 raise _Lost("was not called: the pool is closed")
@@ -66,12 +66,14 @@ class Processes:
                 process.imported.add(place)
             return process.ask((place, arguments), self.timeout)
         except _Lost:
+            assert process is not None
             process.kill()
             process.connection.close()
             self._alive.discard(process)
+            process = None
             raise
         finally:
-            self._idle.put(process if process in self._alive else None)
+            self._idle.put(process)
 
 
 class _Lost(CallFailed):
@@ -137,7 +139,7 @@ def serve(handle: int, parent: int) -> None:
 
 
 def _end_with(parent: int) -> None:
-    """Ends this process once its parent is gone, even in a call that hangs."""
+    """Kills this process and all that it started once its parent is gone, even in a call that hangs."""
     while os.getppid() == parent:
         time.sleep(1)
-    os._exit(1)
+    os.killpg(0, signal.SIGKILL)

@@ -2,9 +2,14 @@
 
     def correct(completions, answer, **columns) -> list[float | None]: ...
 
-A function is called once for a group, with all its samples. Its keywords are lists with a value of each sample: `prompts`,
-`completions` (texts, or lists of messages for chats), `completion_ids`, `finish_reasons`, `seeds`, and the data's columns by
-name. Further keywords: `trainer_state`, `log_extra(column, values)` and `log_metric(name, value)`. None leaves a sample out.
+A function is called once for a group, with all its samples. None leaves a sample out. It may name all of
+these keywords or some:
+
+    prompts, completions                            a value of each sample: texts, or lists of messages for chats
+    completion_ids, finish_reasons, seeds           a value of each sample
+    answer, ...                                     each column of the data, with a value of each sample
+    trainer_state                                   the argument of `Scorer.score`
+    log_extra(column, values), log_metric(name, value)
 """
 
 import asyncio
@@ -48,11 +53,6 @@ class Reward:
     def is_async(self) -> bool:
         """True if a call returns a coroutine."""
         return any(map(inspect.iscoroutinefunction, (self.function, type(self.function).__call__)))
-
-    @property
-    def runs_here(self) -> bool:
-        """True if it is called in the thread that scores."""
-        return self.place is None and not self.is_async
 
 
 def load_reward(reward: str | Function | Reward) -> Reward:
@@ -135,9 +135,7 @@ class Scorer:
                 begun.append(self._begin(group, trainer_state))
                 yield from self._scored(begun)
             while begun:
-                pending = {future: name for each in begun for name, future in each.calls.items() if not future.done()}
-                if pending and not wait(pending, self.timeout, FIRST_COMPLETED).done:
-                    _logger.warning("still waiting for the reward functions %s", ", ".join(sorted(set(pending.values()))))
+                wait([future for each in begun for future in each.calls.values() if not future.done()], None, FIRST_COMPLETED)
                 yield from self._scored(begun)
         finally:
             for each in begun:
@@ -161,7 +159,7 @@ class Scorer:
         present = [i for i, sample in enumerate(group.samples) if sample.finish_reason not in FAILED]
         begun = _Begun(group, present, {})
         # Functions of this thread come last: the others run meanwhile.
-        for reward in sorted(self.rewards if present else (), key=lambda each: each.runs_here):
+        for reward in sorted(self.rewards if present else (), key=lambda each: each.place is None and not each.is_async):
             begun.calls[reward.name] = self._call(reward, _arguments(group, present, trainer_state))
         return begun
 
@@ -222,7 +220,7 @@ class Scorer:
 
 
 def score(groups: Iterable[Group], rewards: Iterable[str | Function | Reward], **options: Any) -> list[Group]:
-    """Returns the groups with their rewards, in the order of their keys. `options` and errors are those of `Scorer`."""
+    """Returns the groups with their rewards, in the order of their keys, with the options and errors of `Scorer`."""
     with Scorer(rewards, **options) as scorer:
         return sorted(scorer.score(groups), key=lambda group: group.key)
 
