@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from moe_jax.reinforcement.policy import Policy
     from moe_jax.reinforcement.prompts import Prompts, open_prompts, prompt_at, prompts_within
     from moe_jax.reinforcement.reward_calls import from_verl
-    from moe_jax.reinforcement.rewards import Reward, Scorer, from_verl, load_reward, score
+    from moe_jax.reinforcement.rewards import Reward, Scorer, load_reward, score
     from moe_jax.reinforcement.rows import policy_rows
     from moe_jax.reinforcement.samples import Group, Sample
     from moe_jax.reinforcement.settings import LossSettings, PolicySettings

@@ -313,36 +313,33 @@ class Policy:
 
 
 def rollout(
-    policy: Policy,
+    draw: Callable[[Sequence[tuple[int, Mapping[str, Any]]]], Iterable[Group]],
     prompts: Iterator[tuple[int, Mapping[str, Any]]],
-    score: Callable[[Iterator[Group]], Iterable[Group]],
+    settings: PolicySettings,
     *,
     groups: int,
-    step: int,
-    seed: int,
 ) -> list[Group]:
-    """Draws and scores the groups of a step, and returns them in the order of their keys.
+    """Draws and scores the groups of a step, and returns them in the order of their keys; none if no group has spread.
 
     With `keep_groups="with_spread"`, groups whose rewards are all equal are left out and waves of new prompts are drawn until
     there are enough: at most `MAX_WAVES`. The first groups are kept, not the fastest, so the result depends on names alone.
     Further groups of the last wave are dropped.
 
     Args:
+      draw: returns the scored groups of (key, row), in any order, as `Scorer.score` of `Policy.sample`.
       prompts: yields (key, row) with increasing keys. The first `groups` of them are drawn, and as many for each further wave.
-      score: returns the groups with their rewards, in any order, such as `Scorer.score`.
 
     References:
       DAPO, Yu et al., 2025, section 3.2, https://arxiv.org/abs/2503.14476
     """
     kept: list[Group] = []
-    for _ in range(1 if policy.settings.keep_groups == "all" else MAX_WAVES):
-        wave = list(islice(prompts, groups))
-        scored = sorted(score(policy.sample(wave, step=step, seed=seed)), key=lambda group: group.key)
-        kept += kept_groups(scored, policy.settings)
+    for _ in range(1 if settings.keep_groups == "all" else MAX_WAVES):
+        scored = sorted(draw(list(islice(prompts, groups))), key=lambda group: group.key)
+        kept += kept_groups(scored, settings)
         if len(kept) >= groups:
             break
     else:
-        _logger.warning("step %d learns from %d of %d groups: the others' rewards have no spread", step, len(kept), groups)
+        _logger.warning("a step learns from %d of %d groups: the others' rewards have no spread", len(kept), groups)
     return kept[:groups]
 
 

@@ -1,19 +1,22 @@
 """The scored groups of each step: drawn, scored as soon as each is complete, and kept in the journal."""
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import count
 from typing import Any
 
 import numpy as np
 
 from moe_jax.recipes.grpo.settings import GrpoSettings
-from moe_jax.reinforcement.advantages import kept_groups
 from moe_jax.reinforcement.journal import Journal
-from moe_jax.reinforcement.policy import MAX_WAVES, Policy
+from moe_jax.reinforcement.policy import Policy, rollout
 from moe_jax.reinforcement.prompts import Prompts, prompt_at
 from moe_jax.reinforcement.rewards import Scorer
 from moe_jax.reinforcement.samples import Group
+
+Row = tuple[int, Mapping[str, Any]]
+"""The key of a prompt, and its row of the data."""
 
 
 @dataclass(frozen=True)
@@ -47,22 +50,23 @@ class Rollouts:
         self.step, self.next_key = step, 0
 
     def __next__(self) -> Rollout:
-        settings, step, key = self.settings, self.step + 1, self.next_key
-        kept, drawn, drawing, scoring = list[Group](), list[Group](), 0.0, 0.0
-        for _ in range(1 if settings.policy.keep_groups == "all" else MAX_WAVES):
-            keys = range(key, key + settings.prompts)
-            rows = [(key, prompt_at(self.prompts, key, settings.seed)) for key in keys]
-            groups, *seconds = self.scored(step, rows)
-            key, drawn, drawing, scoring = keys.stop, drawn + groups, drawing + seconds[0], scoring + seconds[1]
-            kept += kept_groups(groups, settings.policy)
-            if len(kept) >= settings.prompts:
-                break
-        # Without any group to learn from, a step of equal rewards changes no weight by its gradient.
-        chosen = (kept or drawn)[: settings.prompts]
-        self.step, self.next_key = step, key
-        return Rollout(chosen, len(drawn) - len(chosen), drawing, scoring)
+        settings, step = self.settings, self.step + 1
+        drawn, seconds = list[Group](), np.zeros(2)
 
-    def scored(self, step: int, rows: Sequence[tuple[int, Any]]) -> tuple[list[Group], float, float]:
+        def draw(rows: Sequence[Row]) -> list[Group]:
+            nonlocal seconds
+            groups, *of_wave = self.scored(step, rows)
+            seconds += of_wave
+            drawn.extend(groups)
+            return groups
+
+        rows = ((key, prompt_at(self.prompts, key, settings.seed)) for key in count(self.next_key))
+        # Without any group to learn from, a step of equal rewards changes no weight by its gradient.
+        groups = rollout(draw, rows, settings.policy, groups=settings.prompts) or drawn[: settings.prompts]
+        self.step, self.next_key = step, self.next_key + len(drawn)
+        return Rollout(groups, len(drawn) - len(groups), *seconds.tolist())
+
+    def scored(self, step: int, rows: Sequence[Row]) -> tuple[list[Group], float, float]:
         """Returns the scored group of each (key, row) in this order, and the seconds of drawing and of scoring."""
         began, clock, found = time.perf_counter(), _Clock(), self.journal.groups(step)
         asked = [(key, row) for key, row in rows if key not in found]
