@@ -1,7 +1,8 @@
 """Policy losses as plain functions of log-probabilities, a value for each token.
 
-Names: `log_probs` log p of the trained model, b the sampler, `log_ratio` d = log p - log p_old with p_old the model before the
-update, ratio r = exp(d), `advantage` A. The loss of a batch is a weighted sum over its tokens (`advantages.token_weights`).
+`log_probs` is log p of the trained model, `sampled` log b of the sampler, and `advantage` A. `log_ratio` is log p - log p_old,
+with p_old the model before the update, and r = exp(log_ratio). The loss of a batch is a weighted sum over its tokens
+(`advantages.token_weights`).
 """
 
 from typing import Literal

@@ -32,23 +32,23 @@ class PolicyLoss(Objective):
     Experts in the batch are replayed in the forward pass. Further arrays [rows, seq], all optional unless noted:
 
     - reference_log_probs: of the reference, at the same temperature; needed if beta is not 0.
-    - old_log_probs: of the model before the rollout's first update, for further updates; not with `exact`. Default: the model's
-      own, without gradients, so that all ratios are 1.
-    - current_log_probs: exact values of the model, for further updates with `exact`. Default: the sampler's, which are exact
-      for the first.
+    - old_log_probs: of the model before a rollout's first update, for further updates without `exact`. Default: the model's
+      own, so that all ratios are 1.
+    - current_log_probs: exact values of the model, for further updates with `exact`. Default: the sampler's.
 
     Metrics of a step, in addition to the usual ones. Means are over learned tokens, with TRL's names:
 
     - loss: the policy loss with the divergence; aux_loss: the router's balance loss, if it has a coefficient.
     - entropy; kl, if beta is not 0.
-    - clip_ratio/low_mean, high_mean, region_mean: tokens without a gradient. low_min and high_max are of the samples' means, on
-      meshes without `context`. cispo_clip_ratio: tokens above `cispo_cap` with a positive advantage.
+    - clip_ratio/low_mean, high_mean, region_mean: tokens without a gradient.
+    - clip_ratio/low_min, high_max: of the samples' means, on meshes without `context`.
+    - cispo_clip_ratio: tokens above `cispo_cap` with a positive advantage.
     - sampling/sampling_logp_difference/mean and max: |log p_old - log b|, with p_old from the ordinary forward pass.
     - sampling/importance_sampling_ratio/min, mean and max, if the loss has factors.
 
     Raises:
-      ValueError: at the first step, a batch without the arrays that the loss needs, multi-token prediction modules, or a mesh
-        that splits sequences (`context`) for a loss with sums over samples.
+      ValueError: at the first step, a batch without an array that the loss needs, or a model with multi-token prediction
+        modules. Also a loss with sums over samples on a mesh that splits sequences (`context`).
     """
 
     settings: PolicySettings = PolicySettings()

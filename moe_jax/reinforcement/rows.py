@@ -1,11 +1,13 @@
 """Packed rows of samples: each prompt with its answer is a segment, and each value is stored where its token is predicted.
 
-tokens              p p a b c p p a d _     sample 0 wrote a, b and c to the prompt p p; sample 1 wrote a and d
-segment_ids         1 1 1 1 1 2 2 2 2 0
-loss_mask           0 x x x 0 0 y y 0 0     f32, the weights of the tokens: x for those of sample 0
-advantage           0 A A A 0 0 B B 0 0
-sampled_log_probs   0 l l l 0 0 m m 0 0
-sample              0 0 0 0 0 1 1 1 1 -     int32, numbers of samples over all groups; -1 for padding
+    tokens              p p a b c p p a d _     sample 0 wrote a, b and c to the prompt p p; sample 1 wrote a and d
+    segment_ids         1 1 1 1 1 2 2 2 2 0
+    loss_mask           0 x x x 0 0 y y 0 0     f32, the weights of tokens: x for sample 0, y for sample 1
+    advantage           0 A A A 0 0 B B 0 0
+    sampled_log_probs   0 l l l 0 0 m m 0 0
+    sample              0 0 0 0 0 1 1 1 1 -     int32, numbers of samples over all groups; -1 for padding
+
+The last token of a sample predicts nothing. Tokens of prompts and tools have no weight.
 """
 
 from collections.abc import Sequence

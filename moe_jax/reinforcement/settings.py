@@ -96,7 +96,7 @@ class PolicySettings(LossSettings):
 
     Attributes:
       reward_weights: a weight for each reward function; None: all 1.
-      exact: the sampler's log-probabilities are those of the training model bit for bit. The loss then has their values and the
+      exact: the sampler's log-probabilities equal the training model's bit for bit. The loss then has their values and the
         gradients of the ordinary forward pass.
       samples: answers to a prompt.
       max_new_tokens: maximum number of tokens that the model writes in an answer.

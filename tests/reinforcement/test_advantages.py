@@ -84,7 +84,7 @@ def test_a_failed_sample_is_as_if_it_had_never_been_drawn(rng):
             np.testing.assert_array_equal(ours, others)
 
 
-def test_truncated_samples_count_in_their_group_and_are_not_learned(rng):
+def test_truncated_samples_count_in_their_group_alone(rng):
     (group,) = make_groups(rng, 1, 3)
     cut = Group(**{**vars(group), "samples": (*group.samples[:2], make_sample(rng, 6, finish_reason="length"))})
     chosen, other = PolicySettings(mask_truncated=True), PolicySettings()
