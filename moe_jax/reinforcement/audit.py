@@ -13,8 +13,8 @@ from moe_jax.models.decoder import Decoder
 from moe_jax.reinforcement.samples import Group
 from moe_jax.serving.strict_log_probs import strict_pass
 
-ROWS = 2
-"""Rows of a strict pass. One program serves any number of rows."""
+AUDITED_ROWS = 2
+"""Rows that a strict pass computes at once, and rows that the audit of a step computes."""
 
 Arrays = dict[str, np.ndarray]
 
@@ -43,7 +43,8 @@ def audit(
         is_read = (segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] != 0)
         wrong |= is_read & (experts != batch["expert_ids"][rows]).any((2, 3))[:, :-1]
     elif experts is not None:
-        batch["expert_ids"] = np.zeros((len(batch["tokens"]), *experts.shape[1:]), np.int32)
+        dtype = np.uint8 if model.config.experts is not None and model.config.experts.num_experts <= 256 else np.uint16
+        batch["expert_ids"] = np.zeros((len(batch["tokens"]), *experts.shape[1:]), dtype)
         batch["expert_ids"][rows] = experts
     metrics = {"audited_tokens": float(learned.sum()), "mismatch_tokens": float(wrong.sum()), "mismatch_max": largest}
     if not wrong.any():
@@ -66,8 +67,8 @@ def strict_rows(
     # The number of segments is a part of the program: it grows in large steps.
     max_segments = next(2 * 4**i for i in range(segments.shape[1]) if 2 * 4**i >= runs)
     found = []
-    for first in range(0, len(rows), ROWS):
-        chosen = np.resize(rows[first : first + ROWS], ROWS)
+    for first in range(0, len(rows), AUDITED_ROWS):
+        chosen = np.resize(rows[first : first + AUDITED_ROWS], AUDITED_ROWS)
         log_probs, experts = _strict_pass(graphdef, max_segments, weights, batch["tokens"][chosen], segments[chosen])
         found.append((np.asarray(log_probs), None if experts is None else np.moveaxis(np.asarray(experts), 0, 2)))
     values, ids = zip(*found, strict=True)

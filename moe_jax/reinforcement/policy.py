@@ -14,7 +14,6 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import islice
 from time import perf_counter
 from typing import Any, Literal
 
@@ -27,7 +26,7 @@ from moe_jax.adapters.merge import with_zero_changes, without_adapter
 from moe_jax.layers.lora import has_adapters
 from moe_jax.models.decoder import Decoder
 from moe_jax.reinforcement.advantages import advantages, kept_groups, token_weights, total_rewards
-from moe_jax.reinforcement.audit import audit
+from moe_jax.reinforcement.audit import AUDITED_ROWS, audit
 from moe_jax.reinforcement.objective import PolicyLoss, sampled_token_scores
 from moe_jax.reinforcement.prompts import prompt_tokens, seed_of
 from moe_jax.reinforcement.rows import policy_rows
@@ -36,16 +35,11 @@ from moe_jax.reinforcement.settings import PolicySettings
 from moe_jax.serving.conversation import model_defaults
 from moe_jax.serving.engine import Engine, check_servable
 from moe_jax.serving.request import Completion, EngineLimits, SamplingOptions
-from moe_jax.train.batch import put_batch
+from moe_jax.train.batch import Batch, put_batch
 from moe_jax.train.state import TrainState, init_state
 from moe_jax.train.step import make_train_step
 
 _logger = logging.getLogger(__name__)
-
-MAX_WAVES = 4
-"""Largest number of times that `rollout` draws new prompts for a step, until enough groups have spread."""
-AUDITED_ROWS = 2
-"""Rows that the audit of a step computes again. The first step, also after `restore`, audits all rows."""
 
 
 class Policy:
@@ -95,11 +89,10 @@ class Policy:
         self._seq_len, self._rows = limits.max_length if seq_len is None else seq_len, rows
         self._check(limits, on_mismatch)
         self._tokenizer, self._stops = tokenizer, on_mismatch == "stop"
-        defaults = model_defaults(model.source, model.config, tokenizer)
-        self._ends, self._ends_of_answers = defaults.ends, defaults.ends_of_answers
+        self._defaults = model_defaults(model.source, model.config, tokenizer)
         self._make_step = partial(make_train_step, nnx.graphdef(model), optimizer, PolicyLoss(settings))
         self._steps: dict[int, Callable] = {}
-        """Training steps by their number of micro-batches, each compiled once."""
+        """Training steps by their largest number of micro-batches, each compiled once."""
         self._audits_all, self._lock = True, threading.Lock()
         self.state = init_state(model, optimizer)
         options: dict[str, Any] = dict(keep_experts=model.config.experts is not None, strict=settings.exact, lazy=True)
@@ -119,10 +112,9 @@ class Policy:
           RuntimeError: the engine sleeps, failed or was closed.
         """
         prompts = [prompt_tokens(self._tokenizer, row["prompt"]) for _, row in rows]
-        each = [
-            replace(self._options(is_chat=not isinstance(row["prompt"], str), seed=seed_of(seed, step, key)), **changes)
-            for key, row in rows
-        ]
+        chats = [not isinstance(row["prompt"], str) for _, row in rows]
+        seeds = [seed_of(seed, step, key) for key, _ in rows]
+        each = [self._options(is_chat, of_row, **changes) for is_chat, of_row in zip(chats, seeds, strict=True)]
         version = int(self.state.step)
 
         def drawn() -> Iterator[Group]:
@@ -138,8 +130,7 @@ class Policy:
 
     def draw(self, prompt: list[int], seed: int, max_new_tokens: int) -> Sample:
         """Draws one answer of a chat; environments call this from their threads."""
-        options = replace(self._options(is_chat=True, seed=seed), n=1, max_new_tokens=max_new_tokens)
-        version = int(self.state.step)
+        version, options = int(self.state.step), self._options(True, seed, n=1, max_new_tokens=max_new_tokens)
         ((completion,),) = self.engine.generate([prompt], options)
         return self._sample_of(completion, options, version)
 
@@ -159,7 +150,7 @@ class Policy:
             groups = sorted(groups, key=lambda group: group.key)
             # Without any spread all advantages are 0: such a step moves weights only by weight decay and the divergence.
             kept = kept_groups(groups, self.settings) or groups
-            batch = self._batch(kept)
+            batch = self._batch(kept, sum(len(group.samples) for group in groups))
             self.engine.sleep()
             try:
                 metrics = self._audited(kept, batch) if self.settings.exact else {}
@@ -201,31 +192,23 @@ class Policy:
                 f"beta={settings.beta} needs a reference: train adapters (adapters.add_lora), whose reference is the model "
                 "without them, or leave beta at 0"
             )
-        for name, needs in (
-            ("importance", settings.importance != "none"),
-            ("off_policy_threshold", settings.off_policy_threshold),
-        ):
-            if needs and settings.temperature != 1:
-                raise ValueError(
-                    f"{name}={getattr(settings, name)!r} needs the sampler's log-probabilities at temperature="
-                    f"{settings.temperature}, and the engine returns those of temperature 1: leave one of both out"
-                )
+        if settings.temperature != 1 and (settings.importance != "none" or settings.off_policy_threshold is not None):
+            raise ValueError(
+                f"importance={settings.importance!r} and off_policy_threshold={settings.off_policy_threshold} need "
+                f"temperature=1, as the engine's log-probabilities have; got {settings.temperature}"
+            )
         try:
             check_servable(model, limits, drafts=0, strict=settings.exact)
         except ValueError as error:
             raise ValueError(f"exact=True: {error}; or set exact=False") from error if settings.exact else error
 
-    def _options(self, *, is_chat: bool, seed: int) -> SamplingOptions:
-        settings = self.settings
-        return SamplingOptions(
-            max_new_tokens=settings.max_new_tokens,
-            temperature=settings.temperature,
-            stop_token_ids=self._ends_of_answers if is_chat else self._ends,
-            seed=seed,
-            n=settings.samples,
-            logprobs=0,
-            return_experts=self.model.config.experts is not None,
+    def _options(self, is_chat: bool, seed: int, **changes: Any) -> SamplingOptions:
+        settings, replays = self.settings, self.model.config.experts is not None
+        sizes: dict[str, Any] = dict(
+            max_new_tokens=settings.max_new_tokens, n=settings.samples, temperature=settings.temperature
         )
+        ends = self._defaults.ends_of_answers if is_chat else self._defaults.ends
+        return SamplingOptions(stop_token_ids=ends, seed=seed, logprobs=0, return_experts=replays, **sizes | changes)
 
     def _sample_of(self, completion: Completion, options: SamplingOptions, version: int) -> Sample:
         tokens, log_probs = np.asarray(completion.tokens, np.int32), np.asarray(completion.logprobs, np.float32)
@@ -243,40 +226,32 @@ class Policy:
             expert_ids=completion.experts,
         )
 
-    def _batch(self, groups: Sequence[Group]) -> dict[str, np.ndarray]:
-        """Returns the groups' samples in rows, as many micro-batches as a power of two."""
-        if self.settings.exact:
-            self._refuse_stale(groups)
-        if any(sample.expert_ids is None for group in groups for sample in group.samples):
-            # Groups of a journal have no experts.
-            groups = [
-                replace(group, samples=tuple(replace(sample, expert_ids=None) for sample in group.samples)) for group in groups
-            ]
-        rewards = [total_rewards(group, self.settings) for group in groups]
-        values = advantages(rewards, self.settings), token_weights(groups, self.settings)
-        make = partial(policy_rows, groups, *values, seq_len=self._seq_len)
-        batch = make(multiple_of=self._rows)
-        # Few programs serve any number of samples.
-        wanted = self._rows << (len(batch["tokens"]) // self._rows - 1).bit_length()
-        return batch if wanted == len(batch["tokens"]) else make(num_rows=wanted)
-
-    def _refuse_stale(self, groups: Sequence[Group]) -> None:
+    def _batch(self, groups: Sequence[Group], num_rows: int) -> dict[str, np.ndarray]:
+        """Returns the groups' samples packed in rows. Those up to `num_rows` that are not needed are skipped by the step."""
         version = int(self.state.step)
-        for group in groups:
+        for group in groups if self.settings.exact else ():
             if any(sample.weights_version != version for sample in group.samples):
                 raise ValueError(
                     f"group {group.key} was drawn by weights of another step than {version}, and exact=True learns only from "
                     "answers of the present weights: draw it again, or set exact=False"
                 )
+        if any(sample.expert_ids is None for group in groups for sample in group.samples):
+            # Groups of a journal have no experts.
+            without = [tuple(replace(sample, expert_ids=None) for sample in group.samples) for group in groups]
+            groups = [replace(group, samples=samples) for group, samples in zip(groups, without, strict=True)]
+        rewards = [total_rewards(group, self.settings) for group in groups]
+        values = advantages(rewards, self.settings), token_weights(groups, self.settings)
+        number = -(-num_rows // self._rows)
+        return policy_rows(groups, *values, seq_len=self._seq_len, num_rows=number * self._rows, micro_batches=number)
 
     def _audited(self, groups: Sequence[Group], batch: dict[str, np.ndarray]) -> dict[str, float]:
         """Returns the metrics of the audit. Adds experts to a batch that lacks them."""
         began = perf_counter()
-        used = np.flatnonzero(batch["loss_mask"].any(axis=1))
+        # No row at all has a weight if each sample failed.
+        used = np.flatnonzero(batch["loss_mask"].any(axis=1)) if batch["loss_mask"].any() else np.arange(1)
         lacks_experts = self.model.config.experts is not None and "expert_ids" not in batch
         if not self._audits_all and not lacks_experts:
-            chosen = np.random.default_rng(int(self.state.step)).choice(used, min(AUDITED_ROWS, len(used)), replace=False)
-            used = np.sort(chosen)
+            used = np.random.default_rng(int(self.state.step)).permutation(used)[:AUDITED_ROWS]
         metrics, mismatch = audit(self.model, batch, groups, used)
         if mismatch is not None and self._stops:
             raise RuntimeError(f'{mismatch}; set exact=False, or on_mismatch="warn" to learn nevertheless')
@@ -306,48 +281,14 @@ class Policy:
     def _reference(self, batch: dict[str, np.ndarray]) -> np.ndarray:
         model = with_zero_changes(self.model) if self.model.precision is not None else without_adapter(self.model)
         graphdef, weights = nnx.split(model)
-        parts = [
-            _reference_log_probs(
-                graphdef, self.settings.temperature, weights, {k: v[i : i + self._rows] for k, v in batch.items()}
-            )
-            for i in range(0, len(batch["tokens"]), self._rows)
-        ]
-        return np.concatenate([np.asarray(part) for part in parts])
-
-
-def rollout(
-    draw: Callable[[Sequence[tuple[int, Mapping[str, Any]]]], Iterable[Group]],
-    prompts: Iterator[tuple[int, Mapping[str, Any]]],
-    settings: PolicySettings,
-    *,
-    groups: int,
-) -> list[Group]:
-    """Draws and scores the groups of a step, and returns them in the order of their keys; none if no group has spread.
-
-    With `keep_groups="with_spread"`, groups whose rewards are all equal are left out and waves of new prompts are drawn until
-    there are enough: at most `MAX_WAVES`. The first groups are kept, not the fastest, so the result depends on names alone.
-    Further groups of the last wave are dropped.
-
-    Args:
-      draw: returns the scored groups of (key, row), in any order, as `Scorer.score` of `Policy.sample`.
-      prompts: yields (key, row) with increasing keys. The first `groups` of them are drawn, and as many for each further wave.
-
-    References:
-      DAPO, Yu et al., 2025, section 3.2, https://arxiv.org/abs/2503.14476
-    """
-    kept: list[Group] = []
-    for _ in range(1 if settings.keep_groups == "all" else MAX_WAVES):
-        scored = sorted(draw(list(islice(prompts, groups))), key=lambda group: group.key)
-        kept += kept_groups(scored, settings)
-        if len(kept) >= groups:
-            break
-    else:
-        _logger.warning("a step learns from %d of %d groups: the others' rewards have no spread", len(kept), groups)
-    return kept[:groups]
+        found, used = np.zeros(batch["tokens"].shape, np.float32), np.flatnonzero(batch["segment_ids"].any(axis=1))
+        for first in range(0, len(used), self._rows):
+            places = np.resize(used[first : first + self._rows], self._rows)
+            rows = {name: array[places] for name, array in batch.items()}
+            found[places] = _scores(graphdef, self.settings.temperature, weights, rows)
+        return found
 
 
 @partial(jax.jit, static_argnums=(0, 1))
-def _reference_log_probs(
-    graphdef: nnx.GraphDef, temperature: float, weights: nnx.State, batch: dict[str, jax.Array]
-) -> jax.Array:
+def _scores(graphdef: nnx.GraphDef, temperature: float, weights: nnx.State, batch: Batch) -> jax.Array:
     return sampled_token_scores(nnx.merge(graphdef, weights), batch, temperature=temperature).log_probs

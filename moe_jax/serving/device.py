@@ -16,7 +16,7 @@ from moe_jax.serving.drafts import draft_program
 from moe_jax.serving.drawing import DrawingSlots, draw_program
 from moe_jax.serving.pages import pages_of
 from moe_jax.serving.placement import Placement
-from moe_jax.serving.programs import OnDemand, StepProgram, leave_gaps, module_programs, step_programs, zeros
+from moe_jax.serving.programs import OnDemand, StepProgram, leave_gaps, module_programs, step_programs
 from moe_jax.serving.prompts import PIECE_TOKENS, PromptScores, read_scores, score_piece, score_prompts
 from moe_jax.serving.request import DrawnToken, EngineLimits, SamplingOptions
 from moe_jax.serving.sampling import VARIANTS, Sampled, Variant
@@ -153,7 +153,7 @@ class Device:
         return any(array.is_deleted() for array in jax.tree.leaves(self.state))
 
     def sleep(self) -> None:
-        """Frees pages, the engine's copies of weights and the steps' last results, until `replace_weights`."""
+        """Frees pages, penalties and the engine's copies of weights, until `replace_weights`."""
         self._delete_arrays()
         # The shapes of the next weights are compared with them. Shared arrays would stay as long as a reference to them.
         self._weights = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in self._weights]
@@ -165,6 +165,8 @@ class Device:
         An exception's frames may still reference them, so lists are emptied and the engine's own arrays deleted.
         """
         self._delete_arrays()
+        for array in self.slots.options:
+            array.delete()
         for held in (self._weights, self._shared, self._gaps, self._programs, self._modules):
             held.clear()
 
@@ -226,7 +228,7 @@ class Device:
             )
         weights = self.placement.place(weights)
         if self.state_is_deleted:
-            self._make_results()
+            self.state = self._make_state()
         self._weights, self._shared, self._head = jax.tree.leaves(weights), _shared(weights), self._head_of(weights)
         # Small weights may occupy the old gaps.
         self._leave_gaps()
@@ -256,21 +258,13 @@ class Device:
         return output.hidden, (first, second, accepted)
 
     def _delete_arrays(self) -> None:
-        """Deletes the state, the last steps' results, slots, gaps and the engine's own copies of weights, if there are any."""
+        """Deletes the state, penalties, gaps and the engine's own copies of weights, if there are any."""
         shared = set(map(id, self._shared))
         own = [array for array in self._weights if id(array) not in shared]
-        results = [output for _, output in self._programs.values()]
-        for array in jax.tree.leaves((self.state, results, self.slots.options, self.slots.penalties, self._gaps, own)):
+        for array in jax.tree.leaves((self.state, self.slots.penalties, self._gaps, own)):
             if isinstance(array, Array):
                 array.delete()
         vars(self).pop("_head", None)
-
-    def _make_results(self) -> None:
-        """Makes what `_delete_arrays` has deleted, except weights and gaps, without compiling anything."""
-        self.state = self._make_state()
-        self.slots.start([])
-        for shape, (program, output) in self._programs.items():
-            self._programs[shape] = program, output and zeros(output, self.placement.rows)
 
     def _leave_gaps(self) -> None:
         """Leaves gaps on all devices, after all long-lived arrays."""

@@ -8,7 +8,6 @@ part of that memory. Then XLA changes an address in each kernel of the graph: fo
 XLA's default allocator places an array in the smallest free gap that fits. So `leave_gaps` leaves gaps for small arrays.
 """
 
-import functools
 import itertools
 import logging
 import os
@@ -82,7 +81,7 @@ def step_programs(
         return program.lower(weights, state, rows_like(packed([empty_rows(shape)]), mesh), output)
 
     def compiled(shape: StepShape, lowered: Lowered) -> StepProgram:
-        output = zeros(output_of_all(shape), state.last_token.sharding) if _writes_over(shape) else None
+        output = _zeros(output_of_all(shape), state.last_token.sharding) if _writes_over(shape) else None
         return lowered.compile(), output
 
     return _at_once(shapes, lower, compiled)
@@ -138,16 +137,9 @@ def _writes_over(shape: StepShape) -> bool:
     return not shape.chunks and not shape.drafts
 
 
-def zeros(like: StepOutput, sharding: Sharding) -> StepOutput:
-    """Returns zeros of these shapes and dtypes, by a program that is compiled once."""
-    leaves, tree = jax.tree.flatten(like)
-    return jax.tree.unflatten(tree, _zeros(tuple((leaf.shape, leaf.dtype) for leaf in leaves), sharding)())
-
-
-@functools.cache
-def _zeros(forms: tuple[tuple[tuple[int, ...], Any], ...], sharding: Sharding) -> Callable[[], list[Array]]:
+def _zeros(like: StepOutput, sharding: Sharding) -> StepOutput:
     # Compiled, so that each array has its own memory: the same zeros twice could not be donated.
-    return jax.jit(lambda: [jnp.zeros(*form) for form in forms], out_shardings=sharding)
+    return jax.jit(lambda: jax.tree.map(lambda array: jnp.zeros(array.shape, array.dtype), like), out_shardings=sharding)()
 
 
 GAP_BYTES = tuple(256 << i for i in range(9))

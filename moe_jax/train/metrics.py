@@ -72,22 +72,26 @@ def read_records(file: Path) -> list[dict[str, Any]]:
 def record_of_step(
     step: int, metrics: dict[str, np.ndarray], config: ModelConfig, seconds: float, flops_per_token: float
 ) -> dict[str, Any]:
-    """Returns a step's scalars for the log, from the metrics of `make_train_step`'s step and the seconds that it took."""
+    """Returns a step's scalars for the log, from the metrics of `make_train_step`'s step and the seconds that it took.
+
+    Scalars under names of the objective's own are kept.
+    """
     tokens_per_second = float(metrics["num_tokens"]) / seconds
     losses = "loss", "aux_loss", "sequence_loss", "z_loss", "grad_norm", "learning_rate"
     record = {"step": step} | {name: float(metrics[name]) for name in losses if name in metrics}
     record |= {"tokens_per_second": tokens_per_second, "model_tflops": tokens_per_second * flops_per_token / 1e12}
-    if "expert_load" not in metrics:  # a user's loss, which has metrics of its own
-        return record | {name: float(value) for name, value in metrics.items() if name not in TAKEN_NAMES and value.ndim == 0}
-    record |= {**mean_loads(metrics["expert_load"]), "num_dropped": int(metrics["num_dropped"])}
-    if config.routed_layers:
-        record |= {name: float(metrics[name].mean()) for name in ("router_entropy", "num_rounds", "num_shadows")}
-    if "expert_bias_range" in metrics:
-        smallest, largest = metrics["expert_bias_range"].T
-        record["max_expert_bias_range"] = float((largest - smallest).max())
-    if config.mtp_stages:
+    if "expert_load" in metrics:
+        record |= {**mean_loads(metrics["expert_load"]), "num_dropped": int(metrics["num_dropped"])}
+        if config.routed_layers:
+            record |= {name: float(metrics[name].mean()) for name in ("router_entropy", "num_rounds", "num_shadows")}
+        if "expert_bias_range" in metrics:
+            smallest, largest = metrics["expert_bias_range"].T
+            record["max_expert_bias_range"] = float((largest - smallest).max())
+    if config.mtp_stages and "mtp_loss" in metrics:
         record["mtp_loss"] = float(metrics["mtp_loss"])
-    return record
+    # A model without MTP modules has an MTP loss of 0.
+    others = metrics.keys() - record.keys() - {*TAKEN_NAMES, "mtp_loss"}
+    return record | {name: float(value) for name, value in metrics.items() if name in others and value.ndim == 0}
 
 
 class Clock:

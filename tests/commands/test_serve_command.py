@@ -56,7 +56,7 @@ def test_a_model_is_served_until_a_signal(folder, program_log, monkeypatch):
     asking.join()
     assert program_log().index("is compiled when a request first needs it") < program_log().index("serving small")
     assert program_log().index("serving small") < program_log().index("compiled program")
-    assert "stopped: 0 requests finished, 0 were aborted" in program_log()
+    assert "stopped: 0 running requests finished, 0 were aborted" in program_log()
     model = moe_jax.from_pretrained(folder, dtype="float32")
     assert found == {
         "text": moe_jax.complete(model, "ab", max_new_tokens=8),

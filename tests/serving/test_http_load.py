@@ -149,7 +149,7 @@ def test_running_requests_finish_before_a_stop(caplog):
     assert running.engine.closed
     messages = [record.getMessage() for record in caplog.records]
     assert "stopping: 1 running requests have 20 seconds to finish" in messages
-    assert messages[-1] == "stopped: 1 requests finished, 0 were aborted"
+    assert messages[-1] == "stopped: 1 running requests finished, 0 were aborted"
 
 
 @pytest.mark.parametrize("twice", [False, True])
@@ -164,4 +164,4 @@ def test_the_deadline_or_a_second_signal_aborts(twice, caplog):
         with pytest.raises(openai.APIError, match="the request was aborted"):
             list(pieces)
         running.thread.join(20)
-    assert caplog.records[-1].getMessage() == "stopped: 0 requests finished, 1 were aborted"
+    assert caplog.records[-1].getMessage() == "stopped: 0 running requests finished, 1 were aborted"

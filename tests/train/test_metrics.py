@@ -2,9 +2,11 @@
 
 import json
 
+import numpy as np
 import pytest
 
-from moe_jax.train.metrics import MetricsWriter, read_records
+from moe_jax.config import Qwen3MoeConfig
+from moe_jax.train.metrics import MetricsWriter, read_records, record_of_step
 
 
 @pytest.fixture
@@ -36,3 +38,20 @@ def test_a_step_that_stands_there_twice_counts_as_written_last(file):
     write(file, step(1, loss=1.0), step(2, loss=2.0), step(1, loss=3.0), step(4))
     MetricsWriter(file.parent, resumed_step=2)
     assert read_records(file) == [{"step": 1, "loss": 3.0}, {"step": 2, "loss": 2.0}]
+
+
+def test_scalars_of_an_objective_of_ones_own_are_recorded():
+    """Next to those of next-token prediction; arrays and names that every step has are not."""
+    metrics = {
+        "loss": 2.0,
+        "num_tokens": 8,
+        "kl": 0.5,
+        "total_loss": 3.0,
+        "mtp_loss": 0.0,
+        "num_dropped": 0,
+        "by_layer": [1, 2],
+    }
+    metrics |= {"expert_load": [[4, 4]], "router_entropy": [0.5], "num_rounds": [1], "num_shadows": [0]}
+    record = record_of_step(3, {name: np.asarray(value) for name, value in metrics.items()}, Qwen3MoeConfig(), 2.0, 10.0)
+    assert (record["step"], record["loss"], record["kl"], record["tokens_per_second"]) == (3, 2, 0.5, 4)
+    assert not {"total_loss", "by_layer", "mtp_loss", "expert_load"} & record.keys()

@@ -3,20 +3,23 @@
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import count
 from typing import Any
 
 import numpy as np
 
 from moe_jax.recipes.grpo.settings import GrpoSettings
+from moe_jax.reinforcement.advantages import kept_groups
 from moe_jax.reinforcement.journal import Journal
-from moe_jax.reinforcement.policy import Policy, rollout
+from moe_jax.reinforcement.policy import Policy
 from moe_jax.reinforcement.prompts import Prompts, prompt_at
 from moe_jax.reinforcement.rewards import Scorer
 from moe_jax.reinforcement.samples import Group
 
 Row = tuple[int, Mapping[str, Any]]
 """The key of a prompt, and its row of the data."""
+
+MAX_WAVES = 4
+"""Largest number of times that a step draws new prompts, until enough groups have spread."""
 
 
 @dataclass(frozen=True)
@@ -51,18 +54,16 @@ class Rollouts:
 
     def __next__(self) -> Rollout:
         settings, step = self.settings, self.step + 1
-        drawn, seconds = list[Group](), np.zeros(2)
-
-        def draw(rows: Sequence[Row]) -> list[Group]:
-            nonlocal seconds
-            groups, *of_wave = self.scored(step, rows)
-            seconds += of_wave
-            drawn.extend(groups)
-            return groups
-
-        rows = ((key, prompt_at(self.prompts, key, settings.seed)) for key in count(self.next_key))
-        # Without any group to learn from, a step of equal rewards changes no weight by its gradient.
-        groups = rollout(draw, rows, settings.policy, groups=settings.prompts) or drawn[: settings.prompts]
+        kept, drawn, seconds = list[Group](), list[Group](), np.zeros(2)
+        for _ in range(1 if settings.policy.keep_groups == "all" else MAX_WAVES):
+            first = self.next_key + len(drawn)
+            keys = range(first, first + settings.prompts)
+            groups, *of_wave = self.scored(step, [(key, prompt_at(self.prompts, key, settings.seed)) for key in keys])
+            drawn, kept, seconds = drawn + groups, kept + kept_groups(groups, settings.policy), seconds + of_wave
+            if len(kept) >= settings.prompts:
+                break
+        # The first groups, not the fastest. Without spread in any of them, a step changes no weight by its rewards.
+        groups = (kept or drawn)[: settings.prompts]
         self.step, self.next_key = step, self.next_key + len(drawn)
         return Rollout(groups, len(drawn) - len(groups), *seconds.tolist())
 

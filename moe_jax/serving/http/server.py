@@ -94,7 +94,9 @@ class Server(uvicorn.Server):
         await super().shutdown(sockets)
         if self._deadline is not None:
             self._deadline.cancel()
-        logger.info("stopped: %d requests finished, %d were aborted", self._at_stop - self._num_aborted, self._num_aborted)
+        logger.info(
+            "stopped: %d running requests finished, %d were aborted", self._at_stop - self._num_aborted, self._num_aborted
+        )
 
     def _guard(self, host: str) -> None:
         """If there is no key: sets the host names that requests may use, or warns that other machines can connect."""

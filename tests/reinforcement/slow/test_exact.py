@@ -52,7 +52,7 @@ def test_exact(monkeypatch):
     policy = Policy(model, optax.sgd(1.0), SETTINGS, tokenizer=tiny.tokenizer(), limits=LIMITS, seq_len=16)
     with closing(policy):
         group = drawn(policy, 0)
-        batch = policy._batch([group])
+        batch = policy._batch([group], 2)
         replayed = gradients_of(policy, batch)
 
         def strict_scores(model, states, batch, temperature):
@@ -91,9 +91,10 @@ def check_controls(policy, group, batch, monkeypatch):
             (drawn(policy, 0, temperature=0.7), "4 of 4 .* group 7, sample 0, token 0 of the answer: nan"),
         ):
             with pytest.raises(RuntimeError, match=f"{message}.*set exact=False, or on_mismatch"):
-                policy._audited([wrong], policy._batch([wrong]))
+                policy._audited([wrong], policy._batch([wrong], 2))
         none = replace(group, samples=tuple(replace(sample, expert_ids=None) for sample in group.samples))
-        filled = policy._batch([none])
+        filled = policy._batch([none], 2)
         assert policy._audited([none], filled)["mismatch_tokens"] == 0
-        is_read = batch["segment_ids"][:, 1:] == batch["segment_ids"][:, :-1]
+        segments = batch["segment_ids"]
+        is_read = (segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] != 0)
         np.testing.assert_array_equal(filled["expert_ids"][:, :-1][is_read], batch["expert_ids"][:, :-1][is_read])

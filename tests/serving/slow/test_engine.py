@@ -497,10 +497,13 @@ def test_an_engine_sleeps_while_its_model_is_trained(model):
             engine.sleep()
         engine.resume()
         assert handle.result()[0].cached_tokens == 64
+        pages = sum(array.nbytes for array in jax.tree.leaves(engine._loop.device.state))
         for version in (1, 2):
             for _ in range(2):
                 engine.sleep()
-            assert live_bytes() - before == sum(array.nbytes for array in jax.tree.leaves(nnx.state(own)))
+            kept = live_bytes() - before - sum(array.nbytes for array in jax.tree.leaves(nnx.state(own)))
+            # The results of the last steps stay.
+            assert kept < pages / 10
             for call in (lambda: engine.submit(prompt), lambda: engine.generate([prompt])):
                 with pytest.raises(RuntimeError, match="the engine sleeps: call engine.update"):
                     call()

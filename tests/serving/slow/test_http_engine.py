@@ -105,7 +105,7 @@ def test_sigterm_lets_running_and_waiting_requests_end(folder, model):
         log = process.stderr.read()
     assert process.returncode == 0
     assert f"stopping: {count} running requests have 60 seconds" in log
-    assert f"stopped: {count} requests finished, 0 were aborted" in log
+    assert f"stopped: {count} running requests finished, 0 were aborted" in log
 
 
 class Clients:

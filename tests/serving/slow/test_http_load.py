@@ -131,4 +131,4 @@ def test_a_signal_ends_the_process_cleanly(number):
         output = process.stdout.read()
     assert len(text) == 60 and process.returncode == 0
     assert "stopping: 1 running requests have 20 seconds to finish" in output
-    assert output.splitlines()[-2:] == ["stopped: 1 requests finished, 0 were aborted", "left True"]
+    assert output.splitlines()[-2:] == ["stopped: 1 running requests finished, 0 were aborted", "left True"]
