@@ -11,7 +11,7 @@ from moe_jax.preferences.batches import example_tokens
 from moe_jax.recipes.finetuning.announcement import announcement
 from moe_jax.recipes.finetuning.prepare import plan_run
 from moe_jax.recipes.finetuning.settings import FinetuneSettings
-from moe_jax.recipes.grpo.loop import plan_grpo
+from moe_jax.recipes.grpo.prepare import plan_grpo
 from moe_jax.recipes.grpo.settings import GrpoSettings
 from moe_jax.recipes.preferring.loop import plan_preferences
 from moe_jax.recipes.preferring.settings import PreferSettings

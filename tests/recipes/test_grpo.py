@@ -1,7 +1,7 @@
 """Runs of reinforcement learning with a policy that draws without a model: settings, log, journal, resume."""
 
 import json
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import jax
@@ -223,6 +223,35 @@ def test_dry_run_renders_two_prompts_and_calls_the_rewards(tmp_path, capsys):
     assert not (tmp_path / "run").exists()
     with pytest.raises(ValueError, match="dry_run=True"):
         run(chosen)
+
+
+class Letters:
+    """A game: two answers, whose letters a are counted."""
+
+    def reset(self, answer, **row):
+        self.texts = []
+        return f" Write a {answer} times."
+
+    def respond(self, text):
+        self.texts.append(text)
+        return "again" if len(self.texts) < 2 else None
+
+    def get_reward(self):
+        return float("".join(self.texts).count("a"))
+
+
+def test_an_environment_plays_the_dialogues_and_gives_rewards(tmp_path, policies):
+    data = tmp_path / "games.jsonl"
+    data.write_text(
+        "".join(json.dumps({"prompt": [{"role": "user", "content": "?"}], "answer": str(i)}) + "\n" for i in range(4))
+    )
+    chosen = settings(tmp_path, data=str(data), max_new_tokens=60, seq_len=256, steps=2, max_turns=2)
+    result = run(chosen, [], environment=Letters)
+    assert not policies[0].requests and "rewards/Letters/mean" in result.metrics[0]
+    [first, *_] = read_records(tmp_path / "run" / "samples.jsonl")[0]["samples"]
+    assert first["prompt"][0]["content"].startswith("? Write a ") and "Letters" in first["rewards"]
+    again = run(replace(chosen, output=str(tmp_path / "again")), [], environment=Letters)
+    assert comparable(tmp_path / "run") == comparable(tmp_path / "again") and again.finished
 
 
 @pytest.mark.parametrize(

@@ -2,10 +2,8 @@
 
 import hashlib
 import json
-import math
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,67 +12,28 @@ from tqdm import tqdm
 from moe_jax.checkpoint.training import finished_steps
 from moe_jax.cost.flops import training_flops_per_token
 from moe_jax.models.decoder import Decoder
+from moe_jax.recipes.grpo.prepare import PlannedGrpo, limits_of, plan_grpo
 from moe_jax.recipes.grpo.records import metrics_of, record_of_samples
 from moe_jax.recipes.grpo.rollouts import Rollout, Rollouts
 from moe_jax.recipes.grpo.settings import GrpoSettings
-from moe_jax.recipes.run.identity import identity_of, with_weights
+from moe_jax.recipes.run.identity import with_weights
 from moe_jax.recipes.run.loop import Begun, RunResult, Task, announce, begin, run
-from moe_jax.recipes.run.model import PlannedModel, load_model, optimizer_of, plan_model
+from moe_jax.recipes.run.model import load_model, optimizer_of
 from moe_jax.recipes.run.run_log import SAMPLES
 from moe_jax.reinforcement.journal import Journal
 from moe_jax.reinforcement.policy import Policy
-from moe_jax.reinforcement.prompts import Prompts, open_prompts, prompt_at, prompt_tokens, prompts_within
-from moe_jax.reinforcement.rewards import Scorer
-from moe_jax.serving.request import EngineLimits
+from moe_jax.reinforcement.prompts import prompt_at
 from moe_jax.train.metrics import append_record, of_layers
 
 EQUAL_STEPS = 5
 """After this number of steps without any spread of rewards a line says what to change."""
-
-MOST_PAGES, MOST_SEQUENCES = 4096, 256
-
-
-@dataclass(frozen=True)
-class PlannedGrpo(PlannedModel):
-    """A run whose data, rewards and sizes fit together.
-
-    Attributes:
-      settings: the settings, with `epochs` turned into `steps`.
-      prompts, eval_prompts: the data; `eval_prompts` is None without a measurement.
-      scorer: the reward functions.
-      identity: the facts that may not change between the start of the run and its resumption, except the starting weights.
-    """
-
-    settings: GrpoSettings
-    prompts: Prompts
-    eval_prompts: Prompts | None
-    scorer: Scorer
-    identity: dict[str, Any]
-
-    def announcement(self, steps_done: int) -> str:
-        """Returns a few lines: the trained adapters, the data, the rewards, the steps and the epochs."""
-        settings, prompts = self.settings, self.prompts
-        trained = "" if self.lora is None else f"{self.lora}\n"
-        long = (
-            f"; {prompts.left_out:,} more have over {settings.max_prompt} tokens and are left out" if prompts.left_out else ""
-        )
-        held_out = ""
-        if self.eval_prompts is not None:
-            number = settings.eval_batches * settings.prompts
-            held_out = f"held out: {len(self.eval_prompts):,} prompts; the mean reward of {number} is measured every "
-            held_out += f"{settings.eval_every} steps\n"
-        epochs = settings.steps * settings.prompts / len(prompts)
-        return (
-            f"{trained}{len(prompts):,} prompts{long}, loss {settings.grpo.loss}, rewards {', '.join(self.scorer.names)}\n"
-            f"{held_out}steps {steps_done + 1} to {settings.steps}, {settings.prompts} prompts x {settings.samples} answers of "
-            f"up to {settings.max_new_tokens} tokens a step: about {epochs:.2g} epochs"
-        )
 
 
 def grpo(
     settings: GrpoSettings,
     *,
     rewards: Sequence[Callable[..., Any] | str] = (),
+    environment: Callable[[], Any] | None = None,
     model: Decoder | None = None,
     tokenizer: Any = None,
     stop_after: int | None = None,
@@ -90,6 +49,7 @@ def grpo(
     Args:
       settings: the run.
       rewards: functions, called in this thread, in addition to `settings.reward`.
+      environment: makes the environment of a sample, such as its class, instead of `settings.environment`.
       model: start from this model instead of reading `settings.model`. Its arrays are consumed. It must have no adapters.
       tokenizer: use this one instead of reading `settings.tokenizer`.
       stop_after: save and return after this step, as if interrupted.
@@ -106,7 +66,7 @@ def grpo(
     """
     if settings.dry_run:
         raise ValueError("settings.dry_run=True: call moe_jax.recipes.dry_run(settings), which trains nothing")
-    plan = plan_grpo(settings, rewards, model, tokenizer)
+    plan = plan_grpo(settings, rewards, model, tokenizer, environment)
     with ExitStack() as until_end:
         until_end.callback(plan.scorer.close)
         identity = with_weights(plan.identity, model, settings.model)
@@ -115,49 +75,6 @@ def grpo(
         announce(settings, plan.settings.steps, begun, plan.announcement(begun.step), command="grpo")
         task = _Rewarded(plan, begun, model, identity)
         return run(task, plan.settings, begun, stop_after=stop_after, on_step=on_step, samples=True)
-
-
-def plan_grpo(
-    settings: GrpoSettings, rewards: Sequence[Callable[..., Any] | str], model: Decoder | None, tokenizer: Any
-) -> PlannedGrpo:
-    """Checks everything that can be checked without weights, and writes nothing; arguments and errors as in `grpo`."""
-    functions = [*settings.reward, *rewards]
-    if not functions:
-        raise ValueError('there is no reward: give settings.reward, such as "rewards.py:correct", or the argument `rewards`')
-    weights = settings.reward_weights
-    if weights is not None and len(weights) != len(functions):
-        raise ValueError(f"reward_weights={weights!r} must have a weight for each of the {len(functions)} rewards")
-    planned = plan_model(settings, model, tokenizer)
-
-    def prompts_of(path: str) -> Prompts:
-        length_of = lambda row: len(prompt_tokens(planned.tokenizer, row["prompt"]))  # noqa: E731
-        return prompts_within(open_prompts(path), settings.max_prompt, length_of)
-
-    prompts = prompts_of(settings.data)
-    eval_prompts = None if settings.eval_data is None else prompts_of(settings.eval_data)
-    if eval_prompts is not None and eval_prompts.fingerprint == prompts.fingerprint:
-        raise ValueError(f"eval_data={settings.eval_data!r} has the same contents as data, and must not be trained on")
-    if settings.epochs is not None:
-        steps = math.ceil(settings.epochs * len(prompts) / settings.prompts - 1e-9)
-        settings = replace(settings, steps=max(1, steps), epochs=None)
-    scorer = Scorer(functions, reward_timeout=settings.reward_timeout, on_reward_error=settings.on_reward_error)
-    identity = identity_of(settings, planned.config, planned.tokenizer, prompts.fingerprint)
-    identity |= json.loads(
-        json.dumps({"grpo": asdict(settings.grpo), "rewards": scorer.names, "max_prompt": settings.max_prompt})
-    )
-    return PlannedGrpo(
-        **vars(planned), settings=settings, prompts=prompts, eval_prompts=eval_prompts, scorer=scorer, identity=identity
-    )
-
-
-def limits_of(settings: GrpoSettings) -> EngineLimits:
-    """Returns the limits of the engine that draws a step's answers."""
-    sizes, answers = settings.engine, settings.prompts * settings.samples
-    sequences = min(answers, MOST_SEQUENCES) if sizes.max_sequences is None else sizes.max_sequences
-    pages = min(sequences * -(-settings.max_length // 64) + 1, MOST_PAGES) if sizes.num_pages is None else sizes.num_pages
-    return EngineLimits(
-        max_sequences=sequences, max_length=settings.max_length, num_pages=pages, max_waiting=answers * settings.eval_batches
-    )
 
 
 class _Rewarded(Task):
@@ -181,7 +98,7 @@ class _Rewarded(Task):
         # A folder for each identity: groups of a run with other settings are never read.
         name = hashlib.blake2b(json.dumps(identity, sort_keys=True).encode(), digest_size=8).hexdigest()
         self.plan, self.journal, self.samples_file = plan, Journal(output / "journal" / name), output / SAMPLES
-        self.batches = Rollouts(settings, plan.prompts, policy, plan.scorer, self.journal, begun.step)
+        self.batches = Rollouts(plan, policy, self.journal, begun.step)
         # Drawing costs about a forward pass of each token, a third of its training.
         self.flops_per_token = 4 / 3 * training_flops_per_token(plan.config, settings.seq_len, frozen=settings.lora is not None)
         self.rollout, self.equal_steps = Rollout([], 0, 0.0, 0.0), 0

@@ -1,18 +1,19 @@
 """The scored groups of each step: drawn, scored as soon as each is complete, and kept in the journal."""
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from moe_jax.recipes.grpo.settings import GrpoSettings
+from moe_jax.recipes.grpo.prepare import PlannedGrpo
 from moe_jax.reinforcement.advantages import kept_groups
+from moe_jax.reinforcement.environments import play
 from moe_jax.reinforcement.journal import Journal
 from moe_jax.reinforcement.policy import Policy
-from moe_jax.reinforcement.prompts import Prompts, prompt_at
-from moe_jax.reinforcement.rewards import Scorer
+from moe_jax.reinforcement.prompts import prompt_at, seed_of
 from moe_jax.reinforcement.samples import Group
 
 Row = tuple[int, Mapping[str, Any]]
@@ -28,7 +29,8 @@ class Rollout:
 
     Attributes:
       dropped: the number of groups that were drawn and left out, because their rewards were all equal.
-      drawing, scoring: seconds; waiting for rewards while answers are drawn counts as scoring.
+      drawing: seconds until the last answer was complete, including rewards that were computed meanwhile.
+      scoring: the seconds after that.
     """
 
     groups: list[Group]
@@ -46,11 +48,10 @@ class Rollouts:
     replays the experts that drew, and the journal does not keep them.
     """
 
-    def __init__(
-        self, settings: GrpoSettings, prompts: Prompts, policy: Policy, scorer: Scorer, journal: Journal, step: int
-    ) -> None:
-        self.settings, self.prompts, self.policy, self.scorer, self.journal = settings, prompts, policy, scorer, journal
-        self.step, self.next_key = step, 0
+    def __init__(self, plan: PlannedGrpo, policy: Policy, journal: Journal, step: int) -> None:
+        self.settings, self.prompts, self.scorer = plan.settings, plan.prompts, plan.scorer
+        self.environment, self.tokenizer = plan.environment, plan.tokenizer
+        self.policy, self.journal, self.step, self.next_key = policy, journal, step, 0
 
     def __next__(self) -> Rollout:
         settings, step = self.settings, self.step + 1
@@ -69,23 +70,39 @@ class Rollouts:
 
     def scored(self, step: int, rows: Sequence[Row]) -> tuple[list[Group], float, float]:
         """Returns the scored group of each (key, row) in this order, and the seconds of drawing and of scoring."""
-        began, clock, found = time.perf_counter(), _Clock(), self.journal.groups(step)
-        asked = [(key, row) for key, row in rows if key not in found]
-        if not self.settings.exact and (asked or self.policy.model.config.experts is not None):
+        settings, began, found = self.settings, time.perf_counter(), self.journal.groups(step)
+        asked, drawn_at = [(key, row) for key, row in rows if key not in found], began
+        if not settings.exact and (asked or self.policy.model.config.experts is not None):
             asked = list(rows)
 
         def unscored() -> Iterator[Group]:
-            for group in clock.timed(self.policy.sample(asked, step=step, seed=self.settings.seed)):
-                if group.key not in found:
+            nonlocal drawn_at
+            for group in self._drawn(asked, step):
+                if (known := found.get(group.key)) is None:
                     yield group
-                elif _has_bits_of(found[group.key], group):
-                    known = found[group.key]
+                elif _has_bits_of(known, group):
                     found[group.key] = replace(group, rewards=known.rewards, extras=known.extras, metrics=known.metrics)
+            drawn_at = time.perf_counter()
 
-        for group in self.scorer.score(unscored() if asked else (), {"step": step, "steps": self.settings.steps}):
+        for group in self.scorer.score(unscored() if asked else (), {"step": step, "steps": settings.steps}):
             self.journal.append(step, group)
             found[group.key] = group
-        return [found[key] for key, _ in rows], clock.seconds, time.perf_counter() - began - clock.seconds
+        return [found[key] for key, _ in rows], drawn_at - began, time.perf_counter() - drawn_at
+
+    def _drawn(self, rows: Sequence[Row], step: int) -> Iterator[Group]:
+        """Yields the group of each row as soon as it is complete; with an environment, dialogues of all rows at once."""
+        settings, policy = self.settings, self.policy
+        if self.environment is None:
+            yield from policy.sample(rows, step=step, seed=settings.seed)
+            return
+        options: dict[str, Any] = dict(max_new_tokens=settings.max_new_tokens, max_turns=settings.max_turns)
+        with ThreadPoolExecutor(len(rows)) as threads:
+            games = []
+            for key, row in rows:
+                seeds = [seed_of(settings.seed, step, key, i) for i in range(settings.samples)]
+                given = key, row, self.environment, policy.draw, self.tokenizer
+                games.append(threads.submit(play, *given, seeds=seeds, **options))
+            yield from (game.result() for game in as_completed(games))
 
     def get_state(self) -> dict[str, int]:
         """Returns the position in the data."""
@@ -107,22 +124,3 @@ def _has_bits_of(known: Group, drawn: Group) -> bool:
         for a, b in zip(known.samples, drawn.samples, strict=True)
         for name in ("tokens", "log_probs")
     )
-
-
-class _Clock:
-    """The seconds that iterators took for their items."""
-
-    seconds = 0.0
-
-    def timed[T](self, items: Iterable[T]) -> Iterator[T]:
-        """Yields the items, and counts the time until each one is there."""
-        iterator = iter(items)
-        while True:
-            began = time.perf_counter()
-            try:
-                item = next(iterator)
-            except StopIteration:
-                return
-            finally:
-                self.seconds += time.perf_counter() - began
-            yield item

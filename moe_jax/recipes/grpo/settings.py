@@ -44,6 +44,8 @@ class GrpoSettings(RunSettings):
       reward_weights: the weight of each function in the reward; None: all 1.
       reward_timeout: seconds after which a call of a function in its own process is ended, and the run stops.
       on_reward_error: "stop" ends the run if a function raises or hangs; "none" leaves its reward out.
+      environment: file.py:Class or module:Class of an environment, whose public methods are tools. None: answers have one turn.
+      max_turns: maximum number of answers in a dialogue with an environment.
       eval_data: held-out prompts, whose mean reward is measured; None: no measurement.
       eval_batches: the number of held-out prompts of a measurement, as a multiple of `prompts`.
       prompts: prompts of a step.
@@ -66,6 +68,8 @@ class GrpoSettings(RunSettings):
     reward_weights: tuple[float, ...] | None = None
     reward_timeout: float = 300.0
     on_reward_error: Literal["stop", "none"] = "stop"
+    environment: str | None = None
+    max_turns: int = 8
     eval_every: int = 20
     eval_batches: int = 1
     prompts: int = 32
@@ -83,11 +87,11 @@ class GrpoSettings(RunSettings):
 
     PEAKS: ClassVar[tuple[float, float]] = (1e-6, 1e-5)
     """Rewards need less than fine-tuning."""
-    RESUME_MUST_MATCH = ("prompts", *SHARED, *RunSettings.RESUME_MUST_MATCH)
+    RESUME_MUST_MATCH = ("prompts", "max_turns", *SHARED, *RunSettings.RESUME_MUST_MATCH)
     WANTED = {
         **RunSettings.WANTED,
         "data": "a string that is not empty",
-        "prompts": "an integer of at least 1",
+        **dict.fromkeys(("prompts", "max_turns"), "an integer of at least 1"),
         "reward_timeout": "a number greater than 0",
     }
     NOT_READ = {
