@@ -4,9 +4,9 @@
     the engine has pages                the engine sleeps: pages and its copies of weights are freed
     requests run                        audit, one training step, which donates the weights; the engine gets the new ones
 
-Exact mode. The engine's log-probabilities have strict bits, so the step needs no second forward pass for their values: it
+In exact mode the engine's log-probabilities have strict bits, so the step needs no second forward pass for their values. It
 computes the ordinary pass with the experts that the engine chose, and every ratio is exactly 1. The audit computes
-`strict_log_probs` of some rows and compares all bits: stale weights, shifted values or other experts cannot pass it.
+`strict_log_probs` of some rows and compares all bits. Stale weights, shifted values or other experts do not pass it.
 """
 
 import logging
@@ -203,12 +203,10 @@ class Policy:
             raise ValueError(f"exact=True: {error}; or set exact=False") from error if settings.exact else error
 
     def _options(self, is_chat: bool, seed: int, **changes: Any) -> SamplingOptions:
-        settings, replays = self.settings, self.model.config.experts is not None
-        sizes: dict[str, Any] = dict(
-            max_new_tokens=settings.max_new_tokens, n=settings.samples, temperature=settings.temperature
-        )
-        ends = self._defaults.ends_of_answers if is_chat else self._defaults.ends
-        return SamplingOptions(stop_token_ids=ends, seed=seed, logprobs=0, return_experts=replays, **sizes | changes)
+        settings, ends = self.settings, self._defaults.ends_of_answers if is_chat else self._defaults.ends
+        sizes: dict[str, Any] = dict(n=settings.samples, max_new_tokens=settings.max_new_tokens)
+        sizes |= dict(temperature=settings.temperature, stop_token_ids=ends, seed=seed)
+        return SamplingOptions(logprobs=0, return_experts=self.model.config.experts is not None, **sizes | changes)
 
     def _sample_of(self, completion: Completion, options: SamplingOptions, version: int) -> Sample:
         tokens, log_probs = np.asarray(completion.tokens, np.int32), np.asarray(completion.logprobs, np.float32)

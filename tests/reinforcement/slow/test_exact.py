@@ -55,12 +55,12 @@ def test_exact(monkeypatch):
         batch = policy._batch([group], 2)
         replayed = gradients_of(policy, batch)
 
-        def strict_scores(model, states, batch, temperature):
+        def strict_scores(model, batch, **options):
             found = strict_log_probs(model, batch["tokens"], batch["segment_ids"], max_segments=8)
             return TokenScores(jnp.pad(found, ((0, 0), (0, 1))), jnp.zeros(batch["tokens"].shape))
 
         with monkeypatch.context() as patched:
-            patched.setattr(objective, "_scores", strict_scores)
+            patched.setattr(objective, "sampled_token_scores", strict_scores)
             strict = gradients_of(policy, batch)
         for (path, one), other in zip(jax.tree.leaves_with_path(replayed), jax.tree.leaves(strict), strict=True):
             np.testing.assert_array_equal(one, other, err_msg=str(path))
