@@ -86,18 +86,16 @@ def _of_rewards(
     """Describes a run of reinforcement learning, with the first two prompts and the rewards of a made-up answer."""
     plan = plan_grpo(settings, rewards, model, tokenizer)
     answer = plan.tokenizer.encode(MADE_UP, add_special_tokens=False)
-    arrays = dict(tokens=np.array(answer), log_probs=np.zeros(len(answer)), own=np.ones(len(answer), bool))
-    sample, parts = (
-        Sample(seed=0, finish_reason="stop", text=MADE_UP, **arrays),
-        [plan.announcement(saved_run(settings.output)[0])],
-    )
+    arrays: dict[str, Any] = dict(tokens=np.array(answer), log_probs=np.zeros(len(answer)), own=np.ones(len(answer), bool))
+    sample = Sample(seed=0, finish_reason="stop", text=MADE_UP, **arrays)
+    parts = [plan.announcement(saved_run(settings.output)[0])]
     with plan.scorer as scorer:
         for key in range(2):
             row = prompt_at(plan.prompts, key, settings.seed)
             tokens = prompt_tokens(plan.tokenizer, row["prompt"])
             group = Group(key=key, row=row, prompt_tokens=np.array(tokens), samples=(sample,) * settings.samples)
             [scored] = scorer.score([group])
-            found = dict(zip(scorer.names, scored.rewards[0].tolist(), strict=True))
+            found = dict(zip(scorer.names, np.asarray(scored.rewards)[0].tolist(), strict=True))
             parts.append(f"--- a prompt of {len(tokens)} tokens; the answer {MADE_UP!r} has the rewards {found}")
             parts[-1] += f"\n{plan.tokenizer.decode(tokens)}"
     return "\n\n".join(parts)

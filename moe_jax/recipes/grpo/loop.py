@@ -80,8 +80,6 @@ def grpo(
 class _Rewarded(Task):
     """The task of a run of reinforcement learning."""
 
-    training: Policy
-
     def __init__(self, plan: PlannedGrpo, begun: Begun, model: Decoder | None, identity: dict[str, Any]):
         settings, output = plan.settings, Path(plan.settings.output).expanduser()
         optimizer, self.schedule = optimizer_of(settings)
