@@ -93,7 +93,7 @@ def top_help() -> str:
     for task, commands in COMMANDS.items():
         lines += ["", f"{task}:", *(f"  {name:<10}{command.summary}" for name, command in commands.items())]
     return "\n".join([
-        *lines, "",
+        *lines,
         "moe-jax COMMAND --help lists its options; --version; --tyro-print-completion bash (or zsh, tcsh) for your shell.",
     ])  # fmt: skip
 

@@ -26,7 +26,7 @@ from moe_jax.reinforcement.prompts import prompt_at
 from moe_jax.train.metrics import append_record, of_layers
 
 EQUAL_STEPS = 5
-"""After this number of steps without any spread of rewards a line says what to change."""
+"""After this number of steps without any spread of rewards, a line suggests changes."""
 
 
 def grpo(
@@ -130,7 +130,7 @@ class _Rewarded(Task):
         if prompts is None:
             return {}
         number = min(len(prompts), settings.eval_batches * settings.prompts)
-        # Keys below 0 are those of held-out prompts: they draw other numbers, and the journal keeps both.
+        # Negative keys: held-out prompts draw other random numbers, and the journal keeps both kinds.
         rows = [(-1 - i, prompt_at(prompts, i, None)) for i in range(number)]
         groups, *_ = self.batches.scored(self.batches.step, rows)
         found = metrics_of(groups, self.plan.scorer.names, settings.policy)

@@ -55,7 +55,7 @@ class GrpoSettings(RunSettings):
       on_mismatch: "stop" ends the run if the audit finds a token whose log-probabilities differ; "warn" logs it.
       grpo: the loss and its numbers, and the temperature.
       engine: sizes of the engine that draws the answers.
-      seq_len: tokens of a packed row of an update, at least those of a prompt with its answer.
+      seq_len: tokens of a packed row of an update. A row has room for a prompt with its answer.
       batch_size: packed rows that an update computes at once. It does not change what is learned.
       learning_rate: the peak, reached after `warmup_steps`, then constant. None: 1e-6, and 1e-5 with lora.
       min_learning_rate_ratio: 1 keeps the rate constant; with less it falls along a cosine.
