@@ -7,7 +7,9 @@ import jax
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
+from moe_jax import adapters
 from moe_jax.reinforcement.policy import Policy
 from moe_jax.reinforcement.settings import PolicySettings
 from moe_jax.serving.request import EngineLimits
@@ -100,3 +102,10 @@ def test_donated_arrays_are_never_met():
         one_step(policy, 1)
         policy.restore(jax.tree.map(jax.numpy.asarray, saved))
         assert [group.samples[0].text for group in policy.sample(PROMPTS, step=1, seed=0)] == after
+
+
+def test_adapters_diverge_from_the_model_below():
+    adapters.add_lora(model := tiny.model(), adapters.LoraSettings(rank=2), rngs=nnx.Rngs(1))
+    with closing(policy_of(model, replace(SETTINGS, beta=0.1))) as policy:
+        kls = [one_step(policy, step)[1]["kl"] for step in range(2)]
+    assert abs(kls[0]) < 1e-6 and kls[1] > 1e-5
