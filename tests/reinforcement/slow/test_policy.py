@@ -46,7 +46,7 @@ def test_it_learns(make):
     """Rewards grow, the given model has the new weights, and nothing is compiled after the second step."""
     with closing(policy_of(model := make())) as policy:
         means, before = [], np.array(model.embed_tokens.weight[...])
-        for step in range(6):
+        for step in range(16):
             with compilations.counted() as compiled:
                 groups, metrics = one_step(policy, step)
             means.append(np.mean([group.rewards for group in groups]))
@@ -54,7 +54,7 @@ def test_it_learns(make):
             assert metrics["sampling/sampling_logp_difference/max"] < 1e-4
             assert (metrics["weights_version"], metrics["groups_dropped"]) == (step + 1, 0)
             assert metrics["entropy"] > 0 and metrics["grad_norm"] > 0
-        assert means[-1] > means[0] + 0.15
+        assert np.mean(means[-3:]) > np.mean(means[:3]) + 0.1
         assert not np.array_equal(before, model.embed_tokens.weight[...])
         assert (groups[0].samples[0].expert_ids is not None) == (model.config.experts is not None)
 
