@@ -22,9 +22,9 @@ Arrays = dict[str, np.ndarray]
 def audit(
     model: Decoder, batch: Arrays, groups: Sequence[Group], rows: Int[np.ndarray, " audited"]
 ) -> tuple[dict[str, float], str | None]:
-    """Compares the sampler's log-probabilities and experts with those of the strict pass, for the tokens of some rows.
+    """Compares the sampler's log-probabilities and experts with the strict pass's, for the tokens of some rows.
 
-    A batch without experts, of a model that has some, gets those of the strict pass; all its rows must be audited then.
+    A batch without experts, of a model that has some, gets the strict pass's; all its rows must be audited then.
 
     Args:
       batch: rows of `groups`, as `policy_rows` packs them.

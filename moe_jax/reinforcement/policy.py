@@ -215,7 +215,7 @@ class Policy:
         return Sample(
             seed=completion.seed,
             tokens=tokens,
-            # The engine's are those of temperature 1.
+            # The engine returns them at temperature 1.
             log_probs=log_probs if options.temperature == 1 else np.full_like(log_probs, np.nan),
             own=np.ones(len(tokens), bool),
             finish_reason=completion.finish_reason,
