@@ -22,9 +22,9 @@ Arrays = dict[str, np.ndarray]
 def audit(
     model: Decoder, batch: Arrays, groups: Sequence[Group], rows: Int[np.ndarray, " audited"]
 ) -> tuple[dict[str, float], str | None]:
-    """Compares the sampler's log-probabilities and experts with the strict pass's, for the tokens of some rows.
+    """Compares the sampler's log-probabilities and experts with the strict pass, for the tokens of some rows.
 
-    A batch without experts, of a model that has some, gets the strict pass's; all its rows must be audited then.
+    If the model has experts and the batch has none, the strict pass adds them to it. All its rows must be audited then.
 
     Args:
       batch: rows of `groups`, as `policy_rows` packs them.

@@ -109,8 +109,8 @@ def strict_pass(
 ) -> tuple[Float[Array, "rows seq-1"], Int[Array, "moe_layers rows seq k"] | None]:
     """Returns the values of `strict_log_probs`, which has the arguments, and the experts; None if no layer has any.
 
-    Under `jax.jit`, values of a row with more than `max_segments` segments are meaningless. Values of tokens without a
-    successor in their document always are.
+    Under `jax.jit`, values of a row with more than `max_segments` segments are meaningless. So are values of tokens without a
+    successor in their document.
     """
     return _of_packed(model, tokens, segment_ids != 0, in_pages(segment_ids, max_segments))
 
