@@ -121,6 +121,9 @@ class Policy:
         version = int(self.state.step)
 
         def drawn() -> Iterator[Group]:
+            if not self.settings.exact:
+                # Empties the cache of prompts. Else a call's last bits would depend on the calls before it.
+                self.engine.update(self.model)
             for index, completions in self.engine.as_completed(prompts, each):
                 (key, row), tokens = rows[index], np.asarray(prompts[index], np.int32)
                 samples = tuple(self._sample_of(one, each[index], version) for one in completions)
