@@ -41,9 +41,6 @@ from moe_jax.train.step import make_train_step
 
 _logger = logging.getLogger(__name__)
 
-MAX_WAVES = 4
-"""Largest number of times that a run draws new prompts for a step, until enough groups have spread."""
-
 
 class Policy:
     """A model that draws groups of answers (`sample`) and learns from their rewards (`update`), by turns.
