@@ -1,4 +1,4 @@
-"""Settings of a run from a YAML file (`--config run.yaml` of `finetune` and `prefer`), as options before those given."""
+"""Settings of a run from a YAML file (`--config run.yaml` of the recipes' commands), as options before those given."""
 
 import difflib
 import re
@@ -15,14 +15,19 @@ from moe_jax.commands.other_names import OTHER_NAMES
 from moe_jax.parallel.choices import MESH_AXES
 from moe_jax.preferences.settings import PreferenceSettings
 from moe_jax.recipes.finetuning.settings import FinetuneSettings
+from moe_jax.recipes.grpo.settings import EngineSizes, GrpoSettings
 from moe_jax.recipes.preferring.settings import PreferSettings
+from moe_jax.reinforcement.settings import LossSettings
 
-SETTINGS: dict[str, type] = {"finetune": FinetuneSettings, "prefer": PreferSettings}
+SETTINGS: dict[str, type] = {"finetune": FinetuneSettings, "prefer": PreferSettings, "grpo": GrpoSettings}
 """Settings of the commands that have the option `--config`."""
 
 LORA = tuple(each.name for each in fields(LoraSettings))
 
-NESTED = {"lora": LORA, "mesh": MESH_AXES, "preference": tuple(each.name for each in fields(PreferenceSettings))}
+NESTED = {"lora": LORA, "mesh": MESH_AXES} | {
+    name: tuple(each.name for each in fields(kind))
+    for name, kind in (("preference", PreferenceSettings), ("grpo", LossSettings), ("engine", EngineSizes))
+}
 """{nested setting: names of its fields}."""
 
 CONFIG_HELP = (

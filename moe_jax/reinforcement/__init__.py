@@ -15,12 +15,12 @@ if TYPE_CHECKING:
     from moe_jax.reinforcement.rewards import Reward, Scorer, load_reward, score
     from moe_jax.reinforcement.rows import policy_rows
     from moe_jax.reinforcement.samples import Group, Sample
-    from moe_jax.reinforcement.settings import PolicySettings
+    from moe_jax.reinforcement.settings import LossSettings, PolicySettings
 
 __all__ = [
-    "Group", "Journal", "Policy", "PolicyLoss", "PolicySettings", "Prompts", "Reward", "Sample", "Scorer", "advantages",
-    "from_verl", "has_failed", "has_spread", "kept_groups", "load_reward", "open_prompts", "play", "policy_rows", "prompt_at",
-    "prompts_within", "sampled_token_scores", "score", "token_weights", "total_rewards",
+    "Group", "Journal", "LossSettings", "Policy", "PolicyLoss", "PolicySettings", "Prompts", "Reward", "Sample", "Scorer",
+    "advantages", "from_verl", "has_failed", "has_spread", "kept_groups", "load_reward", "open_prompts", "play",
+    "policy_rows", "prompt_at", "prompts_within", "sampled_token_scores", "score", "token_weights", "total_rewards",
 ]  # fmt: skip
 
 export_lazily(__name__)

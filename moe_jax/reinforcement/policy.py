@@ -41,9 +41,6 @@ from moe_jax.train.step import make_train_step
 
 _logger = logging.getLogger(__name__)
 
-MAX_WAVES = 4
-"""Largest number of times that a run draws new prompts for a step, until enough groups have spread."""
-
 
 class Policy:
     """A model that draws groups of answers (`sample`) and learns from their rewards (`update`), by turns.
@@ -121,6 +118,9 @@ class Policy:
         version = int(self.state.step)
 
         def drawn() -> Iterator[Group]:
+            if not self.settings.exact:
+                # Empties the cache of prompts. Else a call's last bits would depend on the calls before it.
+                self.engine.update(self.model)
             for index, completions in self.engine.as_completed(prompts, each):
                 (key, row), tokens = rows[index], np.asarray(prompts[index], np.int32)
                 samples = tuple(self._sample_of(one, each[index], version) for one in completions)

@@ -22,8 +22,8 @@ ONE_OF = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class PolicySettings:
-    """A policy loss, its advantages, and how answers are drawn. Wrong values raise a ValueError.
+class LossSettings:
+    """A policy loss, its advantages, and how answers are drawn. `PolicySettings` checks the values.
 
     `reinforcement.losses` and `reinforcement.advantages` have the formulas.
 
@@ -39,7 +39,6 @@ class PolicySettings:
       kl: the estimator of the KL divergence.
       kl_bias_correction: multiply the estimator by the ratio, so that its gradient is that of the KL divergence.
       advantage_scale: "group" divides advantages by the group's standard deviation. None: "none" for dr_grpo, else "group".
-      reward_weights: a weight for each reward function; None: all 1.
       mask_truncated: True: answers cut at max_new_tokens are not learned. They still count in their group's mean and deviation.
       overlong_buffer: the number of tokens before max_new_tokens in which a penalty grows; 0: no penalty.
       overlong_factor: the penalty of an answer of max_new_tokens.
@@ -49,11 +48,7 @@ class PolicySettings:
       importance_level: "token", or "sequence" for one factor of the whole answer.
       importance_low, importance_high: the range of the factor.
       balance_coef: the coefficient of the router's load-balancing loss.
-      exact: the sampler's log-probabilities equal the training model's bit for bit. The loss then has their values and the
-        gradients of the ordinary forward pass.
       temperature: sampling temperature. Log-probabilities are of logits / temperature everywhere.
-      samples: answers to a prompt.
-      max_new_tokens: maximum number of tokens that the model writes in an answer.
     """
 
     loss: Loss = "dapo"
@@ -66,7 +61,6 @@ class PolicySettings:
     kl: Kl = "k3"
     kl_bias_correction: bool = True
     advantage_scale: AdvantageScale | None = None
-    reward_weights: tuple[float, ...] | None = None
     mask_truncated: bool = False
     overlong_buffer: int = 0
     overlong_factor: float = 1.0
@@ -76,14 +70,7 @@ class PolicySettings:
     importance_low: float = 0.0
     importance_high: float = 2.0
     balance_coef: float = 0.0
-    exact: bool = False
     temperature: float = 1.0
-    samples: int = 8
-    max_new_tokens: int = 1024
-
-    def __post_init__(self):
-        if problems := _problems(self):
-            raise ValueError("PolicySettings: " + "; ".join(problems))
 
     @property
     def clip(self) -> tuple[float, float]:
@@ -101,6 +88,28 @@ class PolicySettings:
         """True if the loss has sums over a sample's tokens, which one device must hold."""
         of_samples = self.importance != "none" and self.importance_level == "sequence"
         return self.loss == "gspo" or of_samples or self.off_policy_threshold is not None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicySettings(LossSettings):
+    """The settings of a policy: its loss, and the answers of a step. Wrong values raise a ValueError.
+
+    Attributes:
+      reward_weights: a weight for each reward function; None: all 1.
+      exact: the sampler's log-probabilities equal the training model's bit for bit. The loss then has their values and the
+        gradients of the ordinary forward pass.
+      samples: answers to a prompt.
+      max_new_tokens: maximum number of tokens that the model writes in an answer.
+    """
+
+    reward_weights: tuple[float, ...] | None = None
+    exact: bool = False
+    samples: int = 8
+    max_new_tokens: int = 1024
+
+    def __post_init__(self):
+        if problems := _problems(self):
+            raise ValueError("PolicySettings: " + "; ".join(problems))
 
 
 def _problems(settings: PolicySettings) -> list[str]:

@@ -114,12 +114,13 @@ class Clock:
 def one_line(record: dict[str, Any], *, compiled: float | None = None) -> str:
     """Formats a record for the console; a step that compiled shows its seconds (`compiled`) instead of throughput."""
     shadows = f", {record['num_shadows']:.1f} shadows a layer" if record.get("num_shadows") else ""
-    measured = {"loss": ".4f", "reward_margin": ".3f", "reward_accuracy": ".2f"}
+    measured = {"loss": ".4f", "reward": ".3f", "reward_margin": ".3f", "reward_accuracy": ".2f"}
     held_out = "".join(
         f", eval {name.removeprefix('reward_')} {record[f'eval_{name}']:{digits}}"
         for name, digits in measured.items()
         if f"eval_{name}" in record
     )
+    reward = f"reward {record['reward']:.3f}, length {record['completions/mean_length']:.0f}, " if "reward" in record else ""
     aux = f", aux {record['aux_loss']:.3f}" if "aux_loss" in record else ""
     load = f", max/mean load {record['max_mean_expert_load']:.2f}" if "max_mean_expert_load" in record else ""
     margin = f", margin {record['reward_margin']:.3f}" if "reward_margin" in record else ""
@@ -128,7 +129,7 @@ def one_line(record: dict[str, Any], *, compiled: float | None = None) -> str:
     speed = f"{record['tokens_per_second']:.0f} tokens/s, {record['model_tflops']:.3g} TFLOP/s"
     speed = speed if compiled is None else f"compiled in this step, {compiled:.0f} s"
     return (
-        f"loss {record['loss']:.4f}{held_out}{margin}{accuracy}{aux}, grad norm {record['grad_norm']:.3f}, "
+        f"{reward}loss {record['loss']:.4f}{held_out}{margin}{accuracy}{aux}, grad norm {record['grad_norm']:.3f}, "
         f"lr {record['learning_rate']:.2e}{examples}, {speed}{load}{shadows}"
     )
 

@@ -14,16 +14,22 @@ from moe_jax.train.metrics import read_records
 SMOOTHING_STEPS = 10
 """The number of neighbouring steps that the bold loss line averages: enough to hide the difference between batches."""
 
+REWARDS = (
+    *("reward_margin", "reward_accuracy", "reward", "frac_reward_zero_std", "completions/mean_length"),
+    *("completions/clipped_ratio", "clip_ratio/region_mean", "entropy", "kl"),
+)
+"""Metrics in rewards.png, as far as a run has them."""
+
 
 def plot_run(
     run: str | Path, output: str | Path | None = None, *, step: int | None = None, resumed_at: int | None = None
 ) -> list[Path]:
     """Draws the log of a training run, and returns the paths of the pictures.
 
-    They are loss.png, and rewards.png for preferences or expert_load.png for a model with experts.
+    They are loss.png, and rewards.png for a run with rewards or expert_load.png for another model with experts.
 
     Args:
-      run: the output folder of `finetune` or `prefer`; the run may still be in progress.
+      run: the output folder of `finetune`, `prefer` or `grpo`; the run may still be in progress.
       output: the folder to write to (default: `run`).
       step: the step whose load is shown expert by expert (default: the last tenth of the run, averaged).
       resumed_at: as in `plot_loss`.
@@ -39,7 +45,7 @@ def plot_run(
         raise FileNotFoundError(f"no metrics.jsonl with a step in {run}: give the output folder of a training run")
     steps, losses = ([record[name] for record in metrics] for name in ("step", "loss"))
     held_out = {record["step"]: record["eval_loss"] for record in metrics if "eval_loss" in record}
-    rewarded = "reward_margin" in metrics[0]
+    rewarded = bool({"reward", "reward_margin"} & metrics[0].keys())
     unit = None if rewarded else "nats per token"
     plot_loss(steps, losses, output / "loss.png", held_out=held_out, resumed_at=resumed_at, unit=unit)
     if rewarded:
@@ -95,14 +101,15 @@ def plot_loss(
 
 
 def plot_rewards(records: Sequence[Mapping[str, float]], path: str | Path) -> None:
-    """Plots reward margin and accuracy of a preference run over steps, including held-out values.
+    """Plots rewards over steps, also held-out ones: margin and accuracy of preferences, or rewards, lengths and clipped shares.
 
     Args:
       records: the lines of metrics.jsonl.
       path: the PNG file to write.
     """
-    figure = Figure(figsize=(8, 5), layout="constrained")
-    for axes, name in zip(figure.subplots(2, 1, sharex=True), ("reward_margin", "reward_accuracy"), strict=True):
+    names = [name for name in records[0] if name in REWARDS or (name.startswith("rewards/") and name.endswith("/mean"))]
+    figure = Figure(figsize=(8, 2.5 * len(names)), layout="constrained")
+    for axes, name in zip(figure.subplots(len(names), 1, sharex=True, squeeze=False)[:, 0], names, strict=True):
         measured = [record for record in records if name in record]
         values = moving_average(np.array([record[name] for record in measured], np.float64), SMOOTHING_STEPS)
         axes.plot([record["step"] for record in measured], values, label=f"mean of the last {SMOOTHING_STEPS} steps")

@@ -54,6 +54,7 @@ MODULES = [
     ".kernels",
     ".train",
     ".preferences",
+    ".reinforcement",
     ".recipes",
     ".parallel",
     ".parallel.pipeline",

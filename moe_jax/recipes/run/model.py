@@ -118,6 +118,10 @@ class Training:
     state: TrainState
     step: TrainStep
 
+    def restore(self, state: TrainState) -> None:
+        """Continues with a state of a checkpoint."""
+        self.state = state
+
     def model(self) -> Decoder:
         """Returns the model with the state's parameters."""
         return nnx.merge(self.graph, self.state.params, self.state.fixed)
@@ -137,6 +141,25 @@ def make_training(
       schedule: the learning rates. Default: the settings'.
       options: further arguments of `make_train_step`.
     """
+    optimizer, schedule = optimizer_of(settings, schedule)
+    graph, state = nnx.graphdef(model), init_state(model, optimizer, parallelism)
+    train_step = make_train_step(
+        graph,
+        optimizer,
+        loss,
+        schedule=schedule,
+        gradient_accumulation=settings.gradient_accumulation,
+        remat="offload" if settings.offload else settings.remat,
+        parallelism=parallelism,
+        **options,
+    )
+    return Training(graph, state, train_step)
+
+
+def optimizer_of(
+    settings: RunSettings, schedule: optax.Schedule | None = None
+) -> tuple[optax.GradientTransformation, optax.Schedule]:
+    """Returns the optimizer of the settings, and its learning rates: `schedule`, or by default the settings'."""
     if schedule is None:
         assert settings.learning_rate is not None
         schedule = warmup_cosine(
@@ -151,18 +174,7 @@ def make_training(
         max_grad_norm=settings.max_grad_norm,
         moment_dtype=settings.moment_dtype,
     )
-    graph, state = nnx.graphdef(model), init_state(model, optimizer, parallelism)
-    train_step = make_train_step(
-        graph,
-        optimizer,
-        loss,
-        schedule=schedule,
-        gradient_accumulation=settings.gradient_accumulation,
-        remat="offload" if settings.offload else settings.remat,
-        parallelism=parallelism,
-        **options,
-    )
-    return Training(graph, state, train_step)
+    return optimizer, schedule
 
 
 def _parallelism(settings: RunSettings, model: Decoder | None) -> Parallelism | None:

@@ -142,6 +142,8 @@ class RunSettings:
     MAY_BE_NONE: ClassVar[tuple[str, ...]] = ("epochs", "warmup_steps", "log_every")
     OF_EXPERT_DEVICES: ClassVar[tuple[str, ...]] = ("shadow_experts", "tokens_in_fp8")
     """The settings that need experts on several devices."""
+    NOT_READ: ClassVar[Mapping[str, str]] = {}
+    """{setting that this kind of run refuses: why}."""
     RESUME_MUST_MATCH: ClassVar[tuple[str, ...]] = (
         *("seq_len", "batch_size", "gradient_accumulation", "learning_rate", "min_learning_rate_ratio", "warmup_steps"),
         *("weight_decay", "max_grad_norm", "seed", "dtype", "param_dtype", "moment_dtype"),
@@ -201,7 +203,11 @@ class RunSettings:
 
     def problems(self) -> list[str]:
         """Returns the settings that contradict each other, one clause each; every value alone is valid."""
-        problems = []
+        problems = [
+            f"{name}={value!r} is not for this run: {why}"
+            for name, why in self.NOT_READ.items()
+            if (value := getattr(self, name)) != getattr(RunSettings, name)
+        ]
         if self.batch_size % self.gradient_accumulation:
             problems.append(
                 f"batch_size={self.batch_size} must be a multiple of gradient_accumulation={self.gradient_accumulation}"
