@@ -18,7 +18,7 @@ class FakePolicy:
     """Has the interface of `reinforcement.Policy`.
 
     An answer is a word of 1 to `max_new_tokens` letters. It follows from the seed's names and the weights. Without `exact` its
-    log-probabilities also follow from the requests that are queued together, as those of an engine without strict bits.
+    log-probabilities also follow from the requests that are queued together, as in an engine without strict bits.
     """
 
     seconds = 0.0

@@ -30,7 +30,7 @@ def with_rewards(groups, rewards):
 @pytest.mark.parametrize("scale", ["group", "none"])
 @pytest.mark.parametrize("samples", [2, 5])
 def test_trl(scale, samples, rng):
-    """With several functions, of which some leave samples out, and groups without spread or with one reward."""
+    """With several functions that leave samples out, and with groups without spread or with one reward."""
     weights = 1.0, 0.3, -2.0
     groups = make_groups(rng, 20, samples)
     rewards = rng.integers(0, 3, (20, samples, 3)).astype(float)

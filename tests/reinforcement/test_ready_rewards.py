@@ -84,7 +84,7 @@ def test_math_names_the_package_that_it_needs(monkeypatch):
 
 @pytest.fixture
 def math_verify(monkeypatch):
-    """A stand-in for math-verify: it hides errors of its alarm, as math-verify does, and reads numbers."""
+    """A replacement for math-verify: it hides errors of its alarm, as math-verify does, and reads numbers."""
 
     def with_alarm(work, limit):
         try:

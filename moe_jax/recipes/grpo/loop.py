@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -120,6 +120,13 @@ class _Rewarded(Task):
         record |= {"time/rollout": batch.drawing, "time/rewards": batch.scoring}
         self._tell_equal(record)
         return record, of_layers(metrics, self.config.routed_layers)
+
+    def choices(self) -> dict[str, Any]:
+        """Returns nothing: updates recompute every layer."""
+        return {}
+
+    def keep_choices(self, position: Mapping[str, Any]) -> None:
+        """Does nothing, because there are no choices."""
 
     def places_of(self, batch: Rollout) -> str:
         return "The batch holds answers to:\n  " + "\n  ".join(f"{group.row['prompt']!r:.100}" for group in batch.groups)

@@ -150,9 +150,7 @@ class Task(ABC):
         self.config, self.parallelism = planned.config, planned.parallelism
         self.checkpoints, self.training = begun.checkpoints, training
         if begun.step:
-            # Older runs did not note it, and recomputed all layers by default. Another number would change the last bits.
-            if training.step.remat == "auto":
-                training.step.set_remat(begun.position.get(REMAT, True))
+            self.keep_choices(begun.position)
             self.restore(begun.step)
 
     @property
@@ -199,9 +197,18 @@ class Task(ABC):
         data: dict[str, Any] = {}
         for text in texts_of_all(json.dumps(self.batches.get_state())):
             data |= json.loads(text)
-        return {"data": data, REMAT: self.training.step.remat} | (
-            {} if self.parallelism is None else {PIPE: self.parallelism.pipe._asdict()}
-        )
+        pipe = {} if self.parallelism is None else {PIPE: self.parallelism.pipe._asdict()}
+        return {"data": data} | self.choices() | pipe
+
+    def choices(self) -> dict[str, Any]:
+        """Returns choices of the run's first step that change the last bits; a checkpoint's position stores them."""
+        return {REMAT: self.training.step.remat}
+
+    def keep_choices(self, position: Mapping[str, Any]) -> None:
+        """Repeats the choices that a checkpoint's position stores."""
+        # Older runs did not store it, and recomputed all layers by default.
+        if self.training.step.remat == "auto":
+            self.training.step.set_remat(position.get(REMAT, True))
 
     def sample(self, step: int, log: RunLog) -> None:
         """Writes samples of a step; an error here loses no step. By default there are none."""

@@ -1,4 +1,4 @@
-"""Policy losses on meshes: loss, metrics and parameters of two steps are those of one device."""
+"""Policy losses on meshes: loss, metrics and parameters of two steps equal one device's."""
 
 from dataclasses import replace
 

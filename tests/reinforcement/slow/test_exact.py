@@ -1,4 +1,4 @@
-"""Exact mode: values and gradients of an update are those of `strict_log_probs`, bit for bit; the audit notices all else."""
+"""Exact mode: values and gradients of an update equal `strict_log_probs` bit for bit; the audit notices all other bits."""
 
 from contextlib import closing
 from dataclasses import replace
@@ -78,7 +78,7 @@ def test_exact(monkeypatch):
 
 
 def check_controls(policy, group, batch, monkeypatch):
-    """Each wrong group fails the audit, by its name. Groups without experts, as of a journal, get those of the strict pass."""
+    """Each wrong group fails the audit, by its name. Groups without experts, as of a journal, get the strict pass's experts."""
     found = audits.strict_rows(policy.model, batch, np.arange(1))
     last = group.samples[-1]
     with monkeypatch.context() as patched:

@@ -151,7 +151,7 @@ def test_any_packing_and_any_micro_batches_are_the_same(loss, rng):
 
 
 def test_one_program_computes_any_number_of_micro_batches(rng):
-    """Micro-batches of padding are skipped: bits are those of a program for the others alone."""
+    """Micro-batches of padding are skipped: bits equal a program's for the others alone."""
     settings, model = SETTINGS["dapo"], tiny.model()
     graph, params, fixed = nnx.split(model, nnx.Param, ...)
 
