@@ -34,7 +34,7 @@ def test_drawn_in_place(variant, rows):
 
 
 def test_checked_in_place():
-    drafts = StepBatch(jnp.zeros(SLOTS, jnp.int32), *[None] * 5)
+    drafts = StepBatch(jnp.zeros((SLOTS, 1), jnp.int32), *[None] * 5)
     last_token = jnp.zeros(SLOTS, jnp.int32)
     before = addresses(last_token)
     last_token, *_ = draw_program("greedy")(output_of(SLOTS, 2 * SLOTS, drafts), init_slots(SLOTS), last_token, None)
