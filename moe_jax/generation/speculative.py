@@ -120,9 +120,9 @@ def generate_with_drafts(
 ) -> tuple[list[list[int]] | list[int], Drafts]:
     """Generates tokens as `generate` does, with drafts, and counts the drafts and the accepted drafts.
 
-    At temperature 0, and with drafts from the text, the tokens are the same. Drafts of the module above temperature 0 keep their
-    distribution, but the seed gives another draw. All holds up to rounding: a pass over several tokens may sum
-    in another order, which decides between logits that are equal up to rounding.
+    At temperature 0, and with drafts from the text, the tokens are the same. Above 0 the module keeps the distribution,
+    but the seed has another draw. All holds up to rounding: a pass over several tokens may sum in another order, which decides
+    between logits that are equal up to rounding.
 
     Args:
       model: for drafts of a module, a model with at least one multi-token prediction module; the first one drafts.
