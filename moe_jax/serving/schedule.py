@@ -231,10 +231,9 @@ def read_step(queues: EngineQueues, plan: StepPlan, tokens: list[list[int]], dra
 
 
 WEIGHED_DRAFTS, LEAST_ACCEPTED, PAUSED_TOKENS = 64, 0.3, 256
-"""A sequence with fewer than 0.3 of 64 drafts accepted has no drafts for 256 tokens.
+"""A sequence with fewer than 0.3 of 64 drafts accepted has none for 256 tokens: with few sequences they lose time (docs/log/engine.md).
 
-Predicted for Qwen3-30B-A3B, not measured: one sequence needs 0.26 of three drafts to gain, and 16 sequences 0.34 of one. After
-the pause 64 drafts cost at most a fifth of the tokens between two trials, and a text that begins to repeat is found.
+A text that begins to repeat is found in the next trial, and trials are at most a fifth of the steps.
 """
 
 
