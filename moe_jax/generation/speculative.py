@@ -20,6 +20,7 @@ A cache has the same length for all sequences. So each pass uses a row of it for
 there as padding, which no token sees. The caches have room for a token and its drafts for each new token.
 """
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -57,15 +58,11 @@ def draft_source(drafts: int | str) -> DraftSource:
     Raises:
       ValueError: it names none.
     """
-    if isinstance(drafts, str):
-        name, _, count = drafts.partition(":")
-        if drafts == "module":
-            return DraftSource("module", 1)
-        if name == "lookup" and count.isascii() and count.isdecimal() and 1 <= int(count) <= MAX_LOOKUP:
-            return DraftSource("lookup", int(count))
-    elif drafts in (0, 1):
-        return DraftSource("module", 1) if drafts else NO_DRAFTS
-    raise ValueError(f"drafts must be 0 or 1, 'module', or 'lookup:N' with N from 1 to {MAX_LOOKUP}; got {drafts!r}")
+    if lookup := re.fullmatch(f"lookup:([1-{MAX_LOOKUP}])", str(drafts)):
+        return DraftSource("lookup", int(lookup[1]))
+    if drafts not in (0, 1, "module"):
+        raise ValueError(f"drafts must be 0 or 1, 'module', or 'lookup:N' with N from 1 to {MAX_LOOKUP}; got {drafts!r}")
+    return DraftSource("module", 1) if drafts else NO_DRAFTS
 
 
 LONGEST_MATCH, SHORTEST_MATCH = 3, 2

@@ -14,7 +14,7 @@ from jaxtyping import Array, Int, UInt
 
 from moe_jax.generation.speculative import NO_DRAFTS, DraftSource
 from moe_jax.models.decoder import Decoder
-from moe_jax.serving.drafts import begin_program, draft_program, lookup_program
+from moe_jax.serving.drafts import begin_lookups, draft_program, look_up
 from moe_jax.serving.drawing import DrawingSlots, draw_program
 from moe_jax.serving.pages import pages_of
 from moe_jax.serving.placement import Placement
@@ -265,14 +265,14 @@ class Device:
         if drafting is not None and drafting.tokens is not None:
             padded = np.zeros(drafting.tokens.shape[1], np.int32)
             padded[: len(tokens)] = tokens
-            self.state = self.state._replace(drafting=begin_program()(drafting, np.int32(slot), padded))
+            self.state = self.state._replace(drafting=begin_lookups(drafting, np.int32(slot), padded))
 
     def _draft(self, shape: StepShape, upload: np.ndarray, output: StepOutput, drawn: tuple, of_draws: tuple) -> Drafting:
         """Starts the program that drafts the next tokens."""
         first, further, checked = drawn
         drafting, tokens = self.state.drafting, (first.tokens, *(sampled.tokens for sampled in further))
         if not self._num_modules:
-            return lookup_program()(drafting, output.slots, output.positions, tokens, checked)
+            return look_up(drafting, output.slots, output.positions, tokens, checked)
         # The module does not read the logits, and passing an array to a program keeps it in memory.
         inputs = drafting, output._replace(logits=None), (*tokens, checked), upload  # type: ignore[arg-type]
         drafting, of_module = self._modules[shape](self._weights, *inputs)

@@ -41,21 +41,37 @@ DraftLogits = tuple[Float[Array, "rows vocab"], Int[Array, "rows"], Int[Array, "
 """The module's logits, with the slot of each row, and the position of its draft."""
 
 
-@functools.cache
-def lookup_program() -> Callable[..., Drafting]:
-    """Returns the jitted f(drafting, slots, positions, drawn, checked) -> drafting, which changes drafting in place.
+@functools.partial(jax.jit, donate_argnums=0)
+def begin_lookups(drafting: Drafting, slot: Int[Array, ""], tokens: Int[Array, "length"]) -> Drafting:
+    """Sets the tokens of the sequence that starts drawing in a slot, in place."""
+    assert drafting.tokens is not None
+    return drafting._replace(tokens=drafting.tokens.at[slot].set(tokens))
 
-    It adds the tokens that a step has drawn to their slots, and looks up the next drafts there. `slots` and `positions` are the
-    step's (`StepOutput`); `drawn` are the tokens of `first` and of each of `further`, and `checked` is as in `draw_program`.
+
+@functools.partial(jax.jit, donate_argnums=0)
+def look_up(
+    drafting: Drafting,
+    slots: Int[Array, "rows"],
+    positions: Int[Array, "outputs"],
+    drawn: tuple[Int[Array, "_"], ...],
+    checked: Int[Array, "2 decodes"] | None,
+) -> Drafting:
+    """Adds a step's tokens to those of their slots, and looks up the next drafts there, in place.
+
+    `slots` and `positions` are of `StepOutput`; `drawn` (the tokens of `first` and `further`) and `checked` of `draw_program`.
     """
-    return jax.jit(_lookup, donate_argnums=0)
-
-
-@functools.cache
-def begin_program() -> Callable[..., Drafting]:
-    """Returns the jitted f(drafting, slot, tokens) -> drafting, which sets a slot's first tokens in place."""
-    set_row = lambda drafting, slot, tokens: drafting._replace(tokens=drafting.tokens.at[slot].set(tokens))  # noqa: E731
-    return jax.jit(set_row, donate_argnums=0)
+    assert drafting.tokens is not None
+    num_decodes, accepted = (0, None) if checked is None else (checked.shape[1], checked[1])
+    positions = positions[first_outputs(num_decodes, len(drawn), len(positions))]
+    tokens, nowhere = drafting.tokens, len(drafting.tokens)
+    for number, each in enumerate(drawn):
+        # All rows have a first token, and decoding rows a further one for each accepted draft.
+        used = slots[: len(each)] >= 0 if number == 0 else accepted >= number
+        rows = jnp.where(used, slots[: len(each)], nowhere)
+        tokens = tokens.at[rows, positions[: len(each)] + number].set(each, mode="drop")
+    positions = positions if accepted is None else positions.at[:num_decodes].add(accepted)
+    draft = with_last_tokens(drafting.draft, slots, looked_up(tokens[slots], positions, drafting.draft.shape[1]))
+    return Drafting(with_last_tokens(drafting.position, slots, positions), draft, tokens=tokens)
 
 
 @functools.cache
@@ -82,29 +98,6 @@ def _draft(
 ) -> Int[Array, "slots 1"]:
     sampled, _ = sample_rows(variant, *of_module, options, penalties)
     return with_last_tokens(drafts, of_module[1], sampled.tokens[:, None])
-
-
-def _lookup(
-    drafting: Drafting,
-    slots: Int[Array, "rows"],
-    positions: Int[Array, "outputs"],
-    drawn: tuple[Int[Array, "_"], ...],
-    checked: Int[Array, "2 decodes"] | None,
-) -> Drafting:
-    tokens, (first, *further) = drafting.tokens, drawn
-    assert tokens is not None
-    if checked is not None:
-        positions = positions[first_outputs(checked.shape[1], len(drawn), len(positions))]
-    tokens = tokens.at[jnp.where(slots < 0, len(tokens), slots), positions].set(first, mode="drop")
-    for number, each in enumerate(further, 1):
-        assert checked is not None
-        # The slot of an unused row is -1, but it has no accepted draft.
-        right = jnp.where(checked[1] >= number, slots[: len(each)], len(tokens))
-        tokens = tokens.at[right, positions[: len(each)] + number].set(each, mode="drop")
-    if checked is not None:
-        positions = positions.at[: checked.shape[1]].add(checked[1])
-    draft = with_last_tokens(drafting.draft, slots, looked_up(tokens[slots], positions, drafting.draft.shape[1]))
-    return Drafting(with_last_tokens(drafting.position, slots, positions), draft, tokens=tokens)
 
 
 def _module(

@@ -231,9 +231,10 @@ def read_step(queues: EngineQueues, plan: StepPlan, tokens: list[list[int]], dra
 
 
 WEIGHED_DRAFTS, LEAST_ACCEPTED, PAUSED_TOKENS = 64, 0.3, 256
-"""A sequence with fewer than 0.3 of 64 drafts accepted has none for 256 tokens: with few sequences they lose time (docs/log/engine.md).
+"""A sequence with fewer than 0.3 of 64 drafts accepted has none for 256 tokens.
 
-A text that begins to repeat is found in the next trial, and trials are at most a fifth of the steps.
+Such drafts cost more time than they save if few sequences run (docs/log/engine.md). A trial takes at most a fifth of the steps,
+and finds a text that has begun to repeat.
 """
 
 

@@ -16,9 +16,9 @@ GREEDY, DRAWN = SamplingOptions(), SamplingOptions(temperature=1.0, seed=7)
 
 @pytest.fixture(scope="module")
 def engines():
-    """One without drafts and one with three. The model repeats itself when it is greedy."""
-    model = tiny.model()
-    made = [Engine(model, limits=LIMITS, drafts=drafts, lazy=True) for drafts in (0, "lookup:3")]
+    """One without drafts, which computes one sequence at a time, and one with three drafts. Greedy texts soon repeat."""
+    model, sizes = tiny.model(), ((replace(LIMITS, max_sequences=1), 0), (LIMITS, "lookup:3"))
+    made = [Engine(model, limits=limits, drafts=drafts, lazy=True) for limits, drafts in sizes]
     yield made
     for engine in made:
         stats = engine.stats()
