@@ -40,10 +40,10 @@ from moe_jax.models.decoder import Decoder
 
 
 class DraftSource(NamedTuple):
-    """Where drafts come from, and the number of drafts after each newest token."""
+    """The source of drafts, and their largest number after each newest token."""
 
     name: Literal["module", "lookup"]
-    count: int
+    num: int
 
 
 NO_DRAFTS = DraftSource("lookup", 0)
@@ -188,7 +188,7 @@ def _decode(source: DraftSource, options: DecodeOptions, inputs: DecodeInputs) -
     rows = jnp.arange(batch)
     execution = replace(model.execution, spread=devices.spread)
     restricted: Any = dict(temperature=temperature, top_k=top_k, top_p=top_p)
-    room = batch, prompt_length + (1 + source.count) * max_new_tokens, model.dtype
+    room = batch, prompt_length + (1 + source.num) * max_new_tokens, model.dtype
 
     def logits_of(hidden: Float[Array, "batch ... hidden"]) -> Float[Array, "batch ... vocab"]:
         return jnp.einsum("...d,vd->...v", hidden, model.head_weight.astype(model.dtype))
@@ -224,7 +224,7 @@ def _decode(source: DraftSource, options: DecodeOptions, inputs: DecodeInputs) -
     def of_text(passes, text, hidden, following, positions, segments, last):
         places = jnp.where(segments > 0, positions + 1, text.shape[1])
         text = text.at[rows[:, None], places].set(following, mode="drop")
-        return looked_up(text, positions[rows, last] + 1, source.count), text
+        return looked_up(text, positions[rows, last] + 1, source.num), text
 
     def start() -> _DraftState:
         states = model.hidden_states(
@@ -295,7 +295,7 @@ def _decode(source: DraftSource, options: DecodeOptions, inputs: DecodeInputs) -
         if source.name == "module":
             return one_pass(1, state)
         found = devices.any(~state.done & (state.draft >= 0).any(axis=1))
-        return jax.lax.cond(found, partial(one_pass, source.count), partial(one_pass, 0), state)
+        return jax.lax.cond(found, partial(one_pass, source.num), partial(one_pass, 0), state)
 
     drawn, propose = (drawn_with_module, of_module) if source.name == "module" else (drawn_alone, of_text)
     state = jax.lax.while_loop(lambda state: devices.any(~state.done), next_pass, start())

@@ -112,12 +112,12 @@ class Device:
         self._shared = _shared(weights)
         self._head = self._head_of(weights)
         # The last of several drafts may lie past the longest sequence: attention reads its place in the table too.
-        max_pages = pages_of(limits.max_length + max(drafts.count - 1, 0))
+        max_pages = pages_of(limits.max_length + max(drafts.num - 1, 0))
         sizes = (*(len(self.placement.devices) * size for size in (limits.num_pages, limits.max_sequences)), max_pages)
         make_state = functools.partial(initial_state, self.served, *sizes, keep_experts=keep_experts, drafts=drafts)
         self.state = jax.jit(make_state, out_shardings=self.placement.rows)()
         # The module computes every token. Without it a step whose rows have no drafts runs as in an engine without drafts.
-        counts = [drafts.count] if modules else sorted({0, drafts.count})
+        counts = [drafts.num] if modules else sorted({0, drafts.num})
         self._decode_shapes = [StepShape(n, 0, 0, max_pages, k) for n in _doubling(limits.max_sequences) for k in counts]
         self._chunk_shapes = [
             StepShape(decodes, tokens, limits.max_chunks_per_step, max_pages, count)

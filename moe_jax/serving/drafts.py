@@ -61,7 +61,8 @@ def look_up(
     `slots` and `positions` are of `StepOutput`; `drawn` (the tokens of `first` and `further`) and `checked` of `draw_program`.
     """
     assert drafting.tokens is not None
-    num_decodes, accepted = (0, None) if checked is None else (checked.shape[1], checked[1])
+    accepted = jnp.zeros(0, jnp.int32) if checked is None else checked[1]
+    num_decodes = len(accepted)
     positions = positions[first_outputs(num_decodes, len(drawn), len(positions))]
     tokens, nowhere = drafting.tokens, len(drafting.tokens)
     for number, each in enumerate(drawn):
@@ -69,7 +70,7 @@ def look_up(
         used = slots[: len(each)] >= 0 if number == 0 else accepted >= number
         rows = jnp.where(used, slots[: len(each)], nowhere)
         tokens = tokens.at[rows, positions[: len(each)] + number].set(each, mode="drop")
-    positions = positions if accepted is None else positions.at[:num_decodes].add(accepted)
+    positions = positions.at[:num_decodes].add(accepted)
     draft = with_last_tokens(drafting.draft, slots, looked_up(tokens[slots], positions, drafting.draft.shape[1]))
     return Drafting(with_last_tokens(drafting.position, slots, positions), draft, tokens=tokens)
 

@@ -86,7 +86,7 @@ class Engine:
         options: dict[str, Any] = dict(keep_experts=keep_experts, take_over=take_over, drafts=source, strict=strict, lazy=lazy)
         device = Device(model, limits, **options)
         device.warm_up()
-        queues = [EngineQueues(limits, source.count, source.name == "lookup") for _ in device.placement.devices]
+        queues = [EngineQueues(limits, source.num, source.name == "lookup") for _ in device.placement.devices]
         self._loop = EngineLoop(device, queues)
         # The thread would keep an unreachable engine's memory, for example after a notebook's variable is reassigned.
         weakref.finalize(self, self._loop.begin_to_close, drain=False).atexit = False
@@ -270,11 +270,11 @@ def check_drafting(drafts: int | str, config: ModelConfig, limits: EngineLimits)
       ValueError: drafts names no source; the model has no drafting module; or max_tokens_per_step leaves no room for drafts.
     """
     source = draft_source(drafts)
-    if source.count:
+    if source.num:
         check_drafts(config, source)
-        if limits.max_tokens_per_step < (1 + source.count) * limits.max_sequences:
+        if limits.max_tokens_per_step < (1 + source.num) * limits.max_sequences:
             raise ValueError(
-                f"with drafts={drafts!r} max_tokens_per_step must be at least {1 + source.count} times max_sequences; "
+                f"with drafts={drafts!r} max_tokens_per_step must be at least {1 + source.num} times max_sequences; "
                 f"got {limits.max_tokens_per_step} and {limits.max_sequences}"
             )
     return source

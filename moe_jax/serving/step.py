@@ -198,8 +198,8 @@ def initial_state(
 ) -> DeviceState:
     """Makes a state without sequences. `max_pages` is the number of pages of the longest sequence."""
     config, experts, drafting = served.config, None, None
-    if drafts.count:
-        drafting = Drafting(jnp.zeros(num_slots, jnp.int32), jnp.zeros((num_slots, drafts.count), jnp.int32))
+    if drafts.num:
+        drafting = Drafting(jnp.zeros(num_slots, jnp.int32), jnp.zeros((num_slots, drafts.num), jnp.int32))
         if drafts.name == "module":
             drafting = drafting._replace(pages=empty_pages(config, num_pages, served.dtype)[0])
         else:
