@@ -25,7 +25,7 @@ $(PACKAGE_INSTALLED): EXTRAS := $(JAX_EXTRA)
 help:
 	@echo "make demo   train, resume, export and sample a small Qwen3-MoE on this machine: 0.9 GB, and under 5 minutes on 2 cores"
 	@echo "            MODEL=deepseek_v3 or qwen3 (dense) takes another model; DEMO_OPTIONS='--lora.rank 8' trains an adapter; moe-jax demo --help"
-	@echo "make fast   format, lint, types and all tests but those in folders named slow: 2 minutes; T=kernels runs those in tests/kernels"
+	@echo "make fast   format, lint, types and all tests but those in folders slow and tests/parallel/eight_devices: 2 minutes; T=kernels runs only tests/kernels"
 	@echo "make test   format, lint, types and the test suite; FILES='tests/layers tests/test_cli.py' runs these alone"
 	@echo "make test-thorough   and further sizes and combinations, some minutes more"
 	@echo "            VERSIONS=oldest takes the oldest versions that pyproject.toml allows; PYTHON=python3.13 takes another Python"

@@ -13,7 +13,7 @@ Attention over a sequence split over several GPUs is in `parallel_layer.py`.
 
 `training`: TFLOP/s count only keys that a query attends to. With queries of width d and values of width e, the FLOPs are
 2*B*H*N*(d+e) forward and B*H*N*(8*d+6*e) with backward. N = S*S/2 pairs (S*documents/2 when packed). Times are the median of 5
-groups of `--launches` calls between two synchronisations, on random data. cuDNN is called through the function behind
+groups of `--launches` calls between two synchronisations, on random data. cuDNN is called through the function underneath
 `jax.nn.dot_product_attention(implementation="cudnn")`, which itself refuses values of another width than the keys.
 
 `paged`: pages are in random places. The error is the largest difference from the op in f32, relative to the largest result. A

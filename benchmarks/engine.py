@@ -18,14 +18,14 @@ is greedy, and no sequence ends early. `device` is the same step in a loop witho
 `prompts` is the time to the first token of all sequences, whose prompts are new. With drafts a step is the time of a token.
 Nearly all drafts of random weights are wrong, so that this is the cost of a step with its drafts. An update is `engine.update`
 until the device is idle again, and the token after it a request of one token. With `--spread` the likeliest token after t is
-t + 1. So sequences never agree on a token, and use as many experts as chance has it. To count experts, the engine keeps those
-of each token, which takes some time of a step.
+t + 1. So sequences never agree on a token, and use as many experts as chance has it. To count experts, the engine keeps each
+token's experts, which takes some time of a step.
 
 `strict`: each case is a number of prompts at once, of different lengths. Each engine computes prompts in chunks of another
 size. A row has the number of log-probabilities, of prompts and of drawn tokens, that differ from `strict_log_probs` of the
 sequence. 0 is right.
 
-`first`: the model has Qwen3-MoE's layers at a small width, so that a CPU can run it. Compile times are near those of wide ones.
+`first`: the model has Qwen3-MoE's layers at a small width, so that a CPU can run it. Compile times are close to wide models'.
 """
 
 import collections
@@ -298,7 +298,7 @@ class Strict(Case):
                 engine.close()
 
     def wrong_bits(self, engine: Engine, whole, prompts: list[list[int]]) -> dict:
-        """Returns the number of log-probabilities that differ from those of whole sequences, and the largest difference."""
+        """Returns the number of log-probabilities that differ from whole sequences', and the largest difference."""
         options = SamplingOptions(
             max_new_tokens=self.short, ignore_eos=True, temperature=1.0, seed=0, logprobs=0, prompt_logprobs=0
         )

@@ -15,7 +15,7 @@ totals as accumulators. Totals are f32 and donated. MiB are temporaries, and res
 the compiler reports them. The two ways of adding must agree.
 
 `dense`: a row has the matrices that read one x, or the block of shared experts. *copies* is the time of rounding the matrices
-to FP8, once a training step. Errors are those of FP8 compared with bf16: of y, dx and dw.
+to FP8, once a training step. Errors are of FP8 compared with bf16: of y, dx and dw.
 """
 
 import math
@@ -240,7 +240,7 @@ class Dense(Case):
         """Yields the rows."""
         small = (Matrices("small", "q, k", 128, ((256, 128), (128, 128))),)
         cases = small if self.small else OF_LAYERS
-        # XLA times its matmuls on the GPU to choose them. Those of bf16 come first, one by one, and FP8 takes the same for dw.
+        # XLA times its matmuls on the GPU to choose them. bf16 products come first, one by one, and FP8 takes the same for dw.
         in_bf16 = [case.programs(in_fp8=False) for case in cases]
         with ThreadPoolExecutor() as threads:
             in_fp8 = list(threads.map(lambda case: case.programs(in_fp8=True), cases))

@@ -202,7 +202,7 @@ def timed(call: Callable) -> tuple[float, Any]:
 
 
 def compiled(function: Callable, *arguments, **options) -> tuple[jax.stages.Compiled, float]:
-    """Returns the compiled program, and the seconds of tracing and compiling it. Options are those of `jax.jit`."""
+    """Returns the compiled program, and the seconds of tracing and compiling it. Options are as for `jax.jit`."""
     began = time.perf_counter()
     program = jax.jit(function, **options).lower(*arguments).compile()
     return program, time.perf_counter() - began

@@ -60,7 +60,7 @@ def random_rows(rows: int, seq: int, vocab_size: int, *, packed: bool = False) -
 
 
 def random_model_in_form(config: ModelConfig, form: str) -> Decoder:
-    """Returns a model of bfloat16 parameters with frozen matrices, none of which is ever whole.
+    """Returns a model of bfloat16 parameters with frozen matrices, which are never whole.
 
     Matrices of layers are in FP8, as hub files have them, or experts in NF4.
     """

@@ -2,7 +2,7 @@
 
 Run it after a line was added or replaced.
 
-A line is one claim: `claim`, `value` and `unit`, what it is compared with, date, device, versions, command, commit, and `log`,
+A line is one claim: `claim`, `value` and `unit`, the comparison, date, device, versions, command, commit, and `log`,
 the entry of docs/log/ that has the whole table. A new measurement replaces the line of its claim; the log keeps the old one.
 """
 

@@ -41,7 +41,7 @@ def main(settings: Settings) -> None:
 
     data = preferences.open_preferences(settings.data)
     tokenizer = moe_jax.load_tokenizer(settings.model)
-    # Both answers of a pair stand in one row, with as many pairs as the row holds.
+    # Both answers of a pair are in one row, with as many pairs as the row holds.
     batches = preferences.preference_batches(data, tokenizer, seq_len=settings.seq_len, batch_size=settings.batch_size)
 
     schedule = train.warmup_cosine(settings.learning_rate, steps=settings.steps, warmup_steps=settings.steps // 10)

@@ -66,7 +66,7 @@ def main(settings: Settings) -> None:
         model = random_model(NAMED_CONFIGS["qwen3-30b-a3b"], jnp.bfloat16, mesh=make_mesh(**asdict(mesh)))
     result = moe_jax.recipes.finetune(finetune_settings, model=model)
     if result.step < settings.steps:
-        raise SystemExit(143)  # told to stop, and saved: the same command goes on from there
+        raise SystemExit(143)  # told to stop, and saved: the same command resumes from there
     moe_jax.save_pretrained(result.model, f"{settings.output}/model", tokenizer_from=settings.tokenizer or settings.model)
 
 

@@ -48,7 +48,7 @@ def main(settings: Settings) -> None:
     )
     result = recipes.finetune(run)
     if result.step < settings.steps:
-        raise SystemExit(143)  # told to stop, and saved: the same command goes on from there
+        raise SystemExit(143)  # told to stop, and saved: the same command resumes from there
     export(result.model, run)
 
 

@@ -35,6 +35,7 @@ COMMANDS = {
     "Train": {
         "finetune": Command("FinetuneCommand", "train a model on texts or chats, and export it", several_processes=True),
         "prefer": Command("PreferCommand", "train a model on preferences: DPO, ORPO, KTO, SimPO", several_processes=True),
+        "grpo": Command("GrpoCommand", "train a model by rewards of its own answers: GRPO, DAPO, GSPO and others"),
         "demo": Command("DemoCommand", "train, resume, export and sample a small model here, in 5 minutes on a CPU"),
         "data": Command(
             "DataCommand", "show what a model would learn from data, and count tokens; needs no GPU", uses_jax=False
@@ -61,6 +62,9 @@ COMMANDS = {
 """Commands by task. Each has a module of its name in `moe_jax.commands`."""
 
 BY_NAME = {name: command for group in COMMANDS.values() for name, command in group.items()}
+
+RECIPES = ("finetune", "prefer", "grpo")
+"""Commands whose options are settings, which have `--config` and are checked before JAX starts."""
 
 BROKEN_PIPE = 128 + 13
 """Exit status of a program killed by SIGPIPE."""
@@ -89,7 +93,7 @@ def top_help() -> str:
     for task, commands in COMMANDS.items():
         lines += ["", f"{task}:", *(f"  {name:<10}{command.summary}" for name, command in commands.items())]
     return "\n".join([
-        *lines, "",
+        *lines,
         "moe-jax COMMAND --help lists its options; --version; --tyro-print-completion bash (or zsh, tcsh) for your shell.",
     ])  # fmt: skip
 
@@ -109,7 +113,7 @@ def _run(arguments: list[str]) -> None:
 
 
 def _run_command(name: str, arguments: list[str]) -> None:
-    if name not in ("finetune", "prefer"):
+    if name not in RECIPES:
         _parse_and_run(name, arguments)
         return
     from moe_jax.commands.config_file import in_options, with_config
@@ -131,7 +135,7 @@ def _parse_and_run(name: str, arguments: list[str]) -> None:
     if not BY_NAME[name].uses_jax:
         command.run()
         return
-    if name in ("finetune", "prefer"):
+    if name in RECIPES:
         # Checks the values before JAX starts.
         command.settings  # noqa: B018
     import jax

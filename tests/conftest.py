@@ -70,7 +70,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item):
-    """A failure says how to repeat its random numbers."""
+    """A failure prints how to repeat its random numbers."""
     report = yield
     if report.failed:
         report.sections.append(("seed", f"Repeat with: MOE_JAX_SEED={seeds.SEED} pytest '{item.nodeid}'"))
@@ -93,7 +93,7 @@ MANY_MAPS = 20_000
 
 
 def memory_maps() -> int:
-    """Returns the number of pieces of memory that this process maps; 0 where the system does not say."""
+    """Returns the number of pieces of memory that this process maps; 0 where the system does not report it."""
     maps = Path("/proc/self/maps")
     return len(maps.read_bytes().splitlines()) if maps.exists() else 0
 

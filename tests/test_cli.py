@@ -93,11 +93,11 @@ def test_generate_with_drafts_prints_its_acceptance(checkpoint, tmp_path, capsys
     # Before weights are read.
     monkeypatch.setattr("moe_jax.checkpoint.hf_load.from_pretrained", None)
     assert "top_p must be a number in (0, 1]; got 2.0" in fails(capsys, "generate", str(tmp_path), *options, "--top-p", "2")
-    assert "drafts need a model loaded with its modules" in fails(capsys, "generate", str(checkpoint), *options)
+    assert "drafts need a model loaded with its MTP modules" in fails(capsys, "generate", str(checkpoint), *options)
 
 
 def test_a_prompt_begins_with_one_bos_token(tmp_path, monkeypatch):
-    """A plain prompt begins as its tokenizer begins a text. Behind a chat template nothing is added."""
+    """A plain prompt begins as its tokenizer begins a text. After a chat template nothing is added."""
     tiny.tokenizer_with_a_beginning().save_pretrained(tmp_path / "tokenizer")
     moe_jax.save_pretrained(tiny.dense(), tmp_path / "model", tokenizer_from=tmp_path / "tokenizer")
     prompts = []

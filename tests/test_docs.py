@@ -1,4 +1,4 @@
-"""The pages keep their promises: snippets run, commands parse, numbers stand where links say, the site has no dead link."""
+"""The pages keep their promises: snippets run, commands parse, numbers are where links point, the site has no dead link."""
 
 import ast
 import itertools
@@ -27,7 +27,16 @@ DOCS = ROOT / "docs"
 CONTRIBUTING = ROOT / "CONTRIBUTING.md"
 PAGES = [ROOT / "README.md"] + [
     DOCS / f"{name}.md"
-    for name in ("getting_started", "data", "preferences", "your_own_loss", "your_own_model", "many_gpus", "troubleshooting")
+    for name in (
+        "getting_started",
+        "data",
+        "preferences",
+        "reinforcement",
+        "your_own_loss",
+        "your_own_model",
+        "many_gpus",
+        "troubleshooting",
+    )
 ]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 VARIABLE = re.compile(r"\$(\w+)")

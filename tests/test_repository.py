@@ -26,7 +26,7 @@ MAY_IMPORT = {
     "cost": {"runtime", "config", "kernels", "parallel", "layers", "models"},
     "generation": {"runtime", "config", "kernels", "parallel", "layers", "models", "checkpoint"},
     "serving": {"runtime", "config", "kernels", "parallel", "layers", "models", "checkpoint", "generation"},
-    "train": {"runtime", "config", "kernels", "parallel", "layers", "models", "checkpoint", "adapters"},
+    "train": {"runtime", "config", "kernels", "parallel", "layers", "models", "checkpoint", "adapters", "cost"},
     "preferences": {"runtime", "config", "kernels", "parallel", "layers", "models", "checkpoint", "adapters", "train"},
     "reinforcement": {
         "runtime", "config", "kernels", "parallel", "layers", "models", "checkpoint", "adapters", "generation", "serving",
@@ -44,7 +44,7 @@ MAY_IMPORT = {
     },
     "cli": {"runtime", "commands", "__version__"},
 }  # fmt: skip
-"""The rooms of the package, the lowest first, and what each may import beside itself and packages of others.
+"""The rooms of the package, the lowest first, and what each may import in addition to itself and third-party packages.
 
 `kernels` knows no Flax, no mesh and no config; `layers` knows no mesh; `parallel` knows no model; nothing imports
 `experimental`. Every room may use `runtime`, which gives packages their lazy exports.
@@ -98,7 +98,7 @@ def test_no_two_files_import_each_other():
     [("layers.moe", 45), ("layers.router", 25), ("kernels.experts.api", 25), ("layers.linear", 10)],
 )
 def test_the_ground_imports_few_files(module, files):
-    """A layer loads what it computes with, and neither meshes nor backends; these are imported where they are chosen."""
+    """A layer loads only its own operations, and neither meshes nor backends; these are imported where they are chosen."""
     found = loaded_by(f"moe_jax.{module}")
     assert len(found) <= files, f"import moe_jax.{module} loads {sorted(found)}"
 

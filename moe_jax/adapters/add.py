@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import jax
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
 from moe_jax.adapters.names import OUTSIDE, Target, targets_of
 from moe_jax.adapters.settings import DEFAULT_TARGETS, LoraSettings
@@ -17,7 +17,7 @@ from moe_jax.layers.matrices import check_declared
 from moe_jax.layers.quantised import matrices_of
 from moe_jax.models.auto import from_config
 from moe_jax.models.decoder import Decoder
-from moe_jax.parallel.layout import mesh_of
+from moe_jax.parallel.layout import mesh_of, parameter_sharding
 from moe_jax.parallel.pipeline.chunks import refuse_chunks
 
 WITH_NAMES = ("attention", *OUTSIDE)
@@ -32,7 +32,7 @@ def add_lora(model: Decoder, settings: LoraSettings | None = None, *, rngs: nnx.
     """Adds adapters to the model in place, and freezes all of its parameters. The model computes the same as before.
 
     From then on only the adapters are `nnx.Param`: `train.init_state`, gradients and optimizers see nothing else. Frozen arrays
-    are `layers.lora.Frozen`; none of them is copied. The adapters are f32 and whole on every device.
+    are `layers.lora.Frozen`; none of them is copied. The adapters are f32. `layers.matrices` states how a mesh splits them.
 
     Returns:
       A summary of the trained parameters, to print.
@@ -49,16 +49,17 @@ def add_lora(model: Decoder, settings: LoraSettings | None = None, *, rngs: nnx.
     freeze(model)
     for target in chosen:
         rank = settings.rank_of(target.kind, target.name, active_experts)
-        adapter = _adapter_of(target, rank, settings, rngs)
-        lay_everywhere(adapter, mesh)
-        setattr(target.module, target.adapter, adapter)
+        put_adapter(target, _adapter_of(target, rank, settings, rngs), mesh)
     return lora_summary(model)
 
 
-def lay_everywhere(adapter: Adapter, mesh: Mesh | None) -> None:
-    """Replicates the factors on every device of the mesh."""
+def put_adapter(target: Target, adapter: Adapter, mesh: Mesh | None) -> None:
+    """Gives the target's matrix the adapter, with factors laid out on the mesh."""
     if mesh is not None:
-        nnx.update(adapter, jax.device_put(nnx.state(adapter), NamedSharding(mesh, PartitionSpec())))
+        for name, factor in (("a", adapter.a), ("b", adapter.b)):
+            path = *target.path, target.adapter, name
+            factor.set_value(jax.device_put(factor.get_value(), parameter_sharding(path, factor.shape, mesh)))
+    setattr(target.module, target.adapter, adapter)
 
 
 def check_can_adapt(model: Decoder) -> None:
@@ -186,6 +187,8 @@ class PlannedLora(NamedTuple):
     summary: LoraSummary
     moved_elements: int
     """Elements that all adapters read and write in the forward pass of one token: inputs, and sums with outputs."""
+    factors: tuple[tuple[tuple, tuple[int, ...]], ...]
+    """The path and the shape of each factor."""
 
 
 def planned_lora(config: ModelConfig, settings: LoraSettings, *, in_fp8: bool = False) -> PlannedLora:
@@ -202,7 +205,8 @@ def planned_lora(config: ModelConfig, settings: LoraSettings, *, in_fp8: bool = 
     def adapted() -> Decoder:
         model = from_config(config, rngs=nnx.Rngs(0))
         summary = add_lora(model, settings, rngs=nnx.Rngs(0))
-        found.append(PlannedLora(summary, _moved_elements(model, in_fp8)))
+        factors = tuple((path, factor.shape) for path, factor in nnx.to_flat_state(nnx.state(model, nnx.LoRAParam)))
+        found.append(PlannedLora(summary, _moved_elements(model, in_fp8), factors))
         return model
 
     nnx.eval_shape(adapted)

@@ -18,7 +18,7 @@ from jax.typing import DTypeLike
 from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
-from moe_jax.adapters.add import WITH_DROPOUT, LoraSummary, check_can_adapt, lay_everywhere, lora_summary
+from moe_jax.adapters.add import WITH_DROPOUT, LoraSummary, check_can_adapt, lora_summary, put_adapter
 from moe_jax.adapters.names import PREFIX, Change, ModulePart, Target, factors_apart, fused_parts, modules_of, parameter_name
 from moe_jax.adapters.save import WEIGHTS_FILE
 from moe_jax.adapters.source import BASE_FILE, CONFIG_FILE, source_of, warn_of_another_base
@@ -67,8 +67,7 @@ def from_pretrained(
       weights: "as stored" keeps matrices stored in FP8 or GPTQ (`checkpoint.quantised`) as they are. "nf4" quantises the
         experts' matrices to 4 bits (`layers.quantised`), "fp8" to FP8. A layer is dequantised when it is computed, except
         experts in FP8 after `model.set_precision("fp8")`. All parameters are frozen (`layers.lora.Frozen`): such a model can
-        compute, and on one device train adapters (`adapters.add_lora`). On a mesh quantised experts are split along the expert
-        axis, and other quantised matrices are whole on each device.
+        compute, and train adapters (`adapters.add_lora`). On a mesh quantised matrices are split like others, in whole blocks.
       progress: show a progress bar when stderr is a terminal.
 
     Raises:
@@ -165,8 +164,7 @@ def put_stacks(model: Decoder, stacks: list[Stack]) -> None:
     for stack in stacks:
         made = Adapter(stack.a.shape, stack.b.shape, scale=1.0, dropout=stack.dropout, rngs=nnx.Rngs(0))
         made.a[...], made.b[...] = jnp.asarray(stack.a), jnp.asarray(stack.b)
-        lay_everywhere(made, mesh)
-        setattr(stack.target.module, stack.target.adapter, made)
+        put_adapter(stack.target, made, mesh)
 
 
 MEANINGS = (

@@ -23,7 +23,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Float
 
-from moe_jax.checkpoint.hf_names import hf_tensors
+from moe_jax.checkpoint.hf_names import hf_tensors, host_array
 from moe_jax.layers.lora import Adapter
 from moe_jax.layers.matrices import declared
 from moe_jax.models.decoder import Decoder
@@ -127,9 +127,8 @@ def host_changes(model: Decoder, scale: float = 1.0) -> Iterator[tuple[ModulePar
         if (adapter := module.target.found) is not None:
             key = *module.target.path, module.target.adapter
             if key not in on_host:
-                on_host[key] = Change(
-                    np.asarray(adapter.a[...]), np.asarray(adapter.b[...]) * np.float32(adapter.scale / scale)
-                )
+                factors = host_array(adapter.a[...]), host_array(adapter.b[...]) * np.float32(adapter.scale / scale)
+                on_host[key] = Change(*factors)
             a, b = (factor[module.layer] for factor in on_host[key])
             if module.expert is not None:
                 # A factor that all experts share has an expert axis of 1.

@@ -35,7 +35,7 @@ from moe_jax.parallel.spread import Spread
 
 @dataclass(frozen=True)
 class CheckReport:
-    """The findings of a check, in the order in which they are printed.
+    """The results of a check, in the order in which they are printed.
 
     Attributes:
       loss: sum of all logits; the stock implementation is measured with the same pass.
@@ -228,7 +228,7 @@ def _peak_memory() -> int:
 
 
 def passes_over(model: Decoder, tokens: list[int]) -> tuple[Callable, Callable, tuple]:
-    """Returns the passes of a model over `tokens`, on the devices that hold its parameters, and their arguments.
+    """Returns the functions (forward, both) that run a model over `tokens` on its devices, and their arguments.
 
     forward(*arguments) returns the last token's logits in float32. both(*arguments) returns the sum of all logits and its
     gradients to the parameters. On a mesh, matrices are gathered layer by layer and tokens travel to their experts. Each device

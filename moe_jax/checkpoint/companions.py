@@ -22,7 +22,7 @@ TOKENIZER_FILES = (
 
 
 class Companions:
-    """The files to write with a model's weights, read before any file is replaced.
+    """The files saved next to a model's weights (configs, tokenizer), read before any file is replaced.
 
     Args:
       model: its `source`, if any, provides the generation config and, unless `tokenizer_from` is given, the tokenizer.
@@ -70,7 +70,7 @@ class Companions:
 
 
 def write_json(file: Path, fields: dict) -> None:
-    """Writes `fields` for people to read."""
+    """Writes `fields` as indented JSON."""
     file.write_text(json.dumps(fields, indent=2) + "\n")
 
 
@@ -84,7 +84,7 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def generation_config(source: str | Path | None, config: ModelConfig) -> dict[str, Any]:
-    """Returns the generation_config.json of the folder that a model came from, or one with its config's special tokens.
+    """Returns the source folder's generation_config.json, or one with the config's special tokens.
 
     Raises:
       ValueError: the file holds no JSON object.

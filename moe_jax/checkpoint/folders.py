@@ -20,7 +20,7 @@ MODEL_FILES = (
 def replaced_folder(
     folder: str | Path, replaces: tuple[str, ...] = MODEL_FILES, *, marker: str = "config.json"
 ) -> Iterator[Path]:
-    """Yields an empty folder `.NAME.incomplete` next to `folder` to write into, which replaces `folder` at the end.
+    """Context manager: yields an empty folder `.NAME.incomplete` next to `folder`, and replaces `folder` by it at the end.
 
     Until then `folder` is untouched; on an exception the incomplete folder is removed. The swap is two renames. If the machine
     dies between them, the complete old folder is in `.NAME.previous`, and the next save restores it first. Entries of the old
@@ -56,7 +56,7 @@ def replaced_folder(
 
 
 def check_replaceable(folder: str | Path, marker: str = "config.json") -> None:
-    """Raises the errors that `replaced_folder` would raise for `folder`, so that a program fails before hours of work."""
+    """Raises, before hours of work, the errors that `replaced_folder` would raise for `folder`."""
     folder = Path(folder).expanduser().resolve()
     if folder.exists() and not folder.is_dir():
         raise FileExistsError(f"{folder} is a file; a checkpoint is a folder")
@@ -71,7 +71,7 @@ def check_replaceable(folder: str | Path, marker: str = "config.json") -> None:
 
 
 def previous_of(folder: Path) -> Path:
-    """Returns the path of the old folder while it is being replaced."""
+    """Returns the path where the old folder is kept while it is being replaced."""
     return folder.with_name(f".{folder.name}.previous")
 
 

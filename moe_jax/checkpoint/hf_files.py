@@ -49,7 +49,7 @@ class CheckpointError(ValueError):
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in a file: its header, and `read(slices)`, which copies only that part of it from disk."""
+    """A tensor in a checkpoint file: its header, and `read(slices)`, which reads only these elements from disk."""
 
     file: Path
     shape: tuple[int, ...]
@@ -60,12 +60,12 @@ class StoredTensor:
 
     @property
     def size(self) -> int:
-        """The number of elements; 0 if another program writes an empty tensor for a block that the config leaves out."""
+        """The number of elements; 0 for empty placeholder tensors that some programs write."""
         return math.prod(self.shape)
 
 
 class QuantisedTensor(NamedTuple):
-    """A quantised matrix in two tensors."""
+    """A quantised matrix, stored as a tensor of codes and one of scales."""
 
     codes: StoredTensor
     """e4m3 of the matrix's shape; or U8 with two codes of 4 bits a byte, along the rows."""
@@ -75,7 +75,7 @@ class QuantisedTensor(NamedTuple):
 
 
 def downloaded(hub_id: str, patterns: Sequence[str]) -> Path:
-    """Returns the folder with the model's files that match a pattern, without subfolders; downloads missing files.
+    """Downloads the model's missing files that match a pattern; returns the local folder, without subfolders.
 
     Asks the hub once for a list of all files; an unknown id or a missing network raises then, without retries.
 

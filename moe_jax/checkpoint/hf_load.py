@@ -55,7 +55,7 @@ def from_pretrained(
     weights: Weights = "whole",
     progress: bool = True,
 ) -> Decoder:
-    """Loads a checkpoint of any architecture of `moe_jax.models`; one in FP8 or GPTQ is dequantised on the way.
+    """Loads a Hugging Face checkpoint of any supported architecture; FP8 and GPTQ weights are dequantised while loading.
 
     Arguments and errors as in `moe_jax.from_pretrained`, which also loads adapters and the output folders of runs.
     """
@@ -115,7 +115,7 @@ def read_config(folder_or_hub_id: str | Path, *, mtp: bool = True) -> ModelConfi
 
 
 def check_form(folder_or_hub_id: str | Path, weights: str) -> None:
-    """Refuses a form of weights that `from_pretrained` would refuse; reads only config.json.
+    """Raises if `from_pretrained` does not support this form of weights for the checkpoint; reads only config.json.
 
     Raises:
       FileNotFoundError, ValueError: as `from_pretrained`.
@@ -138,7 +138,7 @@ def _problems_of_nf4(config: ModelConfig) -> list[str]:
         return ["weights='nf4' makes 4 bits of experts, and this model has none; take 'whole'"]
     rows = dict(zip(EXPERT_MATRICES, (config.hidden_size, config.experts.moe_intermediate_size), strict=True))
     wrong = [f"experts.{name}: {size} is no multiple of {NF4_BLOCK}" for name, size in rows.items() if size % NF4_BLOCK]
-    where = f"weights='nf4' has a scale for {NF4_BLOCK} numbers of a row, and rows of this model do not end there"
+    where = f"weights='nf4' has one scale per {NF4_BLOCK} elements of a row, and rows of this model do not end there"
     return [f"{where}: {', '.join(wrong)}; take 'whole'"] if wrong else []
 
 
@@ -148,7 +148,7 @@ def is_stored_quantised(folder: Path) -> bool:
 
 
 def find_checkpoint(folder_or_hub_id: str | Path) -> Path:
-    """Returns the local folder, downloaded if it is on the hub; .bin files only if there are no safetensors files.
+    """Returns the checkpoint's local folder, downloading it if necessary; .bin files only if there are no safetensors.
 
     Raises:
       FileNotFoundError, ValueError: there is no such model, or its config is refused; both before weights are downloaded.

@@ -25,7 +25,7 @@ Index = tuple[int | slice, ...]
 
 @dataclass(frozen=True)
 class HfTensor:
-    """The tensor `name` of a checkpoint: it has `shape` and is `parameters[path][index]`; index () is the whole parameter.
+    """A tensor of a Hugging Face checkpoint: `name` holds parameters[path][index]; index () is the whole parameter.
 
     The index of a stacked parameter begins with the layer's row. A tensor that is not `trained` has no gradient.
     A `copy` repeats a tensor of another name: it is written but not read.
@@ -56,7 +56,7 @@ _HUB_NAMES = {
 
 
 def hf_tensors(config: ModelConfig) -> list[HfTensor]:
-    """Returns every tensor of a checkpoint as the hub stores it, in the model's order, each expert's projections apart."""
+    """Returns every tensor of a hub checkpoint in the model's order, with each expert's projections as separate tensors."""
     shapes = {path: leaf.shape for path, leaf in abstract_parameters(config).items() if path[0] != "stages"}
     embedding, norm = ("embed_tokens", "weight"), ("norm", "weight")
     head = embedding if config.tie_word_embeddings else ("lm_head", "weight")
@@ -151,6 +151,11 @@ def _to_host(path: tuple, leaf: Any, layer: Index) -> np.ndarray:
     elif layer:
         # A traced index compiles once for all layers; a Python integer in array[...] would compile once for each layer.
         array = _take_layer(array, layer[0]) if isinstance(array, jax.Array) else array[layer]
+    return host_array(array)
+
+
+def host_array(array: Any) -> np.ndarray:
+    """Copies an array to the host of each process. All processes call it for an array whose parts they share."""
     if isinstance(array, jax.Array) and not array.is_fully_addressable:
         return np.asarray(multihost_utils.process_allgather(array, tiled=True))
     return np.asarray(array)

@@ -27,7 +27,7 @@ def save_pretrained(
     fp8: bool = False,
     progress: bool = True,
 ) -> None:
-    """Writes `model` into `folder` under the hub's names: experts apart, weights in the dtype of the parameters, or in FP8.
+    """Writes a Hugging Face checkpoint with one tensor per expert, in the parameters' dtype or in FP8.
 
     The folder gets model.safetensors, or model-0000i-of-0000n.safetensors with an index if it would be larger than
     `max_shard_bytes`; config.json; generation_config.json; and the tokenizer's files. It is replaced as a whole at the end. So

@@ -53,7 +53,7 @@ def check_template(template: str, messages: Sequence[Mapping[str, Any]], tools: 
 
 
 def check_unicode(text: str, what: str) -> None:
-    """Checks that a text has no half surrogates, which JSON's escapes and invalid UTF-8 can produce.
+    """Checks that a text has no unpaired surrogates, which JSON escapes and invalid UTF-8 can produce.
 
     Raises:
       ValueError: the text holds a half surrogate. The message names `what` and the surrogate.
@@ -73,7 +73,7 @@ def without_nulls(message: Mapping[str, Any]) -> dict[str, Any]:
 def as_template_wants(
     tokenizer: Any, messages: Sequence[dict[str, Any]], tools: list | None, **options: Any
 ) -> tuple[list[dict[str, Any]], list | None]:
-    """Returns messages and tools in the forms that the tokenizer's chat template reads.
+    """Converts messages and tools to the forms that the tokenizer's chat template reads.
 
     Tools get OpenAI's form or keep their own, and arguments of calls are objects or strings. A developer's message becomes the
     system's if the template would leave it out. System messages next to each other are joined if the template would leave one
@@ -140,7 +140,7 @@ _TOOL: dict[str, Any] = {
 
 
 def whole_tools(tokenizer: Any, template: str, tools: Sequence[Any] | None) -> list[Any] | None:
-    """Returns the tools as {"type": "function", "function": {"name": ...}}, converting {"name": ...}.
+    """Returns the tools in OpenAI's form {"type": "function", "function": {...}}, wrapping bare functions.
 
     The latter stay as they are if the template reads names only in that form.
     """
@@ -151,7 +151,7 @@ def whole_tools(tokenizer: Any, template: str, tools: Sequence[Any] | None) -> l
 
 
 def with_readable_calls(tokenizer: Any, template: str, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns the messages with tool calls as the template reads them.
+    """Returns the messages with tool calls in the form that the chat template reads.
 
     Arguments become objects, or strings of JSON if the template refuses objects or prints them as Python does. They stay as
     they are if the template renders both the same. A content of None becomes "", or the reverse, if the template writes calls

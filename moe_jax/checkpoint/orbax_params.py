@@ -30,7 +30,7 @@ from moe_jax.runtime.processes import is_first_process
 def save_orbax(
     model: Decoder, folder: str | Path, *, tokenizer_from: str | Path | None = None, chat_template: str | None = None
 ) -> None:
-    """Writes the parameters, config and tokenizer files; arguments and the folder's replacement as in `save_pretrained`.
+    """Writes parameters, config and tokenizer files as an Orbax folder; arguments as in `save_pretrained`.
 
     Raises:
       FileExistsError: `folder` is a file, or has files and no config.json, so it is not a checkpoint that may be replaced.

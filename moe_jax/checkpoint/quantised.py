@@ -116,7 +116,7 @@ def _group_size(folder: Path, given: dict[str, Any]) -> int:
 
 
 def dequantised(tensors: dict[str, StoredTensor], block_size: BlockSize, problems: list[str]) -> dict[str, StoredTensor]:
-    """Replaces each e4m3 matrix and its scales by one F32 tensor, and adds errors to `problems`.
+    """Replaces each e4m3 matrix and its scales by one lazily dequantised f32 tensor; appends errors to `problems`.
 
     Reading a part of such a tensor reads that part of the matrix, and the scales of the blocks that it touches.
     """
@@ -198,7 +198,7 @@ def fp8_config(config: ModelConfig) -> dict[str, Any]:
 
 
 def check_forms(state: nnx.State) -> None:
-    """Refuses matrices quantised in a form other than FP8 with a scale for 128 x 128.
+    """Checks that all quantised matrices are FP8 with one scale per 128 x 128 block, the only form that can be saved.
 
     Raises:
       ValueError: such a matrix.
@@ -212,7 +212,7 @@ def check_forms(state: nnx.State) -> None:
 
 
 def sizes_in_fp8(config: ModelConfig, flat: dict[tuple, Any]) -> dict[str, int]:
-    """Returns the bytes of each tensor that is written, by name, in order."""
+    """Returns the bytes of each tensor that `export_in_fp8` writes, by name and in order."""
     sizes = {}
     for tensor in hf_tensors(config):
         if not _is_projection(tensor):
@@ -224,7 +224,7 @@ def sizes_in_fp8(config: ModelConfig, flat: dict[tuple, Any]) -> dict[str, int]:
 
 
 def export_in_fp8(config: ModelConfig, flat: dict[tuple, Any]) -> Iterator[tuple[str, np.ndarray]]:
-    """Yields the name and the array of each tensor; arguments as in `hf_names.export`.
+    """Yields (name, array) for each tensor of an FP8 checkpoint; arguments as in `hf_names.export`.
 
     FP8 matrices are written unchanged, others are rounded.
     """
@@ -276,7 +276,7 @@ STORED_ZERO = 0x77777777
 
 
 def unpacked(tensors: dict[str, StoredTensor], group_size: int, problems: list[str]) -> dict[str, StoredTensor]:
-    """Replaces each matrix's four tensors by one F32 tensor NAME.weight, and adds errors to `problems`."""
+    """Replaces the four GPTQ tensors of each matrix by one lazily unpacked f32 tensor NAME.weight."""
     result = {name: tensor for name, tensor in tensors.items() if not name.endswith((".qzeros", ".g_idx"))}
     for name in [name for name in tensors if name.endswith(".qweight")]:
         base = name.removesuffix(".qweight")
@@ -310,7 +310,7 @@ def _matrix(words: StoredTensor, scales: StoredTensor, group: int) -> StoredTens
     num_in, num_out = 8 * words.shape[0], words.shape[1]
 
     def codes_of(rows: slice) -> np.ndarray:
-        """The codes [rows, in]."""
+        """Returns the 4-bit codes of these rows, [rows, in]."""
         read = words.read((slice(None), rows)).view(np.uint32)
         shifts = 4 * np.arange(8, dtype=np.uint32)
         return ((read[:, None] >> shifts[:, None]) & 15).astype(np.uint8).reshape(num_in, -1).T

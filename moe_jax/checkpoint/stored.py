@@ -58,14 +58,14 @@ NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "bfl
 
 @dataclass(frozen=True)
 class StoredDtype:
-    """The name of a dtype that holds all weights, and a remark if the files have another dtype or several."""
+    """The name of a dtype that can hold all stored weights, and a note if the files use other dtypes."""
 
     name: str
     remark: str | None = None
 
 
 def stored_dtype(folder: str | Path) -> StoredDtype:
-    """Finds the narrowest dtype of this library that holds all weights of a Hugging Face or Orbax folder.
+    """Returns the narrowest supported dtype that can hold all weights of a Hugging Face or Orbax folder.
 
     FP8 counts as bfloat16.
 

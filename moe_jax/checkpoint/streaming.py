@@ -17,14 +17,14 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-from jax.sharding import NamedSharding, Sharding
+from jax.sharding import Sharding
 
 from moe_jax.checkpoint.hf_files import StoredTensor
 from moe_jax.checkpoint.hf_names import HfTensor
 from moe_jax.layers.moe import is_expert_matrix
-from moe_jax.layers.quantised import FP8_BLOCK, INT4_VALUES, BlockScaled, FourBits, Quantised
+from moe_jax.layers.quantised import FP8_BLOCK, INT4_VALUES, BlockScaled, FourBits, Quantised, splittable
 from moe_jax.models.precision import Weights
-from moe_jax.parallel.layout import quantised_sharding
+from moe_jax.parallel.layout import parameter_sharding
 
 READ_CHUNK_BYTES = 64 * 2**20
 """Maximum number of bytes of a file that are copied at once into a host block."""
@@ -35,7 +35,7 @@ Bounds = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class Piece:
-    """A stored tensor and its position in a parameter.
+    """A stored tensor and the part of a parameter that it fills.
 
     Attributes:
       bounds: the position along every axis of the parameter.
@@ -48,7 +48,7 @@ class Piece:
 
 
 def piece_of(tensor: HfTensor, stored: StoredTensor) -> Piece:
-    """Locates `stored`, which holds `tensor`, along every axis of the parameter."""
+    """Locates the stored tensor within its parameter."""
     sizes = list(tensor.shape)
     bounds: list[tuple[int, int]] = []
     for item in tensor.index:
@@ -62,7 +62,7 @@ def piece_of(tensor: HfTensor, stored: StoredTensor) -> Piece:
 
 
 def same_values(one: StoredTensor, other: StoredTensor) -> bool:
-    """Returns True if two stored matrices have equal shapes and values; reads them in chunks."""
+    """Returns True if two stored matrices are equal, reading them in chunks."""
     if one.shape != other.shape:
         return False
     step = max(1, READ_CHUNK_BYTES // (one.shape[1] * 4))
@@ -72,7 +72,7 @@ def same_values(one: StoredTensor, other: StoredTensor) -> bool:
 
 
 def held_parts(shape: tuple[int, ...], sharding: Sharding) -> dict[Bounds, list[jax.Device]]:
-    """Returns the parts of an array on this process's devices, each with its devices, so that a part is read once."""
+    """Returns the distinct shards of an array on this process, each with its devices, so that each is read once."""
     holders: dict[Bounds, list[jax.Device]] = defaultdict(list)
     for device, index in sharding.addressable_devices_indices_map(shape).items():
         assert index is not None
@@ -89,7 +89,7 @@ def load_parameter(
     layer_axes: int,
     on_read: Callable[[int], object],
 ) -> jax.Array:
-    """Assembles a parameter from `pieces`, which cover it, as `dtype` in the layout `sharding`.
+    """Loads a parameter from the `pieces` that cover it, as `dtype` and with `sharding`.
 
     Args:
       layer_axes: the number of leading axes that index the layers, which are then loaded one at a time. It is 1, or 3 in a
@@ -148,7 +148,7 @@ def _write_layer(buffer: jax.Array, block: jax.Array, place: tuple[jax.Array, ..
 
 
 def read_block(pieces: list[Piece], bounds: Bounds, block: np.ndarray) -> None:
-    """Fills `block`, the part `bounds` of a parameter, from the pieces that reach into it, casting to the block's dtype."""
+    """Fills `block`, the part `bounds` of a parameter, from all overlapping pieces; casts to the block's dtype."""
     for piece in pieces:
         common = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(piece.bounds, bounds, strict=True)]
         if any(a >= b for a, b in common):
@@ -185,26 +185,29 @@ def load_quantised(
     weights: Weights,
     on_read: Callable[[int], object],
 ) -> Quantised | None:
-    """Loads a parameter in quantised form; returns None if this form of weights does not quantise it.
+    """Loads a parameter in quantised form; returns None if `weights` leaves this parameter unquantised.
 
     Args:
       dtype: the dtype of the dequantised matrices.
-      sharding: the sharding of the dequantised matrices. On a mesh, quantised experts are split only along the expert axis, and
-        others are whole.
+      sharding: the sharding of the dequantised matrices. Codes and scales are split over the same mesh, in whole blocks.
     """
     is_of_experts = is_expert_matrix(path)
-    if isinstance(sharding, NamedSharding):
-        sharding = quantised_sharding(path, shape, sharding.mesh)
     stored = [piece.stored.quantised for piece in pieces]
     if weights == "as stored" and all(tensor is not None for tensor in stored):
         return _load_as_stored(path, pieces, shape, dtype, sharding, on_read)
     if weights == "fp8" and is_of_experts:
         if all(tensor is not None and tensor.block_size == FP8_BLOCK for tensor in stored):
             return _load_as_stored(path, pieces, shape, dtype, sharding, on_read)
-        return _load_rounded(BlockScaled.fp8, pieces, shape, dtype, sharding, on_read)
+        return _load_rounded(BlockScaled.fp8, path, pieces, shape, dtype, sharding, on_read)
     if weights == "nf4" and is_of_experts:
-        return _load_rounded(FourBits.nf4, pieces, shape, dtype, sharding, on_read)
+        return _load_rounded(FourBits.nf4, path, pieces, shape, dtype, sharding, on_read)
     return None
+
+
+def _in_parts(path: tuple, like: Quantised, sharding: Sharding) -> Sharding:
+    """Returns the sharding of the codes and of the scales, on the mesh of `sharding`."""
+    mesh = getattr(sharding, "mesh", None)
+    return sharding if mesh is None else parameter_sharding(path, splittable(like), mesh)
 
 
 def _load_as_stored(path, pieces: list[Piece], shape, dtype, sharding, on_read) -> Quantised | None:
@@ -214,10 +217,9 @@ def _load_as_stored(path, pieces: list[Piece], shape, dtype, sharding, on_read) 
     if not all(_ends_at_blocks(piece, block, shape) for piece in pieces):
         _logger.warning("%s: its parts do not end at blocks of %d x %d; it is kept whole", ".".join(map(str, path)), *block)
         return None
-    load = partial(load_parameter, sharding=sharding, layer_axes=int(path[0] == "stages"), on_read=on_read)
 
     def parts(name: str, blocks: tuple[int, int]) -> tuple[list[Piece], tuple[int, ...]]:
-        """Returns the pieces and the shape of one of the two tensors, which has one element for each block of the matrix."""
+        """Returns the pieces and shape of one of a matrix's two tensors, with one element per `blocks` block."""
         of_tensor = [
             replace(
                 piece,
@@ -228,11 +230,15 @@ def _load_as_stored(path, pieces: list[Piece], shape, dtype, sharding, on_read) 
         ]
         return of_tensor, (*shape[:-2], *(stop for _, stop in _in_blocks([(0, size) for size in shape[-2:]], blocks)))
 
-    scales = load(*parts("scales", block), np.dtype(np.float32))
+    form: Callable[..., Quantised] = partial(BlockScaled, dtype=jnp.dtype(dtype), block=block)
+    of_codes, code = (1, 1), np.dtype(ml_dtypes.float8_e4m3fn)
     if first.codes.dtype == "U8":
-        return FourBits(load(*parts("codes", (1, 2)), np.dtype(np.uint8)), scales, jnp.dtype(dtype), INT4_VALUES, block[1])
-    codes = load(*parts("codes", (1, 1)), np.dtype(ml_dtypes.float8_e4m3fn))
-    return BlockScaled(codes, scales, jnp.dtype(dtype), block)
+        form = partial(FourBits, dtype=jnp.dtype(dtype), values=INT4_VALUES, block=block[1])
+        of_codes, code = (1, 2), np.dtype(np.uint8)
+    tensors = (*parts("codes", of_codes), code), (*parts("scales", block), np.dtype(np.float32))
+    like = form(*(jax.ShapeDtypeStruct(shape, dtype) for _, shape, dtype in tensors))
+    options: Any = dict(sharding=_in_parts(path, like, sharding), layer_axes=int(path[0] == "stages"), on_read=on_read)
+    return form(*(load_parameter(*tensor, **options) for tensor in tensors))
 
 
 def _ends_at_blocks(piece: Piece, block: tuple[int, int], shape: tuple[int, ...]) -> bool:
@@ -244,9 +250,10 @@ def _in_blocks(bounds: Any, block: tuple[int, int]) -> tuple[tuple[int, int], ..
     return tuple((begin // size, -(-end // size)) for (begin, end), size in zip(bounds, block, strict=True))
 
 
-def _load_rounded(form: Callable[..., Quantised], pieces: list[Piece], shape, dtype, sharding, on_read) -> Quantised:
+def _load_rounded(form: Callable[..., Quantised], path, pieces: list[Piece], shape, dtype, sharding, on_read) -> Quantised:
     """Quantises layer by layer on the device: at most one layer is unquantised at a time."""
     like = jax.eval_shape(partial(form, dtype=dtype), jax.ShapeDtypeStruct(shape, dtype))
+    sharding = _in_parts(path, like, sharding)
     loaded = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype, device=sharding), like)
     block = np.empty((1, *shape[1:]), dtype)
     for layer, own in pieces_by_layer(pieces).items():

@@ -79,18 +79,18 @@ def load_tokenizer(folder_or_hub_id: str | Path):
 
 
 def beginning(tokenizer: Any) -> list[int]:
-    """Returns the special tokens that the tokenizer puts before a text; most tokenizers put one, or none."""
+    """Returns the special tokens, usually one or none, that the tokenizer adds before a text."""
     plain, whole = (tokenizer("x", add_special_tokens=special)["input_ids"] for special in (False, True))
     return next((whole[:i] for i in range(len(whole)) if whole[i : i + len(plain)] == plain), [])
 
 
 def begun(begin: list[int], tokens: list[int]) -> list[int]:
-    """Prepends the tokens of `beginning` to a text's tokens, unless the text itself begins with one of them."""
+    """Prepends the tokens of `beginning`, unless the text already starts with one of them."""
     return tokens if tokens and tokens[0] in begin else [*begin, *tokens]
 
 
 def ended(tokenizer: Any, tokens: list[int]) -> list[int]:
-    """Returns the tokens of a text with the eos token at the end, unless it already ends with it, ignoring white space."""
+    """Appends the eos token, unless the text already ends with it (ignoring white space)."""
     eos = tokenizer.eos_token_id
     if eos in tokens and not tokenizer.decode(tokens[len(tokens) - tokens[::-1].index(eos) :]).strip():
         return tokens

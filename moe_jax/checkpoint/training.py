@@ -28,12 +28,12 @@ ALGORITHM = "odd weights 1"
 
 
 def finished_steps(folder: str | Path) -> list[int]:
-    """Returns the steps of a run's complete checkpoints, in order; empty if the folder does not exist (it is not made)."""
+    """Returns the sorted steps of a run's complete checkpoints; empty if the folder does not exist."""
     return sorted(ocp.utils.checkpoint_steps(Path(folder)))
 
 
 class TrainingCheckpoints:
-    """Checkpoints of (state, position): any pytree of arrays, and a JSON object such as the data's position.
+    """Asynchronous checkpoints of (state, position): a pytree of arrays, and a JSON object such as the data position.
 
     Saving returns at once and continues in the background. A checkpoint appears under its step's name only when it is complete,
     so a crash while saving leaves the previous one. A read refuses values that have changed on disk: the devices compute a
@@ -86,7 +86,7 @@ class TrainingCheckpoints:
             return self._restore(step, state=ocp.args.StandardRestore(template))["state"]
 
     def restore_parts(self, step: int, like: dict[str, Any]) -> dict[str, Any]:
-        """Returns only the fields of the state that `like` names, with its dtypes and shardings."""
+        """Restores only the fields named in `like`, with its dtypes and shardings."""
         args = ocp.args.PyTreeRestore(
             item=like, restore_args=ocp.checkpoint_utils.construct_restore_args(like), partial_restore=True
         )
@@ -108,7 +108,7 @@ class TrainingCheckpoints:
             self._manager.save(step, args=args)
 
     def told_to_stop(self, step: int) -> bool:
-        """Returns True if all processes of a job must save now and end, because one of them got SIGTERM.
+        """Returns True if all processes must save now and exit because one of them received SIGTERM.
 
         A single process sees the signal only after `listen`.
         """
@@ -158,7 +158,7 @@ class TrainingCheckpoints:
         for name, (dtype, checksum) in _checksums(position, restored.get("state")).items():
             # An array restored in another dtype has different bits.
             if noted.get(name, [None])[0] == dtype and noted[name][1] != checksum:
-                raise ValueError(f"the values of {name} are not those that were saved")
+                raise ValueError(f"the values of {name} differ from the saved ones")
         return restored
 
     @contextmanager
@@ -167,9 +167,7 @@ class TrainingCheckpoints:
             yield
         except Exception as error:
             steps = finished_steps(self._folder)
-            way = (
-                f"goes on from step {steps[-1]}, the newest that is whole" if steps else "begins anew: there is none before it"
-            )
+            way = f"resumes from step {steps[-1]}, the newest complete one" if steps else "starts over: there is no earlier one"
             raise OSError(
                 f"no checkpoint could be saved in {self._folder} ({reason_of(error)}); the same command {way}"
             ) from error
@@ -182,7 +180,7 @@ class TrainingCheckpoints:
             if lacks_memory(error):
                 raise
             before = [other for other in finished_steps(self._folder) if other < step]
-            way = f"go on from step {before[-1]}" if before else "begin anew: there is none before it"
+            way = f"resume from step {before[-1]}" if before else "start over: there is no earlier one"
             folder, reason = self._folder / str(step), reason_of(error)
             raise ValueError(f"checkpoint {step} cannot be read ({reason}): move the folder {folder} away to {way}") from error
 
@@ -194,12 +192,12 @@ class _Kept(preservation.PreservationPolicy):
         self._step = step
 
     def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
-        """Returns which checkpoints are kept."""
+        """Returns which checkpoints to keep."""
         return [each.step == self._step() for each in checkpoints]
 
 
 def lacks_memory(error: Exception) -> bool:
-    """Returns True if a read failed for lack of memory rather than damage, for which Orbax raises even bare Exceptions."""
+    """Returns True if a read failed because memory ran out rather than because of damaged data."""
     return isinstance(error.__cause__ or error, RuntimeError | MemoryError)
 
 
@@ -235,7 +233,7 @@ def _checksum(x: jax.Array) -> jax.Array:
 
 
 def reason_of(error: BaseException) -> str:
-    """Describes the error in one line; shortens operating system errors inside TensorStore's messages to their names."""
+    """Describes an error in one line, shortening operating system errors in TensorStore messages to their names."""
     if type(error) is Exception and error.__cause__ is not None:
         # Orbax wraps TensorStore's error of a failed read into one that repeats the specification of the array.
         return reason_of(error.__cause__)

@@ -1,4 +1,4 @@
-"""Settings of a run from a YAML file (`--config run.yaml` of `finetune` and `prefer`), as options before those given."""
+"""Settings of a run from a YAML file (`--config run.yaml` of the recipes' commands), as options before those given."""
 
 import difflib
 import re
@@ -15,14 +15,19 @@ from moe_jax.commands.other_names import OTHER_NAMES
 from moe_jax.parallel.choices import MESH_AXES
 from moe_jax.preferences.settings import PreferenceSettings
 from moe_jax.recipes.finetuning.settings import FinetuneSettings
+from moe_jax.recipes.grpo.settings import EngineSizes, GrpoSettings
 from moe_jax.recipes.preferring.settings import PreferSettings
+from moe_jax.reinforcement.settings import LossSettings
 
-SETTINGS: dict[str, type] = {"finetune": FinetuneSettings, "prefer": PreferSettings}
+SETTINGS: dict[str, type] = {"finetune": FinetuneSettings, "prefer": PreferSettings, "grpo": GrpoSettings}
 """Settings of the commands that have the option `--config`."""
 
 LORA = tuple(each.name for each in fields(LoraSettings))
 
-NESTED = {"lora": LORA, "mesh": MESH_AXES, "preference": tuple(each.name for each in fields(PreferenceSettings))}
+NESTED = {"lora": LORA, "mesh": MESH_AXES} | {
+    name: tuple(each.name for each in fields(kind))
+    for name, kind in (("preference", PreferenceSettings), ("grpo", LossSettings), ("engine", EngineSizes))
+}
 """{nested setting: names of its fields}."""
 
 CONFIG_HELP = (
@@ -37,7 +42,7 @@ EXCLUDE_EACH_OTHER = {"steps": "epochs", "epochs": "steps"}
 
 
 def with_config(command: str, arguments: list[str]) -> list[str]:
-    """Returns a command's arguments, with the settings of `--config FILE` (if given) inserted as options before them.
+    """Expands `--config FILE` into the command-line options that it contains.
 
     A setting that is also an option on the command line is left out: the option wins.
 
@@ -47,12 +52,12 @@ def with_config(command: str, arguments: list[str]) -> list[str]:
     """
     file, others = _config_of(arguments)
     if file is None:
-        return arguments
+        return list(_with_values(arguments))
     options = (word.partition("=")[0].removeprefix("--").replace("-", "_") for word in others if word.startswith("--"))
     given = {name if name in _names(command) else name.removeprefix("no_") for name in options}
     given |= {EXCLUDE_EACH_OTHER[name] for name in given & EXCLUDE_EACH_OTHER.keys()}
     values = {name: value for name, value in read_config_file(file, command).items() if name not in given}
-    return [word for name, value in values.items() for word in _words(name, value)] + others
+    return list(_with_values([word for name, value in values.items() for word in _words(name, value)] + others))
 
 
 def read_config_file(file: str | Path, command: str) -> dict[str, Any]:
@@ -78,7 +83,7 @@ def read_config_file(file: str | Path, command: str) -> dict[str, Any]:
 
 
 def in_options(command: str, message: str) -> str:
-    """Rewrites names of settings in an error message as options: log_to='x' as --log-to='x', remat=False as --no-remat.
+    """Rewrites setting names in an error message as options: log_to='x' as --log-to='x', remat=False as --no-remat.
 
     Single words without a value stay, since they may be ordinary words of a sentence.
     """
@@ -107,6 +112,16 @@ def _config_of(arguments: list[str]) -> tuple[str | None, list[str]]:
         if not file or file.startswith("--"):
             raise ValueError("--config needs a YAML file, such as the run.yaml in a run's output folder")
     return file, others
+
+
+def _with_values(arguments: list[str]) -> Iterator[str]:
+    """Yields the arguments, with a value after each option that may be a switch or have a value."""
+    for word, after in zip(arguments, [*arguments[1:], "--"], strict=True):
+        name = word.removeprefix("--").removeprefix("no-")
+        if name in _SWITCHES_OR_VALUES and (word.startswith("--no-") or after.startswith("--")):
+            yield from (f"--{name}", str(not word.startswith("--no-")))
+        else:
+            yield word
 
 
 def _names(command: str) -> list[str]:
@@ -154,6 +169,9 @@ def _words(name: str, value: Any) -> list[str]:
 
 _OPTIONAL_SWITCHES = ("overlap_micro_batches",)
 """Settings that are True, False or None; their options need a value on the command line."""
+
+_SWITCHES_OR_VALUES = ("remat",)
+"""Options that are switches on the command line (--remat, --no-remat), or have a value (--remat 22)."""
 
 _NONE_IS_LEFT_OUT = tuple(f"lora.{name}" for name in LORA)
 """Settings whose option does not accept None, which is their default."""

@@ -13,7 +13,7 @@ Groups = Mapping[str, Sequence[str]]
 
 
 def recipe_command(settings: type, groups: Groups, others: Mapping[str, tuple[Any, Any]], run: Callable[[Any], None]) -> Any:
-    """Returns the class of a command that runs a recipe: its options are `--config`, and the fields of `settings`.
+    """Builds the command-line class of a recipe, with options from the fields of `settings` and `--config`.
 
     Its property `settings` returns the settings that were given, or raises their ValueError.
 
@@ -35,7 +35,7 @@ def recipe_command(settings: type, groups: Groups, others: Mapping[str, tuple[An
 
 
 def train_and_report(settings: Any, recipe: Callable[[Any], Any]) -> None:
-    """Trains, exports the model or adapter, writes the report, and prints where both are.
+    """Runs a recipe: trains, exports the model or adapter, writes the report, and prints their paths.
 
     A run that a signal stopped exits with status 143, the status of a program that SIGTERM ended.
     """

@@ -112,7 +112,7 @@ def launch(settings: LaunchCommand) -> int:
 
 
 def process_environments(settings: LaunchCommand, environment: Mapping[str, str]) -> list[dict[str, str]]:
-    """Returns the environment of each process of this host.
+    """Returns the environment variables of each process to start on this host.
 
     Raises:
       ValueError: the settings are invalid, or there is neither a GPU nor `cpu_devices`.

@@ -20,7 +20,7 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class LoadingOptions:
-    """The form in which a model is loaded, and an adapter.
+    """Options for loading a model: dtype, precision, form of the weights, and an optional adapter.
 
     Args:
       adapter: a folder or hub id of an adapter (LoRA) for the model's weights.
@@ -41,7 +41,7 @@ class LoadingOptions:
 def checked_loading(
     folder: Path, adapter: str | None, wanted: LoadingOptions, *, mtp: bool, mesh: "Mesh | None" = None
 ) -> tuple[Weights, Callable[[], "Decoder"]]:
-    """Chooses the form of the weights, and checks that the model, the adapter and the options fit together.
+    """Chooses the form of the weights and validates model, adapter and options, before any weights are read.
 
     Reads configs, headers of files, and the adapter. Returns the form, and a function that reads the weights and the adapter
     and prints what was adapted. An adapter is merged into whole weights, and kept separate from other forms.
@@ -50,7 +50,7 @@ def checked_loading(
       folder: the weights' folder.
       wanted: with weights None, the form is FP8 if `precision` is "fp8". Else "as stored" for an adapter on quantised files on
         one device. Else whole.
-      mtp: True loads the modules that predict further tokens, for drafts.
+      mtp: True loads the MTP modules, for drafts.
 
     Raises:
       FileNotFoundError, ValueError: as `from_pretrained` and `adapters.load_adapter`. Also an adapter with drafts.
@@ -86,7 +86,7 @@ def checked_loading(
 
 
 def with_adapter(model: "Decoder", adapter: str | None, *, merge: bool = True) -> "Decoder":
-    """Returns the model with the adapter of a folder or hub id, merged into its weights or not; prints what was adapted.
+    """Loads an adapter onto the model, merged into its weights or kept separate, and prints a summary.
 
     Raises:
       FileNotFoundError, ValueError: as `adapters.load_adapter`.

@@ -27,7 +27,7 @@ InferencePrecision = Literal["bf16", "fp8"]
 
 @dataclass(frozen=True)
 class LimitOptions:
-    """Sizes of a serving engine.
+    """Size limits of a serving engine, as command-line options.
 
     Args:
       max_sequences: number of texts that each device computes at once.
@@ -65,14 +65,14 @@ class LimitOptions:
 
 
 def tell_programs() -> None:
-    """Prints to standard error that the model is loaded, then a line for each program that an engine compiles."""
+    """Logs to standard error that the model is loaded, then each program that the engine compiles."""
     print("loading and compiling ...", file=sys.stderr)
     logging.basicConfig(format="%(message)s")
     logging.getLogger("moe_jax.serving.programs").setLevel(logging.INFO)
 
 
 def search_rarely() -> None:
-    """Excludes all objects alive now from garbage collection. For a command whose engine lives as long as its process.
+    """Excludes all current objects from garbage collection (gc.freeze), for commands that run an engine until exit.
 
     Traversing a model's modules and JAX's caches delays a step by 10 ms.
     """
@@ -89,7 +89,7 @@ def length_for(config: ModelConfig, max_length: int | None) -> int:
         return min(8192, config.max_position_embeddings)
     if max_length > (known := config.known_positions):
         _logger.warning(
-            "--max-length %d is more than the %d positions of the model (max_position_embeddings): text behind them may make "
+            "--max-length %d is more than the %d positions of the model (max_position_embeddings): text beyond them may make "
             "no sense",
             max_length, known,
         )  # fmt: skip
@@ -179,7 +179,7 @@ def lora_of_options(
 
 
 def options_of_lora(settings: LoraSettings) -> str:
-    """Returns the options that give these settings; the inverse of `lora_of_options`."""
+    """Returns the command-line options for these LoRA settings; inverse of `lora_of_options`."""
     options = [f"--lora.rank {settings.rank}"]
     if settings.alpha != LoraSettings.alpha:
         options.append(f"--lora.alpha {settings.alpha:g}")

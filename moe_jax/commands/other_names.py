@@ -37,7 +37,7 @@ _FINETUNE = {
     "--max-grad-norm": "clip-grad-norm",
     "--model": "base-model model-name model-name-or-path model-path",
     "--output": "out-dir output-dir",
-    "--remat, which is the default": "gradient-checkpointing",
+    "--remat; the default, --remat auto, recomputes what does not fit": "gradient-checkpointing",
     "--seed": "random-seed",
     "--seq-len": "block-size cutoff-len max-length max-seq-len max-seq-length sequence-length",
     "--skip-bad-documents": "skip-bad-data",
@@ -58,6 +58,27 @@ _OURS = {
         "--preference.label-smoothing": "label-smoothing",
         "--preference.loss": "loss-type pref-loss",
         "--steps": "max-steps",
+    },
+    "grpo": _LORA
+    | {
+        "--data": "dataset dataset-name train-files",
+        "--epochs": "num-train-epochs total-epochs",
+        "--grpo.beta": "beta kl-coef kl-loss-coef",
+        "--grpo.clip-high": "clip-ratio-high epsilon-high",
+        "--grpo.clip-low": "clip-ratio-low epsilon",
+        "--grpo.keep-groups with_spread": "dynamic-sampling filter-groups",
+        "--grpo.loss": "loss-type",
+        "--grpo.mask-truncated": "mask-truncated-completions",
+        "--grpo.temperature": "temperature",
+        "--learning-rate": "lr",
+        "--max-new-tokens": "max-completion-length max-response-length",
+        "--model": "model-name-or-path",
+        "--output": "output-dir",
+        "--prompts, the prompts of a step": "generation-batch-size train-batch-size",
+        "--reward": "custom-reward-function reward-funcs",
+        "--samples": "num-generations",
+        "--seq-len, which is the length of a prompt with its answer": "max-prompt-length",
+        "--steps": "max-steps total-training-steps",
     },
     "generate": {
         "--devices": "tensor-parallel-size",
@@ -91,7 +112,7 @@ OTHER_NAMES = {
 
 
 def refuse_other_names(command: str, arguments: list[str]) -> None:
-    """Raises a ValueError that names our option if an argument is another program's name for it."""
+    """Raises a ValueError that suggests our option if an argument is the name it has in another program."""
     known = OTHER_NAMES.get(command, {})
     for argument in arguments:
         name = argument.partition("=")[0]

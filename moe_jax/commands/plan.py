@@ -50,8 +50,8 @@ class PlanCommand:
       rows: sequences of one optimizer step over all devices. Default: 32768 tokens for each device.
       sequence_length: tokens of each sequence.
       keys_per_token: mean number of keys that a token attends to; with packed documents less than half a row.
-      remat: recompute layers in the backward pass (offload: also keep their inputs in host memory). Default: no and yes are
-        tried, and offload where yes does not fit.
+      remat: recompute layers in the backward pass: no, yes, all but a number of last layers, or offload (yes, with layers'
+        inputs in host memory). Default: all but as many as fit, and offload where yes does not fit. In a pipe no or yes.
       lora: as in `moe-jax finetune`. The predicted time of adapters is the time to read and write their rows.
       weights: as in `moe-jax finetune`. "as stored" counts FP8 in blocks.
       precision: as in `moe-jax finetune`, for Hopper GPUs. Kernels were measured, steps were not.
@@ -76,7 +76,7 @@ class PlanCommand:
     rows: Annotated[int | None, tyro.conf.arg(aliases=["--batch-size"])] = None
     sequence_length: Annotated[int, tyro.conf.arg(aliases=["--seq-len"])] = 4096
     keys_per_token: float | None = None
-    remat: Literal["no", "yes", "offload"] | None = None
+    remat: int | Literal["no", "yes", "offload"] | None = None
     lora: LoraOption = None
     weights: Weights = "whole"
     precision: PrecisionName = "bf16"
@@ -104,8 +104,8 @@ class PlanCommand:
 
         if self.lora is not None:
             print(self._planned_lora().summary)
-        problems = lora_problems(self.lora, {}, self.shard_optimizer)
-        problems += weights_problems(self.weights, self.lora, self.devices)
+        problems = lora_problems(self.lora, {"data": self.devices}, self.shard_optimizer, self.precision)
+        problems += weights_problems(self.weights, self.lora)
         of_weights, in_fp8 = (self.pipe_schedule, self.lora, self.weights), self.tokens_in_fp8
         if problems := problems + precision_problems(self.precision, "bfloat16", *of_weights, tokens_in_fp8=in_fp8):
             raise ValueError("; ".join(problems))
@@ -144,13 +144,16 @@ class PlanCommand:
         if self.lora is not None:
             config, planned = config.without_mtp(), self._planned_lora()
             options = self._options_of_adapters()
-            adapters = PlannedAdapters(planned.summary.parameters, planned.moved_elements, options, self.weights)
+            trained = self.lora.targets or ("experts",)
+            adapters = PlannedAdapters(
+                planned.summary.parameters, planned.moved_elements, options, self.weights, "experts" in trained, planned.factors
+            )
         return plan(
             config,
             self.devices,
             rows=rows,
             sequence_length=self.sequence_length,
-            remat=None if self.remat is None else REMAT[self.remat],
+            remat=REMAT[self.remat] if isinstance(self.remat, str) else self.remat,
             machine=machine,
             param_dtype=self.param_dtype or ("float32" if self.lora is None else "bfloat16"),
             hops=self.hops or ("copies" if self.devices <= self.hosts_of else "nccl"),
@@ -169,14 +172,15 @@ class PlanCommand:
         return options_of_lora(self.lora) + ("" if self.weights == "whole" else f" --weights {shlex.quote(self.weights)}")
 
     def _smaller(self) -> "list[PlanCommand]":
-        """Returns plans that need less memory: adapters, and on one device adapters on weights in nf4.
+        """Returns plans that need less memory: adapters, and adapters on weights in nf4.
 
-        With adapters, experts that multiply in FP8 have only FP8 weights, which need one device.
+        With adapters, experts that multiply in FP8 have only FP8 weights, and need one device.
         """
         if self.weights != "whole":
             return []
-        forms: list[Weights] = ["fp8"] if self.precision != "bf16" else ["whole", "nf4"]
-        forms = [form for form in forms if (form != "whole" or self.lora is None) and (form == "whole" or self.devices == 1)]
+        forms: list[Weights] = ["whole", "nf4"] if self.lora is None else ["nf4"]
+        if self.precision != "bf16":
+            forms = ["fp8"] if self.devices == 1 else []
         loras = [LoraSettings(rank=rank) for rank in (32, 16, 8)] if self.lora is None else [self.lora]
         changes: dict[str, Any] = dict(param_dtype=None, shard_optimizer=False)
         return [replace(self, lora=lora, weights=form, **changes) for form in forms for lora in loras]

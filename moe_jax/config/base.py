@@ -32,7 +32,7 @@ class RopeParameters:
     truncate: bool = True
 
     def problems(self) -> list[str]:
-        """Returns the problems of the values, each as one clause."""
+        """Returns one message per invalid field, such as "factor=0 must be above 0"; empty if all are valid."""
         problems = [f"rope field {problem}" for problem in wrong_types(self)]
         for name in ("rope_theta", "factor", "original_max_position_embeddings"):
             value = getattr(self, name)
@@ -48,7 +48,7 @@ class RopeParameters:
 
 @dataclass(frozen=True)
 class LayerKind:
-    """A kind of decoder layer: layers of one kind differ only in data such as weights and window sizes."""
+    """A kind of decoder layer: layers of one kind run the same code on different weights and window sizes."""
 
     mixer: Mixer
     sparse: bool
@@ -149,7 +149,7 @@ class ModelConfig:
                 )
 
     def problems(self) -> list[str]:
-        """Returns the problems of the values, each as one clause."""
+        """Returns one message per invalid field or combination of fields; empty if the config is valid."""
         problems = []
         if self.hidden_act != "silu":
             problems.append(f"hidden_act={self.hidden_act!r} is not supported (only 'silu')")
@@ -161,7 +161,7 @@ class ModelConfig:
 
     @property
     def known_positions(self) -> int:
-        """Number of positions that the model knows: max_position_embeddings, or more if yarn stretches them."""
+        """The longest supported context in tokens: max_position_embeddings, or more if yarn scaling extends it."""
         rope, known = self.rope_parameters, self.max_position_embeddings
         if rope.rope_type != "yarn":
             return known
@@ -169,12 +169,12 @@ class ModelConfig:
 
     @property
     def mixer(self) -> HeadsSpec:
-        """The attention of each layer. Every config class defines this property."""
+        """The attention spec of each layer. Every config class defines this property."""
         raise NotImplementedError(f"{type(self).__name__} must define the property mixer")
 
     @property
     def rotary_dim(self) -> int:
-        """Number of dimensions of a head that the rotary embedding rotates."""
+        """Number of dimensions of each head that rotary embeddings rotate."""
         return self.mixer.rotary_dim
 
     @property
@@ -199,11 +199,11 @@ class ModelConfig:
 
     @property
     def layer_mixers(self) -> tuple[Mixer, ...]:
-        """The mixer of each layer: attention in all layers unless a config class overrides this."""
+        """The mixer spec of each layer: `mixer` for all layers unless a config class overrides this."""
         return (self.mixer,) * self.num_hidden_layers
 
     def mixer_refusal(self, work: str, *, has_sinks: bool = True) -> str | None:
-        """Returns the reason why this model cannot do `work`, which recurrent layers do not support; None if it can.
+        """Returns why this model cannot do `work`, for which recurrent layers are unsupported; None if it can.
 
         Args:
           has_sinks: True if the work supports attention sinks.
@@ -218,7 +218,7 @@ class ModelConfig:
 
     @property
     def stages(self) -> tuple[Stage, ...]:
-        """The layers as stages, in order."""
+        """The model's layers grouped into stages, in order."""
         sparse_layers = frozenset(self.moe_layers)
         return _stages(tuple(LayerKind(mixer, i in sparse_layers) for i, mixer in enumerate(self.layer_mixers)))
 
@@ -234,7 +234,7 @@ class ModelConfig:
 
     @property
     def routed_layers(self) -> tuple[int, ...]:
-        """Indices of the layers with a mixture of experts, including layers of MTP modules."""
+        """Indices of all layers with a router, including layers of MTP modules."""
         return (*self.moe_layers, *(stage.first_layer for stage in self.mtp_stages if stage.sparse))
 
     def without_mtp(self) -> Self:
@@ -243,7 +243,7 @@ class ModelConfig:
 
     @classmethod
     def read_dialects(cls, given: dict[str, Any], problems: list[str]) -> None:
-        """Converts fields of every dialect of config.json to this class's fields, in place; appends to `problems`."""
+        """Converts any supported dialect of config.json to this class's field names, in place; appends errors to `problems`."""
         for name, values in cls.supported.items():
             if (value := given.pop(name, None)) not in values:
                 problems.append(f"{name}={json.dumps(value)} is not supported (only {json.dumps(values[0])})")
@@ -251,7 +251,7 @@ class ModelConfig:
             given["num_key_value_heads"] = value_of(cls, given, "num_attention_heads")
 
     def write_dialect(self, values: dict[str, Any]) -> None:
-        """Converts this class's fields to the hub's dialect, in place."""
+        """Converts this class's field names to the Hugging Face hub's, in place."""
 
 
 @functools.cache
@@ -279,7 +279,7 @@ def _repeats(kinds: tuple[LayerKind, ...], size: int) -> int:
 
 
 def value_of(cls: type[ModelConfig], given: dict[str, Any], name: str) -> Any:
-    """Returns the given value of a field, or its default."""
+    """Returns the value given for a config field, or the field's default."""
     return given.get(name, getattr(cls, name))
 
 
@@ -297,7 +297,7 @@ def is_positive(value: Any) -> bool:
 
 
 def wrong_types(fields: Any, but: tuple[str, ...] = ()) -> list[str]:
-    """Returns the fields whose values are not of the annotated type, each as one clause.
+    """Returns one message per field whose value does not have its annotated type, such as "hidden_size='8' must be int".
 
     Args:
       fields: a dataclass object.

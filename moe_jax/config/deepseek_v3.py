@@ -68,7 +68,7 @@ class DeepseekV3Config(ModelConfig):
     """Fields of hub files about remote code or training. They do not change what the model computes."""
 
     def problems(self) -> list[str]:
-        """Returns the problems of the values, each as one clause."""
+        """Returns one message per invalid field or combination of fields; empty if the config is valid."""
         problems = super().problems()
         if self.num_key_value_heads != self.num_attention_heads:
             problems.append(
@@ -105,7 +105,7 @@ class DeepseekV3Config(ModelConfig):
 
     @property
     def mixer(self) -> LatentSpec:
-        """The attention of each layer. A head has a part without positions and a part with them."""
+        """The attention spec of each layer (MLA). Part of each head is rotated, the rest has no positions."""
         return LatentSpec(
             heads=self.num_attention_heads,
             kv_heads=self.num_attention_heads,
@@ -210,7 +210,7 @@ class DeepseekV2Config(DeepseekV3Config):
     architecture = "DeepseekV2ForCausalLM"
 
     def problems(self) -> list[str]:
-        """Returns the problems of the values, each as one clause."""
+        """Returns one message per invalid field or combination of fields; empty if the config is valid."""
         problems = super().problems()
         if self.norm_topk_prob:
             problems.append("norm_topk_prob=True is not supported (only false)")

@@ -35,7 +35,7 @@ class Qwen3Config(ModelConfig):
     }
 
     def problems(self) -> list[str]:
-        """Returns the problems of the values, each as one clause."""
+        """Returns one message per invalid field or combination of fields; empty if the config is valid."""
         problems = super().problems()
         if self.num_attention_heads % self.num_key_value_heads:
             problems.append(
@@ -57,7 +57,7 @@ class Qwen3Config(ModelConfig):
 
     @property
     def mixer(self) -> HeadsSpec:
-        """The attention of each layer, whose rotary embedding rotates whole heads."""
+        """The attention spec of each layer (GQA). Whole heads are rotated."""
         return HeadsSpec(
             heads=self.num_attention_heads,
             kv_heads=self.num_key_value_heads,
@@ -85,7 +85,7 @@ class Qwen3Config(ModelConfig):
 
     @classmethod
     def read_dialects(cls, given: dict[str, Any], problems: list[str]) -> None:
-        """Derives the head size if it is null."""
+        """Computes the head size from hidden_size and the number of heads if config.json leaves it null."""
         super().read_dialects(given, problems)
         if given.get("head_dim", 0) is None:
             given["head_dim"] = _even_share(cls, given)
@@ -122,7 +122,7 @@ class Qwen3MoeConfig(Qwen3Config):
     positive = (*Qwen3Config.positive, "moe_intermediate_size", "decoder_sparse_step")
 
     def problems(self) -> list[str]:
-        """Returns the problems of the values, each as one clause."""
+        """Returns one message per invalid field or combination of fields; empty if the config is valid."""
         problems = super().problems()
         if self.moe_layers and not 1 <= self.num_experts_per_tok <= self.num_experts:
             problems.append(

@@ -8,7 +8,7 @@ Shapes = tuple[tuple[int, ...], ...]
 
 
 class Mixer(Protocol):
-    """The part of a layer in which tokens see each other. A recurrent mixer keeps one state per sequence, not one per token."""
+    """The part of a layer that mixes tokens, such as attention. Recurrent mixers keep a state per sequence, not per token."""
 
     @property
     def name(self) -> str:
@@ -28,9 +28,9 @@ class Mixer(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class HeadsSpec:
-    """Attention of query heads to the same number of key and value heads, or fewer (`layers.attention`).
+    """Multi-head or grouped-query attention (`layers.attention`).
 
-    Counts of elements are for one token in one layer.
+    All counts of elements are per token and layer.
 
     Attributes:
       heads, kv_heads: query heads, and heads of keys and values.
@@ -55,22 +55,22 @@ class HeadsSpec:
 
     @property
     def of_token(self) -> Shapes:
-        """Shapes of a token's keys and values, which a cache keeps."""
+        """Shapes of one token's keys and values in the KV cache."""
         return (self.kv_heads, self.key_dim), (self.kv_heads, self.value_dim)
 
     @property
     def travelling_elements(self) -> int:
-        """Elements that a cache keeps, and that travel to the queries of other devices."""
+        """KV cache elements per token. With context parallelism these are sent to other devices."""
         return sum(map(math.prod, self.of_token))
 
     @property
     def head_elements(self) -> int:
-        """Elements of the queries, and of the result in all heads."""
+        """Elements per token of the queries and of the attention output, over all heads."""
         return self.heads * (self.key_dim + self.value_dim)
 
     @property
     def key_value_elements(self) -> int:
-        """Elements of keys and values in all heads."""
+        """Elements per token of keys and values, over all key and value heads."""
         return self.kv_heads * (self.key_dim + self.value_dim)
 
     @property
@@ -85,16 +85,16 @@ class HeadsSpec:
 
     @property
     def expanded_elements(self) -> int:
-        """Elements of keys and values that are expanded from latents."""
+        """Elements per token of keys and values expanded from latents; 0 without latents."""
         return self.key_value_elements if self.expansion[0] else 0
 
     @property
     def moved_elements(self) -> int:
-        """Elements that norms, rotary embeddings and the expansion of latents read and write."""
+        """Elements per token that norms, rotary embeddings and latent expansion read or write, for cost estimates."""
         return 2 * (self.heads + self.kv_heads) * self.key_dim
 
     def kept_elements(self, *, expanded: bool) -> int:
-        """Returns the elements of the residuals: the result, queries and keys before and after their norms, and values.
+        """Returns the elements per token kept as residuals: output, values, and queries and keys before and after norms.
 
         Args:
           expanded: keys and values that are expanded from latents are kept too; else they are expanded again.
@@ -102,17 +102,17 @@ class HeadsSpec:
         return self.moved_elements + (self.heads + self.kv_heads) * self.value_dim
 
     def flops(self, keys: float) -> float:
-        """Returns the FLOPs of a token's scores and of its sum of values, forward."""
+        """Returns the forward FLOPs per token of q k^T and p v, for `keys` visible keys."""
         return 2 * self.head_elements * keys
 
     def backward_flops(self, keys: float) -> float:
-        """Returns the FLOPs of a token's gradients. The backward kernels compute the scores twice, which does not count."""
+        """Returns the backward FLOPs per token. Scores that the kernels recompute do not count."""
         return self.heads * (6 * self.key_dim + 4 * self.value_dim) * keys
 
 
 @dataclass(frozen=True, kw_only=True)
 class LatentSpec(HeadsSpec):
-    """Attention to keys and values that are expanded from latents (`layers.latent_attention`), which a cache keeps.
+    """Multi-head latent attention (MLA): the cache keeps latents, from which keys and values are expanded.
 
     Attributes:
       rank: width of a latent without its rotary key.
@@ -126,17 +126,17 @@ class LatentSpec(HeadsSpec):
 
     @property
     def latent_dim(self) -> int:
-        """Width of a cached row, from which all heads' keys and values are computed: the latent and the rotary key."""
+        """Width of one cached row: the latent, then the rotary key that all heads share."""
         return self.rank + self.rotary_dim
 
     @property
     def of_token(self) -> Shapes:
-        """Shape of a token's latent."""
+        """Shape of one token's latent in the cache."""
         return ((self.latent_dim,),)
 
     @property
     def latent_value_dim(self) -> int:
-        """Number of a latent's columns without the rotary key."""
+        """Width of the latent without the rotary key."""
         return self.rank
 
     @property
@@ -146,12 +146,12 @@ class LatentSpec(HeadsSpec):
 
     @property
     def moved_elements(self) -> int:
-        """Elements that norms, rotary embeddings and the expansion of latents read and write."""
+        """Elements per token that norms, rotary embeddings and latent expansion read or write, for cost estimates."""
         latents = self.query_rank + self.rank + self.latent_dim
         return 2 * (self.heads * self.key_dim + latents) + self.expansion[0] + self.key_value_elements
 
     def kept_elements(self, *, expanded: bool) -> int:
-        """Returns the elements of the residuals; latents are kept before and after their norms."""
+        """Returns the elements per token kept as residuals, including latents before and after their norms."""
         latents = 2 * self.query_rank + self.rank + self.latent_dim
         return self.head_elements + latents + (self.key_value_elements if expanded else 0)
 

@@ -55,7 +55,7 @@ def training_flops_per_token(config: ModelConfig, seq_len: float, *, frozen: boo
 
 @cache
 def stage_weights(config: ModelConfig, number: int) -> Counter[Role]:
-    """Returns the weights of the matrices in all layers of a stage, by role. MTP modules are stages after the others."""
+    """Returns the number of matrix elements in all layers of a stage, by role. MTP modules are the last stages."""
     weights: Counter[Role] = Counter()
     for path, shape in shapes(config):
         if path[:2] == ("stages", number) and (matrix := declaration_of(path, shape)).axes > 1:

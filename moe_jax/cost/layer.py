@@ -20,24 +20,24 @@ from moe_jax.models.precision import PrecisionName
 
 
 class Passes(NamedTuple):
-    """Seconds of the forward pass, of its recomputation under remat (`again`), and of the backward pass itself."""
+    """Seconds of the forward pass, of recomputation under remat (`again`), and of the backward pass itself."""
 
     forward: float
     again: float
     backward: float
 
     def total(self, remat: bool) -> float:
-        """Returns the seconds in a training step."""
+        """Returns the seconds of one layer in a training step; includes recomputation if `remat`."""
         return self.forward + self.backward + (self.again if remat else 0.0)
 
     def plus(self, *others: "Passes") -> "Passes":
-        """Returns the sum, pass by pass."""
+        """Returns the elementwise sum with other `Passes`."""
         return Passes(*map(sum, zip(self, *others, strict=True)))
 
 
 @dataclass(frozen=True)
 class ExpertsWork:
-    """The work of one device's experts in one layer."""
+    """The number and sizes of the matmuls that one device's experts compute in one layer."""
 
     tokens: int
     """Rows of x: the device's own tokens, or the token slots after dispatch."""
@@ -52,7 +52,7 @@ class ExpertsWork:
 
 
 def layer_seconds(step: PlannedStep, number: int, machine: Machine) -> dict[str, Passes]:
-    """Returns the seconds that a device computes in one layer of stage `number`, by part."""
+    """Returns the seconds that a device computes in one layer of stage `number`, by part (attention, experts, ...)."""
     config, tokens, stage, frozen = step.config, step.tokens, step.stages[number], step.adapters is not None
     own = step.parameters_of_stages[number]
     attended = step.attended[stage.first_layer : stage.first_layer + stage.num_layers]
@@ -91,14 +91,14 @@ def layer_seconds(step: PlannedStep, number: int, machine: Machine) -> dict[str,
 
 
 def experts_work(step: PlannedStep) -> ExpertsWork:
-    """Returns the work of the busiest device's experts in one layer and micro-batch."""
+    """Returns the work of the experts on the busiest device, in one layer and micro-batch."""
     spec, own_experts = step.experts, step.experts.num_experts // step.mesh.expert
     sizes = step.config.hidden_size, spec.moe_intermediate_size
     return ExpertsWork(step.received, spec.num_experts_per_tok, step.busiest, own_experts, *sizes)
 
 
 def experts_seconds(work: ExpertsWork, machine: Machine, *, frozen: bool = False, precision: PrecisionName = "bf16") -> Passes:
-    """Returns the seconds of backend `mosaic`, whose kernels run one after another.
+    """Returns the predicted seconds of the experts in one layer with backend `mosaic`, whose kernels run one after another.
 
     A matmul computes whole tiles of 128 rows, or of 64 rows where experts have at most 64 on average. The last tile of an
     expert is half empty on average. If reading the weights takes longer than the FLOPs, that time counts. Frozen weights have
@@ -140,7 +140,7 @@ def experts_seconds(work: ExpertsWork, machine: Machine, *, frozen: bool = False
 
 
 def experts_sums_seconds(work: ExpertsWork, machine: Machine) -> float:
-    """Returns the seconds by which kernels that add the weights' gradients to float32 sums take longer than their matmuls.
+    """Returns the extra seconds of kernels that accumulate weight gradients in float32, compared with their matmuls alone.
 
     The sums are read and written while three of nine matmuls compute. The slower of both counts.
     """
@@ -167,7 +167,7 @@ def router_seconds(tokens: int, hidden: int, num_experts: int, machine: Machine,
 
 
 def matmul_seconds(tokens: int, weights: float, machine: Machine, *, frozen: bool = False) -> Passes:
-    """Returns the seconds of projections with `weights` weights: 2 FLOPs per weight and token forward, 4 backward.
+    """Returns the seconds of dense projections with `weights` elements: 2 FLOPs per element and token forward, 4 backward.
 
     Frozen weights cost 2 backward.
     """
@@ -176,7 +176,7 @@ def matmul_seconds(tokens: int, weights: float, machine: Machine, *, frozen: boo
 
 
 def attention_seconds(tokens: int, keys: float, mixer: HeadsSpec, machine: Machine) -> Passes:
-    """Returns the seconds of the attention kernels.
+    """Returns the seconds of the attention kernels, forward and backward.
 
     Args:
       tokens: queries.
@@ -198,7 +198,7 @@ def expansion_seconds(tokens: int, mixer: HeadsSpec, machine: Machine) -> Passes
 
 
 def vocabulary_seconds(tokens: float, vocab: int, hidden: int, machine: Machine, *, frozen: bool = False) -> Passes:
-    """Returns the seconds of the vocabulary's loss: a matmul for the logits and two for the gradients.
+    """Returns the seconds of the cross-entropy over the vocabulary: one matmul for the logits and two for gradients.
 
     The float32 logits are written and read forward, and once more for the gradients. The float32 gradient of the weights is
     read and written for each chunk of tokens; frozen weights have none.
@@ -212,7 +212,7 @@ def vocabulary_seconds(tokens: float, vocab: int, hidden: int, machine: Machine,
 
 
 def elementwise_seconds(tokens: int, elements: float, machine: Machine) -> Passes:
-    """Returns the seconds to read or write `elements` elements of each token; twice that backward."""
+    """Returns the seconds to read or write `elements` elements per token forward, and twice that backward."""
     forward = ELEMENT * elements * tokens / machine.hbm
     return Passes(forward, forward, 2 * forward)
 

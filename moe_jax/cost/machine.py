@@ -15,7 +15,7 @@ Axes = tuple[str, ...]
 
 
 class Fp8Rates(NamedTuple):
-    """FLOP/s of the experts' products in FP8, with the same FLOP count as in bfloat16."""
+    """Measured FLOP/s of each of the experts' FP8 matmuls. A matmul counts the same FLOPs as in bfloat16."""
 
     gate_up: float
     down: float
@@ -95,7 +95,7 @@ def all_to_all_seconds(machine: Machine, size: float, axes: Axes, mesh: MeshShap
 
 
 def reduce_scatter_seconds(machine: Machine, size: float, axes: Axes, mesh: MeshShape) -> float:
-    """Returns the seconds of a reduce-scatter of arrays of `size` bytes on each device: a gather backwards."""
+    """Returns the seconds of a reduce-scatter of `size` bytes on each device: a reversed all-gather at its own rate."""
     return _gather_seconds(machine, machine.reduce_scatter, size, axes, mesh)
 
 
@@ -112,7 +112,7 @@ def all_reduce_seconds(machine: Machine, size: float, axes: Axes, mesh: MeshShap
 
 
 def ring_hop_seconds(machine: Machine, size: float, axes: Axes, mesh: MeshShape, *, copied: bool = False) -> float:
-    """Returns the seconds to send `size` bytes from each device to the next of a ring; the slowest link decides."""
+    """Returns the seconds to send `size` bytes from each device to its neighbor in a ring; the slowest link decides."""
     devices, _, hosts = _group(machine.gpus_of_host, axes, mesh)
     inside = machine.ring_hop_copied if copied else machine.ring_hop
     rate = inside if hosts == 1 else min(inside, machine.between_hosts)
@@ -196,7 +196,7 @@ USABLE = 0.95
 
 @dataclass(frozen=True)
 class DataSheet:
-    """A GPU's published figures."""
+    """A GPU's published figures, from which rates are scaled."""
 
     name: str
     memory: float
@@ -279,7 +279,7 @@ def machine(gpu: str | None = None, *, memory: float | None = None, gpus_of_host
     `memory` (GiB, as nvidia-smi shows) replaces the memory of the GPU that is named, and is added to its name.
 
     Raises:
-      ValueError: `gpu` is unknown, `memory` is not above 0, or `memory` is given without a `gpu`: it has no speed.
+      ValueError: `gpu` is unknown, `memory` is not above 0, or `memory` is given without a `gpu`.
     """
     if memory is not None and not 0 < memory < float("inf"):
         raise ValueError(f"memory={memory} must be a number of GiB above 0")
@@ -294,7 +294,7 @@ def machine(gpu: str | None = None, *, memory: float | None = None, gpus_of_host
 
 
 def notes(machine: Machine) -> str:
-    """Returns the first lines of a plan: how much memory a job may use, and where the machine's rates come from."""
+    """Returns the header lines of a plan: the usable memory, and the source of the machine's rates."""
     used, kept = machine.memory / 2**30, 1 - USABLE
     lines = [
         f"A job may use {used:.1f} of a GPU's {_whole_memory(machine):.4g} GiB; {kept:.0%} is kept back for CUDA and NCCL."

@@ -11,24 +11,29 @@ layers add to the sums directly, and several micro-batches are in flight. The fu
 workspace.
 """
 
+from bisect import bisect_right
+from dataclasses import replace
 from typing import NamedTuple
 
 from moe_jax.config import Stage
 from moe_jax.cost.parameters import BYTES, ELEMENT, FP8_ELEMENT, FP8_ROW_ELEMENT, Parameter, dealt_out, shapes
-from moe_jax.cost.planned_step import PlannedAdapters, PlannedStep
+from moe_jax.cost.planned_step import PlannedStep
 from moe_jax.kernels.hopper.mainloop import ROW_ALIGNMENT
 from moe_jax.kernels.vocabulary import CHUNK_TOKENS
 from moe_jax.layers.matrices import declaration_of
 
+ADAPTER_RANKS = 64
+"""Ranks of an expert's adapter in the kernels: smaller ones are padded."""
+
 
 def memory_bytes(step: PlannedStep) -> dict[str, float]:
-    """Returns the peak by part, in bytes. `workspace` is the rest of the peak after the other four parts."""
+    """Returns each part of the peak device memory, in bytes. `workspace` is the peak minus the other four parts."""
     of_param = BYTES[step.param_dtype]
     own = sum(p.own_size * (p.quantised or of_param) for p in step.parameters)
     if step.adapters is not None:
-        updated = step.adapters.parameters
+        updated = step.trained
         parameters = own + 4 * updated
-        held = _of_adapters(step, step.adapters)
+        held = _of_adapters(step)
     else:
         updated = sum(p.updated_size for p in step.parameters)
         # With bf16 parameters, the other halves of the masters are laid out like the moments.
@@ -44,6 +49,15 @@ def memory_bytes(step: PlannedStep) -> dict[str, float]:
     }
 
 
+def with_most_kept(step: PlannedStep, memory: float) -> PlannedStep:
+    """Returns the step with remat in which as many last layers keep their residuals as fit into `memory` bytes, or none."""
+
+    def bytes_of(num_kept: int) -> float:
+        return sum(memory_bytes(replace(step, remat=True, num_kept=num_kept)).values())
+
+    return replace(step, remat=True, num_kept=bisect_right(range(1, step.num_layers + 1), memory, key=bytes_of))
+
+
 class _Held(NamedTuple):
     """Bytes in addition to parameters and moments."""
 
@@ -53,16 +67,17 @@ class _Held(NamedTuple):
     peak: float
 
 
-def _of_adapters(step: PlannedStep, adapters: PlannedAdapters) -> _Held:
+def _of_adapters(step: PlannedStep) -> _Held:
     """Returns the bytes of a step that trains adapters: frozen weights have no gradients, and the head's is not computed.
 
     The sums of micro-batches coexist with a micro-batch's gradients. AdamW uses one more array for each adapter.
     """
-    trained = 4 * adapters.parameters
+    trained = 4 * step.trained
     gradients = trained * (2 if step.accumulates else 1)
     kept = _kept_in_turn(step)
     made_whole = max(quantised_layer(step, number)[1] for number, _ in enumerate(step.stages))
-    passes = kept + max(made_whole + backward_workspace(step), loss_workspace(step, step.tokens))
+    outside = ELEMENT * sum(p.used_size for p in step.parameters if p.gather_axes and not p.by_layer)
+    passes = max(made_whole + backward_bytes(step), kept + outside + loss_workspace(step, step.tokens))
     return _Held(gradients, kept, gradients + max(passes, trained))
 
 
@@ -76,10 +91,10 @@ def _of_passes_in_turn(step: PlannedStep) -> _Held:
     kept = _kept_in_turn(step)
     # Gradients of the model's own loss stay in memory during the passes of the MTP modules.
     waiting = 4 * len(config.mtp_stages) * config.hidden_size * (config.vocab_size + step.tokens)
-    kept_and_copies = kept + copies_bytes(step)
-    backward = max(gradients, waiting) + kept_and_copies + backward_workspace(step)
+    copies = copies_bytes(step)
+    backward = max(gradients, waiting) + copies + backward_bytes(step)
     head = (ELEMENT + 4) * config.vocab_size * config.hidden_size
-    loss = kept_and_copies + waiting + head + loss_workspace(step, step.tokens)
+    loss = kept + copies + waiting + head + loss_workspace(step, step.tokens)
     optimizer = (0 if sums else gradients) + optimizer_workspace(step)
     return _Held(sums + gradients, kept, sums + max(backward, loss, optimizer))
 
@@ -116,14 +131,14 @@ def _of_joined_passes(step: PlannedStep) -> _Held:
         # Passes masked out of a tick have a slot of their own, and a backward pass reads a copy of its slot.
         kept = (step.slots + 2) * of_chunk
     else:
-        kept = step.slots * _layers_kept(step, step.layers_of_chunk) * kept_by_layer(step, stage)
+        kept = step.slots * kept_by_stage(step, number)
     kept += products * step.layers_of_chunk * ELEMENT * operand_elements(step)
     # The forward pass of a tick has its own gathered layers, and produces the residuals of a layer.
     workspaces = [layer_workspace(step, number) + 2 * gathered_layer(step, number) + activations(step, stage)]
     for other, own in enumerate(step.stages):
         if other != number:
             beside = step.beside_pipe
-            kept += _in_flight(step, own) * _layers_kept(step, own.num_layers) * kept_by_layer(beside, own)
+            kept += _in_flight(step, own) * kept_by_stage(beside, other)
             gathers = gathered_layers(beside, other) if ranks > 1 else 0
             workspaces.append(layer_workspace(beside, other) - gathers)
     waiting = 4 * len(config.mtp_stages) * config.hidden_size * own_tokens
@@ -152,7 +167,7 @@ def operand_elements(step: PlannedStep) -> int:
 
 
 def host_bytes(step: PlannedStep) -> float:
-    """Returns the bytes that a device keeps in its host's memory."""
+    """Returns the bytes of host memory that one device uses for offloaded activations; 0 unless `remat` is "offload"."""
     if step.remat != "offload":
         return 0.0
     if not step.offloads_slots:
@@ -171,18 +186,20 @@ def _in_flight(step: PlannedStep, stage: Stage) -> int:
 
 def _kept_in_turn(step: PlannedStep) -> float:
     """Returns the bytes of residuals of all layers for one micro-batch."""
-    return sum(_layers_kept(step, stage.num_layers) * kept_by_layer(step, stage) for stage in step.stages)
+    return sum(kept_by_stage(step, number) for number, _ in enumerate(step.stages))
 
 
-def _layers_kept(step: PlannedStep, layers: int) -> int:
-    """Returns the number of layers whose residuals the device holds. With "offload" these are two inputs in transit."""
-    return 2 if step.remat == "offload" else layers
+def kept_by_stage(step: PlannedStep, number: int) -> float:
+    """Returns the bytes of residuals of a stage's layers in the device's memory. With "offload" these are two inputs."""
+    stage, whole = step.stages[number], step.kept_layers(number)
+    recomputed = 2 if step.remat == "offload" else stage.num_layers - whole
+    return recomputed * kept_by_layer(step, stage) + whole * activations(step, stage)
 
 
 def kept_by_layer(step: PlannedStep, stage: Stage) -> float:
-    """Returns the bytes of residuals that one layer of a stage keeps for its backward pass.
+    """Returns the bytes of residuals that one layer of a stage keeps for its backward pass, with the step's `remat`.
 
-    With remat this is only its input; an MTP module's input includes embeddings.
+    With remat this is only its input (except in the last `num_kept` layers); an MTP module's input includes embeddings.
     """
     if not step.remat:
         return activations(step, stage)
@@ -209,19 +226,33 @@ def activations(step: PlannedStep, stage: Stage) -> float:
     rows = step.room + experts.num_experts // step.mesh.expert * (ROW_ALIGNMENT - 1)
     of_hidden = FP8_ROW_ELEMENT if step.precision == "fp8_kept" else ELEMENT
     hidden = of_hidden * rows * 2 * experts.moe_intermediate_size
+    if step.adapters is not None and step.adapters.on_experts:
+        # Both factors of both matrices in float32, and the rows between them, padded to the tile's ranks.
+        inter = experts.moe_intermediate_size
+        hidden += (
+            4 * experts.num_experts * ADAPTER_RANKS * (2 * config.hidden_size + 3 * inter) + 2 * ELEMENT * rows * ADAPTER_RANKS
+        )
     narrow = step.tokens * (step.mixer.heads + 2 * experts.num_experts + 5 * experts.num_experts_per_tok) + 3 * rows
     return hidden + dispatched + ELEMENT * elements + 4 * narrow
 
 
-def backward_workspace(step: PlannedStep) -> float:
-    """Returns the bytes that the backward pass of a layer uses, for the stage that needs most."""
-    return max(layer_workspace(step, number) for number in range(len(step.stages))) + context_workspace(step)
+def backward_bytes(step: PlannedStep) -> float:
+    """Returns the bytes of residuals and of a layer's workspace in the backward passes, for the stage that needs most.
+
+    Layers that keep their residuals run backward first. Their residuals are gone when a layer is recomputed.
+    """
+    whole = sum(step.kept_layers(number) * activations(step, stage) for number, stage in enumerate(step.stages) if step.remat)
+    kept, context = _kept_in_turn(step), context_workspace(step)
+    return context + max(
+        kept - min(whole, recomputed_bytes(step, number)) + layer_workspace(step, number)
+        for number, _ in enumerate(step.stages)
+    )
 
 
 def layer_workspace(step: PlannedStep, number: int) -> float:
-    """Returns the bytes that one layer's backward pass uses in addition to the residuals of all layers.
+    """Returns the bytes that one layer's backward pass needs beyond the residuals of all layers.
 
-    These are the gathered parameters of two layers and the gradients of two layers, and with remat the layer's activations.
+    These are the gathered parameters of two layers and the gradients of two layers, and the activations of a recomputed layer.
     The larger of two workspaces is added. The experts' backward pass holds rows of dy, of x or dx, dh and the weighted
     activation, and the gradients that travel. Attention's backward pass holds gradients of all its inputs and outputs. Experts
     that are computed in chunks accumulate the gradients of their weights in float32.
@@ -233,6 +264,8 @@ def layer_workspace(step: PlannedStep, number: int) -> float:
         inter = step.experts.moe_intermediate_size
         elements: float = step.computed_at_once * (2 * config.hidden_size + 3 * inter)
         elements += 2 * step.received * config.hidden_size if step.exchange else 0
+        # The gradients of experts' adapters read rows of x too.
+        elements += step.computed_at_once * config.hidden_size if step.adapters and step.adapters.on_experts else 0
         # dh in FP8, in addition to dh.
         elements += step.computed_at_once * inter * FP8_ROW_ELEMENT if step.precision != "bf16" else 0
         if step.computed_at_once < step.room and step.adapters is None:
@@ -241,17 +274,24 @@ def layer_workspace(step: PlannedStep, number: int) -> float:
     else:
         elements = step.tokens * 3 * config.intermediate_size
     elements = max(elements, step.tokens * head_elements)
-    return gathered + ELEMENT * elements + (activations(step, stage) if step.remat else 0)
+    return gathered + ELEMENT * elements + recomputed_bytes(step, number)
+
+
+def recomputed_bytes(step: PlannedStep, number: int) -> float:
+    """Returns the bytes of residuals that the backward pass of one layer of stage `number` computes again."""
+    stage = step.stages[number]
+    return activations(step, stage) if step.kept_layers(number) < stage.num_layers else 0.0
 
 
 def gathered_layer(step: PlannedStep, number: int) -> float:
-    """Returns the bytes of the matrices that one layer of stage `number` gathers."""
+    """Returns the bytes of one layer's all-gathered matrices, for stage `number`."""
     return sum(p.travelling_bytes * elements for p, elements in _gathered(step, number))
 
 
 def gathered_layers(step: PlannedStep, number: int) -> float:
-    """Returns the bytes of the gathered matrices of two layers of stage `number`, and of these matrices' gradients."""
-    return 2 * sum((p.travelling_bytes + ELEMENT) * elements for p, elements in _gathered(step, number))
+    """Returns the bytes of two layers' all-gathered matrices, and of trained matrices' gradients, for stage `number`."""
+    of_gradient = ELEMENT if step.adapters is None else 0
+    return 2 * sum((p.travelling_bytes + of_gradient) * elements for p, elements in _gathered(step, number))
 
 
 def _gathered(step: PlannedStep, number: int) -> list[tuple[Parameter, float]]:
@@ -261,7 +301,7 @@ def _gathered(step: PlannedStep, number: int) -> list[tuple[Parameter, float]]:
 
 
 def copies_bytes(step: PlannedStep) -> float:
-    """Returns the bytes of FP8 copies of experts' matrices that are made once a step: both orders of each matrix."""
+    """Returns the bytes of the FP8 copies of expert matrices that are made once per step, including transposed copies."""
     return 2 * FP8_ELEMENT * sum(p.own_size for p in step.parameters if p.fp8 == "once")
 
 
@@ -275,13 +315,13 @@ def rounding_bytes(step: PlannedStep, number: int) -> float:
 
 
 def quantised_layer(step: PlannedStep, number: int) -> tuple[float, float]:
-    """Returns the bytes of a layer's quantised matrices that passes make whole, as they are stored and whole.
+    """Returns the bytes of one layer's quantised matrices: as stored, plus dequantised.
 
     Experts that multiply in FP8 are not dequantised.
     """
     own = [p for p in step.parameters_of_stages[number] if p.quantised and not p.fp8]
-    stored = sum((p.quantised or 0) * p.own_size / p.layers for p in own)
-    return stored, ELEMENT * sum(p.own_size / p.layers for p in own)
+    stored = sum((p.quantised or 0) * p.used_size / p.layers for p in own)
+    return stored, ELEMENT * sum(p.used_size / p.layers for p in own)
 
 
 def context_workspace(step: PlannedStep) -> float:
@@ -299,7 +339,7 @@ def context_workspace(step: PlannedStep) -> float:
 
 
 def loss_workspace(step: PlannedStep, tokens: float) -> float:
-    """Returns the bytes of the logits of a chunk and of x, each with its gradient, for `tokens` tokens.
+    """Returns the bytes of one chunk's logits and of the hidden states, each with its gradient, for `tokens` tokens.
 
     Of each array and its gradient, one is float32 and the other is bfloat16.
     """

@@ -43,7 +43,7 @@ backward pass transposes matrices that arrive or are frozen."""
 
 
 class Parameter(NamedTuple):
-    """One parameter array of the model, and its share on each device."""
+    """One parameter array of the model, and the shard of it on each device."""
 
     path: tuple
     layers: int
@@ -68,18 +68,27 @@ class Parameter(NamedTuple):
 
     @property
     def in_stage(self) -> bool:
-        """True if the array belongs to a layer."""
+        """True if the array belongs to a decoder layer, not to the embedding, final norm or head."""
         return self.path[0] == "stages"
+
+    def whole_size(self, mesh: MeshShape) -> int:
+        """Returns the elements of the array's parts on all devices of a mesh."""
+        return self.own_size * math.prod(getattr(mesh, axis) for axis in self.split_axes)
 
     @property
     def travelling_bytes(self) -> float:
-        """Bytes per element while the parameter is gathered for use."""
-        return FP8_ELEMENT if self.fp8 == "arrives" else ELEMENT
+        """Bytes per element during an all-gather of the parameter."""
+        return self.quantised or (FP8_ELEMENT if self.fp8 == "arrives" else ELEMENT)
+
+
+def abstract_mesh(mesh: MeshShape) -> AbstractMesh:
+    """Returns a mesh of this shape without devices."""
+    return AbstractMesh(tuple(getattr(mesh, name) for name in MESH_AXES), MESH_AXES)
 
 
 @functools.cache
 def dealt_out(config: ModelConfig) -> LayersInPipe:
-    """Returns the layers that a pipe splits over its ranks."""
+    """Returns the layers that pipeline parallelism splits over ranks."""
     return layers_in_pipe(config, PipeShape())
 
 
@@ -87,7 +96,7 @@ def dealt_out(config: ModelConfig) -> LayersInPipe:
 def parameters(
     config: ModelConfig, mesh: MeshShape, chunks: int, *, shard_optimizer: bool, in_fp8: bool, frozen: str | None
 ) -> tuple[Parameter, ...]:
-    """Returns the model's parameter arrays and how `parallel.layout` splits each of them.
+    """Returns the model's parameter arrays, with the shard of each that `parallel.layout` assigns to a device.
 
     Args:
       config: the model.
@@ -97,8 +106,7 @@ def parameters(
       in_fp8: experts multiply in FP8.
       frozen: the form of weights that adapters leave frozen (`models.precision.Weights`); None if all weights are trained.
     """
-    abstract = AbstractMesh(tuple(getattr(mesh, name) for name in MESH_AXES), MESH_AXES)
-    dealt, pipe = dealt_out(config), PipeShape(mesh.pipe, chunks)
+    abstract, dealt, pipe = abstract_mesh(mesh), dealt_out(config), PipeShape(mesh.pipe, chunks)
     stacked = {path: stacked_shape(path, shape, dealt, pipe) for path, shape in shapes(config)}
     # FP8 needs whole blocks on each device, of both matrices of a stage.
     cut = {path[1] for path, shape in stacked.items() if _of_experts(path) and not can_travel_in_fp8(path, shape, abstract)}
@@ -134,7 +142,7 @@ def parameters(
 
 @functools.cache
 def shapes(config: ModelConfig) -> tuple[tuple[tuple, tuple[int, ...]], ...]:
-    """Returns the path and the shape of every trained parameter of the model; layers of a stage are stacked."""
+    """Returns the path and shape of every trained parameter; layers of a stage are stacked along a leading axis."""
     return tuple((path, leaf.shape) for path, leaf in abstract_parameters(config).items() if isinstance(leaf, nnx.Param))
 
 

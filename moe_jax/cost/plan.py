@@ -1,11 +1,13 @@
 """`moe-jax plan`: tries every mesh for a model's training step, and orders the predictions, the fastest first."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 
 from moe_jax.config import ModelConfig
 from moe_jax.cost import PlannedStep, Prediction, predict
 from moe_jax.cost.machine import H200, Machine
+from moe_jax.cost.memory import with_most_kept
 from moe_jax.cost.parameters import dealt_out
 from moe_jax.layers.passes import Remat
 from moe_jax.parallel.choices import MESH_AXES, MeshShape, PipeSchedule
@@ -35,7 +37,7 @@ def plan(
     *,
     rows: int,
     sequence_length: int,
-    remat: Remat | None = None,
+    remat: Remat | int | None = None,
     machine: Machine = H200,
     pipe_schedule: PipeSchedule = "uniform",
     **options,
@@ -50,7 +52,8 @@ def plan(
       devices: GPUs of each mesh.
       rows: sequences of the whole batch, so that all meshes do the same work.
       sequence_length: tokens of each sequence.
-      remat: None tries False and True, and "offload" where True does not fit.
+      remat: a number of last layers keep their residuals. None: as many as fit, and "offload" where recomputing all layers
+        does not fit. In a pipe all or none of the layers keep them.
       machine: the GPUs and their links.
       pipe_schedule: for meshes with a pipe; meshes that the schedule refuses are left out.
       options: further fields of `cost.PlannedStep`.
@@ -70,15 +73,18 @@ def plan(
     for mesh in meshes(devices):
         if mesh.pipe > 1 and mesh.expert * mesh.context > machine.gpus_of_host:
             continue
-        for kept in REMAT.values() if remat is None else (remat,):
+        tried: list[Remat | int | None] = [remat]
+        if remat is None:
+            tried = list(REMAT.values()) if mesh.pipe > 1 else [None, "offload"]
+        for kept in tried:
             of_mesh: PipeSchedule = pipe_schedule if mesh.pipe > 1 else "uniform"
-            planned = partial(PlannedStep, config, mesh, rows, sequence_length, remat=kept, pipe_schedule=of_mesh, **options)
-            found = _fastest(planned, config, mesh, machine)
+            planned = partial(PlannedStep, config, mesh, rows, sequence_length, pipe_schedule=of_mesh, **options)
+            found = _fastest(planned, kept, config, mesh, machine)
             if isinstance(found, str):
                 refusals += [found] if mesh.pipe == 1 else []
                 continue
             predictions.append(found)
-            if kept is True and predictions[-1].fits:
+            if kept in (True, None) and predictions[-1].fits:
                 break
     if not predictions:
         # The reasons of the first mesh (all `context`) and of the last without a pipe (all `data`).
@@ -88,7 +94,7 @@ def plan(
 
 
 def rank(prediction: Prediction) -> float:
-    """Returns the seconds that `plan` sorts by: the step's, increased by `MODEL_ERROR` for a pipe."""
+    """Returns the sort key of `plan`: the step's seconds, increased by `MODEL_ERROR` for pipelines."""
     step = prediction.step
     return prediction.step_seconds * (1 + MODEL_ERROR[step.remat] if step.mesh.pipe > 1 else 1)
 
@@ -107,8 +113,10 @@ def meshes(devices: int) -> Iterator[MeshShape]:
     yield from (MeshShape(*sizes) for sizes in shapes(devices, len(MESH_AXES)))
 
 
-def _fastest(planned: Callable[..., PlannedStep], config: ModelConfig, mesh: MeshShape, machine: Machine) -> Prediction | str:
-    """Returns the fastest step that fits, over numbers of micro-batches and chunks, or else the smallest.
+def _fastest(
+    planned: Callable[..., PlannedStep], remat: Remat | int | None, config: ModelConfig, mesh: MeshShape, machine: Machine
+) -> Prediction | str:
+    """Returns the fastest step that fits, over numbers of micro-batches, chunks and kept layers, or else the smallest.
 
     Numbers of micro-batches grow until steps that fit become slower. If no step can run on the mesh, returns the reason against
     the smallest numbers.
@@ -119,11 +127,12 @@ def _fastest(planned: Callable[..., PlannedStep], config: ModelConfig, mesh: Mes
         found = []
         for chunks in chunk_counts(config, mesh.pipe):
             try:
-                step = planned(gradient_accumulation=number * mesh.pipe, pipe_chunks=chunks)
+                step = partial(planned, gradient_accumulation=number * mesh.pipe, pipe_chunks=chunks)
+                steps = _steps(step, remat, machine)
             except ValueError as error:
                 refusals.append(str(error))
             else:
-                found.append(predict(step, machine))
+                found += [predict(step, machine) for step in steps]
         if not found:
             continue
         fastest = min(found, key=_order)
@@ -135,12 +144,22 @@ def _fastest(planned: Callable[..., PlannedStep], config: ModelConfig, mesh: Mes
     return best or (refusals[0] if refusals else "no number of chunks divides the layers well")
 
 
+def _steps(planned: Callable[..., PlannedStep], remat: Remat | int | None, machine: Machine) -> list[PlannedStep]:
+    """Returns the step with this remat; for None, the steps in which no layer, all, and as many as fit keep their residuals."""
+    if remat is None:
+        step = planned(remat=True)
+        return [replace(step, remat=False), with_most_kept(step, machine.memory), step]
+    if isinstance(remat, bool | str):
+        return [planned(remat=remat)]
+    return [planned(remat=True, num_kept=remat)]
+
+
 def _order(prediction: Prediction) -> tuple[bool, float]:
     return not prediction.fits, prediction.step_seconds if prediction.fits else prediction.memory_bytes
 
 
 def chunk_counts(config: ModelConfig, ranks: int) -> list[int]:
-    """Returns the numbers of chunks to try on each of `ranks` ranks: few slots have no layer (`MAX_PADDING`)."""
+    """Returns the numbers of chunks per rank worth trying: those that waste few padding layers (`MAX_PADDING`)."""
     if ranks == 1:
         return [1]
     layers = dealt_out(config).num_layers

@@ -7,7 +7,6 @@ from pathlib import Path
 from moe_jax.cost import PlannedStep, Prediction
 from moe_jax.cost.flops import num_parameters
 from moe_jax.cost.parameters import BYTES
-from moe_jax.cost.plan import REMAT
 from moe_jax.runtime.files import write_text
 
 KINDS = {
@@ -23,22 +22,23 @@ NEVER_RUN = {"hosts": "a run over several hosts", "pipe": "a pipeline on more th
 """Features of a layout that were never run on GPUs (docs/scaling.md), by their word in the table."""
 
 COLUMNS = (
-    *("pipe", "chunks", "data", "fsdp", "expert", "context", "micro", "remat"),
+    *("pipe", "chunks", "data", "fsdp", "expert", "context", "micro", "kept"),
     *("step", "tokens/s", "TFLOP/s", "GiB", *KINDS, "never run"),
 )
 """The titles of the columns: the mesh, its micro-batches, figures of one GPU, shares of the step, and keys of `NEVER_RUN`."""
 
 
 def table(predictions: list[Prediction]) -> list[str]:
-    """Returns a legend, a head and a line for each prediction. A column is as wide as its longest cell."""
+    """Returns the lines of the table: a legend, a header, and one line per prediction."""
     rows = [COLUMNS, *(_cells(prediction) for prediction in predictions)]
     widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
     lines = (" ".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True)) for cells in rows)
-    return ["tokens/s, TFLOP/s and GiB are those of one GPU; micro is the number of micro-batches", *lines]
+    legend = "tokens/s, TFLOP/s and GiB are per GPU; micro is the number of micro-batches"
+    return [f"{legend}; kept layers are not recomputed", *lines]
 
 
 def never_run(prediction: Prediction) -> list[str]:
-    """Returns the keys of `NEVER_RUN` that hold for a prediction."""
+    """Returns the keys of `NEVER_RUN`, features that were never run on GPUs, that apply to a prediction."""
     step = prediction.step
     holds = (
         step.mesh.size > prediction.machine.gpus_of_host,
@@ -53,11 +53,11 @@ def _cells(prediction: Prediction) -> list[str]:
     step, seconds = prediction.step, prediction.step_seconds
     sizes = asdict(step.mesh)
     layout = sizes.pop("pipe"), step.pipe_chunks, *sizes.values(), step.gradient_accumulation
-    remat = next(name for name, value in REMAT.items() if value == step.remat)
+    kept = "all" if not step.remat else "offload" if step.remat == "offload" else str(min(step.num_kept, step.num_layers))
     speed = f"{seconds:.3f} s", f"{prediction.tokens_per_second:.0f}", f"{prediction.flops_per_second / 1e12:.0f}"
     shares = (sum(prediction.seconds.get(part, 0.0) for part in parts) / seconds for parts in KINDS.values())
     gib, marks = _gib(prediction.memory_bytes), "+".join(never_run(prediction)) or "-"
-    return [*map(str, layout), remat, *speed, gib, *(f"{share:.0%}" for share in shares), marks]
+    return [*map(str, layout), kept, *speed, gib, *(f"{share:.0%}" for share in shares), marks]
 
 
 def _gib(size: float) -> str:
@@ -95,17 +95,17 @@ def _remedy(prediction: Prediction) -> str:
     if state < prediction.machine.memory:
         return f"{prediction.step.tokens} tokens a GPU are too many: take fewer or shorter rows, or more devices."
     step, alone = prediction.step, f"Parameters, moments and gradients alone are {state / 2**30:.0f}"
+    whole: float = (4 + 2 * BYTES[step.moment_dtype] + BYTES[step.param_dtype]) * num_parameters(step.config)
     if step.adapters is not None:
-        smaller = "" if step.param_dtype == "bfloat16" else ", or bf16 parameters"
-        one = "" if step.mesh.size == 1 else "--devices 1 "  # Adapters train on quantised weights only on one device.
-        fewer = f", or {one}--weights nf4" if step.adapters.weights == "whole" else ""
-        return f"{alone}, and with adapters each GPU holds all weights: take GPUs with more memory{smaller}{fewer}."
-    whole = (4 + 2 * BYTES[step.moment_dtype] + BYTES[step.param_dtype]) * num_parameters(step.config)
+        whole = sum((p.quantised or BYTES[step.param_dtype]) * p.whole_size(step.mesh) for p in step.parameters)
+        whole += (8 + 2 * BYTES[step.moment_dtype]) * step.adapters.parameters
     devices = math.ceil(whole / prediction.machine.memory)
     if step.mesh.size >= devices:
         uneven = f"for {step.mesh.size} devices do not divide the model's matrices"
         return f"{alone}, {uneven}: take a power of two, of at least {devices}."
     smaller = "" if (step.param_dtype, step.moment_dtype) == ("bfloat16", "bfloat16") else ", or bf16 parameters and moments"
+    if step.adapters is not None:
+        smaller = ", or --weights nf4" if step.adapters.weights == "whole" else ""
     return f"{alone}: take more than {devices} devices{smaller}."
 
 
@@ -116,7 +116,7 @@ def _memory(prediction: Prediction) -> str:
 
 
 def how_to_train(step: PlannedStep) -> str:
-    """Returns the command that trains this step, or `make_train_step`'s arguments if `finetune` lacks its attention method."""
+    """Returns the command that trains this step, or `make_train_step` arguments if `finetune` cannot run it."""
     if step.mesh.context > 1 and step.context_method != "ring":
         method = f"context=ContextParallel(method={step.context_method!r})"
         return f"by moe_jax.train.make_train_step with Parallelism(mesh, {method}); moe-jax finetune supports only the ring"
@@ -124,7 +124,7 @@ def how_to_train(step: PlannedStep) -> str:
 
 
 def flags(step: PlannedStep) -> str:
-    """Returns the options of `moe-jax finetune` for the same step."""
+    """Returns the `moe-jax finetune` options that configure the same step."""
     axes = " ".join(f"--mesh.{name} {size}" for name, size in asdict(step.mesh).items() if size > 1)
     chunks = f"--pipe-chunks {step.pipe_chunks}" if step.mesh.pipe > 1 else ""
     chunks += "" if step.pipe_schedule == "uniform" else f" --pipe-schedule {step.pipe_schedule}"
@@ -134,7 +134,8 @@ def flags(step: PlannedStep) -> str:
     dtypes = f"--param-dtype {step.param_dtype} --moment-dtype {step.moment_dtype}"
     capacity = "" if step.capacity_factor == PlannedStep.capacity_factor else f"--capacity-factor {step.capacity_factor:g}"
     hops = f"--hops {step.hops}" if step.mesh.size > 1 else ""
-    remat = {False: "--no-remat", True: "", "offload": "--offload"}[step.remat]
+    remat = {False: "--no-remat", True: "--remat", "offload": "--offload"}[step.remat]
+    remat += f" {step.num_kept}" if step.num_kept else ""
     optimizer = "--shard-optimizer" if step.shard_optimizer and step.mesh.data > 1 else ""
     lora = "" if step.adapters is None else step.adapters.options
     precision = "" if step.precision == "bf16" else f"--precision {step.precision}"

@@ -9,14 +9,16 @@ from typing import Literal, NamedTuple, get_args
 import jax.numpy as jnp
 
 from moe_jax.config import ExpertsSpec, HeadsSpec, ModelConfig, Stage
-from moe_jax.cost.parameters import BYTES, ELEMENT, FP8_ROW_ELEMENT, Parameter, dealt_out, parameters
+from moe_jax.cost.parameters import BYTES, ELEMENT, FP8_ROW_ELEMENT, Parameter, abstract_mesh, dealt_out, parameters
 from moe_jax.layers.moe import EXPERT_CHUNK_TOKENS
 from moe_jax.layers.passes import Remat
 from moe_jax.models.decoder import fp8_refusal
+from moe_jax.models.execution import Execution
 from moe_jax.models.layers_in_pipe import layers_in_pipe
 from moe_jax.models.precision import PrecisionName
 from moe_jax.parallel.choices import UNIFORM, Hops, MeshShape, PipeSchedule
 from moe_jax.parallel.expert.settings import ExchangePlan, ExpertParallel, plan_exchange
+from moe_jax.parallel.layout import part_shape
 from moe_jax.parallel.pipeline.chunks import PipeShape, layers_of_chunk
 from moe_jax.parallel.pipeline.executor import sources
 from moe_jax.parallel.pipeline.limits import divides_backward, ranks_problem, schedule_by_name, schedule_problem, split_axes
@@ -29,7 +31,7 @@ Dtype = Literal["bfloat16", "float32"]
 
 
 class PlannedAdapters(NamedTuple):
-    """Adapters (LoRA) trained on frozen weights, whole on every device and in float32."""
+    """LoRA adapters trained in float32 on frozen weights."""
 
     parameters: int
     moved_elements: float
@@ -38,10 +40,14 @@ class PlannedAdapters(NamedTuple):
     """The options of `moe-jax finetune` that train them."""
     weights: str = "whole"
     """The form of the frozen weights, as in `moe-jax finetune --weights`."""
+    on_experts: bool = True
+    """Experts have adapters."""
+    factors: tuple[tuple[tuple, tuple[int, ...]], ...] = ()
+    """The path and the shape of each factor, as a mesh splits them; () if all are whole on every device."""
 
 
 class Ticks(NamedTuple):
-    """A schedule that runs from a table in lockstep ticks (`parallel.pipeline.executor`)."""
+    """Cost facts of a pipeline schedule that is executed from a table in lockstep ticks (`parallel.pipeline.executor`)."""
 
     schedule: Schedule
     number: int
@@ -66,6 +72,7 @@ class PlannedStep:
     Attributes:
       rows: sequences of the whole batch, over all devices and micro-batches.
       remat: True recomputes each layer from its input in the backward pass. "offload" also keeps that input in host memory.
+      num_kept: with `remat=True`, the last layers keep all their residuals instead, as in `models.execution.Execution`.
       param_dtype: dtype of the parameters and their gradients; master parameters are float32 in either case.
       moment_dtype: dtype of AdamW's two moments.
       keys_per_token: mean number of keys that a token attends to (packed documents shorten it); None: half a row.
@@ -79,8 +86,8 @@ class PlannedStep:
       pipe_schedule: as in `parallel.Parallelism`.
       overlap_micro_batches: as in `parallel.Parallelism`; the passes of a pipe always overlap.
       precision: precision of the experts' matmuls, as in `moe-jax finetune --precision`.
-      adapters: train these and freeze the parameters, which then have no gradients, moments or masters. Needs a mesh of one
-        device, or of several along data. None: train all parameters.
+      adapters: train these and freeze the parameters, which then have no gradients, moments or masters. Needs a mesh without a
+        pipe. None: train all parameters.
 
     Raises:
       ValueError: the mesh does not divide the rows, the experts or the sequence, or a field has an invalid value. One error
@@ -92,6 +99,7 @@ class PlannedStep:
     rows: int
     sequence_length: int
     remat: Remat = True
+    num_kept: int = 0
     param_dtype: Dtype = "bfloat16"
     moment_dtype: Dtype = "float32"
     keys_per_token: float | None = None
@@ -115,51 +123,51 @@ class PlannedStep:
 
     @functools.cached_property
     def tokens(self) -> int:
-        """Tokens of one micro-batch that a device computes in a layer (with a pipe, in a layer of the pipe)."""
+        """Tokens of one micro-batch that a device computes in one layer. With a pipeline, in one layer of the pipeline."""
         return self.rows * self.sequence_length // (self.gradient_accumulation * (self.mesh.size // self.mesh.pipe))
 
     @property
     def keys(self) -> float:
-        """Mean number of keys that a token attends to in layers without a window."""
+        """Mean number of keys that a token attends to, in layers without a sliding window."""
         return self.sequence_length / 2 if self.keys_per_token is None else self.keys_per_token
 
     @property
     def accumulates(self) -> bool:
-        """True if gradients of micro-batches are added to float32 sums: in a pipe, or with several micro-batches."""
+        """True if micro-batch gradients are accumulated in float32: with pipelining, or several micro-batches."""
         return self.mesh.pipe > 1 or self.gradient_accumulation > 1
 
     @property
     def joins_passes(self) -> bool:
-        """True if one loop computes a micro-batch forward and another backward: in a pipe, or by `overlap_micro_batches`."""
-        if self.mesh.pipe > 1 or self.gradient_accumulation == 1:
+        """True if one micro-batch's forward pass overlaps another's backward pass, as in a pipeline."""
+        if self.mesh.pipe > 1 or self.gradient_accumulation == 1 or self.adapters is not None:
             return self.mesh.pipe > 1
         by_default = self.mesh.expert > 1 and self.remat is not False
         return by_default if self.overlap_micro_batches is None else self.overlap_micro_batches
 
     @property
     def joined_stage(self) -> int:
-        """Number of the stage whose layers the joined loop computes; without a pipe the first of the longest stages."""
+        """Index of the stage whose passes overlap; without a pipeline, the first of the longest stages."""
         lengths = [stage.num_layers for stage in self.config.stages]
         return dealt_out(self.config).stage if self.mesh.pipe > 1 else lengths.index(max(lengths))
 
     @property
     def layers_of_chunk(self) -> int:
-        """Layers of one chunk of a pipe, padding included; without a pipe all layers of the joined stage."""
+        """Layers per pipeline chunk, including padding; without a pipeline, all layers of `joined_stage`."""
         return layers_of_chunk(dealt_out(self.config).num_layers, self.mesh.pipe, self.pipe_chunks)
 
     @functools.cached_property
     def slots(self) -> int:
-        """Number of chunks whose inputs are kept at a time; in a joined loop without a pipe, 2."""
+        """Number of chunk inputs kept at the same time; 2 for overlapping micro-batches without a pipeline."""
         return min((self.pipe_chunks + 1) * self.mesh.pipe, self.pipe_chunks * self.gradient_accumulation)
 
     @property
     def offloads_slots(self) -> bool:
-        """True if the slots of a pipe are in the host's memory."""
+        """True if the kept chunk inputs of a pipeline are offloaded to host memory."""
         return self.mesh.pipe > 1 and self.remat == "offload"
 
     @property
     def ticks(self) -> Ticks | None:
-        """The ticks of a schedule that runs from a table; None for uniform ticks."""
+        """The ticks of a table-driven pipeline schedule; None for uniform ticks."""
         if self.pipe_schedule in UNIFORM:
             return None
         divides = divides_backward(asdict(self.mesh), self.expert_parallel)
@@ -167,15 +175,27 @@ class PlannedStep:
 
     @functools.cached_property
     def beside_pipe(self) -> "PlannedStep":
-        """One micro-batch in layers outside the pipe, whose rows are split over `pipe` too, as over `fsdp`."""
+        """The step of one micro-batch for layers outside the pipeline, whose rows `pipe` splits as `fsdp` does."""
         mesh = replace(self.mesh, pipe=1, fsdp=self.mesh.pipe * self.mesh.fsdp)
         rows = self.rows // self.gradient_accumulation
         return replace(self, mesh=mesh, rows=rows, gradient_accumulation=1, pipe_chunks=1)
 
     @functools.cached_property
     def stages(self) -> tuple[Stage, ...]:
-        """The stages of the model's layers, followed by one stage for each MTP module."""
+        """The stages of decoder layers, then one stage per MTP module."""
         return self.config.all_stages
+
+    @property
+    def num_layers(self) -> int:
+        """Number of layers, MTP modules included."""
+        return sum(stage.num_layers for stage in self.stages)
+
+    def kept_layers(self, number: int) -> int:
+        """Returns how many layers of stage `number` keep all their residuals."""
+        stage = self.stages[number]
+        if not self.remat:
+            return stage.num_layers
+        return Execution(True, self.num_kept).of_stage(self.config, number).num_kept * len(stage.body)
 
     def is_module(self, stage: Stage) -> bool:
         """Returns True if the stage is an MTP module."""
@@ -205,7 +225,7 @@ class PlannedStep:
 
     @functools.cached_property
     def exchange(self) -> ExchangePlan | None:
-        """The plan of the exchange with experts on other devices, as in training; None if no token travels."""
+        """The plan of expert dispatch and combine, as in training; None without expert parallelism."""
         if self.mesh.expert == 1 or not self.config.routed_layers:
             return None
         k, own_experts = self.experts.num_experts_per_tok, self.experts.num_experts // self.mesh.expert
@@ -218,31 +238,31 @@ class PlannedStep:
 
     @property
     def token_bytes(self) -> float:
-        """Bytes per element of a token that travels to its experts and is kept there for the backward pass."""
+        """Bytes per element of a dispatched token, which is also kept for the backward pass."""
         return FP8_ROW_ELEMENT if self.tokens_in_fp8 else ELEMENT
 
     @property
     def room(self) -> int:
-        """Rows (token-expert pairs) that a device's buffers hold for its experts."""
+        """Capacity in rows (token-expert pairs) of a device's expert buffers, per layer and micro-batch."""
         if self.exchange is None:
             return self.tokens * self.experts.num_experts_per_tok
         return self.mesh.expert * self.exchange.first.pairs
 
     @property
     def computed_at_once(self) -> int:
-        """Rows that the experts compute at a time. On one device with many tokens this is a chunk of `room` (`layers.moe`)."""
+        """Rows that the experts compute in one call: `room`, or a chunk of it on one device with many tokens (`layers.moe`)."""
         in_chunks = self.exchange is None and self.tokens > 2 * EXPERT_CHUNK_TOKENS
         return EXPERT_CHUNK_TOKENS * self.experts.num_experts_per_tok if in_chunks else self.room
 
     @property
     def busiest(self) -> float:
-        """Rows that the busiest device's experts compute."""
+        """Rows (token-expert pairs) computed by the busiest device, per layer and micro-batch."""
         imbalance = min(self.expert_load_imbalance, self.mesh.expert)
         return imbalance * self.tokens * self.experts.num_experts_per_tok
 
     @property
     def ring_step(self) -> int:
-        """Number of other devices whose keys one step of the ring receives."""
+        """Number of other devices whose keys a device receives in one step of ring attention."""
         size = ELEMENT * self.tokens * self.mixer.key_value_elements
         return min(self.mesh.context - 1, devices_per_ring_step(size, self.hops))
 
@@ -252,6 +272,13 @@ class PlannedStep:
         frozen = None if self.adapters is None else self.adapters.weights
         options = dict(shard_optimizer=self.shard_optimizer, in_fp8=self.precision != "bf16", frozen=frozen)
         return parameters(self.config, self.mesh, self.pipe_chunks, **options)
+
+    @functools.cached_property
+    def trained(self) -> int:
+        """Parameters of adapters that a device stores and updates."""
+        assert self.adapters is not None
+        on, factors = abstract_mesh(self.mesh), self.adapters.factors
+        return sum(math.prod(part_shape(*factor, on)) for factor in factors) if factors else self.adapters.parameters
 
     @functools.cached_property
     def parameters_of_stages(self) -> tuple[list[Parameter], ...]:
@@ -293,6 +320,10 @@ def _problems(step: PlannedStep) -> list[str]:
             problems.append(f"{name}={value!r} must be one of {', '.join(choices)}")
     if not isinstance(step.remat, bool) and step.remat != "offload":
         problems.append(f"remat={step.remat!r} must be True, False or 'offload'")
+    if isinstance(step.num_kept, bool) or not isinstance(step.num_kept, int) or step.num_kept < 0:
+        problems.append(f"num_kept={step.num_kept!r} must be an integer of at least 0")
+    elif step.num_kept and (step.remat is not True or step.mesh.pipe > 1):
+        problems.append(f"num_kept={step.num_kept} needs remat=True, and a mesh without pipe")
     if step.keys_per_token is not None and not 0 < step.keys_per_token <= step.sequence_length:
         problems.append(f"keys_per_token={step.keys_per_token!r} must be above 0, and at most sequence_length")
     if not 1 <= step.expert_load_imbalance < math.inf:
@@ -313,8 +344,8 @@ def _problems_of_mesh(step: PlannedStep) -> list[str]:
         problems += [f"precision={step.precision!r}: {reason}; take 'bf16'"] if reason is not None else []
     elif step.tokens_in_fp8:
         problems.append("tokens_in_fp8=True needs precision='fp8' or 'fp8_kept'; got 'bf16'")
-    if step.adapters is not None and mesh.size > mesh.data:
-        problems.append("adapters train on one device, or on several along data alone")
+    if step.adapters is not None and mesh.pipe > 1:
+        problems.append(f"adapters train on a mesh without pipe; got mesh.pipe={mesh.pipe}")
     ways = mesh.size // mesh.pipe // mesh.context
     rows = step.rows // step.gradient_accumulation
     if step.rows % step.gradient_accumulation:
@@ -349,7 +380,7 @@ def _problems_of_pipe(step: PlannedStep) -> list[str]:
         problems.append(problem)
     elif name not in UNIFORM:
         if step.remat == "offload":
-            problems.append(f"remat='offload' needs pipe_schedule='uniform': slots of {name!r} lie in the GPU's memory")
+            problems.append(f"remat='offload' needs pipe_schedule='uniform': slots of {name!r} stay in the GPU's memory")
         if step.hops == "copies" and split_axes(axes):
             problems.append(f"pipe_schedule={name!r} needs hops='nccl' where fsdp, expert or context have several devices")
         if step.mesh.context > 1 and step.context_method == "ring":

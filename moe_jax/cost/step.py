@@ -24,7 +24,7 @@ remat, 8 to 13 % without. Schedules from a table are priced in lockstep, as they
 ignores the cost of branches. ZB-H1 was measured a third slower than its ticks (docs/log/parallel.md, "Schedules from a table").
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from moe_jax.cost.flops import training_flops_per_token
@@ -81,17 +81,17 @@ class Prediction:
 
     @property
     def host_bytes(self) -> float:
-        """Bytes that a device keeps in its host's memory."""
+        """Host memory in bytes that one device uses for offloaded activations."""
         return host_bytes(self.step)
 
     @property
     def fits(self) -> bool:
-        """True if the machine's memory holds `memory_bytes`."""
+        """True if `memory_bytes` fits in the machine's memory."""
         return self.memory_bytes <= self.machine.memory
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens per second on which one device trains."""
+        """Training throughput in tokens per second and device."""
         return self.step.rows * self.step.sequence_length / self.step.mesh.size / self.step_seconds
 
     @property
@@ -126,7 +126,7 @@ def predict(step: PlannedStep, machine: Machine = H200) -> Prediction:
 
 
 class StageSeconds(NamedTuple):
-    """Seconds of one micro-batch in a loop over layers, by part: all of COMPUTING and TRAVEL."""
+    """Seconds of one micro-batch in a loop over layers, split into the parts in COMPUTING and TRAVEL."""
 
     forward: dict[str, float]
     backward: dict[str, float]
@@ -134,8 +134,15 @@ class StageSeconds(NamedTuple):
     hidden: float
     """Seconds of gathers that overlap with computation; neither pass includes them."""
 
+    def plus(self, other: "StageSeconds") -> "StageSeconds":
+        """Returns the seconds of both loops in turn."""
+        forward, backward = (
+            {name: a[name] + b[name] for name in a} for a, b in ((self.forward, other.forward), (self.backward, other.backward))
+        )
+        return StageSeconds(forward, backward, self.hidden + other.hidden)
+
     def times(self, number: float) -> tuple[dict[str, float], float]:
-        """Returns the seconds of both passes of `number` micro-batches by part, and the hidden seconds."""
+        """Returns the seconds of `number` micro-batches by part (forward and backward), and their hidden seconds."""
         both = {name: number * (seconds + self.backward[name]) for name, seconds in self.forward.items()}
         return both, number * self.hidden
 
@@ -146,10 +153,16 @@ class StageSeconds(NamedTuple):
 
 
 def stage_seconds(step: PlannedStep, number: int, layers: int, machine: Machine) -> StageSeconds:
-    """Returns the seconds of one loop forward and one backward over `layers` layers of stage `number`.
+    """Returns the seconds of one forward loop and one backward loop over `layers` layers of stage `number`.
 
-    One iteration computes a layer and gathers the next.
+    One iteration computes a layer and gathers the next. Layers that keep their residuals run in a loop of their own.
     """
+    whole = step.kept_layers(number) if step.remat else 0
+    if whole:
+        found = stage_seconds(replace(step, remat=False, num_kept=0), number, whole, machine)
+        return (
+            found.plus(stage_seconds(replace(step, num_kept=0), number, layers - whole, machine)) if layers > whole else found
+        )
     parts = dict.fromkeys((*COMPUTING, *TRAVEL), Passes(0.0, 0.0, 0.0)) | layer_seconds(step, number, machine)
     if step.stages[number].sparse:
         parts["exchange"] = exchange_seconds(step, machine)
@@ -250,7 +263,7 @@ def _hops_seconds(step: PlannedStep, passes: float, machine: Machine) -> float:
     size = ELEMENT * step.tokens * step.config.hidden_size
     moved = 0.0
     if ticks is not None and ticks.copies:
-        # Layers come from another rank in the parameters' dtype, and their gradients go home in f32.
+        # Layers come from another rank in the parameters' dtype, and their gradients return in f32.
         layers = sum(p.own_size for p in step.parameters if p.by_layer)
         moved = hop(layers * (BYTES[step.param_dtype] + 4) * ticks.copies)
     return 2 * passes * hop(size) + 4 * step.gradient_accumulation * hop(size * (ranks - 1) / ranks) + moved
@@ -272,14 +285,14 @@ def _copies_seconds(step: PlannedStep, machine: Machine) -> float:
 def _optimizer_seconds(step: PlannedStep, machine: Machine) -> float:
     """Returns the seconds of AdamW: gradients are read twice (once for their norm), masters and moments read and written."""
     if step.adapters is not None:
-        return (16 + 4 * BYTES[step.moment_dtype]) * step.adapters.parameters / machine.hbm
+        return (16 + 4 * BYTES[step.moment_dtype]) * step.trained / machine.hbm
     of_gradient = 4 if step.accumulates else BYTES[step.param_dtype]
     traffic = 2 * of_gradient + 2 * 4 + 4 * BYTES[step.moment_dtype]
     return traffic * sum(p.updated_size for p in step.parameters) / machine.hbm
 
 
 def sums_seconds(step: PlannedStep, machine: Machine) -> float:
-    """Returns the seconds of all micro-batches of a step; 0 where gradients are not summed over micro-batches.
+    """Returns the seconds to accumulate gradients over all micro-batches of a step; 0 without accumulation.
 
     Sums are read and written. In turn, a micro-batch's own stack of gradients is read too. Joined passes add each layer's
     gradients immediately, and a separate embedding table's once a step. Kernels that add (`Parameter.adds_in_kernel`) hide this
@@ -288,7 +301,7 @@ def sums_seconds(step: PlannedStep, machine: Machine) -> float:
     if not step.accumulates:
         return 0.0
     if step.adapters is not None:
-        return step.gradient_accumulation * 12 * step.adapters.parameters / machine.hbm
+        return step.gradient_accumulation * 12 * step.trained / machine.hbm
     traffic = 8 if step.joins_passes else 8 + BYTES[step.param_dtype]
     embeds_at_the_end = step.joins_passes and not step.config.tie_word_embeddings
     elements, layers_in_kernel = 0, 0

@@ -22,7 +22,7 @@ QUERIES_SHARE = 0.4
 
 
 def exchange_seconds(step: PlannedStep, machine: Machine) -> Passes:
-    """Returns the seconds of dispatch and combine in one layer: one of each per pass, and dispatch again under remat.
+    """Returns the seconds of expert dispatch and combine in one layer: one of each per pass, and dispatch again under remat.
 
     Tokens may travel in FP8. Outputs and both gradients do not.
     """
@@ -41,7 +41,7 @@ def exchange_seconds(step: PlannedStep, machine: Machine) -> Passes:
         return packing + all_to_all_seconds(machine, slots * slot_bytes, ("expert",), step.mesh)
 
     if exchange.transport == "pairwise":
-        # Copies overlap with experts: the last step's results travel home during the down pass of the device's own tokens.
+        # Copies overlap with experts: the last step's results return during the down pass of the device's own tokens.
         # In several steps, tokens are sent after the choices.
         _, *others = devices_per_step(exchange)
         home = ring_hop_seconds(machine, others[-1] * step.tokens * token, ("expert",), step.mesh, copied=True)
@@ -78,7 +78,7 @@ def exchange_seconds(step: PlannedStep, machine: Machine) -> Passes:
 
 
 def context_seconds(step: PlannedStep, attention: Passes, machine: Machine) -> Passes:
-    """Returns the seconds of attention over a split sequence beyond its kernels, in one layer.
+    """Returns the seconds that context parallelism adds to the attention kernels of one layer.
 
     docs/context_parallel.md lists the data that travels. With `all_gather`, the sums of the keys' gradients travel while the
     gradients of queries are computed: about two fifths of the backward pass.
@@ -148,20 +148,20 @@ def _ulysses_seconds(step: PlannedStep, machine: Machine) -> Passes:
 
 
 class Gathers(NamedTuple):
-    """Seconds of gathering one layer's matrices in one pass, or of sending their gradients."""
+    """Seconds of the all-gathers of one layer's parameters, or of the reduce-scatters of its gradients, in one pass."""
 
     travel: float
-    """Seconds between devices, which computation may hide."""
+    """Seconds of transfers between devices, which may overlap with computation."""
     memory: float
     """Seconds of the device's memory bandwidth, which overlapping computation then lacks."""
 
 
 def gather_seconds(step: PlannedStep, stage: int, machine: Machine) -> tuple[Gathers, Gathers]:
-    """Returns the gathers of one layer in the forward and in the backward pass.
+    """Returns the FSDP communication of one layer: (forward pass, backward pass).
 
-    Both passes gather the layer's matrices. The backward pass also sends their gradients to the devices that store them. With
-    peer-to-peer copies (`parallel.collectives.direct`), received matrices are copied into place. Gradients to send are sliced
-    out, and received gradients are read for the sum. Experts in FP8 arrive in half the bytes.
+    Both passes gather the layer's matrices. The backward pass also sends gradients of trained matrices to the devices that
+    store them. With peer-to-peer copies (`parallel.collectives.direct`), received matrices are copied into place. Gradients to
+    send are sliced out, and received gradients are read for the sum. Experts in FP8 arrive in half the bytes.
     """
     gathers, returns = [Gathers(0.0, 0.0)], [Gathers(0.0, 0.0)]
     for p in step.parameters_of_stages[stage]:
@@ -178,6 +178,8 @@ def gather_seconds(step: PlannedStep, stage: int, machine: Machine) -> tuple[Gat
         else:
             gathers.append(Gathers(all_gather_seconds(machine, arriving, *where), 0.0))
             returns.append(Gathers(all_to_all_seconds(machine, size, *where), 0.0))
+    if step.adapters is not None:
+        returns = []
     forward, backward = (Gathers(*map(sum, zip(*each, strict=True))) for each in (gathers, gathers + returns))
     return forward, backward
 
@@ -193,8 +195,9 @@ def once_a_step_seconds(step: PlannedStep, machine: Machine) -> float:
     gathers, sends and sums, except sums of parts.
     """
     if step.adapters is not None:
-        sums = all_reduce_seconds(machine, 4 * step.adapters.parameters, ("data",), step.mesh)
-        return step.gradient_accumulation * sums
+        outside = [p for p in step.parameters if not p.by_layer and p.gather_axes]
+        seconds = sum(all_gather_seconds(machine, ELEMENT * p.used_size, p.gather_axes, step.mesh) for p in outside)
+        return step.gradient_accumulation * (seconds + all_reduce_seconds(machine, 4 * step.trained, MESH_AXES, step.mesh))
     times = 1 if step.joins_passes else step.gradient_accumulation
     of_gradient = 4 if step.joins_passes else ELEMENT
     seconds = 0.0

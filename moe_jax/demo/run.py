@@ -82,7 +82,7 @@ class DemoSettings:
 
 @dataclass(frozen=True)
 class DemoResult:
-    """The losses of all steps, the relative difference from transformers' logits, and the generated texts."""
+    """The losses of all steps, the relative logit difference from transformers, and generated texts."""
 
     losses: list[float]
     logit_difference: float
@@ -126,7 +126,7 @@ def run_demo(settings: DemoSettings) -> DemoResult:
         write_json_lines(output / "initial" / "generation_config.json", [defaults])
         print(f"  {config.model_type}, {config.num_hidden_layers} layers, {num_parameters / 1e6:.1f} M parameters", end="")
         if experts := config.experts:
-            print(f", {experts.num_experts} experts a layer of which each token takes {experts.num_experts_per_tok}", end="")
+            print(f", {experts.num_experts} experts per layer, and each token uses {experts.num_experts_per_tok}", end="")
         print()
         del model
 
@@ -152,7 +152,7 @@ def run_demo(settings: DemoSettings) -> DemoResult:
         save_pretrained(result.model, output / "model", tokenizer_from=output / "tokenizer", progress=False)
 
     other = "transformers" if with_torch else "the trained model"
-    with stage(6, f"Load the export, and compare its logits with those of {other}"):
+    with stage(6, f"Load the export, and compare its logits with {other}"):
         tokens = tokenizer.encode("".join(functions[:10]))[: settings.seq_len]
         difference = logit_difference(output / "model", tokens, None if with_torch else result.model)
         print(f"  largest difference {difference:.1e} of the largest logit (accepted: {MAX_LOGIT_DIFFERENCE:.0e})")
@@ -214,7 +214,7 @@ MARKER = ".moe-jax-demo"
 
 
 def check_options(settings: DemoSettings, output: Path, with_torch: bool) -> None:
-    """Raises a ValueError that lists every option that some stage would refuse."""
+    """Validates the demo's settings; raises a ValueError that lists every problem."""
     least = {
         "steps": (2, ", so that the run can be interrupted"),
         "vocab_size": (256 + len(SPECIAL_TOKENS), ": all bytes, and the special tokens"),
@@ -248,7 +248,7 @@ def check_options(settings: DemoSettings, output: Path, with_torch: bool) -> Non
 
 
 def empty_output(output: Path) -> None:
-    """Makes the folder, or removes the files of an earlier demo from it."""
+    """Creates the output folder, or deletes an earlier demo's files in it."""
     if output.exists() and not output.is_dir():
         raise FileExistsError(f"{output} is a file; the demo needs a folder")
     if output.is_dir() and any(output.iterdir()) and not (output / MARKER).is_file():
@@ -265,7 +265,7 @@ def empty_output(output: Path) -> None:
 
 @contextmanager
 def stage(number: int, title: str) -> Iterator[None]:
-    """Prints a stage's title before it and its seconds after it."""
+    """Context manager that prints a title before a section of the demo, and its seconds after it."""
     print(f"\n[{number}/7] {title}", flush=True)
     start = time.perf_counter()
     yield
@@ -273,7 +273,7 @@ def stage(number: int, title: str) -> Iterator[None]:
 
 
 def small_config(model: str, vocab_size: int, eos_token_id: int) -> ModelConfig:
-    """Returns the config of a model of about 3 M parameters, which two CPU cores train in minutes.
+    """Returns a config of about 3 M parameters, trainable in minutes on two CPU cores.
 
     initializer_range is about 1 / sqrt(hidden_size). At the usual 0.02, a model this narrow needs many more steps to leave the
     plateau where it has learned only the frequencies of tokens. A small vocabulary and 3 layers leave time for more steps. In
@@ -321,7 +321,7 @@ def training_settings(settings: DemoSettings, output: Path, data: Path) -> Finet
 
 
 def logit_difference(folder: Path, tokens: list[int], trained: Decoder | None = None) -> float:
-    """Returns max |ours - theirs| / max |theirs| over the logits of `tokens`. Ours are computed by the model in `folder`.
+    """Returns max |ours - theirs| / max |theirs| over the logits of `tokens`, for the checkpoint in `folder`.
 
     Args:
       trained: the model that computes theirs, on one device; ours are then in its dtype. None: transformers, in f32.
@@ -337,7 +337,7 @@ def logit_difference(folder: Path, tokens: list[int], trained: Decoder | None = 
 
 
 def transformers_logits(folder: Path, tokens: list[int]) -> np.ndarray:
-    """Returns transformers' logits of `tokens`, in f32 from `folder`, without its progress bar."""
+    """Returns the f32 logits that transformers computes for `tokens`, with the checkpoint in `folder`."""
     import torch
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging

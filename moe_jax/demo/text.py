@@ -56,7 +56,7 @@ def library_functions(every_nth: int = 1) -> list[str]:
 
 
 def functions_of(source: str) -> list[str]:
-    """Returns the functions and methods in `source` within the bounds; none if this Python cannot parse `source`."""
+    """Returns the functions and methods in `source` of suitable length; none if `source` does not parse."""
     with warnings.catch_warnings():
         # The parser warns about invalid escapes in old files.
         warnings.simplefilter("ignore", SyntaxWarning)

@@ -26,7 +26,7 @@ from jaxtyping import Array, Bool, Int, Key
 from moe_jax.config import ModelConfig
 from moe_jax.generation.request import DecodeOptions, check_memory, left_padded
 from moe_jax.kernels.shapes import vary_as
-from moe_jax.layers.moe import Experts, is_expert_matrix
+from moe_jax.layers.moe import is_expert_matrix
 from moe_jax.models.decoder import Decoder
 from moe_jax.models.inputs import refuse_deleted
 from moe_jax.parallel.choices import Hops
@@ -44,7 +44,7 @@ AXES = ("fsdp", "expert")
 
 @dataclass(frozen=True)
 class Devices:
-    """The devices that generation runs on, as one device's program sees them."""
+    """Number of devices that share the experts during generation, and how they exchange tokens."""
 
     with_experts: int
     """The number of devices over which the experts are spread."""
@@ -53,23 +53,23 @@ class Devices:
 
     @property
     def spread(self) -> Spread:
-        """The spread of a model's calls over the devices."""
+        """The `Spread` of the model's calls: expert parallelism if experts are split over devices, else none."""
         return Spread(expert=ExpertParallel() if self.with_experts > 1 else None)
 
     @property
     def spread_of_halves(self) -> Spread:
-        """The spread of calls with two halves of the prompts in one loop: pairwise copies, with room for any routing."""
+        """The `Spread` of two overlapping half-batches: pairwise exchange, with a capacity for any routing."""
         if self.hops == "nccl":
             return self.spread
         return Spread(expert=ExpertParallel(transport="pairwise", capacity_factor=self.with_experts))
 
     def any(self, flags: Bool[Array, "batch"]) -> Bool[Array, ""]:
-        """Returns True if a flag is set on any device."""
+        """Returns True on all devices if a flag is set on any of them."""
         return lax.psum(flags.sum(dtype=jnp.int32), AXES) > 0
 
 
 class DecodeInputs(NamedTuple):
-    """Inputs of one device's decoding loop: its own prompts, padded on the left, and a key for each."""
+    """Inputs of one device's decoding loop: its prompts, left-padded, and a PRNG key per prompt."""
 
     devices: Devices
     model: Decoder
@@ -99,8 +99,7 @@ def decode_on_devices[Results: tuple](
     """
     refuse_deleted(nnx.state(model))
     graph, parameters, *rest = nnx.split(model, nnx.Param, ...)
-    adapts = any(isinstance(module, Experts) and module.down_lora is not None for _, module in nnx.iter_modules(model))
-    mesh = generation_mesh(devices_of(model, "generation"), model.config, spread_experts=not adapts)
+    mesh = generation_mesh(devices_of(model, "generation"), model.config)
     refuse_chunks(parameters, "generation")
     check_memory(model.config, prompts, options.max_new_tokens, dtype=model.dtype, devices=mesh.size)
     if options.overlap_prefill and (reason := overlap_refusal(mesh, model.config, len(prompts))):
@@ -116,21 +115,18 @@ def decode_on_devices[Results: tuple](
     return jax.tree.map(lambda rows: np.asarray(rows)[: len(prompts)], results)
 
 
-def generation_mesh(devices: Sequence[jax.Device], config: ModelConfig, *, spread_experts: bool = True) -> Mesh:
+def generation_mesh(devices: Sequence[jax.Device], config: ModelConfig) -> Mesh:
     """Builds the mesh (fsdp, expert) of generation.
 
     For a model loaded onto this mesh, only the matrices other than experts' must be gathered.
-
-    Args:
-      spread_experts: False keeps all experts on each device, as adapters of experts require.
     """
-    has_experts = config.experts is not None and bool(config.moe_layers) and spread_experts
+    has_experts = config.experts is not None and bool(config.moe_layers)
     experts = math.gcd(len(devices), config.experts.num_experts) if has_experts and config.experts else 1
     return Mesh(np.array(devices).reshape(-1, experts), AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
 def overlap_refusal(mesh: Mesh, config: ModelConfig, num_prompts: int) -> str | None:
-    """Returns the reason why prompts cannot be computed as two halves in one loop; None if they can."""
+    """Returns why the prefill cannot overlap two halves of the batch; None if it can."""
     if mesh.shape["expert"] == 1:
         return (
             f"no device has experts of its own, so no token travels while another is computed; {_whole_because(mesh, config)}"
@@ -150,9 +146,7 @@ def _whole_because(mesh: Mesh, config: ModelConfig) -> str:
     if mesh.size == 1:
         return "lay the model out on several"
     number = config.experts.num_experts
-    if math.gcd(mesh.size, number) == 1:
-        return f"the model has {number}, and a number of devices with a common divisor can share them; got {mesh.size}"
-    return "those with adapters lie whole on each device"
+    return f"the model has {number}, and a number of devices with a common divisor can share them; got {mesh.size}"
 
 
 def _specs_of_others(others: nnx.State, mesh: Mesh | AbstractMesh) -> nnx.State:
@@ -194,7 +188,7 @@ def _compiled(decode: Callable, options: DecodeOptions, mesh: Mesh) -> Callable:
 
 
 def program(decode: Callable, options: DecodeOptions, mesh: Mesh | AbstractMesh, hops: Hops = "nccl") -> Callable:
-    """Returns f(graph, parameters, other state, tokens, segment_ids, seed), which decodes all prompts on all devices.
+    """Returns f(graph, parameters, other state, tokens, segment_ids, seed), which runs `decode` on all devices.
 
     Args:
       hops: `Devices.hops`; "copies" needs a program compiled for copies.
@@ -220,7 +214,7 @@ def program(decode: Callable, options: DecodeOptions, mesh: Mesh | AbstractMesh,
 
 
 def row_keys(seed, rows) -> Key[Array, "batch"]:
-    """Returns a key for each row of a batch; it depends only on the seed and the row's number."""
+    """Returns a PRNG key per row, which depends only on the seed and the row's index."""
     return jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), rows)
 
 

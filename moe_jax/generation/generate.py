@@ -78,7 +78,7 @@ def _decode(options: DecodeOptions, inputs: DecodeInputs) -> tuple[Int[Array, "b
         return jnp.isin(token, jnp.array(ends, jnp.int32)) if ends else jnp.zeros(batch, bool)
 
     def logits_of(hidden: Float[Array, "batch hidden"]) -> Float[Array, "batch vocab"]:
-        """Computes the logits of one position, so that a long prompt needs no memory for all logits."""
+        """Computes the logits of one position per row, so that prefill never materializes logits for all positions."""
         return jnp.einsum("bd,vd->bv", hidden, model.head_weight.astype(model.dtype))
 
     hidden, cache = prefill(inputs, positions, prompt_length + max_new_tokens, overlap=overlap)

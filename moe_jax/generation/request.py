@@ -25,7 +25,7 @@ _warned_of: set[int] = set()
 
 
 class DecodeOptions(NamedTuple):
-    """The static options of a decoding loop; a program is compiled for each set of values."""
+    """The static options of a decoding loop. Each new set of values compiles a new program."""
 
     max_new_tokens: int
     temperature: float
@@ -48,7 +48,7 @@ def checked_request(
     top_p: float | None,
     eos_token_id: int | Sequence[int] | None,
 ) -> tuple[list[list[int]], bool, DecodeOptions]:
-    """Returns checked prompts, True if one flat prompt was given, and options.
+    """Validates the arguments of `generate`; returns the prompts, whether one flat prompt was given, and the options.
 
     Warns once if a sequence may exceed the length that the model was trained for.
 
@@ -83,7 +83,7 @@ def checked_request(
 
 
 def check_memory(config: ModelConfig, prompts: list[list[int]], new: int, *, dtype: DTypeLike, devices: int) -> None:
-    """Refuses a cache that alone exceeds the memory of a device (the host's memory for a CPU).
+    """Checks that the KV cache alone fits into a device's memory (the host's memory for a CPU).
 
     Raises:
       ValueError: the cache does not fit; the message names max_new_tokens, and the GiB needed and available.
@@ -104,7 +104,7 @@ def check_memory(config: ModelConfig, prompts: list[list[int]], new: int, *, dty
 
 
 def padding_ids(model: Decoder) -> set[int]:
-    """Returns the tokens that pad this model's prompts, from its config.json and generation_config.json.
+    """Returns the token ids used to pad prompts, from the model's config.json and generation_config.json.
 
     If neither names a padding token, returns the end-of-text tokens, with which users then pad.
     """
@@ -115,13 +115,13 @@ def padding_ids(model: Decoder) -> set[int]:
 
 
 def warn_of_length(config: ModelConfig, prompt: int, new: int) -> None:
-    """Logs a warning if `prompt` + `new` tokens exceed the known positions; once per number of positions in a process."""
+    """Logs a warning if `prompt` + `new` tokens exceed the model's context length; once per length in a process."""
     limit = config.known_positions
     if prompt + new <= limit or config.rope_parameters.rope_type == "dynamic" or limit in _warned_of:
         return
     _warned_of.add(limit)
     _logger.warning(
-        "a prompt of %d tokens and max_new_tokens=%d make %d, more than the model's max_position_embeddings of %d: text behind "
+        "a prompt of %d tokens and max_new_tokens=%d make %d, more than the model's max_position_embeddings of %d: text beyond "
         "that position may make no sense",
         prompt, new, prompt + new, limit,
     )  # fmt: skip
@@ -159,7 +159,7 @@ def as_prompts(
 
 
 def left_padded(prompts: list[list[int]], multiple: int) -> tuple[Int[np.ndarray, "batch seq"], Int[np.ndarray, "batch seq"]]:
-    """Returns tokens and segment ids, padded on the left, with rows of padding up to a `multiple` of rows."""
+    """Returns left-padded tokens and segment ids, with padding rows up to a `multiple` of rows."""
     padded_length = -(-max(map(len, prompts)) // PROMPT_BUCKET) * PROMPT_BUCKET
     rows = -(-len(prompts) // multiple) * multiple
     tokens = np.zeros((rows, padded_length), np.int32)

@@ -27,19 +27,19 @@ def sample(
 def distribution(
     logits: Float[Array, "... vocab"], *, temperature: float, top_k: int | None = None, top_p: float | None = None
 ) -> Float[Array, "... vocab"]:
-    """Returns the probabilities, in f32, from which `sample` draws; temperature 0: all on the argmax."""
+    """Returns the f32 probabilities that `sample` samples from; at temperature 0, a one-hot of the argmax."""
     if temperature == 0:
         return jax.nn.one_hot(jnp.argmax(logits.astype(jnp.float32), axis=-1), logits.shape[-1])
     return jax.nn.softmax(_restricted(logits, temperature, top_k, top_p), axis=-1)
 
 
 def draw(logits: Float[Array, "batch ... vocab"], keys: Key[Array, "batch"]) -> Int[Array, "batch ..."]:
-    """Draws tokens from softmax(logits), with one key per row."""
+    """Samples a token per row from softmax(logits), with one PRNG key per row."""
     return jax.vmap(jax.random.categorical)(keys, logits).astype(jnp.int32)
 
 
 def folded(keys: Key[Array, "batch"], number) -> Key[Array, "batch"]:
-    """Returns the rows' keys for draw `number`."""
+    """Folds `number` (for example the step) into each row's PRNG key, for independent samples."""
     return jax.vmap(jax.random.fold_in, (0, None))(keys, number)
 
 

@@ -91,7 +91,7 @@ def looked_up(tokens: Int[Array, "rows length"], newest: Int[Array, "rows"], cou
 
 @dataclass(frozen=True)
 class Drafts:
-    """The number of tokens that were drafted, and the number of drafts that the model accepted."""
+    """Counts of drafted tokens and of drafts that the model accepted."""
 
     drafted: int
     accepted: int
@@ -149,7 +149,7 @@ def check_drafts(config: ModelConfig, source: DraftSource) -> None:
     if (reason := config.mixer_refusal("taking back a draft")) is not None:
         raise ValueError(reason)
     if source.name == "module" and not config.mtp_stages:
-        raise ValueError("drafts need a model loaded with its modules that predict further tokens (num_nextn_predict_layers)")
+        raise ValueError("drafts need a model loaded with its MTP modules (num_nextn_predict_layers)")
 
 
 @jax.tree_util.register_dataclass
@@ -197,7 +197,7 @@ def _decode(source: DraftSource, options: DecodeOptions, inputs: DecodeInputs) -
         return distribution(logits_of(hidden), **restricted)
 
     def draw_from(probabilities, number):
-        """Draws from the rows' keys: tokens have even numbers, drafts odd ones."""
+        """Samples with the rows' PRNG keys, folded with even numbers for tokens and odd ones for drafts."""
         return draw(jnp.log(probabilities), folded(keys, number))
 
     def ends_with(token, lengths):

@@ -186,7 +186,7 @@ def completion_tokens(tokenizer: Any, prompts: Sequence[str]) -> list[list[int]]
     begin = beginning(tokenizer)
     tokens = [begun(begin, tokenizer(prompt, add_special_tokens=False)["input_ids"]) for prompt in prompts]
     if not all(tokens):
-        raise ValueError(f"prompt {tokens.index([])} is empty: give at least one character to go on from")
+        raise ValueError(f"prompt {tokens.index([])} is empty: give at least one character to continue")
     return tokens
 
 
@@ -287,7 +287,7 @@ def _warn_of_unused(settings: Mapping[str, Any]) -> None:
 
 
 def added_text(tokenizer: Any, prompt: Sequence[int], new: Sequence[int]) -> str:
-    """Returns the text of the new tokens after a prompt, without special tokens."""
+    """Returns the text that the new tokens add to a prompt, without special tokens."""
     before = tokenizer.decode(prompt, skip_special_tokens=True)
     whole = tokenizer.decode([*prompt, *new], skip_special_tokens=True)
     # Decoded without the prompt, the first token lacks the space before it in some tokenizers.
@@ -341,7 +341,7 @@ def _tokenizer_beside(source: str | None) -> Any:
     """Loads the tokenizer in the model's folder."""
     advice = "pass tokenizer=moe_jax.load_tokenizer(folder_or_hub_id)"
     if source is None:
-        raise ValueError(f"this model was not read from a folder, so there is no tokenizer beside it: {advice}")
+        raise ValueError(f"this model was not read from a folder, so its tokenizer is unknown: {advice}")
     try:
         return load_tokenizer(source)
     except ValueError as error:

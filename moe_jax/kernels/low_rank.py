@@ -1,5 +1,6 @@
 """The low-rank change of a matrix: W + b a, where only the factors are trained (LoRA, https://arxiv.org/abs/2106.09685)."""
 
+import math
 from typing import NamedTuple
 
 import jax
@@ -9,14 +10,14 @@ from jaxtyping import Array, Float, UInt32
 
 
 class LowRank(NamedTuple):
-    """The factors of a matrix b a [out, in], or of one per expert; b includes any scale."""
+    """LoRA factors of a matrix update b a [out, in], or of one per expert; b includes any scale."""
 
     a: Float[Array, "*experts rank in"]
     b: Float[Array, "*experts out rank"]
 
 
 class RowsChange(NamedTuple):
-    """The half-applied change of each expert's matrix: adds rows[r] @ factor[e].T to row r of expert e.
+    """A LoRA update after its first matmul: adds rows[r] @ factor[e].T to row r of expert e's output.
 
     If the matrix is used transposed, so is the factor, which is then [experts, rank, out]: rows[r] @ factor[e].
     """
@@ -26,24 +27,30 @@ class RowsChange(NamedTuple):
 
 
 class Dropout(NamedTuple):
-    """Dropout of a's input: drops each element with probability `rate`, redrawn from `key` on each use.
+    """LoRA dropout on a's input: drops each element with probability `rate`, redrawn from the token's seed on each use.
 
-    The same key drops the same elements, so a layer recomputed in the backward pass matches.
+    The same seed drops the same elements: in a layer recomputed in the backward pass, and on any device.
     """
 
-    key: UInt32[Array, "2"]
+    seeds: UInt32[Array, "*tokens"]
+    """One for each token of the input. For other numbers of tokens, the first one's mask covers the whole input."""
     rate: float | Float[Array, ""]
 
     def __call__(self, x: Float[Array, "*batch in"]) -> Float[Array, "*batch in"]:
         """Returns x with dropped elements zero, and the others divided by 1 - rate."""
-        kept = jax.random.bernoulli(self.key, 1 - self.rate, x.shape)
+        *tokens, size = x.shape
+        keys = jnp.stack([self.seeds.ravel(), jnp.zeros_like(self.seeds.ravel())], axis=-1)
+        if math.prod(tokens) == len(keys):
+            kept = jax.vmap(lambda key: jax.random.bernoulli(key, 1 - self.rate, (size,)))(keys).reshape(x.shape)
+        else:
+            kept = jax.random.bernoulli(keys[0], 1 - self.rate, x.shape)
         return jnp.where(kept, x / jnp.asarray(1 - self.rate, x.dtype), jnp.zeros((), x.dtype))
 
 
 def low_rank_map(
     x: Float[Array, "*batch in"], factors: LowRank, out_dtype: DTypeLike | None = None, dropout: Dropout | None = None
 ) -> Float[Array, "*batch out"]:
-    """Computes x (b a)^T as (x a^T) b^T, with the factors in x's dtype; `out_dtype` is the result's dtype, by default x's."""
+    """Computes the LoRA update x (b a)^T as (x a^T) b^T, in x's dtype; the result has `out_dtype`, by default x's."""
     x = x if dropout is None else dropout(x)
     inner = jnp.einsum("...i,ri->...r", x, factors.a.astype(x.dtype))
     return jnp.einsum("...r,or->...o", inner, factors.b.astype(x.dtype), preferred_element_type=out_dtype)

@@ -18,7 +18,7 @@ def widened(a: Array) -> Array:
 
 
 def sum_in_order(terms: Array, axis: int) -> Array:
-    """Sums over a short axis, from the first term to the last.
+    """Sums over a short axis from the first to the last term, so that the bits do not depend on the program.
 
     XLA has several orders for one reduction and chooses the fastest for the sizes and surrounding operations. The same numbers
     could have other sums in another program.

@@ -14,7 +14,7 @@ from jaxtyping import Array
 def check_experts_mlp(
     x: Array, w_gate_up: Array, w_down: Array, topk_weights: Array, topk_experts: Array, *, experts: str = "experts"
 ) -> dict[str, int]:
-    """Checks the arguments of a layer of experts and returns the length of each axis; `experts` is the name of the first axis.
+    """Checks the shapes of an expert layer's arguments; returns axis lengths by name. `experts` names the expert axis.
 
     Raises:
         ValueError: shapes that do not match, a non-integer topk_experts, an x of integers, or axes of length 0.
@@ -35,7 +35,7 @@ def check_experts_mlp(
 
 
 def check_shape(name: str, array: Array, wanted: str, sizes: dict[str, int]) -> None:
-    """Checks `array` against axes such as "experts 2*inter hidden"; axes not yet in `sizes` are added to it.
+    """Checks an array's shape against named axes such as "experts 2*inter hidden"; adds new axes to `sizes`.
 
     Raises:
         ValueError: the number of axes or the length of one differs.
@@ -71,7 +71,7 @@ def vary_as(results, inputs):
 
 
 def refuse_explicit_axes(**arrays: jax.typing.ArrayLike) -> None:
-    """Refuses arrays that are split over mesh axes of type Explicit, for which JAX asks for the layout of every result.
+    """Raises if an array is sharded over mesh axes of type Explicit, for which JAX would need all output shardings.
 
     Raises:
         ValueError: one of the arrays is split over such an axis.

@@ -41,7 +41,7 @@ MOST_STAGES = 16
 
 
 def refusal(x: Float[Array, "rows k"], weights: tuple[Float[Array, "_ _"], ...]) -> str | None:
-    """Returns the reason why these operands are not supported, and what is; None if they are."""
+    """Returns why the kernel does not support these operands, with the supported ones; None if it does."""
     if {w.dtype for w in weights} != {x.dtype} or x.dtype not in (jnp.bfloat16, jnp.float16):
         return f"x and w must be bfloat16 or float16, all alike; got {x.dtype} and {[w.dtype for w in weights]}"
     k = x.shape[1]
@@ -54,7 +54,7 @@ def refusal(x: Float[Array, "rows k"], weights: tuple[Float[Array, "_ _"], ...])
 
 
 def stages_of(rows: int, columns: int) -> int:
-    """Returns the number of a tile's stages that fit in shared memory next to chunks of the result and barriers."""
+    """Returns how many pipeline stages of a tile fit in shared memory."""
     rest = CONSUMERS * 2 * WGMMA_ROWS * CHUNK * 4 + 1024
     return min((SHARED_MEMORY - rest) // ((rows + columns) * STEP * 2), MOST_STAGES)
 
@@ -68,7 +68,7 @@ def split_matmul(
     *,
     adds_splits: bool = False,
 ) -> Float[Array, "splits rows n"]:
-    """Returns x @ w.T as `splits` partial sums over parts of k; w stacks the weights' rows.
+    """Computes x @ w.T as `splits` partial sums over k (split-K); w stacks the weights' rows.
 
     Parts are equal, or differ by one step of 64.
 

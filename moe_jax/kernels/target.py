@@ -10,7 +10,7 @@ def platform() -> str:
 
 
 def is_interpreted() -> bool:
-    """Returns True if JAX's GPU interpreter runs the kernels: if the target is a CPU."""
+    """Returns True if kernels run in JAX's GPU interpreter, because the target is a CPU."""
     return platform() == "cpu"
 
 
@@ -23,7 +23,7 @@ def compute_capability() -> str | None:
 
 
 def num_cores() -> int:
-    """Returns the number of cores (streaming multiprocessors) of a target GPU."""
+    """Returns the number of streaming multiprocessors (SMs) of the target GPU."""
     target = _abstract_device()
     return target.num_cores if target is not None else _default_device().core_count
 

@@ -37,7 +37,7 @@ GONE = -(2**31)
 
 
 def top_k_indices(x: Float[Array, "rows columns"], k: int) -> Int[Array, "rows k"]:
-    """Returns the columns of the k largest numbers of each row, without gradients, equal to `lax.top_k`'s.
+    """Returns the column indices of each row's k largest elements, like `lax.top_k`, without gradients.
 
     Among equal numbers the smaller column comes first. A kernel computes them on Hopper if it supports the sizes.
     """

@@ -29,7 +29,7 @@ CHUNK_TOKENS = 2048
 
 
 class TokenScores(NamedTuple):
-    """Two numbers of each token, in f32 (f64 for f64)."""
+    """Per-token results, in f32 (f64 for f64)."""
 
     log_probs: Float[Array, "*tokens"]
     """The label's log-probability."""

@@ -23,7 +23,7 @@ Expand = Callable[..., tuple[Array, Array]]
 
 
 class Expansion(NamedTuple):
-    """Expands smaller arrays to keys and values: (k, v) = expand(weights, *kv)."""
+    """A function that computes keys and values from smaller arrays, such as MLA latents: (k, v) = expand(weights, *kv)."""
 
     expand: Expand
     """A function that closes over no array."""
@@ -54,11 +54,11 @@ class Attend:
 
     @property
     def sees_cached_tokens(self) -> bool:
-        """True if a cache holds earlier tokens that these attend to."""
+        """True if the queries also attend to tokens in the KV cache."""
         return self.cache is not None and not self.cache.is_empty
 
     def follows(self) -> Bool[Array, "batch seq"]:
-        """Returns True for tokens that continue a recurrent layer's state: the previous token has the same segment.
+        """Returns True for each token that continues a recurrent layer's state: the previous token has the same segment.
 
         The first token follows the cache's last one. False for padding.
         """
@@ -69,7 +69,7 @@ class Attend:
         return (self.segments == before) & (self.segments != 0)
 
     def states(self, like: tuple[Float[Array, "batch ..."], ...]) -> tuple[Float[Array, "batch ..."], ...]:
-        """Returns a recurrent layer's states before these tokens, in the dtypes of `like`; `like` itself if there are none.
+        """Returns a recurrent layer's initial states in the dtypes of `like`; `like` itself without cached tokens.
 
         Inside `jax.shard_map` they vary over devices like the tokens.
         """
@@ -79,7 +79,7 @@ class Attend:
         return tuple(a.astype(b.dtype) for a, b in zip(self.cache.read_states(self.layer), like, strict=True))
 
     def keep(self, states: tuple[Float[Array, "batch ..."], ...]) -> KVCache | None:
-        """Returns the cache with a recurrent layer's states after these tokens; None without a cache."""
+        """Returns the cache updated with a recurrent layer's final states; None without a cache."""
         return None if self.cache is None else self.cache.write_states(self.layer, states)
 
     def __call__(
@@ -130,7 +130,7 @@ class Attend:
 def with_sinks(
     out: Float[Array, "batch seq heads value_dim"], lse: Float[Array, "batch heads seq"], sinks: Float[Array, " heads"]
 ) -> Float[Array, "batch seq heads value_dim"]:
-    """Returns attention whose softmax has one extra score that belongs to no token: out * sigmoid(lse - sinks), in f32.
+    """Applies attention sinks, extra softmax scores without a value: out * sigmoid(lse - sinks), in f32.
 
     With z = exp(lse), the sum over the seen keys becomes z + exp(sink), so their weights shrink by z / (z + exp(sink)).
     (gpt-oss, https://arxiv.org/abs/2508.10925.)

@@ -17,7 +17,7 @@ from moe_jax.layers.rope import RopeTables, apply_rope
 
 
 class Attention(nnx.Module):
-    """o_proj(attend(rope(q_norm(q_proj x)), rope(k_norm(k_proj x)), v_proj x)).
+    """Multi-head or grouped-query attention: o_proj(attend(rope(q_norm(q_proj x)), rope(k_norm(k_proj x)), v_proj x)).
 
     `config.mixer` defines whether projections have biases, and heads have norms (RMSNorm on each query and key head) and sinks.
     """

@@ -20,8 +20,7 @@ from moe_jax.layers.segments import SequenceSplit, segment_positions
 def move_bias(
     bias: Float32[Array, "*layers experts"], expert_load: Int[Array, "*layers experts"], rate: float
 ) -> Float32[Array, "*layers experts"]:
-    """Returns bias + rate * sign(mean load - load), in f32: lowers the bias of overloaded experts of each layer, and raises the
-    others.
+    """Returns bias + rate * sign(mean load - load), in f32: lowers overloaded experts' biases, raises the others.
 
     Call it once per optimizer step, with the load of the step's whole batch: all micro-batches, all devices. An expert whose
     load is the mean keeps its bias.
@@ -47,7 +46,7 @@ class Sequences:
 
     @classmethod
     def of(cls, segment_ids: Int[Array, "batch seq"], context_parallel: SequenceSplit | None = None) -> "Sequences":
-        """Finds the documents of `segment_ids` (0 is padding); with `context_parallel`, of this device's tokens.
+        """Finds the documents in `segment_ids` (0 is padding); with `context_parallel`, for this device's tokens.
 
         With `context_parallel` call it inside `jax.shard_map`.
         """
@@ -69,14 +68,14 @@ class Sequences:
         return self.length > 0
 
     def expert_load(self, experts: Int[Array, "tokens k"], num_experts: int) -> Int[Array, "tokens experts"]:
-        """Counts, for each token, the choices of its whole document that went to each expert."""
+        """Counts, for each token, how many choices of its whole document went to each expert."""
         slots = len(self.first_token) * (1 if self.axis_name is None else lax.axis_size(self.axis_name))
         counted = jnp.broadcast_to(self.valid[:, None], experts.shape).astype(jnp.int32)
         sums = jnp.zeros((slots, num_experts), jnp.int32).at[self.first_token[:, None], experts].add(counted)
         return _over_devices(sums, self.axis_name)[self.first_token]
 
     def share(self, dtype: DTypeLike) -> Float[Array, "tokens"]:
-        """Returns 1 / length, and 0 for padding; the sum is the number of documents."""
+        """Returns 1 / length for each token (0 for padding), whose sum is the number of documents."""
         return jnp.where(self.valid, 1 / jnp.maximum(self.length, 1).astype(dtype), 0)
 
 

@@ -20,7 +20,7 @@ from moe_jax.kernels.shapes import vary_as
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class KVCache:
-    """Room for `max_length` tokens of every sequence in every layer. Tokens beyond that overwrite the last ones.
+    """Keys and values, or latents, of at most `max_length` tokens per sequence. Tokens beyond that overwrite the last ones.
 
     An empty cache has a different pytree structure (`written` is None), so `jax.jit` compiles prefill and decode separately.
     A `lax` loop cannot turn one structure into the other: start it with `replace(cache, written=jnp.int32(0))`.
@@ -50,7 +50,7 @@ class KVCache:
         return 0 if self.written is None else self.written
 
     def with_segments(self, segment_ids: Int[Array, "batch seq"]) -> "KVCache":
-        """Appends the segments of new tokens; `length` does not change (see `advanced`)."""
+        """Appends the segment ids of new tokens. `length` changes only in `advanced`."""
         # Default segments have the tokens' dtype.
         ids = segment_ids.astype(self.segment_ids.dtype)
         segments = lax.dynamic_update_slice(self.segment_ids, ids, (0, self.length))
@@ -59,7 +59,7 @@ class KVCache:
         return replace(self, kept=kept, states=states, segment_ids=segments)
 
     def write(self, layer: Int[Array, ""], kept: tuple[Float[Array, "batch seq ..."], ...]) -> "KVCache":
-        """Appends one layer's new tokens; `length` does not change (see `advanced`).
+        """Writes one layer's new keys and values. `length` changes only in `advanced`.
 
         Here and below, `layer` is a row of `cache_rows`.
         """
@@ -71,7 +71,7 @@ class KVCache:
         return replace(self, kept=tuple(map(put, self.kept, kept)))
 
     def read(self, layer: Int[Array, ""], dtype: DTypeLike) -> tuple[Float[Array, "batch max_length ..."], ...]:
-        """Returns all tokens of the layer as `dtype`."""
+        """Returns the keys and values of all tokens of a layer, cast to `dtype`."""
         return tuple(lax.dynamic_index_in_dim(a, layer, keepdims=False).astype(dtype) for a in self.kept)
 
     def write_states(self, layer: Int[Array, ""], states: tuple[Float[Array, "batch ..."], ...]) -> "KVCache":
@@ -85,12 +85,12 @@ class KVCache:
         return tuple(lax.dynamic_index_in_dim(rows, layer, keepdims=False) for rows in self.states)
 
     def advanced(self, num_tokens: int) -> "KVCache":
-        """Counts `num_tokens` more tokens per sequence, after every layer has written them."""
+        """Returns the cache with `length` increased by `num_tokens`; call it after all layers have written."""
         return replace(self, written=jnp.asarray(self.length + num_tokens, jnp.int32))
 
 
 def init_cache(config: ModelConfig, batch: int, max_length: int, dtype: DTypeLike) -> KVCache:
-    """Creates an empty cache: for each layer and sequence, max_length * (sizes of `Mixer.of_token`) numbers of `dtype`.
+    """Allocates an empty cache: per layer and sequence, max_length * (sizes of `Mixer.of_token`) elements of `dtype`.
 
     A recurrent layer has (sizes of `Mixer.of_sequence`) numbers in f32 instead.
     """
@@ -103,13 +103,13 @@ def init_cache(config: ModelConfig, batch: int, max_length: int, dtype: DTypeLik
 
 
 def cache_rows(config: ModelConfig) -> list[int]:
-    """Returns each layer's row in the cache: the number of earlier layers that keep the same arrays."""
+    """Returns each layer's index in the stacked arrays of the cache."""
     kept = [_kept(mixer) for mixer in config.layer_mixers]
     return [kept[:layer].count(own) for layer, own in enumerate(kept)]
 
 
 def join_rows(first: KVCache, second: KVCache) -> KVCache:
-    """Returns one cache with the sequences of both, which must have equal lengths and room."""
+    """Concatenates two caches of equal length and capacity along the batch axis."""
     kept, states = jax.tree.map(
         lambda *pair: jnp.concatenate(pair, axis=1), (first.kept, first.states), (second.kept, second.states)
     )

@@ -16,14 +16,14 @@ from moe_jax.layers.quantised import FP8_BLOCK, BlockScaled
 
 
 def codes_of(value: Any) -> QuantisedMatrices | None:
-    """Returns a matrix quantised in blocks of 128 x 128 as an FP8 operand; None for any other."""
+    """Returns a matrix that is stored in FP8 (one scale per 128 x 128 block) as an FP8 operand; None for any other."""
     if not isinstance(value, BlockScaled) or value.block != FP8_BLOCK:
         return None
     return QuantisedMatrices(value.codes, value.scales.astype(jnp.float32))
 
 
 def copies_of_matrix(weight: nnx.Variable, copies: Fp8Copies | None) -> DenseCopies:
-    """Returns a dense matrix in FP8: its copies, or its codes if quantised in blocks of 128 x 128; empty without either."""
+    """Returns the FP8 form of a dense matrix: its copies, or the stored codes of a frozen one; empty if it has neither."""
     codes = codes_of(weight.get_value())
     if codes is not None:
         return DenseCopies(codes)

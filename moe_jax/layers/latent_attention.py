@@ -27,7 +27,7 @@ LATENT_NORM_EPS = 1e-6
 
 
 class LatentAttention(nnx.Module):
-    """o_proj(attend(q, k, v)), with nope and rope the parts of a head without and with a position:
+    """o_proj(attend(q, k, v)), where each head has a part without positions (nope) and a rotated part (rope):
 
         q            = q_b_proj(norm(q_a_proj x)), or q_proj x if q_lora_rank is None; its rope part rotated
         latent, rope = split(kv_a_proj_with_mqa x); the latent normed, the rope part rotated
@@ -84,14 +84,14 @@ class LatentAttention(nnx.Module):
         return self.o_proj.of_heads(out), cache
 
     def queries(self, x: Float[Array, "batch seq hidden"], rope: RopeTables) -> Float[Array, "batch seq heads key_dim"]:
-        """Computes queries: the part without positions, then the rotated part with positions."""
+        """Computes the queries of all heads: the part without positions, then the rotated part."""
         q = self.q_proj(x) if self.config.q_lora_rank is None else self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
         q = q.reshape(*x.shape[:-1], -1, self.config.mixer.key_dim)
         q_nope, q_rope = jnp.split(q, [self.config.qk_nope_head_dim], axis=-1)
         return jnp.concatenate([q_nope, self._rotated(q_rope, rope)], axis=-1)
 
     def latents(self, x: Float[Array, "batch seq hidden"], rope: RopeTables) -> Float[Array, "batch seq latent_dim"]:
-        """Computes the cached row: the latent, then the rotary key that all heads share."""
+        """Computes the row to cache for each token: the latent, then the rotary key that all heads share."""
         latent, k_rope = jnp.split(self.kv_a_proj_with_mqa(x), [self.config.kv_lora_rank], axis=-1)
         return jnp.concatenate([self.kv_a_layernorm(latent), self._rotated(k_rope[:, :, None], rope)[:, :, 0]], axis=-1)
 
@@ -102,7 +102,7 @@ class LatentAttention(nnx.Module):
         return mixer.heads * num_queries * wider < math.prod(mixer.expansion)
 
     def absorb(self, q: Float[Array, "batch seq heads key_dim"]) -> Float[Array, "batch seq heads latent_dim"]:
-        """Returns queries whose product with latents equals the product of `q` with the keys expanded from these latents."""
+        """Multiplies queries by the key half of kv_b_proj, so that they can be compared with latents directly."""
         q_nope, q_rope = jnp.split(q, [self.config.qk_nope_head_dim], axis=-1)
         weight, _, change, *_ = self.kv_b_proj.matrix
         to_keys, _ = _by_head(self.config, weight.astype(q.dtype))
@@ -113,7 +113,7 @@ class LatentAttention(nnx.Module):
         return jnp.concatenate([absorbed, q_rope], axis=-1)
 
     def values(self, mean: Float[Array, "batch seq heads latent_dim"]) -> Float[Array, "batch seq heads value_dim"]:
-        """Computes weighted means of values from weighted means of latents."""
+        """Applies the value half of kv_b_proj to attention-weighted means of latents."""
         weight, _, change, *_ = self.kv_b_proj.matrix
         _, to_values = _by_head(self.config, weight.astype(mean.dtype))
         latents = mean[..., : self.config.kv_lora_rank]

@@ -17,33 +17,31 @@ from moe_jax.layers.lora import Adapter
 
 
 def fp8() -> ModuleType:
-    """Returns `layers.fp8`, the implementation of matrices in FP8, imported on first use like kernels."""
+    """Imports and returns `layers.fp8` on first use, since importing kernels is slow."""
     return import_module("moe_jax.layers.fp8")
 
 
 class Fp8Copies(nnx.Variable):
-    """FP8 copies of a module's weights, without gradients: `InFp8` of both matrices of `Experts`, or `DenseCopies` of a
-    `Linear`.
-    """
+    """FP8 copies of a module's weights, without gradients: two `InFp8` for `Experts`, or `DenseCopies` for a `Linear`."""
 
 
 class WeightTicket(nnx.Variable):
-    """Arrays with the shapes of a product's operands (`LinearProduct` or `ExpertProducts`), which are its "gradient"."""
+    """Placeholder argument whose gradient is the pair of operands of a weight gradient, so dW can be computed later."""
 
 
 class DeferredWeight(nnx.Variable):
-    """A weight matrix whose gradient goes to a ticket or to accumulators; it has no gradient itself."""
+    """A weight matrix without a gradient of its own: its gradient goes to a `WeightTicket` or to accumulators."""
 
 
 class LinearProduct(NamedTuple):
-    """The operands of the gradient dW = dy^T x of a linear map y = x W^T."""
+    """The two operands of a weight gradient, dW = dy^T x for y = x W^T."""
 
     x: Float[Array, "*batch in"]
     dy: Float[Array, "*batch out"]
 
 
 class TicketedMatrix(NamedTuple):
-    """A matrix W [out, in], the arrays of its ticket, an adapter's change and its dropout; None if absent."""
+    """A matrix W [out, in] with its optional ticket (`WeightTicket`), LoRA update and LoRA dropout."""
 
     weight: Float[Array, "out in"]
     ticket: LinearProduct | None
@@ -54,7 +52,7 @@ class TicketedMatrix(NamedTuple):
 
 
 class TicketHolder(nnx.Module):
-    """A module with weight matrices, stacked along a leading axis of layers, that share a ticket.
+    """A module with stacked weight matrices whose gradients can be deferred; one ticket serves all of them.
 
     A subclass names its matrices in `matrices` and describes the products in `products_like`. `layers.tickets` assigns tickets.
     """
@@ -63,17 +61,17 @@ class TicketHolder(nnx.Module):
     ticket: WeightTicket | None = None
 
     def products_like(self, x: Float[Array, "*batch hidden"]) -> Any:
-        """Returns arrays like the operands of one layer's products, for tokens like x."""
+        """Returns arrays with the shapes of one layer's deferred gradient operands, for tokens like x."""
         raise NotImplementedError
 
     @property
     def held_ticket(self) -> Any:
-        """The ticket's arrays; None without a ticket."""
+        """The ticket's arrays; None if gradients are not deferred."""
         return None if self.ticket is None else self.ticket.get_value()
 
 
 class Linear(TicketHolder):
-    """y = x W^T + b with W [out, in] and an optional b [out]; with an adapter, W has its change added.
+    """y = x W^T + b with W [out, in] and an optional b [out]. A LoRA adapter adds its update to W.
 
     Args:
       in_features, out_features: sizes of the last axes of x and y.
@@ -112,12 +110,12 @@ class Linear(TicketHolder):
         return y + self.bias[...].astype(x.dtype) if self.use_bias else y
 
     def to_heads(self, x: Float[Array, "*batch in"], head_dim: int) -> Float[Array, "*batch heads head_dim"]:
-        """Applies the map and splits the last axis of its result into heads."""
+        """Applies the map and reshapes the result to [..., heads, head_dim]."""
         y = self(x)
         return y.reshape(*y.shape[:-1], -1, head_dim)
 
     def of_heads(self, x: Float[Array, "*batch heads head_dim"]) -> Float[Array, "*batch out"]:
-        """Applies the map to the last two axes of x as one. The backward pass reads x itself, not a reshaped copy."""
+        """Applies the map to [..., heads, head_dim] as if flattened. The backward pass reads x itself, not a reshaped copy."""
 
         # Attention saves its result for its own backward pass, in x's shape. Without the checkpoint a layer would save both.
         @partial(jax.checkpoint, prevent_cse=False)
@@ -128,21 +126,21 @@ class Linear(TicketHolder):
 
     @property
     def matrix(self) -> TicketedMatrix:
-        """W, its ticket, its change and the change's dropout, and its FP8 copies."""
+        """W with everything `linear_map` needs: ticket, LoRA update, dropout, FP8 copies."""
         in_fp8 = fp8().copies_of_matrix(self.weight, self.fp8_copies) if self.in_fp8 else None
         if self.lora is None:
             return TicketedMatrix(self.weight[...], self.held_ticket, in_fp8=in_fp8)
         return TicketedMatrix(self.weight[...], self.held_ticket, self.lora.factors, self.lora.dropped, in_fp8)
 
     def products_like(self, x: Float[Array, "*batch _"]) -> LinearProduct:
-        """Returns arrays like the operands of W's gradient, for x's leading axes and dtype."""
+        """Returns arrays with the shapes of the operands of dW, for tokens like x."""
         return linear_product_like(x, self.weight, x.dtype)
 
 
 def linear_map(
     x: Float[Array, "*batch in"], matrix: TicketedMatrix, out_dtype: DTypeLike | None = None
 ) -> Float[Array, "*batch out"]:
-    """Computes x W^T (W including its change) in x's dtype; `out_dtype` is the result's dtype, by default x's.
+    """Computes x W^T in x's dtype, including W's LoRA update. The result has `out_dtype`, by default x's.
 
     Raises:
       ValueError: a matrix with a ticket that multiplies in FP8.
@@ -159,7 +157,7 @@ def linear_map(
 
 
 def linear_product_like(x: Float[Array, "*batch _"], matrix: nnx.Variable, out_dtype: DTypeLike) -> LinearProduct:
-    """Returns arrays like the operands of a (stacked) matrix's gradient, for tokens with x's leading axes and dtype."""
+    """Returns arrays with the shapes of the operands of a (stacked) matrix's gradient, for tokens like x."""
     *_, num_out, num_in = matrix.shape
     return LinearProduct(jnp.zeros((*x.shape[:-1], num_in), x.dtype), jnp.zeros((*x.shape[:-1], num_out), out_dtype))
 
@@ -189,7 +187,7 @@ _with_ticket.defvjp(_with_ticket_forward, _with_ticket_backward)
 
 
 class Embedding(nnx.Module):
-    """A table [vocab, hidden] whose rows are chosen by token id.
+    """A table [vocab, hidden]; each token id selects a row.
 
     An id outside yields NaN, never another token's row. An adapter's factors have a leading axis of 1, and change the table by
     b a. A token's change is its row of b times a.
@@ -217,7 +215,7 @@ def _rows(table: Float[Array, "vocab _"], tokens: Integer[Array, "batch seq"]) -
 
 
 def normal_parameter(shape: tuple[int, ...], stddev: float, dtype: DTypeLike, rngs: nnx.Rngs) -> nnx.Param:
-    """Draws a parameter like `draw_normal`, without an f32 copy of a large parameter."""
+    """Initializes a parameter with `draw_normal`, layer by layer, so that no large f32 copy exists."""
     key = rngs.params()
     if math.prod(shape) <= WHOLE_DRAW:
         return nnx.Param(draw_normal(key, shape, stddev, dtype))

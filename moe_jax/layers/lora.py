@@ -16,11 +16,11 @@ class Frozen(nnx.Variable):
 
 
 class DropoutKey(nnx.Variable):
-    """The key of an adapter's dropout in one pass of training, for each layer of a stack."""
+    """Seeds of an adapter's dropout in one training pass, for each layer of a stack and each token."""
 
 
 class Adapter(nnx.Module):
-    """The change scale * b a of a matrix, or of each expert's.
+    """The LoRA update scale * b a of a matrix, or of each expert's matrix.
 
     Both factors are f32 for any dtype of the matrix, and are cast to the input's dtype for use. They are `nnx.LoRAParam`s,
     which are `nnx.Param`s. The change starts at zero: b is zero, and a uniform in +-1/sqrt(in) as in PEFT.
@@ -46,7 +46,7 @@ class Adapter(nnx.Module):
 
     @property
     def rank(self) -> int:
-        """The rank of the change."""
+        """The LoRA rank."""
         return self.a.shape[-2]
 
     @property
@@ -56,12 +56,12 @@ class Adapter(nnx.Module):
 
     @property
     def dropped(self) -> Dropout | None:
-        """The dropout of a's input in this pass; None without."""
+        """The dropout applied to a's input in this pass; None without dropout."""
         return None if self.key is None else Dropout(self.key[...], self.dropout)
 
     @property
     def change(self) -> Float[Array, "*experts out in"]:
-        """The whole change in f32."""
+        """The update scale * b a as a full matrix, in f32."""
         a, b = self.factors
         return jnp.matmul(b, a, precision=jax.lax.Precision.HIGHEST)
 
@@ -71,13 +71,13 @@ HEAD_PADDING = 64
 
 
 def beside_head(adapter: Adapter, hidden: Float[Array, "*batch hidden"]) -> Float[Array, "*batch wider"]:
-    """Appends h a^T to hidden states h: their product with `wider_head` includes the head's change."""
+    """Appends h a^T to hidden states h, so that their product with `wider_head` includes the head's LoRA update."""
     inner = jnp.einsum("...i,ri->...r", hidden, adapter.factors.a[0].astype(hidden.dtype))
     return jnp.concatenate([hidden, _padded(inner)], axis=-1)
 
 
 def wider_head(adapter: Adapter, weight: Float[Array, "vocab hidden"]) -> Float[Array, "vocab wider"]:
-    """Returns a copy of the head's matrix with b appended. No number of the matrix is rounded again."""
+    """Returns the head's matrix with b appended as extra columns; the matrix itself is not rounded again."""
     return jnp.concatenate([weight, _padded(adapter.factors.b[0].astype(weight.dtype))], axis=-1)
 
 
@@ -86,21 +86,21 @@ def _padded(columns: Float[Array, "*rows rank"]) -> Float[Array, "*rows padded"]
 
 
 def freeze(model: nnx.Module) -> None:
-    """Turns every `nnx.Param` of the model into a `Frozen`, which shares its array."""
+    """Turns every `nnx.Param` of the model into a `Frozen` that shares its array."""
     for _, module in list(nnx.iter_modules(model)):
         for name, variable in list(vars(module).items()):
             if isinstance(variable, nnx.Param):
                 setattr(module, name, Frozen(variable.get_value()))
 
 
-def draw_dropout(model: nnx.Module, seed: UInt32[Array, ""]) -> None:
-    """Sets the keys of one pass in every adapter with dropout, in place.
+def draw_dropout(model: nnx.Module, seeds: UInt32[Array, "*tokens"]) -> None:
+    """Sets the dropout seeds of every adapter of the model, in place, for one training pass, from a seed for each token.
 
     Each layer of each matrix has its own. The model must be merged for a single call, as for `moe.add_expert_gradients_to`.
     """
     for number, adapter in enumerate(_with_dropout(model)):
-        key = jax.random.fold_in(jax.random.PRNGKey(seed), number)
-        adapter.key = DropoutKey(jax.random.split(key, len(adapter.a[...])))
+        of_layers = jax.random.bits(jax.random.PRNGKey(number), (len(adapter.a[...]), *(1,) * seeds.ndim), "uint32")
+        adapter.key = DropoutKey(of_layers ^ seeds)
 
 
 def has_dropout(model: nnx.Module) -> bool:

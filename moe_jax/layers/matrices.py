@@ -17,11 +17,11 @@ SPLIT = ("fsdp", "expert", "context")
 
 
 class Declaration(NamedTuple):
-    """The role and the layout of a parameter."""
+    """The role of a parameter (such as "experts") and the mesh axes that split it."""
 
     role: Role
     axes: int = 2
-    """Its own axes, without axes of layers; 1 for a vector."""
+    """Its own axes, without axes of layers; 1 for a vector. Matrices with an axis of experts have 3."""
     split: tuple[str, ...] = SPLIT
     """The mesh axes that split it, in order; () replicates it."""
 
@@ -43,21 +43,21 @@ MATRICES: dict[str, Declaration] = {
     **dict.fromkeys(_MLP, Declaration("mlp")),
     **{f"shared_experts.{name}": Declaration("shared_experts") for name in _MLP},
     **{f"lora.{name}": Declaration("small", 2, ()) for name in "ab"},
-    **{f"{of}_lora.{name}": Declaration("small", 3, ()) for of in ("gate_up", "down") for name in "ab"},
+    **{f"{of}_lora.{name}": Declaration("small", 3, _EXPERTS.split) for of in ("gate_up", "down") for name in "ab"},
 }
 """Declarations by the last one or two names of a parameter's path, without "weight". Add the matrices of your own modules.
 Norms, biases and all other parameters with one axis besides layers are vectors."""
 
 
 def declared(path: tuple) -> Declaration | None:
-    """Returns the declaration of the parameter, or of the module's `weight`, at a path of a model; None without one."""
+    """Returns the `Declaration` of the parameter (or module) at a path; None if `MATRICES` has none."""
     names = [str(name) for name in path if name != "weight"]
     found = MATRICES.get(".".join(names[-2:])) or MATRICES.get(".".join(names[-1:]))
     return found or (_VECTOR if names and names[-1].endswith(("norm", "bias")) else None)
 
 
 def declaration_of(path: tuple, shape: tuple[int, ...]) -> Declaration:
-    """Returns the declaration of the parameter at `path` (as in `nnx.to_flat_state`) with this shape.
+    """Returns the `Declaration` (role and sharding) of the parameter at `path`, as in `nnx.to_flat_state`.
 
     Raises:
       ValueError: a matrix that is not declared.
@@ -67,7 +67,7 @@ def declaration_of(path: tuple, shape: tuple[int, ...]) -> Declaration:
 
 
 def check_declared(parameters: Iterable[tuple[tuple, Any]]) -> None:
-    """Refuses matrices that are not declared: parameters with several axes, one of layers left out.
+    """Checks that every matrix of a model is listed in `MATRICES`.
 
     Args:
       parameters: paths with shapes, or with arrays.
@@ -79,6 +79,6 @@ def check_declared(parameters: Iterable[tuple[tuple, Any]]) -> None:
     matrices = [f"{'.'.join(map(str, p))} {list(s)}" for p, s in unknown.items() if len(s) - (p[0] == "stages") > 1]
     if matrices:
         raise ValueError(
-            f"no declaration says how to split, adapt and round {', '.join(matrices)}: add the name and its role to MATRICES "
+            f"no declaration tells how to split, adapt and round {', '.join(matrices)}: add the name and its role to MATRICES "
             "of moe_jax.layers.matrices, as Declaration('attention'), or Declaration('small', split=()) to keep it whole"
         )

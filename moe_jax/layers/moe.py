@@ -39,12 +39,12 @@ EXPERT_MATRICES = ("gate_up_proj", "down_proj")
 
 
 def is_expert_matrix(path: tuple) -> bool:
-    """Returns True for the path of a matrix of experts, as the names of modules and parameter."""
+    """Returns True if `path` (names of modules and parameter) leads to an expert matrix."""
     return path[-2:-1] == ("experts",) and path[-1] in EXPERT_MATRICES
 
 
 class MoE(nnx.Module):
-    """y[t] = sum_k weights[t, k] * down_e(activation(gate_e x[t], up_e x[t])) with e = experts[t, k]. Dropless.
+    """y[t] = sum_k weights[t, k] * down_e(activation(gate_e x[t], up_e x[t])) with e = experts[t, k]. No token is dropped.
 
     Args:
       router: chooses experts and weights; default: `Router`, with `norm_topk_prob`.
@@ -146,19 +146,19 @@ def _one_axis_of_tokens(name: str, array: Array, leading: tuple[int, ...], own_a
 
 
 class GradientAccumulator(nnx.Variable):
-    """The `Accumulators` of both matrices of experts, whose gradient is the new sums (`ExpertWeights.gradient`)."""
+    """f32 gradient sums of both expert matrices. The "gradient" of this variable is the updated sums."""
 
 
 class StackedWeight(nnx.Variable):
-    """A `DeferredWeight` of a whole stack; a layer's kernels read and accumulate inside the stacks."""
+    """A `DeferredWeight` that holds all stacked layers, so kernels index one layer without slicing a copy."""
 
 
 class PlaceInStack(nnx.Variable):
-    """The index of a layer in its stack, for kernels that read the layer's weights inside the stack."""
+    """The index of a layer in its stack, for kernels that read the layer's weights from the whole stack."""
 
 
 def add_expert_gradients_to(model: nnx.Module, accumulators: nnx.State, *, in_stacks: bool = False) -> None:
-    """Calls `Experts.add_gradients_to` for all experts of a model; `accumulators` have the structure of the model's parameters.
+    """Makes the backward pass add expert gradients to `accumulators`, which are structured like the model's parameters.
 
     The model must be merged for a single call, inside the function that is differentiated in `accumulators`.
     """
@@ -169,7 +169,7 @@ def add_expert_gradients_to(model: nnx.Module, accumulators: nnx.State, *, in_st
 
 
 def accumulated_gradients(accumulators: nnx.State) -> nnx.State:
-    """Returns the arrays of `GradientAccumulator`s at their weights' paths: the inverse of `add_expert_gradients_to`."""
+    """Returns the arrays of all `GradientAccumulator`s under their weights' paths; inverts `add_expert_gradients_to`."""
     found = []
     for (*path, _), variable in nnx.to_flat_state(accumulators):
         sums = variable.get_value()
@@ -178,7 +178,7 @@ def accumulated_gradients(accumulators: nnx.State) -> nnx.State:
 
 
 def set_precision(model: nnx.Module, precision: Precision | None) -> None:
-    """Sets the precision of the matmuls of all experts and dense matrices of a model.
+    """Sets the matmul precision of all experts and dense matrices of a model.
 
     Raises:
       ValueError: with dense groups, a matrix whose group is unknown (`layers.matrices`).
@@ -195,12 +195,12 @@ def set_precision(model: nnx.Module, precision: Precision | None) -> None:
 
 
 def precision_of(model: nnx.Module) -> Precision | None:
-    """Returns the precision of the model's first experts; None without experts."""
+    """Returns the precision of the model's first MoE layer; None without experts."""
     return next((module.precision for _, module in nnx.iter_modules(model) if isinstance(module, Experts)), None)
 
 
 def fp8_copies(model: nnx.Module) -> nnx.State:
-    """Returns FP8 copies of all matrices that multiply in FP8, in both orders.
+    """Returns FP8 copies, also transposed, of all matrices that multiply in FP8.
 
     Frozen experts and quantised dense matrices need none.
     """
@@ -215,7 +215,7 @@ def fp8_copies(model: nnx.Module) -> nnx.State:
 
 
 def hold_fp8_copies(model: nnx.Module, copies: nnx.State) -> None:
-    """Stores the copies of weights in their modules, so that passes need not make them."""
+    """Stores FP8 copies from `fp8_copies` in the modules, so that passes do not quantize again."""
     for (*path, _), variable in nnx.to_flat_state(copies):
         module: Any = functools.reduce(_member, path, model)
         module.fp8_copies = Fp8Copies(variable.get_value())
@@ -274,7 +274,7 @@ class Experts(TicketHolder):
 
     @property
     def operands(self) -> ExpertWeights:
-        """Both matrices as operands of a call. A stack that is read in place is frozen, except for its accumulators."""
+        """Both matrices as kernel operands. If read from a whole stack, they are frozen except for accumulators."""
         values, layer = (self.gate_up_proj.get_value(), self.down_proj.get_value()), None
         if self.place is not None:
             layer = self.place[...]
@@ -311,7 +311,7 @@ class Experts(TicketHolder):
         return expert_products_like(x, num_experts, self.num_experts_per_tok, inter, **options)
 
     def add_gradients_to(self, gate_up: Array, down: Array, *, in_stacks: bool = False) -> None:
-        """From now on, adds the weights' gradients to these f32 arrays of the weights' shapes instead of returning them.
+        """Makes later backward passes add gradients to these f32 arrays of the weights' shapes, not return them.
 
         Args:
           in_stacks: the module is a stack of layers that run one by one. Each gets the whole stacks, and its index in them.
@@ -323,5 +323,5 @@ class Experts(TicketHolder):
         self.accumulators = GradientAccumulator(Accumulators(gate_up, down, in_stack=True))
 
     def read_in_stack(self, layer: Int[Array, ""]) -> None:
-        """From now on, uses this layer's matrices of a stack, without gradients; the weights are the whole stack."""
+        """Makes later calls read layer `layer` from stacked weights in place, without gradients."""
         self.place = PlaceInStack(layer)

@@ -24,7 +24,7 @@ class RMSNorm(nnx.Module):
 # x is the only residual: the f32 arrays between x and y are cheaper to recompute than to write and read.
 @partial(jax.checkpoint, static_argnums=2, prevent_cse=False)
 def rms_norm(x: Float[Array, "*batch size"], weight: Float[Array, "size"], eps: float) -> Float[Array, "*batch size"]:
-    """Computes `RMSNorm`."""
+    """Computes w * x / sqrt(mean(x^2) + eps) over the last axis, as `RMSNorm`."""
     x32 = x.astype(jnp.float32) if x.dtype != jnp.float64 else x
     normed = x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)
     return weight.astype(x.dtype) * normed.astype(x.dtype)

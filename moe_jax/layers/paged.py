@@ -20,7 +20,7 @@ LayerPages = tuple[Float[Array, "pages kv_heads page_size _"], ...]
 
 
 class TokenPlaces(NamedTuple):
-    """The place of each token of a step in the pages."""
+    """The page and offset where each token of a step is written."""
 
     page: Int[Array, "tokens"]
     offset: Int[Array, "tokens"]
@@ -83,7 +83,7 @@ class PagedAttend:
     def read(
         self, q: Float[Array, "tokens heads key_dim"], written: LayerPages, *, scale: float
     ) -> Float[Array, "tokens heads value_dim"]:
-        """Returns attention over the pages, into which this call's keys and values are already written."""
+        """Returns attention over the pages, which already include this call's keys and values."""
         return paged_attention(
             q,
             written[0],

@@ -51,10 +51,10 @@ Turn = Int[Array, ""] | int
 
 @dataclass(frozen=True)
 class WholeLayer:
-    """A layer whose parameters are whole on every device: nothing moves. `parallel.fsdp.LayerGather` moves parts."""
+    """The no-op counterpart of `parallel.fsdp.LayerGather`: parameters are replicated, so nothing is communicated."""
 
     def gather(self, parts) -> list[Any]:
-        """Gathers the full parameters from this device's parts; whole leaves are left out."""
+        """Returns the full parameters of a layer from this device's shards; replicated leaves are left out."""
         return self.finish_gather(self.start_gather(parts))
 
     def start_gather(self, parts) -> list:
@@ -66,12 +66,17 @@ class WholeLayer:
         return []
 
     def barrier(self, computed, arriving):
-        """Returns both unchanged; a gather may make the transfer wait for `computed`."""
+        """Returns both arguments unchanged; a gather may order its transfer after `computed`."""
         return computed, arriving
 
     def layer(self, parts, gathered: list[Any]):
-        """Returns the layer's full parameters: the gathered leaves, and the whole leaves of `parts`."""
+        """Combines gathered leaves with the replicated leaves of `parts` into the layer's parameters."""
         return parts
+
+    @property
+    def of_gradients(self) -> "WholeLayer":
+        """The gather of only the leaves with gradients, for `split` and `join` of gradients, and the scatter."""
+        return self
 
     def zero_gradients(self, gathered: list[Any]) -> list[Array]:
         """Returns zeros for `start_scatter`, in the shapes of the gathered parameters' gradients."""
@@ -82,11 +87,11 @@ class WholeLayer:
         return []
 
     def finish_scatter(self, arriving: list, like: list[Array]) -> list[Array]:
-        """Waits for the reduce-scatter and returns the gradients of this device's parts, in the dtypes of `like`."""
+        """Waits for the reduce-scatter and returns the gradients of this device's shards, in the dtypes of `like`."""
         return []
 
     def split(self, tree) -> tuple[list[Array], list[Array]]:
-        """Returns (gathered leaves, whole leaves)."""
+        """Returns (gathered leaves, replicated leaves)."""
         return [], jax.tree.leaves(tree)
 
     def join(self, tree, gathered: list[Any], whole: list[Array]):
@@ -98,7 +103,7 @@ WHOLE_LAYER = WholeLayer()
 
 
 class Layers(NamedTuple):
-    """Stacked layers without their arrays: the body, the gather of parameters, and recomputation."""
+    """The static description of stacked layers: body, parameter gather and recomputation. Holds no arrays."""
 
     body: Body
     gather: WholeLayer = WHOLE_LAYER
@@ -109,30 +114,41 @@ class Layers(NamedTuple):
     """True: the body gets the whole stacks of accumulators, and adds to its layer's slice. False: it gets only its layer's."""
 
     def take_accumulators(self, stacks, i: Turn):
-        """Returns the accumulators of layer i in the form that the body reads."""
+        """Returns the accumulators that the body of layer i reads: its slice, or the whole stacks."""
         return stacks if self.whole_accumulators else take_layer(stacks, i)
 
     def put_accumulators(self, stacks, after, i: Turn):
-        """Returns the stacks with the accumulators of layer i, as the body returns them."""
+        """Returns the stacks updated with the accumulators that the body of layer i returned."""
         return after if self.whole_accumulators else put_layer(stacks, after, i)
 
 
 class LayerArrays(NamedTuple):
-    """The arrays that both passes read, as in `stack.run_layers`."""
+    """The arrays that the forward and backward pass read, as in `stack.run_layers`."""
 
     shared: Any
     per_layer: Any
     parameters: Any
     accumulators: Any = None
+    frozen: Any = None
+    """Weights without gradients that are gathered like parameters. With any, the body gets (frozen, *per_layer)."""
 
     @property
     def num_layers(self) -> int:
         """The number of stacked layers."""
         return jax.tree.leaves((self.parameters, self.per_layer))[0].shape[0]
 
+    @property
+    def parts(self) -> tuple[Any, Any]:
+        """The arrays that a gather reads: the parameters, and the frozen weights."""
+        return self.parameters, self.frozen
+
+    def inputs(self, per_layer, frozen):
+        """Returns the input of the body that has no gradient, from a layer's arrays."""
+        return per_layer if frozen is None else (frozen, *per_layer)
+
 
 class Chunk(NamedTuple):
-    """Consecutive layers of a stack, for a pass that does not run all layers."""
+    """A range of consecutive layers in a stack, for a pass over only some of them."""
 
     first: Turn
     """The index of the first layer; may be traced."""
@@ -142,7 +158,7 @@ class Chunk(NamedTuple):
 
 
 class SavedPlace(NamedTuple):
-    """Preallocated stacks for a forward pass's residuals, and the first index to write."""
+    """Preallocated stacks that a forward pass writes its residuals to, and the first index to write."""
 
     stacks: list[Array]
     """For each leaf of `SavedLayers`, an array with a leading axis for the layers of several passes."""
@@ -156,7 +172,7 @@ layer's pullback."""
 
 
 class Loop(NamedTuple):
-    """A pass that has not run yet: `step` updates `start` in each turn; `finish` returns the result of the last state."""
+    """A pass over layers as loop pieces: `step` maps a state to the next, from `start`; `finish` extracts the result."""
 
     name: str
     """The scope of its operations in profiles and compiled programs."""
@@ -167,7 +183,7 @@ class Loop(NamedTuple):
 
 
 def run_loops(*loops: Loop) -> tuple:
-    """Runs loops with equal numbers of turns as one loop whose turn is a turn of each; returns their results.
+    """Fuses loops with equal numbers of iterations into one loop, and returns their results.
 
     Raises:
       ValueError: numbers of turns that differ.
@@ -195,12 +211,12 @@ Pass = Generator[Loop, Any, Any]
 
 
 def run_pass(steps: Pass):
-    """Runs the loops of a pass in turn; returns the result of the pass."""
+    """Runs the loops of a pass one after another; returns the result of the pass."""
     return _run_on(steps, None)
 
 
 def run_joined(*passes: tuple[Pass, int]) -> tuple:
-    """Runs several passes with one loop of each fused into a joint loop; returns each pass's result.
+    """Runs several passes, fusing one loop of each into a single loop; returns each pass's result.
 
     Args:
       passes: pairs (pass, the number of its loops that run alone before the joint loop). Remaining loops run alone after it.
@@ -216,7 +232,7 @@ def run_joined(*passes: tuple[Pass, int]) -> tuple:
 
 
 def run_together(*passes: Pass) -> tuple:
-    """Runs passes with equal numbers of loops, joining the loops of equal index; returns the passes' results.
+    """Runs passes with equal numbers of loops, fusing loops of equal index; returns the passes' results.
 
     The scope of a loop ends with the number of its pass: forward_1, forward_2.
     """
@@ -267,7 +283,7 @@ class WrittenLayers(NamedTuple):
 
 
 class ForwardState(NamedTuple):
-    """The state before a turn of the forward loop, which computes layer i = turn."""
+    """The loop carry of the forward pass before iteration i, which computes layer i."""
 
     x: Any
     """The input of layer i."""
@@ -293,10 +309,11 @@ def forward_loop(layers: Layers, arrays: LayerArrays, x, chunk: Chunk | None = N
         here = _place(chunk, i)
         own = (
             take_layer(arrays.per_layer, here),
-            take_layer(arrays.parameters, here),
+            take_layer(arrays.parts, here),
             layers.take_accumulators(arrays.accumulators, _accumulator(chunk, i)),
         )
-        arguments = arrays.shared, own[0], x, gather.layer(own[1], gathered), own[2]
+        parameters, frozen = gather.layer(own[1], gathered)
+        arguments = arrays.shared, arrays.inputs(own[0], frozen), x, parameters, own[2]
         if remat:
             after, y = body(*arguments)
             return after, (y, placed(x))
@@ -304,7 +321,7 @@ def forward_loop(layers: Layers, arrays: LayerArrays, x, chunk: Chunk | None = N
         return after, (y, placed(pullback))
 
     def step(i: Turn, state: ForwardState) -> ForwardState:
-        arriving = gather.start_gather(take_layer(arrays.parameters, _place(chunk, jnp.minimum(i + 1, last))))
+        arriving = gather.start_gather(take_layer(arrays.parts, _place(chunk, jnp.minimum(i + 1, last))))
         x, results = layer(i, state.x, state.gathered)
         x, arriving = gather.barrier(x, arriving)
         y, saved = map(jax.tree.leaves, results)
@@ -313,7 +330,7 @@ def forward_loop(layers: Layers, arrays: LayerArrays, x, chunk: Chunk | None = N
         )
         return ForwardState(x, gather.finish_gather(arriving), written)
 
-    first = gather.gather(take_layer(arrays.parameters, _place(chunk, 0)))
+    first = gather.gather(take_layer(arrays.parts, _place(chunk, 0)))
     (y, of_y), (saved, of_saved) = map(jax.tree.flatten, jax.eval_shape(layer, 0, x, first)[1])
     stacks = placed(unwritten(last + 1, saved)) if place is None else place.stacks
 
@@ -341,7 +358,7 @@ class BackwardRun(NamedTuple):
 
 
 class BackwardState(NamedTuple):
-    """The state before a turn of the backward loop, which computes layer i = last - turn."""
+    """The loop carry of the backward pass before the iteration that computes layer i = last - turn."""
 
     dx: Any
     """The gradient of the output of layer i."""
@@ -373,6 +390,7 @@ def backward_loop(
       written: without `sums`, the gradients of earlier layers' runs, into which the chunk's are written.
     """
     body, gather, remat, parameters = layers.body, layers.gather, layers.remat, arrays.parameters
+    of_gradients = gather.of_gradients
     last = (arrays.num_layers if chunk is None else chunk.num_layers) - 1
     offload = remat == "offload"
     write = put_layer if sums is None else add_layer
@@ -384,12 +402,13 @@ def backward_loop(
     def step(turn: Turn, state: BackwardState) -> BackwardState:
         i = last - turn
         here, below = _place(chunk, i), jnp.maximum(i - 1, 0)
-        arriving, restored_below = gather.start_gather(take_layer(parameters, _place(chunk, below))), restored(below)
-        scattering = gather.start_scatter(state.to_scatter)
+        arriving, restored_below = gather.start_gather(take_layer(arrays.parts, _place(chunk, below))), restored(below)
+        scattering = of_gradients.start_scatter(state.to_scatter)
         of_layer = state.restored if offload else take_layer(saved, i)
-        layer, dx = gather.layer(take_layer(parameters, here), state.gathered), state.dx
+        (layer, frozen), dx = gather.layer(take_layer(arrays.parts, here), state.gathered), state.dx
         of_kernels = _accumulator(chunk, i)
-        own = take_layer(arrays.per_layer, here), layers.take_accumulators(state.accumulators, of_kernels)
+        inputs = arrays.inputs(take_layer(arrays.per_layer, here), frozen)
+        own = inputs, layers.take_accumulators(state.accumulators, of_kernels)
         if remat:
             _, pullback = _pullback(body, (arrays.shared, own[0], of_layer, layer, own[1]))
             # Recomputation hides the parameter gather, the backward pass hides the gradient scatter. dx is in the barrier too:
@@ -400,10 +419,10 @@ def backward_loop(
             pullback = of_layer
         pullback = pullback.replace(args_res=[arrays.shared, own[0], pullback.args_res[2], layer, own[1]])
         _, _, dx, dlayer, daccumulators = pullback((dx, take_layer(dy, i)))
-        to_scatter, whole = gather.split(dlayer)
+        to_scatter, whole = of_gradients.split(dlayer)
         (dx, to_scatter), (arriving, scattering) = gather.barrier((dx, to_scatter), (arriving, scattering))
         # In the first turn these are zeros, in a slice that the second turn overwrites or adds to.
-        arrived = gather.finish_scatter(scattering, state.scattered)
+        arrived = of_gradients.finish_scatter(scattering, state.scattered)
         return BackwardState(
             dx=dx,
             gathered=gather.finish_gather(arriving),
@@ -415,19 +434,19 @@ def backward_loop(
         )
 
     def finish(state: BackwardState) -> BackwardRun:
-        of_first = gather.finish_scatter(gather.start_scatter(state.to_scatter), state.scattered)
+        of_first = of_gradients.finish_scatter(of_gradients.start_scatter(state.to_scatter), state.scattered)
         scattered = write(state.scattered, of_first, _place(chunk, 0))
-        return BackwardRun(state.dx, gather.join(parameters, scattered, state.whole), state.accumulators)
+        return BackwardRun(state.dx, of_gradients.join(parameters, scattered, state.whole), state.accumulators)
 
-    gathered = gather.gather(take_layer(parameters, _place(chunk, last)))
+    gathered = gather.gather(take_layer(arrays.parts, _place(chunk, last)))
     if sums is None:
         sums = unwritten(arrays.num_layers, take_layer(parameters, 0)) if written is None else written
-    scattered, whole = gather.split(sums)
+    scattered, whole = of_gradients.split(sums)
     start = BackwardState(
         dx=dx,
         gathered=gathered,
         restored=restored(last),
-        to_scatter=gather.zero_gradients(gathered),
+        to_scatter=of_gradients.zero_gradients(gathered),
         scattered=scattered,
         whole=whole,
         accumulators=arrays.accumulators,
@@ -458,7 +477,7 @@ def _in_memory(space: jax.memory.Space, arrays):
 
 
 def take_layer(stacked, i):
-    """Returns layer i of every array; gradients of integers have no values to index."""
+    """Slices layer i from every stacked array; gradients of integers have no values to slice."""
 
     def take(a):
         if a.dtype == jax.dtypes.float0:
@@ -493,7 +512,7 @@ def add_layer(sums, layer, i):
 
 
 def unwritten(num_layers: int, like):
-    """Allocates stacks of `num_layers` arrays with the shapes and dtypes of `like`; their contents are undefined."""
+    """Allocates uninitialized stacks of `num_layers` arrays with the shapes and dtypes of `like`."""
     # XLA would not split an allocation over devices: each device would allocate the whole array. Zeros it splits.
     splits = jax.device_count() > 1 and not jax.sharding.get_abstract_mesh().manual_axes
     empty = jnp.zeros if splits else lax.empty

@@ -34,7 +34,7 @@ INT4_VALUES = tuple(float(code - 8) for code in range(16))
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class BlockScaled:
-    """Matrices in e4m3 with an f32 scale for each block, as `checkpoint.quantised` describes the hub's files.
+    """Matrices in e4m3 with one f32 scale per block, as hub files store them (`checkpoint.quantised`).
 
     w[i, j] = codes[i, j] * scales[i // block, j // block], in f32, rounded once to `dtype`.
     """
@@ -46,7 +46,7 @@ class BlockScaled:
 
     @classmethod
     def fp8(cls, w: Float[Array, "*stack rows columns"], dtype: DTypeLike) -> Self:
-        """Rounds matrices of whole blocks of 128 x 128, as `kernels.quantise_matrices` does."""
+        """Quantizes matrices to e4m3 with one scale per 128 x 128 block, as `kernels.quantise_matrices`."""
         return cls(*quantise_matrices(w), jnp.dtype(dtype))
 
     @property
@@ -77,7 +77,7 @@ class BlockScaled:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class FourBits:
-    """Matrices of 4 bits: w[i, j] = values[code[i, j]] * scales[i, j // block], in f32, rounded once to `dtype`.
+    """Matrices in 4 bits: w[i, j] = values[code[i, j]] * scales[i, j // block], in f32, rounded once to `dtype`.
 
     Attributes:
       codes: two codes per byte, the first in the high half.
@@ -93,13 +93,13 @@ class FourBits:
 
     @classmethod
     def nf4(cls, w: Float[Array, "*stack rows columns"], dtype: DTypeLike) -> Self:
-        """Quantises matrices: each number becomes the nearest value, after division by its block's largest.
+        """Quantizes matrices to NF4: elements are divided by their block's absolute maximum, then rounded to the nearest value.
 
         Raises:
           ValueError: a row's length is not a multiple of 64.
         """
         if w.shape[-1] % NF4_BLOCK:
-            raise ValueError(f"NF4 has a scale for {NF4_BLOCK} numbers of a row; a row of {list(w.shape)} is no multiple")
+            raise ValueError(f"NF4 has one scale per {NF4_BLOCK} elements of a row; a row of {list(w.shape)} is no multiple")
         blocks = w.astype(jnp.float32).reshape(*w.shape[:-1], -1, NF4_BLOCK)
         scales = jnp.abs(blocks).max(axis=-1)
         normed = blocks / jnp.where(scales == 0, 1, scales)[..., None]
@@ -135,8 +135,25 @@ Quantised = BlockScaled | FourBits
 
 
 def matrices_of(state: Any) -> list[Any]:
-    """Returns the arrays of a model or of its state, counting a quantised matrix as one."""
-    return jax.tree.leaves(state, is_leaf=lambda leaf: isinstance(leaf, Quantised))
+    """Returns the arrays of a model or state, with each quantised matrix as one item."""
+    return [matrix for _, matrix in matrices_with_path(state)]
+
+
+def matrices_with_path(state: Any) -> list[tuple[tuple, Any]]:
+    """Returns `matrices_of` a state, each with its path."""
+    return jax.tree.leaves_with_path(state, is_leaf=lambda leaf: isinstance(leaf, Quantised))
+
+
+def splittable(matrix: Any) -> tuple[int, ...]:
+    """Returns the shape by which a matrix is split over devices: a quantised matrix's in blocks, since parts keep blocks whole.
+
+    Codes and scales of a quantised matrix are split alike. An axis whose last block is not full is not split.
+    """
+    if not isinstance(matrix, Quantised):
+        return matrix.shape
+    blocks = matrix.block if isinstance(matrix, BlockScaled) else (1, matrix.block)
+    axes = zip(matrix.shape[-2:], matrix.scales.shape[-2:], blocks, strict=True)
+    return *matrix.shape[:-2], *(n if size == n * block else 1 for size, n, block in axes)
 
 
 def is_quantised(state: Any) -> bool:
@@ -145,7 +162,7 @@ def is_quantised(state: Any) -> bool:
 
 
 def of_stack(stack: Any, layer: Int[Array, ""]) -> Any:
-    """Returns one layer of a stack of matrices, quantised or not; a quantised matrix stays so."""
+    """Slices one layer from a stack of matrices; a quantised matrix stays quantised."""
     return jax.tree.map(lambda array: jax.lax.dynamic_index_in_dim(array, layer, keepdims=False), stack)
 
 

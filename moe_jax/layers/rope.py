@@ -26,7 +26,7 @@ class RopeTables(NamedTuple):
 def rope_tables(
     positions: Int[Array, "batch seq"], rope: RopeParameters, head_dim: int, max_position_embeddings: int
 ) -> RopeTables:
-    """Computes the tables of these positions, for `apply_rope`.
+    """Computes cos and sin for these positions, for `apply_rope`.
 
     The dynamic kind reads the sequence length from the largest position of this call, as transformers does. Inside
     `jax.shard_map` this is the largest position on all devices over which positions vary.
@@ -44,7 +44,7 @@ def rope_tables(
 
 
 def fixed_frequencies(rope: RopeParameters, head_dim: int, max_position_embeddings: int) -> tuple[Float[Array, "half"], float]:
-    """Returns the frequencies of any kind except dynamic, and the factor on cos and sin."""
+    """Returns the rotary frequencies of every type except "dynamic", and the scale of cos and sin."""
     if rope.rope_type == "yarn":
         return _yarn(rope, head_dim, max_position_embeddings)
     frequencies = _frequencies(rope.rope_theta, head_dim)
@@ -52,7 +52,7 @@ def fixed_frequencies(rope: RopeParameters, head_dim: int, max_position_embeddin
 
 
 def tables_of(positions: Int[Array, "batch seq"], frequencies: Float[Array, "half"], magnitude: float) -> RopeTables:
-    """Returns the tables of these frequencies."""
+    """Returns cos and sin of position * frequency, each times `magnitude`."""
     angles = positions[..., None].astype(jnp.float32) * frequencies
     return RopeTables(jnp.cos(angles) * magnitude, jnp.sin(angles) * magnitude)
 
@@ -79,7 +79,7 @@ def _rotated(x: Array, rope: RopeTables, interleaved: bool) -> Array:
 
 
 def mscale_of_scores(rope: RopeParameters, max_position_embeddings: int) -> float:
-    """Returns DeepSeek's factor on attention's scores, (0.1 mscale_all_dim ln(factor) + 1)^2; 1 without scaled positions."""
+    """Returns DeepSeek's factor on attention scores, (0.1 mscale_all_dim ln(factor) + 1)^2; 1 without RoPE scaling."""
     if rope.rope_type == "default" or not rope.mscale_all_dim:
         return 1.0
     factor = rope.factor if rope.rope_type != "yarn" else rope.yarn_factor(max_position_embeddings)

@@ -28,7 +28,7 @@ from moe_jax.layers.router_sums import RouterSums
 
 
 class Routing(NamedTuple):
-    """One layer's routing. The losses of this file accept it or a model's `RouterSums`.
+    """The router's decision for one layer: experts, weights and statistics. Losses accept it or a model's `RouterSums`.
 
     Attributes:
       weights: f32 weight of each chosen expert.
@@ -42,7 +42,7 @@ class Routing(NamedTuple):
 
 
 class ExpertBias(nnx.Variable):
-    """An f32 number per expert that is added to the scores only for the choice of experts.
+    """A per-expert f32 bias added to the scores only to choose experts (auxiliary-loss-free balancing).
 
     It is part of the model and its checkpoints. It has no gradient, and the optimizer does not change it.
     """
@@ -54,7 +54,7 @@ TINY = 1e-20
 
 @dataclass(frozen=True)
 class GroupRule:
-    """The rule that derives choices and weights from scores. Without groups all experts form one group.
+    """The rule from scores to choices and weights, with optional group-limited routing (one group without it).
 
     Attributes:
       scoring_func: "sigmoid" of each logit, or "softmax" over all.
@@ -76,7 +76,7 @@ class GroupRule:
 
 
 class Router(TicketHolder):
-    """A linear map to one logit per expert, and `route` on the logits."""
+    """Softmax top-k router: a linear map to one logit per expert, then `route`."""
 
     lora: Adapter | None = None
     expert_bias: ExpertBias | None = None
@@ -122,17 +122,17 @@ class Router(TicketHolder):
         return route_by_groups(logits, self.num_experts_per_tok, self.rule, bias, valid, expert_ids)
 
     def products_like(self, x: Float[Array, "tokens hidden"]) -> LinearProduct:
-        """Returns arrays like the operands of the weight's gradient."""
+        """Returns arrays with the shapes of the operands of the weight's gradient."""
         return linear_product_like(x, self.weight, jnp.promote_types(x.dtype, jnp.float32))
 
     @property
     def norm_topk_prob(self) -> bool:
-        """True if a token's weights are divided by their sum."""
+        """True if the k weights of a token are normalized to sum to 1."""
         return self.rule.norm_topk_prob
 
 
 class GroupRouter(Router):
-    """A linear map to one logit per expert, and `route_by_groups` on the logits; `has_bias` adds an `ExpertBias` of zeros.
+    """DeepSeek's router: a linear map, then `route_by_groups`; `has_bias` adds an `ExpertBias`, initially zero.
 
     Other arguments as in `Router`.
     """
@@ -230,7 +230,7 @@ def _choose(preference: Float[Array, "tokens experts"], num_experts_per_tok: int
 def scores_of_replayed(
     scores: Float[Array, "tokens experts"], expert_ids: Integer[Array, "tokens k"]
 ) -> tuple[Float[Array, "tokens k"], Int[Array, "tokens k"]]:
-    """Returns the experts' scores and int32 ids; 0 and the number of experts for an id outside [0, experts)."""
+    """Returns scores and int32 ids of replayed experts; an id outside [0, experts) gets score 0 and id `experts`."""
     num_experts = scores.shape[1]
     known = is_an_expert(expert_ids, num_experts)
     ids = jnp.where(known, int32_ids(expert_ids, num_experts), num_experts)
@@ -238,7 +238,7 @@ def scores_of_replayed(
 
 
 def check_expert_choice(text: str) -> None:
-    """Refuses a text instead of expert ids, other than "balanced".
+    """Checks that text passed as expert ids is "balanced".
 
     Raises:
       ValueError: the text is not "balanced".
@@ -248,13 +248,13 @@ def check_expert_choice(text: str) -> None:
 
 
 def balanced_expert_ids(num_tokens: int, num_experts_per_tok: int, num_experts: int) -> Int[Array, "tokens k"]:
-    """Assigns experts in turn: the numbers of tokens of any two experts differ by at most one."""
+    """Assigns experts round-robin, so that their token counts differ by at most one."""
     pairs = jnp.arange(num_tokens * num_experts_per_tok, dtype=jnp.int32)
     return (pairs % num_experts).reshape(num_tokens, num_experts_per_tok)
 
 
 def load_balancing_loss(routing: Routing | RouterSums, *, mesh_axes: str | tuple[str, ...] = ()) -> Float[Array, ""]:
-    """Computes E * sum_e f_e P_e with f and P averaged over the tokens of all layers together, as transformers does.
+    """Computes the loss E * sum_e f_e P_e, with f and P averaged over tokens of all layers, as transformers does.
 
     f_e counts all k choices of a token, so a perfectly even load yields k, not 1.
 
@@ -274,7 +274,7 @@ def load_balancing_loss(routing: Routing | RouterSums, *, mesh_axes: str | tuple
 def load_balancing_loss_per_layer(
     routing: Routing | RouterSums, *, mesh_axes: str | tuple[str, ...] = ()
 ) -> Float[Array, "layers"]:
-    """Computes E * sum_e f_e P_e for each layer separately.
+    """Computes E * sum_e f_e P_e separately for each layer, shape [layers].
 
     It reveals, and can prevent, the collapse of one layer that a mean hides.
 

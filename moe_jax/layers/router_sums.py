@@ -16,7 +16,7 @@ from moe_jax.layers.spread import Exchange
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class RouterSums:
-    """Sums over the valid tokens (padding left out) of one layer, or of several layers stacked along a leading axis.
+    """Router statistics summed over the valid tokens of one layer, or of several layers stacked on a leading axis.
 
     To add a statistic, add a field here and its formula in `of`. All other code treats fields the same.
 
@@ -53,7 +53,7 @@ class RouterSums:
         experts: Int[Array, "tokens k"],
         valid: Bool[Array, "tokens"] | Sequences | None = None,
     ) -> "RouterSums":
-        """Computes one layer's sums.
+        """Computes the sums of one layer from the router's outputs.
 
         Args:
           probabilities: the router's scores of all experts, divided by their sum.
@@ -82,13 +82,13 @@ class RouterSums:
 
     @classmethod
     def of_no_layer(cls, num_tokens: int) -> "RouterSums":
-        """Returns the stacked sums of a model without experts: zero layers; `with_counts` fills in the counts."""
+        """Returns empty sums (zero layers) for a dense model; `with_counts` fills in the counts."""
         scores, experts = (jax.ShapeDtypeStruct((num_tokens, 0), dtype) for dtype in (jnp.float32, jnp.int32))
         of_a_layer = jax.eval_shape(cls.of, scores, scores, experts)
         return jax.tree.map(lambda a: jnp.zeros((0, *a.shape), a.dtype), of_a_layer)
 
     def with_counts(self, valid: Bool[Array, "*batch"], sequences: Sequences | None) -> "RouterSums":
-        """Returns the sums with both counts computed from the mask and the documents, not in a loop over layers.
+        """Returns the sums with the counts of tokens and documents filled in, computed once for all layers.
 
         If the mask is known at compile time, XLA then divides by constants.
         """
@@ -96,7 +96,7 @@ class RouterSums:
 
     @classmethod
     def stack(cls, layers: Sequence["RouterSums"]) -> "RouterSums":
-        """Stacks single layers of one call, at least one, along a leading axis."""
+        """Stacks the sums of single layers of one call along a new leading axis; at least one."""
         return _with_counts_of(layers[0], jax.tree.map(lambda *arrays: jnp.stack(arrays), *layers))
 
     @classmethod
@@ -108,7 +108,7 @@ class RouterSums:
         return _with_counts_of(stacks[0], jax.tree.map(lambda *parts: jnp.concatenate(parts), *arrays))
 
     def with_exchange(self, exchange: Exchange) -> "RouterSums":
-        """Returns the sums with the counts of an exchange with other devices' experts."""
+        """Returns the sums with the statistics of expert dispatch (rounds, shadow experts) filled in."""
         return replace(self, num_dropped=exchange.num_dropped, num_rounds=exchange.num_rounds, num_shadows=exchange.num_shadows)
 
     def __add__(self, other: "RouterSums") -> "RouterSums":

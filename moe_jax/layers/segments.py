@@ -26,7 +26,7 @@ def runs(segment_ids: Integer[Array, "batch seq"]) -> Int[Array, "batch seq"]:
 def shift_left(
     x: Num[Array, "batch seq"], offset: int, context_parallel: SequenceSplit | None = None
 ) -> Num[Array, "batch seq"]:
-    """Returns x[:, i + offset] at i, and 0 after the row's end; with `context_parallel`, for this device's tokens."""
+    """Returns x shifted left by `offset` along the row: out[:, i] = x[:, i + offset], 0 past the end."""
     if context_parallel is not None:
         return context_parallel.shift_left(x, offset)
     return jnp.pad(x, ((0, 0), (0, offset)))[:, offset:]

@@ -9,7 +9,7 @@ Sums = TypeVar("Sums")
 
 
 class Exchange(NamedTuple):
-    """Counts of one exchange on this device. They differ between the devices of the axis unless they are summed over it."""
+    """Statistics of one expert dispatch on this device; they differ between devices until summed."""
 
     num_dropped: Int[Array, ""]
     """Choices of this device's tokens that no expert computed, because a buffer was full; 0 unless `drop` is set."""
@@ -24,7 +24,7 @@ class Exchange(NamedTuple):
 
 @dataclass(frozen=True)
 class OneDevice:
-    """A call on one device, which holds everything. `parallel.Spread` overrides and documents the attributes."""
+    """The single-device case of `parallel.Spread`, which overrides it and documents the attributes."""
 
     expert: Any = field(default=None, init=False)
     context: Any = field(default=None, init=False)
@@ -36,13 +36,13 @@ class OneDevice:
         return values
 
     def gather(self, stage: int) -> Any:
-        """Returns the `LayerGather` of a stage's layers, by its index in `Decoder.stages`; None: their parameters are whole."""
+        """Returns the `LayerGather` of a stage's layers, by index in `Decoder.stages`; None if parameters are replicated."""
         return None
 
     def experts(
         self, experts: Any, x: Float[Array, "tokens hidden"], routing: Any, valid: Any = None
     ) -> tuple[Float[Array, "tokens hidden"], Exchange | None]:
-        """Returns the weighted sum of each token's experts, and the counts of an exchange with other devices' experts.
+        """Computes each token's weighted sum of experts, and statistics of the dispatch to other devices.
 
         Args:
           experts: the `layers.Experts` of this device.
@@ -65,7 +65,7 @@ ONE_DEVICE = OneDevice()
 
 
 def check_experts(experts: Any, routing: Any, devices: int, how: str) -> None:
-    """Compares the experts of all devices with the router's: choices of experts that no device holds would add nothing.
+    """Checks that the experts of all devices together are as many as the router has.
 
     Raises:
       ValueError: the numbers differ. `how` describes how the devices share the experts.

@@ -28,7 +28,7 @@ from moe_jax.layers.passes import (
 
 
 def run_layers(layers: Layers, arrays: LayerArrays, x):
-    """Computes x, y[l] = body(shared, per_layer[l], x, parameters[l], accumulators[l]) for each layer l in turn.
+    """Scans over stacked layers: x, y[l] = body(shared, per_layer[l], x, parameters[l], accumulators[l]).
 
     Returns the last x, and y stacked. Differentiable in x and parameters; each gradient has its argument's dtype. The residuals
     are the arrays that `body` needs for each layer; with `remat`, only x except in the last `num_kept` layers. Memory is the
@@ -40,32 +40,34 @@ def run_layers(layers: Layers, arrays: LayerArrays, x):
 
     Args:
       layers: the body, which closes over no array; the gather of parameters; and the recomputed layers.
-      arrays: `shared` and `per_layer` are not differentiated. `body` returns each accumulator's "gradient": the array plus the
-        added gradients (`kernels.experts.weights.Accumulators`). It overwrites the array.
+      arrays: `shared`, `per_layer` and `frozen` are not differentiated. `body` returns each accumulator's "gradient": the array
+        plus the added gradients (`kernels.experts.weights.Accumulators`). It overwrites the array.
       x: floats that are passed from layer to layer.
     """
     return _run_layers(layers, *arrays[:2], x, *arrays[2:])
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _run_layers(layers: Layers, shared, per_layer, x, parameters, accumulators):
-    body, gather, last = layers.body, layers.gather, LayerArrays(shared, per_layer, parameters).num_layers - 1
+def _run_layers(layers: Layers, shared, per_layer, x, parameters, accumulators, frozen):
+    arrays = LayerArrays(shared, per_layer, parameters, accumulators, frozen)
+    body, gather, last = layers.body, layers.gather, arrays.num_layers - 1
 
     def step(state, arguments):
         x, gathered = state
         i, own, parts, own_accumulators = arguments
-        arriving = gather.start_gather(take_layer(parameters, jnp.minimum(i + 1, last)))
-        x, y = body(shared, own, x, gather.layer(parts, gathered), own_accumulators)
+        arriving = gather.start_gather(take_layer(arrays.parts, jnp.minimum(i + 1, last)))
+        of_layer, of_frozen = gather.layer(parts, gathered)
+        x, y = body(shared, arrays.inputs(own, of_frozen), x, of_layer, own_accumulators)
         x, arriving = gather.barrier(x, arriving)
         return (x, gather.finish_gather(arriving)), y
 
-    first = gather.gather(take_layer(parameters, 0))
-    (x, _), y = lax.scan(step, (x, first), (jnp.arange(last + 1), per_layer, parameters, accumulators))
+    first = gather.gather(take_layer(arrays.parts, 0))
+    (x, _), y = lax.scan(step, (x, first), (jnp.arange(last + 1), per_layer, arrays.parts, accumulators))
     return x, y
 
 
-def _forward(layers: Layers, shared, per_layer, x, parameters, accumulators):
-    arrays = LayerArrays(shared, per_layer, parameters, accumulators)
+def _forward(layers: Layers, shared, per_layer, x, parameters, accumulators, frozen):
+    arrays = LayerArrays(shared, per_layer, parameters, accumulators, frozen)
     run = run_pass(forward_pass(layers, arrays, x))
     return (run.x, run.y), (arrays, run.saved)
 
@@ -73,14 +75,14 @@ def _forward(layers: Layers, shared, per_layer, x, parameters, accumulators):
 def _backward(layers: Layers, residuals: tuple[LayerArrays, list[SavedLayers]], gradients):
     arrays, saved = residuals
     run = run_pass(backward_pass(layers, arrays, saved, *gradients))
-    return None, None, run.dx, run.parameters, run.accumulators
+    return None, None, run.dx, run.parameters, run.accumulators, None
 
 
 _run_layers.defvjp(_forward, _backward)
 
 
 def forward_pass(layers: Layers, arrays: LayerArrays, x) -> Pass:
-    """Runs all layers: a loop over those that are recomputed, and one over those that keep their residuals.
+    """Runs all layers forward: one loop over recomputed layers, one over layers that keep their residuals.
 
     The result is a `ForwardRun` whose `saved` holds what each loop saved.
     """
@@ -95,7 +97,7 @@ def forward_pass(layers: Layers, arrays: LayerArrays, x) -> Pass:
 
 
 def backward_pass(layers: Layers, arrays: LayerArrays, saved: list[SavedLayers], dx, dy, sums=None) -> Pass:
-    """Runs all layers backwards, from the `saved` of `forward_pass`; the result is a `BackwardRun`. `sums` as for the loop."""
+    """Runs all layers backward from the residuals that `forward_pass` saved; returns a `BackwardRun`."""
     adds, written = sums is not None, None
     parts = parts_of(layers.remat, layers.num_kept, arrays.num_layers)
     for (remat, chunk), of_part in reversed(list(zip(parts, saved, strict=True))):
@@ -108,7 +110,7 @@ def backward_pass(layers: Layers, arrays: LayerArrays, saved: list[SavedLayers],
 
 
 def parts_of(remat: Remat, num_kept: int, num_layers: int) -> list[tuple[Remat, Chunk | None]]:
-    """Returns the loops of a pass upwards, each with its `remat` and its layers; None: all layers."""
+    """Returns the loops of a forward pass: each one's `remat` and its range of layers, None for all layers."""
     if not remat or not num_kept:
         return [(remat, None)]
     first = num_layers - num_kept

@@ -78,7 +78,7 @@ def _take_ticket(module: TicketHolder, x: Float[Array, "*batch hidden"], spread:
 
 
 class InputsRun(NamedTuple):
-    """The result of B, the first half of a backward pass."""
+    """The result of `inputs_backward` (B): dx, and the operands of all weight gradients."""
 
     dx: Any
     """The gradient of the input of layer 0."""
@@ -91,7 +91,7 @@ class InputsRun(NamedTuple):
 def inputs_backward(
     layers: Layers, arrays: LayerArrays, saved: SavedLayers, dx, dy, sums=None, chunk: Chunk | None = None
 ) -> Loop:
-    """Returns B of layers with tickets; its result is an `InputsRun`, with products of the chunk's layers.
+    """Runs B, the half of the backward pass that computes gradients of inputs and defers weight gradients.
 
     Args:
       layers, arrays: `models.forward.stage_layers` of a stage whose matrices have tickets; the tickets are its accumulators.
@@ -107,7 +107,7 @@ def inputs_backward(
 
 
 def weights_backward(products: nnx.State, sums: nnx.State, chunk: Chunk | None = None) -> Loop:
-    """Returns W; its result is `sums` with the gradients of all matrices with a ticket added.
+    """Runs W, the half of the backward pass that multiplies the deferred operands and adds to `sums`.
 
     The experts' kernels add to the sums without rounding. Gradients of other matrices are rounded to the dtype of the layers'
     inputs first, as in the undivided backward pass.

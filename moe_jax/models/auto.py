@@ -24,7 +24,7 @@ MODEL_CLASSES: dict[str, type[Decoder]] = {
 
 @functools.cache
 def abstract_parameters(config: ModelConfig) -> Mapping[tuple, nnx.Variable]:
-    """Returns the parameters of the config's model by path, as variables that have shapes and no arrays."""
+    """Returns the parameters of the config's model by path, as variables that hold shapes instead of arrays."""
     model = nnx.eval_shape(lambda: from_config(config, rngs=nnx.Rngs(0)))
     return MappingProxyType(dict(nnx.to_flat_state(nnx.state(model))))
 

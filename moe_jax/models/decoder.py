@@ -103,7 +103,7 @@ class Decoder(nnx.Module):
         spread: Spread | None = None,
         sequence_balance: bool = False,
     ) -> HiddenStates:
-        """Computes all but the vocabulary projection, for losses that never materialise all logits.
+        """Runs the model up to the vocabulary projection, for losses that never materialize all logits.
 
         Args:
           tokens: token ids, as an array or lists. An id outside the vocabulary is an error if values can be read cheaply
@@ -156,7 +156,7 @@ class Decoder(nnx.Module):
         context: ContextParallel | None = None,
         sequence_balance: bool = False,
     ) -> Entered:
-        """Starts `hidden_states`, up to the first layer: checks the arguments and embeds the tokens.
+        """Runs the part of `hidden_states` before the first layer: checks the arguments and embeds the tokens.
 
         Arguments and errors as in `hidden_states`; `context` is `Spread.context`.
         """
@@ -184,7 +184,7 @@ class Decoder(nnx.Module):
         cache: KVCache | None = None,
         spread: Spread | None = None,
     ) -> Pass:
-        """Computes `hidden_states` as a `layers.passes.Pass`, which can be joined with another; same arguments.
+        """Returns `hidden_states` as a `layers.passes.Pass`, which can overlap with another batch's pass; same arguments.
 
             of_one, of_other = run_together(model.forward_pass(*one), model.forward_pass(*other))
 
@@ -205,7 +205,7 @@ class Decoder(nnx.Module):
         return self.leave(inputs, carry, routings)
 
     def leave(self, inputs: LayerInputs, carry: Carry, routings: list[StageRouting]) -> HiddenStates:
-        """Finishes `hidden_states` after the last layer: applies the last norm and joins the stages' routings.
+        """Runs the part of `hidden_states` after the last layer: applies the final norm and concatenates the routings.
 
         Args:
           inputs: the result of `enter`.
@@ -227,7 +227,7 @@ class Decoder(nnx.Module):
         execution: Execution | None = None,
         sequence_balance: bool = False,
     ) -> list[HiddenStates]:
-        """Runs all modules that predict further tokens, in order.
+        """Runs all multi-token prediction (MTP) modules, in order.
 
         Args:
           hidden: `HiddenStates.hidden` for these tokens.
@@ -259,7 +259,7 @@ class Decoder(nnx.Module):
         execution: Execution | None = None,
         sequence_balance: bool = False,
     ) -> HiddenStates:
-        """Computes the hidden states of one of the modules that predict further tokens (`models.mtp`).
+        """Runs one multi-token prediction (MTP) module and returns its hidden states (`models.mtp`).
 
         Without a cache, the router's sums skip the last `module` tokens of each document, whose `following` is not of the
         document. No counted token sees them. With a cache the caller chooses the following tokens, and the sums count all
@@ -321,12 +321,12 @@ class Decoder(nnx.Module):
 
     @property
     def precision(self) -> Precision | None:
-        """The precision of the experts' matmuls, with the groups of dense matrices in it; None: the model's dtype."""
+        """The precision of the experts' matmuls (`kernels.Precision`); None if they run in the model's dtype."""
         return precision_of(self)
 
     @property
     def head_weight(self) -> Float[Array, "vocab hidden"]:
-        """The vocabulary projection of `HiddenStates.hidden`; the embedding table itself when the two are tied.
+        """The matrix that maps `HiddenStates.hidden` to logits; the embedding table itself if the two are tied.
 
         With an adapter of the head both are wider by its padded rank.
         """
@@ -355,7 +355,7 @@ class Decoder(nnx.Module):
         return places[0] if len(places) == 1 else LayerPattern(places)
 
     def _predictor(self, stage: Stage, param_dtype, rngs: nnx.Rngs) -> TokenPredictor:
-        """Builds a module that predicts further tokens, stacked as a stage of one layer."""
+        """Builds an MTP module, stacked as a stage of one layer."""
         block = self._decoder_layers(stage, param_dtype, rngs)
         return TokenPredictor(self.config, block, stack=(stage.repeats,), param_dtype=param_dtype, rngs=rngs)
 
@@ -383,7 +383,7 @@ class Decoder(nnx.Module):
 
 
 def fp8_refusal(config: ModelConfig, dtype: DTypeLike, dense: tuple[DenseGroup, ...] = ()) -> str | None:
-    """Returns the reason why a model's experts and these dense groups do not support FP8; None if they do."""
+    """Returns why a model's experts and these dense groups cannot use FP8; None if they can."""
     if config.experts is None:
         return "FP8 is for experts, and this model has none"
     sizes = config.hidden_size, config.experts.moe_intermediate_size

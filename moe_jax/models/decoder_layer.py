@@ -46,15 +46,15 @@ class DecoderLayer(nnx.Module):
     def feed_forward(
         self, x: Float[Array, "batch seq hidden"], inputs: LayerInputs, spread: Spread
     ) -> tuple[Float[Array, "batch seq hidden"], Routing | None]:
-        """Applies the second half of the layer, before its residual sum."""
+        """Returns mlp(x) for normalized x; the caller adds it to the residual stream."""
         return self.mlp(x), None
 
 
 class SparseDecoderLayer(DecoderLayer):
-    """A decoder layer whose feed-forward block is a MoE."""
+    """A decoder layer whose feed-forward block is a mixture of experts (`layers.moe.MoE`)."""
 
     def feed_forward(
         self, x: Float[Array, "batch seq hidden"], inputs: LayerInputs, spread: Spread
     ) -> tuple[Float[Array, "batch seq hidden"], Routing]:
-        """Routes the tokens of all sequences together."""
+        """Returns moe(x) for normalized x, with the tokens of all sequences routed together."""
         return self.mlp(x, inputs.counted, expert_ids=inputs.expert_ids, spread=spread)

@@ -15,8 +15,8 @@ class Execution:
 
     Attributes:
       remat: recompute each layer in the backward pass and keep only its input; "offload" keeps it in the host's memory.
-      num_kept: with `remat`, the last layers keep all their residuals instead. Modules that predict further tokens are the
-        last layers, and a repeat of a stage's body keeps all of its layers or none.
+      num_kept: with `remat`, the last layers keep all their residuals instead. MTP modules are the last layers,
+        and a repeat of a stage's body keeps all of its layers or none.
       balanced_routing: deal tokens to experts in turn and ignore the router's choice. For benchmarks only.
       spread: how the call is spread over devices; inside `jax.shard_map` a `parallel.Spread`.
     """
@@ -27,7 +27,7 @@ class Execution:
     spread: OneDevice = ONE_DEVICE
 
     def with_remat(self, remat: Remat | int) -> Self:
-        """Returns the execution with another `remat`: a number n recomputes all layers but the last n.
+        """Returns a copy with another `remat`; a number n recomputes all layers but the last n.
 
         Raises:
           ValueError: a negative number, or a value of another kind.
@@ -42,7 +42,7 @@ class Execution:
         return replace(self, remat=True, num_kept=int(remat))
 
     def of_stage(self, config: ModelConfig, number: int) -> Self:
-        """Returns the execution of a stage: `num_kept` then counts repeats of its body."""
+        """Returns the execution settings of one stage, where `num_kept` counts repeats of the stage's body."""
         if not self.num_kept:
             return self
         stage, *later = config.all_stages[number:]

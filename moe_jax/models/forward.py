@@ -32,7 +32,7 @@ from moe_jax.parallel.sequence.attention import ContextParallel
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class LayerInputs:
-    """The tokens of one call as layers read them; built once per call by `layer_inputs`.
+    """Inputs that all layers of one call share, such as positions and masks; built once by `layer_inputs`.
 
     Attributes:
       rope: cos and sin of the tokens' positions.
@@ -51,11 +51,11 @@ class LayerInputs:
 
     @property
     def counted(self) -> Bool[Array, "tokens"] | Sequences:
-        """The valid tokens flattened for a router: a mask, or `sequences` if documents are known."""
+        """The flattened mask of tokens that count in router statistics, or `sequences` if documents are known."""
         return self.valid.reshape(-1) if self.sequences is None else self.sequences
 
     def counted_where(self, exists: Bool[Array, ""]) -> "LayerInputs":
-        """Returns inputs whose tokens are valid only if `exists`; else no token travels to other devices' experts."""
+        """Returns inputs in which no token is valid if `exists` is False, so none is sent to other devices' experts."""
         sequences = self.sequences
         if sequences is not None:
             sequences = replace(sequences, length=jnp.where(exists, sequences.length, 0))
@@ -63,7 +63,7 @@ class LayerInputs:
 
 
 class PerLayer(NamedTuple):
-    """Inputs that differ from layer to layer, with the layers of a stage as leading axis.
+    """Inputs that differ between layers, stacked along a leading axis of a stage's layers.
 
     If the stage's body is a pattern, axes of repeats and places replace it, [repeats, places, ...]; `exists` is [repeats].
     """
@@ -79,7 +79,7 @@ class PerLayer(NamedTuple):
 
 
 class Carry(NamedTuple):
-    """The loop carry from layer to layer."""
+    """The loop carry from one layer to the next: the residual stream and the cache."""
 
     x: Any
     """The residual stream [batch, seq, hidden], or the `PredictorState` of a `mtp.TokenPredictor`."""
@@ -87,7 +87,7 @@ class Carry(NamedTuple):
 
 
 class LayerOutput(NamedTuple):
-    """One layer's results."""
+    """One layer's result: the new carry and the layer's routing."""
 
     x: Any
     """The residual stream after the layer, as in `Carry`."""
@@ -98,7 +98,7 @@ class LayerOutput(NamedTuple):
 
 
 class Entered(NamedTuple):
-    """The result of `Decoder.enter`: the inputs of the first layer and of all layers."""
+    """The result of `Decoder.enter`: the embedded tokens and the inputs that all layers share."""
 
     inputs: LayerInputs
     per_layer: list[PerLayer]
@@ -116,7 +116,7 @@ def layer_inputs(
     context: ContextParallel | None = None,
     sequence_balance: bool = False,
 ) -> LayerInputs:
-    """Builds the inputs that all layers share from a call's tokens.
+    """Builds the inputs that all layers share (rotary tables, segments, masks) from a call's arguments.
 
     Args:
       positions: for the rotary embedding; None: each token's index in its segment.
@@ -145,25 +145,25 @@ def layer_inputs(
 
 
 class StageRouting(NamedTuple):
-    """The routing of a stage's layers, stacked as in `PerLayer`; the fields as in `Routing`."""
+    """The routings of a stage's layers, stacked as in `PerLayer`; fields as in `Routing`."""
 
     sums: RouterSums
     experts: Int[Array, "layers tokens k"]
 
     def in_order(self, arrays: Any) -> Any:
-        """Returns arrays stacked like these with the axes of repeats and places merged into one axis of layers."""
+        """Merges the axes of repeats and places in arrays stacked like these, into one axis of layers."""
         return jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), arrays) if self.experts.ndim == 4 else arrays
 
 
 class LayerPattern(nnx.Module):
-    """The body of a stage: consecutive decoder layers of several kinds, each stacked over the body's repeats."""
+    """The repeating body of a stage: consecutive layers of different kinds, each stacked over the repeats."""
 
     def __init__(self, places: Sequence[nnx.Module]):
         self.places = nnx.List(places)
 
 
 class StageLayers(NamedTuple):
-    """A stage's loop for `layers.passes`."""
+    """The loop body over a stage's layers and the arrays that it reads, as `layers.passes` expects them."""
 
     layers: Layers
     arrays: LayerArrays
@@ -172,7 +172,7 @@ class StageLayers(NamedTuple):
 def run_stage(
     stage: nnx.Module, number: int, inputs: LayerInputs, per_layer: PerLayer, carry: Carry, execution: Execution
 ) -> tuple[Carry, StageRouting | None]:
-    """Runs the stacked layers of a stage in order.
+    """Runs all layers of one stage on the carry, in order.
 
     Arguments as in `stage_layers`, plus the carry before the first layer.
 
@@ -190,15 +190,25 @@ def stage_layers(stage: nnx.Module, number: int, inputs: LayerInputs, per_layer:
       number: the stage's index in `Decoder.stages`, and so in `Spread.layer_gathers`.
     """
     spread = execution.spread
+    gather = spread.gather(number)
     accumulating = GradientAccumulator, WeightTicket
     without_gradients = ExpertBias, Frozen, DeferredWeight, Fp8Copies
     graph, *states = nnx.split(stage, nnx.Param, accumulating, (*without_gradients, StackedWeight, PlaceInStack, DropoutKey))
     parameters, accumulators, others = states
     stacks, others = nnx.split_state(others, StackedWeight, ...)
+    frozen = None
+    if gather is not None and gather.num_frozen:
+        frozen, others = nnx.split_state(others, Frozen, ...)
+        if not jax.tree.leaves(parameters):
+            gather = gather.of_frozen
+    elif gather is not None:
+        # Matrices whose gradients go elsewhere are whole on each device, and no parameters.
+        matrices = nnx.to_flat_state(nnx.state(stage, (nnx.Param, DeferredWeight, StackedWeight)))
+        gather = gather.without([not isinstance(matrix, nnx.Param) for _, matrix in matrices])
 
-    def layer(shared: tuple[LayerInputs, nnx.State], own: tuple[PerLayer, nnx.State], carry: Carry, parameters, accumulators):
-        (inputs, stacks), (per_layer, others) = shared, own
-        block = nnx.merge(graph, parameters, accumulators, stacks, others)
+    def layer(shared: tuple[LayerInputs, nnx.State], own: tuple, carry: Carry, parameters, accumulators):
+        (inputs, stacks), (*of_frozen, per_layer, others) = shared, own
+        block = nnx.merge(graph, parameters, accumulators, stacks, others, *of_frozen)
         if per_layer.exists is not None:
             inputs = inputs.counted_where(per_layer.exists)
         if not isinstance(block, LayerPattern):
@@ -216,22 +226,15 @@ def stage_layers(stage: nnx.Module, number: int, inputs: LayerInputs, per_layer:
         out = block(carry.x, inputs, attend, spread)
         return Carry(out.x, out.cache), None if out.routing is None else StageRouting(out.routing.sums, out.routing.experts)
 
-    # Adapters are whole on each device, and a stage may have none.
-    is_frozen = bool(jax.tree.leaves(nnx.state(stage, Frozen)))
-    gather = None if is_frozen else spread.gather(number)
-    if gather is not None:
-        # Matrices whose gradients go elsewhere are whole on each device, and no parameters.
-        matrices = nnx.to_flat_state(nnx.state(stage, (nnx.Param, DeferredWeight, StackedWeight)))
-        gather = gather.without([not isinstance(matrix, nnx.Param) for _, matrix in matrices])
     whole_accumulators = bool(jax.tree.leaves(stacks))
     layers = Layers(layer, gather or WHOLE_LAYER, execution.remat, execution.num_kept, whole_accumulators)
-    return StageLayers(layers, LayerArrays((inputs, stacks), (per_layer, others), parameters, accumulators))
+    return StageLayers(layers, LayerArrays((inputs, stacks), (per_layer, others), parameters, accumulators, frozen))
 
 
 def collect(
     hidden: Float[Array, "batch seq hidden"], routings: list[StageRouting], inputs: LayerInputs, cache: KVCache | None
 ) -> HiddenStates:
-    """Joins the stages' routings over all MoE layers, and counts the call's tokens in the cache."""
+    """Builds the `HiddenStates` of a call: concatenates the routings of all MoE layers and advances the cache."""
     batch, seq, _ = hidden.shape
     if routings:
         routings = [routing.in_order(routing) for routing in routings]

@@ -25,7 +25,7 @@ OTHER_NAMES = {
 
 
 def token_ids(tokens: Any, vocab_size: int, name: str = "tokens") -> Integer[Array, "batch seq"]:
-    """Returns token ids [batch, seq], given as an array or lists, as an array.
+    """Validates token ids and returns them as an array [batch, seq].
 
     Raises:
       ValueError: the ids are text, floats, or of another shape. Also ids outside the vocabulary, if their values are known
@@ -46,7 +46,7 @@ def token_ids(tokens: Any, vocab_size: int, name: str = "tokens") -> Integer[Arr
 
 
 def refuse_deleted(arrays: Any) -> None:
-    """Raises if a program has deleted a model's arrays. JAX's own error does not name the kind of program.
+    """Raises if an array of the model was deleted, typically because a jitted step donated it.
 
     Raises:
       ValueError: an array was deleted.
@@ -60,7 +60,7 @@ def refuse_deleted(arrays: Any) -> None:
 
 
 def integers(values: Any, name: str) -> Any:
-    """Returns the values as an integer array; booleans (masks) become 0 and 1.
+    """Returns the values as an integer array; booleans (such as masks) become 0 and 1.
 
     Raises:
       ValueError: the values are no integers, or rows have different lengths.
@@ -83,7 +83,7 @@ def integers(values: Any, name: str) -> Any:
 
 
 def check_shapes(config, tokens, positions, segment_ids, cache, expert_ids) -> None:
-    """Compares the shapes of a call's arguments with `tokens`, [batch, seq].
+    """Checks that the shapes of a call's arguments match `tokens`, [batch, seq].
 
     Raises:
       ValueError: shapes do not match, or a cache comes without positions or has no room.
@@ -100,7 +100,7 @@ def check_shapes(config, tokens, positions, segment_ids, cache, expert_ids) -> N
         if length + tokens.shape[1] > room:
             raise ValueError(f"the cache has room for {room} tokens and holds {length}; got {tokens.shape[1]} more")
     if cache is not None and positions is None:
-        raise ValueError("positions must be given with a cache: the index in the segment goes on from the cached tokens")
+        raise ValueError("positions must be given with a cache: the index in the segment continues from the cached tokens")
     if expert_ids is not None:
         wanted = (len(config.moe_layers), *tokens.shape, config.experts.num_experts_per_tok if config.experts else 0)
         if expert_ids.shape != wanted:
@@ -108,7 +108,7 @@ def check_shapes(config, tokens, positions, segment_ids, cache, expert_ids) -> N
 
 
 def check_options(given: Collection[str], known: Collection[str]) -> None:
-    """Compares the names of a call's options with the known options.
+    """Checks the names of keyword options against the known ones.
 
     Raises:
       TypeError: a name is unknown. The message suggests the nearest known option, or lists all.
@@ -123,7 +123,7 @@ def check_options(given: Collection[str], known: Collection[str]) -> None:
 
 
 def float_dtype(dtype: Any, name: str = "dtype") -> jnp.dtype:
-    """Returns the dtype of a model's numbers.
+    """Returns `dtype` as a floating-point dtype, from a dtype object or its name.
 
     Raises:
       ValueError: `dtype` names no dtype, or no floating-point dtype.

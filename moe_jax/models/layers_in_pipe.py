@@ -7,7 +7,7 @@ from moe_jax.parallel.pipeline.chunks import LayersInPipe, PipeShape, check_laye
 
 
 def layers_in_pipe(config: ModelConfig, pipe: PipeShape) -> LayersInPipe:
-    """Returns the layers that a pipeline splits: the last stage before multi-token prediction modules.
+    """Returns the layers that pipeline parallelism splits over ranks: the last stage before MTP modules.
 
     Raises:
       ValueError: `pipe` has several ranks, and earlier stages have experts; or a chunk of a rank has no layer.
@@ -23,12 +23,12 @@ def layers_in_pipe(config: ModelConfig, pipe: PipeShape) -> LayersInPipe:
 
 
 def stack_of(path: tuple) -> tuple:
-    """Returns the path of the stack (a stage, or a place in its body) that holds the parameter at `path`."""
+    """Returns the path prefix of the stacked layers that hold the parameter at `path`."""
     return path[:4] if path[2] == "places" else path[:2]
 
 
 def layers_of_stacks(lengths: dict[tuple, int]) -> dict[tuple, slice]:
-    """Returns the position of each stack's layers among all layers, in the order in which tokens pass them.
+    """Returns the model-wide layer indices of each stack's layers, in order.
 
     Args:
       lengths: the number of layers of each stack, by `stack_of`. The stacks of a stage alternate.

@@ -24,7 +24,7 @@ from moe_jax.parallel.spread import Spread
 
 
 class PredictorState(NamedTuple):
-    """A module's input and output, instead of the residual stream."""
+    """The carry through an MTP module: its input, and its output hidden states."""
 
     hidden: Float[Array, "batch seq hidden"]
     """h_{k-1}, the hidden states of the model or the module before; h_k in the output."""

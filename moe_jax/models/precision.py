@@ -16,7 +16,7 @@ whole."""
 
 
 def form_problems(weights: str) -> list[str]:
-    """Returns the problems of a form of weights, each as one clause: the form is unknown."""
+    """Returns an error message in a list if `weights` names no known form of weights; else an empty list."""
     if weights in get_args(Weights):
         return []
     return [f"weights={weights!r} must be one of {', '.join(map(repr, get_args(Weights)))}"]

@@ -28,7 +28,7 @@ def random_model(
     mesh: Mesh | None = None,
     pipe_chunks: int = 1,
 ) -> Decoder:
-    """Draws random weights on their devices, one layer of one parameter at a time: no f32 copy of a large parameter exists.
+    """Builds a model with random weights, drawn layer by layer on their devices: no f32 copy of a large parameter exists.
 
     Args:
       param_dtype: dtype of the parameters (default: dtype).
@@ -83,7 +83,7 @@ def _normal(key, shape, stddev, dtype: DTypeLike, place: Sharding, pipe: PipeSha
     of_ranks = NamedSharding(place.mesh, PartitionSpec("pipe", *place.spec[3:]))
 
     def draw_of_ranks(keys, numbers):
-        """Draws the layers with these numbers, one for each rank and on that rank; number 0 is padding."""
+        """Draws the weights of the layers with these numbers, each on its own rank; number 0 is padding."""
         drawn = jax.vmap(lambda number: jnp.where(number > 0, draw(keys[number - 1], shape[1:]), 0))(numbers)
         return jax.lax.with_sharding_constraint(drawn, of_ranks)
 

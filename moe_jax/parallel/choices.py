@@ -22,7 +22,7 @@ CHOOSES_CHUNKS: tuple[PipeSchedule, ...] = (*UNIFORM, "interleaved")
 
 @dataclass(frozen=True)
 class MeshShape:
-    """The number of devices along each axis of a mesh: `make_mesh(**asdict(shape))`."""
+    """Number of devices along each mesh axis; `make_mesh(**asdict(shape))` builds the mesh."""
 
     pipe: int = 1
     data: int = 1
@@ -32,5 +32,5 @@ class MeshShape:
 
     @property
     def size(self) -> int:
-        """The number of all devices."""
+        """The total number of devices."""
         return self.pipe * self.data * self.fsdp * self.expert * self.context

@@ -17,14 +17,16 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jaxtyping import Array, Float
 
 from moe_jax.kernels.experts.fp8.quantise import GROUP, InFp8, QuantisedMatrices, quantise_matrices
 from moe_jax.kernels.experts.weights import Matrix
 from moe_jax.kernels.precision import at_least_f32, widened
 from moe_jax.kernels.shapes import vary_as, varying_axes
+from moe_jax.layers.lora import Frozen
 from moe_jax.layers.passes import WholeLayer
+from moe_jax.layers.quantised import is_quantised, matrices_with_path, splittable
 from moe_jax.parallel.choices import Hops
 from moe_jax.parallel.collectives.hops import add_contributions, join_parts, send_contributions, send_part, sum_scatter
 from moe_jax.parallel.layout import gathered_axes, parameter_path, parameter_spec, part_shape
@@ -36,7 +38,7 @@ it). () if the array is whole on every device."""
 
 @dataclass(frozen=True)
 class LayerGather(WholeLayer):
-    """The all-gather of one layer's parameters and the reduce-scatter of their gradients, each in two halves: start and finish.
+    """Per-layer FSDP communication: all-gather of parameters, reduce-scatter of gradients, each split into start and finish.
 
     A tree of the layer's parameters has leaves that are gathered and leaves that are whole on every device.
     """
@@ -49,39 +51,53 @@ class LayerGather(WholeLayer):
     """"nccl": by collectives of NCCL. "copies": by peer-to-peer copies."""
     in_fp8: frozenset[int] = frozenset()
     """The indices of gathered leaves that travel in FP8. After the gather each is a `Matrix`."""
+    num_frozen: int = 0
+    """Number of last leaves that have no gradients."""
+    as_stored: tuple[tuple[int, jnp.dtype], ...] = ()
+    """The indices and dtypes of leaves of quantised matrices, which travel in the bytes that are stored."""
 
     def without(self, left_out: Sequence[bool]) -> "LayerGather":
-        """Returns the gather of a layer without some of its leaves."""
+        """Returns a copy that skips the leaves flagged in `left_out`."""
         kept = [i for i, out in enumerate(left_out) if not out]
         in_fp8 = frozenset(place for place, i in enumerate(kept) if i in self.in_fp8)
-        return replace(self, gathers=tuple(self.gathers[i] for i in kept), in_fp8=in_fp8)
+        num_frozen = sum(i >= self._num_trained for i in kept)
+        as_stored = tuple((kept.index(i), dtype) for i, dtype in self.as_stored if i in kept)
+        gathers = tuple(self.gathers[i] for i in kept)
+        return replace(self, gathers=gathers, in_fp8=in_fp8, num_frozen=num_frozen, as_stored=as_stored)
+
+    @property
+    def of_gradients(self) -> "LayerGather":
+        """The gather of only the leaves with gradients, for `split` and `join` of gradients, and the scatter."""
+        return self.without([i >= self._num_trained for i in range(len(self.gathers))])
+
+    @property
+    def of_frozen(self) -> "LayerGather":
+        """The gather of only the leaves without gradients, for a layer without its adapters."""
+        return self.without([i < self._num_trained for i in range(len(self.gathers))])
 
     def start_gather(self, parts) -> list:
         """Starts the all-gather of the layer's parameters; pass the result to `finish_gather`."""
 
-        def start(how: Gather, in_fp8: bool, part: Array):
+        def start(how: Gather, in_fp8: bool, dtype: jnp.dtype, part: Array):
             if not in_fp8:
-                return _start_gather(how, self.dtype, self.hops, part)
-            rounded = _round_part(part, self.dtype)
-            # XLA may widen a transfer of FP8 to 16 bits, but none of bytes.
-            sent = lax.bitcast_convert_type(rounded.values, jnp.uint8), rounded.scales
-            return [_start_gather(how, a.dtype, self.hops, a) for a in sent]
+                return _start_gather(how, dtype, self.hops, part)
+            return [_start_gather(how, a.dtype, self.hops, a) for a in _round_part(part, dtype)]
 
         return [start(*how, part) for how, part in zip(self._moving, self.split(parts)[0], strict=True)]
 
     def finish_gather(self, arriving: list) -> list[Any]:
         """Waits for the all-gather and returns the full parameters; FP8 ones are `QuantisedMatrices`."""
 
-        def finish(how: Gather, in_fp8: bool, sent):
+        def finish(how: Gather, in_fp8: bool, dtype: jnp.dtype, sent):
             if not in_fp8:
-                return _finish_gather(how, self.hops, sent)
-            values, scales = (_finish_gather(how, self.hops, a) for a in sent)
-            return QuantisedMatrices(lax.bitcast_convert_type(values, jnp.float8_e4m3fn), scales)
+                return _finish_gather(how, dtype, self.hops, sent)
+            dtypes = jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float32)
+            return QuantisedMatrices(*(_finish_gather(how, d, self.hops, a) for d, a in zip(dtypes, sent, strict=True)))
 
         return [finish(*how, sent) for how, sent in zip(self._moving, arriving, strict=True)]
 
     def barrier(self, computed, arriving):
-        """Returns both unchanged. With peer-to-peer copies, the transfer is waited for only once `computed` is ready.
+        """Returns both unchanged; with peer-to-peer copies, delays the wait for a transfer until `computed` is ready.
 
         Without the barrier XLA waits much earlier. With NCCL, which runs one collective at a time, the barrier made steps no
         faster (docs/log/parallel.md), so there is none.
@@ -89,7 +105,7 @@ class LayerGather(WholeLayer):
         return lax.optimization_barrier((computed, arriving)) if self.hops == "copies" else (computed, arriving)
 
     def layer(self, parts, gathered: list[Any]):
-        """Returns the layer's full parameters: the gathered leaves, and the whole leaves of `parts`."""
+        """Combines gathered leaves with the replicated leaves of `parts` into the layer's parameters."""
         full = [_as_parameter(a, self.dtype) if isinstance(a, QuantisedMatrices) else a for a in gathered]
         return self.join(parts, full, self.split(parts)[1])
 
@@ -99,19 +115,20 @@ class LayerGather(WholeLayer):
         def zeros(a: Array | QuantisedMatrices) -> Array:
             return _like(a, self.dtype, 0) if isinstance(a, QuantisedMatrices) else jnp.zeros_like(a)
 
-        return [zeros(a) for a in gathered]
+        return [zeros(a) for a in gathered[: len(self._moving)]]
 
     def start_scatter(self, gradients: list[Array]) -> list:
         """Starts the reduce-scatter of gradients of gathered parameters; pass the result to `finish_scatter`."""
-        return [_start_scatter(how, self.hops, gradient) for (how, _), gradient in zip(self._moving, gradients, strict=True)]
+        pairs = zip(self._moving, gradients, strict=True)
+        return [_start_scatter(how, self.hops, gradient) for (how, *_), gradient in pairs]
 
     def finish_scatter(self, arriving: list, like: list[Array]) -> list[Array]:
-        """Waits for the reduce-scatter and returns the gradients of this device's parts, in the dtypes of `like`."""
+        """Waits for the reduce-scatter and returns the gradients of this device's shards, in the dtypes of `like`."""
         triples = zip(self._moving, arriving, like, strict=True)
-        return [_finish_scatter(how, self.hops, array).astype(part.dtype) for (how, _), array, part in triples]
+        return [_finish_scatter(how, self.hops, array).astype(part.dtype) for (how, *_), array, part in triples]
 
     def split(self, tree) -> tuple[list[Array], list[Array]]:
-        """Returns (gathered leaves, whole leaves); a `Matrix` contributes its values."""
+        """Returns (gathered leaves, replicated leaves); a `Matrix` contributes its values."""
         leaves = jax.tree.leaves(tree, is_leaf=lambda leaf: isinstance(leaf, Matrix))
         arrays: Iterable[Any] = (leaf.values if isinstance(leaf, Matrix) else leaf for leaf in leaves)
         pairs = list(zip(self.gathers, arrays, strict=True))
@@ -124,9 +141,14 @@ class LayerGather(WholeLayer):
         return jax.tree.unflatten(jax.tree.structure(tree), leaves)
 
     @property
-    def _moving(self) -> list[tuple[Gather, bool]]:
-        """The gather of each leaf that is gathered, and True if it travels in FP8."""
-        return [(how, i in self.in_fp8) for i, how in enumerate(self.gathers) if how]
+    def _moving(self) -> list[tuple[Gather, bool, jnp.dtype]]:
+        """The gather of each leaf that is gathered, True if it is rounded to FP8 first, and the dtype in which it travels."""
+        dtypes = dict(self.as_stored)
+        return [(how, i in self.in_fp8, dtypes.get(i, self.dtype)) for i, how in enumerate(self.gathers) if how]
+
+    @property
+    def _num_trained(self) -> int:
+        return len(self.gathers) - self.num_frozen
 
 
 def _as_parameter(rounded: QuantisedMatrices, dtype: jnp.dtype) -> Matrix:
@@ -140,7 +162,7 @@ def _like(rounded: QuantisedMatrices, dtype: jnp.dtype, fill: float) -> Float[Ar
 
 @dataclass(frozen=True)
 class ShardedParameters:
-    """A model's parameters inside `jax.shard_map`: `specs` lays them out, `enter` turns parts into the model's parameters.
+    """FSDP parameters inside `jax.shard_map`: `specs` shards them, `enter` turns local shards into model parameters.
 
     sharded = ShardedParameters.of(params, mesh, dtype=jnp.bfloat16, token_axes=("fsdp", "expert"))
 
@@ -162,6 +184,8 @@ class ShardedParameters:
     dtype: jnp.dtype
     token_axes: tuple[str, ...]
     hops: Hops = "nccl"
+    fixed_specs: nnx.State | None = None
+    """A PartitionSpec for each array of `fixed`."""
 
     @classmethod
     def of(
@@ -173,10 +197,12 @@ class ShardedParameters:
         token_axes: Sequence[str],
         hops: Hops = "nccl",
         experts_in_fp8: bool = False,
+        fixed: nnx.State | None = None,
     ) -> "ShardedParameters":
-        """Lays out the parameters (arrays or their shapes) of a model.
+        """Plans the sharding of a model's parameters (arrays or shapes) on a mesh.
 
         Args:
+          fixed: the rest of the model. Its frozen matrices are laid out like parameters; all else is whole on every device.
           dtype: dtype in which matrices are gathered: the model's.
           token_axes: the mesh axes over which tokens are split. Gradients are summed over them.
           hops: "copies" if the program is compiled with `Parallelism.compiler_options`.
@@ -185,42 +211,61 @@ class ShardedParameters:
         Raises:
           ValueError: experts that the mesh axis `expert` does not divide.
         """
-        for path, p in jax.tree.leaves_with_path(params):
-            names = parameter_path(path)
+        frozen, _ = nnx.split_state(fixed or nnx.State({}), Frozen, ...)
+        trained = {parameter_path(path) for path, _ in jax.tree.leaves_with_path(params)}
+        matrices = {parameter_path(path): p for tree in (params, frozen) for path, p in matrices_with_path(tree)}
+        for names, p in matrices.items():
             ways = mesh.shape.get("expert", 1)
             if names[-1] == "gate_up_proj" and p.shape[-3] % ways:
                 raise ValueError(f"{p.shape[-3]} experts cannot be divided among expert={ways} devices; take a divisor")
-        specs = jax.tree.map_with_path(lambda path, p: parameter_spec(parameter_path(path), p.shape, mesh), params)
-        shapes = {parameter_path(path): p.shape for path, p in jax.tree.leaves_with_path(params)}
-        gathers = {names: gathered_axes(names, shape, mesh) for names, shape in shapes.items()}
+        gathers = {names: gathered_axes(names, splittable(p), mesh) for names, p in matrices.items()}
+
+        def spec(path: tuple, _: Any) -> PartitionSpec:
+            names = parameter_path(path)
+            return parameter_spec(names, splittable(matrices[names]), mesh) if names in matrices else PartitionSpec()
 
         def of_stage(stage: int) -> LayerGather:
-            own = [names for names in gathers if names[:2] == ("stages", stage)]
-            experts = {i: names for i, names in enumerate(own) if "experts" in names} if experts_in_fp8 else {}
+            # A quantised matrix has several leaves.
+            own = [(names, a) for names, p in matrices.items() if names[:2] == ("stages", stage) for a in jax.tree.leaves(p)]
+            experts = {i: names for i, (names, _) in enumerate(own) if names in trained and "experts" in names}
             # A layer's two matrices travel in the same form.
-            can_travel = all(can_travel_in_fp8(names, shapes[names], mesh) for names in experts.values())
-            in_fp8 = frozenset(experts if can_travel else ())
-            return LayerGather(tuple(gathers[names] for names in own), jnp.dtype(dtype), hops, in_fp8)
+            can_travel = experts_in_fp8 and all(can_travel_in_fp8(n, matrices[n].shape, mesh) for n in experts.values())
+            return LayerGather(
+                tuple(gathers[names] for names, _ in own),
+                jnp.dtype(dtype),
+                hops,
+                frozenset(experts if can_travel else ()),
+                sum(names not in trained for names, _ in own),
+                tuple((i, jnp.dtype(a.dtype)) for i, (names, a) in enumerate(own) if is_quantised(matrices[names])),
+            )
 
         layers = map(of_stage, sorted({names[1] for names in gathers if names[0] == "stages"}))
         outside = {names: how for names, how in gathers.items() if names[0] != "stages" and how}
-        return cls(specs, tuple(layers), outside, jnp.dtype(dtype), tuple(token_axes), hops)
+        specs, fixed_specs = (jax.tree.map_with_path(spec, tree) for tree in (params, fixed))
+        return cls(specs, tuple(layers), outside, jnp.dtype(dtype), tuple(token_axes), hops, fixed_specs)
 
     def enter(self, params: nnx.State) -> nnx.State:
-        """Returns the model's parameters: full outside the stages; inside, parts that the layers gather one layer ahead.
+        """Returns model parameters from local shards: gathered outside the layers; layers gather theirs one layer ahead.
 
         The gradient of a part is summed in f32 over all axes along which tokens are split.
         """
 
         def enter(path, part):
-            part = _summed_over(part, tuple(sorted({*self.token_axes} - varying_axes(part))))
-            how = self.outside.get(parameter_path(path))
-            return part if how is None else _gathered(how, self.dtype, self.hops, part)
+            return self._whole(path, _summed_over(part, tuple(sorted({*self.token_axes} - varying_axes(part)))))
 
         return jax.tree.map_with_path(enter, params)
 
+    def enter_fixed(self, fixed: nnx.State) -> nnx.State:
+        """Returns the rest of the model, as `enter` does; nothing of it has a gradient."""
+        return jax.tree.map_with_path(self._whole, fixed)
+
+    def _whole(self, path: tuple, part: Array) -> Array:
+        """Returns the full parameter outside the stages; inside, the part."""
+        how = self.outside.get(parameter_path(path))
+        return part if how is None else _gathered(how, self.dtype, self.hops, part)
+
     def leave(self, params: nnx.State, gradients: nnx.State) -> nnx.State:
-        """Returns the gradients of a device's parts from gradients of `enter`'s results.
+        """Reduces gradients of `enter`'s results to gradients of this device's shards.
 
         It is the transpose of `enter`, without rounding: gradients are in f32 (f64 for f64) before and after their sum over
         devices.
@@ -230,7 +275,7 @@ class ShardedParameters:
         return transposed(gradients)[0]
 
     def gathered(self, params: nnx.State) -> nnx.State:
-        """Gathers all parameters except the experts at once, for a program without gradients that uses them many times."""
+        """All-gathers all parameters except experts at once, for gradient-free programs such as decoding."""
         params = self.enter(params)
         if "stages" not in params:
             # All layers are frozen, and so are not parameters.
@@ -242,6 +287,8 @@ class ShardedParameters:
 
 def _start_gather(how: Gather, dtype: jnp.dtype, hops: Hops, part: Array):
     part = part.astype(dtype)
+    if _travels_as_bytes(dtype):
+        part = lax.bitcast_convert_type(part, jnp.uint8)
     *inner, (axis, mesh_axes) = how
     for inner_axis, inner_axes in inner:
         part = lax.all_gather(part, inner_axes, axis=part.ndim + inner_axis, tiled=True)
@@ -250,9 +297,15 @@ def _start_gather(how: Gather, dtype: jnp.dtype, hops: Hops, part: Array):
     return lax.all_gather(part, mesh_axes, axis=part.ndim + axis, tiled=True)
 
 
-def _finish_gather(how: Gather, hops: Hops, sent) -> Array:
+def _finish_gather(how: Gather, dtype: jnp.dtype, hops: Hops, sent) -> Array:
     axis, mesh_axes = how[-1]
-    return join_parts(sent, mesh_axes, sent[0].ndim + axis) if hops == "copies" else sent
+    whole = join_parts(sent, mesh_axes, sent[0].ndim + axis) if hops == "copies" else sent
+    return lax.bitcast_convert_type(whole, dtype) if _travels_as_bytes(dtype) else whole
+
+
+def _travels_as_bytes(dtype: jnp.dtype) -> bool:
+    """Returns True for FP8: XLA may widen a transfer of FP8 to 16 bits, but none of bytes."""
+    return jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize == 1
 
 
 def _start_scatter(how: Gather, hops: Hops, gradient: Array):
@@ -271,7 +324,7 @@ def _finish_scatter(how: Gather, hops: Hops, sent) -> Array:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _gathered(how: Gather, dtype: jnp.dtype, hops: Hops, part: Array) -> Array:
-    return _finish_gather(how, hops, _start_gather(how, dtype, hops, part))
+    return _finish_gather(how, dtype, hops, _start_gather(how, dtype, hops, part))
 
 
 _gathered.defvjp(
@@ -300,7 +353,7 @@ def _round_part(part: Float[Array, "*stack n k"], dtype: jnp.dtype) -> Quantised
 
 
 def can_travel_in_fp8(path: tuple, shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> bool:
-    """Returns True for gathered expert matrices whose parts consist of whole blocks of 128 x 128."""
+    """Returns True if an expert matrix can be all-gathered in FP8: its shards consist of whole 128 x 128 blocks."""
     if "experts" not in path or not gathered_axes(path, shape, mesh):
         return False
     return not any(size % GROUP for size in part_shape(path, shape, mesh)[-2:])

@@ -5,6 +5,7 @@ are split over `expert` first (and never gathered along it), then over the other
 along three axes, [chunks, ranks, layers of a chunk], and `pipe` splits the second (`parallel.pipeline.chunks`). Matrices
 outside the pipeline are split over `pipe` last. Mesh axes split the first of the matrix's own axes; if they do not divide it,
 they split the next. Norms, biases and routers are replicated, and so are matrices without an axis that can be split.
+A frozen matrix has the layout of a trained one. Adapters of experts are split like experts; other adapters are replicated.
 
 A parameter's moments and master have the parameter's layout. With ZeRO, stage 1, `data` splits them too (`optimizer_spec`).
 
@@ -21,14 +22,14 @@ from moe_jax.layers.matrices import Declaration, declaration_of
 
 
 def mesh_of(parameters) -> Mesh | None:
-    """Returns the mesh of the parameters (a pytree of arrays); None if they are on one device, or are traced."""
+    """Returns the mesh of a pytree of arrays; None if they are on one device or traced."""
     # A traced array has no attribute `sharding`.
     mesh = getattr(getattr(jax.tree.leaves(parameters)[0], "sharding", None), "mesh", None)
     return mesh if isinstance(mesh, Mesh) and mesh.size > 1 else None
 
 
 def parameter_sharding(path: tuple, shape: tuple[int, ...], mesh: Mesh | None) -> Sharding:
-    """Returns the sharding of the parameter at `path` (as in `nnx.to_flat_state`) with this global shape.
+    """Returns the `Sharding` of the parameter at `path` (as in `nnx.to_flat_state`) with this global shape.
 
     Without a mesh it is on the default device.
 
@@ -40,34 +41,25 @@ def parameter_sharding(path: tuple, shape: tuple[int, ...], mesh: Mesh | None) -
     if AxisType.Explicit in mesh.axis_types:
         raise ValueError(
             f"the mesh's axes {', '.join(mesh.axis_names)} must all be AxisType.Auto, as moe_jax.parallel.make_mesh makes "
-            "them; jax.make_mesh makes Explicit axes unless its axis_types say otherwise"
+            "them; jax.make_mesh makes Explicit axes unless axis_types is given"
         )
     return NamedSharding(mesh, parameter_spec(path, shape, mesh))
 
 
-def quantised_sharding(path: tuple, shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> NamedSharding:
-    """Returns the sharding of the codes and the scales of a quantised parameter with this dequantised shape.
-
-    Experts are split only along the expert axis, which both have. Other matrices are whole, since a split would cut blocks.
-    """
-    of_experts = {axis: names for axis, names in _splits(path, shape, mesh).items() if axis == len(shape) - 3}
-    return NamedSharding(mesh, PartitionSpec(*(of_experts.get(axis) for axis in range(len(shape)))))
-
-
 def parameter_spec(path: tuple, shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> PartitionSpec:
-    """Returns the mesh axes, or None, for each axis of the parameter."""
+    """Returns the PartitionSpec entry (mesh axes or None) for each axis of the parameter."""
     splits = _splits(path, shape, mesh)
     return PartitionSpec(*(splits.get(axis) for axis in range(len(shape))))
 
 
 def part_shape(path: tuple, shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> tuple[int, ...]:
-    """Returns the shape of the part that each device keeps of the parameter."""
+    """Returns the shape of each device's shard of the parameter."""
     splits = _splits(path, shape, mesh)
     return tuple(size // math.prod(mesh.shape[name] for name in splits.get(axis, ())) for axis, size in enumerate(shape))
 
 
 def optimizer_spec(path: tuple, shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> PartitionSpec:
-    """Returns the layout of the parameter's moments and master with ZeRO, stage 1: `parameter_spec`, and `data` on one axis.
+    """Returns the PartitionSpec of a parameter's moments and master under ZeRO-1: `parameter_spec` plus `data` on one axis.
 
     An array without a `data_axis` keeps `parameter_spec`.
     """
@@ -78,7 +70,7 @@ def optimizer_spec(path: tuple, shape: tuple[int, ...], mesh: Mesh | AbstractMes
 
 
 def moving_spec(path: tuple, shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> PartitionSpec:
-    """Returns a layout for moving layers between ranks: each device holds a part of every layer.
+    """Returns a PartitionSpec with a part of every layer on each device, for moving layers between ranks.
 
     All mesh axes split a matrix's own axes, `parameter_spec`'s first, and none splits an axis of layers.
     """
@@ -88,7 +80,7 @@ def moving_spec(path: tuple, shape: tuple[int, ...], mesh: Mesh | AbstractMesh) 
 
 
 def data_axis(path: tuple, shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> int | None:
-    """Returns the first axis of the array that `data` divides, after the mesh axes that split the parameter; None without one.
+    """Returns the first array axis that `data` can split in addition to the parameter's own sharding; None if there is none.
 
     The axis of layers comes first. Its parts are contiguous, so that collectives along it need no transposed copy.
     """
@@ -100,16 +92,16 @@ def data_axis(path: tuple, shape: tuple[int, ...], mesh: Mesh | AbstractMesh) ->
 
 
 def parameter_path(key_path: tuple) -> tuple:
-    """Converts a path of `jax.tree.leaves_with_path` to the names of modules and parameter, as in `nnx.to_flat_state`."""
+    """Converts a key path of `jax.tree.leaves_with_path` to a path of names, as in `nnx.to_flat_state`."""
     return tuple(part.key for part in key_path if hasattr(part, "key"))
 
 
 def gathered_axes(path: tuple, shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> tuple[tuple[int, tuple[str, ...]], ...]:
-    """Returns pairs (axis, mesh axes that split it) to gather before use: all except the axes of experts and layers.
+    """Returns pairs (array axis, mesh axes) to all-gather before use: all split axes except the axes of experts and layers.
 
     Axes are negative: the last is -1.
     """
-    kept = {"expert"} if declaration_of(path, shape).role == "experts" else set()
+    kept = {"expert"} if declaration_of(path, shape).axes == 3 else set()
     if lies_in_chunks(path, shape):
         kept.add("pipe")
     pairs = (
@@ -120,7 +112,7 @@ def gathered_axes(path: tuple, shape: tuple[int, ...], mesh: Mesh | AbstractMesh
 
 
 def lies_in_chunks(path: tuple, shape: tuple[int, ...]) -> bool:
-    """Returns True if the parameter is stacked as [chunks, ranks, layers of a chunk, ...]."""
+    """Returns True if the parameter is stacked for a pipeline, [chunks, ranks, layers of a chunk, ...]."""
     return path[0] == "stages" and len(shape) == 3 + declaration_of(path, shape).axes
 
 
@@ -130,7 +122,7 @@ def _splits(path: tuple, shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> d
     if mesh.shape.get("pipe", 1) > 1 and lies_in_chunks(path, shape):
         return _split_own_axes(matrix, shape, mesh, matrix.split, {1: ("pipe",)})
     # Axes that are gathered together are in mesh order, as peer-to-peer copies require.
-    first = matrix.split[: matrix.role == "experts"]
+    first = matrix.split[: matrix.axes == 3]
     return _split_own_axes(matrix, shape, mesh, (*first, "pipe", *matrix.split[len(first) :]), {})
 
 
@@ -146,7 +138,7 @@ def _split_own_axes(
     for name in names if matrix.split else ():
         ways = mesh.shape.get(name, 1)
         # `expert` splits an expert matrix only along the axis of experts: parts of an expert would have to be gathered.
-        choices = 1 if name == "expert" and matrix.role == "experts" else matrix.axes
+        choices = 1 if name == "expert" and matrix.axes == 3 else matrix.axes
         for axis in range(first_own, first_own + choices) if ways > 1 else ():
             before = splits.get(axis, ())
             if shape[axis] % (ways * math.prod(mesh.shape[other] for other in before)) == 0:

@@ -44,7 +44,7 @@ def refuse_pipe(
     instead: str = "load the model's folder onto another mesh, by from_pretrained(folder, mesh=make_mesh(fsdp=...)); or "
     "move the layers out of their chunks first, by parallel.pipeline.chunks.from_chunks",
 ) -> None:
-    """Refuses a mesh with several devices along `pipe`, for `work` that does not run through a pipe.
+    """Raises if the mesh has several devices along `pipe`, for `work` that pipelines do not support.
 
     Raises:
       ValueError: the message names the work, the size of `pipe`, and what to do `instead`.

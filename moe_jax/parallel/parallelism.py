@@ -15,7 +15,7 @@ from moe_jax.parallel.sequence.attention import ContextParallel
 
 @dataclass(frozen=True)
 class Parallelism:
-    """A mesh of `make_mesh`, and how experts and sequences are spread over it.
+    """A mesh from `make_mesh`, and the settings of expert, context and pipeline parallelism on it.
 
     Every device has its own tokens. The rows of a batch are split over `data`, `fsdp` and `expert`, the tokens of a row over
     `context`. Along `pipe` devices have the same rows and different layers (`train.pipelined`). Parameters are split over all
@@ -70,34 +70,34 @@ class Parallelism:
 
     @property
     def compiler_options(self) -> dict[str, str | bool]:
-        """The options of `jax.jit` that make XLA transfer data by `hops`, and copy nothing in a pipeline's branches."""
+        """XLA options for `jax.jit`: they select how hops are transferred, and avoid copies in pipeline branches."""
         hops = {} if self.hops == "nccl" else COPIES | MANY_AT_ONCE
         return hops | ({} if self.pipe_schedule == "uniform" else NO_COPIES)
 
     @property
     def expert_parallel(self) -> ExpertParallel | None:
-        """`expert` with this object's `hops`; None if one device holds all experts."""
+        """The settings of expert parallelism, with this object's `hops`; None if one device holds all experts."""
         devices = self._size(self.expert.axis_name)
         return self.expert.over(devices, self.hops) if devices > 1 else None
 
     @property
     def context_parallel(self) -> ContextParallel | None:
-        """`context` with this object's `hops`; None if each device holds whole sequences."""
+        """The settings of context parallelism, with this object's `hops`; None if sequences are not split."""
         return replace(self.context, hops=self.hops) if self._size(self.context.axis_name) > 1 else None
 
     @property
     def pipe(self) -> PipeShape:
-        """The ranks along `pipe`, and the chunks of each."""
+        """The number of pipeline ranks, and of chunks per rank."""
         return pipe_of(self.mesh, self.pipe_chunks)
 
     @property
     def pipelined(self) -> bool:
-        """True if the layers are in a pipeline: if there are several devices along `pipe`."""
+        """True if layers are split over several devices along `pipe`."""
         return self._size("pipe") > 1
 
     @property
     def splits_optimizer(self) -> bool:
-        """True if the optimizer's state is split over `data`: `shard_optimizer`, with several devices there."""
+        """True if ZeRO-1 is active: `shard_optimizer` with several devices along `data`."""
         return self.shard_optimizer and self._size("data") > 1
 
     @property
@@ -107,9 +107,9 @@ class Parallelism:
 
     @property
     def token_axes(self) -> tuple[str, ...]:
-        """The mesh axes along which devices have different tokens.
+        """The mesh axes along which devices have different tokens: losses and gradients are summed over them.
 
-        Along `pipe`, if used, they compute different tokens' losses.
+        A pipeline's ranks each compute the loss of a share of the tokens, so `pipe` is then included.
 
         Without a pipe no value varies along `pipe`, and JAX refuses to sum such values over it.
         """
@@ -117,7 +117,7 @@ class Parallelism:
 
     @property
     def batch_spec(self) -> PartitionSpec:
-        """The PartitionSpec of arrays [batch, seq] with tokens in the order of `context.layout`."""
+        """The PartitionSpec of batch arrays [batch, seq], with tokens in the order of `context.layout`."""
         name = self.context.axis_name
         return PartitionSpec(self.row_axes, name if name in self.mesh.axis_names else None)
 
@@ -133,7 +133,7 @@ class Parallelism:
             raise ValueError(f"a (micro-)batch of {rows} rows cannot be divided among {axes}; it must be a multiple of {ways}")
 
     def own_rows(self, rows: int) -> list[int]:
-        """Returns the rows of a batch of `rows` rows that are, wholly or partly, on devices of this process."""
+        """Returns the indices of the batch rows that are at least partly on this process's devices."""
         parts = NamedSharding(self.mesh, PartitionSpec(self.row_axes)).addressable_devices_indices_map((rows,)).values()
         return sorted({row for part in parts if part for row in range(*part[0].indices(rows))})
 

@@ -23,7 +23,7 @@ from moe_jax.parallel.sequence.attention import ContextParallel
 
 @dataclass(frozen=True)
 class Spread(OneDevice):
-    """The spread of a call over devices. `Spread()` behaves like `ONE_DEVICE`.
+    """Describes how one model call is distributed over devices, inside `jax.shard_map`. `Spread()` means one device.
 
     Attributes:
       expert: how tokens travel to the experts of other devices; None: every device holds all experts.
@@ -38,17 +38,17 @@ class Spread(OneDevice):
     mesh_axes: tuple[str, ...] = ()
 
     def sum(self, values: Sums) -> Sums:
-        """Sums every array of `values` over the devices of `mesh_axes`; returns `values` unchanged without axes."""
+        """Sums every array of `values` over the devices of `mesh_axes` (psum); unchanged without axes."""
         return jax.lax.psum(values, self.mesh_axes) if self.mesh_axes else values
 
     def gather(self, stage: int) -> LayerGather | None:
-        """Returns the `LayerGather` of a stage's layers, by its index in `Decoder.stages`; None: their parameters are whole."""
+        """Returns the `LayerGather` of a stage's layers, by index in `Decoder.stages`; None if parameters are replicated."""
         return None if self.layer_gathers is None else self.layer_gathers[stage]
 
     def experts(
         self, experts: Any, x: Float[Array, "tokens hidden"], routing: Any, valid: Any = None
     ) -> tuple[Float[Array, "tokens hidden"], Exchange | None]:
-        """Sends the tokens to their experts; as `OneDevice.experts`, inside a `jax.shard_map` over the experts' axis.
+        """Computes the experts with expert parallelism; arguments as `OneDevice.experts`, inside `jax.shard_map`.
 
         Raises:
           ValueError: the devices of the axis together do not hold the router's number of experts. Also a combination in

@@ -22,12 +22,12 @@ from moe_jax.parallel.parallelism import Parallelism
 
 
 def optimizer_mesh(parallelism: Parallelism | None) -> Mesh | None:
-    """Returns the mesh whose `data` axis splits the optimizer's state; None if it has the parameters' layout."""
+    """Returns the mesh if ZeRO-1 splits the optimizer state over its `data` axis; None otherwise."""
     return parallelism.mesh if parallelism is not None and parallelism.splits_optimizer else None
 
 
 def optimizer_shardings(params: PyTree, mesh: Mesh) -> PyTree:
-    """Returns the sharding of each parameter's moments and master.
+    """Returns the `Sharding` of each parameter's moments and master under ZeRO-1.
 
     Raises:
       ValueError: `data` divides no axis of any parameter.
@@ -42,12 +42,12 @@ def optimizer_shardings(params: PyTree, mesh: Mesh) -> PyTree:
 
 
 def to_parts(tree: PyTree, mesh: Mesh) -> PyTree:
-    """Lays out arrays (under the parameters' paths) like the optimizer's state. Each device keeps its part of a whole array."""
+    """Shards arrays (by parameter path) like the optimizer state: each device keeps its slice along `data`."""
     return lax.with_sharding_constraint(tree, optimizer_shardings(tree, mesh))
 
 
 def to_whole(params: PyTree, mesh: Mesh) -> PyTree:
-    """Lays out parameters for the model: an all-gather of the parts over `data`."""
+    """All-gathers updated parameters over `data`, back to the model's sharding."""
     # Constrained to parts first. Otherwise XLA may gather the masters instead, with twice the bytes.
     params = to_parts(params, mesh)
     shardings = _by_path(params, lambda path, p: NamedSharding(mesh, parameter_spec(path, p.shape, mesh)))
@@ -55,7 +55,7 @@ def to_whole(params: PyTree, mesh: Mesh) -> PyTree:
 
 
 def sum_to_parts(contributions: nnx.State, mesh: Mesh) -> nnx.State:
-    """Sums gradients over `data` in f32; the sums are laid out like the optimizer's state.
+    """Reduce-scatters gradients over `data` in f32, to the optimizer state's sharding.
 
     Args:
       contributions: [data, ...] for each parameter [...]. The devices along `data` hold one gradient each
@@ -78,7 +78,7 @@ def sum_to_parts(contributions: nnx.State, mesh: Mesh) -> nnx.State:
 
 
 def stacked_specs(specs: nnx.State) -> nnx.State:
-    """Returns the layout [data, ...] of contributions to gradients of parameters with these specs."""
+    """Returns the PartitionSpecs of stacked gradients [data, ...] for parameters with these specs."""
     return jax.tree.map(lambda spec: PartitionSpec("data", *spec), specs)
 
 

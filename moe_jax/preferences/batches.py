@@ -30,7 +30,7 @@ MAX_STEPS_BACK = 100
 
 
 class Text(NamedTuple):
-    """A prompt with an answer."""
+    """A tokenized prompt and answer, with a mask of the answer's tokens."""
 
     tokens: Int[np.ndarray, "length"]
     learned: Bool[np.ndarray, "length"]
@@ -38,7 +38,7 @@ class Text(NamedTuple):
 
 
 class Example(NamedTuple):
-    """A record as tokens.
+    """A tokenized preference record.
 
     Attributes:
       number: the record's index in its data.
@@ -131,7 +131,7 @@ class PreferenceBatches(Iterator[dict[str, np.ndarray]]):
         return {"position": self.position}
 
     def set_state(self, state: dict[str, int]) -> None:
-        """Moves to a position returned by `get_state` of batches with the same arguments."""
+        """Restores a position from `get_state`, for batches with the same arguments."""
         self.position, self._next = state["position"], None
 
     def close(self) -> None:
@@ -171,7 +171,7 @@ class PreferenceBatches(Iterator[dict[str, np.ndarray]]):
 
 
 class OpenRows:
-    """Rows of a batch that are being filled. All texts of an example are in one row.
+    """The rows of a batch while examples are packed into them. All texts of an example share a row.
 
     Attributes:
       examples: the examples of each row.
@@ -182,7 +182,7 @@ class OpenRows:
         self.examples: list[list[Example]] = [[] for _ in range(rows)]
 
     def add(self, example: Example) -> bool:
-        """Puts an example into the first row that has room; returns False if none has."""
+        """Adds an example to the first row with enough space; returns False if there is none."""
         for row in self.examples:
             if len(row) < self.max_examples and self._fits([*row, example]):
                 row.append(example)
@@ -195,7 +195,7 @@ class OpenRows:
         return max(lengths, mismatched) <= self.seq_len
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """Returns the batch: int32 [rows, seq_len], and [rows, max_examples] for "example" and "desirable"."""
+        """Returns the packed batch: int32 [rows, seq_len], and [rows, max_examples] for "example" and "desirable"."""
         batch = self._of_texts("", lambda example: example.texts)
         shape = len(self.examples), self.max_examples
         batch["example"] = np.full(shape, -1, np.int32)
@@ -215,7 +215,7 @@ class OpenRows:
 
 
 def row_of_texts(texts: Sequence[Text], seq_len: int) -> dict[str, Int[np.ndarray, " seq"]]:
-    """Returns the arrays of a row, text i in segment i + 1."""
+    """Packs texts into one row of arrays, with text i in segment i + 1."""
     row = {name: np.zeros(seq_len, np.int32) for name in BATCH_ARRAYS}
     start = 0
     for segment, (tokens, learned) in enumerate(texts, start=1):
@@ -230,7 +230,7 @@ def row_of_texts(texts: Sequence[Text], seq_len: int) -> dict[str, Int[np.ndarra
 
 
 def example_tokens(preferences: Preferences, tokenizer: Any, max_length: int) -> Callable[[int], Example | None]:
-    """Returns a function that tokenizes record `index`, or returns None if there is nothing to learn.
+    """Returns a function index -> `Example`, or None for a record without anything to learn.
 
     That is so if the prompt leaves no room for answers, or if both texts of a pair are equal, perhaps after the cut.
     The chat template renders messages, and the learned tokens are the same as in fine-tuning on chats. Plain texts begin with

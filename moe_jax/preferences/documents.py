@@ -30,7 +30,7 @@ Messages = list[dict[str, Any]]
 
 
 class Judged(NamedTuple):
-    """A prompt with its judged answers.
+    """A preference record: a prompt with its chosen and rejected answers, or with one judged answer.
 
     Attributes:
       prompt: messages, or the text that plain answers continue.
@@ -46,7 +46,7 @@ class Judged(NamedTuple):
 
 
 def judged(record: Any, *, plain: bool = False) -> Judged:
-    """Returns a line's prompt and answers.
+    """Parses a preference record of any supported layout into prompt and answers.
 
     A prompt and an answer that are strings become a user's and the assistant's message, unless `plain` is True: then answers
     continue the prompt's text. Whole texts without "prompt" are plain: their prompt is their common beginning.
@@ -87,7 +87,7 @@ def _of_texts(prompt: str | None, texts: list[str]) -> tuple[str, list[str]]:
     if prompt is not None:
         return prompt, texts
     if len(texts) == 1:
-        raise ValueError('needs a "prompt" beside "completion"')
+        raise ValueError('has "completion" but no "prompt"')
     first = texts[0]
     common = _common(*texts)
     # A word of the answers is not split: a whole word has other tokens than its parts.
@@ -185,7 +185,7 @@ class Preferences(IndexedRows):
 
 
 def open_preferences(path: str | Path, *, of_pairs: bool = True, plain: bool = False) -> Preferences:
-    """Opens and checks preference data: a file of rows, or a folder of such files. The layouts are listed above.
+    """Opens and validates preference data: a file of rows, or a folder of such files, in the layouts listed above.
 
     It reads the same files as fine-tuning: .jsonl, .ndjson, .json, .csv, .tsv and .parquet, and folders of `save_to_disk`.
 

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Shaped
 
 
 class Pair[Of](NamedTuple):
-    """A value for each of both answers."""
+    """A pair of values, for the chosen and for the rejected answer."""
 
     chosen: Of
     rejected: Of
@@ -96,7 +96,7 @@ def kto_loss(
     desirable_weight: float = 1.0,
     undesirable_weight: float = 1.0,
 ) -> Float[Array, "*answers"]:
-    """Computes the Kahneman-Tversky loss of single answers, each desirable or not.
+    """Computes the KTO loss (Kahneman-Tversky optimization) per answer, each labeled desirable or not.
 
         r    = log p(answer)/p_ref(answer)
         loss = desirable_weight * (1 - sigmoid(beta * (r - kl)))       for a desirable answer

@@ -34,7 +34,7 @@ Parts = dict[str, Float[Array, ""]]
 
 
 class AnswerSums(NamedTuple):
-    """Sums over the tokens of each segment of the rows. Segment numbers start at 1, the last axis at 0."""
+    """Sums over the tokens of each answer (segment). The last axis is the segment number minus 1."""
 
     log_probs: Float[Array, "batch segments"]
     """Sums of log-probabilities over each answer's tokens."""
@@ -45,7 +45,7 @@ class AnswerSums(NamedTuple):
 
     @property
     def means(self) -> Float[Array, "batch segments"]:
-        """The mean log-probability of an answer's tokens; 0 for segments that the row does not have."""
+        """The mean log-probability per token of each answer; 0 for segments that are absent from the row."""
         return self.log_probs / self.lengths.clip(1)
 
 
@@ -81,7 +81,7 @@ class Preference(Objective):
     settings: PreferenceSettings = PreferenceSettings()
 
     def prepare(self, batch: Batch, label_weight: Float[Array, ""]) -> Batch:
-        """Returns the arrays that the loss reads, and the numbers of the whole batch that its means are divided by."""
+        """Returns the arrays that the loss reads, with the whole batch's counts, by which its means are divided."""
         loss, of_pairs = self.settings.loss, self.settings.of_pairs
         names = [*BATCH_ARRAYS, "example"] + ([] if of_pairs else ["desirable", *(KL + name for name in BATCH_ARRAYS)])
         if missing := [name for name in names if name not in batch]:
@@ -124,7 +124,7 @@ class Preference(Objective):
         return value, parts
 
     def metrics(self, value: Float[Array, ""], aux: Parts, label_weight: Float[Array, ""]) -> dict[str, Array]:
-        """Returns the metrics listed in the class."""
+        """Computes the metrics listed in the class docstring from the summed parts."""
         return aux | {"reward_margin": aux["reward_chosen"] - aux["reward_rejected"]}
 
     def _reference(self, model: Decoder, batch: Batch) -> Float[Array, "batch examples 2"]:
@@ -144,7 +144,7 @@ class Preference(Objective):
 def parts_of_pairs(
     settings: PreferenceSettings, found: AnswerSums, reference: Float[Array, "batch examples 2"], batch: Batch
 ) -> Parts:
-    """Returns the parts of a loss of pairs.
+    """Computes the summed loss and metrics of a pairwise loss (DPO, IPO, hinge, ORPO or SimPO).
 
     Args:
       found: sums of the rows' segments; chosen and rejected answers alternate.
@@ -190,7 +190,7 @@ def parts_of_pairs(
 
 
 def baseline_parts(log_ratios: Float[Array, "batch examples"], batch: Batch, spread: OneDevice, micro_batches: int) -> tuple:
-    """Returns KTO's baseline, from the micro-batch's mismatched log p/p_ref on all devices, and its part of `kl`."""
+    """Computes KTO's baseline from the micro-batch's mismatched log-ratios, and its contribution to metric `kl`."""
     present = batch["example"] >= 0
     summed, count = jnp.where(present, log_ratios, 0).sum(), present.sum().astype(jnp.float32)
     total, total_count = sum_of_rows(spread, (summed, count))
@@ -205,7 +205,7 @@ def parts_of_answers(
     baseline: tuple[Float[Array, ""], Float[Array, ""]],
     batch: Batch,
 ) -> Parts:
-    """Returns the parts of KTO's loss.
+    """Computes the summed loss and metrics of KTO.
 
     Args:
       policy, reference: sums of log-probabilities.
@@ -226,7 +226,7 @@ def parts_of_answers(
 
 
 def answer_sums(model: Decoder, states: HiddenStates, batch: Batch, num_segments: int) -> AnswerSums:
-    """Returns the sums of a batch's segments, from the hidden states of its tokens; [tokens, vocab] logits never exist."""
+    """Sums log-probabilities over the tokens of each answer, without materializing [tokens, vocab] logits."""
     hidden, labels, segments, spread = states.hidden, batch["labels"], batch["segment_ids"], model.execution.spread
     found = token_log_probs(hidden.reshape(-1, hidden.shape[-1]), model.head_weight, labels.reshape(-1)).reshape(labels.shape)
     answered = batch["loss_mask"] != 0
@@ -247,18 +247,18 @@ def answer_sums(model: Decoder, states: HiddenStates, batch: Batch, num_segments
 
 
 def row_axes(spread: OneDevice) -> tuple[str, ...]:
-    """Returns the mesh axes along which devices hold other rows; sums of a row's tokens are equal along `context`."""
+    """Returns the mesh axes that split rows. Sums over a row's tokens are already equal along `context`."""
     return tuple(axis for axis in spread.mesh_axes if spread.context is None or axis != spread.context.axis_name)
 
 
 def sum_of_rows[Values](spread: OneDevice, values: Values) -> Values:
-    """Sums arrays over all devices that hold other rows; returns them unchanged on one device."""
+    """Sums arrays over all devices with different rows (psum over `row_axes`); unchanged on one device."""
     axes = row_axes(spread)
     return jax.lax.psum(values, axes) if axes else values
 
 
 def answer_log_probs(model: Decoder, batch: Batch, num_segments: int, prefix: str = "") -> Float[Array, "batch segments"]:
-    """Returns the log-probability of each answer of the arrays whose names begin with `prefix`, without a gradient."""
+    """Returns the log-probability of each answer, without gradients; `prefix` selects the arrays ("kl_", ...)."""
     model = _without_gradients(model)
     arrays = {name: batch[prefix + name] for name in BATCH_ARRAYS}
     states = model.hidden_states(arrays["tokens"], arrays["positions"], arrays["segment_ids"])
@@ -266,7 +266,7 @@ def answer_log_probs(model: Decoder, batch: Batch, num_segments: int, prefix: st
 
 
 def reference_log_probs(model: Decoder, batch: Batch) -> Float[Array, "batch examples 2"]:
-    """Returns the reference's log-probabilities, which belong in the batch under this name.
+    """Returns the reference model's log-probabilities, to be added to the batch as "reference_log_probs".
 
     The last axis is (chosen, rejected), or for single answers (the answer, the mismatched answer). A model with adapters runs
     without them, as its own reference. For another reference model call this with it before each step:
@@ -288,7 +288,7 @@ def reference_table(
     *,
     parallelism: Parallelism | None = None,
 ) -> Float[np.ndarray, "examples 2"]:
-    """Returns `reference_log_probs` of each example, by its index in the data; NaN for skipped examples.
+    """Precomputes `reference_log_probs` of all examples, indexed like the data; NaN for skipped examples.
 
         in_order = preferences.preference_batches(data, tokenizer, seq_len=4096, batch_size=8, seed=None)
         table = preferences.reference_table(model, in_order)

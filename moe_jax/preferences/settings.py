@@ -12,7 +12,7 @@ ONLY_OF = {"label_smoothing": "dpo", "gamma": "simpo", "desirable_weight": "kto"
 
 @dataclass(frozen=True)
 class PreferenceSettings:
-    """A preference loss and its numbers (`preferences.losses` has the formulas). Wrong values raise a ValueError.
+    """The choice of a preference loss and its hyperparameters (`preferences.losses`). Invalid values raise ValueError.
 
     Attributes:
       loss: "dpo", "ipo" and "hinge" compare pairs of answers with a reference model. "orpo" and "simpo" need no reference.

@@ -1,6 +1,7 @@
 """A rehearsal of a run: checks everything, and prints the text that the run would learn from. Trains and writes nothing."""
 
 import sys
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,24 +11,41 @@ from moe_jax.preferences.batches import example_tokens
 from moe_jax.recipes.finetuning.announcement import announcement
 from moe_jax.recipes.finetuning.prepare import plan_run
 from moe_jax.recipes.finetuning.settings import FinetuneSettings
+from moe_jax.recipes.grpo.prepare import plan_grpo
+from moe_jax.recipes.grpo.settings import GrpoSettings
 from moe_jax.recipes.preferring.loop import plan_preferences
 from moe_jax.recipes.preferring.settings import PreferSettings
 from moe_jax.recipes.run.identity import saved_run
+from moe_jax.reinforcement.prompts import prompt_at, prompt_tokens
+from moe_jax.reinforcement.samples import Group, Sample
 from moe_jax.runtime.processes import is_first_process
 from moe_jax.train.data import Documents
 from moe_jax.train.data.report import COLORED, PLAIN, marked
 
+MADE_UP = "The answer is 42."
 
-def dry_run(settings: FinetuneSettings | PreferSettings, *, model: Decoder | None = None, tokenizer: Any = None) -> None:
-    """Prints the announcement of `finetune` or `prefer`, and a part of the first batch with the learned text marked.
 
-    Args: as in `finetune` and `prefer`. No weights are read, and no file is written.
+def dry_run(
+    settings: FinetuneSettings | PreferSettings | GrpoSettings,
+    *,
+    model: Decoder | None = None,
+    tokenizer: Any = None,
+    rewards: Sequence[Callable[..., Any] | str] = (),
+) -> None:
+    """Prints the announcement of a run, and a part of the first batch with the learned text marked.
+
+    For `grpo` it prints two prompts, and the rewards of a made-up answer. No answer is drawn.
+
+    Args: as in `finetune`, `prefer` and `grpo`. No weights are read, and no file is written.
 
     Raises:
       ValueError, FileNotFoundError: as the run raises before it reads weights.
+      RuntimeError: a reward function raised.
     """
     marks = COLORED if sys.stdout.isatty() else PLAIN
-    if isinstance(settings, PreferSettings):
+    if isinstance(settings, GrpoSettings):
+        text = _of_rewards(settings, rewards, model, tokenizer)
+    elif isinstance(settings, PreferSettings):
         text = _of_preferences(settings, model, tokenizer, marks)
     else:
         text = _of_texts(settings, model, tokenizer, marks)
@@ -59,6 +77,27 @@ def _of_preferences(settings: PreferSettings, model: Decoder | None, tokenizer: 
     for name, text in zip(names if plan.data.of_pairs else ("answer",), example.texts, strict=True):
         parts.append(f"--- {name} of {plan.data.where(example.number)}: {len(text.tokens)} tokens")
         parts[-1] += f"\n{marked(plan.tokenizer, text.tokens, text.learned, marks)}"
+    return "\n\n".join(parts)
+
+
+def _of_rewards(
+    settings: GrpoSettings, rewards: Sequence[Callable[..., Any] | str], model: Decoder | None, tokenizer: Any
+) -> str:
+    """Describes a run of reinforcement learning, with the first two prompts and the rewards of a made-up answer."""
+    plan = plan_grpo(settings, rewards, model, tokenizer)
+    answer = plan.tokenizer.encode(MADE_UP, add_special_tokens=False)
+    arrays: dict[str, Any] = dict(tokens=np.array(answer), log_probs=np.zeros(len(answer)), own=np.ones(len(answer), bool))
+    sample = Sample(seed=0, finish_reason="stop", text=MADE_UP, **arrays)
+    parts = [plan.announcement(saved_run(settings.output)[0])]
+    with plan.scorer as scorer:
+        for key in range(2):
+            row = prompt_at(plan.prompts, key, settings.seed)
+            tokens = prompt_tokens(plan.tokenizer, row["prompt"])
+            group = Group(key=key, row=row, prompt_tokens=np.array(tokens), samples=(sample,) * settings.samples)
+            [scored] = scorer.score([group])
+            found = dict(zip(scorer.names, np.asarray(scored.rewards)[0].tolist(), strict=True))
+            parts.append(f"--- a prompt of {len(tokens)} tokens; the answer {MADE_UP!r} has the rewards {found}")
+            parts[-1] += f"\n{plan.tokenizer.decode(tokens)}"
     return "\n\n".join(parts)
 
 

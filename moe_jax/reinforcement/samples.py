@@ -1,7 +1,7 @@
 """Samples that a policy drew, in groups of one prompt, with the rewards of their answers."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,9 @@ class Sample:
       text: the answer as rewards read it, without special tokens.
       weights_version: the number of weight updates before the sample was drawn.
       expert_ids: the experts of each position of prompt and answer in each layer of experts, or None if none were kept.
+      turns: the messages after the prompt of a dialogue in an environment: answers and messages of tools. None elsewhere.
+      reward: the environment's own reward, if it has one.
+      tool_calls, tool_failures: the number of calls of tools in a dialogue, and of those that raised an error.
     """
 
     seed: int
@@ -31,6 +34,10 @@ class Sample:
     text: str
     weights_version: int = 0
     expert_ids: Integer[np.ndarray, "tokens layers choices"] | None = None
+    turns: Sequence[Mapping[str, Any]] | None = None
+    reward: float | None = None
+    tool_calls: int = 0
+    tool_failures: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +50,8 @@ class Group:
       prompt_tokens: the prompt's tokens.
       samples: the answers, in the order of their seeds.
       rewards: the reward of each sample by each function; NaN where a function left the sample out. None before scoring.
+      extras: columns that rewards logged with `log_extra`, with a value of each sample.
+      metrics: numbers that rewards logged with `log_metric`; the mean of several.
     """
 
     key: int
@@ -50,3 +59,5 @@ class Group:
     prompt_tokens: Int[np.ndarray, " prompt"]
     samples: tuple[Sample, ...]
     rewards: Float[np.ndarray, "samples functions"] | None = None
+    extras: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    metrics: Mapping[str, float] = field(default_factory=dict)

@@ -115,7 +115,8 @@ class Device:
         max_pages = pages_of(limits.max_length + max(drafts.num - 1, 0))
         sizes = (*(len(self.placement.devices) * size for size in (limits.num_pages, limits.max_sequences)), max_pages)
         make_state = functools.partial(initial_state, self.served, *sizes, keep_experts=keep_experts, drafts=drafts)
-        self.state = jax.jit(make_state, out_shardings=self.placement.rows)()
+        self._make_state = jax.jit(make_state, out_shardings=self.placement.rows)
+        self.state = self._make_state()
         # The module computes every token. Without it a step whose rows have no drafts runs as in an engine without drafts.
         counts = [drafts.num] if modules else sorted({0, drafts.num})
         self._decode_shapes = [StepShape(n, 0, 0, max_pages, k) for n in _doubling(limits.max_sequences) for k in counts]
@@ -162,18 +163,23 @@ class Device:
         """True once a program failed after the state was donated to it."""
         return any(array.is_deleted() for array in jax.tree.leaves(self.state))
 
+    def sleep(self) -> None:
+        """Frees pages, penalties and the engine's copies of weights, until `replace_weights`."""
+        self._delete_arrays()
+        # The shapes of the next weights are compared with them. Shared arrays would stay as long as a reference to them.
+        self._weights = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in self._weights]
+        self._shared, self._gaps, self.slots.penalties = [], [], None
+
     def release(self) -> None:
         """Frees pages and the engine's copies of weights, and drops everything else; nothing can be computed afterwards.
 
         An exception's frames may still reference them, so lists are emptied and the engine's own arrays deleted.
         """
-        shared = set(map(id, self._shared))
-        own = [array for array in self._weights if id(array) not in shared]
-        for array in jax.tree.leaves((self.state, self.slots.options, self.slots.penalties, self._gaps, own)):
+        self._delete_arrays()
+        for array in self.slots.options:
             array.delete()
         for held in (self._weights, self._shared, self._gaps, self._programs, self._modules):
             held.clear()
-        del self._head
 
     def _run_all(self) -> None:
         began = perf_counter()
@@ -188,7 +194,7 @@ class Device:
         # Most engines never need penalties.
         self.slots.penalties = None
         if self.state.experts is not None:
-            self.experts_of(0, [], 0)
+            self.experts_of(0, [])
         _logger.info("ran each program once, %.1f s", perf_counter() - began)
 
     def launch(self, plans: list[StepPlan]) -> Launched:
@@ -209,16 +215,17 @@ class Device:
             scores = score_prompts(plans, firsts, hidden, self._head, strict=self.served.strict)
         return Launched(plans, _rows_of_samples(shape, plans), scores, *new)
 
-    def experts_of(self, device: int, pages: list[int], num_tokens: int) -> np.ndarray:
-        """Returns the experts of a sequence's tokens, [tokens, moe_layers, k], from its pages on the device."""
+    def experts_of(self, device: int, pages: list[int]) -> UInt[Array, "pages page_size moe_layers k"]:
+        """Copies the experts of a sequence's tokens out of its pages, and begins to copy them to the host."""
         padded = np.zeros(self.state.page_table.shape[1], np.int32)
         padded[: len(pages)] = pages
         padded += device * self.limits.num_pages
-        found = np.asarray(_taken(self.state.experts, padded))
-        return found.reshape(-1, *found.shape[2:])[:num_tokens]
+        found = _taken(self.state.experts, padded)
+        found.copy_to_host_async()
+        return found
 
     def replace_weights(self, model: Decoder) -> None:
-        """Uses the weights of another model of the same architecture from the next step on.
+        """Uses the weights of another model of the same architecture from the next step on. Ends a `sleep`.
 
         Raises:
           ValueError: the model has another architecture or dtype, another form of weights, or an adapter of another shape.
@@ -235,6 +242,8 @@ class Device:
                 f"an adapter of the same targets and ranks if that has one: {difference}"
             )
         weights = self.placement.place(weights)
+        if self.state_is_deleted:
+            self.state = self._make_state()
         self._weights, self._shared, self._head = jax.tree.leaves(weights), _shared(weights), self._head_of(weights)
         # Small weights may occupy the old gaps.
         self._leave_gaps()
@@ -278,6 +287,15 @@ class Device:
         drafting, of_module = self._modules[shape](self._weights, *inputs)
         variant, penalties = of_draws
         return drafting._replace(draft=draft_program(variant)(of_module, self.slots.options, drafting.draft, penalties))
+
+    def _delete_arrays(self) -> None:
+        """Deletes the state, penalties, gaps and the engine's own copies of weights, if there are any."""
+        shared = set(map(id, self._shared))
+        own = [array for array in self._weights if id(array) not in shared]
+        for array in jax.tree.leaves((self.state, self.slots.penalties, self._gaps, own)):
+            if isinstance(array, Array):
+                array.delete()
+        vars(self).pop("_head", None)
 
     def _leave_gaps(self) -> None:
         """Leaves gaps on all devices, after all long-lived arrays."""

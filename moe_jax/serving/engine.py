@@ -1,6 +1,7 @@
 """The engine: serves many requests at once on one model, each independent of the others; and checks of models."""
 
 import weakref
+from collections.abc import Iterator
 from collections.abc import Sequence as Many
 from typing import Any
 
@@ -19,7 +20,7 @@ from moe_jax.models.decoder import Decoder
 from moe_jax.models.inputs import refuse_deleted
 from moe_jax.parallel.pipeline.chunks import refuse_chunks
 from moe_jax.serving.device import Device
-from moe_jax.serving.handle import Handle, results
+from moe_jax.serving.handle import Handle, as_completed
 from moe_jax.serving.loop import EngineLoop, Stats
 from moe_jax.serving.request import Completion, EngineLimits, SamplingOptions, check_prompts, checked, seeds_of
 from moe_jax.serving.schedule import EngineQueues, Sequence, change_weights
@@ -103,7 +104,17 @@ class Engine:
 
         Raises:
           ValueError: a prompt or its options are wrong; nothing was computed then.
-          RuntimeError: the engine failed or was closed, or the model's arrays were deleted.
+          RuntimeError: the engine failed, sleeps or was closed, or the model's arrays were deleted.
+        """
+        found = dict(self.as_completed(prompts, options))
+        return [found[index] for index in range(len(prompts))]
+
+    def as_completed(
+        self, prompts: Many[Many[int]], options: SamplingOptions | Many[SamplingOptions] = GREEDY
+    ) -> Iterator[tuple[int, list[Completion]]]:
+        """Does the same as `generate`, and yields (index, completions) of each prompt as soon as its last one has ended.
+
+        Requests start together at the first `next`. Those that have not ended are aborted if the iterator is closed.
         """
         check_prompts(prompts)
         each = list(options) if isinstance(options, Many) else [options] * len(prompts)
@@ -113,9 +124,9 @@ class Engine:
         requests = [self._request(*pair) for pair in zip(ids, each, strict=True)]
         handles = [handle for handle, _ in requests]
         try:
-            for _, sequences in requests:
-                self._loop.add(sequences, limited=False)
-            return results(handles)
+            # All at once: else the requests of a step, and so rounding, would depend on the speed of this thread.
+            self._loop.add([sequences for _, sequences in requests], limited=False)
+            yield from as_completed(handles)
         except BaseException:
             # No other code has these handles.
             for handle in handles:
@@ -128,10 +139,10 @@ class Engine:
         Raises:
           ValueError: the prompt or the options are wrong, or exceed the engine's limits; all problems are listed.
           QueueFull: too many requests wait.
-          RuntimeError: the engine failed or was closed, or the model's arrays were deleted.
+          RuntimeError: the engine failed, sleeps or was closed, or the model's arrays were deleted.
         """
         handle, sequences = self._request(self._checked(prompt, options), options)
-        self._loop.add(sequences, limited=True)
+        self._loop.add([sequences], limited=True)
         return handle
 
     def pause(self) -> None:
@@ -145,7 +156,7 @@ class Engine:
     def update(self, model: Decoder) -> None:
         """Computes with another model's weights from the next step on; cached pages of the old weights never match again.
 
-        Running requests continue, with the old weights' keys and values of their earlier tokens.
+        Running requests continue, with the old weights' keys and values of their earlier tokens. An engine that sleeps wakes.
 
         Raises:
           ValueError: no model, or one with another config or dtype than the engine's, another form of weights, or an adapter
@@ -159,8 +170,19 @@ class Engine:
             loop.device.replace_weights(model)
             for queues in loop.queues:
                 change_weights(queues)
+            loop.is_asleep = False
 
         loop.call(replace)
+
+    def sleep(self) -> None:
+        """Frees pages and the engine's copies of weights until `update`. Compiled programs stay, so nothing is compiled again.
+
+        New requests are refused meanwhile. Training may donate the model's arrays.
+
+        Raises:
+          RuntimeError: requests run or wait, or the engine failed or was closed. The engine has not changed then.
+        """
+        self._loop.sleep()
 
     @property
     def capacity(self) -> int:

@@ -103,7 +103,7 @@ class Handle:
 
     def result(self) -> list[Completion]:
         """Waits for all continuations and returns them."""
-        return results([self])[0]
+        return next(as_completed([self]))[1]
 
     def deliver(self, event: Event) -> Listener | None:
         """Adds an event; the engine's thread calls this. Returns the listener to wake (`wake`)."""
@@ -141,15 +141,25 @@ class Handle:
         return read
 
 
-def results(handles: list[Handle]) -> list[list[Completion]]:
-    """Waits for all continuations of all requests, and returns them."""
-    stopping = [handle for handle in handles if handle.options.stop]
+def as_completed(handles: Sequence[Handle]) -> Iterator[tuple[int, list[Completion]]]:
+    """Yields the index and the continuations of each request as soon as all of these have ended.
+
+    It reads the events of all requests, in the caller's thread. Stop texts are found only while it does.
+    """
+    came = threading.Event()
     for handle in handles:
-        for _ in handle.events():
-            # Stop texts are found only by reading events: an unread request would keep running after its stop text.
-            for other in stopping:
-                deque(other._new_events(), maxlen=0)
-    return [[completion for completion in handle.completions if completion is not None] for handle in handles]
+        handle._came = came
+    # The events of earlier steps have set other flags.
+    came.set()
+    open_ones = dict(enumerate(handles))
+    while open_ones:
+        came.wait()
+        came.clear()
+        for index, handle in list(open_ones.items()):
+            deque(handle._new_events(), maxlen=0)
+            if not handle._remaining:
+                del open_ones[index]
+                yield index, [completion for completion in handle.completions if completion is not None]
 
 
 def why(error: BaseException) -> str:

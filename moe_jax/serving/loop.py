@@ -13,6 +13,8 @@ from concurrent.futures import Future
 from itertools import islice
 from typing import NamedTuple
 
+import numpy as np
+
 from moe_jax.serving.device import Device, Launched
 from moe_jax.serving.handle import Event, Listener, WeightsDeleted, wake, why
 from moe_jax.serving.request import Completion, DrawnToken, FinishReason
@@ -56,15 +58,18 @@ class EngineLoop:
       device: changed only by the thread, like the queues; other threads may read their counters.
       queues: one for each device.
       is_paused: True while no step may start.
+      is_asleep: True while the device has neither weights nor pages.
     """
 
     def __init__(self, device: Device, queues: list[EngineQueues]):
         self.device = device
         self.queues = queues
-        self.is_paused = False
+        self.is_paused = self.is_asleep = False
         self._num_steps = self._num_tokens = self._num_drafted = self._num_accepted = 0
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._open: set[Sequence] = set()
+        self._ending: list[tuple[Sequence, list[DrawnToken]]] = []
+        """Sequences that have ended, whose experts the device copies while it runs another step, and their last tokens."""
         self._lock = threading.Lock()
         self._is_closing = False
         self._error: BaseException | None = None
@@ -78,26 +83,29 @@ class EngineLoop:
         limits = self.queues[0].limits
         return limits.max_waiting + limits.max_sequences * len(self.queues)
 
-    def add(self, sequences: list[Sequence], *, limited: bool) -> None:
-        """Lets new sequences wait.
+    def add(self, requests: list[list[Sequence]], *, limited: bool) -> None:
+        """Lets the new sequences of each request wait.
 
         Args:
           limited: True refuses sequences beyond the limits.
 
         Raises:
           QueueFull: too many sequences run or wait.
-          RuntimeError: the engine failed or was closed, or the model's arrays were deleted.
+          RuntimeError: the engine failed, sleeps or was closed, or the model's arrays were deleted.
         """
+        sequences = [sequence for request in requests for sequence in request]
         with self._lock:
             # Under the lock: a request added after the failure would wait forever.
             self._refuse_if_ended()
+            if self.is_asleep:
+                raise RuntimeError("the engine sleeps: call engine.update(model) first")
             if self.device.weights_are_deleted:
                 raise WeightsDeleted
             room = self.capacity - len(self._open)
             if limited and len(sequences) > room:
                 raise QueueFull(f"{len(self._open)} sequences run or wait; the engine has room for {room} more")
             # Also under the lock: once `close` holds it, the thread may end and ignore later commands.
-            self._commands.put(lambda: self._let_wait(sequences))
+            self._commands.put(lambda: self._let_wait(requests))
             # Last: an interrupted call must not leave sequences open that no queue holds.
             self._open.update(sequences)
 
@@ -123,6 +131,22 @@ class EngineLoop:
             self._refuse_if_ended()
             self._commands.put(run)
         return done.result()
+
+    def sleep(self) -> None:
+        """Lets the device free its arrays. While the loop sleeps, no sequences are accepted.
+
+        Raises:
+          RuntimeError: sequences run or wait, or the engine failed or was closed.
+        """
+
+        def fall_asleep() -> None:
+            with self._lock:
+                if self._open:
+                    raise RuntimeError(f"an engine sleeps only without requests; {len(self._open)} sequences run or wait")
+                self.is_asleep = True
+            self.device.sleep()
+
+        self.call(fall_asleep)
 
     def close(self, *, drain: bool) -> None:
         """Ends the thread: after all sequences if `drain`, else aborts them. The device has then freed its memory."""
@@ -178,6 +202,8 @@ class EngineLoop:
                 launched = None if self.is_paused else self._launch_next()
                 if in_flight is not None:
                     self._read(in_flight)
+                if launched is None:
+                    self._tell_ended()
                 in_flight = launched
                 if self._listeners:
                     wake(self._listeners)
@@ -240,6 +266,7 @@ class EngineLoop:
     def _read(self, launched: Launched) -> None:
         """Waits for the tokens of a step, and delivers them to their requests."""
         samples, drawn, prompts = launched.samples, launched.read(), launched.prompt_scores()
+        self._tell_ended()
         for sequence, scores in prompts:
             if sequence.finish_reason is None:
                 sequence.handle.prompt_logprobs += scores
@@ -253,11 +280,24 @@ class EngineLoop:
         self._num_tokens += sum(taken)
         for sequence, new, count in zip(samples, drawn, taken, strict=True):
             sequence.drawn += new[:count]
-            if count and sequence.finish_reason is not None:
-                self._keep_experts(sequence, pages.get(sequence, []))
-                self._complete(sequence)
-            for number, each in enumerate(new[:count], 1):
-                self._deliver(sequence, each, sequence.finish_reason if number == count else None)
+            if count and sequence.finish_reason is not None and sequence in pages:
+                self._keep_experts(sequence, pages[sequence])
+                self._ending.append((sequence, new[:count]))
+            else:
+                self._tell(sequence, new[:count])
+
+    def _tell(self, sequence: Sequence, new: list[DrawnToken]) -> None:
+        """Delivers a sequence's new tokens, and its completion if it has ended."""
+        if new and sequence.finish_reason is not None:
+            self._complete(sequence)
+        for number, each in enumerate(new, 1):
+            self._deliver(sequence, each, sequence.finish_reason if number == len(new) else None)
+
+    def _tell_ended(self) -> None:
+        """Completes the sequences whose experts are being copied to the host."""
+        ending, self._ending = self._ending, []
+        for sequence, new in ending:
+            self._tell(sequence, new)
 
     def _count_drafts(self, launched: Launched, drafted: list[int], drawn: list[list[DrawnToken]]) -> None:
         for decode, count, tokens in zip(launched.plans[0].decodes, drafted, drawn, strict=False):
@@ -275,12 +315,14 @@ class EngineLoop:
                 self._deliver(sequence, (None, None, None), "abort")
 
     def _keep_experts(self, sequence: Sequence, pages: list[int]) -> None:
-        """Reads the experts of a sequence from its pages, if it has any and its request asks for them."""
+        """Copies the experts of a sequence out of its pages, if it has any and its request asks for them."""
         if sequence.options.return_experts and pages:
-            sequence.experts = self.device.experts_of(sequence.device, pages, len(sequence.tokens))
+            sequence.experts = self.device.experts_of(sequence.device, pages)
 
     def _complete(self, sequence: Sequence) -> None:
         sequence.handle.completions[sequence.index] = completion_of(sequence)
+        # The request's handle may live for long, and refers to its sequences.
+        sequence.experts = None
         with self._lock:
             self._open.discard(sequence)
 
@@ -291,13 +333,14 @@ class EngineLoop:
         if listener is not None:
             self._listeners.add(listener)
 
-    def _let_wait(self, sequences: list[Sequence]) -> None:
-        """Queues the continuations of a prompt on the device with the fewest sequences, where they share the prompt's pages."""
-        sizes = [len(queues.running) + len(queues.waiting) for queues in self.queues]
-        device = sizes.index(min(sizes))
-        for sequence in sequences:
-            sequence.device = device
-        self.queues[device].waiting.extend(sequences)
+    def _let_wait(self, requests: list[list[Sequence]]) -> None:
+        """Queues a request's sequences on the device with the fewest sequences, where they share the prompt's pages."""
+        for sequences in requests:
+            sizes = [len(queues.running) + len(queues.waiting) for queues in self.queues]
+            device = sizes.index(min(sizes))
+            for sequence in sequences:
+                sequence.device = device
+            self.queues[device].waiting.extend(sequences)
 
 
 def completion_of(sequence: Sequence) -> Completion:
@@ -310,7 +353,8 @@ def completion_of(sequence: Sequence) -> Completion:
         logprobs=None if options.logprobs is None else [logprob for _, logprob, _ in drawn],
         top_logprobs=[tops or {} for *_, tops in drawn] if options.logprobs else None,
         prompt_logprobs=None if options.prompt_logprobs is None else sequence.handle.prompt_logprobs,
-        experts=None if sequence.experts is None else sequence.experts[: len(sequence.tokens) - 1],
+        experts=None if sequence.experts is None else np.concatenate(sequence.experts)[: len(sequence.tokens) - 1],
         weights_version=sequence.weights_version,
         cached_tokens=sequence.cached_tokens,
+        seed=sequence.seed,
     )

@@ -167,6 +167,8 @@ class Completion:
     """Number of weight updates before the request started. Its later tokens may come from newer weights."""
     cached_tokens: int = 0
     """Number of the prompt's tokens whose keys and values were found in the cache."""
+    seed: int | None = field(default=None, compare=False)
+    """The seed of the draws: a request with it and n=1 draws the same tokens."""
 
 
 def check_prompts(prompts: Any) -> None:

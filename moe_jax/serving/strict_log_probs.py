@@ -99,18 +99,29 @@ def strict_log_probs(
         )
     graphdef, state = nnx.split(model)
     fixed = nnx.merge(graphdef, jax.tree.map(jax.lax.stop_gradient, state))
-    log_probs, experts = _strict_pass(fixed, tokens, segment_ids != 0, packed)
-    found = _with_gradients_of(_training_pass(model, tokens, segment_ids, experts), log_probs)
+    log_probs, experts = _of_packed(fixed, tokens, segment_ids != 0, packed)
+    found = with_gradients_of(_training_pass(model, tokens, segment_ids, experts), log_probs)
     return jnp.where(fits[:, None], jnp.where(has_successor(segment_ids, 1)[:, :-1], found, 0), jnp.nan)
 
 
+def strict_pass(
+    model: Decoder, tokens: Int[Array, "rows seq"], segment_ids: Integer[Array, "rows seq"], *, max_segments: int
+) -> tuple[Float[Array, "rows seq-1"], Int[Array, "moe_layers rows seq k"] | None]:
+    """Returns the values of `strict_log_probs`, which has the arguments, and the experts; None if no layer has any.
+
+    Under `jax.jit`, values of a row with more than `max_segments` segments are meaningless. So are values of tokens without a
+    successor in their document.
+    """
+    return _of_packed(model, tokens, segment_ids != 0, in_pages(segment_ids, max_segments))
+
+
 @jax.custom_vjp
-def _with_gradients_of(source: Float[Array, "rows seq"], values: Float[Array, "rows seq"]) -> Float[Array, "rows seq"]:
+def with_gradients_of(source: Float[Array, "rows seq"], values: Float[Array, "rows seq"]) -> Float[Array, "rows seq"]:
     """Returns `values`; gradients flow to `source`. The sum `source` + (`values` - `source`) would have other bits."""
     return values
 
 
-_with_gradients_of.defvjp(lambda _, values: (values, None), lambda _, d_values: (d_values, jnp.zeros_like(d_values)))
+with_gradients_of.defvjp(lambda _, values: (values, None), lambda _, d_values: (d_values, jnp.zeros_like(d_values)))
 
 
 def _training_pass(
@@ -125,7 +136,7 @@ def _training_pass(
     return token_log_probs(hidden.reshape(-1, hidden.shape[-1]), model.head_weight, labels.ravel()).reshape(labels.shape)
 
 
-def _strict_pass(
+def _of_packed(
     model: Decoder, tokens: Int[Array, "rows seq"], valid: Bool[Array, "rows seq"], packed: PackedRows
 ) -> tuple[Float[Array, "rows seq-1"], Int[Array, "moe_layers rows seq k"] | None]:
     """Returns the log-probabilities, and the experts, None if no layer has any."""

@@ -180,7 +180,11 @@ def _described(served: ServedModel, weights: Weights) -> dict[str, Any]:
     forms = {}
     for path, variable in jax.tree.leaves_with_path(weights, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable)):
         arrays = (f"{leaf.dtype}{list(leaf.shape)}" for leaf in jax.tree.leaves(variable))
-        kinds = [type(each).__name__ for each in (variable, variable.get_value()) if not isinstance(each, Array)]
+        kinds = [
+            type(each).__name__
+            for each in (variable, variable.get_value())
+            if not isinstance(each, Array | jax.ShapeDtypeStruct)
+        ]
         forms[jax.tree_util.keystr(path, simple=True, separator=".")] = " ".join([*kinds, *arrays])
     adapted = {".".join(name.split(".")[-3:-1]) for name, form in forms.items() if form.startswith("LoRAParam")}
     # Before the forms: an adapter also changes the forms of its matrices.

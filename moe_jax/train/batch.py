@@ -20,13 +20,17 @@ step it also holds scalars, which all micro-batches share."""
 BATCH_ARRAYS = ("tokens", "labels", "loss_mask", "positions", "segment_ids")
 """The arrays of a batch that `train.loss` reads."""
 
+USED = "used_micro_batches"
+"""A scalar that an objective's `prepare` may add: the number of micro-batches to compute. The others hold only padding. One
+program then serves batches of any number of micro-batches up to its own."""
+
 OF_EXAMPLES = ("example", "desirable", "reference_log_probs")
 """Arrays [batch, examples, ...] of a batch of preferences, which has the first of them. They belong to rows: `context` splits
 the tokens of a row alone."""
 
 
 def put_batch(batch: dict[str, np.ndarray], params: nnx.State, parallelism: Parallelism | None = None) -> dict[str, jax.Array]:
-    """Puts a batch on the devices that hold the parameters; `parallelism` defines how rows and sequences are split.
+    """Transfers a batch to the devices that hold the parameters, sharded over rows and (with `parallelism`) sequences.
 
     Without `parallelism`, rows are split over the mesh axes `data` and `fsdp` if these divide them. Each of several processes
     passes a batch of all rows and puts the parts of its own devices there. Rows of other processes may hold anything
@@ -51,7 +55,7 @@ def put_batch(batch: dict[str, np.ndarray], params: nnx.State, parallelism: Para
 
 
 def batch_specs(batch: dict[str, Any], parallelism: Parallelism) -> dict[str, PartitionSpec]:
-    """Returns the layout of each array: `Parallelism.batch_spec`, cut to the array's axes. Scalars are replicated."""
+    """Returns each batch array's PartitionSpec: `Parallelism.batch_spec`, truncated to its rank. Scalars are replicated."""
     of_rows = _of_rows(batch) if parallelism.context_parallel else ()
     axes = {name: min(array.ndim, 1) if name in of_rows else array.ndim for name, array in batch.items()}
     return {name: PartitionSpec(*parallelism.batch_spec[: axes[name]]) for name in batch}
@@ -63,7 +67,7 @@ def _of_rows(batch: dict[str, Any]) -> tuple[str, ...]:
 
 
 def micro_batches_of(batch: Batch, micro_batches: int) -> tuple[Batch, Batch]:
-    """Splits a batch into (arrays with a leading axis of micro-batches, the scalars that all micro-batches share).
+    """Splits a batch into (arrays with a leading micro-batch axis, scalars shared by all micro-batches).
 
     Raises:
       ValueError: the number of micro-batches does not divide the rows.
@@ -80,28 +84,28 @@ def micro_batches_of(batch: Batch, micro_batches: int) -> tuple[Batch, Batch]:
 
 
 def micro_batch_at(stacked: Batch, i: int | Int[Array, ""]) -> Batch:
-    """Returns micro-batch i of the arrays of `micro_batches_of`, without the shared scalars; i may be traced."""
+    """Slices micro-batch i from the stacked arrays of `micro_batches_of`, without the scalars; i may be traced."""
     return {name: x[i] for name, x in stacked.items()}
 
 
 def num_rows(batch: dict[str, Any]) -> int:
-    """Returns the rows of a batch that holds no scalars."""
+    """Returns the number of rows of a batch without scalars."""
     return next(iter(batch.values())).shape[0]
 
 
 def total_weight(loss_mask: Int[Array, "*shape"] | Float[Array, "*shape"]) -> Float[Array, ""]:
-    """Returns the sum of the labels' weights in f32; for integers the number of labels, which all weigh 1."""
+    """Returns the sum of label weights in f32; for an integer mask this is the number of labels."""
     weights = loss_mask if jnp.issubdtype(loss_mask.dtype, jnp.floating) else loss_mask != 0
     return weights.sum().astype(jnp.float32)
 
 
 def as_divisor(weight: Float[Array, ""]) -> Float[Array, ""]:
-    """Returns a sum of weights as the divisor of a mean; 1 instead of 0, if nothing is learned."""
+    """Returns a sum of weights for use as a divisor: 1 instead of 0 if there are no labels."""
     return jnp.where(weight > 0, weight, 1)
 
 
 def replicated_sharding(params: nnx.State) -> Sharding:
-    """Returns the sharding that puts a whole array on every device of the parameters."""
+    """Returns the Sharding that replicates an array on all devices of the parameters."""
     sharding = jax.tree.leaves(params)[0].sharding
     return NamedSharding(sharding.mesh, PartitionSpec()) if isinstance(sharding, NamedSharding) else sharding
 

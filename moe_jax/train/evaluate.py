@@ -26,7 +26,7 @@ Sums = tuple[Float[Array, ""], Float[Array, ""]]
 def make_evaluation(
     graphdef: nnx.GraphDef, *, parallelism: Parallelism | None = None
 ) -> Callable[[TrainState, Sequence[Batch]], float]:
-    """Returns evaluate(state, batches): the mean cross-entropy of the batches' labels, without other losses.
+    """Returns evaluate(state, batches) -> mean cross-entropy over the labels of all batches, without auxiliary losses.
 
     The state is not donated.
 

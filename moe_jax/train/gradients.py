@@ -20,13 +20,13 @@ from moe_jax.models.decoder import Decoder
 from moe_jax.models.execution import Execution
 from moe_jax.parallel.fsdp import ShardedParameters
 from moe_jax.parallel.parallelism import Parallelism
-from moe_jax.train.batch import Batch, micro_batches_of
+from moe_jax.train.batch import USED, Batch, micro_batch_at, micro_batches_of
 from moe_jax.train.on_devices import merged_model, on_devices, on_mesh
 from moe_jax.train.state import as_f32
 
 
 class Gradients(NamedTuple):
-    """An objective's value, its auxiliary output, and the gradients in f32, laid out like the parameters."""
+    """An objective's value and auxiliary output, and its gradients in f32, sharded like the parameters."""
 
     value: Float[Array, ""]
     aux: Any
@@ -50,7 +50,7 @@ def gradients_fn(
     *,
     stack_over_data: bool = False,
 ) -> GradientsFn:
-    """Returns gradients(params, fixed, batch) of objective(model, batch) -> (scalar, aux), on one device or on a mesh.
+    """Returns gradients(params, fixed, batch), which differentiates objective(model, batch) -> (scalar, aux).
 
     Arguments as in `on_devices`. On a mesh, value and gradients equal the whole batch's on one device.
     """
@@ -66,7 +66,7 @@ def gradients_fn(
 
 
 def accumulate(gradients: GradientsFn, micro_batches: int) -> GradientsFn:
-    """Returns a function that sums `gradients` over micro-batches of its batch: value, aux and gradients, in turn.
+    """Returns a function that sums `gradients` (value, aux and gradients) over micro-batches, one after another.
 
     Micro-batch i of n holds the rows i, i + n, ... of the batch, and all of its scalars.
     """
@@ -85,7 +85,7 @@ def accumulate(gradients: GradientsFn, micro_batches: int) -> GradientsFn:
 def accumulate_in_place(
     objective: ObjectiveFn, graphdef: nnx.GraphDef, execution: Execution | None, micro_batches: int
 ) -> GradientsFn:
-    """Like `accumulate` of `gradients_fn`, for one device: the kernels add the experts' gradients to the sums.
+    """Returns `accumulate` for one device; kernels add expert gradients directly to the f32 sums.
 
     Experts' gradients are not rounded to the parameters' dtype before they are added, and no second array of the experts' size
     holds them. The sums have the model's dtype, at least f32.
@@ -119,7 +119,7 @@ def sum_on_mesh(
     parallelism: Parallelism,
     micro_batches: int,
 ) -> GradientsFn:
-    """Like `accumulate`, for a function that orders a device's micro-batches itself.
+    """Returns a function that sums gradients on a mesh (like `accumulate`); `sum_of` orders each device's micro-batches.
 
     Parameters outside the layers are gathered once for all micro-batches, and their gradients are summed over devices once.
     If the optimizer's state is split over `data`, gradients are stacked as in `on_devices` with `stack_over_data`.
@@ -148,7 +148,10 @@ def sum_on_mesh(
 def _summed[Carry](
     of_micro_batch: Callable[[Carry, Batch], tuple[Gradients, Carry]], carry: Carry, batch: Batch, micro_batches: int
 ) -> tuple[Gradients, Carry]:
-    """Sums `of_micro_batch` over the batch's micro-batches in turn; also returns the last carry."""
+    """Sums `of_micro_batch` over the batch's micro-batches in turn; also returns the last carry.
+
+    A scalar `USED` of the batch leaves out the micro-batches from this number on.
+    """
     stacked, scalars = micro_batches_of(batch, micro_batches)
 
     def add(state: tuple[Gradients, Carry], arrays: Batch):
@@ -157,9 +160,12 @@ def _summed[Carry](
         return (jax.tree.map(jnp.add, sums, found), carry), None
 
     found, _ = jax.eval_shape(of_micro_batch, carry, jax.tree.map(lambda x: x[0], stacked) | scalars)
-    return jax.lax.scan(add, (zeros_of(found), carry), stacked)[0]
+    start = zeros_of(found), carry
+    if USED not in scalars:
+        return jax.lax.scan(add, start, stacked)[0]
+    return jax.lax.fori_loop(0, scalars[USED], lambda i, state: add(state, micro_batch_at(stacked, i))[0], start)
 
 
 def zeros_of(shapes: PyTree) -> PyTree:
-    """Returns zeros of these shapes and dtypes, which vary over the same mesh axes inside `jax.shard_map`."""
+    """Returns zeros with these shapes and dtypes, varying over the same mesh axes inside `jax.shard_map`."""
     return jax.tree.map(lambda x: vary_as(jnp.zeros(x.shape, x.dtype), x), shapes)

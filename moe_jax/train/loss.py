@@ -50,7 +50,7 @@ class LossWeights:
 
 
 class LossParts(NamedTuple):
-    """The terms of the total, the router's losses without their coefficients, and the router's sums, over all devices.
+    """The terms of the training loss, unweighted router losses, and router statistics, summed over devices.
 
     Attributes:
       cross_entropy: summed over the labels, each times its weight.
@@ -81,7 +81,7 @@ def loss(
     num_labels: Float[Array, ""] | None = None,
     router_share: float = 1.0,
 ) -> tuple[Float[Array, ""], LossParts]:
-    """Returns the total (f32) and its parts; the [batch*seq, vocab] logits never exist.
+    """Computes the training loss (f32) and its `LossParts`; the [batch*seq, vocab] logits never exist.
 
     `model.execution` defines recomputation and, inside `jax.shard_map`, how the call is spread over devices. Total and parts
     are then sums over all devices of `spread.mesh_axes`. So are gradients under `check_vma`, taken inside or outside.
@@ -114,7 +114,7 @@ def loss_of_states(
     num_labels: Float[Array, ""] | None = None,
     router_share: float = 1.0,
 ) -> tuple[Float[Array, ""], LossParts]:
-    """Computes `loss` from the hidden states of the batch's tokens. MTP modules run here.
+    """Computes `loss` from hidden states that were already computed. MTP modules run here.
 
     Args:
       states: from a call with `sequence_balance` if the loss has that term. Other arguments as in `loss`.
@@ -165,7 +165,7 @@ def _parts(model: Decoder, states: HiddenStates, labels, mask, spread: OneDevice
 
 
 def log_probs(model: Decoder, batch: Batch) -> Float[Array, "batch seq"]:
-    """Returns log p(label) of each label, f32, and 0 where `loss_mask` is 0; the [batch*seq, vocab] logits never exist.
+    """Returns log p(label) of each label, f32 [batch, seq], 0 where `loss_mask` is 0; logits never exist in full.
 
         sequence_log_probs = train.log_probs(model, batch).sum(axis=1)
         cross_entropy = -train.log_probs(model, batch).sum() / batch["loss_mask"].sum()
@@ -176,7 +176,8 @@ def log_probs(model: Decoder, batch: Batch) -> Float[Array, "batch seq"]:
 
     Args:
       batch: "tokens", "labels", "loss_mask", all [batch, seq]. Also "segment_ids", if rows hold more than one document each.
-        "positions" follow from the segments unless they are given.
+        "positions" follow from the segments unless they are given. "expert_ids" [batch, seq, moe_layers, k], if given, are the
+        experts of each token (routing replay).
 
     Raises:
       ValueError: shapes that do not match.
@@ -193,6 +194,17 @@ def log_probs_and_entropies(model: Decoder, batch: Batch) -> TokenScores:
 
 
 def _of_labels(function: Callable, model: Decoder, batch: Batch) -> Any:
-    states, labels = model.hidden_states(batch["tokens"], batch.get("positions"), batch.get("segment_ids")), batch["labels"]
+    states, labels = hidden_states_of(model, batch), batch["labels"]
     found = function(states.hidden.reshape(-1, states.hidden.shape[-1]), model.head_weight, labels.reshape(-1))
     return jax.tree.map(lambda each: jnp.where(batch["loss_mask"] != 0, each.reshape(labels.shape), 0), found)
+
+
+def hidden_states_of(model: Decoder, batch: Batch) -> HiddenStates:
+    """Returns the hidden states of a batch's tokens, computed by the experts of "expert_ids" if the batch has them."""
+    ids, segments = batch.get("expert_ids"), batch.get("segment_ids")
+    if ids is not None:
+        ids = jnp.moveaxis(ids, 2, 0).astype(jnp.int32)
+        if segments is not None:
+            # As in a strict pass, whose gradients have the same bits.
+            ids = jnp.where(segments[..., None] != 0, ids, jnp.arange(ids.shape[-1], dtype=jnp.int32))
+    return model.hidden_states(batch["tokens"], batch.get("positions"), segments, expert_ids=ids)

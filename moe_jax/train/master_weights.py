@@ -13,7 +13,7 @@ from jaxtyping import Array, BFloat16, Float32, Int16, PyTree
 
 
 def initial_low_halves(params: PyTree, shardings: PyTree | None = None) -> PyTree | None:
-    """Returns the low halves of masters that equal their bf16 parameters; None for f32 parameters, which are their own masters.
+    """Returns the low halves of f32 masters that equal their bf16 parameters; None for f32 parameters.
 
     `shardings` is their layout; default: the parameters'.
 

@@ -35,7 +35,7 @@ class MetricsWriter:
             self.board = SummaryWriter(str(folder / "tensorboard"), purge_step=resumed_step + 1)
 
     def write(self, record: dict[str, Any], of_layers: dict[str, list]) -> None:
-        """Logs one step: scalars including "step", and lists over the layers with experts, if any."""
+        """Logs one step: scalars including "step", and per-layer lists of router metrics, if any."""
         append_record(self.metrics_file, record)
         if of_layers:
             append_record(self.load_file, {"step": record["step"], **of_layers})
@@ -51,7 +51,7 @@ class MetricsWriter:
 
 
 def read_records(file: Path) -> list[dict[str, Any]]:
-    """Reads the records of a JSON Lines file, one for each step, in the order of steps; none if there is no file.
+    """Reads the records of a JSON Lines log, one per step, in order of steps; none if there is no file.
 
     If a step occurs twice, the later record counts. A last line truncated by a crash is skipped silently, any other bad line
     with a warning.
@@ -95,13 +95,13 @@ def record_of_step(
 
 
 class Clock:
-    """Estimates the remaining time from the steps after this process's first step, which compiles."""
+    """Estimates a run's remaining time, ignoring the first step, which includes compilation."""
 
     def __init__(self) -> None:
         self._first: tuple[int, float] | None = None
 
     def left(self, step: int, last: int) -> str:
-        """Returns the time from the end of `step` to the end of `last`; an empty text if unknown."""
+        """Returns the estimated time until step `last` ends, as text; empty if unknown."""
         now = time.monotonic()
         if self._first is None:
             self._first = step, now
@@ -112,14 +112,15 @@ class Clock:
 
 
 def one_line(record: dict[str, Any], *, compiled: float | None = None) -> str:
-    """Returns the record for the console; for a step that compiled, its seconds (`compiled`) instead of the speed."""
+    """Formats a record for the console; a step that compiled shows its seconds (`compiled`) instead of throughput."""
     shadows = f", {record['num_shadows']:.1f} shadows a layer" if record.get("num_shadows") else ""
-    measured = {"loss": ".4f", "reward_margin": ".3f", "reward_accuracy": ".2f"}
+    measured = {"loss": ".4f", "reward": ".3f", "reward_margin": ".3f", "reward_accuracy": ".2f"}
     held_out = "".join(
         f", eval {name.removeprefix('reward_')} {record[f'eval_{name}']:{digits}}"
         for name, digits in measured.items()
         if f"eval_{name}" in record
     )
+    reward = f"reward {record['reward']:.3f}, length {record['completions/mean_length']:.0f}, " if "reward" in record else ""
     aux = f", aux {record['aux_loss']:.3f}" if "aux_loss" in record else ""
     load = f", max/mean load {record['max_mean_expert_load']:.2f}" if "max_mean_expert_load" in record else ""
     margin = f", margin {record['reward_margin']:.3f}" if "reward_margin" in record else ""
@@ -128,13 +129,13 @@ def one_line(record: dict[str, Any], *, compiled: float | None = None) -> str:
     speed = f"{record['tokens_per_second']:.0f} tokens/s, {record['model_tflops']:.3g} TFLOP/s"
     speed = speed if compiled is None else f"compiled in this step, {compiled:.0f} s"
     return (
-        f"loss {record['loss']:.4f}{held_out}{margin}{accuracy}{aux}, grad norm {record['grad_norm']:.3f}, "
+        f"{reward}loss {record['loss']:.4f}{held_out}{margin}{accuracy}{aux}, grad norm {record['grad_norm']:.3f}, "
         f"lr {record['learning_rate']:.2e}{examples}, {speed}{load}{shadows}"
     )
 
 
 def of_layers(metrics: dict[str, np.ndarray], layers: tuple[int, ...]) -> dict[str, list]:
-    """Returns a step's metrics of each layer with experts; {} for a model without experts.
+    """Returns a step's router metrics per MoE layer, for expert_load.jsonl; {} for a dense model.
 
     `layers` (their indices in the model), `expert_load` [layers, experts] in tokens, `router_entropy` [layers] in nats.
     `num_rounds` and `num_shadows` [layers] describe the exchange with other devices' experts, as means over the devices.
@@ -147,7 +148,7 @@ def of_layers(metrics: dict[str, np.ndarray], layers: tuple[int, ...]) -> dict[s
 
 
 def mean_loads(expert_load: np.ndarray) -> dict[str, float]:
-    """Returns the worst layer's ratios of the largest and of the smallest load to the mean load: 1 is perfect balance.
+    """Returns the metrics of the worst layer's largest and smallest expert load, relative to the mean: 1 is perfect balance.
 
     The smallest is 0 if an expert got no token. Both are 1 without experts.
     """
@@ -158,12 +159,12 @@ def mean_loads(expert_load: np.ndarray) -> dict[str, float]:
 
 
 def keep_steps(file: Path, last_step: int) -> None:
-    """Drops the records after a step from a JSON Lines file, which is created if missing."""
+    """Truncates a JSON Lines log after `last_step`; creates it if missing."""
     records = [record for record in read_records(file) if record["step"] <= last_step]
     write_text(file, "".join(json.dumps(record) + "\n" for record in records))
 
 
 def append_record(file: Path, record: dict[str, Any]) -> None:
-    """Adds a line to a JSON Lines file."""
+    """Appends a record to a JSON Lines file."""
     with file.open("a") as stream:
         stream.write(json.dumps(record) + "\n")

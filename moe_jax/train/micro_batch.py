@@ -46,7 +46,7 @@ from moe_jax.train.state import as_f32
 
 
 class Forwarded(NamedTuple):
-    """A micro-batch after its last layer."""
+    """The result of a micro-batch's forward pass, after its last layer."""
 
     x: Float[Array, "batch seq hidden"]
     routings: list[StageRouting]
@@ -62,7 +62,7 @@ backward pass starts."""
 
 @dataclass(frozen=True)
 class MicroBatchPasses:
-    """The passes of a micro-batch. Together they compute an objective's value and its gradients, like `jax.value_and_grad`.
+    """The separate forward, loss and backward passes of a micro-batch; together they equal `jax.value_and_grad`.
 
         forwarded = run_pass(passes.forward(batch))
         found, dx, droutings = passes.loss(batch, forwarded, gradients)
@@ -85,12 +85,12 @@ class MicroBatchPasses:
 
     @property
     def num_stages(self) -> int:
-        """The number of stages of the layers, without modules that predict further tokens."""
+        """The number of stages of decoder layers, excluding MTP modules."""
         return len(self.model().config.stages)
 
     @property
     def longest_loop(self) -> tuple[int, int]:
-        """The loop of a forward pass that has the most layers with experts, or else the most layers: loops before and after."""
+        """The (loops before, loops after) the forward loop with most MoE layers, or with most layers if there are none."""
         loops = []
         for number, stage in enumerate(self.model().config.stages):
             own = self._execution(number)
@@ -100,12 +100,12 @@ class MicroBatchPasses:
         return before, len(loops) - 1 - before
 
     def zeros(self) -> nnx.State:
-        """Returns sums of gradients before the first micro-batch, in f32 (f64 for f64)."""
+        """Returns zero-initialized gradient sums, in f32 (f64 for f64)."""
         dtype = at_least_f32(self.model().dtype)
         return jax.tree.map(lambda w: vary_as(jnp.zeros(w.shape, dtype), w), self.params)
 
     def enter(self, batch: Batch) -> Entered:
-        """Embeds the tokens, and builds the inputs that all layers share."""
+        """Embeds the tokens and builds the inputs that all layers share."""
         return self.model().enter(
             batch["tokens"],
             batch["positions"],
@@ -129,7 +129,7 @@ class MicroBatchPasses:
         return Forwarded(carry.x, routings, saved)
 
     def loss(self, batch: Batch, forwarded: Forwarded, gradients: nnx.State) -> LossRun:
-        """Computes the objective after the last layer, and its gradients in parameters, `forwarded.x` and its routings."""
+        """Computes the objective and its gradients with respect to parameters, `forwarded.x` and routings."""
         inputs = self.enter(batch).inputs
 
         def value(model: Decoder, x, routings):
@@ -138,7 +138,7 @@ class MicroBatchPasses:
         return self.loss_of(value, forwarded.x, forwarded.routings, gradients)
 
     def loss_of(self, value: Callable[[Decoder, Any, Any], tuple[Array, Any]], x, routings, gradients: nnx.State) -> LossRun:
-        """Computes value(model, x, routings) -> (scalar, aux) and its gradients; adds the parameters' to `gradients`."""
+        """Computes value(model, x, routings) -> (scalar, aux) and its gradients; adds parameter gradients to `gradients`."""
         of_stages, outside = self._split(self.params)
 
         def of_outside(outside: nnx.State, x, routings):
@@ -150,7 +150,7 @@ class MicroBatchPasses:
         return Gradients(found, aux, nnx.merge_state(of_stages, _add(of_others, own))), dx, droutings
 
     def backward(self, batch: Batch, saved: list[SavedLayers], dx, droutings: list[Any], gradients: nnx.State) -> Pass:
-        """Runs all stages backwards; the result is (gradient of the embedded tokens, `gradients` with the stages' added)."""
+        """Runs the backward pass of all stages; returns (gradient of embedded tokens, updated `gradients`)."""
         entered = self.enter(batch)
         carry, droutings = Carry(dx, None), list(droutings)
         stages = {}
@@ -165,7 +165,7 @@ class MicroBatchPasses:
     def embedding(
         self, tokens: Int[Array, "batch seq"], dx: Float[Array, "batch seq hidden"], gradients: nnx.State
     ) -> nnx.State:
-        """Adds the embedding table's gradient for these tokens, summed in f32, to `gradients`."""
+        """Adds the embedding table's gradient for these tokens to `gradients`, in f32."""
         table, others = _split(self.params, lambda path: path[0] == "embed_tokens")
         in_f32 = jax.tree.map(lambda w: w.astype(at_least_f32(w.dtype)), table)
 
@@ -178,7 +178,7 @@ class MicroBatchPasses:
         return nnx.merge_state(of_others, _add(of_table, pullback(dx)[0]))
 
     def model(self, params: nnx.State | None = None) -> Decoder:
-        """Returns the model of these parameters; default: of `self.params`."""
+        """Builds the model with these parameters; default: `self.params`."""
         return merged_model(self.graphdef, self.params if params is None else params, self.fixed, self.execution)
 
     def _stage(self, number: int, entered: Entered, gradients: nnx.State) -> StageLayers:
@@ -206,7 +206,7 @@ def accumulate_overlapping(
     *,
     in_place: bool = False,
 ) -> GradientsFn:
-    """Like `gradients.accumulate`, with passes of neighbouring micro-batches in one loop.
+    """Returns a function that sums gradients (like `gradients.accumulate`) and overlaps passes of neighboring micro-batches.
 
     Two micro-batches are in flight: memory holds the residuals of two. Parameters outside the layers are gathered once for all
     micro-batches, and their gradients are summed over devices once, in f32. So the sums of the embedding and of the head are
@@ -223,7 +223,7 @@ def accumulate_overlapping(
       TypeError: an objective that cannot start from hidden states.
     """
     if micro_batches < 2:
-        raise ValueError(f"micro_batches must be at least 2, of which one overlaps the next; got {micro_batches}")
+        raise ValueError(f"micro_batches must be at least 2, so that one can overlap the next; got {micro_batches}")
     check_objective(objective, "overlapping micro-batches")
 
     def sum_of(params: nnx.State, fixed: nnx.State, execution: Execution, stacked: Batch, scalars: Batch) -> Gradients:
@@ -273,14 +273,14 @@ def _sum_of(passes: MicroBatchPasses, stacked: Batch, scalars: Batch) -> Gradien
 
 
 def sums_of_loop(gradients: nnx.State, arrays: LayerArrays) -> nnx.State:
-    """Returns the part of a stage's gradient sums to which the stage's backward loop adds."""
+    """Selects the gradient sums that a stage's backward loop adds to."""
     # Accumulated matrices, and matrices with tickets, are not parameters of the loop.
     own = {path for path, _ in nnx.to_flat_state(arrays.parameters)}
     return nnx.filter_state(gradients, lambda path, _: path in own)
 
 
 def gradients_of_stage(run: BackwardRun) -> nnx.State:
-    """Returns the sums of a stage's gradients after its backward loop: the loop's sums, and the kernels' accumulators."""
+    """Returns a stage's gradient sums after its backward loop, including those accumulated in kernels."""
     return nnx.merge_state(run.parameters, accumulated_gradients(run.accumulators))
 
 

@@ -50,7 +50,7 @@ def model_of_run(
     pipe_chunks: int = 1,
     base: str | Path | None = None,
 ) -> Decoder:
-    """Reads the model from the checkpoint of `step`, without the optimizer's state.
+    """Loads the model from a run's checkpoint at `step`, without the optimizer state.
 
     For a run of adapters, returns the starting weights with the adapters (`adapters.merge_adapter` merges them). If any other
     run has bf16 parameters, a model with f32 parameters gets the masters (`train.master_weights`). The run may have trained on
@@ -71,7 +71,7 @@ def model_of_run(
         if not trained_adapters(checkpoint):
             return _plain_model(checkpoint, dtype, param_dtype, mesh, pipe)
         if pipe.ranks > 1:
-            raise ValueError(f"{run} trained adapters, which do not lie in a pipe: take a mesh without pipe")
+            raise ValueError(f"{run} trained adapters, which pipelines do not support: use a mesh without pipe")
         model = from_pretrained(checked_base(checkpoint, base), dtype=dtype, param_dtype=param_dtype, mesh=mesh, mtp=False)
         add_adapters(model, checkpoint)
         return model
@@ -109,7 +109,7 @@ def _plain_model(
 
 
 def checked_base(checkpoint: RunCheckpoint, base: str | Path | None = None) -> str | Path:
-    """Returns `base`, or else the base that the checkpoint names.
+    """Returns the base model of an adapter run: `base`, or else the one that the checkpoint names.
 
     Raises:
       FileNotFoundError: there is no such base.
@@ -129,7 +129,7 @@ def checked_base(checkpoint: RunCheckpoint, base: str | Path | None = None) -> s
 
 
 def add_adapters(model: Decoder, checkpoint: RunCheckpoint) -> None:
-    """Adds the checkpoint's adapters to its base, in place.
+    """Adds the checkpoint's adapters to its base model, in place.
 
     Raises:
       ValueError: the run recorded values of its base, a model from memory, and this model's values differ.
@@ -143,7 +143,7 @@ def add_adapters(model: Decoder, checkpoint: RunCheckpoint) -> None:
 
 
 def adapters_alone(checkpoint: RunCheckpoint) -> Decoder:
-    """Reads the checkpoint's adapters into a model whose other arrays are only shapes: enough for `save_adapter`."""
+    """Loads only the adapters, into a model whose other arrays are shapes: sufficient for `save_adapter`."""
     config, settings = config_from_dict(checkpoint.position["identity"]["config"]), lora_settings_of(checkpoint)
 
     def adapted() -> Decoder:
@@ -167,11 +167,13 @@ def trained_adapters(checkpoint: RunCheckpoint) -> bool:
 
 
 def lora_settings_of(checkpoint: RunCheckpoint) -> LoraSettings:
-    """Returns the settings of the adapters in a checkpoint."""
+    """Returns the LoRA settings of the checkpoint's adapters."""
     noted = checkpoint.position["identity"][LORA]
     return LoraSettings(**noted | {"targets": None if noted["targets"] is None else tuple(noted["targets"])})
 
 
 def _check(base: str | Path, noted: Any, found: Any) -> None:
     if not same_weights(noted, found):
-        raise ValueError(f"the weights in {base} are not those that the run's adapters were trained beside; give the base")
+        raise ValueError(
+            f"the weights in {base} are not the base weights that the run's adapters were trained on; give that base"
+        )

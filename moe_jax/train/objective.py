@@ -34,7 +34,7 @@ TAKEN_NAMES = (
 
 @dataclass(frozen=True)
 class Objective:
-    """A function that a step minimises.
+    """The function that a training step minimizes, called as objective(model, batch) -> (value, aux).
 
     Values, aux and gradients are summed over `micro_batches` micro-batches. A plain function becomes a `UserLoss`. Subclass it
     for your own metrics, or to move biases.
@@ -44,7 +44,7 @@ class Objective:
     """The number of micro-batches whose values the step sums; `make_train_step` sets it."""
 
     def prepare(self, batch: Batch, label_weight: Float[Array, ""]) -> Batch:
-        """Returns the arrays of the whole batch that the objective reads, and scalars for all micro-batches.
+        """Returns the batch arrays that the objective reads, plus scalars shared by all micro-batches.
 
         Args:
           label_weight: the sum of the weights of the whole batch's labels, which is their number if all weights are 0 or 1.
@@ -57,18 +57,18 @@ class Objective:
 
     @property
     def sequence_balance(self) -> bool:
-        """The value of `Decoder.hidden_states`'s option of this name that `of_states` needs."""
+        """The `sequence_balance` option of `Decoder.hidden_states` with which `of_states` must be called."""
         return False
 
     def of_states(self, model: Decoder, states: HiddenStates, batch: Batch) -> tuple[Float[Array, ""], Any]:
-        """Returns the same as a call, computed from the hidden states of the batch's tokens.
+        """Computes the same as a call, from hidden states instead of tokens.
 
         Overlapping micro-batches need this method.
         """
         raise NotImplementedError
 
     def with_layers(self, aux: Any, router: RouterSums, devices: int) -> Any:
-        """Returns aux with the router's sums of each layer, if `of_states` was given only their total.
+        """Returns aux with per-layer router sums filled in, where `of_states` had only their total.
 
         Args:
           router: sums over all micro-batches and devices.
@@ -77,11 +77,11 @@ class Objective:
         return aux
 
     def metrics(self, value: Float[Array, ""], aux: Any, label_weight: Float[Array, ""]) -> dict[str, Array]:
-        """Returns the metrics of a step from the sums over its micro-batches; `label_weight` as in `prepare`."""
+        """Computes a step's metrics from sums over its micro-batches; `label_weight` as in `prepare`."""
         raise NotImplementedError
 
     def move_biases(self, expert_bias: nnx.State, aux: Any) -> nnx.State:
-        """Returns the biases of experts after the step; here unchanged."""
+        """Returns the updated expert biases after the step; the default leaves them unchanged."""
         return expert_bias
 
 
@@ -102,7 +102,7 @@ class NextToken(Objective):
     expert_bias_update_rate: float = 0.001
 
     def prepare(self, batch: Batch, label_weight: Float[Array, ""]) -> Batch:
-        """Returns the arrays that `train.loss` reads, and the divisor of the whole batch's cross-entropy as "num_labels"."""
+        """Returns the arrays that `train.loss` reads, with "num_labels": the whole batch's cross-entropy divisor."""
         return {name: batch[name] for name in BATCH_ARRAYS} | {"num_labels": label_weight}
 
     def __call__(self, model: Decoder, batch: Batch) -> tuple[Float[Array, ""], LossParts]:
@@ -116,11 +116,11 @@ class NextToken(Objective):
 
     @property
     def sequence_balance(self) -> bool:
-        """True if the loss has the term within sequences."""
+        """True if the loss includes the balance loss within sequences."""
         return self.weights.sequence_loss_coef != 0
 
     def of_states(self, model: Decoder, states: HiddenStates, batch: Batch) -> tuple[Float[Array, ""], LossParts]:
-        """Returns the same as a call, computed from the hidden states of the batch's tokens; same errors."""
+        """Computes the same as a call, from hidden states instead of tokens; same errors."""
         check_mtp_loss_coef(model.config, self.weights.mtp_loss_coef)
         options: dict[str, Any] = dict(num_labels=batch["num_labels"], router_share=1 / self.micro_batches)
         return loss_of_states(model, states, batch, self.weights, **options)
@@ -135,7 +135,7 @@ class NextToken(Objective):
         return aux._replace(router=RouterSums.concatenate([layers, modules]))
 
     def metrics(self, value: Float[Array, ""], aux: LossParts, label_weight: Float[Array, ""]) -> dict[str, Array]:
-        """Returns the metrics that `make_train_step` lists. Only this method converts `LossParts` to metrics."""
+        """Computes the metrics that `make_train_step` lists. Only this method converts `LossParts` to metrics."""
         n, router, divisor = self.micro_batches, aux.router, as_divisor(label_weight)
         return {
             "loss": aux.cross_entropy / divisor,
@@ -152,18 +152,18 @@ class NextToken(Objective):
         }
 
     def move_biases(self, expert_bias: nnx.State, aux: LossParts) -> nnx.State:
-        """Moves each bias by the load of the whole batch."""
+        """Updates each expert's bias from the whole batch's load."""
         return move_expert_bias(expert_bias, aux.router.expert_load, self.expert_bias_update_rate)
 
 
 @dataclass(frozen=True)
 class UserLoss(Objective):
-    """A user's function as an objective: value and metrics are means over the micro-batches. Biases of experts stay."""
+    """Wraps a user's loss(model, batch). Value and metrics are means over micro-batches; expert biases are not updated."""
 
     function: LossFunction
 
     def prepare(self, batch: Batch, label_weight: Float[Array, ""]) -> Batch:
-        """Returns the whole batch; adds "num_labels" and "label_weight" if it has a "loss_mask" and lacks them."""
+        """Adds "num_labels" and "label_weight" to a batch with a "loss_mask": the whole batch's sums / micro-batches."""
         if "loss_mask" not in batch:
             return batch
         # With them, a mean over the micro-batches is a mean over all labels, however these are split.
@@ -183,12 +183,12 @@ class UserLoss(Objective):
         return jax.tree.map(lambda scalar: jnp.asarray(scalar, jnp.float32) / self.micro_batches, found)
 
     def metrics(self, value: Float[Array, ""], aux: dict[str, Array], label_weight: Float[Array, ""]) -> dict[str, Array]:
-        """Returns the value as "loss", and the function's metrics."""
+        """Returns the value as metric "loss", along with the function's own metrics."""
         return {"loss": value} | aux
 
 
 def as_objective(loss: Objective | LossFunction, micro_batches: int) -> Objective:
-    """Returns the objective for a step of `micro_batches` micro-batches; a plain function becomes a `UserLoss`.
+    """Wraps a plain loss function in a `UserLoss`; returns an `Objective` unchanged.
 
     Raises:
       TypeError: a function that cannot be called as loss(model, batch).
@@ -200,7 +200,7 @@ def as_objective(loss: Objective | LossFunction, micro_batches: int) -> Objectiv
 
 
 def can_overlap(objective: Objective) -> bool:
-    """Returns True if the objective can start from hidden states: its `of_states` belongs to its `__call__`.
+    """Returns True if the objective has an `of_states` that matches its `__call__`.
 
     A subclass that overrides only `__call__` cannot: its inherited `of_states` computes something else.
     """
@@ -212,20 +212,20 @@ def can_overlap(objective: Objective) -> bool:
 
 
 def check_objective(objective: Objective, user: str) -> None:
-    """Raises if the objective cannot start from hidden states. `user` names the caller in the message.
+    """Checks that the objective can be computed from hidden states. `user` names the caller in the message.
 
     Raises:
       TypeError: it has no matching `of_states`.
     """
     if not can_overlap(objective):
         raise TypeError(
-            f"an objective of {user} must have the function of_states beside its call, as train.NextToken has; a function "
+            f"an objective of {user} must define of_states in addition to __call__, as train.NextToken does; a function "
             "loss(model, batch) runs the layers itself: leave overlap_micro_batches and the mesh axis pipe out"
         )
 
 
 def check_loss_function(function: LossFunction) -> None:
-    """Refuses a function that cannot be called as loss(model, batch), and the older form with `mesh_axes` and options.
+    """Checks that a function can be called as loss(model, batch), and is not in the older form with `mesh_axes`.
 
     Raises:
       TypeError: the function has other parameters.
@@ -245,7 +245,7 @@ def check_loss_function(function: LossFunction) -> None:
 
 
 def check_mtp_loss_coef(config: ModelConfig, mtp_loss_coef: float) -> None:
-    """Refuses to train a model without training its multi-token prediction modules.
+    """Checks that MTP modules, if the model has any, are trained: their loss coefficient is not 0.
 
     Raises:
       ValueError: the model has such modules and the coefficient of their loss is 0. Weight decay would shrink them, and the
@@ -253,26 +253,26 @@ def check_mtp_loss_coef(config: ModelConfig, mtp_loss_coef: float) -> None:
     """
     if config.mtp_stages and not mtp_loss_coef:
         raise ValueError(
-            "mtp_loss_coef=0 would leave the model's modules that predict further tokens behind while the model changes; "
+            "mtp_loss_coef=0 would leave the model's MTP modules untrained while the model changes; "
             "give them a factor, or load the model without them: from_pretrained(..., mtp=False)"
         )
 
 
 def refuse_further_predictors(config: ModelConfig) -> None:
-    """Refuses a model with multi-token prediction modules, which a user's loss would not train.
+    """Raises if the model has MTP modules, which a user's loss would not train.
 
     Raises:
       ValueError: the model has such modules.
     """
     if config.mtp_stages:
         raise ValueError(
-            "the model has modules that predict further tokens, which `loss` does not train; load it without them: "
+            "the model has MTP modules, which `loss` does not train; load it without them: "
             "from_pretrained(..., mtp=False), or mtp_loss_coef=0 in finetune's settings"
         )
 
 
 def name_of(function: LossFunction) -> str:
-    """Returns the loss's name, which a run's checkpoints record: another loss would be another run."""
+    """Returns the loss function's name. Checkpoints record it, so that a run is not resumed with another loss."""
     return getattr(function, "__qualname__", type(function).__qualname__)
 
 
@@ -295,7 +295,7 @@ def _check_result(found: Any) -> None:
 
 
 def move_expert_bias(expert_bias: nnx.State, expert_load: Int[Array, "moe_layers experts"], rate: float) -> nnx.State:
-    """Updates the biases of each stack, [layers, experts], from the load of its layers (`layers.balance.move_bias`).
+    """Updates the expert biases of each stack, [layers, experts], from its layers' load (`layers.balance.move_bias`).
 
     `expert_load` is in the order of the layers. Without biases, or with rate 0, returns `expert_bias` itself.
 

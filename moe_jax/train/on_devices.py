@@ -1,7 +1,7 @@
 """Calls a function of (model, batch) where the model's parameters are: on one device, or on each device of a mesh.
 
-Dropout of adapters depends only on the step and the position (`with_dropout_seeds`). So a resumed run drops the same elements
-as an uninterrupted one, and a recomputed layer drops the same as before.
+Dropout of adapters depends only on the step and the token's place in the batch (`with_dropout_seeds`). So a resumed
+run, a mesh and a recomputed layer drop the same elements as one uninterrupted run on one device.
 """
 
 from collections.abc import Callable
@@ -21,12 +21,13 @@ from moe_jax.models.decoder import Decoder
 from moe_jax.models.execution import Execution
 from moe_jax.parallel.fsdp import ShardedParameters
 from moe_jax.parallel.parallelism import Parallelism
+from moe_jax.parallel.sequence.layouts import shard_sequence
 from moe_jax.parallel.spread import Spread
 from moe_jax.parallel.zero1 import stacked_specs
 from moe_jax.train.batch import Batch, batch_specs
 
 SEEDS = "dropout_seeds"
-"""Name of a batch's array [batch] of seeds inside a step; a pass uses its first row's."""
+"""Name of a batch's array [batch, seq] inside a step: a seed for each token."""
 
 
 def on_devices(
@@ -38,7 +39,7 @@ def on_devices(
     differentiate: bool = False,
     stack_over_data: bool = False,
 ) -> Callable[[nnx.State, nnx.State, Batch], Any]:
-    """Returns call(params, fixed, batch), which merges the model and returns function(model, batch).
+    """Returns call(params, fixed, batch), which merges the model and returns function(model, batch), on any mesh.
 
     With `parallelism` the call runs inside `jax.shard_map`: each device has its own tokens and its part of the parameters, as
     `model.execution.spread` describes. The function must return the same on every device (`sum_over_devices`).
@@ -49,8 +50,8 @@ def on_devices(
       execution: the `Decoder.execution` of the merged model; default: unchanged. `parallelism` sets its `spread`.
       parallelism: the mesh of the parameters. None: one device, or all collectives left to XLA.
       differentiate: `function` returns (a scalar, aux), and the call ((scalar, aux), gradients) as `jax.value_and_grad` does.
-        Gradients are taken in `params`, in their dtypes and layout. `fixed` holds the rest of the model, whole on every device
-        and without gradients.
+        Gradients are taken in `params`, in their dtypes and layout. `fixed` holds the rest of the model, without gradients:
+        frozen matrices laid out like parameters, and arrays that are whole on every device.
       stack_over_data: gradients are not summed over the mesh axis `data`. A parameter of shape [...] has gradients [data, ...];
         each device along `data` holds its own row. `parallel.zero1.sum_to_parts` sums them. Needs `differentiate`.
     """
@@ -84,7 +85,7 @@ def on_mesh(
     has_gradients: bool,
     stack_over_data: bool,
 ) -> Callable[[nnx.State, nnx.State, Batch], Any]:
-    """Returns call(params, fixed, batch), which runs `local` on each device, inside `jax.shard_map`.
+    """Returns call(params, fixed, batch), which runs `local` on each device inside `jax.shard_map`.
 
     Args:
       local: local(params, fixed, batch, sharded, execution) of the device's parts and rows. `execution` holds the spread. The
@@ -94,10 +95,11 @@ def on_mesh(
 
     def call(params: nnx.State, fixed: nnx.State, batch: Batch):
         whole = merged_model(graphdef, params, fixed, execution)
-        sharded = sharded_parameters(whole, params, parallelism)
+        sharded = sharded_parameters(whole, params, fixed, parallelism)
         spread = replace(whole.execution, spread=spread_of(parallelism, sharded))
 
         def on_device(params: nnx.State, fixed: nnx.State, batch: Batch):
+            fixed = sharded.enter_fixed(fixed)
             if not stack_over_data:
                 return local(params, fixed, batch, sharded, spread)
             # Parameters that vary over `data` get only the gradients of this device's tokens.
@@ -109,7 +111,7 @@ def on_mesh(
         return jax.shard_map(
             on_device,
             mesh=parallelism.mesh,
-            in_specs=(sharded.specs, PartitionSpec(), batch_specs(batch, parallelism)),
+            in_specs=(sharded.specs, sharded.fixed_specs, batch_specs(batch, parallelism)),
             out_specs=(PartitionSpec(), of_gradients) if has_gradients else PartitionSpec(),
         )(params, fixed, batch)
 
@@ -117,7 +119,7 @@ def on_mesh(
 
 
 def merged_model(graphdef: nnx.GraphDef, params: nnx.State, fixed: nnx.State, execution: Execution | None = None) -> Decoder:
-    """Returns the model of these arrays. `execution`, if given, becomes the defaults of its calls.
+    """Builds the model from these arrays; `execution`, if given, sets the defaults of its calls.
 
     `fixed` may also hold FP8 copies of the experts (`with_fp8_copies`).
     """
@@ -154,7 +156,7 @@ def with_fp8_copies(graphdef: nnx.GraphDef, params: nnx.State, fixed: nnx.State,
 
 
 def sum_over_devices[Values](model: Decoder, values: Values) -> Values:
-    """Sums arrays over all devices that hold other tokens of the batch; returns them unchanged on one device.
+    """Sums arrays over all devices that hold different tokens of the batch (psum); unchanged on one device.
 
     An objective calls it on sums over its own rows: `train.sum_over_devices(model, log_probs.sum()) / batch["num_labels"]`.
     """
@@ -162,7 +164,7 @@ def sum_over_devices[Values](model: Decoder, values: Values) -> Values:
 
 
 def mean_over_devices[Values](model: Decoder, values: Values) -> Values:
-    """Averages arrays over all devices that hold other tokens of the batch; returns them unchanged on one device.
+    """Averages arrays over all devices that hold different tokens of the batch (pmean); unchanged on one device.
 
     Devices have equal numbers of rows, so the average of their means is the mean over all rows.
     """
@@ -170,8 +172,8 @@ def mean_over_devices[Values](model: Decoder, values: Values) -> Values:
     return jax.lax.pmean(values, axes) if axes else values
 
 
-def sharded_parameters(model: Decoder, params: nnx.State, parallelism: Parallelism) -> ShardedParameters:
-    """Returns the layout of the model's parameters on the devices of `parallelism`, and how layers gather them."""
+def sharded_parameters(model: Decoder, params: nnx.State, fixed: nnx.State, parallelism: Parallelism) -> ShardedParameters:
+    """Returns the model's `ShardedParameters` on the mesh of `parallelism`."""
     exchange = parallelism.expert_parallel
     # Shadows are copies of the weights in the model's dtype.
     in_fp8 = precision_of(model) is not None and (exchange is None or not exchange.shadow_experts)
@@ -182,11 +184,12 @@ def sharded_parameters(model: Decoder, params: nnx.State, parallelism: Paralleli
         token_axes=parallelism.token_axes,
         hops=parallelism.hops,
         experts_in_fp8=in_fp8,
+        fixed=fixed,
     )
 
 
 def spread_of(parallelism: Parallelism, sharded: ShardedParameters) -> Spread:
-    """Returns how a model's calls are spread over the devices of `parallelism`."""
+    """Builds the `Spread` of a model's calls on the mesh of `parallelism`."""
     return Spread(
         expert=parallelism.expert_parallel,
         context=parallelism.context_parallel,
@@ -195,16 +198,18 @@ def spread_of(parallelism: Parallelism, sharded: ShardedParameters) -> Spread:
     )
 
 
-def with_dropout_seeds(batch: Batch, step: Int[Array, ""]) -> Batch:
-    """Returns the batch with a seed for each row, so that each micro-batch and each device has its own."""
-    rows = next(array.shape[0] for array in batch.values() if array.ndim)
-    seeds = jax.random.bits(jax.random.fold_in(jax.random.PRNGKey(0), step), (rows,), "uint32")
+def with_dropout_seeds(batch: Batch, step: Int[Array, ""], parallelism: Parallelism | None = None) -> Batch:
+    """Adds a dropout seed per token to the batch, in the order of the tokens on the mesh."""
+    shape = (batch["tokens"] if "tokens" in batch else next(a for a in batch.values() if a.ndim > 1)).shape[:2]
+    seeds = jax.random.bits(jax.random.fold_in(jax.random.PRNGKey(0), step), shape, "uint32")
+    if parallelism is not None and (context := parallelism.context_parallel) is not None:
+        seeds = shard_sequence(seeds, parallelism.mesh.shape[context.axis_name], context.layout)
     return batch | {SEEDS: seeds}
 
 
 def ready_for_pass(model: Decoder, batch: Batch) -> tuple[Decoder, Batch]:
-    """Returns the model with the keys of this batch's pass, and the batch without its seeds; both unchanged without seeds."""
+    """Sets the model's dropout keys from the batch's seeds and removes these; without seeds, returns both unchanged."""
     if SEEDS not in batch:
         return model, batch
-    draw_dropout(model, batch[SEEDS][0])
+    draw_dropout(model, batch[SEEDS])
     return model, {name: array for name, array in batch.items() if name != SEEDS}

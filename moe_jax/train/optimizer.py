@@ -76,7 +76,7 @@ def _kept_in(optimizer: optax.GradientTransformation, dtype: jax.numpy.dtype) ->
 
 
 def decayed(params: PyTree) -> PyTree:
-    """Returns True for each parameter that weight decay applies to. Names decide: stacked parameters hide their own rank."""
+    """Returns True for each parameter with weight decay. Names decide, since stacking hides a parameter's own rank."""
 
     def is_decayed(path, _):
         names = (str(getattr(key, "key", getattr(key, "name", ""))) for key in path)

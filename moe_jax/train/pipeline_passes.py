@@ -50,7 +50,7 @@ class _Moving(NamedTuple):
 
 
 class Totals(NamedTuple):
-    """Sums over the micro-batches, on a rank."""
+    """Sums over micro-batches on one pipeline rank: value, aux and gradients."""
 
     value: Float[Array, ""]
     aux: Any
@@ -64,7 +64,7 @@ class Totals(NamedTuple):
 
 @dataclass
 class RankPasses:
-    """The passes of a rank. Parameters have the rank's layers along one axis; `fixed` is replicated."""
+    """The passes of one pipeline rank. Parameters hold only this rank's layers; `fixed` is replicated."""
 
     micro: MicroBatchPasses
     """Embedding, loss and head of a micro-batch; the pipeline runs the layers itself."""
@@ -82,7 +82,7 @@ class RankPasses:
     """The tree structure of the residuals of the last traced forward pass."""
 
     def of_pipeline(self, *, divides: bool = False) -> PipelinePasses:
-        """Returns the passes for an executor; `divides`: with b and W.
+        """Returns the callbacks for the executor; with `divides`, backward passes are split into b and W.
 
         Recomputed layers need tickets only in b. Otherwise a forward pass must save the residuals of b, and a whole B is b
         followed by W.
@@ -102,7 +102,7 @@ class RankPasses:
         return PipelinePasses(self.enter, whole.forward, whole.backward, *others, inputs_backward, apart.weights_backward)
 
     def zeros(self) -> Totals:
-        """Returns the totals before the first micro-batch."""
+        """Returns zero totals."""
         moving = self.enter(0)
         gradients = self.micro.zeros()
         found = jax.eval_shape(lambda: self.loss_run(0, lax.axis_size("pipe") - 1, moving, gradients)[0])
@@ -111,14 +111,14 @@ class RankPasses:
         return Totals(value, aux, gradients, embedded, self.zeros_of_layers())
 
     def zeros_of_layers(self) -> RouterSums | None:
-        """Returns the router's sums of the rank's layers before the first micro-batch; None for dense layers."""
+        """Returns zero router sums for the rank's layers; None for dense layers."""
         if (routing := self._routing) is None:
             return None
         held = jax.tree.leaves(self.micro.params["stages"][self.stage])[0].shape[0]
         return jax.tree.map(lambda a: self._vary(jnp.zeros((held, *a.shape[1:]), a.dtype)), routing.sums)
 
     def enter(self, i) -> _Moving:
-        """Embeds the tokens of a micro-batch, or returns the output of the dense layers for them."""
+        """Returns the pipeline's input for a micro-batch: embedded tokens, or outputs of the dense first layers."""
         x = self.micro.enter(micro_batch_at(self.stacked, i)).carry.x if self.entering is None else self.entering[i]
         x = self._vary(x)
         if (routing := self._routing) is None:
@@ -127,7 +127,7 @@ class RankPasses:
         return _Moving(x, floats, counts)
 
     def forward(self, at: PassRow, moving: _Moving, slot: Slot | None = None):
-        """Returns a chunk's forward pass, and the function that counts its result."""
+        """Returns a chunk's forward pass, and the function that adds its result to the totals."""
         # The sums' values are not read forward. Zeros keep the sums out of the loop, which would copy them.
         layers, arrays = self._stage(at, self.micro.zeros())
         chunk = self._chunk(at)
@@ -167,7 +167,7 @@ class RankPasses:
         return loop, finish
 
     def backward(self, at: PassRow, saved, dy: _Moving, totals: Totals):
-        """Returns a chunk's backward pass, which adds to the sums of gradients."""
+        """Returns a chunk's backward pass, which adds to the gradient sums."""
         if not self.divided:
             return self._backward(backward_loop, lambda _, run: gradients_of_stage(run), at, saved, dy, totals)
         loop, finish = self.inputs_backward(at, saved, dy, totals)
@@ -179,7 +179,7 @@ class RankPasses:
         return loop, finish_both
 
     def inputs_backward(self, at: PassRow, saved, dy: _Moving, totals: Totals):
-        """Returns b of a chunk, which adds the vectors' gradients; its product is the operands of the matrices' gradients."""
+        """Returns pass b of a chunk: gradients of inputs and vectors, and operands of matrix gradients."""
         loop, finish = self._backward(
             inputs_backward, lambda stage, run: nnx.merge_state(stage, run.vectors), at, saved, dy, totals
         )
@@ -191,7 +191,7 @@ class RankPasses:
         return loop, finish_inputs
 
     def weights_backward(self, at: PassRow, product, totals: Totals):
-        """Returns W of a chunk, which adds the matrices' gradients."""
+        """Returns pass W of a chunk, which adds the gradients of its matrices to the sums."""
         loop = weights_backward(product, totals.gradients["stages"][self.stage], self._chunk(at))
         return loop, partial(self._with_stage, totals)
 
@@ -216,12 +216,12 @@ class RankPasses:
         return totals._replace(gradients=nnx.merge_state(totals.gradients, nnx.State({"stages": {self.stage: stage}})))
 
     def run(self, *passes: tuple[Loop, Any]) -> tuple:
-        """Runs one pass, or two in one loop."""
+        """Runs one pass, or two passes fused in one loop."""
         loops, finishes = zip(*passes, strict=True)
         return tuple(finish(result) for finish, result in zip(finishes, run_loops(*loops), strict=True))
 
     def loss(self, i, last_rank: int, finished: _Moving, totals: Totals) -> tuple[_Moving, Totals]:
-        """Computes the objective of a micro-batch, and its gradients."""
+        """Computes the objective and gradients of a micro-batch that left the last rank."""
         found, dx, droutings = self.loss_run(i, last_rank, finished, totals.gradients)
         totals = totals._replace(
             value=totals.value + found.value, aux=jax.tree.map(jnp.add, totals.aux, found.aux), gradients=found.gradients
@@ -233,7 +233,7 @@ class RankPasses:
         return self.micro.loss_of(self._objective_of(i, last_rank, finished), finished.x, finished.router, gradients)
 
     def value_of(self, i, finished: _Moving) -> tuple[Float[Array, ""], Any]:
-        """Computes the objective of the tokens that the last rank finished, without gradients; returns value and aux."""
+        """Computes value and aux of a micro-batch that left the last rank, without gradients."""
         value = self._objective_of(i, lax.axis_size("pipe") - 1, finished)
         return value(self.micro.model(), finished.x, finished.router)
 
@@ -259,13 +259,13 @@ class RankPasses:
         return value
 
     def leave(self, at: PassRow, dx: _Moving, totals: Totals) -> Totals:
-        """Stores the gradient of the embedded tokens of one micro-batch."""
+        """Stores the gradient with respect to a micro-batch's embedded tokens."""
         place = jnp.where(at.is_first, at.micro_batch, len(totals.embedded) - 1)
         embedded = lax.dynamic_update_index_in_dim(totals.embedded, dx.x.astype(totals.embedded.dtype), place, 0)
         return totals._replace(embedded=embedded)
 
     def aux_of_layers(self, aux: Any, own: RouterSums | None) -> Any:
-        """Returns aux with the statistics of all layers; `own` has the rank's layers."""
+        """Returns aux with router statistics of all layers; `own` has the sums of the rank's layers."""
         if own is None:
             return aux
         spread = self.micro.execution.spread
@@ -276,12 +276,12 @@ class RankPasses:
 
     @property
     def num_layers(self) -> int:
-        """The number of repeats of a body of layers in the pipeline, without padding."""
+        """The number of layer-body repeats in the pipeline, without padding."""
         return self.micro.model().config.stages[self.stage].repeats
 
     @property
     def stage(self) -> int:
-        """The number of the stage in the pipeline."""
+        """The index of the stage that the pipeline splits."""
         return self.micro.num_stages - 1
 
     @cached_property
@@ -387,7 +387,7 @@ def _joined(floats: RouterSums, counts: RouterSums) -> RouterSums:
 def passes_of_layers(
     objective: Objective, graphdef: nnx.GraphDef, params: nnx.State, fixed: nnx.State, execution: Execution, mesh: Mesh
 ) -> MicroBatchPasses:
-    """Returns the passes of a micro-batch through the rank's layers, with parameters along one axis."""
+    """Returns the micro-batch passes through this rank's layers only, stacked along one axis."""
     spread = execution.spread
     shadows = spread.expert is not None and spread.expert.shadow_experts > 0
     # If experts are whole on their device, kernels read their weights inside the stack, and add to their sums there.
@@ -396,7 +396,7 @@ def passes_of_layers(
 
 
 def fp8_copies_of_rank(micro: MicroBatchPasses, mesh: Mesh) -> nnx.State:
-    """Returns FP8 copies of the experts of the rank's layers, for all micro-batches of a step.
+    """Returns FP8 copies of the experts in this rank's layers, made once per step.
 
     Empty if experts compute in the model's dtype, or a mesh splits the weights inside the rank.
     """

@@ -40,7 +40,7 @@ def accumulate_pipelined(
     parallelism: Parallelism,
     micro_batches: int,
 ) -> GradientsFn:
-    """Like `gradients.accumulate`, for parameters of `parallel.pipeline.chunks.to_chunks`.
+    """Returns a function that sums gradients over micro-batches with pipeline parallelism (like `gradients.accumulate`).
 
     The passes run in the order of `parallelism.pipe_schedule`. A uniform tick computes a chunk's forward pass for one
     micro-batch and a chunk's backward pass for another, in one loop over the layers. "uniform-w" postpones some gradients of
@@ -48,7 +48,7 @@ def accumulate_pipelined(
     separate b and W.
 
     Args:
-      objective: one that has `of_states`, and whose value is a sum over tokens. It gets the tokens of a micro-batch in one part
+      objective: must have `of_states` and return a sum over tokens. It gets the tokens of a micro-batch in one part
         per rank, along one axis. If the model has MTP modules, parts are whole rows.
 
     Raises:
@@ -63,7 +63,7 @@ def accumulate_pipelined(
     if name not in UNIFORM:
         if execution.remat == "offload":
             raise ValueError(
-                f"remat='offload' needs pipe_schedule='uniform': slots of {name!r} lie in the GPU's memory; "
+                f"remat='offload' needs pipe_schedule='uniform': slots of {name!r} stay in the GPU's memory; "
                 "take that schedule, or remat True or False"
             )
         check_branches(parallelism)
@@ -85,7 +85,7 @@ def accumulate_pipelined(
 def evaluate_pipelined(
     objective: Objective, graphdef: nnx.GraphDef, parallelism: Parallelism, micro_batches: int
 ) -> Callable[[nnx.State, nnx.State, Batch], tuple[Float[Array, ""], Any]]:
-    """Returns evaluated(params, fixed, batch) -> (value, aux), which streams micro-batches through the ranks.
+    """Returns evaluated(params, fixed, batch) -> (value, aux), with forward passes pipelined over the ranks.
 
     Arguments, micro-batches, errors, value and aux are the same as in `accumulate_pipelined`. Layers save no residuals. A step
     of m micro-batches needs m v + p - 1 ticks, if the p ranks divide m: with few micro-batches most ranks wait.
@@ -120,7 +120,7 @@ class Front:
     stacked: Batch
 
     def forward(self) -> Float[Array, "micro_batches batch seq hidden"] | None:
-        """Computes the dense layers of all micro-batches; returns the outputs on every rank, None without such layers."""
+        """Computes the dense first layers of all micro-batches; outputs are on every rank, None without such layers."""
         if not self._num_stages:
             return None
 
@@ -270,7 +270,7 @@ def schedule_of(parallelism: Parallelism, micro_batches: int) -> Schedule:
 
 
 def check_branches(parallelism: Parallelism) -> None:
-    """Refuses transfers that would hang if ranks of the pipe are in different branches.
+    """Raises if a transfer inside the layers would deadlock when ranks run different branches.
 
     Raises:
       ValueError: a `ppermute` inside the layers: experts over "pairwise", a ring of sequences, or gathers by copies. A

@@ -14,16 +14,22 @@ from moe_jax.train.metrics import read_records
 SMOOTHING_STEPS = 10
 """The number of neighbouring steps that the bold loss line averages: enough to hide the difference between batches."""
 
+REWARDS = (
+    *("reward_margin", "reward_accuracy", "reward", "frac_reward_zero_std", "completions/mean_length"),
+    *("completions/clipped_ratio", "clip_ratio/region_mean", "entropy", "kl"),
+)
+"""Metrics in rewards.png, as far as a run has them."""
+
 
 def plot_run(
     run: str | Path, output: str | Path | None = None, *, step: int | None = None, resumed_at: int | None = None
 ) -> list[Path]:
     """Draws the log of a training run, and returns the paths of the pictures.
 
-    They are loss.png, and rewards.png for preferences or expert_load.png for a model with experts.
+    They are loss.png, and rewards.png for a run with rewards or expert_load.png for another model with experts.
 
     Args:
-      run: the output folder of `finetune` or `prefer`; the run may still be in progress.
+      run: the output folder of `finetune`, `prefer` or `grpo`; the run may still be in progress.
       output: the folder to write to (default: `run`).
       step: the step whose load is shown expert by expert (default: the last tenth of the run, averaged).
       resumed_at: as in `plot_loss`.
@@ -39,7 +45,7 @@ def plot_run(
         raise FileNotFoundError(f"no metrics.jsonl with a step in {run}: give the output folder of a training run")
     steps, losses = ([record[name] for record in metrics] for name in ("step", "loss"))
     held_out = {record["step"]: record["eval_loss"] for record in metrics if "eval_loss" in record}
-    rewarded = "reward_margin" in metrics[0]
+    rewarded = bool({"reward", "reward_margin"} & metrics[0].keys())
     unit = None if rewarded else "nats per token"
     plot_loss(steps, losses, output / "loss.png", held_out=held_out, resumed_at=resumed_at, unit=unit)
     if rewarded:
@@ -95,14 +101,15 @@ def plot_loss(
 
 
 def plot_rewards(records: Sequence[Mapping[str, float]], path: str | Path) -> None:
-    """Draws margin and accuracy of the rewards of a run on preferences, including held-out ones.
+    """Plots rewards over steps, also held-out ones: margin and accuracy of preferences, or rewards, lengths and clipped shares.
 
     Args:
       records: the lines of metrics.jsonl.
       path: the PNG file to write.
     """
-    figure = Figure(figsize=(8, 5), layout="constrained")
-    for axes, name in zip(figure.subplots(2, 1, sharex=True), ("reward_margin", "reward_accuracy"), strict=True):
+    names = [name for name in records[0] if name in REWARDS or (name.startswith("rewards/") and name.endswith("/mean"))]
+    figure = Figure(figsize=(8, 2.5 * len(names)), layout="constrained")
+    for axes, name in zip(figure.subplots(len(names), 1, sharex=True, squeeze=False)[:, 0], names, strict=True):
         measured = [record for record in records if name in record]
         values = moving_average(np.array([record[name] for record in measured], np.float64), SMOOTHING_STEPS)
         axes.plot([record["step"] for record in measured], values, label=f"mean of the last {SMOOTHING_STEPS} steps")
@@ -118,7 +125,7 @@ def plot_rewards(records: Sequence[Mapping[str, float]], path: str | Path) -> No
 def plot_learning_rates(
     rates: Sequence[float], losses: Sequence[float], smoothed: Sequence[float], suggested: float, path: str | Path
 ) -> None:
-    """Draws the loss over rising learning rates, and the suggested rate as a vertical line.
+    """Plots loss against learning rate for a rate sweep, with the suggested rate as a vertical line.
 
     Args:
       rates, losses, smoothed: of equal length, at least one.
@@ -142,7 +149,7 @@ def plot_expert_load(
     *,
     step: int | None = None,
 ) -> None:
-    """Draws the tokens that each expert received, relative to an even share (1 is even, 2 is twice the share).
+    """Plots each expert's token count relative to an even share (1 is even, 2 is twice the share).
 
     The top is a heat map of layers by experts. Below it, a heat map of layers by steps shows each layer's busiest expert. The
     bottom shows, over the steps, the busiest and the idlest expert of the worst layer and of the layers' mean.
@@ -210,7 +217,7 @@ def _heat_map(
 
 
 def relative_load(loads: Int[np.ndarray, "*any experts"]) -> Float[np.ndarray, "*any experts"]:
-    """Returns load / mean load over the experts; 1 if no expert received a token."""
+    """Returns load / mean load over experts; 1 for all if no expert received a token."""
     mean = loads.mean(axis=-1, keepdims=True)
     return np.where(mean > 0, loads / np.maximum(mean, np.finfo(float).tiny), 1.0)
 

@@ -25,7 +25,7 @@ from moe_jax.train.state import TrainState
 def rebalance(
     state: TrainState, config: ModelConfig, expert_load: Num[np.ndarray, "moe_layers experts"], devices: int
 ) -> tuple[TrainState, Int[np.ndarray, "moe_layers experts"]]:
-    """Distributes each layer's experts evenly over `devices` of the mesh axis `expert`; returns the state and the orders used.
+    """Reassigns each layer's experts so that devices have equal load; returns the new state and the orders used.
 
     Args:
       state: the training state, which is donated.
@@ -47,7 +47,7 @@ def rebalance(
 
 
 def move_experts[Tree: PyTree](state: Tree, config: ModelConfig, orders: Int[np.ndarray, "moe_layers experts"]) -> Tree:
-    """Puts expert orders[l, i] of MoE layer l in place i. The state passed in is donated.
+    """Permutes experts: expert orders[l, i] of MoE layer l moves to position i. The state passed in is donated.
 
     Args:
       state: a TrainState, or several of its parts; one part must be the parameters or their moments.
@@ -72,13 +72,13 @@ def move_experts[Tree: PyTree](state: Tree, config: ModelConfig, orders: Int[np.
 
 
 def num_groups(config: ModelConfig) -> int:
-    """Returns the number of groups of experts that the model's routers choose among; 1 without groups."""
+    """Returns the number of expert groups of the model's routers (group-limited routing); 1 without groups."""
     return config.experts.num_groups if config.experts else 1
 
 
 @dataclass(frozen=True)
 class Places:
-    """The places of a run's experts, and the load of each place since they last moved. Checkpoints store it as JSON.
+    """Tracks which expert is at which position, and each position's load since the last rebalancing; stored as JSON.
 
     Attributes:
       numbers: the original number of the expert in each place.
@@ -90,7 +90,7 @@ class Places:
 
     @classmethod
     def at_first(cls, moe_layers: int, num_experts: int) -> "Places":
-        """Returns every expert in its own place, with no load yet."""
+        """Returns the initial state: every expert at its own position, no load yet."""
         numbers = np.tile(np.arange(num_experts), (moe_layers, 1))
         return cls(numbers, np.zeros_like(numbers))
 
@@ -104,16 +104,16 @@ class Places:
         return {"numbers": self.numbers.tolist(), "load": self.load.tolist()}
 
     def after_step(self, expert_load: Int[np.ndarray, "moe_layers experts"]) -> "Places":
-        """Returns these places with one more step's load added."""
+        """Returns a copy with one more step's load added."""
         return Places(self.numbers, self.load + expert_load)
 
     def by_number(self, of_places: Int[np.ndarray, "moe_layers experts"]) -> Int[np.ndarray, "moe_layers experts"]:
-        """Reorders an array over places into the order of the experts' numbers."""
+        """Reorders an array over positions into the order of original expert numbers."""
         return np.take_along_axis(of_places, self.back, axis=1)
 
     @property
     def back(self) -> Int[np.ndarray, "moe_layers experts"]:
-        """The orders for `move_experts` that bring every expert back to its own place."""
+        """Returns the orders for `move_experts` that undo all rebalancing."""
         return np.argsort(self.numbers, axis=1)
 
     def rebalance(self, state: TrainState, config: ModelConfig, devices: int) -> tuple[TrainState, "Places"]:

@@ -16,20 +16,20 @@ PIPE = "pipe"
 
 
 class RunCheckpoint(NamedTuple):
-    """A checkpoint of a run, open to be read."""
+    """An open checkpoint of a training run."""
 
     checkpoints: TrainingCheckpoints
     step: int
     position: dict[str, Any]
 
     def read_parts(self, like: dict[str, Any]) -> dict[str, Any]:
-        """Reads the fields of the state that `like` names, as `TrainingCheckpoints.restore_parts`."""
+        """Restores only the fields of the state named in `like`, as `TrainingCheckpoints.restore_parts`."""
         return self.checkpoints.restore_parts(self.step, like)
 
 
 @contextmanager
 def open_run(run: str | Path, step: int | None = None) -> Iterator[RunCheckpoint]:
-    """Yields the checkpoint of `step`, by default the newest, and closes it.
+    """Context manager that opens the checkpoint of `step`, by default the newest.
 
     Raises:
       FileNotFoundError: `run` has no checkpoints, or none of this step.
@@ -41,7 +41,7 @@ def open_run(run: str | Path, step: int | None = None) -> Iterator[RunCheckpoint
         raise FileNotFoundError(f"no checkpoints in {run}: give the output folder of a training run")
     step = steps[-1] if step is None else step
     if step not in steps:
-        raise FileNotFoundError(f"{run} has no checkpoint of step {step}; it has those of {', '.join(map(str, steps))}")
+        raise FileNotFoundError(f"{run} has no checkpoint of step {step}; its checkpoints are {', '.join(map(str, steps))}")
     try:
         yield RunCheckpoint(checkpoints, step, checkpoints.position(step))
     finally:
@@ -51,7 +51,7 @@ def open_run(run: str | Path, step: int | None = None) -> Iterator[RunCheckpoint
 def restored[Tree: Any](
     read: Callable[[Tree], Tree], like: Tree, layers: LayersInPipe, position: dict[str, Any], pipe: PipeShape
 ) -> Tree:
-    """Returns arrays of a checkpoint in the shapes and layouts of `like`.
+    """Restores arrays from a checkpoint with the shapes and shardings of `like`, restacking layers if needed.
 
     Moments and low halves of masters are handled like their parameters. If the checkpoint's layers are stacked differently,
     arrays are converted one by one, layer by layer. A device holds all layers of an array only in a layout that requires it.
@@ -69,7 +69,7 @@ def restored[Tree: Any](
 
 
 def freed(state: TrainState) -> TrainState:
-    """Deletes the state's arrays; returns their shapes and shardings. A restored state of a large model needs the memory."""
+    """Frees the state's device memory; returns its shapes and shardings, for restoring into."""
     template = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
     jax.tree.map(lambda x: x.delete(), state)
     return template

@@ -16,7 +16,7 @@ MODEL = "model"
 
 
 def values_of(model: Decoder) -> list[float]:
-    """Returns eight values of each parameter of a model in memory: enough to notice another model, not every changed weight.
+    """Samples eight values of each parameter of a model in memory, to detect that another model is given.
 
     The values do not depend on a pipeline.
     """
@@ -39,7 +39,7 @@ def values_of(model: Decoder) -> list[float]:
 
 
 def same_weights(noted: Any, asked: Any) -> bool:
-    """Compares two records of one kind: hashes of a checkpoint (`weights_fingerprint`), or values of a model in memory."""
+    """Compares two records of starting weights of one kind: checkpoint hashes, or sampled values."""
     if isinstance(noted, str):
         return noted == asked
     # A random initialisation rounds differently on other devices; bf16 has 2**-8 of a number.

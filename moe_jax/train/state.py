@@ -24,7 +24,7 @@ from moe_jax.train.batch import replicated_sharding
 @jax.tree_util.register_pytree_with_keys_class
 @dataclass(frozen=True)
 class TrainState:
-    """Everything that training changes, and frozen weights. `nnx.merge(graphdef, params, expert_bias, frozen)` is the model.
+    """Everything that training changes, and frozen weights; `nnx.merge(graphdef, params, expert_bias, frozen)` is the model.
 
     Attributes:
       step: the number of finished steps.
@@ -60,17 +60,17 @@ class TrainState:
 
     @property
     def fixed(self) -> nnx.State:
-        """The part of the model without gradients: the biases of experts, and frozen weights."""
+        """The non-differentiated part of the model: expert biases and frozen weights."""
         return nnx.merge_state(self.expert_bias, self.frozen) if self.frozen else self.expert_bias
 
     @property
     def without_frozen(self) -> "TrainState":
-        """The state without its frozen weights, which the run's starting weights complete."""
+        """The state without frozen weights, which checkpoints omit because the base model has them."""
         return replace(self, frozen=nnx.State({}))
 
 
 def init_state(model: Decoder, optimizer: optax.GradientTransformation, parallelism: Parallelism | None = None) -> TrainState:
-    """Returns the state before the first step. It shares the model's arrays, and the first train step consumes them.
+    """Returns the initial state. It shares the model's arrays, which the first train step donates.
 
     Args:
       parallelism: with its `shard_optimizer`, moments and low halves are split over `data` too. Otherwise, and by default, each
@@ -78,7 +78,7 @@ def init_state(model: Decoder, optimizer: optax.GradientTransformation, parallel
 
     Raises:
       ValueError: parameters that are not all f32 or all bf16, or `shard_optimizer` if `data` can split none of them. Or a model
-        with adapters on a mesh with axes other than `data`.
+        with adapters on a mesh with a pipe.
     """
     # Committed to their devices like a restored state, so that both run the same compiled step.
     params, expert_bias, frozen = jax.tree.map(
@@ -93,30 +93,26 @@ def init_state(model: Decoder, optimizer: optax.GradientTransformation, parallel
 
 
 def check_adapters(frozen: nnx.State, parallelism: Parallelism | None) -> None:
-    """Refuses to train adapters unless their frozen weights are whole on every device; accepts a state without adapters.
+    """Checks that a mesh supports training adapters, which excludes pipelines; passes without adapters.
 
     Raises:
-      ValueError: a mesh with several devices along an axis other than `data`, or overlapping micro-batches.
+      ValueError: a mesh with several devices along `pipe`, or overlapping micro-batches.
     """
     if not jax.tree.leaves(frozen):
         return
     mesh = mesh_of(frozen) if parallelism is None else parallelism.mesh
-    split = [] if mesh is None else [f"{axis}={n}" for axis, n in mesh.shape.items() if axis != "data" and n > 1]
-    if split:
+    if mesh is not None and mesh.shape.get("pipe", 1) > 1:
         raise ValueError(
-            f"adapters train on one device, or on a mesh that has several along data alone: their frozen weights must be "
-            f"whole on each device; got {', '.join(split)}"
+            f"adapters train on a mesh without pipe, since a pipeline moves trained layers; got pipe={mesh.shape['pipe']}"
         )
     if parallelism is not None and parallelism.overlap_micro_batches:
-        raise ValueError(
-            "overlap_micro_batches=True hides the exchange with other devices' experts, which adapters do not have"
-        )
+        raise ValueError("overlap_micro_batches=True is for training without adapters, whose micro-batches run in turn")
 
 
 def apply_gradients(
     optimizer: optax.GradientTransformation, state: TrainState, gradients: nnx.State, parallelism: Parallelism | None = None
 ) -> TrainState:
-    """Returns the state one step later: the optimizer's updates are added to the f32 masters. Biases of experts stay.
+    """Applies an optimizer update to the f32 masters; returns the next state. Expert biases are unchanged.
 
     Args:
       gradients: f32, laid out like `state.params` or like the optimizer's state.
@@ -141,7 +137,7 @@ def as_f32[Tree: PyTree](tree: Tree) -> Tree:
 
 
 def check_layout(state: TrainState, parallelism: Parallelism | None) -> None:
-    """Checks that the optimizer's state is split as `parallelism` requires.
+    """Checks that the optimizer state is sharded as `parallelism` requires.
 
     Raises:
       ValueError: it is not, because `init_state` had another `parallelism`.
@@ -153,7 +149,7 @@ def check_layout(state: TrainState, parallelism: Parallelism | None) -> None:
         wanted = _layout_of(path, array.shape, layouts)
         if wanted is not None and not array.sharding.is_equivalent_to(wanted, array.ndim):
             raise ValueError(
-                f"the optimizer's state lies as {array.sharding}, and Parallelism(shard_optimizer=True) splits it as "
+                f"the optimizer's state is laid out as {array.sharding}, and Parallelism(shard_optimizer=True) splits it as "
                 f"{wanted}; make the state with init_state(model, optimizer, parallelism)"
             )
 

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
-import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
@@ -15,21 +14,21 @@ from jaxtyping import Array
 
 from moe_jax.layers.lora import has_dropout
 from moe_jax.layers.passes import Remat
+from moe_jax.models.decoder import Decoder
 from moe_jax.models.execution import Execution
 from moe_jax.parallel.parallelism import Parallelism
 from moe_jax.parallel.zero1 import optimizer_mesh, sum_to_parts
-from moe_jax.train.batch import Batch, num_rows, replicated_sharding, total_weight
-from moe_jax.train.gradients import accumulate, accumulate_in_place, gradients_fn
+from moe_jax.train.batch import Batch, num_rows, total_weight
+from moe_jax.train.compiled_step import Metrics, StepRemat, TrainStep, planned_step
+from moe_jax.train.gradients import GradientsFn, accumulate, accumulate_in_place, gradients_fn
 from moe_jax.train.micro_batch import accumulate_overlapping
 from moe_jax.train.objective import LossFunction, NextToken, Objective, as_objective, can_overlap, expert_bias_range
 from moe_jax.train.on_devices import with_dropout_seeds, with_fp8_copies
 from moe_jax.train.pipelined import accumulate_pipelined
-from moe_jax.train.state import TrainState, apply_gradients, check_adapters, check_layout
+from moe_jax.train.state import TrainState, apply_gradients
 
 COUNTED = {"num_labels": "loss_mask", "num_tokens": "segment_ids"}
 """{metric: the array whose nonzero entries it counts}."""
-
-Metrics = dict[str, Array]
 
 
 def make_train_step(
@@ -39,10 +38,10 @@ def make_train_step(
     *,
     schedule: optax.Schedule | None = None,
     gradient_accumulation: int = 1,
-    remat: Remat | int = True,
+    remat: StepRemat = True,
     force_balanced_routing: bool = False,
     parallelism: Parallelism | None = None,
-) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
+) -> TrainStep:
     """Returns a jitted step(state, batch) -> (state, metrics). The state passed in is donated: its arrays are gone afterwards.
 
     Frozen weights under adapters are not donated: the returned state holds the same arrays. Dropout of adapters depends on the
@@ -74,7 +73,8 @@ def make_train_step(
       schedule: the learning rate, for the metrics only.
       gradient_accumulation: the number of micro-batches.
       remat: recompute each layer in the backward pass and keep only its input. "offload" keeps the inputs in the host's memory.
-        A number n recomputes all layers but the last n, which keep all their residuals: more memory and less time.
+        A number n recomputes all layers but the last n, which keep all their residuals: more memory and less time. "auto"
+        keeps as many as fit into the device's memory (`train.compiled_step`), or none if the memory is unknown, as on CPUs.
       force_balanced_routing: deal tokens to experts in turn and ignore the router's choice. For benchmarks only.
       parallelism: the state's mesh, and how the model is spread over it. Losses, gradients and metrics equal the whole batch's
         on one device. With `shard_optimizer` the state must come from `init_state(..., parallelism)`. None: one device, or all
@@ -106,21 +106,18 @@ def make_train_step(
         devices. A state whose optimizer is not split as `parallelism` requires.
     """
     objective = as_objective(NextToken() if loss is None else loss, gradient_accumulation)
-    execution = Execution(balanced_routing=force_balanced_routing).with_remat(remat)
     # If `data` splits the optimizer's state, gradients are summed over `data` once a step, and only in parts.
     split_over = optimizer_mesh(parallelism)
-    orders_passes = True
-    if parallelism is not None and parallelism.pipelined:
-        gradients = accumulate_pipelined(objective, graphdef, execution, parallelism, gradient_accumulation)
-    elif parallelism is not None and overlaps(objective, parallelism, remat, gradient_accumulation):
-        gradients = accumulate_overlapping(objective, graphdef, execution, parallelism, gradient_accumulation)
-    else:
-        gradients = gradients_fn(objective, graphdef, execution, parallelism, stack_over_data=split_over is not None)
-        gradients = accumulate(gradients, gradient_accumulation)
-        orders_passes = False
-    in_place = accumulate_in_place(objective, graphdef, execution, gradient_accumulation)
+    overlap = parallelism is not None and overlaps(objective, parallelism, remat, gradient_accumulation)
 
-    def train_step(one_device: bool, state: TrainState, frozen: nnx.State, batch: Batch) -> tuple[TrainState, Metrics]:
+    def train_step(
+        functions: tuple[GradientsFn, GradientsFn, GradientsFn],
+        one_device: bool,
+        state: TrainState,
+        frozen: nnx.State,
+        batch: Batch,
+    ) -> tuple[TrainState, Metrics]:
+        gradients, in_turn, in_place = functions
         own = replace(state, frozen=frozen).fixed
         fixed = with_fp8_copies(graphdef, state.params, own, parallelism)
         if parallelism is not None:
@@ -128,12 +125,11 @@ def make_train_step(
         counts = {name: _count(batch[array]) for name, array in COUNTED.items() if array in batch}
         label_weight = total_weight(batch["loss_mask"]) if "loss_mask" in batch else jnp.ones(())
         # Gradients of experts split over devices can be summed only after they have travelled. Adapters' gradients are small.
-        compute = in_place if one_device and gradient_accumulation > 1 and not frozen else gradients
+        compute = in_turn if frozen else in_place if one_device and gradient_accumulation > 1 else gradients
         prepared = objective.prepare(batch, label_weight)
-        if has_dropout(nnx.merge(graphdef, state.params, own)):
-            if orders_passes:
-                raise ValueError("dropout of adapters needs a step whose micro-batches do not overlap: leave overlapping out")
-            prepared = with_dropout_seeds(prepared, state.step)
+        if has_dropout(model := nnx.merge(graphdef, state.params, own)):
+            check_dropout(model, parallelism)
+            prepared = with_dropout_seeds(prepared, state.step, parallelism)
         value, aux, grads = compute(state.params, fixed, prepared)
         if split_over is not None:
             grads = sum_to_parts(grads, split_over)
@@ -145,11 +141,23 @@ def make_train_step(
             metrics["learning_rate"] = schedule(state.step)
         return after, metrics
 
-    return _compiled_at_first_call(train_step, parallelism)
+    def function_of(remat: Remat | int) -> Callable:
+        execution = Execution(balanced_routing=force_balanced_routing).with_remat(remat)
+        in_turn = gradients_fn(objective, graphdef, execution, parallelism, stack_over_data=split_over is not None)
+        gradients = in_turn = accumulate(in_turn, gradient_accumulation)
+        if parallelism is not None and parallelism.pipelined:
+            gradients = accumulate_pipelined(objective, graphdef, execution, parallelism, gradient_accumulation)
+        elif overlap:
+            gradients = accumulate_overlapping(objective, graphdef, execution, parallelism, gradient_accumulation)
+        in_place = accumulate_in_place(objective, graphdef, execution, gradient_accumulation)
+        return partial(train_step, (gradients, in_turn, in_place))
+
+    plan = partial(planned_step, graphdef, parallelism, gradient_accumulation, overlap)
+    return TrainStep(function_of, remat, parallelism, plan)
 
 
-def overlaps(objective: Objective, parallelism: Parallelism, remat: Remat | int, micro_batches: int) -> bool:
-    """Returns True if neighbouring micro-batches overlap, as `Parallelism.overlap_micro_batches` defines."""
+def overlaps(objective: Objective, parallelism: Parallelism, remat: StepRemat, micro_batches: int) -> bool:
+    """Returns True if neighboring micro-batches overlap, following `Parallelism.overlap_micro_batches`."""
     if micro_batches == 1:
         return False
     if parallelism.overlap_micro_batches is not None:
@@ -157,33 +165,18 @@ def overlaps(objective: Objective, parallelism: Parallelism, remat: Remat | int,
     return parallelism.expert_parallel is not None and remat is not False and can_overlap(objective)
 
 
+def check_dropout(model: Decoder, parallelism: Parallelism | None) -> None:
+    """Refuses dropout of adapters where a mesh would draw other masks than one device.
+
+    Raises:
+      ValueError: sequences are split, and latents are expanded on several devices.
+    """
+    if parallelism is not None and parallelism.context_parallel is not None and hasattr(model.config, "kv_lora_rank"):
+        raise ValueError(
+            "dropout of adapters needs whole sequences, since several devices expand a token's latent (MLA): take a mesh "
+            "without context, or a dropout of 0"
+        )
+
+
 def _count(array: Array) -> Array:
     return (array != 0).sum().astype(jnp.float32)
-
-
-def _compiled_at_first_call(train_step: Callable, parallelism: Parallelism | None) -> Callable:
-    """Returns `train_step` as a jitted function of (state, batch), compiled for the layout of the first state.
-
-    Frozen weights are a separate argument, because the state is donated.
-    """
-    compiled: Callable | None = None
-
-    def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        nonlocal compiled
-        frozen, state = state.frozen, state.without_frozen
-        if compiled is None:
-            check_layout(state, parallelism)
-            check_adapters(frozen, parallelism)
-            one_device = parallelism is None and len(jax.tree.leaves(state.params)[0].sharding.device_set) == 1
-            compiled = jax.jit(
-                partial(train_step, one_device),
-                donate_argnums=0,
-                # The state keeps its layout: XLA's own choice could differ, and the next step would compile again. Metrics are
-                # whole on every device, so that each process can read them.
-                out_shardings=(jax.tree.map(lambda x: x.sharding, state), replicated_sharding(state.params)),
-                compiler_options=None if parallelism is None else parallelism.compiler_options,
-            )
-        after, metrics = compiled(state, frozen, batch)
-        return replace(after, frozen=frozen), metrics
-
-    return step

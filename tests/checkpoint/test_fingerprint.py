@@ -1,4 +1,4 @@
-"""A checkpoint is told from another by its weights, wherever they lie and however they are cut into files."""
+"""Checkpoints are distinguished by their weights, in any folder and any split into files."""
 
 import json
 import shutil

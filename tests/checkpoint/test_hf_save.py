@@ -61,7 +61,7 @@ def test_a_round_trip_keeps_every_bit(tmp_path, options, dtype):
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
     assert type(loaded) is type(reference) and loaded.dtype == getattr(torch, dtype)
     # `Module.to`, which made the reference's dtype, rounds rotary tables, too. Loading does not, and makes some weights f32:
-    # in transformers 5.24 those of DeepSeek's routers.
+    # in transformers 5.24 DeepSeek's routers.
     reference = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "theirs")
     assert same_bits(loaded.state_dict(), reference.state_dict())
     tokens = torch.randint(0, 61, (2, 11))

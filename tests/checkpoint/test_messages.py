@@ -1,4 +1,4 @@
-"""Instructions of developers and systems stand in the text, in the form that the chat template writes, or are refused."""
+"""Instructions of developers and systems are in the text, in the form that the chat template writes, or are refused."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""A tokenizer beside a model: it is found, or one error names where it was looked for."""
+"""The tokenizer in a model's folder: it is found, or one error names where it was looked for."""
 
 import base64
 import json

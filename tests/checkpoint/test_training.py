@@ -37,9 +37,9 @@ def largest_file(checkpoint):
 
 
 def test_a_failed_save_names_the_newest_whole_checkpoint(tmp_path, capfd):
-    """The error is one message, without a traceback, and says where the same command goes on."""
+    """The error is one message, without a traceback, and names the step from which the same command resumes."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    for steps, way in (((), "begins anew: there is none before it"), ((3,), "goes on from step 3, the newest that is whole")):
+    for steps, way in (((), "starts over: there is no earlier one"), ((3,), "resumes from step 3, the newest complete one")):
         checkpoints = saved(tmp_path, *steps)
         checkpoints._manager.wait_until_finished()
         try:
@@ -71,7 +71,7 @@ def test_a_damaged_checkpoint_is_named_with_the_way_on(tmp_path, damaged, capfd)
         (checkpoint / damaged).write_bytes(b"")
     checkpoints = TrainingCheckpoints(tmp_path)
     assert checkpoints.latest_step() == 5
-    way = rf"checkpoint 5 cannot be read \(.+\): move the folder {checkpoint} away to go on from step 3$"
+    way = rf"checkpoint 5 cannot be read \(.+\): move the folder {checkpoint} away to resume from step 3$"
     with pytest.raises(ValueError, match=way) as error:
         checkpoints.position(5)
         checkpoints.restore(5, {"a": jnp.zeros(100000)})
@@ -104,7 +104,7 @@ def test_an_altered_bit_is_refused_with_the_name_of_its_array(tmp_path, rng):
     assert TrainingCheckpoints(tmp_path).position(5) == {"at": [5, 0.1], "text": "ä"}
     for read in ("restore", "restore_parts"):
         # A bit in the frame of a compressed stream ends the decompression instead.
-        with pytest.raises(ValueError, match=r"checkpoint 5 cannot be read \((the values of state/(f32|bf16) are not|.*decod)"):
+        with pytest.raises(ValueError, match=r"checkpoint 5 cannot be read \((the values of state/(f32|bf16) differ|.*decod)"):
             getattr(TrainingCheckpoints(tmp_path), read)(5, ARRAYS)
 
 
@@ -138,7 +138,7 @@ def test_an_altered_position_is_refused(tmp_path):
     saved(tmp_path, 5).close()
     file = tmp_path / "5" / "position" / "metadata"
     file.write_text(file.read_text().replace('"at": 5', '"at": 4'))
-    with pytest.raises(ValueError, match="cannot be read .the values of position are not those that were saved"):
+    with pytest.raises(ValueError, match="cannot be read .the values of position differ from the saved ones"):
         TrainingCheckpoints(tmp_path).position(5)
 
 

@@ -1,4 +1,4 @@
-"""`finetune --config run.yaml`, and `prefer`: the settings of a file, and options beside it that win."""
+"""`finetune --config run.yaml`, and `prefer`: the settings of a file, and options that override it."""
 
 import json
 
@@ -79,6 +79,31 @@ def test_options_win(config):
     settings = parsed("--steps=9", "--config", config, "--lora.rank", 8, "--no-remat")
     assert (settings.steps, settings.lora, settings.remat) == (9, LoraSettings(rank=8), False)
     assert parsed("--config", config, "--epochs", 2).epochs == 2
+
+
+@pytest.mark.parametrize(
+    "options, remat",
+    [
+        ([], "auto"),
+        (["--remat"], True),
+        (["--no-remat"], False),
+        (["--remat", "1"], 1),
+        (["--remat=22"], 22),
+        (["--remat", "auto"], "auto"),
+        (["--remat", "--steps", "5"], True),
+    ],
+)
+def test_remat_is_a_switch_or_has_a_value(config, options, remat):
+    config.write_text(config.read_text().replace("remat: false\n", ""))
+    found = parsed("--config", config, *options).remat
+    assert found == remat and type(found) is type(remat)
+
+
+@pytest.mark.parametrize("text, remat", [("true", True), ("false", False), ("22", 22), ("auto", "auto")])
+def test_remat_in_a_file(config, text, remat):
+    config.write_text(config.read_text().replace("remat: false\n", f"remat: {text}\n"))
+    found = parsed("--config", config).remat
+    assert found == remat and type(found) is type(remat)
 
 
 def test_an_empty_lora_has_the_default_rank(config):

@@ -86,13 +86,13 @@ def test_a_step_too_wide_to_draw_is_counted(capsys):
         ("1f1b --ranks 2 --micro-batches 8 --forward 1e308 --backward 1e308", "the time of the step is too large for a float"),
         (
             "interleaved --ranks 2 --micro-batches 4 --backward 0.5",
-            "weights must be at most backward=0.5, of which it is a part",
+            "weights is a part of backward=0.5, so it must be at most that",
         ),
         (
             "dualpipe --ranks 4 --micro-batches 8 --overlapped 1e-3",
             "overlapped must be at least the longer of forward=1.0 and backward=2.0, for it contains both; got 0.001",
         ),
-        ("1f1b --ranks 2 --micro-batches 8 --weights 3", "weights must be at most backward=2"),
+        ("1f1b --ranks 2 --micro-batches 8 --weights 3", "weights is a part of backward=2"),
         ("1f1b --ranks 2 --micro-batches 8 --output picture.pdf", "the picture's name must end in .png; got picture.pdf"),
         ("1f1b --ranks 2 --micro-batches 8 --width 3", "width must be at least 20 columns; got 3"),
     ],

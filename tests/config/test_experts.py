@@ -1,4 +1,4 @@
-"""Every config says what attention and what experts it has, and code that serves all architectures reads it there alone."""
+"""Every config describes its attention and its experts, and code that serves all architectures reads it there alone."""
 
 import ast
 from dataclasses import dataclass, fields, replace

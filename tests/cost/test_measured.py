@@ -1,4 +1,4 @@
-"""Predictions beside every measurement of docs/log that the model of cost speaks of.
+"""Predictions compared with every measurement of docs/log that the cost model covers.
 
 No constant was fitted to a single row. The experts' three constants were fitted to all nine layers, and one overhead to four
 steps before these. The hidden share of a gather was fitted to the two steps that gather experts, and the rate of the

@@ -99,14 +99,14 @@ def test_places_without_a_layer_and_holes_are_idle():
 
 @pytest.mark.parametrize("ranks, chunks", [(4, 1), (4, 3), (8, 6), (2, 8)])
 def test_a_rank_keeps_the_inputs_of_its_slots(ranks, chunks):
-    """(1 + 1 / v) L inputs of a micro-batch, whatever p is, and two chunks: a slot for no pass, and a copy of one."""
+    """(1 + 1 / v) L inputs of a micro-batch, for any p, and two chunks: a slot for no pass, and a copy of one."""
     step = of(QWEN, MeshShape(pipe=ranks), 8 * ranks, 8 * ranks, chunks)
     assert step.slots == (chunks + 1) * ranks
     assert predict(step).bytes["activations"] == pytest.approx((1 + (1 + 2 / ranks) / chunks) * 48 * 4096 * 2048 * 2)
 
 
 def test_offloaded_slots():
-    """The slots, and that of passes that do not exist, lie with the host; a chunk comes back before it computes."""
+    """The slots, also for passes that do not exist, are in host memory; a chunk comes back before it computes."""
     step = of(QWEN, MeshShape(pipe=4), 32, 32, 3)
     kept, moved = predict(step), predict(replace(step, remat="offload"))
     of_chunk = 4 * step.tokens * 2048 * 2
@@ -193,7 +193,7 @@ def test_gradient_accumulation_repeats_the_layers():
     for part in ("experts", "attention", "gathers", "loss", "once a step"):
         assert four.seconds[part] == pytest.approx(4 * whole.seconds[part])
     assert whole.seconds["sums"] == 0 < four.seconds["sums"]
-    # Sums of f32 beside the gradients of a micro-batch; AdamW reads the sums twice.
+    # Sums of f32 in addition to the gradients of a micro-batch; AdamW reads the sums twice.
     own = sum(p.own_size for p in whole.step.parameters)
     assert four.bytes["gradients"] - whole.bytes["gradients"] == 4 * own
     assert four.seconds["optimizer"] - whole.seconds["optimizer"] == pytest.approx(2 * 2 * own / H200.hbm)

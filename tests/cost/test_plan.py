@@ -55,6 +55,29 @@ def test_the_fastest_stands_first_and_all_that_run_are_there():
     assert {prediction.step.remat for prediction in plan(QWEN, 8, rows=32, sequence_length=4096, remat=True)} == {True}
 
 
+def test_each_mesh_keeps_the_residuals_of_as_many_layers_as_fit():
+    fitting = [p for p in plan(QWEN, 4, rows=32, sequence_length=4096, hops="copies") if p.fits and p.step.mesh.pipe == 1]
+    assert len(fitting) == len({p.step.mesh for p in fitting})
+    some = [p for p in fitting if 0 < p.step.num_kept < 48]
+    assert some
+    for best in some:
+        more, fewer = (predict(replace(best.step, num_kept=best.step.num_kept + n)) for n in (1, -1))
+        assert not more.fits and fewer.step_seconds > best.step_seconds > more.step_seconds
+        assert f"--remat {best.step.num_kept}" in flags(best.step)
+
+
+def test_kept_layers_lie_between_none_and_all():
+    run = PlannedStep(QWEN, MeshShape(fsdp=4), 32, 4096, hops="copies")
+    none, one, most, every = (predict(replace(run, num_kept=number)) for number in (0, 1, 47, 48))
+    whole = predict(replace(run, remat=False))
+    # The residuals of one layer take the place of those that are computed again.
+    assert one.memory_bytes == pytest.approx(none.memory_bytes, rel=2e-3)
+    assert (every.memory_bytes, every.step_seconds) == (whole.memory_bytes, whole.step_seconds)
+    # The second loop gathers its first layer unhidden, so a single kept layer gains nothing.
+    assert none.step_seconds > most.step_seconds > every.step_seconds
+    assert most.memory_bytes < every.memory_bytes
+
+
 def test_layer_inputs_go_to_the_host_only_if_nothing_else_fits(capsys):
     """A plan with "offload" appears only if the same step with remat alone does not fit."""
     for prediction in plan(QWEN, 8, rows=32, sequence_length=4096):
@@ -137,7 +160,7 @@ def test_a_schedule_of_pipes():
 
 
 def test_experts_before_a_pipe_are_refused():
-    """A pipe holds a model's last layers of one kind: only dense layers can stand before them."""
+    """A pipe holds a model's last layers of one kind: only dense layers may come before them."""
     config = replace(QWEN, num_hidden_layers=4, mlp_only_layers=(1,))
     with pytest.raises(ValueError, match="this model has 3 runs of layers, and experts before the last"):
         PlannedStep(config, MeshShape(pipe=2), 8, 4096, gradient_accumulation=4)

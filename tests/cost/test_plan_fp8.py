@@ -43,7 +43,7 @@ def test_copies_are_made_once_a_step():
     of_passes = rounding_bytes(STEP, 0), copies_bytes(replace(STEP, precision="bf16"))
     assert not any(of_passes) and other.seconds["copies"] == 0
     workspace = found.bytes["workspace"] - other.bytes["workspace"]
-    # Beside them, dh in FP8.
+    # In addition, dh in FP8.
     assert workspace == pytest.approx(copies_bytes(STEP) + 8 * STEP.tokens * 2 * 768 * (1 + 4 / 128), rel=1e-3)
     assert found.seconds["copies"] == pytest.approx(5 * 48 * OF_LAYER / H200.hbm)
     in_two = replace(STEP, gradient_accumulation=2)
@@ -80,7 +80,7 @@ def test_gathered_weights_travel_in_half_the_bytes(hops):
 
 
 def test_parts_that_cut_blocks_travel_in_bf16():
-    """128 experts are no multiple of 256 devices, each of which has 6 rows of a matrix."""
+    """128 experts are no multiple of 256 devices: each has 6 rows of a matrix."""
     step = replace(STEP, mesh=MeshShape(fsdp=256), rows=256)
     assert gathered_layer(step, 0) == gathered_layer(replace(step, precision="bf16"), 0)
 
@@ -102,7 +102,7 @@ def test_h_in_fp8():
     step = replace(STEP, remat=False, rows=2)
     kept, other = predict(replace(step, precision="fp8_kept")), predict(step)
     saved = 48 * 8 * step.tokens * 2 * 768 * (2 - 1 - 4 / 128)
-    # Beside rows that fill up blocks.
+    # In addition to padding rows of blocks.
     assert other.bytes["activations"] - kept.bytes["activations"] == pytest.approx(saved, rel=0.15)
 
 

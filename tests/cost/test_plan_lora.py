@@ -1,4 +1,4 @@
-"""`moe-jax plan --lora.*`: frozen weights have no gradients, masters and moments, and lie whole on each device."""
+"""`moe-jax plan --lora.*`: frozen weights have no gradients, masters and moments, and are split like trained weights."""
 
 from dataclasses import replace
 
@@ -63,11 +63,34 @@ def test_time_lacks_the_gradients_of_frozen_weights():
     assert saved == pytest.approx(2 * of_matmuls, rel=1e-3)
 
 
-def test_meshes_are_along_data_alone():
+def test_meshes_have_no_pipe():
     meshes = [found.step.mesh for found in plan(QWEN, 8, rows=64, sequence_length=4096, adapters=ADAPTERS)]
-    assert set(meshes) == {MeshShape(data=8)}
-    with pytest.raises(ValueError, match="adapters train on one device, or on several along data alone"):
-        replace(STEP, mesh=MeshShape(fsdp=2))
+    assert {MeshShape(data=8), MeshShape(fsdp=8), MeshShape(fsdp=2, expert=4)} < set(meshes)
+    assert all(mesh.pipe == 1 for mesh in meshes)
+    with pytest.raises(ValueError, match="adapters train on a mesh without pipe; got mesh.pipe=2"):
+        replace(STEP, mesh=MeshShape(pipe=2), gradient_accumulation=2)
+
+
+def test_memory_on_a_mesh():
+    """Frozen matrices and adapters of experts are split; other adapters are whole, and no frozen matrix has a gradient."""
+    planned = planned_lora(QWEN, LoraSettings(rank=32))
+    adapters = ADAPTERS._replace(factors=planned.factors)
+    assert planned.summary.parameters == ADAPTERS.parameters
+    of_experts = planned.summary.kinds["experts"].parameters
+    for mesh in (MeshShape(fsdp=8), MeshShape(fsdp=2, expert=4)):
+        step = replace(STEP, mesh=mesh, rows=16, adapters=adapters)
+        assert step.trained == ADAPTERS.parameters - of_experts * 7 // 8
+        found, everything = predict(step), predict(replace(step, adapters=None))
+        assert found.bytes["moments"] == 8 * step.trained
+        assert found.bytes["parameters"] == pytest.approx(2 * num_parameters(QWEN) / 8 + 4 * step.trained, rel=0.005)
+        assert found.bytes["workspace"] < everything.bytes["workspace"]
+        assert found.seconds["once a step"] < everything.seconds["once a step"]
+
+
+def test_a_large_model_fits_where_training_all_of_it_fits(capsys):
+    main("plan qwen3-235b-a22b --devices 64 --gpu h100 --lora.rank 32 --limit 1".split())
+    printed = capsys.readouterr().out
+    assert "Train it with: moe-jax finetune --lora.rank 32 --mesh." in printed
 
 
 def test_the_command_names_the_run(capsys):
@@ -77,14 +100,14 @@ def test_the_command_names_the_run(capsys):
     assert "Train it with: moe-jax finetune --lora.rank 32 --lora.targets experts attention --batch-size 8" in printed
     assert "--param-dtype bfloat16" in printed
     with pytest.raises(SystemExit):
-        main("plan qwen3-30b-a3b --devices 2 --gpu l40s --lora.rank 32".split())
-    advice = "with adapters each GPU holds all weights: take GPUs with more memory, or --devices 1 --weights nf4."
+        main("plan qwen3-30b-a3b --devices 1 --gpu l40s --lora.rank 32".split())
+    advice = "alone are 60: take more than 2 devices, or --weights nf4.\n"
     assert advice in capsys.readouterr().out
     main(["plan", "qwen3-30b-a3b", "--devices", "1", "--lora.rank", "32", "--weights", "as stored"])
     assert "--lora.rank 32 --weights 'as stored' --batch-size" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         main("plan qwen3-30b-a3b --devices 1 --weights nf4".split())
-    assert "weights='nf4' cannot be trained: train adapters beside them" in capsys.readouterr().err
+    assert "weights='nf4' cannot be trained: train adapters instead" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -123,7 +146,7 @@ def test_adapters_that_would_fit_are_named(capsys, options, advice):
 
 
 def test_no_adapters_are_named_that_a_run_would_refuse(capsys):
-    """Weights in FP8, which FP8 needs beside adapters, are for one device."""
+    """Adapters of experts that multiply in FP8 are for one device."""
     with pytest.raises(SystemExit):
         main("plan qwen3-30b-a3b --devices 2 --precision fp8".split())
     assert "Adapters" not in capsys.readouterr().out

@@ -116,8 +116,8 @@ def test_a_stage_gathers_one_more_layer_than_it_has():
 
 
 def test_hidden_copies_still_cost_their_memory_traffic():
-    """Counts in units of the part of a matrix that one of four devices is sent. Forward, it arrives and is put into its place
-    beside the device's own."""
+    """Counts in units of the part of a matrix that one of four devices is sent. Forward, it arrives and is copied into its
+    place next to the device's own."""
     run = PlannedStep(QWEN, MeshShape(fsdp=4), 32, 4096, hops="copies")
     forward, backward = gather_seconds(run, 0, H200)
     size = sum(2 * p.used_size / p.layers for p in run.parameters if p.in_stage and p.gather_axes)
@@ -127,7 +127,7 @@ def test_hidden_copies_still_cost_their_memory_traffic():
     assert backward.travel == pytest.approx(2 * forward.travel)
     found = predict(run)
     assert found.seconds["gathers"] == pytest.approx(48 * (forward.memory + backward.memory) + forward.travel + backward.travel)
-    # With too little to compute beside them, the copies are not hidden.
+    # With too little computation to overlap, the copies are not hidden.
     assert predict(replace(run, rows=4, sequence_length=64)).seconds["gathers"] > found.seconds["gathers"]
 
 
@@ -301,13 +301,16 @@ def test_loads_above_the_capacity_cost_further_rounds():
         ({"mesh": MeshShape(pipe=2), "pipe_schedule": "zb-v"}, "pipe_schedule='zb-v' needs pipe_chunks=2; got 1"),
         (
             {"mesh": MeshShape(pipe=2), "pipe_schedule": "1f1b", "remat": "offload"},
-            "remat='offload' needs pipe_schedule='uniform': slots of '1f1b' lie in the GPU's memory",
+            "remat='offload' needs pipe_schedule='uniform': slots of '1f1b' stay in the GPU's memory",
         ),
         (
             {"mesh": MeshShape(pipe=2, fsdp=2), "pipe_schedule": "1f1b", "hops": "copies"},
             "pipe_schedule='1f1b' needs hops='nccl' where fsdp, expert or context have several devices",
         ),
         ({"mesh": MeshShape(pipe=2, fsdp=2), "pipe_schedule": "uniform-w"}, "fsdp of this mesh split them: take 'uniform'"),
+        ({"num_kept": -1}, "num_kept=-1 must be an integer of at least 0"),
+        ({"num_kept": 2, "remat": "offload"}, "num_kept=2 needs remat=True, and a mesh without pipe"),
+        ({"num_kept": 2, "mesh": MeshShape(pipe=2)}, "num_kept=2 needs remat=True, and a mesh without pipe"),
         ({"mesh": MeshShape(pipe=3)}, "the 8192 tokens of a micro-batch must be a multiple of mesh.pipe=3"),
         (
             {"config": DEEPSEEK, "mesh": MeshShape(pipe=4)},

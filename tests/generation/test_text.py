@@ -1,4 +1,4 @@
-"""Text goes in and comes out, with the tokenizer, the ends and the sampling defaults that lie beside a model."""
+"""Text goes in and comes out, with the tokenizer, the ends and the sampling defaults in a model's folder."""
 
 import json
 

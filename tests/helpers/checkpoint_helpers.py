@@ -156,7 +156,7 @@ def write_fp8(folder, *, fused_layers=(), scale_dtype=torch.float32, **overrides
 
 
 def multiplying_in_fp8(folder, **options):
-    """Returns the model of a folder with its experts in FP8, multiplied so; options are those of `from_pretrained`."""
+    """Returns the model of a folder with its experts in FP8, multiplied so; options as for `from_pretrained`."""
     model = from_pretrained(folder, weights="fp8", **options)
     model.set_precision("fp8")
     return model

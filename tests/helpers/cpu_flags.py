@@ -23,7 +23,7 @@ def of_devices(count: int) -> str:
 
 
 def is_for_eight_devices(arguments: list[str]) -> bool:
-    """Returns whether all files that a command line names lie in `parallel/eight_devices`."""
+    """Returns True if all files that a command line names are in `parallel/eight_devices`."""
     folder = Path(__file__).parents[1] / "parallel" / "eight_devices"
     paths = [Path(each.split("::")[0]).resolve() for each in arguments]
     return any(path.exists() for path in paths) and all(path.is_relative_to(folder) for path in paths if path.exists())

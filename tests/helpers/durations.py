@@ -1,6 +1,6 @@
 """Sums up the CPU time of each test: a run prints the slowest, and those that are too slow for their folder.
 
-CPU time of a test and of the processes it waited for says the same on a busy machine as on a quiet one; seconds of waiting
+CPU time of a test and of the processes it waited for is the same on a busy machine as on a quiet one; seconds of waiting
 are not in it.
 """
 

@@ -27,7 +27,7 @@ def make_pairs(number=5, vocab=97):
 
 
 def make_answers(desirable=(1, 0, 0, 1, 0)):
-    """Returns single answers, each beside the answer to the example before."""
+    """Returns single answers, each with the answer to the previous example."""
     pairs = make_pairs(len(desirable))
     answers = [example.texts[0] for example in pairs]
     found = []

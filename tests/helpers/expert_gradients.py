@@ -49,7 +49,7 @@ def with_gradients(f, arrays, chosen, direction):
 
 
 compiled = jax.jit(with_gradients, static_argnums=0)
-"""Once for each shape, whatever the routing."""
+"""Once for each shape, for any routing."""
 
 
 def assert_near(actuals, others, tolerance):

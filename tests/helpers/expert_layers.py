@@ -44,7 +44,7 @@ class Form(NamedTuple):
     copies: tuple[InFp8 | None, InFp8 | None] = (None, None)
 
     def of(self, w_gate_up, w_down):
-        """Returns arrays (or None beside copies) in this form."""
+        """Returns arrays (or None if there are copies) in this form."""
         of_both = zip((w_gate_up, w_down), self.copies, self.adapter, strict=True)
         return ExpertWeights(*(Matrix(*each) for each in of_both), self.layer, self.gradient, self.frozen)
 

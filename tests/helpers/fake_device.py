@@ -58,7 +58,7 @@ class FakeDevice:
             assert 0 <= len(self.page_table[slot]) - (position // PAGE_SIZE + 1) <= bool(self.drafts)
         for chunk in plan.chunks:
             self.page_table[chunk.sequence.slot] = list(chunk.sequence.pages)
-        # A step writes the keys of all its rows before a row reads those of other rows.
+        # A step writes the keys of all its rows before a row reads other rows' keys.
         sampled = [self.decode(each.slot, each.position) for each in plan.decodes]
         for chunk in plan.chunks:
             slot = chunk.sequence.slot

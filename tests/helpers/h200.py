@@ -112,9 +112,9 @@ def started_copy(line):
 
 
 def scopes_beside_copies(program, scopes):
-    """Pairs for the copies that loops of a compiled program start: (the copy's scope, the scopes of our kernels beside it).
+    """Pairs for the copies that loops of a compiled program start: (the copy's scope, the scopes of overlapping kernels).
 
-    A kernel that reads or writes a part of a stack stands in a computation of its own, which a fusion calls.
+    A kernel that reads or writes a part of a stack is in a computation of its own, which a fusion calls.
     """
     computations = {c.split(" ")[0].lstrip("%"): c for c in re.split(r"\n(?=%|ENTRY)", program)}
     kernels = {name for name, c in computations.items() if name.startswith("dynamic-slice-fusion") and "mosaic_gpu" in c}

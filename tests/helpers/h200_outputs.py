@@ -24,7 +24,7 @@ FLAGS = ("JAX_", "XLA_", "MOSAIC_")
 
 
 def output_of(command: list[str], environment: dict[str, str], compiler: Path, run: Callable[[dict[str, str]], str]) -> str:
-    """Returns what `run` returns of the environment that it is passed, or what it returned when all was the same."""
+    """Returns run(environment of the script), or its earlier result for the same inputs."""
     file = KEPT / f"output-{key(command, environment, compiler)}.json"
     kept = json.loads(file.read_text()) if file.exists() else None
     if kept and all(digest(name) == before for name, before in kept["files"].items()):
@@ -51,7 +51,7 @@ def digest(name: str) -> str:
 
 
 def list_files_at_exit() -> None:
-    """Makes this process, a script's, list what it read when it ends."""
+    """Makes this process, a script's, list the files that it read when it ends."""
     atexit.register(lambda: Path(os.environ[LIST]).write_text("\n".join(files_read())))
 
 

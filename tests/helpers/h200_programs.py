@@ -1,4 +1,4 @@
-"""Compiled programs for an H200 are kept from run to run: their text, their memory, and what the compiler said of the kernels.
+"""Compiled programs for an H200 are kept from run to run: their text, their memory, and the compiler's remarks on the kernels.
 
 JAX keeps no program of a compiler without its GPU. What is compiled from the same lowered program, with the same options and by
 the same versions, is read instead.
@@ -17,12 +17,12 @@ import jax
 
 KEPT = Path(__file__).parents[2] / ".cache" / "h200"
 MAX_PROGRAMS = 500
-"""Above this number all are deleted: those of older sources are never read again."""
+"""Above this number all are deleted: programs of older sources are never read again."""
 
 PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin", "jax-cuda13-pjrt", "jax-cuda12-pjrt", "nvidia-cuda-nvcc")
 
 _last = ""
-"""Key of the program compiled before. The compiler says nothing of a kernel that the process has compiled already."""
+"""Key of the program compiled before. The compiler reports nothing about a kernel that the process has compiled already."""
 
 
 def install() -> None:

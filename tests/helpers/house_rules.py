@@ -70,7 +70,8 @@ def offenders() -> dict[str, list[str]]:
         "long sentences": [name for name, node in documented if longest_sentence(ast.get_docstring(node) or "") > MAX_WORDS],
         "translated idioms": [
             f"{path.relative_to(ROOT)}:{line}: {sentence}"
-            for path in sources("moe_jax")
+            for folder in ("moe_jax", "tests", "examples", "benchmarks")
+            for path in sources(folder)
             for line, text in texts(path)
             for sentence in prose.idioms_of_text(text)
         ],

@@ -25,7 +25,7 @@ UNIT = PassTimes(forward=1, backward=2, weights=1, overlapped=3)
 
 
 def of_stage(schedule: Schedule, of_rank: PassTimes) -> PassTimes:
-    """Returns the times of a stage from those of a rank's share of the layers."""
+    """Returns the times of a stage from the times of a rank's share of the layers."""
     return of_rank.divided(schedule.num_stages / len(schedule.ranks))
 
 

@@ -34,7 +34,7 @@ def run(
     make_model=tiny.biased_model,
     **changes,
 ):
-    """Trains three layers, as `make_model` has them, for 6 steps, or goes on to them. `held_out` lies beside the data."""
+    """Trains three layers, as `make_model` has them, for 6 steps, or resumes up to them. `held_out` is next to the data."""
     if "pipe_schedule" in changes:
         changes |= dict(mesh=MeshShape(pipe=mesh.shape["pipe"]), pipe_chunks=chunks)
     settings = FinetuneSettings(

@@ -12,7 +12,7 @@ from tests.helpers import tiny
 
 
 def run(data: Path, output: Path, model: str, rank: int | str | None = None) -> None:
-    """Trains for 24 steps, or goes on to them."""
+    """Trains for 24 steps, or resumes up to them."""
     settings = FinetuneSettings(
         model="none", data=str(data), output=str(output), seq_len=32, batch_size=4, gradient_accumulation=2, steps=24,
         learning_rate=1e-2, warmup_steps=2, checkpoint_every=5, keep_checkpoints=2, dtype="float32", seed=7,

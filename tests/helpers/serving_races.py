@@ -74,7 +74,7 @@ def choices(rng):
 
 
 def plans(rng):
-    """More tokens than a block has rows, of which most share few experts."""
+    """More tokens than a block has rows; most share few experts."""
     experts, is_chosen = (np.zeros((70, EXPERTS), np.int32) for _ in range(2))
     experts[:, 0] = rng.integers(0, 2, 70)
     np.put_along_axis(is_chosen, experts[:, :1], 1, axis=1)

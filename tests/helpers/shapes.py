@@ -22,7 +22,7 @@ EXPRESSION = re.compile(r"\S*\w[-+*/]\S*")
 """An axis that is computed from others, such as "2*inter"."""
 
 UNCHECKED = (
-    # Triton compiles a kernel's source with the names of its module; a decorated kernel has those of jaxtyping's.
+    # Triton compiles a kernel's source with the names of its module; a decorated kernel has jaxtyping's.
     "moe_jax.kernels.experts.triton.by_experts",
     "moe_jax.kernels.experts.triton.by_rows",
 )
@@ -30,7 +30,7 @@ UNCHECKED = (
 
 
 def install() -> None:
-    """Decorates the functions of all modules that have jaxtyping's annotations, but those of `UNCHECKED`, from now on."""
+    """Decorates the functions of all modules that have jaxtyping's annotations, except in `UNCHECKED`, from now on."""
     finder = jaxtyping.install_import_hook("moe_jax", "tests.helpers.shapes.check").hook
     finder.should_instrument = is_checked
 
@@ -64,10 +64,10 @@ def check(function):
     any size if no array of the call has an axis `inter`.
 
     Raises:
-        TypeError: by the decorated function, if an array has another shape or dtype than its annotation says.
+        TypeError: by the decorated function, if an array has another shape or dtype than its annotation.
     """
     hints = {name: hint for name, hint in function.__annotations__.items() if has_arrays(hint)}
-    # jaxtyping decorates two stand-ins for each function. The one for the time before the call returns Any; the other is given
+    # jaxtyping decorates two copies of each function. The one for the time before the call returns Any; the other is given
     # the result. JAX builds dataclasses anew around stacked layers, gradients of integers and placeholders.
     if not hints or function.__annotations__.get("return") is typing.Any or function.__name__ == "__init__":
         return function
@@ -96,7 +96,7 @@ def binder(signature: inspect.Signature):
     """Returns a function from a call's arguments and options to {parameter: value}.
 
     `Signature.bind` takes longer than the comparison. A call that has returned fits the signature, so names suffice where no
-    parameter stands for several.
+    parameter collects several.
     """
     kinds = {parameter.kind for parameter in signature.parameters.values()}
     if kinds & {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}:

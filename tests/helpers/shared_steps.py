@@ -15,7 +15,7 @@ def share(monkeypatch) -> None:
 
 
 def shared(make):
-    """Returns `make_train_step` with a memory of what it made."""
+    """Returns `make_train_step` with a cache of its results."""
     made = []
 
     def find_or_make(graph, optimizer, loss=None, *, schedule, **options):

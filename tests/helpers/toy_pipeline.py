@@ -12,7 +12,7 @@ from moe_jax.parallel.pipeline.table import lockstep_table
 
 
 def toy_passes(weights, inputs, travel):
-    """Totals: the value, the gradients of w of the rank's chunks, and those of the inputs."""
+    """Totals: the value, the gradients of w of the rank's chunks, and of the inputs."""
 
     def forward(of_pass, x, slot):
         saved = [x] if slot is None else [slot.slots[0].at[slot.number].set(x)]

@@ -2,6 +2,9 @@
 
 import functools
 import importlib
+import inspect
+import sys
+import textwrap
 import warnings
 from collections import defaultdict
 from types import SimpleNamespace
@@ -10,6 +13,8 @@ import torch
 
 ACCELERATOR = SimpleNamespace(
     device=torch.device("cpu"),
+    num_processes=1,
+    reduce=lambda x, reduction: x,
     gather=lambda x: x,
     gather_for_metrics=lambda x: x,
     unwrap_model=lambda model: model,
@@ -63,6 +68,41 @@ def cpo_trainer(loss_type: str, beta: float, gamma: float = 0.0, label_smoothing
         is_encoder_decoder=False,
         pad_token_id=0,
     )
+
+
+def grpo_trainer(
+    log_probs_of, *, level="token", clip=(0.2, 0.2), delta=None, bias_correction=True, use_vllm=False, **attributes
+):
+    """Returns a GRPO trainer whose model's log-probabilities, entropies and auxiliary loss are log_probs_of(model, inputs).
+
+    `attributes` are loss_type, beta, max_completion_length, off_policy_mask_threshold.
+    """
+    trainer = _bare(
+        _of_trl("trainer.grpo_trainer", "GRPOTrainer"),
+        importance_sampling_level=level,
+        epsilon_low=clip[0],
+        epsilon_high=clip[1],
+        use_vllm=use_vllm,
+        vllm_importance_sampling_correction=use_vllm,
+        top_entropy_quantile=1.0,
+        current_gradient_accumulation_steps=1,
+        _entropy_bonus_enabled=False,
+        _get_per_token_logps_and_entropies=lambda model, *inputs, **_: log_probs_of(model, *inputs),
+        **attributes,
+    )
+    options = dict(delta=delta, use_bias_correction_kl=bias_correction, steps_per_generation=1)
+    trainer.__dict__["args"] = SimpleNamespace(gradient_checkpointing_kwargs=None, **options)
+    return trainer
+
+
+def run_grpo(first: str, last: str, **names) -> dict:
+    """Runs the statements of TRL's GRPO trainer between two texts, on these variables; returns all variables afterwards."""
+    kind = _of_trl("trainer.grpo_trainer", "GRPOTrainer")
+    source = inspect.getsource(kind._generate_and_score_completions)
+    begin = source.rindex("\n", 0, source.index(first)) + 1
+    found = vars(sys.modules[kind.__module__]) | names
+    exec(textwrap.dedent(source[begin : source.rindex("\n", 0, source.index(last, begin))]), found)
+    return found
 
 
 def with_fused_head(model):

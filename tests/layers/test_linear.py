@@ -20,7 +20,7 @@ def test_id_outside_the_table():
 
 
 def test_draw_in_bf16():
-    """Numbers in bf16 are those of f32, rounded."""
+    """Numbers in bf16 equal the f32 ones, rounded."""
     in_f32, in_bf16 = (draw_normal(jax.random.key(0), (64, 64), 0.5, dtype) for dtype in (jnp.float32, jnp.bfloat16))
     assert in_bf16.dtype == jnp.bfloat16
     np.testing.assert_array_equal(in_bf16, in_f32.astype(jnp.bfloat16))

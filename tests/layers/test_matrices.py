@@ -18,8 +18,8 @@ from tests.helpers import tiny
 
 PATH = ("stages", 0, "linear_attn", "in_proj_qkvz", "weight")
 REFUSAL = (
-    r"^no declaration says how to split, adapt and round stages\.0\.linear_attn\.in_proj_qkvz\.weight \[2, 128, 128\]: add the "
-    r"name and its role to MATRICES of moe_jax\.layers\.matrices, as Declaration\('attention'\)"
+    r"^no declaration tells how to split, adapt and round stages\.0\.linear_attn\.in_proj_qkvz\.weight \[2, 128, 128\]: add "
+    r"the name and its role to MATRICES of moe_jax\.layers\.matrices, as Declaration\('attention'\)"
 )
 
 

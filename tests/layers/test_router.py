@@ -102,7 +102,7 @@ def test_replay():
 @pytest.mark.parametrize("norm", [True, False])
 @pytest.mark.parametrize("rule", [None, GroupRule("sigmoid"), GroupRule("softmax")])
 def test_replayed_ids_of_no_expert_add_nothing(rule, norm, rng):
-    """The weights, the load and the gradient are those of the token's other ids, and zeros without any."""
+    """The weights, the load and the gradient equal those for the token's other ids, and zeros without any."""
     logits, factors = jnp.asarray(rng.normal(size=(4, 6)), jnp.float32), jnp.asarray(rng.normal(size=(4, 2)), jnp.float32)
 
     def replayed(logits, ids):

@@ -36,7 +36,7 @@ def write(folder, records):
 
 @pytest.mark.parametrize("records", [CHATS, TEXTS, WHOLE], ids=["chats", "texts", "whole"])
 def test_tokens_equal_those_of_trl(tmp_path, records):
-    """They end as in fine-tuning on chats: the line break behind the last end of turn is no part of the answer."""
+    """They end as in fine-tuning on chats: the line break after the last end of turn is no part of the answer."""
     tokenizer = tiny.tokenizer()
     data = open_preferences(write(tmp_path, records), plain=True)
     example = example_tokens(data, tokenizer, 1000)
@@ -146,7 +146,7 @@ def test_pairs_that_a_cut_makes_equal_are_left_out(tmp_path):
 
 
 def test_mismatched_answers(tmp_path):
-    """Single answers stand beside the answer of the nearest record before that has another prompt."""
+    """Single answers are paired with the answer of the nearest record before that has another prompt."""
     data = open_preferences(write(tmp_path, many(4)), of_pairs=False, plain=True)
     tokenizer = tiny.tokenizer()
     stream = preference_batches(data, tokenizer, seq_len=64, batch_size=2, seed=None)

@@ -77,7 +77,7 @@ def test_whole_texts_are_cut_between_words():
         (dict(prompt=[ASK], chosen=[dict(role="bot", content="x")], rejected=[BAD]), "message 0 has the role 'bot'"),
         (dict(prompt=[ASK], chosen=[ASK], rejected=[BAD]), "an answer has no message of the assistant"),
         (dict(prompt="2+2?", completion="four", label="good"), '"label" must be true or false'),
-        (dict(completion="four", label=True), 'needs a "prompt" beside "completion"'),
+        (dict(completion="four", label=True), 'has "completion" but no "prompt"'),
     ],
 )
 def test_bad_records(record, message):

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from moe_jax.train.compiled_step import TrainStep
 from tests.helpers import shared_steps
 
 NUMBERS = "loss total_loss aux_loss sequence_loss z_loss grad_norm learning_rate num_tokens num_dropped".split()
@@ -44,7 +45,9 @@ def one_step_for_all():
 
 def put_in_place_of_steps(monkeypatch, step):
     module = sys.modules["moe_jax.recipes.run.model"]
-    monkeypatch.setattr(module, "make_train_step", lambda *_, **__: step)
+    monkeypatch.setattr(module, "make_train_step", lambda *_, remat, **__: TrainStep(lambda _: None, remat, None, None))
+    monkeypatch.setattr(TrainStep, "prepare", lambda *_: "")
+    monkeypatch.setattr(TrainStep, "__call__", lambda _, state, batch: step(state, batch))
 
 
 def numbers_of(loss):

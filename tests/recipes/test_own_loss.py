@@ -116,7 +116,7 @@ def test_other_results_are_refused(result, message):
 def test_what_a_loss_takes_the_place_of_is_refused_beside_it():
     with pytest.raises(TypeError, match="z_loss_coef"):
         one_step(make_batch(), loss=cross_entropy, z_loss_coef=0.1)
-    with pytest.raises(ValueError, match="modules that predict further tokens, which `loss` does not train"):
+    with pytest.raises(ValueError, match="MTP modules, which `loss` does not train"):
         one_step(make_batch(), lambda: tiny.deepseek(mtp=1), loss=cross_entropy)
 
 
@@ -131,7 +131,7 @@ def test_a_function_of_another_form_is_told_the_new_one(function):
 
 
 def test_finetune_with_own_loss(tmp_path):
-    """A run minimises a user's loss, logs its metrics, and goes on with this loss alone."""
+    """A run minimises a user's loss, logs its metrics, and resumes only with this loss."""
     records, options = [], dict(model=tiny.dense(), tokenizer=tiny.tokenizer())
     settings = tiny.settings(tmp_path, steps=4, batch_size=2)
     result = finetune(settings, **options, loss=cross_entropy, on_step=records.append, stop_after=3)
@@ -150,7 +150,7 @@ def test_finetune_with_own_loss(tmp_path):
     "make_model, changes, message",
     [
         (tiny.dense, dict(z_loss_coef=0.1), "built-in loss, which alone has the factors z_loss_coef=0.1"),
-        (lambda: tiny.deepseek(mtp=1), {}, "modules that predict further tokens, which `loss` does not train"),
+        (lambda: tiny.deepseek(mtp=1), {}, "MTP modules, which `loss` does not train"),
     ],
 )
 def test_finetune_refuses_before_anything_is_written(tmp_path, make_model, changes, message):

@@ -75,7 +75,7 @@ def test_parameters_that_cannot_be_trained_are_refused(tmp_path):
 
 
 def test_a_mesh_that_is_not_the_models_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="settings.mesh=.*fsdp=2.*, but the model lies on .*fsdp=1.*; load it there"):
+    with pytest.raises(ValueError, match="settings.mesh=.*fsdp=2.*, but the model is on .*fsdp=1.*; load it there"):
         finetune(settings(tmp_path, mesh=MeshShape(fsdp=2)), model=tiny.model(), tokenizer=tiny.tokenizer())
     assert not (tmp_path / "run").exists()
 

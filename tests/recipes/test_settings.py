@@ -35,12 +35,18 @@ def test_all_wrong_settings_are_named_at_once(tmp_path):
         assert part in str(error.value)
     with pytest.raises(ValueError, match="batch_size=4 must be a multiple of gradient_accumulation=3"):
         settings(tmp_path, gradient_accumulation=3)
-    with pytest.raises(ValueError, match="remat='yes' must be True or False; offload=0 must be True or False$"):
+    with pytest.raises(ValueError, match="offload=0 must be True or False; remat='yes' must be True, False, 'auto' or an int"):
         settings(tmp_path, remat="yes", offload=0)
+    with pytest.raises(ValueError, match="remat=-1 must be True, False, 'auto' or an integer of at least 0$"):
+        settings(tmp_path, remat=-1)
+    with pytest.raises(ValueError, match="offload=True and remat=3 exclude each other"):
+        settings(tmp_path, remat=3, offload=True)
+    with pytest.raises(ValueError, match="remat=3 needs a mesh without pipe: give remat=True or remat=False"):
+        settings(tmp_path, remat=3, mesh=MeshShape(pipe=2), gradient_accumulation=2)
     with pytest.raises(ValueError, match="offload=True needs remat"):
         settings(tmp_path, offload=True, remat=False)
     for name in ("data", "eval_data"):
-        with pytest.raises(ValueError, match=f"output='.*texts/run' must lie outside of {name}='.*texts', or"):
+        with pytest.raises(ValueError, match=f"output='.*texts/run' must be outside of {name}='.*texts', or"):
             settings(tmp_path, **{name: str(tmp_path / "texts"), "output": str(tmp_path / "texts" / "run")})
     with pytest.raises(ValueError, match="warmup_steps=31 must not exceed steps=30"):
         settings(tmp_path, warmup_steps=31)
@@ -52,9 +58,7 @@ def test_a_model_that_the_run_would_replace_is_refused(tmp_path, name):
         (tmp_path / place).mkdir(parents=True, exist_ok=True)
     (tmp_path / "link").symlink_to(tmp_path / "run" / "model")
     for place in ("run/model", "run/model/base", "run", "link"):
-        with pytest.raises(
-            ValueError, match=f"{name}='.*{place}' must lie outside of output='.*run', where the run writes its"
-        ):
+        with pytest.raises(ValueError, match=f"{name}='.*{place}' must be outside of output='.*run', where the run writes its"):
             settings(tmp_path, **{name: str(tmp_path / place)})
     settings(tmp_path, **{name: str(tmp_path / "run" / "initial")})
 
@@ -108,7 +112,7 @@ def test_overlapping_micro_batches_need_several_and_a_mesh(tmp_path):
         (dict(pipe_schedule="uniform-w", mesh=MeshShape(pipe=2, fsdp=2)), "fsdp of this mesh split them: take 'uniform'"),
         (
             dict(pipe_schedule="1f1b", offload=True),
-            "offload=True needs pipe_schedule='uniform': slots of '1f1b' lie in the GPU",
+            "offload=True needs pipe_schedule='uniform': slots of '1f1b' stay in the GPU",
         ),
         (dict(pipe_schedule="1f1b", mesh=MeshShape()), "pipe_schedule='1f1b' needs several devices along the mesh axis pipe"),
         (dict(rebalance_every=3), "rebalance_every=3 needs a mesh without pipe: experts cannot change places in one yet"),

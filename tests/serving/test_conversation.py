@@ -1,4 +1,4 @@
-"""Answers come in pieces, and the next message knows what was said, as far as it was said."""
+"""Answers come in pieces, and the next message sees the answers, as far as they were written."""
 
 import contextlib
 import io

@@ -159,7 +159,7 @@ def test_a_stop_token_is_no_part_of_the_text(client):
     extra = {"stop_token_ids": tokenizer("c")["input_ids"]}
     found = client.completions.create(model="tiny", prompt="abcd", extra_body=extra).choices[0]
     assert (found.text, found.finish_reason) == ("ab", "stop")
-    # Without ends, the prompt comes again behind the end token, which has no text.
+    # Without ends, the prompt comes again after the end token, which has no text.
     found = client.completions.create(model="tiny", prompt="ab", max_tokens=6, extra_body={"ignore_eos": True}).choices[0]
     assert (found.text, found.finish_reason) == ("abab", "length")
 

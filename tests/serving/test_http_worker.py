@@ -109,7 +109,7 @@ def test_a_device_that_hangs_holds_up_no_stop(monkeypatch, caplog):
 
 
 def test_a_cancelled_call_is_not_kept():
-    """Behind a function that does not end it would stay, with all that it holds."""
+    """After a function that does not end it would stay, with all that it holds."""
     may_end, worker = threading.Event(), Worker("worker")
 
     class Body:

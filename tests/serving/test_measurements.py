@@ -56,7 +56,7 @@ def test_a_request_that_ends_early_is_no_measurement(engine, monkeypatch):
 
 
 def ends_early(submit):
-    """Asks for one token, whatever the options say."""
+    """Asks for one token, no matter what the options are."""
     return lambda self, prompt, options: submit(self, prompt, Load(1, 1, 1, 1).options)
 
 

@@ -1,4 +1,4 @@
-"""Gaps lie apart: an array between each two of them lives on."""
+"""Gaps are apart: an array between each two of them lives on."""
 
 from types import SimpleNamespace
 
@@ -9,7 +9,7 @@ from moe_jax.serving.programs import GAP_BYTES, GAPS_OF_A_SIZE, leave_gaps
 
 
 def test_gaps_of_each_size(monkeypatch):
-    """The allocator of this test puts arrays one behind the other, each at a multiple of 256 bytes."""
+    """The allocator of this test puts arrays one after another, each at a multiple of 256 bytes."""
     end = 0
 
     def place(array, device):

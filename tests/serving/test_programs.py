@@ -37,7 +37,7 @@ def test_a_step_writes_over_the_last(programs_of_a_model):
         outputs.append(output)
         logits.append(np.array(output.logits))
         state = state._replace(last_token=state.last_token.at[0].set(position + 1))
-    # The arrays of the first step were given away, and those of the last hold what they held.
+    # The arrays of the first step were given away, and the arrays of the last are unchanged.
     assert [output.logits.is_deleted() for output in outputs] == [True, False]
     np.testing.assert_array_equal(outputs[1].logits, logits[1])
     assert not np.array_equal(*logits)
@@ -71,7 +71,7 @@ def test_the_longest_compilations_begin_first():
 
 
 def test_an_error_does_not_wait_for_all_programs(monkeypatch):
-    """Neither one in lowering, behind many programs to compile, nor one in compiling."""
+    """Neither one in lowering, after many programs to compile, nor one in compiling."""
     monkeypatch.setattr("os.cpu_count", lambda: 1)
     shapes, compiled = [StepShape(rows, 0, 0, 2) for rows in range(1, 42)], []
 

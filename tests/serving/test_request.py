@@ -1,4 +1,4 @@
-"""A request is checked whole before anything runs: each wrong option is named, and all problems stand in one error."""
+"""A request is checked whole before anything runs: each wrong option is named, and all problems are in one error."""
 
 import re
 from dataclasses import replace

@@ -97,7 +97,7 @@ def test_a_prompt_waits_for_pages_in_its_middle():
     device = fake_device.FakeDevice(queues.limits)
     old, young = add(queues, 60, new=300), add(queues, 250, first=1)
     plans = serve(queues, device)
-    # The prompt lacks a page four steps before the first sequence needs one, and takes those of the prompt.
+    # The prompt lacks a page four steps before the first sequence needs one, and takes the prompt's pages.
     preempts = next(i for i, plan in enumerate(plans) if [sequence for sequence, _ in plan.preempted] == [young])
     assert [len(plan.chunks) for plan in plans[preempts - 5 : preempts]] == [1, 0, 0, 0, 0]
     assert_right(old, young)

@@ -1,4 +1,4 @@
-"""Sequences that begin alike share pages: of prompts, of new tokens, in one step; never those of other weights."""
+"""Sequences that begin alike share pages: of prompts, of new tokens, in one step; never pages of other weights."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The pages' snippets run as pasted, and their site has no dead link."""
+"""The pages' snippets run unchanged, and their site has no dead link."""
 
 import fcntl
 import importlib
@@ -54,6 +54,7 @@ MODULES = [
     ".kernels",
     ".train",
     ".preferences",
+    ".reinforcement",
     ".recipes",
     ".parallel",
     ".parallel.pipeline",

@@ -43,7 +43,17 @@ def saved(model, folder):
 
 def test_every_example_has_a_test():
     stems = {path.stem for path in EXAMPLES.glob("*.py")}
-    assert stems == {"convert", "distillation", "dpo", "finetune", "finetune_30b", "lora_30b", "moe_block", "moe_block_sharded"}
+    assert stems == {
+        "convert",
+        "distillation",
+        "dpo",
+        "finetune",
+        "finetune_30b",
+        "grpo",
+        "lora_30b",
+        "moe_block",
+        "moe_block_sharded",
+    }
 
 
 def test_finetune(checkpoint, tmp_path, capsys):
@@ -74,6 +84,17 @@ def test_lora_30b_with_a_small_checkpoint(dense_checkpoint, tmp_path):
     assert has_adapters(model) and (tmp_path / "out" / "adapter" / "tokenizer.json").is_file()
 
 
+def test_grpo(dense_checkpoint, tmp_path, capsys):
+    example = load("grpo")
+    sizes = dict(prompts=2, samples=2, max_new_tokens=4, steps=2)
+    example.main(example.Settings(model=str(dense_checkpoint), output=str(tmp_path / "out"), **sizes))
+    assert "step 2: reward 0.000, " in capsys.readouterr().out
+    assert moe_jax.from_pretrained(tmp_path / "out", progress=False).config.num_hidden_layers == 2
+    good = "\n    a = 1\n    b = a\n    return b"
+    rewards = example.valid_python(["def f():"] * 3, [good, good, "\n    return 1"], ["stop", "length", "stop"])
+    assert rewards == [1.0, 0.0, 0.0] and {"prompt": "def dedent(text):"} in example.first_lines()
+
+
 def cells_of_the_notebook():
     notebook = json.loads((EXAMPLES / "finetune.ipynb").read_text())
     return [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
@@ -87,7 +108,7 @@ def test_the_notebook_has_no_outputs():
 
 @pytest.mark.thorough
 def test_the_notebook_runs_from_top_to_bottom(tmp_path, monkeypatch, capsys):
-    """From data to an answer learned by heart, with the adapter beside the weights and merged into them."""
+    """From data to an answer learned by heart, with the adapter separate and merged into the weights."""
     monkeypatch.chdir(tmp_path)
     names: dict = {}
     for cell in cells_of_the_notebook():

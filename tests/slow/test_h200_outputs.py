@@ -10,7 +10,7 @@ from tests.helpers import h200_outputs
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
-    """Returns a function that runs a script which reads one file, and says its output and the number of runs so far."""
+    """Returns a function that runs a script which reads one file, and returns its output and the number of runs so far."""
     monkeypatch.setattr(h200_outputs, "KEPT", tmp_path)
     monkeypatch.setattr("tests.helpers.h200_programs.KEPT", tmp_path)
     read, runs = tmp_path / "read.py", []

@@ -30,7 +30,7 @@ MARKED = (
     "{% for m in messages %}{{ m['role'] }}: {% if m['role'] == 'assistant' %}"
     "{% generation %}{{ m['content'] }}<|im_end|>{% endgeneration %}{% else %}{{ m['content'] }}{% endif %}\n{% endfor %}"
 )
-# Qwen3's too: a line break stands between content and tool calls, where there is content.
+# Qwen3's too: a line break is between content and tool calls, where there is content.
 CALLING = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] or '' }}"
     "{% if m['tool_calls'] %}{% if m['content'] %}{{ '\n' }}{% endif %}"

@@ -1,4 +1,4 @@
-"""Data sets of the hub are opened by id, whole or as a stream; a local folder stands in for the hub here."""
+"""Data sets of the hub are opened by id, whole or as a stream; a local folder replaces the hub here."""
 
 import sys
 
@@ -46,7 +46,7 @@ def test_the_first_rows_come_as_a_stream(hub):
 
 @pytest.mark.parametrize("option", ["take=3", "stream=true"])
 def test_pictures_in_a_stream_are_not_decoded(tmp_path, monkeypatch, option):
-    """Broken ones stand beside the text that is read."""
+    """Broken ones are next to the text that is read."""
     features = datasets.Features({"text": datasets.Value("string"), "image": datasets.Image()})
     rows = [{"text": f"words {i}", "image": {"bytes": b"broken", "path": None}} for i in range(3)]
     datasets.Dataset.from_list(rows, features=features).to_parquet(tmp_path / "train.parquet")

@@ -1,4 +1,4 @@
-"""Answers that a chat template marks: their places and their weights, wherever the marks stand."""
+"""Answers that a chat template marks: their places and their weights, for marks in any place."""
 
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -81,7 +81,7 @@ def test_marks_hold_behind_other_text_of_their_block(template):
 
 
 def test_the_last_character_is_learned_whole():
-    """An emoji is four tokens here, of which transformers marks one."""
+    """An emoji is four tokens here, and transformers marks one of them."""
     assert learned(of_answers(f"{BEGIN}{{{{ m.content }}}}{END}|"), question(), answer("so 😀")) == [("so 😀", 1)]
 
 

@@ -41,7 +41,7 @@ def test_a_step_that_stands_there_twice_counts_as_written_last(file):
 
 
 def test_scalars_of_an_objective_of_ones_own_are_recorded():
-    """Next to those of next-token prediction; arrays and names that every step has are not."""
+    """Next-token prediction metrics are next to them; arrays, and names that every step uses, are left out."""
     metrics = {
         "loss": 2.0,
         "num_tokens": 8,

@@ -72,7 +72,7 @@ def test_the_survey_counts_an_epoch_of_the_mixture(tmp_path):
 @pytest.mark.parametrize(
     "texts, message",
     [
-        (["a.jsonl,weight=0.5"], "is the only source, so its weight says nothing"),
+        (["a.jsonl,weight=0.5"], "is the only source, so its weight has no effect"),
         (["a.jsonl,weight=0.5", "b.jsonl"], "b.jsonl has no weight, and .*a.jsonl has one; give all sources a weight, or none"),
         (["a.jsonl,weight=0", "b.jsonl,weight=1"], "weight must be a number greater than 0; got '0'"),
         (["a.jsonl,wieght=1"], "'wieght=1' is no option; options are weight=..., format=..., split=...,"),

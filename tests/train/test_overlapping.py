@@ -78,12 +78,12 @@ def test_what_cannot_overlap_is_refused():
     with pytest.raises(ValueError, match="micro_batches must be at least 2"):
         accumulate_overlapping(NextToken(), graph, Execution(), None, 1)
     own = as_objective(lambda model, batch: (jnp.zeros(()), {}), 2)
-    with pytest.raises(TypeError, match="of_states beside its call, as train.NextToken has"):
+    with pytest.raises(TypeError, match="must define of_states in addition to __call__, as train.NextToken does"):
         accumulate_overlapping(own, graph, Execution(), None, 2)
 
 
 def test_default():
-    """Micro-batches overlap where experts lie on several devices, layers are recomputed and the objective allows it."""
+    """Micro-batches overlap if experts are on several devices, layers are recomputed and the objective allows it."""
     mesh = jax.sharding.AbstractMesh((1, 1, 2, 1), ("data", "fsdp", "expert", "context"))
     split, whole = (Parallelism(m, hops="nccl") for m in (mesh, mesh.update(axis_sizes=(1, 2, 1, 1))))
     own = as_objective(lambda model, batch: (jnp.zeros(()), {}), 2)

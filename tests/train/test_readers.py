@@ -74,7 +74,7 @@ def test_a_folder_holds_files_of_several_kinds(tmp_path, caplog):
     documents = open_documents(tmp_path)
     assert [documents[i]["messages"][1]["content"] for i in range(3)] == ["yes", "no", "ok"]
     (tmp_path / "settings.json").write_text('{"version": 1}')
-    with pytest.raises(ValueError, match="holds .jsonl files and others, such as settings.json: say which are meant"):
+    with pytest.raises(ValueError, match="holds .jsonl files and others, such as settings.json: data_format chat, text or"):
         open_documents(tmp_path)
     assert len(open_documents(tmp_path, "pairs")) == 3 and f"left out of the training data: {tmp_path}/settings" in caplog.text
     (tmp_path / "b.jsonl").unlink()

@@ -10,7 +10,7 @@ from moe_jax.train.data.chat import chat_tokens
 from moe_jax.train.data.report import describe_tokens, report
 from tests.helpers import tiny
 
-# Qwen3's way: thoughts stand in the turns behind the last question alone.
+# Qwen3's way: thoughts are only in the turns after the last question.
 THINKING = (
     "{% set ns = namespace(last=0) %}"
     "{% for m in messages %}{% if m['role'] == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"

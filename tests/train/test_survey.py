@@ -79,7 +79,7 @@ def test_refused_conversations_are_an_error_or_counted(tmp_path):
 
 
 def test_a_sample_reaches_to_the_first_usable_document(tmp_path):
-    """Behind both limits, in any order; where there is none, the last reason is said."""
+    """After both limits, in any order; where there is none, the last reason is raised."""
     bad, tokenizer = [{"role": "user", "content": "bad"}, SHORT[1]], tiny.tokenizer(REFUSING)
     documents = chats(tmp_path, *[bad] * 20, SHORT)
     for seed in range(5):

@@ -108,7 +108,7 @@ def attention(
 
 
 def flash_refusal(q: Array, k: Array, v: Array, scale: float, window: Array | int | None) -> str | None:
-    """Returns `flash.refusal` of these arrays."""
+    """Returns why Hopper's flash attention cannot compute this attention; None if it can."""
     # Imports Pallas Mosaic GPU, a second of CPU time: called only where the kernels may run.
     from moe_jax.kernels.attention.mosaic.flash import refusal
 

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float
 
 
 class PartialAttention(NamedTuple):
-    """Attention over some of the keys."""
+    """Attention over a subset of the keys: normalized out, and lse."""
 
     out: Float[Array, "batch queries heads value_dim"]
     lse: Float[Array, "batch heads queries"]
@@ -22,7 +22,7 @@ class PartialAttention(NamedTuple):
 
 
 class BackwardInputs(NamedTuple):
-    """The arrays that both backward passes read, of queries and of keys."""
+    """Operands of both backward passes: q, k, v, dout, lse and delta."""
 
     q: Float[Array, "batch queries heads head_dim"]
     k: Float[Array, "batch keys kv_heads head_dim"]
@@ -35,7 +35,7 @@ class BackwardInputs(NamedTuple):
 
 
 def merge(a: PartialAttention, b: PartialAttention) -> PartialAttention:
-    """Returns attention over the keys of both parts, in the wider of their dtypes.
+    """Combines attention over two disjoint sets of keys, in the wider of their dtypes.
 
     Commutative, and associative up to rounding.
     """
@@ -50,7 +50,7 @@ def merge(a: PartialAttention, b: PartialAttention) -> PartialAttention:
 
 
 def softmax_sum(scores: Float[Array, "*rows keys"]) -> tuple[Float[Array, "*rows keys"], Float[Array, "*rows"]]:
-    """Returns (exp(scores - lse), lse) with lse the logsumexp over keys; a row of only -inf yields zeros and -inf."""
+    """Returns (softmax(scores), logsumexp) over the last axis; a row of only -inf yields zeros and -inf."""
     largest = jax.lax.stop_gradient(scores.max(axis=-1))
     largest = jnp.where(jnp.isneginf(largest), 0, largest)
     weights = jnp.exp(scores - largest[..., None])

@@ -23,14 +23,14 @@ from moe_jax.kernels.hopper.launch import launch
 
 
 class AddedNorm(NamedTuple):
-    """The residual stream after a sum, and its norm."""
+    """The residual stream x' after an addition, and its RMSNorm."""
 
     x: Float[Array, "tokens hidden"]
     normed: Float[Array, "tokens hidden"]
 
 
 class ExpertRows(NamedTuple):
-    """The outputs of the tokens' experts, not summed yet. The first k columns of a token's row are its choices."""
+    """Expert outputs per (token, choice), before their weighted sum. Columns 0 .. k - 1 of a token's row are its choices."""
 
     rows: Float[Array, "rows hidden"]
     weights: Float[Array, "tokens _"]
@@ -51,7 +51,7 @@ def add_splits(
     *,
     eps: float,
 ) -> AddedNorm:
-    """Returns x' = x + the sum of the splits, and the norm of x'."""
+    """Returns x' = x + sum of the partial sums, and the RMSNorm of x'."""
     hidden = x.shape[1]
 
     def addend(inputs, token):
@@ -64,7 +64,7 @@ def add_splits(
 def add_experts(
     x: Float[Array, "tokens hidden"], outputs: ExpertRows, weight: Float[Array, "hidden"], *, eps: float, k: int
 ) -> AddedNorm:
-    """Returns x' = x + sum_k weights[t, k] * rows of (t, k), summed in f32 from the first choice, and the norm of x'.
+    """Returns x' = x + each token's weighted sum of expert outputs (f32, first choice first), and the RMSNorm of x'.
 
     A token has k experts or none. If it has none, the first of its ids is the number of experts, and it adds nothing.
     """

@@ -29,7 +29,7 @@ def expert_rows(
     *,
     k: int,
 ) -> ExpertRows:
-    """Computes each chosen expert's output for each token, with the experts of one layer of a stack.
+    """Computes each chosen expert's output per (token, choice), for one layer of stacked weights.
 
     Bits equal `kernels.experts_mlp` with backend "mosaic", before the sum.
     """

@@ -40,7 +40,7 @@ MOST_HEADS_AT_ONCE = 8
 
 
 class NewTokens(NamedTuple):
-    """The rotations and places of a step's tokens, the same for all layers.
+    """Rotary tables and page positions of a step's tokens, the same for all layers.
 
     cos and sin are laid out so that y = x * cos + (x rotated by half a head) * sin: the first half of sin is negative.
     """
@@ -53,7 +53,7 @@ class NewTokens(NamedTuple):
 
 
 class HeadNorms(NamedTuple):
-    """The norms' weights of query heads and of key heads."""
+    """RMSNorm weights of query heads and of key heads."""
 
     q: Float[Array, "128"]
     k: Float[Array, "128"]
@@ -154,7 +154,7 @@ def chunk_heads_to_pages(
     *,
     eps: float,
 ) -> tuple[Array, Array, Array]:
-    """Computes `heads_to_pages` of at least 64 tokens, whose projections have the pages' dtype."""
+    """Computes `heads_to_pages` for 64 tokens or more, whose projections have the pages' dtype."""
     num_tokens = len(projections)
     # TMA copies begin at multiples of 8 rows. Rows after the last token write the same as the last token.
     fill = -num_tokens % 8

@@ -45,7 +45,7 @@ WARPGROUPS = 8
 
 
 class RowsOfExperts(NamedTuple):
-    """Each expert's rows, in blocks of `ROW_ALIGNMENT`."""
+    """The routing plan of a decoding step: each expert's rows, in blocks of `ROW_ALIGNMENT`."""
 
     offsets: Int[Array, "experts+1"]
     """`Plan.offsets`."""
@@ -61,7 +61,7 @@ class RowsOfExperts(NamedTuple):
 def plan_rows(
     is_chosen: Int[Array, "tokens experts"], layer: Int[Array, ""], *, num_blocks: int, holds_all_tokens: bool
 ) -> RowsOfExperts:
-    """Returns the rows of these choices in this layer of a stack.
+    """Builds the routing plan for one layer of stacked experts, from the mask of chosen experts.
 
     Args:
       is_chosen: 1 if the token chose the expert, else 0.
@@ -78,7 +78,7 @@ def plan_rows(
         add = jnp.bitwise_or if holds_all_tokens else jnp.add
 
         def count():
-            """Each warpgroup counts its own tokens."""
+            """Counts the choices of this warpgroup's tokens per expert, into shared memory."""
             of_tokens = [warpgroup * of_part + i for i in range(of_part)]
             counted = [_load_choices(is_chosen_ref, token) for token in of_tokens]
             # The sums' zeros are stored while the choices are in flight.
@@ -92,7 +92,7 @@ def plan_rows(
             plgpu.barrier_arrive(scratch.counted)
 
         def sums_up_to(own):
-            """Returns each expert's inclusive prefix sum over experts, and the row that holds these sums."""
+            """Returns each expert's inclusive prefix sum over experts, and the shared-memory row that holds the sums."""
             up_to, shift, step = own, 1, 0
             while True:
                 row = scratch.sums.at[step]
@@ -177,7 +177,7 @@ def place_rows(
     k: int,
     num_blocks: int,
 ) -> tuple[Int[Array, "tokens experts"], Int[Array, "rows"]]:
-    """Returns each token's row in its experts' blocks, and the token of each row; an arbitrary number for a row without one.
+    """Returns each token's row for each choice, and the inverse: the token of each row (arbitrary for rows without one).
 
     A token's row is the number of earlier tokens that chose the expert. The first k columns of `experts` are a token's choices,
     as in `TokenChoices`.

@@ -34,7 +34,7 @@ SHORTEST_SUM = 256
 
 
 class Parts(NamedTuple):
-    """The tiles of a projection, and the number of parts that a tile's sums are split into."""
+    """The tile of a projection, and the number of splits of its contracted axis (split-K)."""
 
     tile: TileShape
     splits: int
@@ -42,7 +42,7 @@ class Parts(NamedTuple):
 
 @jax.jit
 def project(x: Float[Array, "tokens in"], *weights: Float[Array, "_ in"]) -> Float[Array, "splits tokens out"]:
-    """Returns x W^T as partial sums over parts of the summands, in f32; W stacks the weights' rows.
+    """Computes x W^T as f32 partial sums over splits of the contracted axis (split-K); W stacks the weights' rows.
 
     Operands and sizes that the kernel does not support go to `matmul_in_splits`.
     """
@@ -56,7 +56,7 @@ def project(x: Float[Array, "tokens in"], *weights: Float[Array, "_ in"]) -> Flo
 
 
 def parts_of(tokens: int, heights: tuple[int, ...], summands: int) -> Parts | None:
-    """Returns the tile shape and the number of parts of a sum that keep the most cores busy; of equal ones, the fewest parts.
+    """Returns the tile and number of splits that keep the most cores busy; among equals, the fewest splits.
 
     Several matrices may have more tiles than cores, if rows have two tiles. None leaves the projection to XLA, if that is
     faster (docs/log/engine.md) or the sizes were not timed. For one token a reduction reads the weights once.
@@ -84,7 +84,7 @@ def parts_of(tokens: int, heights: tuple[int, ...], summands: int) -> Parts | No
 
 
 def matmul_in_splits(x: Float[Array, "tokens in"], *weights: Float[Array, "_ in"]) -> Float[Array, "splits tokens out"]:
-    """Returns x W^T as partial sums over equal parts of the summands, in f32; W stacks the weights' rows.
+    """Computes `project` in XLA, with equal splits.
 
     The kernel that reads the result adds the parts. A matmul of few tokens has too few tiles of columns for all cores.
     """

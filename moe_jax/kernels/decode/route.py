@@ -17,7 +17,7 @@ from moe_jax.kernels.hopper.launch import launch
 
 
 class TokenChoices(NamedTuple):
-    """The tokens' experts; columns from k on hold no choice."""
+    """Each token's chosen experts and weights. Only the first k columns are valid."""
 
     weights: Float[Array, "tokens experts"]
     experts: Int[Array, "tokens experts"]
@@ -29,7 +29,7 @@ class TokenChoices(NamedTuple):
 def route_rows(
     splits: Float[Array, "splits tokens experts"], valid: Bool[Array, "tokens"], *, k: int, divide_by_sum: bool
 ) -> TokenChoices:
-    """Computes `layers.router.route` from logits given as partial sums (`project.project`).
+    """Computes softmax top-k routing (`layers.router.route`) from logits given as partial sums (`project.project`).
 
     Among equal probabilities the expert with the smaller id comes first, as in `lax.top_k`. A token that is not valid chooses
     no expert: all its ids are the number of experts.

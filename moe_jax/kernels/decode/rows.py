@@ -19,17 +19,17 @@ warpgroups per block, sums over rows would share one scratch memory."""
 
 
 def row_layout(columns: int) -> Any:
-    """Returns the layout of a row's columns in registers. `columns` is a multiple of 128."""
+    """Returns the register layout of one row over a warpgroup; `columns` is a multiple of 128."""
     return plgpu.Layout.WG_STRIDED((columns,), vec_size=math.gcd(columns // WARPGROUP_THREADS, WIDEST_VECTOR))
 
 
 def load_row(reference: Any) -> Array:
-    """Loads a row; wide 16-bit rows in 16 bytes per thread."""
+    """Loads a row from global memory into registers; wide 16-bit rows in 16 bytes per thread."""
     return plgpu.load(reference, layout=row_layout(reference.shape[0]), optimized=False)
 
 
 def sum_of_splits(splits_ref: Any, token: Any, columns: Any) -> Float[Array, "columns"]:
-    """Returns the sum of a matmul's partial sums [splits, tokens, columns], from the first split to the last.
+    """Adds a matmul's partial sums [splits, tokens, columns] of one token, from the first split to the last.
 
     With `TileProgram.parts` the matmul adds them in the same order: strict bits depend on it.
     """

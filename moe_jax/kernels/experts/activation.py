@@ -38,7 +38,7 @@ class Activation:
             raise ValueError(f"offset of an Activation must be a finite number; got {self.offset}")
 
     def forward(self, gate: Array, up: Array, *, in_kernel: bool = False) -> Array:
-        """Returns act. A kernel divides g by 1 + exp(-alpha * g): one operation fewer, but its autodiff overflows."""
+        """Returns act. `in_kernel` uses a faster form, whose automatic derivative would overflow."""
         gate, up = self._limited(gate, up)
         if in_kernel:
             return gate / (1 + jnp.exp(-self._sharpened(gate))) * self._shifted(up)
@@ -46,7 +46,7 @@ class Activation:
         return swish * self._shifted(up)
 
     def backward(self, gate: Array, up: Array, dact: Array) -> tuple[Array, Array]:
-        """Returns the gradients to gate and up. With s = sigmoid(alpha * g):
+        """Returns the gradients with respect to gate and up. With s = sigmoid(alpha * g):
 
         dgate = dact * (u + offset) * s * (1 + alpha * g * (1 - s)), 0 if gate > limit
         dup   = dact * g * s, 0 if |up| > limit
@@ -57,7 +57,7 @@ class Activation:
         return self._within_limits(gate, up, dgate, dact * g * sigmoid)
 
     def vjp(self, gate: Array, up: Array) -> tuple[Array, Callable[[Array], tuple[Array, Array]]]:
-        """Returns act, and dact -> the gradients of `backward`, in the kernels' order of operations: fewer products."""
+        """Returns act, and a function dact -> (dgate, dup), in the kernels' order of operations."""
         g, u = self._limited(gate, up)
         sigmoid = 1 / (1 + jnp.exp(-self._sharpened(g)))
         swish, factor = g * sigmoid, self._shifted(u)
@@ -96,7 +96,7 @@ def activated(h: Float[Array, "rows 2*inter"], activation: Activation = SILU) ->
 def gradients_of_rows(
     h: Float[Array, "rows 2*inter"], g: Float[Array, "rows inter"], weight: Float[Array, "rows"], activation: Activation = SILU
 ) -> tuple[Float[Array, "rows 2*inter"], Float[Array, "rows inter"], Float[Array, "rows"]]:
-    """Returns dh and weight * act in h's dtype, and <g, act> in at least f32, for the gradient weight * g to act."""
+    """Returns dh and weight * act in h's dtype, and <g, act> in at least f32, where weight * g is the gradient of act."""
     g, act, weight = widened(g), widened(activated(h, activation)), widened(weight)[:, None]
     dact = weight * g
     dh = jnp.concatenate(activation.backward(*_halves(h), dact), axis=1).astype(h.dtype)

@@ -97,7 +97,7 @@ def gate_up(
     *,
     backend: str | None = None,
 ) -> Float[Array, "rows 2*inter"]:
-    """Computes h[r] = w_gate_up[e(r)] x[token(r)], with rows sorted by expert as in `plan`.
+    """Computes the experts' first matmul, h[r] = w_gate_up[e(r)] x[token(r)], with rows sorted by expert as in `plan`.
 
     h has x's dtype; rows without a pair are zero.
 
@@ -123,7 +123,7 @@ def down(
     *,
     backend: str | None = None,
 ) -> Float[Array, "tokens hidden"]:
-    """Computes y[t] = sum_k weights[t, k] * w_down[e] act[row(t, k)], summed over k in f32, in act's dtype.
+    """Computes the experts' second matmul and weighted sum: y[t] = sum_k weights[t, k] * w_down[e] act[row(t, k)].
 
     Rows without a pair may hold any value, and get no gradient.
 

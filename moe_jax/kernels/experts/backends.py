@@ -31,12 +31,12 @@ In f32 `xla` is before `triton`: on an H200 2.4 times as fast with exact product
 
 @functools.cache
 def implementation(backend: str) -> ModuleType:
-    """Returns the module of a backend. It is imported on first use: Pallas Mosaic GPU costs a second of CPU time."""
+    """Imports and returns a backend's module, on first use: Pallas Mosaic GPU takes a second to import."""
     return import_module(f"moe_jax.kernels.experts.{backend}")
 
 
 class OuterPart(NamedTuple):
-    """The operands of a `grouped_outer`, for one part of the tokens."""
+    """Operands of a `grouped_outer` for one group of tokens."""
 
     a: Float[Array, "a_sources n"]
     b: Float[Array, "b_sources m"]
@@ -51,7 +51,7 @@ def grouped_outer_of_parts(
     dtype: jnp.dtype,
     accumulate_into: Float[Array, "*layers experts n m"] | None = None,
 ) -> Float[Array, "*layers experts n m"]:
-    """Computes the sum of `grouped_outer` over parts with the same experts, in at least f32, rounded to `dtype` once.
+    """Sums `grouped_outer` over groups of tokens with the same experts, in at least f32, rounded to `dtype` once.
 
     The sum is added to `accumulate_into`, which has `dtype`, as in `grouped_outer`: in the same memory, unless something else
     reads `accumulate_into` later. If the plans are of a layer of a stack, `accumulate_into` is the stack.
@@ -114,7 +114,7 @@ def is_mosaic_allowed() -> bool:
 
 
 def is_named(name: str | None) -> bool:
-    """Returns True if the user chose the backend that `resolve_backend` returns for this name."""
+    """Returns True if the backend was chosen explicitly, by argument or environment variable."""
     return name is not None or ENVIRONMENT_VARIABLE in os.environ
 
 
@@ -137,7 +137,7 @@ def _reason_against(name: str, dtype: jnp.dtype) -> str | None:
 
 
 def splitting_refusal() -> str | None:
-    """Returns why our kernels are not used by default, because the compiler might have to split them; None if it need not."""
+    """Returns why our kernels are not chosen by default: XLA cannot partition them over devices. None if it need not."""
     mesh = jax.sharding.get_abstract_mesh()
     is_split = not mesh.manual_axes or any(size > 1 for name, size in mesh.shape.items() if name not in mesh.manual_axes)
     if jax.device_count() > 1 and is_split:

@@ -23,7 +23,7 @@ from moe_jax.kernels.shapes import check_experts_mlp, check_shape, refuse_explic
 
 
 class TokenPart(NamedTuple):
-    """A group of tokens and their choices."""
+    """A group of tokens with their routing, computed as one unit."""
 
     x: Float[Array, "tokens hidden"] | RoundedTokens
     """Already rounded tokens need `precision`."""
@@ -74,7 +74,7 @@ def experts(
     precision: Precision | None = None,
     activation: Activation = SILU,
 ) -> tuple[Float[Array, "_ hidden"], ...]:
-    """Computes `experts_mlp` for one or several groups of tokens in turn, where some arrive later than others.
+    """Computes `experts_mlp` for several groups of tokens one after another, so that transfers of later groups overlap.
 
     A part waits for its own tokens and for earlier parts. Its y is available before later parts are computed; gradients have
     the same order. The first part, the caller's own tokens, is the exception: its down pass comes last. So there is something
@@ -158,7 +158,7 @@ def combination(
     chunk_tokens: int | None = None,
     max_pairs: Sequence[int | None] | None = None,
 ) -> set[str]:
-    """Returns the words of `REFUSED` that apply to a call.
+    """Returns the features (words in `REFUSED`) that a call combines.
 
     Raises:
         ValueError: the combination is refused.
@@ -191,7 +191,7 @@ def combination(
 
 
 def refuse(found: set[str], table: Sequence[tuple[set[str], str]]) -> None:
-    """Raises a ValueError with the reason of the first row whose words were all found."""
+    """Raises a ValueError with the reason in the first table row whose words are all in `found`."""
     for refused, why in table:
         if refused <= found:
             raise ValueError(why)

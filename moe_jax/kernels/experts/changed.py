@@ -49,7 +49,7 @@ from moe_jax.kernels.low_rank import LowRank, RowsChange
 def gate_up_changed(
     options: ExpertsOptions, x: Float[Array, "tokens hidden"], w_gate_up: Matrix, plan: Plan, *, for_backward: bool
 ) -> GateUp:
-    """Computes the gate-up step; h is None without a backward pass."""
+    """Computes the gate-up step with its LoRA update; h is None without a backward pass."""
     backend, change = implementation(options.backend), _change(w_gate_up)
     rows, source = backend.rows_of_tokens(x, plan)
     u = backend.grouped_matmul(rows, change.a, _of_one_layer(plan), source_of_row=source)
@@ -73,7 +73,7 @@ def down_changed(
     plan: Plan,
     shares: int | None,
 ) -> tuple[list[Array], Float[Array, "rows rank"]]:
-    """Returns y, one array per share of the tokens, and v."""
+    """Computes the down step with its LoRA update; returns y per share of the tokens, and v."""
     change = _change(w_down)
     v = implementation(options.backend).grouped_matmul(act, change.a, _of_one_layer(plan))
     rows = _matmul(options, act, w_down, plan, RowsChange(v, change.b))
@@ -89,7 +89,7 @@ def gradients_changed(
     dy: Float[Array, "tokens hidden"],
     shares: int | None,
 ) -> PartGradients:
-    """Returns the gradients of a part's tokens; the products belong to a1, b1, a2 and b2."""
+    """Returns the gradients of one group's tokens, and the operands of the gradients of a1, b1, a2 and b2."""
     h, plan, u, v = hidden
     assert u is not None and v is not None
     backend, factors = implementation(options.backend), _of_one_layer(plan)
@@ -116,7 +116,7 @@ def gradients_changed(
 
 
 def rank_alignment(backend: str, hidden: int, inter: int) -> int:
-    """Returns the number that ranks must be a multiple of in the backend's matmuls.
+    """Returns the number that LoRA ranks are padded to a multiple of, for the backend's matmuls.
 
     Other ranks are zero-padded. Thin products are bound by memory, so padding costs little.
     """
@@ -127,7 +127,7 @@ def rank_alignment(backend: str, hidden: int, inter: int) -> int:
 
 
 def of_each_expert(factors: LowRank, num_experts: int, alignment: int) -> LowRank:
-    """Copies the factors to every expert, and pads their rank with zeros to a multiple of `alignment`."""
+    """Broadcasts LoRA factors to every expert, and zero-pads their rank to a multiple of `alignment`."""
     fill = -factors.a.shape[1] % alignment
     a, b = (jnp.broadcast_to(factor, (num_experts, *factor.shape[1:])) for factor in factors)
     return LowRank(jnp.pad(a, ((0, 0), (0, fill), (0, 0))), jnp.pad(b, ((0, 0), (0, 0), (0, fill)))) if fill else LowRank(a, b)

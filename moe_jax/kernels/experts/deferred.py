@@ -33,7 +33,7 @@ def expert_products_like(
     precision: Precision | None = None,
     max_pairs: int | None = None,
 ) -> ExpertProducts:
-    """Returns a ticket: arrays like the operands of the gradients for tokens like x, in x's dtype.
+    """Returns a ticket: arrays with the shapes of the weight gradients' operands, for tokens like x.
 
     Inside `jax.shard_map` a ticket varies over the axes of x and the weights.
 
@@ -57,7 +57,7 @@ def add_expert_products(
     *,
     backend: str | None = None,
 ) -> tuple[Array, ...]:
-    """Multiplies the operands and adds the weight gradients to `sums`, in their memory and dtype, unrounded.
+    """Computes weight gradients from deferred operands and adds them to `sums`, in place and unrounded.
 
     Args:
         sums: f32 (f64 for f64).

@@ -54,7 +54,7 @@ _Outcome = tuple[Any, Any]
 
 
 class ExpertsOperands(NamedTuple):
-    """The arrays of a call; `xs`, `topk_weights` and `experts` have one entry per part."""
+    """All arrays of a call; `xs`, `topk_weights` and `experts` have one entry per group of tokens."""
 
     xs: tuple[Any, ...]
     """Arrays, or `RoundedTokens` if `ExpertsOptions.fp8` is given and `chunk_tokens` is not."""
@@ -82,7 +82,7 @@ class ExpertsResiduals(NamedTuple):
 
 
 def experts_of_parts(operands: ExpertsOperands, options: ExpertsOptions) -> Arrays:
-    """Returns the y of each part.
+    """Computes y for each group of tokens, with a custom gradient.
 
     Under a `jax.checkpoint` that saves no residuals, the first forward pass computes only y (`optimize_remat`). The GPU
     interpreter cannot use `optimize_remat`, because its callbacks are effects.
@@ -123,7 +123,7 @@ def _rows_of_few_pairs(operands: ExpertsOperands, options: ExpertsOptions) -> Fl
 def forward_pass(
     operands: ExpertsOperands, options: ExpertsOptions, for_backward: bool = True
 ) -> tuple[Arrays, ExpertsResiduals]:
-    """Returns the y of each part and the residuals. Only `for_backward` writes h."""
+    """Computes y for each group of tokens, and the residuals. h is kept only if `for_backward`."""
     forward = _forward_of_parts if options.chunk_tokens is None else _forward_of_chunks
     given = operands.weights
     xs = tuple(x.rounded if isinstance(x, RoundedTokens) else x for x in operands.xs)
@@ -400,7 +400,7 @@ def _multiplied(backend: str, products: Sequence[tuple[OuterPart, ...]], weights
 def products_added(
     backend: str, products: Sequence[tuple[OuterPart, ...]], dtypes: tuple[jnp.dtype, ...], sums: Arrays | None
 ) -> Arrays:
-    """Returns the outer products, each summed over the parts and added to its sum, if there is one."""
+    """Returns the weight gradients: outer products summed over groups of tokens, plus existing sums if given."""
     into = (None,) * len(dtypes) if sums is None else sums
     return tuple(
         grouped_outer_of_parts(backend, of_parts, dtype, total)
@@ -441,7 +441,7 @@ def _wait_for(outcome: _Outcome, arguments: Any) -> tuple[_Outcome, Any]:
 
 
 def split_tokens(a: Array, size: int, fill: int) -> Array:
-    """Splits [T, ...] into [chunks, size, ...], the last chunk padded with `fill`."""
+    """Reshapes [T, ...] to [chunks, size, ...], padding the last chunk with `fill`."""
     chunks = -(-a.shape[0] // size)
     a = jnp.pad(a, [(0, chunks * size - a.shape[0])] + [(0, 0)] * (a.ndim - 1), constant_values=fill)
     return a.reshape(chunks, size, *a.shape[1:])

@@ -66,21 +66,21 @@ class Plan:
 
     @property
     def num_rows(self) -> int:
-        """Rows of arrays in expert order: tokens * k or `max_pairs`, plus the padding of the worst routing."""
+        """Number of rows of arrays in expert order: pairs, plus padding for the worst routing."""
         return self.token_of_row.shape[0]
 
     @property
     def max_pairs(self) -> int:
-        """A bound on the pairs with their own row; below tokens * k if the plan was made for fewer pairs."""
+        """The number of pairs that have rows; below tokens * k if the plan was limited to fewer."""
         return min(self.row_of_pair.size, self.num_rows)
 
     @property
     def num_experts(self) -> int:
-        """The number of experts, including experts without rows."""
+        """The number of experts of the layer, including those without rows."""
         return self.offsets.shape[0] - 1
 
     def in_stack(self, experts: Int[Array, "..."]) -> Int[Array, "..."]:
-        """Returns the experts' indices in weights whose leading axes, [layers, experts], are merged."""
+        """Converts experts' indices within the layer to indices into stacked weights [layers * experts, ...]."""
         return experts if self.layer is None else experts + self.layer * self.num_experts
 
 
@@ -90,10 +90,10 @@ def plan(
     """Sorts the pairs of `topk_experts` by expert, stably: an expert's rows are in token order.
 
     The same choices yield the same plan on every backend of one `row_alignment`. A token may choose one expert twice. Ids
-    outside [0, num_experts) are legal and mean "nobody": such a pair adds nothing to its token and receives no gradient.
+    outside [0, num_experts) are legal and mean "no expert": such a pair adds nothing to its token and gets no gradient.
 
     Args:
-        max_pairs: the number of pairs that get rows, the first in expert order; later pairs count as "nobody". In expert
+        max_pairs: the number of pairs that get rows, the first in expert order; later pairs count as "no expert". In expert
             parallelism most of the tokens' experts are elsewhere: memory scales with max_pairs instead of tokens*k.
 
     Raises:
@@ -149,7 +149,7 @@ def plan(
 
 
 def plan_of_few(topk_experts: Integer[Array, "tokens k"], num_experts: int, row_alignment: int) -> Plan:
-    """Makes a plan for at most `row_alignment` tokens: one block of rows per chosen expert, with token t in row t.
+    """Builds a plan for at most `row_alignment` tokens: each chosen expert has one block, with token t in row t.
 
     For forward passes only: `Plan` describes the differences. A tile of `row_alignment` rows takes the same time for one token
     as for all. So nothing needs to be sorted or gathered.
@@ -192,7 +192,7 @@ def plan_of_few(topk_experts: Integer[Array, "tokens k"], num_experts: int, row_
 
 
 def plan_of_one(tokens: int, row_alignment: int) -> Plan:
-    """Makes the plan of one expert with all tokens in order, like `plan` for choices of zero.
+    """Builds the plan of a single expert that processes all tokens in order (a dense matrix).
 
     The rows end with the last tile of two blocks: none starts at the last block.
     """
@@ -213,19 +213,19 @@ def plan_of_one(tokens: int, row_alignment: int) -> Plan:
 
 
 def of_own_layer(weights: Num[Array, "*layers experts n m"], plan: Plan) -> Num[Array, "experts n m"]:
-    """Returns the weights of the plan's experts. For a stack this is a copy, unless the index is a loop counter."""
+    """Slices the plan's layer from stacked weights; a copy, unless the index is a loop counter."""
     return of_layer(weights, plan.layer)
 
 
 def of_layer(weights: Num[Array, "*layers experts n m"], layer: Int[Array, ""] | None) -> Num[Array, "experts n m"]:
-    """Returns the weights of one layer of a stack; without a layer, the weights."""
+    """Slices one layer from stacked weights; returns the weights unchanged if `layer` is None."""
     if layer is None:
         return weights
     return jax.lax.dynamic_index_in_dim(weights, layer, keepdims=False, allow_negative_indices=False)
 
 
 def rows_of_pairs(rows: Num[Array, "rows ..."], plan: Plan, tokens: slice = slice(None)) -> Num[Array, "tokens k ..."]:
-    """Gathers the row of each of the tokens' choices; zero if no expert computes the choice (its row may hold any value)."""
+    """Gathers the expert row of each (token, choice), [tokens, k, ...]; zero where no expert computes the choice."""
     row_of_pair = plan.row_of_pair[tokens]
     is_computed = row_of_pair < plan.offsets[-1]
     # All choices without a computed row read row 0. In expert parallelism they are the majority: their experts are elsewhere.
@@ -236,7 +236,7 @@ def rows_of_pairs(rows: Num[Array, "rows ..."], plan: Plan, tokens: slice = slic
 def sum_of_choices(
     pairs: Float[Array, "tokens k features"], weights: Float[Array, "tokens k"] | None
 ) -> Float[Array, "tokens features"]:
-    """Computes sum_k weights[t, k] * pairs[t, k] from the first choice to the last, in pairs' dtype; default weights are 1."""
+    """Computes sum_k weights[t, k] * pairs[t, k] in pairs' dtype, first choice first; default weights are 1."""
     return sum_in_order(pairs if weights is None else widened(weights)[:, :, None] * pairs, axis=1)
 
 
@@ -251,7 +251,7 @@ def _check(topk_experts: Integer[Array, "tokens k"], **counts: int | None) -> No
 
 
 def wide_ids(topk_experts: Integer[Array, "tokens k"]) -> Integer[Array, "tokens k"]:
-    """Widens ids below 32 bits to int32: they are compared with num_experts, and 8 bits hold ids 0..255 but not 256."""
+    """Casts narrow ids to int32 before comparisons with num_experts: 8 bits hold ids 0..255 but not 256."""
     return topk_experts.astype(jnp.int32) if topk_experts.dtype.itemsize < 4 else topk_experts
 
 
@@ -310,5 +310,5 @@ def _sorted_rows(experts: Int[Array, "pairs"], shift: Int[Array, "experts+1"]) -
 
 
 def masked_sum(mask: Bool[Array, "n m"], values: Int[Array, "m"] | Int[Array, "1 m"]) -> Int[Array, "n"]:
-    """Computes sum_j values[.., j] where mask[i, j]: one kernel for few values, while a cumulative sum needs several."""
+    """Computes sum_j values[.., j] where mask[i, j], in one kernel: faster than a cumulative sum for few values."""
     return jnp.sum(jnp.where(mask, values, 0), axis=-1, dtype=jnp.int32)

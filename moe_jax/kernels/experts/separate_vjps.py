@@ -17,18 +17,18 @@ from moe_jax.kernels.precision import widened
 
 @partial(jax.jit, static_argnums=3)
 def gate_up(x: Array, w_gate_up: Array, plan: Plan, backend: str) -> Float[Array, "rows 2*inter"]:
-    """Returns h in expert order; the backend may leave rows without a pair unwritten."""
+    """Computes h in expert order with a custom gradient; rows without a pair may be left unwritten."""
     return _differentiable_gate_up(x, w_gate_up, plan, backend)
 
 
 @partial(jax.jit, static_argnums=4)
 def down(act: Array, w_down: Array, weights: Array, plan: Plan, backend: str) -> Float[Array, "tokens hidden"]:
-    """Returns y for an act whose rows without a pair are finite."""
+    """Computes y with a custom gradient; rows of act without a pair must be finite."""
     return _differentiable_down(act, w_down, weights, plan, backend)
 
 
 class ExpertsOptions(NamedTuple):
-    """The static choices of a call, checked; `call.experts` describes them. `chunk_tokens` needs exactly one part."""
+    """Validated static options of a call (`call.experts`). `chunk_tokens` requires exactly one group of tokens."""
 
     backend: str
     """The backend of the sums, and without `fp8` of the matrices."""
@@ -43,7 +43,7 @@ class ExpertsOptions(NamedTuple):
 
 
 class GateUp(NamedTuple):
-    """The result of the gate-up step; rows without a pair are finite, since later steps multiply them by zeros."""
+    """Result of the gate-up step. Rows without a pair are finite, since later steps multiply them by zero."""
 
     act: Float[Array, "rows inter"] | QuantisedRows
     h: Float[Array, "rows 2*inter"] | KeptRows | None
@@ -53,7 +53,7 @@ class GateUp(NamedTuple):
 
 
 class Hidden(NamedTuple):
-    """The residuals of a part of the tokens, without the tokens themselves."""
+    """Residuals of one group of tokens: h, the plan, and LoRA intermediates."""
 
     h: Any
     """`GateUp.h`; None without a backward pass."""
@@ -64,7 +64,7 @@ class Hidden(NamedTuple):
 
 
 class PartGradients(NamedTuple):
-    """The gradients of one part's tokens, and the operands of the weights' gradients."""
+    """Gradients for one group of tokens, and the operands of the weight gradients."""
 
     dx_of_shares: list[Array]
     dweights: Float[Array, "tokens k"]
@@ -75,14 +75,14 @@ class PartGradients(NamedTuple):
 def gate_up_gradients(
     dh: Array, x: Array, w_gate_up: Array, plan: Plan, backend: str, shares: int | None = None
 ) -> tuple[list[Array], OuterPart]:
-    """Returns dx, one array per share of the tokens, and the operands of dw_gate_up."""
+    """Returns dx, one array per share (equal range) of the tokens, and the operands of dw_gate_up."""
     dx_rows = implementation(backend).grouped_matmul(dh, w_gate_up, plan, transpose=True)
     rows, source = implementation(backend).rows_of_tokens(x, plan)
     return token_sums_of_shares(dx_rows, plan, None, backend, shares), OuterPart(dh, rows, plan, None, source)
 
 
 def dx_of_shares(dh: Array, w_gate_up: Array, plan: Plan, backend: str, shares: int | None = None) -> list[Array]:
-    """Computes only the dx of `gate_up_gradients`, for a frozen w_gate_up."""
+    """Computes dx without dw_gate_up, for frozen weights; one array per share (equal range) of the tokens."""
     dx_rows = implementation(backend).grouped_matmul(dh, w_gate_up, plan, transpose=True)
     return token_sums_of_shares(dx_rows, plan, None, backend, shares)
 
@@ -90,12 +90,12 @@ def dx_of_shares(dh: Array, w_gate_up: Array, plan: Plan, backend: str, shares: 
 def down_of_shares(
     act: Array, w_down: Array, weights: Array, plan: Plan, backend: str, shares: int | None = None
 ) -> list[Array]:
-    """Returns y, one array per share of the tokens."""
+    """Computes y, one array per share (equal range) of the tokens."""
     return token_sums_of_shares(implementation(backend).grouped_matmul(act, w_down, plan), plan, weights, backend, shares)
 
 
 def token_sums_of_shares(rows: Array, plan: Plan, weights: Array | None, backend: str, shares: int | None) -> list[Array]:
-    """Returns the sums over each token's choices, one array per share of the tokens."""
+    """Sums each token's choices; returns one array per share (equal range) of the tokens."""
     sums = implementation(backend).token_sums
     return [sums(rows, plan, weights, share=i, shares=shares) for i in range(shares or 1)]
 

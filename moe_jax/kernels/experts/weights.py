@@ -14,7 +14,7 @@ from moe_jax.kernels.low_rank import LowRank
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Matrix:
-    """One matrix of each expert. A parameter may hold one instead of an array: `parallel.fsdp` gathers it in FP8."""
+    """One matrix per expert, as values or FP8 codes. FSDP also stores one in place of a parameter gathered in FP8."""
 
     values: Float[Array, "*layers experts out in"] | None
     """The array that gets the gradient. None: the matrix exists only in FP8, and is frozen."""
@@ -26,14 +26,14 @@ class Matrix:
 
     @classmethod
     def of(cls, w: "Float[Array, '*layers experts out in'] | QuantisedMatrices | Matrix") -> "Matrix":
-        """Returns an array, or codes with scales, as an operand; a `Matrix` unchanged."""
+        """Wraps an array or `QuantisedMatrices` as an operand; returns a `Matrix` unchanged."""
         if isinstance(w, Matrix):
             return w
         return cls(None, InFp8(w)) if isinstance(w, QuantisedMatrices) else cls(w)
 
     @property
     def whole(self) -> Float[Array, "*layers experts out in"]:
-        """An array of the matrix's shape: its values, or else its codes."""
+        """An array with the matrix's shape: its values, or else its FP8 codes."""
         if self.values is not None:
             return self.values
         assert self.in_fp8 is not None
@@ -58,7 +58,7 @@ class Matrix:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Accumulators:
-    """The sums of earlier micro-batches' weight gradients, in f32 (f64 for f64)."""
+    """Weight-gradient sums of earlier micro-batches, in f32 (f64 for f64), which kernels add to."""
 
     gate_up: Float[Array, "*layers experts 2*inter hidden"]
     down: Float[Array, "*layers experts hidden inter"]
@@ -73,14 +73,14 @@ class Accumulators:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class ExpertProducts:
-    """The operands of the matrices' gradients, which are multiplied later (`deferred.add_expert_products`)."""
+    """The operands of deferred weight gradients, multiplied later by `deferred.add_expert_products`."""
 
     dh: Float[Array, "rows 2*inter"]
     x: Float[Array, "tokens hidden"]
     dy: Float[Array, "tokens hidden"]
     weighted_act: Float[Array, "rows inter"]
     experts: Float[Array, "tokens k"]
-    """The chosen ids, from which the plan is rebuilt; -1: nobody. In f32, because gradients are floats; exact below 2^24."""
+    """The chosen ids, from which the plan is rebuilt; -1: no expert. In f32, because gradients are floats; exact below 2^24."""
     row_alignment: int = field(metadata={"static": True}, default=1)
     max_pairs: int | None = field(metadata={"static": True}, default=None)
     """Both are the plan's."""
@@ -89,7 +89,7 @@ class ExpertProducts:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class ExpertWeights:
-    """Both matrices of each expert, as operands of `call.experts`."""
+    """Both matrices of each expert, with biases, LoRA updates and gradient targets: the weights of `call.experts`."""
 
     gate_up: Matrix
     """[experts, 2*inter, hidden], the gate's rows before the up rows."""
@@ -114,7 +114,7 @@ class ExpertWeights:
 
     @classmethod
     def of(cls, w_gate_up: Any, w_down: Any, biases: tuple[Array, Array] | None = None, **others: Any) -> "ExpertWeights":
-        """Returns two arrays, or two `QuantisedMatrices`, as operands."""
+        """Wraps two arrays, or two `QuantisedMatrices`, as expert weights."""
         made = cls(Matrix.of(w_gate_up), Matrix.of(w_down), **others)
         if biases is None:
             return made
@@ -127,30 +127,30 @@ class ExpertWeights:
 
     @property
     def is_changed(self) -> bool:
-        """True if the matrices have low-rank changes."""
+        """True if the matrices have LoRA updates."""
         return self.down.change is not None
 
     @property
     def own_gradients(self) -> bool:
-        """True if the gradients belong to `values`."""
+        """True if `values` receive gradients, rather than accumulators, tickets or LoRA factors."""
         return not self.frozen and self.gradient is None and self.down.values is not None
 
     def with_each(self, function: Callable[[Matrix], Matrix], **others: Any) -> "ExpertWeights":
-        """Returns the weights with each matrix replaced by function(matrix), and with other fields."""
+        """Returns a copy with each matrix replaced by function(matrix), and with other fields set."""
         return replace(self, gate_up=function(self.gate_up), down=function(self.down), **others)
 
     def trained(self) -> "ExpertWeights":
-        """Returns only the arrays with gradients (values, accumulators or changes); None in all other fields."""
+        """Returns only the differentiated arrays (values, accumulators or LoRA factors); other fields are None."""
         own = self.own_gradients
         return self.with_each(lambda matrix: Matrix(matrix.values if own else None, None, matrix.change), layer=None)
 
     def held(self) -> "ExpertWeights":
-        """Returns the arrays that `trained` leaves out."""
+        """Returns only the arrays that are not differentiated: the complement of `trained`."""
         own = self.own_gradients
         return self.with_each(lambda matrix: replace(matrix, values=None if own else matrix.values, change=None), gradient=None)
 
     def with_trained(self, trained: "ExpertWeights") -> "ExpertWeights":
-        """Returns the weights whose `held` and `trained` parts are these."""
+        """Combines `held` arrays (self) with `trained` ones into complete weights."""
 
         def joined(held: Matrix, own: Matrix) -> Matrix:
             values = held.values if own.values is None else own.values

@@ -42,14 +42,14 @@ def refusal(dtype: jnp.dtype, hidden: int, inter: int) -> str | None:
 
 
 def is_native() -> bool:
-    """Returns True if the target runs this backend at the speed it was written for."""
+    """Returns True: XLA runs on every platform."""
     return True
 
 
 def rows_of_tokens(
     x: Float[Array, "tokens hidden"], plan: Plan, *, for_gradients: bool = True
 ) -> tuple[Array, Int[Array, "rows"]]:
-    """Returns x in expert order, as (array, source_of_row) for the matmuls below.
+    """Returns (array, source_of_row), so that the matmuls below read x in expert order.
 
     `for_gradients`: True if a backward pass follows. This backend always gathers rows on use; rows without a pair are zero.
     """
@@ -66,7 +66,7 @@ def gated_matmul(
     activation: Activation = SILU,
     bias: Float[Array, "experts 2*inter"] | None = None,
 ) -> tuple[Float[Array, "rows 2*inter"] | None, Float[Array, "rows inter"]]:
-    """Computes h = `grouped_matmul(x, w)` = [gate | up], None without `keep_h`, and act = activation(gate, up).
+    """Computes h[r] = w[e] x[source_of_row[r]] = [gate | up] (None without `keep_h`) and act = activation(gate, up).
 
     A `bias` is added to the rows of its expert.
     """
@@ -86,7 +86,7 @@ def gated_matmul_backward(
     source_of_row: Int[Array, "rows"] | None = None,
     activation: Activation = SILU,
 ) -> tuple[Float[Array, "rows 2*inter"], Float[Array, "rows inter"], Float[Array, "rows"]]:
-    """Computes gradients from the gradient dy of y = sum_k weight * w_down act, where act = activation(gate, up).
+    """Computes the gradients through the down matmul and the activation, y = sum_k weight * w_down act.
 
     With g = dy @ w_down[e], returns three arrays:
 
@@ -127,7 +127,7 @@ def grouped_matmul(
 
 
 class Workspace(NamedTuple):
-    """Bytes alive in addition to the operands of `multiply_by_experts`."""
+    """Temporary memory in bytes that `multiply_by_experts` uses beyond its operands."""
 
     matrix: int
     """The matrices of one expert, gathered."""
@@ -144,7 +144,7 @@ def multiply_by_experts(
     plan: Plan,
     workspace: Workspace,
 ) -> Float[Array, "rows out"]:
-    """Returns the product of each row with its expert's matrices; zeros for rows without an expert.
+    """Multiplies each row by its expert's matrices; rows without an expert yield zeros.
 
     Args:
         take: a function from `taker` that returns the rows of blocks.
@@ -274,7 +274,7 @@ def _batched_dot(a: Array, b: Array, contract: tuple[tuple[int, ...], tuple[int,
 
 
 def taker(x: Array, source_of_row: Array | None, num_rows: int) -> Callable[[Array, Array, int], Array]:
-    """Returns take(starts, ends, height): the rows start <= r < min(end, start + height) of each block, then zeros."""
+    """Returns take(starts, ends, height), which gathers rows start <= r < min(end, start + height) per block, then zeros."""
 
     def take(starts: Array, ends: Array, height: int) -> Array:
         row = starts[:, None] + jnp.arange(height, dtype=jnp.int32)

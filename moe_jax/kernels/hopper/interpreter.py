@@ -22,7 +22,7 @@ INTERPRETED_BLOCKS = 2
 
 
 def interpret() -> plgpu.InterpretGPUParams | bool:
-    """Returns the `interpret` argument of a kernel: False on a GPU."""
+    """Returns the `interpret` argument of `pallas_call`: False on a GPU."""
     return plgpu.InterpretGPUParams(detect_races=False) if is_interpreted() else False
 
 
@@ -55,7 +55,7 @@ def add_to_memory(source, target) -> None:
 
 
 def finish_reading() -> None:
-    """Ends a warpgroup's ordinary loads from a slot that it releases next.
+    """Orders a warpgroup's plain loads from a slot before its release; a no-op on a GPU.
 
     On a GPU this does nothing: each thread arrives at the slot's barrier after its own loads. The interpreter's race detector
     needs a fence.

@@ -36,7 +36,7 @@ collective that finds all cores occupied starts at the kernel's end.
 
 @jax.tree_util.register_pytree_node_class
 class Named(types.SimpleNamespace):
-    """The inputs of a kernel, its scratch or a loop's state by name: a pytree in the order of the names.
+    """A pytree with named fields, for the inputs, scratch or loop state of a kernel.
 
     Scratch is allocated in this order. Swizzled buffers come first: each starts at a multiple of 1024 bytes.
     """
@@ -61,7 +61,7 @@ def launch(
     in_place: int = 0,
     blocks_per_core: int = BLOCKS_PER_CORE,
 ) -> Callable:
-    """Returns a persistent kernel, a function of arrays. `body(*inputs, *outputs, *scratch)` runs in each warpgroup of a block.
+    """Builds a persistent kernel as a function of arrays; `body(*inputs, *outputs, *scratch)` runs in each warpgroup.
 
     An input may be a pytree of arrays, and an entry of `scratch` a pytree of scratch types, such as `Named`. The body gets the
     same pytree of references. None stays None. Scratch is allocated in the order given.
@@ -141,7 +141,7 @@ def grid_size(blocks_per_core: int = BLOCKS_PER_CORE) -> int:
 
 
 def store(reference, value, *, optimized: bool = False) -> None:
-    """Stores as `reference[...] = value`, and unless `optimized` without JAX's check that the store is fast.
+    """Stores `reference[...] = value`; unless `optimized`, skips JAX's check that the store is fast.
 
     JAX from 0.12 refuses a store whose threads share banks of shared memory or write parts of a sector. Earlier JAX accepts it,
     and has no such argument. From 0.12 on a plain store also reads the old values: then JAX may find no layouts.
@@ -153,7 +153,7 @@ def store(reference, value, *, optimized: bool = False) -> None:
 
 
 def operand_transforms(dtype: DTypeLike, columns: int = SWIZZLED_COLUMNS) -> tuple:
-    """Returns the layout in shared memory with which wgmma and TMA access tiles of `columns` columns free of bank conflicts."""
+    """Returns the swizzled shared-memory layout of wgmma and TMA operands with `columns` columns."""
     bytes_per_row = columns * jnp.dtype(dtype).itemsize
     swizzle = plgpu.find_swizzle(bytes_per_row * 8)
     # mypy considers both classes abstract.

@@ -56,25 +56,25 @@ class TileShape:
 
     @property
     def warpgroup_rows(self) -> int:
-        """Rows that one consumer computes."""
+        """Number of rows that each consumer computes."""
         return self.rows // CONSUMERS if self.rows > WGMMA_ROWS and not self.ping_pong else self.rows
 
     @property
     def warpgroup_columns(self) -> int:
-        """Columns that one consumer computes."""
+        """Number of columns that each consumer computes."""
         return self.columns if self.rows > WGMMA_ROWS or self.ping_pong else self.columns // CONSUMERS
 
     def first_row(self, warpgroup):
-        """Returns the row of the tile at which a consumer's rows begin."""
+        """Returns the first row of a consumer's part within the tile."""
         return warpgroup * self.warpgroup_rows if self.warpgroup_rows < self.rows else 0
 
     def column_block(self, warpgroup):
-        """Returns the number of a consumer's block of columns in the tile, in units of warpgroup_columns."""
+        """Returns the index of a consumer's column block within the tile, in units of warpgroup_columns."""
         return warpgroup if self.warpgroup_columns < self.columns else 0
 
     @property
     def column_blocks(self) -> int:
-        """1, or 2 if the consumers halve the columns."""
+        """The number of column blocks: 2 if the consumers split the columns, else 1."""
         return self.columns // self.warpgroup_columns
 
     def pipeline(self, copies: int) -> Pipeline:
@@ -83,7 +83,7 @@ class TileShape:
 
 
 class Step(NamedTuple):
-    """One step of a tile's sum."""
+    """One step along the contracted axis of a tile."""
 
     coord: Any
     """The tile, from `TileProgram.locate`."""
@@ -95,7 +95,7 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True)
 class TileProgram:
-    """The functions in which matmul kernels differ. `coord` is what `locate` returns for a tile."""
+    """The callbacks in which matmul kernels differ. `coord` is the result of `locate` for a tile."""
 
     locate: Callable[[jax.Array], tuple[Any, Any]]
     """tile index -> (number of steps, coord)."""
@@ -122,7 +122,7 @@ class TileProgram:
 
 
 def run_tiles(num_tiles: jax.Array | int, program: TileProgram, shape: TileShape, pipe: Pipeline) -> None:
-    """Computes a thread block's share of `num_tiles` tiles. Runs in every warpgroup, in the scope of the pipeline's buffers."""
+    """Runs the producer and consumers over a thread block's share of `num_tiles` tiles. Call it in every warpgroup."""
 
     def produce():
         @plgpu.nd_loop((num_tiles,), collective_axes="block", init_carry=jnp.int32(0))
@@ -169,7 +169,7 @@ def run_tiles(num_tiles: jax.Array | int, program: TileProgram, shape: TileShape
 
 
 def first_step(part: jax.Array | int, steps: jax.Array | int, parts: int) -> jax.Array:
-    """Returns the step at which a part begins. Parts are equal, or differ by one step. Part number `parts` is the end."""
+    """Returns the first step of split `part`; split sizes differ by at most one step. Split number `parts` is the end."""
     return lax.div(jnp.int32(part * steps), jnp.int32(parts))
 
 

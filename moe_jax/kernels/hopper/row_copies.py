@@ -47,7 +47,7 @@ I32, I64 = 32, 64
 
 
 def landing_barriers(stages: int):
-    """Returns the scratch: a barrier of 8 bytes for each slot."""
+    """Returns the scratch for the barriers: 8 bytes per slot."""
     return plgpu.SMEM((2 * stages,), jnp.int32)
 
 
@@ -66,7 +66,7 @@ def initialize(landed) -> None:
 
 
 def read_sources(source_of_row, first_row: jax.Array, rows: int, num_sources: int) -> Int[Array, "copies"]:
-    """Returns the sources of `rows` rows from first_row on, in registers: each thread has the sources of the rows it copies.
+    """Loads the source indices of `rows` rows from first_row on; each thread holds the indices of rows that it copies.
 
     Rows past the end of source_of_row use its last entry. A source outside [0, num_sources) becomes num_sources: rows without a
     token may have any number, and `start_copies` would compute an invalid address.
@@ -91,7 +91,7 @@ def read_sources(source_of_row, first_row: jax.Array, rows: int, num_sources: in
 
 
 def start_copies(a, sources: Int[Array, "copies"], column: jax.Array, target, landed, slot: jax.Array) -> None:
-    """Starts to copy a[sources, column : column + 64] into `target` [rows, 64], a pipeline's slot.
+    """Starts asynchronous copies (cp.async) of a[sources, column : column + 64] into `target` [rows, 64], a pipeline slot.
 
     A source outside `a` yields zeros. The slot's barrier completes its phase when the copies have landed.
     """

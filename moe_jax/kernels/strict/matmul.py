@@ -30,7 +30,7 @@ WIDEST_OF_PARTS = 128
 
 @jax.jit
 def matmul(x: Float[Array, "rows k"], *weights: Float[Array, "_ k"]) -> Float[Array, "rows n"]:
-    """Returns x @ w.T, summed in f32; w stacks the weights' rows.
+    """Computes x @ w.T in f32, where a row's bits do not depend on other rows; w stacks the weights' rows.
 
     Raises:
         ValueError: operands that are not 16-bit floats of one dtype, k not a multiple of 64 or a matrix's n not a multiple of
@@ -41,7 +41,7 @@ def matmul(x: Float[Array, "rows k"], *weights: Float[Array, "_ k"]) -> Float[Ar
 
 @jax.jit
 def matmul_in_parts(x: Float[Array, "rows k"], *weights: Float[Array, "_ k"]) -> Float[Array, "parts rows n"]:
-    """Computes `matmul` as [parts, rows, n] partial sums, which the reader adds in order; many rows yield one sum.
+    """Computes `matmul` as [parts, rows, n] partial sums, which the caller adds in order; many rows yield one sum.
 
     Partial sums need at most 8.3 MiB: PART_CORES tiles of 128 x 128.
     """
@@ -64,7 +64,7 @@ def _sums(
 
 
 def parts_of(n: int, k: int) -> int:
-    """Returns the number of parts of sums over k.
+    """Returns the number of splits of k (split-K), from the matrix's shape alone.
 
     It is the smallest number with which 64 rows occupy the most of PART_CORES. Another number would change the bits.
     """
@@ -78,14 +78,14 @@ def parts_of(n: int, k: int) -> int:
 
 
 def is_apart(rows: int, heights: tuple[int, ...], parts: int) -> bool:
-    """Returns True if parts are written separately: if there are at most PART_CORES parts over all tiles."""
+    """Returns True if partial sums are written separately: for at most PART_CORES parts over all tiles."""
     if is_interpreted():
         return rows <= WGMMA_ROWS
     return _count(rows, heights, parts, tile_of(rows, heights, parts, apart=True)) <= PART_CORES
 
 
 def tile_of(rows: int, heights: tuple[int, ...], parts: int, *, apart: bool) -> TileShape:
-    """Returns the tile with which the busiest core loads the fewest rows of operands, with the stages that fit.
+    """Returns the tile and stages with which the busiest core loads the fewest operand rows.
 
     Args:
         heights: rows of each matrix. No tile reads two matrices.

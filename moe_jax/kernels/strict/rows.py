@@ -33,7 +33,7 @@ MOST_PARTS = 128
 
 @partial(jax.jit, static_argnames="eps")
 def norm_rows(x: Float[Array, "tokens hidden"], weight: Float[Array, "hidden"], *, eps: float) -> Float[Array, "tokens hidden"]:
-    """Returns weight * x / sqrt(mean(x^2) + eps), as in `decode.add_norm` after a sum."""
+    """Computes RMSNorm, weight * x / sqrt(mean(x^2) + eps), as `decode.add_norm` does after its sum."""
     (tokens, hidden), dtype = x.shape, x.dtype
     whole = pl.ds(0, hidden)
 
@@ -51,7 +51,7 @@ def norm_rows(x: Float[Array, "tokens hidden"], weight: Float[Array, "hidden"], 
 
 @partial(jax.jit, static_argnames="dtype")
 def gated_silu(h: Float[Array, "tokens 2*inter"], *, dtype: Any) -> Float[Array, "tokens inter"]:
-    """Returns silu(gate) * up of h = [gate | up] in f32, rounded once. `inter` is a multiple of 128."""
+    """Computes silu(gate) * up of h = [gate | up] in f32, rounded once. `inter` is a multiple of 128."""
     tokens, inter = h.shape[0], h.shape[1] // 2
 
     def body(h_ref, act_ref):
@@ -67,7 +67,7 @@ def gated_silu(h: Float[Array, "tokens 2*inter"], *, dtype: Any) -> Float[Array,
 
 @jax.jit
 def log_sum_exp(logits: Float[Array, "rows vocab"]) -> Float[Array, "rows"]:
-    """Returns log(sum over the vocabulary of exp(logits)), f32.
+    """Computes the logsumexp over the vocabulary of each row, f32.
 
     Raises:
         ValueError: the vocabulary is not a multiple of 128, or has more than 524288 entries.

@@ -51,7 +51,7 @@ def check_hops(hops: Hops, mesh: Mesh) -> None:
 
 
 def hop(message: Array, axis_name: str | tuple[str, ...], distance: int) -> Array:
-    """Sends `message` to the device `distance` after this one, inside `jax.shard_map`; returns the one that arrives."""
+    """Sends `message` to the device `distance` ahead on the axis, inside `jax.shard_map`; returns the one received."""
     devices = lax.axis_size(axis_name)
     if distance % devices == 0:
         return message
@@ -71,7 +71,7 @@ def _obstacle(mesh: Mesh) -> str:
 
 
 def send_part(part: Array, mesh_axes: tuple[str, ...]) -> list[Array]:
-    """Sends this device's part to all devices, inside `jax.shard_map`.
+    """First half of an all-gather, inside `jax.shard_map`: sends this device's shard to all devices of the axes.
 
     Returns the received parts: its own, then the previous device's, and so on.
     """
@@ -79,7 +79,7 @@ def send_part(part: Array, mesh_axes: tuple[str, ...]) -> list[Array]:
 
 
 def join_parts(arrived: list[Array], mesh_axes: tuple[str, ...], axis: int) -> Array:
-    """Joins the parts that `send_part` returned, along `axis` and in the devices' order."""
+    """Second half of an all-gather: concatenates the shards from `send_part` along `axis`, in device order."""
     devices, own = lax.axis_size(mesh_axes), lax.axis_index(mesh_axes)
     part = arrived[0]
     size = part.shape[axis]
@@ -90,7 +90,7 @@ def join_parts(arrived: list[Array], mesh_axes: tuple[str, ...], axis: int) -> A
 
 
 def send_contributions(x: Array, mesh_axes: tuple[str, ...], axis: int) -> list[Array]:
-    """Sends each device the part of x, along `axis`, whose sum it keeps.
+    """First half of a reduce-scatter: sends each device the slice of x along `axis` that it will sum.
 
     Returns the devices' contributions to this device's part, in the order of `send_part`.
     """
@@ -104,12 +104,12 @@ def send_contributions(x: Array, mesh_axes: tuple[str, ...], axis: int) -> list[
 
 
 def add_contributions(arrived: list[Array]) -> Array:
-    """Returns the sum of the contributions, in at least f32."""
+    """Second half of a reduce-scatter: sums the received contributions in at least f32."""
     return reduce(jnp.add, (a.astype(at_least_f32(a.dtype)) for a in arrived))
 
 
 def sum_scatter(x: Array, mesh_axes: str | tuple[str, ...], axis: int) -> Array:
-    """Returns this device's part, along `axis`, of the sum of all devices' x, in at least f32, inside `jax.shard_map`.
+    """Reduce-scatter of x along `axis` with sums in at least f32 and device order, inside `jax.shard_map`.
 
     It is a reduce-scatter written as an all-to-all, with the sum on the device that keeps the part. Contributions travel in
     x's dtype. A reduce-scatter in f32 would move the bytes of f32; one in x's dtype would round after every addition.
@@ -121,7 +121,7 @@ def sum_scatter(x: Array, mesh_axes: str | tuple[str, ...], axis: int) -> Array:
 
 
 def sum_to_all(x: Array, mesh_axes: str | tuple[str, ...]) -> Array:
-    """Returns the sum of all devices' x on each device, rounded once to x's dtype, inside `jax.shard_map`.
+    """All-reduce of x with f32 sums in device order, rounded once to x's dtype, inside `jax.shard_map`.
 
     It is an all-reduce written as `sum_scatter` and an all-gather. Like an all-reduce it sends 2(n-1)/n of x's bytes out of
     each device.

@@ -1,4 +1,4 @@
-"""Sends tokens to the devices that hold their experts (`dispatch`), and sends outputs home and sums them (`combine`).
+"""Sends tokens to the devices that hold their experts (`dispatch`), and returns and sums outputs (`combine`).
 
 Each is the transpose of the other (as in DeepEP, https://github.com/deepseek-ai/DeepEP). The gradient of dispatch is combine,
 and the gradient of combine is dispatch, with any transport. A token travels to a device once, even if it chose several experts
@@ -32,7 +32,7 @@ def dispatch(
     transport: TransportName | Transport,
     steps: tuple[int, ...] = (),
 ) -> Float[Array, "received features"]:
-    """Returns the tokens that the devices of the axis send to this one, in C slots a device; empty slots are zero.
+    """Sends tokens to the devices of their experts; returns the tokens received, C slots per sender. Empty slots are zero.
 
     With "gather" C is the number of tokens, and every token is sent. "pairwise" does the same if `route` has C slots for C
     tokens. Otherwise C is the number of slots of `route`. Rows are in device order. With "pairwise" this device's own rows come
@@ -53,7 +53,7 @@ def combine(
     transport: TransportName | Transport,
     steps: tuple[int, ...] = (),
 ) -> Float[Array, "tokens features"]:
-    """Sends each row back to the device where `dispatch` got it, and sums the rows of each token there.
+    """Returns expert outputs to the devices that dispatched the tokens, and sums them per token there.
 
     Rows travel in their dtype. The sum and the result are in at least f32. The order of summation is device order; if
     "pairwise" sends every token, it is row order.
@@ -84,7 +84,7 @@ _BUILT_IN = {
 
 
 def functions_of(transport: TransportName | Transport) -> Transport:
-    """Returns the functions of a transport."""
+    """Returns the (to_experts, to_home) functions of a transport."""
     return transport if isinstance(transport, Transport) else _BUILT_IN[transport]
 
 
@@ -117,7 +117,7 @@ def dispatch_in_fp8(
     transport: TransportName | Transport,
     steps: tuple[int, ...] = (),
 ) -> RoundedTokens:
-    """Returns what `dispatch` returns, rounded to e4m3 with a scale for 128 numbers; values and scales of empty slots are zero.
+    """Quantizes tokens to e4m3 (one scale per 128 elements) and dispatches them. Empty slots have value and scale zero.
 
     Experts in FP8 round each token separately, so rounding before or after the transfer yields the same bits. Rounded tokens
     need half the bytes. The gradient is `dispatch`'s: rounding has derivative 1, as in the experts of one device.

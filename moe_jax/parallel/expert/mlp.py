@@ -1,7 +1,7 @@
 """Computes the experts of a Mixture-of-Experts layer that are split over a mesh axis: `kernels.experts_mlp` on each device.
 
-Tokens travel to the devices that hold their experts, and outputs travel home. That is one round (`one_round`). Tokens that do
-not fit travel in further rounds (`rounds`). Choices of shadow experts (`shadow`) are excluded from this exchange.
+Tokens are dispatched to the devices that hold their experts, and outputs return. That is one round (`one_round`). Tokens that
+do not fit are dispatched in overflow rounds (`rounds`). Choices of shadow experts (`shadow`) are excluded from this exchange.
 """
 
 from dataclasses import replace
@@ -68,7 +68,7 @@ def expert_parallel_mlp(
     layer: Int[Array, ""] | None = None,
     precision: Precision | None = None,
 ) -> tuple[Float[Array, "tokens hidden"], Exchange]:
-    """Computes `experts_mlp` of this device's tokens with the experts of all n devices of the axis, inside `jax.shard_map`.
+    """Computes `experts_mlp` with experts split over the n devices of a mesh axis, inside `jax.shard_map`.
 
     Each device passes its own tokens, their choices among all E experts, and the weights of its own E/n experts. Every device
     of the axis must call it with the same number of tokens.
@@ -105,7 +105,7 @@ def experts_of_devices(
     precision: Precision | None = None,
     activation: Activation = SILU,
 ) -> tuple[Float[Array, "tokens hidden"], Exchange]:
-    """Computes `expert_parallel_mlp`, differentiable in `ExpertWeights.trained` of this device's experts.
+    """Computes `expert_parallel_mlp` for weights in any form that `ExpertWeights` supports (FP8, LoRA, accumulators).
 
     Args:
         weights: the factors of a low-rank change may also cover all E experts; each device then selects its own.

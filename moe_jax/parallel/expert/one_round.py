@@ -1,4 +1,4 @@
-"""Computes one round of the exchange: tokens travel to their experts, experts compute them, and outputs travel home.
+"""Computes one round of the exchange: tokens are sent to their experts, experts compute, and outputs return.
 
 With "pairwise" a round has steps: a device computes its own tokens, then the tokens of one group of other devices at a time. So
 tokens and outputs travel while other steps' experts compute. Any other transport has one step for all devices' tokens.
@@ -25,7 +25,7 @@ from moe_jax.parallel.expert.settings import Capacity, ExchangePlan, Transport, 
 
 
 class ExpertInputs(NamedTuple):
-    """The arrays that get gradients."""
+    """The differentiated inputs of expert parallelism: tokens, expert weights and routing weights."""
 
     x: Float[Array, "tokens hidden"]
     trained: ExpertWeights
@@ -35,7 +35,7 @@ class ExpertInputs(NamedTuple):
 
 
 class Choices(NamedTuple):
-    """The arrays without gradients: the expert of each choice, the round that computes it, and weights without gradients."""
+    """The non-differentiated inputs: chosen experts, the round of each choice, and weights without gradients."""
 
     rounds: Int[Array, ""]
     """The number of further rounds."""
@@ -49,7 +49,7 @@ class Choices(NamedTuple):
 
 
 def first_round(plan: ExchangePlan, choices: Choices, inputs: ExpertInputs) -> Float[Array, "tokens hidden"]:
-    """Returns each token's outputs of the choices that the first round computes, in at least f32."""
+    """Dispatches, computes and combines the choices that fit the first round; returns each token's sum, in at least f32."""
     # A gather delivers the tokens of all rounds: without the mask, choices of further rounds would be computed twice.
     ids = jnp.where(choices.is_first, choices.experts, -1)
     route = first_route(choices.queues, plan.first)
@@ -59,7 +59,7 @@ def first_round(plan: ExchangePlan, choices: Choices, inputs: ExpertInputs) -> F
 def further_round(
     plan: ExchangePlan, choices: Choices, index: Int[Array, ""], inputs: ExpertInputs
 ) -> Float[Array, "tokens hidden"]:
-    """Returns the outputs of the tokens of further round `index`, counted from 0, in at least f32; 0 for other tokens."""
+    """Computes overflow round `index` (from 0): returns its tokens' sums in at least f32, 0 for other tokens."""
     # Groups of other mesh axes may run another number of rounds. `all_to_all` within a group allows that, `ppermute` does not.
     route = further_route(choices.queues, index, plan.further)
     return _round(plan, route, plan.further, "all_to_all", choices, inputs)
@@ -157,7 +157,7 @@ def _with_last_gradients_together(x: Array, trained: ExpertWeights) -> tuple[Arr
 def _with_gradients_together[Trained](x: Array, down: Trained) -> tuple[Array, Trained]:
     """Returns both unchanged; their gradients are ready together.
 
-    The last part of x's gradient travels home while w_down's gradient is computed. Without the barrier XLA would compute the
+    The last part of x's gradient returns while w_down's gradient is computed. Without the barrier XLA would compute the
     latter later.
     """
     return x, down

@@ -1,7 +1,7 @@
 """Transport `pairwise`: one `ppermute` for each pair of devices (FasterMoE, https://doi.org/10.1145/3503221.3508418).
 
 A device's own tokens come first, then the previous device's, and so on. While the experts compute some tokens, others arrive
-and earlier outputs travel home. The caller (`mlp`) chooses which devices' tokens are computed together. It moves the same bytes
+and earlier outputs return. The caller (`mlp`) chooses which devices' tokens are computed together. It moves the same bytes
 as `all_to_all`. If a buffer has room for all tokens, they are sent unpacked, and the returned rows are summed without
 unpacking.
 """
@@ -20,7 +20,7 @@ from moe_jax.parallel.expert.routes import Route, unpack
 
 
 def to_experts(x: Num[Array, "tokens features"], route: Route, axis_name: str) -> Num[Array, "received features"]:
-    """Returns the tokens that the devices sent here, C slots a device: own ones first, then by distance; empty slots are 0."""
+    """Dispatches tokens: returns those sent to this device, C slots per sender, its own first, then by distance."""
     devices, me = jax.lax.axis_size(axis_name), jax.lax.axis_index(axis_name)
 
     def block(distance: int) -> Array:
@@ -34,7 +34,7 @@ def to_experts(x: Num[Array, "tokens features"], route: Route, axis_name: str) -
 def to_home(
     rows: Float[Array, "received features"], route: Route, axis_name: str, steps: tuple[int, ...] = ()
 ) -> Float[Array, "tokens features"]:
-    """Returns each token's sum over its slots; the rows are in the order of `to_experts`.
+    """Returns outputs to the sending devices; the result is each token's sum over its slots, in the order of `to_experts`.
 
     The rows of a step leave after the previous step's last row has arrived. Without that barrier XLA schedules all copies at
     the end, and none overlaps with the experts of the next step.
@@ -57,12 +57,12 @@ def to_home(
 
 
 def by_distance(received: Num[Array, "received features"], axis_name: str) -> list[Num[Array, "slots features"]]:
-    """Reorders blocks from device order into the order of `to_experts`."""
+    """Reorders blocks of rows from device order to order of distance, as in `to_experts`."""
     devices, me = jax.lax.axis_size(axis_name), jax.lax.axis_index(axis_name)
     blocks = received.reshape(devices, -1, received.shape[1])
     return [jax.lax.dynamic_index_in_dim(blocks, (me - distance) % devices, keepdims=False) for distance in range(devices)]
 
 
 def sends_all(route: Route) -> bool:
-    """Returns True if a buffer has room for all of a device's tokens, which then travel unpacked."""
+    """Returns True if each buffer fits all of a device's tokens, so that they are sent unpacked."""
     return route.token_of_slot.shape[1] == route.slot_of_token.shape[1]

@@ -5,7 +5,7 @@ from jaxtyping import Int, Num
 
 
 def balanced_order(expert_load: Num[np.ndarray, "experts"], devices: int, num_groups: int = 1) -> Int[np.ndarray, "experts"]:
-    """Returns the expert for each position. Device d of n holds positions d*E/n to (d+1)*E/n.
+    """Assigns experts to devices by load: out[i] is the expert at position i. Device d of n holds positions d*E/n to (d+1)*E/n.
 
     Experts are assigned in order of decreasing load, each to the device with the least load and a free position. This is
     Graham's longest-processing-time rule with E/n positions per device. DeepSeek's EPLB (https://github.com/deepseek-ai/EPLB)
@@ -44,7 +44,7 @@ def balanced_order(expert_load: Num[np.ndarray, "experts"], devices: int, num_gr
 
 
 def device_load(expert_load: Num[np.ndarray, "*layers experts"], devices: int) -> Num[np.ndarray, "*layers devices"]:
-    """Returns the number of choices that each device computes: the sum over the experts that it holds."""
+    """Returns the number of choices per device: the sum over the experts that it holds."""
     load = np.asarray(expert_load)
     return load.reshape(*load.shape[:-1], devices, -1).sum(axis=-1)
 

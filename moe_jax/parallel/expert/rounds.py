@@ -1,8 +1,8 @@
 """Sums the rounds of the exchange, whose number depends on the routing, and differentiates the sum.
 
-The first round has room for an even routing times `capacity_factor`. Tokens beyond that queue for further rounds, until the
-longest queue of any device is empty. An even routing needs no further round. If every choice goes to one device, it needs about
-n / `capacity_factor` of them. So no token is ever dropped, and no buffer is sized for the worst routing.
+The first round has room for an even routing times `capacity_factor`. Tokens beyond that queue for further (overflow) rounds,
+until the longest queue of any device is empty. An even routing needs no further round. If every choice goes to one device,
+about n / `capacity_factor` are needed. So no token is ever dropped, and no buffer is sized for the worst routing.
 
 The first round saves the residuals of `experts_mlp`. Further rounds save nothing, since their number is unknown at compile
 time. The backward pass recomputes them.
@@ -24,7 +24,7 @@ from moe_jax.parallel.expert.settings import ExchangePlan
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def all_rounds(plan: ExchangePlan, choices: Choices, inputs: ExpertInputs) -> Float[Array, "tokens hidden"]:
-    """Returns the outputs of the first round and of `choices.rounds` further ones, in at least f32.
+    """Runs the first round and `choices.rounds` overflow rounds; returns each token's sum in at least f32.
 
     Differentiable in `inputs`. The gradients of further rounds are summed in at least f32.
     """

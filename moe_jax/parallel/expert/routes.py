@@ -19,7 +19,7 @@ from moe_jax.parallel.expert.settings import Capacity
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Queues:
-    """One queue of this device's tokens for each device of the axis. A token queues only for devices that hold its experts."""
+    """For each destination device, a queue of this device's tokens that chose at least one of its experts."""
 
     position: Int[Array, "devices tokens"]
     """The token's position in the device's queue; `tokens` if it is not in the queue."""
@@ -32,7 +32,7 @@ class Queues:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Route:
-    """The slots of one round: slot c of the buffer for device d holds token token_of_slot[d, c]."""
+    """The send buffer of one round: slot c for device d holds token token_of_slot[d, c]."""
 
     token_of_slot: Int[Array, "devices slots"]
     """`tokens` for an empty slot."""
@@ -57,7 +57,7 @@ def queue(
     capacity: Capacity,
     order: Literal["position", "probability"] = "position",
 ) -> Queues:
-    """Queues the tokens by position, or by decreasing sum of the weights of their choices on the device ("probability").
+    """Builds the `Queues`: tokens in order of position, or of decreasing routing weight on the device ("probability").
 
     The first round includes tokens from the front of a queue while both tokens and choices fit in `capacity`.
     """
@@ -80,24 +80,24 @@ def queue(
 
 
 def first_route(queues: Queues, capacity: Capacity) -> Route:
-    """Returns the slots of the first round."""
+    """Returns the send buffer of the first round."""
     return _route(queues, jnp.zeros_like(queues.first), queues.first, capacity.tokens)
 
 
 def further_route(queues: Queues, index: Int[Array, ""], capacity: Capacity) -> Route:
-    """Returns the slots of further round `index`, counted from 0."""
+    """Returns the send buffer of overflow round `index` (from 0), for tokens that did not fit earlier rounds."""
     begin = queues.first + index * capacity.tokens
     return _route(queues, begin, jnp.clip(queues.length - begin, 0, capacity.tokens), capacity.tokens)
 
 
 def further_rounds(queues: Queues, capacity: Capacity, axis_name: str) -> Int[Array, ""]:
-    """Returns the number of further rounds that empty the longest queue of any device, the same on all devices of the axis."""
+    """Returns the number of overflow rounds that all devices of the axis need until every queue is empty."""
     own = -(-jnp.max(queues.length - queues.first) // capacity.tokens)
     return jax.lax.pmax(own, axis_name)
 
 
 def in_first_round(queues: Queues, owner: Int[Array, "tokens k"]) -> Bool[Array, "tokens k"]:
-    """Returns True for each choice that the first round computes."""
+    """Returns True for each choice whose token fits into the first round's buffer; later rounds compute the rest."""
     travels = queues.position < queues.first[:, None]
     return jnp.take_along_axis(travels, jnp.maximum(owner, 0).T, axis=0).T & (owner >= 0)
 
@@ -116,12 +116,12 @@ def _route(queues: Queues, begin: Array, sent: Array, slots: int) -> Route:
 
 
 def pack(x: Num[Array, "tokens features"], route: Route) -> Num[Array, "devices slots features"]:
-    """Returns out[d, c] = x[token_of_slot[d, c]]; empty slots are zero."""
+    """Fills send buffers: out[d, c] = x[token_of_slot[d, c]]; empty slots are zero."""
     return x.at[route.token_of_slot].get(mode="fill", fill_value=0)
 
 
 def unpack(slots: Float[Array, "devices slots features"], route: Route) -> Float[Array, "tokens features"]:
-    """Returns out[t], the sum of the slots of token t for all devices, in at least f32 and in device order."""
+    """Sums the slots of each token over all devices, in at least f32 and device order; the transpose of `pack`."""
     flat = slots.reshape(-1, slots.shape[2])
     of_devices = flat.at[route.slot_of_token].get(mode="fill", fill_value=0)
     return jnp.sum(of_devices, axis=0, dtype=at_least_f32(slots.dtype))

@@ -19,7 +19,7 @@ TRANSPORTS = get_args(TransportName)
 
 @dataclass(frozen=True)
 class Transport:
-    """Moves tokens between devices. `ExpertParallel.transport` accepts one instead of a built-in name.
+    """A custom way to move tokens between devices, accepted by `ExpertParallel.transport` in place of a built-in name.
 
     Attributes:
       name: a name for tables and messages.
@@ -111,7 +111,7 @@ class ExpertParallel:
 
 
 class Capacity(NamedTuple):
-    """The size of a buffer from one device to one other, for one round."""
+    """The size of a send buffer per destination device and round."""
 
     tokens: int
     """Tokens that fit."""
@@ -120,7 +120,7 @@ class Capacity(NamedTuple):
 
 
 def first_capacity(tokens: int, k: int, num_experts: int, devices: int, factor: float) -> Capacity:
-    """Returns `factor` times an even routing's traffic, at least SMALLEST_CAPACITY tokens, at most all `tokens`.
+    """Returns the first round's buffer size: `factor` times the traffic of even routing, SMALLEST_CAPACITY to `tokens`.
 
     A token chooses k different experts of E, and one device holds E/n of them. The token goes to that device with probability
     1 - C(E - E/n, k) / C(E, k), and makes k/n choices there on average.
@@ -132,12 +132,12 @@ def first_capacity(tokens: int, k: int, num_experts: int, devices: int, factor: 
 
 
 def further_capacity(first: Capacity, k: int) -> Capacity:
-    """Returns the capacity of a further round: its tokens' choices fit into the first round's rows under any routing."""
+    """Returns the buffer size of overflow rounds. Under any routing its choices fit into the first round's rows."""
     return Capacity(max(1, first.pairs // k), first.pairs)
 
 
 class ExchangePlan(NamedTuple):
-    """The facts of a call that are known when it is traced."""
+    """The static configuration of one call: devices, transport, buffer sizes, backend and precision."""
 
     axis_name: str
     devices: int
@@ -168,7 +168,7 @@ def plan_exchange(
     backend: str | None = None,
     precision: Precision | None = None,
 ) -> ExchangePlan:
-    """Plans a call with these numbers of tokens per device, choices per token, and experts."""
+    """Builds the `ExchangePlan` for `tokens` per device, `k` choices per token and `local_experts` per device."""
     num_experts = local_experts * devices
     first = first_capacity(tokens, k, num_experts, devices, parallel.capacity_factor)
     transport = parallel.transport or ("gather" if first.tokens == tokens else "all_to_all")

@@ -37,7 +37,7 @@ def compute_shadows(
     inputs: ExpertInputs,
     experts: Int[Array, "tokens k"],
 ) -> tuple[Array, Array, ExpertInputs, Array]:
-    """Chooses shadows for this call, copies their weights to all devices, and computes this device's tokens' choices of them.
+    """Replicates overloaded experts to all devices for this call, and computes this device's choices of them locally.
 
     Returns their contribution to this device's tokens, the number of shadows, and the inputs and the choices of the exchange.
     The gradients of the shadows' copies flow into the weights of these inputs. A choice that a shadow computed is -1.
@@ -108,7 +108,7 @@ def rows_per_shadow(flops_per_byte: float, itemsize: int, devices: int) -> float
 
 
 def load_by_device(experts: Int[Array, "tokens k"], num_experts: int, axis_name: str) -> Int[Array, "devices experts"]:
-    """Counts each device's choices of each expert, by an all-gather of n*E numbers. Ids outside [0, E) do not count."""
+    """Counts choices per device and expert, by an all-gather of n*E counts. Ids outside [0, E) do not count."""
     own = jnp.sum(experts.reshape(-1) == jnp.arange(num_experts)[:, None], axis=1, dtype=jnp.int32)
     return lax.all_gather(own, axis_name)
 
@@ -116,7 +116,7 @@ def load_by_device(experts: Int[Array, "tokens k"], num_experts: int, axis_name:
 def choices_of_shadows(
     weights: Float[Array, "tokens k"], experts: Int[Array, "tokens k"], shadows: Int[Array, "slots"]
 ) -> tuple[Float[Array, "tokens slots"], Int[Array, "tokens slots"], Int[Array, "tokens k"]]:
-    """Returns each token's weights and choices of the shadows, and `experts` with -1 for the choices of shadows.
+    """Returns weights and ids of each token's choices of shadows, and `experts` with those choices replaced by -1.
 
     Slot s is expert shadows[s]. If a token chose an expert twice, it makes one choice of the shadow, with the sum of both
     weights. So T * slots rows hold all choices.
@@ -132,7 +132,7 @@ def choices_of_shadows(
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def lend(weights: Matrices, shadows: Int[Array, "slots"], axis_name: str, dtype: jnp.dtype) -> tuple[Matrices, Matrices]:
-    """Returns `weights` unchanged, and on every device a copy of the shadows' weights in `dtype`; unused slots are zero.
+    """Broadcasts shadow experts: returns `weights`, and a copy of the shadows' weights in `dtype`. Unused slots are zero.
 
     The gradients of the copies travel in `dtype`. They are summed over the devices in f32 and added to the owner's gradients.
     Each direction moves one slot for each shadow: 2(n-1)/n of the slots' bytes leave each device.

@@ -19,21 +19,21 @@ from moe_jax.parallel.layout import lies_in_chunks, moving_spec, parameter_path,
 
 
 class PipeShape(NamedTuple):
-    """The ranks of a pipeline, and the chunks of each. One rank means no pipeline: the layers have one axis."""
+    """The number of ranks of a pipeline and of chunks per rank. One rank means no pipeline."""
 
     ranks: int = 1
     chunks: int = 1
 
 
 class LayersInPipe(NamedTuple):
-    """The layers of a model that a pipeline splits over its ranks: one stage. Others are laid out as on any mesh."""
+    """The one stage of layers that a pipeline splits over ranks; other layers are sharded as without a pipeline."""
 
     stage: int
     num_layers: int
 
 
 def to_chunks(params: nnx.State, mesh: Mesh, chunks: int = 1) -> nnx.State:
-    """Lays out a model's parameters for a pipeline over the mesh axis `pipe`, one array at a time.
+    """Reshapes and shards a model's parameters for pipelining over the mesh axis `pipe`, one array at a time.
 
         nnx.update(model, to_chunks(nnx.state(model), mesh, chunks=2))
         state = train.init_state(model, optimizer)
@@ -65,7 +65,7 @@ def to_chunks(params: nnx.State, mesh: Mesh, chunks: int = 1) -> nnx.State:
 
 
 def from_chunks(params: nnx.State, num_layers: int, mesh: Mesh | None = None) -> nnx.State:
-    """Returns parameters of `to_chunks` with one axis of layers, laid out on another mesh; None: on the default device.
+    """Inverts `to_chunks`: returns parameters with one axis of layers, on another mesh or the default device (None).
 
     Args:
       num_layers: the number of layers in chunks, excluding dense layers before and MTP modules after them.
@@ -81,7 +81,7 @@ def from_chunks(params: nnx.State, num_layers: int, mesh: Mesh | None = None) ->
 
 
 def pipe_of(mesh: Mesh | None, chunks: int) -> PipeShape:
-    """Returns the pipeline over the mesh with these chunks.
+    """Returns the `PipeShape` of a mesh with `chunks` chunks per rank.
 
     Raises:
       ValueError: less than one chunk, or several chunks without several devices along `pipe`.
@@ -95,7 +95,7 @@ def pipe_of(mesh: Mesh | None, chunks: int) -> PipeShape:
 
 
 def pipe_of_model(params: nnx.State, mesh: Mesh | None) -> PipeShape:
-    """Returns the pipeline that a model's parameters on `mesh` are laid out for.
+    """Returns the `PipeShape` that a model's parameters on `mesh` are stacked for.
 
     Raises:
       ValueError: the mesh has several devices along `pipe`, but the layers are not in chunks.
@@ -108,14 +108,14 @@ def pipe_of_model(params: nnx.State, mesh: Mesh | None) -> PipeShape:
         path = parameter_path(key_path)
         if is_dealt_out(path, stage) and not lies_in_chunks(path, array.shape):
             raise ValueError(
-                f"the mesh has pipe={ranks}, and the model's layers do not lie in chunks: load it with "
+                f"the mesh has pipe={ranks}, and the model's layers are not split into chunks: load it with "
                 "from_pretrained(mesh=, pipe_chunks=), or lay it out with parallel.pipeline.chunks.to_chunks"
             )
     return PipeShape(ranks, jax.tree.leaves(params["stages"][stage])[0].shape[0])
 
 
 def check_layers(num_layers: int, pipe: PipeShape) -> None:
-    """Checks that there are enough layers for a pipeline; without one nothing is checked.
+    """Checks that every chunk of a pipeline has at least one layer on some rank; passes without a pipeline.
 
     Raises:
       ValueError: a chunk without layers on any rank.
@@ -127,7 +127,7 @@ def check_layers(num_layers: int, pipe: PipeShape) -> None:
 
 
 def stacked_shape(path: tuple, shape: tuple[int, ...], layers: LayersInPipe, pipe: PipeShape) -> tuple[int, ...]:
-    """Returns the shape of a parameter, or of its moment, in `pipe`.
+    """Returns the shape of a parameter, or of its moment, when stacked for `pipe`.
 
     Args:
       path: as in `nnx.to_flat_state`; () for another array of the optimizer's.
@@ -143,12 +143,12 @@ def stacked_shape(path: tuple, shape: tuple[int, ...], layers: LayersInPipe, pip
 
 
 def is_dealt_out(path: tuple, stage: int) -> bool:
-    """Returns True if the parameter's layers are split over ranks. Biases of experts stay whole on every device."""
+    """Returns True if the parameter is split over pipeline ranks. Expert biases stay replicated."""
     return path[:2] == ("stages", stage) and path[-1] != "expert_bias"
 
 
 def stage_in_pipe(stages: Any) -> int:
-    """Returns the number of the stage in a pipeline: the last one before multi-token prediction modules.
+    """Returns the index of the stage that a pipeline splits: the last one before MTP modules.
 
     Args:
       stages: the parameters of all stages, by number.
@@ -166,7 +166,7 @@ def stage_in_pipe(stages: Any) -> int:
 
 
 def refuse_chunks(params: Any, work: str) -> None:
-    """Refuses parameters of `to_chunks`, for `work` that needs the layers along one axis.
+    """Raises if parameters are stacked for a pipeline, for `work` that needs one axis of layers.
 
     Raises:
       ValueError: the message names the work, a parameter's shape, and the remedy.
@@ -174,14 +174,14 @@ def refuse_chunks(params: Any, work: str) -> None:
     for key_path, array in jax.tree.leaves_with_path(params):
         if parameter_path(key_path)[-2:] == ("input_layernorm", "weight") and array.ndim == 4:
             raise ValueError(
-                f"{work} needs a model's layers along one axis, and these lie in the chunks of a pipeline: a norm's weights "
+                f"{work} needs a model's layers along one axis, and these are split into a pipeline's chunks: a norm's weights "
                 f"have the shape {list(array.shape)} (chunks, ranks, layers of a chunk, hidden). Bring them back first: "
                 "nnx.update(model, parallel.pipeline.chunks.from_chunks(nnx.state(model), num_layers))"
             )
 
 
 def layers_of_chunk(num_layers: int, ranks: int, chunks: int) -> int:
-    """Returns the layers of a chunk, l = ceil(layers / (p v))."""
+    """Returns the number of layers per chunk, ceil(num_layers / (ranks * chunks))."""
     return -(-num_layers // (ranks * chunks))
 
 
@@ -191,7 +191,7 @@ def fills_chunks(num_layers: int, ranks: int, chunks: int) -> bool:
 
 
 def split_layers(stacked: Array, ranks: int, chunks: int) -> Array:
-    """Returns [layers, ...] as [chunks, ranks, layers of a chunk, ...], zero-padded."""
+    """Reshapes [layers, ...] to [chunks, ranks, layers of a chunk, ...], zero-padded."""
     of_chunk = layers_of_chunk(stacked.shape[0], ranks, chunks)
     missing = ranks * chunks * of_chunk - stacked.shape[0]
     filled = jnp.pad(stacked, [(0, missing), *[(0, 0)] * (stacked.ndim - 1)]) if missing else stacked
@@ -199,12 +199,12 @@ def split_layers(stacked: Array, ranks: int, chunks: int) -> Array:
 
 
 def join_layers(split: Array, num_layers: int) -> Array:
-    """Returns [chunks, ranks, layers of a chunk, ...] as [layers, ...], without padding."""
+    """Reshapes [chunks, ranks, layers of a chunk, ...] to [layers, ...], without padding."""
     return split.reshape(-1, *split.shape[3:])[:num_layers]
 
 
 def stacked_as(tree: Any, layers: LayersInPipe, pipe: PipeShape) -> Any:
-    """Returns the shapes of `tree` (arrays or ShapeDtypeStructs under the parameters' paths) with layers stacked for `pipe`.
+    """Returns the shapes of `tree` (arrays or ShapeDtypeStructs by parameter path) with layers stacked for `pipe`.
 
     Arrays whose shape changes get a layout with a part of every layer on each device (`layout.moving_spec`), for `restack`.
     """
@@ -220,7 +220,7 @@ def stacked_as(tree: Any, layers: LayersInPipe, pipe: PipeShape) -> Any:
 
 
 def restack(tree: Any, like: Any, num_layers: int) -> Any:
-    """Converts arrays of `stacked_as` to the shapes and layouts of `like`.
+    """Converts arrays with the shapes of `stacked_as` to the shapes and shardings of `like`.
 
     Arrays are converted one by one, layer by layer, and their memory is freed. Padding is dropped, or filled with zeros.
     """

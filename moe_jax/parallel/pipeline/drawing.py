@@ -50,7 +50,7 @@ def draw(timeline: Timeline, width: int = 120) -> str:
 
 
 def plot(timeline: Timeline, path: str | Path) -> None:
-    """Draws a step into a PNG file, which is complete or absent. Overlapped passes share the height of a row.
+    """Draws a simulated step as a PNG file, written atomically. Overlapped passes share the height of a row.
 
     Raises:
       ValueError: `path` does not end in .png.
@@ -141,7 +141,7 @@ TORCH_KINDS = {"F": "F", "B": "B", "b": "I", "W": "W"}
 
 
 def to_actions(schedule: Schedule) -> str:
-    """Returns a CSV with a row for each rank, as torch's `_dump_csv` writes it.
+    """Returns the schedule as CSV, one row per rank, in the format of torch's `_dump_csv`.
 
     An action is stage, kind and micro-batch: `2F0`, `2I0`, `2W0`. An overlapped pair is `(0F1;1B0)OVERLAP_F_B`, and an idle
     tick is empty. The second stream of DualPipe continues the numbers of the first.

@@ -12,7 +12,7 @@ from moe_jax.parallel.pipeline.schedules import Part, Schedule, Slot, require_po
 
 
 class Phases(NamedTuple):
-    """Numbers of times that a rank repeats each phase of DualPipe.
+    """The number of times that a rank repeats each of DualPipe's eight phases.
 
     Chunk "own" computes the micro-batches that enter at the rank's nearer end, chunk "other" the rest.
     """
@@ -28,7 +28,7 @@ class Phases(NamedTuple):
 
 
 def dualpipe(ranks: int, micro_batches: int) -> Schedule:
-    """Returns DualPipe: half of the micro-batches enter at rank 0, the other half at the last rank.
+    """Returns the DualPipe schedule: half of the micro-batches enter at rank 0, half at the last rank.
 
     Rank r holds stage r (chunk 0) and stage ranks - 1 - r (chunk 1), so every stage is on two ranks. A rank holds up to `ranks`
     + 1 chunk inputs. At distance h from the nearer end, it postpones up to h + 1 passes W. `micro_batches` counts both halves;
@@ -58,7 +58,7 @@ def dualpipe(ranks: int, micro_batches: int) -> Schedule:
 
 
 def dualpipe_v(ranks: int, micro_batches: int) -> Schedule:
-    """Returns DualPipeV: one half of DualPipe over twice the ranks; its micro-batches go down the ranks and back up.
+    """Returns the DualPipeV schedule: half of DualPipe, folded so that micro-batches go down the ranks and back up.
 
     Rank r holds stages r and 2 ranks - 1 - r, so every stage is on one rank. A rank holds up to 2 `ranks` + 1 chunk inputs, and
     postpones up to r + 1 passes W.

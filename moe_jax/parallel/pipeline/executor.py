@@ -53,7 +53,7 @@ WITH_GROUPS = ("psum", "pmax", "pmin", "all_gather", "all_to_all", "ragged_all_t
 
 @dataclass(frozen=True)
 class PipelinePasses:
-    """Functions of arrays inside `jax.shard_map` that a pipeline runs. A `PassRow` names chunk and micro-batch."""
+    """The callbacks that run one chunk's pass over one micro-batch, inside `jax.shard_map`. A `PassRow` names both."""
 
     enter: Callable[[Any], Any]
     """(micro-batch) -> the input of the first layer."""
@@ -80,7 +80,7 @@ class PipelinePasses:
 
 
 class Slot(NamedTuple):
-    """The slot in which a forward pass saves its residuals, `slots[number]`."""
+    """The slot `slots[number]`, in which a forward pass saves its residuals."""
 
     slots: Any
     """The residuals of a pass, stacked over slots."""
@@ -102,7 +102,7 @@ class _State(NamedTuple):
 
 
 def run_table(passes: PipelinePasses, table: Table, totals: Any) -> Any:
-    """Runs all passes of a step and returns the totals, inside `jax.shard_map` over `pipe`.
+    """Runs one training step of a pipeline and returns the totals, inside `jax.shard_map` over `pipe`.
 
     Args:
       passes: the passes, whose results vary over the same mesh axes as their arguments. A table with b and W needs both halves.
@@ -276,17 +276,17 @@ def _where(condition, one, other):
 
 
 def take(stacked: Any, i) -> Any:
-    """Returns slot i of stacked arrays."""
+    """Slices slot i from every array of a pytree."""
     return jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, i, 0, keepdims=False), stacked)
 
 
 def put(stacked: Any, values: Any, i) -> Any:
-    """Returns the stacked arrays with new values in slot i."""
+    """Returns the pytree of stacked arrays with slot i overwritten by `values`."""
     return jax.tree.map(lambda a, value: lax.dynamic_update_index_in_dim(a, value, i, 0), stacked, values)
 
 
 def checked_branch(branch: Callable, *arguments) -> Callable:
-    """Returns the function, traced for arguments like these, inside `jax.shard_map`.
+    """Traces the function and checks that it can run in one rank's branch, inside `jax.shard_map`.
 
     Raises:
       ValueError: the function has a `ppermute`, or a collective over `pipe`.
@@ -325,13 +325,13 @@ def _text(axes) -> str:
 
 
 def sources(schedule: Schedule) -> list[tuple[int, tuple[int, ...]]]:
-    """Returns, for each chunk of the schedule, its chunk in `to_chunks`, and the rank that stores each rank's stage."""
+    """Returns, per chunk of the schedule, which stored chunk it is and which rank stores it."""
     ranks = len(schedule.stages)
     return [(stages[0] // ranks, tuple(stage % ranks for stage in stages)) for stages in zip(*schedule.stages, strict=True)]
 
 
 def to_stages(stored: Any, schedule: Schedule) -> Any:
-    """Returns a rank's arrays [chunks of `to_chunks`, l, ...] as [chunks of the schedule, l, ...], inside `jax.shard_map`."""
+    """Exchanges stored layers between ranks so that each rank has the chunks that the schedule needs."""
 
     if _at_home(schedule):
         return stored
@@ -343,7 +343,7 @@ def to_stages(stored: Any, schedule: Schedule) -> Any:
 
 
 def from_stages(gradients: Any, schedule: Schedule) -> Any:
-    """Transposes `to_stages`: sends gradients home, and sums the gradients of a stage on two ranks."""
+    """Transposes `to_stages`: returns gradients to the storing ranks, and sums gradients of a stage on two ranks."""
     if _at_home(schedule):
         return gradients
 
@@ -359,7 +359,7 @@ def from_stages(gradients: Any, schedule: Schedule) -> Any:
 
 
 def layers_of_stages(stacked: Any, schedule: Schedule, num_layers: int, rank: Int[Array, ""]) -> Any:
-    """Returns the rank's layers of arrays [layers, ...] as [chunks x l, ...], with l = `num_layers` of a stage.
+    """Selects a rank's layers from arrays of all layers: [layers, ...] to [chunks x l, ...], l = `num_layers` per stage.
 
     Padding layers of the last stages are zeros.
     """
@@ -374,7 +374,7 @@ def layers_of_stages(stacked: Any, schedule: Schedule, num_layers: int, rank: In
 
 
 def layers_of_all_stages(own: Any, schedule: Schedule, num_layers: int, rank: Int[Array, ""]) -> Any:
-    """Returns arrays [chunks x l, ...] of a rank as [stages x l, ...], zeros for the layers of other ranks."""
+    """Expands a rank's arrays [chunks x l, ...] to all stages, [stages x l, ...], with zeros for other ranks' layers."""
     stages = _stages_of(schedule, rank)
 
     def placed(array: Array) -> Array:

@@ -19,7 +19,7 @@ NEEDS_W: Mapping[PipeSchedule, str] = {
 
 
 def ranks_problem(name: str, ranks: int, chunks: int) -> str:
-    """Returns why a schedule cannot run on a pipe of these ranks and chunks; empty if it can."""
+    """Returns why a schedule cannot run with these ranks and chunks; an empty string if it can."""
     if name not in get_args(PipeSchedule):
         return f"pipe_schedule={name!r} must be one of {', '.join(get_args(PipeSchedule))}"
     if name != "uniform" and ranks == 1:
@@ -73,12 +73,12 @@ def schedule_problem(
 
 
 def split_axes(axes: Mapping[str, int]) -> list[str]:
-    """Returns the axes with several devices that split matrices inside a rank."""
+    """Returns the mesh axes with several devices that split matrices within a pipeline rank."""
     return [axis for axis in SPLIT if axes.get(axis, 1) > 1]
 
 
 def schedule_by_name(name: PipeSchedule, ranks: int, chunks: int, micro_batches: int) -> Schedule:
-    """Returns a schedule; `chunks` is for the schedules in which it can be chosen.
+    """Builds the named schedule; `chunks` is ignored by schedules with a fixed number of chunks.
 
     Raises:
       ValueError: sizes that the schedule refuses.

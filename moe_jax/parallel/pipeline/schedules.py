@@ -15,10 +15,9 @@ Kind = Literal["F", "B", "b", "W"]
 
 
 class Part(NamedTuple):
-    """One pass of a chunk over a micro-batch.
+    """One pass of a chunk over a micro-batch: F (forward) or B (backward). B consists of b and W.
 
-    Kind F is the forward pass and B the whole backward pass. B is b, the gradient of the chunk's inputs, and then W, the
-    gradients of its weights.
+    Kind b computes the gradient of the chunk's inputs, and then W the gradients of its weights.
     """
 
     kind: Kind
@@ -41,7 +40,7 @@ class Result(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """The slots of each rank in order, and the memory bounds that the schedule guarantees.
+    """A pipeline schedule: the passes of each rank in order, and the memory bounds that the schedule guarantees.
 
     Attributes:
       name: the name of the schedule in `moe-jax schedule`.
@@ -68,7 +67,7 @@ class Schedule:
 
     @cached_property
     def owners(self) -> dict[tuple[int, int], int]:
-        """{(direction, stage): the rank that computes it}."""
+        """Maps (direction, stage) to the rank that computes it."""
         return {
             (self.directions[chunk], stage): rank
             for rank, chunks in enumerate(self.stages)
@@ -97,7 +96,7 @@ class Schedule:
 
 
 def one_f_one_b(ranks: int, micro_batches: int) -> Schedule:
-    """Returns 1F1B: rank r computes `ranks - 1 - r` forward passes, then one forward and one backward pass in turn.
+    """Returns the 1F1B schedule: after `ranks - 1 - r` warm-up forward passes, rank r alternates one F and one B.
 
     Rank r holds `ranks - r` micro-batches.
 
@@ -126,7 +125,7 @@ def one_f_one_b(ranks: int, micro_batches: int) -> Schedule:
 
 
 def zb_h1(ranks: int, micro_batches: int) -> Schedule:
-    """Returns ZB-H1: 1F1B whose rank r postpones up to r + 1 passes W until it would wait at the end.
+    """Returns the ZB-H1 schedule: 1F1B whose rank r postpones up to r + 1 passes W to fill its idle time at the end.
 
     Every rank holds up to `ranks` micro-batches. With fewer micro-batches than ranks it is legal, and its bubble is longer
     than the formula's.
@@ -162,7 +161,7 @@ def zb_h1(ranks: int, micro_batches: int) -> Schedule:
 
 
 def zb_v(ranks: int, micro_batches: int) -> Schedule:
-    """Returns ZB-V: rank r holds stages r and 2 ranks - 1 - r, so that a micro-batch goes down the ranks and back up.
+    """Returns the ZB-V schedule: rank r holds stages r and 2 ranks - 1 - r, so micro-batches go down the ranks and back up.
 
     With F = b = W no rank waits between its first and its last pass. A rank holds up to 2 `ranks` chunk inputs, which is
     1F1B's memory on rank 0. With fewer than 2 `ranks` - 1 micro-batches, it is a truncated longer step.

@@ -14,7 +14,7 @@ OfStages = float | Sequence[float]
 
 @dataclass(frozen=True)
 class PassTimes:
-    """The times of the passes of one stage over one micro-batch, in any unit: a number, or a number for each stage.
+    """Durations of the passes of one stage over one micro-batch, in any unit: a number, or one per stage.
 
     A rank of v chunks has stages of 1/v of its layers, so compare schedules with `divided`.
 
@@ -32,7 +32,7 @@ class PassTimes:
     overlapped: OfStages | None = None
 
     def divided(self, by: float) -> "PassTimes":
-        """Returns the times of a fraction of these stages: each number divided by `by`."""
+        """Returns the durations divided by `by`, for stages with that fraction of the layers."""
 
         def part(times: OfStages) -> OfStages:
             return times / by if isinstance(times, int | float) else tuple(time / by for time in times)
@@ -43,7 +43,7 @@ class PassTimes:
         )
 
     def of_slot(self, slot: Slot, stages: Sequence[int]) -> float:
-        """Returns the time of a slot of a rank whose chunks are `stages`."""
+        """Returns the duration of a slot on a rank whose chunks are `stages`."""
         if len(slot) == 2:
             first, second = (stages[part.chunk] for part in slot)
             put_off = _of(self.weights, second) if slot[1].kind == "b" else 0.0
@@ -51,13 +51,13 @@ class PassTimes:
         return sum(self._of_part(part, stages[part.chunk]) for part in slot)
 
     def both(self, forward_stage: int, backward_stage: int) -> float:
-        """Returns the time of F of one stage overlapped with B of another."""
+        """Returns the duration of F of one stage overlapped with B of another."""
         if self.overlapped is None:
             return _of(self.forward, forward_stage) + _of(self.backward, backward_stage)
         return max(_of(self.overlapped, forward_stage), _of(self.overlapped, backward_stage))
 
     def require_valid(self, num_stages: int) -> None:
-        """Checks the times of `num_stages` stages.
+        """Checks that the durations are valid for `num_stages` stages.
 
         Raises:
           ValueError: a time is negative or not finite, or there are not `num_stages` times. Or W is longer than B, or an
@@ -73,7 +73,7 @@ class PassTimes:
         for stage in range(num_stages):
             forward, whole, weights = (_of(times, stage) for times in (self.forward, self.backward, self.weights))
             if weights > whole:
-                raise ValueError(f"weights must be at most backward={whole}, of which it is a part; got {weights}")
+                raise ValueError(f"weights is a part of backward={whole}, so it must be at most that; got {weights}")
             # The margin is for computed times, such as F + B minus a hidden part: rounding may change the last bit.
             if self.overlapped is not None and _of(self.overlapped, stage) < (1 - 1e-9) * max(forward, whole):
                 raise ValueError(
@@ -87,7 +87,7 @@ class PassTimes:
 
 
 class TimedSlot(NamedTuple):
-    """A slot, and when a rank starts and finishes it."""
+    """A slot with the times at which a rank starts and finishes it."""
 
     slot: Slot
     start: float
@@ -110,12 +110,12 @@ class Timeline:
 
     @cached_property
     def idle(self) -> tuple[float, ...]:
-        """The time in which each rank computes nothing, over the whole step."""
+        """The idle time of each rank over the whole step."""
         return tuple(self.makespan - sum(slot.end - slot.start for slot in slots) for slots in self.ranks)
 
     @cached_property
     def waiting(self) -> tuple[float, ...]:
-        """The time in which each rank computes nothing, between its first and its last slot."""
+        """The idle time of each rank between its first and its last slot."""
         return tuple(
             slots[-1].end - slots[0].start - sum(slot.end - slot.start for slot in slots) if slots else 0.0
             for slots in self.ranks
@@ -149,7 +149,7 @@ class Timeline:
 def simulate(
     schedule: Schedule, times: PassTimes, *, hop: float = 0.0, lockstep: bool = False, masked: bool = False
 ) -> Timeline:
-    """Returns when each rank computes each slot.
+    """Returns when each rank computes each slot of a schedule, as a `Timeline`.
 
     Each rank computes its slots in order, each as soon as its inputs have arrived. In lockstep all ranks run in ticks: a tick
     ends with its longest slot, and results travel between ticks.
@@ -185,7 +185,7 @@ def simulate(
 
 
 def memory_peaks(slots: Sequence[Slot]) -> tuple[int, int]:
-    """Returns the largest numbers of chunk inputs and of waiting passes W, for a rank's slots.
+    """Returns the peak numbers of kept chunk inputs and of postponed passes W, for one rank's slots.
 
     A chunk's input is held from the beginning of its F to the end of its W.
     """

@@ -38,7 +38,7 @@ Kept = tuple[SlotKind, int, int, int]
 
 
 class PassRow(NamedTuple):
-    """A pass of a rank in a tick. If `exists` is False, gradients and sums must ignore it."""
+    """The pass that a rank runs in a tick. If `exists` is False, its gradients and sums must be ignored."""
 
     exists: Ints
     chunk: Ints
@@ -55,7 +55,7 @@ NO_PASS = PassRow(False, 0, 0, False, 0, 0, 0)
 
 
 class Row(NamedTuple):
-    """The operations of a rank in a tick."""
+    """The work of one rank in one tick: its passes, and the memory slots that they use."""
 
     branch: Ints
     """The index into `TickSpan.kinds`."""
@@ -71,7 +71,7 @@ class Row(NamedTuple):
 
 
 class TickSpan(NamedTuple):
-    """Consecutive ticks of one kind."""
+    """A range of consecutive ticks in which the same kinds of passes run."""
 
     begins: Any
     ends: Any
@@ -111,7 +111,7 @@ class Table:
 
 
 def lockstep_table(schedule: Schedule) -> Table:
-    """Returns the table of a schedule.
+    """Converts a schedule to lockstep ticks.
 
     Raises:
       ValueError: as in `verify`. So no schedule that could deadlock is started.
@@ -142,14 +142,14 @@ def lockstep_table(schedule: Schedule) -> Table:
 
 
 def forward_only(table: Table) -> Table:
-    """Returns the forward passes and the losses of a table in uniform ticks."""
+    """Returns the table with only forward passes and losses, for evaluation in uniform ticks."""
     end = 1 + int(np.flatnonzero(table.rows.forward.exists.any(1))[-1])
     spans = TickSpan(0, end, (("F",),), True), TickSpan(end, end + 1, ((),), True)
     return replace(table, spans=spans, sizes={**dict.fromkeys(table.sizes, 0), "input": table.sizes["input"]})
 
 
 def undivided(schedule: Schedule) -> Schedule:
-    """Returns the schedule with each b replaced by a whole backward pass B, and without W."""
+    """Returns the schedule without zero-bubble splitting: each b becomes a whole B, and W is dropped."""
 
     def whole(slot: Slot) -> Slot:
         return tuple(part._replace(kind="B") if part.kind == "b" else part for part in slot)

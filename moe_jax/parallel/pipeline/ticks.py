@@ -18,12 +18,12 @@ Place = tuple[int, int]
 
 
 def forward_at(tick: int, rank: int, ranks: int, chunks: int, micro_batches: int) -> Place | None:
-    """Returns the forward pass of a rank in a tick, if it has one."""
+    """Returns the forward pass that a rank runs in a tick of `uniform`; None if it has none."""
     return _nth_pass(tick - rank, ranks, chunks, micro_batches)
 
 
 def backward_at(tick: int, rank: int, ranks: int, chunks: int, micro_batches: int) -> Place | None:
-    """Returns the backward pass of a rank in a tick, if it has one. Chunks come in the reverse order."""
+    """Returns the backward pass that a rank runs in a tick of `uniform`; None if it has none. Chunks are in reverse order."""
     mirrored = _nth_pass(tick - chunks * ranks - (ranks - 1 - rank), ranks, chunks, micro_batches)
     return mirrored and (chunks - 1 - mirrored[0], mirrored[1])
 
@@ -39,7 +39,7 @@ def weights_at(tick: int, rank: int, ranks: int, chunks: int, micro_batches: int
 
 
 def puts_off(tick: int, ranks: int, chunks: int) -> bool:
-    """Returns True if backward passes in this tick postpone W: in the first p - 1 ticks with backward passes."""
+    """Returns True if `uniform-w` postpones W of this tick's backward passes: in the first p - 1 ticks that have any."""
     return chunks * ranks <= tick < chunks * ranks + ranks - 1
 
 
@@ -58,7 +58,7 @@ def num_ticks(ranks: int, chunks: int, micro_batches: int) -> int:
 
 
 def lowest_free_slots(intervals: Iterable[tuple[int, int]]) -> list[int]:
-    """Returns the slot of each interval (first, last tick), in the order of their first ticks: the lowest that is free."""
+    """Assigns a slot to each interval (first, last tick): the lowest that is free, in order of first ticks."""
     slots: list[int] = []
     free: list[int] = []
     held: list[tuple[int, int]] = []
@@ -71,7 +71,7 @@ def lowest_free_slots(intervals: Iterable[tuple[int, int]]) -> list[int]:
 
 
 def interleaved(ranks: int, chunks: int, micro_batches: int) -> Schedule:
-    """Returns interleaved 1F1B (Narayanan et al., arXiv 2104.04473): each rank holds `chunks` chunks of layers.
+    """Returns the interleaved 1F1B schedule (Narayanan et al., arXiv 2104.04473) with `chunks` chunks per rank.
 
     Chunk c of rank r is stage c * ranks + r. A rank computes the passes of `uniform` in order, and in each tick the backward
     pass first. Rank r therefore holds up to `(chunks + 1) ranks - 2 r - 1` chunk inputs. With one chunk the order is

@@ -65,7 +65,7 @@ def _check_stages(schedule: Schedule) -> None:
         for stage in range(schedule.num_stages):
             if found[direction, stage] != 1:
                 times = found[direction, stage]
-                raise ValueError(f"stage {stage} must lie on one rank in direction {direction}; it lies on {times}")
+                raise ValueError(f"stage {stage} must be on one rank in direction {direction}; it is on {times}")
 
 
 def _check_each_part_once(schedule: Schedule, rank: int) -> None:
@@ -109,7 +109,7 @@ def _check_hops(schedule: Schedule) -> None:
         for stage, (here, there) in enumerate(pairwise(owners)):
             if (there - here) % num_ranks not in {0, 1, num_ranks - 1}:
                 raise ValueError(
-                    f"neighbouring stages lie on neighbouring ranks; stage {stage} lies on rank {here}, "
+                    f"neighbouring stages must be on neighbouring ranks; stage {stage} is on rank {here}, "
                     f"stage {stage + 1} on rank {there}"
                 )
 

@@ -76,15 +76,15 @@ class ContextParallel:
                 raise ValueError(f"unknown {name} {value!r}; choose one of {', '.join(map(repr, get_args(known)))}")
 
     def starts_of_segments(self, segment_ids: Int[Array, "batch seq"]) -> Int[Array, "batch seq"]:
-        """Returns `starts_of_segments` of these ids."""
+        """Returns `starts_of_segments` for this axis and layout."""
         return starts_of_segments(segment_ids, axis_name=self.axis_name, layout=self.layout)
 
     def positions(self, starts: Int[Array, "batch seq"]) -> Int[Array, "batch seq"]:
-        """Returns each token's index in its segment."""
+        """Returns each token's index in its segment, for rotary embeddings."""
         return own_tokens(starts.shape[1], axis_name=self.axis_name, layout=self.layout) - starts
 
     def shift_left(self, x: Num[Array, "batch seq"], offset: int) -> Num[Array, "batch seq"]:
-        """Returns, for each own token, the entry of x `offset` tokens after it in the sequence; 0 after the sequence's end.
+        """Returns, for each local token, the entry of x `offset` tokens later in the sequence; 0 past its end.
 
         Gathers the entries of all devices, 4 bytes per token.
         """
@@ -101,7 +101,7 @@ class ContextParallel:
         expansion: Expansion | None = None,
         window: Int[Array, ""] | None = None,
     ) -> Array:
-        """Computes `context_attention` with the segments that begin at `starts`."""
+        """Computes `context_attention` for segments that begin at `starts`."""
         return context_attention(q, *kv, scale=scale, parallel=self, expansion=expansion, segment_starts=starts, window=window)
 
 
@@ -115,7 +115,7 @@ def context_attention(
     window: Int[Array, ""] | int | None = None,
     backend: str | None = None,
 ) -> Float[Array, "batch seq heads value_dim"]:
-    """Computes `kernels.attention` over the whole sequence. Each device passes and gets its own tokens.
+    """Computes causal attention over a sequence split over devices. Each device passes and gets its own tokens.
 
     A token sees itself and the earlier tokens of its segment. With a window (which may be traced) it sees at most the last
     `window` tokens. q and k are already rotated by their positions (`ContextParallel.positions`).
@@ -193,7 +193,7 @@ def _check_heads(q: Array, k: Array, weights, axis_name: str) -> None:
 def starts_of_segments(
     segment_ids: Int[Array, "batch seq"], *, axis_name: str = "context", layout: Layout = "zigzag"
 ) -> Int[Array, "batch seq"]:
-    """Returns, for each token, the index in the sequence of the first token of its segment, which may be on another device.
+    """Returns the global index of the first token of each token's segment, which may be on another device.
 
     A segment is a run of equal ids; padding (0) is one too. Gathers the ids of all devices, 4 bytes per token.
     """
@@ -204,7 +204,7 @@ def starts_of_segments(
 
 
 def own_tokens(length: int, *, axis_name: str = "context", layout: Layout = "zigzag") -> Int[Array, "length"]:
-    """Returns the indices in the sequence of this device's `length` tokens."""
+    """Returns the global indices of this device's `length` tokens."""
     devices = axis_size(axis_name)
     return token_indices(length, lax.axis_index(axis_name), devices, layout)
 
@@ -303,7 +303,7 @@ def _ulysses_attention(
 def _gather_summing(axis_name: str, layout: Layout, kv: KV) -> WholeKV:
     """Gathers `kv` of all devices in the order of the sequence.
 
-    Each device's gradients travel home in the dtype of `kv`, and are summed there in f32.
+    Each device's gradients return in the dtype of `kv`, and are summed there in f32.
     """
     return tuple(_gather(a, axis_name, layout) for a in kv)
 

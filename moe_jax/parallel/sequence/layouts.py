@@ -23,7 +23,7 @@ Layout = Literal["contiguous", "zigzag", "striped"]
 
 
 def shard_sequence(x: Array, num_shards: int, layout: Layout = "zigzag", axis: int = 1) -> Array:
-    """Reorders the tokens of `axis` so that its num_shards equal consecutive parts are the devices' tokens.
+    """Reorders the tokens along `axis` so that an even split over num_shards devices has the given layout.
 
     Call it on the whole array (JAX or NumPy) before `jax.shard_map` splits it with `PartitionSpec(None, "context")`.
 
@@ -43,7 +43,7 @@ def shard_sequence(x: Array, num_shards: int, layout: Layout = "zigzag", axis: i
 
 
 def unshard_sequence(x: Array, num_shards: int, layout: Layout = "zigzag", axis: int = 1) -> Array:
-    """Inverts `shard_sequence`: returns the tokens in the order of the sequence."""
+    """Inverts `shard_sequence`: restores the original order of tokens."""
     _check(x.shape[axis], num_shards, layout)
     axis %= x.ndim
     before, after, arrays = x.shape[:axis], x.shape[axis + 1 :], x.__array_namespace__()
@@ -57,7 +57,7 @@ def unshard_sequence(x: Array, num_shards: int, layout: Layout = "zigzag", axis:
 
 
 def token_indices(length: int, device, num_shards: int, layout: Layout = "zigzag") -> Int[Array, "length"]:
-    """Returns the indices in the sequence of the `length` tokens of a device; `device` may be traced."""
+    """Returns the global indices of a device's `length` tokens; `device` may be traced."""
     _check(length * num_shards, num_shards, layout)
     index = jnp.arange(length, dtype=jnp.int32)
     if layout == "zigzag":
@@ -69,7 +69,7 @@ def token_indices(length: int, device, num_shards: int, layout: Layout = "zigzag
 
 
 def tokens_before(index: Int[Array, "..."], length: int, device, num_shards: int, layout: Layout) -> Int[Array, "..."]:
-    """Returns the number of the device's `length` tokens that are before `index` in the sequence."""
+    """Returns how many of the device's `length` tokens precede global index `index`."""
     if layout == "zigzag":
         half = length // 2
         starts = device * half, (2 * num_shards - 1 - device) * half
@@ -81,7 +81,7 @@ def tokens_before(index: Int[Array, "..."], length: int, device, num_shards: int
 
 
 def join_in_order(parts: list[Array], devices: list[Int[Array, ""]], layout: Layout) -> Array:
-    """Joins the tokens [batch, tokens, ...] of some devices in the order of the sequence; `devices` may be traced."""
+    """Merges several devices' tokens [batch, tokens, ...] into sequence order; `devices` may be traced."""
     if len(parts) == 1:
         return parts[0]
     batch, length, *rest = parts[0].shape
@@ -114,7 +114,7 @@ def split_in_order(whole: Array, devices: list[Int[Array, ""]], layout: Layout) 
 
 
 class Pieces(NamedTuple):
-    """The runs of consecutive tokens of a device, separated by tokens of other devices."""
+    """The runs of globally consecutive tokens on a device."""
 
     shape: tuple[int, int]
     """A device's tokens as two axes after the batch axis."""

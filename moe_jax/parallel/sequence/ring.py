@@ -23,7 +23,7 @@ in sequence order. So no masks and no segment ids travel. A step is one kernel w
 that no query sees.
 
 For c tokens in bf16, 4*c*kv_heads*head_dim bytes of k and v travel from each device to every other, and again in the backward
-pass. dk and dv need 8*c*kv_heads*head_dim bytes in f32. They travel with their keys, and arrive home after the last step. The
+pass. dk and dv need 8*c*kv_heads*head_dim bytes in f32. They are sent with their keys, and return after the last step. The
 kernels accumulate out, dq, dk and dv in f32.
 
 If keys and values are expanded from something smaller (latent attention), that travels instead. Each device expands the
@@ -62,7 +62,7 @@ RingStep = list[int]
 
 @dataclass(frozen=True)
 class SequenceRing:
-    """The devices of a mesh axis, the sequence's layout on them, each device's computation, and how keys travel."""
+    """A ring of devices over a mesh axis, with the sequence layout, the attention backend and the transfer method."""
 
     axis_name: str
     layout: Layout
@@ -77,15 +77,15 @@ class SequenceRing:
         return lax.axis_size(self.axis_name)
 
     def steps(self, kv: KV, weights) -> list[RingStep]:
-        """Returns the steps: the device itself, then all others; the last step holds the remaining devices."""
+        """Returns which devices' keys each ring step computes with: the device itself first, then all others."""
         keys = jax.eval_shape(partial(keys_and_values, self.expand), weights, kv)
         per_step = devices_per_ring_step(sum(a.size * a.dtype.itemsize for a in keys), self.hops)
         others = range(1, self.size)
         return [[0], *(list(others[i : i + per_step]) for i in range(0, len(others), per_step))]
 
     def pack(self, arrays: KV) -> Message:
-        """Packs arrays into one message over NCCL: XLA would overlap only one of two transfers with a kernel and wait for the
-        other. Peer-to-peer copies send the arrays as they are.
+        """Concatenates arrays into one NCCL message: XLA would overlap only one of two transfers with a kernel. Peer-to-peer
+        copies send the arrays as they are.
         """
         return arrays if self.hops == "copies" else (jnp.concatenate([a.reshape(-1) for a in arrays]),)
 
@@ -97,7 +97,7 @@ class SequenceRing:
         return tuple(part.reshape(a.shape) for part, a in zip(parts, like, strict=True))
 
     def send_on(self, messages: list[Message], step: RingStep, following: RingStep) -> list[Message]:
-        """Sends the messages about this step's devices to the devices that need them in the following step.
+        """Forwards this step's messages (keys or their gradients) to the devices that need them in the next step.
 
         Returns the messages received for the following step.
         """
@@ -105,11 +105,11 @@ class SequenceRing:
         return [self._hop(messages[i], distance - step[i]) for i, distance in zip(sources, following, strict=True)]
 
     def send_home(self, messages: list[Message], step: RingStep, following: RingStep) -> list[Message]:
-        """Sends the messages that `send_on` does not forward back to their own devices; returns the received messages."""
+        """Returns messages that are not needed in the next step to the devices that own them; returns those received."""
         return [self._hop(messages[i], self.size - step[i]) for i in range(len(following), len(step))]
 
     def join(self, parts: list[KV], step: RingStep) -> KV:
-        """Joins the tokens of a step's devices in the order of the sequence."""
+        """Merges the tokens of a step's devices into sequence order."""
         return tuple(join_in_order(list(arrays), self._devices(step), self.layout) for arrays in zip(*parts, strict=True))
 
     def split(self, whole: KV, step: RingStep) -> list[KV]:
@@ -117,7 +117,7 @@ class SequenceRing:
         return list(zip(*(split_in_order(a, self._devices(step), self.layout) for a in whole), strict=True))
 
     def visible(self, first_token: Int[Array, "batch seq"], step: RingStep) -> partial_attention.Bounds:
-        """Returns each query's interval (first, last) of a step's tokens; an interval that ends before it begins is empty."""
+        """Returns the interval (first, last) of a step's tokens that each query sees; empty if last < first."""
         length = first_token.shape[1]
 
         def tokens_of_step_before(index: Array) -> Array:
@@ -142,7 +142,7 @@ def devices_per_ring_step(size: int, hops: Hops) -> int:
 
 
 class AttentionResiduals(NamedTuple):
-    """The arrays that the forward pass saves for the backward pass."""
+    """The residuals of ring attention."""
 
     q: Float[Array, "batch seq heads head_dim"]
     kv: KV
@@ -154,7 +154,7 @@ class AttentionResiduals(NamedTuple):
 
 
 class KVGradients(NamedTuple):
-    """The gradients of `kv` and of the weights of an expansion; None for an empty sum."""
+    """Gradients of `kv`, and of the weights that expand latents; None before anything was added."""
 
     kv: KV | None
     weights: Any
@@ -168,7 +168,7 @@ def ring_attention(
     first_token: Int[Array, "batch seq"],
     ring: SequenceRing,
 ) -> Float[Array, "batch seq heads value_dim"]:
-    """Computes attention of this device's queries to tokens first_token[i] .. own index of the whole sequence, in q's dtype.
+    """Computes attention of local queries to tokens first_token[i] .. own index of the whole sequence, in q's dtype.
 
     Call it inside `jax.shard_map`; all arrays vary over the ring's axis. `kv` and `weights` are the arguments of `ring.expand`.
     Without `ring.expand`, `kv` is k [batch, seq, kv_heads, head_dim] and v [batch, seq, kv_heads, value_dim], and `weights` is
@@ -275,7 +275,7 @@ def gradients_of_kv(
 
 
 def has_gradient(a: Array) -> bool:
-    """Returns False for 8-bit codes and for integers, such as dropout keys: they have no gradients to sum."""
+    """Returns False for integer arrays and 8-bit codes, which have no gradients to sum."""
     dtype = jnp.result_type(a)
     return jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize > 1
 
@@ -287,7 +287,7 @@ def _add(previous, gradients):
 
 
 def as_dtypes_of(like, arrays):
-    """Casts each array to the dtype of the array at the same position in `like`; None stays."""
+    """Casts each array to the dtype of its counterpart in `like`; None stays None."""
     return jax.tree.map(lambda like, a: None if a is None else a.astype(like.dtype), like, arrays)
 
 

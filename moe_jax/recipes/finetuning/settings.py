@@ -147,8 +147,8 @@ class FinetuneSettings(RunSettings):
                 "overlap_micro_batches=True needs gradient_accumulation of at least 2 and a mesh of several devices: on one "
                 "device no exchange could hide"
             )
-        if self.lora is not None and self.lora.dropout and self.overlap_micro_batches:
-            problems.append("overlap_micro_batches=True needs adapters without dropout: leave lora.dropout out")
+        if self.lora is not None and self.overlap_micro_batches:
+            problems.append("overlap_micro_batches=True is for runs without lora, whose micro-batches run in turn")
         if self.pipe_chunks > 1 and self.mesh.pipe == 1:
             problems.append(f"pipe_chunks={self.pipe_chunks} needs a mesh.pipe of 2 or more")
         if self.mesh.pipe == 1 and (problem := ranks_problem(self.pipe_schedule, 1, 1)):
@@ -178,7 +178,9 @@ class FinetuneSettings(RunSettings):
         ):
             problems.append(problem)
         elif name not in UNIFORM and self.offload:
-            problems.append(f"offload=True needs pipe_schedule='uniform': slots of {name!r} lie in the GPU's memory")
+            problems.append(f"offload=True needs pipe_schedule='uniform': slots of {name!r} stay in the GPU's memory")
+        if not isinstance(self.remat, bool) and self.remat != "auto":
+            problems.append(f"remat={self.remat} needs a mesh without pipe: give remat=True or remat=False")
         if self.sample_prompts:
             problems.append("sample_prompts need a mesh without pipe: models in a pipe generate no text")
         if self.rebalance_every:
@@ -201,6 +203,6 @@ def _data_problems(name: str, data: str | tuple[str, ...], output: str) -> list[
             problems.append(f"{name}={source.path!r} does not exist")
         elif path.exists() and Path(output).expanduser().resolve().is_relative_to(path.resolve()):
             problems.append(
-                f"output={output!r} must lie outside of {name}={source.path!r}, or the run reads what it wrote as text"
+                f"output={output!r} must be outside of {name}={source.path!r}, or the run reads what it wrote as text"
             )
     return problems

@@ -79,7 +79,7 @@ def _locked(handle: int, folder: Path) -> str:
 
 
 def write_settings(
-    settings: RunSettings, *, command: Literal["finetune", "prefer"], steps: int, chat_template: str | None = None
+    settings: RunSettings, *, command: Literal["finetune", "prefer", "grpo"], steps: int, chat_template: str | None = None
 ) -> None:
     """Writes settings.json, run.yaml and the chat template, if any, into the output folder; each is complete or absent.
 
@@ -97,11 +97,11 @@ def write_settings(
 
 
 def _as_yaml(settings: RunSettings, command: str, versions: dict[str, str]) -> str:
-    """Returns the settings as YAML, in their own order; without `steps` if `epochs` is set."""
+    """Returns the settings as YAML, in their own order; without `steps` if `epochs` is set, and without unread ones."""
     # Through JSON: YAML has no tuples.
     values = json.loads(json.dumps(asdict(settings), default=str))
-    if values.get("epochs") is not None:
-        del values["steps"]
+    for name in (*settings.NOT_READ, *(["steps"] if values.get("epochs") is not None else [])):
+        del values[name]
     made_by = ", ".join(f"{name} {version}" for name, version in versions.items())
     head = f"# Written by {made_by}. Continue the run, or repeat it with another --output:\n"
     return (

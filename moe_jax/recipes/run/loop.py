@@ -23,7 +23,7 @@ from moe_jax.parallel.pipeline.chunks import PipeShape
 from moe_jax.recipes.run.best import Best, best_of, counts, told_early, told_stop
 from moe_jax.recipes.run.folder import output_lock, write_settings
 from moe_jax.recipes.run.identity import same_run
-from moe_jax.recipes.run.model import PlannedModel, Training
+from moe_jax.recipes.run.model import PlannedModel
 from moe_jax.recipes.run.run_log import RunLog
 from moe_jax.recipes.run.settings import RunSettings
 from moe_jax.runtime.processes import barrier, is_first_process, require_shared, texts_of_all, unlike_the_first
@@ -32,6 +32,9 @@ from moe_jax.train.metrics import of_layers, read_records, record_of_step
 from moe_jax.train.model_of_run import BASE
 from moe_jax.train.run_checkpoints import PIPE, freed, restored
 from moe_jax.train.state import TrainState
+
+REMAT = "remat"
+"""Name of the entry of a checkpoint's position with the number of layers that keep their residuals."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +120,7 @@ def announce(
     begun: Begun,
     lines: str,
     *,
-    command: Literal["finetune", "prefer"],
+    command: Literal["finetune", "prefer", "grpo"],
     chat_template: str | None = None,
 ) -> None:
     """Prints the announcement and writes settings.json; if no step is left, only reports a run that stopped early."""
@@ -134,17 +137,22 @@ class Task(ABC):
     """A run's training state, and the operations that the loop calls. A subclass adds the data and the loss.
 
     Attributes:
-      batches: an iterator with `get_state` and `close`.
+      batches: an iterator with `get_state` and `close`; a batch is what the task's methods expect.
+      training: holds the `state`, and continues with another one by `restore`.
       flops_per_token: FLOPs per token of a step, for the log.
     """
 
     batches: Any
+    training: Any
     flops_per_token: float
 
-    def __init__(self, planned: PlannedModel, begun: Begun, training: Training):
+    def __init__(self, planned: PlannedModel, begun: Begun, training: Any):
         self.config, self.parallelism = planned.config, planned.parallelism
         self.checkpoints, self.training = begun.checkpoints, training
         if begun.step:
+            # Older runs did not note it, and recomputed all layers by default. Another number would change the last bits.
+            if training.step.remat == "auto":
+                training.step.set_remat(begun.position.get(REMAT, True))
             self.restore(begun.step)
 
     @property
@@ -161,20 +169,21 @@ class Task(ABC):
         """Puts a batch on the run's devices."""
         return put_batch(batch, self.state.params, self.parallelism)
 
-    def step(self, batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
+    def step(self, batch: Any) -> dict[str, Any]:
         """Trains on a batch, and returns the step's metrics."""
-        self.training.state, metrics = self.training.step(self.state, self.put(batch))
+        placed = self.put(batch)
+        if (told := self.training.step.prepare(self.state, placed)) and is_first_process():
+            tqdm.write(told)
+        self.training.state, metrics = self.training.step(self.state, placed)
         return metrics
 
-    def record(
-        self, step: int, metrics: dict[str, Any], batch: dict[str, np.ndarray], seconds: float
-    ) -> tuple[dict[str, Any], dict[str, list]]:
+    def record(self, step: int, metrics: dict[str, Any], batch: Any, seconds: float) -> tuple[dict[str, Any], dict[str, list]]:
         """Returns the line of metrics.jsonl, and lists over the layers."""
         record = record_of_step(step, metrics, self.config, seconds, self.flops_per_token)
         return record, of_layers(metrics, self.config.routed_layers)
 
     @abstractmethod
-    def places_of(self, batch: dict[str, np.ndarray]) -> str:
+    def places_of(self, batch: Any) -> str:
         """Returns a sentence that names the documents of a batch, for the error of a loss that is not finite."""
 
     @abstractmethod
@@ -190,7 +199,9 @@ class Task(ABC):
         data: dict[str, Any] = {}
         for text in texts_of_all(json.dumps(self.batches.get_state())):
             data |= json.loads(text)
-        return {"data": data} | ({} if self.parallelism is None else {PIPE: self.parallelism.pipe._asdict()})
+        return {"data": data, REMAT: self.training.step.remat} | (
+            {} if self.parallelism is None else {PIPE: self.parallelism.pipe._asdict()}
+        )
 
     def sample(self, step: int, log: RunLog) -> None:
         """Writes samples of a step; an error here loses no step. By default there are none."""
@@ -202,7 +213,7 @@ class Task(ABC):
         position, read = self.checkpoints.position(step), partial(self.checkpoints.restore, step)
         like = freed(self.state.without_frozen)
         found = restored(read, like, layers_in_pipe(self.config, pipe), position, pipe)
-        self.training.state = replace(found, frozen=frozen)
+        self.training.restore(replace(found, frozen=frozen))
         return position
 
     def model(self) -> Decoder:

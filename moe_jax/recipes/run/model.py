@@ -1,6 +1,5 @@
 """The model of a run and its devices: checked before weights are read, then read, laid out and prepared for training."""
 
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -28,7 +27,7 @@ from moe_jax.parallel.pipeline.chunks import pipe_of_model
 from moe_jax.parallel.zero1 import optimizer_mesh, optimizer_shardings
 from moe_jax.recipes.run.folder import check_destination
 from moe_jax.recipes.run.settings import RunSettings, lora_problems
-from moe_jax.train.batch import Batch
+from moe_jax.train.compiled_step import TrainStep
 from moe_jax.train.master_weights import initial_low_halves
 from moe_jax.train.objective import LossFunction, Objective
 from moe_jax.train.optimizer import make_optimizer, warmup_cosine
@@ -117,7 +116,11 @@ class Training:
 
     graph: nnx.GraphDef
     state: TrainState
-    step: Callable[[TrainState, Batch], tuple[TrainState, dict[str, jax.Array]]]
+    step: TrainStep
+
+    def restore(self, state: TrainState) -> None:
+        """Continues with a state of a checkpoint."""
+        self.state = state
 
     def model(self) -> Decoder:
         """Returns the model with the state's parameters."""
@@ -138,6 +141,25 @@ def make_training(
       schedule: the learning rates. Default: the settings'.
       options: further arguments of `make_train_step`.
     """
+    optimizer, schedule = optimizer_of(settings, schedule)
+    graph, state = nnx.graphdef(model), init_state(model, optimizer, parallelism)
+    train_step = make_train_step(
+        graph,
+        optimizer,
+        loss,
+        schedule=schedule,
+        gradient_accumulation=settings.gradient_accumulation,
+        remat="offload" if settings.offload else settings.remat,
+        parallelism=parallelism,
+        **options,
+    )
+    return Training(graph, state, train_step)
+
+
+def optimizer_of(
+    settings: RunSettings, schedule: optax.Schedule | None = None
+) -> tuple[optax.GradientTransformation, optax.Schedule]:
+    """Returns the optimizer of the settings, and its learning rates: `schedule`, or by default the settings'."""
     if schedule is None:
         assert settings.learning_rate is not None
         schedule = warmup_cosine(
@@ -152,18 +174,7 @@ def make_training(
         max_grad_norm=settings.max_grad_norm,
         moment_dtype=settings.moment_dtype,
     )
-    graph, state = nnx.graphdef(model), init_state(model, optimizer, parallelism)
-    train_step = make_train_step(
-        graph,
-        optimizer,
-        loss,
-        schedule=schedule,
-        gradient_accumulation=settings.gradient_accumulation,
-        remat="offload" if settings.offload else settings.remat,
-        parallelism=parallelism,
-        **options,
-    )
-    return Training(graph, state, train_step)
+    return optimizer, schedule
 
 
 def _parallelism(settings: RunSettings, model: Decoder | None) -> Parallelism | None:
@@ -182,13 +193,13 @@ def _parallelism(settings: RunSettings, model: Decoder | None) -> Parallelism | 
         lies_on = MeshShape() if mesh is None else MeshShape(**{axis: mesh.shape.get(axis, 1) for axis in MESH_AXES})
         if settings.mesh not in (MeshShape(), lies_on):
             raise ValueError(
-                f"settings.mesh={settings.mesh}, but the model lies on {lies_on}; load it there, or leave settings.mesh out"
+                f"settings.mesh={settings.mesh}, but the model is on {lies_on}; load it there, or leave settings.mesh out"
             )
     chunks = _pipe_chunks(settings, model, mesh)
     processes = 1 if mesh is None else len({device.process_index for device in mesh.devices.flat})
     if processes < jax.process_count():
         raise ValueError(
-            f"there are {jax.process_count()} processes, and the model lies on devices of {processes}; load it onto a mesh of "
+            f"there are {jax.process_count()} processes, but the model is on devices of {processes}; load it onto a mesh of "
             f"all {jax.device_count()} devices"
         )
     if mesh is None:
@@ -224,7 +235,7 @@ def _pipe_chunks(settings: RunSettings, model: Decoder | None, mesh: Mesh | None
         raise ValueError(f"{type(settings).__name__}: {'; '.join(problems)}")
     if asked not in (1, pipe.chunks):
         raise ValueError(
-            f"settings.pipe_chunks={asked}, but the model lies in {pipe.chunks} chunks a rank; load it so, or leave "
+            f"settings.pipe_chunks={asked}, but the model is split into {pipe.chunks} chunks a rank; load it so, or leave "
             "settings.pipe_chunks out"
         )
     return pipe.chunks
@@ -239,7 +250,7 @@ def _planned_lora(settings: RunSettings, config: ModelConfig, parallelism: Paral
     if settings.lora is None:
         return None
     mesh = {} if parallelism is None else dict(parallelism.mesh.shape)
-    if problems := lora_problems(settings.lora, mesh, settings.shard_optimizer):
+    if problems := lora_problems(settings.lora, mesh, settings.shard_optimizer, settings.precision):
         raise ValueError(f"{type(settings).__name__}: {'; '.join(problems)}")
     return planned_lora(config, settings.lora).summary
 
@@ -282,7 +293,7 @@ def _check_model(settings: RunSettings, config: ModelConfig, tokenizer: Any, mod
     """
     if model is not None and jax.tree.leaves(nnx.state(model, nnx.LoRAParam)):
         raise ValueError(
-            "the model has adapters already, and a checkpoint of the run would lack the weights beside them: pass the model "
+            "the model has adapters already, and a checkpoint of the run would lack the other weights: pass the model "
             "without adapters, and the settings' lora"
         )
     if settings.precision != "bf16":

@@ -18,6 +18,9 @@ from moe_jax.train.plots import plot_run
 
 REPORT = "report.html"
 
+MOST_STEPS, MOST_SAMPLES = 100, 64
+"""The report has samples of the last steps, and the first samples of each: a run by rewards writes thousands."""
+
 STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #222 }
 img { max-width: 100% } table { border-collapse: collapse; margin: 1rem 0 } summary { cursor: pointer }
@@ -29,11 +32,11 @@ td { white-space: pre-wrap; overflow-wrap: anywhere } th { font-weight: 600 }
 def write_report(run: str | Path, *, model_step: int | None = None, devices: str | None = None) -> Path:
     """Writes report.html into a run's output folder, complete or absent, and returns its path.
 
-    It has the loss of training and of held-out data, the load of experts or the rewards of preferences, the throughput,
+    It has the loss of training and of held-out data, the load of experts or rewards, the throughput,
     samples, settings and versions. Pictures are part of the file.
 
     Args:
-      run: the output folder of `finetune` or `prefer`; the run may still be in progress.
+      run: the output folder of `finetune`, `prefer` or `grpo`; the run may still be in progress.
       model_step: the step of the exported weights. Default: no step is named.
       devices: a description of the devices. Default: none is given.
 
@@ -49,7 +52,8 @@ def write_report(run: str | Path, *, model_step: int | None = None, devices: str
     settings = noted_settings(run)
     versions = settings.pop("versions", {}) | ({"started": settings.pop("started", "unknown")} if settings else {})
     versions |= {} if devices is None else {"devices": devices}
-    kind = "Preferences of" if "preference" in settings else "Fine-tuning of"
+    kinds = {"preference": "Preferences of", "grpo": "Reinforcement learning of"}
+    kind = next((text for name, text in kinds.items() if name in settings), "Fine-tuning of")
     title = escape(f"{kind} {settings.get('model', 'a model')}")
     parts = [
         f"<h1>{title}</h1>",
@@ -78,7 +82,7 @@ def _summary(records: list[dict[str, Any]], model_step: int | None) -> dict[str,
         summary["smallest held-out loss"] = f"{best['eval_loss']:.4f}, step {best['step']}"
     summary |= {
         f"{name.replace('_', ' ')} at the end": f"{last[name]:.4f}"
-        for name in ("reward_margin", "reward_accuracy")
+        for name in ("reward_margin", "reward_accuracy", "reward", "eval_reward", "completions/mean_length")
         if name in last
     }
     if model_step is not None:
@@ -106,8 +110,8 @@ def _image(file: Path) -> str:
 
 
 def _samples(file: Path) -> str:
-    """Returns the samples: the last step's, and the earlier steps' in a collapsed section."""
-    records = read_records(file)
+    """Returns the samples: the last step's, and the earlier steps' in a collapsed section; of many, a part."""
+    records = read_records(file)[-MOST_STEPS:]
     if not records:
         return ""
     of_steps = [f"<h3>Step {record['step']}</h3>" + _pairs(record["samples"]) for record in reversed(records)]
@@ -115,9 +119,15 @@ def _samples(file: Path) -> str:
     return f"<h2>Samples</h2>{of_steps[0]}{earlier}"
 
 
-def _pairs(samples: list[dict[str, str]]) -> str:
-    rows = (f"<tr><td>{escape(each['prompt'])}</td><td>{escape(each['text'])}</td></tr>" for each in samples)
-    return f"<table><tr><th>prompt</th><th>continuation</th></tr>{''.join(rows)}</table>"
+def _pairs(samples: list[dict[str, Any]]) -> str:
+    rewarded = any("reward" in each for each in samples)
+    names = ("prompt", "text", *(["reward"] if rewarded else []))
+    rows = (
+        "".join(f"<td>{escape(value if isinstance(value := each[name], str) else json.dumps(value))}</td>" for name in names)
+        for each in samples[:MOST_SAMPLES]
+    )
+    heads = f"<th>prompt</th><th>continuation</th>{'<th>reward</th>' if rewarded else ''}"
+    return f"<table><tr>{heads}</tr>{''.join(f'<tr>{row}</tr>' for row in rows)}</table>"
 
 
 def _table(values: dict[str, Any]) -> str:

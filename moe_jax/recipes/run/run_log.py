@@ -79,9 +79,10 @@ class RunLog:
         self.writer.write(record, layers)
         self.trackers.write(record)
         step = record["step"]
-        self.progress.set_postfix_str(f"loss {record['loss']:.4f}", refresh=False)
+        shown = "reward" if "reward" in record else "loss"
+        self.progress.set_postfix_str(f"{shown} {record[shown]:.4f}", refresh=False)
         self.progress.update()
-        if step in (self.first_step, last_step) or step % self.log_every == 0 or "eval_loss" in record:
+        if step in (self.first_step, last_step) or step % self.log_every == 0 or {"eval_loss", "eval_reward"} & record.keys():
             line = one_line(record, compiled=time.monotonic() - self.began if step == self.first_step else None)
             tqdm.write(f"step {step}: {line}{self.clock.left(step, last_step)}")
             sys.stdout.flush()

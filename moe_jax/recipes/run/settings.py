@@ -1,6 +1,7 @@
 """The settings that every run has, with their checks. They need no JAX to import."""
 
 import importlib.util
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -52,7 +53,9 @@ class RunSettings:
       param_dtype: the dtype of parameters, and of their gradients within a micro-batch, "float32" or "bfloat16". Masters are
         float32 in either case: a bfloat16 parameter is the upper half of its master, so passes need no cast. None: float32.
         With lora these are the frozen weights, without gradients and masters, and None is `dtype`.
-      remat: recompute each layer in the backward pass: less memory, about a third more time.
+      remat: recompute layers in the backward pass: less memory, about a third more time. A number of last layers keep their
+        residuals and are not recomputed. "auto": as many as fit into the device's memory, or none if its size is unknown. A run
+        that continues keeps the number of its beginning.
       offload: keep the input of each layer, which remat needs, in the host's memory: for long sequences (docs/scaling.md).
       weights: the form of the frozen weights under adapters: "whole", "as stored" for a checkpoint in FP8, or experts in "nf4"
         or "fp8" (docs/adapters.md).
@@ -104,7 +107,7 @@ class RunSettings:
     dtype: str = "bfloat16"
     param_dtype: str | None = None
     moment_dtype: str = "float32"
-    remat: bool = True
+    remat: int | bool | Literal["auto"] = "auto"
     offload: bool = False
     lora: LoraSettings | None = None
     weights: Weights = "whole"
@@ -139,6 +142,8 @@ class RunSettings:
     MAY_BE_NONE: ClassVar[tuple[str, ...]] = ("epochs", "warmup_steps", "log_every")
     OF_EXPERT_DEVICES: ClassVar[tuple[str, ...]] = ("shadow_experts", "tokens_in_fp8")
     """The settings that need experts on several devices."""
+    NOT_READ: ClassVar[Mapping[str, str]] = {}
+    """{setting that this kind of run refuses: why}."""
     RESUME_MUST_MATCH: ClassVar[tuple[str, ...]] = (
         *("seq_len", "batch_size", "gradient_accumulation", "learning_rate", "min_learning_rate_ratio", "warmup_steps"),
         *("weight_decay", "max_grad_norm", "seed", "dtype", "param_dtype", "moment_dtype"),
@@ -181,8 +186,14 @@ class RunSettings:
             for each in fields(self)
             if isinstance(each.default, bool) and not isinstance(value := getattr(self, each.name), bool)
         ]
-        if self.offload and not self.remat:
+        if not isinstance(self.remat, bool) and self.remat != "auto" and not fits(self.remat, "an integer of at least 0"):
+            problems.append(f"remat={self.remat!r} must be True, False, 'auto' or an integer of at least 0")
+        elif self.offload and self.remat is False:
             problems.append("offload=True needs remat: without remat a layer keeps far more than its input")
+        elif self.offload and self.remat is not True and self.remat != "auto":
+            problems.append(
+                f"offload=True and remat={self.remat} exclude each other: all layers' inputs go to the host's memory"
+            )
         if self.hops not in (None, *get_args(Hops)):
             problems.append(f"hops={self.hops!r} must be one of {', '.join(get_args(Hops))}, or None")
         for axis in MESH_AXES:
@@ -192,7 +203,11 @@ class RunSettings:
 
     def problems(self) -> list[str]:
         """Returns the settings that contradict each other, one clause each; every value alone is valid."""
-        problems = []
+        problems = [
+            f"{name}={value!r} is not for this run: {why}"
+            for name, why in self.NOT_READ.items()
+            if (value := getattr(self, name)) != getattr(RunSettings, name)
+        ]
         if self.batch_size % self.gradient_accumulation:
             problems.append(
                 f"batch_size={self.batch_size} must be a multiple of gradient_accumulation={self.gradient_accumulation}"
@@ -207,8 +222,11 @@ class RunSettings:
         problems += dense_problems(self.fp8_dense, self.precision)
         problems += log_problems(self.tensorboard, self.log_to)
         problems += self.pipe_problems(self.mesh.pipe)
-        problems += lora_problems(self.lora, asdict(self.mesh), self.shard_optimizer)
-        problems += weights_problems(self.weights, self.lora, self.mesh.size)
+        problems += lora_problems(self.lora, asdict(self.mesh), self.shard_optimizer, self.precision)
+        if self.lora is not None:
+            moving = [f"{name}={getattr(self, name)!r}" for name in self.OF_EXPERT_DEVICES if getattr(self, name)]
+            problems += [f"{each} is for runs without lora: frozen experts stay as they are" for each in moving]
+        problems += weights_problems(self.weights, self.lora)
         of_weights = self.order_of_passes.get("pipe_schedule", "uniform"), self.lora, self.weights
         problems += precision_problems(self.precision, self.dtype, *of_weights, tokens_in_fp8=self.tokens_in_fp8)
         ways = self.mesh.size // (self.mesh.context * self.mesh.pipe)
@@ -223,7 +241,7 @@ class RunSettings:
             folder = None if path is None else Path(path).expanduser()
             if folder is not None and folder.is_dir() and _is_replaced(folder.resolve(), output):
                 problems.append(
-                    f"{name}={path!r} must lie outside of output={self.output!r}, where the run writes its own files and "
+                    f"{name}={path!r} must be outside of output={self.output!r}, where the run writes its own files and "
                     "replaces model/: copy it elsewhere, or give another output"
                 )
         return problems
@@ -303,13 +321,11 @@ def dense_problems(fp8_dense: tuple[str, ...], precision: str) -> list[str]:
     return problems
 
 
-def weights_problems(weights: str, lora: LoraSettings | None, devices: int) -> list[str]:
+def weights_problems(weights: str, lora: LoraSettings | None) -> list[str]:
     """Returns the reasons why a run cannot have weights in this form, one clause each."""
     problems = form_problems(weights)
-    if not problems and weights != "whole" and devices > 1:
-        problems.append(f"weights={weights!r} need one device in training; the mesh has {devices}")
     if weights in get_args(Weights) and weights != "whole" and lora is None:
-        problems.insert(0, f"weights={weights!r} cannot be trained: train adapters beside them (lora)")
+        problems.insert(0, f"weights={weights!r} cannot be trained: train adapters instead (lora)")
     return problems
 
 
@@ -329,7 +345,7 @@ def fits(value, want: str) -> bool:
     return int(want.rpartition(" at least ")[2]) <= value < float("inf")
 
 
-def lora_problems(lora: LoraSettings | None, mesh: Mapping[str, int], shard_optimizer: bool) -> list[str]:
+def lora_problems(lora: LoraSettings | None, mesh: Mapping[str, int], shard_optimizer: bool, precision: str) -> list[str]:
     """Returns the settings that contradict training adapters, one clause each; none without adapters.
 
     Args:
@@ -338,11 +354,10 @@ def lora_problems(lora: LoraSettings | None, mesh: Mapping[str, int], shard_opti
     if lora is None:
         return []
     problems = []
-    if split := [f"mesh.{axis}={size}" for axis, size in mesh.items() if axis != "data" and size > 1]:
-        problems.append(
-            "lora trains on one device, or on several along mesh.data alone: frozen weights must be whole on each device; "
-            f"got {', '.join(split)}"
-        )
+    if (ranks := mesh.get("pipe", 1)) > 1:
+        problems.append(f"lora trains on a mesh without pipe: split frozen weights over fsdp or expert; got mesh.pipe={ranks}")
+    if precision != "bf16" and (devices := math.prod(mesh.values())) > 1:
+        problems.append(f"precision={precision!r} with lora needs one device: take 'bf16', which dequantises; got {devices}")
     if shard_optimizer:
         problems.append("shard_optimizer=True is for runs without lora: the optimizer's state of adapters is small")
     return problems

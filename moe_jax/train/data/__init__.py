@@ -82,7 +82,7 @@ def batches(
 
 
 class Batches(Iterator[Rows]):
-    """The rows of `num_streams` streams, concatenated; `padding` replaces streams of other processes.
+    """An iterator over batches whose rows come from `num_streams` independent streams; other processes' rows are padding.
 
     A packed row depends on all earlier documents of its own stream, and on no other stream. So batches are the same
     for any number of processes. Each process reads the streams whose rows it needs.
@@ -115,7 +115,7 @@ class Batches(Iterator[Rows]):
         return {name: np.concatenate([part[name] for part in parts]) for name in PADDING}
 
     def get_state(self) -> dict[str, Any]:
-        """Returns {stream number: position} of this process's streams, and a mark in the hub's rows."""
+        """Returns this process's position as {stream number: position}, and the position in a hub stream."""
         positions = {str(i): stream.get_state() for i, stream in self._streams.items()}
         if self._of_hub is None:
             return positions
@@ -123,7 +123,7 @@ class Batches(Iterator[Rows]):
         return positions | {MARK: self._of_hub.mark_before(first)._asdict()}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Moves to a position that includes all streams of this process.
+        """Restores a position that includes all streams of this process.
 
         Raises:
           ValueError: the position lacks a stream.
@@ -139,7 +139,7 @@ class Batches(Iterator[Rows]):
             stream.set_state(state[str(i)])
 
     def close(self) -> None:
-        """Ends the threads that prefetch."""
+        """Stops the prefetching threads."""
         for stream in self._streams.values():
             stream.close()
 

@@ -36,7 +36,7 @@ Render = Callable[..., str]
 def chat_tokens(
     tokenizer: Any, messages: list[dict[str, Any]], tools: list | None = None, *, empty_thinking: str = "learn"
 ) -> tuple[Int[np.ndarray, "tokens"], Bool[np.ndarray, "tokens"] | Float[np.ndarray, "tokens"]]:
-    """Returns (token ids, learned) of a conversation. The assistant's tokens are learned, with its end-of-turn tokens.
+    """Tokenizes a conversation; returns (token ids, learned), where assistant tokens and their end-of-turn tokens are learned.
 
     An answer with "weight" 0 is not learned, as in OpenAI's format. If an answer has a weight other than 0 and 1, `learned`
     holds the weight of each token, f32. With `empty_thinking` "mask" an empty think block that begins an answer is not learned.
@@ -77,7 +77,7 @@ def has_weights(messages: list[dict[str, Any]]) -> bool:
 
 
 def answers_without_reasoning(tokenizer: Any, messages: list[dict[str, Any]], tools: list | None = None) -> list[int]:
-    """Returns the numbers of the learned answers whose reasoning the chat template leaves out.
+    """Returns the indices of learned answers whose reasoning the chat template omits.
 
     For example, Qwen3's template writes only the reasoning of the last turn.
     """
@@ -96,7 +96,7 @@ def _found_spans(template: str, render: Render, messages: list[Message], text: s
     """Returns the answers in `text` whose weight is not 0, for a template without marks."""
     if messages[0]["role"] == "assistant":
         raise ValueError(
-            "the conversation begins with the assistant's message, and an answer is found behind the messages before it; put a "
+            "the conversation begins with the assistant's message, and answers are found by what precedes them; put a "
             "system or user message first, or use a template that marks answers with {% generation %} ... {% endgeneration %}"
         )
     spans = list[Span]()
@@ -186,7 +186,7 @@ def _render(tokenizer, messages, tools, **options) -> str:
 
 
 def check_reasoning(template: str, messages: list[Message], render: Render) -> None:
-    """Checks that a chat template writes the reasoning that learned answers have under a key.
+    """Checks that a chat template renders reasoning that learned answers have in a separate key.
 
     Raises:
       ValueError: the template never mentions the key, or omits reasoning even in an answer that ends the conversation.
@@ -216,7 +216,7 @@ def without_reasoning(messages: list[Message]) -> list[Message]:
 
 
 def after_empty_thinking(text: str, first: int, end: int) -> int:
-    """Returns the start of an answer after an empty think block, if any, whose <think> may be in the prompt."""
+    """Returns the start of an answer after an empty <think> block, if it has one; <think> may be in the prompt."""
     block = _EMPTY_BLOCK.match(text, first, end)
     if block and (block[1] or text[:first].rstrip().endswith("<think>")):
         return block.end()

@@ -20,7 +20,7 @@ BAD = "\0bad"
 
 
 class SourcePart(NamedTuple):
-    """A source's documents, which are consecutive.
+    """Facts about one source of a data set, whose documents have consecutive indices.
 
     Attributes:
       name: the source's path or id.
@@ -41,7 +41,7 @@ class SourcePart(NamedTuple):
 
 @dataclass(frozen=True)
 class IndexedRows:
-    """Rows of files and tables by index.
+    """Random access to rows of files and tables, located by file, offset and size.
 
     Attributes:
       readers: files and tables; `file`, `line` (from 1), `offset` and `size` (bytes) locate each row.
@@ -59,7 +59,7 @@ class IndexedRows:
         return len(self.file)
 
     def content(self, index: int) -> bytes | None:
-        """Returns the content of a row; None if its file has changed."""
+        """Returns a row's bytes; None if its file has changed since it was opened."""
         return self.readers[self.file[index]].content(int(self.offset[index]), int(self.size[index]))
 
 
@@ -106,7 +106,7 @@ class Documents(IndexedRows):
 
     @property
     def files(self) -> tuple[Path, ...]:
-        """The files, sorted within each source."""
+        """Paths of the files, sorted within each source."""
         return tuple(reader.path for reader in self.readers if reader.path is not None)
 
     @property
@@ -116,7 +116,7 @@ class Documents(IndexedRows):
 
     @property
     def surveyed(self) -> "Documents":
-        """The documents that are measured before a run: all, or the first rows' of a stream."""
+        """The documents measured by `survey`: all, or a stream's first rows."""
         return self
 
     @property
@@ -130,7 +130,7 @@ class Documents(IndexedRows):
 
 
 def joined(parts: Sequence[Documents], fingerprint: str) -> Documents:
-    """Returns the documents of all parts, concatenated."""
+    """Concatenates the documents of several sources into one data set."""
     firsts = np.cumsum([0, *(len(part.readers) for part in parts)])
     formats = {part.format for part in parts}
     joint: dict[str, Any] = {

@@ -31,7 +31,7 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Streamed(Documents):
-    """Documents by the number of their row, from 0; a stream that ends restarts. Other fields describe the first rows.
+    """A stream of documents, accessed by row number from 0; it restarts at its end. Other fields describe the first rows.
 
     A chat counts as weighted, because a later row may have weights.
 
@@ -57,11 +57,11 @@ class Streamed(Documents):
 
     @property
     def surveyed(self) -> Documents:
-        """The documents of the first rows."""
+        """The documents in the stream's first rows, which are measured instead of the whole stream."""
         return self.first
 
     def where(self, index: int) -> str:
-        """Returns the number of the row, from 1, which keeps counting when the stream restarts."""
+        """Returns the row's number from 1 as text for error messages; numbers keep counting after a restart."""
         return self.readers[0].place(int(index) + 1)
 
 
@@ -73,7 +73,7 @@ class Mark(NamedTuple):
 
 
 class RowStream:
-    """The rows of a stream by number, read forward. The newest KEPT_ROWS are cached; earlier rows are read again.
+    """Access to a stream's rows by number, with a cache of the newest KEPT_ROWS; earlier rows are read again.
 
     Args:
       data: a `datasets.IterableDataset`.
@@ -108,12 +108,12 @@ class RowStream:
             return self._kept[number - self._next]
 
     def mark_before(self, number: int) -> Mark:
-        """Returns the last mark at or before a row, or the beginning of the stream."""
+        """Returns the last resumable position at or before a row, or the beginning of the stream."""
         before = [mark for mark in list(self._marks) if mark.row <= number]
         return max(before, default=self._beginning, key=lambda mark: mark.row)
 
     def add_mark(self, mark: Mark) -> None:
-        """Adds a mark (a row's number and the stream's state there) that another reader of the same stream made."""
+        """Adds a resumable position that another reader of the same stream recorded."""
         self._marks.append(mark)
 
     def _from(self, start: int) -> Iterator[bytes]:
@@ -143,12 +143,12 @@ FIRST_ROWS = 1000
 
 
 def is_saved_dataset(path: Path) -> bool:
-    """Returns True for a folder that the library's `save_to_disk` wrote."""
+    """Returns True if the folder was written by `save_to_disk` of the library `datasets`."""
     return all((path / name).is_file() for name in ("state.json", "dataset_info.json"))
 
 
-def local_table(path: Path, further: Collection[str] = ()) -> ArrowTable:
-    """Opens a Parquet file, or a folder that `save_to_disk` wrote; `further` names additional columns to read.
+def local_table(path: Path, further: Collection[str] | None = ()) -> ArrowTable:
+    """Opens a Parquet file or a `save_to_disk` folder as a table; `further` names additional columns, None all.
 
     The library stores a file's rows in its cache and reads them from there by number.
 
@@ -165,7 +165,7 @@ def local_table(path: Path, further: Collection[str] = ()) -> ArrowTable:
 
 
 def hub_table(source: DataSource) -> ArrowTable:
-    """Opens a data set of the hub, or the first FIRST_ROWS rows of a stream without `take`.
+    """Opens a data set of the hub as a table; for a stream without `take`, only its first FIRST_ROWS rows.
 
     Raises:
       ImportError: `datasets` is not installed.
@@ -225,16 +225,16 @@ def _loaded[T](source: DataSource, *, streaming: bool, then: Callable[[Any], T])
         ) from error
 
 
-def _table(name: str, path: Path | None, found: Any, further: Collection[str]) -> ArrowTable:
+def _table(name: str, path: Path | None, found: Any, further: Collection[str] | None) -> ArrowTable:
     return ArrowTable(name, path, tuple(found.column_names), found.select_columns(_read(found.column_names, further)))
 
 
-def _read(columns: Iterable[str], further: Collection[str]) -> list[str]:
+def _read(columns: Iterable[str], further: Collection[str] | None) -> list[str]:
     """Returns the columns that some layout or `further` names. Others, such as pictures, are not decoded.
 
-    Returns all columns if there are none, so that the error about missing keys can list them.
+    Returns all columns if there are none, so that the error about missing keys can list them, or if `further` is None.
     """
-    return [column for column in columns if column in KEYS or column in further] or list(columns)
+    return [column for column in columns if further is None or column in KEYS or column in further] or list(columns)
 
 
 def _datasets(name: str) -> Any:

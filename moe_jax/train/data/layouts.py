@@ -17,7 +17,7 @@ from moe_jax.train.data.turns import as_message, of_last_turn, plain_message
 
 
 class Layout(NamedTuple):
-    """The keys of a layout.
+    """The keys that identify a row layout, such as "messages" for chat.
 
     Attributes:
       needed: alternatives; a row has all keys of one of them.
@@ -49,22 +49,22 @@ PREFERENCES = {"chosen", "rejected"}
 
 
 def layout_of(row: Any) -> str | None:
-    """Returns the first layout whose keys the row has; None if there is no such layout."""
+    """Returns the first layout whose required keys the row has; None if no layout matches."""
     if not isinstance(row, dict):
         return None
     return next((name for name, layout in LAYOUTS.items() if _keys(row, layout) is not None), None)
 
 
 def unread_keys(row: Mapping[str, Any], layout: str) -> set[str]:
-    """Returns the keys of a row that the layout does not read."""
+    """Returns the row's keys that the layout ignores."""
     return set(row) - set(_keys(row, LAYOUTS[layout]) or ()) - set(LAYOUTS[layout].further)
 
 
 def converted(row: Any, layout: str) -> dict[str, Any]:
-    """Returns the row as {"text"}, {"messages", "tools"} or {"prompt", "completion"}; other keys are unchanged.
+    """Converts a row to {"text"}, {"messages", "tools"} or {"prompt", "completion"}; other keys are unchanged.
 
     Raises:
-      ValueError: keys are missing or have wrong values. The message is a clause to append to the place's name.
+      ValueError: keys are missing or have wrong values. The caller prepends the location to the message.
     """
     keys = _keys(row, LAYOUTS[layout]) if isinstance(row, dict) else None
     if keys is None:
@@ -92,7 +92,7 @@ def converted(row: Any, layout: str) -> dict[str, Any]:
 
 
 def no_layout(row: Any) -> str:
-    """Returns the error for a row without a known layout, as a clause to append to the place's name."""
+    """Returns the error message for a row that matches no layout, without its location, which the caller prepends."""
     if isinstance(row, dict) and PREFERENCES <= row.keys():
         return _wanted(row, "text")
     keys = {name: " and ".join(f'"{key}"' for key in layout.needed[0]) for name, layout in LAYOUTS.items()}
@@ -103,7 +103,7 @@ def no_layout(row: Any) -> str:
 
 
 def as_list(value: Any, key: str) -> list:
-    """Returns a list given as such, or as a JSON string, as in tables.
+    """Returns a list, parsed from JSON if it is given as a string (as in tables).
 
     Raises:
       ValueError: the value is neither.
@@ -181,19 +181,19 @@ NO_COLUMNS: Mapping[str, str] = {}
 def read_record(
     content: bytes, layout: str, learned_answers: str = "all", columns: Mapping[str, str] = NO_COLUMNS
 ) -> dict[str, Any] | None:
-    """Returns {"text"} for a file, or {"text"}, {"messages", ...} or {"prompt", "completion"} for a row; None if it is empty.
+    """Parses a file or row to {"text"}, {"messages", ...} or {"prompt", "completion"}; None if it is empty.
 
     Args: as in `read_row` and `record_of`.
 
     Raises:
-      ValueError: bad content. The message is a clause to append to the place's name.
+      ValueError: bad content. The caller prepends the location to the message.
     """
     row = read_row(content, layout, columns)
     return None if row is None else record_of(row, layout, learned_answers)
 
 
 def read_row(content: bytes, layout: str | None, columns: Mapping[str, str] = NO_COLUMNS) -> Any:
-    """Returns the value of a JSON row, or {"text"} for a text file; None if it is blank.
+    """Parses a JSON row, or returns {"text"} for a text file; None if it is blank.
 
     Args:
       layout: "folder" for the text of a file, or a layout.
@@ -209,7 +209,7 @@ def read_row(content: bytes, layout: str | None, columns: Mapping[str, str] = NO
 
 
 def record_of(row: Any, layout: str, learned_answers: str = "all") -> dict[str, Any] | None:
-    """Returns the document of a row, checked; None if its text is blank.
+    """Validates a parsed row and converts it to a document; None if its text is blank.
 
     Args:
       learned_answers: "all", or "last": answers before the last turn get weight 0.
@@ -228,10 +228,10 @@ def record_of(row: Any, layout: str, learned_answers: str = "all") -> dict[str, 
 
 
 def parsed(text: str) -> Any:
-    """Parses a JSON text.
+    """Parses JSON text, rejecting unpaired surrogates.
 
     Raises:
-      ValueError: the text is not valid JSON or not Unicode. The message is a clause, as in `read_record`.
+      ValueError: the text is not valid JSON or not Unicode. The caller prepends the location.
     """
     try:
         value = json.loads(text)
@@ -251,10 +251,10 @@ def parsed(text: str) -> Any:
 
 
 def decoded(content: bytes) -> str:
-    """Returns the text of a row.
+    """Decodes a row's bytes as UTF-8.
 
     Raises:
-      ValueError: the bytes are not UTF-8 text. The message is a clause, as in `read_record`.
+      ValueError: the bytes are not UTF-8 text. The caller prepends the location.
     """
     if b"\0" in content:
         raise ValueError(
@@ -287,14 +287,14 @@ def renamed(row: Any, names: Mapping[str, str]) -> Any:
 
 
 def check_columns(names: Mapping[str, str], rows: Iterable[Collection[str]]) -> None:
-    """Refuses a column that no row has (a mistyped name). Reads rows until all columns were seen.
+    """Checks that every column to rename exists in some row. Reads rows until all columns were seen.
 
     Args:
       names: {key of a layout: column}.
       rows: the columns of each row.
 
     Raises:
-      ValueError: the message names the column and the existing columns. It is a clause to append to the source's name.
+      ValueError: the message names the column and the existing columns. The caller prepends the source.
     """
     missing, found = dict.fromkeys(names.values()), dict[str, None]()
     for row in rows:

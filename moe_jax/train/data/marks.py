@@ -23,7 +23,7 @@ _FIXED = ("role", "type", "id")
 
 
 class Span(NamedTuple):
-    """Text to learn: its first character, its end, and the weight of its tokens."""
+    """A span of rendered text to learn: start and end character, and the weight of its tokens."""
 
     first: int
     end: int
@@ -51,7 +51,7 @@ class _Signs(NamedTuple):
 
 
 def marked_spans(template: str, messages: list[dict[str, Any]], render: Callable[..., str]) -> tuple[str, list[Span]]:
-    """Returns the rendered conversation and its marked spans, in order. Nested marks are one span.
+    """Renders a conversation; returns the text and the spans that the template marks, in order. Nested marks are merged.
 
     Args:
       render: renders messages with the template, or with the one in `chat_template`.
@@ -83,7 +83,7 @@ def marked_spans(template: str, messages: list[dict[str, Any]], render: Callable
 
 
 def weights_of_answers(messages: list[dict[str, Any]]) -> list[float]:
-    """Returns the weights of a conversation's answers; 1 for those without one."""
+    """Returns the loss weight of each assistant message; 1 by default."""
     return [message.get("weight", 1) for message in messages if message["role"] == "assistant"]
 
 
@@ -92,7 +92,7 @@ def _free_signs(text: str) -> _Signs:
     free = [chr(point) for point in range(0xFDD0, 0xFDF0) if chr(point) not in text]
     planes = [first for first in (0x100000, 0xF0000) if not re.search(f"[{chr(first)}-{chr(first + 0xFFFD)}]", text)]
     if len(free) < 2 or not planes:
-        raise ValueError("the conversation has characters of both private planes of Unicode; remove those of one")
+        raise ValueError("the conversation has characters of both private planes of Unicode; remove the characters of one")
     return _Signs(free[0], free[1], planes[0])
 
 

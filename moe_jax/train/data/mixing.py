@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def endless(documents: Documents, seed: int) -> "grain.MapDataset[dict[str, Any]]":
-    """Returns the endless sequence of records, determined by the seed; any place can be read independently.
+    """Returns an endless, randomly accessible sequence of documents in training order, determined by the seed.
 
     Records of a stream keep their order.
 
@@ -34,7 +34,7 @@ def endless(documents: Documents, seed: int) -> "grain.MapDataset[dict[str, Any]
     orders, places = _orders(documents, seed), np.asarray(places_of_sources(documents))
 
     class Drawn(grain.MapDataset):
-        """The records by their place in all epochs, before places are shuffled within each epoch."""
+        """The documents by position over all epochs, before shuffling within each epoch."""
 
         def __len__(self) -> int:
             return len(documents)
@@ -48,7 +48,7 @@ def endless(documents: Documents, seed: int) -> "grain.MapDataset[dict[str, Any]
 
 
 def epoch(documents: Documents, seed: int) -> Int[np.ndarray, "length"]:
-    """Returns the documents of the first epoch, in any order; a document may occur several times if sources have weights.
+    """Returns the documents of the first epoch, unordered; weighted sources may repeat documents.
 
     Raises:
       ValueError: as in `endless`.
@@ -61,7 +61,7 @@ def epoch(documents: Documents, seed: int) -> Int[np.ndarray, "length"]:
 
 
 def places_of_sources(documents: Documents) -> list[int]:
-    """Returns the places of each source in an epoch: shares by weight, rounded so that they add up.
+    """Returns how many documents of each source are in an epoch: shares by weight, rounded to add up.
 
     Raises:
       ValueError: a source has no place.

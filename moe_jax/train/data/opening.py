@@ -28,7 +28,7 @@ def open_documents(
     empty_thinking: str = "learn",
     skip_bad: bool = False,
 ) -> Documents:
-    """Opens and checks a data set.
+    """Opens and validates a data set, given as one or several sources.
 
     For a stream (`owner/name,stream=true`), only the first rows are checked now, and later ones when read.
 
@@ -118,7 +118,7 @@ def read_all(
     facts_of: Callable[[int, bytes], tuple[bool, ...] | None],
     names: bytes = b"",
 ) -> list[tuple[int, ...]]:
-    """Reads all rows once; returns (file, line, offset, size, *facts) of each that is not blank.
+    """Reads all rows once; returns (file, line, offset, size, *facts) of each nonblank row.
 
     Args:
       digest: updated with all inputs that the rows depend on, and with `names` for each reader.
@@ -141,11 +141,11 @@ def read_all(
     return found
 
 
-def row_readers(path: str | Path, further: Collection[str]) -> list[Reader]:
+def row_readers(path: str | Path, further: Collection[str] | None) -> list[Reader]:
     """Opens a file of rows, a folder of such files, or a folder that `save_to_disk` of the library `datasets` wrote.
 
     Args:
-      further: additional columns of tables to read.
+      further: additional columns of tables to read; None: all.
 
     Raises:
       FileNotFoundError, ImportError, ValueError: as `open_documents`.
@@ -156,8 +156,8 @@ def row_readers(path: str | Path, further: Collection[str]) -> list[Reader]:
     return [reader_of_rows(file, further) for file in row_files(folder)]
 
 
-def reader_of_rows(file: Path, further: Collection[str]) -> Reader:
-    """Opens a file of rows by its name's ending."""
+def reader_of_rows(file: Path, further: Collection[str] | None) -> Reader:
+    """Opens a file of rows with the reader for its extension."""
     return local_table(file, further) if file.suffix.lower() == ".parquet" else file_reader(file, whole=False)
 
 
@@ -234,7 +234,7 @@ MAX_PROBLEMS = 10
 
 
 class Problems:
-    """Counts problems, and keeps the first place of each."""
+    """Collects errors in rows: counts them, and keeps the first location of each distinct one."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -242,13 +242,13 @@ class Problems:
         self._times: Counter[str] = Counter()
 
     def add(self, problem: str, place: str) -> None:
-        """Records a problem, a clause to append to its place's name."""
+        """Records an error message and the row's location."""
         self.count += 1
         self._first.setdefault(problem, place)
         self._times[problem] += 1
 
     def listed(self, num_good: int) -> str:
-        """Returns one clause for each problem, with its first place in front."""
+        """Returns the distinct errors as one text, each after its first location and with its count."""
         clauses = []
         for problem, place in self._first.items():
             times = self._times[problem]

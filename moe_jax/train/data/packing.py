@@ -29,7 +29,7 @@ FEATURES = ("tokens", "labels", "loss_mask", "document")
 
 
 def pieces(document: Tokenized, seq_len: int) -> list[dict[str, np.ndarray]]:
-    """Cuts a document into pieces of at most seq_len tokens. Pieces without a token to predict are left out."""
+    """Cuts a document into pieces of at most seq_len tokens; drops pieces without a label."""
     tokens, learned, index = document
     whole = {
         "tokens": tokens,
@@ -43,7 +43,7 @@ def pieces(document: Tokenized, seq_len: int) -> list[dict[str, np.ndarray]]:
 
 
 def packed(dataset: "grain.IterDataset", *, seq_len: int, seed: int) -> "grain.IterDataset":
-    """Packs a dataset of pieces into rows of exactly seq_len tokens, as in the picture above."""
+    """Packs pieces of documents into rows of exactly seq_len tokens, as drawn in the module's docstring."""
     import grain
 
     rows = grain.experimental.FirstFitPackIterDataset(

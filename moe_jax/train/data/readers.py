@@ -18,7 +18,7 @@ Stamp = tuple[int, int]
 
 
 class RawRow(NamedTuple):
-    """A row in a file.
+    """A row of a file or table before parsing.
 
     Attributes:
       line: the line that it begins in, from 1; for tables the number of the row, from 1.
@@ -37,18 +37,18 @@ class RawRow(NamedTuple):
 
 @dataclass(frozen=True)
 class OnDisk:
-    """A file whose rows are byte ranges."""
+    """Base of readers whose rows are byte ranges of a file."""
 
     path: Path
     stamp: Stamp
 
     @property
     def name(self) -> str:
-        """The file's path."""
+        """The file's path, for messages."""
         return str(self.path)
 
     def content(self, offset: int, size: int) -> bytes | None:
-        """Returns the content of the row at this offset; None if the file has changed since it was opened."""
+        """Returns the bytes of the row at `offset`; None if the file has changed since it was opened."""
         try:
             with open(self.path, "rb") as handle:
                 # One system call detects writes to the file.
@@ -60,21 +60,21 @@ class OnDisk:
             return None
 
     def place(self, line: int) -> str:
-        """Returns file and line."""
+        """Returns the row's file and line as text, for messages."""
         return f"{self.path}:{line}"
 
     def where(self, line: int, offset: int) -> str:
-        """Returns file, line and byte offset."""
+        """Returns the row's file, line and byte offset as text, for messages."""
         return f"{self.place(line)} (byte {offset})"
 
 
 def mark_of(content: bytes) -> int:
-    """Returns the number of bytes of a byte order mark at the beginning of a file."""
+    """Returns the length in bytes of the file's UTF-8 byte order mark; 0 without one."""
     return len(BOM) if content.startswith(BOM) else 0
 
 
 def stamp_of(path: Path) -> Stamp:
-    """Returns a file's size and modification time."""
+    """Returns a file's size and modification time, which reveal later changes."""
     with open(path, "rb") as handle:
         return _stamp(handle)
 
@@ -85,7 +85,7 @@ def _stamp(handle: BinaryIO) -> Stamp:
 
 
 def file_reader(path: Path, whole: bool) -> "Reader":
-    """Opens a file that is read by byte offset: as one text if `whole`, otherwise by its name's ending.
+    """Opens a file by extension, or as a single document if `whole`.
 
     Raises:
       ValueError: a table without a line of column names.
@@ -102,7 +102,7 @@ def file_reader(path: Path, whole: bool) -> "Reader":
 
 
 class TextFile(OnDisk):
-    """A file that is one document."""
+    """Reader of a text file that is one document."""
 
     def rows(self, digest: "hashlib.blake2b") -> Iterator[RawRow]:
         """Yields the whole file, without a byte order mark."""
@@ -121,10 +121,10 @@ class TextFile(OnDisk):
 
 
 class JsonLines(OnDisk):
-    """A file with one JSON object per line."""
+    """Reader of JSON Lines: one object per line."""
 
     def rows(self, digest: "hashlib.blake2b") -> Iterator[RawRow]:
-        """Yields the lines, empty ones too."""
+        """Yields every line as a row, including blank lines."""
         offset = 0
         with open(self.path, "rb") as handle:
             for line, content in enumerate(handle, start=1):
@@ -135,10 +135,10 @@ class JsonLines(OnDisk):
 
 
 class JsonFile(OnDisk):
-    """A JSON list of objects, or concatenated objects, on any number of lines."""
+    """Reader of a JSON array of objects, or of concatenated objects, over any number of lines."""
 
     def rows(self, digest: "hashlib.blake2b") -> Iterator[RawRow]:
-        """Yields the objects.
+        """Yields each object as a row.
 
         Raises:
           ValueError: the file is not UTF-8 text, or is broken, so that the next object cannot be found.
@@ -191,7 +191,7 @@ def _after_blanks(text: str, start: int, comma: str) -> int:
 
 @dataclass(frozen=True)
 class CsvFile(OnDisk):
-    """A table of values between commas, or tabs, whose first line names the columns."""
+    """Reader of comma- or tab-separated values whose first line names the columns."""
 
     columns: tuple[str, ...]
 
@@ -230,7 +230,7 @@ class CsvFile(OnDisk):
             begin, line = end, table.line_num + 1
 
     def content(self, offset: int, size: int) -> bytes | None:
-        """Returns a row as a JSON object; None if the file has changed."""
+        """Returns a row as JSON bytes; None if the file has changed."""
         found = super().content(offset, size)
         if found is None:
             return None
@@ -245,7 +245,7 @@ class CsvFile(OnDisk):
 
 
 def csv_file(path: Path) -> CsvFile:
-    """Opens a table and reads the names of its columns.
+    """Opens a CSV or TSV file and reads its header.
 
     Raises:
       ValueError: the first line does not name the columns, or is not CSV.
@@ -265,7 +265,7 @@ def csv_file(path: Path) -> CsvFile:
 
 @dataclass(frozen=True)
 class ArrowTable:
-    """Rows by number.
+    """Reader of a table from the library `datasets`, with rows by number.
 
     Attributes:
       name: the file, or the id and the split.
@@ -287,7 +287,7 @@ class ArrowTable:
             yield RawRow(number + 1, number, len(content), content)
 
     def content(self, offset: int, size: int) -> bytes | None:
-        """Returns a row as a JSON object. Never None: a table is not read from its file again."""
+        """Returns a row as JSON bytes. Never None: the table does not read its file again."""
         return as_json(self.table[offset])
 
     def place(self, line: int) -> str:
@@ -300,7 +300,7 @@ class ArrowTable:
 
 
 def as_json(row: dict[str, Any]) -> bytes:
-    """Returns a row of a table as a JSON object, without entries that have no value."""
+    """Encodes a table row as JSON, without null entries."""
     return json.dumps(_without_nulls(row), ensure_ascii=False, default=repr).encode(errors="surrogatepass")
 
 

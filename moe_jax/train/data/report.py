@@ -19,7 +19,7 @@ MASKING_BLOCKS = "--empty-thinking mask leaves the block out of the loss"
 
 
 def describe_sources(documents: Documents, found: Survey | None = None, template: Any = None) -> list[str]:
-    """Returns a line for each source with a weight, other layouts or unused keys; and one for bad rows.
+    """Returns lines of text about sources (weights, layouts, unused keys) and skipped rows.
 
     With several sources each has a line. Keys of messages that the chat template mentions count as used.
     """
@@ -37,7 +37,7 @@ def describe_sources(documents: Documents, found: Survey | None = None, template
 
 
 def describe_tokens(documents: Documents, found: Survey, seq_len: int) -> list[str]:
-    """Returns lines with tokens, the learned share, padding, skipped documents, and cuts."""
+    """Returns lines of text about tokens: the learned share, padding, skipped and cut documents."""
     about = "" if found.exact else "about "
     kind = kind_of(documents)
     weight = f" (mean weight {found.mean_weight:.3g})" if found.mean_weight != 1 else ""
@@ -72,13 +72,13 @@ def describe_tokens(documents: Documents, found: Survey, seq_len: int) -> list[s
 
 
 def keeping_reasoning(found: Survey) -> str:
-    """Returns the options with which no answer is learned without its reasoning."""
+    """Returns a text that names the options with which no answer is learned without its reasoning."""
     marked = "a template that keeps it (--chat-template, docs/data.md) learns it"
     return marked if found.of_last_turns else f"--learned-answers last learns last turns alone; {marked}"
 
 
 def kind_of(documents: Documents) -> str:
-    """Returns the plural of a document's name."""
+    """Returns "conversations" for chat data, else "documents"."""
     return "conversations" if documents.format == "chat" else "documents"
 
 
@@ -145,7 +145,7 @@ def marked(
     learned: Bool[np.ndarray, "length"] | Float[np.ndarray, "length"],
     marks: Marks,
 ) -> str:
-    """Returns the text of tokens, with learned text between `marks`, prefixed by its weight if that is not 1."""
+    """Decodes tokens, with learned spans between `marks`, prefixed by their weight if it is not 1."""
     text = ""
     for weight, places in itertools.groupby(range(len(tokens)), key=lambda i: float(learned[i])):
         said = tokenizer.decode([int(tokens[i]) for i in places], skip_special_tokens=False)

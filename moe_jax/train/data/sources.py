@@ -16,7 +16,7 @@ HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 
 @dataclass(frozen=True)
 class DataSource:
-    """A part of the data.
+    """One source of a data set, with its options, as parsed from the command line.
 
     Attributes:
       path: a file, a folder, or the id of a data set of the hub.
@@ -40,13 +40,13 @@ class DataSource:
 
     @property
     def on_hub(self) -> bool:
-        """True if the path has the form of a hub id and does not exist locally."""
+        """True if the path looks like a hub id and does not exist locally."""
         path = Path(self.path).expanduser()
         return bool(HUB_ID.fullmatch(self.path)) and not path.exists() and not is_table_or_lines(path)
 
 
 def sources(data: str | Path | Sequence[str | Path]) -> list[DataSource]:
-    """Reads sources such as `chats.jsonl`, `chats.jsonl,weight=0.7` or `owner/name,split=train,take=1000`.
+    """Parses sources such as `chats.jsonl`, `chats.jsonl,weight=0.7` or `owner/name,split=train,take=1000`.
 
     An existing path is used as it is, commas included.
 
@@ -61,14 +61,14 @@ def sources(data: str | Path | Sequence[str | Path]) -> list[DataSource]:
     if stream is not None and (len(found) > 1 or stream.take is not None):
         beside = f"take={stream.take}" if stream.take is not None else "other sources"
         raise ValueError(
-            f"{stream.path},stream=true reads all rows in their order, and cannot stand beside {beside}: leave one of both "
+            f"{stream.path},stream=true reads all rows in their order, and cannot be combined with {beside}: leave one of both "
             "out; take=N alone reads the first N rows as a stream, and these can be mixed"
         )
     weighted = [source for source in found if source.weight is not None]
     if weighted and (len(found) == 1 or len(weighted) < len(found)):
         without = next((source.path for source in found if source.weight is None), None)
         raise ValueError(
-            f"{found[0].path} is the only source, so its weight says nothing; leave it out"
+            f"{found[0].path} is the only source, so its weight has no effect; leave it out"
             if without is None
             else f"{without} has no weight, and {weighted[0].path} has one; give all sources a weight, or none"
         )
@@ -133,7 +133,7 @@ _logger = logging.getLogger(__name__)
 
 
 def data_files(path: str | Path, data_format: str, columns: Mapping[str, str] = NO_COLUMNS) -> tuple[list[Path], bool]:
-    """Returns the files of a data set, sorted, and True if each is a document as a whole.
+    """Returns the sorted files of a data set, and True if each file is one document.
 
     Args:
       columns: {key of a layout: column}, as in `DataSource`.
@@ -168,7 +168,7 @@ def data_files(path: str | Path, data_format: str, columns: Mapping[str, str] = 
 
 
 def row_files(path: str | Path) -> list[Path]:
-    """Returns a file of rows, or all such files in a folder, sorted; others there are logged as left out.
+    """Returns a file of rows, or all such files of a folder, sorted; other files are logged as ignored.
 
     Raises:
       FileNotFoundError: there is no such path, or no file of rows in it.
@@ -190,12 +190,12 @@ def row_files(path: str | Path) -> list[Path]:
 
 
 def is_table_or_lines(file: Path) -> bool:
-    """Returns True if the file's name, in any case, can be one of rows."""
+    """Returns True if the file's extension is one for rows (JSON, CSV, Parquet), in any case."""
     return file.suffix.lower() in (*ROWS, *PERHAPS_ROWS)
 
 
 def named(paths: Iterable[Path]) -> str:
-    """Lists paths for a message, at most MAX_NAMES of them."""
+    """Joins paths for a message, truncated to MAX_NAMES."""
     names = [str(path) for path in paths]
     more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
     return ", ".join(names[:MAX_NAMES]) + more
@@ -252,8 +252,8 @@ def _are_texts(folder: Path, files: list[Path], columns: Mapping[str, str]) -> b
     if always:
         other = min(set(files) - set(rows))
         raise ValueError(
-            f"{folder} holds {always[0].suffix} files and others, such as {other.name}: say which are meant, with data_format "
-            "chat, text or another layout the files of rows alone, with folder all files as they are"
+            f"{folder} holds {always[0].suffix} files and others, such as {other.name}: data_format chat, text or "
+            "another layout reads only the files of rows, and folder reads all files"
         )
     return True
 

@@ -19,7 +19,7 @@ from moe_jax.train.data.turns import of_last_turn
 
 @dataclass(frozen=True)
 class Survey:
-    """Numbers of one epoch: each document once, or the first epoch of sources with weights.
+    """Statistics of one epoch: each document once, or the first epoch of weighted sources.
 
     They are estimates unless all documents were measured.
 
@@ -67,11 +67,11 @@ class Survey:
         return self.measured == self.documents
 
     def epochs(self, steps: int, batch_size: int) -> float:
-        """Returns the number of passes through the data in `steps` steps of `batch_size` rows."""
+        """Returns how many epochs `steps` steps of `batch_size` rows take."""
         return steps * batch_size / self.rows
 
     def steps(self, epochs: float, batch_size: int) -> int:
-        """Returns the smallest number of steps, at least 1, with `epochs` passes through the data."""
+        """Returns the smallest number of steps, at least 1, that covers `epochs` epochs."""
         return max(1, math.ceil(epochs * self.rows / batch_size - 1e-9))
 
 
@@ -86,7 +86,7 @@ def survey(
     max_documents: int | None = 2000,
     max_seconds: float | None = 5.0,
 ) -> Survey:
-    """Measures documents drawn by `seed`, or all of them (deterministically) if both limits are None.
+    """Tokenizes documents drawn by `seed` and extrapolates to an epoch; without limits, measures all documents.
 
     For a stream it measures documents of the first rows. It exceeds the limits if needed to include a document that is not
     skipped.

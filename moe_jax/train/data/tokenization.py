@@ -18,7 +18,7 @@ from moe_jax.train.data.opening import MAX_PROBLEMS
 
 
 class Tokenized(NamedTuple):
-    """A document as tokens.
+    """A tokenized document, with a mask (or weights) of the tokens to learn.
 
     Attributes:
       tokens: token ids.
@@ -33,7 +33,7 @@ class Tokenized(NamedTuple):
 
 
 class BadDocument(ValueError):
-    """A conversation that the chat template cannot render, or that leaves no token to learn.
+    """A conversation that the chat template cannot render, or that has no tokens to learn.
 
     Attributes:
       reason: file, line and cause.
@@ -41,13 +41,13 @@ class BadDocument(ValueError):
 
     def __init__(self, place: str, why: str):
         self.reason = f"{place}: {why}"
-        super().__init__(f"{self.reason}; --skip-bad-documents leaves such conversations out, also when a run goes on")
+        super().__init__(f"{self.reason}; --skip-bad-documents skips such conversations, also in a resumed run")
 
 
 def tokenization(
     documents: Documents, tokenizer: Any, *, begin_texts: bool = True, skipped: dict[int, str] | None = None
 ) -> Callable[[dict[str, Any]], Tokenized]:
-    """Returns a function that tokenizes a record `documents[i]`.
+    """Returns a function that tokenizes a document `documents[i]`.
 
     A text, or a prompt with its continuation, begins with the BOS token if the tokenizer adds one and `begin_texts` is True.
     It ends with the eos token. Neither is added twice. The chat template renders a chat.
@@ -88,7 +88,7 @@ def tokenization(
 
 
 def tokenizer_fingerprint(tokenizer: Any) -> str:
-    """Returns a hash of the tokenizer's rules for text and conversations."""
+    """Returns a hash of the tokenizer's vocabulary and rules, eos id and chat template."""
     rules = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else repr(sorted(tokenizer.get_vocab().items()))
     content = "\0".join((rules, str(tokenizer.eos_token_id), str(tokenizer.chat_template)))
     return hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
@@ -169,7 +169,7 @@ _logger = logging.getLogger(__name__)
 
 
 def watch(documents: Documents, skipped: Mapping[int, str]) -> Callable[[int, bool], None]:
-    """Returns told(index, learned), to call for each document read; `learned` is True if it has a token to learn.
+    """Returns told(index, learned), which must be called per document and raises if no document has tokens to learn.
 
     Args:
       skipped: {document index: reason} of skipped documents.

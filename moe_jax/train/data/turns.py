@@ -24,7 +24,7 @@ _READ = {"role", "content", "weight", "tool_calls", "tool_call_id", "name", *KEY
 
 
 def as_message(turn: Any, number: int) -> dict[str, Any]:
-    """Returns a turn {"from", "value"} as a message {"role", "content"}; a message stays as it is.
+    """Converts a ShareGPT turn {"from", "value"} to a message {"role", "content"}; messages pass through.
 
     The value of a "function_call" is the JSON of a call, or of a list of calls.
 
@@ -43,7 +43,7 @@ def as_message(turn: Any, number: int) -> dict[str, Any]:
 
 
 def plain_message(message: Mapping[str, Any], number: int) -> dict[str, Any]:
-    """Returns a message with its content as one string, and a "weight" for its loss.
+    """Normalizes a message: content as one string, and a "weight" for its loss.
 
     Texts in parts are joined without a separator. Null keys other than "content" are dropped. Axolotl's "train": false and
     ms-swift's "loss": false override the weight with 0.
@@ -64,12 +64,12 @@ def plain_message(message: Mapping[str, Any], number: int) -> dict[str, Any]:
 
 
 def further_keys(messages: list[dict[str, Any]]) -> set[str]:
-    """Returns "messages.KEY" for each key of plain messages that only some chat templates read."""
+    """Returns "messages.KEY" for each message key that only some chat templates read."""
     return {OF_MESSAGES + key for message in messages for key in message.keys() - _READ}
 
 
 def of_last_turn(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns the messages with weight 0 on all answers before the last turn, which begins at a user's message."""
+    """Returns the messages with weight 0 for all answers before the last user message."""
     roles = [message["role"] for message in messages]
     last = len(roles) - 1 - roles[::-1].index("assistant") if "assistant" in roles else 0
     begin = max((i for i in range(last) if roles[i] == "user"), default=-1)

@@ -44,7 +44,7 @@ def test_input_of_a_alone():
     """x W^T is whole, and a's input has a part of x, scaled up."""
     rng = seeds.rng()
     x, w, a, b = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((400, 16), (8, 16), (3, 16), (8, 3)))
-    dropout = Dropout(jax.random.PRNGKey(3), 0.25)
+    dropout = Dropout(jax.random.bits(jax.random.PRNGKey(3), (400,), "uint32"), 0.25)
     dropped = dropout(x)
     assert_near(linear_map(x, TicketedMatrix(w, None, LowRank(a, b), dropout)), x @ w.T + dropped @ a.T @ b.T, "map")
     kept = np.asarray(dropped != 0)
@@ -65,18 +65,18 @@ def test_recomputed_layers_drop_the_same(model_type):
 
 def test_each_layer_and_matrix_has_its_own_key():
     model = adapted()
-    draw_dropout(model, jnp.uint32(5))
-    keys = [
-        tuple(row)
+    draw_dropout(model, jnp.arange(6, dtype=jnp.uint32).reshape(2, 3))
+    seeds_of_tokens = [
+        int(seed)
         for module in nnx.iter_modules(model)
         if (key := getattr(module[1], "key", None))
-        for row in np.asarray(key[...])
+        for seed in np.asarray(key[...]).ravel()
     ]
-    assert len(set(keys)) == len(keys) == 2 * 7
+    assert len(set(seeds_of_tokens)) == len(seeds_of_tokens) == 2 * 7 * 6
 
 
 def test_training_continues_bit_for_bit():
-    """Masks follow from the step: a new step function goes on with the same bits, and micro-batches have masks of their own."""
+    """Masks follow from the step: a new step function continues with the same bits, and micro-batches have their own masks."""
     model, optimizer, batch = adapted(), optax.adamw(1e-2), make_batch()
     graphdef = nnx.graphdef(model)
     step, state = make_train_step(graphdef, optimizer, gradient_accumulation=2), init_state(model, optimizer)
@@ -114,7 +114,7 @@ def test_refused_for_kernels(targets):
 
 @pytest.mark.filterwarnings("ignore")
 def test_peft_reads_it(tmp_path):
-    """The file says the rate where PEFT takes one: not beside parameters of a model with experts."""
+    """The file has the rate where PEFT supports one: not for parameters of a model with experts."""
     peft = pytest.importorskip("peft")
     hf = reference("qwen3", seeds.integer(), num_hidden_layers=2)
     model = load_ours(hf)

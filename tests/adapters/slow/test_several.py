@@ -1,4 +1,4 @@
-"""Several adapters beside one model: each computes as it does alone, and switching compiles nothing."""
+"""Several adapters of one model: each computes as it does alone, and switching compiles nothing."""
 
 import jax.numpy as jnp
 import numpy as np

@@ -29,7 +29,7 @@ SIZES = dict(hidden_size=256, intermediate_size=384, moe_intermediate_size=128, 
 
 
 def test_files_are_as_those_of_the_hub(tmp_path):
-    """The written names, dtypes and shapes are those of a published checkpoint, and so are the kept modules."""
+    """The written names, dtypes and shapes equal a published checkpoint's, and so are the kept modules."""
     write_fp8(tmp_path / "hub", mlp_only_layers=[1])
     moe_jax.save_pretrained(from_pretrained(tmp_path / "hub"), tmp_path / "ours", fp8=True)
     hub, ours = read_weights(tmp_path / "hub"), read_weights(tmp_path / "ours")

@@ -1,4 +1,4 @@
-"""Weights in fewer bytes: FP8 as the files have it and NF4 give the whole model's results, and adapters train beside them."""
+"""Weights in fewer bytes: FP8 as the files have it and NF4 give the whole model's results, and adapters train on them."""
 
 import jax
 import jax.numpy as jnp
@@ -52,7 +52,7 @@ def test_as_stored(tmp_path):
 
 
 def test_nf4(folder):
-    """The experts are those of the whole model, quantised; all else is whole."""
+    """The experts equal the whole model's, quantised; all else is whole."""
     whole, quantised = (from_pretrained(folder, dtype="float32", weights=weights) for weights in ("whole", "nf4"))
     experts = whole.stages[0].mlp.experts
     for name, found in zip(("gate_up_proj", "down_proj"), experts_of(quantised), strict=True):
@@ -66,7 +66,7 @@ def test_nf4(folder):
 
 
 def test_training_beside_quantised_weights(folder):
-    """Two steps of an adapter equal those beside the dequantised matrices, whole."""
+    """Two steps of an adapter equal two steps on the dequantised matrices."""
     models = [from_pretrained(folder, dtype="float32", weights="nf4") for _ in range(2)]
     experts = models[1].stages[0].mlp.experts
     experts.gate_up_proj, experts.down_proj = (Frozen(matrices[...]) for matrices in experts_of(models[1]))

@@ -22,7 +22,7 @@ TOKENS = jnp.arange(12).reshape(2, 6)
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """The output folder of a run with a chat template of its own; its base lies beside it."""
+    """The output folder of a run with a chat template of its own; its base is next to it."""
     folder = tmp_path_factory.mktemp("lora")
     tiny.tokenizer(chat_template=None).save_pretrained(folder / "tokenizer")
     moe_jax.save_pretrained(tiny.model(), folder / "base", tokenizer_from=folder / "tokenizer")

@@ -56,7 +56,7 @@ def test_generate(folders, capsys):
 
 @pytest.mark.thorough
 def test_an_engine_serves_it(folders):
-    """`serve` and `chat` merge while loading; in f32 the tokens are those of the adapter beside the weights."""
+    """`serve` and `chat` merge while loading; in f32 the tokens equal those with a separate adapter."""
     base, adapter, _ = folders
     beside = moe_jax.from_pretrained(base, adapter=adapter, dtype=jnp.float32)
     merged = with_adapter(moe_jax.from_pretrained(base, dtype=jnp.float32), adapter)
@@ -83,7 +83,7 @@ def test_a_run_of_all_parameters(folders, tmp_path, monkeypatch):
 
 
 def test_another_base(folders, tmp_path, caplog):
-    """An adapter that is added to other weights says so, with the fingerprint in its file or by names alone."""
+    """An adapter that is added to other weights logs a warning, with the fingerprint in its file or by names alone."""
     base, adapter, _ = folders
     other = moe_jax.from_config(tiny.model().config, rngs=nnx.Rngs(1), dtype=jnp.float32)
     moe_jax.save_pretrained(other, tmp_path / "other", tokenizer_from=base)

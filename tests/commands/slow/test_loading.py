@@ -1,4 +1,4 @@
-"""Where an adapter goes: into whole weights, and beside weights in fewer bytes, with which engines and `generate` compute."""
+"""Adapters are merged into whole weights, and kept separate from quantised ones, with which engines and `generate` compute."""
 
 import io
 

@@ -59,7 +59,7 @@ def adapter(folder):
 
 @pytest.mark.parametrize("command", ["generate --prompt ab", "chat", "serve --port 0"])
 def test_refusals(folder, adapter, command, monkeypatch, capsys):
-    """Before weights are read, before `serve` opens its port, and before `chat` says that it loads."""
+    """Before weights are read, before `serve` opens its port, and before `chat` prints that it loads."""
     monkeypatch.setattr("moe_jax.checkpoint.hf_load.from_pretrained", None)
     monkeypatch.setattr("moe_jax.serving.http.server.bind", None)
     name, *options = command.split()

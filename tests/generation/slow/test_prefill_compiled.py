@@ -54,7 +54,7 @@ print(program.as_text())
 @pytest.mark.thorough
 @needs_compiler
 def test_exchange_hides_behind_the_other_half():
-    """Two layers of Qwen3-30B-A3B: each copy has a kernel beside it, and three of four a kernel of the other half."""
+    """Two layers of Qwen3-30B-A3B: each copy overlaps a kernel, and three of four a kernel of the other half."""
     program = run_script(PREFILL)
     halves = "forward_1", "forward_2"
     beside = scopes_beside_copies(program, halves)

@@ -58,7 +58,7 @@ def count_by_hand(model, prompts, outputs):
 def test_greedy_tokens_equal_those_without_drafts(draws):
     """The counts of drafts equal a count by hand. A draw from the most likely token alone is greedy."""
     options, drafts = dict(max_new_tokens=20, eos_token_id=3), Drafts(0, 0)
-    while not 0 < drafts.accepted < drafts.drafted:  # a model that says one token again and again
+    while not 0 < drafts.accepted < drafts.drafted:  # a model that repeats one token
         model = small_model()
         outputs, drafts = generate_with_drafts(model, PROMPTS, **options, **draws)
     assert outputs == moe_jax.generate(model, PROMPTS, **options)
@@ -105,7 +105,7 @@ def test_sampled_tokens_have_the_models_frequencies():
     hidden, further_hidden = jax.jit(lambda: whole_sequences(model, tokens))()
     p = distribution(hidden[:, 2:5] @ model.head_weight.T, **options).reshape(4, 4, 4, 3, 4)
     q = distribution(further_hidden[:, 2:4] @ model.head_weight.T, **options).reshape(4, 4, 4, 2, 4)
-    # [t1], [t1, t2], [t1, t2, t3]: an outcome's later tokens do not change what stands before them.
+    # [t1], [t1, t2], [t1, t2, t3]: an outcome's later tokens do not change the tokens before them.
     first, second, third = p[0, 0, 0, 0], p[:, 0, 0, 1], p[:, :, 0, 2]
     of_outcome = np.asarray(first[:, None, None] * second[:, :, None] * third).reshape(64)
     drafted_second, drafted_third = q[:, 0, 0, 0], q[:, :, 0, 1]
@@ -156,7 +156,7 @@ def fresh_seed() -> int:
 
 
 def test_bad_options_and_models_without_a_module_are_refused():
-    with pytest.raises(ValueError, match="drafts need a model loaded with its modules that predict further tokens"):
+    with pytest.raises(ValueError, match="drafts need a model loaded with its MTP modules"):
         generate_with_drafts(tiny.deepseek(), [1])
     model = tiny.deepseek(mtp=1)
     with pytest.raises(ValueError, match="max_new_tokens must be an integer, at least 1; got 0; eos_token_id 264 is outside"):

@@ -1,4 +1,4 @@
-"""Paged attention equals attention to contiguous keys, whatever pages hold them."""
+"""Paged attention equals attention to contiguous keys, in any order of pages."""
 
 from functools import partial
 

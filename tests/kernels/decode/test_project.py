@@ -18,7 +18,7 @@ DENSE_QKV, DENSE_DOWN = ((8192, 1024, 1024), 5120), ((5120,), 25600)
 
 @pytest.fixture
 def hopper(monkeypatch):
-    """Sizes are those of a Hopper GPU; the interpreter still runs the kernel."""
+    """Sizes are for a Hopper GPU; the interpreter still runs the kernel."""
     monkeypatch.setattr(target, "compute_capability", lambda: "9.0")
     monkeypatch.setattr(target, "num_cores", lambda: 132)
 

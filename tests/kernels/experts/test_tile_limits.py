@@ -1,4 +1,4 @@
-"""The tiles that a pass can take: allowed tiles lower for an H200, a refusal says what would be right."""
+"""The tiles that a pass can take: allowed tiles lower for an H200, a refusal lists the supported values."""
 
 import dataclasses
 import re
@@ -138,7 +138,7 @@ def test_allowed_tiles(pass_name, matrix, tile):
     ],
 )
 def test_refusal(pass_name, tile, message):
-    """It says what would be right."""
+    """It lists the supported values."""
     assert refusal(pass_name, (192, 256), tile).startswith(message)
 
 

@@ -81,7 +81,7 @@ def test_rule_fits_every_layer(hidden, inter, rows_per_expert):
 
 
 def test_packaged_table():
-    """It is a table, and each entry says where it was measured."""
+    """It is a table, and each entry names the device it was measured on."""
     packaged = tiles.Path(tiles.__file__).with_name("tiles.json")
     assert all(found.measured for found in read_table(packaged))
 

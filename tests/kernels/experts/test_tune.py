@@ -1,4 +1,4 @@
-"""`moe-jax tune`: the tiles that win, the output, the errors. A made-up stopwatch stands for the GPU."""
+"""`moe-jax tune`: the tiles that win, the output, the errors. A fake stopwatch replaces the GPU."""
 
 import functools
 from typing import get_args, get_type_hints
@@ -133,7 +133,7 @@ def test_presets_are_offered():
 
 
 def test_preset_sizes(monkeypatch, tmp_path):
-    """`--preset` gives the kernels the sizes that stand in `config.named`."""
+    """`--preset` gives the kernels the sizes that are in `config.named`."""
     tuned = []
     monkeypatch.setattr(tune, "check", lambda *_: None)
     monkeypatch.setattr(tune, "tune", lambda layer, *_: tuned.append(layer) or [])

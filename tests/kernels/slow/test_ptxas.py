@@ -352,7 +352,7 @@ def first_sizes(count):
 
 @pytest.mark.parametrize("tokens", [32768, pytest.param(64, marks=pytest.mark.thorough)])
 def test_experts(tokens):
-    """The experts of Qwen3-30B-A3B spill no more than SPILLS says, nor does a forward pass alone, which gathers the rows."""
+    """The experts of Qwen3-30B-A3B spill no more than SPILLS allows, nor does a forward pass alone, which gathers the rows."""
     assert_no_spills(spilled_bytes(EXPERTS + FORWARD, tokens), EXPERTS_KERNELS)
 
 
@@ -389,7 +389,7 @@ def test_gathering_tiles():
 
 @first_sizes(1)
 def test_fp8(count):
-    """The experts of Qwen3-30B-A3B in FP8, of many tokens and of few, spill no more than SPILLS says."""
+    """The experts of Qwen3-30B-A3B in FP8, of many tokens and of few, spill no more than SPILLS allows."""
     assert_no_spills(spilled_bytes(FP8, count), FP8_KERNELS if count > 1 else FP8_KERNELS - {"gather_rows_kernel"})
 
 
@@ -419,7 +419,7 @@ def test_accumulators_of_a_scan():
 
 @pytest.mark.thorough
 def test_ping_pong():
-    """Ping-pong tiles spill no more than SPILLS says."""
+    """Ping-pong tiles spill no more than SPILLS allows."""
     assert_no_spills(spilled_bytes(BY_TURNS), EXPERTS_KERNELS - {"gather_rows_kernel"})
 
 
@@ -440,7 +440,7 @@ def test_projections(count):
 
 @first_sizes(1)
 def test_rows(count):
-    """Kernels on rows spill nothing: those of strict bits, and a router's choice. A token's sum of rows may, as SPILLS says."""
+    """Kernels on rows spill nothing: strict bits, a router's choice. A token's sum of rows may, as SPILLS allows."""
     on_rows = {"strict_parts", "strict_merge", "strict_gated_silu", "strict_norm"}
     assert_no_spills(spilled_bytes(STRICT_ROWS + TOP_K + SUMS, count), {"top_k", "sum_rows"} | on_rows)
 

@@ -140,7 +140,7 @@ def fp8_few_pairs(rng):
 
 
 def few_pairs(rng):
-    """Two tokens of which each chooses two experts, one of them nobody; two tiles of columns each."""
+    """Two tokens that each choose two experts, one of them nobody; two tiles of columns each."""
     chosen = jnp.asarray([[rng.integers(8), rng.integers(8)], [rng.integers(8), -1]], jnp.int32)
     arrays = normal(rng, 2, 256), normal(rng, 8, 512, 256), normal(rng, 8, 256, 256)
     return lambda *arrays: mosaic.experts_of_few_pairs(*arrays, chosen), arrays

@@ -1,4 +1,4 @@
-"""The chunked entropies equal those of all logits in f64, with their gradients; log-probabilities beside them too."""
+"""The chunked entropies equal the entropies of all logits in f64, with their gradients; log-probabilities too."""
 
 import jax
 import jax.numpy as jnp
@@ -52,7 +52,7 @@ def test_f32_near_f64():
 
 
 def test_log_probs_alone_are_the_same():
-    """Where no entropy is used, gradients are those of `token_log_probs`, and a frozen head gets none."""
+    """Where no entropy is used, gradients equal `token_log_probs`'s, and a frozen head gets none."""
     hidden, weight, labels, cotangents = make_inputs(jnp.float32)
 
     def gradient(function, asked=(0, 1)):

@@ -1,4 +1,4 @@
-"""A row's product with a matrix has the same bits beside any number of rows."""
+"""A row's product with a matrix has the same bits next to any number of rows."""
 
 import jax.numpy as jnp
 import numpy as np

@@ -1,4 +1,4 @@
-"""Strict kernels on rows compute what they say, and a row's bits depend on that row alone."""
+"""Strict kernels on rows compute the documented formulas, and a row's bits depend on that row alone."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Attention as a config's `HeadsSpec` says: with biases and sinks, and without norms of heads, it is that of gpt-oss."""
+"""Attention as described by a config's `HeadsSpec`: with biases and sinks, and without norms of heads, it equals gpt-oss's."""
 
 from dataclasses import dataclass, replace
 

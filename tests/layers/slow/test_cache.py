@@ -1,4 +1,4 @@
-"""A prompt into an empty cache attends to itself, by the fused kernel; tokens behind it see the cache: both as without one."""
+"""A prompt into an empty cache attends to itself, by the fused kernel; later tokens see the cache: both as without one."""
 
 import importlib
 import re

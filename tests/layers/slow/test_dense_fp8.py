@@ -157,7 +157,7 @@ def test_every_matrix_of_a_group_multiplies_in_fp8(monkeypatch):
 
 @pytest.mark.thorough
 def test_a_model():
-    """With all groups in FP8 the loss and all gradients are finite, and logits are near those of bf16 with the same experts."""
+    """With all groups in FP8 the loss and all gradients are finite, and logits are close to bf16's with the same experts."""
     model, rng = _deepseek(), seeds.rng()
     tokens = jnp.asarray(rng.integers(0, 264, (2, 24)), jnp.int32)
     wanted = jax.jit(lambda model, tokens: model(tokens))(model, tokens)

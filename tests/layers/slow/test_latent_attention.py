@@ -21,11 +21,11 @@ from moe_jax.parallel import ContextParallel
 from tests.helpers import seeds, tiny
 
 CALLS = {40: "expanded", 3: "absorbed", 1: "absorbed"}
-"""Tokens in a call, and the form that is taken for so many queries that see cached tokens."""
+"""Tokens in a call, and the form that is used for that number of queries to cached tokens."""
 
 
 def test_cached_calls_equal_one_forward():
-    """Prompts of unequal lengths, padded on the left, in a cache with room to spare; many tokens behind others too."""
+    """Prompts of unequal lengths, padded on the left, in a cache with room to spare; many tokens after others too."""
     config = replace(tiny.deepseek().config, num_hidden_layers=2, first_k_dense_replace=2)
     model, rng = moe_jax.from_config(config, rngs=nnx.Rngs(0)), seeds.rng()
     calls = [40, 3, 1, 1, 40, 1]
@@ -55,7 +55,7 @@ def test_cached_calls_equal_one_forward():
 @pytest.mark.thorough
 @pytest.mark.parametrize("dtype, tolerance", [(jnp.float32, 2e-6), (jnp.bfloat16, 1e-2)])
 def test_the_absorbed_form_at_published_widths(dtype, tolerance):
-    """DeepSeek-V2-Lite's attention, beside its expanded form in f32."""
+    """DeepSeek-V2-Lite's attention, compared with its expanded form in f32."""
     config, rng = NAMED_CONFIGS["deepseek-v2-lite"], seeds.rng()
     graph, state = nnx.split(LatentAttention(config, rngs=nnx.Rngs(int(rng.integers(2**31)))))
     x, angles = rng.normal(size=(2, 41, config.hidden_size)), rng.normal(size=(2, 41, 32))

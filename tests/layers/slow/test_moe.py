@@ -89,7 +89,7 @@ def test_leading_axes_of_x_come_back():
 
 
 def test_a_replayed_id_of_minus_one_goes_nowhere():
-    """A token whose ids are all -1 has y = 0. One id beside -1 has the whole weight."""
+    """A token whose ids are all -1 has y = 0. One id next to -1 has the whole weight."""
     block, x = MoE(8, 16, 4, 2, rngs=nnx.Rngs(0)), jnp.asarray(seeds.rng().normal(size=(3, 8)), jnp.float32)
     y, routing = block(x, expert_ids=jnp.asarray([[2, -1], [-1, -1], [-1, 2]], jnp.int8))
     np.testing.assert_allclose(y[::2], block.experts(x, jnp.ones((3, 1)), jnp.full((3, 1), 2))[::2], rtol=1e-6, atol=1e-6)

@@ -174,7 +174,7 @@ with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
 @needs_compiler
 @pytest.mark.thorough
 def test_exchange_hides_behind_the_other_pass():
-    """Two layers of Qwen3-30B-A3B on two H200s, 8192 tokens each: in the joined loop every copy has a kernel beside it.
+    """Two layers of Qwen3-30B-A3B on two H200s, 8192 tokens each: in the joined loop every copy overlaps a kernel.
 
     Tokens forward and again, outputs on their way home, and gradients of tokens have a kernel of the other pass.
     """

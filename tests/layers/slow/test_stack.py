@@ -1,4 +1,4 @@
-"""run_layers equals lax.scan, with every gradient, and allocates what it stacks instead of filling it with zeros."""
+"""run_layers equals lax.scan, with every gradient, and allocates stacked results without filling them with zeros."""
 
 import re
 from dataclasses import dataclass, field
@@ -21,7 +21,7 @@ LAYERS, WIDTH = 3, 8
 
 
 def layer(shared, per_layer, x, parameters, _=None):
-    """Reads everything that a layer may, integers too, and gives a differentiable and an integer result beside x."""
+    """Reads everything that a layer may, integers too, and returns a differentiable and an integer result with x."""
     angle, shift = shared
     index, window = per_layer
     h = jnp.tanh(x @ parameters["w"] + index * jnp.cos(angle)) + parameters["bias"]
@@ -91,7 +91,7 @@ def test_carry(remat):
 )
 @pytest.mark.parametrize("window", [False, True])
 def test_equals_scan(remat, num_kept, window):
-    """Values and gradients equal those of `lax.scan`, whichever layers keep their residuals."""
+    """Values and gradients equal `lax.scan`'s, no matter which layers keep their residuals."""
     own = partial(run, remat=remat, num_kept=num_kept)
     with jax.enable_x64(True):
         inputs = make_inputs(window)

@@ -67,7 +67,7 @@ class Stage(NamedTuple):
         return jax.tree.map(jnp.zeros_like, nnx.filter_state(state, nnx.Param))
 
     def undivided(self, state, x, dx, start=0.0):
-        """Returns x behind the layers, dx and the gradients of all parameters added to `start`."""
+        """Returns x after the layers, dx and the gradients of all parameters added to `start`."""
         layers, arrays = self.layers(state, x, tickets=False)
         (run,) = run_loops(forward_loop(layers, arrays, Carry(x, None)))
         sums = jax.tree.map(lambda a: a + start, self.zeros(state))
@@ -75,7 +75,7 @@ class Stage(NamedTuple):
         return run.x.x, back.dx.x, back.parameters
 
     def b(self, state, x, dx):
-        """Returns x behind the layers, dx, the gradients of vectors, and the products."""
+        """Returns x after the layers, dx, the gradients of vectors, and the products."""
         layers, arrays = self.layers(state, x, tickets=True)
         (run,) = run_loops(forward_loop(layers, arrays, Carry(x, None)))
         sums = jax.tree.map(jnp.zeros_like, arrays.parameters)

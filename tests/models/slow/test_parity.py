@@ -32,8 +32,8 @@ VARIANTS = {
     ),
     "moe_norm_topk_prob_rope_yarn": ("qwen3_moe", {"rope_parameters": YARN, "norm_topk_prob": True}),
     "moe_top1": ("qwen3_moe", {"num_experts_per_tok": 1}),
-    # No choice can flip here, and with spread logits the router's gradient would be a difference of nearly equal terms, of
-    # which f32 leaves transformers itself no more than 5 digits.
+    # No choice can flip here, and with spread logits the router's gradient would be a difference of nearly equal terms, for
+    # which transformers itself has at most 5 digits in f32.
     "moe_all_experts": ("qwen3_moe", {"num_experts": 4, "num_experts_per_tok": 4, "router_std": 0.1}),
     "dense": ("qwen3", {}),
     "dense_sliding_upper_layers": ("qwen3", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 2}),

@@ -11,7 +11,7 @@ from moe_jax.parallel.collectives.hops import COPIES, MANY_AT_ONCE
 
 
 def mesh(platform="gpu", processes=1, **axes):
-    """Returns a stand-in for a mesh of devices that this machine lacks."""
+    """Returns a fake of a mesh of devices that this machine lacks."""
     numbers = range(int(np.prod(list(axes.values()))))
     devices = [SimpleNamespace(platform=platform, process_index=i % processes) for i in numbers]
     return SimpleNamespace(shape=axes, axis_names=tuple(axes), devices=np.array(devices).reshape(tuple(axes.values())))

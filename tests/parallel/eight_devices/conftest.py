@@ -1,4 +1,4 @@
-"""Tests over meshes of up to 8 devices, which a process has whose files all lie in this folder (tests/conftest.py)."""
+"""Tests over meshes of up to 8 devices, which a process has if all its files are in this folder (tests/conftest.py)."""
 
 import jax
 

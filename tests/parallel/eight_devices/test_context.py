@@ -207,7 +207,7 @@ def elements_that_leave(f, *arguments):
 
 @pytest.mark.parametrize("method", ["ring", "all_gather"])
 def test_weights_without_gradients(method):
-    """Codes in FP8 and a key are passed to the expansion, and the gradient beside them is that of one device."""
+    """Codes in FP8 and a key are passed to the expansion, and the other gradient equals one device's."""
     rng, codes = seeds.rng(), jnp.asarray(np.eye(WIDTH), jnp.float8_e4m3fn)
     q, latents = jnp.asarray(rng.normal(size=(1, 8, 1, WIDTH)), jnp.float32), jnp.asarray(rng.normal(size=(1, 8, WIDTH)))
     factor, latents = jnp.asarray(rng.normal(size=WIDTH), jnp.float32), latents.astype(jnp.float32)

@@ -110,7 +110,7 @@ def plain_loss(weights, entering, targets):
 @pytest.mark.parametrize("ranks, chunks, micro_batches", SIZES)
 @pytest.mark.parametrize("puts_off", [False, True])
 def test_sums(ranks, chunks, micro_batches, puts_off):
-    """Loss and gradients are those of the stages one after the other, and every pass adds once; also with W put off."""
+    """Loss and gradients equal the stages run one after another, and every pass adds once; also with W put off."""
     numbers = seeds.rng().uniform(0.5, 2, (chunks * ranks + 2 * micro_batches, WIDTH)).astype(np.float32)
     weights, entering, targets = np.split(numbers, [chunks * ranks, chunks * ranks + micro_batches])
     weights = weights.reshape(chunks, ranks, WIDTH)

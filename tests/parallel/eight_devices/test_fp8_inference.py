@@ -1,4 +1,4 @@
-"""Experts in FP8 that lie on several devices: where their codes lie, what they compute, generation and the engine."""
+"""Experts in FP8 on several devices: the places of their codes, their results, generation and the engine."""
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ from moe_jax.kernels import Precision, experts_mlp, quantise_matrices
 from moe_jax.layers.moe import EXPERT_MATRICES
 from moe_jax.layers.quantised import BlockScaled, is_quantised
 from moe_jax.parallel import ExpertParallel, expert_parallel_mlp
-from moe_jax.parallel.layout import quantised_sharding
+from moe_jax.parallel.layout import parameter_sharding
 from moe_jax.serving import Engine, EngineLimits, SamplingOptions
 from tests.helpers import seeds, tiny
 from tests.helpers.checkpoint_helpers import multiplying_in_fp8, parameters, same_bits, write_checkpoint, write_fp8
@@ -68,7 +68,7 @@ def test_rounded_while_loading(stored, spread, tmp_path):
 
 
 def test_whole_parts_are_cut_anywhere_in_their_blocks(tmp_path, monkeypatch):
-    """The parts equal those of a whole load. Every byte is read once, though two devices hold it."""
+    """The parts equal parts of a whole load. Every byte is read once, though two devices hold it."""
     write_fp8(tmp_path, moe_intermediate_size=96, num_hidden_layers=1)
     read, copy = [], streaming._copy
     monkeypatch.setattr(
@@ -88,7 +88,7 @@ def test_deepseek_v3_fits_eight_gpus():
     for path, leaf in nnx.to_flat_state(nnx.state(abstract)):
         shape, itemsize = leaf.shape, 2
         if path[-2] == "experts" and path[-1] in EXPERT_MATRICES:
-            shape, itemsize = quantised_sharding(path, shape, mesh).shard_shape(shape), 1 + 4 / 128**2
+            shape, itemsize = parameter_sharding(path, shape, mesh).shard_shape(shape), 1 + 4 / 128**2
         total += itemsize * int(np.prod(shape))
     assert 115e9 < total < 120e9
 
@@ -124,7 +124,7 @@ def test_layer(in_stack):
 
 
 def test_refused():
-    """Codes without a precision, and codes beside an array."""
+    """Codes without a precision, and codes mixed with an array."""
     matrices = [quantise_matrices(jnp.ones((4, *sizes), jnp.bfloat16)) for sizes in ((256, 128), (128, 128))]
     arguments = jnp.ones((4, 128), jnp.bfloat16), *matrices, jnp.ones((4, 1), jnp.bfloat16), jnp.zeros((4, 1), jnp.int32)
     on_one = jax.shard_map(
@@ -141,7 +141,7 @@ def test_refused():
 
 
 def largest(model, tokens):
-    """Returns the token of the largest logit behind each token."""
+    """Returns the token of the largest logit after each token."""
     graph, state = nnx.split(model)
     return np.asarray(jax.jit(lambda state, tokens: nnx.merge(graph, state)(tokens).logits)(state, tokens))[0].argmax(axis=1)
 

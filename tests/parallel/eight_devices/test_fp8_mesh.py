@@ -1,4 +1,4 @@
-"""Experts in FP8 on a mesh: steps beside those of one device, and the meshes that are refused."""
+"""Experts in FP8 on a mesh: steps compared with one device, and the meshes that are refused."""
 
 import math
 from dataclasses import replace
@@ -57,7 +57,7 @@ def test_steps_are_near_those_of_one_device(sizes):
 @pytest.mark.thorough
 @pytest.mark.parametrize("sizes", [{"fsdp": 2}, {"data": 2, "fsdp": 2, "context": 2}], ids=str)
 def test_dense_groups(sizes):
-    """Attention's projections are gathered in bf16, and rounded behind the gather."""
+    """Attention's projections are gathered in bf16, and rounded after the gather."""
     batch = make_batch(seeds.rng())
     options = dict(steps=1, make_model=lambda: _model(("attention",)), gradient_accumulation=2)
     _, (expected,) = train(batch, **options)
@@ -68,7 +68,7 @@ def test_dense_groups(sizes):
 
 @pytest.mark.thorough
 def test_experts_over_devices():
-    """Outputs and gradients are those of one device, although sums over choices are in another order."""
+    """Outputs and gradients equal one device's, although sums over choices are in another order."""
     rng = seeds.rng()
     x, w_gate_up, w_down, weights, chosen = expert_layers.make_layer(rng, "random", 64, 4, 2, 128, 128)
     dy = jnp.asarray(rng.normal(size=x.shape), x.dtype)
@@ -169,7 +169,7 @@ def test_pipes_with_tickets_are_refused():
 
 @pytest.mark.thorough
 def test_dense_groups_in_a_pipe():
-    """All groups: the dense layer stands before the pipe, and shared experts inside."""
+    """All groups: the dense layer is before the pipe, and shared experts inside."""
     sizes = dict(num_hidden_layers=3, first_k_dense_replace=1, n_routed_experts=4, n_group=1, topk_group=1)
     config = replace(tiny.deepseek_config(**sizes), hidden_size=128, moe_intermediate_size=128, num_nextn_predict_layers=0)
     batch, found = make_batch(seeds.rng()), []

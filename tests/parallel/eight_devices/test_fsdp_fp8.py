@@ -1,4 +1,4 @@
-"""Experts gathered in FP8: the bits of experts that are rounded behind a gather, and half the bytes."""
+"""Experts gathered in FP8: the bits of experts that are rounded after a gather, and half the bytes."""
 
 import re
 

@@ -21,6 +21,7 @@ from moe_jax.generation.generate import prefill
 from moe_jax.generation.request import DecodeOptions
 from moe_jax.parallel import make_mesh
 from tests.helpers import tiny
+from tests.helpers.adapted_models import randomise
 from tests.helpers.meshes import laid_out
 
 PROMPTS = [[1, 2, 3], [5], [7, 8, 9, 10, 11], [3] * 20, [9, 9]]
@@ -49,11 +50,12 @@ def test_equals_one_device(make, sizes, options):
 
 
 @pytest.mark.thorough
-def test_adapted_experts_lie_whole_on_each_device():
+def test_adapted_experts_are_spread_like_others():
     model = tiny.model()
     add_lora(model, LoraSettings(rank=2), rngs=nnx.Rngs(0))
+    randomise(model)
     expected = moe_jax.generate(model, PROMPTS, max_new_tokens=4)
-    assert moe_jax.generate(laid_out(model, data=2), PROMPTS, max_new_tokens=4) == expected
+    assert moe_jax.generate(laid_out(model, fsdp=3, data=2), PROMPTS, max_new_tokens=4) == expected
 
 
 @pytest.mark.thorough

@@ -1,4 +1,4 @@
-"""A stage of a repeated pattern of layers on several devices: its parameters are split, and steps are those of one device."""
+"""A stage of a repeated pattern of layers on several devices: its parameters are split, and steps equal one device's."""
 
 import jax
 import numpy as np

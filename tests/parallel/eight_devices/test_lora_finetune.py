@@ -1,42 +1,80 @@
-"""Fine-tuning with adapters on several devices along data: the losses of one device, and a run that moves between both."""
+"""Fine-tuning with adapters on meshes: the losses of one device, and a run that dies, resumes and moves between meshes."""
 
 import shutil
 from dataclasses import replace
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import moe_jax
-from moe_jax.adapters import LoraSettings
+from moe_jax.adapters import LoraSettings, add_lora, save_adapter
+from moe_jax.parallel import make_mesh
 from moe_jax.parallel.choices import MeshShape
 from moe_jax.recipes import FinetuneSettings, finetune
+from moe_jax.train.model_of_run import model_of_run
 from tests.helpers import tiny
 
 
-@pytest.mark.thorough
-def test_losses_are_those_of_one_device(tmp_path):
+@pytest.fixture
+def base(tmp_path):
     tiny.tokenizer().save_pretrained(tmp_path / "tokenizer")
     moe_jax.save_pretrained(tiny.model(), tmp_path / "base", tokenizer_from=tmp_path / "tokenizer")
-    paths = dict(model=str(tmp_path / "base"), data=str(tiny.write_texts(tmp_path / "texts")), output=str(tmp_path / "one"))
+    return str(tmp_path / "base")
+
+
+def die_at_step_three(record):
+    if record["step"] == 3:
+        raise InterruptedError
+
+
+@pytest.mark.long
+def test_losses_are_those_of_one_device(tmp_path, base):
+    """A run over fsdp and expert that dies resumes bit for bit, and resumes on another mesh and on one device."""
+    paths = dict(model=base, data=str(tiny.write_texts(tmp_path / "texts")), output=str(tmp_path / "one"))
     options = dict(seq_len=32, batch_size=8, steps=4, learning_rate=2e-2, warmup_steps=0, checkpoint_every=2, dtype="float32")
     one = FinetuneSettings(**paths, **options, lora=LoraSettings(rank=4))
+
+    def on(name, **sizes):
+        return replace(one, output=str(tmp_path / name), mesh=MeshShape(**sizes))
 
     def losses(settings, **stop):
         return [record["loss"] for record in finetune(settings, **stop).metrics]
 
     expected = losses(one)
-    half = losses(replace(one, output=str(tmp_path / "half")), stop_after=2)
-    assert half == expected[:2]
-    shutil.copytree(tmp_path / "half", tmp_path / "moved")
-    many = replace(one, output=str(tmp_path / "many"), mesh=MeshShape(data=8))
-    np.testing.assert_allclose(losses(many), expected, rtol=1e-4)
-    np.testing.assert_allclose(losses(replace(many, output=str(tmp_path / "moved"))), expected, rtol=1e-4)
+    many = losses(on("many", fsdp=2, expert=4))
+    np.testing.assert_allclose(many, expected, rtol=1e-4)
+    with pytest.raises(InterruptedError):
+        losses(on("killed", fsdp=2, expert=4), on_step=die_at_step_three)
+    shutil.copytree(tmp_path / "killed", tmp_path / "moved")
+    assert losses(on("killed", fsdp=2, expert=4)) == many
+    np.testing.assert_allclose(losses(on("moved", data=2, fsdp=4)), expected, rtol=1e-4)
+    read = [model_of_run(tmp_path / "many", dtype=jnp.float32, mesh=mesh) for mesh in (None, make_mesh(fsdp=4, context=2))]
+    leaves = (jax.tree.leaves(nnx.state(model, nnx.LoRAParam)) for model in read)
+    assert all(np.array_equal(a, b) for a, b in zip(*leaves, strict=True))
 
 
-def test_other_meshes_are_refused_of_a_model_that_lies_there(tmp_path):
-    tiny.tokenizer().save_pretrained(tmp_path / "tokenizer")
-    moe_jax.save_pretrained(tiny.dense(), tmp_path / "base")
-    model = moe_jax.from_pretrained(tmp_path / "base", mesh=moe_jax.parallel.make_mesh(fsdp=8))
-    with pytest.raises(ValueError, match="lora trains on one device, or on several along mesh.data alone.*got mesh.fsdp=8"):
-        finetune(tiny.settings(tmp_path, batch_size=8, lora=LoraSettings()), model=model, tokenizer=tiny.tokenizer())
+def test_files_have_equal_bytes_from_any_mesh(tmp_path, base):
+    written = []
+    for sizes in ({}, dict(fsdp=2, expert=4), dict(data=2, fsdp=4)):
+        model = moe_jax.from_pretrained(base, dtype=jnp.float32, mesh=make_mesh(**sizes) if sizes else None)
+        add_lora(model, LoraSettings(rank=4, targets=("attention", "experts", "head")), rngs=nnx.Rngs(3))
+        folder = tmp_path / "-".join(["adapter", *sizes])
+        save_adapter(model, folder)
+        written.append({file.name: file.read_bytes() for file in folder.iterdir()})
+    assert written[0] == written[1] == written[2] and len(written[0]) > 2
+
+
+def test_a_pipe_and_moving_experts_are_refused(tmp_path, base):
+    model = moe_jax.from_pretrained(base, mesh=make_mesh(pipe=2, fsdp=4))
+    with pytest.raises(ValueError, match="lora trains on a mesh without pipe: .*; got mesh.pipe=2"):
+        finetune(
+            tiny.settings(tmp_path, batch_size=8, gradient_accumulation=2, lora=LoraSettings()),
+            model=model,
+            tokenizer=tiny.tokenizer(),
+        )
+    with pytest.raises(ValueError, match="rebalance_every=2 is for runs without lora: frozen experts stay as they are"):
+        tiny.settings(tmp_path, batch_size=8, lora=LoraSettings(), mesh=MeshShape(expert=2), rebalance_every=2)
     assert not (tmp_path / "run").exists()

@@ -1,4 +1,4 @@
-"""Fine-tuning through a pipe: a killed run goes on bit for bit, and on another mesh with the same losses."""
+"""Fine-tuning through a pipe: a killed run resumes bit for bit, and on another mesh with the same losses."""
 
 import os
 import shutil
@@ -83,7 +83,7 @@ def test_a_dense_run_goes_on(tmp_path):
 
 @pytest.mark.thorough
 def test_killed_in_a_step_and_in_a_save(whole, tmp_path):
-    """The run goes on bit for bit."""
+    """The run resumes bit for bit."""
     data, expected, _ = whole
     for step, where in ((3, "step"), (4, "save")):
         process = subprocess.run(
@@ -122,7 +122,7 @@ def test_a_run_goes_on_without_a_pipe_and_through_another(whole, one, tmp_path):
 @pytest.mark.thorough
 @pytest.mark.parametrize("schedule, chunks", [("zb-v", 2), ("uniform-w", 1)])
 def test_losses_with_another_schedule(whole, one, tmp_path, schedule, chunks):
-    """A run that began in uniform ticks goes on in another order, with evaluations."""
+    """A run that began in uniform ticks resumes in another order, with evaluations."""
     output = tmp_path / "run"
     shutil.copytree(whole[1], output)
     for later in (4, 6):
@@ -144,6 +144,6 @@ def test_a_model_on_a_pipe_is_checked_before_anything_is_written(tmp_path):
 
     refused("mesh.pipe=2 needs a gradient_accumulation of 2 or more", gradient_accumulation=1)
     refused("a pipe needs the built-in loss, and the mesh has pipe=2", loss=lambda model, batch: (0.0, {}))
-    refused("the mesh has pipe=2, and the model's layers do not lie in chunks", model=laid_out(tiny.model(), pipe=2))
-    refused("settings.mesh=.*pipe=1.*, but the model lies on .*pipe=2", mesh=MeshShape(fsdp=2))
-    refused("settings.pipe_chunks=2, but the model lies in 1 chunks a rank", mesh=MeshShape(pipe=2), pipe_chunks=2)
+    refused("the mesh has pipe=2, and the model's layers are not split into chunks", model=laid_out(tiny.model(), pipe=2))
+    refused("settings.mesh=.*pipe=1.*, but the model is on .*pipe=2", mesh=MeshShape(fsdp=2))
+    refused("settings.pipe_chunks=2, but the model is split into 1 chunks a rank", mesh=MeshShape(pipe=2), pipe_chunks=2)

@@ -48,7 +48,7 @@ CHUNKS = [pytest.param(1, marks=pytest.mark.thorough), 2]
 
 @pytest.mark.parametrize("chunks", CHUNKS)
 def test_each_rank_reads_its_own_layers(folder, tmp_path, monkeypatch, chunks):
-    """They lie as `to_chunks` lays them, each byte is read once, and saving writes the same bytes."""
+    """They are laid out as `to_chunks` does, each byte is read once, and saving writes the same bytes."""
     mesh, read, copy = mesh_of(pipe=2, fsdp=2), [], streaming._copy
     whole = moe_jax.from_pretrained(folder, progress=False)
     monkeypatch.setattr(streaming, "_copy", lambda stored, source, to: read.append(to.nbytes) or copy(stored, source, to))
@@ -103,7 +103,7 @@ def state_on(sizes, chunks=1):
     ids=["off", "onto", "other-pipe"],
 )
 def test_states_move_between_pipes(start, end):
-    """Parameters, low halves and moments of a state, as they lie in the other."""
+    """Parameters, low halves and moments of a state, as laid out in the other."""
     (state, pipe), (like, other) = state_on(*start), state_on(*end)
 
     filled = jax.tree.map_with_path(lambda path, x: numbered(path, x, pipe), state)

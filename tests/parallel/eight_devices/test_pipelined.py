@@ -171,7 +171,7 @@ def test_two_steps(make_model, shard_optimizer):
     ids=["moe", "deepseek"],
 )
 def test_chunks_and_back(model, stage):
-    """Five layers with experts lie in chunks; a dense first layer and a module for further tokens do not."""
+    """Five layers with experts are in chunks; a dense first layer and an MTP module are not."""
     params = nnx.state(model(), nnx.Param)
     there = to_chunks(params, mesh_of(pipe=2, fsdp=2), 2)
     for number, layers in there["stages"].items():
@@ -212,7 +212,7 @@ def refused_function(mesh):
         (refused_order, ValueError, "this model has 2 runs of layers, and experts before the last"),
         (refused_chunks, ValueError, "2 layers do not reach the last of 2 chunks on pipe=2"),
         (refused_layout, ValueError, "lay the parameters out with parallel.pipeline.chunks.to_chunks"),
-        (refused_function, TypeError, "an objective of a pipeline must have the function of_states"),
+        (refused_function, TypeError, "an objective of a pipeline must define of_states"),
     ],
 )
 def test_refusals(call, error, message):

@@ -1,4 +1,4 @@
-"""A pipeline of a model with dense first layers and modules that predict further tokens: only layers with experts lie in it."""
+"""A pipeline of a model with dense first layers and MTP modules: only layers with experts are in it."""
 
 from dataclasses import replace
 
@@ -42,7 +42,7 @@ def test_gradients(make_model, mtp, layers, sizes, chunks, micro_batches, remat)
 
 
 def trained(batch, parallelism=None):
-    """Returns the metrics of two steps of AdamW, the biases behind them, and the mean cross-entropy."""
+    """Returns the metrics of two steps of AdamW, the biases after them, and the mean cross-entropy."""
     model = tiny.deepseek(mtp=1, layers=3)
     graph, optimizer = nnx.graphdef(model), make_optimizer(1e-2, eps=1e-3)
     if parallelism is not None:

@@ -68,7 +68,7 @@ def evaluations(batches, parallelism=None):
 
 @pytest.mark.thorough
 def test_make_evaluation():
-    """Several batches, one after the other through the pipe; the parameters lie in chunks and over `fsdp`.
+    """Several batches, one after the other through the pipe; the parameters are in chunks and split over `fsdp`.
 
     Labels have weights, whose sum is less than 1.
     """

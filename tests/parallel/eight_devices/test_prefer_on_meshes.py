@@ -18,7 +18,7 @@ from tests.helpers.meshes import laid_out
 
 
 def adapted():
-    """A model whose runs train adapters, beside which it is its own reference."""
+    """A model whose runs train adapters, and which is its own reference without them."""
     return tiny.dense()
 
 
@@ -75,7 +75,7 @@ def die_at_step_three(record):
         pytest.param("dpo", dict(fsdp=2, expert=2), tiny.model, marks=pytest.mark.thorough),
         pytest.param("kto", dict(data=2, context=2), tiny.model, marks=pytest.mark.thorough),
         pytest.param("orpo", dict(expert=2, context=2), tiny.model, marks=pytest.mark.thorough),
-        pytest.param("dpo", dict(data=4), adapted, marks=pytest.mark.thorough),
+        pytest.param("dpo", dict(fsdp=2, data=2), adapted, marks=pytest.mark.thorough),
     ],
     ids=["dense", "dpo", "kto", "orpo", "adapters"],
 )
@@ -100,13 +100,11 @@ def test_a_run_on_a_mesh_is_the_run_of_one_device(run, tmp_path, loss, sizes, ma
     assert all(np.array_equal(x, y) for x, y in zip(*trained, strict=True))
 
 
-def test_a_pipe_and_adapters_in_parts_are_refused(tmp_path):
+def test_a_pipe_and_uneven_rows_are_refused(tmp_path):
     (tmp_path / "pairs.jsonl").write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n')
     paths = dict(model="none", data=str(tmp_path / "pairs.jsonl"), output=str(tmp_path / "run"), batch_size=8)
     with pytest.raises(ValueError, match="mesh.pipe=2 needs a loss of single tokens.*take a mesh without pipe"):
         PreferSettings(**paths, mesh=MeshShape(pipe=2))
     with pytest.raises(ValueError, match="a micro-batch of 4 rows cannot be divided among data x fsdp x expert = 8 devices"):
         PreferSettings(**paths, gradient_accumulation=2, mesh=MeshShape(data=8))
-    with pytest.raises(ValueError, match="lora trains on one device, or on several along mesh.data alone.*got mesh.fsdp=8"):
-        prefer(PreferSettings(**paths, lora=LoraSettings()), model=laid_out(tiny.dense(), fsdp=8), tokenizer=tiny.tokenizer())
     assert not (tmp_path / "run").exists()

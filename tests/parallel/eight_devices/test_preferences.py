@@ -1,4 +1,4 @@
-"""Preference losses on meshes: loss, metrics, reference and parameters of two steps are those of one device."""
+"""Preference losses on meshes: loss, metrics, reference and parameters of two steps equal one device's."""
 
 import jax
 import numpy as np

@@ -19,7 +19,7 @@ from tests.helpers.train_steps import make_batch
 
 
 def in_chunks():
-    """A model that was laid out for a pipe, and whose arrays lie on one device."""
+    """A model that was laid out for a pipe, and whose arrays are on one device."""
     model = tiny.model()
     on_pipe = to_chunks(nnx.state(model), make_mesh(pipe=2, devices=jax.devices()[:2]))
     nnx.update(model, jax.device_put(on_pipe, jax.devices()[0]))
@@ -51,7 +51,7 @@ def train(model):
     ids=["call", "train", "evaluate", "generate", "to_chunks", "move"],
 )
 def test_layers_in_chunks(work, call, tmp_path):
-    """Wherever the arrays lie, work that needs the layers along one axis says so."""
+    """Wherever the arrays are, work that needs the layers along one axis raises an error."""
     with pytest.raises(ValueError, match=rf"{work} needs a model's layers along one axis.*\[1, 2, 1, 16\].*from_chunks"):
         call(in_chunks(), tmp_path)
     assert not list(tmp_path.iterdir())

@@ -109,7 +109,7 @@ def test_dense_first_layers_and_further_tokens(name, sizes):
 
 
 def compare(name, model, layers, sizes, micro_batches, remat, prepare=dict):
-    """Compares a step with one device's; `layers` of the model lie in the pipe."""
+    """Compares a step with one device's; `layers` of the model are in the pipe."""
     parallelism = parallelism_of(name, **sizes)
     graph, params, fixed = nnx.split(model, nnx.Param, ExpertBias)
     objective, batch = as_objective(ALL_LOSSES, micro_batches), prepare(batch_of_tests())
@@ -161,7 +161,7 @@ def step_of(name, micro_batches=4, remat=True, **settings):
     [
         (dict(name="1f1b", transport="pairwise", pipe=2, expert=2), "the transport 'pairwise' would wait for ranks that never"),
         (dict(name="dualpipe", method="ring", pipe=2, context=2), "the method 'ring' would wait for ranks that never send"),
-        (dict(name="zb-h1", pipe=2, fsdp=2), "'zb-h1' divides the backward pass, for which matrices must lie whole on a rank"),
+        (dict(name="zb-h1", pipe=2, fsdp=2), "'zb-h1' divides the backward pass, for which each rank must hold whole matrices"),
         (dict(name="uniform-w", pipe=2, fsdp=2), "fsdp of this mesh split them: take 'uniform'"),
         (dict(name="zb-v", pipe=2, expert=2, fsdp=2), "fsdp, expert of this mesh split them: take '1f1b', 'interleaved', 'dua"),
         (
@@ -173,7 +173,7 @@ def step_of(name, micro_batches=4, remat=True, **settings):
         (dict(name="dualpipe", pipe=3), "pipe_schedule='dualpipe' needs an even number of ranks, for it starts at both"),
         (
             dict(name="1f1b", pipe=2, remat="offload"),
-            "remat='offload' needs pipe_schedule='uniform': slots of '1f1b' lie in the GPU's memory",
+            "remat='offload' needs pipe_schedule='uniform': slots of '1f1b' stay in the GPU's memory",
         ),
         (dict(name="1f1b", data=2), "pipe_schedule='1f1b' needs several devices along the mesh axis pipe"),
         (dict(name="gpipe", pipe=2), "pipe_schedule='gpipe' must be one of uniform, uniform-w, 1f1b, interleaved, zb-h1, zb-v"),

@@ -1,4 +1,4 @@
-"""The executor of tables with a chain of numbers in place of a model: each pass counts once, whatever the schedule."""
+"""The executor of tables with a chain of numbers in place of a model: each pass counts once, in every schedule."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Tokens that travel to experts in FP8: results beside those of tokens in bf16, and the bytes that travel."""
+"""Tokens that travel to experts in FP8: results compared with tokens in bf16, and the bytes sent."""
 
 import functools
 import re
@@ -24,7 +24,7 @@ NAMES = "y", "x", "w_gate_up", "w_down", "weights"
 
 
 def _layer(routing="random"):
-    """Channels of x that stand out, and gradients whose tokens lie decades apart."""
+    """Outlier channels of x, and gradients whose tokens are decades apart."""
     rng = seeds.rng()
     shapes = (TOKENS, HIDDEN), (EXPERTS, 2 * INTER, HIDDEN), (EXPERTS, HIDDEN, INTER)
     x, w_gate_up, w_down = (jnp.asarray(rng.normal(size=shape) * shape[-1] ** -0.5, jnp.float32) for shape in shapes)
@@ -156,7 +156,7 @@ def test_refusals():
 
 
 def _errors(run, layer):
-    """The relative errors of the results and of all gradients, beside the oracle in f32."""
+    """The relative errors of the results and of all gradients, compared with the oracle in f32."""
     arrays, dy, chosen = layer
     exact = [a.astype(jnp.float32) for a in arrays]
     y, pullback = jax.vjp(lambda *a: oracle.experts_mlp(*a, chosen), *exact)

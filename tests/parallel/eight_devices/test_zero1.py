@@ -1,4 +1,4 @@
-"""ZeRO, stage 1: with the optimizer's state in parts over `data`, training gives what it gives with the whole state."""
+"""ZeRO, stage 1: with the optimizer's state in parts over `data`, training gives the same results as with the whole state."""
 
 import re
 from functools import partial
@@ -55,7 +55,7 @@ def assert_close(ours, theirs, tolerance):
     ids=["data-fsdp-accumulated", "experts-accumulated", "data", "deepseek-mtp"],
 )
 def test_two_steps(sizes, options):
-    """Losses, gradients (moments after one step) and parameters after two steps are those of the whole state, clip included."""
+    """Losses, gradients (moments after one step) and parameters after two steps equal the whole state's, clip included."""
     batch, (plain, split) = make_batch(seeds.rng()), both(**sizes)
     # With a smaller eps AdamW makes whole steps of a gradient's noise where it is near 0.
     options |= {"optimizer": make_optimizer(1e-2, eps=1e-3, max_grad_norm=0.1)}
@@ -217,7 +217,7 @@ def shapes_of(operation, text):
 
 @pytest.mark.thorough
 def test_resumed(tmp_path):
-    """A restored state goes on bit for bit. On a mesh without the option it goes on as well."""
+    """A restored state continues bit for bit. On a mesh without the option it continues as well."""
     batch, (_, split) = make_batch(seeds.rng()), both(data=2, fsdp=2)
     other = Parallelism(make_mesh(fsdp=4, devices=jax.devices()[:4]))
     optimizer, graph = make_optimizer(1e-2, eps=1e-3), nnx.graphdef(tiny.dense())

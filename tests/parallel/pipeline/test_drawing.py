@@ -52,7 +52,7 @@ def test_drawings_have_a_widest():
 
 
 def test_pictures(tmp_path):
-    """A whole file, different for different schedules, and no other file beside it."""
+    """A whole file, different for different schedules, and no other file next to it."""
     first, second = tmp_path / "new" / "a.png", tmp_path / "new" / "b.png"
     plot(simulate(dualpipe(4, 8), pipelines.UNIT), first)
     plot(simulate(one_f_one_b(4, 8), pipelines.UNIT), second)

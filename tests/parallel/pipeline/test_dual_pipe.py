@@ -76,7 +76,7 @@ def test_the_order_is_the_notes_rule(ranks, more):
 
 
 def rule_of_the_notes(ranks: int, per_direction: int, rank: int) -> list[str]:
-    """Warm-up, steady phase and cool-down without W; a chunk ends at `per_direction`, not at twice that as the notes say."""
+    """Warm-up, steady phase and cool-down without W; a chunk ends at `per_direction`, not at twice that as in the notes."""
     distance = min(rank, ranks - 1 - rank)
     chunk = int(rank >= ranks // 2)
     forwards, backwards = [0, 0], [0, 0]
@@ -183,7 +183,7 @@ def test_bubble_of_dualpipe_v(ranks, micro_batches):
 
 
 def test_the_formula_is_an_upper_bound():
-    """With W = 0.9 and F&B = 2.4, 8 ranks are idle 3.6 to 4.8 where the formula says 5.1."""
+    """With W = 0.9 and F&B = 2.4, 8 ranks are idle 3.6 to 4.8 where the formula has 5.1."""
     timeline = simulate(dualpipe(8, 20), PassTimes(1, 2, 0.9, 2.4))
     assert timeline.idle == pytest.approx((3.6, 4.2, 4.8, 4.8, 4.8, 4.8, 4.2, 3.6))
     assert 3 * (2.4 + 2 - 3 * 0.9) == pytest.approx(5.1)

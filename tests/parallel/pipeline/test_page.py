@@ -62,6 +62,6 @@ def table(ranks: int, micro_batches: int) -> str:
 
 
 def held(schedule: Schedule, timeline: Timeline) -> str:
-    """The inputs of the fullest rank, in those of all its layers for one micro-batch."""
+    """The inputs of the fullest rank, in inputs of all its layers for one micro-batch."""
     share = schedule.num_stages / len(schedule.ranks)
     return f"{max(timeline.peak_in_flight) / share:.4g}"

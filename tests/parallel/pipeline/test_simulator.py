@@ -122,7 +122,7 @@ def test_a_deadlock_is_named():
         (PassTimes(-1), "forward must be a finite time of at least 0; got -1"),
         (PassTimes(1, float("nan")), "backward must be a finite time of at least 0; got nan"),
         (PassTimes((1, 2, 3)), "forward must be one time or 2, one for each stage; got 3"),
-        (PassTimes(1, 2, 2.5), "weights must be at most backward=2, of which it is a part; got 2.5"),
+        (PassTimes(1, 2, 2.5), "weights is a part of backward=2, so it must be at most that; got 2.5"),
         (PassTimes(overlapped=-3), "overlapped must be a finite time of at least 0; got -3"),
         (PassTimes(float("inf")), "forward must be a finite time of at least 0; got inf"),
         (PassTimes(overlapped=1e-3), "overlapped must be at least the longer of forward=1.0 and backward=2.0, .*; got 0.001"),

@@ -1,4 +1,4 @@
-"""Tables of schedules: replayed on numbers, each pass finds what it needs in its slot, and each happens once."""
+"""Tables of schedules: replayed on numbers, each pass finds its inputs in its slot, and each happens once."""
 
 from collections import Counter
 from dataclasses import replace

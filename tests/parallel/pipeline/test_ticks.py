@@ -26,7 +26,7 @@ def test_each_pass_has_one_tick(sizes):
 
 @pytest.mark.parametrize("sizes", SIZES)
 def test_ends_of_a_step(sizes):
-    """The first v p ticks have no backward pass, the last v p no forward pass, and all passes lie within the ticks."""
+    """The first v p ticks have no backward pass, the last v p no forward pass, and all passes are within the ticks."""
     ranks, chunks, micro_batches = sizes
     total, warm_up = ticks.num_ticks(*sizes), chunks * ranks
     assert total == -(-micro_batches // ranks) * ranks * chunks + ranks - 1 + chunks * ranks

@@ -103,10 +103,10 @@ def test_slots_and_sizes():
 
 def test_stages_and_hops():
     schedule = one_f_one_b(4, 4)
-    refused(replace(schedule, stages=((0,), (1,), (1,), (3,))), "stage 1 must lie on one rank in direction 0; it lies on 2")
+    refused(replace(schedule, stages=((0,), (1,), (1,), (3,))), "stage 1 must be on one rank in direction 0; it is on 2")
     refused(
         replace(schedule, stages=((0,), (2,), (1,), (3,))),
-        "neighbouring stages lie on neighbouring ranks; stage 0 lies on rank 0, stage 1 on rank 2",
+        "neighbouring stages must be on neighbouring ranks; stage 0 is on rank 0, stage 1 on rank 2",
     )
 
 

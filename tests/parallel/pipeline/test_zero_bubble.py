@@ -48,7 +48,7 @@ def test_bubble_of_zb_v(ranks, micro_batches):
 
 
 def test_few_micro_batches():
-    """With m < p, ZB-H1's bubble is p - m units longer than its formula says; ZB-V leaves micro-batches out."""
+    """With m < p, ZB-H1's bubble is p - m units longer than its formula; ZB-V leaves micro-batches out."""
     for ranks in range(2, 9):
         for micro_batches in range(1, ranks):
             over = simulate(zb_h1(ranks, micro_batches), pipelines.UNIT).bubble - (ranks - 1)

@@ -1,4 +1,4 @@
-"""In programs compiled for four H200s, copies from GPU to GPU run beside the kernels that do not need what they bring."""
+"""In programs compiled for four H200s, copies from GPU to GPU overlap the kernels that do not need their data."""
 
 import re
 
@@ -71,7 +71,7 @@ def test_ring_attention():
 def test_pairwise_exchange():
     """Tokens and choices of others arrive while a device computes its own.
 
-    The outputs of the others, in one step, travel home beside the device's own down pass.
+    The outputs of the others, in one step, return during the device's own down pass.
     """
     beside = kernels_beside_copies(run_script(COMPILED + EXPERTS, 3))
     assert len(beside) == 9 and all(beside)
@@ -80,7 +80,7 @@ def test_pairwise_exchange():
 @needs_compiler
 @pytest.mark.thorough
 def test_outputs_travel_home_beside_the_next_step():
-    """Three devices' tokens arrive, and the outputs of each leave, beside other kernels: three a step, at last one."""
+    """Three devices' tokens arrive, and the outputs of each leave, during other kernels: three a step, at last one."""
     beside = kernels_beside_copies(run_script(COMPILED + EXPERTS, 1))
     assert len(beside) == 6 and all(beside)
 
@@ -88,7 +88,7 @@ def test_outputs_travel_home_beside_the_next_step():
 @pytest.mark.thorough
 @needs_compiler
 def test_backward_with_remat():
-    """In a layer's backward pass with remat: tokens, gradients of outputs, gradients of tokens, each beside kernels."""
+    """In a layer's backward pass with remat: tokens, gradients of outputs, gradients of tokens, each during kernels."""
     computations = re.split(r"\n(?=%|ENTRY)", run_script(COMPILED + TRAINED_EXPERTS))
     (backward,) = [c for c in computations if "gated_matmul_backward" in c and "collective-permute-start(" in c]
     beside = kernels_beside_copies(backward)

@@ -40,11 +40,11 @@ def comparable(output):
 
 
 def test_resume_without_the_bad_document(tmp_path, capsys, monkeypatch, steps_that_add):
-    """Steps before the bad document are saved, and the run goes on without it."""
+    """Steps before the bad document are saved, and the run continues without it."""
     # Of many conversations the survey at the start sees a sample, here one.
     monkeypatch.setattr("moe_jax.recipes.finetuning.prepare.survey", partial(survey, max_documents=1))
     with pytest.raises(
-        ValueError, match=r"chats.jsonl:(41|82) .*refused; --skip-bad-documents leaves .*; the run is saved at step 4$"
+        ValueError, match=r"chats.jsonl:(41|82) .*refused; --skip-bad-documents skips .*; the run is saved at step 4$"
     ):
         run(tmp_path)
     assert finished_steps(tmp_path / "run" / "checkpoints") == [4]
@@ -57,7 +57,7 @@ def test_resume_without_the_bad_document(tmp_path, capsys, monkeypatch, steps_th
 
 
 def test_of_few_conversations_it_is_named_before_the_first_step(tmp_path):
-    with pytest.raises(ValueError, match=r"chats.jsonl:(41|82) .*refused; --skip-bad-documents leaves .* when a run goes on$"):
+    with pytest.raises(ValueError, match=r"chats.jsonl:(41|82) .*refused; --skip-bad-documents skips .* in a resumed run$"):
         run(tmp_path)
     assert not (tmp_path / "run").exists()
 

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("steps_that_add")
 
 @pytest.fixture(autouse=True)
 def scripted(monkeypatch):
-    """Makes the held-out losses those of `LOSSES`."""
+    """Replaces the held-out losses by `LOSSES`."""
     monkeypatch.setattr(loop, "make_evaluation", lambda *_, **__: lambda state, batches: LOSSES[int(state.step)])
 
 
@@ -65,7 +65,7 @@ def test_early_stop_ends_with_the_best_weights(tmp_path, capsys):
         [record["loss"] for record in read_records(tmp_path / name / "run" / "metrics.jsonl")] for name in ("whole", "parts")
     ]
     assert losses[0] == losses[1] and len(losses[0]) == 8
-    # More patience, and the same folder goes on.
+    # More patience, and the same folder continues.
     further = train(settings(tmp_path / "parts", early_stop=3))
     assert (further.step, further.model_step, further.stopped_early) == (12, 10, False)
     assert finished_steps(tmp_path / "parts" / "run" / "checkpoints") == [10, 12]

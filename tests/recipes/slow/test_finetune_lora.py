@@ -1,4 +1,4 @@
-"""Fine-tuning with adapters: they alone are trained and saved, and a run goes on with the same base and adapters alone."""
+"""Fine-tuning with adapters: they alone are trained and saved, and a run resumes only with the same base and adapters."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -86,7 +86,7 @@ def test_the_model_of_a_run_has_its_adapters(whole, base, tmp_path):
     moved = model_of_run(settings.output, dtype=jnp.float32, step=2, base=base)
     assert not np.allclose(logits_of(moved, TOKENS), logits_of(result.model, TOKENS), rtol=1e-6, atol=1e-6)
     moe_jax.save_pretrained(other_model(), tmp_path / "other")
-    with pytest.raises(ValueError, match="weights in .*other are not those that the run's adapters were trained beside"):
+    with pytest.raises(ValueError, match="weights in .*other are not the base weights that the run's adapters were trained on"):
         model_of_run(settings.output, base=tmp_path / "other")
     with pytest.raises(FileNotFoundError, match="the weights that the run's adapters belong to are not at .*gone"):
         model_of_run(settings.output, base=tmp_path / "gone")
@@ -109,9 +109,9 @@ def test_another_base_or_other_adapters_are_another_run(whole, base, tmp_path, m
 
 def test_refusals_come_before_weights_are_read(base, tmp_path, monkeypatch):
     monkeypatch.setattr("moe_jax.recipes.run.model.from_pretrained", None)
-    with pytest.raises(ValueError, match="lora trains on one device, or on several along mesh.data alone.*got mesh.fsdp=2"):
-        settings_of(tmp_path, base, mesh=MeshShape(data=2, fsdp=2))
-    with pytest.raises(ValueError, match="overlap_micro_batches=True needs adapters without dropout"):
+    with pytest.raises(ValueError, match="lora trains on a mesh without pipe: .*; got mesh.pipe=2"):
+        settings_of(tmp_path, base, mesh=MeshShape(pipe=2), gradient_accumulation=2)
+    with pytest.raises(ValueError, match="overlap_micro_batches=True is for runs without lora"):
         options = dict(mesh=MeshShape(data=2), gradient_accumulation=2, overlap_micro_batches=True)
         settings_of(tmp_path, base, lora=LoraSettings(targets=("attention",), dropout=0.1), **options)
     with pytest.raises(ValueError, match="dropout=0.1 is for attention and mlp"):
@@ -154,7 +154,7 @@ def test_defaults_depend_on_adapters(tmp_path):
 
 @pytest.mark.thorough
 def test_quantised_base(tmp_path):
-    """Adapters are trained beside experts in 4 bits, and go on with them alone."""
+    """Adapters are trained on experts in 4 bits, and resume only with them."""
     sizes = dict(hidden_size=64, moe_intermediate_size=64)
     model = moe_jax.from_config(replace(tiny.biased_model().config, **sizes), rngs=nnx.Rngs(0))
     tiny.tokenizer().save_pretrained(tmp_path / "tokenizer")

@@ -1,5 +1,5 @@
-"""Training on a mesh gives the single device's losses, compiles once, resumes bit for bit, and goes on on another mesh or on
-one device, with shadow experts too, and where experts change places."""
+"""Training on a mesh gives the single device's losses, compiles once, resumes bit for bit, and continues on another mesh or
+on one device, with shadow experts too, and where experts change places."""
 
 import os
 import subprocess
@@ -127,7 +127,7 @@ def test_a_mesh_changes_nothing_but_the_place(tmp_path):
 
 @pytest.mark.thorough
 def test_an_optimizer_in_parts(tmp_path):
-    """The optimizer's state lies in parts over data; a second half of the run is on a mesh without, with shadow experts."""
+    """The optimizer's state is split over data; a second half of the run is on a mesh without, with shadow experts."""
     output_of(COMMON + PARTS, tmp_path)
 
 

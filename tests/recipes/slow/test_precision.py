@@ -1,4 +1,4 @@
-"""Fine-tuning with experts in FP8: the run computes in it, and goes on in no other precision."""
+"""Fine-tuning with experts in FP8: the run computes in it, and resumes in no other precision."""
 
 from dataclasses import replace
 
@@ -39,7 +39,7 @@ def test_a_run(tmp_path):
 
 @pytest.mark.thorough
 def test_adapters_of_experts(tmp_path):
-    """Adapters are trained beside experts in FP8, whose codes stay as they were loaded."""
+    """Adapters are trained on experts in FP8, whose codes stay as they were loaded."""
     settings = _settings(tmp_path, lora=LoraSettings(rank=8), weights="fp8", learning_rate=1e-2)
     result = finetune(settings)
     assert result.metrics[-1]["loss"] < result.metrics[0]["loss"]

@@ -86,7 +86,7 @@ def test_adapters(tmp_path, capsys):
 
 
 def test_all_parameters(tmp_path):
-    """The reference is computed once, kept beside the run, and still the first model's when the run continues."""
+    """The reference is computed once, stored in the run's folder, and still the first model's when the run continues."""
     part = run(settings(tmp_path, lora=None, learning_rate=3e-3, batch_size=4, gradient_accumulation=2), stop_after=2)
     table = np.load(tmp_path / "run" / "reference_data.npy")
     assert table.shape == (6, 2) and abs(part.metrics[0]["reward_margin"]) < 1e-5
@@ -97,7 +97,7 @@ def test_all_parameters(tmp_path):
 
 
 def test_the_reference_of_other_data(tmp_path):
-    """A reference is computed anew where a run is begun anew with other data, or goes on with other held-out data."""
+    """A reference is computed anew where a run is begun anew with other data, or resumes with other held-out data."""
 
     def interrupted(_):
         raise InterruptedError
@@ -192,7 +192,7 @@ def test_refused_before_anything_is_written(tmp_path):
 
 @pytest.mark.thorough
 def test_quantised_weights(tmp_path):
-    """Adapters learn preferences beside experts in 4 bits, and go on beside them alone."""
+    """Adapters learn preferences on experts in 4 bits, and resume only on them."""
     tiny.tokenizer().save_pretrained(tmp_path / "tokenizer")
     config = replace(tiny.model().config, hidden_size=64, moe_intermediate_size=64, num_hidden_layers=1)
     moe_jax.save_pretrained(
@@ -211,13 +211,13 @@ def test_forms_of_weights_are_checked_first(tmp_path):
     chosen = settings(tmp_path, model=str(tmp_path / "base"), weights="as stored")
     with pytest.raises(ValueError, match="this checkpoint has none"):
         dry_run(chosen)
-    with pytest.raises(ValueError, match="cannot be trained: train adapters beside them"):
+    with pytest.raises(ValueError, match="cannot be trained: train adapters instead"):
         replace(chosen, lora=None)
 
 
 @pytest.mark.thorough
 def test_experts_in_fp8(tmp_path):
-    """Adapters learn beside experts in FP8; the reference rounds in the same places, so that rewards begin at zero."""
+    """Adapters learn on experts in FP8; the reference rounds in the same places, so that rewards begin at zero."""
     tiny.tokenizer().save_pretrained(tmp_path / "tokenizer")
     moe_jax.save_pretrained(tiny.model_for_fp8(), tmp_path / "base", tokenizer_from=tmp_path / "tokenizer")
     options = dict(precision="fp8", weights="fp8", dtype="bfloat16", model=str(tmp_path / "base"), steps=3)

@@ -20,6 +20,7 @@ from moe_jax.checkpoint.training import TrainingCheckpoints, finished_steps
 from moe_jax.recipes import FinetuneSettings, finetune
 from moe_jax.recipes.finetuning.prepare import prepare_run
 from moe_jax.recipes.run.identity import same_run
+from moe_jax.train.compiled_step import TrainStep
 from moe_jax.train.metrics import MetricsWriter, read_records
 from moe_jax.train.optimizer import warmup_cosine
 from moe_jax.train.starting_weights import MODEL
@@ -59,7 +60,7 @@ def test_kill_minus_nine_and_resume_gives_the_same_losses(tmp_path, one_step_for
     data = tiny.write_texts(tmp_path / "texts")
     run_tiny.run(data, tmp_path / "whole", *trained)
     expected = comparable(tmp_path / "whole")
-    # Beside each step of a model with experts stand their loads.
+    # Each step of a model with experts has their loads.
     assert len(expected) == (24 if trained == ("dense",) else 48)
 
     output = tmp_path / "killed"
@@ -114,7 +115,7 @@ def test_a_second_ctrl_c_interrupts_at_once(tmp_path):
 
 
 def test_more_steps_after_the_end(tmp_path, monkeypatch, steps_that_add):
-    """A run that has ended goes on with more steps, and not with fewer."""
+    """A run that has ended continues with more steps, and not with fewer."""
     lengths, schedule = [], warmup_cosine
     monkeypatch.setattr(
         sys.modules["moe_jax.recipes.run.model"],
@@ -136,6 +137,32 @@ def test_more_steps_after_the_end(tmp_path, monkeypatch, steps_that_add):
     run("whole", steps=4)
     assert comparable(tmp_path / "lengthened") == comparable(tmp_path / "whole")
     assert lengths == [2, 4, 4]
+
+
+def test_a_run_keeps_the_number_of_layers_of_its_beginning(tmp_path, monkeypatch, steps_that_add):
+    """The choice of "auto" on another GPU would change the last bits. Runs that noted none recomputed all layers."""
+    reused = []
+    monkeypatch.setattr(TrainStep, "set_remat", lambda step, remat: reused.append(remat))
+
+    def run(steps, **options):
+        paths = dict(model="none", data=str(tiny.write_texts(tmp_path / "texts")), output=str(tmp_path / "run"))
+        rate = dict(learning_rate=1e-2, min_learning_rate_ratio=1.0, warmup_steps=1)
+        settings = FinetuneSettings(**paths, **rate, steps=steps, seq_len=16, batch_size=2, dtype="float32", **options)
+        finetune(settings, model=tiny.dense(), tokenizer=tiny.tokenizer())
+
+    run(1, remat=1)
+    run(2, remat=3)
+    assert reused == []
+    position = TrainingCheckpoints.position
+    found = position(TrainingCheckpoints(tmp_path / "run" / "checkpoints", keep=3), 2)
+    assert found["remat"] == 3
+    run(3)
+    assert reused == [3]
+    monkeypatch.setattr(
+        TrainingCheckpoints, "position", lambda *a: {name: x for name, x in position(*a).items() if name != "remat"}
+    )
+    run(4)
+    assert reused == [3, True]
 
 
 def test_a_run_that_began_without_a_bos_token_goes_on_without(tmp_path, monkeypatch):

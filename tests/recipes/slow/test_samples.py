@@ -33,7 +33,7 @@ def test_samples_leave_the_bits(tmp_path, capsys, one_step_for_all, lora):
         asked = tiny.settings(tmp_path / name, steps=5, checkpoint_every=2, lora=lora, **options)
         if options:
             train(asked, 3)
-            with (tmp_path / name / "run" / SAMPLES).open("a") as log:  # as a run that was killed behind its checkpoint
+            with (tmp_path / name / "run" / SAMPLES).open("a") as log:  # as a run that was killed after its checkpoint
                 log.write('{"step": 4, "samples": []}\n')
         result = train(asked)
         losses = [record["loss"] for record in read_records(tmp_path / name / "run" / "metrics.jsonl")]

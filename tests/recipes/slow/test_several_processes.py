@@ -1,4 +1,4 @@
-"""Two processes train as one does; told to stop they save, and one process goes on from there."""
+"""Two processes train as one does; told to stop they save, and one process resumes from there."""
 
 import json
 import os
@@ -131,7 +131,7 @@ def test_two_processes_are_one_and_stop_when_told(tmp_path, make_model, devices,
 
 @pytest.mark.thorough
 def test_a_pipe_over_two_processes(tmp_path):
-    """Each process reads and saves its own layers. The run goes on in one process without a pipe."""
+    """Each process reads and saves its own layers. The run resumes in one process without a pipe."""
     tiny.tokenizer().save_pretrained(tmp_path / "tokenizer")
     moe_jax.save_pretrained(tiny.dense(), tmp_path / "model", tokenizer_from=tmp_path / "tokenizer")
     data = tiny.write_texts(tmp_path / "texts")

@@ -1,4 +1,4 @@
-"""A run's data may be several sources in several layouts; the numbers before it say what it learns."""
+"""A run's data may be several sources in several layouts; the numbers printed before it describe what is learned."""
 
 import json
 
@@ -56,7 +56,7 @@ def test_a_run_continues_with_its_weights_and_answers_alone(tmp_path, data):
         (dict(data="{}/pairs.csv,wieght=2"), "'wieght=2' is no option"),
         (dict(data=""), "data='' does not exist"),
         (dict(data=()), "no data: give a file"),
-        (dict(data="{}/pairs.csv", output="{}/pairs.csv/run"), "must lie outside of data="),
+        (dict(data="{}/pairs.csv", output="{}/pairs.csv/run"), "must be outside of data="),
         (dict(data="{}/pairs.csv", learned_answers="first"), "learned_answers='first' must be one of all, last"),
         (dict(data="{}/pairs.csv", empty_thinking="drop"), "empty_thinking='drop' must be one of learn, mask"),
     ],

@@ -1,4 +1,4 @@
-"""A run on a stream of the hub: it says what it looked at, and continues bit for bit where it was stopped."""
+"""A run on a stream of the hub: it prints which rows were measured, and continues bit for bit where it was stopped."""
 
 from dataclasses import replace
 
@@ -16,7 +16,7 @@ datasets = pytest.importorskip("datasets")
 
 @pytest.fixture(autouse=True)
 def stream(monkeypatch):
-    """A stream of 60 chats, the last of which have weights; the first 40 are looked at."""
+    """A stream of 60 chats; the last ones have weights; the first 40 are looked at."""
 
     def rows():
         for i in range(60):

@@ -1,4 +1,4 @@
-"""An engine computes with an adapter beside the weights: tokens and log-probabilities are those of `generate` and the model."""
+"""An engine computes with a separate adapter: tokens and log-probabilities equal `generate` and the model."""
 
 import contextlib
 import logging
@@ -130,7 +130,7 @@ def test_quantised_weights(quantise):
 
 @pytest.mark.thorough
 def test_experts_in_fp8():
-    """Matrices multiply in FP8 inside the stack of layers, and the changes beside them in bf16, which flips near choices."""
+    """Matrices multiply in FP8 inside the stack of layers, and the changes in bf16, which flips close choices."""
     model = add_random_adapters(with_matrices_in(tiny.model_for_fp8(), lambda w: BlockScaled.fp8(w, jnp.bfloat16)))
     model.set_precision("fp8")
     with contextlib.closing(Engine(model, limits=LIMITS)) as engine:

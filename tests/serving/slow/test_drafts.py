@@ -50,7 +50,7 @@ OPTIONS = [
 
 
 def test_tokens_are_those_without_drafts(model, engines):
-    """Prompts in several chunks, with common beginnings, too few pages, and ends behind a draft."""
+    """Prompts in several chunks, with common beginnings, too few pages, and ends after a draft."""
     rng = seeds.rng()
     beginning = rng.integers(0, 6, 130).tolist()
     prompts, options = [], []
@@ -78,7 +78,7 @@ def test_tokens_are_those_without_drafts(model, engines):
 
 @pytest.mark.thorough
 def test_the_module_drafts_as_in_a_batch_of_its_own(model, engines):
-    """Chunks, steps and new weights change no draft; behind the last token the engine drafts nothing."""
+    """Chunks, steps and new weights change no draft; after the last token the engine drafts nothing."""
     engine, rng = engines[1], seeds.rng()
     engine.update(model)
     for length in (3, 100, 64):
@@ -94,7 +94,7 @@ def test_the_module_drafts_as_in_a_batch_of_its_own(model, engines):
 
 
 def test_the_modules_pages_are_those_of_a_whole_pass(model, engines):
-    """The module reads of each token also the one behind it: in its chunk, in the next chunk, or drawn."""
+    """The module reads with each token also the next one: in its chunk, in the next chunk, or drawn."""
     prompt = seeds.rng().integers(0, 6, 21).tolist()
     ((found,),) = engines[1].generate([prompt], SamplingOptions(max_new_tokens=30, ignore_eos=True, temperature=9.0, seed=1))
     device, queues = engines[1]._loop.device, engines[1]._loop.queues[0]

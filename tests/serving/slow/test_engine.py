@@ -1,4 +1,4 @@
-"""The engine's tokens are those of `generate`, for any mix of requests; requests end, fail and are refused alone."""
+"""The engine's tokens equal `generate`, for any mix of requests; requests end, fail and are refused alone."""
 
 import asyncio
 import gc
@@ -7,6 +7,7 @@ import threading
 import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 
@@ -19,9 +20,10 @@ from flax import nnx
 import moe_jax
 from moe_jax.serving import device
 from moe_jax.serving.engine import GREEDY, Engine
+from moe_jax.serving.handle import as_completed
 from moe_jax.serving.loop import QueueFull
-from moe_jax.serving.request import EngineLimits, SamplingOptions
-from tests.helpers import seeds, served, tiny
+from moe_jax.serving.request import EngineLimits, SamplingOptions, seeds_of
+from tests.helpers import compilations, seeds, served, tiny
 from tests.helpers.hf_reference import load_ours, reference
 
 LIMITS = EngineLimits(
@@ -95,7 +97,7 @@ def test_a_prefix_is_found_and_changes_nothing(model, engine):
 
 
 def test_stop_texts_end_each_continuation_alone(model, engine):
-    """Tokens, text and all that belongs to tokens end with the stop text; requests before and behind it are untouched."""
+    """Tokens, text and all that belongs to tokens end with the stop text; requests before and after it are untouched."""
     first, second = prompts_of(seeds.rng(), 9, 70)
     options = SamplingOptions(max_new_tokens=30, ignore_eos=True, temperature=3.0, seed=1, n=2, logprobs=1, return_experts=True)
     ((_, whole), (greedy_one,)) = engine.generate(
@@ -155,7 +157,7 @@ def test_pages_run_out_and_every_request_ends(model, engine):
 
 
 def test_options_are_each_requests_own(model, engine):
-    """Greedy requests beside drawn ones, with penalties and alternatives, keep their tokens; a seed gives its tokens again."""
+    """Greedy requests next to drawn ones, with penalties and alternatives, keep their tokens; a seed gives its tokens again."""
     rng = seeds.rng()
     plain, biased, drawn = prompts_of(rng, 20, 12, 30)
     options = [
@@ -200,7 +202,7 @@ def test_requests_of_several_threads_keep_their_tokens(engine):
 
 
 def test_log_probabilities_of_prompts(model, engine, monkeypatch):
-    """Prompts come in several chunks and pieces, beside other requests; a sequence is preempted and begins again."""
+    """Prompts come in several chunks and pieces, next to other requests; a sequence is preempted and begins again."""
     monkeypatch.setattr("moe_jax.serving.prompts.PIECE_TOKENS", 24)
     prompts = prompts_of(seeds.rng(), 180, 185, 188, 1, 70)
     options = [
@@ -224,27 +226,18 @@ def test_log_probabilities_of_prompts(model, engine, monkeypatch):
 
 
 def test_nothing_is_compiled_while_requests_run(engine):
-    """Every program is compiled before the engine is ready, those of the rarest options too."""
+    """Every program is compiled before the engine is ready, also for the rarest options."""
     prompts = prompts_of(seeds.rng(), 70, 3, 20)
     options = [
         SamplingOptions(max_new_tokens=4, return_experts=True),
         SamplingOptions(max_new_tokens=5, temperature=0.7),
         SamplingOptions(max_new_tokens=6, top_p=0.5, temperature=1.0, presence_penalty=1.0, logprobs=2, prompt_logprobs=2),
     ]
-    compiled = []
-
-    def listen(event, seconds, **_):
-        if "backend_compile" in event:
-            compiled.append(seconds)
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    try:
+    with compilations.counted() as compiled:
         engine.generate(prompts, options)
         assert not compiled
         jax.jit(lambda x: x + len(prompts))(1.5)
         assert len(compiled) == 1
-    finally:
-        jax._src.monitoring.unregister_event_duration_listener(listen)
 
 
 def test_an_end_token_ends(model, engine):
@@ -469,6 +462,72 @@ def donated(model):
     return nnx.merge(graph, jax.jit(partial(jax.tree.map, jnp.copy), donate_argnums=0)(state))
 
 
+def test_results_come_when_their_request_ends(engine):
+    """Short answers come first; a closed iterator aborts the others."""
+    prompts = prompts_of(seeds.rng(), 3, 9, 5)
+    each = [SamplingOptions(max_new_tokens=new, ignore_eos=True) for new in (200, 4, 30)]
+    coming = engine.as_completed(prompts, each)
+    assert [next(coming)[0] for _ in range(2)] == [1, 2]
+    coming.close()
+    assert served.comes_true(lambda: not engine._loop._open)
+    handles = [engine.submit(prompt, options) for prompt, options in zip(prompts, each, strict=True)]
+    assert [index for index, _ in as_completed(handles)] == [1, 2, 0]
+    assert [index for index, _ in as_completed(handles)] == [0, 1, 2]
+
+
+def test_a_completions_seed_draws_it_alone(engine):
+    (prompt,) = prompts_of(seeds.rng(), 9)
+    options = SamplingOptions(max_new_tokens=8, ignore_eos=True, temperature=2.0, n=2)
+    (found,) = engine.generate([prompt], options)
+    ((alone,),) = engine.generate([prompt], replace(options, seed=found[1].seed, n=1))
+    assert alone.tokens == found[1].tokens
+    assert [one.seed for one in found] == seeds_of(replace(options, seed=found[0].seed))
+
+
+def test_an_engine_sleeps_while_its_model_is_trained(model):
+    """Memory is freed, requests are refused, and the update starts with empty pages and compiles nothing."""
+    before = live_bytes()
+    engine, prompt = Engine(own := copy_of(model), limits=LIMITS, keep_experts=True, lazy=True), [1, 2, 3] * 30
+    options = SamplingOptions(max_new_tokens=5, ignore_eos=True, return_experts=True, presence_penalty=1.0)
+    with closing(engine):
+        (expected,) = engine.generate([prompt], options)[0]
+        engine.pause()
+        handle = engine.submit(prompt, options)
+        with pytest.raises(RuntimeError, match="sleeps only without requests; 1 sequences run or wait"):
+            engine.sleep()
+        engine.resume()
+        assert handle.result()[0].cached_tokens == 64
+        pages = sum(array.nbytes for array in jax.tree.leaves(engine._loop.device.state))
+        for version in (1, 2):
+            for _ in range(2):
+                engine.sleep()
+            kept = live_bytes() - before - sum(array.nbytes for array in jax.tree.leaves(nnx.state(own)))
+            # The results of the last steps stay.
+            assert kept < pages / 10
+            for call in (lambda: engine.submit(prompt), lambda: engine.generate([prompt])):
+                with pytest.raises(RuntimeError, match="the engine sleeps: call engine.update"):
+                    call()
+            own = donated(own)
+            with compilations.counted() as compiled:
+                engine.update(own)
+                (found,) = engine.generate([prompt], options)[0]
+            assert not compiled and found.tokens == expected.tokens
+            np.testing.assert_array_equal(found.experts, expected.experts)
+            assert (found.weights_version, found.cached_tokens) == (version, 0)
+        engine.sleep()
+        with pytest.raises(ValueError, match="the new weights must be .*: num_hidden_layers is 2; the engine has 1"):
+            engine.update(moe_jax.from_config(replace(model.config, num_hidden_layers=2), dtype=model.dtype, rngs=nnx.Rngs(0)))
+        with pytest.raises(RuntimeError, match="the engine sleeps"):
+            engine.submit(prompt)
+
+
+def test_an_engine_is_closed_while_it_sleeps(model):
+    before, engine = live_bytes(), Engine(model, limits=LIMITS, lazy=True)
+    engine.sleep()
+    engine.close()
+    assert live_bytes() == before
+
+
 @pytest.mark.parametrize("meanwhile", [False, True])
 def test_a_training_step_that_donates_the_model(model, monkeypatch, meanwhile):
     """Requests that run are told, later ones too, and an update revives the engine; also if a step was just being started."""
@@ -517,25 +576,17 @@ def test_a_training_step_in_a_pause(model):
     engine.close()
 
 
-@pytest.mark.parametrize("in_submission", [False, True])
-def test_an_interrupted_call_aborts_its_requests(model, monkeypatch, in_submission):
+def test_an_interrupted_call_aborts_its_requests(model, monkeypatch):
     engine = Engine(model, limits=LIMITS, lazy=True)
-    options, added = SamplingOptions(max_new_tokens=200, ignore_eos=True), []
-    add = engine._loop.add
-
-    def interrupted(*arguments, **options):
-        if in_submission and len(added) == 3:
-            raise KeyboardInterrupt
-        added.append(add(*arguments, **options))
+    options = SamplingOptions(max_new_tokens=200, ignore_eos=True)
 
     def interrupt(handles):
+        assert len(handles) == len(engine._loop._open) == 6
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(engine._loop, "add", interrupted)
-    monkeypatch.setattr("moe_jax.serving.engine.results", interrupt)
+    monkeypatch.setattr("moe_jax.serving.engine.as_completed", interrupt)
     with pytest.raises(KeyboardInterrupt):
         engine.generate([[1, 2, 3]] * 6, options)
-    assert len(added) == (3 if in_submission else 6)
     assert served.comes_true(lambda: not engine._loop._open)
     stats = engine.stats()
     assert (stats.running, stats.waiting, stats.owned_pages) == (0, 0, 0) and not engine.failed

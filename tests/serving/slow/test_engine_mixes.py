@@ -45,7 +45,7 @@ def engine(model):
 @pytest.mark.thorough
 @pytest.mark.parametrize("disturbed", [False, True])
 def test_a_mix_equals_each_request_alone(model, engine, disturbed):
-    """Greedy tokens are those of `generate`. Disturbances are pauses, and updates to the same weights."""
+    """Greedy tokens equal `generate`. Disturbances are pauses, and updates to the same weights."""
     rng = seeds.rng()
     known = known_answers(rng, model, engine)
     before = engine.stats()
@@ -60,7 +60,7 @@ def test_a_mix_equals_each_request_alone(model, engine, disturbed):
     stats = engine.stats()
     assert stats.running == stats.waiting == stats.owned_pages == 0
     assert stats.free_pages + stats.cached_pages == LIMITS.num_pages - 1
-    # Else the mix has not met what it is for.
+    # Else the mix has missed its purpose.
     assert num_aborted and stats.num_preemptions > before.num_preemptions
     assert disturbing is None or (disturbing.result() and stats.weights_version > before.weights_version)
 

@@ -1,4 +1,4 @@
-"""Fused layers compute what the model's modules compute, and say which models they do not take."""
+"""Fused layers compute what the model's modules compute, and name the models that they do not support."""
 
 from dataclasses import replace
 from functools import partial
@@ -90,7 +90,7 @@ def test_equal_modules(monkeypatch, in_fp8):
     ids=["many tokens", "many tokens, with experts", "few tokens, with experts"],
 )
 def test_chunks_equal_modules(monkeypatch, most_planned_tokens, dense_layers):
-    """A decoding row beside two chunks and padding, which attention computes by kernels of their own."""
+    """A decoding row next to two chunks and padding, which attention computes by kernels of their own."""
     monkeypatch.setattr(fused, "MOST_PLANNED_TOKENS", most_planned_tokens)
     monkeypatch.setattr(experts, "MOST_PLANNED_TOKENS", most_planned_tokens)
     config = replace(CONFIG, mlp_only_layers=tuple(range(dense_layers)), num_attention_heads=8)
@@ -118,7 +118,7 @@ def test_chunks_equal_modules(monkeypatch, most_planned_tokens, dense_layers):
 
 @pytest.mark.thorough
 def test_tokens_of_an_engine_in_fp8(monkeypatch):
-    """Greedy tokens are those of the model's modules. One model for all runs, because two logits may be nearly equal."""
+    """Greedy tokens equal the model's modules'. One model for all runs, because two logits may be nearly equal."""
     prompts = [[7, 3, 50], [11, 60, 2, 30, 5]]
     limits = EngineLimits(max_sequences=2, max_tokens_per_step=32, max_chunks_per_step=2, max_length=64, num_pages=4)
     tokens = []

@@ -1,4 +1,4 @@
-"""Requests over HTTP to an engine with a model: each gets the tokens of `generate`, whatever the others do, and none stays."""
+"""Requests over HTTP to an engine with a model: each gets `generate`'s tokens, next to any others, and none stays."""
 
 import asyncio
 import contextlib
@@ -30,7 +30,7 @@ NEW_TOKENS = 80
 """Longest answer."""
 
 LENGTHS = 5, 40, 60, 100, 125, 180
-"""Lengths of prompts, in tokens: each is a character, because the vocabulary ends behind printable ASCII."""
+"""Lengths of prompts, in tokens: each is a character, because the vocabulary ends after printable ASCII."""
 
 TEMPLATE = "{% for m in messages %}{{ m['role'] }}:{{ m['content'] }};{% endfor %}>"
 GREEDY = dict(model="tiny", temperature=0, extra_body={"ignore_eos": True})
@@ -69,7 +69,7 @@ def test_a_thousand_requests_of_64_clients(model):
     assert "moe_jax_engine_running 0.0" in metrics and "moe_jax_engine_waiting 0.0" in metrics
     # A request that stayed would keep its prompt, handle and answer: 20 kB and more.
     assert after - before < 20e6
-    # Else the mix has not met what it is for.
+    # Else the mix has missed its purpose.
     assert clients.counts["429"] > 100 and clients.counts["left"] > 50
 
 
@@ -111,7 +111,7 @@ def test_sigterm_lets_running_and_waiting_requests_end(folder, model):
 class Clients:
     """Clients that send a mix of requests, and check each answer.
 
-    `answers`: those of `known_answers`.
+    `answers`: the result of `known_answers`.
     """
 
     def __init__(self, answers):
@@ -256,7 +256,7 @@ class Clients:
 
 
 def known_answers(model, tokenizer):
-    """Returns the tokens of `generate` behind each prompt, and behind the message (a tuple of one) of each conversation.
+    """Returns the tokens of `generate` after each prompt, and after the message (a tuple of one) of each conversation.
 
     Half of the prompts begin alike.
     """

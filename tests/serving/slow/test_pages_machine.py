@@ -1,4 +1,4 @@
-"""The pool of pages beside a model of it: any order of taking, sharing, sealing, releasing and forgetting."""
+"""The pool of pages compared with a model of it: any order of taking, sharing, sealing, releasing and forgetting."""
 
 from collections import Counter
 

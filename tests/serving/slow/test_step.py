@@ -1,4 +1,4 @@
-"""A step's logits are the model's own, whatever shares the step: chunks of prompts, decoding rows, padding."""
+"""A step's logits equal the model's, no matter what shares the step: chunks of prompts, decoding rows, padding."""
 
 from functools import partial
 

@@ -81,7 +81,7 @@ def test_kernels_of_a_layer(rows, in_fp8):
 @pytest.mark.thorough
 @pytest.mark.parametrize("rows, most", [(0, 23), (8, 26), (256, 25)])
 def test_kernels_of_chunks(rows, most):
-    """Attention of decoding rows beside chunks takes two more, and a merge if keys of few rows are split."""
+    """Attention of decoding rows next to chunks takes two more, and a merge if keys of few rows are split."""
     report = run_script(SCRIPT, rows, 1024, False, False)
     assert int(re.findall(r"kernels a layer: (\d+)", report)[0]) <= most
     assert set(re.findall(r"(\d+) bytes spill stores", report)) == {"0"}

@@ -1,4 +1,4 @@
-"""With `strict=True` a token has the same bits in every batch, and those of a forward pass over whole sequences."""
+"""With `strict=True` a token has the same bits in every batch, and the bits of a forward pass over whole sequences."""
 
 from contextlib import closing
 from dataclasses import replace
@@ -36,7 +36,7 @@ def one_layer():
 
 @pytest.mark.thorough
 def test_whole_sequences(one_layer):
-    """A sequence has the same bits beside others and as a prefix, and about the model's log-probabilities."""
+    """A sequence has the same bits next to others and as a prefix, and about the model's log-probabilities."""
     tokens = jnp.asarray(seeds.rng().integers(0, CONFIG.vocab_size, (2, 70)), jnp.int32)
     found = np.asarray(strict_log_probs(one_layer, tokens))
     expected = log_probs_of_modules(one_layer, tokens)
@@ -55,7 +55,7 @@ def test_many_tokens(model):
 
 @pytest.mark.thorough
 def test_engine(model):
-    """Prompts in chunks beside decoding rows: tokens of prompts and new ones have the bits of whole sequences."""
+    """Prompts in chunks next to decoding rows: tokens of prompts and new ones have the bits of whole sequences."""
     rng = seeds.rng()
     prompts = [rng.integers(0, CONFIG.vocab_size, length).tolist() for length in (66, 7, 30)]
     with closing(small_engine(model, sequences=2)) as engine:
@@ -86,7 +86,7 @@ def test_an_engine_of_one_sequence(one_layer):
     np.testing.assert_array_equal(np.float32(of_prompt + answer.logprobs), nnx.jit(strict_log_probs)(one_layer, tokens)[0])
 
 
-# Gradients are those of test_strict_gradients.py.
+# Gradients are compared in test_strict_gradients.py.
 @pytest.mark.thorough
 def test_update(one_layer):
     """An update by the gradient at a ratio of exactly 1 makes a drawn answer likelier, to the updated model's bits."""

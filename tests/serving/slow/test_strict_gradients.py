@@ -37,7 +37,7 @@ SEGMENT_IDS = jnp.asarray([np.repeat(ids, lengths) for ids, lengths in (((7, 8, 
 
 @pytest.mark.parametrize("config", [DENSE, pytest.param(MOE, marks=pytest.mark.thorough)])
 def test_gradients(config, monkeypatch):
-    """Each parameter's gradient is that of `train.log_probs` with the strict pass's experts; values are those of documents."""
+    """Each parameter's gradient equals that of `train.log_probs` with the strict pass's experts; values are the documents'."""
     model, rng = moe_jax.from_config(config, dtype=jnp.bfloat16, param_dtype=jnp.float32, rngs=nnx.Rngs(0)), seeds.rng()
     if config is MOE:
         # Three experts are nearly equal: the ordinary pass chooses other two of them than the strict pass.
@@ -85,7 +85,7 @@ def test_gradients(config, monkeypatch):
 
 
 def test_pages():
-    """Each segment's tokens lie in order in pages of its own, which its row of queries names."""
+    """Each segment's tokens are in order in pages of its own, which its row of queries names."""
     rows, seq = SEGMENT_IDS.shape
     packed = in_pages(SEGMENT_IDS, 5)
     np.testing.assert_array_equal(packed.num_segments, [4, 2])

@@ -62,7 +62,7 @@ def _assert_equal(a, b):
 def test_copies_made_once_give_the_same(how):
     """Copies of experts and of attention's projections.
 
-    One batch for all runs: some have a number that lies between two of FP8, or a token with two equal experts, up to rounding.
+    One batch for all runs: some have a number between two of FP8, or a token with two equal experts, up to rounding.
     """
     model, batch = _model(dense=("attention",)), _batch(rng=np.random.default_rng(0))
     _assert_equal(_gradients(how, model, batch, copies=True), _gradients(how, model, batch, copies=False))

@@ -57,7 +57,7 @@ def test_it_is_the_model_of_the_step_with_its_biases(tmp_path, monkeypatch):
     main(["convert", str(run), str(target), "--to", "hf", "--dtype", "float32", "--step", "2", *tokenizer])
     assert_same(from_pretrained(target, dtype=jnp.float32), second, jnp.float32)
     assert (target / "tokenizer.json").is_file()
-    with pytest.raises(FileNotFoundError, match=r"no checkpoint of step 5; it has those of 2, 3"):
+    with pytest.raises(FileNotFoundError, match=r"no checkpoint of step 5; its checkpoints are 2, 3"):
         model_of_run(run, step=5)
     with pytest.raises(FileNotFoundError, match="no checkpoints in .*texts: give the output folder of a training run"):
         model_of_run(data)

@@ -26,7 +26,7 @@ def test_cutting_loses_no_label(length, seq_len, seed):
 
 @pytest.mark.parametrize("weights", [(1, 0, 1), (0.5, 2, 1)])
 def test_weights_stay_beside_their_tokens(weights, tmp_path):
-    """Chats answer A and B, which are cut, and texts say C. The second half of the rows is another process's."""
+    """Chats answer A and B, which are cut, and texts have C. The second half of the rows is another process's."""
     answers = [{"role": "assistant", "content": said * 9, "weight": of} for said, of in zip("AB", weights[:2], strict=True)]
     chats, texts = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
     chats.write_text(json.dumps({"messages": [{"role": "user", "content": "?"}, *answers]}))

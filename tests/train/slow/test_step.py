@@ -65,7 +65,7 @@ def weighted(batch):
 
 
 def test_weights_of_labels():
-    """The loss and all gradients are those of sum(weight * loss) / sum(weight), here with a sum below 1 and all logits."""
+    """The loss and all gradients equal sum(weight * loss) / sum(weight), here with a sum below 1 and all logits."""
     batch = weighted(make_batch(seeds.rng()))
     batch["loss_mask"] /= 2 * batch["loss_mask"].sum()
     (actual, _), gradients = loss_and_gradients(batch)
@@ -109,7 +109,7 @@ def test_router_gradient_of_balancing_loss(coefficients):
     chosen = _states(arguments, None, jnp.zeros_like(gradient)).expert_ids
 
     def shifted(step):
-        """The loss beside the weights, with the choices of experts held: they jump, and have no gradient."""
+        """The loss near the weights, with fixed choices of experts: they jump, and have no gradient."""
         router = _states(arguments, chosen, step * direction).router
         parts = coefficients.get("aux", 0.0) * load_balancing_loss(router) + coefficients.get("z", 0.0) * router_z_loss(router)
         return float(parts)
@@ -129,7 +129,7 @@ def _states(arguments, expert_ids, shift):
 
 @cache
 def step_of(**options):
-    """Returns a step of plain descent; options are those of `make_train_step`."""
+    """Returns a step of plain descent; options as for `make_train_step`."""
     return make_train_step(nnx.graphdef(tiny.model()), optax.sgd(1.0), **options)
 
 

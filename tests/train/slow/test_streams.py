@@ -117,7 +117,7 @@ def of_rows(rows, fails=(), most_rounds=10_000):
 
 
 def test_bad_rows_are_named_or_left_out(monkeypatch):
-    """Behind the first rows too; blank rows are no documents."""
+    """After the first rows too; blank rows are no documents."""
     rows = [{"text": "good"}] * 2 + [{"text": "  "}, {"text": 3}] + [{"text": "more"}]
     monkeypatch.setattr(datasets, "load_dataset", of_rows(rows))
     monkeypatch.setattr(hub, "FIRST_ROWS", 2)
@@ -133,7 +133,7 @@ REFUSING = "{% if messages[0]['content'] == 'bad' %}{{ raise_exception('refused'
 
 
 def chats_of(monkeypatch, *asked, **options):
-    """Returns a function that gives batches of a stream of chats with these questions, of which one row is looked at."""
+    """Returns a function that gives batches of a stream of chats with these questions; one row is inspected."""
     answer = {"role": "assistant", "content": "a"}
     rows = [{"messages": [{"role": "user", "content": question}, answer]} for question in asked]
     monkeypatch.setattr(datasets, "load_dataset", of_rows(rows, **options))
@@ -144,7 +144,7 @@ def chats_of(monkeypatch, *asked, **options):
 
 @pytest.mark.parametrize("position", [0, 30, 70])
 def test_a_round_without_a_usable_row_ends_a_stream(monkeypatch, position, caplog):
-    """Wherever a restored position lies; the next attempt ends too."""
+    """For any restored position; the next attempt ends too."""
     monkeypatch.setattr(sys.modules["moe_jax.train.data.tokenization"], "MANY_ROWS", 45)
     stream = chats_of(monkeypatch, *["bad"] * 50, most_rounds=20)()
     if position:
@@ -180,7 +180,7 @@ def test_a_stream_of_mostly_refused_rows_goes_on(monkeypatch, good):
 
 
 def test_a_failing_network_is_named(monkeypatch):
-    """The next attempt goes on behind the rows that came."""
+    """The next attempt continues after the rows that came."""
     fails = set()
     monkeypatch.setattr(datasets, "load_dataset", of_rows([{"text": f"text {i}"} for i in range(30)], fails))
     monkeypatch.setattr(hub, "FIRST_ROWS", 2)
@@ -196,8 +196,11 @@ def test_a_failing_network_is_named(monkeypatch):
 @pytest.mark.parametrize(
     "data, message",
     [
-        (["owner/name,stream=true", "a.jsonl"], "cannot stand beside other sources: leave one of both out; take=N alone reads"),
-        (["owner/name,stream=true,take=3"], "cannot stand beside take=3"),
+        (
+            ["owner/name,stream=true", "a.jsonl"],
+            "cannot be combined with other sources: leave one of both out; take=N alone reads",
+        ),
+        (["owner/name,stream=true,take=3"], "cannot be combined with take=3"),
         (["owner/name,stream=1"], "stream must be true, or left out; got '1'"),
         (["a.jsonl,stream=true"], "stream is for data sets of the hub"),
     ],

@@ -68,7 +68,7 @@ OPERANDS, DELTA = 0, 1
 
 
 class KeyGradients(NamedTuple):
-    """dk and dv; None for the one that a launch does not compute. In the kernel: references, or accumulators."""
+    """dk and dv; None for the one that a launch does not compute. In the kernel: references or accumulators."""
 
     dk: Any
     """[batch, keys, kv_heads, head_dim]"""
@@ -80,8 +80,7 @@ class KeyGradients(NamedTuple):
 def backward_keys(
     arrays: BackwardInputs, in_sight: TokenInterval, previous: KeyGradients | None, scale: float, out_dtype: jnp.dtype
 ) -> KeyGradients:
-    """Returns dk and dv in `out_dtype` from the queries `in_sight` of each key, plus `previous`, the f32 gradients from other
-    queries.
+    """Returns dk and dv in `out_dtype` from the queries `in_sight` of each key, plus `previous`, f32 gradients from others.
 
     arrays.lse is in base 2: log2(e) times the natural one. The number of keys is a multiple of BLOCK_N, and the number of
     queries a multiple of BLOCK_M.
@@ -144,7 +143,7 @@ class _Block:
     """Query heads of a key head."""
 
     def load_tile(self, number, tile: WorkTile, first_step):
-        """Loads k and v once a tile, and q, lse, dout and delta once a step; returns the number of steps so far."""
+        """Producer: loads k and v once per tile, and q, lse, dout and delta per step; returns the next tile's first step."""
         inputs, scratch, pipe = self.inputs, self.scratch, self.scratch.pipe
         batch, n_block, kv_head, _ = tile
         m_block_min, _, _, total = BlockSteps.load(inputs.m_block_steps, tile)
@@ -168,7 +167,7 @@ class _Block:
         return first_step + self.group * total
 
     def consume_tile(self, warpgroup, _, tile: WorkTile, first_step):
-        """Computes this warpgroup's 64 keys of a tile; returns the number of steps so far."""
+        """Consumer: computes dk and dv of this warpgroup's 64 keys of a tile; returns the next tile's first step."""
         inputs, scratch, wanted = self.inputs, self.scratch, self.outputs
         steps = BlockSteps.load(inputs.m_block_steps, tile)
         first_row = tile.block * BLOCK_N + warpgroup * WGMMA_ROWS
@@ -278,7 +277,7 @@ class _Consumer:
         multiply_registers(dk_accumulator, ds, self.block.scratch.q.at[slot], self.block.scratch.staging, self.warpgroup)
 
     def probabilities(self, s, step, slot, mask: Mask) -> Any:
-        """Returns p^T = exp(scale * s^T - lse), 0 for pairs that do not count."""
+        """Returns p^T = exp(scale * s^T - lse), with 0 for masked pairs."""
         lse = plgpu.load(self.block.scratch.lse.at[slot], layout=COLUMNS)
         p = jnp.exp2(s * (self.block.scale * LOG2_E) - broadcast_rows(lse, s.shape))
         return mask.with_diagonal().apply(p, (self.steps.start + step) * BLOCK_M, 0.0)

@@ -117,7 +117,7 @@ class _Block:
     scale: float
 
     def load_tile(self, number, tile: WorkTile, first_step):
-        """Loads q and dout once a tile, and k and v once a step; returns the number of steps so far."""
+        """Producer: loads q and dout once per tile, and k and v per step; returns the next tile's first step."""
         inputs, scratch = self.inputs, self.scratch
         steps = BlockSteps.load(inputs.n_block_steps, tile)
         queries = pl.ds(tile.block * BLOCK_M, BLOCK_M)
@@ -128,7 +128,7 @@ class _Block:
         return first_step + steps.total
 
     def consume_tile(self, warpgroup, _, tile: WorkTile, first_step):
-        """Computes this warpgroup's 64 queries of a tile; returns the number of steps so far."""
+        """Consumer: computes dq of this warpgroup's 64 queries of a tile; returns the next tile's first step."""
         inputs, scratch = self.inputs, self.scratch
         steps = BlockSteps.load(inputs.n_block_steps, tile)
         first_row = tile.block * BLOCK_M + warpgroup * WGMMA_ROWS
@@ -169,7 +169,7 @@ class _Consumer:
     delta: Any
 
     def n_block(self, dq_accumulator, step, mask: Mask) -> None:
-        """Adds ds k of one step to dq."""
+        """Adds one step's ds k to dq."""
         scratch = self.block.scratch
         slot = scratch.k_pipe.slot(self.first_step + step)
         rows = own_rows(self.warpgroup)
@@ -217,7 +217,7 @@ class _Consumer:
         multiply_registers(dq_accumulator, ds.astype(scratch.q.dtype), scratch.k.at[slot], scratch.staging, self.warpgroup)
 
     def probabilities(self, s, step, mask: Mask) -> Any:
-        """Returns p = exp(scale * s - lse), 0 for pairs that do not count."""
+        """Returns p = exp(scale * s - lse), with 0 for masked pairs."""
         p = jnp.exp2(s * (self.block.scale * LOG2_E) - broadcast_columns(self.lse, s.shape))
         return mask.with_diagonal().apply(p, (self.steps.start - step) * s.shape[1], 0.0)
 

@@ -39,7 +39,7 @@ LOWEST = -1e30
 
 
 class Scratch(NamedTuple):
-    """A thread block's shared memory and barriers."""
+    """Shared memory and barriers of a thread block in attention's forward kernels."""
 
     q: Any
     k: Any
@@ -54,7 +54,7 @@ class Scratch(NamedTuple):
 
     @classmethod
     def of(cls, dtype: jnp.dtype, head_dim: int, value_dim: int, *, q_copies: int = 1, copies: int = 1) -> "Scratch":
-        """Returns the kernel's scratch. `q_copies`, `copies`: TMA copies for q per tile, for k or v per step."""
+        """Returns the scratch to allocate. `q_copies` and `copies` count TMA copies for q per tile, and for k or v per step."""
         block, stages = n_blocks(head_dim, value_dim)
         return cls(
             q=operand(BLOCK_M, head_dim, dtype=dtype),
@@ -69,13 +69,13 @@ class Scratch(NamedTuple):
         )
 
     def run(self, scheduler: TileScheduler, load_tile: Callable, consume_tile: Callable) -> None:
-        """Runs a thread block's tiles (`producer.walk_tiles`)."""
+        """Runs the producer and consumer roles over this thread block's tiles (`producer.walk_tiles`)."""
         pipes: dict[str, Any] = dict(once_a_tile=self.q_pipe, once_a_step=(self.k_pipe, self.v_pipe))
         walk_tiles(scheduler, load_tile, consume_tile, **pipes, turns=self.warp_scheduler_barrier)
 
 
 def n_blocks(head_dim: int, value_dim: int) -> StagedBlocks:
-    """Returns the blocks of keys that registers and shared memory hold."""
+    """Returns the size and number of stages of key blocks that fit in registers and shared memory."""
     resident = BLOCK_M * (head_dim + _out_columns(head_dim, value_dim))
     return most_stages(128 if head_dim <= 192 and value_dim <= 128 else 64, head_dim + value_dim, resident)
 
@@ -86,7 +86,7 @@ def _out_columns(head_dim: int, value_dim: int) -> int:
 
 
 class State(NamedTuple):
-    """The carry of a tile's loop, after a step: `o` includes all blocks' p v except the last."""
+    """The consumer's loop carry after a step: `o` includes p v of all blocks except the newest."""
 
     o: Any
     row_max: Any
@@ -98,7 +98,7 @@ class State(NamedTuple):
 
 @dataclass(frozen=True)
 class Consumer:
-    """A warpgroup's part of one tile."""
+    """One warpgroup's computation of a tile: 64 queries over all visible blocks of keys."""
 
     scratch: Scratch
     scale_log2: float
@@ -109,7 +109,7 @@ class Consumer:
     """The steps of all tiles before this one."""
 
     def run(self, mask: Mask) -> tuple[Any, "RowScale"]:
-        """Returns the sum of the tile's p v, and the factors of its rows. Only the steps at its ends apply the mask."""
+        """Loops over the tile's blocks; returns unnormalized o and each row's scale. Only boundary blocks apply the mask."""
         state = self.first_half_block(mask)
         # If N = BLOCK_M, the diagonal of causal attention is only in step 0.
         if mask.kind != "causal" or self.scratch.k.shape[1] < BLOCK_M:
@@ -119,7 +119,7 @@ class Consumer:
         return self.last_half_block(state), finalize(state, is_causal=mask.kind == "causal")
 
     def first_half_block(self, mask: Mask) -> State:
-        """Computes p of the first step; o is still zero."""
+        """Computes p of the first block; there is no earlier p v to add."""
         scratch = self.scratch
         slot = scratch.k_pipe.slot(self.first_step)
         scratch.q_pipe.wait(0)
@@ -142,7 +142,7 @@ class Consumer:
         return State(o, row_max, p.sum(axis=1), p.astype(scratch.q.dtype))
 
     def n_block(self, step, state: State, mask: Mask) -> State:
-        """Computes p of one step, overlapping its softmax with p v of the previous step."""
+        """Computes p of one block, while p v of the previous block runs on the tensor cores."""
         scratch = self.scratch
         slot = scratch.k_pipe.slot(self.first_step + step)
         previous_slot = scratch.v_pipe.slot(self.first_step + step - 1)
@@ -174,7 +174,7 @@ class Consumer:
         return new._replace(o=rescale_o(new.o, rescale), p=p)
 
     def last_half_block(self, state: State) -> Any:
-        """Returns o with the last step's p v."""
+        """Returns o after adding the last block's p v."""
         scratch = self.scratch
         slot = scratch.v_pipe.slot(self.first_step + self.steps.total - 1)
 
@@ -196,7 +196,7 @@ class Consumer:
         multiply_registers(o_accumulator, p, self.scratch.v.at[slot], self.scratch.staging, self.warpgroup)
 
     def softmax(self, s, step, row_max, mask: Mask) -> tuple[Any, Any, Any]:
-        """Returns the new row maximum, p = exp2(score - row_max) of one step (f32), and the factor that scales earlier sums."""
+        """Online softmax step: returns the new row maximum, p = exp2(score - row_max) in f32, and the rescale factor of o."""
         scale = self.scale_log2
         first_key = (self.steps.start - step) * s.shape[1]
         s = mask.with_diagonal().apply(s, first_key, -jnp.inf)
@@ -205,11 +205,11 @@ class Consumer:
         return new_max, p, jnp.exp2(row_max - new_max)
 
     def warp_scheduler_barrier_sync(self) -> None:
-        """Waits until the other consumer has issued its wgmmas: its softmax then overlaps this one's matmuls."""
+        """Waits until the other consumer has issued its matmuls, so that its softmax overlaps this consumer's matmuls."""
         plgpu.barrier_wait(self.scratch.warp_scheduler_barrier.at[self.warpgroup])
 
     def warp_scheduler_barrier_arrive(self) -> None:
-        """Lets the other consumer issue its wgmmas."""
+        """Signals that this consumer has issued its matmuls, so the other may issue its own."""
         plgpu.barrier_arrive(self.scratch.warp_scheduler_barrier.at[1 - self.warpgroup])
 
     def _s_accumulator(self):
@@ -217,7 +217,7 @@ class Consumer:
 
 
 class RowScale(NamedTuple):
-    """The factors of each row at the end of a tile."""
+    """Per-row factors that normalize o at the end of a tile, and the logsumexp."""
 
     lse_log2: Any
     """The logsumexp in base 2."""
@@ -228,12 +228,12 @@ class RowScale(NamedTuple):
 
 
 def rescale_o(o, rescale):
-    """Returns o for a new row_max."""
+    """Multiplies each row of o by `rescale`, after the row maximum changed."""
     return o * broadcast_columns(rescale, o.shape)
 
 
 def finalize(state: State, *, is_causal: bool) -> RowScale:
-    """Divides by the row's sum; in causal attention each query sees itself, so the sum is not 0."""
+    """Returns each row's 1 / sum of p and its logsumexp; in causal attention each query sees itself, so no sum is 0."""
     lse = state.row_max + jnp.log2(state.row_sum)
     inverse = 1 / state.row_sum if is_causal else jnp.where(state.row_sum > 0, 1 / state.row_sum, 0.0)
     return RowScale(lse, inverse)

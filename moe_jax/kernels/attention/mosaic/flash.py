@@ -39,7 +39,7 @@ def flash_attention(
     segment_ids: Int[Array, "batch seq"],
     window: Int[Array, ""] | int | None = None,
 ) -> tuple[Float[Array, "batch seq heads value_dim"], Float[Array, "batch heads seq"]]:
-    """Returns out in q's dtype and lse in f32, both differentiable in q, k and v.
+    """Computes causal flash attention over packed segments; returns out in q's dtype and lse in f32, both differentiable.
 
     Query i sees key j if j is not after it and all tokens from j to i have one segment id. A segment is a run of equal ids.
     With a window, also i - window < j. Blocks of keys that no query of a block sees are skipped. Heads h*G .. h*G+G-1 share key
@@ -62,7 +62,7 @@ def flash_attention(
 
 
 def refusal(q: Array, k: Array, v: Array, scale: float, window: Array | int | None) -> str | None:
-    """Returns the reason why the kernels do not support this attention, with the supported sizes; None if they do."""
+    """Returns why the kernels do not support this attention, with the supported sizes; None if they do."""
     if not is_interpreted() and compute_capability() != "9.0":
         return f"it needs a Hopper GPU (compute capability 9.0); this is {compute_capability() or 'no NVIDIA GPU'}"
     if q.dtype not in (jnp.bfloat16, jnp.float16) or k.dtype != q.dtype or v.dtype != q.dtype:
@@ -126,7 +126,7 @@ Bounds = tuple[Int[Array, "batch queries"], Int[Array, "batch queries"]]
 def forward_of_interval(
     q: Array, k: Array, v: Array, bounds: Bounds, scale: float, previous: PartialAttention | None, out_dtype: jnp.dtype
 ) -> PartialAttention:
-    """Computes `partial.forward`; 0 <= first_key, last_key < keys.
+    """Computes attention of each query to the keys first_key .. last_key (`partial.forward`), on Hopper.
 
     Not differentiable: `gradient_of_queries` and `gradients_of_keys` are the other half.
     """
@@ -141,7 +141,7 @@ def forward_of_interval(
 def gradient_of_queries(
     arrays: BackwardInputs, bounds: Bounds, scale: float, previous: Array | None, out_dtype: jnp.dtype
 ) -> Array:
-    """Computes `partial.gradient_of_queries`.
+    """Computes dq from a part of the keys (`partial.gradient_of_queries`), on Hopper.
 
     arrays.lse covers all keys of the sequence, and arrays.delta[i] = <dout[i], out[i]> uses the whole `out`. The gradients from
     the sequence's parts then add up to the gradient.
@@ -155,7 +155,7 @@ def gradient_of_queries(
 def gradients_of_keys(
     arrays: BackwardInputs, bounds: Bounds, scale: float, previous: tuple[Array, Array] | None
 ) -> tuple[Array, Array]:
-    """Computes `partial.gradients_of_keys`, in f32."""
+    """Computes dk and dv of a part of the keys in f32, plus `previous` (`partial.gradients_of_keys`), on Hopper."""
     keys = arrays.k.shape[1]
     arrays, in_sight = _pad_backward(arrays, *bounds)
     padded = None if previous is None else KeyGradients(*(pad_to_block(a) for a in previous))

@@ -60,7 +60,7 @@ def forward(
     scale: float,
     out_dtype: jnp.dtype,
 ) -> PartialAttention:
-    """Returns out in `out_dtype` and lse in f32, over the keys `in_sight` of each query; if none, out is 0 and lse -inf.
+    """Returns out in `out_dtype` and lse in f32 over the visible keys (`in_sight`); without any, out is 0 and lse -inf.
 
     `previous`, f32, is the attention of the same queries over other keys; the result is then over both. The number of queries
     is a multiple of BLOCK_M, and the number of keys a multiple of 128.
@@ -97,7 +97,7 @@ class _Block:
     """The factor of scores in base 2."""
 
     def load_tile(self, number, tile: WorkTile, first_step):
-        """Returns the number of steps so far."""
+        """Producer: loads q once per tile, and k and v per step; returns the next tile's first step."""
         inputs, scratch = self.inputs, self.scratch
         steps = BlockSteps.load(inputs.n_block_steps, tile)
         scratch.q_pipe.acquire(number)
@@ -107,7 +107,7 @@ class _Block:
         return first_step + steps.total
 
     def consume_tile(self, warpgroup, _, tile: WorkTile, first_step):
-        """Returns the number of steps so far."""
+        """Consumer: computes out of this warpgroup's 64 queries of a tile; returns the next tile's first step."""
         inputs = self.inputs
         steps = BlockSteps.load(inputs.n_block_steps, tile)
         first_row = tile.block * BLOCK_M + warpgroup * WGMMA_ROWS
@@ -140,7 +140,7 @@ class _Block:
 
 
 def merge(new: RowScale, previous_lse) -> RowScale:
-    """Returns the factors of both parts' sum (`attention.online_softmax`), whose lse is over the keys of both."""
+    """Returns the scales with which this part's o and the previous out add up, and the lse over both parts' keys."""
     previous_lse *= LOG2_E
     # Finite, so that differences are not NaN if neither part has a key.
     row_max = jnp.maximum(jnp.maximum(new.lse_log2, previous_lse), LOWEST)

@@ -28,7 +28,7 @@ class TokenInterval(NamedTuple):
 
 
 def first_keys(segment_ids: Int[Array, "batch seq"], window: Array | int | None) -> Int[Array, "batch seq"]:
-    """The first key that each query sees: its segment's first token or, with a window, the `window`-th key from the end."""
+    """Returns the first key that each query sees: its segment's first token or, if later, the start of the window."""
     index = jnp.arange(segment_ids.shape[1], dtype=jnp.int32)
     starts = jnp.pad(segment_ids[:, 1:] != segment_ids[:, :-1], ((0, 0), (1, 0)), constant_values=True)
     first = lax.cummax(jnp.where(starts, index, 0), axis=1)
@@ -36,7 +36,7 @@ def first_keys(segment_ids: Int[Array, "batch seq"], window: Array | int | None)
 
 
 def last_queries(segment_ids: Int[Array, "batch seq"], window: Array | int | None) -> Int[Array, "batch seq"]:
-    """The last query that sees each key."""
+    """Returns the last query that sees each key."""
     length = segment_ids.shape[1]
     index = jnp.arange(length, dtype=jnp.int32)
     ends = jnp.pad(segment_ids[:, 1:] != segment_ids[:, :-1], ((0, 0), (0, 1)), constant_values=True)
@@ -58,7 +58,7 @@ def queries_of_keys(keys: TokenInterval, num_keys: int) -> TokenInterval:
 
 
 class BlockSteps(NamedTuple):
-    """The steps of a tile's loop: one block of the other side per step.
+    """The range of blocks that one tile's loop visits, and which of its steps need the mask.
 
     A row of the tables of `n_block_steps`, `m_block_steps`. Steps [0, masked) and [full, total) apply the mask; in steps
     [masked, full) every pair counts. There is always a step, and the first applies the mask.
@@ -72,12 +72,12 @@ class BlockSteps(NamedTuple):
 
     @classmethod
     def load(cls, table, tile: WorkTile) -> "BlockSteps":
-        """Reads a tile's row in a kernel."""
+        """Loads a tile's `BlockSteps` from the table in memory, inside a kernel."""
         return cls(*(table[tile.batch, tile.block, column] for column in range(4)))
 
 
 def n_block_steps(keys: TokenInterval, num_keys: int, block_m: int, block_n: int) -> Int[Array, "batch m_blocks 4"]:
-    """Returns the `BlockSteps` of each block of queries, over blocks of keys from n_block_max down to n_block_min.
+    """Returns the table of `BlockSteps` for each block of queries, whose loops visit key blocks from last to first.
 
     `keys` is the interval of keys that each query sees. n_block_max is the last visible block, inclusive (FlashAttention-3
     counts one more), and n_block_min = n_block_max - total + 1. If nothing is visible there is one step.
@@ -96,7 +96,7 @@ def n_block_steps(keys: TokenInterval, num_keys: int, block_m: int, block_n: int
 
 
 def m_block_steps(queries: TokenInterval, num_queries: int, block_m: int, block_n: int) -> Int[Array, "batch n_blocks 4"]:
-    """Returns the `BlockSteps` of each block of keys, over blocks of queries from m_block_min up to m_block_max.
+    """Returns the table of `BlockSteps` for each block of keys, whose loops visit query blocks from first to last.
 
     `queries` is the interval of queries that see each key. m_block_max = m_block_min + total - 1, inclusive. If no query sees a
     key of the block there is one step.
@@ -141,11 +141,11 @@ class Mask(NamedTuple):
 
     @classmethod
     def of_interval(cls, low, high, first_row) -> "Mask":
-        """Builds the mask of a warpgroup's rows; a bound of None makes it causal."""
+        """Builds the mask of a warpgroup's rows; a bound (`low` or `high`) of None is the row's own index (causal)."""
         return cls("causal" if low is None or high is None else "interval", low, high, first_row)
 
     def with_diagonal(self) -> "Mask":
-        """Fills in the rows' own indices. Called in each step: kept across steps they would occupy registers."""
+        """Fills in the rows' own indices. Call it in each step: kept across steps they would occupy registers."""
         if self.kind != "causal":
             return self
         own = self.first_row + plgpu.broadcasted_iota(jnp.int32, (WGMMA_ROWS,), 0, layout=ROWS)
@@ -154,7 +154,7 @@ class Mask(NamedTuple):
         )
 
     def apply(self, a, first_column, fill: float):
-        """Returns `a` [rows, columns] with `fill` instead of pairs that do not count; column 0 is token `first_column`."""
+        """Returns `a` [rows, columns] with masked pairs replaced by `fill`; column 0 is token `first_column`."""
         if self.kind == "full":
             return a
         column = plgpu.broadcasted_iota(jnp.int32, a.shape, 1, layout=plgpu.Layout.WGMMA)

@@ -22,7 +22,7 @@ def walk_tiles(
     once_a_step: tuple[Pipeline, ...],
     turns: Any = None,
 ) -> None:
-    """Runs a thread block's two roles, each a loop over the block's tiles.
+    """Runs the producer and the consumers of a thread block, each as a loop over the block's tiles.
 
     Args:
         load_tile: load_tile(number, tile, first_step) fills one slot of `once_a_tile`. In each step of the tile it fills one
@@ -51,7 +51,7 @@ def walk_tiles(
 
 
 def load_n_blocks(inputs, scratch, tile: WorkTile, steps: BlockSteps, first_step) -> None:
-    """Loads k and v of a tile's n_blocks, from n_block_max down, each into the slot of its step.
+    """Producer: loads k and v of a tile's key blocks, from last to first, each into its step's slot.
 
     `inputs` has the fields k and v, `scratch` the fields k, v, k_pipe and v_pipe. The tile's step 0 is step `first_step` of
     the pipelines.
@@ -71,7 +71,7 @@ def load_n_blocks(inputs, scratch, tile: WorkTile, steps: BlockSteps, first_step
 
 
 def store_by_columns(result, buffer, target: Callable, previous: Callable | None = None) -> None:
-    """Writes a warpgroup's rows, the columns of `buffer` at a time: through it if it has the dtype, else from registers.
+    """Writes a warpgroup's rows to global memory, via TMA through `buffer` if dtypes match, else from registers.
 
     `target(columns)` returns the reference to some columns, and `previous(columns)` the values to add.
     """

@@ -35,7 +35,7 @@ COLUMNS = plgpu.Layout.WGMMA.reduce(0)
 
 
 def launch(name: str, kernel: Callable, inputs: Any, outputs: Any, scratch: Any) -> Any:
-    """Launches `kernel(inputs, outputs, scratch)`, whose fields are references, in every warpgroup of every thread block.
+    """Launches a persistent kernel `kernel(inputs, outputs, scratch)` with named operands, in every warpgroup.
 
     `inputs` holds arrays, `outputs` the shapes of results and `scratch` what `pl.run_scoped` allocates. A field may be None,
     and is None in the kernel too. Returns `outputs` with arrays.
@@ -52,7 +52,7 @@ def launch(name: str, kernel: Callable, inputs: Any, outputs: Any, scratch: Any)
 
 
 class WorkTile(NamedTuple):
-    """The part of the result that a thread block computes at a time: a block of the sequence for one head."""
+    """The output tile that a thread block computes at a time: one block of the sequence for one head."""
 
     batch: int | jax.Array
     block: int | jax.Array
@@ -80,7 +80,7 @@ class TileScheduler:
     """Bytes that the tiles of one key head share; None: all tiles are one section."""
 
     def for_each_tile(self, body: Callable, carry):
-        """Folds carry = body(number, tile, carry) over this thread block's tiles; returns (carry, number of tiles)."""
+        """Runs carry = body(number, tile, carry) over this thread block's tiles; returns (carry, number of tiles)."""
         own, blocks = lax.axis_index("block"), grid_size()
         full_rounds, rest = divmod(self.batch * self.heads * self.num_blocks, blocks)
 
@@ -107,19 +107,19 @@ def _divmod(a, b: int):
 
 
 class StagedBlocks(NamedTuple):
-    """The blocks that a tile's loop runs over: `block` tokens each, `stages` of them in shared memory at a time."""
+    """Pipelining of a tile's loop: `block` tokens per step, `stages` steps in shared memory at a time."""
 
     block: int
     stages: int
 
 
 def most_stages(block: int, width: int, resident: int) -> StagedBlocks:
-    """Returns the largest number of stages (at most 4) of `width` elements per token that fits next to `resident` elements."""
+    """Returns the deepest pipeline (at most 4 stages) that fits in shared memory next to `resident` 16-bit elements."""
     return StagedBlocks(block, min(4, (SHARED_MEMORY - RESERVED_BYTES - 2 * resident) // (2 * block * width)))
 
 
 def operand(*shape: int, dtype: jnp.dtype) -> pl.MemoryRef:
-    """Allocates a 16-bit operand of wgmma or TMA in shared memory."""
+    """Returns scratch for a 16-bit operand in shared memory, in the swizzled layout of wgmma and TMA."""
     return plgpu.SMEM(shape, dtype, transforms=operand_transforms(dtype))
 
 
@@ -132,7 +132,7 @@ def interpreter_staging(columns: int, dtype: jnp.dtype) -> pl.MemoryRef | None:
 
 
 def own_rows(warpgroup):
-    """Returns a warpgroup's rows of a block. Called in a loop, it keeps computations on them in the loop.
+    """Returns the row slice of a warpgroup in a block. Call it in the loop, so that the compiler does not hoist it.
 
     Moved before the loop, the addresses of every step of every wgmma would fill tens of registers.
     """
@@ -140,33 +140,33 @@ def own_rows(warpgroup):
 
 
 def load_rows(reference):
-    """Loads one number for each row of a warpgroup from global memory."""
+    """Loads one value per row of a warpgroup from global memory."""
     return plgpu.load(reference, layout=ROWS, optimized=False)
 
 
 def load_tile(reference):
-    """Loads [WGMMA_ROWS, columns] from global memory in the layout of a wgmma's result."""
+    """Loads [WGMMA_ROWS, columns] from global memory, in the register layout of wgmma results."""
     return plgpu.load(reference, layout=plgpu.Layout.WGMMA, optimized=False)
 
 
 def broadcast_columns(rows, shape: tuple[int, int]):
-    """[m] -> [m, n]."""
+    """Broadcasts one value per row to [m, n]."""
     return lax.broadcast_in_dim(rows, shape, [0])
 
 
 def broadcast_rows(columns, shape: tuple[int, int]):
-    """[n] -> [m, n]."""
+    """Broadcasts one value per column to [m, n]."""
     return lax.broadcast_in_dim(columns, shape, [1])
 
 
 def start_accumulator(accumulator, value) -> None:
-    """Sets an accumulator. The interpreter cannot: there `read_accumulator` adds the value."""
+    """Initializes a wgmma accumulator. The interpreter cannot: there `read_accumulator` adds the value."""
     if not is_interpreted():
         accumulator[...] = value
 
 
 def read_accumulator(accumulator, started_with):
-    """Waits for all wgmmas and returns the accumulator that `start_accumulator` set to `started_with`."""
+    """Waits for all wgmmas and returns the accumulator, which started with `started_with`."""
     return accumulator[...] + started_with if is_interpreted() else accumulator[...]
 
 

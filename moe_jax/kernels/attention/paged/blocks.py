@@ -13,7 +13,7 @@ from moe_jax.kernels.attention.paged import PAGE_SIZE
 
 
 class PagedQueries(NamedTuple):
-    """Rows of queries, one row per sequence, concatenated along the axis of tokens.
+    """Ragged rows of queries, one row per sequence, concatenated along the token axis, with a page table per row.
 
     Query i of row r is at key position num_keys[r] - count[r] + i, where count[r] = first_query[r + 1] - first_query[r]. Key j
     of row r is in page page_table[r, j // PAGE_SIZE], at offset j % PAGE_SIZE. Rows may share pages.
@@ -28,7 +28,7 @@ class PagedQueries(NamedTuple):
 
 
 def places(queries: PagedQueries, num_tokens: int) -> tuple[Int[Array, "tokens"], Int[Array, "tokens"]]:
-    """Returns the row of each token, and its position among the row's keys.
+    """Returns each token's row, and its position among the row's keys.
 
     Padding, and tokens of rows with fewer keys than queries, have an arbitrary row and position -1.
     """
@@ -41,7 +41,7 @@ def places(queries: PagedQueries, num_tokens: int) -> tuple[Int[Array, "tokens"]
 
 
 class QueryBlocks(NamedTuple):
-    """The blocks of queries of a step, each of one row; the same for all layers."""
+    """Blocks of consecutive queries of one row, as the kernels process them; the same for all layers."""
 
     tokens: Int[Array, "blocks block_tokens"]
     """The block's queries, as indices of tokens; the number of tokens for unused places."""
@@ -56,7 +56,7 @@ class QueryBlocks(NamedTuple):
 
 
 class RowPages(NamedTuple):
-    """The pages of each row's keys."""
+    """The page table of each row, and the sliding window of all rows."""
 
     table: Int[Array, "rows max_pages"]
     window: Int[Array, "1"] | None
@@ -65,7 +65,7 @@ class RowPages(NamedTuple):
 
 @jax.jit
 def single_query_blocks(num_keys: Int[Array, "rows"]) -> QueryBlocks:
-    """Returns the blocks of rows with one query each: one block per row."""
+    """Returns one block per row, for decoding with one query per row."""
     token, position = jnp.arange(len(num_keys), dtype=jnp.int32), num_keys - 1
     return QueryBlocks(token[:, None], None, position, jnp.maximum(position // PAGE_SIZE + 1, 0), token)
 
@@ -106,7 +106,7 @@ def query_blocks(queries: PagedQueries, num_tokens: int, block_tokens: int, *, s
 
 
 class Splits(NamedTuple):
-    """The parts into which a block's pages are split, for separate thread blocks. Each begins at a multiple of `pages`."""
+    """Splits of a block's keys over thread blocks (split-K): each begins at a multiple of `pages` pages."""
 
     number: int
     """The maximum number of parts with pages of a block, counted from the first such part."""
@@ -118,7 +118,7 @@ WHOLE = Splits(1, 2**20)
 
 
 def most_splits(max_pages: int, pages: int, window: Array | int | None, block_tokens: int) -> Splits:
-    """Returns splits of `pages` pages; a static window limits their number."""
+    """Returns the `Splits` of `pages` pages each; a static window limits their number."""
     number = -(-max_pages // pages)
     if isinstance(window, int | np.integer):
         keys = int(window) + block_tokens - 1
@@ -127,12 +127,12 @@ def most_splits(max_pages: int, pages: int, window: Array | int | None, block_to
 
 
 def window_operand(window: Array | int | None) -> Int[Array, "1"] | None:
-    """Returns a window as kernels read it, so small that differences of positions stay int32."""
+    """Converts a window to the int32 operand of the kernels, clamped against overflow."""
     return None if window is None else jnp.clip(jnp.asarray(window, jnp.int32), 1, 2**30).reshape(1)
 
 
 def first_page(position: Any, num_pages: Any, window: Any) -> Any:
-    """Returns the page at which the window of a block's first query begins; 0 without a window or without pages."""
+    """Returns the index of the page that contains the start of a block's sliding window; 0 without a window or pages."""
     if window is None:
         # Under a mesh with explicit axes, `zeros_like` of a scalar is a literal, which Pallas cannot lower as a result.
         return 0 * num_pages
@@ -141,13 +141,13 @@ def first_page(position: Any, num_pages: Any, window: Any) -> Any:
 
 
 def pages_of_split(split: Any, position: Any, num_pages: Any, window: Any, splits: Splits) -> tuple[Any, Any]:
-    """Returns the first page of a block's split and the page after its last."""
+    """Returns the page range [first, end) of one split of a block."""
     first = first_page(position, num_pages, window)
     begin = (lax.div(first, jnp.int32(splits.pages)) + split) * splits.pages
     return jnp.maximum(first, begin), jnp.minimum(num_pages, begin + splits.pages)
 
 
 def count_splits(position: Any, num_pages: Any, window: Any, splits: Splits) -> Any:
-    """Returns the number of a block's splits that have pages."""
+    """Returns how many splits of a block have any pages."""
     first, pages = first_page(position, num_pages, window), jnp.int32(splits.pages)
     return lax.div(num_pages + (pages - 1), pages) - lax.div(first, pages)

@@ -45,7 +45,7 @@ def attend_blocks(
     group: int,
     splits: Splits,
 ) -> tuple[Float[Array, "blocks splits kv_heads rows value_dim"], Float[Array, "blocks splits kv_heads _"] | None]:
-    """Returns the attention of each block, whose rows are its queries times `group` heads, over each split, and its lse.
+    """Returns attention and lse of each query block over each split of its keys; rows are queries times `group` heads.
 
     A single split's result is in q's dtype, without lse. Splits without pages are not written, except a block's first. q may
     have more blocks than `blocks`; these are not read.
@@ -98,7 +98,7 @@ class _Attention(NamedTuple):
     scoring: Scoring
 
     def run(self, out_ref, lse_ref) -> None:
-        """Computes and stores the item."""
+        """Computes one item and stores its result."""
         inputs, scratch, (block, head, split, *_) = self.inputs, self.scratch, self.item
         rows, steps = inputs.q.shape[2], self.item.steps
         plgpu.copy_gmem_to_smem(inputs.q.at[block, head], scratch.q.at[pl.ds(0, rows)], scratch.q_barrier)

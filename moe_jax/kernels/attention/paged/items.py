@@ -17,7 +17,7 @@ from moe_jax.kernels.hopper.pipeline import WGMMA_ROWS
 
 
 class BlockPages(NamedTuple):
-    """The pages of each block of queries; arrays outside a kernel, references inside."""
+    """Kernel operands that locate the pages of each query block; arrays outside a kernel, references inside."""
 
     row: Any
     """None: block i belongs to row i."""
@@ -28,17 +28,17 @@ class BlockPages(NamedTuple):
     """One number; None if there is none."""
 
     def read_window(self) -> Any:
-        """Returns the window's number inside a kernel, None if there is none."""
+        """Loads the window inside a kernel; None if there is none."""
         return None if self.window is None else self.window[0]
 
 
 def block_pages(blocks: QueryBlocks, row_pages: RowPages) -> BlockPages:
-    """Returns the operands of a kernel."""
+    """Builds the `BlockPages` operands of a kernel."""
     return BlockPages(blocks.row, blocks.position, blocks.num_pages, row_pages.table, row_pages.window)
 
 
 class Item(NamedTuple):
-    """One block of queries, one head and one split. A block without pages has an item of no steps, its first split."""
+    """One unit of work: a block of queries, a head and a split of keys. A block without pages has one item of zero steps."""
 
     block: Any
     head: Any
@@ -52,23 +52,23 @@ class Item(NamedTuple):
     """The number of pages."""
 
     def page(self, page_table: Any, step: Any) -> Any:
-        """Returns the number of a step's page."""
+        """Returns the page index of a step from the page table."""
         return page_table[self.row, self.first_page + step]
 
     def last_key(self, step: Any) -> Any:
-        """Returns the last key that the block's first query sees, counted from the first key of a step's page."""
+        """Returns the last visible key of the block's first query, relative to the first key of a step's page."""
         return self.position - (self.first_page + step) * PAGE_SIZE
 
 
 class Before(NamedTuple):
-    """The work of a thread block before an item: slots and barriers continue from there."""
+    """Counts of items and steps that this thread block has finished, which determine pipeline slots and barrier phases."""
 
     steps: Any
     items: Any
 
 
 class ItemOrder(NamedTuple):
-    """The order of items. Concurrent thread blocks compute consecutive items."""
+    """Assigns items to thread blocks, so that concurrent blocks compute consecutive items."""
 
     heads: int
     splits: Splits
@@ -77,7 +77,7 @@ class ItemOrder(NamedTuple):
     """True orders work by split (neighbours read the same pages); False by head."""
 
     def for_each_item(self, of_blocks: BlockPages, body: Callable[[Item, Before], None]) -> Before:
-        """Calls body for this thread block's items, and returns their total work.
+        """Calls `body` for each of this thread block's items; returns their total work.
 
         Most splits of a short sequence have no pages; they are not items, and their results are not read.
         """
@@ -110,23 +110,23 @@ class ItemOrder(NamedTuple):
 
 
 class RowSums(NamedTuple):
-    """The sums over the pages so far, for each row."""
+    """The state of the online softmax per row: maximum and sum over the pages so far."""
 
     row_max: Any
     """In base 2."""
     row_sum: Any
 
     def inverse(self) -> Any:
-        """Returns the factor of the result; 0 for a row that has seen no key."""
+        """Returns 1 / sum per row; 0 for a row that has seen no key."""
         return jnp.where(self.row_sum > 0, 1 / self.row_sum, 0.0)
 
     def lse(self) -> Any:
-        """Returns the logarithm in base 2; -inf for a row that has seen no key."""
+        """Returns the logsumexp in base 2 per row; -inf for a row that has seen no key."""
         return self.row_max + jnp.log2(self.row_sum)
 
 
 class Scoring(NamedTuple):
-    """The rules of all rows: the scale of scores in base 2, the queries' heads, and the window, None if there is none."""
+    """Settings of the online softmax: scale in base 2, heads per query (rows), and sliding window or None."""
 
     scale_log2: float
     group: int
@@ -134,7 +134,7 @@ class Scoring(NamedTuple):
     window: Any
 
     def weigh(self, s: Any, sums: RowSums, last_key: Any) -> tuple[Any, Any, RowSums]:
-        """Adds a page's scores; the first query sees the keys up to `last_key` of this page, each later query one key more.
+        """Online softmax step for one page's scores s. Query 0 sees keys up to `last_key` of the page, each later one more.
 
         Returns the weights of the page's keys, the factor of the result so far, and the new sums.
         """
@@ -152,7 +152,7 @@ class Scoring(NamedTuple):
 
 
 def no_keys() -> RowSums:
-    """Returns the sums over no page."""
+    """Returns the initial `RowSums`, before any page."""
     return RowSums(
         plgpu.layout_cast(jnp.full(WGMMA_ROWS, LOWEST, jnp.float32), ROWS),
         plgpu.layout_cast(jnp.zeros(WGMMA_ROWS, jnp.float32), ROWS),

@@ -63,7 +63,7 @@ def attend_latents(
     group: int,
     splits: Splits,
 ) -> tuple[Float[Array, "blocks splits tiles 64 value_dim"], Float[Array, "blocks splits tiles 64"] | None]:
-    """Returns the attention of each block over each split, and its lse, as `heads.attend_blocks`, in 64 rows.
+    """Returns attention and lse of each query block over each split of its latents (MLA), in tiles of 64 rows.
 
     A tile has up to 64 heads. The values are all columns of the latents except the last 64.
     """
@@ -116,7 +116,7 @@ def attend_latents(
 
 
 class LatentColumns(NamedTuple):
-    """Rows of latents or queries in shared memory, grouped by columns that are read together."""
+    """Latents or queries in shared memory, split into column groups that are multiplied separately."""
 
     values: Any
     """The columns of values: [.., 2 warpgroups of the outputs, parts, 64, part's columns]."""
@@ -130,7 +130,7 @@ class LatentColumns(NamedTuple):
         return cls(parts, operand(*slots, WGMMA_ROWS, ROTARY_COLUMNS, dtype=dtype))
 
     def copy(self, source, rows: int, barrier) -> None:
-        """Starts the copies of the first `rows` rows."""
+        """Starts the TMA copies of the first `rows` rows."""
         *_, parts, _, width = self.values.shape
         for part, (warpgroup, own) in enumerate(np.ndindex(CONSUMERS, parts)):
             columns = pl.ds(part * width, width)
@@ -139,12 +139,12 @@ class LatentColumns(NamedTuple):
         plgpu.copy_gmem_to_smem(source.at[:, columns], self.rotary.at[pl.ds(0, rows)], barrier)
 
     def slot(self, slot) -> "LatentColumns":
-        """Returns one of several slots."""
+        """Returns one of several pipeline slots."""
         return LatentColumns(self.values.at[slot], self.rotary.at[slot])
 
 
 def value_parts(value_dim: int) -> tuple[int, int, int, int]:
-    """Returns the shape of the columns of values."""
+    """Returns the shape of the value columns in shared memory."""
     width = min(PART_COLUMNS, value_dim // CONSUMERS)
     return CONSUMERS, value_dim // CONSUMERS // width, WGMMA_ROWS, width
 
@@ -162,7 +162,7 @@ class _Roles(NamedTuple):
     scoring: Scoring
 
     def produce(self) -> None:
-        """Loads an item's queries and its pages, one per step."""
+        """Producer: loads an item's queries, then one page per step."""
         scratch, pages = self.scratch, self.scratch.pages
 
         def item(item: Item, before: Before) -> None:
@@ -183,7 +183,7 @@ class _Roles(NamedTuple):
         pl.when(total.items > 0)(lambda: plgpu.barrier_wait(scratch.q_empty))
 
     def score(self) -> None:
-        """Computes a page's scores and softmax, for both warpgroups of the outputs."""
+        """Scores warpgroup: computes q k^T and softmax of each page, and passes p to both output warpgroups."""
         scratch = self.scratch
 
         def item(item: Item, before: Before) -> None:
@@ -223,7 +223,7 @@ class _Roles(NamedTuple):
         return pl.run_scoped(multiply, plgpu.ACC((WGMMA_ROWS, PAGE_SIZE), jnp.float32))
 
     def sum_values(self, warpgroup) -> None:
-        """Computes a half of the result's columns."""
+        """Output warpgroup: accumulates p v for half of the result's columns."""
         scratch = self.scratch
         *_, parts, _, width = scratch.q.values.shape
 

@@ -51,7 +51,7 @@ MERGE_LOADS = 4
 
 
 def refusal(q: Array, keys: Array, values: Array | None, value_dim: int) -> str | None:
-    """Returns the reason why the kernel does not support this attention, with the supported sizes; None if it does."""
+    """Returns why the kernel does not support this attention, with the supported sizes; None if it does."""
     if not is_interpreted() and compute_capability() != "9.0":
         return f"it needs a Hopper GPU (compute capability 9.0); this is {compute_capability() or 'no NVIDIA GPU'}"
     dtypes = [a.dtype for a in (q, keys, values) if a is not None]
@@ -95,7 +95,7 @@ def paged_attention(
     single_query_rows: int,
     fixed_splits: bool,
 ) -> Float[Array, "tokens heads value_dim"]:
-    """Computes `api.paged_attention`; padding yields zeros."""
+    """Computes paged attention on Hopper (contract in `api.paged_attention`); padding yields zeros."""
     (tokens, heads, key_dim), rows = q.shape, len(queries.num_keys)
     # Heads that share keys fill the rows of a block. If more than 64 do, each tile of heads is treated as a key head.
     kv_heads = _head_tiles(heads) if values is None else keys.shape[1]
@@ -183,7 +183,7 @@ def merge_splits(
     splits: Splits,
     dtype: DTypeLike,
 ) -> Float[Array, "blocks kv_heads rows value_dim"]:
-    """Returns the attention to all keys: sum_s 2^lse[s] out[s] / sum_s 2^lse[s] over the splits s that have pages.
+    """Merges the splits' attention: sum_s 2^lse[s] out[s] / sum_s 2^lse[s] over the splits s that have pages.
 
     Widths that are not multiples of 128 are merged in XLA.
 
@@ -209,7 +209,7 @@ def merge_splits(
                 return values, jnp.maximum(lse_ref[block, split, head, row], LOWEST)
 
             def add(sums, values, own, exists):
-                """Adds a split to the sums of results and weights over splits so far, divided by 2^(the largest lse)."""
+                """Adds one split to the weighted sums so far, rescaled to the larger lse."""
                 out, weight, old = sums
                 largest = jnp.where(exists, jnp.maximum(old, own), old)
                 before, now = jnp.exp2(old - largest), jnp.where(exists, jnp.exp2(own - largest), 0.0)

@@ -44,7 +44,7 @@ def attend_prompts(
     window: Int[Array, ""] | int | None,
     skip: int,
 ) -> Float[Array, "tokens kv_heads group value_dim"]:
-    """Computes `paged.paged_attention`; padding yields zeros. The group must satisfy `takes_group`.
+    """Computes paged attention of prompt chunks on Hopper; padding yields zeros. `takes_group` must allow the group size.
 
     Args:
       skip: the number of rows, the first ones, that have one query each. Their results are not written.
@@ -89,7 +89,7 @@ class _Block:
     """The factor of scores in base 2."""
 
     def load_tile(self, number, tile: WorkTile, first_step):
-        """Returns the number of steps so far."""
+        """Producer: loads q once per tile and k, v pages per step; returns the next tile's first step."""
         inputs, scratch = self.inputs, self.scratch
         of_blocks, tokens, q, k, v = inputs.of_blocks, inputs.tokens, inputs.q, inputs.k, inputs.v
         steps = self._steps(tile)
@@ -115,7 +115,7 @@ class _Block:
         return first_step + steps.total
 
     def consume_tile(self, warpgroup, _, tile: WorkTile, first_step):
-        """Returns the number of steps so far."""
+        """Consumer: computes out of its 64 rows of a tile; returns the next tile's first step."""
         steps = self._steps(tile)
         o, row_scale = Consumer(self.scratch, self.scale_log2, warpgroup, steps, first_step).run(self._mask(tile, warpgroup))
         self._store(warpgroup, tile, o, row_scale.scale)

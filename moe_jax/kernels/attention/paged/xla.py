@@ -27,7 +27,7 @@ def paged_attention(
     window: Int[Array, ""] | int | None,
     value_dim: int,
 ) -> Float[Array, "tokens heads value_dim"]:
-    """Returns attention as `api.paged_attention` defines it; padding gives zeros."""
+    """Computes paged attention in XLA (contract in `api.paged_attention`); padding yields zeros."""
     (tokens, heads, key_dim), kv_heads = q.shape, keys.shape[1]
     dtype = at_least_f32(q.dtype)
     row, position = places(queries, tokens)

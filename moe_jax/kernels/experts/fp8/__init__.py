@@ -1,1 +1,1 @@
-"""The experts' matmuls in 8 bits: activations with a scale for 128 numbers, weights with a scale for a block of 128 x 128."""
+"""The experts' matmuls in 8 bits: activations with one scale per 128 elements, weights with one per 128 x 128 block."""

@@ -23,7 +23,7 @@ _logger = logging.getLogger(__name__)
 
 
 class Fp8Options(NamedTuple):
-    """The static choices of one call: the names of its backends, and the form of h between its passes."""
+    """Static options of one FP8 call: backend names, and the precision in which h is kept."""
 
     sums: str
     """The backend of `experts.backends` that gathers, combines and computes the weights' gradients."""
@@ -33,14 +33,14 @@ class Fp8Options(NamedTuple):
 
     @property
     def row_alignment(self) -> int:
-        """The row_alignment of plans for both."""
+        """The row alignment that satisfies both backends."""
         return math.lcm(backends.implementation(self.sums).ROW_ALIGNMENT, implementation(self.matmuls).ROW_ALIGNMENT)
 
 
 def resolve_fp8_backend(
     name: str | None, dtype: jnp.dtype, hidden: int, inter: int, precision: Precision | None = None
 ) -> Fp8Options:
-    """Returns the choices for a name as in `resolve_backend`.
+    """Returns the backends for an FP8 call, from a name as in `resolve_backend`.
 
     The matmuls run on the kernels of the same name. Without a name they run on "xla" if the kernels refuse. The choice is
     logged once.
@@ -65,7 +65,7 @@ def resolve_fp8_backend(
 
 @functools.cache
 def implementation(matmuls: str) -> ModuleType:
-    """Returns the module of `Fp8Options.matmuls`, imported on first use as in `experts.backends.implementation`."""
+    """Imports and returns the module of `Fp8Options.matmuls`, on first use."""
     return import_module(f"moe_jax.kernels.experts.fp8.{matmuls}")
 
 

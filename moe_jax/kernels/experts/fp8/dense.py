@@ -42,7 +42,7 @@ def fp8_matmul(
     *,
     backend: str | None = None,
 ) -> BFloat16[Array, "*batch out"]:
-    """Computes x w^T with both operands in FP8, as the gradient to x; the gradient to w multiplies bf16.
+    """Computes x w^T with both operands in FP8, also for dx; the gradient of w uses bf16 operands.
 
     Args:
         w: the matrix that gets the gradient. With copies its values are not read.
@@ -65,7 +65,7 @@ def fp8_matmul(
 
 
 def dense_copies(w: Float[Array, "*stack out in"]) -> DenseCopies:
-    """Rounds matrices to FP8 in both orders, without gradients; sizes are zero-padded to multiples of 128."""
+    """Quantizes matrices and their transposes to FP8, without gradients; sizes are zero-padded to multiples of 128."""
     rounded = quantise_matrices(_fill(lax.stop_gradient(w)))
     return DenseCopies(rounded, transposed(rounded))
 

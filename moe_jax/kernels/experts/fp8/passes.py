@@ -38,7 +38,7 @@ from moe_jax.kernels.experts.weights import ExpertWeights
 def quantise_experts(
     w_gate_up: Float[Array, "*layers experts 2*inter hidden"], w_down: Float[Array, "*layers experts hidden inter"]
 ) -> tuple[InFp8, InFp8]:
-    """Rounds both matrices of experts to FP8, without gradients, and transposes them."""
+    """Quantizes both expert matrices and their transposes to FP8, without gradients."""
     gate_up, down = (InFp8(quantise_matrices(jax.lax.stop_gradient(w))) for w in (w_gate_up, w_down))
     return gate_up.in_both_orders(), down.in_both_orders()
 
@@ -51,7 +51,7 @@ def gate_up_in_fp8(
     *,
     for_backward: bool,
 ) -> GateUp:
-    """Computes the gate-up step; h is None without a backward pass."""
+    """Computes the gate-up step in FP8; h is None without a backward pass."""
     matmuls, plan = _matmuls(options), plan_of_matrices(plan, w_gate_up)
     rows = matmuls.rows_of_rounded(x, plan) if isinstance(x, QuantisedRows) else matmuls.rows_of_tokens(x, plan)
     h, act = matmuls.gated_matmul(rows, w_gate_up.rounded, plan, keep_h=for_backward, activation=options.activation)
@@ -67,7 +67,7 @@ def down_in_fp8(
     options: ExpertsOptions,
     shares: int | None = None,
 ) -> list[Array]:
-    """Returns y, one array per share of the tokens."""
+    """Computes the down step in FP8; returns y, one array per share of the tokens."""
     rows = _matmuls(options).grouped_matmul(act, w_down.rounded, plan_of_matrices(plan, w_down))
     return token_sums_of_shares(rows, plan, weights, options.backend, shares)
 
@@ -81,7 +81,7 @@ def gradients_in_fp8(
     dy: BFloat16[Array, "tokens hidden"],
     shares: int | None,
 ) -> PartGradients:
-    """Computes the gradients of the inputs in FP8, and gathers the bf16 operands of the matrices' gradients."""
+    """Computes the gradients of inputs in FP8, and returns the bf16 operands of the weight gradients."""
     plan, w_gate_up, w_down = hidden.plan, experts.gate_up.in_fp8, experts.down.in_fp8
     assert w_gate_up is not None and w_down is not None
     matmuls, of_matrices = _matmuls(options), plan_of_matrices(plan, w_down)
@@ -106,5 +106,5 @@ def _matmuls(options: ExpertsOptions) -> ModuleType:
 
 
 def plan_of_matrices(plan: Plan, w: InFp8) -> Plan:
-    """Returns the plan for these matrices: of one layer, or of a stack if they are stacks, unlike the sums of gradients."""
+    """Returns the plan with its layer index kept only if these matrices are stacks of layers."""
     return plan if w.rounded.values.ndim == 4 else dataclasses.replace(plan, layer=None)

@@ -12,15 +12,15 @@ DenseGroup = Literal["attention", "shared_experts", "mlp"]
 
 @dataclass(frozen=True)
 class Precision:
-    """The experts' products in FP8, as DeepSeek-V3 was trained (section 3.3 of https://arxiv.org/abs/2412.19437).
+    """FP8 matmuls for experts, as DeepSeek-V3 was trained (section 3.3 of https://arxiv.org/abs/2412.19437).
 
-    Both products of the forward pass and both of the input's gradient multiply e4m3 by e4m3. Rows have a scale for 128 numbers,
-    matrices for 128 x 128. Sums are f32, promoted every 128 summands. The weights' gradients multiply bf16, as does everything
-    that `dense` does not name. docs/fp8.md lists where each tensor is rounded.
+    Both products of the forward pass and both of the input's gradient multiply e4m3 by e4m3. Rows have one scale per 128
+    elements, matrices per 128 x 128. Sums are f32, promoted every 128 summands. The weights' gradients multiply bf16, as
+    does everything that `dense` does not name. docs/fp8.md lists where each tensor is rounded.
 
     Attributes:
-        kept: the form in which h = [gate | up] is kept for the backward pass. "fp8" halves its bytes, with a scale for 128
-            numbers. It is e3m4, since no matmul reads it.
+        kept: the form in which h = [gate | up] is kept for the backward pass. "fp8" halves its bytes, with one scale per 128
+            elements. It is e3m4, since no matmul reads it.
         dense: the groups of dense matrices whose products are in FP8 too (`fp8_matmul`), each once, in the order of
             `DenseGroup`. Models read them; `experts_mlp` does not. Router, norms, attention scores, embedding and head are in
             no group.
@@ -44,7 +44,7 @@ class Precision:
 
     @classmethod
     def named(cls, name: str, dense: tuple[DenseGroup, ...] = ()) -> Self | None:
-        """Returns the recipe of a name: "bf16" (None), "fp8", or "fp8_kept", which keeps h in FP8 too.
+        """Returns the `Precision` named "fp8" or "fp8_kept" (which also keeps the residual h in 8 bits), or None for "bf16".
 
         Raises:
             ValueError: an unknown name or group, or groups with "bf16".

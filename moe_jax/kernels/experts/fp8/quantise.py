@@ -51,18 +51,18 @@ class QuantisedMatrices(NamedTuple):
 
 
 class InFp8(NamedTuple):
-    """Matrices in FP8, and their transposes for the backward pass; None: the backward pass computes them."""
+    """Matrices in FP8, with optional transposes for the backward pass (None: computed there)."""
 
     rounded: QuantisedMatrices
     transposed: QuantisedMatrices | None = None
 
     def in_both_orders(self) -> "InFp8":
-        """Returns the matrices with their transposes."""
+        """Returns a copy with the transposes filled in."""
         return self if self.transposed is not None else InFp8(self.rounded, transposed(self.rounded))
 
 
 def quantise_rows(x: Float[Array, "rows k"]) -> QuantisedRows:
-    """Rounds rows to e4m3 with a scale for 128 numbers of a row; k is a multiple of 128."""
+    """Quantizes rows to e4m3 with one scale per 128 elements of a row; k is a multiple of 128."""
     groups = x.astype(jnp.float32).reshape(x.shape[0], x.shape[1] // GROUP, GROUP)
     scales = _scales(jnp.abs(groups).max(axis=-1))
     values = (groups * (1 / scales)[..., None]).astype(jnp.float8_e4m3fn)
@@ -70,7 +70,7 @@ def quantise_rows(x: Float[Array, "rows k"]) -> QuantisedRows:
 
 
 def quantise_matrices(w: Float[Array, "*stack n k"]) -> QuantisedMatrices:
-    """Rounds matrices to e4m3 with a scale for a block of 128 x 128; n and k are multiples of 128."""
+    """Quantizes matrices to e4m3 with one scale per 128 x 128 block; n and k are multiples of 128."""
     *stack, n, k = w.shape
     blocks = w.astype(jnp.float32).reshape(*stack, n // GROUP, GROUP, k // GROUP, GROUP)
     scales = _scales(jnp.abs(blocks).max(axis=(-3, -1)))
@@ -84,12 +84,12 @@ def transposed(w: QuantisedMatrices) -> QuantisedMatrices:
 
 
 def dequantised_rows(rows: QuantisedRows) -> Float[Array, "rows k"]:
-    """Returns values * scales in f32."""
+    """Returns values * scales in f32, [rows, k]."""
     return rows.values.astype(jnp.float32) * jnp.repeat(rows.scales.T, GROUP, axis=1)
 
 
 def dequantised_matrices(w: QuantisedMatrices) -> Float[Array, "*stack n k"]:
-    """Returns values * scales in f32."""
+    """Returns values * scales in f32, [..., n, k]."""
     scales = jnp.repeat(jnp.repeat(w.scales, GROUP, axis=-2), GROUP, axis=-1)
     return w.values.astype(jnp.float32) * scales
 
@@ -109,14 +109,14 @@ def _scales(largest: Float[Array, "..."]) -> Float[Array, "..."]:
 
 
 def joined(w: QuantisedMatrices) -> QuantisedMatrices:
-    """Merges the layers and experts of a stack into one axis, which `Plan.in_stack` indexes."""
+    """Reshapes stacked matrices [layers, experts, ...] to [layers * experts, ...], which `Plan.in_stack` indexes."""
     return QuantisedMatrices(*(part.reshape(-1, *part.shape[-2:]) for part in w))
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class RoundedTokens:
-    """Tokens that travelled in FP8, instead of an array of tokens, with a placeholder for the tokens' gradient."""
+    """Tokens received in FP8, passed in place of a bf16 array; a placeholder array receives their gradient."""
 
     rounded: QuantisedRows
     like: BFloat16[Array, "tokens hidden"]
@@ -134,7 +134,7 @@ class RoundedTokens:
 
     @classmethod
     def of(cls, rounded: QuantisedRows) -> "RoundedTokens":
-        """Returns tokens whose gradient is bf16."""
+        """Wraps quantized tokens, with a bf16 placeholder for their gradient."""
         return cls(rounded, vary_as(jnp.full(rounded.values.shape, jnp.nan, jnp.bfloat16), rounded))
 
     def split(self, ends: Sequence[int]) -> list["RoundedTokens"]:
@@ -149,7 +149,7 @@ KEPT_INVERSE_LARGEST = np.float32(1 / 15.5)
 
 
 class KeptRows(NamedTuple):
-    """h = [gate | up] between the two passes, in e3m4: h[r, i] is about values[r, i] * scales[r, i // 128].
+    """The residual h = [gate | up] in e3m4: h[r, i] is about values[r, i] * scales[r, i // 128].
 
     No tensor core multiplies the kept rows, so their 8 bits need not be e4m3. e3m4 has one more mantissa bit, and numbers down
     to 1/992 of a group's largest: half the error in the same bytes.
@@ -160,7 +160,7 @@ class KeptRows(NamedTuple):
 
 
 def keep_h(h: BFloat16[Array, "rows k"], form: Kept) -> BFloat16[Array, "rows k"] | KeptRows:
-    """Returns h for the backward pass: unchanged, or in 8 bits with a scale for 128 numbers of a row."""
+    """Converts h to the form saved for the backward pass: unchanged, or 8 bits with one scale per 128 elements."""
     if form == "bf16":
         return h
     groups = h.astype(jnp.float32).reshape(h.shape[0], h.shape[1] // GROUP, GROUP)
@@ -171,7 +171,7 @@ def keep_h(h: BFloat16[Array, "rows k"], form: Kept) -> BFloat16[Array, "rows k"
 
 
 def read_h(kept: Float[Array, "rows k"] | KeptRows) -> Float[Array, "rows k"]:
-    """Returns h, in bf16 if it was kept in 8 bits."""
+    """Inverts `keep_h`: returns h, in bf16 if it was kept in 8 bits."""
     if not isinstance(kept, KeptRows):
         return kept
     return (kept.values.astype(jnp.float32) * jnp.repeat(kept.scales, GROUP, axis=1)).astype(jnp.bfloat16)

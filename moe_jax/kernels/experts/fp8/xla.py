@@ -2,7 +2,7 @@
 
 A sum runs over k in groups of 128, from the first to the last. A group's products are summed in f32, multiplied by (the row's
 scale * the block's scale), and added to the f32 total. So it is slower than bf16: the total is read and written once for each
-128 numbers.
+128 elements.
 """
 
 import jax
@@ -20,12 +20,12 @@ ROW_ALIGNMENT = 1
 
 
 def rows_of_tokens(x: BFloat16[Array, "tokens hidden"], plan: Plan) -> QuantisedRows:
-    """Returns x in expert order, each token rounded once. Rows without a pair are rows of zeros."""
+    """Quantizes x and gathers its rows in expert order; rows without a pair are zero."""
     return rows_of_rounded(quantise_rows(x), plan)
 
 
 def rows_of_rounded(tokens: QuantisedRows, plan: Plan) -> QuantisedRows:
-    """Returns already rounded tokens in expert order. Rows without a pair are rows of zeros."""
+    """Gathers already quantized tokens in expert order; rows without a pair are zero."""
     # An empty array cannot be gathered from, and the scale of zeros is not zero.
     nobody = quantise_rows(jnp.zeros((1, tokens.values.shape[1]), jnp.bfloat16))
     values, scales = (jnp.concatenate([a, b], axis) for a, b, axis in zip(tokens, nobody, (0, 1), strict=True))
@@ -38,7 +38,7 @@ def rows_of_rounded(tokens: QuantisedRows, plan: Plan) -> QuantisedRows:
 def gated_matmul(
     rows: QuantisedRows, w: QuantisedMatrices, plan: Plan, *, keep_h: bool = True, activation: Activation = SILU
 ) -> tuple[BFloat16[Array, "rows 2*inter"] | None, QuantisedRows]:
-    """Computes h = `grouped_matmul(rows, w)` = [gate | up], None without `keep_h`, and act = activation(gate, up).
+    """Computes h[r] = w[e] rows[r] = [gate | up] (None without `keep_h`) and act = activation(gate, up).
 
     act is computed and rounded from the f32 sums, not from h.
     """
@@ -56,7 +56,7 @@ def grouped_matmul(rows: QuantisedRows, w: QuantisedMatrices, plan: Plan) -> BFl
 
 
 def matmul_of_tokens(x: BFloat16[Array, "tokens k"], w: QuantisedMatrices) -> BFloat16[Array, "tokens out"]:
-    """Computes x w^T for one matrix, w [out, k]; tokens are rounded."""
+    """Computes x w^T for one matrix w [out, k], after quantizing x."""
     rows = quantise_rows(x)
     block = rows.values[None], rows.scales.T[None]
     return _multiply(block, QuantisedMatrices(w.values[None], w.scales[None]))[0].astype(jnp.bfloat16)
@@ -70,7 +70,7 @@ def gated_matmul_backward(
     plan: Plan,
     activation: Activation = SILU,
 ) -> tuple[QuantisedRows, Array, Array, Array]:
-    """Computes gradients from the gradient dy of y = sum_k weight * w_down act, where act = activation(gate, up).
+    """Computes the gradients through the down matmul and the activation, y = sum_k weight * w_down act.
 
     With g = w_down[e]^T dy in f32 and the row's weight v, the gradient to act is v * g, and dweight = <g, act>.
 

@@ -56,21 +56,19 @@ def refusal(dtype: jnp.dtype, hidden: int, inter: int) -> str | None:
     if hidden % 128 and inter % 128:
         return f"hidden is {hidden} and inter is {inter}; one of them must be a multiple of 128"
     if (needed := shared_bytes(hidden, jnp.dtype(dtype).itemsize)) > SHARED_MEMORY:
-        return (
-            f"hidden is {hidden}; gathering such rows takes {needed} bytes of shared memory, of which there are {SHARED_MEMORY}"
-        )
+        return f"hidden is {hidden}; gathering such rows takes {needed} bytes of shared memory; a core has {SHARED_MEMORY}"
     return None
 
 
 def is_native() -> bool:
-    """Returns True if the target runs this backend at the speed it was written for."""
+    """Returns True on a Hopper GPU, where this backend runs at full speed (elsewhere it is interpreted)."""
     return compute_capability() == "9.0"
 
 
 def rows_of_tokens(
     x: Float[Array, "tokens hidden"], plan: Plan, *, for_gradients: bool = True
 ) -> tuple[Float[Array, "sources hidden"], Int[Array, "rows"] | None]:
-    """Returns x in expert order, as (array, source_of_row) for the matmuls below.
+    """Returns (array, source_of_row), so that the matmuls below read x in expert order, gathered now or on load.
 
     With `for_gradients`, two matmuls read each row, and need zeros for rows without a pair: rows are gathered once for both. A
     forward pass without gradients gathers rows on use. If `plan.holds_all_tokens` it reads x itself.
@@ -89,7 +87,7 @@ def experts_of_few_pairs(
     layer: Int[Array, ""] | None = None,
     activation: Activation = SILU,
 ) -> Float[Array, "tokens*k hidden"] | None:
-    """Returns the output of each pair's expert for its token, in pair order; zero if the id is not an expert.
+    """Computes both expert matmuls for a few (token, expert) pairs; returns outputs in pair order, 0 for invalid ids.
 
     For forward passes with few pairs, for which a plan costs too much. None for more pairs or unsupported sizes
     (`by_pairs.takes`). `layer` is `Plan.layer`; weights must then have x's dtype.
@@ -137,7 +135,7 @@ def gated_matmul(
     activation: Activation = SILU,
     bias: Float[Array, "experts 2*inter"] | None = None,
 ) -> tuple[Float[Array, "rows 2*inter"] | None, Float[Array, "rows inter"]]:
-    """Computes `xla.gated_matmul` in one kernel, with the gather by source_of_row in it.
+    """Computes h = [gate | up] and act = activation(gate, up) in one kernel, gathering rows by source_of_row.
 
     Rows without a pair may be left unwritten. `change` is as in `grouped_matmul`; rows must then be in order. `bias` is added
     to the sums of its expert; the plan then has no layer.
@@ -164,7 +162,7 @@ def gated_matmul_backward(
     change: RowsChange | None = None,
     activation: Activation = SILU,
 ) -> tuple[Float[Array, "rows 2*inter"], Float[Array, "rows inter"], Float[Array, "rows"]]:
-    """Computes `xla.gated_matmul_backward` in one kernel. Rows of no expert are left unwritten. `change` is w_down's."""
+    """Computes dh, weighted act and dv from dy in one kernel. Rows of no expert are left unwritten. `change` is w_down's."""
     dy = _take(dy, source_of_row)
     w_down, plan = _weights_to_read(w_down, plan, dy.dtype)
     tile = _tile("gated_matmul_backward", w_down.shape[1:], plan)
@@ -179,7 +177,7 @@ def token_sums(
     share: int = 0,
     shares: int | None = None,
 ) -> Float[Array, "share features"]:
-    """Computes `xla.token_sums`.
+    """Computes y[t] = sum_k weights[t, k] * rows[row(t, k)], in a kernel or in XLA.
 
     A kernel computes it if `shares` is given, features are a multiple of 512 and there are at most 8 choices. If all rows are
     on this device XLA is as fast: both run at the memory's speed.
@@ -201,7 +199,7 @@ def grouped_outer(
     b_source_of_row: Int[Array, "rows"] | None = None,
     accumulate_into: Float[Array, "experts n m"] | None = None,
 ) -> Float[Array, "experts n m"]:
-    """Returns dw[e] = sum over the rows r of expert e of outer(a[r], b[r]), as `xla.grouped_outer`, accumulate_into[e] added.
+    """Returns dw[e] = accumulate_into[e] + sum over expert e's rows r of outer(a[r], b[r]).
 
     Padding rows of an expert's last block must be zero in a or b, and finite in the other.
     """
@@ -213,7 +211,7 @@ def grouped_outer_of_parts(
     dtype: jnp.dtype,
     accumulate_into: Float[Array, "*layers experts n m"] | None = None,
 ) -> Float[Array, "*layers experts n m"]:
-    """Returns the sum of `grouped_outer` over `backends.OuterPart`s of the same experts: in f32 in one kernel, rounded once."""
+    """Computes `grouped_outer` summed over several `backends.OuterPart`s in one kernel, in f32, rounded once."""
     a, b, plan, _, _ = parts[0]
     matrix, num_experts = (a.shape[1], b.shape[1]), plan.num_experts
     with_rows = [OuterOperands(_take(a, of_a), _take(b, of_b), plan) for a, b, plan, of_a, of_b in parts if plan.num_rows]

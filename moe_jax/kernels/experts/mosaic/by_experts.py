@@ -37,7 +37,7 @@ from moe_jax.kernels.hopper.pipeline import CONSUMERS, WGMMA_ROWS
 
 
 class OuterOperands(NamedTuple):
-    """Rows of some tokens in expert order, with their plan."""
+    """The two operands of an outer product for some tokens, in expert order, with their plan."""
 
     a: Float[Array, "rows m"]
     b: Float[Array, "rows n"]

@@ -52,7 +52,7 @@ RESERVED = 4096
 
 
 def takes(topk_experts: Int[Array, "tokens k"], num_experts: int, hidden: int, inter: int) -> bool:
-    """Returns True if these are few pairs of supported sizes.
+    """Returns True if there are few enough pairs, of supported sizes, for these kernels.
 
     Few: at most MOST_PAIRS, and few enough, relative to the number of experts, that tokens seldom share one.
     """

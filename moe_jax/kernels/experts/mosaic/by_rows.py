@@ -116,13 +116,13 @@ def matmul_gated(
 
 
 def load_bias(bias: Any, expert: Any, column: Any) -> Float[Array, "64 64"]:
-    """Returns CHUNK numbers of an expert's bias, from `column` on, in f32 and for each of 64 rows."""
+    """Loads CHUNK elements of an expert's bias from `column` on, in f32, broadcast to 64 rows."""
     numbers = plgpu.load(bias.at[expert, pl.ds(column, CHUNK)], layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
     return jax.lax.broadcast_in_dim(numbers.astype(jnp.float32), (WGMMA_ROWS, CHUNK), [1])
 
 
 class WarpgroupPart(NamedTuple):
-    """The 64 rows and the columns of a tile that a consumer's epilogue works on."""
+    """The 64 rows and the columns of a tile that one epilogue call processes."""
 
     row: jax.Array
     """The first of the 64 rows, in the whole array."""
@@ -138,7 +138,7 @@ class WarpgroupPart(NamedTuple):
 
 @dataclass(frozen=True)
 class Epilogue:
-    """The part of a kernel that converts a tile's sums to results, in bf16 and in FP8."""
+    """The callbacks that convert a tile's sums to outputs, shared by bf16 and FP8 kernels."""
 
     name: str
     """Name of the whole kernel, in profiles."""
@@ -164,7 +164,7 @@ def epilogue_steps(
     chosen: ChosenRows,
     rows_of: Callable[[Any, int], Any],
 ) -> tuple[Callable, Callable, Callable]:
-    """Returns the prologue, has_rows and epilogue of a `TileProgram` or `PromotedProgram`.
+    """Builds the prologue, has_rows and epilogue callbacks of a `TileProgram` or `PromotedProgram`.
 
     Args:
         out: [consumers, staged, 64, 64], shared memory of chunks in flight to memory.
@@ -173,7 +173,7 @@ def epilogue_steps(
     """
 
     def part_of(coord: TileCoord, warpgroup, row):
-        """Returns 64 rows of the warpgroup, from `row` on, and True if they belong to the expert, not past its last block."""
+        """Returns 64 rows of the warpgroup's part from `row` on, and True if they belong to the expert."""
         first = tile.first_row(warpgroup) + row
         column_block = coord.column_tile * tile.column_blocks + tile.column_block(warpgroup)
         row, column = pl.multiple_of(coord.row, ROW_ALIGNMENT) + first, column_block * tile.warpgroup_columns
@@ -210,7 +210,7 @@ def epilogue_steps(
 
 
 class RowsOperands(NamedTuple):
-    """The operands of a kernel's sums."""
+    """The operands of a row kernel: rows a, matrices w, and optional gather indices, LoRA update and bias."""
 
     a: Any
     """Rows in expert order. If `plan.holds_all_tokens` they may be the tokens themselves, which are fewer than the rows."""
@@ -227,7 +227,7 @@ class RowsOperands(NamedTuple):
 def launch_rows(
     operands: RowsOperands, plan: Plan, tile: TileShape, epilogue: Epilogue, *, transpose: bool, pairs_halves: bool = False
 ) -> list[Array]:
-    """Runs the kernel and returns the epilogue's outputs.
+    """Launches the row kernel with an epilogue; returns the epilogue's outputs.
 
     Args:
         pairs_halves: half of a warpgroup's columns come from the first half of w's rows, half from the second half. Gate and up

@@ -52,7 +52,7 @@ def matmul_gated_backward(
     chunks = tile.warpgroup_columns // CHUNK
 
     def halves_of(reference, part, chunk):
-        """Returns the gate's and the up's columns of one chunk of the warpgroup's columns."""
+        """Returns references to the gate and the up columns of one 64-column chunk."""
         column = part.column_block * tile.warpgroup_columns + chunk * CHUNK
         return [reference.at[pl.ds(part.row, WGMMA_ROWS), pl.ds(half * inter + column, CHUNK)] for half in range(2)]
 

@@ -19,7 +19,7 @@ from moe_jax.kernels.hopper.mainloop import ROW_ALIGNMENT
 
 
 class ChosenRows(NamedTuple):
-    """The arrays of a plan that select the stored rows of a block; None if not needed."""
+    """Bit masks from a plan that select which rows of a block are stored; None if all are."""
 
     bits: Any
     """`Plan.chosen_rows`. None: all rows of all blocks are stored."""
@@ -28,13 +28,13 @@ class ChosenRows(NamedTuple):
 
 
 def chosen_rows_of(plan: Plan) -> ChosenRows:
-    """Returns the arrays to pass to a kernel."""
+    """Returns the `ChosenRows` operands of a kernel for this plan."""
     one_block = plan.chosen_rows is None or plan.holds_all_tokens
     return ChosenRows(plan.chosen_rows, None if one_block else plan.offsets)
 
 
 def stored_rows(chosen: ChosenRows, plan: Plan, coord: TileCoord, row) -> tuple[Any, int]:
-    """Returns which rows of the tile's block at `row` are stored: bits, and the number of bits that may be set.
+    """Returns (bits, number of bits): which groups of 8 rows in the tile's block at `row` to store.
 
     Rows 8 i to 8 i + 7 are stored if bit i is set; all, if the bits are None. `chosen` has references.
     """
@@ -50,7 +50,7 @@ def stored_rows(chosen: ChosenRows, plan: Plan, coord: TileCoord, row) -> tuple[
 
 
 def store_rows(chunk, output, row, column, stored: tuple[Any, int]) -> None:
-    """Starts to copy a chunk of 64 rows in shared memory to output[row : row + 64, column : ...], as one group of copies."""
+    """Starts TMA stores of the selected rows of a 64-row chunk to output[row : row + 64, column : ...]."""
 
     def store(first, rows):
         target = output.at[pl.ds(row + first, rows), pl.ds(column, chunk.shape[1])]
@@ -70,7 +70,7 @@ def store_rows(chunk, output, row, column, stored: tuple[Any, int]) -> None:
 
 
 class LoadedRows(NamedTuple):
-    """The rows of a that are loaded for a tile."""
+    """Selects the rows of a that each tile loads, if a has fewer rows than the plan."""
 
     are_tokens: bool
     """True: they are the tokens, the same for all tiles. False: the rows of the tile's block."""
@@ -84,7 +84,7 @@ class LoadedRows(NamedTuple):
 
 
 def loaded_rows(plan: Plan, height: int, num_sources: int) -> LoadedRows:
-    """Returns the rows that tiles of this height load from an array of `num_sources` rows."""
+    """Returns the `LoadedRows` for tiles of `height` rows and an array of `num_sources` rows."""
     if not plan.holds_all_tokens:
         return LoadedRows(False, height)
     return LoadedRows(num_sources < plan.num_rows, _rows_in_use(plan))

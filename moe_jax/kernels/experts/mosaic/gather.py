@@ -47,7 +47,7 @@ def shared_bytes(hidden: int, itemsize: int) -> int:
 
 @jax.jit
 def gather_rows(x: Float[Array, "tokens hidden"], plan: Plan) -> Float[Array, "rows hidden"]:
-    """Returns x in expert order. Padding rows of an expert's last block are zero; rows from offsets[-1] on are not written."""
+    """Gathers x in expert order. Padding rows of an expert's last block are zero; rows from offsets[-1] on are unwritten."""
     tokens, hidden = x.shape
     # A TMA copy moves at most 256 elements along an axis: a token is copied as [hidden / width, width].
     width = next(width for width in (256, 128, 64) if hidden % width == 0)
@@ -87,7 +87,7 @@ def _zero_tokens(hidden: int, itemsize: int) -> int:
 
 
 def fill_blocks(ends_ref, offsets_ref, out_ref, zeros) -> None:
-    """Stores zeros into rows without a pair, for this block's share of the experts."""
+    """Stores zeros in padding rows, for this thread block's share of the experts."""
     zeros[...] = jnp.zeros(zeros.shape, zeros.dtype)
     plgpu.commit_smem()
 

@@ -19,7 +19,7 @@ ROWS, COLUMNS = (64, 128), (64, 128, 192, 256)
 
 
 def refusal(pass_name: Pass, matrix: tuple[int, int], tile: TileShape) -> str | None:
-    """Returns why a pass does not support a tile, with the supported values; None if it does.
+    """Returns why a pass cannot use a tile, with the supported values; None if it can.
 
     Args:
         matrix: shape of one expert's matrix as stored: [2*inter, hidden] of w_gate_up or [hidden, inter] of w_down. The pass
@@ -62,12 +62,12 @@ def candidates(pass_name: Pass, matrix: tuple[int, int]) -> list[TileShape]:
 
 
 def fitting_rows(pass_name: Pass, matrix: tuple[int, int]) -> list[int]:
-    """Returns the heights of tiles that fit. `grouped_outer` cuts the matrix into them, every other pass the tokens' rows."""
+    """Returns the supported tile heights: rows of the matrix for `grouped_outer`, of tokens for other passes."""
     return [rows for rows in ROWS if pass_name != "grouped_outer" or matrix[0] % rows == 0]
 
 
 def fitting_columns(pass_name: Pass, matrix: tuple[int, int], rows: int, ping_pong: bool = False) -> list[int]:
-    """Returns the widths of tiles that fit.
+    """Returns the supported tile widths.
 
     They divide the pass's columns, leave each warpgroup whole chunks (`gated_matmul`: of gate and of up each), and its sums fit
     the registers. Plain products with ping-pong support any width up to the number of columns: 192 is the widest that fits.
@@ -86,13 +86,13 @@ def fitting_columns(pass_name: Pass, matrix: tuple[int, int], rows: int, ping_po
 
 
 def most_stages(pass_name: Pass, tile: TileShape) -> int:
-    """Returns the number of stages of a tile that fit into shared memory."""
+    """Returns the largest number of pipeline stages with which a tile fits into shared memory."""
     none, one = (shared_memory(pass_name, dataclasses.replace(tile, stages=stages)) for stages in (0, 1))
     return (SHARED_MEMORY - none) // (one - none)
 
 
 def shared_memory(pass_name: Pass, tile: TileShape) -> int:
-    """Returns the bytes of shared memory that a pass allocates: its slots, chunks in flight to and from memory, barriers.
+    """Returns the bytes of shared memory of a pass: pipeline slots, chunks in flight, and barriers.
 
     The 1024 bytes of `row_copies.landing_barriers` are left out: a slot of gate_up has a multiple of 8192 bytes, which leaves
     3072.

@@ -22,7 +22,7 @@ SMALL_MATRIX_BYTES = 8 * 2**20
 
 
 def rows_in_group(matrix: tuple[int, int], dtype: DTypeLike) -> int:
-    """Returns the number of rows of tiles that advance through this matrix's columns together; 1 means row by row."""
+    """Returns how many row tiles to process column by column before the next group, for L2 reuse; 1 is row by row."""
     return GROUP if matrix[0] * matrix[1] * jnp.dtype(dtype).itemsize > SMALL_MATRIX_BYTES else 1
 
 
@@ -42,7 +42,7 @@ def coord_in_order(index: jax.Array, row_tiles: jax.Array | int, column_tiles: i
 def row_tile_in_order(
     index: jax.Array, first_tiles_ref, num_tiles_ref, column_tiles: int, group: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns (row tile, column) of tile number `index` of all experts. Tiles of one expert follow `coord_in_order`.
+    """Returns (row tile, column) of tile number `index`, counted over all experts in order.
 
     Args:
         first_tiles_ref: for each row tile, the first row tile of the same expert.
@@ -57,7 +57,7 @@ def row_tile_in_order(
 
 
 class TileCoord(NamedTuple):
-    """Coordinates of a tile."""
+    """The position of an output tile: rows, columns and expert."""
 
     expert: jax.Array
     """The index of the matrix in the kernel's input."""
@@ -71,7 +71,7 @@ class TileCoord(NamedTuple):
 
 @dataclass(frozen=True)
 class RowTiles:
-    """The tiles of a plan. Pass `arrays` to the kernel; `count` and `find` read their references."""
+    """The row tiles of a plan and their order. Pass `arrays` to the kernel; `count` and `find` read their references."""
 
     arrays: tuple[Int[Array, "_"], ...]
     count: Callable[..., jax.Array]
@@ -81,7 +81,7 @@ class RowTiles:
 
 
 def row_tiles(plan: Plan, height: int, column_tiles: int, group: int) -> RowTiles:
-    """Cuts the rows into tiles of `height` rows, in one or two small XLA kernels: in decoding, each launch counts.
+    """Cuts the rows of a plan into tiles of `height` rows, in one or two small XLA kernels.
 
     `tile_order.row_tile_in_order` defines the order of the tiles.
     """

@@ -34,7 +34,7 @@ REACH = 4.0
 
 @dataclass(frozen=True)
 class Entry:
-    """A tile, and the pass, matrix and number of rows it is for."""
+    """One entry of a tile table: a tile, and the pass, matrix shape and rows per expert that it was tuned for."""
 
     pass_name: Pass
     matrix: tuple[int, int]
@@ -47,12 +47,12 @@ class Entry:
 
     @property
     def key(self) -> tuple:
-        """The fields that differ between any two entries of a table."""
+        """The pass, matrix shape and rows per expert, which identify an entry in a table."""
         return self.pass_name, self.matrix, self.rows_per_expert
 
 
 def choose_tile(pass_name: Pass, matrix: tuple[int, int], rows_per_expert: float) -> TileShape:
-    """Returns the tile of a pass, from shapes alone: nothing is measured.
+    """Returns the tile for a pass: from the nearest table entry, else from `rule`. Nothing is measured.
 
     Raises:
         ValueError: MOE_JAX_TILES names a file that is not a table, or has an invalid entry for any pass.
@@ -65,7 +65,7 @@ def choose_tile(pass_name: Pass, matrix: tuple[int, int], rows_per_expert: float
 
 
 def rule(pass_name: Pass, matrix: tuple[int, int], rows_per_expert: float) -> TileShape:
-    """Returns `shared_tile`, or PING_PONG for plain products of short sums.
+    """Returns the default tile: `shared_tile`, or PING_PONG for plain matmuls with few steps.
 
     With ping-pong one warpgroup multiplies while the other stores, which matters if a tile has few steps.
     """
@@ -87,7 +87,7 @@ docs/log/kernels.md has the measurements."""
 
 
 def shared_tile(pass_name: Pass, matrix: tuple[int, int], rows_per_expert: float) -> TileShape:
-    """Returns the tile that both consumers compute together: 128 rows and the widest tile that divides the columns.
+    """Returns the default tile for cooperating consumers: 128 rows and the widest supported width.
 
     Passes by rows use 64 x 256 if experts have 64 rows or fewer on average. Plain products of 64 columns are bound by memory,
     so more stages keep more loads in flight.
@@ -104,7 +104,7 @@ def shared_tile(pass_name: Pass, matrix: tuple[int, int], rows_per_expert: float
 
 
 def read_table(path: str | Path) -> list[Entry]:
-    """Returns the entries of a table, each of them checked.
+    """Reads and validates a tile table.
 
     Raises:
         ValueError: the file is not a table. The message names the entry, the problem and the right form.
@@ -129,7 +129,7 @@ def read_table(path: str | Path) -> list[Entry]:
 
 
 def merge_into_table(path: Path, entries: Iterable[Entry]) -> None:
-    """Writes entries into a table, replacing entries with the same key. The file is written atomically.
+    """Writes entries into a tile table atomically, replacing those with equal keys.
 
     Raises:
         ValueError: the file exists and is not a table.

@@ -38,7 +38,7 @@ VECTOR = 8
 
 
 def columns_at_a_time(hidden: int, k: int) -> int | None:
-    """Returns the columns of one sum that a warpgroup computes at a time; None if this kernel does not support such sums."""
+    """Returns how many columns a warpgroup sums at a time; None if the kernel does not support this size."""
     return next((columns for columns in (1024, 512) if hidden % columns == 0 and 0 < k <= ROWS), None)
 
 
@@ -52,7 +52,7 @@ def sum_rows(
     share: int,
     shares: int,
 ) -> Float[Array, "share hidden"]:
-    """Returns the sums of the `share`-th of `shares` equal parts of the tokens, in f32, `columns` at a time."""
+    """Computes y[t] = sum_k weights[t, k] * rows[row(t, k)] in f32, for one of `shares` equal ranges of tokens."""
     (all_tokens, k), hidden = plan.row_of_pair.shape, rows.shape[1]
     tokens = all_tokens // shares
     # Several tokens at a time if each has few choices, so that enough rows are in flight.

@@ -33,7 +33,7 @@ and a tile gains less in a layer than in isolation (docs/kernels.md)."""
 
 @dataclass(frozen=True)
 class Layer:
-    """The sizes of a layer's experts."""
+    """The sizes of an MoE layer to tune for."""
 
     hidden: int
     inter: int
@@ -43,7 +43,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Timing:
-    """Measured seconds of every tile, for one pass at one number of tokens."""
+    """Measured seconds of each tile, for one pass and number of tokens."""
 
     pass_name: Pass
     matrix: tuple[int, int]
@@ -53,23 +53,23 @@ class Timing:
 
     @property
     def rows_per_expert(self) -> float:
-        """Mean number of rows an expert."""
+        """Mean number of rows per expert."""
         return self.tokens * self.layer.top_k / self.layer.experts
 
     @property
     def rule(self) -> TileShape:
-        """The tile used without a table."""
+        """The tile that would be used without a table."""
         return rule(self.pass_name, self.matrix, self.rows_per_expert)
 
     @property
     def best(self) -> TileShape:
-        """The fastest tile if the rule's tile takes more than GAIN times as long, else the rule's tile."""
+        """The fastest tile if it beats the default by more than GAIN, else the default tile."""
         fastest = min(self.seconds, key=self.seconds.__getitem__)
         return fastest if self.seconds[self.rule] > GAIN * self.seconds[fastest] else self.rule
 
 
 def tune(layer: Layer, tokens: Sequence[int], dtype: str, stopwatch: Callable | None = None) -> Iterator[Timing]:
-    """Times the six matmuls of a layer's forward and backward pass with each of their tiles at every number of tokens.
+    """Measures every candidate tile of the six matmuls in a layer's forward and backward pass.
 
     Args:
         stopwatch: the function that measures, like the default `time_tiles`.
@@ -111,7 +111,7 @@ def check(layer: Layer, tokens: Sequence[int], dtype: str) -> None:
 
 
 def entry(timing: Timing) -> Entry:
-    """Returns the table entry of a timing: its best tile."""
+    """Returns the tile table entry with a timing's best tile."""
     measured = f"{jax.devices()[0].device_kind}, {datetime.date.today()}, jax {jax.__version__}"
     return Entry(timing.pass_name, timing.matrix, timing.rows_per_expert, timing.best, measured)
 
@@ -120,7 +120,7 @@ HEADER = f"{'pass':<26}{'matrix':>15}{'tokens':>8}{'tile':>24}{'ms':>10}{'TFLOP/
 
 
 def rows(timing: Timing) -> Iterator[str]:
-    """Yields a line for each tile, the fastest first, in the columns of HEADER."""
+    """Yields a line of text per tile, fastest first, in the columns of HEADER."""
     flops = 2 * timing.tokens * timing.layer.top_k * timing.matrix[0] * timing.matrix[1]
     matrix = f"{timing.matrix[0]} x {timing.matrix[1]}"
     for tile, seconds in sorted(timing.seconds.items(), key=lambda item: item[1]):

@@ -47,14 +47,14 @@ def refusal(dtype: jnp.dtype, hidden: int, inter: int) -> str | None:
 
 
 def is_native() -> bool:
-    """Returns True if the target runs this backend at the speed it was written for."""
+    """Returns True on NVIDIA GPUs since Ampere (capability 8.0) with jax-triton installed, where kernels are compiled."""
     return (capability() or (0, 0)) >= (8, 0) and missing_packages() is None
 
 
 def rows_of_tokens(
     x: Float[Array, "tokens hidden"], plan: Plan, *, for_gradients: bool = True
 ) -> tuple[Array, Int[Array, "rows"]]:
-    """Returns x and token_of_row, as `xla.rows_of_tokens`: kernels gather rows, and do not read rows without a pair."""
+    """Returns x and token_of_row: the kernels gather rows while loading, and skip rows without a pair."""
     return x, plan.token_of_row
 
 
@@ -90,7 +90,7 @@ def gated_matmul(
     activation: Activation = SILU,
     bias: Float[Array, "experts 2*inter"] | None = None,
 ) -> tuple[Float[Array, "rows 2*inter"] | None, Float[Array, "rows inter"]]:
-    """Computes `xla.gated_matmul` in one kernel. Rows without a pair are left unwritten. `change` is as in `grouped_matmul`."""
+    """Computes h = [gate | up] and act = activation(gate, up) in one kernel. Rows without a pair are left unwritten."""
     w = of_own_layer(w, plan)
     tile = row_tile(_rows_per_expert(plan), w.shape[1], x.dtype)
     kernels = _kernels("by_rows")
@@ -109,7 +109,7 @@ def gated_matmul_backward(
     change: RowsChange | None = None,
     activation: Activation = SILU,
 ) -> tuple[Float[Array, "rows 2*inter"], Float[Array, "rows inter"], Float[Array, "rows"]]:
-    """Computes `xla.gated_matmul_backward` in one kernel. Rows without a pair are left unwritten. `change` is w_down's."""
+    """Computes dh, weighted act and dv from dy in one kernel. Rows without a pair are left unwritten. `change` is w_down's."""
     w_down = of_own_layer(w_down, plan)
     kernels = _kernels("by_rows")
     operands = kernels.TileOperands(dy, w_down.astype(dy.dtype), source_of_row, change)

@@ -59,7 +59,7 @@ def outer_kernel(
     accumulates: tl.constexpr, n: tl.constexpr, m: tl.constexpr, gathers_a: tl.constexpr, gathers_b: tl.constexpr,
     tile_n: tl.constexpr, tile_m: tl.constexpr, step: tl.constexpr,
 ):  # fmt: skip
-    """Computes one tile of one expert's out [n, m], or adds it to the same tile of `added`."""
+    """Triton kernel: computes one tile of one expert's out [n, m], or adds it to the same tile of `added`."""
     m_tiles: tl.constexpr = tl.cdiv(m, tile_m)
     tiles: tl.constexpr = tl.cdiv(n, tile_n) * m_tiles
     expert = tl.program_id(0) // tiles
@@ -84,7 +84,7 @@ def outer_kernel(
 
 @triton.jit
 def add_tile(out, tile, n_column, first_m_column, n: tl.constexpr, m: tl.constexpr):
-    """Adds to out[n_column, first_m_column:] by halves of the columns: registers hold a whole tile once, not twice."""
+    """Adds `tile` to out in two halves of columns, so that registers hold it only once."""
     half: tl.constexpr = tile.shape[1] // 2
     left, right = tl.split(tl.permute(tl.reshape(tile, (tile.shape[0], 2, half)), (0, 2, 1)))
     m_column = first_m_column + tl.arange(0, half)
@@ -94,7 +94,7 @@ def add_tile(out, tile, n_column, first_m_column, n: tl.constexpr, m: tl.constex
 
 @triton.jit
 def store_tile(out, tile, n_column, m_column, n: tl.constexpr, m: tl.constexpr, adds: tl.constexpr):
-    """Stores out[n_column, m_column] = tile, plus the old value if `adds`."""
+    """Stores `tile` at out[n_column, m_column], added to the old values if `adds`."""
     pointers = out + n_column[:, None] * m + m_column[None, :]
     mask = (n_column < n)[:, None] & (m_column < m)[None, :]
     if adds:

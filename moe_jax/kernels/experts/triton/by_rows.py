@@ -34,7 +34,7 @@ INVERSE_LARGEST = tl.constexpr(float(quantise.INVERSE_LARGEST))
 
 
 class TileOperands(NamedTuple):
-    """The operands of a kernel's sums."""
+    """The operands of a row kernel: rows, matrices, and optional scales, LoRA update and bias."""
 
     a: Float[Array, "sources k"] | QuantisedRows
     w: Float[Array, "experts ..."] | QuantisedMatrices
@@ -89,7 +89,7 @@ def matmul_gated_backward(
     tile: Tile,
     activation: Activation = SILU,
 ) -> tuple[Float[Array, "rows 2*inter"], Float[Array, "rows inter"], Float[Array, "rows"]]:
-    """Computes the gradients through an expert's second matrix, `operands.w`, and its activation; `operands.a` is dy.
+    """Computes the gradients through the down matmul (`operands.w`) and the activation; `operands.a` is dy.
 
     With g = dy[source(r)] @ w_down[e] and the row's top-k weight v, returns dh and weighted_act = v * act in dy's dtype, and
     dv = <g, act> in f32. Rows without a pair are left unwritten. Besides the matmul's operands it reads h [R, 2I], and writes
@@ -170,7 +170,7 @@ def _dtype(operands: TileOperands) -> jnp.dtype:
 
 
 def row_tiles(plan: Plan, height: int) -> tuple[Array, Array, Array, Array]:
-    """Cuts each expert's pairs into tiles of `height` rows, and returns the first four inputs of a kernel by rows.
+    """Cuts each expert's rows into tiles of `height` rows; returns the first four inputs of a row kernel.
 
     These are each tile's expert, its first row and the row after its last, and [1] the number of tiles. Later entries are
     unused.
@@ -197,7 +197,7 @@ def matmul_kernel(
     rank: tl.constexpr, rank_step: tl.constexpr, gathers: tl.constexpr, depth: tl.constexpr,
     column_tiles: tl.constexpr, tile_rows: tl.constexpr, tile_columns: tl.constexpr, step: tl.constexpr,
 ):  # fmt: skip
-    """Computes one tile of out [rows, columns]; w is [experts, columns, depth], with `transpose` [experts, depth, columns].
+    """Triton kernel: computes one tile of out [rows, columns]; w is [experts, columns, depth], or transposed.
 
     `gated`: computes one tile of out [rows, columns / 2], which is act, with `keep_h` both of its tiles of h, and with `scaled`
     its scales. `a_more` and `w_more` are a low-rank change, or with `scaled` the scales of a and w.
@@ -299,7 +299,7 @@ def _store_gradients(
 
 @triton.jit
 def activate(gate, up, alpha: tl.constexpr, limit: tl.constexpr, offset: tl.constexpr):
-    """Returns `Activation.forward` in a kernel; a limit of 0 is none."""
+    """Computes `Activation.forward` in a Triton kernel; limit 0 means no limit."""
     if limit > 0:
         gate, up = tl.minimum(gate, limit), tl.maximum(tl.minimum(up, limit), -limit)
     return gate / (1 + tl.exp(-(gate if alpha == 1 else alpha * gate))) * (up if offset == 0 else up + offset)
@@ -307,7 +307,7 @@ def activate(gate, up, alpha: tl.constexpr, limit: tl.constexpr, offset: tl.cons
 
 @triton.jit
 def activation_gradients(gate, up, dact, alpha: tl.constexpr, limit: tl.constexpr, offset: tl.constexpr):
-    """Returns act, dgate and dup of `Activation.vjp`."""
+    """Computes act, dgate and dup (`Activation.vjp`) in a Triton kernel."""
     g, u = gate, up
     if limit > 0:
         g, u = tl.minimum(gate, limit), tl.maximum(tl.minimum(up, limit), -limit)
@@ -369,14 +369,14 @@ def _scaled_products(
 
 @triton.jit
 def round_to_e4m3(x):
-    """Returns x in e4m3 and the scale of each row, by the rule and with the bits of `quantise`."""
+    """Quantizes x to e4m3 with one scale per row, bit for bit as in `quantise`."""
     scale = tl.maximum(tl.max(tl.abs(x), axis=1), LEAST_MAXIMUM) * INVERSE_LARGEST
     return (x * tl.div_rn(1.0, scale)[:, None]).to(tl.float8e4nv), scale
 
 
 @triton.jit
 def rows_of_tile(tile_row, tile_end, i, tile_rows: tl.constexpr):
-    """Returns the rows of tile i and a mask of its expert's rows; others repeat the last row, so loads need no mask."""
+    """Returns the rows of tile i and a mask of valid ones; others repeat the last row, so loads need no mask."""
     row = tl.load(tile_row + i) + tl.arange(0, tile_rows)
     end = tl.load(tile_end + i)
     return tl.minimum(row, end - 1), row < end
@@ -384,7 +384,7 @@ def rows_of_tile(tile_row, tile_end, i, tile_rows: tl.constexpr):
 
 @triton.jit
 def sources_of_rows(source_of_row, row, num_sources, gathers: tl.constexpr):
-    """Returns each row's index in `a` and a mask of rows inside `a`.
+    """Returns the index in `a` of each row, and a mask of indices inside `a`.
 
     A row outside `a` reads row 0, and its sums must be replaced by zeros.
     """
@@ -398,7 +398,7 @@ def add_products(
     total, a_rows, w_columns, w_stride: tl.constexpr, is_column,
     all_columns: tl.constexpr, depth: tl.constexpr, step: tl.constexpr,
 ):  # fmt: skip
-    """Adds sums over depth to `total` [tile_rows, tile_columns], in f32 and in one order.
+    """Accumulates a matmul over the contracted axis into `total` [tile_rows, tile_columns], in f32, in fixed order.
 
     `a_rows` [tile_rows, 1] and `w_columns` [1, tile_columns] point at the first summands; the next are 1 and `w_stride` away.
     """
@@ -421,5 +421,5 @@ def add_products(
 
 @triton.jit
 def store(pointers, values, is_row, is_column):
-    """Stores values, rounded to the dtype of `pointers`."""
+    """Stores values under a mask, rounded to the dtype of `pointers`."""
     tl.store(pointers, values.to(pointers.dtype.element_ty), mask=is_row[:, None] & is_column[None, :])

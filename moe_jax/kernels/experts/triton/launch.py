@@ -23,7 +23,7 @@ from moe_jax.kernels.shapes import vary_as
 
 @dataclass(frozen=True)
 class Tile:
-    """The work of one program, rows x columns summed `step` at a time, and its warps and stages."""
+    """Sizes of one Triton program: rows x columns, summed in slices of `step`, with its warps and stages."""
 
     rows: int
     columns: int
@@ -34,7 +34,7 @@ class Tile:
 
 
 class KernelCall(NamedTuple):
-    """The arguments of a kernel, in the order of its parameters: the inputs, the outputs and, by name, the constants."""
+    """The arguments of a Triton kernel: inputs, outputs, and constants by name."""
 
     inputs: tuple
     """Arrays, and integers, which are run-time arguments: another value does not recompile the kernel."""
@@ -91,7 +91,7 @@ def launch(kernel, call: KernelCall, tile: Tile) -> list[Array]:
 
 
 def triton_call() -> Callable:
-    """Returns `jax_triton.triton_call`."""
+    """Imports and returns `jax_triton.triton_call`."""
     reason = missing_packages()
     if reason is not None:
         raise ImportError(reason)
@@ -99,14 +99,14 @@ def triton_call() -> Callable:
 
 
 def capability() -> tuple[int, int] | None:
-    """Returns the compute capability, (9, 0) for Hopper; None if the target is not an NVIDIA GPU."""
+    """Returns the GPU's compute capability, (9, 0) for Hopper; None if the target is not an NVIDIA GPU."""
     version = re.fullmatch(r"(\d+)\.(\d+)", target.compute_capability() or "")
     return (int(version[1]), int(version[2])) if version else None
 
 
 @functools.cache
 def missing_packages() -> str | None:
-    """Returns why jax-triton cannot be used, and a remedy; None if it can."""
+    """Returns why jax-triton cannot be used and what to install; None if it can."""
     cache = os.environ.get("TRITON_CACHE_DIR")
     try:
         importlib.import_module("triton")
@@ -149,7 +149,7 @@ def gated_backward_tile(dtype: jnp.dtype) -> Tile:
 
 
 def expert_tile(columns: int, dtype: jnp.dtype, *, gathers: bool) -> Tile:
-    """Returns the tile of a matmul by experts; its `step` counts rows.
+    """Returns the tile for weight gradients (`outer`), where `step` counts rows.
 
     If rows are gathered, Triton loads their indices two steps before the rows: three of the five stages hold operands.
     """

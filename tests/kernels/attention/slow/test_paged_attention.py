@@ -12,7 +12,7 @@ from tests.kernels.attention.test_paged_attention import SCALE
 
 
 def make(rng, counts, num_keys, heads, kv_heads, key_dim, value_dim, *, shared=0, padding=0, dtype=jnp.float32):
-    """q, keys, values and queries. The rows' first `shared` pages are the same; pages lie in random order."""
+    """q, keys, values and queries. The rows' first `shared` pages are the same; pages are in random order."""
     counts, num_keys = np.asarray(counts), np.asarray(num_keys)
     pages = -(-num_keys // PAGE_SIZE)
     max_pages = pages.max() + 2
@@ -173,7 +173,7 @@ def test_the_kernel_equals_xla(rng, monkeypatch, counts, num_keys, heads, kv_hea
     ids=["decoding in splits", "decoding", "chunks in splits", "drafts"],
 )
 def test_the_kernel_of_latents(rng, counts, num_keys, heads, value_dim, window, fixed_splits):
-    """Equals XLA in the interpreter, with as many tokens as rows too, of which one has two."""
+    """Equals XLA in the interpreter, also with as many tokens as rows, where one row has two."""
     q, keys, _, queries = make(rng, counts, num_keys, heads, 1, value_dim + 64, 8, dtype=jnp.bfloat16)
     options = {"scale": SCALE, "window": window, "value_dim": value_dim, "single_query_rows": first_single(counts)}
     out = paged_attention(q, keys, None, queries, **options, fixed_splits=fixed_splits, backend="mosaic")
@@ -190,7 +190,7 @@ def test_the_kernel_of_latents(rng, counts, num_keys, heads, value_dim, window, 
     ids=["all keys", "window", "latents"],
 )
 def test_fixed_splits(window, value_dim):
-    """A query's bits are the same alone, in a chunk, and beside so many other rows that keys would not be split."""
+    """A query's bits are the same alone, in a chunk, and next to enough other rows that keys would not be split."""
     width = 64 if value_dim is None else value_dim + 64
     q, keys, values, queries = make(seeds.rng(), [9, 1, 1], [590, 70, 600], 2, 1, width, 64, dtype=jnp.float16)
     options = {"scale": SCALE, "backend": "mosaic", "fixed_splits": True, "window": window, "value_dim": value_dim}
@@ -208,7 +208,7 @@ def test_fixed_splits(window, value_dim):
 
 
 def test_pages_before_the_window(rng):
-    """Pages before a window, and pages behind the last key, are not read: nothing changes if they hold NaN."""
+    """Pages before a window, and pages after the last key, are not read: nothing changes if they hold NaN."""
     q, keys, values, queries = make(rng, [1, 9, 1], [700, 300, 130], 4, 2, 64, 64, dtype=jnp.bfloat16)
     seen = np.zeros(len(keys), bool)
     for row, (count, num_keys) in enumerate([(1, 700), (9, 300), (1, 130)]):

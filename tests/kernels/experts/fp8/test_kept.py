@@ -1,4 +1,4 @@
-"""h in 8 bits between the passes: its errors beside those of e4m3, zeros and infinities."""
+"""h in 8 bits between the passes: its errors compared with e4m3, zeros and infinities."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +8,7 @@ from tests.helpers import seeds
 
 
 def test_half_the_error_in_the_same_bytes():
-    """Also in groups with a number that stands out."""
+    """Also in groups with an outlier."""
     h = jnp.asarray(seeds.rng().normal(size=(64, 256)), jnp.bfloat16).at[::2, 5].set(50)
     kept, other = keep_h(h, "fp8"), quantise_rows(h)
     assert [a.nbytes for a in kept] == [a.nbytes for a in other]

@@ -165,7 +165,7 @@ def test_clamped_experts_in_fp8(rng, request, backend):
 
 @pytest.mark.thorough
 def test_experts_of_gpt_oss(rng):
-    """Values and every gradient in f32 are those of transformers, whose columns alternate between gate and up."""
+    """Values and every gradient in f32 equal transformers', whose columns alternate between gate and up."""
     torch = pytest.importorskip("torch")
     gpt_oss = pytest.importorskip("transformers.models.gpt_oss.modeling_gpt_oss")
     tokens, experts, k, hidden, inter = 19, 4, 2, 24, 16

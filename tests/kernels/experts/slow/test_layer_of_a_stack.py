@@ -1,4 +1,4 @@
-"""In a program compiled for an H200, kernels read and write a layer's experts inside their stack, whatever its index is."""
+"""In a program compiled for an H200, kernels read and write a layer's experts inside their stack, for any index."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""Memory of a layer of experts: what it keeps for its gradients, what a compiled program takes beside its arguments."""
+"""Memory of a layer of experts: its residuals, and a compiled program's memory in addition to its arguments."""
 
 import math
 import re

@@ -134,7 +134,7 @@ def test_order_of_tiles(rng, monkeypatch):
         ({"inter": 64}, "hidden is 64 and inter is 64; one of them must be a multiple of 128"),
         (
             {"hidden": 14400},
-            "hidden is 14400; gathering such rows takes 345632 bytes of shared memory, of which there are 232448",
+            "hidden is 14400; gathering such rows takes 345632 bytes of shared memory; a core has 232448",
         ),
     ],
 )

@@ -63,7 +63,7 @@ def test_h_is_written_for_gradients():
         return [sum(columns in each for each in written) for columns in (640, 320)]
 
     assert kernels_that_write_h_and_act(layer) == [0, 1]
-    # Beside h and act there are the gradient of h and the weighted act.
+    # In addition to h and act there are the gradient of h and the weighted act.
     assert kernels_that_write_h_and_act(gradients(layer)) == [2, 2]
     assert kernels_that_write_h_and_act(gradients(jax.checkpoint(layer))) == [2, 3]
 

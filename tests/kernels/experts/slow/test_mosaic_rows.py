@@ -48,7 +48,7 @@ def test_gather_where_used(rng, routing):
 def test_few_tokens_are_not_gathered(rng, routing):
     """Up to 64 tokens are read where they are, in a forward pass alone. The first token chooses one expert three times.
 
-    A CPU rounds some sums by where a row stands in a tile.
+    A CPU rounds some sums by a row's position in a tile.
     """
     x, w_gate_up, w_down, weights, chosen = make_layer(rng, routing, 70, 5, 3, 128, 64)
     weights, chosen = few_bits(weights), chosen.at[0].set(chosen[0, 0])

@@ -28,7 +28,7 @@ def all_ways(request):
 @settings(max_examples=25, deadline=None)
 @given(sizes=SIZES, seed=st.integers(0, 2**32 - 1))
 def test_plan_is_the_stable_sort(sizes, seed):
-    """Ids range from -1 to E. Both ends are out of range, and their pairs stand last."""
+    """Ids range from -1 to E. Both ends are out of range, and their pairs come last."""
     tokens, num_experts, k = sizes
     experts = np.random.default_rng(seed).integers(-1, num_experts + 1, (tokens, k))
     result = jax.tree.map(np.asarray, plan(jnp.asarray(experts), num_experts))

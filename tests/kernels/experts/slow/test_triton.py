@@ -147,7 +147,7 @@ def test_the_bits_of_a_token_do_not_depend_on_the_other_tokens(rng, runs):
     ],
 )
 def test_low_rank_changes(rng, runs, dtype, ranks, error):
-    """The result and every gradient are those of changed matrices. Ranks are filled up; sizes end within tiles or do not."""
+    """The result and every gradient equal the changed matrices'. Ranks are filled up; sizes end within tiles or do not."""
     experts, hidden, inter = 3, *((40, 24) if dtype == "float32" else (128, 256))
     x, *matrices, weights, chosen = make_layer(rng, "some_nobody", 75, experts, 2, hidden, inter, "float32")
     shapes = (experts, ranks[0], hidden), (1, 2 * inter, ranks[0]), (experts, ranks[1], inter), (experts, hidden, ranks[1])
@@ -173,7 +173,7 @@ def test_low_rank_changes(rng, runs, dtype, ranks, error):
 @pytest.mark.thorough
 @needs_triton
 def test_a_change_of_zero_changes_no_bit(rng, runs):
-    """Rows without a source give zeros beside a change, too."""
+    """Rows without a source yield zeros with a change, too."""
     x, w_gate_up, w_down, _, chosen = make_layer(rng, "random", 60, 2, 1, 128, 64)
     rows = plan(chosen, 2)
     source = rows.token_of_row.at[3].set(99)
@@ -260,7 +260,7 @@ def test_kernels_compile_without_register_spills(monkeypatch, tmp_path, tokens, 
 @pytest.mark.thorough
 @pytest.mark.parametrize("capability, rank", [("9.0", 4), ("8.0", 32), ("8.9", 128), ("9.0", 64), ("10.0", 16)])
 def test_changed_kernels_compile(monkeypatch, tmp_path, capability, rank):
-    """A change has its steps in the matmuls of its matrix: 12 kernels, of which eight are the low-rank products."""
+    """A change has its steps in the matmuls of its matrix: 12 kernels, eight of them the low-rank products."""
     pretend_hopper(monkeypatch, capability)
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
     calls = recorded_calls(monkeypatch)
@@ -305,7 +305,7 @@ def test_results_of_sharded_tokens_vary_over_devices(runs):
 @pytest.mark.skipif(not ours.is_native(), reason="needs an NVIDIA GPU from Ampere on, triton and jax_triton")
 @pytest.mark.parametrize("tokens, rank", [(129, 4), (8192, 64)])
 def test_adapted_experts_on_the_gpu(rng, tokens, rank):
-    """The result and every gradient are near those of the xla backend, and a second run repeats their bits."""
+    """The result and every gradient are close to the xla backend's, and a second run repeats their bits."""
     experts, k, hidden, inter = QWEN3_30B.values()
     x, *matrices, weights, chosen = make_layer(rng, "random", tokens, experts, k, hidden, inter)
     shapes = (experts, rank, hidden), (experts, 2 * inter, rank), (experts, rank, inter), (experts, hidden, rank)

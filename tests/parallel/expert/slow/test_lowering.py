@@ -70,7 +70,7 @@ def test_shadows():
     """Shadows take two more kernels, and travel in one of several branches."""
     text = lowered(forward(ExpertParallel(shadow_experts=2)), True, **QWEN3_30B)
     assert num_kernels(text) == 2 * 3 + 2
-    # Beside tokens, choices and load: one shadow, or two.
+    # In addition to tokens, choices and load: one shadow, or two.
     assert text.count('"stablehlo.all_gather"') == 2 + 1 + 2
 
 

@@ -59,5 +59,5 @@ def test_collectives_with_groups_end():
 
 @pytest.mark.thorough
 def test_a_permutation_hangs():
-    """Its ranks wait for all devices, of which some are in another branch."""
+    """Its ranks wait for all devices, some of them in another branch."""
     assert run("ppermute", seconds=40) == ["begins"]

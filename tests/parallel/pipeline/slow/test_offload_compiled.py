@@ -1,4 +1,4 @@
-"""A pipeline with remat "offload", compiled for two H200s: the inputs that layers keep lie in the host's memory."""
+"""A pipeline with remat "offload", compiled for two H200s: the inputs that layers keep are in the host's memory."""
 
 import re
 

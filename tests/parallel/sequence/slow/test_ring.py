@@ -1,6 +1,6 @@
 """Counts a ring's kernels and transfers on Hopper GPUs.
 
-A step is one kernel forward and two backward; over NCCL one transfer stands beside each.
+A step is one kernel forward and two backward; over NCCL one transfer overlaps each.
 """
 
 import re

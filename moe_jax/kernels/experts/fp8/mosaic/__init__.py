@@ -67,7 +67,7 @@ def refusal(dtype: jnp.dtype, hidden: int, inter: int) -> str | None:
 
 
 def rows_of_tokens(x: BFloat16[Array, "tokens hidden"], plan: Plan) -> QuantisedRows:
-    """Computes `xla.rows_of_tokens` in one kernel. Rows from offsets[-1] on are left unwritten.
+    """Quantizes x and gathers its rows in expert order, in one kernel. Rows from offsets[-1] on are left unwritten.
 
     If `plan.holds_all_tokens` the rows are the tokens themselves, padded to a multiple of 8.
     """
@@ -77,7 +77,7 @@ def rows_of_tokens(x: BFloat16[Array, "tokens hidden"], plan: Plan) -> Quantised
 
 
 def rows_of_rounded(tokens: QuantisedRows, plan: Plan) -> QuantisedRows:
-    """Computes `xla.rows_of_rounded` in one kernel, with rows as in `rows_of_tokens`."""
+    """Gathers already quantized tokens in expert order, in one kernel, with rows as in `rows_of_tokens`."""
     if plan.holds_all_tokens:
         fill = -tokens.values.shape[0] % TOKENS
         widths = ((0, fill), (0, 0)), ((0, 0), (0, fill))
@@ -93,7 +93,7 @@ def experts_of_few_pairs(
     layer: Int[Array, ""] | None = None,
     activation: Activation = SILU,
 ) -> BFloat16[Array, "tokens*k hidden"] | None:
-    """Computes `experts.mosaic.experts_of_few_pairs` in FP8; None for unsupported sizes or too many pairs.
+    """Computes all experts of a few (token, expert) pairs in FP8; None for unsupported sizes or too many pairs.
 
     With `layer` the matrices are stacks of layers.
     """
@@ -107,7 +107,7 @@ def experts_of_few_pairs(
 
 
 def grouped_matmul(rows: QuantisedRows, w: QuantisedMatrices, plan: Plan) -> BFloat16[Array, "rows out"]:
-    """Computes `xla.grouped_matmul` in one kernel. Rows without a pair may be left unwritten."""
+    """Computes y[r] = w[e] rows[r] in one kernel (`xla.grouped_matmul`). Padding rows may be left unwritten."""
     columns, tile = w.values.shape[-2], _tile(plan)
     experts = min(plan.num_experts, plan.max_pairs)
     if tile == FEW_ROWS and experts * (columns // tile.columns) < CORES:
@@ -118,7 +118,7 @@ def grouped_matmul(rows: QuantisedRows, w: QuantisedMatrices, plan: Plan) -> BFl
 
 
 def matmul_of_tokens(x: BFloat16[Array, "tokens k"], w: QuantisedMatrices) -> BFloat16[Array, "tokens out"]:
-    """Computes `xla.matmul_of_tokens` in two kernels: all tokens are rows of one expert."""
+    """Computes x w^T for one matrix in two kernels (`xla.matmul_of_tokens`)."""
     tokens = x.shape[0]
     p = plan_of_one(tokens, ROW_ALIGNMENT)
     return grouped_matmul(rows_of_tokens(x, p), QuantisedMatrices(w.values[None], w.scales[None]), p)[:tokens]
@@ -127,7 +127,7 @@ def matmul_of_tokens(x: BFloat16[Array, "tokens k"], w: QuantisedMatrices) -> BF
 def gated_matmul(
     rows: QuantisedRows, w: QuantisedMatrices, plan: Plan, *, keep_h: bool = True, activation: Activation = SILU
 ) -> tuple[BFloat16[Array, "rows 2*inter"] | None, QuantisedRows]:
-    """Computes `xla.gated_matmul` in one kernel. Rows without a pair may be left unwritten."""
+    """Computes h = w[e] rows[r] and act = activation(gate, up) in one kernel. Padding rows may be left unwritten."""
     return by_rows.matmul_gated(rows, joined(w), plan, _tile(plan), keep_h=keep_h, activation=activation)
 
 
@@ -139,7 +139,7 @@ def gated_matmul_backward(
     plan: Plan,
     activation: Activation = SILU,
 ) -> tuple[QuantisedRows, Array, Array, Array]:
-    """Computes `xla.gated_matmul_backward` in one kernel. Rows of no expert are left unwritten."""
+    """Computes dh, weight * act and dweight from dy (as `xla.gated_matmul_backward`). Rows of no expert are unwritten."""
     *_, inter, hidden = w_down_transposed.values.shape
     tile = BACKWARD if hidden < LONG_SUM or inter % BACKWARD_OF_LONG_SUMS.columns else BACKWARD_OF_LONG_SUMS
     w = joined(w_down_transposed)

@@ -133,17 +133,17 @@ def matmul_gated(
 
 
 def rows_shapes(rows: int, columns: int) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
-    """Returns the shapes of the parts of `QuantisedRows`."""
+    """Returns the shapes and dtypes of `QuantisedRows` with this size."""
     return jax.ShapeDtypeStruct((rows, columns), F8), jax.ShapeDtypeStruct((columns // GROUP, rows), jnp.float32)
 
 
 def halves_scratch(halves: int):
-    """Returns the scratch of `store_group`: one or two halves of 64 x 64 e4m3 per consumer, in flight to memory."""
+    """Returns shared memory for e4m3 results in flight: `halves` (1 or 2) blocks of 64 x 64 per consumer."""
     return plgpu.SMEM((CONSUMERS, halves, WGMMA_ROWS, CHUNK), F8, transforms=operand_transforms(F8))
 
 
 def store_group(group, values_ref, scales_ref, part: WarpgroupPart, column, scratch) -> None:
-    """Rounds 64 x 128 f32 to e4m3 with a scale for each row, and stores both."""
+    """Quantizes a 64 x 128 block from f32 to e4m3 with one scale per row, and stores both."""
     scales = scales_of(jnp.abs(group).max(axis=1))
     scales_ref[column // GROUP, pl.ds(part.row, WGMMA_ROWS)] = scales
     values = (group * inverse_scales(scales, BLOCK)).astype(F8)
@@ -160,7 +160,7 @@ def store_group(group, values_ref, scales_ref, part: WarpgroupPart, column, scra
 def launch_rows(
     a: QuantisedRows, w: QuantisedMatrices, plan: Plan, tile: Fp8TileShape, epilogue: Epilogue, *, pairs_halves: bool = False
 ) -> list[Array]:
-    """Runs the kernel and returns the epilogue's outputs.
+    """Launches the FP8 row kernel with an epilogue; returns the epilogue's outputs.
 
     Args:
         pairs_halves: half of a warpgroup's columns come from the first half of w's rows, half from the second half. One thread

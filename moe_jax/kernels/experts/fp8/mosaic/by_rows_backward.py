@@ -17,7 +17,7 @@ Kernel `fp8_gated_matmul_backward`, which is by_rows.py's with this epilogue:
               prepare   loads the first block's h before the tile's first step, so that it arrives during the matmul
               chunk c   of 64 columns: dv; weighted_act and dgate overwrite gate and up; dgate and dup are also kept in
                         registers
-              at last   the groups' largest numbers are known. dup of both chunks into the first chunk's slot; the second
+              at last   the groups' absolute maxima are known. dup of both chunks into the first chunk's slot; the second
                         chunk's slot loads the first chunk of the next block; then the gradients are rounded, and stored through
                         `values` 64 x 64 at a time. Meanwhile the other slot loads the next block's second chunk
     order     groups of TMA stores: [act, dgate] of chunk 0, of chunk 1, [dup of both, values 0], values 1, 2, 3
@@ -62,11 +62,11 @@ def matmul_gated_backward(
     tile: Fp8TileShape,
     activation: Activation = SILU,
 ) -> tuple[QuantisedRows, Array, Array, Array]:
-    """Returns the gradients; w_down_t is [experts, inter, hidden]. Rows of no expert are left unwritten."""
+    """Returns dh (bf16 and FP8), weight * act and dv; w_down_t is [experts, inter, hidden]. Rows of no expert are unwritten."""
     num_rows, inter = dy.values.shape[0], w_down_t.values.shape[1]
 
     def chunk_of(reference, part, column, half=0):
-        """Returns 64 columns of the gate's half or the up's, or of an array with one half."""
+        """Returns the reference to 64 columns of the gate half or up half, or of an array with one half."""
         return reference.at[pl.ds(part.row, WGMMA_ROWS), pl.ds(half * inter + column, CHUNK)]
 
     def load_h(part, column, slot, references):
@@ -90,7 +90,7 @@ def matmul_gated_backward(
         places_of_slot, values = own.h.at[part.warpgroup], own.values.at[part.warpgroup]
 
         def leave(*copies):
-            """Starts the copies to memory as one group."""
+            """Starts these copies to global memory as one group."""
             plgpu.commit_smem()
             for source, target in copies:
                 plgpu.copy_smem_to_gmem(source, target, commit_group=False)

@@ -54,7 +54,7 @@ SCALE_OF_ZEROS = LEAST_MAXIMUM * INVERSE_LARGEST
 
 @jax.jit
 def gather_rows(x: BFloat16[Array, "tokens hidden"], plan: Plan) -> QuantisedRows:
-    """Returns x in expert order. Padding rows of an expert's last block are groups of zeros; later rows are not written."""
+    """Quantizes x and gathers it in expert order. Padding rows of an expert's last block are zero; later rows are unwritten."""
     tokens, hidden = x.shape
     groups = hidden // GROUP
     chunks = -(-tokens * groups // GROUPS)
@@ -96,7 +96,7 @@ def gather_rows(x: BFloat16[Array, "tokens hidden"], plan: Plan) -> QuantisedRow
 
 
 def gather_rounded(tokens: QuantisedRows, plan: Plan) -> QuantisedRows:
-    """Returns already rounded tokens in expert order, with rows as in `gather_rows`: values are only copied."""
+    """Gathers already quantized tokens in expert order, with rows as in `gather_rows`."""
     scales = tokens.scales.at[:, plan.token_of_row].get(mode="fill", fill_value=SCALE_OF_ZEROS)
     return QuantisedRows(gather.gather_rows(tokens.values, plan), scales)
 

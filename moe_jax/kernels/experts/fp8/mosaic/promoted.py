@@ -57,20 +57,20 @@ BLOCK = (WGMMA_ROWS, GROUP)
 
 
 class Place(NamedTuple):
-    """The place of a block in the rows and columns of a warpgroup."""
+    """The position of a 64 x 128 block within a warpgroup's part of a tile."""
 
     row: int
     column: int
 
 
 def places(shape: Fp8TileShape) -> list[Place]:
-    """Returns the blocks of a warpgroup, row by row."""
+    """Returns the blocks of a warpgroup's part of a tile, row by row."""
     rows, columns = range(0, shape.warpgroup_rows, WGMMA_ROWS), range(0, shape.warpgroup_columns, shape.block_columns)
     return [Place(row, column) for row in rows for column in columns]
 
 
 class SlotStep(NamedTuple):
-    """A step of a tile's sum, in the slot that holds its operands."""
+    """One step of a tile's sum, within the pipeline slot that holds its operands."""
 
     number: Any
     """Number of the slot in its tile."""
@@ -81,7 +81,7 @@ class SlotStep(NamedTuple):
 
 @dataclass(frozen=True)
 class PromotedProgram:
-    """The functions in which the kernels differ. `coord` is what `locate` returns for a tile."""
+    """The callbacks in which FP8 matmul kernels differ. `coord` is the result of `locate` for a tile."""
 
     locate: Callable[[jax.Array], Any]
     """tile index -> coord."""
@@ -103,7 +103,7 @@ class PromotedProgram:
 def run_tiles(
     num_tiles: jax.Array, num_slots: int, program: PromotedProgram, shape: Fp8TileShape, slots: Pipeline, registers: Registers
 ) -> None:
-    """Computes a thread block's share of `num_tiles` tiles. Runs in every warpgroup, in the scope of the pipeline's buffers.
+    """Runs the producer and consumers over a thread block's share of `num_tiles` tiles. Call it in every warpgroup.
 
     Args:
         num_slots: slots that a tile fills in turn.
@@ -209,7 +209,7 @@ LINES = 8
 
 
 def in_pieces(scales: Float[Array, "experts n k"]) -> Float[Array, "experts n k4"]:
-    """Returns the scales with each row zero-padded to a multiple of PIECE; unchanged if there is nothing to pad.
+    """Zero-pads each row of scales to a multiple of PIECE, so that TMA can copy it; unchanged if already aligned.
 
     All layers that read one stack share the result, since XLA computes equal expressions once.
     """
@@ -217,11 +217,11 @@ def in_pieces(scales: Float[Array, "experts n k"]) -> Float[Array, "experts n k4
 
 
 def piece_of(number, steps_of_slot: int) -> pl.Slice:
-    """Returns the piece with the scales of slot `number` of a tile."""
+    """Returns the index of the piece of scales that slot `number` of a tile needs."""
     assert PIECE % steps_of_slot == 0
     return pl.ds(pl.multiple_of(number * steps_of_slot // PIECE * PIECE, PIECE), PIECE)
 
 
 def place_in_piece(step: SlotStep, steps_of_slot: int):
-    """Returns the place of a step's scale in the piece of its slot."""
+    """Returns the index of a step's scale within the piece of its slot."""
     return lax.rem(step.number * steps_of_slot + step.step, jnp.int32(PIECE))

@@ -1,4 +1,4 @@
-"""The rounding of groups of 128 numbers of a row in registers, by `quantise.py`'s rule; and a kernel for few tokens.
+"""Quantizes groups of 128 elements of a row in registers, by `quantise.py`'s rule; and a kernel for few tokens.
 
 Cost of `round_tokens`: T*D bf16 read, T*D bytes written; for 64 tokens or fewer, negligible compared with a launch.
 
@@ -31,18 +31,18 @@ GROUPS_LAYOUT = _layout()
 def rounded_group(
     group: Float[Array, "rows 128"],
 ) -> tuple[Float8e4m3fn[Array, "rows 128"], Float[Array, "rows"]]:
-    """Returns values and scales of rows of one group each."""
+    """Quantizes rows of 128 elements in registers; returns values and scales."""
     scales = scales_of(jnp.abs(group).max(axis=1))
     return (group * inverse_scales(scales, group.shape)).astype(jnp.float8_e4m3fn), scales
 
 
 def scales_of(largest: Float[Array, "rows"]) -> Float[Array, "rows"]:
-    """Returns the scales of groups with these largest numbers."""
+    """Returns the quantization scales of groups with these absolute maxima."""
     return jnp.maximum(largest, LEAST_MAXIMUM) * INVERSE_LARGEST
 
 
 def inverse_scales(scales: Float[Array, "rows"], shape: tuple[int, ...]) -> Float[Array, "rows columns"]:
-    """Returns 1 / scales for each number of an array of this shape."""
+    """Returns 1 / scales, broadcast to `shape`."""
     return lax.broadcast_in_dim(1 / scales, shape, [0])
 
 
@@ -54,7 +54,7 @@ BLOCKS_PER_CORE = 4
 
 @jax.jit
 def round_tokens(x: BFloat16[Array, "tokens hidden"]) -> QuantisedRows:
-    """Computes `quantise_rows` of x, zero-padded to a multiple of 8 tokens."""
+    """Quantizes x like `quantise_rows`, zero-padded to a multiple of 8 tokens."""
     x = jnp.pad(x, ((0, -x.shape[0] % TOKENS), (0, 0)))
     tokens, hidden = x.shape
 

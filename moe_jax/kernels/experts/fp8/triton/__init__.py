@@ -36,7 +36,7 @@ __all__ = [
 
 
 def refusal(dtype: jnp.dtype, hidden: int, inter: int) -> str | None:
-    """Returns why these kernels cannot compute such experts, and what would be right; None if they can."""
+    """Returns why these kernels do not support such experts, with the requirements; None if they do."""
     reason = quantise.refusal(dtype, hidden, inter) or triton.refusal(dtype, hidden, inter)
     version = capability()
     if reason is None and version is not None and version < (8, 9):
@@ -57,20 +57,20 @@ def rows_of_rounded(tokens: QuantisedRows, plan: Plan) -> QuantisedRows:
 def gated_matmul(
     tokens: QuantisedRows, w: QuantisedMatrices, plan: Plan, *, keep_h: bool = True, activation: Activation = SILU
 ) -> tuple[BFloat16[Array, "rows 2*inter"] | None, QuantisedRows]:
-    """Computes `xla.gated_matmul` of the rows of `tokens` in one kernel. Rows of no expert are left unwritten."""
+    """Computes h = w[e] rows[r] and act = activation(gate, up) in one kernel. Rows of no expert are left unwritten."""
     kernels = _kernels()
     operands = kernels.TileOperands(tokens, joined(w), plan.token_of_row)
     return kernels.matmul_gated(operands, plan, _gated_tile(), keep_h=keep_h, activation=activation)
 
 
 def grouped_matmul(rows: QuantisedRows, w: QuantisedMatrices, plan: Plan) -> BFloat16[Array, "rows out"]:
-    """Computes `xla.grouped_matmul` in one kernel. Rows of no expert are left unwritten."""
+    """Computes y[r] = w[e] rows[r] in one kernel (`xla.grouped_matmul`). Rows of no expert are left unwritten."""
     kernels = _kernels()
     return kernels.matmul(kernels.TileOperands(rows, joined(w)), plan, _row_tile())
 
 
 def matmul_of_tokens(x: BFloat16[Array, "tokens k"], w: QuantisedMatrices) -> BFloat16[Array, "tokens out"]:
-    """Computes `xla.matmul_of_tokens`: all tokens are rows of one expert."""
+    """Computes x w^T for one matrix (`xla.matmul_of_tokens`)."""
     tokens = x.shape[0]
     p = plan_of_one(tokens, ROW_ALIGNMENT)
     rows = xla.rows_of_rounded(quantise_rows(x), p)
@@ -85,7 +85,7 @@ def gated_matmul_backward(
     plan: Plan,
     activation: Activation = SILU,
 ) -> tuple[QuantisedRows, Array, Array, Array]:
-    """Computes `xla.gated_matmul_backward` in XLA: Triton has no kernel for it here."""
+    """Computes dh and weight * act from dy, in XLA: there is no Triton kernel for it."""
     dy = xla.rows_of_rounded(dy_of_tokens, plan)
     return xla.gated_matmul_backward(dy, w_down_transposed, h, weight_of_row, plan, activation)
 

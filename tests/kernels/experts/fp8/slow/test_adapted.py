@@ -114,10 +114,10 @@ def test_chunks_and_whole_matrices(routing):
     _assert_near(in_chunks, found, {"others": 1e-3})
 
 
-# Changes beside bf16 kernels are in ../test_adapted.py, and FP8 kernels without them in test_kernels.py.
+# Changes with bf16 kernels are in ../test_adapted.py, and FP8 kernels without them in test_kernels.py.
 @pytest.mark.thorough
 def test_mosaic():
-    """The FP8 kernels, in the interpreter, beside changes of a rank that is filled up; experts hold padding rows."""
+    """The FP8 kernels, in the interpreter, with changes of a padded rank; experts hold padding rows."""
     *arrays, chosen, _, quantised, dy = _layer("some_nobody", tokens=24, hidden=128)
     given = quantised, chosen, dy, *arrays
     found, wanted = (_results(partial(_ours, backend=backend), *given) for backend in ("mosaic", "xla"))

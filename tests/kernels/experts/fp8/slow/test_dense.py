@@ -15,7 +15,7 @@ NAMES = "y", "dx", "dw"
 
 
 def _operands(batch, columns, summands):
-    """Some channels of x stand out, and the tokens' gradients lie decades apart."""
+    """Some channels of x are outliers, and the tokens' gradients are decades apart."""
     rng = seeds.rng()
     x = rng.normal(size=(*batch, summands))
     x[..., :: summands // 4] *= 8
@@ -95,7 +95,7 @@ def test_no_tokens():
 
 
 def test_plan_of_one():
-    """It is the plan of choices of zero, but for rows behind the last tile."""
+    """It is the plan of choices of zero, except for rows after the last tile."""
     for tokens in (1, 64, 130):
         ours, theirs = plan_of_one(tokens, 64), plan(jnp.zeros((tokens, 1), jnp.int32), 1, 64)
         assert ours.num_rows % 128 == 0 and tokens <= ours.num_rows <= theirs.num_rows

@@ -17,7 +17,7 @@ FP8 = Precision()
 
 
 def _layer(routing="random", tokens=TOKENS, experts=EXPERTS):
-    """Weights in f32; channels of x that stand out, and gradients whose tokens lie decades apart."""
+    """Weights in f32; outlier channels of x, and gradients whose tokens are decades apart."""
     rng = seeds.rng()
     x, w_gate_up, w_down, weights, chosen = expert_layers.make_layer(rng, routing, tokens, experts, K, HIDDEN, INTER)
     x = x.at[:, :: HIDDEN // 4].multiply(8)
@@ -96,7 +96,7 @@ def test_two_runs_are_equal():
 
 
 def test_a_token_does_not_depend_on_others():
-    """The bits of a token's y and dx stay the same beside other tokens, of which one holds infinities."""
+    """The bits of a token's y and dx stay the same next to other tokens, one with infinities."""
     (x, w_gate_up, w_down, weights, chosen), dy = _layer()
     y, dx, *_ = _in_fp8((x, w_gate_up, w_down, weights, chosen), dy)
     other = x.at[1:].multiply(3).at[7].set(jnp.inf), w_gate_up, w_down, weights, chosen
@@ -124,7 +124,7 @@ def test_given_copies_are_those_made_inside():
 
 @pytest.mark.thorough
 def test_frozen_weights():
-    """Beside weights that get no gradient, the others are the same."""
+    """If weights get no gradient, the other gradients are the same."""
     (x, w_gate_up, w_down, weights, chosen), dy = _layer()
     y, dx, _, _, d_weights = _in_fp8((x, w_gate_up, w_down, weights, chosen), dy)
 

@@ -86,9 +86,9 @@ def test_passes(routing):
 
 @pytest.mark.parametrize("hidden", [384, *(pytest.param(each, marks=pytest.mark.thorough) for each in (128, 1024))])
 def test_rows_of_tokens(hidden):
-    """Values and scales agree bit for bit, those of zeros, of tiny and of infinite numbers too; filling rows are zeros.
+    """Values and scales agree bit for bit, also for zeros, tiny and infinite numbers; filling rows are zeros.
 
-    So do those of tokens that were rounded before.
+    So do tokens that were rounded before.
     """
     rng = seeds.rng()
     chosen = jnp.asarray(rng.integers(-1, EXPERTS - 1, (37, K)), jnp.int32)

@@ -1,4 +1,4 @@
-"""Tokens that were rounded to FP8 before: results beside those of the same tokens in bf16, and the errors against f32."""
+"""Tokens that were rounded to FP8 before: results compared with the same tokens in bf16, and the errors against f32."""
 
 from functools import partial
 
@@ -15,7 +15,7 @@ from tests.helpers import expert_layers, oracle, seeds
 
 
 def _layer(tokens, hidden, inter):
-    """Channels of x that stand out, and gradients whose tokens lie decades apart."""
+    """Outlier channels of x, and gradients whose tokens are decades apart."""
     rng = seeds.rng()
     x, *others = expert_layers.make_layer(rng, "some_nobody", tokens, 4, 2, hidden, inter)
     x = x.at[:, :: hidden // 4].multiply(8)

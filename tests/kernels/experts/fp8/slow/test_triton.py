@@ -104,7 +104,7 @@ def test_a_dense_matrix(runs):
 
 @needs_triton
 def test_a_layer(runs):
-    """The result and every gradient are those of the reference, to the rounding of numbers that lie beside a tie."""
+    """The result and every gradient equal the reference's, up to the rounding of numbers close to a tie."""
     rng = seeds.rng()
     layer = expert_layers.make_layer(rng, "some_nobody", 37, EXPERTS, K, HIDDEN, INTER)
     dy = jnp.asarray(rng.normal(size=layer[0].shape), jnp.bfloat16)
@@ -119,7 +119,7 @@ def test_a_layer(runs):
 @needs_triton
 @pytest.mark.thorough
 def test_a_stored_model(runs, monkeypatch, caplog, tmp_path):
-    """A model whose files are in FP8 generates by the kernels, and its logits are those of the reference."""
+    """A model whose files are in FP8 generates by the kernels, and its logits equal the reference's."""
     write_fp8(tmp_path, num_hidden_layers=1)
     model = from_pretrained(tmp_path, weights="as stored")
     model.set_precision("fp8")

@@ -99,7 +99,7 @@ def test_rows_without_a_pair_are_zeros():
 
 
 def test_a_row_does_not_depend_on_others():
-    """Bits of a row are the same with 48 tokens and alone, also beside a row of infinities."""
+    """Bits of a row are the same with 48 tokens and alone, also next to a row of infinities."""
     rng = seeds.rng()
     x, w, _, _, chosen = expert_layers.make_layer(rng, "random", 48, EXPERTS, 1, HIDDEN, INTER)
     chosen = chosen.at[1].set(chosen[0])

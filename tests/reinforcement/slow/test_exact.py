@@ -1,0 +1,100 @@
+"""Exact mode: values and gradients of an update are those of `strict_log_probs`, bit for bit; the audit notices all else."""
+
+from contextlib import closing
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import moe_jax
+from moe_jax.kernels.vocabulary import TokenScores
+from moe_jax.reinforcement import audit as audits
+from moe_jax.reinforcement import objective
+from moe_jax.reinforcement.objective import PolicyLoss
+from moe_jax.reinforcement.policy import Policy
+from moe_jax.reinforcement.settings import PolicySettings
+from moe_jax.serving.request import EngineLimits
+from moe_jax.serving.strict_log_probs import strict_log_probs
+from moe_jax.train.batch import put_batch
+from moe_jax.train.gradients import gradients_fn
+from tests.helpers import tiny
+from tests.serving.slow.test_fused import CONFIG as FUSED_CONFIG
+
+CONFIG = replace(FUSED_CONFIG, vocab_size=384)
+LIMITS = EngineLimits(max_sequences=1, max_tokens_per_step=8, max_chunks_per_step=1, max_length=8, num_pages=4, max_waiting=4)
+SETTINGS = PolicySettings(samples=2, max_new_tokens=2, exact=True)
+PROMPTS = [(7, {"prompt": "ab"})]
+
+
+def drawn(policy, step, **changes):
+    (group,) = policy.sample(PROMPTS, step=step, seed=0, **changes)
+    return replace(group, rewards=np.asarray([[1.0], [0.0]]))
+
+
+def changed(group, **fields):
+    """Returns the group with other fields of its last sample."""
+    return replace(group, samples=(*group.samples[:-1], replace(group.samples[-1], **fields)))
+
+
+def gradients_of(policy, batch):
+    arrays = {name: batch[name] for name in batch if name != "sample"}
+    loss = lambda model, batch: PolicyLoss(SETTINGS)(model, PolicyLoss(SETTINGS).prepare(batch, None))  # noqa: E731
+    found = gradients_fn(loss, nnx.graphdef(policy.model))
+    return jax.jit(found)(policy.state.params, policy.state.fixed, put_batch(arrays, policy.state.params)).gradients
+
+
+def test_exact(monkeypatch):
+    model = moe_jax.from_config(CONFIG, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    policy = Policy(model, optax.sgd(1.0), SETTINGS, tokenizer=tiny.tokenizer(), limits=LIMITS, seq_len=16)
+    with closing(policy):
+        group = drawn(policy, 0)
+        batch = policy._batch([group], 2)
+        replayed = gradients_of(policy, batch)
+
+        def strict_scores(model, batch, **options):
+            found = strict_log_probs(model, batch["tokens"], batch["segment_ids"], max_segments=8)
+            return TokenScores(jnp.pad(found, ((0, 0), (0, 1))), jnp.zeros(batch["tokens"].shape))
+
+        with monkeypatch.context() as patched:
+            patched.setattr(objective, "sampled_token_scores", strict_scores)
+            strict = gradients_of(policy, batch)
+        for (path, one), other in zip(jax.tree.leaves_with_path(replayed), jax.tree.leaves(strict), strict=True):
+            np.testing.assert_array_equal(one, other, err_msg=str(path))
+        assert optax.tree.norm(replayed) > 0
+
+        check_controls(policy, group, batch, monkeypatch)
+        metrics = policy.update([group])
+        assert (metrics["audited_tokens"], metrics["mismatch_tokens"], metrics["mismatch_max"]) == (4, 0, 0)
+        # Yesterday's weights, and today's.
+        with pytest.raises(ValueError, match="group 7 was drawn by weights of another step than 1"):
+            policy.update([group])
+        assert audits.audit(model, batch, [group], np.arange(1))[0]["mismatch_tokens"] >= 4
+        metrics = policy.update([drawn(policy, 1)])
+        assert (metrics["audited_tokens"], metrics["mismatch_tokens"]) == (4, 0)
+
+
+def check_controls(policy, group, batch, monkeypatch):
+    """Each wrong group fails the audit, by its name. Groups without experts, as of a journal, get those of the strict pass."""
+    found = audits.strict_rows(policy.model, batch, np.arange(1))
+    last = group.samples[-1]
+    with monkeypatch.context() as patched:
+        patched.setattr(audits, "strict_rows", lambda *_: found)
+        experts = np.array(last.expert_ids)
+        experts[1, -1, 0] = (experts[1, -1, 0] + 1) % 128
+        for wrong, message in (
+            (changed(group, log_probs=np.roll(last.log_probs, 1)), "2 of 4 .* group 7, sample 1, token 0 of the answer: -"),
+            (changed(group, expert_ids=experts), "1 of 4 .* group 7, sample 1, token 0 of the answer: experts"),
+            (drawn(policy, 0, temperature=0.7), "4 of 4 .* group 7, sample 0, token 0 of the answer: nan"),
+        ):
+            with pytest.raises(RuntimeError, match=f"{message}.*set exact=False, or on_mismatch"):
+                policy._audited([wrong], policy._batch([wrong], 2))
+        none = replace(group, samples=tuple(replace(sample, expert_ids=None) for sample in group.samples))
+        filled = policy._batch([none], 2)
+        assert policy._audited([none], filled)["mismatch_tokens"] == 0
+        segments = batch["segment_ids"]
+        is_read = (segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] != 0)
+        np.testing.assert_array_equal(filled["expert_ids"][:, :-1][is_read], batch["expert_ids"][:, :-1][is_read])

@@ -1,0 +1,274 @@
+"""The objective equals TRL's trainer through a model, however samples are packed, and replays experts and exact values."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from flax import nnx
+
+from moe_jax import train
+from moe_jax.checkpoint.hf_names import export
+from moe_jax.reinforcement import PolicyLoss, PolicySettings, advantages, sampled_token_scores, token_weights, total_rewards
+from moe_jax.train.gradients import accumulate, gradients_fn
+from tests.helpers import seeds, tiny
+from tests.helpers import trl_reference as trl
+from tests.helpers.hf_reference import by_parameter, hub_gradients, load_ours, reference
+from tests.helpers.policy_samples import make_groups, packed, random_like
+
+SETTINGS = {
+    "dapo": PolicySettings(beta=0.04, balance_coef=0.1),
+    "grpo": PolicySettings(loss="grpo", beta=0.04, kl_bias_correction=False),
+    "dr_grpo": PolicySettings(loss="dr_grpo", max_new_tokens=8, dual_clip=3.0),
+    "gspo": PolicySettings(loss="gspo", clip_low=0.05, clip_high=0.05),
+    "cispo": PolicySettings(loss="cispo", cispo_cap=1.1),
+    "sequences": PolicySettings(
+        loss="gspo", beta=0.1, importance="tis", importance_level="sequence", off_policy_threshold=0.1, balance_coef=0.1
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def models():
+    """A small mixture of experts of transformers, and ours of the same weights."""
+    theirs = reference("qwen3_moe", seeds.integer("policy"), num_hidden_layers=2)
+    return theirs, load_ours(theirs)
+
+
+def others_of(rng, groups):
+    """Returns log-probabilities near the sampler's: of the model before the update, and of a reference."""
+    others = {}
+    for name in ("old_log_probs", "reference_log_probs"):
+        noise = random_like(rng, groups, 0.2)
+        others[name] = [
+            [sample.log_probs + shift for sample, shift in zip(group.samples, shifts, strict=True)]
+            for group, shifts in zip(groups, noise, strict=True)
+        ]
+    return others
+
+
+def value_and_gradients(objective, model, batch, micro_batches=1):
+    objective = replace(objective, micro_batches=micro_batches)
+    graph, params, fixed = nnx.split(model, nnx.Param, ...)
+    compute = nnx.jit(accumulate(gradients_fn(objective, graph), micro_batches))
+    value, aux, gradients = compute(params, fixed, objective.prepare(batch, jnp.ones(())))
+    return value, objective.metrics(value, aux, jnp.ones(())), gradients
+
+
+def padded(groups, values, fill=0.0):
+    """Returns an array [samples, longest] of a value for each token."""
+    flat = [np.asarray(value) for of_group in values for value in of_group]
+    longest = max(map(len, flat))
+    return torch.tensor(np.stack([np.pad(value, (0, longest - len(value)), constant_values=fill) for value in flat]))
+
+
+def loss_of_trl(settings, model, groups, others):
+    """Returns TRL's loss of the groups with a graph, and its metrics. Texts are padded at their end."""
+    samples = [(group.prompt_tokens, sample) for group in groups for sample in group.samples]
+    texts = padded(groups, [[np.append(prompt, sample.tokens) for prompt, sample in samples]])
+    lengths = torch.tensor([len(prompt) + len(sample.tokens) for prompt, sample in samples])
+    attention = (torch.arange(texts.shape[1]) < lengths[:, None]).long()
+    own = padded(groups, [[sample.own for _, sample in samples]]).long()
+
+    def log_probs_of(model, *_):
+        found = model(texts, attention_mask=attention, output_router_logits=True)
+        log_probs = found.logits.log_softmax(-1)
+        labels = torch.roll(texts, -1, 1)
+        starts = torch.tensor([len(prompt) - 1 for prompt, _ in samples])
+        places = (starts[:, None] + torch.arange(own.shape[1])).clamp(max=texts.shape[1] - 1)
+        of_labels = log_probs.gather(2, labels[:, :, None])[:, :, 0].gather(1, places)
+        entropies = -(log_probs.exp() * log_probs).sum(-1).gather(1, places)
+        return of_labels, entropies, found.aux_loss
+
+    trainer = trl.grpo_trainer(
+        log_probs_of,
+        loss_type="grpo" if settings.loss == "gspo" else settings.loss,
+        level="sequence" if settings.loss == "gspo" else "token",
+        clip=(0.0, settings.cispo_cap) if settings.loss == "cispo" else settings.clip,
+        delta=settings.dual_clip,
+        beta=settings.beta,
+        bias_correction=settings.kl_bias_correction,
+        max_completion_length=settings.max_new_tokens,
+        off_policy_mask_threshold=None,
+        aux_loss_enabled=settings.balance_coef > 0,
+        router_aux_loss_coef=settings.balance_coef,
+    )
+    of_groups = advantages([total_rewards(group, settings) for group in groups], settings)
+    old, of_reference = (padded(groups, others[name]) for name in ("old_log_probs", "reference_log_probs"))
+    inputs = dict(prompt_ids=own[:, :0], prompt_mask=own[:, :0], completion_ids=own, completion_mask=own)
+    inputs |= dict(advantages=torch.tensor(np.concatenate(of_groups)), num_items_in_batch=own.sum())
+    inputs |= dict(old_per_token_logps=old, ref_per_token_logps=of_reference)
+    return trainer._compute_loss(model, inputs), trl.metrics_of(trainer)
+
+
+@pytest.mark.parametrize(
+    "loss", ["dapo", "gspo", *(pytest.param(loss, marks=pytest.mark.thorough) for loss in ("grpo", "dr_grpo", "cispo"))]
+)
+def test_trl(loss, models, rng):
+    theirs, ours = models
+    settings, groups = SETTINGS[loss], make_groups(rng, tools=True)
+    others = others_of(rng, groups)
+    theirs.zero_grad()
+    expected, their_metrics = loss_of_trl(settings, theirs, groups, others)
+    expected.backward()
+    value, metrics, found = value_and_gradients(PolicyLoss(settings), ours, packed(groups, settings, seq_len=40, **others))
+    np.testing.assert_allclose(value, expected.detach(), rtol=1e-5, atol=1e-6)
+    compared = metrics.keys() & their_metrics.keys() if loss != "gspo" else {"entropy"}
+    assert compared >= {"entropy"} | ({"kl", "clip_ratio/low_mean", "aux_loss"} if loss == "dapo" else set())
+    for name in compared:
+        np.testing.assert_allclose(metrics[name], their_metrics[name], rtol=1e-4, atol=1e-5, err_msg=name)
+    actual = dict(export(ours.config, {path: leaf[...] for path, leaf in nnx.to_flat_state(found)}))
+    wanted = hub_gradients(theirs)
+    for parameter, names in by_parameter(wanted).items():
+        a, b = (np.concatenate([np.ravel(g[name]) for name in names]).astype(np.float64) for g in (actual, wanted))
+        assert np.abs(a - b).max() <= 1e-5 * np.abs(b).max(), parameter
+        assert np.abs(b).max() > 0, parameter
+
+
+def assert_same(found, wanted, atol=1e-6):
+    """Compares values, metrics and gradients."""
+    (value, metrics, gradients), (other, other_metrics, others) = found, wanted
+    np.testing.assert_allclose(value, other, atol=atol)
+    assert metrics.keys() == other_metrics.keys()
+    for name, metric in metrics.items():
+        np.testing.assert_allclose(metric, other_metrics[name], rtol=1e-5, atol=atol, err_msg=name)
+    for a, b in zip(jax.tree.leaves(gradients), jax.tree.leaves(others), strict=True):
+        assert np.abs(np.asarray(a) - b).max() <= 3 * atol * np.abs(b).max()
+
+
+@pytest.mark.parametrize("loss", ["sequences", pytest.param("dapo", marks=pytest.mark.thorough)])
+def test_any_packing_and_any_micro_batches_are_the_same(loss, rng):
+    settings = replace(SETTINGS[loss], balance_coef=0.0)
+    model, groups = tiny.model(), make_groups(rng, tools=True)
+    others = others_of(rng, groups)
+    objective = PolicyLoss(settings)
+    wanted = value_and_gradients(objective, model, packed(groups, settings, seq_len=160, **others))
+    for seq_len, micro_batches in ((80, 1), (40, 2), (16, 3)):
+        batch = packed(groups, settings, seq_len=seq_len, multiple_of=micro_batches, **others)
+        assert_same(value_and_gradients(objective, model, batch, micro_batches), wanted)
+
+
+def test_one_program_computes_any_number_of_micro_batches(rng):
+    """Micro-batches of padding are skipped: bits are those of a program for the others alone."""
+    settings, model = SETTINGS["dapo"], tiny.model()
+    graph, params, fixed = nnx.split(model, nnx.Param, ...)
+
+    def program(micro_batches):
+        objective = PolicyLoss(settings, micro_batches=micro_batches)
+        compute = accumulate(gradients_fn(objective, graph), micro_batches)
+
+        def of_batch(params, batch):
+            value, aux, gradients = compute(params, fixed, objective.prepare(batch, jnp.ones(())))
+            return value, objective.metrics(value, aux, jnp.ones(())), gradients
+
+        return jax.jit(of_batch)
+
+    of_six = program(6)
+    for number in (3, 6):
+        groups = make_groups(rng, number, 4)
+        others = others_of(rng, groups)
+        used = max(2, -(-len(packed(groups, settings, seq_len=32)["tokens"]) // 2))
+        assert used < 6
+        alone = packed(groups, settings, seq_len=32, num_rows=2 * used, micro_batches=used, **others)
+        padded = packed(groups, settings, seq_len=32, num_rows=12, micro_batches=6, **others)
+        found, wanted = of_six(params, padded), program(used)(params, alone)
+        for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+            np.testing.assert_array_equal(a, b)
+    assert of_six._cache_size() == 1
+
+
+def test_samples_without_weight_change_nothing(rng):
+    """They may be anything, or absent."""
+    settings, model, groups = replace(SETTINGS["sequences"], balance_coef=0.0), tiny.model(), make_groups(rng)
+    others, weights = others_of(rng, groups), token_weights(groups, settings)
+    batch = packed(groups, settings, seq_len=160, **others)
+    is_first = batch["sample"] == 0
+    batch["loss_mask"] = jnp.where(is_first, 0, batch["loss_mask"])
+    batch |= {name: jnp.where(is_first, jnp.nan, batch[name]) for name in ("sampled_log_probs", *others)}
+    weights[0][0][:] = 0
+    absent = packed(groups, settings, seq_len=160, weights=weights, **others)
+    assert not (absent["sample"] == 0).any()
+    wanted = value_and_gradients(PolicyLoss(settings), model, absent)
+    assert_same(value_and_gradients(PolicyLoss(settings), model, batch), wanted)
+
+
+def test_experts_are_replayed(rng):
+    """The model's own experts change nothing; others give the log-probabilities of a pass with these experts."""
+    settings, model = PolicySettings(), tiny.model()
+    batch = packed(make_groups(rng, experts=(2, 2, 4), vocab=264), settings, seq_len=40)
+    objective = PolicyLoss(settings)
+    replayed = sampled_token_scores(model, batch).log_probs
+    states = model.hidden_states(
+        batch["tokens"], segment_ids=batch["segment_ids"], expert_ids=jnp.moveaxis(batch["expert_ids"], 2, 0).astype(jnp.int32)
+    )
+    logits = jax.nn.log_softmax(states.hidden @ model.head_weight.T)
+    wanted = jnp.take_along_axis(logits, batch["labels"][..., None], axis=2)[..., 0]
+    learned = np.asarray(batch["loss_mask"] != 0)
+    np.testing.assert_allclose(np.asarray(replayed)[learned], np.asarray(wanted)[learned], atol=1e-5)
+    free = batch.copy()
+    del free["expert_ids"]
+    np.testing.assert_allclose(train.log_probs(model, batch), replayed, atol=1e-6)
+    assert np.abs(sampled_token_scores(model, free).log_probs - replayed).max() > 1e-3
+    own = model.hidden_states(free["tokens"], segment_ids=free["segment_ids"]).expert_ids
+    own = free | {"expert_ids": jnp.moveaxis(own, 0, 2).astype(jnp.uint8)}
+    assert_same(value_and_gradients(objective, model, own), value_and_gradients(objective, model, free))
+
+
+def test_exact_values_with_the_gradients_of_the_ordinary_pass(rng):
+    """The first update's ratios are exactly 1. Later updates compare given values of the model with the sampler's."""
+    inexact, model, groups = PolicySettings(beta=0.0), tiny.model(), make_groups(rng, vocab=264)
+    exact = replace(inexact, exact=True)
+    batch = packed(groups, exact, seq_len=40)
+    value, metrics, gradients = value_and_gradients(PolicyLoss(exact), model, batch)
+    of_weights = -(batch["loss_mask"] * batch["advantage"]).sum()
+    np.testing.assert_allclose(value, of_weights, atol=1e-7)
+    ordinary = value_and_gradients(PolicyLoss(inexact), model, batch)
+    for a, b in zip(jax.tree.leaves(gradients), jax.tree.leaves(ordinary[2]), strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert metrics["sampling/sampling_logp_difference/max"] > 1
+    current = batch["sampled_log_probs"] + 1.0
+    later = value_and_gradients(PolicyLoss(exact), model, batch | {"current_log_probs": current})
+    bounded = jnp.where(batch["advantage"] > 0, 1.28, jnp.e)
+    wanted = -(batch["loss_mask"] * batch["advantage"] * bounded).sum()
+    np.testing.assert_allclose(later[0], wanted, rtol=1e-5)
+
+
+def test_log_probabilities_are_of_the_sampling_temperature(rng):
+    model = tiny.model()
+    batch = packed(make_groups(rng, vocab=264), PolicySettings(), seq_len=40)
+    logits = model(batch["tokens"], segment_ids=batch["segment_ids"]).logits / 0.7
+    log_probs = jax.nn.log_softmax(logits)
+    found = sampled_token_scores(model, batch, temperature=0.7)
+    learned = np.asarray(batch["loss_mask"] != 0)
+    wanted = np.asarray(jnp.take_along_axis(log_probs, batch["labels"][..., None], axis=2)[..., 0])
+    np.testing.assert_allclose(np.asarray(found.log_probs)[learned], wanted[learned], atol=1e-5)
+    settings = PolicySettings(temperature=0.7, importance="tis")
+    batch["sampled_log_probs"] = found.log_probs
+    objective = PolicyLoss(settings)
+    value, aux = objective(model, objective.prepare(batch, jnp.ones(())))
+    metrics = objective.metrics(value, aux, jnp.ones(()))
+    assert metrics["sampling/sampling_logp_difference/max"] < 1e-5
+
+
+def test_steps_of_training(rng):
+    """Whole steps with micro-batches: a step raises the probability of the answers with the larger rewards."""
+    settings, model, groups = PolicySettings(loss="grpo"), tiny.model(), make_groups(rng, vocab=264)
+    batch = packed(groups, settings, seq_len=40, multiple_of=2)
+    graph, optimizer = nnx.graphdef(model), train.make_optimizer(1e-2)
+    before = (batch["loss_mask"] * batch["advantage"] * sampled_token_scores(model, batch).log_probs).sum()
+    state = train.init_state(model, optimizer)
+    step = train.make_train_step(graph, optimizer, PolicyLoss(settings), gradient_accumulation=2)
+    for _ in range(2):
+        state, metrics = step(state, batch)
+    assert metrics["num_labels"] == sum(len(sample.tokens) for group in groups for sample in group.samples)
+    after = nnx.merge(graph, state.params, state.fixed)
+    assert (batch["loss_mask"] * batch["advantage"] * sampled_token_scores(after, batch).log_probs).sum() > before
+
+
+def test_refused_batches(rng):
+    groups = make_groups(rng, 1, 2)
+    objective, batch = PolicyLoss(PolicySettings(beta=0.1)), packed(groups, PolicySettings())
+    with pytest.raises(ValueError, match="a batch for PolicyLoss needs the array.s. reference_log_probs"):
+        objective.prepare(batch, jnp.ones(()))

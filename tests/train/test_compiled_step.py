@@ -1,0 +1,128 @@
+"""`remat="auto"`: the number of layers that keep their residuals, from the model of cost and the compiled program's memory."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+from moe_jax.config import NAMED_CONFIGS
+from moe_jax.cost import PlannedStep
+from moe_jax.cost.memory import activations, memory_bytes
+from moe_jax.parallel.choices import MeshShape
+from moe_jax.train import compiled_step, init_state, make_optimizer, make_train_step, put_batch
+from moe_jax.train.compiled_step import GIB, SPARE, Room, TrainStep, most_kept, planned_step
+from tests.helpers import tiny
+from tests.helpers.train_steps import make_batch
+
+PLANNED = PlannedStep(NAMED_CONFIGS["qwen3-30b-a3b"], MeshShape(fsdp=4), 32, 4096, moment_dtype="bfloat16", hops="copies")
+LAYER = activations(PLANNED, PLANNED.stages[-1])
+ROOM = Room(132 * GIB, 75 * GIB)
+FREE = ROOM.free - SPARE * ROOM.limit
+
+
+@pytest.fixture(scope="module")
+def state():
+    return init_state(tiny.model(), make_optimizer(1e-3))
+
+
+def prepared(monkeypatch, state, needs, room=ROOM, planned=PLANNED):
+    """Returns the step after its choice, the line about it, and the numbers whose programs were compiled.
+
+    Args:
+      needs: the bytes that a program needs in addition to its arguments, by its number of layers.
+    """
+    numbers = []
+
+    def function_of(remat):
+        numbers.append(remat)
+        return lambda one_device, state, frozen, batch: (state, {})
+
+    step = TrainStep(function_of, "auto", None, lambda state, batch: planned)
+    monkeypatch.setattr(compiled_step, "room_of", lambda state: room)
+    monkeypatch.setattr(compiled_step, "needed_bytes", lambda program: needs(numbers[-1]))
+    monkeypatch.setattr(TrainStep, "compiled", lambda *_: None)
+    told = step.prepare(state, {})
+    # The first function is made to check the options.
+    return step, told, numbers[1:]
+
+
+def test_as_many_layers_keep_their_residuals_as_fit(monkeypatch, state):
+    chosen = most_kept(PLANNED, FREE)
+    assert 0 < chosen < 48
+    step, told, numbers = prepared(monkeypatch, state, lambda number: FREE)
+    assert (step.remat, numbers) == (chosen, [chosen])
+    gib = (ROOM.limit - ROOM.free + FREE) / GIB
+    assert told == f"remat: the last {chosen} of 48 layers keep their residuals ({gib:.1f} GiB of 132.0 GiB)"
+    assert step.prepare(state, {}) == ""
+
+
+def test_a_program_that_needs_too_much_gets_fewer_layers(monkeypatch, state):
+    chosen = most_kept(PLANNED, FREE)
+    step, _, numbers = prepared(monkeypatch, state, lambda number: FREE + LAYER * (number - chosen + 1.5))
+    assert numbers == [chosen, chosen - 2] and step.remat == chosen - 2
+
+
+def test_at_most_three_programs_are_compiled(monkeypatch, state):
+    chosen = most_kept(PLANNED, FREE)
+    step, told, numbers = prepared(monkeypatch, state, lambda number: FREE + LAYER)
+    assert numbers == [chosen, chosen - 1, 0] and step.remat == 0
+    assert told.startswith("remat: all 48 layers are recomputed (")
+
+
+@pytest.mark.parametrize(
+    "room, planned, reason", [(None, PLANNED, "the memory limit is unknown"), (ROOM, "a pipe keeps all", "a pipe keeps all")]
+)
+def test_without_a_prediction_all_layers_are_recomputed(monkeypatch, state, room, planned, reason):
+    step, told, numbers = prepared(monkeypatch, state, lambda number: 0, room, planned)
+    assert step.remat is True and numbers == [True]
+    assert told == f"remat: all layers are recomputed, because {reason}"
+
+
+def test_most_kept_is_the_largest_number_that_fits():
+    def in_addition_to_state(number):
+        parts = memory_bytes(replace(PLANNED, num_kept=number))
+        return sum(parts.values()) - parts["parameters"] - parts["moments"]
+
+    number = most_kept(PLANNED, FREE)
+    assert in_addition_to_state(number) <= FREE < in_addition_to_state(number + 1)
+    assert (most_kept(PLANNED, 0), most_kept(PLANNED, 1e15)) == (0, 48)
+
+
+def test_the_model_of_cost_knows_the_step(rng):
+    model = tiny.model(dtype=jnp.bfloat16, param_dtype=jnp.bfloat16)
+    state = init_state(model, make_optimizer(1e-3))
+    batch = put_batch(make_batch(rng), state.params)
+    found = planned_step(nnx.graphdef(model), None, 2, False, state, batch)
+    assert found == PlannedStep(model.config, MeshShape(), 8, 16, gradient_accumulation=2, overlap_micro_batches=False)
+
+
+def test_a_step_in_float32_has_no_prediction(state):
+    assert "no prediction for dtype float32" in planned_step(nnx.graphdef(tiny.model()), None, 1, False, state, {})
+
+
+@pytest.mark.parametrize(
+    "remat, planned, advice",
+    [
+        (True, PLANNED, "All layers are recomputed already"),
+        (0, PLANNED, "All layers are recomputed already"),
+        (False, PLANNED, "Give remat=42 (--remat 42)"),
+        (16, PLANNED, "Give remat=14 (--remat 14)"),
+        (False, "a pipe keeps all", "Give remat=True"),
+    ],
+)
+def test_an_error_about_memory_names_the_number_to_give(monkeypatch, state, remat, planned, advice):
+    def out_of_memory(*_):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate")
+
+    step = TrainStep(lambda remat: None, remat, None, lambda state, batch: planned)
+    monkeypatch.setattr(TrainStep, "_jit", lambda *_: out_of_memory)
+    with pytest.raises(jax.errors.JaxRuntimeError) as error:
+        step(state, {})
+    assert error.value.__notes__[0].startswith(advice)
+
+
+def test_an_unknown_remat_is_refused(state):
+    with pytest.raises(ValueError, match="remat must be True, False, 'offload' or a number of layers .* got 'most'"):
+        make_train_step(nnx.graphdef(tiny.model()), make_optimizer(1e-3), remat="most")
