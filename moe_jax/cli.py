@@ -13,7 +13,7 @@ from importlib import import_module
 from typing import Any
 
 from moe_jax import __version__
-from moe_jax.commands.other_names import refuse_other_names
+from moe_jax.commands.other_names import refuse_other_names, with_draft_source
 from moe_jax.runtime import environment
 
 
@@ -131,7 +131,7 @@ def _parse_and_run(name: str, arguments: list[str]) -> None:
     import tyro
 
     refuse_other_names(name, arguments)
-    command: Any = tyro.cli(_command_class(name), prog=f"moe-jax {name}", args=arguments)
+    command: Any = tyro.cli(_command_class(name), prog=f"moe-jax {name}", args=with_draft_source(arguments))
     if not BY_NAME[name].uses_jax:
         command.run()
         return

@@ -39,8 +39,8 @@ class ChatCommand:
       seed: seed of the sampling. Default: a new one for each answer.
       think: False tells templates such as Qwen3's that the model should answer without thinking first.
       lazy: compile a program when an answer first needs it, instead of all programs at the start.
-      drafts: the model's multi-token prediction module drafts a token in each step, for fewer steps. The text is the same up to
-        rounding.
+      drafts: draft tokens, for fewer steps: lookup:3 drafts up to three from the text itself, for any model; no value, or
+        module, a token with the model's multi-token prediction module. The text is the same up to rounding.
       loading: how the model is loaded.
     """
 
@@ -54,7 +54,7 @@ class ChatCommand:
     seed: int | None = None
     think: bool = True
     lazy: bool = False
-    drafts: bool = False
+    drafts: str | None = None
     loading: tyro.conf.OmitArgPrefixes[LoadingOptions] = LoadingOptions()
 
     def run(self) -> None:
@@ -62,6 +62,7 @@ class ChatCommand:
         from moe_jax.adapters.source import source_of
         from moe_jax.checkpoint.hf_load import find_checkpoint, read_config
         from moe_jax.checkpoint.tokenizer import load_tokenizer
+        from moe_jax.generation.speculative import draft_source
         from moe_jax.generation.text import chat_prompts
         from moe_jax.serving.conversation import Conversation, model_defaults
         from moe_jax.serving.engine import Engine, check_config, check_drafting
@@ -69,7 +70,8 @@ class ChatCommand:
 
         source = source_of(self.model, self.loading.adapter)
         folder = find_checkpoint(source.weights)
-        config, tokenizer = read_config(folder, mtp=self.drafts), load_tokenizer(source.tokenizer or folder)
+        mtp = draft_source(self.drafts or 0).name == "module"
+        config, tokenizer = read_config(folder, mtp=mtp), load_tokenizer(source.tokenizer or folder)
         template_options = {} if self.think else {"enable_thinking": False}
         # Refuses a tokenizer without a template before weights are read.
         chat_prompts(tokenizer, ["a question"], None, template_options)
@@ -88,11 +90,11 @@ class ChatCommand:
         limits = EngineLimits(
             max_sequences=1, max_tokens_per_step=min(2048, length), max_length=length, num_pages=length // 64 + 2, max_waiting=1
         )
-        check_drafting(int(self.drafts), config, limits)
+        check_drafting(self.drafts or 0, config, limits)
         check_config(config)
-        _, load = checked_loading(folder, source.adapter, self.loading, mtp=self.drafts)
+        _, load = checked_loading(folder, source.adapter, self.loading, mtp=mtp)
         tell_programs()
-        engine_options: dict[str, Any] = dict(drafts=int(self.drafts), take_over=True, lazy=self.lazy)
+        engine_options: dict[str, Any] = dict(drafts=self.drafts or 0, take_over=True, lazy=self.lazy)
         engine = Engine(load(), limits=limits, tokenizer=tokenizer, **engine_options)
         if self.max_new_tokens is None:
             options = replace(options, max_new_tokens=0)

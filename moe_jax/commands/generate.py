@@ -36,8 +36,9 @@ class GenerateCommand:
       top_k: sample from the k most likely tokens only. Default: as in generation_config.json.
       top_p: sample from the most likely tokens whose probabilities reach p. Default: as in generation_config.json.
       seed: seed of the sampling.
-      drafts: speculative decoding with the model's multi-token prediction module, for fewer passes. At temperature 0 the text
-        is the same up to rounding; above 0 it is another sample from the same distribution.
+      drafts: speculative decoding, for fewer passes: lookup:3 drafts up to three tokens from the text itself, for any model; no
+        value, or module, a token with the model's multi-token prediction module. The text is the same up to rounding; with the
+        module above temperature 0 it is another sample from the same distribution.
       devices: number of GPUs that share the experts, for a model that is too large for one GPU. Default: 1; in a job of several
         processes, all GPUs.
       loading: how the model is loaded.
@@ -51,7 +52,7 @@ class GenerateCommand:
     top_k: int | None = None
     top_p: float | None = None
     seed: int = 0
-    drafts: bool = False
+    drafts: str | None = None
     devices: int | None = None
     loading: tyro.conf.OmitArgPrefixes[LoadingOptions] = LoadingOptions()
 
@@ -62,7 +63,7 @@ class GenerateCommand:
         from moe_jax.checkpoint.tokenizer import load_tokenizer
         from moe_jax.generation import generate, generate_with_drafts
         from moe_jax.generation.request import checked_request
-        from moe_jax.generation.speculative import check_drafts
+        from moe_jax.generation.speculative import check_drafts, draft_source
         from moe_jax.generation.text import added_text, chat_prompts, completion_tokens, text_options
         from moe_jax.runtime.environment import program
         from moe_jax.runtime.processes import is_first_process
@@ -70,7 +71,9 @@ class GenerateCommand:
         count = device_count(self.devices)
         source = source_of(self.model, self.loading.adapter)
         folder = find_checkpoint(source.weights)
-        config = read_config(folder, mtp=self.drafts)
+        drafts_from = draft_source(self.drafts or 0)
+        mtp = drafts_from.name == "module"
+        config = read_config(folder, mtp=mtp)
         mesh, tokenizer = self._mesh(count, config), load_tokenizer(source.tokenizer or folder)
         encode = chat_prompts if self.chat else completion_tokens
         (prompt,) = encode(tokenizer, [self.prompt])
@@ -81,15 +84,15 @@ class GenerateCommand:
         # Generation would refuse the same values, but only after minutes of loading.
         checked_request(config, prompt, **options)
         if self.drafts:
-            check_drafts(config)
+            check_drafts(config, drafts_from)
         if source.adapter is not None and mesh is not None:
             merge = f"{program()} convert {source.weights} TARGET --to hf --adapter {source.adapter}"
             raise ValueError(f"an adapter is for one device; write the merged model first: {merge}")
-        _, load = checked_loading(folder, source.adapter, self.loading, mtp=self.drafts, mesh=mesh)
+        _, load = checked_loading(folder, source.adapter, self.loading, mtp=mtp, mesh=mesh)
         model = load()
         new: Any
         if self.drafts:
-            new, drafts = generate_with_drafts(model, prompt, seed=self.seed, **options)
+            new, drafts = generate_with_drafts(model, prompt, seed=self.seed, drafts=self.drafts, **options)
         else:
             new = generate(model, prompt, seed=self.seed, **options)
         if not is_first_process():

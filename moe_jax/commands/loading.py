@@ -70,7 +70,9 @@ def checked_loading(
     check_form(folder, form)
     if adapter is not None:
         if mtp:
-            raise ValueError("--drafts is for a model without an adapter, whose file cannot hold the module that drafts")
+            raise ValueError(
+                "--drafts module is for a model without an adapter, whose file has no such module; lookup:3 needs none"
+            )
         check_adapter(config, adapter)
         if form != "whole":
             _logger.info("the adapter is not merged into weights %s: each step adds its part", _FORMS[form])

@@ -95,6 +95,7 @@ _OURS = {
     },
     "chat": {"--max-new-tokens": "max-tokens n-predict", "--system": "system-prompt", "--temperature": "temp"},
     "serve": {
+        "--drafts lookup:3": "speculative-config num-speculative-tokens",
         "--lazy": "enforce-eager",
         "--max-length": "max-model-len",
         "--max-sequences": "max-num-seqs",
@@ -118,3 +119,14 @@ def refuse_other_names(command: str, arguments: list[str]) -> None:
         key = name.removeprefix("--").replace("_", "-").lower()
         if name.startswith("--") and key in known:
             raise ValueError(f"{command} has no {name}; did you mean {known[key]}?")
+
+
+def with_draft_source(arguments: list[str]) -> list[str]:
+    """Returns the arguments with "module" after a `--drafts` that names no source, and without `--no-drafts`."""
+    completed = []
+    for argument, following in zip(arguments, [*arguments[1:], ""], strict=True):
+        if argument != "--no-drafts":
+            completed.append(argument)
+        if argument == "--drafts" and following.partition(":")[0] not in ("lookup", "module"):
+            completed.append("module")
+    return completed

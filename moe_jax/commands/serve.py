@@ -41,8 +41,8 @@ class ServeCommand:
       request_seconds: time after which a request is given up.
       shutdown_seconds: time that running requests have to finish after SIGTERM or Ctrl-C; a second signal ends them at once.
       lazy: compile a program when a request first needs it, while all others wait, instead of all programs at the start.
-      drafts: the model's multi-token prediction module drafts a token in each step, for fewer steps. The text is the same up to
-        rounding.
+      drafts: draft tokens, for fewer steps: lookup:3 drafts up to three from the text itself, for any model; no value, or
+        module, a token with the model's multi-token prediction module. The text is the same up to rounding.
       devices: number of GPUs. They share the experts, and each computes texts of its own.
       loading: how the model is loaded.
     """
@@ -59,7 +59,7 @@ class ServeCommand:
     request_seconds: float = 3600
     shutdown_seconds: float = 30
     lazy: bool = False
-    drafts: bool = False
+    drafts: str | None = None
     devices: int = 1
     loading: tyro.conf.OmitArgPrefixes[LoadingOptions] = LoadingOptions()
 
@@ -74,6 +74,7 @@ class ServeCommand:
         from moe_jax.adapters.source import source_of
         from moe_jax.checkpoint.hf_load import find_checkpoint, read_config
         from moe_jax.checkpoint.tokenizer import load_tokenizer
+        from moe_jax.generation.speculative import draft_source
         from moe_jax.serving.conversation import model_defaults
         from moe_jax.serving.engine import Engine, check_config, check_drafting
         from moe_jax.serving.http.server import Server, bind
@@ -91,17 +92,18 @@ class ServeCommand:
         )
         source = source_of(self.model, self.loading.adapter)
         folder = find_checkpoint(source.weights)
-        config, tokenizer = read_config(folder, mtp=self.drafts), load_tokenizer(source.tokenizer or folder)
+        mtp = draft_source(self.drafts or 0).name == "module"
+        config, tokenizer = read_config(folder, mtp=mtp), load_tokenizer(source.tokenizer or folder)
         limits = self.sizes.engine_limits(config, self.max_waiting)
-        check_drafting(int(self.drafts), config, limits)
+        check_drafting(self.drafts or 0, config, limits)
         defaults, mesh = model_defaults(folder, config, tokenizer, draws=True), engine_mesh(self.devices, config)
         for_one = {"--drafts": self.drafts, "--adapter": source.adapter is not None}
         if mesh is not None and (wrong := [option for option, is_set in for_one.items() if is_set]):
             raise ValueError(f"{' and '.join(wrong)}: take --devices 1; got {self.devices}")
         check_config(config)
-        _, load = checked_loading(folder, source.adapter, self.loading, mtp=self.drafts, mesh=mesh)
+        _, load = checked_loading(folder, source.adapter, self.loading, mtp=mtp, mesh=mesh)
         bound = bind(self.host, self.port)
-        engine_options: dict[str, Any] = dict(drafts=int(self.drafts), take_over=True, lazy=self.lazy)
+        engine_options: dict[str, Any] = dict(drafts=self.drafts or 0, take_over=True, lazy=self.lazy)
         engine = Engine(load(), limits=limits, tokenizer=tokenizer, **engine_options)
         search_rarely()
         Server(Service(engine, defaults, settings)).run([bound])

@@ -2,6 +2,7 @@
 
 import functools
 import logging
+from operator import ge
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -11,8 +12,9 @@ import numpy as np
 from jax.stages import Compiled
 from jaxtyping import Array, Int, UInt
 
+from moe_jax.generation.speculative import NO_DRAFTS, DraftSource
 from moe_jax.models.decoder import Decoder
-from moe_jax.serving.drafts import draft_program
+from moe_jax.serving.drafts import begin_lookups, draft_program, look_up
 from moe_jax.serving.drawing import DrawingSlots, draw_program
 from moe_jax.serving.pages import pages_of
 from moe_jax.serving.placement import Placement
@@ -21,7 +23,7 @@ from moe_jax.serving.prompts import PIECE_TOKENS, PromptScores, read_scores, sco
 from moe_jax.serving.request import DrawnToken, EngineLimits, SamplingOptions
 from moe_jax.serving.sampling import VARIANTS, Sampled, Variant
 from moe_jax.serving.schedule import Sequence, StepPlan
-from moe_jax.serving.step import StepBatch, StepOutput, StepShape, empty_rows, filled, initial_state, packed
+from moe_jax.serving.step import Drafting, StepBatch, StepOutput, StepShape, empty_rows, filled, initial_state, packed
 from moe_jax.serving.weights import Weights, first_difference, frame_of, head_of, take_apart
 
 _logger = logging.getLogger(__name__)
@@ -40,8 +42,8 @@ class Launched(NamedTuple):
     scores: PromptScores | None
     """Scores of prompts; None where the step has no chunk of a prompt."""
     first: Sampled
-    second: Sampled | None
-    accepted: Array | None
+    further: tuple[Sampled, ...]
+    checked: Array | None
     """Results of `draw_program`."""
 
     @property
@@ -50,14 +52,18 @@ class Launched(NamedTuple):
         return [sequence for plan in self.plans for sequence in plan.samples]
 
     def read(self) -> list[list[DrawnToken]]:
-        """Waits for the step; returns for each of `samples` its token, and the token after an accepted draft."""
+        """Waits for the step; returns for each of `samples` its token, and the tokens after accepted drafts."""
         found = [[token] for token in self._drawn(self.first, len(self.rows))]
-        if self.second is not None:
-            accepted = np.asarray(self.accepted).tolist()
-            seconds = self._drawn(self.second, len(self.plans[0].decodes))
-            for tokens, second, row in zip(found, seconds, self.rows, strict=False):
-                tokens += [second] if accepted[row] else []
+        for number, sampled in enumerate(self.further):
+            drawn = self._drawn(sampled, len(self.plans[0].decodes))
+            for tokens, token, accepted in zip(found, drawn, np.asarray(self.checked)[1].tolist(), strict=False):
+                tokens += [token] if accepted > number else []
         return found
+
+    def num_drafted(self) -> list[int]:
+        """Returns the number of drafts that the step checked for each decoding row; drafts are on one device alone."""
+        num_decodes = len(self.plans[0].decodes)
+        return [0] * num_decodes if self.checked is None else np.asarray(self.checked)[0, :num_decodes].tolist()
 
     def prompt_scores(self) -> list[tuple[Sequence, list[dict[int, float]]]]:
         """Returns the scores that the step adds to prompts (`read_scores`)."""
@@ -87,14 +93,15 @@ class Device:
         *,
         keep_experts: bool,
         take_over: bool = False,
-        drafts: int = 0,
+        drafts: DraftSource = NO_DRAFTS,
         strict: bool = False,
         lazy: bool = False,
     ):
         self.limits = limits
         self._drafts = drafts
         self.placement = Placement.of(model)
-        served, weights = take_apart(model, drafts=drafts, take_over=take_over, mesh=self.placement.mesh)
+        modules = self._num_modules = int(drafts.name == "module")
+        served, weights = take_apart(model, drafts=modules, take_over=take_over, mesh=self.placement.mesh)
         self.served = served._replace(strict=strict)
         if served.unfused is not None:
             _logger.info("steps run the model's modules, without the fused kernels: %s", served.unfused)
@@ -104,19 +111,23 @@ class Device:
         self._weights, self._weights_tree = jax.tree.flatten(weights)
         self._shared = _shared(weights)
         self._head = self._head_of(weights)
-        max_pages = pages_of(limits.max_length)
+        # The last of several drafts may lie past the longest sequence: attention reads its place in the table too.
+        max_pages = pages_of(limits.max_length + max(drafts.num - 1, 0))
         sizes = (*(len(self.placement.devices) * size for size in (limits.num_pages, limits.max_sequences)), max_pages)
         make_state = functools.partial(initial_state, self.served, *sizes, keep_experts=keep_experts, drafts=drafts)
         self._make_state = jax.jit(make_state, out_shardings=self.placement.rows)
         self.state = self._make_state()
-        self._decode_shapes = [StepShape(n, 0, 0, max_pages, drafts) for n in _doubling(limits.max_sequences)]
+        # The module computes every token. Without it a step whose rows have no drafts runs as in an engine without drafts.
+        counts = [drafts.num] if modules else sorted({0, drafts.num})
+        self._decode_shapes = [StepShape(n, 0, 0, max_pages, k) for n in _doubling(limits.max_sequences) for k in counts]
         self._chunk_shapes = [
-            StepShape(decodes, tokens, limits.max_chunks_per_step, max_pages, drafts)
+            StepShape(decodes, tokens, limits.max_chunks_per_step, max_pages, count)
             for tokens in _doubling(limits.max_tokens_per_step, SMALLEST_CHUNKS)
             for decodes in (0, limits.max_sequences)
+            for count in (counts if decodes else counts[:1])
         ]
         shapes = self._decode_shapes + self._chunk_shapes
-        num_programs = (1 + bool(drafts)) * len(shapes)
+        num_programs = (1 + modules) * len(shapes)
         arrays = self.served, self._weights_tree, self._weights, self.state
         self._programs: dict[StepShape, StepProgram]
         self._modules: dict[StepShape, Compiled]
@@ -126,7 +137,7 @@ class Device:
         else:
             _logger.info("compiling %d programs before the first request, some minutes for a large model", num_programs)
             self._programs = step_programs(*arrays, shapes)
-            self._modules = module_programs(*arrays, shapes) if drafts else {}
+            self._modules = module_programs(*arrays, shapes) if modules else {}
         self.slots = DrawingSlots(limits, self.served.config.vocab_size, self.placement)
         self._gaps: list[Array] = []
         """Arrays that keep the gaps between them free (`programs.leave_gaps`)."""
@@ -179,6 +190,7 @@ class Device:
             if shape.chunks:
                 score_piece(hidden, self._head, *np.zeros((2, PIECE_TOKENS), np.int32), strict=self.served.strict)
         self.slots.start_penalties(0, [0], [0], SamplingOptions())
+        self._begin_drafts(0, [0])
         # Most engines never need penalties.
         self.slots.penalties = None
         if self.state.experts is not None:
@@ -189,13 +201,16 @@ class Device:
         """Starts a step with a plan for each device, and the copies of its tokens to the host."""
         if begun := [chunk.sequence for plan in plans for chunk in plan.chunks if chunk.samples]:
             self.slots.start(begun)
+        for sequence in begun:
+            assert sequence.slot is not None
+            self._begin_drafts(sequence.slot, sequence.tokens)
         shape, scores = self._shape_for(plans), None
         variant = VARIANTS[max((sequence.variant for plan in plans for sequence in plan.samples), default=0)]
         hidden, new = self._launch(shape, packed([filled(plan, empty_rows(shape)) for plan in plans]), variant)
         for array in jax.tree.leaves(new):
             array.copy_to_host_async()
         if shape.chunks:
-            in_chunks = shape.decodes * (1 + self._drafts)
+            in_chunks = shape.decodes * (1 + shape.drafts)
             firsts = [number * (in_chunks + shape.chunk_tokens) + in_chunks for number in range(len(plans))]
             scores = score_prompts(plans, firsts, hidden, self._head, strict=self.served.strict)
         return Launched(plans, _rows_of_samples(shape, plans), scores, *new)
@@ -215,7 +230,7 @@ class Device:
         Raises:
           ValueError: the model has another architecture or dtype, another form of weights, or an adapter of another shape.
         """
-        served, weights = take_apart(model, drafts=self._drafts, mesh=self.served.mesh)
+        served, weights = take_apart(model, drafts=self._num_modules, mesh=self.served.mesh)
         served = served._replace(strict=self.served.strict)
         leaves, tree = jax.tree.flatten(weights)
         shapes, own = ([(leaf.shape, leaf.dtype) for leaf in some] for some in (leaves, self._weights))
@@ -234,7 +249,7 @@ class Device:
         self._leave_gaps()
 
     def _launch(self, shape: StepShape, upload: np.ndarray, variant: Variant) -> tuple[Array, tuple]:
-        """Starts a step; returns the hidden states of its tokens, and `first`, `second` and `accepted` of `draw_program`."""
+        """Starts a step; returns the hidden states of its tokens, and `first`, `further` and `checked` of `draw_program`."""
         program, over = self._programs[shape]
         self.state, output = program(self._weights, self.state, upload, over)
         if over is not None:
@@ -242,20 +257,36 @@ class Device:
             self._programs[shape] = program, output
         penalties = self.slots.penalties if variant == "full" else None
         draw = draw_program(variant, strict=self.served.strict, mesh=self.served.mesh)
-        last_token, penalties, first, second, accepted = draw(
+        last_token, penalties, first, further, checked = draw(
             _for_drawing(output), self.slots.options, self.state.last_token, penalties
         )
-        if second is not None:
-            # The module does not read the logits, and passing an array to a program keeps it in memory.
-            of_step, checked = output._replace(logits=None), (first.tokens, second.tokens, accepted)  # type: ignore[arg-type]
-            inputs = self.state.drafting, of_step, checked, upload
-            drafting, of_module = self._modules[shape](self._weights, *inputs)
-            draft = draft_program(variant)(of_module, self.slots.options, drafting.draft, penalties)
-            self.state = self.state._replace(drafting=drafting._replace(draft=draft))
+        if self.state.drafting is not None:
+            drafting = self._draft(shape, upload, output, (first, further, checked), (variant, penalties))
+            self.state = self.state._replace(drafting=drafting)
         self.state = self.state._replace(last_token=last_token)
         if variant == "full":
             self.slots.penalties = penalties
-        return output.hidden, (first, second, accepted)
+        return output.hidden, (first, further, checked)
+
+    def _begin_drafts(self, slot: int, tokens: list[int]) -> None:
+        """Tells the device the tokens of the sequence that starts drawing in a slot, if drafts are looked up there."""
+        drafting = self.state.drafting
+        if drafting is not None and drafting.tokens is not None:
+            padded = np.zeros(drafting.tokens.shape[1], np.int32)
+            padded[: len(tokens)] = tokens
+            self.state = self.state._replace(drafting=begin_lookups(drafting, np.int32(slot), padded))
+
+    def _draft(self, shape: StepShape, upload: np.ndarray, output: StepOutput, drawn: tuple, of_draws: tuple) -> Drafting:
+        """Starts the program that drafts the next tokens."""
+        first, further, checked = drawn
+        drafting, tokens = self.state.drafting, (first.tokens, *(sampled.tokens for sampled in further))
+        if not self._num_modules:
+            return look_up(drafting, output.slots, output.positions, tokens, checked)
+        # The module does not read the logits, and passing an array to a program keeps it in memory.
+        inputs = drafting, output._replace(logits=None), (*tokens, checked), upload  # type: ignore[arg-type]
+        drafting, of_module = self._modules[shape](self._weights, *inputs)
+        variant, penalties = of_draws
+        return drafting._replace(draft=draft_program(variant)(of_module, self.slots.options, drafting.draft, penalties))
 
     def _delete_arrays(self) -> None:
         """Deletes the state, penalties, gaps and the engine's own copies of weights, if there are any."""
@@ -277,8 +308,10 @@ class Device:
         """Returns the smallest shape that has room for each plan."""
         decodes = max(len(plan.decodes) for plan in plans)
         tokens = max(sum(len(chunk.tokens) for chunk in plan.chunks) for plan in plans)
+        drafts = max((decode.drafts for plan in plans for decode in plan.decodes), default=0)
         shapes = self._chunk_shapes if tokens else self._decode_shapes
-        return next(shape for shape in shapes if shape.chunk_tokens >= tokens and shape.decodes >= decodes)
+        wanted = decodes, tokens, drafts
+        return next(shape for shape in shapes if all(map(ge, (shape.decodes, shape.chunk_tokens, shape.drafts), wanted)))
 
 
 def _rows_of_samples(shape: StepShape, plans: list[StepPlan]) -> list[int]:

@@ -1,11 +1,16 @@
-"""Drafts: the model's multi-token prediction module drafts a token, and the next step checks it.
+"""Drafts: tokens that are proposed without the model, and checked by the next step.
 
-A step computes two tokens of each decoding row: the newest one and its draft. The next token is drawn as without drafts: from
-the model's logits, with the key of its position. If it equals the draft, the draft is accepted, and a second token is drawn
-from the draft's logits. So, up to rounding, tokens do not depend on drafts.
+A step computes the newest token of each decoding row and its drafts. The next token is drawn as without drafts: from the
+model's logits, with the key of its position. If it equals the draft, the draft is accepted, and a further token is drawn from
+the draft's logits, and so on. So, up to rounding, tokens do not depend on drafts.
 
-The module draws its draft with the key of the draft's position. If its logits equal the model's, so do the draws. Among rules
-whose tokens do not depend on the module, such coupled draws accept nearly the most drafts (https://arxiv.org/abs/2408.07978).
+Drafts come from one of two sources (`generation.speculative.DraftSource`). "lookup" proposes the tokens that followed an
+earlier occurrence of the newest ones: the device keeps each sequence's tokens. A sequence with too few right drafts has none
+for a while (`schedule.weigh_drafts`). A step in which no row may have drafts runs the program of an engine without drafts.
+
+"module" proposes a token of the model's multi-token prediction module. The module draws its draft with the key of the draft's
+position. If its logits equal the model's, so do the draws. Among rules whose tokens do not depend on the module, such coupled
+draws accept nearly the most drafts (https://arxiv.org/abs/2408.07978).
 
     step -> logits of both tokens -> check: tokens -> module: logits after the newest token -> draft
 
@@ -23,20 +28,55 @@ import jax.numpy as jnp
 from jax.stages import Wrapped
 from jaxtyping import Array, Float, Int
 
+from moe_jax.generation.speculative import looked_up
 from moe_jax.layers.paged import PagedAttend
 from moe_jax.models.forward import layer_inputs
 from moe_jax.models.mtp import PredictorState
 from moe_jax.parallel.spread import ONE_DEVICE
 from moe_jax.serving.sampling import Penalties, SlotOptions, Variant, sample_rows, with_last_tokens
-from moe_jax.serving.step import Drafting, StepOutput, StepRows, StepShape, unpacked
+from moe_jax.serving.step import Drafting, StepOutput, StepRows, StepShape, first_outputs, unpacked
 from moe_jax.serving.weights import ServedModel, Weights, frame_of, head_of, layer_module, logits_of
 
 DraftLogits = tuple[Float[Array, "rows vocab"], Int[Array, "rows"], Int[Array, "rows"]]
 """The module's logits, with the slot of each row, and the position of its draft."""
 
 
+@functools.partial(jax.jit, donate_argnums=0)
+def begin_lookups(drafting: Drafting, slot: Int[Array, ""], tokens: Int[Array, "length"]) -> Drafting:
+    """Sets the tokens of the sequence that starts drawing in a slot, in place."""
+    assert drafting.tokens is not None
+    return drafting._replace(tokens=drafting.tokens.at[slot].set(tokens))
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def look_up(
+    drafting: Drafting,
+    slots: Int[Array, "rows"],
+    positions: Int[Array, "outputs"],
+    drawn: tuple[Int[Array, "_"], ...],
+    checked: Int[Array, "2 decodes"] | None,
+) -> Drafting:
+    """Adds a step's tokens to those of their slots, and looks up the next drafts there, in place.
+
+    `slots` and `positions` are of `StepOutput`; `drawn` (the tokens of `first` and `further`) and `checked` of `draw_program`.
+    """
+    assert drafting.tokens is not None
+    accepted = jnp.zeros(0, jnp.int32) if checked is None else checked[1]
+    num_decodes = len(accepted)
+    positions = positions[first_outputs(num_decodes, len(drawn), len(positions))]
+    tokens, nowhere = drafting.tokens, len(drafting.tokens)
+    for number, each in enumerate(drawn):
+        # All rows have a first token, and decoding rows a further one for each accepted draft.
+        used = slots[: len(each)] >= 0 if number == 0 else accepted >= number
+        rows = jnp.where(used, slots[: len(each)], nowhere)
+        tokens = tokens.at[rows, positions[: len(each)] + number].set(each, mode="drop")
+    positions = positions.at[:num_decodes].add(accepted)
+    draft = with_last_tokens(drafting.draft, slots, looked_up(tokens[slots], positions, drafting.draft.shape[1]))
+    return Drafting(with_last_tokens(drafting.position, slots, positions), draft, tokens=tokens)
+
+
 @functools.cache
-def draft_program(variant: Variant) -> Callable[..., Int[Array, "slots"]]:
+def draft_program(variant: Variant) -> Callable[..., Int[Array, "slots 1"]]:
     """Returns the jitted f(draft logits, options, drafts, penalties) -> drafts, which changes the drafts in place."""
     return jax.jit(functools.partial(_draft, variant), donate_argnums=2)
 
@@ -44,7 +84,7 @@ def draft_program(variant: Variant) -> Callable[..., Int[Array, "slots"]]:
 def module_program(served: ServedModel, weights_tree: Any, shape: StepShape) -> Wrapped:
     """Returns the jitted f(leaves, drafting, output, checked, upload) -> drafting, `DraftLogits`; it changes drafting in place.
 
-    `output` may come without logits, and `checked` is (tokens of `first`, tokens of `second`, accepted).
+    `output` may come without logits. `checked` are the tokens of `first` and `further`, and `checked` of `draw_program`.
     """
 
     def of_leaves(leaves: list[Array], drafting: Drafting, output: StepOutput, checked: tuple, upload: Int[Array, "_"]):
@@ -55,10 +95,10 @@ def module_program(served: ServedModel, weights_tree: Any, shape: StepShape) -> 
 
 
 def _draft(
-    variant: Variant, of_module: DraftLogits, options: SlotOptions, drafts: Int[Array, "slots"], penalties: Penalties | None
-) -> Int[Array, "slots"]:
+    variant: Variant, of_module: DraftLogits, options: SlotOptions, drafts: Int[Array, "slots 1"], penalties: Penalties | None
+) -> Int[Array, "slots 1"]:
     sampled, _ = sample_rows(variant, *of_module, options, penalties)
-    return with_last_tokens(drafts, of_module[1], sampled.tokens)
+    return with_last_tokens(drafts, of_module[1], sampled.tokens[:, None])
 
 
 def _module(
@@ -66,8 +106,8 @@ def _module(
 ) -> tuple[Drafting, DraftLogits]:
     """Runs the module on all tokens of a step, now that the token after each is known."""
     config, drafted = served.config, output.drafted
-    assert drafted is not None
-    first, second, accepted = checked
+    assert drafted is not None and drafting.pages is not None
+    first, second, (_, accepted) = checked
     num_decodes = len(accepted)
     frame = frame_of(served, weights)
     following = jnp.concatenate([jnp.stack([first[:num_decodes], second], axis=1).ravel(), _behind_chunks(rows, first)])
@@ -80,7 +120,7 @@ def _module(
     hidden = out.x.hidden[0][newest]
     logits = logits_of(hidden, head_of(frame), strict=False)
     position = with_last_tokens(drafting.position, output.slots, drafted.positions[newest] + 1)
-    return Drafting(out.cache, position, drafting.draft), (logits, output.slots, drafted.positions[newest] + 2)
+    return Drafting(position, drafting.draft, out.cache), (logits, output.slots, drafted.positions[newest] + 2)
 
 
 def _behind_chunks(rows: StepRows, first: Int[Array, "rows"]) -> Int[Array, "chunk_tokens"]:

@@ -15,19 +15,20 @@ from jaxtyping import Array, Int
 from moe_jax.serving import sampling
 from moe_jax.serving.placement import Placement, on_each
 from moe_jax.serving.request import EngineLimits, SamplingOptions
-from moe_jax.serving.sampling import VARIANTS, Penalties, SlotOptions, Variant, variant_of
+from moe_jax.serving.sampling import VARIANTS, Penalties, Sampled, SlotOptions, Variant, variant_of
 from moe_jax.serving.schedule import Sequence
-from moe_jax.serving.step import StepOutput
+from moe_jax.serving.step import StepOutput, first_outputs
 
 
 @functools.cache
 def draw_program(variant: Variant, *, strict: bool = False, mesh: Mesh | None = None) -> Callable[..., tuple]:
     """Returns the jitted f(output, options, last_token, penalties), which changes the last two in place.
 
-    It returns (last_token, penalties, first, second, accepted). `first` is `Sampled` for the token after each row's newest one.
-    With drafts, `second` is `Sampled` for the token after each decoding row's draft, and 0 unless `accepted`. Arrays changed in
-    place come first: JAX gives a donated array's memory to the first result of its shape. A last token at a new address would
-    change the CUDA graph of the next step. With a mesh all arrays have rows of each device (`placement.on_each`).
+    It returns (last_token, penalties, first, further, checked). `first` is `Sampled` for the token after each row's newest one.
+    `further` has `Sampled` for the token after each of the decoding rows' drafts, 0 unless that draft is accepted. `checked`
+    [2, decodes] has the numbers of checked and of accepted drafts; None without drafts. Arrays changed in place come first: JAX
+    gives a donated array's memory to the first result of its shape. A last token at a new address would change the CUDA graph
+    of the next step. With a mesh all arrays have rows of each device (`placement.on_each`).
     """
     return jax.jit(on_each(mesh, functools.partial(_draw, variant, strict)), donate_argnums=(2, 3))
 
@@ -44,27 +45,32 @@ def _draw(
         return _check(variant, output, options, last_token, penalties)
     of_rows = output.logits, output.slots, output.positions, options
     sampled, penalties = sampling.sample_rows(variant, *of_rows, penalties, strict=strict)
-    return sampling.with_last_tokens(last_token, output.slots, sampled.tokens), penalties, sampled, None, None
+    return sampling.with_last_tokens(last_token, output.slots, sampled.tokens), penalties, sampled, (), None
 
 
 def _check(
     variant: Variant, output: StepOutput, options: SlotOptions, last_token: Int[Array, "slots"], penalties: Penalties | None
 ) -> tuple:
-    """Draws with drafts: a draft is accepted if it equals the drawn token, and then yields a second token."""
+    """Draws with drafts: a draft is accepted if it equals the drawn token, and then yields a further token."""
     assert output.drafted is not None
     drafts = output.drafted.tokens
-    behind_drafts = 2 * len(drafts)
-    firsts = jnp.concatenate([jnp.arange(0, behind_drafts, 2), jnp.arange(behind_drafts, len(output.logits))])
+    num_decodes, per_row = len(drafts), 1 + drafts.shape[1]
+    firsts = first_outputs(num_decodes, per_row, len(output.logits))
     logits, positions, slots = output.logits, output.positions, output.slots
     first, penalties = sampling.sample_rows(variant, logits[firsts], slots, positions[firsts], options, penalties)
-    slots_of_drafts = slots[: len(drafts)]
-    accepted = (slots_of_drafts >= 0) & (first.tokens[: len(drafts)] == drafts)
-    slots_of_drafts = jnp.where(accepted, slots_of_drafts, -1)
-    seconds = slice(1, behind_drafts, 2)
-    second, penalties = sampling.sample_rows(variant, logits[seconds], slots_of_drafts, positions[seconds], options, penalties)
     last_token = sampling.with_last_tokens(last_token, slots, first.tokens)
-    last_token = sampling.with_last_tokens(last_token, slots_of_drafts, second.tokens)
-    return last_token, penalties, first, second, accepted
+    drawn, further, accepted = first.tokens[:num_decodes], list[Sampled](), jnp.zeros(num_decodes, jnp.int32)
+    right = slots[:num_decodes] >= 0
+    for number in range(1, per_row):
+        right &= drawn == drafts[:, number - 1]
+        accepted += right
+        of_draft, slots_of_right = slice(number, num_decodes * per_row, per_row), jnp.where(right, slots[:num_decodes], -1)
+        inputs = logits[of_draft], slots_of_right, positions[of_draft], options, penalties
+        sampled, penalties = sampling.sample_rows(variant, *inputs)
+        last_token = sampling.with_last_tokens(last_token, slots_of_right, sampled.tokens)
+        drawn = sampled.tokens
+        further.append(sampled)
+    return last_token, penalties, first, tuple(further), jnp.stack([(drafts >= 0).sum(axis=1, dtype=jnp.int32), accepted])
 
 
 class DrawingSlots:

@@ -12,7 +12,7 @@ from flax import nnx
 from moe_jax.checkpoint.companions import generation_config
 from moe_jax.config import ModelConfig
 from moe_jax.generation.request import warn_of_length
-from moe_jax.generation.speculative import check_drafts
+from moe_jax.generation.speculative import DraftSource, check_drafts, draft_source
 from moe_jax.layers.lora import has_adapters
 from moe_jax.layers.moe import Experts
 from moe_jax.layers.quantised import FP8_BLOCK, BlockScaled
@@ -46,8 +46,10 @@ class Engine:
       limits: sizes of each device, which set its memory; default: `EngineLimits()`.
       tokenizer: a Hugging Face tokenizer, with which events and completions have text, and stop texts end them.
       keep_experts: True makes room for each token's experts, for requests with `return_experts`.
-      drafts: 1 drafts a token per step with the model's multi-token prediction module (`serving.drafts`). A step then yields
-        one or two tokens per sequence, and costs more. Tokens are the same up to rounding.
+      drafts: "lookup:3" drafts up to three tokens per step: those that followed an earlier occurrence of a sequence's newest
+        tokens. It needs no module, and pauses for a sequence whose drafts are wrong. 1 drafts a token with the model's
+        multi-token prediction module. A step then costs more and yields a token and the accepted drafts (`serving.drafts`).
+        Tokens are the same up to rounding.
       strict: True makes a token's bits depend only on its own sequence, equal to `strict_log_probs`. For Qwen3 and Qwen3-MoE
         without drafts.
       take_over: True deletes the model's layers once the engine has its own copies. Dense weights then need memory once instead
@@ -56,9 +58,9 @@ class Engine:
 
     Raises:
       ValueError: no model, or no `EngineLimits`; positions that scale with the longest text of a batch (rope type "dynamic").
-        Also drafts without such a module, or without room for two tokens of each sequence in a step. Also `strict` with drafts,
-        an adapter or quantised weights, or with a model that its kernels do not support. On several devices also drafts,
-        `strict` and adapters.
+        Also drafts of a module that is missing, or without room for all drafts of each sequence in a step. Also `strict` with
+        drafts, an adapter or quantised weights, or with a model that its kernels do not support. On several devices also
+        drafts, `strict` and adapters.
     """
 
     def __init__(
@@ -68,13 +70,13 @@ class Engine:
         limits: EngineLimits | None = None,
         tokenizer: Any | None = None,
         keep_experts: bool = False,
-        drafts: int = 0,
+        drafts: int | str = 0,
         strict: bool = False,
         take_over: bool = False,
         lazy: bool = False,
     ):
         limits = EngineLimits() if limits is None else limits
-        check_servable(model, limits, drafts=drafts, strict=strict)
+        source = check_servable(model, limits, drafts=drafts, strict=strict)
         self.tokenizer = tokenizer
         self.limits = limits
         self.config = model.config
@@ -82,10 +84,11 @@ class Engine:
         self._ends = frozenset([] if ends is None else np.atleast_1d(ends).tolist())
         self._keeps_experts = keep_experts and model.config.experts is not None
         self.lazy = lazy
-        options: dict[str, Any] = dict(keep_experts=keep_experts, take_over=take_over, drafts=drafts, strict=strict, lazy=lazy)
+        options: dict[str, Any] = dict(keep_experts=keep_experts, take_over=take_over, drafts=source, strict=strict, lazy=lazy)
         device = Device(model, limits, **options)
         device.warm_up()
-        self._loop = EngineLoop(device, [EngineQueues(limits, drafts) for _ in device.placement.devices])
+        queues = [EngineQueues(limits, source.num, source.name == "lookup") for _ in device.placement.devices]
+        self._loop = EngineLoop(device, queues)
         # The thread would keep an unreachable engine's memory, for example after a notebook's variable is reassigned.
         weakref.finalize(self, self._loop.begin_to_close, drain=False).atexit = False
 
@@ -222,8 +225,8 @@ class Engine:
         return handle, sequences
 
 
-def check_servable(model: Decoder, limits: EngineLimits, *, drafts: int, strict: bool) -> None:
-    """Checks that an engine of these limits can serve the model; arguments as in `Engine`.
+def check_servable(model: Decoder, limits: EngineLimits, *, drafts: int | str, strict: bool) -> DraftSource:
+    """Checks that an engine of these limits can serve the model; returns the source of its drafts. Arguments as in `Engine`.
 
     Raises:
       ValueError: it cannot; the message gives the reason.
@@ -244,13 +247,14 @@ def check_servable(model: Decoder, limits: EngineLimits, *, drafts: int, strict:
     devices = {device for leaf in jax.tree.leaves(nnx.state(model)) for device in leaf.sharding.device_set}
     if len(devices) > 1:
         _check_several(model, len(devices), drafts=drafts, strict=strict)
-    check_drafting(drafts, model.config, limits)
+    source = check_drafting(drafts, model.config, limits)
     if strict:
         from moe_jax.serving.fused import check_strict  # imports Pallas Mosaic GPU
 
         check_strict(model)
         if drafts:
-            raise ValueError(f"strict=True needs drafts=0; got drafts={drafts}")
+            raise ValueError(f"strict=True needs drafts=0; got drafts={drafts!r}")
+    return source
 
 
 def check_model(model: Any) -> None:
@@ -281,24 +285,24 @@ def check_config(config: ModelConfig) -> None:
         )
 
 
-def check_drafting(drafts: int, config: ModelConfig, limits: EngineLimits) -> None:
-    """Checks that an engine of these limits can draft.
+def check_drafting(drafts: int | str, config: ModelConfig, limits: EngineLimits) -> DraftSource:
+    """Checks that an engine of these limits can draft, and returns the source of its drafts.
 
     Raises:
-      ValueError: drafts is not 0 or 1; the model has no drafting module; or max_tokens_per_step leaves no room for drafts.
+      ValueError: drafts names no source; the model has no drafting module; or max_tokens_per_step leaves no room for drafts.
     """
-    if drafts not in (0, 1):
-        raise ValueError(f"drafts must be 0 or 1; got {drafts!r}")
-    if drafts:
-        check_drafts(config)
-        if limits.max_tokens_per_step < 2 * limits.max_sequences:
+    source = draft_source(drafts)
+    if source.num:
+        check_drafts(config, source)
+        if limits.max_tokens_per_step < (1 + source.num) * limits.max_sequences:
             raise ValueError(
-                f"with drafts max_tokens_per_step must be at least twice max_sequences; "
+                f"with drafts={drafts!r} max_tokens_per_step must be at least {1 + source.num} times max_sequences; "
                 f"got {limits.max_tokens_per_step} and {limits.max_sequences}"
             )
+    return source
 
 
-def _check_several(model: Decoder, num_devices: int, *, drafts: int, strict: bool) -> None:
+def _check_several(model: Decoder, num_devices: int, *, drafts: int | str, strict: bool) -> None:
     refuse_chunks(nnx.state(model, nnx.Param), "an engine")
     if any(not leaf.is_fully_addressable for leaf in jax.tree.leaves(nnx.state(model))):
         raise ValueError("an engine computes in one process; the model lies on devices of several")

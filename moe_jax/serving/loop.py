@@ -270,12 +270,13 @@ class EngineLoop:
         for sequence, scores in prompts:
             if sequence.finish_reason is None:
                 sequence.handle.prompt_logprobs += scores
-        self._count_drafts(launched, drawn)
+        drafted = launched.num_drafted()
+        self._count_drafts(launched, drafted, drawn)
         tokens = iter([[token for token, *_ in each] for each in drawn])
         pages = {sequence: list(sequence.pages) for sequence in samples if sequence.options.return_experts}
         taken: list[int] = []
         for queues, plan in zip(self.queues, launched.plans, strict=True):
-            taken += read_step(queues, plan, list(islice(tokens, len(plan.samples))))
+            taken += read_step(queues, plan, list(islice(tokens, len(plan.samples))), drafted)
         self._num_tokens += sum(taken)
         for sequence, new, count in zip(samples, drawn, taken, strict=True):
             sequence.drawn += new[:count]
@@ -298,12 +299,11 @@ class EngineLoop:
         for sequence, new in ending:
             self._tell(sequence, new)
 
-    def _count_drafts(self, launched: Launched, drawn: list[list[DrawnToken]]) -> None:
-        if launched.second is not None:
-            for decode, tokens in zip(launched.plans[0].decodes, drawn, strict=False):
-                if decode.sequence.finish_reason is None:
-                    self._num_drafted += 1
-                    self._num_accepted += len(tokens) - 1
+    def _count_drafts(self, launched: Launched, drafted: list[int], drawn: list[list[DrawnToken]]) -> None:
+        for decode, count, tokens in zip(launched.plans[0].decodes, drafted, drawn, strict=False):
+            if decode.sequence.finish_reason is None:
+                self._num_drafted += count
+                self._num_accepted += len(tokens) - 1
 
     def _end_all(self, sequences: list[Sequence]) -> None:
         """Ends sequences without another token, if they have not ended."""

@@ -97,7 +97,7 @@ def module_programs(
         of_step = lambda *arrays: step(served, shape, jax.tree.unflatten(weights_tree, arrays[0]), *arrays[1:])  # noqa: E731
         _, output = jax.eval_shape(of_step, weights, state, upload)
         tokens = np.zeros(shape.decodes + shape.chunks, np.int32), np.zeros(shape.decodes, np.int32)
-        checked = *tokens, np.zeros(shape.decodes, np.bool)
+        checked = *tokens, np.zeros((2, shape.decodes), np.int32)
         program = module_program(served, weights_tree, shape)
         return program.lower(weights, state.drafting, output._replace(logits=None), checked, upload)
 

@@ -221,8 +221,8 @@ def slot_row(options: SamplingOptions, seed: int) -> SlotOptions:
 
 
 def with_last_tokens(
-    last_token: Int[Array, "slots"], slots: Int[Array, "rows"], tokens: Int[Array, "rows"]
-) -> Int[Array, "slots"]:
+    last_token: Int[Array, "slots *_"], slots: Int[Array, "rows"], tokens: Int[Array, "rows *_"]
+) -> Int[Array, "slots *_"]:
     """Returns `last_token` with the new tokens of all rows except padding."""
     return last_token.at[jnp.where(slots < 0, len(last_token), slots)].set(tokens, mode="drop")
 

@@ -6,6 +6,7 @@ arrival. If pages run out, the youngest running sequence returns to the front of
 """
 
 from collections import deque
+from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -60,6 +61,11 @@ class Sequence:
     """Version of the weights when the sequence first got a slot."""
     drawn: list[DrawnToken] = field(default_factory=list, init=False)
     """The new tokens with their log-probabilities."""
+    num_drafted: int = field(default=0, init=False)
+    """Number of drafts since `weigh_drafts` last decided; a step without a draft counts as one."""
+    num_accepted: int = field(default=0, init=False)
+    drafts_from: int = field(default=0, init=False)
+    """Number of tokens from which on the sequence has drafts."""
     experts: Any = field(default=None, init=False)
     """Experts of the computed positions, if the request asks for them, once the sequence has ended or was preempted."""
     variant: int = field(default=0, init=False)
@@ -104,7 +110,9 @@ class EngineQueues:
 
     limits: EngineLimits
     drafts: int = 0
-    """Number of drafts that a decoding row computes with its token, 0 or 1."""
+    """Number of drafts that a decoding row computes with its token."""
+    weighs_drafts: bool = False
+    """True if a sequence whose drafts lose time has none for a while (`weigh_drafts`)."""
     waiting: deque[Sequence] = field(default_factory=deque)
     running: list[Sequence] = field(default_factory=list)
     weights_version: int = 0
@@ -129,6 +137,8 @@ class Decode(NamedTuple):
     """The token's position. With drafts, the last position with a page: only the device knows the token's own."""
     new_page: int
     """The page of this position, if it is new; else -1."""
+    drafts: int = 0
+    """Number of drafts that the row may compute with its token."""
 
 
 class PromptChunk(NamedTuple):
@@ -167,7 +177,7 @@ def plan_step(queues: EngineQueues) -> StepPlan:
     """
     preempted: list[tuple[Sequence, list[int]]] = []
     decodes = _plan_decodes(queues, preempted)
-    budget = queues.limits.max_tokens_per_step - len(decodes) * (1 + queues.drafts)
+    budget = queues.limits.max_tokens_per_step - len(decodes) * (1 + max((each.drafts for each in decodes), default=0))
     chunks: list[PromptChunk] = []
     while budget and len(chunks) < queues.limits.max_chunks_per_step:
         if not (_has_unfinished_prompt(queues) or _admit_next(queues)):
@@ -181,11 +191,14 @@ def plan_step(queues: EngineQueues) -> StepPlan:
     return StepPlan(decodes, chunks, samples, preempted)
 
 
-def read_step(queues: EngineQueues, plan: StepPlan, tokens: list[list[int]]) -> list[int]:
+def read_step(queues: EngineQueues, plan: StepPlan, tokens: list[list[int]], drafted: Many[int] = ()) -> list[int]:
     """Adds the tokens of a step, some for each of `plan.samples`, to their sequences; ends complete sequences.
 
     Steps are read in dispatch order. Returns the number of tokens used for each of `plan.samples`. A sequence may have ended
     after its step was planned: tokens after its end are ignored.
+
+    Args:
+      drafted: the number of drafts that the step checked for each of `plan.decodes`; only `weigh_drafts` reads it.
     """
     taken = []
     for row, (sequence, new) in enumerate(zip(plan.samples, tokens, strict=True)):
@@ -197,7 +210,9 @@ def read_step(queues: EngineQueues, plan: StepPlan, tokens: list[list[int]]) -> 
         if row < len(plan.decodes) and sequence.slot is not None:
             # Nothing is written after its end, even if the device computes tokens there.
             sequence.num_scheduled = min(sequence.num_scheduled + len(new) - 1, sequence.end)
-            sequence.num_uncertain -= queues.drafts
+            sequence.num_uncertain -= plan.decodes[row].drafts
+            if queues.weighs_drafts and plan.decodes[row].drafts:
+                weigh_drafts(sequence, drafted[row], len(new) - 1)
         before = len(sequence.tokens)
         for token in new:
             sequence.tokens.append(token)
@@ -213,6 +228,27 @@ def read_step(queues: EngineQueues, plan: StepPlan, tokens: list[list[int]]) -> 
             # The step that sampled the page's successor has written its last token.
             _seal_full_pages(sequence, queues.pool, queues.root)
     return taken
+
+
+WEIGHED_DRAFTS, LEAST_ACCEPTED, PAUSED_TOKENS = 64, 0.3, 256
+"""A sequence with fewer than 0.3 of 64 drafts accepted has none for 256 tokens.
+
+Such drafts cost more time than they save if few sequences run (docs/log/engine.md). A trial takes at most a fifth of the steps,
+and finds a text that has begun to repeat.
+"""
+
+
+def weigh_drafts(sequence: Sequence, drafted: int, accepted: int) -> None:
+    """Pauses the drafts of a sequence if too few of its last ones were accepted.
+
+    A step that found no draft counts as a wrong one: its program has room for drafts and costs more than one without.
+    """
+    sequence.num_drafted += max(drafted, 1)
+    sequence.num_accepted += accepted
+    if sequence.num_drafted >= WEIGHED_DRAFTS:
+        if sequence.num_accepted < LEAST_ACCEPTED * sequence.num_drafted:
+            sequence.drafts_from = len(sequence.tokens) + PAUSED_TOKENS
+        sequence.num_drafted = sequence.num_accepted = 0
 
 
 def finish(queues: EngineQueues, sequence: Sequence, reason: FinishReason) -> None:
@@ -259,8 +295,12 @@ def _plan_decodes(queues: EngineQueues, preempted: list[tuple[Sequence, list[int
     for sequence in queues.running:
         if not sequence.decoding or sequence.num_scheduled >= sequence.end:
             continue
+        drafts = queues.drafts if len(sequence.tokens) >= sequence.drafts_from else 0
+        if sequence.num_uncertain and not drafts:
+            # The device would accept drafts up to the last position that earlier drafts can reach.
+            continue
         # The last position that may be computed: all drafts may be right.
-        position = min(sequence.num_scheduled + sequence.num_uncertain + queues.drafts, sequence.end - 1)
+        position = min(sequence.num_scheduled + sequence.num_uncertain + drafts, sequence.end - 1)
         new_page = -1
         if position >= len(sequence.pages) * PAGE_SIZE:
             while not pool.available and sequence.slot is not None:
@@ -271,9 +311,9 @@ def _plan_decodes(queues: EngineQueues, preempted: list[tuple[Sequence, list[int
             sequence.pages.append(new_page)
         assert sequence.slot is not None
         sequence.num_scheduled += 1
-        sequence.num_uncertain += queues.drafts
+        sequence.num_uncertain += drafts
         sequence.in_flight += 1
-        decodes.append(Decode(sequence, sequence.slot, position, new_page))
+        decodes.append(Decode(sequence, sequence.slot, position, new_page, drafts))
     return decodes
 
 

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, UInt
 
+from moe_jax.generation.speculative import NO_DRAFTS, DraftSource
 from moe_jax.kernels import target
 from moe_jax.kernels.attention.paged import PAGE_SIZE, PagedQueries
 from moe_jax.layers.lora import beside_head
@@ -48,7 +49,7 @@ class StepShape(NamedTuple):
     max_pages: int
     """Pages of the longest sequence."""
     drafts: int = 0
-    """Drafts of a decoding row, 0 or 1: tokens that it computes in addition to its newest one."""
+    """Drafts of a decoding row: tokens that it computes in addition to its newest one."""
 
 
 class StepRows(NamedTuple):
@@ -110,7 +111,7 @@ def filled(plan: StepPlan, rows: StepRows) -> StepRows:
     """Writes the plan into empty rows, and returns them."""
     if plan.decodes:
         n = len(plan.decodes)
-        columns = np.array([decode[1:] for decode in plan.decodes], np.int32).T
+        columns = np.array([decode[1:4] for decode in plan.decodes], np.int32).T
         rows.decode_slots[:n], rows.decode_positions[:n], rows.decode_pages[:n] = columns
     first = 0
     for i, chunk in enumerate(plan.chunks):
@@ -127,19 +128,21 @@ def filled(plan: StepPlan, rows: StepRows) -> StepRows:
 class Drafting(NamedTuple):
     """The state of drafts."""
 
-    pages: LayerPages
-    """Pages of the module's layer, with the same page numbers as in the model's layers."""
     position: Int[Array, "slots"]
     """The position of each slot's newest token. The host learns it only by reading the step that drew the token."""
-    draft: Int[Array, "slots"]
-    """The draft of the next token."""
+    draft: Int[Array, "slots drafts"]
+    """The drafts of the next tokens; -1: none."""
+    pages: LayerPages | None = None
+    """Pages of the module's layer, with the same page numbers as in the model's layers; None without a module."""
+    tokens: Int[Array, "slots length"] | None = None
+    """The tokens of each slot's sequence, in which drafts are looked up; None with a module."""
 
 
 class StepBatch(NamedTuple):
     """The tokens of a step, decoding rows first, and their positions."""
 
     tokens: Int[Array, "tokens"]
-    """With drafts a decoding row has two tokens, its newest one and its draft."""
+    """With drafts a decoding row has its newest token, then its drafts."""
     positions: Int[Array, "tokens"]
     valid: Bool[Array, "tokens"]
     places: TokenPlaces
@@ -166,7 +169,7 @@ class DeviceState(NamedTuple):
 class StepOutput(NamedTuple):
     """The results of a step. Decoding rows come first, then chunks.
 
-    An output is a row's last token. With drafts a decoding row has two consecutive outputs: its token and its draft.
+    An output is a row's last token. With drafts a decoding row has consecutive outputs: its token and its drafts.
     """
 
     logits: Float[Array, "outputs vocab"]
@@ -178,18 +181,29 @@ class StepOutput(NamedTuple):
     hidden: Float[Array, "tokens columns"]
     """Hidden states of all tokens after the last norm, as the head's matrix reads them: wider if the head has an adapter."""
     drafted: StepBatch | None = None
-    """The step's batch, if the engine drafts. Its `tokens` are the draft of each decoding row, or -1 past the sequence's end.
+    """The step's batch, if it checks drafts. Its `tokens` [decodes, drafts] are each decoding row's drafts.
+
+    -1: there is none, or it is past the sequence's end.
     """
 
 
 def initial_state(
-    served: ServedModel, num_pages: int, num_slots: int, max_pages: int, *, keep_experts: bool = False, drafts: int = 0
+    served: ServedModel,
+    num_pages: int,
+    num_slots: int,
+    max_pages: int,
+    *,
+    keep_experts: bool = False,
+    drafts: DraftSource = NO_DRAFTS,
 ) -> DeviceState:
     """Makes a state without sequences. `max_pages` is the number of pages of the longest sequence."""
     config, experts, drafting = served.config, None, None
-    if drafts:
-        slots = jnp.zeros((2, num_slots), jnp.int32)
-        drafting = Drafting(empty_pages(config, num_pages, served.dtype)[0], slots[0], slots[1])
+    if drafts.num:
+        drafting = Drafting(jnp.zeros(num_slots, jnp.int32), jnp.zeros((num_slots, drafts.num), jnp.int32))
+        if drafts.name == "module":
+            drafting = drafting._replace(pages=empty_pages(config, num_pages, served.dtype)[0])
+        else:
+            drafting = drafting._replace(tokens=jnp.zeros((num_slots, max_pages * PAGE_SIZE), jnp.int32))
     if keep_experts and config.experts is not None:
         per_token = len(config.moe_layers), config.experts.num_experts_per_tok
         dtype = jnp.uint8 if config.experts.num_experts <= 256 else jnp.uint16
@@ -201,6 +215,12 @@ def initial_state(
         experts,
         drafting,
     )
+
+
+def first_outputs(num_decodes: int, per_row: int, num_outputs: int) -> Int[Array, "rows"]:
+    """Returns the index of each row's first output: decoding rows have `per_row` outputs, other rows one."""
+    num_decoding = num_decodes * per_row
+    return jnp.concatenate([jnp.arange(0, num_decoding, per_row), jnp.arange(num_decoding, num_outputs)])
 
 
 def output_like(served: ServedModel, weights: Weights, shape: StepShape) -> StepOutput:
@@ -218,11 +238,11 @@ def step(
 ) -> tuple[DeviceState, StepOutput]:
     """Runs the step that `upload` describes (`packed`)."""
     rows = unpacked(upload, shape)
-    batch, page_table = batch_of(rows, state.page_table, state.last_token, state.drafting)
+    batch, page_table = batch_of(rows, state.page_table, state.last_token, state.drafting if shape.drafts else None)
     frame = frame_of(served, weights)
     x = frame["embed_tokens"](batch.tokens[None], served.dtype)
     inputs = layer_inputs(served.config, batch.positions[None], jnp.ones_like(batch.tokens)[None], batch.valid[None])
-    # With drafts decoding rows have two queries each.
+    # With drafts decoding rows have several queries each.
     single_rows, value_dim = 0 if shape.drafts else shape.decodes, served.config.mixer.latent_value_dim
     attends = [
         PagedAttend(pages, batch.places, batch.queries, single_rows, value_dim, window)
@@ -238,8 +258,9 @@ def step(
         page, offset = batch.places
         experts = experts.at[page, offset].set(jnp.stack(expert_ids, axis=1).astype(experts.dtype), mode="drop")
     output = StepOutput(logits, rows.sampling_slots, batch.positions[batch.outputs] + 1, hidden)
-    if state.drafting is not None:
-        drafts = jnp.where(batch.valid, batch.tokens, -1)[1 : 2 * len(rows.decode_slots) : 2]
+    if shape.drafts:
+        of_decodes = jnp.where(batch.valid, batch.tokens, -1)[: shape.decodes * (1 + shape.drafts)]
+        drafts = of_decodes.reshape(shape.decodes, 1 + shape.drafts)[:, 1:]
         output = output._replace(drafted=batch._replace(tokens=drafts))
     return DeviceState(pages, page_table, state.last_token, experts, state.drafting), output
 
@@ -295,15 +316,16 @@ def _updated_table(page_table: Int[Array, "slots max_pages"], rows: StepRows) ->
 
 
 def _decoding(rows: StepRows, last_token: Int[Array, "slots"], drafting: Drafting | None) -> tuple:
-    """Returns tokens, positions and validity [decodes, per_row] of decoding rows: one token each, or two with drafts."""
+    """Returns tokens, positions and validity [decodes, per_row] of decoding rows: one token each, and its drafts."""
     slots, last = rows.decode_slots, rows.decode_positions[:, None]
     used, tokens = slots[:, None] >= 0, last_token[slots][:, None]
     if drafting is None:
         return tokens, last, used
     own = drafting.position[slots][:, None]
-    tokens = jnp.concatenate([tokens, drafting.draft[slots][:, None]], axis=1)
+    tokens = jnp.concatenate([tokens, drafting.draft[slots]], axis=1)
+    places = jnp.arange(tokens.shape[1])
     # A row whose sequence has ended, unknown to the host, may be past the sequence's pages: it writes nothing.
-    return tokens, jnp.minimum(own, last) + jnp.arange(2), used & (own + jnp.arange(2) <= last)
+    return tokens, jnp.minimum(own, last) + places, used & (own + places <= last) & (tokens >= 0)
 
 
 def _layers(

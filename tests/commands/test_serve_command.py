@@ -71,11 +71,11 @@ def test_drafts_change_no_answer(tmp_path, monkeypatch, capsys):
     tiny.tokenizer().save_pretrained(tmp_path / "tokenizer")
     moe_jax.save_pretrained(tiny.deepseek(mtp=1), tmp_path / "model", tokenizer_from=tmp_path / "tokenizer")
     answers = []
-    for drafts in ([], ["--drafts"]):
+    for drafts in ([], ["--drafts"], ["--drafts", "lookup:2"]):
         monkeypatch.setattr("sys.stdin", io.StringIO("ab\n"))
         main(["chat", str(tmp_path / "model"), *"--max-length 128 --max-new-tokens 20 --dtype float32".split(), *drafts])
         answers.append(capsys.readouterr().out)
-    assert answers[0] == answers[1] != "\n"
+    assert answers[0] == answers[1] == answers[2] != "\n"
 
 
 @pytest.mark.thorough
@@ -97,6 +97,8 @@ def test_a_model_answers_lines(folder, monkeypatch, capsys):
         ("serve {} --max-model-len 3", "serve has no --max-model-len; did you mean --max-length?"),
         ("serve {} --port 0 --drafts", "drafts need a model loaded with its MTP modules"),
         ("chat {} --drafts", "drafts need a model loaded with its MTP modules"),
+        ("serve {} --drafts lookup:9", "drafts must be 0 or 1, 'module', or 'lookup:N' with N from 1 to 8; got 'lookup:9'"),
+        ("serve {} --drafts=lookup:3 --max-tokens-per-step 300", "must be at least 4 times max_sequences; got 300 and 256"),
         ("chat {} --temperature -1", "temperature must be a finite number, 0 or more"),
         ("chat {} --max-new-tokens 0", "max_new_tokens must be an integer, at least 1"),
     ],

@@ -12,8 +12,8 @@ from tests.helpers import fake_device
 class CheckedServing:
     """Queues, a device, and the step that is not read; all that an engine does with them, and a check of each part."""
 
-    def __init__(self, limits, drafts=0):
-        self.queues = EngineQueues(limits, drafts)
+    def __init__(self, limits, drafts=0, weighs_drafts=False):
+        self.queues = EngineQueues(limits, drafts, weighs_drafts)
         self.device = fake_device.FakeDevice(limits, drafts)
         self.unread = None
         self.arrivals = {}
@@ -30,7 +30,8 @@ class CheckedServing:
         """Plans and dispatches a step, then reads the one before. With nothing to do and nothing to read, all have ended."""
         finished = self.sealed_and_shared()
         plan = plan_step(self.queues)
-        num_tokens = len(plan.decodes) * (1 + self.queues.drafts) + sum(len(chunk.tokens) for chunk in plan.chunks)
+        drafts = max((decode.drafts for decode in plan.decodes), default=0)
+        num_tokens = len(plan.decodes) * (1 + drafts) + sum(len(chunk.tokens) for chunk in plan.chunks)
         assert num_tokens <= self.queues.limits.max_tokens_per_step
         assert len(plan.chunks) <= self.queues.limits.max_chunks_per_step
         assert not plan.is_empty or self.unread or not (self.queues.waiting or self.queues.running)
@@ -41,7 +42,8 @@ class CheckedServing:
     def read(self):
         if self.unread:
             plan, tokens, version = self.unread
-            for sequence, count in zip(plan.samples, read_step(self.queues, plan, tokens), strict=True):
+            drafted = [decode.drafts for decode in plan.decodes]
+            for sequence, count in zip(plan.samples, read_step(self.queues, plan, tokens, drafted), strict=True):
                 for length in range(len(sequence.tokens) - count, len(sequence.tokens)):
                     assert sequence in self.mixed or self.expected_token(sequence, version, length) == sequence.tokens[length]
         self.unread = None

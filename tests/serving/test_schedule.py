@@ -4,7 +4,16 @@ import pytest
 
 from moe_jax.kernels.attention.paged import PAGE_SIZE
 from moe_jax.serving.request import SamplingOptions
-from moe_jax.serving.schedule import Sequence, finish, plan_step, preempt_youngest, read_step
+from moe_jax.serving.schedule import (
+    PAUSED_TOKENS,
+    WEIGHED_DRAFTS,
+    Sequence,
+    finish,
+    plan_step,
+    preempt_youngest,
+    read_step,
+    weigh_drafts,
+)
 from tests.helpers import fake_device
 from tests.helpers.scheduling import add, assert_given_back, assert_right, make_queues, serve, serve_and_return
 
@@ -152,3 +161,29 @@ def test_a_draft_at_the_end_seals_no_page():
         assert_right(following)
         assert following.cached_tokens == 0
     assert device.num_right > 20
+
+
+def test_drafts_of_a_sequence_pause_after_too_many_wrong_ones():
+    """Three of ten right is enough. A step without a draft counts as a wrong draft."""
+    sequence = Sequence([1, 2], SamplingOptions())
+    for _ in range(32):
+        weigh_drafts(sequence, 2, 1)
+    assert sequence.drafts_from == sequence.num_drafted == 0
+    for _ in range(WEIGHED_DRAFTS):
+        assert sequence.drafts_from == 0
+        weigh_drafts(sequence, 0, 0)
+    assert sequence.drafts_from == 2 + PAUSED_TOKENS
+
+
+def test_a_sequence_whose_drafts_pause_waits_until_its_position_is_known():
+    queues = make_queues(drafts=3)
+    queues.weighs_drafts = True
+    sequence = add(queues, 10, new=50)
+    first, second = plan_step(queues), plan_step(queues)
+    read_step(queues, first, [[1]])
+    assert [decode.drafts for decode in second.decodes] == [3]
+    sequence.drafts_from = 100
+    assert plan_step(queues).is_empty
+    read_step(queues, second, [[2, 3]], [3])
+    (decode,) = plan_step(queues).decodes
+    assert (decode.position, decode.drafts) == (len(sequence.tokens) - 1, 0) == (12, 0)

@@ -70,7 +70,7 @@ def test_refusals(folder, adapter, command, monkeypatch, capsys):
         ("narrow", ["--weights", "nf4"], "rows of this model do not end there"),
         ("wide", ["--weights", "as stored"], "this checkpoint has none"),
         ("wide", ["--adapter", adapter], "k_proj has factors (2, 16) and (8, 2); they must be (r, 128) and (8, r)"),
-        ("mtp", ["--adapter", adapter, "--drafts"], "--drafts is for a model without an adapter"),
+        ("mtp", ["--adapter", adapter, "--drafts"], "--drafts module is for a model without an adapter"),
     ):
         with pytest.raises(SystemExit):
             main([name, str(folder / model), *options, *more])

@@ -11,7 +11,7 @@ from moe_jax.adapters import LoraSettings, add_lora
 from moe_jax.checkpoint.hf_names import export
 from moe_jax.cost.flops import forward_flops_per_token
 from moe_jax.cost.planned_step import PlannedStep
-from moe_jax.generation.speculative import check_drafts
+from moe_jax.generation.speculative import DraftSource, check_drafts
 from moe_jax.layers.cache import cache_rows, init_cache
 from moe_jax.models.layers_in_pipe import layers_of_stacks
 from moe_jax.parallel.choices import MeshShape
@@ -153,7 +153,7 @@ def test_lora_reaches_the_matrices_of_every_kind(rng):
     [
         ("an engine", lambda model: Engine(model)),
         ("strict computation", lambda model: check_strict(model)),
-        ("taking back a draft", lambda model: check_drafts(model.config)),
+        ("taking back a draft", lambda model: check_drafts(model.config, DraftSource("lookup", 3))),
         ("attention over devices", lambda model: model.enter([[1]], context=ContextParallel())),
         ("the cost model", lambda model: PlannedStep(model.config, MeshShape(), 1, 8)),
     ],

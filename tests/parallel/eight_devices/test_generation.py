@@ -59,9 +59,10 @@ def test_adapted_experts_are_spread_like_others():
 
 
 @pytest.mark.thorough
-def test_drafts():
+@pytest.mark.parametrize("drafts", [1, "lookup:2"])
+def test_drafts(drafts):
     model = tiny.deepseek(mtp=1)
-    options = dict(max_new_tokens=9, temperature=0.5, seed=4)
+    options = dict(max_new_tokens=9, temperature=0.5, seed=4, drafts=drafts)
     assert generate_with_drafts(laid_out(model, expert=4), PROMPTS, **options) == generate_with_drafts(
         model, PROMPTS, **options
     )

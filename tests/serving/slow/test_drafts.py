@@ -122,8 +122,12 @@ def test_nearly_uniform_draws_are_drafted_right(engines):
 
 def test_drafts_that_cannot_be_are_refused(model):
     for drafts, limits, message in (
-        (2, LIMITS, "must be 0 or 1"),
-        (1, replace(LIMITS, max_tokens_per_step=3), "at least twice"),
+        (2, LIMITS, "must be 0 or 1, 'module', or 'lookup:N' with N from 1 to 8; got 2"),
+        ("lookup", LIMITS, "got 'lookup'"),
+        ("lookup:0", LIMITS, "got 'lookup:0'"),
+        ("lookup:9", LIMITS, "got 'lookup:9'"),
+        (1, replace(LIMITS, max_tokens_per_step=3), "at least 2 times max_sequences; got 3 and 2"),
+        ("lookup:3", replace(LIMITS, max_tokens_per_step=7), "at least 4 times max_sequences; got 7 and 2"),
     ):
         with pytest.raises(ValueError, match=message):
             Engine(model, limits=limits, drafts=drafts)

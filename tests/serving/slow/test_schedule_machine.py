@@ -27,9 +27,10 @@ class ServingMachine(RuleBasedStateMachine):
         chunks=st.integers(1, 4),
         num_pages=st.integers(2, 14),
         max_length=st.integers(2, 400),
-        drafts=st.integers(0, 1),
+        drafts=st.integers(0, 3),
+        weighs_drafts=st.booleans(),
     )
-    def begin(self, max_sequences, extra, chunks, num_pages, max_length, drafts):
+    def begin(self, max_sequences, extra, chunks, num_pages, max_length, drafts, weighs_drafts):
         limits = EngineLimits(
             max_sequences=max_sequences,
             max_tokens_per_step=max_sequences * (1 + drafts) + extra,
@@ -38,7 +39,7 @@ class ServingMachine(RuleBasedStateMachine):
             num_pages=num_pages,
         )
         self.longest = min(max_length, (num_pages - 1) * PAGE_SIZE + 1)
-        self.serving = CheckedServing(limits, drafts)
+        self.serving = CheckedServing(limits, drafts, weighs_drafts)
 
     @rule(data=st.data(), family=st.integers(0, 2), ends=st.sets(st.integers(0, fake_device.VOCAB_SIZE - 1), max_size=2))
     def arrive(self, data, family, ends):
@@ -101,12 +102,14 @@ def test_whatever_happens_at_length():
     run_state_machine_as_test(ServingMachine, settings=EXHAUSTIVE)
 
 
-@pytest.mark.parametrize("drafts", [0, 1])
+@pytest.mark.parametrize("drafts", [0, 1, pytest.param(3, id="weighed")])
 @pytest.mark.parametrize("requests", [500, pytest.param(10_000, marks=pytest.mark.thorough)])
 def test_nothing_leaks(requests, drafts):
     """Many requests later, with aborts and too few pages, everything is given back and no more is cached than fits."""
     rng = seeds.rng()
-    serving = CheckedServing(EngineLimits(max_sequences=8, max_tokens_per_step=200, max_length=400, num_pages=12), drafts)
+    serving = CheckedServing(
+        EngineLimits(max_sequences=8, max_tokens_per_step=200, max_length=400, num_pages=12), drafts, drafts == 3
+    )
     for _ in range(requests):
         length, family = int(rng.integers(1, 200)), int(rng.integers(20))
         prompt = [(family + i * i) % fake_device.VOCAB_SIZE for i in range(length)]

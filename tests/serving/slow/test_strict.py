@@ -167,3 +167,5 @@ def test_refused_model(one_layer):
         Engine(moe_jax.from_config(CONFIG, rngs=nnx.Rngs(0)), strict=True)
     with pytest.raises(ValueError, match="drafts"):
         Engine(one_layer, strict=True, drafts=1)
+    with pytest.raises(ValueError, match="strict=True needs drafts=0; got drafts='lookup:3'"):
+        Engine(one_layer, strict=True, drafts="lookup:3")

@@ -1,0 +1,85 @@
+"""Drafts from the text: an engine with them has the tokens of one without, and sequences whose drafts lose have none."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from moe_jax.serving import Engine, EngineLimits, SamplingOptions
+from tests.helpers import seeds, tiny
+
+LIMITS = EngineLimits(
+    max_sequences=2, max_tokens_per_step=8, max_chunks_per_step=2, max_length=192, num_pages=5, max_waiting=50
+)
+GREEDY, DRAWN = SamplingOptions(), SamplingOptions(temperature=1.0, seed=7)
+
+
+@pytest.fixture(scope="module")
+def engines():
+    """One without drafts, which computes one sequence at a time, and one with three drafts. Greedy texts soon repeat."""
+    model, sizes = tiny.model(), ((replace(LIMITS, max_sequences=1), 0), (LIMITS, "lookup:3"))
+    made = [Engine(model, limits=limits, drafts=drafts, lazy=True) for limits, drafts in sizes]
+    yield made
+    for engine in made:
+        stats = engine.stats()
+        assert stats.owned_pages == stats.running == stats.waiting == 0
+        engine.close()
+
+
+def counted(engine, prompts, options):
+    """Returns completions, and the numbers of steps, drafts and accepted drafts that they took."""
+    before = engine.stats()
+    completions = engine.generate(prompts, options)
+    after = engine.stats()
+    names = "num_steps", "num_drafted", "num_accepted"
+    return completions, *(getattr(after, name) - getattr(before, name) for name in names)
+
+
+def test_tokens_are_those_without_drafts(engines):
+    """Continuations of one prompt, penalties, too few pages, ends in the middle of drafts: no token changes."""
+    rng = seeds.rng()
+    loop = [5, 9, 2, 7]
+    several = [
+        (20 * loop, replace(GREEDY, max_new_tokens=100)),
+        (rng.integers(0, 264, 40).tolist(), replace(GREEDY, max_new_tokens=150)),
+        (5 * loop, replace(DRAWN, n=3, max_new_tokens=30, logprobs=1)),
+        (5 * loop, replace(GREEDY, frequency_penalty=0.2, logit_bias={5: 3.0}, max_new_tokens=40)),
+        *((5 * loop, replace(DRAWN, temperature=0.2, max_new_tokens=number)) for number in (1, 2, 3, 6, 7)),
+    ]
+    prompts, options = zip(*((prompt, replace(each, ignore_eos=True)) for prompt, each in several), strict=True)
+    plain, drafted = (engine.generate(prompts, options) for engine in engines)
+    for each, same in zip(plain, drafted, strict=True):
+        assert [(one.tokens, one.finish_reason) for one in same] == [(one.tokens, one.finish_reason) for one in each]
+        for one, other in zip(each, same, strict=True):
+            np.testing.assert_allclose(one.logprobs or [], other.logprobs or [], atol=1e-4)
+    before, after = (engine.stats() for engine in engines)
+    assert before.num_drafted == 0 and 0 < after.num_accepted < after.num_drafted
+    assert after.num_preemptions and after.num_tokens == before.num_tokens
+
+
+def test_repeated_text_is_accepted(engines):
+    """A token that is drawn again and again comes four at a time; a stop token within drafts ends the text there."""
+    (plain,), steps, *_ = counted(
+        engines[0], [[3, 4]], SamplingOptions(max_new_tokens=120, ignore_eos=True, logit_bias={8: 100})
+    )
+    (same,), fewer, drafted, accepted = counted(
+        engines[1], [[3, 4]], SamplingOptions(max_new_tokens=120, ignore_eos=True, logit_bias={8: 100})
+    )
+    assert same[0].tokens == plain[0].tokens == [8] * 120
+    assert fewer < 0.3 * steps and accepted >= 0.95 * drafted > 80
+    prompt = [1, 2, 3, 4, 1, 2, 3, 4, 1, 2]
+    ((stopped,),) = engines[1].generate([prompt], SamplingOptions(stop_token_ids=(8,), logit_bias={8: 100}))
+    assert (stopped.tokens, stopped.finish_reason) == ([8], "stop")
+
+
+def test_random_text_turns_drafts_off(engines):
+    """Nearly all tokens are equally likely, so nothing repeats: after 64 steps the program without drafts runs."""
+    device = engines[1]._loop.device
+    launched, launch = [], device._launch
+    device._launch = lambda shape, *rest: (launched.append(shape.drafts), launch(shape, *rest))[1]
+    try:
+        options = SamplingOptions(max_new_tokens=150, temperature=50.0, seed=seeds.integer(), ignore_eos=True)
+        engines[1].generate([[3, 4]], options)
+    finally:
+        device._launch = launch
+    assert 30 < launched.count(3) < 70 and launched[-80:] == [0] * 80
