@@ -149,7 +149,7 @@ def test_micro_batches_sum_to_the_big_batch(prepare):
 def test_modules_for_further_tokens_must_learn_too():
     model, optimizer = tiny.deepseek(mtp=1), make_optimizer(1e-3)
     step = make_train_step(nnx.graphdef(model), optimizer, NextToken(LossWeights(mtp_loss_coef=0)))
-    with pytest.raises(ValueError, match="mtp_loss_coef=0 would leave the model's modules .* give them a factor"):
+    with pytest.raises(ValueError, match="mtp_loss_coef=0 would leave the model's MTP modules .* give them a factor"):
         step(init_state(model, optimizer), make_batch(seeds.rng()))
 
 
