@@ -76,7 +76,8 @@ def near_definition(rng, arrays, chosen, error, **options):
     if error is not None:
         return max(errors) < error
     others = [relative_error(*pair) for pair in zip(found(backend="xla"), exact, strict=True)]
-    return all(own < 1.5 * other + 2e-3 for own, other in zip(errors, others, strict=True))
+    # A single gate that rounding carries across the limit, in one backend alone, changes a gradient by 0.015.
+    return all(own < 1.5 * other + 0.03 for own, other in zip(errors, others, strict=True))
 
 
 @pytest.mark.parametrize("chunk_tokens", [None, 10])
