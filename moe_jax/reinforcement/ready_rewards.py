@@ -66,17 +66,6 @@ def math(completions: Sequence[Any], **columns: Any) -> list[float | None]:
     return rewards
 
 
-def soft_overlong(
-    completion_ids: Sequence[Sequence[int]], *, max_new_tokens: int, buffer: int, factor: float = 1.0, **columns: Any
-) -> list[float]:
-    """Returns DAPO's penalty of long answers: from 0 at `max_new_tokens - buffer` tokens to -`factor` at `max_new_tokens`.
-
-    Give it as `functools.partial(soft_overlong, max_new_tokens=..., buffer=...)` (https://arxiv.org/abs/2503.14476).
-    """
-    over = [(len(each) - (max_new_tokens - buffer)) / buffer for each in completion_ids]
-    return [factor * -min(1.0, max(0.0, each)) for each in over]
-
-
 def _pairs(completions: Sequence[Any], columns: Mapping[str, Sequence[Any]]) -> list[tuple[Any, Any]]:
     """Returns each completion with its wanted answer."""
     found = next((columns[name] for name in ("answer", "solution", "ground_truth") if name in columns), None)

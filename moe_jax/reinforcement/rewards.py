@@ -25,12 +25,10 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from moe_jax.reinforcement import ready_rewards
+from moe_jax.reinforcement.advantages import has_failed
 from moe_jax.reinforcement.reward_calls import BadRewards, CallFailed, Function, Scores, call, call_async, function_at
 from moe_jax.reinforcement.reward_processes import Processes
 from moe_jax.reinforcement.samples import Group, Sample
-
-FAILED = ("abort", "error")
-"""Finish reasons of samples that get no reward."""
 
 _logger = logging.getLogger(__name__)
 
@@ -156,7 +154,7 @@ class Scorer:
         self.close()
 
     def _begin(self, group: Group, trainer_state: Any) -> "_Begun":
-        present = [i for i, sample in enumerate(group.samples) if sample.finish_reason not in FAILED]
+        present = [i for i, sample in enumerate(group.samples) if not has_failed(sample)]
         begun = _Begun(group, present, {})
         # Functions of this thread come last: the others run meanwhile.
         for reward in sorted(self.rewards if present else (), key=lambda each: each.place is None and not each.is_async):

@@ -59,6 +59,8 @@ class FakePolicy:
         text = "".join(rng.choice(list(LETTERS), length))
         tokens = np.array(self.tokenizer.encode(text))
         log_probs = (-rng.random(len(tokens)) - noise).astype(np.float32)
+        if self.settings.temperature != 1:
+            log_probs[:] = np.nan
         experts = None if self.model.config.experts is None else np.full((1, 1, 1), seed % 8)
         return Sample(
             expert_ids=experts, seed=seed, tokens=tokens, log_probs=log_probs, own=np.ones(len(tokens), bool), text=text,
@@ -69,7 +71,7 @@ class FakePolicy:
     def update(self, groups):
         time.sleep(self.seconds)
         seen = sum(
-            float(np.nansum(group.rewards)) + sum(float(each.log_probs.sum()) + _experts(each) for each in group.samples)
+            float(np.nansum(group.rewards)) + sum(float(np.nansum(each.log_probs)) + _experts(each) for each in group.samples)
             for group in groups
         )
         params = jax.tree.map(lambda array: array + np.float32(seen * 1e-3), self.state.params)

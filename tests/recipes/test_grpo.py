@@ -141,11 +141,16 @@ def comparable(output):
 
 
 @pytest.mark.parametrize(
-    "exact, make_model, kept",
-    [(True, tiny.dense, "all"), (False, tiny.dense, "with_spread"), (False, tiny.model, "all")],
-    ids=["exact", "not exact", "with experts"],
+    "exact, make_model, choices",
+    [
+        (True, tiny.dense, {}),
+        (False, tiny.dense, dict(keep_groups="with_spread")),
+        (False, tiny.model, {}),
+        (False, tiny.model, dict(temperature=0.7)),
+    ],
+    ids=["exact", "not exact", "with experts", "without log-probabilities"],
 )
-def test_an_interrupted_rollout_continues_from_the_journal(tmp_path, policies, exact, make_model, kept):
+def test_an_interrupted_rollout_continues_from_the_journal(tmp_path, policies, exact, make_model, choices):
     """The rewards of complete groups are not asked again, and the run ends with the bits of an unbroken one."""
     calls = []
 
@@ -156,13 +161,13 @@ def test_an_interrupted_rollout_continues_from_the_journal(tmp_path, policies, e
         calls.append(seeds[0])
         return [(seed % 5) / 5 for seed in seeds]
 
-    chosen = settings(tmp_path, exact=exact, grpo=LossSettings(keep_groups=kept))
+    chosen = settings(tmp_path, exact=exact, grpo=LossSettings(**choices))
     fails_at, failed = (), [True]
     whole = run(chosen, [once], make_model)
     expected, asked = comparable(tmp_path / "run"), list(calls)
     for place in (1, 10):
         calls, fails_at, failed = [], (place,), []
-        broken = settings(tmp_path, exact=exact, grpo=LossSettings(keep_groups=kept), output=str(tmp_path / f"broken{place}"))
+        broken = settings(tmp_path, exact=exact, grpo=LossSettings(**choices), output=str(tmp_path / f"broken{place}"))
         with pytest.raises((RuntimeError, ValueError), match="the judge is away"):
             run(broken, [once], make_model)
         resumed = run(broken, [once], make_model)
@@ -267,6 +272,7 @@ def test_an_environment_plays_the_dialogues_and_gives_rewards(tmp_path, policies
         (dict(data="nowhere.jsonl"), "data='nowhere.jsonl' does not exist"),
         (dict(on_mismatch="ask"), "on_mismatch='ask' must be one of stop, warn"),
         (dict(grpo=LossSettings(loss="ppo")), "loss='ppo' must be one of"),
+        (dict(grpo=LossSettings(beta=0.1)), "grpo.beta=0.1 needs a reference, the model without adapters: set lora"),
     ],
 )  # fmt: skip
 def test_bad_settings_are_refused(tmp_path, changes, message):

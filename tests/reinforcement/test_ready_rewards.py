@@ -1,6 +1,5 @@
 """Ready rewards against cases by hand."""
 
-import functools
 import signal
 import sys
 import threading
@@ -10,7 +9,7 @@ import numpy as np
 import pytest
 
 from moe_jax.reinforcement import load_reward, score
-from moe_jax.reinforcement.ready_rewards import READY, soft_overlong
+from moe_jax.reinforcement.ready_rewards import READY
 from tests.helpers.groups import group
 
 
@@ -46,13 +45,6 @@ def test_is_json():
 def test_python_parses():
     texts = ["def f():\n    return 1", "Code:\n```python\nx = 1\n```\n", "def f(", "", "x = 1\0", "(" * 5000]
     assert rewards_of("python_parses", texts) == [1, 1, 0, 0, 0, 0]
-
-
-def test_soft_overlong_is_the_penalty_of_dapo():
-    penalty = functools.partial(soft_overlong, max_new_tokens=100, buffer=20)
-    lengths = [0, 80, 85, 90, 100, 120]
-    np.testing.assert_allclose(rewards_of(penalty, ["x" * n for n in lengths]), [0, 0, -0.25, -0.5, -1, -1])
-    assert rewards_of(functools.partial(penalty, factor=2.0), ["x" * 90]) == [-1]
 
 
 @pytest.mark.parametrize(

@@ -139,6 +139,10 @@ class GrpoSettings(RunSettings):
             problems.append(f"grpo runs on one device so far; leave out mesh, which has {self.mesh.size}")
         if type(self.grpo) is not LossSettings:
             problems.append(f"grpo={self.grpo!r} must be a LossSettings; {', '.join(SHARED)} are settings of the run")
+        elif self.grpo.beta and self.lora is None:
+            problems.append(
+                f"grpo.beta={self.grpo.beta!r} needs a reference, the model without adapters: set lora, or leave it at 0"
+            )
         wrong = [
             f"engine.{name}={value!r} must be an integer of at least 1"
             for name, value in asdict(self.engine).items()
