@@ -4,6 +4,7 @@ import asyncio
 import inspect
 import math
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
@@ -62,7 +63,7 @@ def call(function: Function, arguments: Mapping[str, Any]) -> Scores:
     try:
         found = function(**logs.keywords(function, arguments))
     except Exception as error:  # of any kind, as the user's code raises it
-        raise CallFailed(f"raised {type(error).__name__}: {error}") from error
+        raise CallFailed(_raised(error)) from error
     return logs.scores(found, len(arguments["completions"]))
 
 
@@ -74,8 +75,14 @@ async def call_async(function: Function, arguments: Mapping[str, Any], timeout: 
             found = await function(**logs.keywords(function, arguments))
     except Exception as error:  # of any kind, as the user's code raises it
         ended = f"did not end within {timeout:g} s, and was cancelled"
-        raise CallFailed(ended if limit.expired() else f"raised {type(error).__name__}: {error}") from error
+        raise CallFailed(ended if limit.expired() else _raised(error)) from error
     return logs.scores(found, len(arguments["completions"]))
+
+
+def _raised(error: Exception) -> str:
+    """Returns the sentence about an error, with the line that raised it."""
+    *_, last = traceback.extract_tb(error.__traceback__)
+    return f"raised {type(error).__name__}: {error} ({Path(last.filename).name}, line {last.lineno})"
 
 
 class _Logs:

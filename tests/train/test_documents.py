@@ -243,9 +243,7 @@ def test_a_mixed_folder_needs_a_named_format(tmp_path):
     """The folder holds .jsonl files and others."""
     (tmp_path / "README.md").write_text("what this is")
     write_lines(tmp_path / "train.jsonl", {"text": "x"})
-    with pytest.raises(
-        ValueError, match=r"holds \.jsonl files and others, such as README.md: data_format chat, text or"
-    ):
+    with pytest.raises(ValueError, match=r"holds \.jsonl files and others, such as README.md: data_format chat, text or"):
         open_documents(tmp_path)
     assert len(open_documents(tmp_path, "text")) == 1 and len(open_documents(tmp_path, "folder")) == 2
 
