@@ -14,6 +14,7 @@ from moe_jax import cli
 from moe_jax.cli import BY_NAME, main
 from moe_jax.commands.check import CheckCommand
 from moe_jax.commands.generate import GenerateCommand
+from moe_jax.commands.other_names import with_draft_source
 from moe_jax.commands.plan import PlanCommand
 from moe_jax.commands.serve import ServeCommand
 from moe_jax.generation import Drafts
@@ -269,3 +270,15 @@ def test_bad_input_is_one_line_and_status_two(checkpoint, tmp_path, capsys):
     error = fails(capsys, "generate", str(tmp_path / "empty"), "--prompt", "x")
     assert "config.json" in error and "Traceback" not in error
     assert "top_k must be an integer, at least 1" in fails(capsys, "generate", str(checkpoint), "--prompt", "x", "--top-k", "0")
+
+
+def test_drafts_without_a_source_are_the_modules():
+    """The option was a flag, which the model's name may follow. No arguments are an option's absence."""
+    for given, completed in (
+        ("", ""),
+        ("model --drafts", "model --drafts module"),
+        ("--drafts model", "--drafts module model"),
+        ("--drafts lookup:3 model", "--drafts lookup:3 model"),
+        ("model --drafts=lookup:3 --no-drafts", "model --drafts=lookup:3"),
+    ):
+        assert with_draft_source(given.split()) == completed.split()

@@ -39,8 +39,8 @@ class ChatCommand:
       seed: seed of the sampling. Default: a new one for each answer.
       think: False tells templates such as Qwen3's that the model should answer without thinking first.
       lazy: compile a program when an answer first needs it, instead of all programs at the start.
-      drafts: draft tokens, for fewer steps: lookup:3 drafts up to three from the text itself, for any model; no value, or
-        module, a token with the model's multi-token prediction module. The text is the same up to rounding.
+      drafts: draft tokens, for fewer steps. lookup:3 drafts up to three tokens from the text itself, for any model. Without a
+        value, or with module, the model's multi-token prediction module drafts one. The text is the same up to rounding.
       loading: how the model is loaded.
     """
 

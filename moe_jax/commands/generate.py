@@ -36,9 +36,9 @@ class GenerateCommand:
       top_k: sample from the k most likely tokens only. Default: as in generation_config.json.
       top_p: sample from the most likely tokens whose probabilities reach p. Default: as in generation_config.json.
       seed: seed of the sampling.
-      drafts: speculative decoding, for fewer passes: lookup:3 drafts up to three tokens from the text itself, for any model; no
-        value, or module, a token with the model's multi-token prediction module. The text is the same up to rounding; with the
-        module above temperature 0 it is another sample from the same distribution.
+      drafts: draft tokens, for fewer steps. lookup:3 drafts up to three tokens from the text itself, for any model. Without a
+        value, or with module, the model's multi-token prediction module drafts one. The text is the same up to rounding. With
+        the module above temperature 0 it is another sample from the same distribution.
       devices: number of GPUs that share the experts, for a model that is too large for one GPU. Default: 1; in a job of several
         processes, all GPUs.
       loading: how the model is loaded.

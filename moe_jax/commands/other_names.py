@@ -124,7 +124,7 @@ def refuse_other_names(command: str, arguments: list[str]) -> None:
 def with_draft_source(arguments: list[str]) -> list[str]:
     """Returns the arguments with "module" after a `--drafts` that names no source, and without `--no-drafts`."""
     completed = []
-    for argument, following in zip(arguments, [*arguments[1:], ""], strict=True):
+    for argument, following in zip(arguments, [*arguments, ""][1:], strict=True):
         if argument != "--no-drafts":
             completed.append(argument)
         if argument == "--drafts" and following.partition(":")[0] not in ("lookup", "module"):

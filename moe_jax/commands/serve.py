@@ -41,8 +41,8 @@ class ServeCommand:
       request_seconds: time after which a request is given up.
       shutdown_seconds: time that running requests have to finish after SIGTERM or Ctrl-C; a second signal ends them at once.
       lazy: compile a program when a request first needs it, while all others wait, instead of all programs at the start.
-      drafts: draft tokens, for fewer steps: lookup:3 drafts up to three from the text itself, for any model; no value, or
-        module, a token with the model's multi-token prediction module. The text is the same up to rounding.
+      drafts: draft tokens, for fewer steps. lookup:3 drafts up to three tokens from the text itself, for any model. Without a
+        value, or with module, the model's multi-token prediction module drafts one. The text is the same up to rounding.
       devices: number of GPUs. They share the experts, and each computes texts of its own.
       loading: how the model is loaded.
     """

@@ -13,7 +13,7 @@ and q are 1 for one token each, and a draft is accepted if it is the model's cho
 
 Drafts from the text need no module: they are the tokens that followed an earlier occurrence of the newest ones (prompt lookup:
 Saxena, 2023, https://github.com/apoorvumang/prompt-lookup-decoding). Each token is drawn as without drafts, and a draft is
-accepted if it equals the draw. So tokens equal those of `generate`, up to rounding, and a draft x is accepted with probability
+accepted if it equals the draw. So tokens equal `generate`'s, up to rounding, and a draft x is accepted with probability
 p(x). A pass without drafts computes one token of each row.
 
 A cache has the same length for all sequences. So each pass uses a row of it for each token and draft, and a wrong draft stays

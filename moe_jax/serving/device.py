@@ -111,7 +111,7 @@ class Device:
         self._weights, self._weights_tree = jax.tree.flatten(weights)
         self._shared = _shared(weights)
         self._head = self._head_of(weights)
-        # The last of several drafts may lie past the longest sequence: attention reads its place in the table too.
+        # The last of several drafts may be past the longest sequence: attention reads its place in the table too.
         max_pages = pages_of(limits.max_length + max(drafts.num - 1, 0))
         sizes = (*(len(self.placement.devices) * size for size in (limits.num_pages, limits.max_sequences)), max_pages)
         make_state = functools.partial(initial_state, self.served, *sizes, keep_experts=keep_experts, drafts=drafts)

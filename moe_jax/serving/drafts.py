@@ -56,7 +56,7 @@ def look_up(
     drawn: tuple[Int[Array, "_"], ...],
     checked: Int[Array, "2 decodes"] | None,
 ) -> Drafting:
-    """Adds a step's tokens to those of their slots, and looks up the next drafts there, in place.
+    """Adds a step's tokens to their slots' tokens, and looks up the next drafts there, in place.
 
     `slots` and `positions` are of `StepOutput`; `drawn` (the tokens of `first` and `further`) and `checked` of `draw_program`.
     """

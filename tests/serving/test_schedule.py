@@ -175,7 +175,7 @@ def test_drafts_of_a_sequence_pause_after_too_many_wrong_ones():
     assert sequence.drafts_from == 2 + PAUSED_TOKENS
 
 
-def test_a_sequence_whose_drafts_pause_waits_until_its_position_is_known():
+def test_drafts_pause_once_the_position_is_known():
     queues = make_queues(drafts=3)
     queues.weighs_drafts = True
     sequence = add(queues, 10, new=50)
