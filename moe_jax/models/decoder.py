@@ -333,7 +333,10 @@ class Decoder(nnx.Module):
         if self.config.tie_word_embeddings:
             return self.embed_tokens.weight[...]
         weight = self.lm_head.weight[...]
-        return weight if self.lm_head.lora is None else wider_head(self.lm_head.lora, weight)
+        if self.lm_head.lora is None:
+            return weight
+        # In the dtype of a frozen matrix that is narrower than the model's, b would be rounded, and its gradient.
+        return wider_head(self.lm_head.lora, weight.astype(jnp.promote_types(weight.dtype, self.dtype)))
 
     @property
     def _head_adapter(self) -> Adapter | None:

@@ -50,6 +50,15 @@ def test_shared_outer():
     assert (gate_up.a.shape[1], gate_up.b.shape[1], down.a.shape[1], down.b.shape[1]) == (1, experts, experts, 1)
 
 
+def test_a_head_in_bf16_does_not_round_its_adapter(rng):
+    model = with_adapters(tiny.dense(param_dtype=jnp.bfloat16), targets=("head",))
+    adapter = model.lm_head.lora
+    b = jnp.asarray(rng.normal(size=adapter.b.shape), jnp.float32)
+    adapter.b.set_value(b)
+    appended = model.head_weight[:, model.config.hidden_size :][:, : adapter.rank]
+    np.testing.assert_array_equal(appended, adapter.scale * b[0])
+
+
 @pytest.mark.parametrize(
     "settings, message",
     [
