@@ -37,7 +37,7 @@ _FINETUNE = {
     "--max-grad-norm": "clip-grad-norm",
     "--model": "base-model model-name model-name-or-path model-path",
     "--output": "out-dir output-dir",
-    "--remat; the default, --remat auto, recomputes what does not fit": "gradient-checkpointing",
+    "--remat, whose default (auto) recomputes only what does not fit": "gradient-checkpointing",
     "--seed": "random-seed",
     "--seq-len": "block-size cutoff-len max-length max-seq-len max-seq-length sequence-length",
     "--skip-bad-documents": "skip-bad-data",

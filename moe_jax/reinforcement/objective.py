@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from moe_jax.kernels.shapes import varying_axes
 from moe_jax.kernels.vocabulary import TokenScores, token_log_probs_and_entropies
 from moe_jax.layers.router import load_balancing_loss
 from moe_jax.models.decoder import Decoder
@@ -87,7 +88,8 @@ class PolicyLoss(Objective):
         # Parts are summed over micro-batches, so each has its own place for a maximum.
         is_own = jnp.arange(self.micro_batches) == batch["micro_batch"][0]
         largest = {name: jnp.where(is_own, each, 0) for name, each in ({"is_used": jnp.ones(())} | largest).items()}
-        return value, parts | (jax.lax.pmax(largest, spread.mesh_axes) if spread.mesh_axes else largest)
+        # An axis along which a value is the same on all devices is not varying, and pmax refuses it.
+        return value, parts | {name: jax.lax.pmax(each, tuple(varying_axes(each))) for name, each in largest.items()}
 
     def metrics(self, value: Float[Array, ""], aux: Parts, label_weight: Float[Array, ""]) -> dict[str, Array]:
         """Returns the metrics listed in the class."""

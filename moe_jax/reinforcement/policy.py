@@ -118,6 +118,8 @@ class Policy:
         version = int(self.state.step)
 
         def drawn() -> Iterator[Group]:
+            if self._lock.locked():
+                raise RuntimeError("the engine sleeps while the model is trained: draw before or after `update`")
             if not self.settings.exact:
                 # Empties the cache of prompts. Else a call's last bits would depend on the calls before it.
                 self.engine.update(self.model)

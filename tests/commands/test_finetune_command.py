@@ -38,7 +38,9 @@ def test_defaults_are_the_settings_own(required):
 
 
 def test_options_of_every_group_arrive(required):
-    given = "--steps 5 --eval-every 7 --learning-rate 1e-3 --z-loss-coef 0.5 --no-remat --hops nccl --mesh.fsdp 2 --tensorboard"
+    given = (
+        "--steps 5 --eval-every 7 --learning-rate 1e-3 --z-loss-coef 0.5 --remat False --hops nccl --mesh.fsdp 2 --tensorboard"
+    )
     chosen = dict(steps=5, eval_every=7, learning_rate=1e-3, z_loss_coef=0.5, remat=False, hops="nccl", tensorboard=True)
     settings = FinetuneSettings(**required, **chosen, mesh=MeshShape(fsdp=2))
     assert tyro.cli(FinetuneCommand, args=[*options(required), *given.split()]).settings == settings

@@ -16,6 +16,7 @@ import moe_jax
 from moe_jax.config import NAMED_CONFIGS
 from moe_jax.generation import devices
 from moe_jax.generation.request import DecodeOptions, check_memory
+from moe_jax.generation.speculative import draft_source
 from moe_jax.kernels.attention.mosaic import flash
 from tests.helpers import seeds
 from tests.helpers.hf_reference import load_ours, reference
@@ -78,6 +79,8 @@ def test_on_an_h200_the_prompt_alone_takes_the_fused_kernel(name, module, monkey
     config = NAMED_CONFIGS[name]
     model = nnx.eval_shape(lambda: moe_jax.from_config(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
     decode = importlib.import_module(f"moe_jax.generation.{module}")._decode
+    if module == "speculative":
+        decode = partial(decode, draft_source("module"))
     device = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
     mesh = AbstractMesh((1, 1), devices.AXES, axis_types=(AxisType.Auto,) * 2, abstract_device=device)
     prompts = [jax.ShapeDtypeStruct((2, 192), jnp.int32)] * 2

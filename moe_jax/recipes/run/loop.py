@@ -207,8 +207,9 @@ class Task(ABC):
     def keep_choices(self, position: Mapping[str, Any]) -> None:
         """Repeats the choices that a checkpoint's position stores."""
         # Older runs did not store it, and recomputed all layers by default.
-        if self.training.step.remat == "auto":
-            self.training.step.set_remat(position.get(REMAT, True))
+        kept = position.get(REMAT, True)
+        if self.training.step.remat == "auto" and kept != "auto":
+            self.training.step.set_remat(kept)
 
     def sample(self, step: int, log: RunLog) -> None:
         """Writes samples of a step; an error here loses no step. By default there are none."""

@@ -60,7 +60,7 @@ def test_held_out_text_is_measured_and_not_trained_on(tmp_path, one_step_for_all
 
 def test_further_tokens_are_learned_and_logged_or_refused(tmp_path):
     model = tiny.deepseek(mtp=1, layers=1)
-    with pytest.raises(ValueError, match="mtp_loss_coef=0 would leave the model's modules"):
+    with pytest.raises(ValueError, match="mtp_loss_coef=0 would leave the model's MTP modules"):
         finetune(settings(tmp_path, mtp_loss_coef=0), model=model, tokenizer=tiny.tokenizer())
     result = finetune(settings(tmp_path, steps=12), model=model, tokenizer=tiny.tokenizer())
     losses = [record["mtp_loss"] for record in result.metrics]

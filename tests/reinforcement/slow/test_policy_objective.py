@@ -135,7 +135,7 @@ def assert_same(found, wanted, atol=1e-6):
     for name, metric in metrics.items():
         np.testing.assert_allclose(metric, other_metrics[name], rtol=1e-5, atol=atol, err_msg=name)
     for a, b in zip(jax.tree.leaves(gradients), jax.tree.leaves(others), strict=True):
-        assert np.abs(np.asarray(a) - b).max() <= 3 * atol * np.abs(b).max()
+        assert np.abs(np.asarray(a) - b).max() <= 10 * atol * np.abs(b).max()
 
 
 @pytest.mark.parametrize("loss", ["sequences", pytest.param("dapo", marks=pytest.mark.thorough)])
