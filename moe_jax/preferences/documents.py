@@ -11,19 +11,16 @@ A row has one of the common layouts, and becomes a prompt and its answers:
 Rows of messages may also have "tools". Other keys are ignored.
 """
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from moe_jax.checkpoint.messages import check_messages
 from moe_jax.train.data.chat import has_weights
 from moe_jax.train.data.documents import IndexedRows
 from moe_jax.train.data.layouts import as_list, decoded, parsed
-from moe_jax.train.data.opening import Problems, read_all, row_readers
+from moe_jax.train.data.opening import indexed_rows
 from moe_jax.train.data.turns import as_message, plain_message
 
 Messages = list[dict[str, Any]]
@@ -199,7 +196,6 @@ def open_preferences(path: str | Path, *, of_pairs: bool = True, plain: bool = F
       ValueError: bad rows, listed by file and line; pairs mixed with single answers; single answers for a loss of pairs; or no
         record at all.
     """
-    readers, digest, problems = row_readers(path, COLUMNS), hashlib.blake2b(b"preferences", digest_size=16), Problems()
     are_pairs: bool | None = None
 
     def facts_of(_: int, content: bytes) -> tuple[()] | None:
@@ -212,16 +208,11 @@ def open_preferences(path: str | Path, *, of_pairs: bool = True, plain: bool = F
         are_pairs = is_pair
         return ()
 
-    places = read_all(readers, digest, problems, facts_of)
-    if problems.count:
-        raise ValueError(f"bad preference data: {problems.listed(len(places))}")
-    if not places:
-        raise ValueError(f"no row with preferences in {Path(path).expanduser().resolve()} ({len(readers)} files)")
+    names = dict(digest_of="preferences", what="preference data", row="preferences")
+    rows = indexed_rows(path, COLUMNS, facts_of, **names)
     if of_pairs and not are_pairs:
         raise ValueError(
-            f"the loss needs {KINDS[True]}, and {readers[0].name} has {KINDS[False]}: take loss kto, or other data"
+            f"the loss needs {KINDS[True]}, and {rows[0][0].name} has {KINDS[False]}: take loss kto, or other data"
         )
     unpaired = bool(are_pairs) and not of_pairs
-    file, line, offset, size = np.asarray(places, np.int64).T
-    rows = tuple(readers), file, line, offset, size, digest.hexdigest()
     return Preferences(*rows, of_pairs, unpaired, plain)

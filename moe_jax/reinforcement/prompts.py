@@ -19,7 +19,7 @@ from moe_jax.checkpoint.messages import check_messages, check_unicode
 from moe_jax.generation.text import chat_prompts, completion_tokens
 from moe_jax.train.data.documents import IndexedRows
 from moe_jax.train.data.layouts import decoded, parsed
-from moe_jax.train.data.opening import Problems, read_all, row_readers
+from moe_jax.train.data.opening import indexed_rows
 from moe_jax.train.data.turns import as_message, plain_message
 
 KEYWORDS = ("prompts", "completions", "completion_ids", "trainer_state", "log_metric", "log_extra", "finish_reasons", "seeds")
@@ -59,7 +59,6 @@ def open_prompts(path: str | Path) -> Prompts:
       ImportError: Parquet, and `datasets` is not installed.
       ValueError: bad rows, listed by file and line; a column named like a keyword of reward functions; or no row at all.
     """
-    readers, digest, problems = row_readers(path, None), hashlib.blake2b(b"prompts", digest_size=16), Problems()
     columns: dict[str, None] = {}
 
     def facts_of(_: int, content: bytes) -> tuple[()] | None:
@@ -68,13 +67,8 @@ def open_prompts(path: str | Path) -> Prompts:
         columns.update(dict.fromkeys(_row(content)))
         return ()
 
-    places = read_all(readers, digest, problems, facts_of)
-    if problems.count:
-        raise ValueError(f"bad prompts: {problems.listed(len(places))}")
-    if not places:
-        raise ValueError(f"no row with a prompt in {Path(path).expanduser().resolve()} ({len(readers)} files)")
-    file, line, offset, size = np.asarray(places, np.int64).T
-    return Prompts(tuple(readers), file, line, offset, size, digest.hexdigest(), tuple(columns))
+    rows = indexed_rows(path, None, facts_of, digest_of="prompts", what="prompts", row="a prompt")
+    return Prompts(*rows, tuple(columns))
 
 
 def prompts_within(prompts: Prompts, max_tokens: int, length_of: Callable[[Mapping[str, Any]], int]) -> Prompts:

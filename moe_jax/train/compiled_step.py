@@ -152,9 +152,9 @@ class Room(NamedTuple):
     """The memory of one device, in bytes."""
 
     limit: float
-    """What the process may allocate."""
+    """Bytes that the process may allocate."""
     free: float
-    """What live arrays leave of it."""
+    """Bytes of the limit that no live array uses."""
 
 
 def room_of(state: TrainState) -> Room | None:

@@ -205,6 +205,6 @@ def hidden_states_of(model: Decoder, batch: Batch) -> HiddenStates:
     if ids is not None:
         ids = jnp.moveaxis(ids, 2, 0).astype(jnp.int32)
         if segments is not None:
-            # As in a strict pass, whose gradients have the same bits.
+            # Padding is routed to the first experts, as in a strict pass: other ids would give gradients with other bits.
             ids = jnp.where(segments[..., None] != 0, ids, jnp.arange(ids.shape[-1], dtype=jnp.int32))
     return model.hidden_states(batch["tokens"], batch.get("positions"), segments, expert_ids=ids)

@@ -1,10 +1,9 @@
 """The settings of a run of reinforcement learning, checked as a whole before anything happens."""
 
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import ClassVar, Literal, get_args
 
-from moe_jax.recipes.run.settings import RunSettings, fits
+from moe_jax.recipes.run.settings import RunSettings, file_problems, fits
 from moe_jax.reinforcement.settings import LossSettings, PolicySettings
 
 OnMismatch = Literal["stop", "warn"]
@@ -128,13 +127,7 @@ class GrpoSettings(RunSettings):
 
     def problems(self) -> list[str]:
         """Adds to the problems of `RunSettings`: files that do not exist, and sizes without room for an answer."""
-        problems = super().problems()
-        output = Path(self.output).expanduser()
-        for name, path in (("data", self.data), ("eval_data", self.eval_data)):
-            if path is not None and not Path(path).expanduser().exists():
-                problems.append(f"{name}={path!r} does not exist")
-        if output.resolve() == Path(self.data).expanduser().resolve():
-            problems.append(f"output={self.output!r} must be another folder than data")
+        problems = super().problems() + file_problems(self.output, self.data, self.eval_data)
         if self.mesh.size > 1:
             problems.append(f"grpo runs on one device so far; leave out mesh, which has {self.mesh.size}")
         if type(self.grpo) is not LossSettings:

@@ -1,11 +1,10 @@
 """The settings of a run on preferences, checked as a whole before anything happens."""
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import ClassVar
 
 from moe_jax.preferences.settings import PreferenceSettings
-from moe_jax.recipes.run.settings import RunSettings
+from moe_jax.recipes.run.settings import RunSettings, file_problems
 
 
 @dataclass(frozen=True)
@@ -48,14 +47,7 @@ class PreferSettings(RunSettings):
 
     def problems(self) -> list[str]:
         """Adds to the problems of `RunSettings`: files that do not exist."""
-        problems = super().problems()
-        output = Path(self.output).expanduser()
-        for name, path in (("data", self.data), ("eval_data", self.eval_data)):
-            if path is not None and not Path(path).expanduser().exists():
-                problems.append(f"{name}={path!r} does not exist")
-        if output.resolve() == Path(self.data).expanduser().resolve():
-            problems.append(f"output={self.output!r} must be another folder than data")
-        return problems
+        return super().problems() + file_problems(self.output, self.data, self.eval_data)
 
     def pipe_problems(self, ranks: int) -> list[str]:
         """Refuses a pipe."""

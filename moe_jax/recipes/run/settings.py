@@ -256,6 +256,17 @@ class RunSettings:
         raise NotImplementedError
 
 
+def file_problems(output: str, data: str, eval_data: str | None) -> list[str]:
+    """Returns problems of a run's files: data that does not exist, or output in its place."""
+    problems = []
+    for name, path in (("data", data), ("eval_data", eval_data)):
+        if path is not None and not Path(path).expanduser().exists():
+            problems.append(f"{name}={path!r} does not exist")
+    if Path(output).expanduser().resolve() == Path(data).expanduser().resolve():
+        problems.append(f"output={output!r} must be another folder than data")
+    return problems
+
+
 def precision_problems(
     precision: str,
     dtype: str,

@@ -111,6 +111,36 @@ def _opened(source: DataSource, data_format: str, learned_answers: str, skip_bad
     )
 
 
+def indexed_rows(
+    path: str | Path,
+    further: Collection[str] | None,
+    facts_of: Callable[[int, bytes], tuple[()] | None],
+    *,
+    digest_of: str,
+    what: str,
+    row: str,
+) -> tuple[tuple[Reader, ...], np.ndarray, np.ndarray, np.ndarray, np.ndarray, str]:
+    """Reads all rows of files once; returns the fields of an `IndexedRows`.
+
+    Args:
+      further: columns of Parquet files to read in addition, None for all.
+      facts_of: as in `read_all`.
+      digest_of: the text that the fingerprint begins with.
+      what, row: the names of all rows and of one row, for errors.
+
+    Raises:
+      ValueError: bad rows, listed by file and line; or no row at all.
+    """
+    readers, digest, problems = row_readers(path, further), hashlib.blake2b(digest_of.encode(), digest_size=16), Problems()
+    places = read_all(readers, digest, problems, facts_of)
+    if problems.count:
+        raise ValueError(f"bad {what}: {problems.listed(len(places))}")
+    if not places:
+        raise ValueError(f"no row with {row} in {Path(path).expanduser().resolve()} ({len(readers)} files)")
+    file, line, offset, size = np.asarray(places, np.int64).T
+    return tuple(readers), file, line, offset, size, digest.hexdigest()
+
+
 def read_all(
     readers: Sequence[Reader],
     digest: "hashlib.blake2b",
