@@ -251,13 +251,20 @@ class ShardedParameters:
         """
 
         def enter(path, part):
-            return self._whole(path, _summed_over(part, tuple(sorted({*self.token_axes} - varying_axes(part)))))
+            return self._whole(path, _summed_over(part, self._missing_axes(part)))
 
         return jax.tree.map_with_path(enter, params)
 
     def enter_fixed(self, fixed: nnx.State) -> nnx.State:
         """Returns the rest of the model, as `enter` does; nothing of it has a gradient."""
-        return jax.tree.map_with_path(self._whole, fixed)
+        frozen, others = nnx.split_state(fixed, Frozen, ...)
+        # A layer would cast its weights to vary as its tokens do. Layers that keep their residuals would keep these copies.
+        frozen = jax.tree.map(lambda part: _varying(part, self._missing_axes(part)), frozen)
+        return jax.tree.map_with_path(self._whole, nnx.merge_state(frozen, others))
+
+    def _missing_axes(self, part: Array) -> tuple[str, ...]:
+        """Returns the mesh axes over which tokens are split and the part does not vary."""
+        return tuple(sorted({*self.token_axes} - varying_axes(part)))
 
     def _whole(self, path: tuple, part: Array) -> Array:
         """Returns the full parameter outside the stages; inside, the part."""
@@ -336,7 +343,7 @@ _gathered.defvjp(
 @partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _summed_over(parameter: Array, axes: tuple[str, ...]) -> Array:
     """Returns the parameter for use with different tokens along `axes`; its gradient is summed over them in f32."""
-    return lax.pcast(parameter, axes, to="varying") if axes else parameter
+    return _varying(parameter, axes)
 
 
 _summed_over.defvjp(
@@ -357,3 +364,7 @@ def can_travel_in_fp8(path: tuple, shape: tuple[int, ...], mesh: Mesh | Abstract
     if "experts" not in path or not gathered_axes(path, shape, mesh):
         return False
     return not any(size % GROUP for size in part_shape(path, shape, mesh)[-2:])
+
+
+def _varying(array: Array, axes: tuple[str, ...]) -> Array:
+    return lax.pcast(array, axes, to="varying") if axes else array

@@ -11,8 +11,11 @@ from flax import nnx
 
 from moe_jax.layers.lora import Frozen
 from moe_jax.models.execution import Execution
-from moe_jax.train import NextToken, gradients_fn, init_state, make_train_step
+from moe_jax.parallel import Parallelism, make_mesh
+from moe_jax.train import NextToken, gradients_fn, init_state, make_train_step, put_batch
+from moe_jax.train.compiled_step import needed_bytes
 from moe_jax.train.objective import as_objective
+from tests.helpers import tiny
 from tests.helpers.adapted_models import make_batch, small_model, with_adapters
 
 
@@ -69,3 +72,15 @@ def test_states_without_adapters_have_no_frozen_entry():
     state = init_state(small_model("qwen3"), optax.adamw(1e-2))
     names = {str(path[0]) for path, _ in jax.tree.leaves_with_path(state, is_leaf=lambda node: isinstance(node, nnx.State))}
     assert ".params" in names and ".frozen" not in names
+
+
+def test_layers_that_keep_their_residuals_keep_no_frozen_weights_on_a_mesh():
+    """Casts of weights to vary as tokens do would be residuals, a copy of every layer's weights."""
+    model, optimizer = with_adapters(tiny.model_for_fp8()), optax.sgd(0.1)
+    needed = []
+    for parallelism in (None, Parallelism(make_mesh(devices=jax.devices()[:1]))):
+        state = init_state(model, optimizer, parallelism)
+        batch = put_batch(make_batch(), state.params, parallelism)
+        step = make_train_step(nnx.graphdef(model), optimizer, NextToken(), remat=False, parallelism=parallelism)
+        needed.append(needed_bytes(step.compiled(state, batch)))
+    assert needed[1] - needed[0] < sum(a.nbytes for a in jax.tree.leaves(state.frozen)) / 4
