@@ -6,6 +6,7 @@
     python benchmarks/engine.py --prefix 8192 64            # also the first token of 64 tokens after 8192 cached ones
     python benchmarks/engine.py --spread --count-experts    # routing as vLLM was timed with, and the experts that a step uses
     python benchmarks/engine.py --precision fp8             # experts in FP8
+    python benchmarks/engine.py --cases 1x512 --spread --edits 16 --drafts lookup:3     # drafts from the text
     python benchmarks/engine.py --cases 16x128 --update     # also new weights for the engine: 61 GB more
     python benchmarks/engine.py --layers 12 --kernels       # also the kernels of a step by the profiler; GPUs alone
     python benchmarks/engine.py strict --layers 48 --cases 16 256       # bits of strict=True, and its time
@@ -18,7 +19,8 @@ is greedy, and no sequence ends early. `device` is the same step in a loop witho
 `prompts` is the time to the first token of all sequences, whose prompts are new. With drafts a step is the time of a token.
 Nearly all drafts of random weights are wrong, so that this is the cost of a step with its drafts. An update is `engine.update`
 until the device is idle again, and the token after it a request of one token. With `--spread` the likeliest token after t is
-t + 1. So sequences never agree on a token, and use as many experts as chance has it. To count experts, the engine keeps each
+t + 1. So sequences never agree on a token, and use as many experts as chance has it. `--edits 16` is the case that drafts from
+the text are for: the prompt has the answer, but for each 16th token. To count experts, the engine keeps each
 token's experts, which takes some time of a step.
 
 `strict`: each case is a number of prompts at once, of different lengths. Each engine computes prompts in chunks of another
@@ -29,23 +31,18 @@ sequence. 0 is right.
 """
 
 import collections
-import re
 import statistics
-import tempfile
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from harness import Case, main, median_ms, median_s, one_of, peak_gib, timed
+from harness import Case, main, median_ms, median_s, microseconds_of_kernels, one_of, peak_gib, timed
 from inputs import config_of, random_model_in_form
-from jax.profiler import ProfileData
 
 import moe_jax
 from moe_jax.config import NAMED_CONFIGS
@@ -90,7 +87,8 @@ class Steps(Case):
     step_tokens: int = 8192  # tokens of the largest step
     pages: int | None = None  # pages of keys and values; default: enough for the cases
     precision: Literal["bf16", "fp8"] = "bf16"  # of the experts' matmuls
-    drafts: bool = False  # with drafts of the model's module; no time for `device`
+    drafts: str | None = None  # "module", or "lookup:N" from the text; no time for `device`
+    edits: int | None = None  # with --spread: prompts have the text to come, except for each EDITS-th token
     update: bool = False  # also time `engine.update` with the weights of another model
     kernels: bool = False  # also the time of each kernel of a step
 
@@ -104,13 +102,16 @@ class Steps(Case):
             raise SystemExit("--update draws its second model in bf16: leave --precision fp8 out")
         if self.count_experts and (self.drafts or NAMED_CONFIGS[self.config].experts is None):
             raise SystemExit("--count-experts needs a model with experts, and counts one token of a sequence: no --drafts")
+        if self.edits is not None and not self.spread:
+            raise SystemExit("--edits needs --spread, whose text is known beforehand")
         if self.spread and NAMED_CONFIGS[self.config].tie_word_embeddings:
             raise SystemExit(f"--spread: {self.config} has one matrix for embedding and head")
 
     def results(self):
         """Yields the rows."""
         config = config_of(self.config, small=self.small, layers=self.layers, in_fp8=self.precision == "fp8")
-        config, dtype = config if self.drafts else config.without_mtp(), jnp.float32 if self.small else jnp.bfloat16
+        config = config if self.drafts == "module" else config.without_mtp()
+        dtype = jnp.float32 if self.small else jnp.bfloat16
         if self.precision == "fp8":
             model = random_model_in_form(config, "fp8")
             model.set_precision("fp8")
@@ -127,12 +128,14 @@ class Steps(Case):
             max_length=max(prompt + new for _, prompt, new in loads),
             num_pages=self.pages or 1 + max(min(count, most) * pages_of(prompt + new) for count, prompt, new in loads),
         )
-        seconds, engine = timed(lambda: Engine(model, limits=limits, drafts=int(self.drafts), keep_experts=self.count_experts))
+        seconds, engine = timed(lambda: Engine(model, limits=limits, drafts=self.drafts or 0, keep_experts=self.count_experts))
         print(f"{limits}\nengine ready in {seconds:.0f} s", flush=True)
         rng = np.random.default_rng(0)
 
         def random_prompts(sequences: int, tokens: int) -> list[list[int]]:
-            return rng.integers(0, config.vocab_size, (sequences, tokens)).tolist()
+            if self.edits is None:
+                return rng.integers(0, config.vocab_size, (sequences, tokens)).tolist()
+            return texts_to_edit(rng, sequences, tokens, self.edits, config.vocab_size).tolist()
 
         for sequences, prompt, _ in cases:
             prompts = random_prompts(sequences, prompt)
@@ -190,6 +193,14 @@ def spread_tokens(model: Decoder) -> None:
     model.lm_head.weight.set_value(jnp.roll(embedding, 1, axis=0))
 
 
+def texts_to_edit(rng: np.random.Generator, sequences: int, tokens: int, edits: int, vocab_size: int) -> np.ndarray:
+    """Returns prompts of a text and its first two tokens: a spread model continues by the text, without the changes in it."""
+    start = rng.integers(0, vocab_size, (sequences, 1))
+    text = (start + np.arange(tokens - 2)) % vocab_size
+    text[:, edits - 1 :: edits] = rng.integers(0, vocab_size, text[:, edits - 1 :: edits].shape)
+    return np.concatenate([text, text[:, :2]], axis=1)
+
+
 def experts_in_use(engine: Engine, prompts: list[list[int]], new: int) -> dict:
     """Returns the number of experts that the tokens of a step are sent to, the mean of all layers and steps."""
     options = SamplingOptions(max_new_tokens=new, ignore_eos=True, return_experts=True)
@@ -237,22 +248,6 @@ def on_device(engine: Engine, sequences: int, position: int, kernels: bool) -> t
     found = microseconds_of_kernels(launch, lambda: device.state) if kernels else collections.Counter()
     engine.resume()
     return 1e3 * statistics.median(times[1:]), found
-
-
-def microseconds_of_kernels(launch: Callable, result: Callable, calls: int = 3) -> collections.Counter[str]:
-    """Returns the time of a step's kernels by name, by the profiler. `result` returns what launches leave."""
-    with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder):
-            for _ in range(calls):
-                launch()
-            jax.block_until_ready(result())
-        planes = [plane for file in Path(folder).rglob("*.xplane.pb") for plane in ProfileData.from_file(str(file)).planes]
-    microseconds = collections.Counter[str]()
-    for line in (line for plane in planes if plane.name.startswith("/device:GPU:0") for line in plane.lines):
-        if line.name.startswith("Stream"):
-            for event in line.events:
-                microseconds[re.sub(r"[._]\d+$", "", event.name)[:60]] += event.duration_ns / 1e3 / calls
-    return microseconds
 
 
 @dataclass(kw_only=True)

@@ -11,10 +11,12 @@ Rows are printed as soon as they are measured. A line of JSON also has the date,
 row has a `failure`, the other measurements continue, and the process exits with 1 at its end.
 """
 
+import collections
 import dataclasses
 import datetime
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -29,6 +31,7 @@ from typing import Any, ClassVar, Literal
 import jax
 import jax.numpy as jnp
 import tyro
+from jax.profiler import ProfileData
 
 PACKAGES = ("jax", "jaxlib", "torch", "triton", "transformers", "sonic-moe", "quack-kernels", "tokamax")
 FACTS = ("date", "versions", "command", "case")
@@ -199,6 +202,22 @@ def timed(call: Callable) -> tuple[float, Any]:
     began = time.perf_counter()
     result = jax.block_until_ready(call())
     return time.perf_counter() - began, result
+
+
+def microseconds_of_kernels(launch: Callable, result: Callable, calls: int = 3) -> collections.Counter[str]:
+    """Returns the time of a step's kernels by name, by the profiler. `result` returns what launches leave."""
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            for _ in range(calls):
+                launch()
+            jax.block_until_ready(result())
+        planes = [plane for file in Path(folder).rglob("*.xplane.pb") for plane in ProfileData.from_file(str(file)).planes]
+    microseconds = collections.Counter[str]()
+    for line in (line for plane in planes if plane.name.startswith("/device:GPU:0") for line in plane.lines):
+        if line.name.startswith("Stream"):
+            for event in line.events:
+                microseconds[re.sub(r"[._]\d+$", "", event.name)[:60]] += event.duration_ns / 1e3 / calls
+    return microseconds
 
 
 def compiled(function: Callable, *arguments, **options) -> tuple[jax.stages.Compiled, float]:

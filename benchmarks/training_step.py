@@ -3,6 +3,7 @@
     python benchmarks/training_step.py --mesh expert=4 --rows 4 --output step.jsonl
     python benchmarks/training_step.py --rows 8 --lora-rank 32 --frozen-form nf4       # adapters, with experts in 4 bits
     moe-jax launch -- python benchmarks/training_step.py --mesh expert=4 --rows 4      # one process for each GPU
+    python benchmarks/training_step.py --layers 8 --rows 8 --routings balanced --kernels   # where the time is; GPUs alone
     python benchmarks/training_step.py dpo --layers 4 8                                # DPO compared with fine-tuning
     XLA_FLAGS=--xla_force_host_platform_device_count=4 python benchmarks/training_step.py --small --mesh fsdp=2 expert=2  # CPU
 
@@ -20,6 +21,7 @@ log-probabilities. With two numbers of layers a line through both gives the time
 import gc
 import statistics
 import time
+from collections import Counter
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -27,7 +29,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from harness import GIB, Case, main, one_of, peak_gib
+from harness import GIB, Case, main, microseconds_of_kernels, one_of, peak_gib
 from inputs import FORMS, config_of, random_model_in_form, random_rows
 
 from moe_jax.adapters import LoraSettings, add_lora
@@ -74,6 +76,7 @@ class Step(Case):
     offload: bool = False  # keep the residuals of remat in host memory
     routings: tuple[Literal["balanced", "own", "rebalanced"], ...] = ("balanced", "own")
     steps: int = 5
+    kernels: bool = False  # also the time of each kernel of a step
 
     SMALL = dict(seq=64, steps=1)
 
@@ -109,12 +112,14 @@ class Step(Case):
             )
             print(f"{model}, {self.rows} x {self.seq} tokens, hops by {parallelism.hops}, ceiling {ceiling:.0f} TFLOP/s")
         for routing in self.routings:
-            row = self.measure(config, parallelism, routing)
+            row, kernels = self.measure(config, parallelism, routing)
             gc.collect()
             yield {"routing": routing} | row | {"of_ceiling": row["tflops_per_gpu"] / ceiling}
+            for name, us in kernels.most_common(40):
+                yield {"routing": routing, "kernel_us": us, "kernel": name}
 
-    def measure(self, config, parallelism: Parallelism, routing: str) -> dict:
-        """Returns the row of one routing."""
+    def measure(self, config, parallelism: Parallelism, routing: str) -> tuple[dict, Counter[str]]:
+        """Returns the row of one routing, and the microseconds of a step's kernels if they are wanted."""
         if self.frozen_form == "whole":
             model = random_model(
                 config,
@@ -161,12 +166,18 @@ class Step(Case):
             losses.append(float(metrics["loss"]))
             jax.block_until_ready(state)
             seconds.append(time.perf_counter() - began)
+
+        def launch() -> None:
+            nonlocal state
+            state, _ = step(state, batch)
+
+        kernels = microseconds_of_kernels(launch, lambda: state) if self.kernels else Counter()
         devices = parallelism.mesh.size
         median = statistics.median(seconds[1:])
         tokens = self.rows * self.seq
         load = np.asarray(metrics["expert_load"])
         loads = {"load": busiest(load), "device_load": busiest(device_load(load, expert_devices))} if len(load) else {}
-        return {
+        row = {
             "seconds": median,
             "compile_seconds": seconds[0],
             "tokens_per_second_per_gpu": tokens / median / devices,
@@ -177,6 +188,7 @@ class Step(Case):
             **loads,
             **of_rebalance,
         }
+        return row, kernels
 
 
 def busiest(load: np.ndarray) -> float:
