@@ -1,9 +1,11 @@
 """h in 8 bits between the passes: its errors compared with e4m3, zeros and infinities."""
 
+import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 
-from moe_jax.kernels.experts.fp8.quantise import dequantised_rows, keep_h, quantise_rows, read_h
+from moe_jax.kernels.experts.fp8.quantise import dequantised_rows, e3m4_codes, keep_h, of_e3m4_codes, quantise_rows, read_h
 from tests.helpers import seeds
 
 
@@ -26,3 +28,20 @@ def test_extremes():
     found = np.asarray(read_h(keep_h(h, "fp8")), np.float32)
     assert not found[0].any() and np.isfinite(found[1]).all() and found[1].min() > 2.9e38
     assert np.isnan(found[2, 0]) and np.isnan(found[3, 128:]).all() and not found[2:, :128][1].any()
+
+
+def test_codes_are_those_of_the_type():
+    """All codes, the numbers at equal distance of two, their neighbours in f32, and random ones; NaN stays NaN."""
+    codes = np.arange(256, dtype=np.uint8)
+    numbers = codes.view(ml_dtypes.float8_e3m4).astype(np.float32)
+    finite = np.unique(numbers[np.isfinite(numbers)])
+    halfway = (finite[1:] + finite[:-1]) / 2
+    near = [np.nextafter(halfway, np.float32(end)) for end in (-np.inf, np.inf)]
+    values = np.concatenate([finite, halfway, *near, seeds.rng().normal(size=5000).astype(np.float32) * 4, [-0.0, np.nan]])
+    values = values.clip(-15.5, 15.5).astype(np.float32)
+    found = np.asarray(jax.jit(e3m4_codes)(values)).view(ml_dtypes.float8_e3m4)
+    np.testing.assert_array_equal(found.astype(np.float32), values.astype(ml_dtypes.float8_e3m4).astype(np.float32))
+    assert np.array_equal(np.signbit(found[:-1]), np.signbit(values[:-1]))
+    finite_codes = codes[codes & 0x7F != 0x70]
+    read = np.asarray(jax.jit(of_e3m4_codes)(finite_codes))
+    np.testing.assert_array_equal(read, finite_codes.view(ml_dtypes.float8_e3m4).astype(np.float32))
