@@ -4,10 +4,11 @@
     python benchmarks/grpo.py --layers 4 --prompts 32 --new 1848        # 256 answers of 1,848 tokens to prompts of 200
     python benchmarks/grpo.py --layers 48 --lora-rank 32                # adapters on frozen weights, without exact mode
     JAX_PLATFORMS=cpu python benchmarks/grpo.py --small
+    JAX_PLATFORMS=cpu python benchmarks/grpo.py curve                   # rewards of a tiny model, here and by TRL
 
-A row is a step of `reinforcement.Policy`. Every answer has `--new` tokens, because nothing ends it. The first two steps may
-compile. A later step that compiles is a failure, and so is a token whose bits differ in exact mode. The audit computes a few
-rows, and all rows in the first and in the last step. Seconds of the phases:
+`step`: a row is a step of `reinforcement.Policy`. Every answer has `--new` tokens, because nothing ends it. The first two steps
+may compile. A later step that compiles is a failure, and so is a token whose bits differ in exact mode. The audit computes a
+few rows, and all rows in the first and in the last step. Seconds of the phases:
 
     sample   draw all answers; `tokens_per_s` counts their tokens, `engine_steps` the engine's steps
     reward   call the reward function
@@ -24,12 +25,15 @@ recomputed" is the price of exact mode. In both modes answers have equal lengths
 """
 
 import gc
+import json
 import logging
 import statistics
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 import jax
@@ -42,18 +46,20 @@ from harness import GIB, Case, main, one_of, peak_gib, timed
 from inputs import config_of
 
 from moe_jax.adapters import LoraSettings, add_lora
+from moe_jax.checkpoint.hf_save import save_pretrained
 from moe_jax.config import NAMED_CONFIGS, ModelConfig
 from moe_jax.cost.flops import num_parameters
 from moe_jax.kernels import target
 from moe_jax.models.decoder import Decoder
 from moe_jax.models.random_weights import random_model
+from moe_jax.recipes import GrpoSettings, grpo
 from moe_jax.reinforcement.advantages import advantages, token_weights, total_rewards
 from moe_jax.reinforcement.objective import sampled_token_scores
 from moe_jax.reinforcement.policy import Policy
 from moe_jax.reinforcement.rewards import score
 from moe_jax.reinforcement.rows import policy_rows
 from moe_jax.reinforcement.samples import Group
-from moe_jax.reinforcement.settings import PolicySettings
+from moe_jax.reinforcement.settings import LossSettings, PolicySettings
 from moe_jax.serving.pages import pages_of
 from moe_jax.serving.request import EngineLimits
 from moe_jax.serving.weights import unfused_reason
@@ -233,7 +239,7 @@ def tokenizer_of_numbers(vocab_size: int) -> transformers.PreTrainedTokenizerFas
     words = tokenizers.models.WordLevel({str(number): number for number in range(vocab_size)}, unk_token="0")
     tokenizer = tokenizers.Tokenizer(words)
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="0", pad_token="1")
 
 
 def allocated_gib() -> float:
@@ -241,7 +247,122 @@ def allocated_gib() -> float:
     return (jax.local_devices()[0].memory_stats() or {}).get("bytes_in_use", 0) / GIB
 
 
-CASES = {"step": Step}
+@dataclass(kw_only=True)
+class Curve(Case):
+    """A row for each block of steps."""
+
+    config: one_of(NAMED_CONFIGS) = "qwen3-30b-a3b"
+    prompts: int = 8
+    samples: int = 8
+    new: int = 16
+    steps: int = 60
+    block: int = 10
+    seeds: tuple[int, ...] = (0, 1, 2)
+    learning_rate: float = 3e-3
+    loss: Literal["dapo", "grpo", "dr_grpo"] = "dapo"
+
+    SMALL = dict(prompts=2, samples=2, new=3, steps=2, block=1, seeds=(0,))
+
+    def results(self) -> Iterator[dict[str, Any]]:
+        """Yields the rows; the first ones have each curve."""
+        config, curves = replace(config_of(self.config, small=True), eos_token_id=0), {}
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            save_pretrained(random_model(config, jnp.float32), folder / "model", progress=False)
+            tokenizer_of_numbers(config.vocab_size).save_pretrained(folder / "model")
+            rng = np.random.default_rng(0)
+            prompts = [" ".join(map(str, rng.integers(2, config.vocab_size, 8))) for _ in range(4 * self.prompts)]
+
+            def small_numbers(completions: list[str], **columns: Any) -> list[float]:
+                texts = [[int(word) for word in text.split()] for text in completions]
+                return [sum(number < config.vocab_size // 4 for number in text) / self.new for text in texts]
+
+            for system, train in (("moe_jax", self.by_moe_jax), ("trl", self.by_trl)):
+                curves[system] = []
+                for seed in self.seeds:
+                    seconds, rewards = timed(partial(train, folder, prompts, small_numbers, seed))
+                    curves[system].append(rewards)
+                    yield dict(system=system, seed=seed, seconds=seconds, rewards=[round(reward, 4) for reward in rewards])
+        blocks = {system: np.asarray(each).reshape(len(self.seeds), -1, self.block).mean(2) for system, each in curves.items()}
+        overlaps = []
+        for number in range(self.steps // self.block):
+            row = {"steps": f"{1 + number * self.block}-{(number + 1) * self.block}"}
+            for system, each in blocks.items():
+                of_block = each[:, number]
+                row |= {system: float(of_block.mean()), f"{system}_band": [float(of_block.min()), float(of_block.max())]}
+            (low, high), (trl_low, trl_high) = row["moe_jax_band"], row["trl_band"]
+            overlaps.append(low <= trl_high and trl_low <= high)
+            yield row | {"overlap": overlaps[-1]}
+        yield dict(blocks=len(overlaps), overlapping=sum(overlaps))
+
+    def by_moe_jax(self, folder: Path, prompts: list[str], reward: Callable, seed: int) -> list[float]:
+        """Returns the mean reward of each step of the recipe."""
+        data = folder / "prompts.jsonl"
+        data.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
+        settings = GrpoSettings(
+            model=str(folder / "model"),
+            data=str(data),
+            output=str(folder / f"run{seed}"),
+            prompts=self.prompts,
+            samples=self.samples,
+            max_new_tokens=self.new,
+            seq_len=64,
+            steps=self.steps,
+            batch_size=8,
+            learning_rate=self.learning_rate,
+            warmup_steps=0,
+            dtype="float32",
+            checkpoint_every=self.steps,
+            grpo=LossSettings(loss=self.loss),
+            seed=seed,
+        )
+        return [record["reward"] for record in grpo(settings, rewards=[reward]).metrics]
+
+    def by_trl(self, folder: Path, prompts: list[str], reward: Callable, seed: int) -> list[float]:
+        """Returns the same of TRL's trainer."""
+        import datasets
+        import trl
+
+        settings = trl.GRPOConfig(
+            output_dir=str(folder / f"trl{seed}"),
+            per_device_train_batch_size=self.prompts * self.samples,
+            num_generations=self.samples,
+            max_completion_length=self.new,
+            max_steps=self.steps,
+            learning_rate=self.learning_rate,
+            lr_scheduler_type="constant",
+            adam_beta2=0.95,
+            weight_decay=0.0,
+            max_grad_norm=1.0,
+            loss_type=self.loss,
+            scale_rewards="none" if self.loss == "dr_grpo" else "group",
+            epsilon=0.2,
+            epsilon_high=0.28,
+            beta=0.0,
+            router_aux_loss_coef=0.0,
+            temperature=1.0,
+            seed=seed,
+            use_cpu=True,
+            bf16=False,
+            gradient_checkpointing=False,
+            logging_steps=1,
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+            model_init_kwargs={"dtype": "float32"},
+        )
+        trainer = trl.GRPOTrainer(
+            model=str(folder / "model"),
+            reward_funcs=[reward],
+            args=settings,
+            train_dataset=datasets.Dataset.from_dict({"prompt": prompts}),
+            processing_class=transformers.AutoTokenizer.from_pretrained(folder / "model", padding_side="left"),
+        )
+        trainer.train()
+        return [record["reward"] for record in trainer.state.log_history if "reward" in record]
+
+
+CASES = {"step": Step, "curve": Curve}
 
 if __name__ == "__main__":
     main(__doc__, CASES)

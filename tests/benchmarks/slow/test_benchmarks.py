@@ -82,6 +82,7 @@ def test_a_small_case(monkeypatch, tmp_path, command, measured):
         "experts",
         "experts sums",
         "few_tokens",
+        "grpo curve",
         "grpo --lora-rank 4 --modes exact inexact",
         "grpo --modes exact inexact --prompts 1 --prompt 3 --new 2",
         "moe_layer tables",
