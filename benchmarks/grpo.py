@@ -6,9 +6,9 @@
     JAX_PLATFORMS=cpu python benchmarks/grpo.py --small
     JAX_PLATFORMS=cpu python benchmarks/grpo.py curve                   # rewards of a tiny model, here and by TRL
 
-`step`: a row is a step of `reinforcement.Policy`. Every answer has `--new` tokens, because nothing ends it. The first two steps
-may compile. A later step that compiles is a failure, and so is a token whose bits differ in exact mode. The audit computes a
-few rows, and all rows in the first and in the last step. Seconds of the phases:
+`step`: a row is a step of `reinforcement.Policy`. Every answer has `--new` tokens, because nothing ends it; or `--mean` on
+average, at most `--new`. The first two steps may compile. A later step that compiles is a failure, and so is a token whose bits
+differ in exact mode. The audit computes a few rows, and all rows in the first and in the last step. Seconds of the phases:
 
     sample   draw all answers; `tokens_per_s` counts their tokens, `engine_steps` the engine's steps
     reward   call the reward function
@@ -21,7 +21,7 @@ few rows, and all rows in the first and in the last step. Seconds of the phases:
 
 `allocated` is the memory in use after `sample`, and after `sleep`. The peak is that of the process until then. A row without a
 step has the medians of the steps that compile nothing and audit a few rows. The last row compares the medians: "exact over
-recomputed" is the price of exact mode. In both modes answers have equal lengths, and so equal rows.
+recomputed" is the price of exact mode. Without `--mean`, answers have equal lengths in both modes, and so equal rows.
 """
 
 import gc
@@ -81,6 +81,7 @@ class Step(Case):
     samples: int = 8  # answers to a prompt
     prompt: int = 200  # tokens of a prompt
     new: int = 312  # tokens of an answer
+    mean: int | None = None  # answers end at random, after this number of tokens on average; default: all have --new
     rows: int = 4  # packed rows of a micro-batch
     pages: int | None = None  # pages of keys and values; default: enough for all answers at once
     sequences: int | None = None  # answers that are drawn at once; default: all
@@ -178,9 +179,11 @@ class Step(Case):
     def step(self, policy: Policy, number: int) -> dict[str, Any]:
         """Returns the row of a step."""
         rng, vocab_size = np.random.default_rng(number), policy.model.config.vocab_size
-        rows = [(key, {"prompt": " ".join(map(str, rng.integers(0, vocab_size, self.prompt)))}) for key in range(self.prompts)]
+        rows = [(key, {"prompt": " ".join(map(str, rng.integers(2, vocab_size, self.prompt)))}) for key in range(self.prompts)]
         before = policy.engine.stats().num_steps
-        forced = dict(ignore_eos=True, stop_token_ids=())
+        # Random weights draw all tokens about equally often.
+        ends = range(0 if self.mean is None else vocab_size // self.mean)
+        forced = dict(ignore_eos=True, stop_token_ids=tuple(ends))
         seconds, groups = {}, []
         seconds["sample"], groups = timed(lambda: list(policy.sample(rows, step=number, seed=0, **forced)))
         engine_steps, memory = policy.engine.stats().num_steps - before, [allocated_gib()]
@@ -194,10 +197,10 @@ class Step(Case):
         seconds["pack"] = whole - seconds["audit"] - seconds["update"] - metrics["time/sync"]
         seconds["wake"] = metrics["time/sync"] + idle
         tokens = sum(len(sample.tokens) for group in groups for sample in group.samples)
-        assert tokens == self.prompts * self.samples * self.new, "an answer ended early"
         trained = sum(len(group.prompt_tokens) * self.samples for group in groups) + tokens
         return {f"{name}_s": seconds[name] for name in PHASES} | {
             "total_s": sum(seconds.values()),
+            "tokens": tokens,
             "tokens_per_s": tokens / seconds["sample"],
             "trained_per_s": trained / seconds["update"],
             "engine_steps": engine_steps,
@@ -235,11 +238,11 @@ def share_of_odd_tokens(completion_ids: list[list[int]], **columns: Any) -> list
 
 
 def tokenizer_of_numbers(vocab_size: int) -> transformers.PreTrainedTokenizerFast:
-    """Returns a tokenizer whose texts are the tokens' numbers, separated by spaces."""
-    words = tokenizers.models.WordLevel({str(number): number for number in range(vocab_size)}, unk_token="0")
-    tokenizer = tokenizers.Tokenizer(words)
+    """Returns a tokenizer whose texts are the tokens' numbers, separated by spaces. Tokens 0 and 1 are special."""
+    words = ["<end>", "<pad>", *map(str, range(2, vocab_size))]
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<pad>"))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="0", pad_token="1")
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", pad_token="<pad>")
 
 
 def allocated_gib() -> float:
