@@ -33,7 +33,7 @@ import jax.numpy as jnp
 import tyro
 from jax.profiler import ProfileData
 
-PACKAGES = ("jax", "jaxlib", "torch", "triton", "transformers", "sonic-moe", "quack-kernels", "tokamax")
+PACKAGES = ("jax", "jaxlib", "torch", "triton", "transformers", "trl", "sonic-moe", "quack-kernels", "tokamax")
 FACTS = ("date", "versions", "command", "case")
 """Keys of a line of JSON that `main` adds to each row. It adds the device too, unless the row names one."""
 
