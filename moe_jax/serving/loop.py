@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from moe_jax.serving.device import Device, Launched
 from moe_jax.models.decoder import Decoder
+from moe_jax.serving.device import Device, Launched
 from moe_jax.serving.handle import Event, Listener, ReplicaFailed, WeightsDeleted, wake, why
 from moe_jax.serving.request import Completion, DrawnToken, FinishReason
 from moe_jax.serving.schedule import EngineQueues, Sequence, change_weights, finish, plan_step, read_step
