@@ -10,6 +10,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 
@@ -17,6 +18,8 @@ import moe_jax
 from moe_jax.cli import main
 from moe_jax.config import config_to_dict
 from moe_jax.layers.quantised import BlockScaled, FourBits
+from moe_jax.reinforcement.policy import Policy
+from moe_jax.reinforcement.settings import PolicySettings
 from moe_jax.serving import Engine, EngineLimits, SamplingOptions
 from moe_jax.serving.device import Device
 from tests.helpers import seeds, tiny
@@ -37,11 +40,11 @@ def prompts_of(model, *lengths):
     return [rng.integers(3, model.config.vocab_size, length).tolist() for length in lengths]
 
 
-def both(model, options=DRAWN, **settings):
+def both(model, options=DRAWN, lengths=(3, 70, 20, 1, 30, 12), limits=LIMITS, **settings):
     """Returns the completions of an engine on one device and of one with replicas, each of which had some requests."""
-    prompts, found = prompts_of(model, 3, 70, 20, 1, 30, 12), []
+    prompts, found = prompts_of(model, *lengths), []
     for replicas in (1, 2):
-        with closing(Engine(model, limits=replace(LIMITS, replicas=replicas), lazy=True, **settings)) as engine:
+        with closing(Engine(model, limits=replace(limits, replicas=replicas), lazy=True, **settings)) as engine:
             found.append(sum(engine.generate(prompts, options), []))
             assert all(stats.num_tokens for stats in engine.stats_of_devices().values())
             assert engine.stats().owned_pages == engine.stats().running == engine.stats().waiting == 0
@@ -61,6 +64,7 @@ def test_tokens_experts_and_continuations():
         np.testing.assert_array_equal(np.sort(found.experts), np.sort(wanted.experts))
 
 
+@pytest.mark.thorough
 def test_strict_bits(monkeypatch):
     """No bit of a token depends on its device, or on the requests there."""
     launch, lock = Device.launch, threading.Lock()
@@ -74,7 +78,8 @@ def test_strict_bits(monkeypatch):
 
     monkeypatch.setattr(Device, "launch", launch_alone)
     model = moe_jax.from_config(ONE_LAYER, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
-    one, several = both(model, strict=True)
+    limits = replace(LIMITS, max_sequences=1, max_tokens_per_step=8)
+    one, several = both(model, replace(DRAWN, max_new_tokens=3), (5, 11, 3), limits, strict=True)
     assert [(each.tokens, each.logprobs, each.prompt_logprobs) for each in several] == [
         (each.tokens, each.logprobs, each.prompt_logprobs) for each in one
     ]
@@ -193,3 +198,28 @@ def test_bench(tmp_path, capsys):
     sizes = "--max-length 64 --num-pages 4 --dtype float32 --replicas 2 --lazy"
     main(["bench", "--random-weights", str(tmp_path), *load.split(), *sizes.split()])
     assert "2 x cpu, prompts of 8 tokens" in capsys.readouterr().out
+
+
+@pytest.mark.thorough
+def test_a_policy_draws_on_all_devices():
+    """It learns on one. Answers of both turns, and the weights, are those of a policy on one device."""
+    prompts = [(key, {"prompt": text}) for key, text in enumerate(["a b c d e", "what was ", "1 2 3 4 5"])]
+    settings, limits = PolicySettings(samples=4, max_new_tokens=6), replace(LIMITS, max_length=32, max_tokens_per_step=32)
+    found = []
+    for replicas in (1, 2):
+        policy = Policy(
+            tiny.model(),
+            optax.sgd(0.1),
+            settings,
+            tokenizer=tiny.tokenizer(),
+            limits=replace(limits, replicas=replicas),
+            rows=4,
+        )
+        with closing(policy):
+            for step in range(2):
+                groups = sorted(policy.sample(prompts, step=step, seed=0), key=lambda group: group.key)
+                found.append([(each.seed, each.tokens.tolist()) for group in groups for each in group.samples])
+                rewards = [[[np.mean(each.tokens < 128)] for each in group.samples] for group in groups]
+                policy.update([replace(group, rewards=np.array(own)) for group, own in zip(groups, rewards, strict=True)])
+            assert all(stats.num_tokens for stats in policy.engine.stats_of_devices().values())
+    assert found[:2] == found[2:]
