@@ -46,7 +46,8 @@ class Engine:
     Args:
       model: any model of this library, with or without an adapter. The engine computes on all devices that hold it, each with
         its own prompts. On one device it reads experts where the model keeps them.
-      limits: sizes of each device, which set its memory; default: `EngineLimits()`.
+      limits: sizes of each device, which set its memory; default: `EngineLimits()`. With `replicas` above 1, further devices
+        get a copy of the weights. Requests go to the device that is free first.
       tokenizer: a Hugging Face tokenizer, with which events and completions have text, and stop texts end them.
       keep_experts: True makes room for each token's experts, for requests with `return_experts`.
       drafts: "lookup:3" drafts up to three tokens per step: those that followed an earlier occurrence of a sequence's newest
@@ -62,8 +63,8 @@ class Engine:
     Raises:
       ValueError: no model, or no `EngineLimits`; positions that scale with the longest text of a batch (rope type "dynamic").
         Also drafts of a module that is missing, or without room for all drafts of each sequence in a step. Also `strict` with
-        drafts, an adapter or quantised weights, or with a model that its kernels do not support. On several devices also
-        drafts, `strict` and adapters.
+        drafts, an adapter or quantised weights, or with a model that its kernels do not support. For a model on several devices
+        also drafts, `strict`, adapters and replicas. Also more replicas than devices.
     """
 
     def __init__(
@@ -255,7 +256,8 @@ def check_servable(model: Decoder, limits: EngineLimits, *, drafts: int | str, s
             "set_precision('fp8')"
         )
     devices = {device for leaf in jax.tree.leaves(nnx.state(model)) for device in leaf.sharding.device_set}
-    Placement.of(model).replicas(limits.replicas)
+    if limits.replicas > 1:
+        Placement.of(model).replicas(limits.replicas)
     if len(devices) > 1:
         _check_several(model, len(devices), drafts=drafts, strict=strict)
     source = check_drafting(drafts, model.config, limits)

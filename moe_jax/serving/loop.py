@@ -277,7 +277,7 @@ class EngineLoop:
                     wake(self._listeners)
                     self._listeners.clear()
         except BaseException as error:  # after any error, no caller may wait forever
-            _logger.exception("the engine failed")
+            _logger.exception("the engine failed" if self.name is None else f"the engine's device {self.name} failed")
             self._fail(error if self.name is None else ReplicaFailed(self.name, error))
             self._refill()
         finally:

@@ -1,7 +1,7 @@
 """Replicas of an engine: devices that each have all weights, a thread, and sequences of their own.
 
-Requests wait in one queue. One is bound to a device only once a device has a slot and pages for it, because only then is it
-known which one is free first. Devices never wait for each other, except between two steps for new weights.
+Requests wait in one queue. A request is bound to a device once one has a slot and pages for it. Earlier, nobody knows which
+device will be free first. Devices never wait for each other, except between two steps for new weights.
 """
 
 import contextlib

@@ -72,7 +72,7 @@ def test_a_crowded_device_gets_no_more():
 
 
 def test_a_request_is_bound_once_a_device_has_room():
-    """A short request ends first, whatever its device: the one that waits gets its place."""
+    """A short request ends first on either device, and the one that waits gets its place."""
     for short in (0, 1):
         with running(max_sequences=1) as (replicas, _):
             replicas.pause(True)

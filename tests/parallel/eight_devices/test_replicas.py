@@ -1,4 +1,4 @@
-"""An engine with replicas, on some of eight devices: tokens are those of an engine on one device."""
+"""An engine with replicas, on some of eight devices: an engine on one device draws the same tokens."""
 
 import gc
 import json
@@ -41,7 +41,7 @@ def prompts_of(model, *lengths):
 
 
 def both(model, options=DRAWN, lengths=(3, 70, 20, 1, 30, 12), limits=LIMITS, **settings):
-    """Returns the completions of an engine on one device and of one with replicas, each of which had some requests."""
+    """Returns the completions of an engine on one device and of one with replicas. Each replica had some requests."""
     prompts, found = prompts_of(model, *lengths), []
     for replicas in (1, 2):
         with closing(Engine(model, limits=replace(limits, replicas=replicas), lazy=True, **settings)) as engine:
@@ -202,7 +202,7 @@ def test_bench(tmp_path, capsys):
 
 @pytest.mark.thorough
 def test_a_policy_draws_on_all_devices():
-    """It learns on one. Answers of both turns, and the weights, are those of a policy on one device."""
+    """It learns on one. A policy on one device draws the same answers before and after an update."""
     prompts = [(key, {"prompt": text}) for key, text in enumerate(["a b c d e", "what was ", "1 2 3 4 5"])]
     settings, limits = PolicySettings(samples=4, max_new_tokens=6), replace(LIMITS, max_length=32, max_tokens_per_step=32)
     found = []
