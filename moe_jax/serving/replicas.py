@@ -204,7 +204,7 @@ class Replicas:
             wake({each.handle.fail(error) for request in self._waiting for each in request} - {None})
             self._waiting.clear()
             return True
-        loads = [Load(loop) for loop in usable if loop.num_open < self._limits.max_sequences]
+        loads = [ReplicaLoad(loop) for loop in usable if loop.num_open < self._limits.max_sequences]
         while self._waiting and (load := cheapest(loads, self._waiting[0])) is not None:
             request, room = self._waiting.popleft(), self._limits.max_sequences - load.num_sequences
             load.bind(request[:room])
@@ -216,7 +216,7 @@ class Replicas:
         return not refused
 
 
-class Load:
+class ReplicaLoad:
     """The work of a device, with the requests that are being bound to it."""
 
     def __init__(self, loop: EngineLoop):
@@ -257,7 +257,7 @@ class Load:
         return len(self._pool.find(sequence.page_hashes(self._root, (len(sequence.tokens) - 1) // PAGE_SIZE)))
 
 
-def cheapest(loads: list[Load], request: list[Sequence]) -> Load | None:
+def cheapest(loads: list[ReplicaLoad], request: list[Sequence]) -> ReplicaLoad | None:
     """Returns the load of the device that a request is bound to; None if no device has room for it."""
     with_room = [load for load in loads if load.has_room(request)]
     most = max(CROWDED, MOST_UNEVEN * min((load.num_sequences for load in with_room), default=0))
