@@ -10,6 +10,7 @@
     python benchmarks/engine.py --cases 16x128 --update     # also new weights for the engine: 61 GB more
     python benchmarks/engine.py --layers 12 --kernels       # also the kernels of a step by the profiler; GPUs alone
     python benchmarks/engine.py strict --layers 48 --cases 16 256       # bits of strict=True, and its time
+    python benchmarks/engine.py replicas --replicas 1 2                # one GPU, then two with a copy of the weights each
     python benchmarks/engine.py generate --devices 2        # moe_jax.generate; two GPUs share the experts and the prompts
     JAX_PLATFORMS=cpu python benchmarks/engine.py first --layers 48     # first call of generate, and of an engine
 
@@ -26,6 +27,11 @@ token's experts, which takes some time of a step.
 `strict`: each case is a number of prompts at once, of different lengths. Each engine computes prompts in chunks of another
 size. A row has the number of log-probabilities, of prompts and of drawn tokens, that differ from `strict_log_probs` of the
 sequence. 0 is right.
+
+`replicas`: each device has the same number of clients, whose requests start together. Columns: `of_first` is the throughput
+over the throughput of the first number of replicas, with as many clients each. `least` is the fewest new tokens of a device
+over the mean. `idle` is the share of time in which a device runs no kernel, by the profiler; GPUs alone. `differ` is the number
+of requests with other tokens or log-probabilities than with the first number of replicas; with `--strict` 0 is right.
 
 `first`: the model has Qwen3-MoE's layers at a small width, so that a CPU can run it. Compile times are close to wide models'.
 """
@@ -312,6 +318,76 @@ class Strict(Case):
 
 
 @dataclass(kw_only=True)
+class Replicated(Case):
+    """A row for each number of replicas, and of clients for each of them."""
+
+    config: one_of(NAMED_CONFIGS) = "qwen3-30b-a3b"
+    layers: int | None = 4
+    replicas: tuple[int, ...] = (1, 2)
+    clients: tuple[int, ...] = (64, 256)  # for each device
+    prompt: int = 128
+    short: int = 16
+    long: int = 144
+    step_tokens: int = 2048  # tokens of the largest step
+    strict: bool = False
+
+    SMALL = dict(layers=2, replicas=(1,), clients=(2,), prompt=8, short=2, long=6, step_tokens=32)
+
+    def results(self):
+        """Yields the rows."""
+        config = config_of(self.config, small=self.small, layers=self.layers).without_mtp()
+        model = random_model(config, jnp.dtype(jnp.float32 if self.small else jnp.bfloat16))
+        rng, most, length = np.random.default_rng(0), max(self.clients), self.prompt + self.long
+        sizes = dict(max_sequences=most, max_tokens_per_step=self.step_tokens, max_length=length)
+        limits = EngineLimits(**sizes, num_pages=1 + most * pages_of(length))
+        prompts = rng.integers(0, config.vocab_size, (most * max(self.replicas), self.prompt)).tolist()
+        first: dict[int, tuple[float, list]] = {}
+        for replicas in self.replicas:
+            with_replicas = partial(Engine, model, limits=replace(limits, replicas=replicas), strict=self.strict)
+            seconds, engine = timed(with_replicas)
+            print(f"{replicas} replicas ready in {seconds:.0f} s", flush=True)
+            for clients in self.clients:
+                run, before = partial(generate, engine, prompts[: clients * replicas]), tokens_of_devices(engine)
+                step = step_ms(run, self.short, self.long)
+                new = tokens_of_devices(engine) - before
+                per_second, drawn = 1e3 * clients * replicas / step, self.drawn(engine, prompts[:clients])
+                at_first, expected = first.setdefault(clients, (per_second / replicas, drawn))
+                differ = sum(one != other for one, other in zip(drawn, expected, strict=True))
+                row = dict(replicas=replicas, clients=clients, step_ms=step, tokens_per_s=per_second)
+                row |= dict(of_first=per_second / at_first, least=float(new.min() / new.mean()), differ=differ)
+                row["idle"] = idle_shares(partial(run, self.short))
+                yield row | ({"failure": "bits differ"} if self.strict and differ else {})
+            engine.close()
+
+    def drawn(self, engine: Engine, prompts: list[list[int]]) -> list:
+        """Returns the tokens and log-probabilities of each prompt's answer."""
+        options = SamplingOptions(max_new_tokens=self.short, ignore_eos=True, temperature=1.0, seed=0, logprobs=0)
+        return [(one.tokens, one.logprobs) for (one,) in engine.generate(prompts, options)]
+
+
+def tokens_of_devices(engine: Engine) -> np.ndarray:
+    """Returns the number of new tokens of each replica so far."""
+    return np.array([stats.num_tokens for stats in engine.stats_of_devices().values() or [engine.stats()]])
+
+
+def idle_shares(run: Callable) -> list[float] | None:
+    """Returns the share of a call's time in which each GPU runs no kernel; None without GPUs."""
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            run()
+        planes = [plane for file in Path(folder).rglob("*.xplane.pb") for plane in ProfileData.from_file(str(file)).planes]
+    shares = []
+    for plane in planes:
+        lines = [line for line in plane.lines if line.name.startswith("Stream")]
+        spans = sorted((event.start_ns, event.start_ns + event.duration_ns) for line in lines for event in line.events)
+        if plane.name.startswith("/device:GPU:") and spans:
+            ends = np.maximum.accumulate([end for _, end in spans])
+            gaps = np.maximum([start for start, _ in spans[1:]] - ends[:-1], 0).sum()
+            shares.append(float(gaps / (ends[-1] - spans[0][0])))
+    return shares or None
+
+
+@dataclass(kw_only=True)
 class Generate(Case):
     """A row for each number of prompts, continued by `moe_jax.generate`."""
 
@@ -366,7 +442,7 @@ class First(Case):
             yield row | ({} if completion.tokens == tokens else {"failure": "generate and the engine draw other tokens"})
 
 
-CASES = {"steps": Steps, "strict": Strict, "generate": Generate, "first": First}
+CASES = {"steps": Steps, "strict": Strict, "replicas": Replicated, "generate": Generate, "first": First}
 
 if __name__ == "__main__":
     main(__doc__, CASES)

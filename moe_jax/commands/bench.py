@@ -81,8 +81,8 @@ class BenchCommand:
             raise ValueError(f"the picture's name must end in .png; got {self.plot}")
         folder = None if self.model is None else find_checkpoint(self.model)
         config = config_of(str(self.random_weights)).without_mtp() if folder is None else read_config(folder, mtp=False)
-        mesh = engine_mesh(self.devices, config)
-        most = self.sizes.max_sequences * self.devices
+        mesh, num_devices = engine_mesh(self.devices, config, self.sizes.replicas), self.devices * self.sizes.replicas
+        most = self.sizes.max_sequences * num_devices
         numbers = [n for n in CLIENTS if n <= most] if self.concurrency is None else self.concurrency
         loads = [Load(clients, self.requests_each, self.prompt_tokens, self.new_tokens) for clients in numbers]
         limits = self.sizes.engine_limits(config, max_waiting=max((1, *numbers)))
@@ -96,7 +96,7 @@ class BenchCommand:
             model = from_pretrained(folder, dtype=self.dtype, mtp=False, mesh=mesh)
             engine = Engine(model, limits=limits, take_over=True, lazy=self.lazy)
         search_rarely()
-        kind = f"{f'{self.devices} x ' * (mesh is not None)}{jax.devices()[0].device_kind}"
+        kind = f"{f'{num_devices} x ' * (num_devices > 1)}{jax.devices()[0].device_kind}"
         title = (
             f"{self.model or f'{self.random_weights} with random weights'}, {self.dtype}, {kind}, "
             f"prompts of {self.prompt_tokens} tokens, {self.new_tokens} new tokens"

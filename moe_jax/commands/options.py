@@ -34,12 +34,14 @@ class LimitOptions:
       max_length: largest number of tokens of a text with its prompt. Default: 8192, or fewer if the model has fewer.
       max_tokens_per_step: number of tokens that each device computes at once, prompts and new ones.
       num_pages: number of pages of 64 tokens on each device, which running texts and the cache of prompts share.
+      replicas: number of GPUs that each have all weights. They share one queue of requests, and no work.
     """
 
     max_sequences: int = 256
     max_length: int | None = None
     max_tokens_per_step: int = 8192
     num_pages: int = 4096
+    replicas: int = 1
 
     def engine_limits(self, config: ModelConfig, max_waiting: int) -> "EngineLimits":
         """Returns the limits of an engine for a model of this config.
@@ -55,6 +57,7 @@ class LimitOptions:
             max_length=length_for(config, self.max_length),
             num_pages=self.num_pages,
             max_waiting=max_waiting,
+            replicas=self.replicas,
         )
         if self.max_length is not None and self.max_length > limits.longest_in_pages:
             raise ValueError(
@@ -135,17 +138,21 @@ def device_count(devices: int | None) -> int:
     return count
 
 
-def engine_mesh(devices: int, config: ModelConfig) -> "Mesh | None":
-    """Returns the mesh of an engine on the first `devices` devices; None for one.
+def engine_mesh(devices: int, config: ModelConfig, replicas: int) -> "Mesh | None":
+    """Returns the mesh of an engine on the first `devices` devices; None for one, or for replicas on one each.
 
     Raises:
-      ValueError: as `device_count`.
+      ValueError: as `device_count`; or there are too few devices for the replicas.
     """
     import jax
 
     from moe_jax.generation import generation_mesh
 
     count = device_count(devices)
+    if replicas > 1 and count > 1:
+        raise ValueError(f"--replicas {replicas}: take --devices 1; got {devices}")
+    if replicas > jax.local_device_count():
+        raise ValueError(f"--replicas must be at most {jax.local_device_count()}, the visible devices; got {replicas}")
     return None if count == 1 else generation_mesh(jax.devices()[:count], config)
 
 

@@ -22,6 +22,8 @@ class ServeCommand:
 
     MOE_JAX_API_KEY=secret moe-jax serve runs/demo/model --host 0.0.0.0
 
+    moe-jax serve Qwen/Qwen3-30B-A3B --replicas 8
+
     moe-jax serve Qwen/Qwen3-235B-A22B --devices 8
 
     Then: curl http://127.0.0.1:8000/v1/chat/completions -H "Content-Type: application/json"
@@ -96,7 +98,8 @@ class ServeCommand:
         config, tokenizer = read_config(folder, mtp=mtp), load_tokenizer(source.tokenizer or folder)
         limits = self.sizes.engine_limits(config, self.max_waiting)
         check_drafting(self.drafts or 0, config, limits)
-        defaults, mesh = model_defaults(folder, config, tokenizer, draws=True), engine_mesh(self.devices, config)
+        defaults = model_defaults(folder, config, tokenizer, draws=True)
+        mesh = engine_mesh(self.devices, config, limits.replicas)
         for_one = {"--drafts": self.drafts, "--adapter": source.adapter is not None}
         if mesh is not None and (wrong := [option for option, is_set in for_one.items() if is_set]):
             raise ValueError(f"{' and '.join(wrong)}: take --devices 1; got {self.devices}")

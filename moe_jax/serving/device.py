@@ -24,7 +24,7 @@ from moe_jax.serving.request import DrawnToken, EngineLimits, SamplingOptions
 from moe_jax.serving.sampling import VARIANTS, Sampled, Variant
 from moe_jax.serving.schedule import Sequence, StepPlan
 from moe_jax.serving.step import Drafting, StepBatch, StepOutput, StepShape, empty_rows, filled, initial_state, packed
-from moe_jax.serving.weights import Weights, first_difference, frame_of, head_of, take_apart
+from moe_jax.serving.weights import ServedModel, Weights, first_difference, frame_of, head_of, take_apart
 
 _logger = logging.getLogger(__name__)
 
@@ -84,32 +84,35 @@ class Device:
     One program is compiled per step shape. Without chunks, the number of decoding rows is a power of two. With chunks, the
     number of their tokens doubles from shape to shape, with either all decoding rows or none. Several devices run the same
     program together, each with its own rows, because tokens travel between them to the experts.
+
+    Args:
+      parts: the model's, as `weights.take_apart` returns them. Its weights may be on another device.
+      owns_weights: True if none of the weights is the model's own array, because all are copied from another device.
     """
 
     def __init__(
         self,
-        model: Decoder,
+        parts: tuple[ServedModel, Weights],
+        placement: Placement,
         limits: EngineLimits,
         *,
         keep_experts: bool,
-        take_over: bool = False,
         drafts: DraftSource = NO_DRAFTS,
-        strict: bool = False,
         lazy: bool = False,
+        owns_weights: bool = False,
     ):
         self.limits = limits
-        self._drafts = drafts
-        self.placement = Placement.of(model)
+        self.placement = placement
+        self._owns_weights = owns_weights
         modules = self._num_modules = int(drafts.name == "module")
-        served, weights = take_apart(model, drafts=modules, take_over=take_over, mesh=self.placement.mesh)
-        self.served = served._replace(strict=strict)
-        if served.unfused is not None:
-            _logger.info("steps run the model's modules, without the fused kernels: %s", served.unfused)
+        self.served, weights = parts
+        if self.served.unfused is not None and not owns_weights:
+            _logger.info("steps run the model's modules, without the fused kernels: %s", self.served.unfused)
         # JAX recompiles if an argument was not committed to a device before and is now: all are committed from the start.
-        weights = self.placement.place(weights)
+        weights = placement.place(weights)
         # Flat: flattening the states of all layers in each step would cost the host more time than the step itself.
         self._weights, self._weights_tree = jax.tree.flatten(weights)
-        self._shared = _shared(weights)
+        self._shared = self._shared_of(weights)
         self._head = self._head_of(weights)
         # The last of several drafts may be past the longest sequence: attention reads its place in the table too.
         max_pages = pages_of(limits.max_length + max(drafts.num - 1, 0))
@@ -224,14 +227,13 @@ class Device:
         found.copy_to_host_async()
         return found
 
-    def replace_weights(self, model: Decoder) -> None:
-        """Uses the weights of another model of the same architecture from the next step on. Ends a `sleep`.
+    def weights_of(self, model: Decoder) -> Weights:
+        """Returns the weights of another model of the same architecture, for `replace_weights`.
 
         Raises:
           ValueError: the model has another architecture or dtype, another form of weights, or an adapter of another shape.
         """
-        served, weights = take_apart(model, drafts=self._num_modules, mesh=self.served.mesh)
-        served = served._replace(strict=self.served.strict)
+        served, weights = take_apart(model, drafts=self._num_modules, mesh=self.served.mesh, strict=self.served.strict)
         leaves, tree = jax.tree.flatten(weights)
         shapes, own = ([(leaf.shape, leaf.dtype) for leaf in some] for some in (leaves, self._weights))
         if (served, tree, shapes) != (self.served, self._weights_tree, own):
@@ -241,10 +243,20 @@ class Device:
                 "the new weights must be of a model with the same config and dtype as the engine's, in the same form, and with "
                 f"an adapter of the same targets and ranks if that has one: {difference}"
             )
+        return weights
+
+    def replace_weights(self, weights: Weights) -> None:
+        """Uses these weights from the next step on. Ends a `sleep`."""
+        if self._owns_weights:
+            # First: old and new weights together would leave no room for pages.
+            for old in self._weights:
+                if isinstance(old, Array):
+                    old.delete()
         weights = self.placement.place(weights)
         if self.state_is_deleted:
             self.state = self._make_state()
-        self._weights, self._shared, self._head = jax.tree.leaves(weights), _shared(weights), self._head_of(weights)
+        self._weights, self._shared = jax.tree.leaves(weights), self._shared_of(weights)
+        self._head = self._head_of(weights)
         # Small weights may occupy the old gaps.
         self._leave_gaps()
 
@@ -301,6 +313,10 @@ class Device:
         """Leaves gaps on all devices, after all long-lived arrays."""
         self._gaps = [array for device in self.placement.devices for array in leave_gaps(device)]
 
+    def _shared_of(self, weights: Weights) -> list[Array]:
+        """Returns the arrays that may be the model's own."""
+        return [] if self._owns_weights else jax.tree.leaves((weights.frame, weights.experts))
+
     def _head_of(self, weights: Weights) -> Array:
         return jax.device_put(head_of(frame_of(self.served, weights)), self.placement.whole)
 
@@ -322,11 +338,6 @@ def _rows_of_samples(shape: StepShape, plans: list[StepPlan]) -> list[int]:
         rows += range(first, first + len(plan.decodes))
         rows += [first + shape.decodes + i for i, chunk in enumerate(plan.chunks) if chunk.samples]
     return rows
-
-
-def _shared(weights: Weights) -> list[Array]:
-    """Returns the arrays that may be the model's own."""
-    return jax.tree.leaves((weights.frame, weights.experts))
 
 
 def _for_drawing(output: StepOutput) -> StepOutput:

@@ -22,8 +22,11 @@ from moe_jax.parallel.pipeline.chunks import refuse_chunks
 from moe_jax.serving.device import Device
 from moe_jax.serving.handle import Handle, as_completed
 from moe_jax.serving.loop import EngineLoop, Stats
+from moe_jax.serving.placement import Placement
+from moe_jax.serving.replicas import Replicas
 from moe_jax.serving.request import Completion, EngineLimits, SamplingOptions, check_prompts, checked, seeds_of
-from moe_jax.serving.schedule import EngineQueues, Sequence, change_weights
+from moe_jax.serving.schedule import EngineQueues, Sequence
+from moe_jax.serving.weights import take_apart
 
 GREEDY = SamplingOptions()
 
@@ -43,7 +46,8 @@ class Engine:
     Args:
       model: any model of this library, with or without an adapter. The engine computes on all devices that hold it, each with
         its own prompts. On one device it reads experts where the model keeps them.
-      limits: sizes of each device, which set its memory; default: `EngineLimits()`.
+      limits: sizes of each device, which set its memory; default: `EngineLimits()`. With `replicas` above 1, further devices
+        get a copy of the weights. Requests go to the device that is free first.
       tokenizer: a Hugging Face tokenizer, with which events and completions have text, and stop texts end them.
       keep_experts: True makes room for each token's experts, for requests with `return_experts`.
       drafts: "lookup:3" drafts up to three tokens per step: those that followed an earlier occurrence of a sequence's newest
@@ -59,8 +63,8 @@ class Engine:
     Raises:
       ValueError: no model, or no `EngineLimits`; positions that scale with the longest text of a batch (rope type "dynamic").
         Also drafts of a module that is missing, or without room for all drafts of each sequence in a step. Also `strict` with
-        drafts, an adapter or quantised weights, or with a model that its kernels do not support. On several devices also
-        drafts, `strict` and adapters.
+        drafts, an adapter or quantised weights, or with a model that its kernels do not support. For a model on several devices
+        also drafts, `strict`, adapters and replicas. Also more replicas than devices.
     """
 
     def __init__(
@@ -84,11 +88,23 @@ class Engine:
         self._ends = frozenset([] if ends is None else np.atleast_1d(ends).tolist())
         self._keeps_experts = keep_experts and model.config.experts is not None
         self.lazy = lazy
-        options: dict[str, Any] = dict(keep_experts=keep_experts, take_over=take_over, drafts=source, strict=strict, lazy=lazy)
-        device = Device(model, limits, **options)
-        device.warm_up()
-        queues = [EngineQueues(limits, source.num, source.name == "lookup") for _ in device.placement.devices]
-        self._loop = EngineLoop(device, queues)
+        own, *others = Placement.of(model).replicas(limits.replicas)
+        modules = int(source.name == "module")
+        parts = take_apart(model, drafts=modules, take_over=take_over, mesh=own.mesh, strict=strict)
+        options: dict[str, Any] = dict(keep_experts=keep_experts, drafts=source, lazy=lazy)
+        devices = [Device(parts, own, limits, **options)]
+        devices += [Device(parts, placement, limits, owns_weights=True, **options) for placement in others]
+        for device in devices:
+            device.warm_up()
+
+        def queues() -> EngineQueues:
+            return EngineQueues(limits, source.num, source.name == "lookup")
+
+        self._loop: EngineLoop | Replicas
+        if others:
+            self._loop = Replicas([(device, queues()) for device in devices], limits)
+        else:
+            self._loop = EngineLoop(devices[0], [queues() for _ in own.devices])
         # The thread would keep an unreachable engine's memory, for example after a notebook's variable is reassigned.
         weakref.finalize(self, self._loop.begin_to_close, drain=False).atexit = False
 
@@ -147,11 +163,11 @@ class Engine:
 
     def pause(self) -> None:
         """Starts no further step until `resume`. Requests keep their pages, and more may be submitted."""
-        self._loop.call(lambda: setattr(self._loop, "is_paused", True))
+        self._loop.pause(True)
 
     def resume(self) -> None:
         """Ends a `pause`."""
-        self._loop.call(lambda: setattr(self._loop, "is_paused", False))
+        self._loop.pause(False)
 
     def update(self, model: Decoder) -> None:
         """Computes with another model's weights from the next step on; cached pages of the old weights never match again.
@@ -162,17 +178,8 @@ class Engine:
           ValueError: no model, or one with another config or dtype than the engine's, another form of weights, or an adapter
             of another shape. The error names the first difference.
         """
-
         check_model(model)
-        loop = self._loop
-
-        def replace() -> None:
-            loop.device.replace_weights(model)
-            for queues in loop.queues:
-                change_weights(queues)
-            loop.is_asleep = False
-
-        loop.call(replace)
+        self._loop.update(model)
 
     def sleep(self) -> None:
         """Frees pages and the engine's copies of weights until `update`. Compiled programs stay, so nothing is compiled again.
@@ -200,6 +207,10 @@ class Engine:
     def stats(self) -> Stats:
         """Returns the present state."""
         return self._loop.stats()
+
+    def stats_of_devices(self) -> dict[str, Stats]:
+        """Returns the present state of each of several replicas, by device; empty without replicas."""
+        return self._loop.stats_of_devices()
 
     def close(self, *, drain: bool = True) -> None:
         """Ends the engine: after all requests if `drain`, else aborts them.
@@ -245,6 +256,8 @@ def check_servable(model: Decoder, limits: EngineLimits, *, drafts: int | str, s
             "set_precision('fp8')"
         )
     devices = {device for leaf in jax.tree.leaves(nnx.state(model)) for device in leaf.sharding.device_set}
+    if limits.replicas > 1:
+        Placement.of(model).replicas(limits.replicas)
     if len(devices) > 1:
         _check_several(model, len(devices), drafts=drafts, strict=strict)
     source = check_drafting(drafts, model.config, limits)

@@ -41,6 +41,13 @@ class WeightsDeleted(RuntimeError):
         )
 
 
+class ReplicaFailed(RuntimeError):
+    """A device of several has failed, and ended its requests. The others continue."""
+
+    def __init__(self, device: str, error: BaseException):
+        super().__init__(f"the engine's device {device} failed: {type(error).__name__}: {error}")
+
+
 Listener = tuple[asyncio.AbstractEventLoop, asyncio.Event]
 """The event of a coroutine that waits, and its loop."""
 
@@ -164,7 +171,8 @@ def as_completed(handles: Sequence[Handle]) -> Iterator[tuple[int, list[Completi
 
 def why(error: BaseException) -> str:
     """Returns the error message for a request that this error ended."""
-    return str(error) if isinstance(error, WeightsDeleted) else f"the engine failed: {type(error).__name__}: {error}"
+    is_sentence = isinstance(error, WeightsDeleted | ReplicaFailed)
+    return str(error) if is_sentence else f"the engine failed: {type(error).__name__}: {error}"
 
 
 def wake(listeners: set[Listener]) -> None:

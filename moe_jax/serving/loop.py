@@ -15,10 +15,12 @@ from typing import NamedTuple
 
 import numpy as np
 
+from moe_jax.models.decoder import Decoder
 from moe_jax.serving.device import Device, Launched
-from moe_jax.serving.handle import Event, Listener, WeightsDeleted, wake, why
+from moe_jax.serving.handle import Event, Listener, ReplicaFailed, WeightsDeleted, wake, why
 from moe_jax.serving.request import Completion, DrawnToken, FinishReason
-from moe_jax.serving.schedule import EngineQueues, Sequence, finish, plan_step, read_step
+from moe_jax.serving.schedule import EngineQueues, Sequence, change_weights, finish, plan_step, read_step
+from moe_jax.serving.weights import Weights
 
 _logger = logging.getLogger(__name__)
 
@@ -59,10 +61,22 @@ class EngineLoop:
       queues: one for each device.
       is_paused: True while no step may start.
       is_asleep: True while the device has neither weights nor pages.
+      name: the device's name, for errors, if the engine has other devices that continue after them.
+
+    Args:
+      refill: called between two steps, and after an error has ended the thread; it may add sequences.
     """
 
-    def __init__(self, device: Device, queues: list[EngineQueues]):
+    def __init__(
+        self,
+        device: Device,
+        queues: list[EngineQueues],
+        *,
+        name: str | None = None,
+        refill: Callable[[], None] = lambda: None,
+    ):
         self.device = device
+        self.name, self._refill = name, refill
         self.queues = queues
         self.is_paused = self.is_asleep = False
         self._num_steps = self._num_tokens = self._num_drafted = self._num_accepted = 0
@@ -96,11 +110,8 @@ class EngineLoop:
         sequences = [sequence for request in requests for sequence in request]
         with self._lock:
             # Under the lock: a request added after the failure would wait forever.
-            self._refuse_if_ended()
-            if self.is_asleep:
-                raise RuntimeError("the engine sleeps: call engine.update(model) first")
-            if self.device.weights_are_deleted:
-                raise WeightsDeleted
+            if (refusal := self.refusal) is not None:
+                raise refusal
             room = self.capacity - len(self._open)
             if limited and len(sequences) > room:
                 raise QueueFull(f"{len(self._open)} sequences run or wait; the engine has room for {room} more")
@@ -119,6 +130,10 @@ class EngineLoop:
         Raises:
           RuntimeError: the engine failed or was closed; and any error that the function raises.
         """
+        return self.begin(function).result()
+
+    def begin[T](self, function: Callable[[], T]) -> Future[T]:
+        """Does the same as `call`, without waiting for the result."""
         done: Future[T] = Future()
 
         def run() -> None:
@@ -128,9 +143,37 @@ class EngineLoop:
                 done.set_exception(error)
 
         with self._lock:
-            self._refuse_if_ended()
+            if (ended := self._ended()) is not None:
+                raise ended
             self._commands.put(run)
-        return done.result()
+        return done
+
+    def pause(self, is_paused: bool) -> None:
+        """Starts no further step until the pause ends."""
+        self.call(lambda: setattr(self, "is_paused", is_paused))
+
+    def update(self, model: Decoder) -> None:
+        """Computes with another model's weights from the next step on. Ends a `sleep`.
+
+        Raises:
+          ValueError: the model has another form than the engine's (`Device.weights_of`).
+        """
+        self.call(lambda: self.replace_weights(self.device.weights_of(model)))
+
+    def replace_weights(self, weights: Weights) -> None:
+        """Starts a new version of the weights; only the thread may call this, or another one while `call` holds it."""
+        self.device.replace_weights(weights)
+        for queues in self.queues:
+            change_weights(queues)
+        self.is_asleep = False
+
+    def end(self, error: BaseException) -> None:
+        """Ends the thread with an error, as if a step had raised it."""
+
+        def fail() -> None:
+            raise error
+
+        self._commands.put(fail)
 
     def sleep(self) -> None:
         """Lets the device free its arrays. While the loop sleeps, no sequences are accepted.
@@ -141,8 +184,7 @@ class EngineLoop:
 
         def fall_asleep() -> None:
             with self._lock:
-                if self._open:
-                    raise RuntimeError(f"an engine sleeps only without requests; {len(self._open)} sequences run or wait")
+                refuse_to_sleep(len(self._open))
                 self.is_asleep = True
             self.device.sleep()
 
@@ -170,6 +212,26 @@ class EngineLoop:
         """True once an error has ended the thread."""
         return self._error is not None
 
+    @property
+    def refusal(self) -> RuntimeError | None:
+        """The error with which `add` refuses all sequences now."""
+        if (ended := self._ended()) is not None:
+            return ended
+        if self.is_asleep:
+            return RuntimeError("the engine sleeps: call engine.update(model) first")
+        return WeightsDeleted() if self.device.weights_are_deleted else None
+
+    @property
+    def num_open(self) -> int:
+        """The number of sequences that were added, and whose completions were not delivered yet."""
+        return len(self._open)
+
+    @property
+    def opened(self) -> list[Sequence]:
+        """The sequences that were added and have not ended."""
+        with self._lock:
+            return [sequence for sequence in self._open if sequence.finish_reason is None]
+
     def stats(self) -> Stats:
         """Returns the present state; any thread may call it."""
         free, cached, owned, _ = map(sum, zip(*(queues.pool.counts() for queues in self.queues), strict=True))
@@ -187,16 +249,22 @@ class EngineLoop:
             num_accepted=self._num_accepted,
         )
 
-    def _refuse_if_ended(self) -> None:
+    def stats_of_devices(self) -> dict[str, Stats]:
+        """Returns nothing: the numbers are sums over devices that compute each step together."""
+        return {}
+
+    def _ended(self) -> RuntimeError | None:
         if self._error is not None:
-            raise RuntimeError(why(self._error)) from self._error
-        if self._is_closing:
-            raise RuntimeError("the engine is closed")
+            ended = RuntimeError(why(self._error))
+            ended.__cause__ = self._error
+            return ended
+        return RuntimeError("the engine is closed") if self._is_closing else None
 
     def _run(self) -> None:
         try:
             in_flight: Launched | None = None
             while not self._is_closing or in_flight is not None or self._has_sequences or not self._commands.empty():
+                self._refill()
                 is_idle = in_flight is None and (self.is_paused or not self._has_sequences)
                 self._run_commands(wait=is_idle)
                 launched = None if self.is_paused else self._launch_next()
@@ -209,8 +277,9 @@ class EngineLoop:
                     wake(self._listeners)
                     self._listeners.clear()
         except BaseException as error:  # after any error, no caller may wait forever
-            _logger.exception("the engine failed")
-            self._fail(error)
+            _logger.exception("the engine failed" if self.name is None else f"the engine's device {self.name} failed")
+            self._fail(error if self.name is None else ReplicaFailed(self.name, error))
+            self._refill()
         finally:
             self.device.release()
 
@@ -341,6 +410,12 @@ class EngineLoop:
             for sequence in sequences:
                 sequence.device = device
             self.queues[device].waiting.extend(sequences)
+
+
+def refuse_to_sleep(num_open: int) -> None:
+    """Raises RuntimeError if sequences run or wait."""
+    if num_open:
+        raise RuntimeError(f"an engine sleeps only without requests; {num_open} sequences run or wait")
 
 
 def completion_of(sequence: Sequence) -> Completion:

@@ -42,6 +42,22 @@ class Placement:
         devices = tuple(devices_of(model, "an engine"))
         return cls(devices, generation_mesh(devices, model.config) if len(devices) > 1 else None)
 
+    def replicas(self, count: int) -> list["Placement"]:
+        """Returns this placement, and one on each of `count` - 1 further devices of this process.
+
+        Raises:
+          ValueError: the process has fewer devices, or each replica would be on several.
+        """
+        if count == 1:
+            return [self]
+        if self.mesh is not None:
+            raise ValueError(f"replicas={count} needs a model on one device; the model lies on {len(self.devices)}")
+        all_devices = jax.local_devices(backend=self.devices[0].platform)
+        if count > len(all_devices):
+            raise ValueError(f"replicas must be at most {len(all_devices)}, the devices of this process; got {count}")
+        others = [device for device in all_devices if device != self.devices[0]]
+        return [self, *(Placement((device,), None) for device in others[: count - 1])]
+
     @property
     def rows(self) -> Sharding:
         """The sharding of arrays that have rows of each device."""

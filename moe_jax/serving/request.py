@@ -118,6 +118,8 @@ class EngineLimits:
     """Number of pages of keys and values, including page 0, which no sequence owns."""
     max_waiting: int = 1024
     """Largest number of sequences that wait for a slot or for pages, on all devices together."""
+    replicas: int = 1
+    """Number of devices that have a copy of all weights, and sequences of their own."""
 
     @property
     def longest_request(self) -> int:

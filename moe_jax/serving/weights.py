@@ -61,7 +61,7 @@ ComputedLayers = tuple[Float[Array, "tokens hidden"], list[LayerPages], list[Int
 
 
 def take_apart(
-    model: Decoder, *, drafts: int = 0, take_over: bool = False, mesh: Mesh | None = None
+    model: Decoder, *, drafts: int = 0, take_over: bool = False, mesh: Mesh | None = None, strict: bool = False
 ) -> tuple[ServedModel, Weights]:
     """Returns the model's parts. Layers' arrays are copies; experts, and arrays around the layers, are the model's own.
 
@@ -71,6 +71,7 @@ def take_apart(
       drafts: 1 includes the first multi-token prediction module as the last layer.
       take_over: deletes each stack once its layers are copied, unless its dtype was changed. The model is unusable afterwards.
       mesh: the mesh of an engine on several devices.
+      strict: as in `ServedModel`.
     """
     unfused, model = unfused_reason(model), with_ready_adapters(model)
     modules = {"embed_tokens": model.embed_tokens, "norm": model.norm}
@@ -85,7 +86,7 @@ def take_apart(
         graphs.append(graph)
         layers += _cut(others, take_over=take_over)
         experts.append(matrices)
-    options: dict[str, Any] = dict(precision=model.precision, mesh=mesh, unfused=unfused)
+    options: dict[str, Any] = dict(strict=strict, precision=model.precision, mesh=mesh, unfused=unfused)
     served = ServedModel(model.config, model.dtype, frame_graph, tuple(graphs), **options)
     return served, Weights(_dequantised(_in_dtype(frame, model.dtype)), tuple(layers), tuple(experts))
 

@@ -60,6 +60,9 @@ class FakeEngine:
         zeros = dict.fromkeys(Stats._fields, 0)
         return Stats(**zeros | dict(running=running, waiting=len(self._active) - running, num_tokens=self._num_tokens))
 
+    def stats_of_devices(self) -> dict[str, Stats]:
+        return {}
+
     def close(self, *, drain: bool = True) -> None:
         self.closed = True
         self._thread.join()

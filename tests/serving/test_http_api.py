@@ -281,6 +281,19 @@ def test_metrics_count_requests_and_tokens():
     assert ENGINE_HELP.keys() == set(Stats._fields) and all(each.endswith(".") and " " in each for each in helps)
 
 
+def test_metrics_of_each_replica():
+    """In families of their own: sums over the engine's would count twice."""
+    engine = FakeEngine()
+    numbers = engine.stats()._replace(running=2, num_tokens=7)
+    engine.stats_of_devices = lambda: {"cuda:0": numbers, "cuda:1": numbers._replace(running=1)}
+    with served.serve(engine) as running:
+        text = running.get("/metrics").text
+    assert 'moe_jax_replica_running{replica="cuda:0"} 2.0' in text
+    assert 'moe_jax_replica_running{replica="cuda:1"} 1.0' in text
+    assert 'moe_jax_replica_tokens_total{replica="cuda:1"} 7.0' in text
+    assert "moe_jax_engine_running 0.0" in text and "moe_jax_engine_running{" not in text
+
+
 def test_each_request_has_one_line_in_the_log(caplog):
     caplog.set_level("INFO", "moe_jax.serving")
     with served.serve(FakeEngine()) as running:

@@ -10,6 +10,7 @@ import openai
 import pytest
 
 from moe_jax.serving.engine import Engine
+from moe_jax.serving.handle import ReplicaFailed, wake
 from moe_jax.serving.http.service import ServerSettings
 from tests.helpers import served, tiny
 from tests.helpers.fake_engine import LIMITS, FakeEngine
@@ -305,6 +306,19 @@ def test_a_failed_engine_answers_503_and_is_not_healthy(stream):
                 running.openai().completions.create(**options)
             assert error.value.status_code == 503
         assert running.get("/health").status_code == 503 and not running.service.running
+
+
+def test_a_request_of_a_failed_replica_may_be_sent_again():
+    """The others answer it: the server stays healthy."""
+    engine = FakeEngine(repeats=1000, step_seconds=0.01)
+    with served.serve(engine) as running:
+        pieces = running.openai().completions.create(model="tiny", prompt="a", max_tokens=400, stream=True)
+        next(pieces)
+        wake({engine.handles[0].fail(ReplicaFailed("cuda:1", ValueError("RESOURCE_EXHAUSTED")))} - {None})
+        with pytest.raises(openai.APIError, match="a device failed: send the request again"):
+            list(pieces)
+        assert running.get("/health").status_code == 200
+        assert running.post(COMPLETION, json={"prompt": "a", "max_tokens": 2}).status_code == 200
 
 
 def test_a_device_that_fails_makes_the_server_unhealthy(monkeypatch):

@@ -104,5 +104,9 @@ def limits_of(settings: GrpoSettings) -> EngineLimits:
     sequences = min(answers, MOST_SEQUENCES) if sizes.max_sequences is None else sizes.max_sequences
     pages = min(sequences * -(-settings.max_length // 64) + 1, MOST_PAGES) if sizes.num_pages is None else sizes.num_pages
     return EngineLimits(
-        max_sequences=sequences, max_length=settings.max_length, num_pages=pages, max_waiting=answers * settings.eval_batches
+        max_sequences=sequences,
+        max_length=settings.max_length,
+        num_pages=pages,
+        max_waiting=answers * settings.eval_batches,
+        replicas=sizes.replicas,
     )

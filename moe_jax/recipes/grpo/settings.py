@@ -21,11 +21,13 @@ class EngineSizes:
       max_length: maximum number of tokens of a prompt and its answer. None: seq_len.
       num_pages: number of pages of 64 tokens, which running answers share. None: room for `max_sequences` of `max_length`
         tokens, at most 4096 pages.
+      replicas: number of devices that draw. Each has all weights, and sizes as above. The first one also learns.
     """
 
     max_sequences: int | None = None
     max_length: int | None = None
     num_pages: int | None = None
+    replicas: int = 1
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from moe_jax.serving.handle import REPLACEMENT
+from moe_jax.serving.handle import REPLACEMENT, ReplicaFailed
 from moe_jax.serving.http.body import ApiError, DisconnectedError, took_too_long
 from moe_jax.serving.http.record import RequestRecord
 from moe_jax.serving.http.service import Choice, Service
@@ -187,7 +187,10 @@ async def _follow(choices: Sequence[Choice], emit: Callable[[TextPiece], Awaitab
     except RuntimeError as error:
         if handle.error is None:
             raise
-        raise ApiError(503, "the engine does not run any more") from error
+        again = isinstance(handle.error, ReplicaFailed)
+        raise ApiError(
+            503, "a device failed: send the request again" if again else "the engine does not run any more"
+        ) from error
 
 
 class _EventStream(Response):

@@ -1,7 +1,7 @@
 """The record of a request: for its line in the log, and for metrics."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
@@ -13,7 +13,7 @@ from prometheus_client.registry import Collector
 from starlette.requests import Request
 
 if TYPE_CHECKING:
-    from moe_jax.serving.loop import Stats
+    from moe_jax.serving.engine import Engine
 
 
 @dataclass
@@ -84,9 +84,9 @@ ENGINE_HELP = {
 class Metrics:
     """Counters and histograms of requests, and the engine's own numbers at the time of a scrape."""
 
-    def __init__(self, stats: Callable[[], "Stats"]):
+    def __init__(self, engine: "Engine"):
         self.registry = CollectorRegistry()
-        self.registry.register(_EngineCollector(stats))
+        self.registry.register(_EngineCollector(engine))
         counter, seconds = partial(Counter, registry=self.registry), partial(Histogram, registry=self.registry)
         self._requests = counter("moe_jax_requests", "Requests that have ended, by path and status.", ["path", "status"])
         self._prompt = counter("moe_jax_prompt_tokens", "Tokens of prompts, with those found in the cache.")
@@ -116,14 +116,21 @@ class Metrics:
 
 
 class _EngineCollector(Collector):
-    def __init__(self, stats: Callable[[], "Stats"]):
-        self._stats = stats
+    def __init__(self, engine: "Engine"):
+        self._engine = engine
 
     def describe(self) -> list[Metric]:
         return []
 
     def collect(self) -> Iterator[Metric]:
-        for name, value in self._stats()._asdict().items():
-            is_count = name.startswith("num_")
-            kind = CounterMetricFamily if is_count else GaugeMetricFamily
-            yield kind(f"moe_jax_engine_{name.removeprefix('num_')}", ENGINE_HELP[name], value=value)
+        total, of_devices = self._engine.stats(), self._engine.stats_of_devices()
+        for name, value in total._asdict().items():
+            kind = CounterMetricFamily if name.startswith("num_") else GaugeMetricFamily
+            short = name.removeprefix("num_")
+            yield kind(f"moe_jax_engine_{short}", ENGINE_HELP[name], value=value)
+            if of_devices:
+                # A family of its own: a sum over one with the total in it would count twice.
+                family = kind(f"moe_jax_replica_{short}", ENGINE_HELP[name], labels=["replica"])
+                for device, stats in of_devices.items():
+                    family.add_metric([device], getattr(stats, name))
+                yield family

@@ -102,7 +102,7 @@ class Service:
         self.tokenizer: Any = engine.tokenizer
         self.defaults = defaults
         self.settings = settings
-        self.metrics = Metrics(engine.stats)
+        self.metrics = Metrics(engine)
         self.created = int(time.time())
         self.running: set[Handle] = set()
         self.connections: Collection = ()
