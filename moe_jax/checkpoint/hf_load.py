@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
@@ -20,7 +21,15 @@ from tqdm import tqdm
 
 from moe_jax.checkpoint import streaming
 from moe_jax.checkpoint.folders import previous_of
-from moe_jax.checkpoint.hf_files import FLOAT_DTYPES, SMALL_FILES, CheckpointError, StoredTensor, downloaded, open_tensors
+from moe_jax.checkpoint.hf_files import (
+    FLOAT_DTYPES,
+    SMALL_FILES,
+    CheckpointError,
+    Slices,
+    StoredTensor,
+    downloaded,
+    open_tensors,
+)
 from moe_jax.checkpoint.hf_names import fused_tensors, hf_tensors
 from moe_jax.checkpoint.quantised import dequantised, read_quantisation, unpacked
 from moe_jax.checkpoint.streaming import Piece
@@ -243,6 +252,11 @@ def _checked_pieces(folder: Path, config: ModelConfig, mtp: bool) -> _CheckedPie
     fused = {t.name: t for t in fused_tensors(config) if t.name in stored}
     replaced = {(t.path, t.index[0]) for t in fused.values()}
     wanted = {t.name: t for t in hf_tensors(config) if (t.path, *t.index[:1]) not in replaced} | fused
+    stored |= {
+        name: StoredTensor(folder, tensor.shape, "F32", _zeros)
+        for name, tensor in wanted.items()
+        if name not in stored and name.endswith(config.optional or "/")
+    }
     problems += [f"{name}: missing" for name, tensor in wanted.items() if name not in stored and not tensor.copy]
     for name, tensor in stored.items():
         if name not in wanted:
@@ -280,5 +294,11 @@ def _as_named_by_a_causal_model(stored: dict[str, StoredTensor]) -> dict[str, St
 
 
 def _ignored(name: str, config: ModelConfig) -> bool:
-    """Returns True for tensors that the model computes itself: rotary tables, and a head tied to the embedding."""
+    """Returns True for tensors that no model reads: rotary tables, a head tied to the embedding, and `config.unread`."""
+    if any(part.format(behind=config.num_hidden_layers) in name for part in config.unread):
+        return True
     return name.endswith(".rotary_emb.inv_freq") or (name == HEAD and config.tie_word_embeddings)
+
+
+def _zeros(slices: Slices) -> np.ndarray:
+    return np.zeros([part.stop - part.start for part in slices], np.float32)

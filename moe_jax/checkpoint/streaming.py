@@ -51,6 +51,9 @@ def piece_of(tensor: HfTensor, stored: StoredTensor) -> Piece:
     """Locates the stored tensor within its parameter."""
     sizes = list(tensor.shape)
     bounds: list[tuple[int, int]] = []
+    if None in tensor.index:
+        stored = _without_first_axis(stored)
+        tensor = replace(tensor, shape=tensor.shape[1:], index=tuple(item for item in tensor.index if item is not None))
     for item in tensor.index:
         if isinstance(item, slice):
             bounds.append((item.start, item.stop))
@@ -59,6 +62,11 @@ def piece_of(tensor: HfTensor, stored: StoredTensor) -> Piece:
             bounds.append((item, item + 1))
     has_axis = [isinstance(item, slice) for item in tensor.index] + [True] * len(sizes)
     return Piece(stored, (*bounds, *((0, size) for size in sizes)), tuple(has_axis))
+
+
+def _without_first_axis(stored: StoredTensor) -> StoredTensor:
+    """Returns the only row of a matrix."""
+    return replace(stored, shape=stored.shape[1:], read=lambda slices: stored.read((slice(0, 1), *slices))[0])
 
 
 def same_values(one: StoredTensor, other: StoredTensor) -> bool:

@@ -128,6 +128,19 @@ class ModelConfig:
         "add_cross_attention": (False, None),
     }
     """Fields of config.json that are no fields here, with the values (the usual one first) that have no effect."""
+    hub_names: ClassVar[dict[str, str]] = {
+        "mlp.router.weight": "mlp.gate.weight",
+        "mlp.router.expert_bias": "mlp.gate.e_score_correction_bias",
+    }
+    """{part of a parameter's path inside its layer: its name in checkpoints}, where these differ (`checkpoint.hf_names`)."""
+    module_names: ClassVar[dict[str, str]] = {}
+    """{a name in checkpoints: that of transformers' module}, where these differ; PEFT's files have either."""
+    hub_rows: ClassVar[tuple[str, ...]] = ()
+    """Ends of the checkpoints' names of vectors that are stored as a matrix with one row."""
+    unread: ClassVar[tuple[str, ...]] = ()
+    """Parts of the names of tensors in checkpoints that this library has no use for, such as "mtp"."""
+    optional: ClassVar[tuple[str, ...]] = ()
+    """Ends of the names of tensors that checkpoints may lack, for zeros."""
 
     def __post_init__(self):
         problems = [f"{n}={v!r} must be a positive integer" for n in self.positive if not is_positive(v := getattr(self, n))]

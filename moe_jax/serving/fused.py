@@ -222,7 +222,7 @@ def _experts(
 ) -> tuple[TokenChoices, ExpertRows]:
     k, experts = moe.router.num_experts_per_tok, moe.experts
     logits = project(normed, moe.router.weight[...])
-    choice = route_rows(logits, valid, k=k, divide_by_sum=moe.router.norm_topk_prob)
+    choice = route_rows(logits, valid, k=k, divide_by_sum=moe.router.rule.norm_topk_prob)
     assert experts.place is not None  # `layer_module` reads experts in their stacks
     place = experts.place[...]
     if experts.precision is None:
