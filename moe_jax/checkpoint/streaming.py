@@ -49,18 +49,17 @@ class Piece:
 
 def piece_of(tensor: HfTensor, stored: StoredTensor) -> Piece:
     """Locates the stored tensor within its parameter."""
-    sizes = list(tensor.shape)
+    sizes, index = list(tensor.shape), [item for item in tensor.index if item is not None]
     bounds: list[tuple[int, int]] = []
     if None in tensor.index:
-        stored = _without_first_axis(stored)
-        tensor = replace(tensor, shape=tensor.shape[1:], index=tuple(item for item in tensor.index if item is not None))
-    for item in tensor.index:
+        sizes, stored = sizes[1:], _without_first_axis(stored)
+    for item in index:
         if isinstance(item, slice):
             bounds.append((item.start, item.stop))
             sizes.pop(0)
         else:
             bounds.append((item, item + 1))
-    has_axis = [isinstance(item, slice) for item in tensor.index] + [True] * len(sizes)
+    has_axis = [isinstance(item, slice) for item in index] + [True] * len(sizes)
     return Piece(stored, (*bounds, *((0, size) for size in sizes)), tuple(has_axis))
 
 

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import itertools
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import UnionType
 from typing import Any, ClassVar, Self, get_args, get_origin, get_type_hints
 
@@ -103,7 +103,7 @@ class ModelConfig:
     initializer_range: float = 0.02
     rms_norm_eps: float = 1e-6
     tie_word_embeddings: bool = False
-    rope_parameters: RopeParameters = field(default_factory=RopeParameters)
+    rope_parameters: RopeParameters = RopeParameters()
     attention_bias: bool = False
     attention_dropout: float = 0.0
     pad_token_id: int | None = None
@@ -253,6 +253,10 @@ class ModelConfig:
     def without_mtp(self) -> Self:
         """Returns this config without MTP modules."""
         return self
+
+    @classmethod
+    def read_rope(cls, given: dict[str, Any], problems: list[str]) -> None:
+        """Converts rope fields of config.json that only this class has, in place, before the others are read."""
 
     @classmethod
     def read_dialects(cls, given: dict[str, Any], problems: list[str]) -> None:
