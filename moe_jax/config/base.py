@@ -134,7 +134,10 @@ class ModelConfig:
     }
     """{part of a parameter's path inside its layer: its name in checkpoints}, where these differ (`checkpoint.hf_names`)."""
     module_names: ClassVar[dict[str, str]] = {}
-    """{a name in checkpoints: that of transformers' module}, where these differ; PEFT's files have either."""
+    """{names of modules in checkpoints: those of transformers' modules}, with a dot at the end, where these differ.
+
+    PEFT's files have either.
+    """
     hub_rows: ClassVar[tuple[str, ...]] = ()
     """Ends of the checkpoints' names of vectors that are stored as a matrix with one row."""
     unread: ClassVar[tuple[str, ...]] = ()

@@ -104,6 +104,7 @@ class MixtralConfig(FamilyConfig):
     supported = _NO_BIAS | {"router_jitter_noise": (0.0, None)}
     attention = dict(head_norms=False)
     hub_names = {"mlp.router": "block_sparse_moe.gate"} | _W123
+    module_names = {"block_sparse_moe.": "mlp."}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -251,6 +252,7 @@ class MiniMaxM2Config(FamilyConfig):
         "mlp.router.expert_bias": "block_sparse_moe.e_score_correction_bias",
         "mlp.router": "block_sparse_moe.gate",
     } | _W123
+    module_names = {"block_sparse_moe.": "mlp."}
 
     @classmethod
     def read_dialects(cls, given: dict[str, Any], problems: list[str]) -> None:
@@ -465,6 +467,7 @@ class HYV3Config(FamilyConfig):
         "mlp.router.expert_bias": "mlp.expert_bias",
         "mlp.shared_experts": "mlp.shared_mlp",
     }
+    module_names = {"mlp.router.gate.": "mlp.gate.", "mlp.shared_mlp.": "mlp.shared_experts."}
 
     @classmethod
     def read_dialects(cls, given: dict[str, Any], problems: list[str]) -> None:

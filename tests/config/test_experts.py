@@ -231,7 +231,7 @@ def test_latent_attention_keeps_latents():
 
 def test_layers_of_experts_are_those_of_the_named_configs():
     sparse = {name for name, config in NAMED_CONFIGS.items() if config.experts}
-    assert EXPERT_LAYERS.keys() == sparse | {"mixtral-8x7b"}
+    assert EXPERT_LAYERS.keys() == sparse
     assert EXPERT_LAYERS["qwen3-30b-a3b"] == ExpertLayer(hidden=2048, inter=768, experts=128, top_k=8)
     assert EXPERT_LAYERS["qwen3-235b-a22b"] == ExpertLayer(hidden=4096, inter=1536, experts=128, top_k=8)
     assert EXPERT_LAYERS["deepseek-v3"] == ExpertLayer(hidden=7168, inter=2048, experts=256, top_k=8)

@@ -80,5 +80,6 @@ def saved_gradients(model) -> dict[str, np.ndarray]:
     buffers = {value.data_ptr() for value in model.buffers()}
     for parameter in model.parameters():
         assert parameter.data_ptr() not in buffers
-        parameter.data = parameter.grad
+        if parameter.grad is not None:  # ERNIE has biases of the choice among its parameters
+            parameter.data = parameter.grad
     return {name: array for name, array in saved(model).items() if not name.endswith(("correction_bias", "expert_bias"))}
