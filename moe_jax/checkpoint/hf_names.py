@@ -135,7 +135,8 @@ def _tensors(config: ModelConfig, prefix: str, path: tuple, row: int, leaf: nnx.
     """Yields the tensors of one layer's parameter; gate_up_proj of experts holds gate rows first, then up rows."""
     own = ".".join(map(str, _inside_layer(path))).removeprefix("block.")
     if declaration_of(path, leaf.shape).role != "experts":
-        name, shape, index = hub_name(config, own), leaf.shape[1:], (row,)
+        name, shape = hub_name(config, own), leaf.shape[1:]
+        index: Index = (row,)
         if name.endswith(config.hub_rows or "/"):
             shape, index = (1, *shape), (row, None)
         yield HfTensor(prefix + name, shape, path, index, trained=isinstance(leaf, nnx.Param))

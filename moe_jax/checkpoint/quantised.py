@@ -35,7 +35,7 @@ import numpy as np
 from flax import nnx
 
 from moe_jax.checkpoint.hf_files import FLOAT_DTYPES, QuantisedTensor, Slices, StoredTensor
-from moe_jax.checkpoint.hf_names import HfTensor, export, hf_tensors
+from moe_jax.checkpoint.hf_names import HfTensor, Index, export, hf_tensors
 from moe_jax.config import ModelConfig
 from moe_jax.layers.matrices import Role, declared
 from moe_jax.layers.quantised import FP8_BLOCK, BlockScaled, Quantised
@@ -261,7 +261,7 @@ def _role(tensor: HfTensor) -> Role | None:
     return found.role if found is not None and found.axes > 1 else None
 
 
-def _index_in_blocks(tensor: HfTensor) -> tuple[int | slice, ...]:
+def _index_in_blocks(tensor: HfTensor) -> Index:
     height = FP8_BLOCK[0]
     return tuple(
         slice(item.start // height, -(-item.stop // height)) if isinstance(item, slice) else item for item in tensor.index

@@ -134,7 +134,7 @@ class ModelConfig:
     }
     """{part of a parameter's path inside its layer: its name in checkpoints}, where these differ (`checkpoint.hf_names`)."""
     module_names: ClassVar[dict[str, str]] = {}
-    """{names of modules in checkpoints: those of transformers' modules}, with a dot at the end, where these differ.
+    """{name of a module in checkpoints: its name in transformers}, with a dot at the end, where they differ.
 
     PEFT's files have either.
     """

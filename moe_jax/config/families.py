@@ -1,6 +1,6 @@
 """Families of models, each as its defaults, its fields of config.json, its switches, and its names in checkpoints.
 
-Defaults are those of transformers' config classes, which also document the fields. `family.FamilyConfig` explains the tables.
+The defaults equal transformers', whose config classes also document the fields. `family.FamilyConfig` explains the tables.
 """
 
 from dataclasses import dataclass, replace
@@ -70,7 +70,7 @@ class Qwen2MoeConfig(FamilyConfig):
 
     @classmethod
     def read_dialects(cls, given: dict[str, Any], problems: list[str]) -> None:
-        """Reads null `mlp_only_layers`, and the types of layers, of which none may slide."""
+        """Reads null `mlp_only_layers`, and the types of layers. None may slide."""
         super().read_dialects(given, problems)
         if given.get("mlp_only_layers", 0) is None:
             given["mlp_only_layers"] = ()

@@ -124,12 +124,12 @@ class FamilyConfig(ModelConfig):
 
     @classmethod
     def read_dialects(cls, given: dict[str, Any], problems: list[str]) -> None:
-        """Renames the family's fields of config.json to those of this class; refuses the fields of other families."""
+        """Renames the family's fields of config.json to this class's; refuses fields of other families."""
         super().read_dialects(given, problems)
         for name in cls.ignored:
             given.pop(name, None)
         for other, field in (("num_local_experts", "num_experts"), ("num_mtp_layers", "num_nextn_predict_layers")):
-            if name := next((name for name, of in cls.fields.items() if of == field), None):
+            for name in [name for name, of in cls.fields.items() if of == field]:
                 rename(given, other, name, problems)
         for name in sorted(_SWITCHES - cls.fields.keys()):
             if name in given:

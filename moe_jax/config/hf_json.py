@@ -36,9 +36,9 @@ IGNORED_FIELDS = frozenset(
 
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn")
 
-CONFIG_CLASSES: dict[str, type[ModelConfig]] = {
-    c.model_type: c for c in (Qwen3Config, Qwen3MoeConfig, DeepseekV2Config, DeepseekV3Config, KimiK2Config, *FAMILIES)
-}
+_OWN: tuple[type[ModelConfig], ...] = (Qwen3Config, Qwen3MoeConfig, DeepseekV2Config, DeepseekV3Config, KimiK2Config)
+
+CONFIG_CLASSES: dict[str, type[ModelConfig]] = {cls.model_type: cls for cls in _OWN + FAMILIES}
 
 
 def load_config(folder: str | Path) -> ModelConfig:

@@ -376,8 +376,8 @@ class Decoder(nnx.Module):
         options: dict[str, Any] = dict(stddev=config.initializer_range, stack=stack, param_dtype=param_dtype, rngs=rngs)
         sizes = config.hidden_size, spec.moe_intermediate_size, spec.num_experts, spec.num_experts_per_tok
         norm = RMSNorm(sizes[0], eps=config.rms_norm_eps, stack=stack, param_dtype=param_dtype) if spec.output_norm else None
-        shared: dict[str, Any] = dict(shared_intermediate_size=spec.shared_intermediate_size, shared_gate=spec.shared_gate)
-        return MoE(*sizes, rule=spec.rule, output_norm=norm, **shared, **options)
+        options |= dict(shared_intermediate_size=spec.shared_intermediate_size, shared_gate=spec.shared_gate)
+        return MoE(*sizes, rule=spec.rule, output_norm=norm, **options)
 
     def _execution(self, remat: Remat | int | None, spread: Spread | None) -> Execution:
         """Returns the model's execution with a call's own settings in place of the defaults."""

@@ -1,5 +1,6 @@
 """Families that differ by switches compute what transformers' models compute, and come back from files; a row adds a family."""
 
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 
@@ -13,7 +14,7 @@ from flax import nnx
 
 import moe_jax
 from moe_jax.adapters import load_adapter, save_adapter
-from moe_jax.adapters.names import targets_of
+from moe_jax.adapters.names import OUTSIDE, targets_of
 from moe_jax.checkpoint.hf_names import export
 from moe_jax.models.auto import abstract_parameters
 from moe_jax.serving import Engine, EngineLimits, SamplingOptions
@@ -23,6 +24,8 @@ from tests.helpers.families import FAMILIES, build, saved, saved_gradients
 
 UNLIKE = ("mixtral", "minimax_m2", "ernie4_5_moe", "axk1")
 """Families that differ most in attention: windows, joint norms and partial rotation, neighboring pairs, latents."""
+NOT_OF_PEFT = ("qwen2_moe", "hy_v3", "axk1")
+"""Families for which PEFT 0.21 does not join the factors of each expert, which we write."""
 ALL = pytest.mark.parametrize("theirs", FAMILIES, indirect=True)
 A_FEW = pytest.mark.parametrize(
     "theirs", [pytest.param(name, marks=[pytest.mark.thorough] * (name not in UNLIKE)) for name in FAMILIES], indirect=True
@@ -90,13 +93,16 @@ def test_files_equal_those_of_transformers(theirs, ours, rng, tmp_path):
 def test_an_adapter_comes_back_and_peft_reads_it(theirs, ours, rng, tmp_path):
     peft = pytest.importorskip("peft")
     base = nnx.clone(ours)
+    is_read = theirs.config.model_type not in NOT_OF_PEFT
     # PEFT refuses most families' routers, or reads them at the experts' rank.
-    kinds = {target.kind for target in targets_of(ours)} & {"attention", "mlp", "experts"}
+    kinds = {target.kind for target in targets_of(ours)} - ({"router", *OUTSIDE} if is_read else set(OUTSIDE))
     save_adapter(with_adapters(ours, targets=tuple(kinds)), tmp_path / "adapter")
     load_adapter(base, tmp_path / "adapter")
     tokens = rng.integers(3, 96, size=(2, 9))
     logits = logits_of(ours, jnp.asarray(tokens))
     assert error(logits_of(base, jnp.asarray(tokens)), logits) < 3e-6
+    if not is_read:
+        return
     model = peft.PeftModel.from_pretrained(theirs, str(tmp_path / "adapter")).eval()
     assert error(logits_of_theirs(model, tokens), logits) < 1e-5
 
@@ -132,7 +138,7 @@ def test_cached_tokens_are_those_of_one_pass(theirs, ours, rng):
 def test_an_engine_runs_the_modules(theirs, ours, rng):
     prompts = [rng.integers(3, 96, size=length).tolist() for length in (9, 4)]
     limits = EngineLimits(max_length=32, max_sequences=2, max_tokens_per_step=16)
-    with Engine(ours, limits=limits, lazy=True) as engine:
+    with closing(Engine(ours, limits=limits, lazy=True)) as engine:
         completions = engine.generate(prompts, SamplingOptions(max_new_tokens=3, ignore_eos=True))
     for prompt, (completion,) in zip(prompts, completions, strict=True):
         logits = logits_of_theirs(theirs, np.array([prompt + completion.tokens]))
