@@ -255,7 +255,7 @@ def _checked_pieces(folder: Path, config: ModelConfig, mtp: bool) -> _CheckedPie
     stored |= {
         name: StoredTensor(folder, tensor.shape, "F32", _zeros)
         for name, tensor in wanted.items()
-        if name not in stored and name.endswith(config.optional or "/")
+        if name not in stored and name.endswith(config.optional)
     }
     problems += [f"{name}: missing" for name, tensor in wanted.items() if name not in stored and not tensor.copy]
     for name, tensor in stored.items():
@@ -276,6 +276,8 @@ def _checked_pieces(folder: Path, config: ModelConfig, mtp: bool) -> _CheckedPie
         warning = f"tie_word_embeddings=true, but {HEAD} is no copy of {EMBEDDING}: both are loaded"
         return untied._replace(warnings=[warning, *untied.warnings])
     warnings = []
+    if unread := [name for name in stored if name not in wanted and _is_unread(name, config)]:
+        warnings.append(f"{len(unread)} tensors are not read, and an export has none of them (first: {unread[0]})")
     names = {place.path: name for name, place in wanted.items() if not place.copy}
     pieces = defaultdict(list)
     for name, place in wanted.items():
@@ -295,9 +297,11 @@ def _as_named_by_a_causal_model(stored: dict[str, StoredTensor]) -> dict[str, St
 
 def _ignored(name: str, config: ModelConfig) -> bool:
     """Returns True for tensors that no model reads: rotary tables, a head tied to the embedding, and `config.unread`."""
-    if any(part.format(behind=config.num_hidden_layers) in name for part in config.unread):
-        return True
-    return name.endswith(".rotary_emb.inv_freq") or (name == HEAD and config.tie_word_embeddings)
+    return _is_unread(name, config) or name.endswith(".rotary_emb.inv_freq") or (name == HEAD and config.tie_word_embeddings)
+
+
+def _is_unread(name: str, config: ModelConfig) -> bool:
+    return any(part.format(behind=config.num_hidden_layers) in name for part in config.unread)
 
 
 def _zeros(slices: Slices) -> np.ndarray:

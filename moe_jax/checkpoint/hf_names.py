@@ -137,7 +137,7 @@ def _tensors(config: ModelConfig, prefix: str, path: tuple, row: int, leaf: nnx.
     if declaration_of(path, leaf.shape).role != "experts":
         name, shape = hub_name(config, own), leaf.shape[1:]
         index: Index = (row,)
-        if name.endswith(config.hub_rows or "/"):
+        if name.endswith(config.hub_rows):
             shape, index = (1, *shape), (row, None)
         yield HfTensor(prefix + name, shape, path, index, trained=isinstance(leaf, nnx.Param))
         return
