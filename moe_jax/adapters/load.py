@@ -147,7 +147,8 @@ def read_stacks(model: Decoder, adapter: str | Path, b_grouped_by_expert: bool =
     except (SafetensorError, ValueError) as error:
         raise ValueError(f"{folder / WEIGHTS_FILE} cannot be read: {error}") from error
     tensors = _without_tables(tensors, model, folder)
-    factors = _factors_of_modules(tensors, modules, config, folder, b_grouped_by_expert)
+    own_names = model.config.module_names
+    factors = _factors_of_modules(tensors, modules, config, folder, b_grouped_by_expert, own_names)
     targets = list(dict.fromkeys(module.target for module in modules))
     _check_whole(modules, factors, config, folder)
     warn_of_another_base(model.source, folder, config)
@@ -229,8 +230,13 @@ def _factors_of_modules(
     config: dict[str, Any],
     folder: Path,
     b_grouped_by_expert: bool,
+    of_modules: dict[str, str],
 ) -> dict[str, Change]:
-    """Returns the factors by module name, after checking that every tensor is used and has the right shape."""
+    """Returns the factors by module name, after checking that every tensor is used and has the right shape.
+
+    Args:
+      of_modules: `ModelConfig.module_names`, other names in the file.
+    """
     by_module: dict[str, dict[str, np.ndarray]] = defaultdict(dict)
     for name, array in tensors.items():
         match = re.fullmatch(re.escape(PREFIX) + r"(.+)\.lora_(A|B|embedding_A|embedding_B)(?:\.weight)?", name)
@@ -240,7 +246,10 @@ def _factors_of_modules(
         if factor.startswith("embedding"):
             # The factors of the transposed table.
             factor, array = {"embedding_A": "B", "embedding_B": "A"}[factor], array.T
-        by_module[match[1]][factor] = array
+        module = match[1] + "."
+        for hub, own in of_modules.items():
+            module = module.replace(own, hub)
+        by_module[module.removesuffix(".")][factor] = array
     known, factors = {module.name: module for module in modules}, {}
     for name, pair in by_module.items():
         if missing := {"A", "B"} - pair.keys():

@@ -105,6 +105,11 @@ class ModulePart(NamedTuple):
         """The last name, as PEFT's `target_modules` lists it."""
         return self.name.rsplit(".", 1)[-1]
 
+    @property
+    def projection(self) -> str:
+        """The matrix of an expert: "gate_proj", "up_proj" or "down_proj", however the checkpoint names it."""
+        return "down_proj" if self.target.weight == "down_proj" else "up_proj" if self.rows.start else "gate_proj"
+
 
 def modules_of(model: Decoder) -> list[ModulePart]:
     """Returns every module that an adapter of this model can change, in the order of a checkpoint."""
@@ -148,7 +153,7 @@ def fused_parts(name: str, modules: list[ModulePart]) -> list[ModulePart]:
         module
         for module in modules
         if module.expert is not None
-        and any(name == module.name.rsplit(".", 2)[0] + end and module.leaf in leaves for end, leaves in LEAVES.items())
+        and any(name == module.name.rsplit(".", 2)[0] + end and module.projection in leaves for end, leaves in LEAVES.items())
     ]
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
@@ -20,7 +21,15 @@ from tqdm import tqdm
 
 from moe_jax.checkpoint import streaming
 from moe_jax.checkpoint.folders import previous_of
-from moe_jax.checkpoint.hf_files import FLOAT_DTYPES, SMALL_FILES, CheckpointError, StoredTensor, downloaded, open_tensors
+from moe_jax.checkpoint.hf_files import (
+    FLOAT_DTYPES,
+    SMALL_FILES,
+    CheckpointError,
+    Slices,
+    StoredTensor,
+    downloaded,
+    open_tensors,
+)
 from moe_jax.checkpoint.hf_names import fused_tensors, hf_tensors
 from moe_jax.checkpoint.quantised import dequantised, read_quantisation, unpacked
 from moe_jax.checkpoint.streaming import Piece
@@ -243,6 +252,11 @@ def _checked_pieces(folder: Path, config: ModelConfig, mtp: bool) -> _CheckedPie
     fused = {t.name: t for t in fused_tensors(config) if t.name in stored}
     replaced = {(t.path, t.index[0]) for t in fused.values()}
     wanted = {t.name: t for t in hf_tensors(config) if (t.path, *t.index[:1]) not in replaced} | fused
+    stored |= {
+        name: StoredTensor(folder, tensor.shape, "F32", _zeros)
+        for name, tensor in wanted.items()
+        if name not in stored and name.endswith(config.optional)
+    }
     problems += [f"{name}: missing" for name, tensor in wanted.items() if name not in stored and not tensor.copy]
     for name, tensor in stored.items():
         if name not in wanted:
@@ -262,6 +276,8 @@ def _checked_pieces(folder: Path, config: ModelConfig, mtp: bool) -> _CheckedPie
         warning = f"tie_word_embeddings=true, but {HEAD} is no copy of {EMBEDDING}: both are loaded"
         return untied._replace(warnings=[warning, *untied.warnings])
     warnings = []
+    if unread := [name for name in stored if name not in wanted and _is_unread(name, config)]:
+        warnings.append(f"{len(unread)} tensors are not read, and an export has none of them (first: {unread[0]})")
     names = {place.path: name for name, place in wanted.items() if not place.copy}
     pieces = defaultdict(list)
     for name, place in wanted.items():
@@ -280,5 +296,13 @@ def _as_named_by_a_causal_model(stored: dict[str, StoredTensor]) -> dict[str, St
 
 
 def _ignored(name: str, config: ModelConfig) -> bool:
-    """Returns True for tensors that the model computes itself: rotary tables, and a head tied to the embedding."""
-    return name.endswith(".rotary_emb.inv_freq") or (name == HEAD and config.tie_word_embeddings)
+    """Returns True for tensors that no model reads: rotary tables, a head tied to the embedding, and `config.unread`."""
+    return _is_unread(name, config) or name.endswith(".rotary_emb.inv_freq") or (name == HEAD and config.tie_word_embeddings)
+
+
+def _is_unread(name: str, config: ModelConfig) -> bool:
+    return any(part.format(behind=config.num_hidden_layers) in name for part in config.unread)
+
+
+def _zeros(slices: Slices) -> np.ndarray:
+    return np.zeros([part.stop - part.start for part in slices], np.float32)

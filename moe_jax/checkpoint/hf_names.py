@@ -20,7 +20,8 @@ from moe_jax.models.auto import abstract_parameters
 from moe_jax.parallel.layout import lies_in_chunks
 from moe_jax.parallel.pipeline.chunks import take_layer
 
-Index = tuple[int | slice, ...]
+Index = tuple[int | slice | None, ...]
+"""None: the tensor has an axis of size 1 that the parameter lacks."""
 
 
 @dataclass(frozen=True)
@@ -47,12 +48,8 @@ _ORDER = (
 )
 """The order of a layer's parameters in files, by the names of their paths; other names follow."""
 
-_HUB_NAMES = {
-    "mlp.router.weight": "mlp.gate.weight",
-    "mlp.router.expert_bias": "mlp.gate.e_score_correction_bias",
-    "norm.weight": "shared_head.norm.weight",
-}
-"""The hub's names inside a layer that differ from the model's; the last belongs to a multi-token prediction module."""
+MTP_NORM = "norm.weight"
+"""The norm of a multi-token prediction module, by its path in the module."""
 
 
 def hf_tensors(config: ModelConfig) -> list[HfTensor]:
@@ -63,7 +60,7 @@ def hf_tensors(config: ModelConfig) -> list[HfTensor]:
     tensors = [HfTensor("model.embed_tokens.weight", shapes[embedding], embedding)]
     for layer, own in _layers(config):
         prefix = f"model.layers.{layer}."
-        tensors_of_layer = [tensor for parameter in own for tensor in _tensors(prefix, *parameter)]
+        tensors_of_layer = [tensor for parameter in own for tensor in _tensors(config, prefix, *parameter)]
         if layer >= config.num_hidden_layers:
             # A multi-token prediction module (`models.mtp`) repeats the embedding and the head.
             first = HfTensor(f"{prefix}embed_tokens.weight", shapes[embedding], embedding, copy=True)
@@ -77,7 +74,7 @@ def hf_tensors(config: ModelConfig) -> list[HfTensor]:
 def fused_tensors(config: ModelConfig) -> list[HfTensor]:
     """Returns the tensors that replace the per-expert tensors in a checkpoint with fused experts."""
     return [
-        HfTensor(f"model.layers.{layer}.mlp.experts.{path[-1]}", leaf.shape[1:], path, (row,))
+        HfTensor(f"model.layers.{layer}.{hub_name(config, 'mlp.experts')}.{path[-1]}", leaf.shape[1:], path, (row,))
         for layer, own in _layers(config)
         for path, row, leaf in own
         if declaration_of(path, leaf.shape).role == "experts"
@@ -127,11 +124,22 @@ def _inside_layer(path: tuple) -> tuple:
     return path[4:] if path[2] == "places" else path[2:]
 
 
-def _tensors(prefix: str, path: tuple, row: int, leaf: nnx.Variable) -> Iterator[HfTensor]:
+def hub_name(config: ModelConfig, name: str) -> str:
+    """Returns the checkpoint's name, inside a layer, of a parameter or module with this path inside a layer."""
+    for own, hub in config.hub_names.items():
+        name = name.replace(own, hub)
+    return "shared_head.norm.weight" if name == MTP_NORM else name
+
+
+def _tensors(config: ModelConfig, prefix: str, path: tuple, row: int, leaf: nnx.Variable) -> Iterator[HfTensor]:
     """Yields the tensors of one layer's parameter; gate_up_proj of experts holds gate rows first, then up rows."""
     own = ".".join(map(str, _inside_layer(path))).removeprefix("block.")
     if declaration_of(path, leaf.shape).role != "experts":
-        yield HfTensor(prefix + _HUB_NAMES.get(own, own), leaf.shape[1:], path, (row,), trained=isinstance(leaf, nnx.Param))
+        name, shape = hub_name(config, own), leaf.shape[1:]
+        index: Index = (row,)
+        if name.endswith(config.hub_rows):
+            shape, index = (1, *shape), (row, None)
+        yield HfTensor(prefix + name, shape, path, index, trained=isinstance(leaf, nnx.Param))
         return
     experts, rows, columns = leaf.shape[1:]
     parts: dict[str, Index] = {"down_proj": ()}
@@ -140,7 +148,8 @@ def _tensors(prefix: str, path: tuple, row: int, leaf: nnx.Variable) -> Iterator
         parts = {"gate_proj": (slice(0, rows),), "up_proj": (slice(rows, 2 * rows),)}
     for e in range(experts):
         for name, part in parts.items():
-            yield HfTensor(f"{prefix}mlp.experts.{e}.{name}.weight", (rows, columns), path, (row, e, *part))
+            own = hub_name(config, f"mlp.experts.{e}.{name}.weight")
+            yield HfTensor(prefix + own, (rows, columns), path, (row, e, *part))
 
 
 def _to_host(path: tuple, leaf: Any, layer: Index) -> np.ndarray:

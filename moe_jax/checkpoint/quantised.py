@@ -35,8 +35,9 @@ import numpy as np
 from flax import nnx
 
 from moe_jax.checkpoint.hf_files import FLOAT_DTYPES, QuantisedTensor, Slices, StoredTensor
-from moe_jax.checkpoint.hf_names import HfTensor, export, hf_tensors
+from moe_jax.checkpoint.hf_names import HfTensor, Index, export, hf_tensors
 from moe_jax.config import ModelConfig
+from moe_jax.layers.matrices import Role, declared
 from moe_jax.layers.quantised import FP8_BLOCK, BlockScaled, Quantised
 
 BlockSize = tuple[int, int]
@@ -177,6 +178,9 @@ def _product(quantised: StoredTensor, scales: StoredTensor, block_size: BlockSiz
     return replace(quantised, dtype="F32", read=read, quantised=QuantisedTensor(quantised, scales, block_size))
 
 
+IN_FP8 = ("attention", "mlp", "shared_experts", "experts")
+"""The roles of matrices that FP8 checkpoints round (`layers.matrices`)."""
+
 SCALE = "_scale_inv"
 """The end of the name of a matrix's scales."""
 
@@ -186,7 +190,7 @@ def fp8_config(config: ModelConfig) -> dict[str, Any]:
     kept = [
         tensor.name.removesuffix(".weight")
         for tensor in hf_tensors(config)
-        if tensor.name.endswith(("layernorm.weight", ".mlp.gate.weight", ".eh_proj.weight"))
+        if tensor.name.endswith("layernorm.weight") or _role(tensor) in ("router", "predictor", "small")
     ]
     return {
         "activation_scheme": "dynamic",
@@ -247,10 +251,17 @@ def export_in_fp8(config: ModelConfig, flat: dict[tuple, Any]) -> Iterator[tuple
 
 
 def _is_projection(tensor: HfTensor) -> bool:
-    return tensor.name.endswith("_proj.weight") and not tensor.name.endswith(".eh_proj.weight") or "_proj_with" in tensor.name
+    """Returns True for matrices of attention, dense blocks and experts."""
+    return _role(tensor) in IN_FP8
 
 
-def _index_in_blocks(tensor: HfTensor) -> tuple[int | slice, ...]:
+def _role(tensor: HfTensor) -> Role | None:
+    """Returns the role of a matrix; None for a vector."""
+    found = declared(tensor.path) if tensor.name.endswith(".weight") else None
+    return found.role if found is not None and found.axes > 1 else None
+
+
+def _index_in_blocks(tensor: HfTensor) -> Index:
     height = FP8_BLOCK[0]
     return tuple(
         slice(item.start // height, -(-item.stop // height)) if isinstance(item, slice) else item for item in tensor.index

@@ -49,16 +49,23 @@ class Piece:
 
 def piece_of(tensor: HfTensor, stored: StoredTensor) -> Piece:
     """Locates the stored tensor within its parameter."""
-    sizes = list(tensor.shape)
+    sizes, index = list(tensor.shape), [item for item in tensor.index if item is not None]
     bounds: list[tuple[int, int]] = []
-    for item in tensor.index:
+    if None in tensor.index:
+        sizes, stored = sizes[1:], _without_first_axis(stored)
+    for item in index:
         if isinstance(item, slice):
             bounds.append((item.start, item.stop))
             sizes.pop(0)
         else:
             bounds.append((item, item + 1))
-    has_axis = [isinstance(item, slice) for item in tensor.index] + [True] * len(sizes)
+    has_axis = [isinstance(item, slice) for item in index] + [True] * len(sizes)
     return Piece(stored, (*bounds, *((0, size) for size in sizes)), tuple(has_axis))
+
+
+def _without_first_axis(stored: StoredTensor) -> StoredTensor:
+    """Returns the only row of a matrix."""
+    return replace(stored, shape=stored.shape[1:], read=lambda slices: stored.read((slice(0, 1), *slices))[0])
 
 
 def same_values(one: StoredTensor, other: StoredTensor) -> bool:

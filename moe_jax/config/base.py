@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import itertools
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import UnionType
 from typing import Any, ClassVar, Self, get_args, get_origin, get_type_hints
 
@@ -103,7 +103,7 @@ class ModelConfig:
     initializer_range: float = 0.02
     rms_norm_eps: float = 1e-6
     tie_word_embeddings: bool = False
-    rope_parameters: RopeParameters = field(default_factory=RopeParameters)
+    rope_parameters: RopeParameters = RopeParameters()
     attention_bias: bool = False
     attention_dropout: float = 0.0
     pad_token_id: int | None = None
@@ -128,6 +128,22 @@ class ModelConfig:
         "add_cross_attention": (False, None),
     }
     """Fields of config.json that are no fields here, with the values (the usual one first) that have no effect."""
+    hub_names: ClassVar[dict[str, str]] = {
+        "mlp.router.weight": "mlp.gate.weight",
+        "mlp.router.expert_bias": "mlp.gate.e_score_correction_bias",
+    }
+    """{part of a parameter's path inside its layer: its name in checkpoints}, where these differ (`checkpoint.hf_names`)."""
+    module_names: ClassVar[dict[str, str]] = {}
+    """{name of a module in checkpoints: its name in transformers}, with a dot at the end, where they differ.
+
+    PEFT's files have either.
+    """
+    hub_rows: ClassVar[tuple[str, ...]] = ()
+    """Ends of the checkpoints' names of vectors that are stored as a matrix with one row."""
+    unread: ClassVar[tuple[str, ...]] = ()
+    """Parts of the names of tensors in checkpoints that this library has no use for, such as "mtp"."""
+    optional: ClassVar[tuple[str, ...]] = ()
+    """Ends of the names of tensors that checkpoints may lack, for zeros."""
 
     def __post_init__(self):
         problems = [f"{n}={v!r} must be a positive integer" for n in self.positive if not is_positive(v := getattr(self, n))]
@@ -240,6 +256,10 @@ class ModelConfig:
     def without_mtp(self) -> Self:
         """Returns this config without MTP modules."""
         return self
+
+    @classmethod
+    def read_rope(cls, given: dict[str, Any], problems: list[str]) -> None:
+        """Converts rope fields of config.json that only this class has, in place, before the others are read."""
 
     @classmethod
     def read_dialects(cls, given: dict[str, Any], problems: list[str]) -> None:

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
 from moe_jax.config.base import LayerKind, ModelConfig, Stage, is_positive, rename, value_of
-from moe_jax.config.specs import ExpertsSpec, LatentSpec
+from moe_jax.config.specs import TINY, ExpertsSpec, LatentSpec, RouterRule
 
 SCORING_FUNCTIONS = ("sigmoid", "softmax")
 TOPK_METHODS = ("noaux_tc", "group_limited_greedy", "greedy")
@@ -133,9 +133,16 @@ class DeepseekV3Config(ModelConfig):
             num_experts_per_tok=self.num_experts_per_tok,
             moe_intermediate_size=self.moe_intermediate_size,
             shared_intermediate_size=self.n_shared_experts * self.moe_intermediate_size,
-            num_groups=self.num_groups,
-            norm_topk_prob=self.norm_topk_prob,
-            softmax_router=False,
+            rule=RouterRule(
+                scoring_func=self.scoring_func,
+                num_groups=self.num_groups,
+                groups_per_token=self.topk_group,
+                group_score_size=2 if self.topk_method == "noaux_tc" else 1,
+                norm_topk_prob=self.norm_topk_prob,
+                routed_scaling_factor=self.routed_scaling_factor,
+                added_to_sum=TINY,
+                choice_bias=self.topk_method == "noaux_tc",
+            ),
             sequence_loss_coef=self.aux_loss_alpha if self.seq_aux else 0.0,
         )
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from moe_jax.config.base import ModelConfig, RopeParameters
 from moe_jax.config.deepseek_v3 import DeepseekV2Config, DeepseekV3Config, KimiK2Config
+from moe_jax.config.families import FAMILIES
 from moe_jax.config.qwen3 import Qwen3Config, Qwen3MoeConfig
 
 _logger = logging.getLogger(__name__)
@@ -35,9 +36,9 @@ IGNORED_FIELDS = frozenset(
 
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn")
 
-CONFIG_CLASSES: dict[str, type[ModelConfig]] = {
-    c.model_type: c for c in (Qwen3Config, Qwen3MoeConfig, DeepseekV2Config, DeepseekV3Config, KimiK2Config)
-}
+_OWN: tuple[type[ModelConfig], ...] = (Qwen3Config, Qwen3MoeConfig, DeepseekV2Config, DeepseekV3Config, KimiK2Config)
+
+CONFIG_CLASSES: dict[str, type[ModelConfig]] = {cls.model_type: cls for cls in _OWN + FAMILIES}
 
 
 def load_config(folder: str | Path) -> ModelConfig:
@@ -70,7 +71,8 @@ def config_from_dict(values: dict[str, Any]) -> ModelConfig:
     cls = CONFIG_CLASSES[model_type]
     given = {k: v for k, v in values.items() if k not in IGNORED_FIELDS and k != "model_type"}
     problems: list[str] = []
-    rope = _read_rope(given, problems)
+    cls.read_rope(given, problems)
+    rope = _read_rope(cls, given, problems)
     cls.read_dialects(given, problems)
     known = {f.name for f in dataclasses.fields(cls)}
     for name in sorted(set(given) - known):
@@ -106,7 +108,7 @@ def config_to_dict(config: ModelConfig) -> dict[str, Any]:
     return values
 
 
-def _read_rope(given: dict[str, Any], problems: list[str]) -> RopeParameters:
+def _read_rope(cls: type[ModelConfig], given: dict[str, Any], problems: list[str]) -> RopeParameters:
     """Removes the rope fields of either dialect from `given` and returns them."""
     scaling = given.pop("rope_scaling", None)
     parameters = given.pop("rope_parameters", None)
@@ -122,10 +124,14 @@ def _read_rope(given: dict[str, Any], problems: list[str]) -> RopeParameters:
     legacy_type = rope.pop("type", None)
     rope.setdefault("rope_type", legacy_type or "default")
     if rope.get("rope_theta") is None:
-        rope["rope_theta"] = 10000.0 if theta is None else theta
-    for fields in (rope, given):
-        if (partial := fields.pop("partial_rotary_factor", None)) not in (None, 1.0):
-            problems.append(f"partial_rotary_factor={partial!r} is not supported (only 1.0)")
+        rope["rope_theta"] = cls.rope_parameters.rope_theta if theta is None else theta
+    found = {fields.pop("partial_rotary_factor", None) for fields in (rope, given)} - {None}
+    if len(found) > 1:
+        problems.append(f"partial_rotary_factor has two values, {sorted(found)}")
+    elif found and "partial_rotary_factor" in getattr(cls, "fields", ()):
+        given["partial_rotary_factor"] = found.pop()
+    elif found - {1.0}:
+        problems.append(f"partial_rotary_factor={found.pop()!r} is not supported (only 1.0)")
     if rope["rope_type"] not in ROPE_TYPES:
         problems.append(f"rope_type {rope['rope_type']!r} is not supported; supported are {', '.join(ROPE_TYPES)}")
         return RopeParameters()

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from moe_jax.config.base import ModelConfig, is_positive, rename, value_of
-from moe_jax.config.specs import ExpertsSpec, HeadsSpec
+from moe_jax.config.specs import ExpertsSpec, HeadsSpec, RouterRule
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,7 +139,7 @@ class Qwen3MoeConfig(Qwen3Config):
             num_experts=self.num_experts,
             num_experts_per_tok=self.num_experts_per_tok,
             moe_intermediate_size=self.moe_intermediate_size,
-            norm_topk_prob=self.norm_topk_prob,
+            rule=RouterRule(norm_topk_prob=self.norm_topk_prob),
             aux_loss_coef=self.router_aux_loss_coef,
         )
 

@@ -37,7 +37,12 @@ class HeadsSpec:
       key_dim, value_dim: width of a query or key head, and of a value head.
       rotary_dim: dimensions of a head that the rotary embedding rotates.
       biases: True if projections have biases.
+      output_bias: False if, with `biases`, only the projections of queries, keys and values have them.
       head_norms: True if each query and key head has an RMSNorm.
+      joint_norms: True if one norm covers all query heads, and one all key heads, in place of a norm for each head.
+      norms_after_rope: True if rotated heads are normed, False if normed heads are rotated.
+      interleaved: True if rotary pairs are neighbors, False if they are `rotary_dim / 2` apart.
+      clip: largest absolute value of projected queries, keys and values; None if there is no limit.
       sinks: True if each query head has a learned extra score in its softmax, which belongs to no token.
     """
 
@@ -47,7 +52,12 @@ class HeadsSpec:
     value_dim: int
     rotary_dim: int
     biases: bool = False
+    output_bias: bool = True
     head_norms: bool = False
+    joint_norms: bool = False
+    norms_after_rope: bool = False
+    interleaved: bool = False
+    clip: float | None = None
     sinks: bool = False
 
     name: ClassVar[str] = "attention"
@@ -156,6 +166,38 @@ class LatentSpec(HeadsSpec):
         return self.head_elements + latents + (self.key_value_elements if expanded else 0)
 
 
+TINY = 1e-20
+"""Added to sums of scores before dividing by them, as in DeepSeek and transformers."""
+
+
+@dataclass(frozen=True)
+class RouterRule:
+    """The rule from a router's logits to choices and weights (`layers.router.route_by_groups`). Defaults: Qwen3-MoE's.
+
+    Attributes:
+      scoring_func: "sigmoid" of each logit, or "softmax" over all.
+      num_groups: number of equal groups of consecutive experts. The router first chooses groups; 1 if it chooses among all
+        experts.
+      groups_per_token: largest number of groups that hold a token's experts.
+      group_score_size: number of a group's best scores that are summed to the group's score.
+      norm_topk_prob: True divides a token's weights by their sum.
+      routed_scaling_factor: factor on the weights after that division.
+      added_to_sum: added to the sum before that division; 0 replaces the sum of a token without any expert by 1.
+      least_sum: smallest divisor.
+      choice_bias: True if a bias of each expert is added to its score, only for the choice.
+    """
+
+    scoring_func: str = "softmax"
+    num_groups: int = 1
+    groups_per_token: int = 1
+    group_score_size: int = 2
+    norm_topk_prob: bool = True
+    routed_scaling_factor: float = 1.0
+    added_to_sum: float = 0.0
+    least_sum: float = 0.0
+    choice_bias: bool = False
+
+
 @dataclass(frozen=True, kw_only=True)
 class ExpertsSpec:
     """The experts of each sparse layer of a model.
@@ -165,10 +207,9 @@ class ExpertsSpec:
       num_experts_per_tok: experts that the router chooses for each token (k).
       moe_intermediate_size: width of one routed expert's activation.
       shared_intermediate_size: total width of the shared experts, which process every token; 0 if there are none.
-      num_groups: number of equal groups of consecutive experts. The router first chooses groups; 1 if it chooses among all
-        experts.
-      norm_topk_prob: True if the chosen experts' weights are divided by their sum.
-      softmax_router: True if the router chooses the k largest of a softmax over all experts as weights; False: another rule.
+      shared_gate: True if the shared experts' output is multiplied by the sigmoid of a learned score of each token.
+      output_norm: True if an RMSNorm follows the sum of routed and shared experts.
+      rule: how the router chooses experts, and their weights.
       aux_loss_coef: default factor of the load-balancing loss over a whole batch.
       sequence_loss_coef: default factor of the load-balancing loss within each sequence.
     """
@@ -177,8 +218,8 @@ class ExpertsSpec:
     num_experts_per_tok: int
     moe_intermediate_size: int
     shared_intermediate_size: int = 0
-    num_groups: int = 1
-    norm_topk_prob: bool = True
-    softmax_router: bool = True
+    shared_gate: bool = False
+    output_norm: bool = False
+    rule: RouterRule = RouterRule()
     aux_loss_coef: float = 0.0
     sequence_loss_coef: float = 0.0

@@ -84,7 +84,7 @@ def layer_seconds(step: PlannedStep, number: int, machine: Machine) -> dict[str,
     }
     if stage.sparse:
         spec = step.experts
-        router = router_seconds(tokens, hidden, spec.num_experts, machine, grouped=spec.num_groups > 1)
+        router = router_seconds(tokens, hidden, spec.num_experts, machine, grouped=spec.rule.num_groups > 1)
         experts = experts_seconds(experts_work(step), machine, frozen=frozen, precision=step.precision)
         parts["experts"] = experts.plus(router)
     return parts | {"kept": _keeping_seconds(step, stage, parts.values(), machine)}

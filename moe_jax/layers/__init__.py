@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from moe_jax.layers.norm import RMSNorm
     from moe_jax.layers.router import (
         ExpertBias,
-        GroupRouter,
-        GroupRule,
         Router,
         Routing,
         load_balancing_loss,
@@ -34,8 +32,6 @@ __all__ = [
     "Embedding",
     "ExpertBias",
     "Experts",
-    "GroupRouter",
-    "GroupRule",
     "KVCache",
     "LatentAttention",
     "Linear",

@@ -19,7 +19,8 @@ from moe_jax.layers.rope import RopeTables, apply_rope
 class Attention(nnx.Module):
     """Multi-head or grouped-query attention: o_proj(attend(rope(q_norm(q_proj x)), rope(k_norm(k_proj x)), v_proj x)).
 
-    `config.mixer` defines whether projections have biases, and heads have norms (RMSNorm on each query and key head) and sinks.
+    `config.mixer` defines biases, sinks, clipping, and the norms of queries and keys: of each head or of all heads together,
+    before or after rope.
     """
 
     def __init__(
@@ -27,26 +28,26 @@ class Attention(nnx.Module):
     ):
         mixer = config.mixer
 
-        def linear(in_features: int, out_features: int) -> Linear:
+        def linear(in_features: int, out_features: int, use_bias: bool = mixer.biases) -> Linear:
             return Linear(
                 in_features,
                 out_features,
-                use_bias=mixer.biases,
+                use_bias=use_bias,
                 stddev=config.initializer_range,
                 stack=stack,
                 param_dtype=param_dtype,
                 rngs=rngs,
             )
 
-        def norm() -> RMSNorm | None:
-            width, eps = mixer.key_dim, config.rms_norm_eps
+        def norm(heads: int) -> RMSNorm | None:
+            width, eps = mixer.key_dim * (heads if mixer.joint_norms else 1), config.rms_norm_eps
             return RMSNorm(width, eps=eps, stack=stack, param_dtype=param_dtype) if mixer.head_norms else None
 
         self.q_proj = linear(config.hidden_size, mixer.heads * mixer.key_dim)
         self.k_proj = linear(config.hidden_size, mixer.kv_heads * mixer.key_dim)
         self.v_proj = linear(config.hidden_size, mixer.kv_heads * mixer.value_dim)
-        self.o_proj = linear(mixer.heads * mixer.value_dim, config.hidden_size)
-        self.q_norm, self.k_norm = norm(), norm()
+        self.o_proj = linear(mixer.heads * mixer.value_dim, config.hidden_size, mixer.biases and mixer.output_bias)
+        self.q_norm, self.k_norm = norm(mixer.heads), norm(mixer.kv_heads)
         self.sinks = nnx.Param(jnp.zeros((*stack, mixer.heads), param_dtype)) if mixer.sinks else None
         self.mixer = mixer
 
@@ -56,12 +57,20 @@ class Attention(nnx.Module):
         """Returns the output, and the cache or pages with these tokens in it (None without either)."""
 
         def heads(projection: Linear, width: int, norm: RMSNorm | None = None) -> Array:
-            y = projection.to_heads(x, width)
+            y = projection(x)
+            if norm is not None and mixer.joint_norms:
+                y, norm = norm(y), None
+            y = y if mixer.clip is None else jnp.clip(y, -mixer.clip, mixer.clip)
+            y = y.reshape(*y.shape[:-1], -1, width)
             return y if norm is None else norm(y)
 
+        def rotated(projection: Linear, norm: RMSNorm | None) -> Array:
+            y = heads(projection, mixer.key_dim, None if mixer.norms_after_rope else norm)
+            y = apply_rope(y, rope, interleaved=mixer.interleaved)
+            return norm(y) if norm is not None and mixer.norms_after_rope else y
+
         mixer = self.mixer
-        q = apply_rope(heads(self.q_proj, mixer.key_dim, self.q_norm), rope)
-        k = apply_rope(heads(self.k_proj, mixer.key_dim, self.k_norm), rope)
+        q, k = rotated(self.q_proj, self.q_norm), rotated(self.k_proj, self.k_norm)
         if self.sinks is not None:
             assert isinstance(attend, Attend)  # the engine refuses sinks (`serving.engine`)
             attend = replace(attend, sinks=self.sinks[...])

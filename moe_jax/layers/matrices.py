@@ -39,6 +39,7 @@ MATRICES: dict[str, Declaration] = {
     "experts.gate_up_proj": _EXPERTS,
     "experts.down_proj": _EXPERTS,
     "sinks": _VECTOR,
+    "shared_expert_gate": Declaration("small", split=()),
     **dict.fromkeys(_ATTENTION, Declaration("attention")),
     **dict.fromkeys(_MLP, Declaration("mlp")),
     **{f"shared_experts.{name}": Declaration("shared_experts") for name in _MLP},

@@ -6,11 +6,13 @@ import operator
 from dataclasses import replace
 from typing import Any, Literal
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Integer
 
+from moe_jax.config import RouterRule
 from moe_jax.kernels.experts.activation import SILU, Activation
 from moe_jax.kernels.experts.call import TokenPart
 from moe_jax.kernels.experts.call import experts as compute_experts
@@ -26,6 +28,7 @@ from moe_jax.layers.linear import DeferredWeight, Fp8Copies, Linear, TicketHolde
 from moe_jax.layers.lora import Adapter, Frozen
 from moe_jax.layers.matrices import check_declared, declared
 from moe_jax.layers.mlp import MLP
+from moe_jax.layers.norm import RMSNorm
 from moe_jax.layers.quantised import Quantised, is_quantised, of_stack
 from moe_jax.layers.router import Router, Routing
 from moe_jax.layers.spread import ONE_DEVICE, OneDevice
@@ -47,9 +50,12 @@ class MoE(nnx.Module):
     """y[t] = sum_k weights[t, k] * down_e(activation(gate_e x[t], up_e x[t])) with e = experts[t, k]. No token is dropped.
 
     Args:
-      router: chooses experts and weights; default: `Router`, with `norm_topk_prob`.
+      norm_topk_prob: divide the chosen experts' weights by their sum; read only without `rule`.
+      rule: how the router chooses experts and weights; default: the k largest of a softmax.
       shared_intermediate_size: intermediate size of all shared experts together; 0: none. They are one dense block whose
         output is added.
+      shared_gate: multiply the shared experts' output by the sigmoid of a learned score of each token.
+      output_norm: a norm of the sum of all experts.
       activation: the activation of all experts, including shared ones.
       precision: `kernels.Precision()` multiplies the experts in FP8, and with `dense` the shared experts too; None: in x's
         dtype.
@@ -74,8 +80,10 @@ class MoE(nnx.Module):
         num_experts_per_tok: int,
         *,
         norm_topk_prob: bool = True,
-        router: Router | None = None,
+        rule: RouterRule | None = None,
         shared_intermediate_size: int = 0,
+        shared_gate: bool = False,
+        output_norm: RMSNorm | None = None,
         activation: Activation = SILU,
         precision: Precision | None = None,
         stddev: float = 0.02,
@@ -84,9 +92,10 @@ class MoE(nnx.Module):
         rngs: nnx.Rngs,
     ):
         options: dict[str, Any] = dict(stddev=stddev, stack=stack, param_dtype=param_dtype, rngs=rngs)
-        if router is None:
-            router = Router(hidden_size, num_experts, num_experts_per_tok, norm_topk_prob=norm_topk_prob, **options)
-        self.router = router
+        rule = RouterRule(norm_topk_prob=norm_topk_prob) if rule is None else rule
+        self.router = Router(hidden_size, num_experts, num_experts_per_tok, rule, **options)
+        self.shared_expert_gate = Linear(hidden_size, 1, **options) if shared_gate else None
+        self.output_norm = output_norm
         options["activation"] = activation
         self.experts = Experts(
             hidden_size, moe_intermediate_size, num_experts, num_experts_per_tok=num_experts_per_tok, **options
@@ -133,7 +142,10 @@ class MoE(nnx.Module):
         if exchange is not None:
             routing = routing._replace(sums=routing.sums.with_exchange(exchange))
         if self.shared_experts is not None:
-            y = y + self.shared_experts(x)
+            shared = self.shared_experts(x)
+            y = y + (shared if self.shared_expert_gate is None else jax.nn.sigmoid(self.shared_expert_gate(x)) * shared)
+        if self.output_norm is not None:
+            y = self.output_norm(y)
         return y.reshape(*leading, hidden), routing
 
 

@@ -62,11 +62,16 @@ def apply_rope(
 ) -> Float[Array, "batch seq heads head_dim"]:
     """Rotates each pair (x[i], x[i + head_dim/2]) by its angle, in f32; the result has x's dtype.
 
+    Tables for fewer than head_dim numbers rotate only the first numbers of a head.
+
     Args:
       interleaved: the pairs are (x[2i], x[2i + 1]). The result holds all first numbers of pairs, then all second ones: scores
         do not change if queries and keys have the same order.
     """
-    return _rotated(x, rope, interleaved)
+    rotary_dim = 2 * rope.cos.shape[-1]
+    if rotary_dim == x.shape[-1]:
+        return _rotated(x, rope, interleaved)
+    return jnp.concatenate([_rotated(x[..., :rotary_dim], rope, interleaved), x[..., rotary_dim:]], axis=-1)
 
 
 # Saves only the tables, which all layers share: else each layer would save them broadcast over heads.

@@ -9,8 +9,7 @@ equation 4 of Switch Transformers (Fedus et al., 2021, https://arxiv.org/abs/210
 The z-loss is equation 5 of ST-MoE (Zoph et al., 2022, https://arxiv.org/abs/2202.08906).
 """
 
-from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +17,8 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Integer
 
+from moe_jax.config import RouterRule
+from moe_jax.config.specs import TINY
 from moe_jax.kernels.experts.routing import int32_ids, is_an_expert
 from moe_jax.kernels.shapes import vary_alike
 from moe_jax.kernels.top_k import top_k_indices
@@ -48,35 +49,11 @@ class ExpertBias(nnx.Variable):
     """
 
 
-TINY = 1e-20
-"""Added to sums of scores before dividing by them, as in DeepSeek and transformers."""
-
-
-@dataclass(frozen=True)
-class GroupRule:
-    """The rule from scores to choices and weights, with optional group-limited routing (one group without it).
-
-    Attributes:
-      scoring_func: "sigmoid" of each logit, or "softmax" over all.
-      num_groups: number of equal groups of consecutive experts.
-      groups_per_token: largest number of groups that hold a token's experts.
-      group_score_size: number of a group's best scores that are summed to the group's score.
-      norm_topk_prob: True divides a token's weights by their sum.
-      routed_scaling_factor: factor on the weights after that division.
-      added_to_sum: added to the sum before that division; 0 replaces the sum of a token without any expert by 1.
-    """
-
-    scoring_func: str = "sigmoid"
-    num_groups: int = 1
-    groups_per_token: int = 1
-    group_score_size: int = 2
-    norm_topk_prob: bool = True
-    routed_scaling_factor: float = 1.0
-    added_to_sum: float = TINY
-
-
 class Router(TicketHolder):
-    """Softmax top-k router: a linear map to one logit per expert, then `route`."""
+    """A linear map to one logit per expert, then `route_by_groups` with `rule` (default: `RouterRule()`).
+
+    `rule.choice_bias` adds an `ExpertBias`, initially zero.
+    """
 
     lora: Adapter | None = None
     expert_bias: ExpertBias | None = None
@@ -86,8 +63,8 @@ class Router(TicketHolder):
         hidden_size: int,
         num_experts: int,
         num_experts_per_tok: int,
+        rule: RouterRule | None = None,
         *,
-        norm_topk_prob: bool,
         stddev: float = 0.02,
         stack: tuple[int, ...] = (),
         param_dtype: DTypeLike = jnp.float32,
@@ -95,7 +72,8 @@ class Router(TicketHolder):
     ):
         self.weight: nnx.Variable = normal_parameter((*stack, num_experts, hidden_size), stddev, param_dtype, rngs)
         self.num_experts_per_tok = num_experts_per_tok
-        self.rule = _softmax_rule(norm_topk_prob)
+        self.rule = RouterRule() if rule is None else rule
+        self.expert_bias = ExpertBias(jnp.zeros((*stack, num_experts), jnp.float32)) if self.rule.choice_bias else None
 
     def __call__(
         self,
@@ -125,34 +103,6 @@ class Router(TicketHolder):
         """Returns arrays with the shapes of the operands of the weight's gradient."""
         return linear_product_like(x, self.weight, jnp.promote_types(x.dtype, jnp.float32))
 
-    @property
-    def norm_topk_prob(self) -> bool:
-        """True if the k weights of a token are normalized to sum to 1."""
-        return self.rule.norm_topk_prob
-
-
-class GroupRouter(Router):
-    """DeepSeek's router: a linear map, then `route_by_groups`; `has_bias` adds an `ExpertBias`, initially zero.
-
-    Other arguments as in `Router`.
-    """
-
-    def __init__(
-        self,
-        hidden_size: int,
-        num_experts: int,
-        num_experts_per_tok: int,
-        rule: GroupRule,
-        *,
-        has_bias: bool = True,
-        stack: tuple[int, ...] = (),
-        **options: Any,
-    ):
-        sizes = hidden_size, num_experts, num_experts_per_tok
-        super().__init__(*sizes, norm_topk_prob=rule.norm_topk_prob, stack=stack, **options)
-        self.rule = rule
-        self.expert_bias = ExpertBias(jnp.zeros((*stack, num_experts), jnp.float32)) if has_bias else None
-
 
 def route(
     logits: Float[Array, "tokens experts"],
@@ -165,13 +115,13 @@ def route(
 
     Gradients flow through the weights to all logits; the choice itself has none. Arguments as in `route_by_groups`.
     """
-    return route_by_groups(logits, num_experts_per_tok, _softmax_rule(norm_topk_prob), None, valid, expert_ids)
+    return route_by_groups(logits, num_experts_per_tok, RouterRule(norm_topk_prob=norm_topk_prob), None, valid, expert_ids)
 
 
 def route_by_groups(
     logits: Float[Array, "tokens experts"],
     num_experts_per_tok: int,
-    rule: GroupRule,
+    rule: RouterRule,
     bias: Float[Array, "experts"] | None = None,
     valid: Bool[Array, "tokens"] | Sequences | None = None,
     expert_ids: Integer[Array, "tokens k"] | None = None,
@@ -205,17 +155,15 @@ def route_by_groups(
         elif is_replayed:
             # A token without any expert would compute 0 / 0.
             total = jnp.where((experts < logits.shape[1]).any(axis=-1, keepdims=True), total, 1)
+        if rule.least_sum:
+            total = jnp.maximum(total, rule.least_sum)
         weights = weights / total
     probabilities = scores / (scores.sum(axis=-1, keepdims=True) + TINY) if is_sigmoid else scores
     sums = RouterSums.of(probabilities, logits, experts, valid)
     return Routing(weights if rule.routed_scaling_factor == 1 else weights * rule.routed_scaling_factor, experts, sums)
 
 
-def _softmax_rule(norm_topk_prob: bool) -> GroupRule:
-    return GroupRule("softmax", norm_topk_prob=norm_topk_prob, added_to_sum=0.0)
-
-
-def _choose(preference: Float[Array, "tokens experts"], num_experts_per_tok: int, rule: GroupRule) -> Int[Array, "tokens k"]:
+def _choose(preference: Float[Array, "tokens experts"], num_experts_per_tok: int, rule: RouterRule) -> Int[Array, "tokens k"]:
     """Returns the most preferred experts of the best groups."""
     tokens = preference.shape[0]
     if rule.groups_per_token < rule.num_groups:

@@ -20,6 +20,7 @@ MODEL_CLASSES: dict[str, type[Decoder]] = {
     "deepseek_v3": DeepseekV3,
     "kimi_k2": DeepseekV3,
 }
+"""Classes of model types that have their own; all others are a `Decoder` of their config's specs."""
 
 
 @functools.cache
@@ -33,4 +34,4 @@ def from_config(
     config: ModelConfig, *, dtype: DTypeLike = jnp.float32, param_dtype: DTypeLike | None = None, rngs: nnx.Rngs
 ) -> Decoder:
     """Builds a randomly initialised model of the config's architecture; arguments as in `Decoder`."""
-    return MODEL_CLASSES[config.model_type](config, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+    return MODEL_CLASSES.get(config.model_type, Decoder)(config, dtype=dtype, param_dtype=param_dtype, rngs=rngs)

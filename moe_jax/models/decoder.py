@@ -10,17 +10,19 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Integer
 
-from moe_jax.config import LayerKind, Mixer, ModelConfig, Stage
+from moe_jax.config import LatentSpec, LayerKind, Mixer, ModelConfig, Stage
 from moe_jax.kernels.experts.fp8 import quantise
 from moe_jax.kernels.experts.fp8.precision import DenseGroup, Precision
+from moe_jax.layers.attention import Attention
 from moe_jax.layers.cache import KVCache, cache_rows
+from moe_jax.layers.latent_attention import LatentAttention
 from moe_jax.layers.linear import Embedding, Linear
 from moe_jax.layers.lora import Adapter, beside_head, wider_head
 from moe_jax.layers.mlp import MLP
 from moe_jax.layers.moe import MoE, precision_of, set_precision
 from moe_jax.layers.norm import RMSNorm
 from moe_jax.layers.passes import Pass, Remat, forward_loop
-from moe_jax.layers.router import Router, check_expert_choice, load_balancing_loss
+from moe_jax.layers.router import check_expert_choice, load_balancing_loss
 from moe_jax.layers.segments import has_successor, shift_left
 from moe_jax.models.decoder_layer import DecoderLayer, SparseDecoderLayer
 from moe_jax.models.execution import Execution
@@ -48,7 +50,7 @@ NO_WINDOW = 2**30
 
 
 class Decoder(nnx.Module):
-    """A language model: token ids in, logits out. Each architecture is a subclass that builds its attention and experts.
+    """A language model: token ids in, logits out. It builds the attention and experts of the config's specs.
 
     Args:
       config: the architecture.
@@ -364,7 +366,8 @@ class Decoder(nnx.Module):
 
     def _mixer(self, mixer: Mixer, *, stack: tuple[int, ...], param_dtype, rngs: nnx.Rngs) -> nnx.Module:
         """Builds the token mixer of a stack of layers; same call signature as `layers.attention.Attention`."""
-        raise NotImplementedError
+        of_spec: Any = LatentAttention if isinstance(mixer, LatentSpec) else Attention
+        return of_spec(self.config, stack=stack, param_dtype=param_dtype, rngs=rngs)
 
     def _experts(self, *, stack: tuple[int, ...], param_dtype, rngs: nnx.Rngs) -> MoE:
         """Builds the mixture of experts of a stack of layers."""
@@ -372,12 +375,9 @@ class Decoder(nnx.Module):
         assert spec is not None
         options: dict[str, Any] = dict(stddev=config.initializer_range, stack=stack, param_dtype=param_dtype, rngs=rngs)
         sizes = config.hidden_size, spec.moe_intermediate_size, spec.num_experts, spec.num_experts_per_tok
-        shared, router = spec.shared_intermediate_size, self._router(**options)
-        return MoE(*sizes, norm_topk_prob=spec.norm_topk_prob, router=router, shared_intermediate_size=shared, **options)
-
-    def _router(self, **options) -> Router | None:
-        """Builds the router of a stack of layers in architectures that have their own; None: `layers.router.Router`."""
-        return None
+        norm = RMSNorm(sizes[0], eps=config.rms_norm_eps, stack=stack, param_dtype=param_dtype) if spec.output_norm else None
+        options |= dict(shared_intermediate_size=spec.shared_intermediate_size, shared_gate=spec.shared_gate)
+        return MoE(*sizes, rule=spec.rule, output_norm=norm, **options)
 
     def _execution(self, remat: Remat | int | None, spread: Spread | None) -> Execution:
         """Returns the model's execution with a call's own settings in place of the defaults."""

@@ -3,10 +3,7 @@
 The feed-forward block is dense; Qwen3-MoE replaces it with experts.
 """
 
-from flax import nnx
-
-from moe_jax.config import Mixer, Qwen3Config, Qwen3MoeConfig
-from moe_jax.layers.attention import Attention
+from moe_jax.config import Qwen3Config, Qwen3MoeConfig
 from moe_jax.models.decoder import Decoder
 
 
@@ -14,9 +11,6 @@ class Qwen3(Decoder):
     """A Qwen3 language model; arguments and calls as `Decoder`."""
 
     config: Qwen3Config
-
-    def _mixer(self, mixer: Mixer, *, stack: tuple[int, ...], param_dtype, rngs: nnx.Rngs) -> Attention:
-        return Attention(self.config, stack=stack, param_dtype=param_dtype, rngs=rngs)
 
 
 class Qwen3Moe(Qwen3):

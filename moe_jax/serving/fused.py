@@ -58,7 +58,7 @@ from moe_jax.layers.paged import LayerPages, PagedAttend
 from moe_jax.layers.quantised import is_quantised
 from moe_jax.layers.rope import RopeTables, fixed_frequencies, tables_of
 from moe_jax.models.decoder import Decoder
-from moe_jax.serving.weights import ComputedLayers, LayerWeights, ServedModel, layer_module
+from moe_jax.serving.weights import ComputedLayers, LayerWeights, ServedModel, layer_module, unlike_qwen3
 
 
 def refusal(config: ModelConfig, dtype: Any, tokens: int, *, in_fp8: bool = False) -> str | None:
@@ -68,12 +68,10 @@ def refusal(config: ModelConfig, dtype: Any, tokens: int, *, in_fp8: bool = Fals
       in_fp8: experts multiply in FP8.
     """
     spec, heads = config.experts, config.mixer
-    if not heads.head_norms or (spec and (spec.shared_intermediate_size or not spec.softmax_router)):
-        return f"it is written for Qwen3 and Qwen3-MoE; this is {config.model_type}"
+    if (reason := unlike_qwen3(config)) is not None:
+        return reason
     if in_fp8 and tokens > MOST_PLANNED_TOKENS:
         return f"it takes at most {MOST_PLANNED_TOKENS} tokens of experts in FP8; got {tokens}"
-    if heads.biases or heads.sinks or not heads.head_norms:
-        return "attention has biases or sinks, or no norms of its heads"
     if {heads.key_dim, heads.value_dim, heads.rotary_dim} != {HEAD_DIM}:
         return f"head_dim must be {HEAD_DIM}; got {heads.key_dim}"
     if config.hidden_size % WARPGROUP_THREADS:
@@ -222,7 +220,7 @@ def _experts(
 ) -> tuple[TokenChoices, ExpertRows]:
     k, experts = moe.router.num_experts_per_tok, moe.experts
     logits = project(normed, moe.router.weight[...])
-    choice = route_rows(logits, valid, k=k, divide_by_sum=moe.router.norm_topk_prob)
+    choice = route_rows(logits, valid, k=k, divide_by_sum=moe.router.rule.norm_topk_prob)
     assert experts.place is not None  # `layer_module` reads experts in their stacks
     place = experts.place[...]
     if experts.precision is None:

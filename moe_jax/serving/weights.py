@@ -13,7 +13,7 @@ from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
-from moe_jax.config import ModelConfig
+from moe_jax.config import ModelConfig, RouterRule
 from moe_jax.kernels.experts.backends import ENVIRONMENT_VARIABLE, is_mosaic_allowed
 from moe_jax.kernels.experts.fp8.precision import Precision
 from moe_jax.layers.lora import Adapter, Frozen, has_adapters, wider_head
@@ -171,7 +171,29 @@ def unfused_reason(model: Decoder) -> str | None:
         return "an adapter lies beside the weights"
     if model.precision is None and is_quantised(nnx.state(model)):
         return "quantised experts are made whole in every step"
-    return None
+    return unlike_qwen3(model.config)
+
+
+def unlike_qwen3(config: ModelConfig) -> str | None:
+    """Returns why the fused layers cannot run a model: all parts that Qwen3 and Qwen3-MoE lack; None if there are none."""
+    heads, experts = config.mixer, config.experts
+    rule = RouterRule() if experts is None else experts.rule
+    parts = {
+        "latent attention": heads.latent_value_dim is not None,
+        "no norms of heads": not heads.head_norms,
+        "one norm for all heads": heads.joint_norms,
+        "norms after rope": heads.norms_after_rope,
+        "rotary pairs of neighbors": heads.interleaved,
+        "rope on a part of each head": heads.rotary_dim < heads.key_dim,
+        "biases of attention": heads.biases,
+        "attention sinks": heads.sinks,
+        "clipped queries": heads.clip is not None,
+        "a router with another rule than softmax and top-k": rule != RouterRule(norm_topk_prob=rule.norm_topk_prob),
+        "shared experts": experts is not None and experts.shared_intermediate_size > 0,
+        "a norm after the experts": experts is not None and experts.output_norm,
+    }
+    found = ", ".join(part for part, has_part in parts.items() if has_part)
+    return f"fused layers are written for Qwen3 and Qwen3-MoE; this {config.model_type} has {found}" if found else None
 
 
 def _described(served: ServedModel, weights: Weights) -> dict[str, Any]:

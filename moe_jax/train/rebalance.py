@@ -73,7 +73,7 @@ def move_experts[Tree: PyTree](state: Tree, config: ModelConfig, orders: Int[np.
 
 def num_groups(config: ModelConfig) -> int:
     """Returns the number of expert groups of the model's routers (group-limited routing); 1 without groups."""
-    return config.experts.num_groups if config.experts else 1
+    return config.experts.rule.num_groups if config.experts else 1
 
 
 @dataclass(frozen=True)

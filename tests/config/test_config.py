@@ -164,7 +164,7 @@ def test_old_and_current_names_mean_the_same():
     [
         (
             {"model_type": "llama"},
-            "'llama' is not supported; supported are deepseek_v2, deepseek_v3, kimi_k2, qwen3, qwen3_moe. "
+            "'llama' is not supported; supported are axk1, deepseek_v2, .*, qwen3, qwen3_moe, solar_open. "
             r".*moe_jax.MoE and .*docs/your_own_model.md.* CONTRIBUTING.md, \"A model\"",
         ),
         ({"n_group": 4, "new_field": 1}, "unknown field n_group=4; unknown field new_field=1"),

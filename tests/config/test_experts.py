@@ -19,7 +19,9 @@ from moe_jax.config import (
     ModelConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    RouterRule,
 )
+from moe_jax.config.specs import TINY
 from moe_jax.cost import PlannedStep
 from moe_jax.cost.flops import forward_flops_per_token, num_active_parameters, num_parameters
 from moe_jax.cost.layer import layer_seconds
@@ -46,21 +48,22 @@ QWEN = replace(NAMED_CONFIGS["qwen3-30b-a3b"], num_hidden_layers=2)
         (
             Qwen3MoeConfig(router_aux_loss_coef=0.25),
             ExpertsSpec(
-                num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768, norm_topk_prob=False, aux_loss_coef=0.25
+                num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768, rule=RouterRule(norm_topk_prob=False),
+                aux_loss_coef=0.25,
             ),
         ),
         (
             DeepseekV3Config(n_shared_experts=3, aux_loss_alpha=0.5),
             ExpertsSpec(
                 num_experts=256, num_experts_per_tok=8, moe_intermediate_size=2048, shared_intermediate_size=3 * 2048,
-                num_groups=8, softmax_router=False, sequence_loss_coef=0.5,
+                rule=RouterRule("sigmoid", 8, 4, 2, True, 2.5, added_to_sum=TINY, choice_bias=True), sequence_loss_coef=0.5,
             ),
         ),
         (
             DeepseekV2Config(n_group=4, seq_aux=False, moe_intermediate_size=64),
             ExpertsSpec(
                 num_experts=64, num_experts_per_tok=8, moe_intermediate_size=64, shared_intermediate_size=128,
-                norm_topk_prob=False, softmax_router=False,
+                rule=RouterRule("softmax", 1, 1, 1, False, added_to_sum=TINY),
             ),
         ),
         (
@@ -133,7 +136,7 @@ class OtherNames(Qwen3Config):
             num_experts_per_tok=self.ffn_choices,
             moe_intermediate_size=self.ffn_width,
             shared_intermediate_size=32,
-            num_groups=3,
+            rule=RouterRule(num_groups=3, groups_per_token=3),
             aux_loss_coef=0.125,
             sequence_loss_coef=0.25,
         )
@@ -182,7 +185,8 @@ class Overridden(Qwen3MoeConfig):
 
     @property
     def experts(self):
-        return replace(super().experts, num_experts_per_tok=4, shared_intermediate_size=512, num_groups=4)
+        rule = replace(super().experts.rule, num_groups=4)
+        return replace(super().experts, num_experts_per_tok=4, shared_intermediate_size=512, rule=rule)
 
 
 def test_the_cost_model_reads_the_spec():
@@ -227,7 +231,7 @@ def test_latent_attention_keeps_latents():
 
 def test_layers_of_experts_are_those_of_the_named_configs():
     sparse = {name for name, config in NAMED_CONFIGS.items() if config.experts}
-    assert EXPERT_LAYERS.keys() == sparse | {"mixtral-8x7b"}
+    assert EXPERT_LAYERS.keys() == sparse
     assert EXPERT_LAYERS["qwen3-30b-a3b"] == ExpertLayer(hidden=2048, inter=768, experts=128, top_k=8)
     assert EXPERT_LAYERS["qwen3-235b-a22b"] == ExpertLayer(hidden=4096, inter=1536, experts=128, top_k=8)
     assert EXPERT_LAYERS["deepseek-v3"] == ExpertLayer(hidden=7168, inter=2048, experts=256, top_k=8)

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moe_jax.config.specs import TINY, RouterRule
 from moe_jax.layers.balance import Sequences
 from moe_jax.layers.router import (
-    GroupRule,
     balanced_expert_ids,
     load_balancing_loss,
     load_balancing_loss_per_layer,
@@ -23,6 +23,8 @@ from moe_jax.layers.router import (
 )
 from moe_jax.layers.router_sums import RouterSums
 from tests.helpers import seeds
+
+DEEPSEEK = RouterRule("sigmoid", added_to_sum=TINY)
 
 
 def statistics(logits, k, valid):
@@ -100,7 +102,7 @@ def test_replay():
 
 
 @pytest.mark.parametrize("norm", [True, False])
-@pytest.mark.parametrize("rule", [None, GroupRule("sigmoid"), GroupRule("softmax")])
+@pytest.mark.parametrize("rule", [None, DEEPSEEK, replace(DEEPSEEK, scoring_func="softmax")])
 def test_replayed_ids_of_no_expert_add_nothing(rule, norm, rng):
     """The weights, the load and the gradient equal those for the token's other ids, and zeros without any."""
     logits, factors = jnp.asarray(rng.normal(size=(4, 6)), jnp.float32), jnp.asarray(rng.normal(size=(4, 2)), jnp.float32)
@@ -134,7 +136,7 @@ def test_replayed_ids_have_any_integer_dtype(dtype):
     given_ids = jnp.asarray(ids, dtype)
     for routing in (
         route(logits, 2, True, expert_ids=given_ids),
-        route_by_groups(logits, 2, GroupRule(), expert_ids=given_ids),
+        route_by_groups(logits, 2, DEEPSEEK, expert_ids=given_ids),
     ):
         np.testing.assert_array_equal(routing.experts, ids)
         assert routing.experts.dtype == jnp.int32 and int(routing.sums.expert_load[127]) == 2

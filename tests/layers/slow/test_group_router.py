@@ -1,5 +1,7 @@
 """DeepSeek's routing equals its definition written as a loop; the bias chooses and does nothing else."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,9 +10,12 @@ from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moe_jax.config.specs import TINY, RouterRule
 from moe_jax.layers.moe import MoE
-from moe_jax.layers.router import ExpertBias, GroupRouter, GroupRule, route_by_groups
+from moe_jax.layers.router import ExpertBias, route_by_groups
 from tests.helpers import seeds
+
+DEEPSEEK = RouterRule("sigmoid", added_to_sum=TINY, choice_bias=True)
 
 
 def definition(logits, k, rule, bias):
@@ -44,7 +49,7 @@ def definition(logits, k, rule, bias):
 def test_equals_the_definition(
     num_groups, of_group, groups_per_token, group_score_size, k, scoring_func, norm_topk_prob, factor, size_of_bias, seed
 ):
-    rule = GroupRule(scoring_func, num_groups, groups_per_token, group_score_size, norm_topk_prob, factor)
+    rule = RouterRule(scoring_func, num_groups, groups_per_token, group_score_size, norm_topk_prob, factor, TINY)
     rng = np.random.default_rng(seed)
     logits = rng.normal(size=(6, num_groups * of_group)).astype(np.float32)
     bias = rng.normal(size=logits.shape[1]).astype(np.float32) * size_of_bias
@@ -64,7 +69,7 @@ def test_equals_the_definition(
 
 def test_gradients():
     """Gradients reach the logits of the chosen experts alone."""
-    rule = GroupRule(num_groups=2, groups_per_token=1, routed_scaling_factor=2.5)
+    rule = replace(DEEPSEEK, num_groups=2, groups_per_token=1, routed_scaling_factor=2.5)
     rng = seeds.rng()
     logits, direction = jnp.asarray(rng.normal(size=(5, 8)), jnp.float32), jnp.asarray(rng.normal(size=(5, 3)), jnp.float32)
 
@@ -86,16 +91,16 @@ def test_bias_changes_choices_only():
     """A bias changes the choice, and not the weights of a choice."""
     logits = jnp.asarray(seeds.rng().normal(size=(64, 8)), jnp.float32)
     bias = jnp.zeros(8).at[3].set(2.0)
-    biased = route_by_groups(logits, 2, GroupRule(), bias)
+    biased = route_by_groups(logits, 2, DEEPSEEK, bias)
     assert int(biased.sums.expert_load[3]) == 64
-    replayed = route_by_groups(logits, 2, GroupRule(), expert_ids=biased.experts)
+    replayed = route_by_groups(logits, 2, DEEPSEEK, expert_ids=biased.experts)
     np.testing.assert_array_equal(biased.weights, replayed.weights)
 
 
 @pytest.mark.parametrize("logit", [-40.0, 200.0])
 def test_saturated_scores_stay_finite(logit):
     def projected(logits):
-        routing = route_by_groups(logits, 2, GroupRule())
+        routing = route_by_groups(logits, 2, DEEPSEEK)
         return routing.weights.sum() + routing.sums.probability_sum.sum()
 
     value, gradient = jax.value_and_grad(projected)(jnp.full((3, 4), logit))
@@ -104,8 +109,8 @@ def test_saturated_scores_stay_finite(logit):
 
 def test_layer():
     """A layer adds its shared experts, and keeps its bias out of the parameters."""
-    router = GroupRouter(16, 8, 2, GroupRule(num_groups=4, groups_per_token=2), rngs=nnx.Rngs(0))
-    moe = MoE(16, 8, 8, 2, router=router, shared_intermediate_size=24, rngs=nnx.Rngs(1))
+    rule = replace(DEEPSEEK, num_groups=4, groups_per_token=2)
+    moe = MoE(16, 8, 8, 2, rule=rule, shared_intermediate_size=24, rngs=nnx.Rngs(1))
     x = jax.random.normal(jax.random.key(seeds.integer()), (5, 16))
     y, routing = moe(x)
     routed = moe.experts(x, routing.weights, routing.experts)

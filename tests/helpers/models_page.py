@@ -1,0 +1,70 @@
+"""Writes the table of docs/models.md from the outcomes of the tests in tests/models/slow/test_families.py.
+
+JAX_PLATFORMS=cpu python -m tests.helpers.models_page
+"""
+
+import datetime
+import re
+import subprocess
+import sys
+import tempfile
+from collections import defaultdict
+from pathlib import Path
+from xml.etree import ElementTree
+
+import jax
+import torch
+import transformers
+
+from moe_jax.config import NAMED_CONFIGS
+from moe_jax.config.families import FAMILIES
+from moe_jax.serving.weights import unlike_qwen3
+
+ROOT = Path(__file__).parents[2]
+PAGE, TESTS = ROOT / "docs" / "models.md", ROOT / "tests" / "models" / "slow" / "test_families.py"
+COLUMNS = {
+    "load": ("test_logits_and_gradients_equal_those_of_transformers",),
+    "train": ("test_logits_and_gradients_equal_those_of_transformers",),
+    "LoRA": ("test_an_adapter_comes_back_and_peft_reads_it", "test_the_files_of_peft_are_read"),
+    "generate": ("test_cached_tokens_are_those_of_one_pass",),
+    "export": ("test_files_equal_those_of_transformers",),
+    "engine": ("test_an_engine_runs_the_modules",),
+}
+"""The tests that a family must pass for a "yes" in each column."""
+TABLE = re.compile(r"(?<=<!-- table -->\n).*?(?=<!-- end of table -->)", re.DOTALL)
+
+
+def run_tests() -> dict[str, dict[str, bool]]:
+    """Runs the tests, and returns {model_type: {test: passed}}."""
+    passed: dict[str, dict[str, bool]] = defaultdict(dict)
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder, "report.xml")
+        subprocess.run([sys.executable, "-m", "pytest", "-q", "-m", "", f"--junitxml={report}", TESTS], cwd=ROOT)
+        for case in ElementTree.parse(report).iter("testcase"):
+            test, model_type = re.fullmatch(r"(\w+)\[(\w+).*\]", case.get("name")).groups()
+            passed[model_type][test] = len(case) == 0 or {child.tag for child in case} <= {"system-out", "system-err"}
+    return passed
+
+
+def table(passed: dict[str, dict[str, bool]]) -> str:
+    """Returns the rows of the page, one for each family, and a line with date and versions."""
+    rows = [f"| model_type | published models | {' | '.join(COLUMNS)} | parts that the engine's fused layers lack |"]
+    rows.append("|---" * (len(COLUMNS) + 3) + "|")
+    for family in FAMILIES:
+        named = {name: config for name, config in NAMED_CONFIGS.items() if config.model_type == family.model_type}
+        of_family = passed.get(family.model_type, {})
+        cells = ["yes" if all(of_family.get(test) for test in tests) else "no" for tests in COLUMNS.values()]
+        cells[-1] = "by modules" if cells[-1] == "yes" else "no"
+        lacks = unlike_qwen3(next(iter(named.values()))).split(" has ", 1)[1]
+        rows.append(f"| {family.model_type} | {', '.join(named)} | {' | '.join(cells)} | {lacks} |")
+    versions = f"transformers {transformers.__version__}, torch {torch.__version__}, jax {jax.__version__}"
+    return "\n".join([*rows, "", f"Made {datetime.datetime.now(datetime.UTC):%Y-%m-%d} with {versions}, on a CPU.", ""])
+
+
+def main() -> None:
+    passed, page = run_tests(), PAGE.read_text()
+    PAGE.write_text(TABLE.sub(lambda _: table(passed), page))
+
+
+if __name__ == "__main__":
+    main()
