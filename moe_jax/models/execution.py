@@ -5,7 +5,7 @@ from numbers import Integral
 from typing import Self
 
 from moe_jax.config import ModelConfig
-from moe_jax.layers.passes import Remat
+from moe_jax.layers.passes import KEPT_PARTS, KeptPart, Remat
 from moe_jax.layers.spread import ONE_DEVICE, OneDevice
 
 
@@ -17,29 +17,44 @@ class Execution:
       remat: recompute each layer in the backward pass and keep only its input; "offload" keeps it in the host's memory.
       num_kept: with `remat`, the last layers keep all their residuals instead. MTP modules are the last layers,
         and a repeat of a stage's body keeps all of its layers or none.
+      keep: with `remat`, the other layers keep these parts of their residuals.
       balanced_routing: deal tokens to experts in turn and ignore the router's choice. For benchmarks only.
       spread: how the call is spread over devices; inside `jax.shard_map` a `parallel.Spread`.
     """
 
     remat: Remat = False
     num_kept: int = 0
+    keep: tuple[KeptPart, ...] = ()
     balanced_routing: bool = False
     spread: OneDevice = ONE_DEVICE
 
-    def with_remat(self, remat: Remat | int) -> Self:
+    def with_remat(self, remat: Remat | int | str) -> Self:
         """Returns a copy with another `remat`; a number n recomputes all layers but the last n.
 
+        The recomputed layers keep the parts that follow the number in a text: "12,attention,router". Without a number, "router"
+        equals "0,router".
+
         Raises:
-          ValueError: a negative number, or a value of another kind.
+          ValueError: a negative number, an unknown part, or a value of another kind.
         """
         # True is an int too, and equal to 1.
         if isinstance(remat, bool) or (isinstance(remat, str) and remat == "offload"):
-            return replace(self, remat=remat, num_kept=0)
-        if not isinstance(remat, Integral) or remat < 0:
+            return replace(self, remat=remat, num_kept=0, keep=())
+        words = remat.split(",") if isinstance(remat, str) else [str(remat)] if isinstance(remat, Integral) else [""]
+        number = words.pop(0) if words[0].isdecimal() else "0"
+        if set(words) - set(KEPT_PARTS):
             raise ValueError(
-                f"remat must be True, False, 'offload' or a number of layers that keep their residuals; got {remat!r}"
+                "remat must be True, False, 'offload' or a number of layers that keep their residuals, with any parts that the "
+                f"other layers keep, as in '12,{','.join(KEPT_PARTS)}'; got {remat!r}"
             )
-        return replace(self, remat=True, num_kept=int(remat))
+        return replace(self, remat=True, num_kept=int(number), keep=tuple(part for part in KEPT_PARTS if part in words))
+
+    @property
+    def remat_text(self) -> Remat | int | str:
+        """The inverse of `with_remat`."""
+        if self.keep:
+            return ",".join((str(self.num_kept), *self.keep))
+        return self.num_kept if self.num_kept else self.remat
 
     def of_stage(self, config: ModelConfig, number: int) -> Self:
         """Returns the execution settings of one stage, where `num_kept` counts repeats of the stage's body."""

@@ -54,12 +54,12 @@ def accumulate_pipelined(
     Raises:
       TypeError: an objective that works on batches alone.
       ValueError: a schedule that the mesh refuses (`schedule_of`, `check_branches`), or one from a table with
-        remat="offload". A number of layers as `remat`. At the first call, parameters in another layout.
+        remat="offload". A number of layers, or parts, as `remat`. At the first call, parameters in another layout.
     """
     check_objective(objective, "a pipeline")
     name = parallelism.pipe_schedule
-    if execution.num_kept:
-        raise ValueError(f"remat={execution.num_kept} needs a mesh without pipe: give remat True, False or 'offload'")
+    if execution.num_kept or execution.keep:
+        raise ValueError(f"remat={execution.remat_text!r} needs a mesh without pipe: give remat True, False or 'offload'")
     if name not in UNIFORM:
         if execution.remat == "offload":
             raise ValueError(
