@@ -33,8 +33,8 @@ from inputs import FORMS, config_of, random_model_in_form, random_rows
 from moe_jax.adapters import LoraSettings, add_lora
 from moe_jax.config import NAMED_CONFIGS, ModelConfig
 from moe_jax.cost.flops import num_parameters, training_flops_per_token
-from moe_jax.layers.passes import KEPT_PARTS
 from moe_jax.models.random_weights import random_model
+from moe_jax.models.remat import KEPT_PARTS
 from moe_jax.parallel import ContextParallel, ExpertParallel, Parallelism, default_hops, initialize_processes, make_mesh
 from moe_jax.parallel.choices import Hops, PipeSchedule
 from moe_jax.parallel.expert.placement import device_load

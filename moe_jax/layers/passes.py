@@ -30,7 +30,7 @@ with the kernels of the other.
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -45,16 +45,6 @@ Body = Callable[[Any, Any, Any, Any, Any], tuple[Any, Any]]
 
 Remat = bool | Literal["offload"]
 """True recomputes a layer in the backward pass from its input; "offload" keeps that input in the host's memory."""
-
-KeptPart = Literal["attention", "router", "experts"]
-"""A named part of a layer's residuals that a recomputed layer can keep: `checkpoint_name` marks the arrays.
-
-    attention    the output and its log-sum-exp; the backward pass does not run the forward kernel again
-    router       the chosen experts; they are not chosen again
-    experts      h and the plan of its rows; tokens are not sorted again, and the gate-up matmul does not run again
-"""
-
-KEPT_PARTS: tuple[KeptPart, ...] = get_args(KeptPart)
 
 Turn = Int[Array, ""] | int
 
@@ -120,8 +110,8 @@ class Layers(NamedTuple):
     remat: Remat = False
     num_kept: int = 0
     """Number of last layers that keep their residuals, while the stack's other layers are recomputed."""
-    keep: tuple[KeptPart, ...] = ()
-    """The parts of residuals that the recomputed layers keep."""
+    keep: tuple[str, ...] = ()
+    """The parts of residuals that the recomputed layers keep: names of `jax.ad_checkpoint.checkpoint_name` in the body."""
     whole_accumulators: bool = False
     """True: the body gets the whole stacks of accumulators, and adds to its layer's slice. False: it gets only its layer's."""
 

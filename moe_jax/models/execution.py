@@ -1,12 +1,12 @@
 """Settings of a model's execution: recomputation, forced routing, and how a call is spread over devices."""
 
 from dataclasses import dataclass, replace
-from numbers import Integral
 from typing import Self
 
 from moe_jax.config import ModelConfig
-from moe_jax.layers.passes import KEPT_PARTS, KeptPart, Remat
+from moe_jax.layers.passes import Remat
 from moe_jax.layers.spread import ONE_DEVICE, OneDevice
+from moe_jax.models.remat import KEPT_PARTS, KeptPart, layers_and_parts
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,7 @@ class Execution:
     def with_remat(self, remat: Remat | int | str) -> Self:
         """Returns a copy with another `remat`; a number n recomputes all layers but the last n.
 
-        The recomputed layers keep the parts that follow the number in a text: "12,attention,router". Without a number, "router"
-        equals "0,router".
+        A text adds parts of residuals (`models.remat.KeptPart`) that the recomputed layers keep: "12,router,attention".
 
         Raises:
           ValueError: a negative number, an unknown part, or a value of another kind.
@@ -40,21 +39,12 @@ class Execution:
         # True is an int too, and equal to 1.
         if isinstance(remat, bool) or (isinstance(remat, str) and remat == "offload"):
             return replace(self, remat=remat, num_kept=0, keep=())
-        words = remat.split(",") if isinstance(remat, str) else [str(remat)] if isinstance(remat, Integral) else [""]
-        number = words.pop(0) if words[0].isdecimal() else "0"
-        if set(words) - set(KEPT_PARTS):
+        if (kept := layers_and_parts(remat)) is None:
             raise ValueError(
                 "remat must be True, False, 'offload' or a number of layers that keep their residuals, with any parts that the "
                 f"other layers keep, as in '12,{','.join(KEPT_PARTS)}'; got {remat!r}"
             )
-        return replace(self, remat=True, num_kept=int(number), keep=tuple(part for part in KEPT_PARTS if part in words))
-
-    @property
-    def remat_text(self) -> Remat | int | str:
-        """The inverse of `with_remat`."""
-        if self.keep:
-            return ",".join((str(self.num_kept), *self.keep))
-        return self.num_kept if self.num_kept else self.remat
+        return replace(self, remat=True, num_kept=kept[0], keep=kept[1])
 
     def of_stage(self, config: ModelConfig, number: int) -> Self:
         """Returns the execution settings of one stage, where `num_kept` counts repeats of the stage's body."""

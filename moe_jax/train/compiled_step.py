@@ -51,7 +51,7 @@ class TrainStep:
 
     def __init__(
         self,
-        function_of: Callable[[Remat | int], Callable],
+        function_of: Callable[[Remat | int | str], Callable],
         remat: StepRemat,
         parallelism: Parallelism | None,
         plan: Callable[[TrainState, Batch], PlannedStep | str],
@@ -67,7 +67,7 @@ class TrainStep:
         self._function = function_of(True if remat == "auto" else remat)
         self._jitted: Any = None
 
-    def set_remat(self, remat: Remat | int) -> None:
+    def set_remat(self, remat: Remat | int | str) -> None:
         """Replaces `remat` before the first call."""
         self.remat, self._function = remat, self._function_of(remat)
 

@@ -16,6 +16,7 @@ from jaxtyping import Array, Float
 from moe_jax.models.decoder import Decoder
 from moe_jax.models.execution import Execution
 from moe_jax.models.forward import Carry, run_stage
+from moe_jax.models.remat import remat_option
 from moe_jax.parallel.choices import UNIFORM
 from moe_jax.parallel.layout import lies_in_chunks, parameter_path
 from moe_jax.parallel.parallelism import Parallelism
@@ -59,7 +60,8 @@ def accumulate_pipelined(
     check_objective(objective, "a pipeline")
     name = parallelism.pipe_schedule
     if execution.num_kept or execution.keep:
-        raise ValueError(f"remat={execution.remat_text!r} needs a mesh without pipe: give remat True, False or 'offload'")
+        kept = remat_option(execution.num_kept, execution.keep)
+        raise ValueError(f"remat={kept!r} needs a mesh without pipe: give remat True, False or 'offload'")
     if name not in UNIFORM:
         if execution.remat == "offload":
             raise ValueError(
