@@ -36,11 +36,13 @@ from moe_jax.adapters import LoraSettings, add_lora
 from moe_jax.config import NAMED_CONFIGS, ModelConfig
 from moe_jax.cost.flops import num_parameters, training_flops_per_token
 from moe_jax.models.random_weights import random_model
+from moe_jax.models.remat import KEPT_PARTS
 from moe_jax.parallel import ContextParallel, ExpertParallel, Parallelism, default_hops, initialize_processes, make_mesh
 from moe_jax.parallel.choices import Hops, PipeSchedule
 from moe_jax.parallel.expert.placement import device_load
 from moe_jax.preferences import Preference, PreferenceSettings
 from moe_jax.train import LossWeights, NextToken, init_state, make_optimizer, make_train_step, put_batch
+from moe_jax.train.compiled_step import StepRemat
 from moe_jax.train.rebalance import rebalance
 
 
@@ -72,7 +74,8 @@ class Step(Case):
     lora_expert_rank: int | None = None  # the rank of each expert; default: that of LoraSettings
     frozen_form: one_of(FORMS) = "whole"  # form of the weights that --lora-rank freezes; one device
     remat: bool = True
-    keep: int = 0  # with remat, the last layers that keep their residuals
+    keep: str = "0"  # with remat, the number of last layers that keep their residuals, or "auto"
+    keep_parts: tuple[one_of(KEPT_PARTS), ...] = ()  # with remat, the parts that the other layers keep
     offload: bool = False  # keep the residuals of remat in host memory
     routings: tuple[Literal["balanced", "own", "rebalanced"], ...] = ("balanced", "own")
     steps: int = 5
@@ -83,6 +86,13 @@ class Step(Case):
     def start(self) -> None:
         """Joins the processes of the job."""
         initialize_processes()
+
+    @property
+    def kept(self) -> StepRemat:
+        """The option `remat` of the step."""
+        if self.offload or not self.remat:
+            return "offload" if self.offload else False
+        return self.keep if self.keep == "auto" else ",".join((self.keep, *self.keep_parts))
 
     def results(self):
         """Yields time, rates and memory of a step."""
@@ -143,7 +153,7 @@ class Step(Case):
             optimizer,
             NextToken(LossWeights(aux_loss_coef=1e-3)),
             gradient_accumulation=self.gradient_accumulation,
-            remat="offload" if self.offload else self.keep or self.remat,
+            remat=self.kept,
             force_balanced_routing=routing == "balanced",
             parallelism=parallelism,
         )

@@ -17,6 +17,7 @@ from moe_jax.cost.parameters import BYTES, ELEMENT
 from moe_jax.cost.planned_step import PlannedStep
 from moe_jax.kernels.vocabulary import CHUNK_TOKENS
 from moe_jax.models.precision import PrecisionName
+from moe_jax.models.remat import KeptPart
 
 
 class Passes(NamedTuple):
@@ -87,7 +88,23 @@ def layer_seconds(step: PlannedStep, number: int, machine: Machine) -> dict[str,
         router = router_seconds(tokens, hidden, spec.num_experts, machine, grouped=spec.rule.num_groups > 1)
         experts = experts_seconds(experts_work(step), machine, frozen=frozen, precision=step.precision)
         parts["experts"] = experts.plus(router)
+    for part, name in (("attention", "attention"), ("experts", "experts"), ("router", "experts")):
+        if part in step.keep and name in parts:
+            parts[name] = parts[name].plus(Passes(0.0, -seconds_of_parts(step, number, machine)[part], 0.0))
     return parts | {"kept": _keeping_seconds(step, stage, parts.values(), machine)}
+
+
+def seconds_of_parts(step: PlannedStep, number: int, machine: Machine) -> dict[KeptPart, float]:
+    """Returns the seconds that a recomputed layer of stage `number` saves by each part of its residuals that it keeps."""
+    stage = step.stages[number]
+    attended = step.attended[stage.first_layer : stage.first_layer + stage.num_layers]
+    keys = sum(attended) / len(attended)
+    saved: dict[KeptPart, float] = {"attention": attention_seconds(step.tokens, keys, step.mixer, machine).again}
+    if stage.sparse:
+        frozen = step.adapters is not None
+        saved["router"] = (3 if step.experts.num_groups > 1 else 1) * step.tokens * machine.top_k
+        saved["experts"] = experts_seconds(experts_work(step), machine, frozen=frozen, precision=step.precision).again
+    return saved
 
 
 def experts_work(step: PlannedStep) -> ExpertsWork:

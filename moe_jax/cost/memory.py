@@ -21,6 +21,7 @@ from moe_jax.cost.planned_step import PlannedStep
 from moe_jax.kernels.hopper.mainloop import ROW_ALIGNMENT
 from moe_jax.kernels.vocabulary import CHUNK_TOKENS
 from moe_jax.layers.matrices import declaration_of
+from moe_jax.models.remat import KeptPart
 
 ADAPTER_RANKS = 64
 """Ranks of an expert's adapter in the kernels: smaller ones are padded."""
@@ -199,11 +200,40 @@ def kept_by_stage(step: PlannedStep, number: int) -> float:
 def kept_by_layer(step: PlannedStep, stage: Stage) -> float:
     """Returns the bytes of residuals that one layer of a stage keeps for its backward pass, with the step's `remat`.
 
-    With remat this is only its input (except in the last `num_kept` layers); an MTP module's input includes embeddings.
+    With remat this is only its input and the parts in `keep` (except in the last `num_kept` layers); an MTP module's input
+    includes embeddings.
     """
     if not step.remat:
         return activations(step, stage)
-    return ELEMENT * step.tokens * step.config.hidden_size * (2 if step.is_module(stage) else 1)
+    of_input = ELEMENT * step.tokens * step.config.hidden_size * (2 if step.is_module(stage) else 1)
+    return of_input + kept_parts(step, stage)
+
+
+def kept_parts(step: PlannedStep, stage: Stage) -> float:
+    """Returns the bytes of the parts that a recomputed layer keeps."""
+    return sum(size for part, size in bytes_of_parts(step, stage).items() if part in step.keep)
+
+
+def bytes_of_parts(step: PlannedStep, stage: Stage) -> dict[KeptPart, float]:
+    """Returns the bytes of each part of a layer's residuals that recomputation can leave out (`models.remat`).
+
+    These are attention's output and a float32 sum for each query; the chosen ids; and the rows of h with each expert's padding,
+    the numbers of their plan, and the rows between the factors of experts' adapters.
+    """
+    mixer = step.mixer
+    sizes: dict[KeptPart, float] = {"attention": step.tokens * mixer.heads * (ELEMENT * mixer.value_dim + 4)}
+    if stage.sparse:
+        k, rows = step.experts.num_experts_per_tok, rows_of_experts(step)
+        sizes["router"] = 4 * step.tokens * k
+        of_hidden = FP8_ROW_ELEMENT if step.precision == "fp8_kept" else ELEMENT
+        between = 2 * ELEMENT * ADAPTER_RANKS if step.adapters is not None and step.adapters.on_experts else 0
+        sizes["experts"] = rows * (of_hidden * 2 * step.experts.moe_intermediate_size + 4 * 3 + between) + 4 * step.received * k
+    return sizes
+
+
+def rows_of_experts(step: PlannedStep) -> int:
+    """Returns the rows of h in one layer, with each expert's padding."""
+    return step.room + step.experts.num_experts // step.mesh.expert * (ROW_ALIGNMENT - 1)
 
 
 def activations(step: PlannedStep, stage: Stage) -> float:
@@ -223,7 +253,7 @@ def activations(step: PlannedStep, stage: Stage) -> float:
     experts = step.experts
     elements += step.tokens * 3 * experts.shared_intermediate_size
     dispatched = step.token_bytes * step.received * config.hidden_size if step.exchange else 0
-    rows = step.room + experts.num_experts // step.mesh.expert * (ROW_ALIGNMENT - 1)
+    rows = rows_of_experts(step)
     of_hidden = FP8_ROW_ELEMENT if step.precision == "fp8_kept" else ELEMENT
     hidden = of_hidden * rows * 2 * experts.moe_intermediate_size
     if step.adapters is not None and step.adapters.on_experts:
@@ -280,7 +310,7 @@ def layer_workspace(step: PlannedStep, number: int) -> float:
 def recomputed_bytes(step: PlannedStep, number: int) -> float:
     """Returns the bytes of residuals that the backward pass of one layer of stage `number` computes again."""
     stage = step.stages[number]
-    return activations(step, stage) if step.kept_layers(number) < stage.num_layers else 0.0
+    return activations(step, stage) - kept_parts(step, stage) if step.kept_layers(number) < stage.num_layers else 0.0
 
 
 def gathered_layer(step: PlannedStep, number: int) -> float:

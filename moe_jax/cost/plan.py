@@ -7,9 +7,10 @@ from functools import partial
 from moe_jax.config import ModelConfig
 from moe_jax.cost import PlannedStep, Prediction, predict
 from moe_jax.cost.machine import H200, Machine
-from moe_jax.cost.memory import with_most_kept
 from moe_jax.cost.parameters import dealt_out
+from moe_jax.cost.step import with_fastest_kept
 from moe_jax.layers.passes import Remat
+from moe_jax.models.execution import Execution
 from moe_jax.parallel.choices import MESH_AXES, MeshShape, PipeSchedule
 from moe_jax.parallel.pipeline.chunks import fills_chunks, layers_of_chunk
 
@@ -37,7 +38,7 @@ def plan(
     *,
     rows: int,
     sequence_length: int,
-    remat: Remat | int | None = None,
+    remat: Remat | int | str | None = None,
     machine: Machine = H200,
     pipe_schedule: PipeSchedule = "uniform",
     **options,
@@ -73,7 +74,7 @@ def plan(
     for mesh in meshes(devices):
         if mesh.pipe > 1 and mesh.expert * mesh.context > machine.gpus_of_host:
             continue
-        tried: list[Remat | int | None] = [remat]
+        tried: list[Remat | int | str | None] = [remat]
         if remat is None:
             tried = list(REMAT.values()) if mesh.pipe > 1 else [None, "offload"]
         for kept in tried:
@@ -114,7 +115,7 @@ def meshes(devices: int) -> Iterator[MeshShape]:
 
 
 def _fastest(
-    planned: Callable[..., PlannedStep], remat: Remat | int | None, config: ModelConfig, mesh: MeshShape, machine: Machine
+    planned: Callable[..., PlannedStep], remat: Remat | int | str | None, config: ModelConfig, mesh: MeshShape, machine: Machine
 ) -> Prediction | str:
     """Returns the fastest step that fits, over numbers of micro-batches, chunks and kept layers, or else the smallest.
 
@@ -144,14 +145,13 @@ def _fastest(
     return best or (refusals[0] if refusals else "no number of chunks divides the layers well")
 
 
-def _steps(planned: Callable[..., PlannedStep], remat: Remat | int | None, machine: Machine) -> list[PlannedStep]:
+def _steps(planned: Callable[..., PlannedStep], remat: Remat | int | str | None, machine: Machine) -> list[PlannedStep]:
     """Returns the step with this remat; for None, the steps in which no layer, all, and as many as fit keep their residuals."""
     if remat is None:
         step = planned(remat=True)
-        return [replace(step, remat=False), with_most_kept(step, machine.memory), step]
-    if isinstance(remat, bool | str):
-        return [planned(remat=remat)]
-    return [planned(remat=True, num_kept=remat)]
+        return [replace(step, remat=False), with_fastest_kept(step, machine.memory, machine), step]
+    kept = Execution().with_remat(remat)
+    return [planned(remat=kept.remat, num_kept=kept.num_kept, keep=kept.keep)]
 
 
 def _order(prediction: Prediction) -> tuple[bool, float]:

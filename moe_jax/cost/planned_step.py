@@ -16,6 +16,7 @@ from moe_jax.models.decoder import fp8_refusal
 from moe_jax.models.execution import Execution
 from moe_jax.models.layers_in_pipe import layers_in_pipe
 from moe_jax.models.precision import PrecisionName
+from moe_jax.models.remat import KeptPart
 from moe_jax.parallel.choices import UNIFORM, Hops, MeshShape, PipeSchedule
 from moe_jax.parallel.expert.settings import ExchangePlan, ExpertParallel, plan_exchange
 from moe_jax.parallel.layout import part_shape
@@ -72,7 +73,8 @@ class PlannedStep:
     Attributes:
       rows: sequences of the whole batch, over all devices and micro-batches.
       remat: True recomputes each layer from its input in the backward pass. "offload" also keeps that input in host memory.
-      num_kept: with `remat=True`, the last layers keep all their residuals instead, as in `models.execution.Execution`.
+      num_kept, keep: with `remat=True`, the last layers keep all their residuals instead, and the others keep these parts of
+        them, as in `models.execution.Execution`.
       param_dtype: dtype of the parameters and their gradients; master parameters are float32 in either case.
       moment_dtype: dtype of AdamW's two moments.
       keys_per_token: mean number of keys that a token attends to (packed documents shorten it); None: half a row.
@@ -100,6 +102,7 @@ class PlannedStep:
     sequence_length: int
     remat: Remat = True
     num_kept: int = 0
+    keep: tuple[KeptPart, ...] = ()
     param_dtype: Dtype = "bfloat16"
     moment_dtype: Dtype = "float32"
     keys_per_token: float | None = None
@@ -322,8 +325,11 @@ def _problems(step: PlannedStep) -> list[str]:
         problems.append(f"remat={step.remat!r} must be True, False or 'offload'")
     if isinstance(step.num_kept, bool) or not isinstance(step.num_kept, int) or step.num_kept < 0:
         problems.append(f"num_kept={step.num_kept!r} must be an integer of at least 0")
-    elif step.num_kept and (step.remat is not True or step.mesh.pipe > 1):
-        problems.append(f"num_kept={step.num_kept} needs remat=True, and a mesh without pipe")
+    else:
+        needs = "needs remat=True, and a mesh without pipe"
+        for name, value in (("num_kept", step.num_kept), ("keep", step.keep)):
+            if value and (step.remat is not True or step.mesh.pipe > 1):
+                problems.append(f"{name}={value} {needs}")
     if step.keys_per_token is not None and not 0 < step.keys_per_token <= step.sequence_length:
         problems.append(f"keys_per_token={step.keys_per_token!r} must be above 0, and at most sequence_length")
     if not 1 <= step.expert_load_imbalance < math.inf:

@@ -30,10 +30,11 @@ from typing import NamedTuple
 from moe_jax.cost.flops import training_flops_per_token
 from moe_jax.cost.layer import Passes, experts_sums_seconds, experts_work, layer_seconds, vocabulary_seconds
 from moe_jax.cost.machine import H200, Machine, is_inside_host, ring_hop_seconds
-from moe_jax.cost.memory import host_bytes, memory_bytes
+from moe_jax.cost.memory import host_bytes, memory_bytes, with_most_kept
 from moe_jax.cost.parameters import BYTES, ELEMENT
 from moe_jax.cost.planned_step import PlannedStep
 from moe_jax.cost.travel import context_seconds, exchange_seconds, gather_seconds, once_a_step_seconds
+from moe_jax.models.remat import choices_of_parts
 from moe_jax.parallel.choices import Hops
 from moe_jax.parallel.pipeline.simulator import PassTimes, simulate
 from moe_jax.parallel.pipeline.ticks import num_ticks
@@ -125,6 +126,16 @@ def predict(step: PlannedStep, machine: Machine = H200) -> Prediction:
     return Prediction(step, machine, parts, hidden, memory_bytes(step))
 
 
+def with_fastest_kept(step: PlannedStep, memory: float, machine: Machine = H200) -> PlannedStep:
+    """Returns the fastest predicted step with remat whose kept layers and kept parts fit into `memory` bytes.
+
+    Nothing is kept if even that does not fit.
+    """
+    found = [with_most_kept(replace(step, remat=True, keep=keep), memory) for keep in choices_of_parts()]
+    fitting = [each for each in found if sum(memory_bytes(each).values()) <= memory]
+    return min(fitting, key=lambda each: predict(each, machine).step_seconds) if fitting else found[0]
+
+
 class StageSeconds(NamedTuple):
     """Seconds of one micro-batch in a loop over layers, split into the parts in COMPUTING and TRAVEL."""
 
@@ -159,7 +170,7 @@ def stage_seconds(step: PlannedStep, number: int, layers: int, machine: Machine)
     """
     whole = step.kept_layers(number) if step.remat else 0
     if whole:
-        found = stage_seconds(replace(step, remat=False, num_kept=0), number, whole, machine)
+        found = stage_seconds(replace(step, remat=False, num_kept=0, keep=()), number, whole, machine)
         return (
             found.plus(stage_seconds(replace(step, num_kept=0), number, layers - whole, machine)) if layers > whole else found
         )

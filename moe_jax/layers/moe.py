@@ -211,6 +211,13 @@ def precision_of(model: nnx.Module) -> Precision | None:
     return next((module.precision for _, module in nnx.iter_modules(model) if isinstance(module, Experts)), None)
 
 
+def keep_experts(model: nnx.Module, keeps_residuals: bool) -> None:
+    """Sets `ExpertWeights.keeps_residuals` of all experts of a model."""
+    for _, module in nnx.iter_modules(model) if keeps_residuals else ():
+        if isinstance(module, Experts):
+            module.keeps_residuals = True
+
+
 def fp8_copies(model: nnx.Module) -> nnx.State:
     """Returns FP8 copies, also transposed, of all matrices that multiply in FP8.
 
@@ -252,6 +259,8 @@ class Experts(TicketHolder):
     fp8_copies: Fp8Copies | None = None
     precision: Precision | None
     """The operands of the matmuls; None: x's dtype."""
+    keeps_residuals = False
+    """As in `ExpertWeights`."""
 
     def __init__(
         self,
@@ -308,7 +317,7 @@ class Experts(TicketHolder):
         into = self.ticket if self.accumulators is None else self.accumulators
         gradient = None if into is None else into.get_value()
         is_frozen = isinstance(self.gate_up_proj, Frozen) or (self.place is not None and gradient is None)
-        return ExpertWeights(gate_up, down, layer, gradient, is_frozen)
+        return ExpertWeights(gate_up, down, layer, gradient, is_frozen, self.keeps_residuals)
 
     def products_like(self, x: Float[Array, "tokens hidden"], max_pairs: int | None = None) -> ExpertProducts:
         """Returns arrays like the operands of both matrices' gradients (`expert_products_like`).

@@ -14,6 +14,7 @@ from typing import Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Integer
 
@@ -144,7 +145,7 @@ def route_by_groups(
     is_sigmoid, is_replayed = rule.scoring_func == "sigmoid", expert_ids is not None
     scores = jax.nn.sigmoid(logits) if is_sigmoid else jax.nn.softmax(logits, axis=-1)
     if expert_ids is None:
-        experts = _choose(scores if bias is None else scores + bias, num_experts_per_tok, rule)
+        experts = checkpoint_name(_choose(scores if bias is None else scores + bias, num_experts_per_tok, rule), "router")
         weights = jnp.take_along_axis(scores, experts, axis=-1)
     else:
         weights, experts = scores_of_replayed(scores, expert_ids)

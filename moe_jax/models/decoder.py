@@ -101,7 +101,7 @@ class Decoder(nnx.Module):
         *,
         cache: KVCache | None = None,
         expert_ids: Integer[Array, "moe_layers batch seq k"] | Literal["balanced"] | None = None,
-        remat: Remat | int | None = None,
+        remat: Remat | int | str | None = None,
         spread: Spread | None = None,
         sequence_balance: bool = False,
     ) -> HiddenStates:
@@ -379,7 +379,7 @@ class Decoder(nnx.Module):
         options |= dict(shared_intermediate_size=spec.shared_intermediate_size, shared_gate=spec.shared_gate)
         return MoE(*sizes, rule=spec.rule, output_norm=norm, **options)
 
-    def _execution(self, remat: Remat | int | None, spread: Spread | None) -> Execution:
+    def _execution(self, remat: Remat | int | str | None, spread: Spread | None) -> Execution:
         """Returns the model's execution with a call's own settings in place of the defaults."""
         execution = self.execution if remat is None else self.execution.with_remat(remat)
         return execution if spread is None else replace(execution, spread=spread)

@@ -16,7 +16,7 @@ from moe_jax.layers.cache import KVCache
 from moe_jax.layers.fp8 import Fp8Copies
 from moe_jax.layers.linear import DeferredWeight, WeightTicket
 from moe_jax.layers.lora import DropoutKey, Frozen
-from moe_jax.layers.moe import GradientAccumulator, PlaceInStack, StackedWeight
+from moe_jax.layers.moe import GradientAccumulator, PlaceInStack, StackedWeight, keep_experts
 from moe_jax.layers.paged import LayerPages
 from moe_jax.layers.passes import WHOLE_LAYER, LayerArrays, Layers
 from moe_jax.layers.rope import RopeTables, rope_tables
@@ -209,6 +209,7 @@ def stage_layers(stage: nnx.Module, number: int, inputs: LayerInputs, per_layer:
     def layer(shared: tuple[LayerInputs, nnx.State], own: tuple, carry: Carry, parameters, accumulators):
         (inputs, stacks), (*of_frozen, per_layer, others) = shared, own
         block = nnx.merge(graph, parameters, accumulators, stacks, others, *of_frozen)
+        keep_experts(block, "experts" in execution.keep)
         if per_layer.exists is not None:
             inputs = inputs.counted_where(per_layer.exists)
         if not isinstance(block, LayerPattern):
@@ -227,7 +228,7 @@ def stage_layers(stage: nnx.Module, number: int, inputs: LayerInputs, per_layer:
         return Carry(out.x, out.cache), None if out.routing is None else StageRouting(out.routing.sums, out.routing.experts)
 
     whole_accumulators = bool(jax.tree.leaves(stacks))
-    layers = Layers(layer, gather or WHOLE_LAYER, execution.remat, execution.num_kept, whole_accumulators)
+    layers = Layers(layer, gather or WHOLE_LAYER, execution.remat, execution.num_kept, execution.keep, whole_accumulators)
     return StageLayers(layers, LayerArrays((inputs, stacks), (per_layer, others), parameters, accumulators, frozen))
 
 

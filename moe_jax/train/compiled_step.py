@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +33,7 @@ from moe_jax.train.state import TrainState, check_adapters, check_layout
 
 Metrics = dict[str, Array]
 
-StepRemat = Remat | int | Literal["auto"]
+StepRemat = Remat | int | str
 """A model's `remat`, a number of last layers that keep their residuals, or "auto": as many as fit."""
 
 SPARE = 0.02
@@ -51,7 +51,7 @@ class TrainStep:
 
     def __init__(
         self,
-        function_of: Callable[[Remat | int], Callable],
+        function_of: Callable[[Remat | int | str], Callable],
         remat: StepRemat,
         parallelism: Parallelism | None,
         plan: Callable[[TrainState, Batch], PlannedStep | str],
@@ -67,7 +67,7 @@ class TrainStep:
         self._function = function_of(True if remat == "auto" else remat)
         self._jitted: Any = None
 
-    def set_remat(self, remat: Remat | int) -> None:
+    def set_remat(self, remat: Remat | int | str) -> None:
         """Replaces `remat` before the first call."""
         self.remat, self._function = remat, self._function_of(remat)
 

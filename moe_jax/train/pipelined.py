@@ -16,6 +16,7 @@ from jaxtyping import Array, Float
 from moe_jax.models.decoder import Decoder
 from moe_jax.models.execution import Execution
 from moe_jax.models.forward import Carry, run_stage
+from moe_jax.models.remat import remat_option
 from moe_jax.parallel.choices import UNIFORM
 from moe_jax.parallel.layout import lies_in_chunks, parameter_path
 from moe_jax.parallel.parallelism import Parallelism
@@ -54,12 +55,13 @@ def accumulate_pipelined(
     Raises:
       TypeError: an objective that works on batches alone.
       ValueError: a schedule that the mesh refuses (`schedule_of`, `check_branches`), or one from a table with
-        remat="offload". A number of layers as `remat`. At the first call, parameters in another layout.
+        remat="offload". A number of layers, or parts, as `remat`. At the first call, parameters in another layout.
     """
     check_objective(objective, "a pipeline")
     name = parallelism.pipe_schedule
-    if execution.num_kept:
-        raise ValueError(f"remat={execution.num_kept} needs a mesh without pipe: give remat True, False or 'offload'")
+    if execution.num_kept or execution.keep:
+        kept = remat_option(execution.num_kept, execution.keep)
+        raise ValueError(f"remat={kept!r} needs a mesh without pipe: give remat True, False or 'offload'")
     if name not in UNIFORM:
         if execution.remat == "offload":
             raise ValueError(

@@ -141,7 +141,7 @@ def make_train_step(
             metrics["learning_rate"] = schedule(state.step)
         return after, metrics
 
-    def function_of(remat: Remat | int) -> Callable:
+    def function_of(remat: Remat | int | str) -> Callable:
         execution = Execution(balanced_routing=force_balanced_routing).with_remat(remat)
         in_turn = gradients_fn(objective, graphdef, execution, parallelism, stack_over_data=split_over is not None)
         gradients = in_turn = accumulate(in_turn, gradient_accumulation)

@@ -12,6 +12,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, Integer
 
 from moe_jax.kernels.attention.online_softmax import PartialAttention
@@ -161,4 +162,5 @@ def _masked_attention(q: Array, k: Array, v: Array, visible: Array, scale: float
     scores = jnp.where(visible[:, None, None], scores, jnp.finfo(accumulate).min)
     probabilities = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
     out = jnp.einsum("bhgqk,bkhe->bqhge", probabilities, v).reshape(*q.shape[:3], v.shape[3]).astype(q.dtype)
+    out = checkpoint_name(out, "attention")
     return (out, jax.nn.logsumexp(scores, axis=-1).reshape(len(q), q.shape[2], q.shape[1])) if return_lse else (out,)

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Integer
 
 from moe_jax.kernels import target
@@ -84,11 +85,12 @@ class ExpertsResiduals(NamedTuple):
 def experts_of_parts(operands: ExpertsOperands, options: ExpertsOptions) -> Arrays:
     """Computes y for each group of tokens, with a custom gradient.
 
-    Under a `jax.checkpoint` that saves no residuals, the first forward pass computes only y (`optimize_remat`). The GPU
-    interpreter cannot use `optimize_remat`, because its callbacks are effects.
+    Under a `jax.checkpoint` that saves no residuals, the first forward pass computes only y (`optimize_remat`). It hides names
+    from a policy that saves some. The GPU interpreter cannot use it, because its callbacks are effects.
     """
     is_interpreted = options.backend == "mosaic" and target.is_interpreted()
-    return (_interpreted if is_interpreted else _compiled)(operands, options)
+    saves_all = is_interpreted or operands.weights.keeps_residuals
+    return (_saving if saves_all else _compiled)(operands, options)
 
 
 def _without_gradients(operands: ExpertsOperands, options: ExpertsOptions) -> Arrays:
@@ -133,7 +135,8 @@ def forward_pass(
     is_ticket = isinstance(given.gradient, ExpertProducts)
     # Matrices rounded here are not saved: the backward pass rounds them again.
     kept = replace(given, gradient=None) if is_ticket else given
-    return ys, residuals._replace(weights=kept, experts=operands.experts if is_ticket else None)
+    hidden = checkpoint_name(residuals.hidden, "experts") if given.keeps_residuals else residuals.hidden
+    return ys, residuals._replace(weights=kept, hidden=hidden, experts=operands.experts if is_ticket else None)
 
 
 def _forward_of_parts(
@@ -458,4 +461,4 @@ def _with_gradients(optimize_remat: bool) -> Callable:
     return jax.jit(op, static_argnums=1)
 
 
-_compiled, _interpreted = _with_gradients(optimize_remat=True), _with_gradients(optimize_remat=False)
+_compiled, _saving = _with_gradients(optimize_remat=True), _with_gradients(optimize_remat=False)

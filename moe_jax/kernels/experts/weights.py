@@ -111,6 +111,8 @@ class ExpertWeights:
     """
     frozen: bool = field(metadata={"static": True}, default=False)
     """The matrices have no gradients, and no products are computed for them; changes do have gradients."""
+    keeps_residuals: bool = field(metadata={"static": True}, default=False)
+    """An enclosing `jax.checkpoint` keeps arrays named "experts": h and the plan. False: it keeps neither."""
 
     @classmethod
     def of(cls, w_gate_up: Any, w_down: Any, biases: tuple[Array, Array] | None = None, **others: Any) -> "ExpertWeights":

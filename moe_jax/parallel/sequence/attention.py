@@ -25,6 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, Num
 
 from moe_jax.kernels.attention import partial as partial_attention
@@ -232,6 +233,7 @@ def _all_gather_forward(q, kv: KV, weights, first_token, ring: SequenceRing) -> 
     keys = keys_and_values(ring.expand, weights, _gather_all(kv, ring))
     bounds = _all_gather_bounds(first_token, ring)
     out, lse = partial_attention.forward(q, *keys, bounds, scale=ring.scale, backend=ring.backend, out_dtype=q.dtype)
+    out, lse = checkpoint_name((out, lse), "attention")
     return out, AttentionResiduals(q, kv, weights, first_token, out, lse)
 
 

@@ -39,6 +39,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from moe_jax.kernels.attention import partial as partial_attention
@@ -196,7 +197,7 @@ def _forward(q, kv: KV, weights, first_token, ring: SequenceRing) -> tuple[Array
         )
         arrived, accumulators = _start_after(arrived, accumulators)
     assert accumulators is not None
-    out, lse = accumulators
+    out, lse = checkpoint_name(accumulators, "attention")
     return out, AttentionResiduals(q, kv, weights, first_token, out, lse)
 
 

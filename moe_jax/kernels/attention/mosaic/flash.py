@@ -18,6 +18,7 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from moe_jax.kernels.attention.mosaic.backward_keys import KeyGradients, backward_keys
@@ -92,7 +93,7 @@ def _forward(q: Array, k: Array, v: Array, segment_ids: Array, window: Array | i
 
 
 def _forward_for_backward(q, k, v, segment_ids, window, scale: float) -> tuple[PartialAttention, tuple]:
-    result = _forward(q, k, v, segment_ids, window, scale)
+    result = checkpoint_name(_forward(q, k, v, segment_ids, window, scale), "attention")
     return result, (q, k, v, segment_ids, window, *result)
 
 
