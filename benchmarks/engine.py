@@ -39,6 +39,7 @@ of requests with other tokens or log-probabilities than with the first number of
 import collections
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
@@ -47,7 +48,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from harness import Case, main, median_ms, median_s, microseconds_of_kernels, one_of, peak_gib, timed
+from harness import Case, events_of_gpus, main, median_ms, median_s, microseconds_of_kernels, one_of, peak_gib, timed
 from inputs import config_of, random_model_in_form
 
 import moe_jax
@@ -372,15 +373,10 @@ def tokens_of_devices(engine: Engine) -> np.ndarray:
 
 def idle_shares(run: Callable) -> list[float] | None:
     """Returns the share of a call's time in which each GPU runs no kernel; None without GPUs."""
-    with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder):
-            run()
-        planes = [plane for file in Path(folder).rglob("*.xplane.pb") for plane in ProfileData.from_file(str(file)).planes]
     shares = []
-    for plane in planes:
-        lines = [line for line in plane.lines if line.name.startswith("Stream")]
-        spans = sorted((event.start_ns, event.start_ns + event.duration_ns) for line in lines for event in line.events)
-        if plane.name.startswith("/device:GPU:") and spans:
+    for events in events_of_gpus(run):
+        spans = sorted((event.start_ns, event.start_ns + event.duration_ns) for event in events)
+        if spans:
             ends = np.maximum.accumulate([end for _, end in spans])
             gaps = np.maximum([start for start, _ in spans[1:]] - ends[:-1], 0).sum()
             shares.append(float(gaps / (ends[-1] - spans[0][0])))

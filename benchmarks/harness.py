@@ -206,18 +206,27 @@ def timed(call: Callable) -> tuple[float, Any]:
 
 def microseconds_of_kernels(launch: Callable, result: Callable, calls: int = 3) -> collections.Counter[str]:
     """Returns the time of a step's kernels by name, by the profiler. `result` returns what launches leave."""
+
+    def run() -> None:
+        for _ in range(calls):
+            launch()
+        jax.block_until_ready(result())
+
+    microseconds = collections.Counter[str]()
+    for events in events_of_gpus(run)[:1]:
+        for event in events:
+            microseconds[re.sub(r"[._]\d+$", "", event.name)[:60]] += event.duration_ns / 1e3 / calls
+    return microseconds
+
+
+def events_of_gpus(run: Callable) -> list[list[Any]]:
+    """Returns the kernels and copies that each GPU executes during a call, as events of the profiler."""
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
-            for _ in range(calls):
-                launch()
-            jax.block_until_ready(result())
+            run()
         planes = [plane for file in Path(folder).rglob("*.xplane.pb") for plane in ProfileData.from_file(str(file)).planes]
-    microseconds = collections.Counter[str]()
-    for line in (line for plane in planes if plane.name.startswith("/device:GPU:0") for line in plane.lines):
-        if line.name.startswith("Stream"):
-            for event in line.events:
-                microseconds[re.sub(r"[._]\d+$", "", event.name)[:60]] += event.duration_ns / 1e3 / calls
-    return microseconds
+    of_gpus = sorted((plane for plane in planes if plane.name.startswith("/device:GPU:")), key=lambda plane: plane.name)
+    return [[event for line in gpu.lines if line.name.startswith("Stream") for event in line.events] for gpu in of_gpus]
 
 
 def compiled(function: Callable, *arguments, **options) -> tuple[jax.stages.Compiled, float]:
