@@ -10,7 +10,6 @@ computes the ordinary pass with the experts that the engine chose, and every rat
 """
 
 import logging
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -93,7 +92,7 @@ class Policy:
         self._make_step = partial(make_train_step, nnx.graphdef(model), optimizer, PolicyLoss(settings))
         self._steps: dict[int, Callable] = {}
         """Training steps by their largest number of micro-batches, each compiled once."""
-        self._audits_all, self._lock = True, threading.Lock()
+        self._audits_all = True
         self.state = init_state(model, optimizer)
         options: dict[str, Any] = dict(keep_experts=model.config.experts is not None, strict=settings.exact, lazy=True)
         self.engine = Engine(model, limits=limits, **options)
@@ -118,11 +117,9 @@ class Policy:
         version = int(self.state.step)
 
         def drawn() -> Iterator[Group]:
-            if self._lock.locked():
-                raise RuntimeError("the engine sleeps while the model is trained: draw before or after `update`")
             if not self.settings.exact:
-                # Empties the cache of prompts. Else a call's last bits would depend on the calls before it.
-                self.engine.update(self.model)
+                # Else a call's last bits would depend on the calls before it.
+                self.engine.drop_prefixes()
             for index, completions in self.engine.as_completed(prompts, each):
                 (key, row), tokens = rows[index], np.asarray(prompts[index], np.int32)
                 samples = tuple(self._sample_of(one, each[index], version) for one in completions)
@@ -148,31 +145,29 @@ class Policy:
           RuntimeError: answers are still being drawn; or in exact mode the audit found a token that differs.
           ValueError: groups without rewards, a sample longer than a row, or in exact mode one of older weights.
         """
-        with self._lock:
-            groups = sorted(groups, key=lambda group: group.key)
-            # Without any spread all advantages are 0: such a step moves weights only by weight decay and the divergence.
-            kept = kept_groups(groups, self.settings) or groups
-            batch = self._batch(kept, sum(len(group.samples) for group in groups))
-            self.engine.sleep()
-            try:
-                metrics = self._audited(kept, batch) if self.settings.exact else {}
-                began = perf_counter()
-                metrics |= self._learn(batch)
-                trained = perf_counter()
-            finally:
-                # A step that failed after the donation leaves no weights to serve.
-                if not any(array.is_deleted() for array in jax.tree.leaves(nnx.state(self.model))):
-                    self.engine.update(self.model)
-            times = {"time/update": trained - began, "time/sync": perf_counter() - trained}
-            return metrics | times | {"groups_dropped": len(groups) - len(kept), "weights_version": int(self.state.step)}
+        groups = sorted(groups, key=lambda group: group.key)
+        # Without any spread all advantages are 0: such a step moves weights only by weight decay and the divergence.
+        kept = kept_groups(groups, self.settings) or groups
+        batch = self._batch(kept, sum(len(group.samples) for group in groups))
+        self.engine.sleep()
+        try:
+            metrics = self._audited(kept, batch) if self.settings.exact else {}
+            began = perf_counter()
+            metrics |= self._learn(batch)
+            trained = perf_counter()
+        finally:
+            # A step that failed after the donation leaves no weights to serve.
+            if not any(array.is_deleted() for array in jax.tree.leaves(nnx.state(self.model))):
+                self.engine.update(self.model)
+        times = {"time/update": trained - began, "time/sync": perf_counter() - trained}
+        return metrics | times | {"groups_dropped": len(groups) - len(kept), "weights_version": int(self.state.step)}
 
     def restore(self, state: TrainState) -> None:
         """Continues with the state of a checkpoint. The next update audits all its rows."""
-        with self._lock:
-            self.engine.sleep()
-            self._set(state)
-            self.engine.update(self.model)
-            self._audits_all = True
+        self.engine.sleep()
+        self._set(state)
+        self.engine.update(self.model)
+        self._audits_all = True
 
     def close(self) -> None:
         """Ends the engine and frees its memory; running requests are aborted. Model and state stay."""

@@ -23,7 +23,7 @@ from moe_jax.serving.device import Device
 from moe_jax.serving.handle import Handle, as_completed
 from moe_jax.serving.loop import EngineLoop, Stats
 from moe_jax.serving.request import Completion, EngineLimits, SamplingOptions, check_prompts, checked, seeds_of
-from moe_jax.serving.schedule import EngineQueues, Sequence, change_weights
+from moe_jax.serving.schedule import EngineQueues, Sequence, change_weights, drop_prefixes
 
 GREEDY = SamplingOptions()
 
@@ -173,6 +173,10 @@ class Engine:
             loop.is_asleep = False
 
         loop.call(replace)
+
+    def drop_prefixes(self) -> None:
+        """Forgets cached prompts, so that later requests share no pages with earlier ones. Running requests continue."""
+        self._loop.call(lambda: [drop_prefixes(queues) for queues in self._loop.queues])
 
     def sleep(self) -> None:
         """Frees pages and the engine's copies of weights until `update`. Compiled programs stay, so nothing is compiled again.
