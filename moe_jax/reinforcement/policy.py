@@ -94,8 +94,8 @@ class Policy:
         """Training steps by their largest number of micro-batches, each compiled once."""
         self._audits_all = True
         self.state = init_state(model, optimizer)
-        options: dict[str, Any] = dict(keep_experts=model.config.experts is not None, strict=settings.exact, lazy=True)
-        self.engine = Engine(model, limits=limits, **options)
+        options: dict[str, Any] = dict(keep_experts=model.config.experts is not None, strict=settings.exact)
+        self.engine = Engine(model, limits=limits, tempered_logprobs=True, lazy=True, **options)
 
     def sample(self, rows: Sequence[tuple[int, Mapping[str, Any]]], *, step: int, seed: int, **changes: Any) -> Iterator[Group]:
         """Yields the group of each (key, row) as soon as all its answers are complete.
@@ -189,11 +189,6 @@ class Policy:
                 f"beta={settings.beta} needs a reference: train adapters (adapters.add_lora), whose reference is the model "
                 "without them, or leave beta at 0"
             )
-        if settings.temperature != 1 and (settings.importance != "none" or settings.off_policy_threshold is not None):
-            raise ValueError(
-                f"importance={settings.importance!r} and off_policy_threshold={settings.off_policy_threshold} need "
-                f"temperature=1, as the engine's log-probabilities have; got {settings.temperature}"
-            )
         try:
             check_servable(model, limits, drafts=0, strict=settings.exact)
         except ValueError as error:
@@ -212,8 +207,7 @@ class Policy:
         return Sample(
             seed=completion.seed,
             tokens=tokens,
-            # The engine computes them at temperature 1.
-            log_probs=log_probs if options.temperature == 1 else np.full_like(log_probs, np.nan),
+            log_probs=log_probs,
             own=np.ones(len(tokens), bool),
             finish_reason=completion.finish_reason,
             text=self._tokenizer.decode(text, skip_special_tokens=True),
@@ -247,7 +241,7 @@ class Policy:
         lacks_experts = self.model.config.experts is not None and "expert_ids" not in batch
         if not self._audits_all and not lacks_experts:
             used = np.random.default_rng(int(self.state.step)).permutation(used)[:AUDITED_ROWS]
-        metrics, mismatch = audit(self.model, batch, groups, used)
+        metrics, mismatch = audit(self.model, batch, groups, used, self.settings.temperature)
         if mismatch is not None and self._stops:
             raise RuntimeError(f'{mismatch}; set exact=False, or on_mismatch="warn" to learn nevertheless')
         if mismatch is not None:
@@ -264,10 +258,7 @@ class Policy:
             self._steps[number] = self._make_step(gradient_accumulation=number)
         state, metrics = self._steps[number](self.state, put_batch(batch, self.state.params))
         self._set(state)
-        found = {name: float(value) for name, value in metrics.items() if not value.ndim}
-        if self.settings.temperature != 1:
-            found = {name: value for name, value in found.items() if not name.startswith("sampling/")}
-        return found
+        return {name: float(value) for name, value in metrics.items() if not value.ndim}
 
     def _set(self, state: TrainState) -> None:
         self.state = state

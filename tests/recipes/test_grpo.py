@@ -146,9 +146,8 @@ def comparable(output):
         (True, tiny.dense, {}),
         (False, tiny.dense, dict(keep_groups="with_spread")),
         (False, tiny.model, {}),
-        (False, tiny.model, dict(temperature=0.7)),
     ],
-    ids=["exact", "not exact", "with experts", "without log-probabilities"],
+    ids=["exact", "not exact", "with experts"],
 )
 def test_an_interrupted_rollout_continues_from_the_journal(tmp_path, policies, exact, make_model, choices):
     """The rewards of complete groups are not asked again, and the run ends with the bits of an unbroken one."""

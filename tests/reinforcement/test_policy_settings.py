@@ -21,8 +21,6 @@ LIMITS = EngineLimits(max_sequences=2, max_tokens_per_step=16, max_chunks_per_st
     [
         ({"exact": True}, {}, "exact=True: strict bits are not computed for this model: .*; or set exact=False"),
         ({"beta": 0.1}, {}, "beta=0.1 needs a reference: train adapters"),
-        ({"temperature": 0.7, "importance": "tis"}, {}, "importance='tis' and .* need temperature=1, .*; got 0.7"),
-        ({"temperature": 0.7, "off_policy_threshold": 1.0}, {}, "off_policy_threshold=1.0 need temperature=1"),
         ({}, {"seq_len": 31}, "seq_len=31 must be at least 32"),
         ({}, {"on_mismatch": "stopp"}, 'on_mismatch must be "stop" or "warn"; got \'stopp\''),
     ],
