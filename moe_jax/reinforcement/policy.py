@@ -22,6 +22,7 @@ import optax
 from flax import nnx
 
 from moe_jax.adapters.merge import with_zero_changes, without_adapter
+from moe_jax.config import ModelConfig
 from moe_jax.layers.lora import has_adapters
 from moe_jax.models.decoder import Decoder
 from moe_jax.reinforcement.advantages import advantages, kept_groups, token_weights, total_rewards
@@ -32,9 +33,10 @@ from moe_jax.reinforcement.rows import policy_rows
 from moe_jax.reinforcement.samples import Group, Sample
 from moe_jax.reinforcement.settings import PolicySettings
 from moe_jax.serving.conversation import model_defaults
-from moe_jax.serving.engine import Engine, check_servable
+from moe_jax.serving.engine import Engine, check_config, check_servable
 from moe_jax.serving.request import Completion, EngineLimits, SamplingOptions
 from moe_jax.train.batch import Batch, put_batch
+from moe_jax.train.objective import refuse_further_predictors
 from moe_jax.train.state import TrainState, init_state
 from moe_jax.train.step import make_train_step
 
@@ -95,7 +97,8 @@ class Policy:
         self._audits_all = True
         self.state = init_state(model, optimizer)
         options: dict[str, Any] = dict(keep_experts=model.config.experts is not None, strict=settings.exact)
-        self.engine = Engine(model, limits=limits, tempered_logprobs=True, lazy=True, **options)
+        self.engine = Engine(model, limits=limits, lazy=True, **options)
+        self.engine.temper_logprobs()
 
     def sample(self, rows: Sequence[tuple[int, Mapping[str, Any]]], *, step: int, seed: int, **changes: Any) -> Iterator[Group]:
         """Yields the group of each (key, row) as soon as all its answers are complete.
@@ -189,10 +192,8 @@ class Policy:
                 f"beta={settings.beta} needs a reference: train adapters (adapters.add_lora), whose reference is the model "
                 "without them, or leave beta at 0"
             )
-        try:
-            check_servable(model, limits, drafts=0, strict=settings.exact)
-        except ValueError as error:
-            raise ValueError(f"exact=True: {error}; or set exact=False") from error if settings.exact else error
+        check_architecture(model.config, model.dtype, exact=settings.exact)
+        check_servable(model, limits, drafts=0, strict=settings.exact)
 
     def _options(self, is_chat: bool, seed: int, **changes: Any) -> SamplingOptions:
         settings, ends = self.settings, self._defaults.ends_of_answers if is_chat else self._defaults.ends
@@ -273,6 +274,21 @@ class Policy:
             rows = {name: array[places] for name, array in batch.items()}
             found[places] = _scores(graphdef, self.settings.temperature, weights, rows)
         return found
+
+
+def check_architecture(config: ModelConfig, dtype: Any, *, exact: bool) -> None:
+    """Refuses a model that a policy cannot draw from or train, before its weights are read.
+
+    Raises:
+      ValueError: no engine serves such models, or it has MTP modules; or `exact`, and it has no strict kernels.
+    """
+    refuse_further_predictors(config)
+    check_config(config)
+    if exact:
+        from moe_jax.serving.fused import strict_refusal  # imports Pallas Mosaic GPU
+
+        if (reason := strict_refusal(config, dtype)) is not None:
+            raise ValueError(f"exact=True: strict bits are not computed for this model: {reason}; or set exact=False")
 
 
 @partial(jax.jit, static_argnums=(0, 1))

@@ -95,11 +95,10 @@ class Device:
         take_over: bool = False,
         drafts: DraftSource = NO_DRAFTS,
         strict: bool = False,
-        tempered: bool = False,
         lazy: bool = False,
     ):
         self.limits = limits
-        self._drafts, self._tempered = drafts, tempered
+        self._drafts, self.is_tempered = drafts, False
         self.placement = Placement.of(model)
         modules = self._num_modules = int(drafts.name == "module")
         served, weights = take_apart(model, drafts=modules, take_over=take_over, mesh=self.placement.mesh)
@@ -257,7 +256,7 @@ class Device:
             # All readers of these results must start before the next step of the shape.
             self._programs[shape] = program, output
         penalties = self.slots.penalties if variant == "full" else None
-        draw = draw_program(variant, strict=self.served.strict, tempered=self._tempered, mesh=self.served.mesh)
+        draw = draw_program(variant, strict=self.served.strict, tempered=self.is_tempered, mesh=self.served.mesh)
         last_token, penalties, first, further, checked = draw(
             _for_drawing(output), self.slots.options, self.state.last_token, penalties
         )

@@ -52,8 +52,6 @@ class Engine:
         Tokens are the same up to rounding.
       strict: True makes a token's bits depend only on its own sequence, equal to `strict_log_probs`. For Qwen3 and Qwen3-MoE
         without drafts.
-      tempered_logprobs: True computes log-probabilities of new tokens from logits / temperature, as they are drawn, instead of
-        from the logits. At temperature 0 both are the same.
       take_over: True deletes the model's layers once the engine has its own copies. Dense weights then need memory once instead
         of twice; the model is unusable afterwards.
       lazy: True compiles a program when a request first needs it, while all others wait. Unneeded programs are never compiled.
@@ -74,7 +72,6 @@ class Engine:
         keep_experts: bool = False,
         drafts: int | str = 0,
         strict: bool = False,
-        tempered_logprobs: bool = False,
         take_over: bool = False,
         lazy: bool = False,
     ):
@@ -88,7 +85,7 @@ class Engine:
         self._keeps_experts = keep_experts and model.config.experts is not None
         self.lazy = lazy
         options: dict[str, Any] = dict(keep_experts=keep_experts, take_over=take_over, drafts=source, strict=strict, lazy=lazy)
-        device = Device(model, limits, tempered=tempered_logprobs, **options)
+        device = Device(model, limits, **options)
         device.warm_up()
         queues = [EngineQueues(limits, source.num, source.name == "lookup") for _ in device.placement.devices]
         self._loop = EngineLoop(device, queues)
@@ -176,6 +173,13 @@ class Engine:
             loop.is_asleep = False
 
         loop.call(replace)
+
+    def temper_logprobs(self) -> None:
+        """Computes log-probabilities of new tokens from logits / temperature from now on, as tokens are drawn.
+
+        At temperature 0 they are of the logits. Those of prompts stay so.
+        """
+        self._loop.call(lambda: setattr(self._loop.device, "is_tempered", True))
 
     def drop_prefixes(self) -> None:
         """Forgets cached prompts, so that later requests share no pages with earlier ones. Running requests continue."""

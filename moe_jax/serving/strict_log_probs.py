@@ -80,7 +80,7 @@ def strict_log_probs(
         in its own row. Positions follow from the segments. None: each row is one sequence.
       max_segments: maximum number of runs of equal ids in a row, including padding. 2 is a sequence and its padding. It sets
         the number of pages. A row with more runs yields NaN under `jax.jit`.
-      temperature: divides the logits, as in draws of `Engine(model, strict=True, tempered_logprobs=True)`.
+      temperature: divides the logits, as in an engine after `temper_logprobs`.
 
     Raises:
       ValueError: a model that `fused.check_strict` refuses or that is spread over devices. Shapes that do not match, or, if the
