@@ -105,7 +105,7 @@ def check_environment(environment: Callable[[], Any], columns: Iterable[str], to
       ends: tokens that end an answer.
 
     Raises:
-      ValueError: it cannot be made, or has no `reset` for these columns; a tool without type hints or a docstring; or the chat
+      ValueError: it cannot be made, or has no `reset` for these columns. A tool has no type hints or no docstring, or the chat
         template cannot continue a dialogue.
     """
     name = name_of(environment)

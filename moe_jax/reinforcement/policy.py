@@ -5,12 +5,13 @@
     requests run                        audit, one training step, which donates the weights; the engine gets the new ones
 
 In exact mode the engine's log-probabilities have strict bits, so the step needs no second forward pass for their values. It
-computes the ordinary pass with the experts that the engine chose, and every ratio is exactly 1. The audit computes
+computes the ordinary pass with the experts that the engine chose, and every ratio is exactly 1. Adapters are merged with copies
+of their matrices, in the engine and in the step: round(W + scale b a), whose gradients reach the factors. The audit computes
 `strict_log_probs` of some rows and compares all bits. Stale weights, shifted values or other experts do not pass it.
 """
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from time import perf_counter
@@ -21,12 +22,13 @@ import numpy as np
 import optax
 from flax import nnx
 
-from moe_jax.adapters.merge import with_zero_changes, without_adapter
+from moe_jax.adapters.merge import merged_copy, with_zero_changes, without_adapter
+from moe_jax.adapters.names import targets_of
 from moe_jax.config import ModelConfig
-from moe_jax.layers.lora import has_adapters
+from moe_jax.layers.lora import has_adapters, has_dropout
 from moe_jax.models.decoder import Decoder
 from moe_jax.reinforcement.advantages import advantages, kept_groups, token_weights, total_rewards
-from moe_jax.reinforcement.audit import AUDITED_ROWS, audit
+from moe_jax.reinforcement.audit import AUDITED_ROWS, audit, strict_rows
 from moe_jax.reinforcement.objective import PolicyLoss, sampled_token_scores
 from moe_jax.reinforcement.prompts import prompt_tokens, seed_of
 from moe_jax.reinforcement.rows import policy_rows
@@ -97,7 +99,7 @@ class Policy:
         self._audits_all = True
         self.state = init_state(model, optimizer)
         options: dict[str, Any] = dict(keep_experts=model.config.experts is not None, strict=settings.exact)
-        self.engine = Engine(model, limits=limits, lazy=True, **options)
+        self.engine = Engine(self._drawing_model(), limits=limits, lazy=True, **options)
         self.engine.temper_logprobs()
 
     def sample(self, rows: Sequence[tuple[int, Mapping[str, Any]]], *, step: int, seed: int, **changes: Any) -> Iterator[Group]:
@@ -161,7 +163,7 @@ class Policy:
         finally:
             # A step that failed after the donation leaves no weights to serve.
             if not any(array.is_deleted() for array in jax.tree.leaves(nnx.state(self.model))):
-                self.engine.update(self.model)
+                self.engine.update(self._drawing_model())
         times = {"time/update": trained - began, "time/sync": perf_counter() - trained}
         return metrics | times | {"groups_dropped": len(groups) - len(kept), "weights_version": int(self.state.step)}
 
@@ -169,7 +171,7 @@ class Policy:
         """Continues with the state of a checkpoint. The next update audits all its rows."""
         self.engine.sleep()
         self._set(state)
-        self.engine.update(self.model)
+        self.engine.update(self._drawing_model())
         self._audits_all = True
 
     def close(self) -> None:
@@ -192,8 +194,13 @@ class Policy:
                 f"beta={settings.beta} needs a reference: train adapters (adapters.add_lora), whose reference is the model "
                 "without them, or leave beta at 0"
             )
-        check_architecture(model.config, model.dtype, exact=settings.exact)
-        check_servable(model, limits, drafts=0, strict=settings.exact)
+        adapted = {target.kind for target in targets_of(model) if target.found is not None}
+        check_architecture(model.config, model.dtype, exact=settings.exact, adapted=adapted, drops=has_dropout(model))
+        check_servable(self._drawing_model(), limits, drafts=0, strict=settings.exact)
+
+    def _drawing_model(self) -> Decoder:
+        """Returns the model that the engine serves: in exact mode adapters are merged, since its kernels have none."""
+        return merged_copy(self.model) if self.settings.exact and has_adapters(self.model) else self.model
 
     def _options(self, is_chat: bool, seed: int, **changes: Any) -> SamplingOptions:
         settings, ends = self.settings, self._defaults.ends_of_answers if is_chat else self._defaults.ends
@@ -242,7 +249,7 @@ class Policy:
         lacks_experts = self.model.config.experts is not None and "expert_ids" not in batch
         if not self._audits_all and not lacks_experts:
             used = np.random.default_rng(int(self.state.step)).permutation(used)[:AUDITED_ROWS]
-        metrics, mismatch = audit(self.model, batch, groups, used, self.settings.temperature)
+        metrics, mismatch = audit(self._drawing_model(), batch, groups, used, self.settings.temperature)
         if mismatch is not None and self._stops:
             raise RuntimeError(f'{mismatch}; set exact=False, or on_mismatch="warn" to learn nevertheless')
         if mismatch is not None:
@@ -269,6 +276,10 @@ class Policy:
         model = with_zero_changes(self.model) if self.model.precision is not None else without_adapter(self.model)
         graphdef, weights = nnx.split(model)
         found, used = np.zeros(batch["tokens"].shape, np.float32), np.flatnonzero(batch["segment_ids"].any(axis=1))
+        if self.settings.exact:
+            # Of the same pass as the policy's values: else the divergence would not begin at 0.
+            found[used, :-1] = strict_rows(model, batch, used, self.settings.temperature)[0]
+            return found
         for first in range(0, len(used), self._rows):
             places = np.resize(used[first : first + self._rows], self._rows)
             rows = {name: array[places] for name, array in batch.items()}
@@ -276,14 +287,28 @@ class Policy:
         return found
 
 
-def check_architecture(config: ModelConfig, dtype: Any, *, exact: bool) -> None:
+def check_architecture(
+    config: ModelConfig, dtype: Any, *, exact: bool, adapted: Container[str] = (), drops: bool = False
+) -> None:
     """Refuses a model that a policy cannot draw from or train, before its weights are read.
 
+    Args:
+      adapted: the kinds of its matrices with adapters.
+      drops: True if its adapters have dropout.
+
     Raises:
-      ValueError: no engine serves such models, or it has MTP modules; or `exact`, and it has no strict kernels.
+      ValueError: no engine serves such models, or it has MTP modules. Or `exact`, and it has no strict kernels, or adapters of
+        experts or with dropout.
     """
     refuse_further_predictors(config)
     check_config(config)
+    if exact and "experts" in adapted:
+        raise ValueError(
+            "exact=True merges adapters with copies of their matrices, and a copy of all experts would need too much memory: "
+            "give lora.targets without experts, such as ('attention',), or set exact=False"
+        )
+    if exact and drops:
+        raise ValueError("exact=True needs lora.dropout=0: dropout would change the values that were drawn")
     if exact:
         from moe_jax.serving.fused import strict_refusal  # imports Pallas Mosaic GPU
 

@@ -177,13 +177,18 @@ class Engine:
     def temper_logprobs(self) -> None:
         """Computes log-probabilities of new tokens from logits / temperature from now on, as tokens are drawn.
 
-        At temperature 0 they are of the logits. Those of prompts stay so.
+        At temperature 0, and for tokens of prompts, they are of the logits.
         """
         self._loop.call(lambda: setattr(self._loop.device, "is_tempered", True))
 
     def drop_prefixes(self) -> None:
         """Forgets cached prompts, so that later requests share no pages with earlier ones. Running requests continue."""
-        self._loop.call(lambda: [drop_prefixes(queues) for queues in self._loop.queues])
+
+        def drop() -> None:
+            for queues in self._loop.queues:
+                drop_prefixes(queues)
+
+        self._loop.call(drop)
 
     def sleep(self) -> None:
         """Frees pages and the engine's copies of weights until `update`. Compiled programs stay, so nothing is compiled again.

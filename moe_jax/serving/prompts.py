@@ -115,6 +115,6 @@ def piece_scores(
     """
     logits = logits_of(hidden, head, strict=strict)
     if temperature != 1:
-        # XLA would multiply by the inverse of a constant, and the bits would differ from those of an engine's draws.
+        # XLA would multiply by the inverse of a constant, and the bits would differ from an engine's draws.
         logits = logits / jax.lax.optimization_barrier(jnp.float32(temperature))
     return scores_of(logits, targets, num_top, strict=strict)

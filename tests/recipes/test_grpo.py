@@ -10,6 +10,7 @@ import pytest
 import tyro
 from flax import nnx
 
+from moe_jax.adapters import LoraSettings
 from moe_jax.commands.config_file import with_config
 from moe_jax.commands.grpo import GROUPS, OTHERS, GrpoCommand
 from moe_jax.parallel.choices import MeshShape
@@ -376,6 +377,14 @@ def test_dry_run_resets_an_environment(tmp_path, capsys):
 def test_models_and_sizes_are_checked_before_weights_are_read(tmp_path):
     with pytest.raises(ValueError, match="exact=True: strict bits are not computed for this model: .*; or set exact=False"):
         run(settings(tmp_path))
+    for lora, make_model, message in (
+        (LoraSettings(rank=2), tiny.model, "exact=True merges adapters .* give lora.targets without experts"),
+        (LoraSettings(rank=2, dropout=0.1), tiny.dense, "exact=True needs lora.dropout=0"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            run(settings(tmp_path, lora=lora), make_model=make_model)
+    with pytest.raises(ValueError, match="weights='nf4' has no exact log-probabilities: leave it whole"):
+        settings(tmp_path, lora=LoraSettings(rank=2), weights="nf4")
     with pytest.raises(ValueError, match="num_pages must be at least 2"):
         run(settings(tmp_path, engine=EngineSizes(num_pages=1)))
     with pytest.raises(ValueError, match="engine.num_pages=2 has room for 65 tokens; an answer with its prompt may have 128"):

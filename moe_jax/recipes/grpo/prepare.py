@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import jax.numpy as jnp
+
 from moe_jax.models.decoder import Decoder
 from moe_jax.recipes.grpo.settings import GrpoSettings
 from moe_jax.recipes.run.identity import identity_of
@@ -73,7 +75,9 @@ def plan_grpo(
     if environment is None and settings.environment is not None:
         environment = function_at(settings.environment)
     limits, planned = _limits(settings), plan_model(settings, model, tokenizer)
-    check_architecture(planned.config, settings.dtype if model is None else model.dtype, exact=settings.exact)
+    adapted, drops = () if planned.lora is None else planned.lora.kinds, settings.lora is not None and settings.lora.dropout > 0
+    dtype = jnp.dtype(settings.dtype) if model is None else model.dtype
+    check_architecture(planned.config, dtype, exact=settings.exact, adapted=adapted, drops=drops)
 
     def length_of(row: Mapping[str, Any]) -> int:
         if environment is not None and isinstance(row["prompt"], str):

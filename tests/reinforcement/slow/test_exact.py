@@ -11,6 +11,8 @@ import pytest
 from flax import nnx
 
 import moe_jax
+from moe_jax import adapters
+from moe_jax.adapters.merge import merged_copy, with_zero_changes
 from moe_jax.kernels.vocabulary import TokenScores
 from moe_jax.reinforcement import audit as audits
 from moe_jax.reinforcement import objective
@@ -23,8 +25,10 @@ from moe_jax.train.batch import put_batch
 from moe_jax.train.gradients import gradients_fn
 from tests.helpers import tiny
 from tests.serving.slow.test_fused import CONFIG as FUSED_CONFIG
+from tests.serving.slow.test_strict_gradients import DENSE as DENSE_CONFIG
 
 CONFIG = replace(FUSED_CONFIG, vocab_size=384)
+DENSE = replace(DENSE_CONFIG, vocab_size=384)
 LIMITS = EngineLimits(max_sequences=1, max_tokens_per_step=8, max_chunks_per_step=1, max_length=8, num_pages=4, max_waiting=4)
 SETTINGS = PolicySettings(samples=2, max_new_tokens=2, exact=True, temperature=0.7)
 PROMPTS = [(7, {"prompt": "ab"})]
@@ -98,3 +102,21 @@ def check_controls(policy, group, batch, monkeypatch):
         segments = batch["segment_ids"]
         is_read = (segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] != 0)
         np.testing.assert_array_equal(filled["expert_ids"][:, :-1][is_read], batch["expert_ids"][:, :-1][is_read])
+
+
+def test_exact_with_adapters():
+    """The engine and the audit have merged copies. A divergence from the reference begins at 0. A stale merge is noticed."""
+    model = moe_jax.from_config(DENSE, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    adapters.add_lora(model, adapters.LoraSettings(rank=2, targets=("attention",)), rngs=nnx.Rngs(1))
+    settings, tokenizer = replace(SETTINGS, beta=0.1, temperature=1.0), tiny.tokenizer()
+    policy = Policy(model, optax.adam(3e-2), settings, tokenizer=tokenizer, limits=LIMITS, seq_len=16)
+    with closing(policy):
+        kls = []
+        for step in range(2):
+            metrics = policy.update([drawn(policy, step)])
+            assert (metrics["audited_tokens"], metrics["mismatch_tokens"]) == (4, 0)
+            kls.append(metrics["kl"])
+        assert kls[0] == 0 < kls[1]
+        policy.engine.update(merged_copy(with_zero_changes(model)))
+        with pytest.raises(RuntimeError, match="of 4 audited tokens differ, the first in group 7"):
+            policy.update([drawn(policy, 2)])

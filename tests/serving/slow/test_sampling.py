@@ -147,7 +147,7 @@ def test_log_probabilities_are_the_models(rng):
 
 @pytest.mark.parametrize("variant", ["plain", "full"])
 def test_tempered_log_probabilities_are_those_of_the_draw(rng, variant):
-    """Also of the most likely tokens; those of a greedy row stay the model's."""
+    """Also of the most likely tokens. A greedy row keeps the model's."""
     logits, temperatures = normal(rng, 2, VOCAB), np.array([0.3, 0], np.float32)
     rows = slots_with([given(temperature=float(each)) for each in temperatures])
     found = run(logits, jnp.arange(2), jnp.arange(2), rows, variant=variant, tempered=True)
