@@ -76,7 +76,7 @@ def test_a_page_is_shared_once_its_last_token_is_computed():
 
 
 @pytest.mark.parametrize("change", [change_weights, drop_prefixes])
-def test_new_weights_and_dropped_prefixes_share_no_page_of_before(change):
+def test_a_change_shares_no_page_of_before(change):
     queues = make_queues()
     device = fake_device.FakeDevice(queues.limits)
     add(queues, 100)
