@@ -61,6 +61,24 @@ def without_adapter(model: Decoder) -> Decoder:
     return twin
 
 
+def merged_copy(model: Decoder) -> Decoder:
+    """Returns the model with its changes added to their matrices, as `merge_adapter` does, and without adapters.
+
+    It shares all other arrays. It is differentiable in the factors, as if the rounding were not there.
+
+    Raises:
+      AttributeError: an adapted matrix is quantised.
+    """
+    twin = nnx.merge(*nnx.split(model))
+    for target in targets_of(twin):
+        if (adapter := target.found) is not None:
+            weight = getattr(target.module, target.weight)
+            # Not `Frozen`, through which no gradient reaches the factors.
+            setattr(target.module, target.weight, nnx.Param(_changed(weight.get_value(), adapter.factors)))
+    _remove_adapters(twin)
+    return twin
+
+
 def with_zero_changes(model: Decoder) -> Decoder:
     """Returns the model with changes of zero; it shares all arrays.
 
@@ -78,6 +96,18 @@ def _remove_adapters(model: Decoder) -> None:
     for target in list(targets_of(model)):
         if target.found is not None:
             delattr(target.module, target.adapter)
+
+
+@jax.jit
+def _changed(weight: Float[Array, "*layers out in"], factors: LowRank) -> Float[Array, "*layers out in"]:
+    """Returns what `_merged` computes, in a new array."""
+
+    def of_layer(layer: tuple[Array, LowRank]) -> Array:
+        w, (a, b) = layer
+        return (w.astype(jnp.float32) + jnp.matmul(b, a, precision=jax.lax.Precision.HIGHEST)).astype(w.dtype)
+
+    stacked = weight.reshape(len(factors.a), *weight.shape[1 - factors.a.ndim :])
+    return jax.lax.map(of_layer, (stacked, factors)).reshape(weight.shape)
 
 
 @partial(jax.jit, donate_argnums=0)

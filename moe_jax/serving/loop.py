@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from itertools import islice
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -148,9 +148,13 @@ class EngineLoop:
             self._commands.put(run)
         return done
 
+    def on_each(self, change: Callable[["EngineLoop"], Any]) -> None:
+        """Runs a function of this loop, between two steps."""
+        self.call(lambda: change(self))
+
     def pause(self, is_paused: bool) -> None:
         """Starts no further step until the pause ends."""
-        self.call(lambda: setattr(self, "is_paused", is_paused))
+        self.on_each(lambda loop: setattr(loop, "is_paused", is_paused))
 
     def update(self, model: Decoder) -> None:
         """Computes with another model's weights from the next step on. Ends a `sleep`.

@@ -7,7 +7,8 @@ device will be free first. Devices never wait for each other, except between two
 import contextlib
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from moe_jax.kernels.attention.paged import PAGE_SIZE
 from moe_jax.models.decoder import Decoder
@@ -82,11 +83,15 @@ class Replicas:
         for loop in self.loops:
             loop.abort(sequences)
 
-    def pause(self, is_paused: bool) -> None:
-        """Starts no further step until the pause ends."""
+    def on_each(self, change: Callable[[EngineLoop], Any]) -> None:
+        """Runs a function of each loop, between two steps of all."""
         with self._held() as loops:
             for loop in loops:
-                loop.is_paused = is_paused
+                change(loop)
+
+    def pause(self, is_paused: bool) -> None:
+        """Starts no further step until the pause ends."""
+        self.on_each(lambda loop: setattr(loop, "is_paused", is_paused))
 
     def update(self, model: Decoder) -> None:
         """Computes with another model's weights; no device starts a step before all have them.

@@ -158,7 +158,7 @@ class Completion:
     finish_reason: FinishReason
     """`stop`: an end token or a stop text; `length`: the requested number of tokens; `abort`; `error`."""
     logprobs: list[float] | None = None
-    """Log-probability of each new token under the raw logits."""
+    """Log-probability of each new token under the raw logits, or after `Engine.temper_logprobs` under logits / temperature."""
     top_logprobs: list[dict[int, float]] | None = None
     prompt_logprobs: list[dict[int, float] | None] | None = None
     """For each prompt token: {token: log-probability} of itself and of the most likely ones; None for the first."""

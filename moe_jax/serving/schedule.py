@@ -285,7 +285,12 @@ def preempt_youngest(queues: EngineQueues) -> tuple[Sequence, list[int]]:
 def change_weights(queues: EngineQueues) -> None:
     """Starts a new version of the weights: pages of older ones are no longer shared. Running sequences never seal theirs."""
     queues.weights_version += 1
-    queues.root = root_hash((queues.weights_version,))
+    drop_prefixes(queues)
+
+
+def drop_prefixes(queues: EngineQueues) -> None:
+    """Frees cached pages. No page that is computed by now is shared later, not even one that a running sequence fills."""
+    queues.root = root_hash((queues.root.hex(),))
     queues.pool.forget_all()
 
 

@@ -270,7 +270,7 @@ def test_tools_in_templates_of_other_models(name, end, before):
     tokenizer = tiny.tokenizer(tiny.trl_template(name))
     tokenizer.add_special_tokens({"additional_special_tokens": [end]})
     messages = [{"role": "tool", "name": "guess", "content": "lower"}]
-    added = _message_tokens(tokenizer, None, messages, tokenizer.convert_tokens_to_ids(end))
+    added = _message_tokens(tokenizer, None, messages, [tokenizer.convert_tokens_to_ids(end)])
     text = tokenizer.decode(added)
     assert text.startswith(before) and "lower" in text and "answer-" not in text
 
@@ -279,4 +279,4 @@ def test_an_end_token_after_the_message_is_no_end_of_the_answer():
     tokenizer = tiny.tokenizer(tiny.trl_template("gptoss"))
     messages = [{"role": "tool", "name": "guess", "content": "lower"}]
     with pytest.raises(ValueError, match="does not end one with the token 1"):
-        _message_tokens(tokenizer, None, messages, 1)
+        _message_tokens(tokenizer, None, messages, [1])
