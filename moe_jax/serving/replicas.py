@@ -256,7 +256,7 @@ class ReplicaLoad:
         self._free_pages -= pages_of(length) - found + len(request) - 1
 
     def _num_found(self, sequence: Sequence) -> int:
-        """Returns the number of pages of the prompt that the device has; no other thread changes what this reads."""
+        """Returns the number of pages of the prompt that the device has now; its thread may evict some before they are used."""
         if sequence.scores_prompt:
             return 0
         return len(self._pool.find(sequence.page_hashes(self._root, (len(sequence.tokens) - 1) // PAGE_SIZE)))
