@@ -66,6 +66,16 @@ def declaration_of(path: tuple, shape: tuple[int, ...]) -> Declaration:
     return declared(path) or _VECTOR
 
 
+def is_orthogonalised(path: tuple, shape: tuple[int, ...]) -> bool:
+    """Returns True if Muon orthogonalises the parameter's matrices; AdamW updates all others (`train.optimizer`).
+
+    These are the matrices of layers, except routers, and the factors of their adapters.
+    """
+    matrix, adapted = declaration_of(path, shape), declared(path[:-2])
+    roles = {matrix.role, adapted.role if adapted else "small"}
+    return matrix.axes > 1 and not roles & {"embedding", "head", "router"}
+
+
 def check_declared(parameters: Iterable[tuple[tuple, Any]]) -> None:
     """Checks that every matrix of a model is listed in `MATRICES`.
 

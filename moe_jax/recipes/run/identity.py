@@ -19,7 +19,7 @@ from moe_jax.train.starting_weights import MODEL, same_weights, values_of
 PRECISION, FP8_DENSE = "precision", "fp8_dense"
 """Names of entries."""
 
-BEFORE_THEY_WERE_NOTED = {"moment_dtype": "float32"}
+BEFORE_THEY_WERE_NOTED = {"moment_dtype": "float32", "optimizer": "adamw"}
 """Entries that older runs lack, with the value that all of them had."""
 
 MAX_KEYS = 5

@@ -170,6 +170,7 @@ def optimizer_of(
         )
     optimizer = make_optimizer(
         schedule,
+        name=settings.optimizer,
         weight_decay=settings.weight_decay,
         max_grad_norm=settings.max_grad_norm,
         moment_dtype=settings.moment_dtype,
