@@ -50,8 +50,11 @@ Norms, biases and all other parameters with one axis besides layers are vectors.
 
 
 def declared(path: tuple) -> Declaration | None:
-    """Returns the `Declaration` of the parameter (or module) at a path; None if `MATRICES` has none."""
-    names = [str(name) for name in path if name != "weight"]
+    """Returns the `Declaration` of the parameter (or module) at a path; None if `MATRICES` has none.
+
+    A weight that is trained along with adapters has a frozen `original` of the same layout.
+    """
+    names = [str(name) for name in path if name not in ("weight", "original")]
     found = MATRICES.get(".".join(names[-2:])) or MATRICES.get(".".join(names[-1:]))
     return found or (_VECTOR if names and names[-1].endswith(("norm", "bias")) else None)
 

@@ -169,7 +169,7 @@ def trained_adapters(checkpoint: RunCheckpoint) -> bool:
 def lora_settings_of(checkpoint: RunCheckpoint) -> LoraSettings:
     """Returns the LoRA settings of the checkpoint's adapters."""
     noted = checkpoint.position["identity"][LORA]
-    return LoraSettings(**noted | {"targets": None if noted["targets"] is None else tuple(noted["targets"])})
+    return LoraSettings(**{name: tuple(value) if isinstance(value, list) else value for name, value in noted.items()})
 
 
 def _check(base: str | Path, noted: Any, found: Any) -> None:

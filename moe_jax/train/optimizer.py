@@ -123,12 +123,12 @@ class AdafactorState(NamedTuple):
     """The state of `scale_by_adafactor`.
 
     Attributes:
-      count: finished steps.
+      steps: finished steps.
       moments: by parameter, the means of squared gradients over each matrix's rows and columns, [..., rows, 1] and
         [..., 1, columns]. For a vector, the mean of squared gradients.
     """
 
-    count: Int[Array, ""]
+    steps: Int[Array, ""]
     moments: PyTree
 
 
@@ -148,8 +148,8 @@ def scale_by_adafactor(*, decay: float = 0.8, eps: float = 1e-30) -> optax.Gradi
         return AdafactorState(jnp.zeros((), jnp.int32), jax.tree.map_with_path(moments, params))
 
     def update(gradients, state, params=None):
-        count = state.count + 1
-        kept = 1 - count.astype(jnp.float32) ** -decay
+        steps = state.steps + 1
+        kept = 1 - steps.astype(jnp.float32) ** -decay
 
         def moments(g: Array, old: tuple[Array, ...]) -> tuple[Array, ...]:
             squares = g * g + eps
@@ -157,7 +157,7 @@ def scale_by_adafactor(*, decay: float = 0.8, eps: float = 1e-30) -> optax.Gradi
             return tuple(kept * before + (1 - kept) * now for before, now in zip(old, new, strict=True))
 
         found = jax.tree.map(moments, gradients, state.moments)
-        return jax.tree.map(_scaled, gradients, found), AdafactorState(count, found)
+        return jax.tree.map(_scaled, gradients, found), AdafactorState(steps, found)
 
     return optax.GradientTransformation(init, update)
 
@@ -198,8 +198,9 @@ def decayed(params: PyTree) -> PyTree:
 
 def _scaled(gradient: Array, moments: tuple[Array, ...]) -> Array:
     """Divides a gradient by the root of its second moment, and scales it down to a root mean square of 1."""
+    axes: tuple[int, ...] = (-1,)
     if len(moments) == 1:
-        axes, update = (-1,), gradient * lax.rsqrt(moments[0])
+        update = gradient * lax.rsqrt(moments[0])
     else:
         rows, columns = moments
         axes, update = (-2, -1), gradient * lax.rsqrt(rows / rows.mean(-2, keepdims=True)) * lax.rsqrt(columns)

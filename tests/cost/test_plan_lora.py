@@ -117,6 +117,7 @@ def test_the_command_names_the_run(capsys):
         LoraSettings(rank=8, alpha=4.5, targets=("q_proj", "experts"), ranks={"experts": 2}),
         LoraSettings(shared_outer=True, use_rslora=True),
         LoraSettings(targets=("attention",), dropout=0.05),
+        LoraSettings(modules_to_save=("lm_head", "norm")),
     ],
 )
 def test_options_come_back_as_settings(settings):

@@ -26,6 +26,10 @@ CASES = {
     "moe": (tiny.model, LoraSettings(rank=4, alpha=6, targets=TARGETS, ranks={"q_proj": 3})),
     "shared outer": (tiny.model, LoraSettings(rank=4, alpha=6, shared_outer=True, use_rslora=True)),
     "dropout": (tiny.dense, LoraSettings(rank=4, alpha=6, targets=("attention", "mlp"), dropout=0.3)),
+    "whole modules": (
+        tiny.model,
+        LoraSettings(rank=4, alpha=6, targets=("attention",), modules_to_save=("embed_tokens", "lm_head", "gate", "norm")),
+    ),
     "deepseek": (tiny.deepseek, LoraSettings(rank=4, alpha=6, targets=(*TARGETS, "mlp"))),
 }
 
@@ -68,6 +72,7 @@ def on_one_device(case, gradient_accumulation):
         ("moe", {"fsdp": 8}, {}),
         ("moe", {"data": 2, "expert": 2, "context": 2}, {}),
         ("shared outer", {"fsdp": 4, "expert": 2}, {}),
+        ("whole modules", {"data": 2, "fsdp": 2, "expert": 2}, {}),
         ("dropout", {"data": 2, "fsdp": 2, "context": 2}, {"gradient_accumulation": 2}),
         pytest.param("moe", {"fsdp": 2, "expert": 2, "context": 2}, {"gradient_accumulation": 2}, marks=pytest.mark.thorough),
         pytest.param("moe", {"data": 2, "fsdp": 4}, {"remat": False}, marks=pytest.mark.thorough),

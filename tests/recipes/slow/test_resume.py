@@ -252,7 +252,7 @@ def test_a_run_that_did_not_note_its_model_goes_on(tmp_path, caplog):
 
 
 @pytest.mark.parametrize("name, had, other", [("moment_dtype", "float32", "bfloat16"), ("optimizer", "adamw", "muon")])
-def test_entries_that_runs_did_not_note_have_the_value_of_all_of_them(tmp_path, name, had, other):
+def test_entries_that_older_runs_did_not_note(tmp_path, name, had, other):
     saved, now = {"seed": 0, MODEL: "abc"}, {"seed": 0, MODEL: "abc"}
     assert same_run(saved, now | {name: had}, tmp_path) == now | {name: had}
     with pytest.raises(ValueError, match=f"{name}: checkpoint '{had}', now '{other}'"):
