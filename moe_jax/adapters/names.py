@@ -17,13 +17,13 @@ W[e] [out, in] of gate_up [2*inter, hidden] or down [hidden, inter]; names after
 """
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from flax import nnx
 from jaxtyping import Float
 
-from moe_jax.checkpoint.hf_names import hf_tensors, host_array
+from moe_jax.checkpoint.hf_names import Index, hf_tensors, host_array
 from moe_jax.layers.lora import Adapter
 from moe_jax.layers.matrices import declared
 from moe_jax.models.decoder import Decoder
@@ -141,9 +141,9 @@ class WholeModule(NamedTuple):
 
     name: str
     """For example "model.layers.3.mlp.gate"."""
-    module: nnx.Module
+    module: Any
     """Holds the `weight`, stacked over layers; and if it is trained, the `original` that it began as."""
-    layer: tuple[int, ...]
+    layer: Index
     """The index of this module's weight in the stack; () outside the layers."""
 
     @property

@@ -106,7 +106,7 @@ class PlanCommand:
 
         if self.lora is not None:
             print(self._planned_lora().summary)
-        problems = lora_problems(self.lora, {"data": self.devices}, self.shard_optimizer, self.precision)
+        problems = lora_problems(self.lora, {"data": self.devices}, self.precision)
         problems += weights_problems(self.weights, self.lora)
         of_weights, in_fp8 = (self.pipe_schedule, self.lora, self.weights), self.tokens_in_fp8
         if problems := problems + precision_problems(self.precision, "bfloat16", *of_weights, tokens_in_fp8=in_fp8):

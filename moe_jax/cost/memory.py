@@ -35,7 +35,7 @@ def memory_bytes(step: PlannedStep) -> dict[str, float]:
         held = _of_adapters(step)
     else:
         # With bf16 parameters, the other halves of the masters are laid out like the moments.
-        parameters = own + (4 - of_param) * step.trained
+        parameters = own + (4 - of_param) * sum(elements for *_, elements in step.updated)
         held = _of_joined_passes(step) if step.joins_passes else _of_passes_in_turn(step)
     kept = min(held.kept, held.peak - held.gradients)
     return {

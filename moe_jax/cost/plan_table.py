@@ -96,7 +96,7 @@ def _remedy(prediction: Prediction) -> str:
     if state < prediction.machine.memory:
         return f"{prediction.step.tokens} tokens a GPU are too many: take fewer or shorter rows, or more devices."
     step, alone = prediction.step, f"Parameters, moments and gradients alone are {state / 2**30:.0f}"
-    of_moments = BYTES[step.moment_dtype] * num_moments(step) / step.trained
+    of_moments = BYTES[step.moment_dtype] * num_moments(step) / sum(elements for *_, elements in step.updated)
     whole: float = (4 + of_moments + BYTES[step.param_dtype]) * num_parameters(step.config)
     if step.adapters is not None:
         whole = sum((p.quantised or BYTES[step.param_dtype]) * p.whole_size(step.mesh) for p in step.parameters)

@@ -18,7 +18,7 @@ from moe_jax.models.layers_in_pipe import layers_in_pipe
 from moe_jax.models.precision import PrecisionName
 from moe_jax.parallel.choices import UNIFORM, Hops, MeshShape, OptimizerName, PipeSchedule
 from moe_jax.parallel.expert.settings import ExchangePlan, ExpertParallel, plan_exchange
-from moe_jax.parallel.layout import part_shape
+from moe_jax.parallel.layout import data_axis, part_shape
 from moe_jax.parallel.pipeline.chunks import PipeShape, layers_of_chunk
 from moe_jax.parallel.pipeline.executor import sources
 from moe_jax.parallel.pipeline.limits import divides_backward, ranks_problem, schedule_by_name, schedule_problem, split_axes
@@ -281,15 +281,20 @@ class PlannedStep:
         if self.adapters is None:
             whole = dict(shapes(self.config))
             return [(p.path, whole[p.path], p.updated_size) for p in self.parameters]
-        on, factors = abstract_mesh(self.mesh), self.adapters.factors
         # Without their factors, adapters count as one vector.
-        alone = ("norm",), (self.adapters.parameters,), self.adapters.parameters
-        return [(*factor, math.prod(part_shape(*factor, on))) for factor in factors] or [alone]
+        alone = ("norm",), (self.adapters.parameters,)
+        on, found = abstract_mesh(self.mesh), []
+        for path, shape in self.adapters.factors or (alone,):
+            is_split = self.shard_optimizer and data_axis(path, shape, on) is not None
+            found.append((path, shape, math.prod(part_shape(path, shape, on)) // (self.mesh.data if is_split else 1)))
+        return found
 
     @property
     def trained(self) -> int:
-        """Elements that a device updates."""
-        return sum(elements for *_, elements in self.updated)
+        """Elements of trained arrays that a device stores."""
+        if self.adapters is None:
+            return sum(p.own_size for p in self.parameters)
+        return sum(elements for *_, elements in replace(self, shard_optimizer=False).updated)
 
     @functools.cached_property
     def parameters_of_stages(self) -> tuple[list[Parameter], ...]:

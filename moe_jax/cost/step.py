@@ -289,7 +289,8 @@ def _optimizer_seconds(step: PlannedStep, machine: Machine) -> float:
     One pass over the gradients is for their norm. Muon's products and exchanges are added. No run with Muon was timed.
     """
     of_gradient = 4 if step.accumulates or step.adapters is not None else BYTES[step.param_dtype]
-    traffic = (2 * of_gradient + 2 * 4) * step.trained + 2 * BYTES[step.moment_dtype] * num_moments(step)
+    updated = sum(elements for *_, elements in step.updated)
+    traffic = (2 * of_gradient + 2 * 4) * updated + 2 * BYTES[step.moment_dtype] * num_moments(step)
     return traffic / machine.hbm + (_muon_seconds(step, machine) if step.optimizer == "muon" else 0.0)
 
 

@@ -230,7 +230,7 @@ class RunSettings:
         problems += dense_problems(self.fp8_dense, self.precision)
         problems += log_problems(self.tensorboard, self.log_to)
         problems += self.pipe_problems(self.mesh.pipe)
-        problems += lora_problems(self.lora, asdict(self.mesh), self.shard_optimizer, self.precision)
+        problems += lora_problems(self.lora, asdict(self.mesh), self.precision)
         if self.lora is not None:
             moving = [f"{name}={getattr(self, name)!r}" for name in self.OF_EXPERT_DEVICES if getattr(self, name)]
             problems += [f"{each} is for runs without lora: frozen experts stay as they are" for each in moving]
@@ -364,7 +364,7 @@ def fits(value, want: str) -> bool:
     return int(want.rpartition(" at least ")[2]) <= value < float("inf")
 
 
-def lora_problems(lora: LoraSettings | None, mesh: Mapping[str, int], shard_optimizer: bool, precision: str) -> list[str]:
+def lora_problems(lora: LoraSettings | None, mesh: Mapping[str, int], precision: str) -> list[str]:
     """Returns the settings that contradict training adapters, one clause each; none without adapters.
 
     Args:
@@ -377,8 +377,6 @@ def lora_problems(lora: LoraSettings | None, mesh: Mapping[str, int], shard_opti
         problems.append(f"lora trains on a mesh without pipe: split frozen weights over fsdp or expert; got mesh.pipe={ranks}")
     if precision != "bf16" and (devices := math.prod(mesh.values())) > 1:
         problems.append(f"precision={precision!r} with lora needs one device: take 'bf16', which dequantises; got {devices}")
-    if shard_optimizer:
-        problems.append("shard_optimizer=True is for runs without lora: the optimizer's state of adapters is small")
     return problems
 
 

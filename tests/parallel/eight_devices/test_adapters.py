@@ -73,6 +73,7 @@ def on_one_device(case, gradient_accumulation):
         ("moe", {"data": 2, "expert": 2, "context": 2}, {}),
         ("shared outer", {"fsdp": 4, "expert": 2}, {}),
         ("whole modules", {"data": 2, "fsdp": 2, "expert": 2}, {}),
+        ("whole modules", {"data": 2, "fsdp": 2, "context": 2}, {"gradient_accumulation": 2, "shard_optimizer": True}),
         ("dropout", {"data": 2, "fsdp": 2, "context": 2}, {"gradient_accumulation": 2}),
         pytest.param("moe", {"fsdp": 2, "expert": 2, "context": 2}, {"gradient_accumulation": 2}, marks=pytest.mark.thorough),
         pytest.param("moe", {"data": 2, "fsdp": 4}, {"remat": False}, marks=pytest.mark.thorough),
@@ -81,11 +82,13 @@ def on_one_device(case, gradient_accumulation):
     ids=str,
 )
 def test_two_steps(case, sizes, options):
+    options = dict(options)
     expected, expected_metrics = on_one_device(case, options.get("gradient_accumulation", 1))
     model = adapted(case, **sizes)
     kept = [a.addressable_shards[0].data.size / a.size for a in jax.tree.leaves(nnx.state(model, Frozen)) if a.ndim > 2]
     assert sum(ways < 1 for ways in kept) > len(kept) / 2, "frozen matrices are split"
-    check(two_steps(model, Parallelism(make_mesh(**sizes)), **options), (expected, expected_metrics))
+    parallelism = Parallelism(make_mesh(**sizes), shard_optimizer=options.pop("shard_optimizer", False))
+    check(two_steps(model, parallelism, **options), (expected, expected_metrics))
 
 
 def check(found, wanted, tolerance=1e-5):

@@ -134,8 +134,6 @@ def test_refusals_come_before_weights_are_read(base, tmp_path, monkeypatch):
         settings_of(tmp_path, base, lora=LoraSettings(targets=("attention",), dropout=0.1), **options)
     with pytest.raises(ValueError, match="dropout=0.1 is for attention and mlp"):
         finetune(settings_of(tmp_path, base, lora=LoraSettings(dropout=0.1)))
-    with pytest.raises(ValueError, match="shard_optimizer=True is for runs without lora"):
-        settings_of(tmp_path, base, mesh=MeshShape(data=2), shard_optimizer=True)
     with pytest.raises(
         ValueError, match="LoraSettings: targets has 'all-linear', which this model does not have; it has attent"
     ):
