@@ -6,6 +6,7 @@ from pathlib import Path
 
 from moe_jax.cost import PlannedStep, Prediction
 from moe_jax.cost.flops import num_parameters
+from moe_jax.cost.memory import num_moments
 from moe_jax.cost.parameters import BYTES
 from moe_jax.runtime.files import write_text
 
@@ -95,10 +96,11 @@ def _remedy(prediction: Prediction) -> str:
     if state < prediction.machine.memory:
         return f"{prediction.step.tokens} tokens a GPU are too many: take fewer or shorter rows, or more devices."
     step, alone = prediction.step, f"Parameters, moments and gradients alone are {state / 2**30:.0f}"
-    whole: float = (4 + 2 * BYTES[step.moment_dtype] + BYTES[step.param_dtype]) * num_parameters(step.config)
+    of_moments = BYTES[step.moment_dtype] * num_moments(step) / sum(elements for *_, elements in step.updated)
+    whole: float = (4 + of_moments + BYTES[step.param_dtype]) * num_parameters(step.config)
     if step.adapters is not None:
         whole = sum((p.quantised or BYTES[step.param_dtype]) * p.whole_size(step.mesh) for p in step.parameters)
-        whole += (8 + 2 * BYTES[step.moment_dtype]) * step.adapters.parameters
+        whole += (8 + of_moments) * step.adapters.parameters
     devices = math.ceil(whole / prediction.machine.memory)
     if step.mesh.size >= devices:
         uneven = f"for {step.mesh.size} devices do not divide the model's matrices"
@@ -132,6 +134,7 @@ def flags(step: PlannedStep) -> str:
     overlap = "" if step.overlap_micro_batches is None else f"--overlap-micro-batches {step.overlap_micro_batches}"
     batch = f"--batch-size {step.rows} --seq-len {step.sequence_length}"
     dtypes = f"--param-dtype {step.param_dtype} --moment-dtype {step.moment_dtype}"
+    dtypes += "" if step.optimizer == "adamw" else f" --optimizer {step.optimizer}"
     capacity = "" if step.capacity_factor == PlannedStep.capacity_factor else f"--capacity-factor {step.capacity_factor:g}"
     hops = f"--hops {step.hops}" if step.mesh.size > 1 else ""
     remat = {False: "--no-remat", True: "--remat", "offload": "--offload"}[step.remat]

@@ -251,9 +251,9 @@ def test_a_run_that_did_not_note_its_model_goes_on(tmp_path, caplog):
     assert f"the run in {tmp_path} did not note its starting weights, so nothing tells whether `model` is the" in caplog.text
 
 
-def test_runs_that_noted_no_moment_dtype_had_float32(tmp_path):
-    """Runs on preferences had no `moment_dtype`, and moments in f32."""
+@pytest.mark.parametrize("name, had, other", [("moment_dtype", "float32", "bfloat16"), ("optimizer", "adamw", "muon")])
+def test_entries_that_older_runs_did_not_note(tmp_path, name, had, other):
     saved, now = {"seed": 0, MODEL: "abc"}, {"seed": 0, MODEL: "abc"}
-    assert same_run(saved, now | {"moment_dtype": "float32"}, tmp_path) == now | {"moment_dtype": "float32"}
-    with pytest.raises(ValueError, match="moment_dtype: checkpoint 'float32', now 'bfloat16'"):
-        same_run(saved, now | {"moment_dtype": "bfloat16"}, tmp_path)
+    assert same_run(saved, now | {name: had}, tmp_path) == now | {name: had}
+    with pytest.raises(ValueError, match=f"{name}: checkpoint '{had}', now '{other}'"):
+        same_run(saved, now | {name: other}, tmp_path)
