@@ -50,6 +50,8 @@ class FakeEngine:
                 raise QueueFull(f"{len(self._active)} sequences run or wait")
             sequences = [_Sequence(number, ids * self.repeats + [END], options) for number in range(options.n)]
             handle = Handle(ids, options, lambda numbers: self._abort([sequences[i] for i in numbers]), self.tokenizer)
+            if (wanted := options.prompt_logprobs) is not None:
+                handle.prompt_logprobs += [{token: -0.25 * token} | ({5: -9.0} if wanted else {}) for token in ids[1:]]
             self._active |= dict.fromkeys(sequences, handle)
         self.submitted.append(options)
         self.handles.append(handle)

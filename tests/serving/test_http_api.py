@@ -212,6 +212,63 @@ def test_log_probabilities_of_a_completion(client):
     assert client.completions.create(**options | {"logprobs": 0}).choices[0].logprobs.top_logprobs == [None, None]
 
 
+def test_an_echo_has_the_prompts_log_probabilities(client):
+    """lm-eval reads sums of token_logprobs, and whether each is the largest of top_logprobs."""
+    a, b, c = served.tokenizer()("abc")["input_ids"]
+    options = dict(model="tiny", prompt=["abc", "ab"], echo=True, logprobs=1)
+    first, second = client.completions.create(**options, max_tokens=1).choices
+    assert (first.text, second.text) == ("abca", "aba")
+    assert first.logprobs.tokens == ["a", "b", "c", "a"] and first.logprobs.text_offset == [0, 1, 2, 3]
+    assert first.logprobs.token_logprobs == [None, *(-0.25 * token for token in (b, c, a))]
+    assert first.logprobs.top_logprobs[:2] == [None, {"b": -0.25 * b, "#": -9.0}]
+    assert second.logprobs.tokens == ["a", "b", "a"]
+    plain = client.completions.create(**options | {"logprobs": 0}).choices[0].logprobs
+    assert plain.top_logprobs[:3] == [None] * 3 and plain.token_logprobs[0] is None
+
+
+def test_no_tokens_only_score_the_prompt(client):
+    options = dict(model="tiny", prompt="abc", max_tokens=0, logprobs=0)
+    found = client.completions.create(**options, echo=True, n=2)
+    assert [(one.text, one.finish_reason, one.logprobs.tokens) for one in found.choices] == [("abc", "length", [*"abc"])] * 2
+    assert found.usage.completion_tokens == 0
+    bare = client.completions.create(**options).choices[0]
+    assert (bare.text, bare.finish_reason, bare.logprobs) == ("", "length", None)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_token_ids_are_those_of_the_engine(server, client, stream):
+    """Libraries of reinforcement learning learn from the ids, which a text tokenized again may not have."""
+    extra = {"return_token_ids": True}
+    text = dict(model="tiny", prompt="héy", stop="y", extra_body=extra)
+    chat = dict(model="tiny", messages=[{"role": "user", "content": "x"}], max_tokens=3, extra_body=extra)
+    wanted = served.tokenizer()("héy")["input_ids"]
+    if stream:
+        chunks = [*client.completions.create(**text, stream=True)]
+        assert chunks[0].choices[0].prompt_token_ids == wanted
+        assert not any("prompt_token_ids" in chunk.choices[0].model_extra for chunk in chunks[1:])
+        assert [token for chunk in chunks for token in chunk.choices[0].token_ids] == wanted
+        chunks = [*client.chat.completions.create(**chat, stream=True)]
+        assert chunks[0].prompt_token_ids == (prompt := server.engine.handles[-1].prompt)
+        assert [token for chunk in chunks for token in chunk.choices[0].token_ids] == prompt[:3]
+    else:
+        choice = client.completions.create(**text).choices[0]
+        assert (choice.prompt_token_ids, choice.token_ids) == (wanted, wanted)
+        found = client.chat.completions.create(**chat)
+        assert found.prompt_token_ids == (prompt := server.engine.handles[-1].prompt)
+        assert found.choices[0].token_ids == prompt[:3]
+
+
+def test_log_probabilities_of_prompts_are_by_token_id(client):
+    (a, b), extra = served.tokenizer()("ab")["input_ids"], {"prompt_logprobs": 1}
+    wanted = {str(b): {"logprob": -0.25 * b, "decoded_token": "b"}, "5": {"logprob": -9.0, "decoded_token": "#"}}
+    choice = client.completions.create(model="tiny", prompt=[a, b], extra_body=extra).choices[0]
+    assert choice.prompt_logprobs == [None, wanted] and choice.logprobs is None
+    chat = client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "x"}], extra_body=extra)
+    # The template's second token is the u of user.
+    assert chat.prompt_logprobs[0] is None
+    assert chat.prompt_logprobs[1][str(served.tokenizer()("u")["input_ids"][0])]["decoded_token"] == "u"
+
+
 def test_top_logprobs_have_the_likeliest_of_equal_texts():
     """Parts of characters have one text. The drawn token comes in addition to the likeliest ones, as in OpenAI's API."""
     tokenizer = tiny.tokenizer()

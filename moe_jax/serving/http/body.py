@@ -122,7 +122,8 @@ def _refuse_constant(name: str) -> None:
 
 SHARED = {
     "frequency_penalty", "ignore_eos", "logit_bias", "max_tokens", "min_p", "model", "n", "presence_penalty",
-    "repetition_penalty", "seed", "stop", "stop_token_ids", "stream", "stream_options", "temperature", "top_k", "top_p",
+    "prompt_logprobs", "repetition_penalty", "return_token_ids", "seed", "stop", "stop_token_ids", "stream", "stream_options",
+    "temperature", "top_k", "top_p",
 }  # fmt: skip
 
 MAX_STOPS = 16
@@ -159,15 +160,19 @@ def sampling_options(
         seed=None if (seed := take(body, "seed", int)) is None else seed % 2**32,
         n=take(body, "n", int, 1),
         logprobs=logprobs,
+        prompt_logprobs=take(body, "prompt_logprobs", int),
     )
 
 
-def delivery(body: Mapping[str, Any]) -> tuple[bool, bool]:
-    """Returns whether a body asks for a stream, and whether the stream ends with the numbers of tokens."""
+def delivery(body: Mapping[str, Any]) -> tuple[bool, bool, bool]:
+    """Returns whether a body asks for a stream, for numbers of tokens at the stream's end, and for token ids."""
+    if body.get("stream") is True and "prompt_logprobs" in body:
+        raise ApiError(400, "log-probabilities of a prompt cannot be streamed: leave out stream", param="prompt_logprobs")
     options = asking(take(body, "stream_options", dict, {}))
     if others := sorted(options.keys() - {"include_usage", "include_obfuscation"}):
         raise ApiError(400, f"unknown fields of stream_options: {', '.join(others)[:200]}", param="stream_options")
-    return take(body, "stream", bool, False), bool(take(options, "include_usage", bool, False))
+    includes_usage = bool(take(options, "include_usage", bool, False))
+    return take(body, "stream", bool, False), includes_usage, take(body, "return_token_ids", bool, False)
 
 
 def _stop(value: str | list) -> tuple[str, ...]:

@@ -29,13 +29,14 @@ async def answer_completion(service: Service, request: Request) -> Response:
         raise ApiError(400, f"best_of can only be n, {body.get('n', 1)!r:.80}; got {body['best_of']!r:.80}", param="best_of")
     echo, logprobs = take(body, "echo", bool, False), take(body, "logprobs", int)
     if echo and logprobs is not None:
-        raise ApiError(400, "log-probabilities of the prompt are not supported: leave out echo or logprobs", param="echo")
+        if body.setdefault("prompt_logprobs", logprobs) != logprobs:
+            raise ApiError(400, f"with echo, prompt_logprobs can only be logprobs, {logprobs}", param="prompt_logprobs")
     # OpenAI's default is 16 too.
     length = take(body, "max_tokens", int, 16)
-    if length < 1:
-        raise ApiError(400, f"max_tokens must be at least 1; got {length}", param="max_tokens")
+    if length < 0:
+        raise ApiError(400, f"max_tokens must be at least 0; got {length}", param="max_tokens")
     options = sampling_options(body, service.defaults, service.defaults.ends, max_new_tokens=length, logprobs=logprobs)
-    how = delivery(body)
+    delivery(body)
     prompts = _prompts(body.get("prompt"), service.settings.max_choices)
     if isinstance(prompts[0], str):
         for prompt in prompts:
@@ -47,7 +48,7 @@ async def answer_completion(service: Service, request: Request) -> Response:
     choices = service.submit(tokens, options, "prompt")
     record.prompt_tokens = sum(map(len, tokens))
     begins = [text for text in echoed for _ in range(options.n)] if echo else [""] * len(choices)
-    return await CompletionAnswer(service, choices, how, record, begins=begins).respond(request)
+    return await CompletionAnswer(service, choices, body, record, begins=begins).respond(request)
 
 
 def _prompts(given: Any, limit: int) -> list:
@@ -92,13 +93,13 @@ async def answer_chat(service: Service, request: Request) -> Response:
         raise ApiError(400, f"{field} must be at least 1; got {length}", param=field)
     ends = service.defaults.ends_of_answers
     options = sampling_options(body, service.defaults, ends, max_new_tokens=length, logprobs=logprobs)
-    how = delivery(body)
+    delivery(body)
     encode = conversation_encoder(service.tokenizer, body, lambda text: service.check_length(text, "messages"))
     (tokens,) = await service.encode(encode, record, "messages")
     # Clients of chats send the same max_tokens with each message, while the conversation grows.
     choices = service.submit([tokens], fitted(options, tokens, service.engine.limits), "messages")
     record.prompt_tokens = len(tokens)
-    return await ChatAnswer(service, choices, how, record).respond(request)
+    return await ChatAnswer(service, choices, body, record).respond(request)
 
 
 def conversation_encoder(
