@@ -71,7 +71,8 @@ class Handle:
         self._abort = abort
         self._texts: list[ContinuationText] | None = None
         if tokenizer is not None:
-            self._texts = [ContinuationText(tokenizer, prompt, options.stop) for _ in range(n)]
+            skips = options.skip_special_tokens
+            self._texts = [ContinuationText(tokenizer, prompt, options.stop, skips) for _ in range(n)]
         self._events: deque[Event] = deque()
         self._remaining = n
         """Continuations whose last event was not read."""
@@ -189,8 +190,8 @@ class ContinuationText:
     are dropped.
     """
 
-    def __init__(self, tokenizer: Any, prompt: Sequence[int], stop: Iterable[str]):
-        self._stream = TextStream(tokenizer, prompt, stop)
+    def __init__(self, tokenizer: Any, prompt: Sequence[int], stop: Iterable[str], skips_special: bool = True):
+        self._stream = TextStream(tokenizer, prompt, stop, skips_special)
         self._num_prompt = len(prompt)
         self._num_tokens = 0
         self._pieces: list[str] = []
@@ -248,15 +249,16 @@ MAX_WINDOW = 16
 
 
 class TextStream:
-    """The text of one sequence after its prompt, without special tokens, cut where a stop text begins.
+    """The text of one sequence after its prompt, usually without special tokens, cut where a stop text begins.
 
     The pieces add up to the tokenizer's decoding of the whole, without its clean-up of spaces. Each token costs the decoding of
     at most `MAX_WINDOW` tokens. Runs of single-byte tokens are decoded once, at their end.
     """
 
-    def __init__(self, tokenizer: Any, prompt_tokens: Sequence[int] = (), stop: Iterable[str] = ()):
-        self._tokenizer = tokenizer
-        self._shown, self._bytes = _kinds_of_tokens(tokenizer)
+    def __init__(self, tokenizer: Any, prompt_tokens: Sequence[int] = (), stop: Iterable[str] = (), skips_special: bool = True):
+        self._tokenizer, self._skips = tokenizer, skips_special
+        self._shown, self._bytes, special = _kinds_of_tokens(tokenizer)
+        self._shown = self._shown if skips_special else self._shown | special
         self._stop = StopSearch(stop)
         self._window = self._end_of(prompt_tokens)
         self._given = len(self._stable(self._decoded()))
@@ -293,7 +295,7 @@ class TextStream:
         return self._stop.add(new) + self._stop.flush()
 
     def _decoded(self) -> str:
-        return self._tokenizer.decode(self._window, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return self._tokenizer.decode(self._window, skip_special_tokens=self._skips, clean_up_tokenization_spaces=False)
 
     def _stable(self, text: str) -> str:
         """Returns the text without a last character that later bytes may complete."""
@@ -346,12 +348,12 @@ class StopSearch:
 
 
 @functools.lru_cache(maxsize=4)
-def _kinds_of_tokens(tokenizer: Any) -> tuple[frozenset[int], frozenset[int]]:
-    """Returns the tokens with text, and the single-byte tokens, which sentencepiece uses for unknown characters.
+def _kinds_of_tokens(tokenizer: Any) -> tuple[frozenset[int], frozenset[int], frozenset[int]]:
+    """Returns the tokens with text, the single-byte tokens, and the special tokens, such as the end of a message.
 
-    Special tokens, such as the end of a message, have no text. Reads the vocabulary once, which takes about 0.1 s.
+    Sentencepiece uses single-byte tokens for unknown characters. Reads the vocabulary once, which takes about 0.1 s.
     """
     vocab = tokenizer.get_vocab()
-    special = {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
+    special = frozenset(token for token, added in tokenizer.added_tokens_decoder.items() if added.special)
     names = (f"<0x{byte:02X}>" for byte in range(256))
-    return frozenset(vocab.values()) - special, frozenset(vocab[name] for name in names if name in vocab)
+    return frozenset(vocab.values()) - special, frozenset(vocab[name] for name in names if name in vocab), special

@@ -98,7 +98,7 @@ def test_fields_that_ask_for_what_happens_anyway_are_accepted(server, path):
     neutral = NEUTRAL | {"stream_options": {"continuous_usage_stats": False}, "reasoning_effort": None, "length_penalty": 1}
     answer = server.post(f"/v1/{path}", json=body | neutral)
     assert answer.status_code == 200, answer.text
-    others = {"skip_special_tokens": False, "min_tokens": 1, "add_generation_prompt": 1, "priority": False, "suffix": "x"}
+    others = {"spaces_between_special_tokens": False, "min_tokens": 1, "detokenize": 1, "priority": False, "suffix": "x"}
     for name, value in others.items():
         error = server.post(f"/v1/{path}", json=body | {name: value}).json()["error"]
         assert error["param"] == name and error["message"].startswith(f"{name} can only be ")

@@ -7,13 +7,14 @@ import json
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
+from moe_jax.generation.tool_calls import AnswerPart, AnswerParts, Call
 from moe_jax.serving.handle import REPLACEMENT, Handle
 from moe_jax.serving.http.body import ApiError, DisconnectedError, delivery, took_too_long
 from moe_jax.serving.http.record import RequestRecord
@@ -34,6 +35,8 @@ class TextPiece:
     finish_reason: str | None
     ids: list[int]
     """The ids of all tokens since the previous piece."""
+    parts: list[AnswerPart] = field(default_factory=list)
+    """The parts of an answer in a chat that the text completes."""
 
 
 class Answer:
@@ -44,6 +47,8 @@ class Answer:
 
     prefix: str
     """Prefix of the ids of an endpoint's answers."""
+    reasoning_tokens: int | None = None
+    """Number of tokens of thoughts; None if the model has none."""
     prompt_is_common = False
     """True: all choices have one prompt, whose fields are next to the list of choices."""
     whole_object: str
@@ -58,9 +63,13 @@ class Answer:
         """Returns the JSON of a piece of a choice in a stream, or of a whole choice."""
         raise NotImplementedError
 
+    def read(self, piece: TextPiece) -> TextPiece:
+        """Returns a piece as the endpoint shows it."""
+        return piece
+
     def about_prompt(self, index: int) -> dict[str, Any]:
         """Returns the fields about the prompt of a choice that the request asks for: its ids and log-probabilities."""
-        handle, found = self.choices[index].handle, {}
+        handle, found = self.choices[index].handle, dict[str, Any]()
         if self.returns_ids:
             found["prompt_token_ids"] = handle.prompt
         if "prompt_logprobs" in self.body:
@@ -92,7 +101,8 @@ class Answer:
         choices = []
         for each in pieces:
             text, tokens = "".join(piece.text for piece in each), [new for piece in each for new in piece.tokens]
-            whole = replace(each[-1], text=text, tokens=tokens, ids=[token for piece in each for token in piece.ids])
+            ids, parts = [token for piece in each for token in piece.ids], [part for piece in each for part in piece.parts]
+            whole = replace(each[-1], text=text, tokens=tokens, ids=ids, parts=parts)
             choices.append(self.choice(whole, is_first=True, is_whole=True))
             # Each may have thousands of log-probabilities: other requests run in between.
             await asyncio.sleep(0)
@@ -105,6 +115,8 @@ class Answer:
 
         async def send(piece: TextPiece) -> None:
             chunk = self.choice(piece, is_first=piece.index not in begun, is_whole=False)
+            if chunk.get("delta") == {} and not (piece.finish_reason or piece.tokens or self.returns_ids):
+                return
             about_prompt = self.about_prompt(0) if self.prompt_is_common and not begun else {}
             begun.add(piece.index)
             await send_data(self._frame(self.chunk_object, [chunk]) | no_usage | about_prompt)
@@ -127,7 +139,7 @@ class Answer:
 
         async def noted(piece: TextPiece) -> None:
             self.record.note_piece()
-            await emit(piece)
+            await emit(self.read(piece))
 
         seconds = self.service.settings.request_seconds
         try:
@@ -145,7 +157,9 @@ class Answer:
     def _usage(self) -> dict[str, Any]:
         prompt, new = self.record.prompt_tokens, self.record.new_tokens
         cached = {"cached_tokens": self.record.cached_tokens}
-        return dict(prompt_tokens=prompt, completion_tokens=new, total_tokens=prompt + new, prompt_tokens_details=cached)
+        usage = dict(prompt_tokens=prompt, completion_tokens=new, total_tokens=prompt + new, prompt_tokens_details=cached)
+        thoughts = {"completion_tokens_details": {"reasoning_tokens": self.reasoning_tokens}}
+        return usage if self.reasoning_tokens is None else usage | thoughts
 
     def _frame(self, kind: str, choices: list) -> dict[str, Any]:
         name = self.service.settings.model_name
@@ -170,7 +184,7 @@ class CompletionAnswer(Answer):
         if tokens:
             found = completion_logprobs(self.service.tokenizer, tokens, self._offsets[piece.index])
             self._offsets[piece.index] += sum(map(len, found["tokens"]))
-        choice = {"index": piece.index, "text": text, "logprobs": found, "finish_reason": piece.finish_reason}
+        choice: dict[str, Any] = {"index": piece.index, "text": text, "logprobs": found, "finish_reason": piece.finish_reason}
         choice |= {"token_ids": piece.ids} if self.returns_ids else {}
         return choice | (self.about_prompt(piece.index) if is_first else {})
 
@@ -178,24 +192,56 @@ class CompletionAnswer(Answer):
         """Returns the prompt's tokens as if they were drawn; the first has no log-probability."""
         shows_tops = self.body["logprobs"] > 0
         pairs = zip(handle.prompt, handle.prompt_logprobs, strict=True)
-        return [(token, scores and scores[token], scores if shows_tops else None) for token, scores in pairs]
+        return [(token, None if scores is None else scores[token], scores if shows_tops else None) for token, scores in pairs]
 
 
 class ChatAnswer(Answer):
-    """An answer of /v1/chat/completions."""
+    """An answer of /v1/chat/completions; `parts` separates thoughts and tool calls from the text of each choice."""
 
     prefix, whole_object, chunk_object = "chatcmpl-", "chat.completion", "chat.completion.chunk"
     prompt_is_common = True
 
+    def __init__(self, *arguments: Any, parts: list[AnswerParts]):
+        super().__init__(*arguments)
+        self._parts, self._num_calls, self._num_shown = parts, [0] * len(parts), [0] * len(parts)
+        self.reasoning_tokens = 0 if parts[0].splits_thoughts else None
+
+    def read(self, piece: TextPiece) -> TextPiece:
+        """Returns a piece with its parts; counts the tokens of thoughts."""
+        parts, reason = self._parts[piece.index], piece.finish_reason
+        if self.reasoning_tokens is not None and parts.reasoning:
+            self.reasoning_tokens += len(piece.ids)
+        found, most = [], None if self.body.get("parallel_tool_calls", True) else 1
+        for part in parts.add(piece.text, ends=reason is not None):
+            if part.call is None or most is None or self._num_calls[piece.index] < most:
+                found.append(part)
+            self._num_calls[piece.index] += part.call is not None
+        reason = "tool_calls" if reason == "stop" and self._num_calls[piece.index] else reason
+        return replace(piece, parts=found, finish_reason=reason)
+
     def choice(self, piece: TextPiece, *, is_first: bool, is_whole: bool) -> dict[str, Any]:
         """Returns the JSON of a piece of a choice, or of a whole choice."""
         found = chat_logprobs(self.service.tokenizer, piece.tokens) if piece.tokens else None
-        choice = {"index": piece.index, "logprobs": found, "finish_reason": piece.finish_reason}
+        choice: dict[str, Any] = {"index": piece.index, "logprobs": found, "finish_reason": piece.finish_reason}
         choice |= {"token_ids": piece.ids} if self.returns_ids else {}
-        if is_whole:
-            return choice | {"message": {"role": "assistant", "content": piece.text, "refusal": None}}
-        delta = ({"role": "assistant"} if is_first else {}) | ({"content": piece.text} if piece.text or is_first else {})
-        return choice | {"delta": delta}
+        message: dict[str, Any] = {"role": "assistant"} if is_first else {}
+        thought, text = ("".join(part.text for part in piece.parts if part.kind == kind) for kind in ("reasoning", "content"))
+        calls = [part.call for part in piece.parts if part.call is not None]
+        if text or is_first:
+            message["content"] = None if is_whole and calls and not text else text
+        # vLLM and SGLang name it differently.
+        message |= {"reasoning_content": thought, "reasoning": thought} if thought else {}
+        if calls:
+            first = self._num_shown[piece.index]
+            self._num_shown[piece.index] += len(calls)
+            numbers: list[dict] = [{} if is_whole else {"index": first + i} for i in range(len(calls))]
+            message["tool_calls"] = [number | _call_json(call) for number, call in zip(numbers, calls, strict=True)]
+        return choice | ({"message": message | {"refusal": None}} if is_whole else {"delta": message})
+
+
+def _call_json(call: Call) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)}
+    return {"id": call.id or f"call_{secrets.token_hex(12)}", "type": "function", "function": function}
 
 
 async def _follow(choices: Sequence[Choice], emit: Callable[[TextPiece], Awaitable[None]]) -> None:

@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from moe_jax.generation.text import completion_tokens
 from moe_jax.serving.http.body import ApiError, DisconnectedError, read_body, refuse_others, take
-from moe_jax.serving.http.completions import answer_chat, answer_completion, conversation_encoder
+from moe_jax.serving.http.completions import CONVERSATION, answer_chat, answer_completion, conversation_encoder
 from moe_jax.serving.http.record import RequestRecord, record_of
 from moe_jax.serving.http.service import Service, logger
 
@@ -79,7 +79,7 @@ def _model(service: Service) -> dict:
 async def answer_tokenize(service: Service, request: Request) -> JSONResponse:
     """Answers with the tokens of a text as in a completion, or of a conversation as in a chat."""
     body, record = await read_body(request, service.settings.body_seconds), record_of(request)
-    refuse_others(body, {"chat_template_kwargs", "messages", "model", "prompt", "tool_choice", "tools"})
+    refuse_others(body, {"model", "prompt", *CONVERSATION})
     service.check_model(body.get("model"))
     if ("prompt" in body) == ("messages" in body):
         raise ApiError(400, "give either prompt or messages")

@@ -12,7 +12,7 @@ from moe_jax.serving.conversation import Defaults
 from moe_jax.serving.request import SamplingOptions
 
 HARMLESS = {
-    "metadata", "parallel_tool_calls", "prompt_cache_key", "safety_identifier", "service_tier", "store", "user",
+    "metadata", "prompt_cache_key", "safety_identifier", "service_tier", "store", "user",
 }  # fmt: skip
 """Fields of OpenAI's API that have no effect on answers here."""
 
@@ -28,6 +28,7 @@ NEUTRAL: dict[str, Any] = {
     "logprobs": False,
     "min_tokens": 0,
     "modalities": ["text"],
+    "parallel_tool_calls": True,
     "priority": 0,
     "response_format": {"type": "text"},
     "return_token_ids": False,
@@ -121,9 +122,9 @@ def _refuse_constant(name: str) -> None:
 
 
 SHARED = {
-    "frequency_penalty", "ignore_eos", "logit_bias", "max_tokens", "min_p", "model", "n", "presence_penalty",
-    "prompt_logprobs", "repetition_penalty", "return_token_ids", "seed", "stop", "stop_token_ids", "stream", "stream_options",
-    "temperature", "top_k", "top_p",
+    "frequency_penalty", "ignore_eos", "logit_bias", "max_tokens", "min_p", "model", "n", "presence_penalty", "prompt_logprobs",
+    "repetition_penalty", "return_token_ids", "seed", "skip_special_tokens", "stop", "stop_token_ids", "stream",
+    "stream_options", "temperature", "top_k", "top_p",
 }  # fmt: skip
 
 MAX_STOPS = 16
@@ -161,6 +162,7 @@ def sampling_options(
         n=take(body, "n", int, 1),
         logprobs=logprobs,
         prompt_logprobs=take(body, "prompt_logprobs", int),
+        skip_special_tokens=take(body, "skip_special_tokens", bool, True),
     )
 
 
