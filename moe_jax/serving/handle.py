@@ -71,8 +71,7 @@ class Handle:
         self._abort = abort
         self._texts: list[ContinuationText] | None = None
         if tokenizer is not None:
-            skips = options.skip_special_tokens
-            self._texts = [ContinuationText(tokenizer, prompt, options.stop, skips) for _ in range(n)]
+            self._texts = [ContinuationText(tokenizer, prompt, options) for _ in range(n)]
         self._events: deque[Event] = deque()
         self._remaining = n
         """Continuations whose last event was not read."""
@@ -186,12 +185,14 @@ def _set_all(events: list[asyncio.Event]) -> None:
 class ContinuationText:
     """The text of one continuation, as its events are read.
 
-    A token that ends the continuation is not part of its text. A stop text is cut off; tokens after the one that completes it
-    are dropped.
+    Without `include_stop`, a token that ends the continuation is not part of its text, and a stop text is cut off. Tokens after
+    the one that completes a stop text are dropped.
     """
 
-    def __init__(self, tokenizer: Any, prompt: Sequence[int], stop: Iterable[str], skips_special: bool = True):
-        self._stream = TextStream(tokenizer, prompt, stop, skips_special)
+    def __init__(self, tokenizer: Any, prompt: Sequence[int], options: SamplingOptions):
+        search = StopSearch(options.stop, options.include_stop)
+        self._stream = TextStream(tokenizer, prompt, search, skips_special=options.skip_special_tokens)
+        self._shows_end = options.include_stop
         self._num_prompt = len(prompt)
         self._num_tokens = 0
         self._pieces: list[str] = []
@@ -210,7 +211,7 @@ class ContinuationText:
             event = Event(event.index, None)
         elif event.token is not None:
             self._num_tokens += 1
-            text = "" if reason == "stop" else stream.add(event.token)
+            text = "" if reason == "stop" and not self._shows_end else stream.add(event.token)
         if reason is not None:
             text += stream.flush()
             reason = "stop" if stream.stopped else reason
@@ -255,11 +256,18 @@ class TextStream:
     at most `MAX_WINDOW` tokens. Runs of single-byte tokens are decoded once, at their end.
     """
 
-    def __init__(self, tokenizer: Any, prompt_tokens: Sequence[int] = (), stop: Iterable[str] = (), skips_special: bool = True):
+    def __init__(
+        self,
+        tokenizer: Any,
+        prompt_tokens: Sequence[int] = (),
+        stop: "Iterable[str] | StopSearch" = (),
+        *,
+        skips_special: bool = True,
+    ):
         self._tokenizer, self._skips = tokenizer, skips_special
         self._shown, self._bytes, special = _kinds_of_tokens(tokenizer)
         self._shown = self._shown if skips_special else self._shown | special
-        self._stop = StopSearch(stop)
+        self._stop = stop if isinstance(stop, StopSearch) else StopSearch(stop)
         self._window = self._end_of(prompt_tokens)
         self._given = len(self._stable(self._decoded()))
         """Number of the window's characters that belong to the prompt or were returned."""
@@ -315,11 +323,12 @@ class TextStream:
 class StopSearch:
     """Finds stop texts in a text that comes in pieces; the result does not depend on where one piece ends.
 
-    The stop text that is complete first ends the text. If several end at the same character, the longest counts.
+    The stop text that is complete first ends the text. If several end at the same character, the longest counts. `includes`:
+    it is part of the text.
     """
 
-    def __init__(self, stop: Iterable[str]):
-        self._stop = tuple(stop)
+    def __init__(self, stop: Iterable[str], includes: bool = False):
+        self._stop, self._includes = tuple(stop), includes
         self._held = ""
         self.found = False
 
@@ -331,7 +340,8 @@ class StopSearch:
         places = [(start + len(stop), start) for stop in self._stop if (start := text.find(stop)) >= 0]
         if places:
             self.found, self._held = True, ""
-            return text[: min(places)[1]]
+            end, start = min(places)
+            return text[: end if self._includes else start]
         held = self._num_held(text)
         self._held = text[len(text) - held :]
         return text[: len(text) - held]

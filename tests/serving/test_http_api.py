@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+import moe_jax
 from moe_jax.kernels.attention.paged import PAGE_SIZE
 from moe_jax.serving.conversation import model_defaults
 from moe_jax.serving.http.answers import chat_logprobs, completion_logprobs, token_bytes
@@ -164,6 +165,27 @@ def test_a_stop_token_is_no_part_of_the_text(client):
     assert (found.text, found.finish_reason) == ("abab", "length")
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_ends_a_text_may_be_part_of_it(client, stream):
+    def text(**options):
+        found = client.completions.create(model="tiny", prompt="abcdef", max_tokens=20, stream=stream, **options)
+        return "".join(chunk.choices[0].text for chunk in found) if stream else found.choices[0].text
+
+    included = {"include_stop_str_in_output": True}
+    assert text(stop=["de", "zz"], extra_body=included) == "abcde"
+    assert text(extra_body=included | {"stop_token_ids": served.tokenizer()("c")["input_ids"]}) == "abc"
+    assert text(extra_body=included) == "abcdef"
+    assert text(extra_body=included | {"skip_special_tokens": False}) == "abcdef<|end|>"
+
+
+def test_a_prompts_beginning_may_be_cut_off(server, client):
+    extra = {"truncate_prompt_tokens": 2}
+    found = client.completions.create(model="tiny", prompt=["abc", "d"], echo=True, extra_body=extra)
+    assert [choice.text for choice in found.choices] == ["bcbc", "dd"]
+    client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "x"}], extra_body=extra)
+    assert served.tokenizer().decode(server.engine.handles[-1].prompt) == "t\n"
+
+
 def test_options_reach_the_engine(server, client):
     client.completions.create(
         model="tiny", prompt="a", temperature=0.5, top_p=0.75, seed=-1, presence_penalty=0.25, frequency_penalty=-1,
@@ -306,7 +328,8 @@ def test_bytes_of_parts_of_characters():
 def test_models_health_and_tokens(server, client):
     assert [model.id for model in client.models.list()] == ["tiny"]
     assert client.models.retrieve("tiny").max_model_len == 512
-    assert server.get("/health").json() == {"status": "ok"}
+    assert server.get("/health").json() == server.get("/ping").json() == {"status": "ok"}
+    assert server.get("/version").json() == {"version": moe_jax.__version__}
     tokens = server.post("/tokenize", json={"prompt": "héy"}).json()
     assert tokens == {"tokens": served.tokenizer()("héy")["input_ids"], "count": 4, "max_model_len": 512}
     assert server.post("/detokenize", json={"tokens": tokens["tokens"]}).json() == {"prompt": "héy"}

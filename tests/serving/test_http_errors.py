@@ -67,6 +67,7 @@ WRONG = [
     (COMPLETION, {"prompt": "a", "stop_token_ids": ["x"]}, "stop_token_ids must be at most 64 integers"),
     (COMPLETION, {"prompt": "a", "best_of": 3}, "best_of can only be n, 1; got 3"),
     (COMPLETION, {"prompt": "a", "messages": [], "what": 1}, "unknown fields: messages, what"),
+    (COMPLETION, {"prompt": "a", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens must be at least 1; got 0"),
     (CHAT, {}, "messages must be a list"),
     (CHAT, {"messages": []}, "messages must be a list"),
     (CHAT, {"messages": ["a"]}, "messages must be a list"),

@@ -122,9 +122,9 @@ def _refuse_constant(name: str) -> None:
 
 
 SHARED = {
-    "frequency_penalty", "ignore_eos", "logit_bias", "max_tokens", "min_p", "model", "n", "presence_penalty", "prompt_logprobs",
-    "repetition_penalty", "return_token_ids", "seed", "skip_special_tokens", "stop", "stop_token_ids", "stream",
-    "stream_options", "temperature", "top_k", "top_p",
+    "frequency_penalty", "ignore_eos", "include_stop_str_in_output", "logit_bias", "max_tokens", "min_p", "model", "n",
+    "presence_penalty", "prompt_logprobs", "repetition_penalty", "return_token_ids", "seed", "skip_special_tokens", "stop",
+    "stop_token_ids", "stream", "stream_options", "temperature", "top_k", "top_p", "truncate_prompt_tokens",
 }  # fmt: skip
 
 MAX_STOPS = 16
@@ -163,6 +163,7 @@ def sampling_options(
         logprobs=logprobs,
         prompt_logprobs=take(body, "prompt_logprobs", int),
         skip_special_tokens=take(body, "skip_special_tokens", bool, True),
+        include_stop=take(body, "include_stop_str_in_output", bool, False),
     )
 
 
@@ -175,6 +176,18 @@ def delivery(body: Mapping[str, Any]) -> tuple[bool, bool, bool]:
         raise ApiError(400, f"unknown fields of stream_options: {', '.join(others)[:200]}", param="stream_options")
     includes_usage = bool(take(options, "include_usage", bool, False))
     return take(body, "stream", bool, False), includes_usage, take(body, "return_token_ids", bool, False)
+
+
+def truncated(body: Mapping[str, Any], prompts: list[list[int]]) -> list[list[int]]:
+    """Returns the last tokens of each prompt, as many as the body asks for.
+
+    Raises:
+        ApiError: The body asks for none.
+    """
+    most = take(body, "truncate_prompt_tokens", int)
+    if most is not None and most < 1:
+        raise ApiError(400, f"truncate_prompt_tokens must be at least 1; got {most}", param="truncate_prompt_tokens")
+    return prompts if most is None else [prompt[-most:] for prompt in prompts]
 
 
 def _stop(value: str | list) -> tuple[str, ...]:

@@ -19,7 +19,7 @@ from moe_jax.generation.tool_calls import (
     schemas_of,
 )
 from moe_jax.serving.http.answers import ChatAnswer, CompletionAnswer
-from moe_jax.serving.http.body import SHARED, ApiError, delivery, read_body, refuse_others, sampling_options, take
+from moe_jax.serving.http.body import SHARED, ApiError, delivery, read_body, refuse_others, sampling_options, take, truncated
 from moe_jax.serving.http.record import record_of
 from moe_jax.serving.http.service import Service
 from moe_jax.serving.request import fitted
@@ -53,9 +53,12 @@ async def answer_completion(service: Service, request: Request) -> Response:
         for prompt in prompts:
             service.check_length(prompt, "prompt")
         tokens = await service.encode(lambda: completion_tokens(service.tokenizer, prompts), record, "prompt")
-        echoed = prompts
     else:
-        tokens, echoed = prompts, await service.decode(prompts, record, "prompt") if echo else []
+        tokens = prompts
+    kept = truncated(body, tokens)
+    is_shown = isinstance(prompts[0], str) and kept is tokens
+    echoed = prompts if is_shown else await service.decode(kept, record, "prompt") if echo else []
+    tokens = kept
     choices = service.submit(tokens, options, "prompt")
     record.prompt_tokens = sum(map(len, tokens))
     begins = [text for text in echoed for _ in range(options.n)] if echo else [""] * len(choices)
@@ -113,7 +116,7 @@ async def answer_chat(service: Service, request: Request) -> Response:
     delivery(body)
     take(body, "parallel_tool_calls", bool)
     encode = conversation_encoder(service.tokenizer, body, lambda text: service.check_length(text, "messages"))
-    (tokens,) = await service.encode(encode, record, "messages")
+    (tokens,) = truncated(body, await service.encode(encode, record, "messages"))
     begin, calls, shows_special = _reading(service.tokenizer, body, tokens)
     options = replace(options, skip_special_tokens=options.skip_special_tokens and not shows_special)
     schemas, forced = schemas_of(body.get("tools", ())), _forced(service.tokenizer, body)
