@@ -43,12 +43,12 @@ def _hermes(block: str, schemas: Mapping[str, Any]) -> list[Call]:
 
 def _qwen3_coder(block: str, schemas: Mapping[str, Any]) -> list[Call]:
     name, body = _matched(r"\s*<function=([^>\n]+)>(.*)</function>\s*", block)
-    return [_checked(name, _typed(re.findall(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", body, re.S), schemas.get(name)))]
+    return [_checked(name, _typed(_listed(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", body), schemas.get(name)))]
 
 
 def _glm(block: str, schemas: Mapping[str, Any]) -> list[Call]:
     name, body = _matched(r"\s*([\w.-]+)\s*((?:<arg_key>.*</arg_value>)?)\s*", block)
-    pairs = re.findall(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", body, re.S)
+    pairs = _listed(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", body)
     return [_checked(name, _typed(pairs, schemas.get(name)))]
 
 
@@ -130,10 +130,11 @@ def _matched(pattern: str, text: str) -> tuple[str, ...]:
     return found.groups()
 
 
-def _listed(pattern: str, block: str) -> list[str]:
-    if re.sub(pattern, "", block, flags=re.S).strip() or not block.strip():
-        raise ValueError(f"the calls {block!r:.80} are not well-formed")
-    return re.findall(pattern, block, re.S)
+def _listed(pattern: str, text: str) -> list[Any]:
+    """Returns all matches of a pattern, of which the text must consist."""
+    if re.sub(pattern, "", text, flags=re.S).strip():
+        raise ValueError(f"the calls {text!r:.80} are not well-formed")
+    return re.findall(pattern, text, re.S)
 
 
 def _typed(pairs: Sequence[tuple[str, str]], schema: Any) -> dict[str, Any]:
@@ -143,7 +144,8 @@ def _typed(pairs: Sequence[tuple[str, str]], schema: Any) -> dict[str, Any]:
 
 
 def _value(text: str, schema: Any) -> Any:
-    if schema.get("type") == "string":
+    kinds = schema.get("type")
+    if kinds == "string" or isinstance(kinds, list) and "string" in kinds and text != "null":
         return text
     try:
         return json.loads(text)
@@ -240,6 +242,8 @@ class AnswerParts:
         assert self._calls is not None
         try:
             calls = self._calls.read(block, self._schemas)
+            if not calls:
+                raise ValueError("a block without calls")
         except UNREADABLE:
             space, self._space = self._space, ""
             return [AnswerPart("content", space + self._calls.begin + block + end)]

@@ -18,6 +18,8 @@ TOOLS = [
     {"type": "function", "function": {"name": "now"}},
 ]
 ARGUMENTS = {"city": "7", "days": 3, "where": {"a": [1, "é"]}}
+UNCLOSED = "<function=find><parameter=city>a</parameter><parameter=days>3</function>"
+UNCLOSED_GLM = "find\n<arg_key>city</arg_key><arg_value>a</arg_value><arg_key>days</arg_key>"
 FIND, NOW = Call("find", ARGUMENTS), Call("now", {})
 JSON = '{"city": "7", "days": 3, "where": {"a": [1, "é"]}}'
 ANSWERS = {
@@ -76,7 +78,7 @@ def test_calls_of_each_format(name):
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_broken_call_stays_text(name):
     format = FORMATS[name]
-    for block in ("", "{", "[1]", '{"name": 7}', "<function=find>", "find\n<arg_key>"):
+    for block in ("", "{", "[1]", '{"name": 7}', "<function=find>", "find\n<arg_key>", UNCLOSED, UNCLOSED_GLM):
         for text in (f"a {format.begin}{block}{format.end} b", f"a\n{format.begin}{block}"):
             assert same_however_cut(text, name=name) == ("", text, [])
     half = ANSWERS[name][: len(format.begin) + 20]
@@ -93,6 +95,15 @@ def test_only_the_beginning_is_a_thought():
     for text in ("Use <think>a</think> so.", "b</think>"):
         assert same_however_cut(text) == ("", text, [])
     assert same_however_cut("\n<think>a</think>b <think>c</think>") == ("a", "b <think>c</think>", [])
+
+
+def test_a_string_that_may_be_null_is_no_number():
+    schema = {"f": {"properties": {"a": {"type": ["string", "null"]}, "b": {"anyOf": [{"type": "integer"}]}}}}
+    written = "".join(f"<parameter={name}>{value}</parameter>" for name, value in (("a", "7"), ("b", "7"), ("c", "7")))
+    (call,) = FORMATS["qwen3_coder"].read(f"<function=f>{written}</function>", schema)
+    assert call.arguments == {"a": "7", "b": 7, "c": "7"}
+    (call,) = FORMATS["qwen3_coder"].read("<function=f><parameter=a>null</parameter></function>", schema)
+    assert call.arguments == {"a": None}
 
 
 def test_thoughts_stay_where_the_template_has_none():
