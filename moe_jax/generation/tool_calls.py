@@ -131,7 +131,7 @@ def _matched(pattern: str, text: str) -> tuple[str, ...]:
 
 
 def _listed(pattern: str, text: str) -> list[Any]:
-    """Returns all matches of a pattern, of which the text must consist."""
+    """Returns all matches of a pattern; the text must have nothing else."""
     if re.sub(pattern, "", text, flags=re.S).strip():
         raise ValueError(f"the calls {text!r:.80} are not well-formed")
     return re.findall(pattern, text, re.S)
