@@ -106,8 +106,8 @@ class Answer:
             choices.append(self.choice(whole, is_first=True, is_whole=True))
             # Each may have thousands of log-probabilities: other requests run in between.
             await asyncio.sleep(0)
-        whole = self._frame(self.whole_object, choices) | {"usage": self._usage()}
-        return JSONResponse(whole | (self.about_prompt(0) if self.prompt_is_common else {}))
+        answer = self._frame(self.whole_object, choices) | {"usage": self._usage()}
+        return JSONResponse(answer | (self.about_prompt(0) if self.prompt_is_common else {}))
 
     async def _stream(self, send_data: Callable[[Any], Awaitable[None]]) -> None:
         begun: set[int] = set()
