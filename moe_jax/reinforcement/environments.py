@@ -12,10 +12,8 @@ A dialogue is tokens, never rendered again: answers keep their own, and only the
 
 import asyncio
 import inspect
-import json
 import logging
 import math
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -25,6 +23,7 @@ import numpy as np
 from transformers.utils import DocstringParsingException, TypeHintParsingException, get_json_schema
 
 from moe_jax.checkpoint.messages import as_template_wants
+from moe_jax.generation.tool_calls import END_OF_THOUGHT, FORMATS, Call, calls_in, format_of, schemas_of
 from moe_jax.reinforcement.prompts import prompt_tokens, seed_of
 from moe_jax.reinforcement.samples import Group, Sample
 
@@ -36,7 +35,6 @@ Part = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 _OWN = ("reset", "respond", "get_reward", "close")
 """Public methods that are no tools."""
-_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 _MARK = "answer-7f3a61c4"
 """Content of an answer and arguments of its calls, which are found in a rendered conversation."""
 _logger = logging.getLogger(__name__)
@@ -157,8 +155,7 @@ def _dialogue(
         reason = drawn.finish_reason
         if reason != "stop":
             break
-        # Calls within reasoning are only thoughts. Special tokens are kept: a call may begin with one.
-        calls = _CALL.findall(tokenizer.decode(drawn.tokens).rpartition("</think>")[2]) if tools else []
+        calls = _calls(tokenizer, tools, drawn.tokens) if tools else []
         messages = [_answer(tools, call, failures) for call in calls]
         if not calls:
             text, reason = _asked(environment, "respond", drawn.text)
@@ -218,11 +215,21 @@ def _tools(environment: Any) -> dict[str, Callable[..., Any]]:
     return {name: getattr(environment, name) for name in names if not name.startswith("_") and name not in _OWN}
 
 
-def _answer(tools: Mapping[str, Callable[..., Any]], call: str, failures: list[bool]) -> Message:
-    """Returns the message of a tool for the JSON of a call, and notes if the call failed."""
+def _calls(tokenizer: Any, tools: Mapping[str, Callable[..., Any]], tokens: np.ndarray) -> list[Call | Exception]:
+    """Returns the calls of an answer in the format of the chat template."""
+    schemas = [get_json_schema(tool) for tool in tools.values()]
+    calls = FORMATS[format_of(tokenizer.get_chat_template(tools=schemas)) or "hermes"]
+    # Calls within reasoning are only thoughts. Special tokens are kept: a call may begin with one.
+    return calls_in(tokenizer.decode(tokens).rpartition(END_OF_THOUGHT)[2], calls, schemas_of(schemas))
+
+
+def _answer(tools: Mapping[str, Callable[..., Any]], call: Call | Exception, failures: list[bool]) -> Message:
+    """Returns the message of a tool for a call, or for the error of one, and notes if the call failed."""
     name = "unknown"
     try:
-        name, arguments = (wanted := json.loads(call))["name"], wanted.get("arguments") or {}
+        if isinstance(call, Exception):
+            raise call
+        name, arguments, _ = call
         if name not in tools:
             raise ValueError(f"there is no tool {name!r}; the tools are {', '.join(tools)}")
         content = str(_now(tools[name](**arguments)))

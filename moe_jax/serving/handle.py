@@ -78,7 +78,7 @@ class Handle:
         self._abort = abort
         self._texts: list[ContinuationText] | None = None
         if tokenizer is not None:
-            self._texts = [ContinuationText(tokenizer, prompt, options.stop) for _ in range(n)]
+            self._texts = [ContinuationText(tokenizer, prompt, options) for _ in range(n)]
         self._events: deque[Event] = deque()
         self._remaining = n
         """Continuations whose last event was not read."""
@@ -193,12 +193,14 @@ def _set_all(events: list[asyncio.Event]) -> None:
 class ContinuationText:
     """The text of one continuation, as its events are read.
 
-    A token that ends the continuation is not part of its text. A stop text is cut off; tokens after the one that completes it
-    are dropped.
+    Without `include_stop`, a token that ends the continuation is not part of its text, and a stop text is cut off. Tokens after
+    the one that completes a stop text are dropped.
     """
 
-    def __init__(self, tokenizer: Any, prompt: Sequence[int], stop: Iterable[str]):
-        self._stream = TextStream(tokenizer, prompt, stop)
+    def __init__(self, tokenizer: Any, prompt: Sequence[int], options: SamplingOptions):
+        search = StopSearch(options.stop, options.include_stop)
+        self._stream = TextStream(tokenizer, prompt, search, skips_special=options.skip_special_tokens)
+        self._shows_end = options.include_stop
         self._num_prompt = len(prompt)
         self._num_tokens = 0
         self._pieces: list[str] = []
@@ -217,7 +219,7 @@ class ContinuationText:
             event = Event(event.index, None)
         elif event.token is not None:
             self._num_tokens += 1
-            text = "" if reason == "stop" else stream.add(event.token)
+            text = "" if reason == "stop" and not self._shows_end else stream.add(event.token)
         if reason is not None:
             text += stream.flush()
             reason = "stop" if stream.stopped else reason
@@ -256,16 +258,24 @@ MAX_WINDOW = 16
 
 
 class TextStream:
-    """The text of one sequence after its prompt, without special tokens, cut where a stop text begins.
+    """The text of one sequence after its prompt, usually without special tokens, cut where a stop text begins.
 
     The pieces add up to the tokenizer's decoding of the whole, without its clean-up of spaces. Each token costs the decoding of
     at most `MAX_WINDOW` tokens. Runs of single-byte tokens are decoded once, at their end.
     """
 
-    def __init__(self, tokenizer: Any, prompt_tokens: Sequence[int] = (), stop: Iterable[str] = ()):
-        self._tokenizer = tokenizer
-        self._shown, self._bytes = _kinds_of_tokens(tokenizer)
-        self._stop = StopSearch(stop)
+    def __init__(
+        self,
+        tokenizer: Any,
+        prompt_tokens: Sequence[int] = (),
+        stop: "Iterable[str] | StopSearch" = (),
+        *,
+        skips_special: bool = True,
+    ):
+        self._tokenizer, self._skips = tokenizer, skips_special
+        self._shown, self._bytes, special = _kinds_of_tokens(tokenizer)
+        self._shown = self._shown if skips_special else self._shown | special
+        self._stop = stop if isinstance(stop, StopSearch) else StopSearch(stop)
         self._window = self._end_of(prompt_tokens)
         self._given = len(self._stable(self._decoded()))
         """Number of the window's characters that belong to the prompt or were returned."""
@@ -301,7 +311,7 @@ class TextStream:
         return self._stop.add(new) + self._stop.flush()
 
     def _decoded(self) -> str:
-        return self._tokenizer.decode(self._window, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return self._tokenizer.decode(self._window, skip_special_tokens=self._skips, clean_up_tokenization_spaces=False)
 
     def _stable(self, text: str) -> str:
         """Returns the text without a last character that later bytes may complete."""
@@ -321,11 +331,12 @@ class TextStream:
 class StopSearch:
     """Finds stop texts in a text that comes in pieces; the result does not depend on where one piece ends.
 
-    The stop text that is complete first ends the text. If several end at the same character, the longest counts.
+    The stop text that is complete first ends the text. If several end at the same character, the longest counts. `includes`:
+    it is part of the text.
     """
 
-    def __init__(self, stop: Iterable[str]):
-        self._stop = tuple(stop)
+    def __init__(self, stop: Iterable[str], includes: bool = False):
+        self._stop, self._includes = tuple(stop), includes
         self._held = ""
         self.found = False
 
@@ -337,7 +348,8 @@ class StopSearch:
         places = [(start + len(stop), start) for stop in self._stop if (start := text.find(stop)) >= 0]
         if places:
             self.found, self._held = True, ""
-            return text[: min(places)[1]]
+            end, start = min(places)
+            return text[: end if self._includes else start]
         held = self._num_held(text)
         self._held = text[len(text) - held :]
         return text[: len(text) - held]
@@ -354,12 +366,12 @@ class StopSearch:
 
 
 @functools.lru_cache(maxsize=4)
-def _kinds_of_tokens(tokenizer: Any) -> tuple[frozenset[int], frozenset[int]]:
-    """Returns the tokens with text, and the single-byte tokens, which sentencepiece uses for unknown characters.
+def _kinds_of_tokens(tokenizer: Any) -> tuple[frozenset[int], frozenset[int], frozenset[int]]:
+    """Returns the tokens with text, the single-byte tokens, and the special tokens, such as the end of a message.
 
-    Special tokens, such as the end of a message, have no text. Reads the vocabulary once, which takes about 0.1 s.
+    Sentencepiece uses single-byte tokens for unknown characters. Reads the vocabulary once, which takes about 0.1 s.
     """
     vocab = tokenizer.get_vocab()
-    special = {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
+    special = frozenset(token for token, added in tokenizer.added_tokens_decoder.items() if added.special)
     names = (f"<0x{byte:02X}>" for byte in range(256))
-    return frozenset(vocab.values()) - special, frozenset(vocab[name] for name in names if name in vocab)
+    return frozenset(vocab.values()) - special, frozenset(vocab[name] for name in names if name in vocab), special

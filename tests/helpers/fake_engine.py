@@ -17,7 +17,7 @@ LIMITS = EngineLimits(max_sequences=64, max_tokens_per_step=64, max_length=512, 
 class FakeEngine:
     """Has the engine's interface. A prompt's tokens are its answer, again and again, and then an end token.
 
-    `repeats`: times that the prompt comes; `step_seconds`: the time of a step.
+    `repeats`: times that the prompt comes; `step_seconds`: the time of a step; `says`: a text that it answers instead.
     """
 
     def __init__(self, limits: EngineLimits = LIMITS, *, repeats: int = 1, step_seconds: float = 0.0, tokenizer: Any = None):
@@ -31,6 +31,7 @@ class FakeEngine:
         self.error: Exception | None = None
         self.repeats = repeats
         self.step_seconds = step_seconds
+        self.says: str | None = None
         self._active: dict[_Sequence, Handle] = {}
         self._lock = threading.Lock()
         self._num_tokens = 0
@@ -48,8 +49,11 @@ class FakeEngine:
         with self._lock:
             if len(self._active) >= self.capacity:
                 raise QueueFull(f"{len(self._active)} sequences run or wait")
-            sequences = [_Sequence(number, ids * self.repeats + [END], options) for number in range(options.n)]
+            answer = ids * self.repeats if self.says is None else self.tokenizer(self.says)["input_ids"]
+            sequences = [_Sequence(number, answer + [END], options) for number in range(options.n)]
             handle = Handle(ids, options, lambda numbers: self._abort([sequences[i] for i in numbers]), self.tokenizer)
+            if (wanted := options.prompt_logprobs) is not None:
+                handle.prompt_logprobs += [{token: -0.25 * token} | ({5: -9.0} if wanted else {}) for token in ids[1:]]
             self._active |= dict.fromkeys(sequences, handle)
         self.submitted.append(options)
         self.handles.append(handle)

@@ -144,6 +144,15 @@ def test_several_calls_of_an_answer():
     assert made.tool_failures == 0, "a tool may speak of errors"
 
 
+def test_calls_have_the_format_of_the_template():
+    """Qwen3-Coder writes arguments as text; the tool's schema makes them numbers."""
+    xml = "<tool_call>\n<function=guess>\n<parameter=number>\n5\n</parameter>\n</function>\n</tool_call>"
+    answers = [xml, "<tool_call>\n<function=guess>\n</tool_call>", "Done."]
+    made = played(Guess, answers, template=CALLING + "{#<function=#}")[0].samples[0]
+    assert made.turns[1]["content"] == "lower" and made.turns[3]["content"].startswith("error: ValueError")
+    assert (made.tool_calls, made.tool_failures) == (2, 1)
+
+
 def test_calls_within_reasoning_are_not_made():
     made = played(Guess, [f"<think>{call(number=3)}</think>No call."])[0].samples[0]
     assert made.tool_calls == 0 and made.reward == 0
