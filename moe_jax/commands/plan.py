@@ -51,7 +51,8 @@ class PlanCommand:
       sequence_length: tokens of each sequence.
       keys_per_token: mean number of keys that a token attends to; with packed documents less than half a row.
       remat: recompute layers in the backward pass: no, yes, all but a number of last layers, or offload (yes, with layers'
-        inputs in host memory). Default: all but as many as fit, and offload where yes does not fit. In a pipe no or yes.
+        inputs in host memory). A number can be followed by parts that the other layers keep, as in `moe-jax finetune`. Default:
+        all but as many as fit, and offload where yes does not fit. In a pipe no or yes.
       lora: as in `moe-jax finetune`. The predicted time of adapters is the time to read and write their rows.
       weights: as in `moe-jax finetune`. "as stored" counts FP8 in blocks.
       precision: as in `moe-jax finetune`, for Hopper GPUs. Kernels were measured, steps were not.
@@ -77,7 +78,7 @@ class PlanCommand:
     rows: Annotated[int | None, tyro.conf.arg(aliases=["--batch-size"])] = None
     sequence_length: Annotated[int, tyro.conf.arg(aliases=["--seq-len"])] = 4096
     keys_per_token: float | None = None
-    remat: int | Literal["no", "yes", "offload"] | None = None
+    remat: str | None = None
     lora: LoraOption = None
     weights: Weights = "whole"
     precision: PrecisionName = "bf16"
@@ -157,7 +158,7 @@ class PlanCommand:
             self.devices,
             rows=rows,
             sequence_length=self.sequence_length,
-            remat=REMAT[self.remat] if isinstance(self.remat, str) else self.remat,
+            remat=None if self.remat is None else REMAT.get(self.remat, self.remat),
             machine=machine,
             param_dtype=self.param_dtype or ("float32" if self.lora is None else "bfloat16"),
             hops=self.hops or ("copies" if self.devices <= self.hosts_of else "nccl"),

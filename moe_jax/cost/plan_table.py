@@ -8,6 +8,7 @@ from moe_jax.cost import PlannedStep, Prediction
 from moe_jax.cost.flops import num_parameters
 from moe_jax.cost.memory import num_moments
 from moe_jax.cost.parameters import BYTES
+from moe_jax.models.remat import remat_option
 from moe_jax.runtime.files import write_text
 
 KINDS = {
@@ -55,6 +56,7 @@ def _cells(prediction: Prediction) -> list[str]:
     sizes = asdict(step.mesh)
     layout = sizes.pop("pipe"), step.pipe_chunks, *sizes.values(), step.gradient_accumulation
     kept = "all" if not step.remat else "offload" if step.remat == "offload" else str(min(step.num_kept, step.num_layers))
+    kept = ",".join((kept, *step.keep))
     speed = f"{seconds:.3f} s", f"{prediction.tokens_per_second:.0f}", f"{prediction.flops_per_second / 1e12:.0f}"
     shares = (sum(prediction.seconds.get(part, 0.0) for part in parts) / seconds for parts in KINDS.values())
     gib, marks = _gib(prediction.memory_bytes), "+".join(never_run(prediction)) or "-"
@@ -138,7 +140,7 @@ def flags(step: PlannedStep) -> str:
     capacity = "" if step.capacity_factor == PlannedStep.capacity_factor else f"--capacity-factor {step.capacity_factor:g}"
     hops = f"--hops {step.hops}" if step.mesh.size > 1 else ""
     remat = {False: "--no-remat", True: "--remat", "offload": "--offload"}[step.remat]
-    remat += f" {step.num_kept}" if step.num_kept else ""
+    remat += f" {kept}" if (kept := remat_option(step.num_kept, step.keep)) else ""
     optimizer = "--shard-optimizer" if step.shard_optimizer and step.mesh.data > 1 else ""
     lora = "" if step.adapters is None else step.adapters.options
     precision = "" if step.precision == "bf16" else f"--precision {step.precision}"

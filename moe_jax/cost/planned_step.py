@@ -343,10 +343,9 @@ def _problems(step: PlannedStep) -> list[str]:
     if isinstance(step.num_kept, bool) or not isinstance(step.num_kept, int) or step.num_kept < 0:
         problems.append(f"num_kept={step.num_kept!r} must be an integer of at least 0")
     else:
-        needs = "needs remat=True, and a mesh without pipe"
-        for name, value in (("num_kept", step.num_kept), ("keep", step.keep)):
-            if value and (step.remat is not True or step.mesh.pipe > 1):
-                problems.append(f"{name}={value} {needs}")
+        kept = {"num_kept": step.num_kept, "keep": step.keep}
+        if step.remat is not True or step.mesh.pipe > 1:
+            problems += [f"{name}={kept[name]} needs remat=True, and a mesh without pipe" for name in kept if kept[name]]
     if step.keys_per_token is not None and not 0 < step.keys_per_token <= step.sequence_length:
         problems.append(f"keys_per_token={step.keys_per_token!r} must be above 0, and at most sequence_length")
     if not 1 <= step.expert_load_imbalance < math.inf:

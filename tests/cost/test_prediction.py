@@ -312,6 +312,7 @@ def test_loads_above_the_capacity_cost_further_rounds():
         ({"mesh": MeshShape(pipe=2, fsdp=2), "pipe_schedule": "uniform-w"}, "fsdp of this mesh split them: take 'uniform'"),
         ({"num_kept": -1}, "num_kept=-1 must be an integer of at least 0"),
         ({"num_kept": 2, "remat": "offload"}, "num_kept=2 needs remat=True, and a mesh without pipe"),
+        ({"keep": ("router",), "remat": False}, r"keep=\('router',\) needs remat=True, and a mesh without pipe"),
         ({"num_kept": 2, "mesh": MeshShape(pipe=2)}, "num_kept=2 needs remat=True, and a mesh without pipe"),
         ({"mesh": MeshShape(pipe=3)}, "the 8192 tokens of a micro-batch must be a multiple of mesh.pipe=3"),
         (

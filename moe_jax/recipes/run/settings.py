@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Literal, get_args
 
 from moe_jax.adapters.settings import LoraSettings
 from moe_jax.models.precision import DenseGroup, PrecisionName, Weights, form_problems
+from moe_jax.models.remat import KEPT_PARTS, layers_and_parts
 from moe_jax.parallel.choices import MESH_AXES, Hops, MeshShape, OptimizerName
 from moe_jax.parallel.expert.settings import ExpertParallel
 
@@ -56,8 +57,9 @@ class RunSettings:
         float32 in either case: a bfloat16 parameter is the upper half of its master, so passes need no cast. None: float32.
         With lora these are the frozen weights, without gradients and masters, and None is `dtype`.
       remat: recompute layers in the backward pass: less memory, about a third more time. A number of last layers keep their
-        residuals and are not recomputed. "auto": as many as fit into the device's memory, or none if its size is unknown. A run
-        that continues keeps the number of its beginning.
+        residuals and are not recomputed. Parts after the number, as in 12,router,attention,experts, are kept by the other
+        layers (docs/scaling.md). "auto": what fits into the device's memory, or nothing if its size is unknown. A run that
+        continues keeps the choice of its beginning.
       offload: keep the input of each layer, which remat needs, in the host's memory: for long sequences (docs/scaling.md).
       weights: the form of the frozen weights under adapters: "whole", "as stored" for a checkpoint in FP8, or experts in "nf4"
         or "fp8" (docs/adapters.md).
@@ -110,7 +112,7 @@ class RunSettings:
     dtype: str = "bfloat16"
     param_dtype: str | None = None
     moment_dtype: str = "float32"
-    remat: int | bool | Literal["auto"] = "auto"
+    remat: int | bool | str = "auto"
     offload: bool = False
     lora: LoraSettings | None = None
     weights: Weights = "whole"
@@ -192,8 +194,11 @@ class RunSettings:
             for each in fields(self)
             if isinstance(each.default, bool) and not isinstance(value := getattr(self, each.name), bool)
         ]
-        if not isinstance(self.remat, bool) and self.remat != "auto" and not fits(self.remat, "an integer of at least 0"):
-            problems.append(f"remat={self.remat!r} must be True, False, 'auto' or an integer of at least 0")
+        if not isinstance(self.remat, bool) and self.remat != "auto" and layers_and_parts(self.remat) is None:
+            problems.append(
+                f"remat={self.remat!r} must be True, False, 'auto' or an integer of at least 0, with any parts that recomputed "
+                f"layers keep, as in 12,{','.join(KEPT_PARTS)}"
+            )
         elif self.offload and self.remat is False:
             problems.append("offload=True needs remat: without remat a layer keeps far more than its input")
         elif self.offload and self.remat is not True and self.remat != "auto":

@@ -15,6 +15,7 @@ from moe_jax.config import NAMED_CONFIGS
 from moe_jax.cost.memory import memory_bytes
 from moe_jax.layers.lora import Frozen
 from moe_jax.layers.router import ExpertBias
+from moe_jax.models.execution import Execution
 from moe_jax.train import NextToken, make_optimizer, make_train_step
 from moe_jax.train.compiled_step import needed_bytes, planned_step
 from moe_jax.train.master_weights import initial_low_halves
@@ -38,7 +39,8 @@ step = make_train_step(graph, optimizer, NextToken(), remat=remat, gradient_accu
 with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
     program = step.compiled(state, batch)
 planned = planned_step(graph, None, micro_batches, False, state, batch)
-kept = dict(optimizer=name) | (dict(remat=False) if remat is False else dict(num_kept=remat))
+chosen = Execution().with_remat(remat)
+kept = dict(optimizer=name, remat=chosen.remat, num_kept=chosen.num_kept, keep=chosen.keep)
 predicted = sum(memory_bytes(replace(planned, **kept)).values())
 print(json.dumps([needed_bytes(program) + program.memory_analysis().argument_size_in_bytes, predicted]))
 """
@@ -53,6 +55,10 @@ print(json.dumps([needed_bytes(program) + program.memory_analysis().argument_siz
         pytest.param(6, 3, 1, "adamw", marks=pytest.mark.thorough),
         pytest.param(6, False, 1, "adamw", marks=pytest.mark.thorough),
         pytest.param(6, 3, 4, "adamw", marks=pytest.mark.thorough),
+        pytest.param(6, "0,router,attention", 1, "adamw", marks=pytest.mark.thorough),
+        pytest.param(6, "0,experts", 1, "adamw", marks=pytest.mark.thorough),
+        pytest.param(6, "2,router,attention,experts", 1, "adamw", marks=pytest.mark.thorough),
+        pytest.param(6, "2,router,attention,experts", 4, "adamw", marks=pytest.mark.thorough),
     ],
 )
 def test_memory_of_a_step(layers, remat, micro_batches, optimizer):

@@ -139,7 +139,7 @@ def test_more_steps_after_the_end(tmp_path, monkeypatch, steps_that_add):
     assert lengths == [2, 4, 4]
 
 
-def test_a_run_keeps_the_number_of_layers_of_its_beginning(tmp_path, monkeypatch, steps_that_add):
+def test_a_run_keeps_the_layers_and_parts_of_its_beginning(tmp_path, monkeypatch, steps_that_add):
     """The choice of "auto" on another GPU would change the last bits. Runs that noted none recomputed all layers."""
     reused = []
     monkeypatch.setattr(TrainStep, "set_remat", lambda step, remat: reused.append(remat))
@@ -151,18 +151,18 @@ def test_a_run_keeps_the_number_of_layers_of_its_beginning(tmp_path, monkeypatch
         finetune(settings, model=tiny.dense(), tokenizer=tiny.tokenizer())
 
     run(1, remat=1)
-    run(2, remat=3)
+    run(2, remat="3,attention")
     assert reused == []
     position = TrainingCheckpoints.position
     found = position(TrainingCheckpoints(tmp_path / "run" / "checkpoints", keep=3), 2)
-    assert found["remat"] == 3
+    assert found["remat"] == "3,attention"
     run(3)
-    assert reused == [3]
+    assert reused == ["3,attention"]
     monkeypatch.setattr(
         TrainingCheckpoints, "position", lambda *a: {name: x for name, x in position(*a).items() if name != "remat"}
     )
     run(4)
-    assert reused == [3, True]
+    assert reused == ["3,attention", True]
 
 
 def test_a_run_that_began_without_a_bos_token_goes_on_without(tmp_path, monkeypatch):
