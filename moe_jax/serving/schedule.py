@@ -60,7 +60,7 @@ class Sequence:
     weights_version: int = field(default=0, init=False)
     """Version of the weights when the sequence first got a slot."""
     drawn: list[DrawnToken] = field(default_factory=list, init=False)
-    """The new tokens with their log-probabilities."""
+    """The new tokens with their log-probabilities, if the request asks for them."""
     num_drafted: int = field(default=0, init=False)
     """Number of drafts since `weigh_drafts` last decided; a step without a draft counts as one."""
     num_accepted: int = field(default=0, init=False)
