@@ -5,13 +5,13 @@ Text contains only complete characters, and is held back while it could begin a 
 
 import asyncio
 import functools
-import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from queue import SimpleQueue
 from typing import Any
 
-from moe_jax.serving.request import Completion, FinishReason, SamplingOptions
+from moe_jax.serving.request import Completion, DrawnToken, FinishReason, SamplingOptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +48,11 @@ class ReplicaFailed(RuntimeError):
         super().__init__(f"the engine's device {device} failed: {type(error).__name__}: {error}")
 
 
-Listener = tuple[asyncio.AbstractEventLoop, asyncio.Event]
-"""The event of a coroutine that waits, and its loop."""
+Listener = SimpleQueue[None] | tuple[asyncio.AbstractEventLoop, asyncio.Event]
+"""The queue from which a thread waits for a signal; or the event of a coroutine, and its loop."""
+
+Delivery = tuple[int, list[DrawnToken], FinishReason | None]
+"""The number of a continuation, its new tokens, and why it ends with the last of them; no token if it ends without one."""
 
 
 class Handle:
@@ -79,11 +82,13 @@ class Handle:
         self._texts: list[ContinuationText] | None = None
         if tokenizer is not None:
             self._texts = [ContinuationText(tokenizer, prompt, options) for _ in range(n)]
-        self._events: deque[Event] = deque()
+        self._deliveries: deque[Delivery] = deque()
         self._remaining = n
         """Continuations whose last event was not read."""
-        self._came = threading.Event()
-        self._listener: Listener | None = None
+        self._came: SimpleQueue[None] = SimpleQueue()
+        self._listener: Listener = self._came
+        self._waits_for_ends = False
+        """True if its reader needs no signal, and no events, before a continuation ends."""
 
     def abort(self) -> None:
         """Ends all continuations that have not ended yet; their last events follow."""
@@ -91,17 +96,18 @@ class Handle:
 
     def events(self) -> Iterator[Event]:
         """Yields the events as they arrive, and returns after the last one."""
+        self._waits_for_ends = False
         while self._remaining:
-            self._came.wait()
-            self._came.clear()
+            self._came.get()
             yield from self._new_events()
 
     async def __aiter__(self) -> AsyncIterator[Event]:
         """Yields the events as they arrive, in an event loop."""
+        self._waits_for_ends = False
         came = asyncio.Event()
         self._listener = (asyncio.get_running_loop(), came)
-        if self._came.is_set():
-            came.set()
+        # What was delivered before has signaled another listener.
+        came.set()
         while self._remaining:
             await came.wait()
             came.clear()
@@ -112,26 +118,33 @@ class Handle:
         """Waits for all continuations and returns them."""
         return next(as_completed([self]))[1]
 
-    def deliver(self, event: Event) -> Listener | None:
-        """Adds an event; the engine's thread calls this. Returns the listener to wake (`wake`)."""
-        self._events.append(event)
-        self._came.set()
+    def deliver(self, index: int, new: list[DrawnToken], reason: FinishReason | None) -> Listener | None:
+        """Adds a continuation's tokens or its end; the engine's thread calls this. Returns the listener to `wake`, if any."""
+        if reason is None and self._waits_for_ends:
+            return None
+        self._deliveries.append((index, new, reason))
         return self._listener
 
-    def fail(self, error: BaseException) -> Listener | None:
-        """Ends the request with an error."""
+    def fail(self, error: BaseException) -> Listener:
+        """Ends the request with an error. Returns the listener to `wake`."""
         self.error = error
-        self._came.set()
         return self._listener
 
     def _new_events(self) -> Iterator[Event]:
-        while self._events:
-            event = self._events.popleft()
-            self._remaining -= event.finish_reason is not None
-            if (read := self._with_text(event)) is not None:
-                yield read
+        while self._deliveries:
+            index, new, reason = self._deliveries.popleft()
+            self._remaining -= reason is not None
+            if not self._waits_for_ends:
+                yield from filter(None, map(self._with_text, self._events_of(index, new, reason)))
         if self.error is not None:
             raise RuntimeError(why(self.error)) from self.error
+
+    def _events_of(self, index: int, new: list[DrawnToken], reason: FinishReason | None) -> Iterator[Event]:
+        keeps = self.options.logprobs is not None
+        for number, (token, logprob, tops) in enumerate(new, 1):
+            yield Event(index, token, logprob if keeps else None, tops, reason if number == len(new) else None)
+        if not new:
+            yield Event(index, None, finish_reason=reason)
 
     def _with_text(self, event: Event) -> Event | None:
         """Returns the event with its text, and ends its continuation if a stop text is complete; None: it is dropped."""
@@ -153,15 +166,16 @@ def as_completed(handles: Sequence[Handle]) -> Iterator[tuple[int, list[Completi
 
     It reads the events of all requests, in the caller's thread. Stop texts are found only while it does.
     """
-    came = threading.Event()
+    came: SimpleQueue[None] = SimpleQueue()
     for handle in handles:
-        handle._came = came
-    # The events of earlier steps have set other flags.
-    came.set()
+        # A signal for each token would cost the engine more time than its steps.
+        handle._waits_for_ends = handle._texts is None
+        handle._came = handle._listener = came
+    # Earlier steps have signaled other listeners.
+    came.put(None)
     open_ones = dict(enumerate(handles))
     while open_ones:
-        came.wait()
-        came.clear()
+        came.get()
         for index, handle in list(open_ones.items()):
             deque(handle._new_events(), maxlen=0)
             if not handle._remaining:
@@ -176,9 +190,14 @@ def why(error: BaseException) -> str:
 
 
 def wake(listeners: set[Listener]) -> None:
-    """Wakes coroutines, with one call into each event loop: a call for each of 256 would take milliseconds."""
-    for loop in {loop for loop, _ in listeners}:
-        events = [came for own, came in listeners if own is loop]
+    """Wakes threads, and coroutines with one call into each event loop: a call for each of 256 would take milliseconds."""
+    coroutines: dict[asyncio.AbstractEventLoop, list[asyncio.Event]] = {}
+    for listener in listeners:
+        if isinstance(listener, tuple):
+            coroutines.setdefault(listener[0], []).append(listener[1])
+        else:
+            listener.put(None)
+    for loop, events in coroutines.items():
         try:
             loop.call_soon_threadsafe(_set_all, events)
         except RuntimeError:  # the loop is closed, and all its waiting coroutines with it

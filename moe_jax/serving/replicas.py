@@ -206,7 +206,7 @@ class Replicas:
         usable = [loop for loop in self.loops if loop.refusal is None]
         if not usable:
             error = next(loop.refusal for loop in self._alive or self.loops)
-            wake({each.handle.fail(error) for request in self._waiting for each in request} - {None})
+            wake({each.handle.fail(error) for request in self._waiting for each in request})
             self._waiting.clear()
             return True
         loads = [ReplicaLoad(loop) for loop in usable if loop.num_open < self._limits.max_sequences]

@@ -5,7 +5,7 @@ import time
 from types import SimpleNamespace
 from typing import Any
 
-from moe_jax.serving.handle import Event, Handle, wake
+from moe_jax.serving.handle import Delivery, Handle, wake
 from moe_jax.serving.loop import QueueFull, Stats
 from moe_jax.serving.request import Completion, EngineLimits, SamplingOptions, checked
 from tests.helpers import tiny
@@ -88,7 +88,7 @@ class FakeEngine:
                     if self.error is not None:
                         listeners.add(handle.fail(self.error))
                     else:
-                        listeners.add(handle.deliver(sequence.step(handle)))
+                        listeners.add(handle.deliver(*sequence.step(handle)))
                         self._num_tokens += 1
                     if self.error is not None or handle.completions[sequence.number] is not None:
                         del self._active[sequence]
@@ -99,7 +99,7 @@ class FakeEngine:
             for sequence in sequences:
                 handle = self._active.pop(sequence, None)
                 if handle is not None:
-                    wake({handle.deliver(sequence.end(handle, None, "abort"))} - {None})
+                    wake({handle.deliver(*sequence.end(handle, None, "abort"))} - {None})
 
 
 class _Sequence:
@@ -107,7 +107,7 @@ class _Sequence:
         self.number, self.tokens, self.options = number, tokens, options
         self.done: list[int] = []
 
-    def step(self, handle: Handle) -> Event:
+    def step(self, handle: Handle) -> Delivery:
         token = self.tokens[len(self.done) % len(self.tokens)]
         self.done.append(token)
         is_end = token in self.options.stop_token_ids
@@ -115,12 +115,12 @@ class _Sequence:
             return self.end(handle, token, "stop" if is_end else "length")
         return self._event(token, None)
 
-    def end(self, handle: Handle, token: int | None, reason) -> Event:
+    def end(self, handle: Handle, token: int | None, reason) -> Delivery:
         handle.completions[self.number] = Completion(self.done, reason, cached_tokens=1)
         return self._event(token, reason)
 
-    def _event(self, token, reason) -> Event:
+    def _event(self, token, reason) -> Delivery:
+        if token is None:
+            return self.number, [], reason
         wanted = self.options.logprobs
-        if wanted is None or token is None:
-            return Event(self.number, token, finish_reason=reason)
-        return Event(self.number, token, -0.25 * token, {token: -0.25 * token, 5: -9.0} if wanted else None, reason)
+        return self.number, [(token, -0.25 * token, {token: -0.25 * token, 5: -9.0} if wanted else None)], reason
