@@ -201,6 +201,15 @@ class Dots1Config(FamilyConfig):
     supported = ModelConfig.supported | _ROUTED_AS_DEEPSEEK | {"moe_layer_freq": (1, None)}
     rule = _SIGMOID
 
+    def problems(self) -> list[str]:
+        """Returns one message per invalid field or combination of fields; empty if the config is valid."""
+        problems, kinds = super().problems(), self.layer_types
+        if kinds is not None and set(kinds) - {"full_attention", "sliding_attention"}:
+            problems.append(f"layer_types={kinds!r} is not supported (only full_attention and sliding_attention)")
+        elif kinds is not None and len(kinds) != self.num_hidden_layers:
+            problems.append(f"layer_types has {len(kinds)} entries; num_hidden_layers={self.num_hidden_layers}")
+        return problems
+
     @property
     def layer_windows(self) -> tuple[int | None, ...]:
         """Sliding window of each layer in tokens (a token attends to itself and window - 1 before it); None: no limit."""
@@ -258,7 +267,8 @@ class MiniMaxM2Config(FamilyConfig):
     def read_dialects(cls, given: dict[str, Any], problems: list[str]) -> None:
         """Reads the number of rotated numbers as a part of a head."""
         if (rotary := given.pop("rotary_dim", None)) is not None:
-            width = value_of(cls, given, "head_dim")
+            sizes = [value_of(cls, given, name) for name in ("head_dim", "hidden_size", "num_attention_heads")]
+            width = sizes[0] or sizes[1] // sizes[2]
             given.setdefault("partial_rotary_factor", rotary / width)
             if given["partial_rotary_factor"] * width != rotary:
                 problems.append(f"rotary_dim={rotary} contradicts partial_rotary_factor={given['partial_rotary_factor']}")
@@ -330,7 +340,7 @@ class Ernie45MoeConfig(FamilyConfig):
     def moe_layers(self) -> tuple[int, ...]:
         """Indices of the layers with a mixture of experts."""
         last = self.num_hidden_layers - 1 if self.moe_layer_end_index == -1 else self.moe_layer_end_index
-        layers = range(self.moe_layer_start_index, min(last + 1, self.num_hidden_layers))
+        layers = range(max(self.moe_layer_start_index, 0), min(last + 1, self.num_hidden_layers))
         return tuple(layer for layer in layers if (layer + 1) % self.moe_layer_interval == 0)
 
 
@@ -383,7 +393,9 @@ class HunyuanMoeConfig(FamilyConfig):
         for name in ("rope_scaling", "rope_parameters"):
             rope = given.get(name)
             if isinstance(rope, dict) and rope.get("alpha") and "dynamic" in (rope.get("type"), rope.get("rope_type")):
-                width = given.get("head_dim") or given["hidden_size"] // given["num_attention_heads"]
+                width = given.get("head_dim") or value_of(cls, given, "hidden_size") // value_of(
+                    cls, given, "num_attention_heads"
+                )
                 theta = rope.get("rope_theta") or given.get("rope_theta") or 10000.0
                 given[name], given["rope_theta"] = None, theta * rope["alpha"] ** (width / (width - 2))
 
