@@ -7,7 +7,7 @@ Here are the families with softmax scores; `sigmoid_families` has the others.
 from dataclasses import dataclass, replace
 from typing import Any
 
-from moe_jax.config.base import ModelConfig, RopeParameters, rename
+from moe_jax.config.base import ModelConfig, RopeParameters, rename, value_of
 from moe_jax.config.family import NO_BIAS, W123, FamilyConfig, same_names
 from moe_jax.config.sigmoid_families import SIGMOID_FAMILIES
 from moe_jax.config.specs import ExpertsSpec, HeadsSpec, RouterRule
@@ -190,7 +190,7 @@ class Ernie45MoeConfig(FamilyConfig):
     def moe_layers(self) -> tuple[int, ...]:
         """Indices of the layers with a mixture of experts."""
         last = self.num_hidden_layers - 1 if self.moe_layer_end_index == -1 else self.moe_layer_end_index
-        layers = range(self.moe_layer_start_index, min(last + 1, self.num_hidden_layers))
+        layers = range(max(self.moe_layer_start_index, 0), min(last + 1, self.num_hidden_layers))
         return tuple(layer for layer in layers if (layer + 1) % self.moe_layer_interval == 0)
 
 
@@ -245,7 +245,8 @@ class HunyuanMoeConfig(FamilyConfig):
         for name in ("rope_scaling", "rope_parameters"):
             rope = given.get(name)
             if isinstance(rope, dict) and rope.get("alpha") and "dynamic" in (rope.get("type"), rope.get("rope_type")):
-                width = given.get("head_dim") or given["hidden_size"] // given["num_attention_heads"]
+                sizes = [value_of(cls, given, size) for size in ("head_dim", "hidden_size", "num_attention_heads")]
+                width = sizes[0] or sizes[1] // sizes[2]
                 theta = rope.get("rope_theta") or given.get("rope_theta") or 10000.0
                 given[name], given["rope_theta"] = None, theta * rope["alpha"] ** (width / (width - 2))
 

@@ -54,6 +54,8 @@ class FamilyConfig(ModelConfig):
             problems.append(f"head_dim={self.head_dim} must be a positive integer, or null for hidden_size / heads")
         if self.mixer.rotary_dim % 2:
             problems.append(f"a head rotates {self.mixer.rotary_dim} numbers, which must be even: rotary embeddings turn pairs")
+        if not 0 < self.partial_rotary_factor <= 1:
+            problems.append(f"partial_rotary_factor={self.partial_rotary_factor} must be above 0 and at most 1")
         if self.sliding_window is not None and self.sliding_window < 1:
             problems.append(f"sliding_window={self.sliding_window} must be positive")
         for name in ("first_k_dense_replace", "n_shared_experts", "num_nextn_predict_layers"):
@@ -131,7 +133,7 @@ class FamilyConfig(ModelConfig):
         for other, field in (("num_local_experts", "num_experts"), ("num_mtp_layers", "num_nextn_predict_layers")):
             for name in [name for name, of in cls.fields.items() if of == field]:
                 rename(given, other, name, problems)
-        for name in sorted(_SWITCHES - cls.fields.keys()):
+        for name in sorted((_SWITCHES | set(cls.fields.values())) - cls.fields.keys()):
             if name in given:
                 problems.append(f"unknown field {name}={given.pop(name)!r}")
         read = {cls.fields[name]: given.get(name) for name in cls.fields.keys() & given.keys()}
@@ -139,6 +141,7 @@ class FamilyConfig(ModelConfig):
             given.pop(name, None)
         # Files have null for the neutral value of a field that they do not need.
         nulls = {"head_dim": None, "sliding_window": None, "n_group": 1, "topk_group": 1, "norm_topk_prob": False}
+        nulls["routed_scaling_factor"] = 1.0
         given |= {name: nulls.get(name, 0) if value is None else value for name, value in read.items()}
 
     def write_dialect(self, values: dict[str, Any]) -> None:

@@ -72,6 +72,15 @@ class Dots1Config(FamilyConfig):
     supported = ModelConfig.supported | _ROUTED_AS_DEEPSEEK | {"moe_layer_freq": (1, None)}
     rule = _SIGMOID
 
+    def problems(self) -> list[str]:
+        """Returns one message per invalid field or combination of fields; empty if the config is valid."""
+        problems, kinds = super().problems(), self.layer_types
+        if kinds is not None and set(kinds) - {"full_attention", "sliding_attention"}:
+            problems.append(f"layer_types={kinds!r} is not supported (only full_attention and sliding_attention)")
+        elif kinds is not None and len(kinds) != self.num_hidden_layers:
+            problems.append(f"layer_types has {len(kinds)} entries; num_hidden_layers={self.num_hidden_layers}")
+        return problems
+
     @property
     def layer_windows(self) -> tuple[int | None, ...]:
         """Sliding window of each layer in tokens (a token attends to itself and window - 1 before it); None: no limit."""
@@ -129,7 +138,8 @@ class MiniMaxM2Config(FamilyConfig):
     def read_dialects(cls, given: dict[str, Any], problems: list[str]) -> None:
         """Reads the number of rotated numbers as a part of a head."""
         if (rotary := given.pop("rotary_dim", None)) is not None:
-            width = value_of(cls, given, "head_dim")
+            sizes = [value_of(cls, given, name) for name in ("head_dim", "hidden_size", "num_attention_heads")]
+            width = sizes[0] or sizes[1] // sizes[2]
             given.setdefault("partial_rotary_factor", rotary / width)
             if given["partial_rotary_factor"] * width != rotary:
                 problems.append(f"rotary_dim={rotary} contradicts partial_rotary_factor={given['partial_rotary_factor']}")

@@ -188,6 +188,11 @@ def test_what_is_written_is_read_again(name):
         ("glm-4.7-flash", dict(mlp_layer_types=["sparse", "dense"]), "only dense layers, then sparse ones"),
         ("glm-4.7-flash", dict(scoring_func="softmax"), "scoring_func='softmax' is not supported"),
         ("dots.llm1", dict(moe_layer_freq=2), "moe_layer_freq=2 is not supported"),
+        ("dots.llm1", dict(layer_types=["chunked_attention"] * 62), "layer_types=.* is not supported"),
+        ("dots.llm1", dict(layer_types=["full_attention"] * 61), "layer_types has 61 entries; num_hidden_layers=62"),
+        ("glm-4.5", dict(partial_rotary_factor=1.5), "partial_rotary_factor=1.5 must be above 0 and at most 1"),
+        ("minimax-m2", dict(rotary_dim=256), "partial_rotary_factor=2.0 must be above 0 and at most 1"),
+        ("qwen2-57b-a14b", dict(attention_bias=False), "unknown field attention_bias=False"),
         ("minimax-m2", dict(shared_intermediate_size=64), "shared_intermediate_size=64 is not supported"),
         ("minimax-m2", dict(attn_type_list=[1, 0]), "attn_type_list=.* is not supported"),
         ("ernie-4.5-21b-a3b", dict(use_bias=True), "use_bias=true is not supported"),
@@ -201,3 +206,26 @@ def test_what_is_written_is_read_again(name):
 def test_what_a_family_does_not_compute_is_refused(name, fields, message):
     with pytest.raises(ValueError, match=message):
         config_from_dict(PUBLISHED[name] | fields)
+
+
+@pytest.mark.parametrize(
+    "name, fields, same",
+    [
+        ("glm-4.5", dict(routed_scaling_factor=None), dict(routed_scaling_factor=1.0)),
+        ("minimax-m2", dict(head_dim=None, num_attention_heads=24), dict(head_dim=128, num_attention_heads=24)),
+    ],
+)
+def test_null_is_the_neutral_value(name, fields, same):
+    read, wanted = (config_from_dict(PUBLISHED[name] | given) for given in (fields, same))
+    assert (read.mixer, read.experts) == (wanted.mixer, wanted.experts)
+
+
+def test_sparse_layers_from_below_the_first_are_all_layers():
+    """transformers compares the number of a layer with the index."""
+    config = config_from_dict(PUBLISHED["ernie-4.5-21b-a3b"] | dict(moe_layer_start_index=-3))
+    assert config.moe_layers == tuple(range(28))
+
+
+def test_fixed_alpha_without_sizes_reads_the_family_s_head():
+    fields = {name: value for name, value in PUBLISHED["hunyuan-a13b"].items() if name not in ("head_dim", "hidden_size")}
+    assert config_from_dict(fields).rope_parameters.rope_theta == pytest.approx(1e4 * 1000 ** (128 / 126))
