@@ -25,7 +25,7 @@ from moe_jax.serving.loop import EngineLoop, Stats
 from moe_jax.serving.placement import Placement
 from moe_jax.serving.replicas import Replicas
 from moe_jax.serving.request import Completion, EngineLimits, SamplingOptions, check_prompts, checked, seeds_of
-from moe_jax.serving.schedule import EngineQueues, Sequence, drop_prefixes
+from moe_jax.serving.schedule import EngineQueues, Sequence
 from moe_jax.serving.weights import take_apart
 
 GREEDY = SamplingOptions()
@@ -190,7 +190,7 @@ class Engine:
 
     def drop_prefixes(self) -> None:
         """Forgets cached prompts, so that later requests share no pages with earlier ones. Running requests continue."""
-        self._loop.on_each(lambda loop: [drop_prefixes(queues) for queues in loop.queues])
+        self._loop.on_each(lambda loop: loop.drop_prefixes())
 
     def sleep(self) -> None:
         """Frees pages and the engine's copies of weights until `update`. Compiled programs stay, so nothing is compiled again.

@@ -19,7 +19,7 @@ from moe_jax.models.decoder import Decoder
 from moe_jax.serving.device import Device, Launched
 from moe_jax.serving.handle import Listener, ReplicaFailed, WeightsDeleted, wake, why
 from moe_jax.serving.request import Completion, DrawnToken
-from moe_jax.serving.schedule import EngineQueues, Sequence, change_weights, finish, plan_step, read_step
+from moe_jax.serving.schedule import EngineQueues, Sequence, change_weights, drop_prefixes, finish, plan_step, read_step
 from moe_jax.serving.weights import Weights
 
 _logger = logging.getLogger(__name__)
@@ -170,6 +170,11 @@ class EngineLoop:
         for queues in self.queues:
             change_weights(queues)
         self.is_asleep = False
+
+    def drop_prefixes(self) -> None:
+        """Forgets the prompts in pages; the same callers as of `replace_weights`."""
+        for queues in self.queues:
+            drop_prefixes(queues)
 
     def end(self, error: BaseException) -> None:
         """Ends the thread with an error, as if a step had raised it."""

@@ -32,7 +32,7 @@ def signals(monkeypatch):
     return counts
 
 
-def test_requests_that_have_ended_are_freed_without_a_garbage_collection(loop):
+def test_ended_requests_need_no_garbage_collection(loop):
     """Cycles of handles and sequences would keep all tokens until a full collection, which takes ever longer."""
     gc.collect()
     gc.disable()
