@@ -279,7 +279,7 @@ class EngineLoop:
                 launched = None if self.is_paused else self._launch_next()
                 if in_flight is not None:
                     self._read(in_flight)
-                if launched is None:
+                if launched is None and self._ending:
                     self._tell_ended()
                 in_flight = launched
                 if self._listeners:
