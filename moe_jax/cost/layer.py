@@ -102,7 +102,7 @@ def seconds_of_parts(step: PlannedStep, number: int, machine: Machine) -> dict[K
     saved: dict[KeptPart, float] = {"attention": attention_seconds(step.tokens, keys, step.mixer, machine).again}
     if stage.sparse:
         frozen = step.adapters is not None
-        saved["router"] = (3 if step.experts.router.num_groups > 1 else 1) * step.tokens * machine.top_k
+        saved["router"] = (3 if step.experts.rule.num_groups > 1 else 1) * step.tokens * machine.top_k
         saved["experts"] = experts_seconds(experts_work(step), machine, frozen=frozen, precision=step.precision).again
     return saved
 
