@@ -1,15 +1,17 @@
 """Adds adapters to a model and freezes its parameters; counts trained parameters, also from only a config."""
 
+import math
 from collections import defaultdict
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
-from moe_jax.adapters.names import OUTSIDE, Target, targets_of
+from moe_jax.adapters.names import OUTSIDE, Target, WholeModule, targets_of, whole_modules
 from moe_jax.adapters.settings import DEFAULT_TARGETS, LoraSettings
 from moe_jax.config import ModelConfig
 from moe_jax.layers.lora import Adapter, Frozen, freeze, has_adapters
@@ -31,8 +33,9 @@ WITH_DROPOUT = ("attention", "mlp")
 def add_lora(model: Decoder, settings: LoraSettings | None = None, *, rngs: nnx.Rngs) -> "LoraSummary":
     """Adds adapters to the model in place, and freezes all of its parameters. The model computes the same as before.
 
-    From then on only the adapters are `nnx.Param`: `train.init_state`, gradients and optimizers see nothing else. Frozen arrays
-    are `layers.lora.Frozen`; none of them is copied. The adapters are f32. `layers.matrices` states how a mesh splits them.
+    From then on only the adapters, and the weights of `modules_to_save`, are `nnx.Param`: `train.init_state`, gradients and
+    optimizers see nothing else. Frozen arrays are `layers.lora.Frozen`; only the originals of `modules_to_save` are copied.
+    Everything trained is f32. `layers.matrices` states how a mesh splits it.
 
     Returns:
       A summary of the trained parameters, to print.
@@ -40,16 +43,18 @@ def add_lora(model: Decoder, settings: LoraSettings | None = None, *, rngs: nnx.
     Raises:
       ValueError: the model has adapters already, has multi-token prediction modules, or is split into a pipeline's chunks. Or a
         matrix is not declared (`layers.matrices`), or a name in `targets` or `ranks` is not a target in this model. Or dropout
-        for experts or routers. The model is then unchanged.
+        for experts or routers, or a name in `modules_to_save` that has an adapter too. The model is then unchanged.
     """
     settings = settings or LoraSettings()
     chosen = _chosen(model, settings)
+    whole = _chosen_whole(model, settings.modules_to_save, chosen)
     active_experts = model.config.experts.num_experts_per_tok if model.config.experts else 1
     mesh = mesh_of(nnx.state(model))
     freeze(model)
     for target in chosen:
         rank = settings.rank_of(target.kind, target.name, active_experts)
         put_adapter(target, _adapter_of(target, rank, settings, rngs), mesh)
+    train_whole(whole)
     return lora_summary(model)
 
 
@@ -60,6 +65,14 @@ def put_adapter(target: Target, adapter: Adapter, mesh: Mesh | None) -> None:
             path = *target.path, target.adapter, name
             factor.set_value(jax.device_put(factor.get_value(), parameter_sharding(path, factor.shape, mesh)))
     setattr(target.module, target.adapter, adapter)
+
+
+def train_whole(modules: list[WholeModule]) -> None:
+    """Makes the frozen weights of these modules trainable, as copies in f32; the model keeps each original."""
+    for module in {id(each.module): each.module for each in modules}.values():
+        module.original = module.weight
+        # A step donates trained arrays, so an original in f32 is copied too.
+        module.weight = nnx.Param(jnp.array(module.original.get_value(), jnp.float32))
 
 
 def check_can_adapt(model: Decoder) -> None:
@@ -99,6 +112,20 @@ def _chosen(model: Decoder, settings: LoraSettings) -> list[Target]:
     return chosen
 
 
+def _chosen_whole(model: Decoder, names: tuple[str, ...], adapted: list[Target]) -> list[WholeModule]:
+    """Returns the modules that are trained whole, after all checks."""
+    fitting = sorted({module.name.rsplit(".", 1)[-1] for module in whole_modules(model)})
+    if unknown := [name for name in names if not whole_modules(model, (name,))]:
+        raise ValueError(
+            f"LoraSettings: modules_to_save has {', '.join(map(repr, unknown))}, which no module that can be trained whole "
+            f"with adapters ends in; this model has {', '.join(fitting)}"
+        )
+    whole = whole_modules(model, names) if names else []
+    if twice := {target.name for target in adapted for each in whole if target.module is each.module}:
+        raise ValueError(f"LoraSettings: {', '.join(sorted(twice))} is in targets and modules_to_save: leave it out of one")
+    return whole
+
+
 def _check_names(setting: str, given: Collection[str], names: Collection[str]) -> None:
     if unknown := [name for name in given if name not in names]:
         raise ValueError(
@@ -123,7 +150,7 @@ class AdaptedKind(NamedTuple):
 
     parameters: int
     ranks: tuple[int, ...]
-    """All ranks, in order; for experts, the rank of one expert."""
+    """All ranks, in order; for experts, the rank of one expert; () for modules that are trained whole."""
 
 
 @dataclass(frozen=True)
@@ -131,7 +158,7 @@ class LoraSummary:
     """The trained and the frozen parameters of a model with adapters. `str` returns a one-line report.
 
     Attributes:
-      kinds: the adapters of each kind of matrices, such as "attention".
+      kinds: the adapters of each kind of matrices, such as "attention"; and modules that are trained whole, by last name.
       without: kinds in the model that have no adapter.
       frozen_parameters: the number of parameters that are not trained.
       active_experts: number of experts per token; None for a dense model.
@@ -158,6 +185,8 @@ class LoraSummary:
         return f"{self.parameters:,} parameters beside {self.frozen_parameters:,}: {', '.join(kinds)}{without}"
 
     def _ranks(self, name: str) -> str:
+        if not self.kinds[name].ranks:
+            return "whole"
         ranks = "/".join(map(str, self.kinds[name].ranks))
         return f"rank {ranks} an expert, {self.active_experts} active" if name == "experts" else f"rank {ranks}"
 
@@ -173,6 +202,10 @@ def lora_summary(model: Decoder) -> LoraSummary:
             parameters[target.kind] += adapter.a.size + adapter.b.size
             ranks[target.kind].add(adapter.rank)
     kinds = {kind: AdaptedKind(parameters[kind], tuple(sorted(ranks[kind]))) for kind in all_kinds if kind in ranks}
+    for each in whole_modules(model):
+        if each.is_trained:
+            name, size = each.name.rsplit(".", 1)[-1], math.prod(each.module.weight.shape[len(each.layer) :])
+            kinds[name] = AdaptedKind(size + (kinds[name].parameters if name in kinds else 0), ())
     return LoraSummary(
         kinds,
         tuple(kind for kind in all_kinds if kind not in kinds),
@@ -188,7 +221,7 @@ class PlannedLora(NamedTuple):
     moved_elements: int
     """Elements that all adapters read and write in the forward pass of one token: inputs, and sums with outputs."""
     factors: tuple[tuple[tuple, tuple[int, ...]], ...]
-    """The path and the shape of each factor."""
+    """The path and the shape of each factor, and of each weight that is trained whole."""
 
 
 def planned_lora(config: ModelConfig, settings: LoraSettings, *, in_fp8: bool = False) -> PlannedLora:
@@ -205,7 +238,7 @@ def planned_lora(config: ModelConfig, settings: LoraSettings, *, in_fp8: bool = 
     def adapted() -> Decoder:
         model = from_config(config, rngs=nnx.Rngs(0))
         summary = add_lora(model, settings, rngs=nnx.Rngs(0))
-        factors = tuple((path, factor.shape) for path, factor in nnx.to_flat_state(nnx.state(model, nnx.LoRAParam)))
+        factors = tuple((path, factor.shape) for path, factor in nnx.to_flat_state(nnx.state(model, nnx.Param)))
         found.append(PlannedLora(summary, _moved_elements(model, in_fp8), factors))
         return model
 

@@ -18,8 +18,19 @@ from jax.typing import DTypeLike
 from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
-from moe_jax.adapters.add import WITH_DROPOUT, LoraSummary, check_can_adapt, lora_summary, put_adapter
-from moe_jax.adapters.names import PREFIX, Change, ModulePart, Target, factors_apart, fused_parts, modules_of, parameter_name
+from moe_jax.adapters.add import WITH_DROPOUT, LoraSummary, check_can_adapt, lora_summary, put_adapter, train_whole
+from moe_jax.adapters.names import (
+    PREFIX,
+    Change,
+    ModulePart,
+    Target,
+    WholeModule,
+    factors_apart,
+    fused_parts,
+    modules_of,
+    parameter_name,
+    whole_modules,
+)
 from moe_jax.adapters.save import WEIGHTS_FILE
 from moe_jax.adapters.source import BASE_FILE, CONFIG_FILE, source_of, warn_of_another_base
 from moe_jax.checkpoint import hf_load
@@ -107,7 +118,9 @@ def load_adapter(model: Decoder, adapter: str | Path, *, b_grouped_by_expert: bo
       ValueError: `add_lora` refuses the model; or the file is not plain LoRA. Or a tensor is not a factor of one of this
         model's modules, or has a wrong shape. Or factors of some layers or experts are missing. The model is then unchanged.
     """
-    put_stacks(model, read_stacks(model, adapter, b_grouped_by_expert))
+    stacks, whole = read_stacks(model, adapter, b_grouped_by_expert)
+    put_stacks(model, stacks)
+    _put_whole(whole)
     return lora_summary(model)
 
 
@@ -132,8 +145,15 @@ class Stack(NamedTuple):
         return cls(target, np.zeros((*leading, rank, num_in), np.float32), np.zeros((*leading, num_out, rank), np.float32))
 
 
-def read_stacks(model: Decoder, adapter: str | Path, b_grouped_by_expert: bool = False) -> list[Stack]:
-    """Reads the adapters of a folder for this model, which stays as it is; arguments and errors as in `load_adapter`."""
+Whole = list[tuple[WholeModule, np.ndarray]]
+"""Modules that are trained whole, with their weights."""
+
+
+def read_stacks(model: Decoder, adapter: str | Path, b_grouped_by_expert: bool = False) -> tuple[list[Stack], Whole]:
+    """Reads the adapters of a folder, and its modules that were trained whole, for this model, which stays as it is.
+
+    Arguments and errors as in `load_adapter`.
+    """
     check_can_adapt(model)
     folder = Path(adapter) if Path(adapter).is_dir() else downloaded(str(adapter), [CONFIG_FILE, WEIGHTS_FILE, BASE_FILE])
     for name in (CONFIG_FILE, WEIGHTS_FILE):
@@ -146,6 +166,7 @@ def read_stacks(model: Decoder, adapter: str | Path, b_grouped_by_expert: bool =
         tensors = load_file(folder / WEIGHTS_FILE)
     except (SafetensorError, ValueError) as error:
         raise ValueError(f"{folder / WEIGHTS_FILE} cannot be read: {error}") from error
+    whole = _taken_whole(tensors, model, config, folder)
     tensors = _without_tables(tensors, model, folder)
     own_names = model.config.module_names
     factors = _factors_of_modules(tensors, modules, config, folder, b_grouped_by_expert, own_names)
@@ -155,7 +176,7 @@ def read_stacks(model: Decoder, adapter: str | Path, b_grouped_by_expert: bool =
     stacks = [stack for target in targets if (stack := _stacked(target, modules, factors))]
     dropout = config.get("lora_dropout") or 0.0
     stacks = [stack._replace(dropout=dropout) if stack.target.kind in WITH_DROPOUT else stack for stack in stacks]
-    return _with_whole_experts(stacks, targets)
+    return _with_whole_experts(stacks, targets), whole
 
 
 def put_stacks(model: Decoder, stacks: list[Stack]) -> None:
@@ -168,8 +189,16 @@ def put_stacks(model: Decoder, stacks: list[Stack]) -> None:
         put_adapter(stack.target, made, mesh)
 
 
+def _put_whole(whole: Whole) -> None:
+    """Makes the modules trainable, with these weights."""
+    train_whole([module for module, _ in whole])
+    for each, array in whole:
+        weight = each.module.weight
+        weight.set_value(jax.device_put(weight.get_value().at[each.layer].set(array), weight.get_value().sharding))
+
+
 MEANINGS = (
-    *("bias", "use_dora", "use_qalora", "use_bdlora", "lora_bias", "modules_to_save", "fan_in_fan_out"),
+    *("bias", "use_dora", "use_qalora", "use_bdlora", "lora_bias", "fan_in_fan_out"),
     *("trainable_token_indices", "layer_replication", "alora_invocation_tokens", "arrow_config", "kasa_config"),
     "monteclora_config",
 )
@@ -199,6 +228,24 @@ def _check_config(config: dict[str, Any], folder: Path) -> None:
         raise ValueError(
             f"{folder / CONFIG_FILE} must have a positive integer r and a number lora_alpha; got {rank} and {alpha}"
         )
+
+
+def _taken_whole(tensors: dict[str, np.ndarray], model: Decoder, config: dict[str, Any], folder: Path) -> Whole:
+    """Takes the weights of modules_to_save out of `tensors`."""
+    names = tuple(config.get("modules_to_save") or ())
+    if unknown := [name for name in names if not whole_modules(model, (name,))]:
+        raise ValueError(
+            f"{folder}: modules_to_save has {', '.join(map(repr, unknown))}, which this model cannot train whole: only norms, "
+            "routers, and an embedding and a head that are not tied"
+        )
+    found: Whole = []
+    for each in whole_modules(model, names) if names else ():
+        array, shape = tensors.pop(f"{PREFIX}{each.name}.weight", None), each.module.weight.shape[len(each.layer) :]
+        if array is None or array.shape != shape:
+            got = "is not in the file" if array is None else f"has the shape {array.shape}"
+            raise ValueError(f"{folder}: {each.name}.weight of modules_to_save {got}; it must be there, with {shape}")
+        found.append((each, np.asarray(array, np.float32)))
+    return found
 
 
 def _without_tables(tensors: dict[str, np.ndarray], model: Decoder, folder: Path) -> dict[str, np.ndarray]:

@@ -14,9 +14,9 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from moe_jax.adapters.add import lora_summary
-from moe_jax.adapters.names import Change, host_changes, targets_of
+from moe_jax.adapters.names import Change, host_changes, targets_of, whole_modules
 from moe_jax.checkpoint.hf_files import open_tensors
-from moe_jax.checkpoint.hf_names import export, hf_tensors
+from moe_jax.checkpoint.hf_names import export, hf_tensors, host_array
 from moe_jax.kernels.low_rank import LowRank
 from moe_jax.layers.lora import Frozen, has_adapters
 from moe_jax.layers.quantised import is_quantised
@@ -28,8 +28,8 @@ def merge_adapter(model: Decoder) -> None:
 
         W = round(f32(W) + scale * b a)
 
-    One layer at a time is in f32. The old matrices are donated. Subtracting the change does not undo the rounding to bf16: keep
-    the weights on disk.
+    Weights that were trained whole are rounded to their originals' dtype. One layer at a time is in f32. The old matrices are
+    donated. Subtracting the change does not undo the rounding to bf16: keep the weights on disk.
 
     Raises:
       ValueError: the model has no adapters, or its weights are quantised: most of a change would be rounded away.
@@ -44,6 +44,11 @@ def merge_adapter(model: Decoder) -> None:
         if (adapter := target.found) is not None:
             weight = getattr(target.module, target.weight)
             setattr(target.module, target.weight, Frozen(_merged(weight.get_value(), adapter.factors)))
+    for each in whole_modules(model):
+        if each.is_trained:
+            dtype = each.module.original.get_value().dtype
+            each.module.original = Frozen(each.module.weight.get_value().astype(dtype))
+            _restore(each.module)
     _remove_adapters(model)
     for _, module in list(nnx.iter_modules(model)):
         for name, variable in list(vars(module).items()):
@@ -61,6 +66,24 @@ def without_adapter(model: Decoder) -> Decoder:
     return twin
 
 
+def merged_copy(model: Decoder) -> Decoder:
+    """Returns the model with its changes added to their matrices, as `merge_adapter` does, and without adapters.
+
+    It shares all other arrays. It is differentiable in the factors, as if the rounding were not there.
+
+    Raises:
+      AttributeError: an adapted matrix is quantised.
+    """
+    twin = nnx.merge(*nnx.split(model))
+    for target in targets_of(twin):
+        if (adapter := target.found) is not None:
+            weight = getattr(target.module, target.weight)
+            # Not `Frozen`, through which no gradient reaches the factors.
+            setattr(target.module, target.weight, nnx.Param(_changed(weight.get_value(), adapter.factors)))
+    _remove_adapters(twin)
+    return twin
+
+
 def with_zero_changes(model: Decoder) -> Decoder:
     """Returns the model with changes of zero; it shares all arrays.
 
@@ -71,6 +94,7 @@ def with_zero_changes(model: Decoder) -> Decoder:
     for target in targets_of(twin):
         if target.found is not None:
             target.found.scale = 0.0
+    _restore_all(twin)
     return twin
 
 
@@ -78,6 +102,31 @@ def _remove_adapters(model: Decoder) -> None:
     for target in list(targets_of(model)):
         if target.found is not None:
             delattr(target.module, target.adapter)
+    _restore_all(model)
+
+
+def _restore_all(model: Decoder) -> None:
+    """Gives every module that is trained whole its original weight."""
+    for each in whole_modules(model):
+        if each.is_trained:
+            _restore(each.module)
+
+
+def _restore(module: Any) -> None:
+    module.weight = module.original
+    del module.original
+
+
+@jax.jit
+def _changed(weight: Float[Array, "*layers out in"], factors: LowRank) -> Float[Array, "*layers out in"]:
+    """Returns what `_merged` computes, in a new array."""
+
+    def of_layer(layer: tuple[Array, LowRank]) -> Array:
+        w, (a, b) = layer
+        return (w.astype(jnp.float32) + jnp.matmul(b, a, precision=jax.lax.Precision.HIGHEST)).astype(w.dtype)
+
+    stacked = weight.reshape(len(factors.a), *weight.shape[1 - factors.a.ndim :])
+    return jax.lax.map(of_layer, (stacked, factors)).reshape(weight.shape)
 
 
 @partial(jax.jit, donate_argnums=0)
@@ -143,13 +192,19 @@ ABSENT = "", np.empty(0)
 DO_NOT = "do not use this checkpoint"
 
 
-def changes_of(model: Decoder) -> dict[str, Change]:
-    """Returns the changes b a of all adapted matrices, on the host, under the checkpoint's names of their weights."""
-    return {f"{module.name}.weight": change for module, change in host_changes(model)}
+def changes_of(model: Decoder) -> dict[str, Change | np.ndarray]:
+    """Returns the changes b a of all adapted matrices, on the host, under the checkpoint's names of their weights.
+
+    For a weight that is trained whole it is the weight.
+    """
+    whole = [each for each in whole_modules(model) if each.is_trained]
+    return {f"{module.name}.weight": change for module, change in host_changes(model)} | {
+        f"{each.name}.weight": host_array(each.module.weight.get_value())[each.layer] for each in whole
+    }
 
 
 def check_merged(
-    merged: Iterable[tuple[str, np.ndarray]], base: Iterable[tuple[str, np.ndarray]], changes: dict[str, Change]
+    merged: Iterable[tuple[str, np.ndarray]], base: Iterable[tuple[str, np.ndarray]], changes: dict[str, Change | np.ndarray]
 ) -> float:
     """Compares each tensor of `merged` with base + b a, up to one rounding to its dtype; returns the largest relative error.
 
@@ -165,8 +220,10 @@ def check_merged(
         if name != base_name or array.shape != weight.shape:
             raise ArithmeticError(f"{name or base_name}: the merged checkpoint and the base do not have the same tensors")
         change = left.pop(name, None)
-        if change is None:
-            if not np.array_equal(array, weight.astype(array.dtype)):
+        if isinstance(change, np.ndarray) and not np.array_equal(array, change.astype(array.dtype)):
+            raise ArithmeticError(f"{name}: the merged checkpoint has other numbers than were trained; {DO_NOT}")
+        if not isinstance(change, Change):
+            if change is None and not np.array_equal(array, weight.astype(array.dtype)):
                 raise ArithmeticError(f"{name}: the adapter does not change it, and yet it differs from the base's; {DO_NOT}")
             continue
         largest = max(largest, _error(name, array, weight, change))

@@ -16,14 +16,14 @@ W[e] [out, in] of gate_up [2*inter, hidden] or down [hidden, inter]; names after
 | Tinker, SGLang (shared outer) | `.w1`, `.w3`, `.w2` (gate, up, down) | [E or 1, r, in] | [E or 1, out, r] |
 """
 
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from flax import nnx
 from jaxtyping import Float
 
-from moe_jax.checkpoint.hf_names import hf_tensors, host_array
+from moe_jax.checkpoint.hf_names import Index, hf_tensors, host_array
 from moe_jax.layers.lora import Adapter
 from moe_jax.layers.matrices import declared
 from moe_jax.models.decoder import Decoder
@@ -139,6 +139,34 @@ def host_changes(model: Decoder, scale: float = 1.0) -> Iterator[tuple[ModulePar
                 # A factor that all experts share has an expert axis of 1.
                 a, b = (factor[min(module.expert, len(factor) - 1)] for factor in (a, b))
             yield module, Change(a, b[module.rows])
+
+
+class WholeModule(NamedTuple):
+    """A module of a checkpoint whose weight can be trained as a whole: a norm, a router, the embedding or the head."""
+
+    name: str
+    """For example "model.layers.3.mlp.gate"."""
+    module: Any
+    """Holds the `weight`, stacked over layers; and if it is trained, the `original` that it began as."""
+    layer: Index
+    """The index of this module's weight in the stack; () outside the layers."""
+
+    @property
+    def is_trained(self) -> bool:
+        """True if the weight is trained in addition to adapters."""
+        return hasattr(self.module, "original")
+
+
+def whole_modules(model: Decoder, names: Sequence[str] = ("",)) -> list[WholeModule]:
+    """Returns the modules that can be trained whole and whose names end in one of `names`, as PEFT finds modules_to_save."""
+    modules, found = dict(nnx.iter_modules(model)), []
+    roles = {"router"} if model.config.tie_word_embeddings else {"router", *OUTSIDE}
+    for tensor in hf_tensors(model.config):
+        matrix, name = declared(tensor.path), tensor.name.removesuffix(".weight")
+        fits = matrix is not None and (matrix.role in roles or str(tensor.path[-2]).endswith("norm"))
+        if fits and tensor.path[-1] == "weight" and not tensor.copy and name.endswith(tuple(names)):
+            found.append(WholeModule(name, modules[tensor.path[:-1]], tensor.index[:1]))
+    return found
 
 
 LEAVES = {".base_layer": ("gate_proj", "up_proj"), "": ("down_proj",)} | {

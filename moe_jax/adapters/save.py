@@ -7,10 +7,11 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
-from moe_jax.adapters.names import PREFIX, ModulePart, host_changes, modules_of
+from moe_jax.adapters.names import PREFIX, ModulePart, host_changes, modules_of, whole_modules
 from moe_jax.adapters.source import BASE_FILE, CONFIG_FILE, FINGERPRINT, fingerprint_of_base
 from moe_jax.checkpoint.companions import TOKENIZER_FILES, tokenizer_contents, write_json
 from moe_jax.checkpoint.folders import replaced_folder
+from moe_jax.checkpoint.hf_names import hf_tensors, host_array
 from moe_jax.layers.lora import Adapter, has_adapters
 from moe_jax.models.decoder import Decoder
 from moe_jax.runtime.processes import is_first_process
@@ -32,7 +33,7 @@ def save_adapter(
     The folder gets adapter_model.safetensors, adapter_config.json and base_weights.json (`adapters.source`). It is replaced as
     a whole at the end. Its config gives the experts' rank, and other ranks by module. The number alpha / rank is the same
     everywhere, because vLLM reads only one. A factor b with another scale is multiplied by the ratio of the scales. Factors
-    that experts share are written for each expert.
+    that experts share are written for each expert. Weights that are trained whole are written as they are.
 
     Args:
       base: the folder or hub id of the frozen weights, for readers of the file. Default: the folder that they came from.
@@ -60,6 +61,11 @@ def save_adapter(
             continue
         tensors[f"{PREFIX}{module.name}.lora_A.weight"] = np.ascontiguousarray(a)
         tensors[f"{PREFIX}{module.name}.lora_B.weight"] = np.ascontiguousarray(b)
+    for each in whole_modules(model):
+        if each.is_trained:
+            tensors[f"{PREFIX}{each.name}.weight"] = np.ascontiguousarray(
+                host_array(each.module.weight.get_value())[each.layer]
+            )
     noted = base_weights or fingerprint_of_base(model.source)
     replaces = CONFIG_FILE, BASE_FILE, "adapter_model*", *(TOKENIZER_FILES if tokenizer else ())
     with replaced_folder(folder, replaces, marker=CONFIG_FILE) as target:
@@ -92,7 +98,7 @@ def _config(base: str | None, model: Decoder, modules: list[ModulePart], main: M
         "alpha_pattern": {pattern: scale * own for pattern, own in ranks.items()},
         "target_modules": sorted({module.leaf for module in modules}),
         "target_parameters": parameters or None,
-        "modules_to_save": None,
+        "modules_to_save": _saved_names(model) or None,
         "use_rslora": False,
         "use_dora": False,
         "lora_dropout": 0.0 if parameters else _adapter(main).dropout,
@@ -100,6 +106,14 @@ def _config(base: str | None, model: Decoder, modules: list[ModulePart], main: M
         "fan_in_fan_out": False,
         "inference_mode": True,
     }
+
+
+def _saved_names(model: Decoder) -> list[str]:
+    """Returns names of the modules that are trained whole: the last part if nothing else ends in it, else all of it."""
+    trained = {each.name for each in whole_modules(model) if each.is_trained}
+    others = [name for tensor in hf_tensors(model.config) if (name := tensor.name.removesuffix(".weight")) not in trained]
+    leaves = {name: name.rsplit(".", 1)[-1] for name in trained}
+    return sorted({name if any(other.endswith(leaf) for other in others) else leaf for name, leaf in leaves.items()})
 
 
 def _dense_beside_experts(model: Decoder, modules: list[ModulePart]) -> list[str]:

@@ -24,6 +24,8 @@ class LoraSettings:
       ranks: overrides the ranks of single targets, such as {"experts": 16, "q_proj": 64}.
       shared_outer: all experts of a layer share the factors on the side of the hidden states.
       use_rslora: scale = alpha / sqrt(rank) (Kalajdzievski, 2023, https://arxiv.org/abs/2312.03732).
+      modules_to_save: modules whose weights are trained as a whole in f32, by the ends of their names on the hub, as in PEFT.
+        Possible are "lm_head" and "embed_tokens" if they are not tied, "gate" for routers, and "norm" for all norms.
       dropout: the probability with which an element of a's input is dropped in training; for attention and mlp.
 
     Raises:
@@ -37,6 +39,7 @@ class LoraSettings:
     shared_outer: bool = False
     use_rslora: bool = False
     dropout: float = 0.0
+    modules_to_save: tuple[str, ...] = ()
 
     def __post_init__(self):
         for name, rank in {"rank": self.rank, **{f"ranks[{name!r}]": rank for name, rank in self.ranks.items()}}.items():
@@ -46,6 +49,8 @@ class LoraSettings:
             raise ValueError(f"LoraSettings: alpha={self.alpha!r} must be greater than 0")
         if not 0 <= self.dropout < 1:
             raise ValueError(f"LoraSettings: dropout={self.dropout!r} must be a number from 0 to below 1")
+        if isinstance(self.modules_to_save, str) or not all(self.modules_to_save):
+            raise ValueError(f"LoraSettings: modules_to_save={self.modules_to_save!r} must be a tuple of names")
         if isinstance(self.targets, str) or (self.targets is not None and not self.targets):
             raise ValueError(f"LoraSettings: targets={self.targets!r} must be a tuple of names, or None")
 

@@ -16,7 +16,9 @@ GROUPS = {
         "data_format", "learned_answers", "empty_thinking", "tokenizer", "chat_template", "skip_bad_documents", "eval_data",
         "eval_every", "eval_batches", "keep_best", "early_stop",
     ),
-    "optimizer": ("learning_rate", "min_learning_rate_ratio", "warmup_steps", "weight_decay", "max_grad_norm"),
+    "optimizer": (
+        "optimizer", "learning_rate", "min_learning_rate_ratio", "warmup_steps", "weight_decay", "max_grad_norm",
+    ),
     "mixture of experts": (
         "aux_loss_coef", "sequence_loss_coef", "z_loss_coef", "expert_bias_update_rate", "mtp_loss_coef",
         "force_balanced_routing",

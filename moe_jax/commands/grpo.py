@@ -18,7 +18,9 @@ GROUPS = {
         "eval_every", "eval_batches",
     ),
     "exactness": ("exact", "on_mismatch"),
-    "optimizer": ("learning_rate", "min_learning_rate_ratio", "warmup_steps", "weight_decay", "max_grad_norm"),
+    "optimizer": (
+        "optimizer", "learning_rate", "min_learning_rate_ratio", "warmup_steps", "weight_decay", "max_grad_norm",
+    ),
     "memory": ("seq_len", "batch_size", "dtype", "param_dtype", "weights", "moment_dtype"),
     "log": ("log_every", "tensorboard", "log_to"),
 }  # fmt: skip

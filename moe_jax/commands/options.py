@@ -164,6 +164,7 @@ def lora_of_options(
     shared_outer: bool = False,
     use_rslora: bool = False,
     dropout: float | None = None,
+    modules_to_save: tuple[str, ...] | None = None,
 ) -> LoraSettings | None:
     """Adapters to train on frozen weights (docs/adapters.md), if any of these options is given.
 
@@ -178,8 +179,17 @@ def lora_of_options(
       use_rslora: multiply the change by alpha / sqrt(rank) instead.
       dropout: probability with which an element of an adapter's input is dropped in training; for the targets attention and
         mlp. Default: 0.
+      modules_to_save: modules to train as a whole, by the ends of their names on the hub: any of lm_head, embed_tokens, gate
+        (routers) and norm.
     """
-    given: dict[str, Any] = {"rank": rank, "alpha": alpha, "targets": targets, "ranks": ranks, "dropout": dropout}
+    given: dict[str, Any] = {
+        "rank": rank,
+        "alpha": alpha,
+        "targets": targets,
+        "ranks": ranks,
+        "dropout": dropout,
+        "modules_to_save": modules_to_save,
+    }
     given = {name: value for name, value in given.items() if value is not None}
     given |= {name: True for name, value in (("shared_outer", shared_outer), ("use_rslora", use_rslora)) if value}
     return LoraSettings(**given) if given else None
@@ -196,6 +206,8 @@ def options_of_lora(settings: LoraSettings) -> str:
         options.append("--lora.ranks " + " ".join(f"{name} {rank}" for name, rank in settings.ranks.items()))
     if settings.dropout:
         options.append(f"--lora.dropout {settings.dropout:g}")
+    if settings.modules_to_save:
+        options.append(f"--lora.modules-to-save {' '.join(settings.modules_to_save)}")
     flags = {"--lora.shared-outer": settings.shared_outer, "--lora.use-rslora": settings.use_rslora}
     return " ".join([*options, *(name for name, is_set in flags.items() if is_set)])
 

@@ -11,12 +11,12 @@ import tyro
 from moe_jax.adapters.settings import LoraSettings
 from moe_jax.commands.options import LoraOption, config_of, options_of_lora
 from moe_jax.models.precision import PrecisionName, Weights
-from moe_jax.parallel.choices import PipeSchedule
+from moe_jax.parallel.choices import OptimizerName, PipeSchedule
 from moe_jax.recipes.run.settings import lora_problems, precision_problems, weights_problems
 
 OF_STEP = (
-    "moment_dtype", "keys_per_token", "expert_load_imbalance", "context_method", "capacity_factor", "tokens_in_fp8",
-    "shard_optimizer", "pipe_schedule", "precision",
+    "optimizer", "moment_dtype", "keys_per_token", "expert_load_imbalance", "context_method", "capacity_factor",
+    "tokens_in_fp8", "shard_optimizer", "pipe_schedule", "precision",
 )  # fmt: skip
 """The options that are fields of `cost.PlannedStep`."""
 
@@ -51,11 +51,13 @@ class PlanCommand:
       sequence_length: tokens of each sequence.
       keys_per_token: mean number of keys that a token attends to; with packed documents less than half a row.
       remat: recompute layers in the backward pass: no, yes, all but a number of last layers, or offload (yes, with layers'
-        inputs in host memory). Default: all but as many as fit, and offload where yes does not fit. In a pipe no or yes.
+        inputs in host memory). A number can be followed by parts that the other layers keep, as in `moe-jax finetune`. Default:
+        all but as many as fit, and offload where yes does not fit. In a pipe no or yes.
       lora: as in `moe-jax finetune`. The predicted time of adapters is the time to read and write their rows.
       weights: as in `moe-jax finetune`. "as stored" counts FP8 in blocks.
       precision: as in `moe-jax finetune`, for Hopper GPUs. Kernels were measured, steps were not.
       param_dtype: as in `moe-jax finetune`.
+      optimizer: as in `moe-jax finetune`. A step with Muon was never timed.
       moment_dtype: as in `moe-jax finetune`.
       expert_load_imbalance: choices computed by the busiest device, over the mean of all devices.
       context_method: how attention is computed over a split sequence (`moe-jax finetune` uses the ring).
@@ -76,11 +78,12 @@ class PlanCommand:
     rows: Annotated[int | None, tyro.conf.arg(aliases=["--batch-size"])] = None
     sequence_length: Annotated[int, tyro.conf.arg(aliases=["--seq-len"])] = 4096
     keys_per_token: float | None = None
-    remat: int | Literal["no", "yes", "offload"] | None = None
+    remat: str | None = None
     lora: LoraOption = None
     weights: Weights = "whole"
     precision: PrecisionName = "bf16"
     param_dtype: Literal["bfloat16", "float32"] | None = None
+    optimizer: OptimizerName = "adamw"
     moment_dtype: Literal["bfloat16", "float32"] = "float32"
     expert_load_imbalance: float = 1.0
     context_method: Literal["ring", "all_gather", "ulysses"] = "ring"
@@ -104,11 +107,13 @@ class PlanCommand:
 
         if self.lora is not None:
             print(self._planned_lora().summary)
-        problems = lora_problems(self.lora, {"data": self.devices}, self.shard_optimizer, self.precision)
+        problems = lora_problems(self.lora, {"data": self.devices}, self.precision)
         problems += weights_problems(self.weights, self.lora)
         of_weights, in_fp8 = (self.pipe_schedule, self.lora, self.weights), self.tokens_in_fp8
         if problems := problems + precision_problems(self.precision, "bfloat16", *of_weights, tokens_in_fp8=in_fp8):
             raise ValueError("; ".join(problems))
+        if self.optimizer == "adafactor" and self.moment_dtype != "float32":
+            raise ValueError(f"--moment-dtype {self.moment_dtype} is not for --optimizer adafactor, whose moments are small")
         if self.limit < 1:
             raise ValueError(f"limit must be at least 1; got {self.limit}")
         if self.sequence_length < 2:
@@ -153,7 +158,7 @@ class PlanCommand:
             self.devices,
             rows=rows,
             sequence_length=self.sequence_length,
-            remat=REMAT[self.remat] if isinstance(self.remat, str) else self.remat,
+            remat=None if self.remat is None else REMAT.get(self.remat, self.remat),
             machine=machine,
             param_dtype=self.param_dtype or ("float32" if self.lora is None else "bfloat16"),
             hops=self.hops or ("copies" if self.devices <= self.hosts_of else "nccl"),

@@ -14,7 +14,9 @@ GROUPS = {
         "checkpoint_every", "keep_checkpoints", "dry_run",
     ),
     "data": ("plain_text", "tokenizer", "eval_data", "eval_every", "eval_batches", "keep_best", "early_stop"),
-    "optimizer": ("learning_rate", "min_learning_rate_ratio", "warmup_steps", "weight_decay", "max_grad_norm"),
+    "optimizer": (
+        "optimizer", "learning_rate", "min_learning_rate_ratio", "warmup_steps", "weight_decay", "max_grad_norm",
+    ),
     "memory": (
         "dtype", "param_dtype", "weights", "precision", "fp8_dense", "moment_dtype", "remat", "offload", "shard_optimizer",
     ),

@@ -152,6 +152,11 @@ class FamilyConfig(ModelConfig):
         values |= {name: value for name, value in written.items() if name != "head_dim" or value is not None}
 
 
+NO_BIAS: dict[str, tuple] = ModelConfig.supported | {"attention_bias": (False, None)}
+"""`supported` of families without biases of attention."""
+W123 = {"mlp.experts": "block_sparse_moe.experts", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+"""Mixtral's names of experts, for `hub_names`."""
+
 _SWITCHES = {field.name for field in dataclasses.fields(FamilyConfig)} - {
     field.name for field in dataclasses.fields(ModelConfig)
 }
@@ -178,3 +183,8 @@ def read_dense_layers(cls: type[ModelConfig], given: dict[str, Any], problems: l
 def dense_layer_types(dense: int, layers: int) -> list[str]:
     """Returns `mlp_layer_types` of a model whose first `dense` layers are dense."""
     return ["dense" if layer < dense else "sparse" for layer in range(layers)]
+
+
+def same_names(names: str) -> dict[str, str]:
+    """Returns `fields` for names in config.json that equal the fields' names."""
+    return {name: name for name in names.split()}

@@ -7,21 +7,17 @@ from typing import Any, NamedTuple
 
 from moe_jax.config.base import ModelConfig, RopeParameters
 from moe_jax.config.deepseek_v3 import DeepseekV2Config, DeepseekV3Config, KimiK2Config
-from moe_jax.config.families import (
+from moe_jax.config.families import Ernie45MoeConfig, HunyuanMoeConfig, MixtralConfig, OlmoeConfig, Qwen2MoeConfig
+from moe_jax.config.qwen3 import Qwen3Config, Qwen3MoeConfig
+from moe_jax.config.sigmoid_families import (
     AXK1Config,
     Dots1Config,
-    Ernie45MoeConfig,
     Glm4MoeConfig,
     Glm4MoeLiteConfig,
-    HunyuanMoeConfig,
     HYV3Config,
     MiniMaxM2Config,
-    MixtralConfig,
-    OlmoeConfig,
-    Qwen2MoeConfig,
     SolarOpenConfig,
 )
-from moe_jax.config.qwen3 import Qwen3Config, Qwen3MoeConfig
 
 _QWEN3_ROPE = RopeParameters(rope_theta=1e6)
 

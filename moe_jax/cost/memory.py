@@ -20,7 +20,7 @@ from moe_jax.cost.parameters import BYTES, ELEMENT, FP8_ELEMENT, FP8_ROW_ELEMENT
 from moe_jax.cost.planned_step import PlannedStep
 from moe_jax.kernels.hopper.mainloop import ROW_ALIGNMENT
 from moe_jax.kernels.vocabulary import CHUNK_TOKENS
-from moe_jax.layers.matrices import declaration_of
+from moe_jax.layers.matrices import declaration_of, is_orthogonalised
 from moe_jax.models.remat import KeptPart
 
 ADAPTER_RANKS = 64
@@ -32,22 +32,31 @@ def memory_bytes(step: PlannedStep) -> dict[str, float]:
     of_param = BYTES[step.param_dtype]
     own = sum(p.own_size * (p.quantised or of_param) for p in step.parameters)
     if step.adapters is not None:
-        updated = step.trained
-        parameters = own + 4 * updated
+        parameters = own + 4 * step.trained
         held = _of_adapters(step)
     else:
-        updated = sum(p.updated_size for p in step.parameters)
         # With bf16 parameters, the other halves of the masters are laid out like the moments.
-        parameters = own + (4 - of_param) * updated
+        parameters = own + (4 - of_param) * sum(elements for *_, elements in step.updated)
         held = _of_joined_passes(step) if step.joins_passes else _of_passes_in_turn(step)
     kept = min(held.kept, held.peak - held.gradients)
     return {
         "parameters": parameters,
-        "moments": 2 * BYTES[step.moment_dtype] * updated,
+        "moments": BYTES[step.moment_dtype] * num_moments(step),
         "gradients": held.gradients,
         "activations": kept,
         "workspace": held.peak - held.gradients - kept,
     }
+
+
+def num_moments(step: PlannedStep) -> float:
+    """Returns the number of the optimizer's moments that a device stores (`train.optimizer`)."""
+
+    def of_element(path: tuple, shape: tuple[int, ...]) -> float:
+        if step.optimizer == "adafactor":
+            return 1 if declaration_of(path, shape).axes == 1 else 1 / shape[-1] + 1 / shape[-2]
+        return 1 if step.optimizer == "muon" and is_orthogonalised(path, shape) else 2
+
+    return sum(of_element(path, shape) * elements for path, shape, elements in step.updated)
 
 
 def with_most_kept(step: PlannedStep, memory: float) -> PlannedStep:
@@ -217,8 +226,8 @@ def kept_parts(step: PlannedStep, stage: Stage) -> float:
 def bytes_of_parts(step: PlannedStep, stage: Stage) -> dict[KeptPart, float]:
     """Returns the bytes of each part of a layer's residuals that recomputation can leave out (`models.remat`).
 
-    These are attention's output and a float32 sum for each query; the chosen ids; and the rows of h with each expert's padding,
-    the numbers of their plan, and the rows between the factors of experts' adapters.
+    Attention has its output and a float32 sum for each query, and the router the chosen ids. Experts have the rows of h with
+    each expert's padding, their plan, and the rows between the factors of adapters.
     """
     mixer = step.mixer
     sizes: dict[KeptPart, float] = {"attention": step.tokens * mixer.heads * (ELEMENT * mixer.value_dim + 4)}
@@ -378,11 +387,12 @@ def loss_workspace(step: PlannedStep, tokens: float) -> float:
 
 
 def optimizer_workspace(step: PlannedStep) -> float:
-    """Returns the bytes that AdamW uses in addition to state and gradients.
+    """Returns the bytes that the optimizer uses in addition to state and gradients.
 
     With float32 parameters it is one more array of each parameter (inferred from the one measured row). With bfloat16
-    parameters, sums over the axis `data` cast each array to float32.
+    parameters, sums over the axis `data` cast each array to float32. Muon has a stack of momenta and their update.
     """
     own = [p.own_size for p in step.parameters]
     summed = 4 * max(own) if step.mesh.data > 1 and step.param_dtype != "float32" else 0
-    return 4 * sum(own) if step.param_dtype == "float32" else summed
+    of_muon = 8 * max(elements for *_, elements in step.updated) if step.optimizer == "muon" else 0
+    return (4 * sum(own) if step.param_dtype == "float32" else summed) + of_muon

@@ -6,7 +6,9 @@ from pathlib import Path
 
 from moe_jax.cost import PlannedStep, Prediction
 from moe_jax.cost.flops import num_parameters
+from moe_jax.cost.memory import num_moments
 from moe_jax.cost.parameters import BYTES
+from moe_jax.models.remat import remat_option
 from moe_jax.runtime.files import write_text
 
 KINDS = {
@@ -54,6 +56,7 @@ def _cells(prediction: Prediction) -> list[str]:
     sizes = asdict(step.mesh)
     layout = sizes.pop("pipe"), step.pipe_chunks, *sizes.values(), step.gradient_accumulation
     kept = "all" if not step.remat else "offload" if step.remat == "offload" else str(min(step.num_kept, step.num_layers))
+    kept = ",".join((kept, *step.keep))
     speed = f"{seconds:.3f} s", f"{prediction.tokens_per_second:.0f}", f"{prediction.flops_per_second / 1e12:.0f}"
     shares = (sum(prediction.seconds.get(part, 0.0) for part in parts) / seconds for parts in KINDS.values())
     gib, marks = _gib(prediction.memory_bytes), "+".join(never_run(prediction)) or "-"
@@ -95,10 +98,11 @@ def _remedy(prediction: Prediction) -> str:
     if state < prediction.machine.memory:
         return f"{prediction.step.tokens} tokens a GPU are too many: take fewer or shorter rows, or more devices."
     step, alone = prediction.step, f"Parameters, moments and gradients alone are {state / 2**30:.0f}"
-    whole: float = (4 + 2 * BYTES[step.moment_dtype] + BYTES[step.param_dtype]) * num_parameters(step.config)
+    of_moments = BYTES[step.moment_dtype] * num_moments(step) / sum(elements for *_, elements in step.updated)
+    whole: float = (4 + of_moments + BYTES[step.param_dtype]) * num_parameters(step.config)
     if step.adapters is not None:
         whole = sum((p.quantised or BYTES[step.param_dtype]) * p.whole_size(step.mesh) for p in step.parameters)
-        whole += (8 + 2 * BYTES[step.moment_dtype]) * step.adapters.parameters
+        whole += (8 + of_moments) * step.adapters.parameters
     devices = math.ceil(whole / prediction.machine.memory)
     if step.mesh.size >= devices:
         uneven = f"for {step.mesh.size} devices do not divide the model's matrices"
@@ -132,10 +136,11 @@ def flags(step: PlannedStep) -> str:
     overlap = "" if step.overlap_micro_batches is None else f"--overlap-micro-batches {step.overlap_micro_batches}"
     batch = f"--batch-size {step.rows} --seq-len {step.sequence_length}"
     dtypes = f"--param-dtype {step.param_dtype} --moment-dtype {step.moment_dtype}"
+    dtypes += "" if step.optimizer == "adamw" else f" --optimizer {step.optimizer}"
     capacity = "" if step.capacity_factor == PlannedStep.capacity_factor else f"--capacity-factor {step.capacity_factor:g}"
     hops = f"--hops {step.hops}" if step.mesh.size > 1 else ""
     remat = {False: "--no-remat", True: "--remat", "offload": "--offload"}[step.remat]
-    remat += f" {step.num_kept}" if step.num_kept else ""
+    remat += f" {kept}" if (kept := remat_option(step.num_kept, step.keep)) else ""
     optimizer = "--shard-optimizer" if step.shard_optimizer and step.mesh.data > 1 else ""
     lora = "" if step.adapters is None else step.adapters.options
     precision = "" if step.precision == "bf16" else f"--precision {step.precision}"

@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple, get_args
 import jax.numpy as jnp
 
 from moe_jax.config import ExpertsSpec, HeadsSpec, ModelConfig, Stage
-from moe_jax.cost.parameters import BYTES, ELEMENT, FP8_ROW_ELEMENT, Parameter, abstract_mesh, dealt_out, parameters
+from moe_jax.cost.parameters import BYTES, ELEMENT, FP8_ROW_ELEMENT, Parameter, abstract_mesh, dealt_out, parameters, shapes
 from moe_jax.layers.moe import EXPERT_CHUNK_TOKENS
 from moe_jax.layers.passes import Remat
 from moe_jax.models.decoder import fp8_refusal
@@ -17,9 +17,9 @@ from moe_jax.models.execution import Execution
 from moe_jax.models.layers_in_pipe import layers_in_pipe
 from moe_jax.models.precision import PrecisionName
 from moe_jax.models.remat import KeptPart
-from moe_jax.parallel.choices import UNIFORM, Hops, MeshShape, PipeSchedule
+from moe_jax.parallel.choices import UNIFORM, Hops, MeshShape, OptimizerName, PipeSchedule
 from moe_jax.parallel.expert.settings import ExchangePlan, ExpertParallel, plan_exchange
-from moe_jax.parallel.layout import part_shape
+from moe_jax.parallel.layout import data_axis, part_shape
 from moe_jax.parallel.pipeline.chunks import PipeShape, layers_of_chunk
 from moe_jax.parallel.pipeline.executor import sources
 from moe_jax.parallel.pipeline.limits import divides_backward, ranks_problem, schedule_by_name, schedule_problem, split_axes
@@ -76,7 +76,8 @@ class PlannedStep:
       num_kept, keep: with `remat=True`, the last layers keep all their residuals instead, and the others keep these parts of
         them, as in `models.execution.Execution`.
       param_dtype: dtype of the parameters and their gradients; master parameters are float32 in either case.
-      moment_dtype: dtype of AdamW's two moments.
+      optimizer: as in `moe-jax finetune`.
+      moment_dtype: dtype of the optimizer's moments.
       keys_per_token: mean number of keys that a token attends to (packed documents shorten it); None: half a row.
       expert_load_imbalance: choices computed by the busiest device of the axis `expert`, over the mean of all devices.
       context_method: how attention is computed over the mesh axis `context`.
@@ -104,6 +105,7 @@ class PlannedStep:
     num_kept: int = 0
     keep: tuple[KeptPart, ...] = ()
     param_dtype: Dtype = "bfloat16"
+    optimizer: OptimizerName = "adamw"
     moment_dtype: Dtype = "float32"
     keys_per_token: float | None = None
     expert_load_imbalance: float = 1.0
@@ -277,11 +279,25 @@ class PlannedStep:
         return parameters(self.config, self.mesh, self.pipe_chunks, **options)
 
     @functools.cached_property
+    def updated(self) -> list[tuple[tuple, tuple[int, ...], int]]:
+        """The path and shape of each trained array, and the number of its elements that a device updates."""
+        if self.adapters is None:
+            whole = dict(shapes(self.config))
+            return [(p.path, whole[p.path], p.updated_size) for p in self.parameters]
+        # Without their factors, adapters count as one vector.
+        alone = ("norm",), (self.adapters.parameters,)
+        on, found = abstract_mesh(self.mesh), []
+        for path, shape in self.adapters.factors or (alone,):
+            is_split = self.shard_optimizer and data_axis(path, shape, on) is not None
+            found.append((path, shape, math.prod(part_shape(path, shape, on)) // (self.mesh.data if is_split else 1)))
+        return found
+
+    @property
     def trained(self) -> int:
-        """Parameters of adapters that a device stores and updates."""
-        assert self.adapters is not None
-        on, factors = abstract_mesh(self.mesh), self.adapters.factors
-        return sum(math.prod(part_shape(*factor, on)) for factor in factors) if factors else self.adapters.parameters
+        """Elements of trained arrays that a device stores."""
+        if self.adapters is None:
+            return sum(p.own_size for p in self.parameters)
+        return sum(elements for *_, elements in replace(self, shard_optimizer=False).updated)
 
     @functools.cached_property
     def parameters_of_stages(self) -> tuple[list[Parameter], ...]:
@@ -314,6 +330,7 @@ def _problems(step: PlannedStep) -> list[str]:
     ]
     for name, value, choices in (
         ("param_dtype", step.param_dtype, BYTES),
+        ("optimizer", step.optimizer, get_args(OptimizerName)),
         ("moment_dtype", step.moment_dtype, BYTES),
         ("context_method", step.context_method, get_args(Method)),
         ("hops", step.hops, get_args(Hops)),
@@ -326,10 +343,9 @@ def _problems(step: PlannedStep) -> list[str]:
     if isinstance(step.num_kept, bool) or not isinstance(step.num_kept, int) or step.num_kept < 0:
         problems.append(f"num_kept={step.num_kept!r} must be an integer of at least 0")
     else:
-        needs = "needs remat=True, and a mesh without pipe"
-        for name, value in (("num_kept", step.num_kept), ("keep", step.keep)):
-            if value and (step.remat is not True or step.mesh.pipe > 1):
-                problems.append(f"{name}={value} {needs}")
+        kept = {"num_kept": step.num_kept, "keep": step.keep}
+        if step.remat is not True or step.mesh.pipe > 1:
+            problems += [f"{name}={kept[name]} needs remat=True, and a mesh without pipe" for name in kept if kept[name]]
     if step.keys_per_token is not None and not 0 < step.keys_per_token <= step.sequence_length:
         problems.append(f"keys_per_token={step.keys_per_token!r} must be above 0, and at most sequence_length")
     if not 1 <= step.expert_load_imbalance < math.inf:

@@ -29,11 +29,12 @@ from typing import NamedTuple
 
 from moe_jax.cost.flops import training_flops_per_token
 from moe_jax.cost.layer import Passes, experts_sums_seconds, experts_work, layer_seconds, vocabulary_seconds
-from moe_jax.cost.machine import H200, Machine, is_inside_host, ring_hop_seconds
-from moe_jax.cost.memory import host_bytes, memory_bytes, with_most_kept
+from moe_jax.cost.machine import H200, Machine, all_to_all_seconds, is_inside_host, ring_hop_seconds
+from moe_jax.cost.memory import host_bytes, memory_bytes, num_moments, with_most_kept
 from moe_jax.cost.parameters import BYTES, ELEMENT
 from moe_jax.cost.planned_step import PlannedStep
 from moe_jax.cost.travel import context_seconds, exchange_seconds, gather_seconds, once_a_step_seconds
+from moe_jax.layers.matrices import is_orthogonalised
 from moe_jax.models.remat import choices_of_parts
 from moe_jax.parallel.choices import Hops
 from moe_jax.parallel.pipeline.simulator import PassTimes, simulate
@@ -294,12 +295,30 @@ def _copies_seconds(step: PlannedStep, machine: Machine) -> float:
 
 
 def _optimizer_seconds(step: PlannedStep, machine: Machine) -> float:
-    """Returns the seconds of AdamW: gradients are read twice (once for their norm), masters and moments read and written."""
-    if step.adapters is not None:
-        return (16 + 4 * BYTES[step.moment_dtype]) * step.trained / machine.hbm
-    of_gradient = 4 if step.accumulates else BYTES[step.param_dtype]
-    traffic = 2 * of_gradient + 2 * 4 + 4 * BYTES[step.moment_dtype]
-    return traffic * sum(p.updated_size for p in step.parameters) / machine.hbm
+    """Returns the seconds of the optimizer, which reads gradients twice, and reads and writes masters and moments.
+
+    One pass over the gradients is for their norm. Muon's products and exchanges are added. No run with Muon was timed.
+    """
+    of_gradient = 4 if step.accumulates or step.adapters is not None else BYTES[step.param_dtype]
+    updated = sum(elements for *_, elements in step.updated)
+    traffic = (2 * of_gradient + 2 * 4) * updated + 2 * BYTES[step.moment_dtype] * num_moments(step)
+    return traffic / machine.hbm + (_muon_seconds(step, machine) if step.optimizer == "muon" else 0.0)
+
+
+def _muon_seconds(step: PlannedStep, machine: Machine) -> float:
+    """Returns the seconds to orthogonalise matrices, 5 (4 m^2 n + 2 m^3) FLOPs of each, with m <= n, in TF32.
+
+    Devices that share matrices send their momenta, and receive updates.
+    """
+    flops = 0.0
+    for path, shape, elements in step.updated:
+        if is_orthogonalised(path, shape):
+            m, n = sorted((shape[-2] // (2 if path[-1] == "gate_up_proj" else 1), shape[-1]))
+            flops += elements / (m * n) * 5 * (4 * m**2 * n + 2 * m**3)
+    shared = [] if step.adapters else [p for p in step.parameters if p.in_stage and p.gather_axes]
+    travel = sum(2 * all_to_all_seconds(machine, 4 * p.updated_size, p.gather_axes, step.mesh) for p in shared)
+    # TF32 has half the rate of bf16.
+    return flops / (machine.dense_matmul / 2) + travel
 
 
 def sums_seconds(step: PlannedStep, machine: Machine) -> float:

@@ -196,15 +196,18 @@ def chat_prompts(
     tools: list | None = None,
     template_options: Mapping[str, Any] | None = None,
     check: Callable[[str], None] | None = None,
+    *,
+    continues: bool = False,
 ) -> list[list[int]]:
     """Returns the token ids of conversations, up to where the chat template begins the assistant's answer.
 
     Args:
+      continues: the last message is the beginning of the answer.
       check: called with each conversation's text before it is tokenized; may raise an error.
 
     Raises:
       ValueError: there is no template, or it refuses a conversation; or a conversation is empty, malformed, or already has its
-        answer.
+        answer. With `continues`: it has no beginning of an answer.
     """
     if not tokenizer.chat_template:
         raise ValueError(
@@ -223,16 +226,20 @@ def chat_prompts(
         check_template(template, messages, tools)
         if not messages:
             raise ValueError("messages must hold at least one message; got an empty conversation")
-        if messages[-1]["role"] == "assistant":
+        if continues and not (messages[-1]["role"] == "assistant" and messages[-1].get("content")):
+            raise ValueError("to continue the final message, it must be the assistant's and have a text")
+        if messages[-1]["role"] == "assistant" and not continues:
             raise ValueError("the conversation ends with the assistant's message; chat answers a user's, or a tool's")
         # Else a client's request to a server could replace the template or the length.
         own = {"messages", *inspect.signature(tokenizer.apply_chat_template).parameters} - {"documents"}
         if taken := sorted(own & set(template_options or {})):
             raise ValueError(f"template_options are values for the chat template; {', '.join(taken)} cannot be among them")
-        options = dict(template_options or {}, add_generation_prompt=True)
+        options = dict(template_options or {}, add_generation_prompt=not continues)
         messages, written_tools = as_template_wants(tokenizer, messages, tools, **options)
         try:
-            text = tokenizer.apply_chat_template(messages, tools=written_tools, tokenize=False, **options)
+            text = tokenizer.apply_chat_template(
+                messages, tools=written_tools, tokenize=False, continue_final_message=continues, **options
+            )
         except Exception as error:  # templates raise arbitrary errors, mostly jinja's TemplateError
             raise ValueError(f"the tokenizer's chat template refuses the conversation: {error}") from error
         check_unicode(text, "the conversation")

@@ -51,8 +51,11 @@ Norms, biases and all other parameters with one axis besides layers are vectors.
 
 
 def declared(path: tuple) -> Declaration | None:
-    """Returns the `Declaration` of the parameter (or module) at a path; None if `MATRICES` has none."""
-    names = [str(name) for name in path if name != "weight"]
+    """Returns the `Declaration` of the parameter (or module) at a path; None if `MATRICES` has none.
+
+    A weight that is trained along with adapters has a frozen `original` of the same layout.
+    """
+    names = [str(name) for name in path if name not in ("weight", "original")]
     found = MATRICES.get(".".join(names[-2:])) or MATRICES.get(".".join(names[-1:]))
     return found or (_VECTOR if names and names[-1].endswith(("norm", "bias")) else None)
 
@@ -65,6 +68,16 @@ def declaration_of(path: tuple, shape: tuple[int, ...]) -> Declaration:
     """
     check_declared([(path, shape)])
     return declared(path) or _VECTOR
+
+
+def is_orthogonalised(path: tuple, shape: tuple[int, ...]) -> bool:
+    """Returns True if Muon orthogonalises the parameter's matrices; AdamW updates all others (`train.optimizer`).
+
+    These are the matrices of layers, except routers, and the factors of their adapters.
+    """
+    matrix, adapted = declaration_of(path, shape), declared(path[:-2])
+    roles = {matrix.role, adapted.role if adapted else "small"}
+    return matrix.axes > 1 and not roles & {"embedding", "head", "router"}
 
 
 def check_declared(parameters: Iterable[tuple[tuple, Any]]) -> None:

@@ -115,17 +115,16 @@ class Layers(NamedTuple):
     whole_accumulators: bool = False
     """True: the body gets the whole stacks of accumulators, and adds to its layer's slice. False: it gets only its layer's."""
 
-    def recomputing(self) -> "Layers":
-        """Returns the layers that are recomputed, without those that keep all residuals.
+    def of_loop(self, remat: Remat) -> "Layers":
+        """Returns the layers of one loop: with `remat` those that are recomputed, else those that keep all residuals.
 
         To keep parts, the body recomputes the others itself. Its residuals are x and the parts, as if none were recomputed.
         """
-        if not self.keep:
-            return self._replace(num_kept=0)
+        if not (remat and self.keep):
+            return self._replace(remat=remat)
         policy = jax.checkpoint_policies.save_only_these_names(*self.keep)
         # The passes are separate loops, so XLA cannot merge the recomputation with the forward pass.
-        body = jax.checkpoint(self.body, policy=policy, prevent_cse=False)
-        return self._replace(body=body, remat=False, num_kept=0, keep=())
+        return self._replace(body=jax.checkpoint(self.body, policy=policy, prevent_cse=False), remat=False)
 
     def take_accumulators(self, stacks, i: Turn):
         """Returns the accumulators that the body of layer i reads: its slice, or the whole stacks."""

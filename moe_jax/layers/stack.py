@@ -18,6 +18,7 @@ from moe_jax.layers.passes import (
     LayerArrays,
     Layers,
     Pass,
+    Remat,
     SavedLayers,
     backward_loop,
     forward_loop,
@@ -30,8 +31,8 @@ def run_layers(layers: Layers, arrays: LayerArrays, x):
     """Scans over stacked layers: x, y[l] = body(shared, per_layer[l], x, parameters[l], accumulators[l]).
 
     Returns the last x, and y stacked. Differentiable in x and parameters; each gradient has its argument's dtype. The residuals
-    are the arrays that `body` needs for each layer; with `remat`, only x and the parts in `keep`, except in the last `num_kept`
-    layers. Memory is the same as with `lax.scan`.
+    are the arrays that `body` needs for each layer. With `remat` they are x and `keep`, except in the last `num_kept` layers.
+    Memory is the same as with `lax.scan`.
 
     With a `gather` that moves, inside `jax.shard_map`, `parameters` are a device's parts. While a layer computes, the
     parameters of the next layer are gathered. In the backward pass, the previous layer's gradients also travel to the devices
@@ -86,8 +87,8 @@ def forward_pass(layers: Layers, arrays: LayerArrays, x) -> Pass:
     The result is a `ForwardRun` whose `saved` holds what each loop saved.
     """
     outputs, saved = [], []
-    for part, chunk in parts_of(layers, arrays.num_layers):
-        run: ForwardRun = yield forward_loop(part, arrays, x, chunk)
+    for remat, chunk in parts_of(layers.remat, layers.num_kept, arrays.num_layers):
+        run: ForwardRun = yield forward_loop(layers.of_loop(remat), arrays, x, chunk)
         x = run.x
         outputs.append(run.y)
         saved.append(run.saved)
@@ -98,8 +99,9 @@ def forward_pass(layers: Layers, arrays: LayerArrays, x) -> Pass:
 def backward_pass(layers: Layers, arrays: LayerArrays, saved: list[SavedLayers], dx, dy, sums=None) -> Pass:
     """Runs all layers backward from the residuals that `forward_pass` saved; returns a `BackwardRun`."""
     adds, written = sums is not None, None
-    parts = parts_of(layers, arrays.num_layers)
-    for (part, chunk), of_part in reversed(list(zip(parts, saved, strict=True))):
+    parts = parts_of(layers.remat, layers.num_kept, arrays.num_layers)
+    for (remat, chunk), of_part in reversed(list(zip(parts, saved, strict=True))):
+        part = layers.of_loop(remat)
         own = dy if chunk is None else jax.tree.map(lambda a, c=chunk: a[c.first : c.first + c.num_layers], dy)
         run: BackwardRun = yield backward_loop(part, arrays, of_part, dx, own, sums, chunk, written)
         dx, arrays = run.dx, arrays._replace(accumulators=run.accumulators)
@@ -107,13 +109,11 @@ def backward_pass(layers: Layers, arrays: LayerArrays, saved: list[SavedLayers],
     return run
 
 
-def parts_of(layers: Layers, num_layers: int) -> list[tuple[Layers, Chunk | None]]:
-    """Returns the loops of a forward pass: each one's body and `remat`, and its range of layers, None for all layers."""
-    if not layers.remat:
-        return [(layers, None)]
-    if not layers.num_kept:
-        return [(layers.recomputing(), None)]
-    whole, first = layers._replace(remat=False), num_layers - layers.num_kept
+def parts_of(remat: Remat, num_kept: int, num_layers: int) -> list[tuple[Remat, Chunk | None]]:
+    """Returns the loops of a forward pass: each one's `remat` and its range of layers, None for all layers."""
+    if not remat or not num_kept:
+        return [(remat, None)]
+    first = num_layers - num_kept
     if first <= 0:
-        return [(whole, None)]
-    return [(layers.recomputing(), Chunk(0, first)), (whole, Chunk(first, layers.num_kept, first))]
+        return [(False, None)]
+    return [(remat, Chunk(0, first)), (False, Chunk(first, num_kept, first))]

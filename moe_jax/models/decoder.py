@@ -121,7 +121,8 @@ class Decoder(nnx.Module):
             An id of -1 adds nothing (`layers.router.route`). "balanced" deals tokens to experts in turn, for benchmarks only.
             None: the router's choice, or "balanced" if the model's `execution` sets it.
           remat: recompute each layer in the backward pass and keep only its input; "offload" keeps it in the host's memory.
-            A number: the last layers that keep all their residuals. None: as the model's `execution`.
+            A number: the last layers that keep all their residuals; with parts of the others, as in `train.make_train_step`.
+            None: as the model's `execution`.
           spread: how the call is spread over devices, inside a `jax.shard_map`. The router's sums are then over this device's
             tokens (`RouterSums.psum`). None: as the model's `execution`.
           sequence_balance: also sum what `layers.router.sequence_balance_loss` needs.

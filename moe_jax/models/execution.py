@@ -38,7 +38,7 @@ class Execution:
         """
         # True is an int too, and equal to 1.
         if isinstance(remat, bool) or (isinstance(remat, str) and remat == "offload"):
-            return replace(self, remat=remat, num_kept=0, keep=())
+            return replace(self, remat=remat if isinstance(remat, bool) else "offload", num_kept=0, keep=())
         if (kept := layers_and_parts(remat)) is None:
             raise ValueError(
                 "remat must be True, False, 'offload' or a number of layers that keep their residuals, with any parts that the "

@@ -1,4 +1,4 @@
-"""Names of mesh axes and transfers, as plain values: settings and commands read them without importing JAX."""
+"""Names of mesh axes, transfers and optimizers, as plain values: settings and commands read them without importing JAX."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -18,6 +18,9 @@ UNIFORM: tuple[PipeSchedule, ...] = ("uniform", "uniform-w")
 
 CHOOSES_CHUNKS: tuple[PipeSchedule, ...] = (*UNIFORM, "interleaved")
 """The schedules that support any number of chunks."""
+
+OptimizerName = Literal["adamw", "muon", "adafactor"]
+"""The optimizers of `train.make_optimizer`."""
 
 
 @dataclass(frozen=True)

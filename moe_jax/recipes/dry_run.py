@@ -11,11 +11,12 @@ from moe_jax.preferences.batches import example_tokens
 from moe_jax.recipes.finetuning.announcement import announcement
 from moe_jax.recipes.finetuning.prepare import plan_run
 from moe_jax.recipes.finetuning.settings import FinetuneSettings
-from moe_jax.recipes.grpo.prepare import plan_grpo
+from moe_jax.recipes.grpo.prepare import PlannedGrpo, plan_grpo
 from moe_jax.recipes.grpo.settings import GrpoSettings
 from moe_jax.recipes.preferring.loop import plan_preferences
 from moe_jax.recipes.preferring.settings import PreferSettings
 from moe_jax.recipes.run.identity import saved_run
+from moe_jax.reinforcement.environments import opening
 from moe_jax.reinforcement.prompts import prompt_at, prompt_tokens
 from moe_jax.reinforcement.samples import Group, Sample
 from moe_jax.runtime.processes import is_first_process
@@ -31,20 +32,22 @@ def dry_run(
     model: Decoder | None = None,
     tokenizer: Any = None,
     rewards: Sequence[Callable[..., Any] | str] = (),
+    environment: Callable[[], Any] | None = None,
 ) -> None:
     """Prints the announcement of a run, and a part of the first batch with the learned text marked.
 
-    For `grpo` it prints two prompts, and the rewards of a made-up answer. No answer is drawn.
+    For `grpo` it prints two prompts, and the rewards of a made-up answer. With an environment each prompt has the text that
+    `reset` returned, and the tools. No answer is drawn.
 
     Args: as in `finetune`, `prefer` and `grpo`. No weights are read, and no file is written.
 
     Raises:
       ValueError, FileNotFoundError: as the run raises before it reads weights.
-      RuntimeError: a reward function raised.
+      RuntimeError: a reward function, or `reset`, raised.
     """
     marks = COLORED if sys.stdout.isatty() else PLAIN
     if isinstance(settings, GrpoSettings):
-        text = _of_rewards(settings, rewards, model, tokenizer)
+        text = _of_rewards(plan_grpo(settings, rewards, model, tokenizer, environment))
     elif isinstance(settings, PreferSettings):
         text = _of_preferences(settings, model, tokenizer, marks)
     else:
@@ -80,11 +83,9 @@ def _of_preferences(settings: PreferSettings, model: Decoder | None, tokenizer: 
     return "\n\n".join(parts)
 
 
-def _of_rewards(
-    settings: GrpoSettings, rewards: Sequence[Callable[..., Any] | str], model: Decoder | None, tokenizer: Any
-) -> str:
+def _of_rewards(plan: PlannedGrpo) -> str:
     """Describes a run of reinforcement learning, with the first two prompts and the rewards of a made-up answer."""
-    plan = plan_grpo(settings, rewards, model, tokenizer)
+    settings = plan.settings
     answer = plan.tokenizer.encode(MADE_UP, add_special_tokens=False)
     arrays: dict[str, Any] = dict(tokens=np.array(answer), log_probs=np.zeros(len(answer)), own=np.ones(len(answer), bool))
     sample = Sample(seed=0, finish_reason="stop", text=MADE_UP, **arrays)
@@ -92,13 +93,27 @@ def _of_rewards(
     with plan.scorer as scorer:
         for key in range(2):
             row = prompt_at(plan.prompts, key, settings.seed)
-            tokens = prompt_tokens(plan.tokenizer, row["prompt"])
+            row, tokens = _opened(plan, key, row)
             group = Group(key=key, row=row, prompt_tokens=np.array(tokens), samples=(sample,) * settings.samples)
             [scored] = scorer.score([group])
             found = dict(zip(scorer.names, np.asarray(scored.rewards)[0].tolist(), strict=True))
             parts.append(f"--- a prompt of {len(tokens)} tokens; the answer {MADE_UP!r} has the rewards {found}")
             parts[-1] += f"\n{plan.tokenizer.decode(tokens)}"
     return "\n\n".join(parts)
+
+
+def _opened(plan: PlannedGrpo, key: int, row: dict[str, Any]) -> tuple[dict[str, Any], list[int]]:
+    """Returns a row with its prompt as the environment completes it, and the prompt's tokens."""
+    if plan.environment is None:
+        return row, prompt_tokens(plan.tokenizer, row["prompt"])
+    made = plan.environment()
+    try:
+        messages, tokens = opening(key, row, [made], plan.tokenizer)
+    except Exception as error:  # of any kind, as the user's code raises it
+        raise RuntimeError(f"reset raised {type(error).__name__}: {error}; prompt {key}: {row!r:.400}") from error
+    finally:
+        getattr(made, "close", lambda: None)()
+    return {**row, "prompt": messages}, tokens
 
 
 def described_row(row: dict[str, np.ndarray], documents: Documents, tokenizer: Any, marks: tuple[str, str]) -> str:

@@ -12,19 +12,18 @@ A dialogue is tokens, never rendered again: answers keep their own, and only the
 
 import asyncio
 import inspect
-import json
 import logging
 import math
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
 import numpy as np
-from transformers.utils import get_json_schema
+from transformers.utils import DocstringParsingException, TypeHintParsingException, get_json_schema
 
 from moe_jax.checkpoint.messages import as_template_wants
+from moe_jax.generation.tool_calls import END_OF_THOUGHT, FORMATS, Call, calls_in, format_of, schemas_of
 from moe_jax.reinforcement.prompts import prompt_tokens, seed_of
 from moe_jax.reinforcement.samples import Group, Sample
 
@@ -36,7 +35,6 @@ Part = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 _OWN = ("reset", "respond", "get_reward", "close")
 """Public methods that are no tools."""
-_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 _MARK = "answer-7f3a61c4"
 """Content of an answer and arguments of its calls, which are found in a rendered conversation."""
 _logger = logging.getLogger(__name__)
@@ -69,31 +67,74 @@ def play(
     """
     if max_turns < 1:
         raise ValueError(f"max_turns must be at least 1; got {max_turns!r}")
-    if isinstance(row["prompt"], str):
-        raise ValueError(f"an environment needs prompts of messages; the prompt {key} is the text {row['prompt']!r:.80}")
     environments = [environment() for _ in seeds]
     try:
-        texts = [each.reset(**row) for each in environments]
-        if any(text != texts[0] for text in texts):
-            raise ValueError(f"reset must return one text for the samples of a prompt; prompt {key} has {set(texts)!r:.200}")
-        messages = [*row["prompt"][:-1], row["prompt"][-1] | {"content": row["prompt"][-1]["content"] + (texts[0] or "")}]
-        schemas = [get_json_schema(tool) for tool in _tools(environments[0]).values()] or None
-        prompt = prompt_tokens(tokenizer, messages, schemas)
-        rendered = partial(_message_tokens, tokenizer, schemas)
+        messages, prompt = opening(key, row, environments, tokenizer)
+        rendered = partial(_message_tokens, tokenizer, _schemas(environments[0]))
         dialogue = partial(_dialogue, prompt, draw, tokenizer, rendered, max_new_tokens, max_turns)
         with ThreadPoolExecutor(len(seeds), thread_name_prefix="environment") as threads:
             samples = tuple(threads.map(dialogue, environments, seeds))
     finally:
         for each in environments:
-            getattr(each, "close", lambda: None)()
+            _close(each)
     return Group(key=key, row={**row, "prompt": messages}, prompt_tokens=np.asarray(prompt, np.int32), samples=samples)
+
+
+def opening(key: int, row: Mapping[str, Any], environments: Sequence[Any], tokenizer: Any) -> tuple[list[Message], list[int]]:
+    """Resets environments with a prompt's row; returns the prompt's messages with their text, and its tokens with the tools.
+
+    Raises:
+      ValueError: the prompt is a text, or the environments return different texts.
+    """
+    if isinstance(row["prompt"], str):
+        raise ValueError(f"an environment needs prompts of messages; the prompt {key} is the text {row['prompt']!r:.80}")
+    texts = [each.reset(**row) for each in environments]
+    if any(text != texts[0] for text in texts):
+        raise ValueError(f"reset must return one text for the samples of a prompt; prompt {key} has {set(texts)!r:.200}")
+    messages = [*row["prompt"][:-1], row["prompt"][-1] | {"content": row["prompt"][-1]["content"] + (texts[0] or "")}]
+    return messages, prompt_tokens(tokenizer, messages, _schemas(environments[0]))
+
+
+def check_environment(environment: Callable[[], Any], columns: Iterable[str], tokenizer: Any, ends: Sequence[int]) -> bool:
+    """Makes an environment, checks it and closes it; returns True if it has a reward of its own. Calls no `reset`.
+
+    Args:
+      columns: the columns of the data, which `reset` gets.
+      ends: tokens that end an answer.
+
+    Raises:
+      ValueError: it cannot be made, or has no `reset` for these columns. A tool has no type hints or no docstring, or the chat
+        template cannot continue a dialogue.
+    """
+    name = name_of(environment)
+    try:
+        made = environment()
+    except Exception as error:  # of any kind, as the user's code raises it
+        raise ValueError(f"the environment {name} cannot be made: {type(error).__name__}: {error}") from error
+    try:
+        if not callable(reset := getattr(made, "reset", None)):
+            raise ValueError(f"the environment {name} has no method reset(**row), which gets the columns of a row")
+        inspect.signature(reset).bind(**dict.fromkeys(columns))
+        schemas, message = _schemas(made), {"role": "tool" if _tools(made) else "user", "name": "tool", "content": "message"}
+        if schemas or hasattr(made, "respond"):
+            _message_tokens(tokenizer, schemas, [message], ends)
+        return hasattr(made, "get_reward")
+    except (TypeError, TypeHintParsingException, DocstringParsingException) as error:
+        raise ValueError(f"the environment {name}: {error}") from error
+    finally:
+        _close(made)
+
+
+def name_of(environment: Callable[[], Any]) -> str:
+    """Returns the name of an environment, which names its reward."""
+    return getattr(environment, "__name__", type(environment).__name__)
 
 
 def _dialogue(
     prompt: list[int],
     draw: Draw,
     tokenizer: Any,
-    rendered: Callable[[list[Message], int], list[int]],
+    rendered: Callable[[list[Message], Sequence[int]], list[int]],
     max_new_tokens: int,
     max_turns: int,
     environment: Any,
@@ -114,15 +155,14 @@ def _dialogue(
         reason = drawn.finish_reason
         if reason != "stop":
             break
-        # Calls within reasoning are only thoughts. Special tokens are kept: a call may begin with one.
-        calls = _CALL.findall(tokenizer.decode(drawn.tokens).rpartition("</think>")[2]) if tools else []
+        calls = _calls(tokenizer, tools, drawn.tokens) if tools else []
         messages = [_answer(tools, call, failures) for call in calls]
         if not calls:
             text, reason = _asked(environment, "respond", drawn.text)
             messages = [] if text is None else [{"role": "user", "content": text}]
         if not messages:
             break
-        added = np.asarray(rendered(messages, tokens[-1]), np.int32)
+        added = np.asarray(rendered(messages, tokens[-1:]), np.int32)
         if turn + 1 == max_turns or len(tokens) + len(added) >= len(prompt) + max_new_tokens:
             reason = "length"
             break
@@ -162,16 +202,34 @@ def _asked(environment: Any, method: str, *arguments: str) -> tuple[Any, str]:
     return found, "stop"
 
 
+def _close(environment: Any) -> None:
+    getattr(environment, "close", lambda: None)()
+
+
+def _schemas(environment: Any) -> list[Message] | None:
+    return [get_json_schema(tool) for tool in _tools(environment).values()] or None
+
+
 def _tools(environment: Any) -> dict[str, Callable[..., Any]]:
     names = [name for name, _ in inspect.getmembers(type(environment), inspect.isfunction)]
     return {name: getattr(environment, name) for name in names if not name.startswith("_") and name not in _OWN}
 
 
-def _answer(tools: Mapping[str, Callable[..., Any]], call: str, failures: list[bool]) -> Message:
-    """Returns the message of a tool for the JSON of a call, and notes if the call failed."""
+def _calls(tokenizer: Any, tools: Mapping[str, Callable[..., Any]], tokens: np.ndarray) -> list[Call | Exception]:
+    """Returns the calls of an answer in the format of the chat template."""
+    schemas = [get_json_schema(tool) for tool in tools.values()]
+    calls = FORMATS[format_of(tokenizer.get_chat_template(tools=schemas)) or "hermes"]
+    # Calls within reasoning are only thoughts. Special tokens are kept: a call may begin with one.
+    return calls_in(tokenizer.decode(tokens).rpartition(END_OF_THOUGHT)[2], calls, schemas_of(schemas))
+
+
+def _answer(tools: Mapping[str, Callable[..., Any]], call: Call | Exception, failures: list[bool]) -> Message:
+    """Returns the message of a tool for a call, or for the error of one, and notes if the call failed."""
     name = "unknown"
     try:
-        name, arguments = (wanted := json.loads(call))["name"], wanted.get("arguments") or {}
+        if isinstance(call, Exception):
+            raise call
+        name, arguments, _ = call
         if name not in tools:
             raise ValueError(f"there is no tool {name!r}; the tools are {', '.join(tools)}")
         content = str(_now(tools[name](**arguments)))
@@ -182,8 +240,8 @@ def _answer(tools: Mapping[str, Callable[..., Any]], call: str, failures: list[b
     return {"role": "tool", "name": str(name), "content": content}
 
 
-def _message_tokens(tokenizer: Any, schemas: list[Message] | None, messages: list[Message], end: int) -> list[int]:
-    """Returns the tokens of messages after an answer that ended with the token `end`, up to where the next answer begins.
+def _message_tokens(tokenizer: Any, schemas: list[Message] | None, messages: list[Message], ends: Sequence[int]) -> list[int]:
+    """Returns the tokens of messages after an answer that one of `ends` ended, up to where the next answer begins.
 
     The template renders a short conversation with the messages. Its part after the end of the answer is tokenized.
 
@@ -198,12 +256,13 @@ def _message_tokens(tokenizer: Any, schemas: list[Message] | None, messages: lis
     text = tokenizer.apply_chat_template(conversation, tools=tools, tokenize=False, add_generation_prompt=True)
     _, mark, rest = text.rpartition(_MARK)
     tokens = tokenizer(rest, add_special_tokens=False)["input_ids"]
-    cut = next((tokens.index(token) for token in (end, tokenizer.eos_token_id) if token in tokens), None)
+    cut = next((tokens.index(token) for token in (*ends, tokenizer.eos_token_id) if token in tokens), None)
     # An end token that comes only after the first message does not end the answer.
     if not mark or cut is None or (first and first in tokenizer.decode(tokens[:cut])):
+        fault = "leaves the answer out" if not mark else f"does not end one with the token {' or '.join(map(str, ends))}"
+        name = tokenizer.name_or_path or "the tokenizer"
         raise ValueError(
-            f"the chat template of {tokenizer.name_or_path or 'the tokenizer'} cannot continue a dialogue after an answer: it "
-            f"{'leaves the answer out' if not mark else f'does not end one with the token {end}'}; give another template"
+            f"the chat template of {name} cannot continue a dialogue after an answer: it {fault}; give another template"
         )
     return tokens[cut + 1 :]
 

@@ -6,8 +6,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from moe_jax.adapters.merge import merged_copy
 from moe_jax.kernels.shapes import varying_axes
 from moe_jax.kernels.vocabulary import TokenScores, token_log_probs_and_entropies
+from moe_jax.layers.lora import has_adapters
 from moe_jax.layers.router import load_balancing_loss
 from moe_jax.models.decoder import Decoder
 from moe_jax.models.output import HiddenStates
@@ -75,6 +77,8 @@ class PolicyLoss(Objective):
                 f"loss={settings.loss!r}, importance_level={settings.importance_level!r} and off_policy_threshold="
                 f"{settings.off_policy_threshold!r} need sums over samples, which the mesh axis context splits; leave it out"
             )
+        if settings.exact and has_adapters(model):
+            model = merged_copy(model)
         states = hidden_states_of(model, batch)
         scores = sampled_token_scores(model, batch, temperature=settings.temperature, states=states)
         parts, largest = parts_of_tokens(settings, scores, batch)

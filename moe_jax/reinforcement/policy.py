@@ -5,13 +5,13 @@
     requests run                        audit, one training step, which donates the weights; the engine gets the new ones
 
 In exact mode the engine's log-probabilities have strict bits, so the step needs no second forward pass for their values. It
-computes the ordinary pass with the experts that the engine chose, and every ratio is exactly 1. The audit computes
+computes the ordinary pass with the experts that the engine chose, and every ratio is exactly 1. Adapters are merged with copies
+of their matrices, in the engine and in the step: round(W + scale b a), whose gradients reach the factors. The audit computes
 `strict_log_probs` of some rows and compares all bits. Stale weights, shifted values or other experts do not pass it.
 """
 
 import logging
-import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from time import perf_counter
@@ -22,20 +22,23 @@ import numpy as np
 import optax
 from flax import nnx
 
-from moe_jax.adapters.merge import with_zero_changes, without_adapter
-from moe_jax.layers.lora import has_adapters
+from moe_jax.adapters.merge import merged_copy, with_zero_changes, without_adapter
+from moe_jax.adapters.names import targets_of
+from moe_jax.config import ModelConfig
+from moe_jax.layers.lora import has_adapters, has_dropout
 from moe_jax.models.decoder import Decoder
 from moe_jax.reinforcement.advantages import advantages, kept_groups, token_weights, total_rewards
-from moe_jax.reinforcement.audit import AUDITED_ROWS, audit
+from moe_jax.reinforcement.audit import AUDITED_ROWS, audit, strict_rows
 from moe_jax.reinforcement.objective import PolicyLoss, sampled_token_scores
 from moe_jax.reinforcement.prompts import prompt_tokens, seed_of
 from moe_jax.reinforcement.rows import policy_rows
 from moe_jax.reinforcement.samples import Group, Sample
 from moe_jax.reinforcement.settings import PolicySettings
 from moe_jax.serving.conversation import model_defaults
-from moe_jax.serving.engine import Engine, check_servable
+from moe_jax.serving.engine import Engine, check_config, check_servable
 from moe_jax.serving.request import Completion, EngineLimits, SamplingOptions
 from moe_jax.train.batch import Batch, put_batch
+from moe_jax.train.objective import refuse_further_predictors
 from moe_jax.train.state import TrainState, init_state
 from moe_jax.train.step import make_train_step
 
@@ -93,10 +96,11 @@ class Policy:
         self._make_step = partial(make_train_step, nnx.graphdef(model), optimizer, PolicyLoss(settings))
         self._steps: dict[int, Callable] = {}
         """Training steps by their largest number of micro-batches, each compiled once."""
-        self._audits_all, self._lock = True, threading.Lock()
+        self._audits_all = True
         self.state = init_state(model, optimizer)
-        options: dict[str, Any] = dict(keep_experts=model.config.experts is not None, strict=settings.exact, lazy=True)
-        self.engine = Engine(model, limits=limits, **options)
+        options: dict[str, Any] = dict(keep_experts=model.config.experts is not None, strict=settings.exact)
+        self.engine = Engine(self._drawing_model(), limits=limits, lazy=True, **options)
+        self.engine.temper_logprobs()
 
     def sample(self, rows: Sequence[tuple[int, Mapping[str, Any]]], *, step: int, seed: int, **changes: Any) -> Iterator[Group]:
         """Yields the group of each (key, row) as soon as all its answers are complete.
@@ -118,11 +122,9 @@ class Policy:
         version = int(self.state.step)
 
         def drawn() -> Iterator[Group]:
-            if self._lock.locked():
-                raise RuntimeError("the engine sleeps while the model is trained: draw before or after `update`")
             if not self.settings.exact:
-                # Empties the cache of prompts. Else a call's last bits would depend on the calls before it.
-                self.engine.update(self.model)
+                # Else a call's last bits would depend on the calls before it.
+                self.engine.drop_prefixes()
             for index, completions in self.engine.as_completed(prompts, each):
                 (key, row), tokens = rows[index], np.asarray(prompts[index], np.int32)
                 samples = tuple(self._sample_of(one, each[index], version) for one in completions)
@@ -148,31 +150,29 @@ class Policy:
           RuntimeError: answers are still being drawn; or in exact mode the audit found a token that differs.
           ValueError: groups without rewards, a sample longer than a row, or in exact mode one of older weights.
         """
-        with self._lock:
-            groups = sorted(groups, key=lambda group: group.key)
-            # Without any spread all advantages are 0: such a step moves weights only by weight decay and the divergence.
-            kept = kept_groups(groups, self.settings) or groups
-            batch = self._batch(kept, sum(len(group.samples) for group in groups))
-            self.engine.sleep()
-            try:
-                metrics = self._audited(kept, batch) if self.settings.exact else {}
-                began = perf_counter()
-                metrics |= self._learn(batch)
-                trained = perf_counter()
-            finally:
-                # A step that failed after the donation leaves no weights to serve.
-                if not any(array.is_deleted() for array in jax.tree.leaves(nnx.state(self.model))):
-                    self.engine.update(self.model)
-            times = {"time/update": trained - began, "time/sync": perf_counter() - trained}
-            return metrics | times | {"groups_dropped": len(groups) - len(kept), "weights_version": int(self.state.step)}
+        groups = sorted(groups, key=lambda group: group.key)
+        # Without any spread all advantages are 0: such a step moves weights only by weight decay and the divergence.
+        kept = kept_groups(groups, self.settings) or groups
+        batch = self._batch(kept, sum(len(group.samples) for group in groups))
+        self.engine.sleep()
+        try:
+            metrics = self._audited(kept, batch) if self.settings.exact else {}
+            began = perf_counter()
+            metrics |= self._learn(batch)
+            trained = perf_counter()
+        finally:
+            # A step that failed after the donation leaves no weights to serve.
+            if not any(array.is_deleted() for array in jax.tree.leaves(nnx.state(self.model))):
+                self.engine.update(self._drawing_model())
+        times = {"time/update": trained - began, "time/sync": perf_counter() - trained}
+        return metrics | times | {"groups_dropped": len(groups) - len(kept), "weights_version": int(self.state.step)}
 
     def restore(self, state: TrainState) -> None:
         """Continues with the state of a checkpoint. The next update audits all its rows."""
-        with self._lock:
-            self.engine.sleep()
-            self._set(state)
-            self.engine.update(self.model)
-            self._audits_all = True
+        self.engine.sleep()
+        self._set(state)
+        self.engine.update(self._drawing_model())
+        self._audits_all = True
 
     def close(self) -> None:
         """Ends the engine and frees its memory; running requests are aborted. Model and state stay."""
@@ -194,15 +194,13 @@ class Policy:
                 f"beta={settings.beta} needs a reference: train adapters (adapters.add_lora), whose reference is the model "
                 "without them, or leave beta at 0"
             )
-        if settings.temperature != 1 and (settings.importance != "none" or settings.off_policy_threshold is not None):
-            raise ValueError(
-                f"importance={settings.importance!r} and off_policy_threshold={settings.off_policy_threshold} need "
-                f"temperature=1, as the engine's log-probabilities have; got {settings.temperature}"
-            )
-        try:
-            check_servable(model, limits, drafts=0, strict=settings.exact)
-        except ValueError as error:
-            raise ValueError(f"exact=True: {error}; or set exact=False") from error if settings.exact else error
+        adapted = {target.kind for target in targets_of(model) if target.found is not None}
+        check_architecture(model.config, model.dtype, exact=settings.exact, adapted=adapted, drops=has_dropout(model))
+        check_servable(self._drawing_model(), limits, drafts=0, strict=settings.exact)
+
+    def _drawing_model(self) -> Decoder:
+        """Returns the model that the engine serves: in exact mode adapters are merged, since its kernels have none."""
+        return merged_copy(self.model) if self.settings.exact and has_adapters(self.model) else self.model
 
     def _options(self, is_chat: bool, seed: int, **changes: Any) -> SamplingOptions:
         settings, ends = self.settings, self._defaults.ends_of_answers if is_chat else self._defaults.ends
@@ -217,8 +215,7 @@ class Policy:
         return Sample(
             seed=completion.seed,
             tokens=tokens,
-            # The engine computes them at temperature 1.
-            log_probs=log_probs if options.temperature == 1 else np.full_like(log_probs, np.nan),
+            log_probs=log_probs,
             own=np.ones(len(tokens), bool),
             finish_reason=completion.finish_reason,
             text=self._tokenizer.decode(text, skip_special_tokens=True),
@@ -252,7 +249,7 @@ class Policy:
         lacks_experts = self.model.config.experts is not None and "expert_ids" not in batch
         if not self._audits_all and not lacks_experts:
             used = np.random.default_rng(int(self.state.step)).permutation(used)[:AUDITED_ROWS]
-        metrics, mismatch = audit(self.model, batch, groups, used)
+        metrics, mismatch = audit(self._drawing_model(), batch, groups, used, self.settings.temperature)
         if mismatch is not None and self._stops:
             raise RuntimeError(f'{mismatch}; set exact=False, or on_mismatch="warn" to learn nevertheless')
         if mismatch is not None:
@@ -269,10 +266,7 @@ class Policy:
             self._steps[number] = self._make_step(gradient_accumulation=number)
         state, metrics = self._steps[number](self.state, put_batch(batch, self.state.params))
         self._set(state)
-        found = {name: float(value) for name, value in metrics.items() if not value.ndim}
-        if self.settings.temperature != 1:
-            found = {name: value for name, value in found.items() if not name.startswith("sampling/")}
-        return found
+        return {name: float(value) for name, value in metrics.items() if not value.ndim}
 
     def _set(self, state: TrainState) -> None:
         self.state = state
@@ -282,11 +276,44 @@ class Policy:
         model = with_zero_changes(self.model) if self.model.precision is not None else without_adapter(self.model)
         graphdef, weights = nnx.split(model)
         found, used = np.zeros(batch["tokens"].shape, np.float32), np.flatnonzero(batch["segment_ids"].any(axis=1))
+        if self.settings.exact:
+            # Of the same pass as the policy's values: else the divergence would not begin at 0.
+            found[used, :-1] = strict_rows(model, batch, used, self.settings.temperature)[0]
+            return found
         for first in range(0, len(used), self._rows):
             places = np.resize(used[first : first + self._rows], self._rows)
             rows = {name: array[places] for name, array in batch.items()}
             found[places] = _scores(graphdef, self.settings.temperature, weights, rows)
         return found
+
+
+def check_architecture(
+    config: ModelConfig, dtype: Any, *, exact: bool, adapted: Container[str] = (), drops: bool = False
+) -> None:
+    """Refuses a model that a policy cannot draw from or train, before its weights are read.
+
+    Args:
+      adapted: the kinds of its matrices with adapters.
+      drops: True if its adapters have dropout.
+
+    Raises:
+      ValueError: no engine serves such models, or it has MTP modules. Or `exact`, and it has no strict kernels, or adapters of
+        experts or with dropout.
+    """
+    refuse_further_predictors(config)
+    check_config(config)
+    if exact and "experts" in adapted:
+        raise ValueError(
+            "exact=True merges adapters with copies of their matrices, and a copy of all experts would need too much memory: "
+            "give lora.targets without experts, such as ('attention',), or set exact=False"
+        )
+    if exact and drops:
+        raise ValueError("exact=True needs lora.dropout=0: dropout would change the values that were drawn")
+    if exact:
+        from moe_jax.serving.fused import strict_refusal  # imports Pallas Mosaic GPU
+
+        if (reason := strict_refusal(config, dtype)) is not None:
+            raise ValueError(f"exact=True: strict bits are not computed for this model: {reason}; or set exact=False")
 
 
 @partial(jax.jit, static_argnums=(0, 1))

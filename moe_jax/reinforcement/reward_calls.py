@@ -5,7 +5,7 @@ import inspect
 import math
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -33,16 +33,22 @@ def function_at(place: str) -> Function:
     try:
         module = _module_of_file(Path(origin).expanduser().resolve()) if origin.endswith(".py") else import_module(origin)
     except Exception as error:  # of any kind, as the user's code raises it
-        raise ValueError(f"the reward {place!r} cannot be imported: {type(error).__name__}: {error}") from error
+        raise ValueError(f"{place!r} cannot be imported: {type(error).__name__}: {error}") from error
     function = getattr(module, name, None)
     if not callable(function):
-        found = [
-            each for each, value in vars(module).items() if inspect.isfunction(value) and value.__module__ == module.__name__
-        ]
-        raise ValueError(f"{origin} has no reward function {name!r}; its functions are {', '.join(found) or 'none'}")
+        found = [name for name, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__]
+        raise ValueError(f"{origin} has no function or class {name!r}; it has {', '.join(found) or 'none'}")
     return (
         from_verl(function) if {"solution_str", "ground_truth"} <= inspect.signature(function).parameters.keys() else function
     )
+
+
+def missing_arguments(function: Function, given: Iterable[str]) -> list[str]:
+    """Returns the parameters of a reward function that a call with these keywords would not set."""
+    of_call = {*given, "log_extra", "log_metric"}
+    kinds = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
+    needed = [each for each in inspect.signature(function).parameters.values() if each.default is each.empty]
+    return [each.name for each in needed if each.kind not in kinds and each.name not in of_call]
 
 
 class BadRewards(ValueError):

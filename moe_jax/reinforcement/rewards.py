@@ -26,7 +26,16 @@ import numpy as np
 
 from moe_jax.reinforcement import ready_rewards
 from moe_jax.reinforcement.advantages import has_failed
-from moe_jax.reinforcement.reward_calls import BadRewards, CallFailed, Function, Scores, call, call_async, function_at
+from moe_jax.reinforcement.reward_calls import (
+    BadRewards,
+    CallFailed,
+    Function,
+    Scores,
+    call,
+    call_async,
+    function_at,
+    missing_arguments,
+)
 from moe_jax.reinforcement.reward_processes import Processes
 from moe_jax.reinforcement.samples import Group, Sample
 
@@ -114,6 +123,27 @@ class Scorer:
             raise ValueError(f"rewards must have different names, which name their metrics; got {', '.join(self.names)}")
         self._processes = Processes(reward_timeout)
         self._loop: asyncio.AbstractEventLoop | None = None
+
+    def check(self, row: Mapping[str, Any]) -> None:
+        """Refuses functions that cannot be called with a row's columns. Calls the ready ones with a made-up answer.
+
+        Raises:
+          ValueError: a function has a parameter that is no column, or a ready one raises.
+        """
+        empty: dict[str, Any] = dict(tokens=np.zeros(1, np.int32), log_probs=np.zeros(1), own=np.ones(1, bool))
+        sample = Sample(seed=0, finish_reason="stop", text="-", **empty)
+        group = Group(key=0, row=row, prompt_tokens=np.zeros(1, np.int32), samples=(sample,))
+        arguments = _arguments(group, [0], None)
+        for reward in self.rewards:
+            if missing := missing_arguments(reward.function, arguments):
+                raise ValueError(
+                    f"the reward function {reward.name} needs {', '.join(missing)}; the data has the columns {', '.join(row)}"
+                )
+            if reward.function.__module__ == ready_rewards.__name__:
+                try:
+                    call(reward.function, arguments)
+                except CallFailed as error:
+                    raise ValueError(f"the reward function {reward.name} {error}") from error
 
     def score(self, groups: Iterable[Group], trainer_state: Any = None) -> Iterator[Group]:
         """Yields each group with its rewards as soon as it has them, in any order.

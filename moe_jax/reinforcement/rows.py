@@ -28,7 +28,6 @@ def policy_rows(
     *,
     seq_len: int,
     num_rows: int | None = None,
-    multiple_of: int = 1,
     micro_batches: int = 1,
 ) -> Arrays:
     """Returns a batch for `PolicyLoss`, arrays [rows, seq_len] as drawn above.
@@ -40,7 +39,6 @@ def policy_rows(
       advantages: of each group's samples (`advantages`), or of each token of their answers.
       weights: as `token_weights` returns them.
       num_rows: the number of rows; unused rows are padding. None: the least number.
-      multiple_of: a divisor of the least number, such as micro-batches * devices.
       micro_batches: the number that divides the rows; the last ones hold the padding. Micro-batch i of n has rows i, i + n, ...
 
     Raises:
@@ -66,7 +64,7 @@ def policy_rows(
                 rows, free = [*rows, []], np.append(free, seq_len)
             rows[row].append(part)
             free[row] -= len(part["tokens"])
-    wanted = max(1, -(-len(rows) // multiple_of)) * multiple_of if num_rows is None else num_rows
+    wanted = max(1, len(rows)) if num_rows is None else num_rows
     if len(rows) > wanted:
         raise ValueError(f"num_rows={num_rows} must be at least {len(rows)} for these samples")
     used = max(1, -(-len(rows) * micro_batches // wanted))

@@ -147,10 +147,6 @@ def _conflicts(settings: PolicySettings) -> list[str]:
     if settings.importance_low > settings.importance_high:
         high = settings.importance_high
         problems.append(f"importance_low={settings.importance_low!r} must not exceed importance_high={high!r}")
-    if settings.exact and settings.temperature != 1:
-        problems.append(
-            f"temperature={settings.temperature!r} has no exact log-probabilities: leave it at 1, or set exact=False"
-        )
     if settings.exact and settings.importance != "none":
         problems.append(
             f"importance={settings.importance!r} corrects a difference that exact=True excludes: leave out one of both"

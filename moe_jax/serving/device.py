@@ -104,6 +104,7 @@ class Device:
         self.limits = limits
         self.placement = placement
         self._owns_weights = owns_weights
+        self._drafts, self.is_tempered = drafts, False
         modules = self._num_modules = int(drafts.name == "module")
         self.served, weights = parts
         if self.served.unfused is not None and not owns_weights:
@@ -268,7 +269,7 @@ class Device:
             # All readers of these results must start before the next step of the shape.
             self._programs[shape] = program, output
         penalties = self.slots.penalties if variant == "full" else None
-        draw = draw_program(variant, strict=self.served.strict, mesh=self.served.mesh)
+        draw = draw_program(variant, strict=self.served.strict, tempered=self.is_tempered, mesh=self.served.mesh)
         last_token, penalties, first, further, checked = draw(
             _for_drawing(output), self.slots.options, self.state.last_token, penalties
         )

@@ -6,7 +6,8 @@ the draft's logits, and so on. So, up to rounding, tokens do not depend on draft
 
 Drafts come from one of two sources (`generation.speculative.DraftSource`). "lookup" proposes the tokens that followed an
 earlier occurrence of the newest ones: the device keeps each sequence's tokens. A sequence with too few right drafts has none
-for a while (`schedule.weigh_drafts`). A step in which no row may have drafts runs the program of an engine without drafts.
+for a while (`schedule.weigh_drafts`). One whose newest two tokens never occurred before has none either
+(`schedule.look_back`). A step in which no row may have drafts runs the program of an engine without drafts.
 
 "module" proposes a token of the model's multi-token prediction module. The module draws its draft with the key of the draft's
 position. If its logits equal the model's, so do the draws. Among rules whose tokens do not depend on the module, such coupled

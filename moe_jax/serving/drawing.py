@@ -21,7 +21,9 @@ from moe_jax.serving.step import StepOutput, first_outputs
 
 
 @functools.cache
-def draw_program(variant: Variant, *, strict: bool = False, mesh: Mesh | None = None) -> Callable[..., tuple]:
+def draw_program(
+    variant: Variant, *, strict: bool = False, tempered: bool = False, mesh: Mesh | None = None
+) -> Callable[..., tuple]:
     """Returns the jitted f(output, options, last_token, penalties), which changes the last two in place.
 
     It returns (last_token, penalties, first, further, checked). `first` is `Sampled` for the token after each row's newest one.
@@ -29,27 +31,33 @@ def draw_program(variant: Variant, *, strict: bool = False, mesh: Mesh | None = 
     [2, decodes] has the numbers of checked and of accepted drafts; None without drafts. Arrays changed in place come first: JAX
     gives a donated array's memory to the first result of its shape. A last token at a new address would change the CUDA graph
     of the next step. With a mesh all arrays have rows of each device (`placement.on_each`).
+
+    Args:
+      variant, strict, tempered: as in `sampling.sample_rows`.
     """
-    return jax.jit(on_each(mesh, functools.partial(_draw, variant, strict)), donate_argnums=(2, 3))
+    sample_rows = functools.partial(sampling.sample_rows, variant, strict=strict, tempered=tempered)
+    return jax.jit(on_each(mesh, functools.partial(_draw, sample_rows)), donate_argnums=(2, 3))
 
 
 def _draw(
-    variant: Variant,
-    strict: bool,
+    sample_rows: Callable[..., tuple[Sampled, Penalties | None]],
     output: StepOutput,
     options: SlotOptions,
     last_token: Int[Array, "slots"],
     penalties: Penalties | None,
 ) -> tuple:
     if output.drafted is not None:
-        return _check(variant, output, options, last_token, penalties)
-    of_rows = output.logits, output.slots, output.positions, options
-    sampled, penalties = sampling.sample_rows(variant, *of_rows, penalties, strict=strict)
+        return _check(sample_rows, output, options, last_token, penalties)
+    sampled, penalties = sample_rows(output.logits, output.slots, output.positions, options, penalties)
     return sampling.with_last_tokens(last_token, output.slots, sampled.tokens), penalties, sampled, (), None
 
 
 def _check(
-    variant: Variant, output: StepOutput, options: SlotOptions, last_token: Int[Array, "slots"], penalties: Penalties | None
+    sample_rows: Callable[..., tuple[Sampled, Penalties | None]],
+    output: StepOutput,
+    options: SlotOptions,
+    last_token: Int[Array, "slots"],
+    penalties: Penalties | None,
 ) -> tuple:
     """Draws with drafts: a draft is accepted if it equals the drawn token, and then yields a further token."""
     assert output.drafted is not None
@@ -57,7 +65,7 @@ def _check(
     num_decodes, per_row = len(drafts), 1 + drafts.shape[1]
     firsts = first_outputs(num_decodes, per_row, len(output.logits))
     logits, positions, slots = output.logits, output.positions, output.slots
-    first, penalties = sampling.sample_rows(variant, logits[firsts], slots, positions[firsts], options, penalties)
+    first, penalties = sample_rows(logits[firsts], slots, positions[firsts], options, penalties)
     last_token = sampling.with_last_tokens(last_token, slots, first.tokens)
     drawn, further, accepted = first.tokens[:num_decodes], list[Sampled](), jnp.zeros(num_decodes, jnp.int32)
     right = slots[:num_decodes] >= 0
@@ -66,7 +74,7 @@ def _check(
         accepted += right
         of_draft, slots_of_right = slice(number, num_decodes * per_row, per_row), jnp.where(right, slots[:num_decodes], -1)
         inputs = logits[of_draft], slots_of_right, positions[of_draft], options, penalties
-        sampled, penalties = sampling.sample_rows(variant, *inputs)
+        sampled, penalties = sample_rows(*inputs)
         last_token = sampling.with_last_tokens(last_token, slots_of_right, sampled.tokens)
         drawn = sampled.tokens
         further.append(sampled)

@@ -25,7 +25,7 @@ from moe_jax.serving.loop import EngineLoop, Stats
 from moe_jax.serving.placement import Placement
 from moe_jax.serving.replicas import Replicas
 from moe_jax.serving.request import Completion, EngineLimits, SamplingOptions, check_prompts, checked, seeds_of
-from moe_jax.serving.schedule import EngineQueues, Sequence
+from moe_jax.serving.schedule import EngineQueues, Sequence, drop_prefixes
 from moe_jax.serving.weights import take_apart
 
 GREEDY = SamplingOptions()
@@ -180,6 +180,17 @@ class Engine:
         """
         check_model(model)
         self._loop.update(model)
+
+    def temper_logprobs(self) -> None:
+        """Computes log-probabilities of new tokens from logits / temperature from now on, as tokens are drawn.
+
+        At temperature 0, and for tokens of prompts, they are of the logits.
+        """
+        self._loop.on_each(lambda loop: setattr(loop.device, "is_tempered", True))
+
+    def drop_prefixes(self) -> None:
+        """Forgets cached prompts, so that later requests share no pages with earlier ones. Running requests continue."""
+        self._loop.on_each(lambda loop: [drop_prefixes(queues) for queues in loop.queues])
 
     def sleep(self) -> None:
         """Frees pages and the engine's copies of weights until `update`. Compiled programs stay, so nothing is compiled again.

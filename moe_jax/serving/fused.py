@@ -118,7 +118,7 @@ def check_strict(model: Decoder) -> None:
       ValueError: the model is not Qwen3 or Qwen3-MoE, or has biases or sizes that the kernels do not support. Or it has
         adapters, quantised weights, or a precision.
     """
-    reason = model.config.mixer_refusal("strict computation") or strict_refusal(model.config, model.dtype)
+    reason = strict_refusal(model.config, model.dtype)
     if model.precision is not None:
         reason = "it multiplies in FP8; take precision 'bf16'"
     if reason is None and has_adapters(model):
@@ -131,8 +131,7 @@ def check_strict(model: Decoder) -> None:
 
 def strict_refusal(config: ModelConfig, dtype: Any) -> str | None:
     """Returns the reason why strict layers do not support a model, with the remedy; None if they do."""
-    reason = refusal(config, dtype, 1)
-    if reason is not None:
+    if (reason := config.mixer_refusal("strict computation") or refusal(config, dtype, 1)) is not None:
         return reason
     if config.rope_parameters.rope_type == "dynamic":
         return 'rope type "dynamic" gives all tokens of a batch the frequencies of the longest sequence'

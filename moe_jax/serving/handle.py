@@ -5,13 +5,13 @@ Text contains only complete characters, and is held back while it could begin a 
 
 import asyncio
 import functools
-import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from queue import SimpleQueue
 from typing import Any
 
-from moe_jax.serving.request import Completion, FinishReason, SamplingOptions
+from moe_jax.serving.request import Completion, DrawnToken, FinishReason, SamplingOptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +48,11 @@ class ReplicaFailed(RuntimeError):
         super().__init__(f"the engine's device {device} failed: {type(error).__name__}: {error}")
 
 
-Listener = tuple[asyncio.AbstractEventLoop, asyncio.Event]
-"""The event of a coroutine that waits, and its loop."""
+Listener = SimpleQueue[None] | tuple[asyncio.AbstractEventLoop, asyncio.Event]
+"""The queue from which a thread waits for a signal; or the event of a coroutine, and its loop."""
+
+Delivery = tuple[int, list[DrawnToken], FinishReason | None]
+"""The number of a continuation, its new tokens, and why it ends with the last of them; no token if it ends without one."""
 
 
 class Handle:
@@ -78,12 +81,14 @@ class Handle:
         self._abort = abort
         self._texts: list[ContinuationText] | None = None
         if tokenizer is not None:
-            self._texts = [ContinuationText(tokenizer, prompt, options.stop) for _ in range(n)]
-        self._events: deque[Event] = deque()
+            self._texts = [ContinuationText(tokenizer, prompt, options) for _ in range(n)]
+        self._deliveries: deque[Delivery] = deque()
         self._remaining = n
         """Continuations whose last event was not read."""
-        self._came = threading.Event()
-        self._listener: Listener | None = None
+        self._came: SimpleQueue[None] = SimpleQueue()
+        self._listener: Listener = self._came
+        self._waits_for_ends = False
+        """True if its reader needs no signal, and no events, before a continuation ends."""
 
     def abort(self) -> None:
         """Ends all continuations that have not ended yet; their last events follow."""
@@ -91,17 +96,18 @@ class Handle:
 
     def events(self) -> Iterator[Event]:
         """Yields the events as they arrive, and returns after the last one."""
+        self._waits_for_ends = False
         while self._remaining:
-            self._came.wait()
-            self._came.clear()
+            self._came.get()
             yield from self._new_events()
 
     async def __aiter__(self) -> AsyncIterator[Event]:
         """Yields the events as they arrive, in an event loop."""
+        self._waits_for_ends = False
         came = asyncio.Event()
         self._listener = (asyncio.get_running_loop(), came)
-        if self._came.is_set():
-            came.set()
+        # What was delivered before has signaled another listener.
+        came.set()
         while self._remaining:
             await came.wait()
             came.clear()
@@ -112,26 +118,33 @@ class Handle:
         """Waits for all continuations and returns them."""
         return next(as_completed([self]))[1]
 
-    def deliver(self, event: Event) -> Listener | None:
-        """Adds an event; the engine's thread calls this. Returns the listener to wake (`wake`)."""
-        self._events.append(event)
-        self._came.set()
+    def deliver(self, index: int, new: list[DrawnToken], reason: FinishReason | None) -> Listener | None:
+        """Adds a continuation's tokens or its end; the engine's thread calls this. Returns the listener to `wake`, if any."""
+        if reason is None and self._waits_for_ends:
+            return None
+        self._deliveries.append((index, new, reason))
         return self._listener
 
-    def fail(self, error: BaseException) -> Listener | None:
-        """Ends the request with an error."""
+    def fail(self, error: BaseException) -> Listener:
+        """Ends the request with an error. Returns the listener to `wake`."""
         self.error = error
-        self._came.set()
         return self._listener
 
     def _new_events(self) -> Iterator[Event]:
-        while self._events:
-            event = self._events.popleft()
-            self._remaining -= event.finish_reason is not None
-            if (read := self._with_text(event)) is not None:
-                yield read
+        while self._deliveries:
+            index, new, reason = self._deliveries.popleft()
+            self._remaining -= reason is not None
+            if not self._waits_for_ends:
+                yield from filter(None, map(self._with_text, self._events_of(index, new, reason)))
         if self.error is not None:
             raise RuntimeError(why(self.error)) from self.error
+
+    def _events_of(self, index: int, new: list[DrawnToken], reason: FinishReason | None) -> Iterator[Event]:
+        keeps = self.options.logprobs is not None
+        for number, (token, logprob, tops) in enumerate(new, 1):
+            yield Event(index, token, logprob if keeps else None, tops, reason if number == len(new) else None)
+        if not new:
+            yield Event(index, None, finish_reason=reason)
 
     def _with_text(self, event: Event) -> Event | None:
         """Returns the event with its text, and ends its continuation if a stop text is complete; None: it is dropped."""
@@ -153,15 +166,16 @@ def as_completed(handles: Sequence[Handle]) -> Iterator[tuple[int, list[Completi
 
     It reads the events of all requests, in the caller's thread. Stop texts are found only while it does.
     """
-    came = threading.Event()
+    came: SimpleQueue[None] = SimpleQueue()
     for handle in handles:
-        handle._came = came
-    # The events of earlier steps have set other flags.
-    came.set()
+        # A signal for each token would cost the engine more time than its steps.
+        handle._waits_for_ends = handle._texts is None
+        handle._came = handle._listener = came
+    # Earlier steps have signaled other listeners.
+    came.put(None)
     open_ones = dict(enumerate(handles))
     while open_ones:
-        came.wait()
-        came.clear()
+        came.get()
         for index, handle in list(open_ones.items()):
             deque(handle._new_events(), maxlen=0)
             if not handle._remaining:
@@ -176,9 +190,14 @@ def why(error: BaseException) -> str:
 
 
 def wake(listeners: set[Listener]) -> None:
-    """Wakes coroutines, with one call into each event loop: a call for each of 256 would take milliseconds."""
-    for loop in {loop for loop, _ in listeners}:
-        events = [came for own, came in listeners if own is loop]
+    """Wakes threads, and coroutines with one call into each event loop: a call for each of 256 would take milliseconds."""
+    coroutines: dict[asyncio.AbstractEventLoop, list[asyncio.Event]] = {}
+    for listener in listeners:
+        if isinstance(listener, tuple):
+            coroutines.setdefault(listener[0], []).append(listener[1])
+        else:
+            listener.put(None)
+    for loop, events in coroutines.items():
         try:
             loop.call_soon_threadsafe(_set_all, events)
         except RuntimeError:  # the loop is closed, and all its waiting coroutines with it
@@ -193,12 +212,14 @@ def _set_all(events: list[asyncio.Event]) -> None:
 class ContinuationText:
     """The text of one continuation, as its events are read.
 
-    A token that ends the continuation is not part of its text. A stop text is cut off; tokens after the one that completes it
-    are dropped.
+    Without `include_stop`, a token that ends the continuation is not part of its text, and a stop text is cut off. Tokens after
+    the one that completes a stop text are dropped.
     """
 
-    def __init__(self, tokenizer: Any, prompt: Sequence[int], stop: Iterable[str]):
-        self._stream = TextStream(tokenizer, prompt, stop)
+    def __init__(self, tokenizer: Any, prompt: Sequence[int], options: SamplingOptions):
+        search = StopSearch(options.stop, options.include_stop)
+        self._stream = TextStream(tokenizer, prompt, search, skips_special=options.skip_special_tokens)
+        self._shows_end = options.include_stop
         self._num_prompt = len(prompt)
         self._num_tokens = 0
         self._pieces: list[str] = []
@@ -217,7 +238,7 @@ class ContinuationText:
             event = Event(event.index, None)
         elif event.token is not None:
             self._num_tokens += 1
-            text = "" if reason == "stop" else stream.add(event.token)
+            text = "" if reason == "stop" and not self._shows_end else stream.add(event.token)
         if reason is not None:
             text += stream.flush()
             reason = "stop" if stream.stopped else reason
@@ -256,16 +277,24 @@ MAX_WINDOW = 16
 
 
 class TextStream:
-    """The text of one sequence after its prompt, without special tokens, cut where a stop text begins.
+    """The text of one sequence after its prompt, usually without special tokens, cut where a stop text begins.
 
     The pieces add up to the tokenizer's decoding of the whole, without its clean-up of spaces. Each token costs the decoding of
     at most `MAX_WINDOW` tokens. Runs of single-byte tokens are decoded once, at their end.
     """
 
-    def __init__(self, tokenizer: Any, prompt_tokens: Sequence[int] = (), stop: Iterable[str] = ()):
-        self._tokenizer = tokenizer
-        self._shown, self._bytes = _kinds_of_tokens(tokenizer)
-        self._stop = StopSearch(stop)
+    def __init__(
+        self,
+        tokenizer: Any,
+        prompt_tokens: Sequence[int] = (),
+        stop: "Iterable[str] | StopSearch" = (),
+        *,
+        skips_special: bool = True,
+    ):
+        self._tokenizer, self._skips = tokenizer, skips_special
+        self._shown, self._bytes, special = _kinds_of_tokens(tokenizer)
+        self._shown = self._shown if skips_special else self._shown | special
+        self._stop = stop if isinstance(stop, StopSearch) else StopSearch(stop)
         self._window = self._end_of(prompt_tokens)
         self._given = len(self._stable(self._decoded()))
         """Number of the window's characters that belong to the prompt or were returned."""
@@ -301,7 +330,7 @@ class TextStream:
         return self._stop.add(new) + self._stop.flush()
 
     def _decoded(self) -> str:
-        return self._tokenizer.decode(self._window, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return self._tokenizer.decode(self._window, skip_special_tokens=self._skips, clean_up_tokenization_spaces=False)
 
     def _stable(self, text: str) -> str:
         """Returns the text without a last character that later bytes may complete."""
@@ -321,11 +350,12 @@ class TextStream:
 class StopSearch:
     """Finds stop texts in a text that comes in pieces; the result does not depend on where one piece ends.
 
-    The stop text that is complete first ends the text. If several end at the same character, the longest counts.
+    The stop text that is complete first ends the text. If several end at the same character, the longest counts. `includes`:
+    it is part of the text.
     """
 
-    def __init__(self, stop: Iterable[str]):
-        self._stop = tuple(stop)
+    def __init__(self, stop: Iterable[str], includes: bool = False):
+        self._stop, self._includes = tuple(stop), includes
         self._held = ""
         self.found = False
 
@@ -337,7 +367,8 @@ class StopSearch:
         places = [(start + len(stop), start) for stop in self._stop if (start := text.find(stop)) >= 0]
         if places:
             self.found, self._held = True, ""
-            return text[: min(places)[1]]
+            end, start = min(places)
+            return text[: end if self._includes else start]
         held = self._num_held(text)
         self._held = text[len(text) - held :]
         return text[: len(text) - held]
@@ -354,12 +385,12 @@ class StopSearch:
 
 
 @functools.lru_cache(maxsize=4)
-def _kinds_of_tokens(tokenizer: Any) -> tuple[frozenset[int], frozenset[int]]:
-    """Returns the tokens with text, and the single-byte tokens, which sentencepiece uses for unknown characters.
+def _kinds_of_tokens(tokenizer: Any) -> tuple[frozenset[int], frozenset[int], frozenset[int]]:
+    """Returns the tokens with text, the single-byte tokens, and the special tokens, such as the end of a message.
 
-    Special tokens, such as the end of a message, have no text. Reads the vocabulary once, which takes about 0.1 s.
+    Sentencepiece uses single-byte tokens for unknown characters. Reads the vocabulary once, which takes about 0.1 s.
     """
     vocab = tokenizer.get_vocab()
-    special = {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
+    special = frozenset(token for token, added in tokenizer.added_tokens_decoder.items() if added.special)
     names = (f"<0x{byte:02X}>" for byte in range(256))
-    return frozenset(vocab.values()) - special, frozenset(vocab[name] for name in names if name in vocab)
+    return frozenset(vocab.values()) - special, frozenset(vocab[name] for name in names if name in vocab), special

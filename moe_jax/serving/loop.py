@@ -11,14 +11,14 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from itertools import islice
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from moe_jax.models.decoder import Decoder
 from moe_jax.serving.device import Device, Launched
-from moe_jax.serving.handle import Event, Listener, ReplicaFailed, WeightsDeleted, wake, why
-from moe_jax.serving.request import Completion, DrawnToken, FinishReason
+from moe_jax.serving.handle import Listener, ReplicaFailed, WeightsDeleted, wake, why
+from moe_jax.serving.request import Completion, DrawnToken
 from moe_jax.serving.schedule import EngineQueues, Sequence, change_weights, finish, plan_step, read_step
 from moe_jax.serving.weights import Weights
 
@@ -148,9 +148,13 @@ class EngineLoop:
             self._commands.put(run)
         return done
 
+    def on_each(self, change: Callable[["EngineLoop"], Any]) -> None:
+        """Runs a function of this loop, between two steps."""
+        self.call(lambda: change(self))
+
     def pause(self, is_paused: bool) -> None:
         """Starts no further step until the pause ends."""
-        self.call(lambda: setattr(self, "is_paused", is_paused))
+        self.on_each(lambda loop: setattr(loop, "is_paused", is_paused))
 
     def update(self, model: Decoder) -> None:
         """Computes with another model's weights from the next step on. Ends a `sleep`.
@@ -299,7 +303,7 @@ class EngineLoop:
         while not self._commands.empty():
             with contextlib.suppress(Exception):
                 self._commands.get()()
-        wake(self._listeners | listeners - {None})
+        wake(self._listeners | listeners)
 
     def _run_commands(self, *, wait: bool) -> None:
         if wait:
@@ -341,26 +345,33 @@ class EngineLoop:
                 sequence.handle.prompt_logprobs += scores
         drafted = launched.num_drafted()
         self._count_drafts(launched, drafted, drawn)
-        tokens = iter([[token for token, *_ in each] for each in drawn])
+        tokens = iter([[token for token, _, _ in each] for each in drawn])
         pages = {sequence: list(sequence.pages) for sequence in samples if sequence.options.return_experts}
         taken: list[int] = []
         for queues, plan in zip(self.queues, launched.plans, strict=True):
             taken += read_step(queues, plan, list(islice(tokens, len(plan.samples))), drafted)
         self._num_tokens += sum(taken)
         for sequence, new, count in zip(samples, drawn, taken, strict=True):
-            sequence.drawn += new[:count]
-            if count and sequence.finish_reason is not None and sequence in pages:
+            if not count:
+                continue
+            new = new[:count]
+            if sequence.options.logprobs is not None:
+                sequence.drawn += new
+            if sequence.finish_reason is not None and sequence in pages:
                 self._keep_experts(sequence, pages[sequence])
-                self._ending.append((sequence, new[:count]))
+                self._ending.append((sequence, new))
             else:
-                self._tell(sequence, new[:count])
+                self._tell(sequence, new)
 
     def _tell(self, sequence: Sequence, new: list[DrawnToken]) -> None:
         """Delivers a sequence's new tokens, and its completion if it has ended."""
-        if new and sequence.finish_reason is not None:
+        if sequence.finish_reason is not None:
             self._complete(sequence)
-        for number, each in enumerate(new, 1):
-            self._deliver(sequence, each, sequence.finish_reason if number == len(new) else None)
+        if (listener := sequence.handle.deliver(sequence.index, new, sequence.finish_reason)) is not None:
+            self._listeners.add(listener)
+        if sequence.finish_reason is not None:
+            # The handle refers to its sequences: a cycle would keep both, and all tokens, until a full garbage collection.
+            sequence.handle = None
 
     def _tell_ended(self) -> None:
         """Completes the sequences whose experts are being copied to the host."""
@@ -380,8 +391,7 @@ class EngineLoop:
             if sequence.finish_reason is None:
                 self._keep_experts(sequence, sequence.pages if sequence.decoding else [])
                 finish(self.queues[sequence.device], sequence, "abort")
-                self._complete(sequence)
-                self._deliver(sequence, (None, None, None), "abort")
+                self._tell(sequence, [])
 
     def _keep_experts(self, sequence: Sequence, pages: list[int]) -> None:
         """Copies the experts of a sequence out of its pages, if it has any and its request asks for them."""
@@ -394,13 +404,6 @@ class EngineLoop:
         sequence.experts = None
         with self._lock:
             self._open.discard(sequence)
-
-    def _deliver(self, sequence: Sequence, drawn: DrawnToken | tuple[None, ...], reason: FinishReason | None) -> None:
-        token, logprob, top_logprobs = drawn
-        logprob = None if sequence.options.logprobs is None else logprob
-        listener = sequence.handle.deliver(Event(sequence.index, token, logprob, top_logprobs, reason))
-        if listener is not None:
-            self._listeners.add(listener)
 
     def _let_wait(self, requests: list[list[Sequence]]) -> None:
         """Queues a request's sequences on the device with the fewest sequences, where they share the prompt's pages."""

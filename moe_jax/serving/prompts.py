@@ -8,6 +8,7 @@ import math
 from functools import partial
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
@@ -98,7 +99,7 @@ def _taken(hidden: Float[Array, "tokens hidden"], places: Int[Array, "rows"]) ->
     return hidden[places]
 
 
-@partial(jax.jit, static_argnames=("num_top", "strict"))
+@partial(jax.jit, static_argnames=("num_top", "strict", "temperature"))
 def piece_scores(
     hidden: Float[Array, "rows hidden"],
     head: Float[Array, "vocab hidden"],
@@ -106,6 +107,14 @@ def piece_scores(
     num_top: int,
     *,
     strict: bool = False,
+    temperature: float = 1.0,
 ) -> Scores:
-    """Returns the scores of `targets` after tokens with these hidden states, and of the `num_top` most likely tokens."""
-    return scores_of(logits_of(hidden, head, strict=strict), targets, num_top, strict=strict)
+    """Returns the scores of `targets` after tokens with these hidden states, and of the `num_top` most likely tokens.
+
+    They are of logits / temperature.
+    """
+    logits = logits_of(hidden, head, strict=strict)
+    if temperature != 1:
+        # XLA would multiply by the inverse of a constant, and the bits would differ from an engine's draws.
+        logits = logits / jax.lax.optimization_barrier(jnp.float32(temperature))
+    return scores_of(logits, targets, num_top, strict=strict)

@@ -7,7 +7,8 @@ device will be free first. Devices never wait for each other, except between two
 import contextlib
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from moe_jax.kernels.attention.paged import PAGE_SIZE
 from moe_jax.models.decoder import Decoder
@@ -82,11 +83,15 @@ class Replicas:
         for loop in self.loops:
             loop.abort(sequences)
 
-    def pause(self, is_paused: bool) -> None:
-        """Starts no further step until the pause ends."""
+    def on_each(self, change: Callable[[EngineLoop], Any]) -> None:
+        """Runs a function of each loop, between two steps of all."""
         with self._held() as loops:
             for loop in loops:
-                loop.is_paused = is_paused
+                change(loop)
+
+    def pause(self, is_paused: bool) -> None:
+        """Starts no further step until the pause ends."""
+        self.on_each(lambda loop: setattr(loop, "is_paused", is_paused))
 
     def update(self, model: Decoder) -> None:
         """Computes with another model's weights; no device starts a step before all have them.
@@ -201,7 +206,7 @@ class Replicas:
         usable = [loop for loop in self.loops if loop.refusal is None]
         if not usable:
             error = next(loop.refusal for loop in self._alive or self.loops)
-            wake({each.handle.fail(error) for request in self._waiting for each in request} - {None})
+            wake({each.handle.fail(error) for request in self._waiting for each in request})
             self._waiting.clear()
             return True
         loads = [ReplicaLoad(loop) for loop in usable if loop.num_open < self._limits.max_sequences]
@@ -251,7 +256,7 @@ class ReplicaLoad:
         self._free_pages -= pages_of(length) - found + len(request) - 1
 
     def _num_found(self, sequence: Sequence) -> int:
-        """Returns the number of pages of the prompt that the device has; no other thread changes what this reads."""
+        """Returns the number of pages of the prompt that the device has now; its thread may evict some before they are used."""
         if sequence.scores_prompt:
             return 0
         return len(self._pool.find(sequence.page_hashes(self._root, (len(sequence.tokens) - 1) // PAGE_SIZE)))

@@ -46,7 +46,7 @@ class SamplingOptions:
     """Numbers that are added to the logits of tokens."""
     stop_token_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
-    """Texts that end a sequence; they are not part of its text."""
+    """Texts that end a sequence; they are not part of its text, unless `include_stop` is set."""
     ignore_eos: bool = False
     """True: the model's own end tokens do not end a sequence."""
     seed: int | None = None
@@ -59,6 +59,10 @@ class SamplingOptions:
     """The same for the tokens of the prompt."""
     return_experts: bool = False
     """True: each token's experts are returned, layer by layer."""
+    skip_special_tokens: bool = True
+    """False: special tokens are part of the text, except one that ends it."""
+    include_stop: bool = False
+    """True: the stop text, or the token that ends a sequence, is part of the text. Special tokens are still skipped."""
 
     def problems(self, vocab_size: int) -> list[str]:
         """Returns a sentence for each option with a wrong type or out of its range."""
@@ -93,6 +97,8 @@ class SamplingOptions:
             "logprobs": (_is_count(self.logprobs), f"None or an integer in [0, {MAX_LOGPROBS}]"),
             "prompt_logprobs": (_is_count(self.prompt_logprobs), f"None or an integer in [0, {MAX_LOGPROBS}]"),
             "return_experts": (isinstance(self.return_experts, bool), "True or False"),
+            "include_stop": (isinstance(self.include_stop, bool), "True or False"),
+            "skip_special_tokens": (isinstance(self.skip_special_tokens, bool), "True or False"),
         }
         wrong = {name: wanted for name, (fits, wanted) in rules.items() if not fits}
         return [f"{name} must be {wanted}; got {_shortened(getattr(self, name))}" for name, wanted in wrong.items()]
@@ -158,7 +164,7 @@ class Completion:
     finish_reason: FinishReason
     """`stop`: an end token or a stop text; `length`: the requested number of tokens; `abort`; `error`."""
     logprobs: list[float] | None = None
-    """Log-probability of each new token under the raw logits."""
+    """Log-probability of each new token under the raw logits, or after `Engine.temper_logprobs` under logits / temperature."""
     top_logprobs: list[dict[int, float]] | None = None
     prompt_logprobs: list[dict[int, float] | None] | None = None
     """For each prompt token: {token: log-probability} of itself and of the most likely ones; None for the first."""

@@ -135,7 +135,7 @@ Scores = tuple[Float[Array, "rows"], Int[Array, "rows choices"], Float[Array, "r
 
 
 class Sampled(NamedTuple):
-    """The new token of each row. Log-probabilities are computed from the model's logits, before penalties and temperature."""
+    """The new token of each row. Log-probabilities are computed from the model's logits, without penalties."""
 
     tokens: Int[Array, "rows"]
     logprobs: Float[Array, "rows"]
@@ -153,6 +153,7 @@ def sample_rows(
     penalties: Penalties | None = None,
     *,
     strict: bool = False,
+    tempered: bool = False,
 ) -> tuple[Sampled, Penalties | None]:
     """Draws a token for each row from softmax(logits / temperature), restricted to the top k, then top p, then min p.
 
@@ -167,16 +168,19 @@ def sample_rows(
       positions: the positions of the new tokens.
       penalties: penalties and biases of the slots; None: no row has any.
       strict: static; as in `scores_of`.
+      tempered: static; True returns log-probabilities of logits / temperature, False of the logits.
     """
     logits = logits.astype(jnp.float32)
     of_row = jax.tree.map(lambda values: values[jnp.maximum(slots, 0)], options)
     scores = logits if penalties is None else penalised(logits, slots, penalties)
     tokens = jnp.argmax(scores, axis=-1).astype(jnp.int32)
     if variant != "greedy":
-        scores = scores / jnp.where(of_row.temperature > 0, of_row.temperature, 1)[:, None]
+        divisor = jnp.where(of_row.temperature > 0, of_row.temperature, 1)[:, None]
+        scores = scores / divisor
         if variant == "full":
             scores = _restricted(scores, of_row)
         tokens = jnp.where(of_row.temperature > 0, draw(scores, _keys(of_row.seed, positions)), tokens)
+        logits = logits / divisor if tempered else logits
     tokens = jnp.where(slots < 0, 0, tokens)
     num_top = min(MAX_LOGPROBS, logits.shape[1]) if variant == "full" else 0
     sampled = Sampled(tokens, *scores_of(logits, tokens, num_top, strict=strict))

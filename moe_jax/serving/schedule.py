@@ -60,12 +60,17 @@ class Sequence:
     weights_version: int = field(default=0, init=False)
     """Version of the weights when the sequence first got a slot."""
     drawn: list[DrawnToken] = field(default_factory=list, init=False)
-    """The new tokens with their log-probabilities."""
+    """The new tokens with their log-probabilities, if the request asks for them."""
     num_drafted: int = field(default=0, init=False)
     """Number of drafts since `weigh_drafts` last decided; a step without a draft counts as one."""
     num_accepted: int = field(default=0, init=False)
     drafts_from: int = field(default=0, init=False)
     """Number of tokens from which on the sequence has drafts."""
+    pairs: set[tuple[int, int]] = field(default_factory=set, init=False)
+    """The pairs of neighboring tokens that `look_back` has read."""
+    repeats: bool = field(default=False, init=False)
+    """True if the newest pair occurred before. Else the device finds no draft after it."""
+    num_paired: int = field(default=0, init=False)
     experts: Any = field(default=None, init=False)
     """Experts of the computed positions, if the request asks for them, once the sequence has ended or was preempted."""
     variant: int = field(default=0, init=False)
@@ -112,7 +117,7 @@ class EngineQueues:
     drafts: int = 0
     """Number of drafts that a decoding row computes with its token."""
     weighs_drafts: bool = False
-    """True if a sequence whose drafts lose time has none for a while (`weigh_drafts`)."""
+    """True if a sequence has drafts only where its text repeats (`look_back`), and while they save time (`weigh_drafts`)."""
     waiting: deque[Sequence] = field(default_factory=deque)
     running: list[Sequence] = field(default_factory=list)
     weights_version: int = 0
@@ -224,6 +229,8 @@ def read_step(queues: EngineQueues, plan: StepPlan, tokens: list[list[int]], dra
                 break
         length = len(sequence.tokens)
         taken.append(length - before)
+        if queues.weighs_drafts:
+            look_back(sequence)
         if (length - 1) // PAGE_SIZE > (before - 1) // PAGE_SIZE and sequence.slot is not None:
             # The step that sampled the page's successor has written its last token.
             _seal_full_pages(sequence, queues.pool, queues.root)
@@ -236,6 +243,18 @@ WEIGHED_DRAFTS, LEAST_ACCEPTED, PAUSED_TOKENS = 64, 0.3, 256
 Such drafts cost more time than they save if few sequences run (docs/log/engine.md). A trial takes at most a fifth of the steps,
 and finds a text that has begun to repeat.
 """
+
+
+def look_back(sequence: Sequence) -> None:
+    """Finds out if the newest pair of tokens occurred before; it reads each pair once.
+
+    The device finds drafts in the same case, but knows the token in flight too. So drafts begin a step late.
+    """
+    tokens = sequence.tokens
+    for pair in zip(tokens[sequence.num_paired :], tokens[sequence.num_paired + 1 :], strict=False):
+        sequence.repeats = pair in sequence.pairs
+        sequence.pairs.add(pair)
+    sequence.num_paired = len(tokens) - 1
 
 
 def weigh_drafts(sequence: Sequence, drafted: int, accepted: int) -> None:
@@ -285,7 +304,12 @@ def preempt_youngest(queues: EngineQueues) -> tuple[Sequence, list[int]]:
 def change_weights(queues: EngineQueues) -> None:
     """Starts a new version of the weights: pages of older ones are no longer shared. Running sequences never seal theirs."""
     queues.weights_version += 1
-    queues.root = root_hash((queues.weights_version,))
+    drop_prefixes(queues)
+
+
+def drop_prefixes(queues: EngineQueues) -> None:
+    """Frees cached pages. No page that is computed by now is shared later, not even one that a running sequence fills."""
+    queues.root = root_hash((queues.root.hex(),))
     queues.pool.forget_all()
 
 
@@ -295,7 +319,8 @@ def _plan_decodes(queues: EngineQueues, preempted: list[tuple[Sequence, list[int
     for sequence in queues.running:
         if not sequence.decoding or sequence.num_scheduled >= sequence.end:
             continue
-        drafts = queues.drafts if len(sequence.tokens) >= sequence.drafts_from else 0
+        may_draft = len(sequence.tokens) >= sequence.drafts_from and (sequence.repeats or not queues.weighs_drafts)
+        drafts = queues.drafts if may_draft else 0
         if sequence.num_uncertain and not drafts:
             # The device would accept drafts up to the last position that earlier drafts can reach.
             continue

@@ -65,6 +65,7 @@ def strict_log_probs(
     segment_ids: Integer[Array, "rows seq"] | None = None,
     *,
     max_segments: int = 2,
+    temperature: float = 1.0,
 ) -> Float[Array, "rows seq-1"]:
     """Returns log p(tokens[:, i + 1]) given the tokens up to i, bit for bit equal to `Engine(model, strict=True)`.
 
@@ -79,6 +80,7 @@ def strict_log_probs(
         in its own row. Positions follow from the segments. None: each row is one sequence.
       max_segments: maximum number of runs of equal ids in a row, including padding. 2 is a sequence and its padding. It sets
         the number of pages. A row with more runs yields NaN under `jax.jit`.
+      temperature: divides the logits, as in an engine after `temper_logprobs`.
 
     Raises:
       ValueError: a model that `fused.check_strict` refuses or that is spread over devices. Shapes that do not match, or, if the
@@ -99,20 +101,25 @@ def strict_log_probs(
         )
     graphdef, state = nnx.split(model)
     fixed = nnx.merge(graphdef, jax.tree.map(jax.lax.stop_gradient, state))
-    log_probs, experts = _of_packed(fixed, tokens, segment_ids != 0, packed)
-    found = with_gradients_of(_training_pass(model, tokens, segment_ids, experts), log_probs)
+    log_probs, experts = _of_packed(fixed, tokens, segment_ids != 0, packed, temperature)
+    found = with_gradients_of(_training_pass(model, tokens, segment_ids, experts, temperature), log_probs)
     return jnp.where(fits[:, None], jnp.where(has_successor(segment_ids, 1)[:, :-1], found, 0), jnp.nan)
 
 
 def strict_pass(
-    model: Decoder, tokens: Int[Array, "rows seq"], segment_ids: Integer[Array, "rows seq"], *, max_segments: int
+    model: Decoder,
+    tokens: Int[Array, "rows seq"],
+    segment_ids: Integer[Array, "rows seq"],
+    *,
+    max_segments: int,
+    temperature: float = 1.0,
 ) -> tuple[Float[Array, "rows seq-1"], Int[Array, "moe_layers rows seq k"] | None]:
     """Returns the values of `strict_log_probs`, which has the arguments, and the experts; None if no layer has any.
 
     Under `jax.jit`, values of a row with more than `max_segments` segments are meaningless. So are values of tokens without a
     successor in their document.
     """
-    return _of_packed(model, tokens, segment_ids != 0, in_pages(segment_ids, max_segments))
+    return _of_packed(model, tokens, segment_ids != 0, in_pages(segment_ids, max_segments), temperature)
 
 
 @jax.custom_vjp
@@ -129,15 +136,17 @@ def _training_pass(
     tokens: Int[Array, "rows seq"],
     segment_ids: Integer[Array, "rows seq"],
     experts: Int[Array, "moe_layers rows seq k"] | None,
+    temperature: float,
 ) -> Float[Array, "rows seq-1"]:
-    """Computes `train.log_probs` with these experts."""
+    """Computes `train.log_probs` with these experts, of logits / temperature."""
     hidden = model.hidden_states(tokens, segment_ids=segment_ids, expert_ids=experts).hidden[:, :-1]
+    hidden = hidden if temperature == 1 else hidden / temperature
     labels = tokens[:, 1:]
     return token_log_probs(hidden.reshape(-1, hidden.shape[-1]), model.head_weight, labels.ravel()).reshape(labels.shape)
 
 
 def _of_packed(
-    model: Decoder, tokens: Int[Array, "rows seq"], valid: Bool[Array, "rows seq"], packed: PackedRows
+    model: Decoder, tokens: Int[Array, "rows seq"], valid: Bool[Array, "rows seq"], packed: PackedRows, temperature: float
 ) -> tuple[Float[Array, "rows seq-1"], Int[Array, "moe_layers rows seq k"] | None]:
     """Returns the log-probabilities, and the experts, None if no layer has any."""
     served, weights = take_apart(model)
@@ -151,7 +160,7 @@ def _of_packed(
     layers = layers_of(served, weights)
     hidden, _, chosen = strict_layers(served, layers, frame["norm"], x[0], packed.positions, attends, valid.ravel())
     hidden = hidden.reshape(rows, seq, -1)[:, :-1].reshape(rows * (seq - 1), -1)
-    log_probs = _of_tokens(hidden, head_of(frame), tokens[:, 1:].ravel()).reshape(rows, seq - 1)
+    log_probs = _of_tokens(hidden, head_of(frame), tokens[:, 1:].ravel(), temperature).reshape(rows, seq - 1)
     if not chosen:
         return log_probs, None
     experts = jnp.stack(chosen).reshape(-1, rows, seq, chosen[0].shape[1])
@@ -160,11 +169,11 @@ def _of_packed(
 
 
 def _of_tokens(
-    hidden: Float[Array, "tokens hidden"], head: Float[Array, "vocab hidden"], targets: Int[Array, "tokens"]
+    hidden: Float[Array, "tokens hidden"], head: Float[Array, "vocab hidden"], targets: Int[Array, "tokens"], temperature: float
 ) -> Float[Array, "tokens"]:
     def of_piece(piece):
         hidden, targets = piece
-        return piece_scores(hidden, head, targets, 0, strict=True)[0]
+        return piece_scores(hidden, head, targets, 0, strict=True, temperature=temperature)[0]
 
     pieces = -(-len(hidden) // PIECE_TOKENS)
     padding = pieces * PIECE_TOKENS - len(hidden)

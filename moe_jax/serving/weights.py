@@ -188,7 +188,7 @@ def unlike_qwen3(config: ModelConfig) -> str | None:
         "biases of attention": heads.biases,
         "attention sinks": heads.sinks,
         "clipped queries": heads.clip is not None,
-        "a router with another rule than softmax and top-k": rule != RouterRule(norm_topk_prob=rule.norm_topk_prob),
+        "another router": rule != RouterRule(norm_topk_prob=rule.norm_topk_prob),
         "shared experts": experts is not None and experts.shared_intermediate_size > 0,
         "a norm after the experts": experts is not None and experts.output_norm,
     }

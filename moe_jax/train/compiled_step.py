@@ -1,8 +1,8 @@
 """A training step that is compiled at its first call, with as many layers that keep their residuals as fit into memory.
 
-With `remat="auto"` the model of cost (`moe_jax.cost`) chooses how many last layers keep their residuals. The memory of the
-compiled program is checked before the first step. At most three programs are compiled: for the chosen number, for a smaller one
-by the missing bytes, and with all layers recomputed.
+With `remat="auto"` the model of cost (`moe_jax.cost`) chooses how many last layers keep their residuals, and which parts of
+them the other layers keep. The memory of the compiled program is checked before the first step. At most three programs are
+compiled: for the chosen number, for a smaller one by the missing bytes, and with all layers recomputed.
 """
 
 import json
@@ -19,12 +19,14 @@ from flax import nnx
 from jaxtyping import Array
 
 from moe_jax.cost import PlannedStep
-from moe_jax.cost.memory import activations, memory_bytes, with_most_kept
+from moe_jax.cost.memory import activations, kept_parts, memory_bytes
 from moe_jax.cost.planned_step import PlannedAdapters
+from moe_jax.cost.step import with_fastest_kept
 from moe_jax.layers.moe import precision_of
 from moe_jax.layers.passes import Remat
 from moe_jax.models.execution import Execution
 from moe_jax.models.precision import Weights
+from moe_jax.models.remat import remat_option
 from moe_jax.parallel.choices import MESH_AXES, MeshShape
 from moe_jax.parallel.parallelism import Parallelism
 from moe_jax.runtime.processes import texts_of_all
@@ -34,7 +36,7 @@ from moe_jax.train.state import TrainState, check_adapters, check_layout
 Metrics = dict[str, Array]
 
 StepRemat = Remat | int | str
-"""A model's `remat`, a number of last layers that keep their residuals, or "auto": as many as fit."""
+"""A model's `remat`, a number of last layers that keep their residuals with parts of the others, or "auto": what fits."""
 
 SPARE = 0.02
 """Share of a device's memory that "auto" leaves free, for gaps between arrays. Assumed, not measured."""
@@ -122,21 +124,26 @@ class TrainStep:
         if room is None or isinstance(planned, str):
             self.set_remat(True)
             return f"remat: all layers are recomputed, because {'the memory limit is unknown' if room is None else planned}"
-        free, layer, total = room.free - SPARE * room.limit, activations(planned, planned.stages[-1]), planned.num_layers
-        number = most_kept(planned, free)
+        free, stage, total = room.free - SPARE * room.limit, planned.stages[-1], planned.num_layers
+        kept = most_kept(planned, free)
+        number, keep = kept.num_kept, kept.keep
+        layer = activations(planned, stage) - kept_parts(kept, stage)
         for is_last in (False, True, True):
-            self.set_remat(number)
+            self.set_remat(remat_option(number, keep))
             needed = needed_bytes(self.compiled(state, batch))
-            if needed <= free or number == 0:
+            if needed <= free or not (number or keep):
                 break
-            number = 0 if is_last else max(0, number - math.ceil((needed - free) / layer))
+            number, keep = (0, ()) if is_last or not number else (max(0, number - math.ceil((needed - free) / layer)), keep)
         which = f"the last {number} of {total} layers keep their residuals" if number else f"all {total} layers are recomputed"
+        which += f", {'the others' if number else 'and'} keep {', '.join(keep)}" if keep else ""
         return f"remat: {which} ({(room.limit - room.free + needed) / GIB:.1f} GiB of {room.limit / GIB:.1f} GiB)"
 
     def _advice(self, state: TrainState, batch: Batch) -> str:
         """Returns what to change if the step runs out of memory."""
         assert self.remat != "auto", "`prepare` has replaced it"
         execution = Execution().with_remat(self.remat)
+        if execution.keep:
+            return f"Give remat={execution.num_kept} (--remat {execution.num_kept}), which keeps no parts of other layers."
         if execution.remat and not execution.num_kept:
             return "All layers are recomputed already: give fewer rows, or more micro-batches."
         planned, room = self._plan(state, batch), room_of(state)
@@ -144,8 +151,10 @@ class TrainStep:
             return "Give remat=True, which recomputes all layers."
         kept = min(execution.num_kept, planned.num_layers) if execution.remat else planned.num_layers
         # The model of cost may count too little, so the number is smaller in each case.
-        fits = min(kept * 7 // 8, kept if room is None else most_kept(planned, room.free))
-        return f"Give remat={fits} (--remat {fits}): so many last layers keep their residuals, now {kept} do."
+        fits = min(kept * 7 // 8, kept if room is None else most_kept(planned, room.free).num_kept)
+        return (
+            f"Give remat={fits} (--remat {fits}): the last {kept} layers keep their residuals now, which needs too much memory."
+        )
 
 
 class Room(NamedTuple):
@@ -179,10 +188,10 @@ def needed_bytes(program: jax.stages.Compiled) -> float:
     return found.temp_size_in_bytes + results + found.generated_code_size_in_bytes
 
 
-def most_kept(planned: PlannedStep, free: float) -> int:
-    """Returns how many last layers can keep their residuals within the bytes that the state leaves free."""
+def most_kept(planned: PlannedStep, free: float) -> PlannedStep:
+    """Returns the fastest step whose layers and parts can keep their residuals within the bytes that the state leaves free."""
     parts = memory_bytes(planned)
-    return with_most_kept(planned, free + parts["parameters"] + parts["moments"]).num_kept
+    return with_fastest_kept(planned, free + parts["parameters"] + parts["moments"])
 
 
 def planned_step(

@@ -28,7 +28,6 @@ from moe_jax.layers.passes import (
     BackwardRun,
     ForwardRun,
     LayerArrays,
-    Layers,
     Pass,
     SavedLayers,
     run_joined,
@@ -95,7 +94,7 @@ class MicroBatchPasses:
         loops = []
         for number, stage in enumerate(self.model().config.stages):
             own = self._execution(number)
-            for _, chunk in parts_of(Layers(lambda *_: None, remat=own.remat, num_kept=own.num_kept), stage.repeats):
+            for _, chunk in parts_of(own.remat, own.num_kept, stage.repeats):
                 loops.append((stage.sparse, len(stage.body) * (chunk.num_layers if chunk else stage.repeats)))
         before = loops.index(max(loops))
         return before, len(loops) - 1 - before

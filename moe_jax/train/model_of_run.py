@@ -168,8 +168,10 @@ def trained_adapters(checkpoint: RunCheckpoint) -> bool:
 
 def lora_settings_of(checkpoint: RunCheckpoint) -> LoraSettings:
     """Returns the LoRA settings of the checkpoint's adapters."""
-    noted = checkpoint.position["identity"][LORA]
-    return LoraSettings(**noted | {"targets": None if noted["targets"] is None else tuple(noted["targets"])})
+    noted: dict[str, Any] = checkpoint.position["identity"][LORA]
+    # JSON has lists for tuples.
+    lists = {name: tuple(value) for name, value in noted.items() if isinstance(value, list)}
+    return LoraSettings(**noted | lists)
 
 
 def _check(base: str | Path, noted: Any, found: Any) -> None:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
-from jax.sharding import Sharding
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from jaxtyping import Array, Int, PyTree
 
 from moe_jax.layers.lora import Frozen
@@ -123,7 +123,9 @@ def apply_gradients(
     masters = master_weights.join(state.params, state.low_halves) if split else as_f32(state.params)
     if mesh is not None:
         masters, gradients = to_parts(masters, mesh), to_parts(gradients, mesh)
-    updates, opt_state = optimizer.update(gradients, state.opt_state, masters)
+    # Muon has to know which devices share a matrix; optimizers without such an argument do not receive it.
+    update = optax.with_extra_args_support(optimizer).update
+    updates, opt_state = update(gradients, state.opt_state, masters, parallelism=parallelism)
     masters = optax.apply_updates(masters, updates)
     params, low_halves = master_weights.split(masters) if split else (masters, None)
     if mesh is not None:
@@ -192,8 +194,16 @@ def _layout_of(path: tuple, shape: tuple[int, ...], layouts: Layouts) -> Shardin
     """Returns the sharding of one of the optimizer's arrays; None if it is not a parameter's moment.
 
     A moment's path ends in its parameter's path, after the optimizer's own names, such as a label of `optax.multi_transform`.
+    Axes over which it is a mean have size 1, and are not split.
     """
     names = parameter_path(path)
     found = (layouts.get(names[first:]) for first in range(len(names)))
     wanted, layout = next((pair for pair in found if pair is not None), (None, None))
-    return layout if wanted == shape else None
+    if wanted == shape or wanted is None or len(wanted) != len(shape):
+        return layout if wanted == shape else None
+    if any(size not in (1, whole) for size, whole in zip(shape, wanted, strict=True)):
+        return None
+    if not isinstance(layout, NamedSharding):
+        return layout
+    spec = (None if size == 1 else names for size, names in zip(shape, layout.spec, strict=True))
+    return NamedSharding(layout.mesh, PartitionSpec(*spec))

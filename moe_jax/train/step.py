@@ -73,8 +73,9 @@ def make_train_step(
       schedule: the learning rate, for the metrics only.
       gradient_accumulation: the number of micro-batches.
       remat: recompute each layer in the backward pass and keep only its input. "offload" keeps the inputs in the host's memory.
-        A number n recomputes all layers but the last n, which keep all their residuals: more memory and less time. "auto"
-        keeps as many as fit into the device's memory (`train.compiled_step`), or none if the memory is unknown, as on CPUs.
+        A number n recomputes all layers but the last n, which keep all their residuals: more memory and less time. Parts after
+        the number are kept by the other layers, as in "12,router,attention,experts" (docs/scaling.md). "auto" chooses what fits
+        into the device's memory (`train.compiled_step`), and keeps nothing if the memory is unknown, as on CPUs.
       force_balanced_routing: deal tokens to experts in turn and ignore the router's choice. For benchmarks only.
       parallelism: the state's mesh, and how the model is spread over it. Losses, gradients and metrics equal the whole batch's
         on one device. With `shard_optimizer` the state must come from `init_state(..., parallelism)`. None: one device, or all

@@ -117,6 +117,7 @@ def test_the_command_names_the_run(capsys):
         LoraSettings(rank=8, alpha=4.5, targets=("q_proj", "experts"), ranks={"experts": 2}),
         LoraSettings(shared_outer=True, use_rslora=True),
         LoraSettings(targets=("attention",), dropout=0.05),
+        LoraSettings(modules_to_save=("lm_head", "norm")),
     ],
 )
 def test_options_come_back_as_settings(settings):
@@ -152,7 +153,11 @@ def test_no_adapters_are_named_that_a_run_would_refuse(capsys):
     assert "Adapters" not in capsys.readouterr().out
 
 
-def test_a_split_optimizer_is_refused_as_in_a_run(capsys):
-    with pytest.raises(SystemExit):
-        main("plan qwen3-30b-a3b --devices 2 --shard-optimizer --lora.rank 32".split())
-    assert "shard_optimizer=True is for runs without lora" in capsys.readouterr().err
+def test_a_split_optimizer_has_a_part_of_the_moments():
+    settings = LoraSettings(rank=32, modules_to_save=("lm_head",))
+    planned = planned_lora(QWEN, settings)
+    adapters = ADAPTERS._replace(parameters=planned.summary.parameters, factors=planned.factors)
+    step = replace(STEP, adapters=adapters, mesh=MeshShape(data=2))
+    whole, parts = predict(step), predict(replace(step, shard_optimizer=True))
+    assert whole.bytes["moments"] == 8 * adapters.parameters == 2 * parts.bytes["moments"]
+    assert parts.bytes["parameters"] == whole.bytes["parameters"] and parts.seconds["optimizer"] < whole.seconds["optimizer"]

@@ -16,10 +16,12 @@ from moe_jax.cost import PlannedStep, predict
 from moe_jax.cost.flops import num_parameters, training_flops_per_token
 from moe_jax.cost.layer import attention_seconds, layer_seconds
 from moe_jax.cost.machine import H200
+from moe_jax.cost.plan_table import flags
 from moe_jax.cost.travel import context_seconds, gather_seconds
 from moe_jax.models.auto import from_config
 from moe_jax.parallel import Parallelism, ShardedParameters
 from moe_jax.parallel.choices import MESH_AXES, MeshShape
+from moe_jax.train import make_optimizer
 
 QWEN = NAMED_CONFIGS["qwen3-30b-a3b"]
 DEEPSEEK = NAMED_CONFIGS["deepseek-v3"]
@@ -310,6 +312,7 @@ def test_loads_above_the_capacity_cost_further_rounds():
         ({"mesh": MeshShape(pipe=2, fsdp=2), "pipe_schedule": "uniform-w"}, "fsdp of this mesh split them: take 'uniform'"),
         ({"num_kept": -1}, "num_kept=-1 must be an integer of at least 0"),
         ({"num_kept": 2, "remat": "offload"}, "num_kept=2 needs remat=True, and a mesh without pipe"),
+        ({"keep": ("router",), "remat": False}, r"keep=\('router',\) needs remat=True, and a mesh without pipe"),
         ({"num_kept": 2, "mesh": MeshShape(pipe=2)}, "num_kept=2 needs remat=True, and a mesh without pipe"),
         ({"mesh": MeshShape(pipe=3)}, "the 8192 tokens of a micro-batch must be a multiple of mesh.pipe=3"),
         (
@@ -329,3 +332,21 @@ def test_asking_takes_no_memory_for_parameters():
     before = len(jax.live_arrays())
     predict(PlannedStep(NAMED_CONFIGS["qwen3-235b-a22b"], MeshShape(fsdp=64), 64, 4096))
     assert len(jax.live_arrays()) == before
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon", "adafactor"])
+def test_moments_are_those_of_the_optimizer(optimizer):
+    """As many as `make_optimizer` has, without the count of steps."""
+    config = replace(NAMED_CONFIGS["qwen3-30b-a3b"], num_hidden_layers=2)
+    params = nnx.eval_shape(lambda: nnx.state(from_config(config, rngs=nnx.Rngs(0)), nnx.Param))
+    state = jax.eval_shape(make_optimizer(1e-3, name=optimizer).init, params)
+    step = PlannedStep(config, MeshShape(), 8, 4096, optimizer=optimizer)
+    assert 4 * (sum(x.size for x in jax.tree.leaves(state)) - 1) == round(predict(step).bytes["moments"])
+
+
+def test_muon_takes_longer_and_less_memory():
+    config, mesh = NAMED_CONFIGS["qwen3-30b-a3b"], MeshShape(fsdp=8)
+    adamw, muon = (predict(PlannedStep(config, mesh, 64, 4096, optimizer=name)) for name in ("adamw", "muon"))
+    assert muon.bytes["moments"] < 0.6 * adamw.bytes["moments"]
+    assert muon.seconds["optimizer"] > 2 * adamw.seconds["optimizer"]
+    assert "--optimizer muon" in flags(muon.step) and "--optimizer" not in flags(adamw.step)

@@ -5,7 +5,7 @@ import time
 from types import SimpleNamespace
 from typing import Any
 
-from moe_jax.serving.handle import Event, Handle, wake
+from moe_jax.serving.handle import Delivery, Handle, wake
 from moe_jax.serving.loop import QueueFull, Stats
 from moe_jax.serving.request import Completion, EngineLimits, SamplingOptions, checked
 from tests.helpers import tiny
@@ -17,7 +17,7 @@ LIMITS = EngineLimits(max_sequences=64, max_tokens_per_step=64, max_length=512, 
 class FakeEngine:
     """Has the engine's interface. A prompt's tokens are its answer, again and again, and then an end token.
 
-    `repeats`: times that the prompt comes; `step_seconds`: the time of a step.
+    `repeats`: times that the prompt comes; `step_seconds`: the time of a step; `says`: a text that it answers instead.
     """
 
     def __init__(self, limits: EngineLimits = LIMITS, *, repeats: int = 1, step_seconds: float = 0.0, tokenizer: Any = None):
@@ -31,6 +31,7 @@ class FakeEngine:
         self.error: Exception | None = None
         self.repeats = repeats
         self.step_seconds = step_seconds
+        self.says: str | None = None
         self._active: dict[_Sequence, Handle] = {}
         self._lock = threading.Lock()
         self._num_tokens = 0
@@ -48,8 +49,11 @@ class FakeEngine:
         with self._lock:
             if len(self._active) >= self.capacity:
                 raise QueueFull(f"{len(self._active)} sequences run or wait")
-            sequences = [_Sequence(number, ids * self.repeats + [END], options) for number in range(options.n)]
+            answer = ids * self.repeats if self.says is None else self.tokenizer(self.says)["input_ids"]
+            sequences = [_Sequence(number, answer + [END], options) for number in range(options.n)]
             handle = Handle(ids, options, lambda numbers: self._abort([sequences[i] for i in numbers]), self.tokenizer)
+            if (wanted := options.prompt_logprobs) is not None:
+                handle.prompt_logprobs += [{token: -0.25 * token} | ({5: -9.0} if wanted else {}) for token in ids[1:]]
             self._active |= dict.fromkeys(sequences, handle)
         self.submitted.append(options)
         self.handles.append(handle)
@@ -84,7 +88,7 @@ class FakeEngine:
                     if self.error is not None:
                         listeners.add(handle.fail(self.error))
                     else:
-                        listeners.add(handle.deliver(sequence.step(handle)))
+                        listeners.add(handle.deliver(*sequence.step(handle)))
                         self._num_tokens += 1
                     if self.error is not None or handle.completions[sequence.number] is not None:
                         del self._active[sequence]
@@ -95,7 +99,7 @@ class FakeEngine:
             for sequence in sequences:
                 handle = self._active.pop(sequence, None)
                 if handle is not None:
-                    wake({handle.deliver(sequence.end(handle, None, "abort"))} - {None})
+                    wake({handle.deliver(*sequence.end(handle, None, "abort"))} - {None})
 
 
 class _Sequence:
@@ -103,7 +107,7 @@ class _Sequence:
         self.number, self.tokens, self.options = number, tokens, options
         self.done: list[int] = []
 
-    def step(self, handle: Handle) -> Event:
+    def step(self, handle: Handle) -> Delivery:
         token = self.tokens[len(self.done) % len(self.tokens)]
         self.done.append(token)
         is_end = token in self.options.stop_token_ids
@@ -111,12 +115,12 @@ class _Sequence:
             return self.end(handle, token, "stop" if is_end else "length")
         return self._event(token, None)
 
-    def end(self, handle: Handle, token: int | None, reason) -> Event:
+    def end(self, handle: Handle, token: int | None, reason) -> Delivery:
         handle.completions[self.number] = Completion(self.done, reason, cached_tokens=1)
         return self._event(token, reason)
 
-    def _event(self, token, reason) -> Event:
+    def _event(self, token, reason) -> Delivery:
+        if token is None:
+            return self.number, [], reason
         wanted = self.options.logprobs
-        if wanted is None or token is None:
-            return Event(self.number, token, finish_reason=reason)
-        return Event(self.number, token, -0.25 * token, {token: -0.25 * token, 5: -9.0} if wanted else None, reason)
+        return self.number, [(token, -0.25 * token, {token: -0.25 * token, 5: -9.0} if wanted else None)], reason

@@ -45,11 +45,15 @@ def random_like(rng, groups, scale=0.3):
 def packed(groups, settings, *, seq_len=64, weights=None, num_rows=None, multiple_of=1, micro_batches=1, **of_tokens):
     """Returns a batch of the groups as JAX arrays, their advantages from their rewards.
 
-    `of_tokens` are further arrays, such as old_log_probs: numbers for each token of each sample.
+    `of_tokens` are further arrays, such as old_log_probs: numbers for each token of each sample. Without `num_rows` the number
+    of rows is the least multiple of `multiple_of`.
     """
     weights = token_weights(groups, settings) if weights is None else weights
-    options = dict(seq_len=seq_len, num_rows=num_rows, multiple_of=multiple_of, micro_batches=micro_batches)
     of_groups = advantages([total_rewards(group, settings) for group in groups], settings)
+    if num_rows is None:
+        least = len(policy_rows(groups, of_groups, weights, seq_len=seq_len)["tokens"])
+        num_rows = -(-least // multiple_of) * multiple_of
+    options = dict(seq_len=seq_len, num_rows=num_rows, micro_batches=micro_batches)
     batch = policy_rows(groups, of_groups, weights, **options)
     batch |= {name: policy_rows(groups, values, weights, **options)["advantage"] for name, values in of_tokens.items()}
     return {name: jnp.asarray(array) for name, array in batch.items()}

@@ -10,11 +10,12 @@ import pytest
 import tyro
 from flax import nnx
 
+from moe_jax.adapters import LoraSettings
 from moe_jax.commands.config_file import with_config
 from moe_jax.commands.grpo import GROUPS, OTHERS, GrpoCommand
 from moe_jax.parallel.choices import MeshShape
 from moe_jax.recipes import GrpoSettings, dry_run, grpo
-from moe_jax.recipes.grpo import loop
+from moe_jax.recipes.grpo import loop, prepare
 from moe_jax.recipes.grpo.settings import EngineSizes
 from moe_jax.recipes.run.folder import write_settings
 from moe_jax.reinforcement.settings import LossSettings
@@ -66,6 +67,7 @@ def policies(monkeypatch):
             made.append(self)
 
     monkeypatch.setattr(loop, "Policy", Noted)
+    monkeypatch.setattr(prepare, "check_architecture", lambda *_, **__: None)
     return made
 
 
@@ -146,9 +148,8 @@ def comparable(output):
         (True, tiny.dense, {}),
         (False, tiny.dense, dict(keep_groups="with_spread")),
         (False, tiny.model, {}),
-        (False, tiny.model, dict(temperature=0.7)),
     ],
-    ids=["exact", "not exact", "with experts", "without log-probabilities"],
+    ids=["exact", "not exact", "with experts"],
 )
 def test_an_interrupted_rollout_continues_from_the_journal(tmp_path, policies, exact, make_model, choices):
     """The rewards of complete groups are not asked again, and the run ends with the bits of an unbroken one."""
@@ -220,7 +221,7 @@ def test_long_prompts_are_left_out(tmp_path, policies, capsys):
 
 
 def test_dry_run_renders_two_prompts_and_calls_the_rewards(tmp_path, capsys):
-    chosen = settings(tmp_path, dry_run=True)
+    chosen = settings(tmp_path, dry_run=True, exact=False)
     dry_run(chosen, model=tiny.dense(), tokenizer=tiny.tokenizer(), rewards=[letters_a])
     printed = capsys.readouterr().out
     assert printed.count("the answer 'The answer is 42.' has the rewards {'letters_a': 0.05") == 2
@@ -287,12 +288,109 @@ def test_a_mesh_is_refused(tmp_path):
 
 def test_rewards_are_checked_before_anything_is_read(tmp_path):
     with pytest.raises(ValueError, match="there is no reward: give settings.reward, such as"):
-        run(settings(tmp_path), [])
+        run(settings(tmp_path, exact=False), [])
     with pytest.raises(ValueError, match=r"reward_weights=\(1.0, 2.0\) must have a weight for each of the 1 rewards"):
-        run(settings(tmp_path, reward_weights=(1.0, 2.0)))
+        run(settings(tmp_path, exact=False, reward_weights=(1.0, 2.0)))
     with pytest.raises(ValueError, match="nothing"):
-        run(settings(tmp_path, reward=("nothing.py:correct",)))
+        run(settings(tmp_path, exact=False, reward=("nothing.py:correct",)))
+
+    def of_solutions(completions, solution, tolerance=0, *, log_metric):
+        return [0.0] * len(completions)
+
+    with pytest.raises(
+        ValueError, match="the reward function of_solutions needs solution; the data has the columns prompt, ans"
+    ):
+        run(settings(tmp_path, exact=False), [of_solutions])
+    data = tmp_path / "without.jsonl"
+    data.write_text('{"prompt": "1 + 1 ="}\n')
+    with pytest.raises(ValueError, match="the reward function exact raised ValueError: needs the wanted answer in the column"):
+        run(settings(tmp_path, exact=False, data=str(data), reward=("exact",)))
     assert not (tmp_path / "run").exists()
+
+
+class WithoutReset:
+    """An environment without `reset`."""
+
+
+class OtherColumns(Letters):
+    """An environment whose `reset` wants a column that the data lacks."""
+
+    def reset(self, secret, answer, prompt):
+        raise AssertionError
+
+
+class Undocumented(Letters):
+    """An environment whose tool has no docstring."""
+
+    def tool(self, number: int):
+        raise AssertionError
+
+
+class Demanding(Letters):
+    """An environment that cannot be made without arguments."""
+
+    def __init__(self, sandbox):
+        raise AssertionError
+
+
+@pytest.mark.parametrize(
+    "environment, message",
+    [
+        (WithoutReset, r"environment WithoutReset has no method reset\(\*\*row\)"),
+        (OtherColumns, "environment OtherColumns: missing a required argument: 'secret'"),
+        (Undocumented, "environment Undocumented: .*tool because it has no docstring"),
+        (Demanding, "environment Demanding cannot be made: TypeError: .*sandbox"),
+    ],
+)
+def test_environments_are_checked_before_the_model_is_made(tmp_path, environment, message):
+    data = tmp_path / "games.jsonl"
+    data.write_text('{"prompt": [{"role": "user", "content": "?"}], "answer": "1"}\n')
+    chosen = settings(tmp_path, data=str(data), exact=False)
+    with pytest.raises(ValueError, match=message):
+        run(chosen, environment=environment)
+    with pytest.raises(ValueError, match="prompts.jsonl:1: an environment needs prompts of messages; this one is the text"):
+        run(settings(tmp_path, exact=False), environment=Letters)
+    broken = tiny.tokenizer("{% if messages | length == 1 %}?{% else %}-{% endif %}")
+    with pytest.raises(ValueError, match="cannot continue a dialogue after an answer: it leaves the answer out"):
+        grpo(chosen, environment=Letters, model=tiny.dense(), tokenizer=broken)
+    assert not (tmp_path / "run").exists()
+
+
+def test_dry_run_resets_an_environment(tmp_path, capsys):
+    """A function that makes environments, too: its rewards count."""
+    data = tmp_path / "games.jsonl"
+    data.write_text('{"prompt": [{"role": "user", "content": "?"}], "answer": "1"}\n' * 2)
+    chosen = settings(tmp_path, data=str(data), exact=False, dry_run=True)
+    models = dict(model=tiny.dense(), tokenizer=tiny.tokenizer())
+    dry_run(chosen, environment=lambda: Letters(), **models)
+    printed = capsys.readouterr().out
+    assert printed.count("user\n? Write a 1 times.") == 2 and "rewards <lambda>" in printed
+
+    class Broken(Letters):
+        def reset(self, **row):
+            raise OSError("no sandbox")
+
+    with pytest.raises(RuntimeError, match="reset raised OSError: no sandbox; prompt 0: "):
+        dry_run(chosen, environment=Broken, **models)
+
+
+def test_models_and_sizes_are_checked_before_weights_are_read(tmp_path):
+    with pytest.raises(ValueError, match="exact=True: strict bits are not computed for this model: .*; or set exact=False"):
+        run(settings(tmp_path))
+    for lora, make_model, message in (
+        (LoraSettings(rank=2), tiny.model, "exact=True merges adapters .* give lora.targets without experts"),
+        (LoraSettings(rank=2, dropout=0.1), tiny.dense, "exact=True needs lora.dropout=0"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            run(settings(tmp_path, lora=lora), make_model=make_model)
+    with pytest.raises(ValueError, match="weights='nf4' has no exact log-probabilities: leave it whole"):
+        settings(tmp_path, lora=LoraSettings(rank=2), weights="nf4")
+    with pytest.raises(ValueError, match="num_pages must be at least 2"):
+        run(settings(tmp_path, engine=EngineSizes(num_pages=1)))
+    with pytest.raises(ValueError, match="engine.num_pages=2 has room for 65 tokens; an answer with its prompt may have 128"):
+        run(settings(tmp_path, seq_len=128, engine=EngineSizes(num_pages=2)))
+    with pytest.raises(ValueError, match="the model has MTP modules"):
+        run(settings(tmp_path, exact=False), make_model=lambda: tiny.deepseek(mtp=1))
 
 
 def test_the_options_are_the_fields_of_the_settings(tmp_path):

@@ -144,6 +144,15 @@ def test_several_calls_of_an_answer():
     assert made.tool_failures == 0, "a tool may speak of errors"
 
 
+def test_calls_have_the_format_of_the_template():
+    """Qwen3-Coder writes arguments as text; the tool's schema makes them numbers."""
+    xml = "<tool_call>\n<function=guess>\n<parameter=number>\n5\n</parameter>\n</function>\n</tool_call>"
+    answers = [xml, "<tool_call>\n<function=guess>\n</tool_call>", "Done."]
+    made = played(Guess, answers, template=CALLING + "{#<function=#}")[0].samples[0]
+    assert made.turns[1]["content"] == "lower" and made.turns[3]["content"].startswith("error: ValueError")
+    assert (made.tool_calls, made.tool_failures) == (2, 1)
+
+
 def test_calls_within_reasoning_are_not_made():
     made = played(Guess, [f"<think>{call(number=3)}</think>No call."])[0].samples[0]
     assert made.tool_calls == 0 and made.reward == 0
@@ -270,7 +279,7 @@ def test_tools_in_templates_of_other_models(name, end, before):
     tokenizer = tiny.tokenizer(tiny.trl_template(name))
     tokenizer.add_special_tokens({"additional_special_tokens": [end]})
     messages = [{"role": "tool", "name": "guess", "content": "lower"}]
-    added = _message_tokens(tokenizer, None, messages, tokenizer.convert_tokens_to_ids(end))
+    added = _message_tokens(tokenizer, None, messages, [tokenizer.convert_tokens_to_ids(end)])
     text = tokenizer.decode(added)
     assert text.startswith(before) and "lower" in text and "answer-" not in text
 
@@ -279,4 +288,4 @@ def test_an_end_token_after_the_message_is_no_end_of_the_answer():
     tokenizer = tiny.tokenizer(tiny.trl_template("gptoss"))
     messages = [{"role": "tool", "name": "guess", "content": "lower"}]
     with pytest.raises(ValueError, match="does not end one with the token 1"):
-        _message_tokens(tokenizer, None, messages, 1)
+        _message_tokens(tokenizer, None, messages, [1])

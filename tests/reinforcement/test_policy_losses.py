@@ -190,7 +190,6 @@ def test_sums_over_samples(rng):
         (dict(exact=1), "exact=1 must be True or False"),
         (dict(dual_clip=1.1), "dual_clip=1.1 must be greater than 1 + clip_high = 1.28"),
         (dict(overlong_buffer=2000), "overlong_buffer=2000 must not exceed max_new_tokens=1024"),
-        (dict(exact=True, temperature=0.7), "temperature=0.7 has no exact log-probabilities"),
         (dict(exact=True, importance="tis"), "importance='tis' corrects a difference that exact=True excludes"),
         (dict(loss="cispo", clip_low=0.1), "clip_low=0.1 is not read by loss='cispo'"),
         (dict(cispo_cap=2.0), "cispo_cap=2.0 is not read by loss='dapo'"),

@@ -267,8 +267,8 @@ class TestLoading:
         [
             ("no_file.py:f", "cannot be imported: FileNotFoundError"),
             ("no_module:f", "cannot be imported: ModuleNotFoundError"),
-            (PLACE + "nothing", "has no reward function 'nothing'; its functions are .*of_names"),
-            (PLACE + "A_CONSTANT", "has no reward function 'A_CONSTANT'"),
+            (PLACE + "nothing", "has no function or class 'nothing'; it has .*of_names"),
+            (PLACE + "A_CONSTANT", "has no function or class 'A_CONSTANT'"),
             ("exakt", "must be file.py:function, module:function, or one of exact, contains"),
             (3, "must be a function, or the place of one; got 3"),
         ],

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+import moe_jax
 from moe_jax.kernels.attention.paged import PAGE_SIZE
 from moe_jax.serving.conversation import model_defaults
 from moe_jax.serving.http.answers import chat_logprobs, completion_logprobs, token_bytes
@@ -98,7 +99,7 @@ def test_fields_that_ask_for_what_happens_anyway_are_accepted(server, path):
     neutral = NEUTRAL | {"stream_options": {"continuous_usage_stats": False}, "reasoning_effort": None, "length_penalty": 1}
     answer = server.post(f"/v1/{path}", json=body | neutral)
     assert answer.status_code == 200, answer.text
-    others = {"skip_special_tokens": False, "min_tokens": 1, "add_generation_prompt": 1, "priority": False, "suffix": "x"}
+    others = {"spaces_between_special_tokens": False, "min_tokens": 1, "detokenize": 1, "priority": False, "suffix": "x"}
     for name, value in others.items():
         error = server.post(f"/v1/{path}", json=body | {name: value}).json()["error"]
         assert error["param"] == name and error["message"].startswith(f"{name} can only be ")
@@ -164,6 +165,27 @@ def test_a_stop_token_is_no_part_of_the_text(client):
     assert (found.text, found.finish_reason) == ("abab", "length")
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_ends_a_text_may_be_part_of_it(client, stream):
+    def text(**options):
+        found = client.completions.create(model="tiny", prompt="abcdef", max_tokens=20, stream=stream, **options)
+        return "".join(chunk.choices[0].text for chunk in found) if stream else found.choices[0].text
+
+    included = {"include_stop_str_in_output": True}
+    assert text(stop=["de", "zz"], extra_body=included) == "abcde"
+    assert text(extra_body=included | {"stop_token_ids": served.tokenizer()("c")["input_ids"]}) == "abc"
+    assert text(extra_body=included) == "abcdef"
+    assert text(extra_body=included | {"skip_special_tokens": False}) == "abcdef<|end|>"
+
+
+def test_a_prompts_beginning_may_be_cut_off(server, client):
+    extra = {"truncate_prompt_tokens": 2}
+    found = client.completions.create(model="tiny", prompt=["abc", "d"], echo=True, extra_body=extra)
+    assert [choice.text for choice in found.choices] == ["bcbc", "dd"]
+    client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "x"}], extra_body=extra)
+    assert served.tokenizer().decode(server.engine.handles[-1].prompt) == "t\n"
+
+
 def test_options_reach_the_engine(server, client):
     client.completions.create(
         model="tiny", prompt="a", temperature=0.5, top_p=0.75, seed=-1, presence_penalty=0.25, frequency_penalty=-1,
@@ -212,6 +234,63 @@ def test_log_probabilities_of_a_completion(client):
     assert client.completions.create(**options | {"logprobs": 0}).choices[0].logprobs.top_logprobs == [None, None]
 
 
+def test_an_echo_has_the_prompts_log_probabilities(client):
+    """lm-eval reads sums of token_logprobs, and whether each is the largest of top_logprobs."""
+    a, b, c = served.tokenizer()("abc")["input_ids"]
+    options = dict(model="tiny", prompt=["abc", "ab"], echo=True, logprobs=1)
+    first, second = client.completions.create(**options, max_tokens=1).choices
+    assert (first.text, second.text) == ("abca", "aba")
+    assert first.logprobs.tokens == ["a", "b", "c", "a"] and first.logprobs.text_offset == [0, 1, 2, 3]
+    assert first.logprobs.token_logprobs == [None, *(-0.25 * token for token in (b, c, a))]
+    assert first.logprobs.top_logprobs[:2] == [None, {"b": -0.25 * b, "#": -9.0}]
+    assert second.logprobs.tokens == ["a", "b", "a"]
+    plain = client.completions.create(**options | {"logprobs": 0}).choices[0].logprobs
+    assert plain.top_logprobs[:3] == [None] * 3 and plain.token_logprobs[0] is None
+
+
+def test_no_tokens_only_score_the_prompt(client):
+    options = dict(model="tiny", prompt="abc", max_tokens=0, logprobs=0)
+    found = client.completions.create(**options, echo=True, n=2)
+    assert [(one.text, one.finish_reason, one.logprobs.tokens) for one in found.choices] == [("abc", "length", [*"abc"])] * 2
+    assert found.usage.completion_tokens == 0
+    bare = client.completions.create(**options).choices[0]
+    assert (bare.text, bare.finish_reason, bare.logprobs) == ("", "length", None)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_token_ids_are_those_of_the_engine(server, client, stream):
+    """Libraries of reinforcement learning learn from the ids, which a text tokenized again may not have."""
+    extra = {"return_token_ids": True}
+    text = dict(model="tiny", prompt="héy", stop="y", extra_body=extra)
+    chat = dict(model="tiny", messages=[{"role": "user", "content": "x"}], max_tokens=3, extra_body=extra)
+    wanted = served.tokenizer()("héy")["input_ids"]
+    if stream:
+        chunks = [*client.completions.create(**text, stream=True)]
+        assert chunks[0].choices[0].prompt_token_ids == wanted
+        assert not any("prompt_token_ids" in chunk.choices[0].model_extra for chunk in chunks[1:])
+        assert [token for chunk in chunks for token in chunk.choices[0].token_ids] == wanted
+        chunks = [*client.chat.completions.create(**chat, stream=True)]
+        assert chunks[0].prompt_token_ids == (prompt := server.engine.handles[-1].prompt)
+        assert [token for chunk in chunks for token in chunk.choices[0].token_ids] == prompt[:3]
+    else:
+        choice = client.completions.create(**text).choices[0]
+        assert (choice.prompt_token_ids, choice.token_ids) == (wanted, wanted)
+        found = client.chat.completions.create(**chat)
+        assert found.prompt_token_ids == (prompt := server.engine.handles[-1].prompt)
+        assert found.choices[0].token_ids == prompt[:3]
+
+
+def test_log_probabilities_of_prompts_are_by_token_id(client):
+    (a, b), extra = served.tokenizer()("ab")["input_ids"], {"prompt_logprobs": 1}
+    wanted = {str(b): {"logprob": -0.25 * b, "decoded_token": "b"}, "5": {"logprob": -9.0, "decoded_token": "#"}}
+    choice = client.completions.create(model="tiny", prompt=[a, b], extra_body=extra).choices[0]
+    assert choice.prompt_logprobs == [None, wanted] and choice.logprobs is None
+    chat = client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "x"}], extra_body=extra)
+    # The template's second token is the u of user.
+    assert chat.prompt_logprobs[0] is None
+    assert chat.prompt_logprobs[1][str(served.tokenizer()("u")["input_ids"][0])]["decoded_token"] == "u"
+
+
 def test_top_logprobs_have_the_likeliest_of_equal_texts():
     """Parts of characters have one text. The drawn token comes in addition to the likeliest ones, as in OpenAI's API."""
     tokenizer = tiny.tokenizer()
@@ -249,7 +328,8 @@ def test_bytes_of_parts_of_characters():
 def test_models_health_and_tokens(server, client):
     assert [model.id for model in client.models.list()] == ["tiny"]
     assert client.models.retrieve("tiny").max_model_len == 512
-    assert server.get("/health").json() == {"status": "ok"}
+    assert server.get("/health").json() == server.get("/ping").json() == {"status": "ok"}
+    assert server.get("/version").json() == {"version": moe_jax.__version__}
     tokens = server.post("/tokenize", json={"prompt": "héy"}).json()
     assert tokens == {"tokens": served.tokenizer()("héy")["input_ids"], "count": 4, "max_model_len": 512}
     assert server.post("/detokenize", json={"tokens": tokens["tokens"]}).json() == {"prompt": "héy"}

@@ -182,7 +182,7 @@ def test_a_device_without_the_new_weights_fails():
         assert found == [expected_tokens(text(number), 5, 1) for number in range(3)]
 
 
-def test_deleted_weights_end_the_requests_of_the_device_that_shares_them():
+def test_deleted_weights_end_requests_where_they_are_shared():
     with running() as (replicas, devices):
         replicas.pause(True)
         handles = add_all(replicas, *([text(number, 20)] for number in range(2)))

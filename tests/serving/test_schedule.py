@@ -178,12 +178,29 @@ def test_drafts_of_a_sequence_pause_after_too_many_wrong_ones():
 def test_drafts_pause_once_the_position_is_known():
     queues = make_queues(drafts=3)
     queues.weighs_drafts = True
-    sequence = add(queues, 10, new=50)
+    sequence = Sequence([1, 2] * 5, SamplingOptions(max_new_tokens=50))
+    queues.waiting.append(sequence)
     first, second = plan_step(queues), plan_step(queues)
     read_step(queues, first, [[1]])
-    assert [decode.drafts for decode in second.decodes] == [3]
+    third = plan_step(queues)
+    assert [decode.drafts for plan in (second, third) for decode in plan.decodes] == [0, 3]
     sequence.drafts_from = 100
+    read_step(queues, second, [[2]], [0])
     assert plan_step(queues).is_empty
-    read_step(queues, second, [[2, 3]], [3])
+    read_step(queues, third, [[1, 2]], [3])
     (decode,) = plan_step(queues).decodes
-    assert (decode.position, decode.drafts) == (len(sequence.tokens) - 1, 0) == (12, 0)
+    assert (decode.position, decode.drafts) == (len(sequence.tokens) - 1, 0) == (13, 0)
+
+
+def test_text_that_does_not_repeat_has_neither_drafts_nor_waits():
+    """Each step is planned before the one before is read. Drafts begin a step after a pair has occurred again."""
+    queues = make_queues(drafts=3)
+    queues.weighs_drafts = True
+    queues.waiting.append(Sequence([1, 2, 3], SamplingOptions(max_new_tokens=50)))
+    in_flight, drafts = plan_step(queues), []
+    for token in (4, 1, 5, 6, 2, 3, 7):
+        planned = plan_step(queues)
+        drafts += [decode.drafts for decode in planned.decodes]
+        read_step(queues, in_flight, [[token]], [0])
+        in_flight = planned
+    assert drafts == [0, 0, 0, 0, 0, 0, 3]

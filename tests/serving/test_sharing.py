@@ -3,7 +3,7 @@
 import pytest
 
 from moe_jax.serving.request import SamplingOptions
-from moe_jax.serving.schedule import Sequence, change_weights, finish, plan_step, preempt_youngest, read_step
+from moe_jax.serving.schedule import Sequence, change_weights, drop_prefixes, finish, plan_step, preempt_youngest, read_step
 from tests.helpers import fake_device
 from tests.helpers.scheduling import add, assert_right, make_queues, serve, serve_and_return
 
@@ -75,19 +75,20 @@ def test_a_page_is_shared_once_its_last_token_is_computed():
     assert first.finish_reason is None and plan_step(queues).chunks[0].start == 64
 
 
-def test_new_weights_share_no_page_of_old_ones():
+@pytest.mark.parametrize("change", [change_weights, drop_prefixes])
+def test_a_change_shares_no_page_of_before(change):
     queues = make_queues()
     device = fake_device.FakeDevice(queues.limits)
     add(queues, 100)
     serve(queues, device)
     runs_on = add(queues, 130, new=100)
     plan_step(queues)
-    change_weights(queues)
+    change(queues)
     assert queues.pool.counts()[1] == 0
     for _ in range(70):
         plan = plan_step(queues)
         read_step(queues, plan, [[0]] * len(plan.samples))
     finish(queues, runs_on, "abort")
-    assert queues.pool.counts()[1] == 0, "a page of mixed weights was sealed"
+    assert queues.pool.counts()[1] == 0, "a page from before was sealed"
     add(queues, 100), add(queues, 100)
     assert [chunk.start for chunk in plan_step(queues).chunks] == [0, 64]

@@ -9,7 +9,8 @@ from flax import nnx
 
 from moe_jax.config import NAMED_CONFIGS
 from moe_jax.cost import PlannedStep
-from moe_jax.cost.memory import activations, memory_bytes
+from moe_jax.cost.memory import activations, kept_parts, memory_bytes
+from moe_jax.models.remat import layers_and_parts, remat_option
 from moe_jax.parallel.choices import MeshShape
 from moe_jax.train import compiled_step, init_state, make_optimizer, make_train_step, put_batch
 from moe_jax.train.compiled_step import GIB, SPARE, Room, TrainStep, most_kept, planned_step
@@ -17,7 +18,6 @@ from tests.helpers import tiny
 from tests.helpers.train_steps import make_batch
 
 PLANNED = PlannedStep(NAMED_CONFIGS["qwen3-30b-a3b"], MeshShape(fsdp=4), 32, 4096, moment_dtype="bfloat16", hops="copies")
-LAYER = activations(PLANNED, PLANNED.stages[-1])
 ROOM = Room(132 * GIB, 75 * GIB)
 FREE = ROOM.free - SPARE * ROOM.limit
 
@@ -48,27 +48,40 @@ def prepared(monkeypatch, state, needs, room=ROOM, planned=PLANNED):
     return step, told, numbers[1:]
 
 
-def test_as_many_layers_keep_their_residuals_as_fit(monkeypatch, state):
-    chosen = most_kept(PLANNED, FREE)
-    assert 0 < chosen < 48
-    step, told, numbers = prepared(monkeypatch, state, lambda number: FREE)
-    assert (step.remat, numbers) == (chosen, [chosen])
+CHOSEN = most_kept(PLANNED, FREE)
+NUMBER, KEEP = CHOSEN.num_kept, CHOSEN.keep
+LAYER = activations(PLANNED, PLANNED.stages[-1]) - kept_parts(CHOSEN, PLANNED.stages[-1])
+
+
+def test_as_many_layers_and_parts_keep_their_residuals_as_fit(monkeypatch, state):
+    assert 0 < NUMBER < 48 and KEEP
+    step, told, options = prepared(monkeypatch, state, lambda remat: FREE)
+    assert options == [step.remat] == [remat_option(NUMBER, KEEP)]
     gib = (ROOM.limit - ROOM.free + FREE) / GIB
-    assert told == f"remat: the last {chosen} of 48 layers keep their residuals ({gib:.1f} GiB of 132.0 GiB)"
+    kept = f"the last {NUMBER} of 48 layers keep their residuals, the others keep {', '.join(KEEP)}"
+    assert told == f"remat: {kept} ({gib:.1f} GiB of 132.0 GiB)"
     assert step.prepare(state, {}) == ""
 
 
 def test_a_program_that_needs_too_much_gets_fewer_layers(monkeypatch, state):
-    chosen = most_kept(PLANNED, FREE)
-    step, _, numbers = prepared(monkeypatch, state, lambda number: FREE + LAYER * (number - chosen + 1.5))
-    assert numbers == [chosen, chosen - 2] and step.remat == chosen - 2
+    def needs(remat):
+        return FREE + LAYER * (layers_and_parts(remat)[0] - NUMBER + 1.5)
+
+    step, _, options = prepared(monkeypatch, state, needs)
+    fewer = remat_option(NUMBER - 2, KEEP)
+    assert options == [remat_option(NUMBER, KEEP), fewer] and step.remat == fewer
 
 
 def test_at_most_three_programs_are_compiled(monkeypatch, state):
-    chosen = most_kept(PLANNED, FREE)
-    step, told, numbers = prepared(monkeypatch, state, lambda number: FREE + LAYER)
-    assert numbers == [chosen, chosen - 1, 0] and step.remat == 0
+    step, told, options = prepared(monkeypatch, state, lambda remat: FREE + LAYER)
+    assert options == [remat_option(NUMBER, KEEP), remat_option(NUMBER - 1, KEEP), 0] and step.remat == 0
     assert told.startswith("remat: all 48 layers are recomputed (")
+
+
+def test_parts_alone_that_need_too_much_are_left_out(monkeypatch, state):
+    room = ROOM._replace(free=ROOM.free - (NUMBER - 1) * LAYER)
+    step, told, options = prepared(monkeypatch, state, lambda remat: room.free if remat else 0, room)
+    assert [layers_and_parts(option)[0] for option in options][-1] == 0 and step.remat == 0
 
 
 @pytest.mark.parametrize(
@@ -82,12 +95,12 @@ def test_without_a_prediction_all_layers_are_recomputed(monkeypatch, state, room
 
 def test_most_kept_is_the_largest_number_that_fits():
     def in_addition_to_state(number):
-        parts = memory_bytes(replace(PLANNED, num_kept=number))
+        parts = memory_bytes(replace(CHOSEN, num_kept=number))
         return sum(parts.values()) - parts["parameters"] - parts["moments"]
 
-    number = most_kept(PLANNED, FREE)
-    assert in_addition_to_state(number) <= FREE < in_addition_to_state(number + 1)
-    assert (most_kept(PLANNED, 0), most_kept(PLANNED, 1e15)) == (0, 48)
+    assert in_addition_to_state(NUMBER) <= FREE < in_addition_to_state(NUMBER + 1)
+    nothing, everything = most_kept(PLANNED, 0), most_kept(PLANNED, 1e15)
+    assert (nothing.num_kept, nothing.keep, everything.num_kept) == (0, (), 48)
 
 
 def test_the_model_of_cost_knows_the_step(rng):
@@ -109,6 +122,7 @@ def test_a_step_in_float32_has_no_prediction(state):
         (0, PLANNED, "All layers are recomputed already"),
         (False, PLANNED, "Give remat=42 (--remat 42)"),
         (16, PLANNED, "Give remat=14 (--remat 14)"),
+        ("16,router", PLANNED, "Give remat=16 (--remat 16), which keeps no parts of other layers."),
         (False, "a pipe keeps all", "Give remat=True"),
     ],
 )

@@ -12,7 +12,7 @@ from tqdm import tqdm
 from moe_jax.checkpoint.training import finished_steps
 from moe_jax.cost.flops import training_flops_per_token
 from moe_jax.models.decoder import Decoder
-from moe_jax.recipes.grpo.prepare import PlannedGrpo, limits_of, plan_grpo
+from moe_jax.recipes.grpo.prepare import PlannedGrpo, plan_grpo
 from moe_jax.recipes.grpo.records import metrics_of, record_of_samples
 from moe_jax.recipes.grpo.rollouts import Rollout, Rollouts
 from moe_jax.recipes.grpo.settings import GrpoSettings
@@ -88,7 +88,7 @@ class _Rewarded(Task):
             optimizer,
             settings.policy,
             tokenizer=plan.tokenizer,
-            limits=limits_of(settings),
+            limits=plan.limits,
             seq_len=settings.seq_len,
             rows=settings.batch_size,
             on_mismatch=settings.on_mismatch,

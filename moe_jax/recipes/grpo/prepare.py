@@ -2,17 +2,22 @@
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
+
+import jax.numpy as jnp
 
 from moe_jax.models.decoder import Decoder
 from moe_jax.recipes.grpo.settings import GrpoSettings
 from moe_jax.recipes.run.identity import identity_of
 from moe_jax.recipes.run.model import PlannedModel, plan_model
+from moe_jax.reinforcement.environments import check_environment, name_of
+from moe_jax.reinforcement.policy import check_architecture
 from moe_jax.reinforcement.prompts import Prompts, open_prompts, prompt_tokens, prompts_within
 from moe_jax.reinforcement.reward_calls import function_at
 from moe_jax.reinforcement.rewards import Scorer
+from moe_jax.serving.conversation import model_defaults
 from moe_jax.serving.request import EngineLimits
 
 MOST_PAGES, MOST_SEQUENCES = 4096, 256
@@ -27,6 +32,7 @@ class PlannedGrpo(PlannedModel):
       prompts, eval_prompts: the data; `eval_prompts` is None without a measurement.
       scorer: the reward functions.
       environment: makes the environment of a sample; None: answers have one turn.
+      limits: the sizes of the engine that draws a step's answers.
       identity: the facts that may not change between the start of the run and its resumption, except the starting weights.
     """
 
@@ -35,6 +41,7 @@ class PlannedGrpo(PlannedModel):
     eval_prompts: Prompts | None
     scorer: Scorer
     environment: Callable[[], Any] | None
+    limits: EngineLimits
     identity: dict[str, Any]
 
     def announcement(self, steps_done: int) -> str:
@@ -67,46 +74,62 @@ def plan_grpo(
     """Checks everything that can be checked without weights, and writes nothing; arguments and errors as in `grpo`."""
     if environment is None and settings.environment is not None:
         environment = function_at(settings.environment)
+    limits, planned = _limits(settings), plan_model(settings, model, tokenizer)
+    adapted, drops = () if planned.lora is None else planned.lora.kinds, settings.lora is not None and settings.lora.dropout > 0
+    dtype = jnp.dtype(settings.dtype) if model is None else model.dtype
+    check_architecture(planned.config, dtype, exact=settings.exact, adapted=adapted, drops=drops)
+
+    def length_of(row: Mapping[str, Any]) -> int:
+        if environment is not None and isinstance(row["prompt"], str):
+            raise ValueError(f"an environment needs prompts of messages; this one is the text {row['prompt']!r:.80}")
+        return len(prompt_tokens(planned.tokenizer, row["prompt"]))
+
+    def prompts_of(path: str) -> Prompts:
+        return prompts_within(open_prompts(path), settings.max_prompt, length_of)
+
+    prompts = prompts_of(settings.data)
     functions, name = [*settings.reward, *rewards], None
-    if hasattr(environment, "get_reward"):
-        name = getattr(environment, "__name__", type(environment).__name__)
+    if environment is not None:
+        source = settings.model if model is None else model.source
+        ends = model_defaults(source, planned.config, planned.tokenizer).ends_of_answers
+        if check_environment(environment, prompts.columns, planned.tokenizer, ends):
+            name = name_of(environment)
     if not functions and name is None:
         raise ValueError('there is no reward: give settings.reward, such as "rewards.py:correct", or the argument `rewards`')
     weights, number = settings.reward_weights, len(functions) + (name is not None)
     if weights is not None and len(weights) != number:
         raise ValueError(f"reward_weights={weights!r} must have a weight for each of the {number} rewards")
-    planned = plan_model(settings, model, tokenizer)
-
-    def prompts_of(path: str) -> Prompts:
-        length_of = lambda row: len(prompt_tokens(planned.tokenizer, row["prompt"]))  # noqa: E731
-        return prompts_within(open_prompts(path), settings.max_prompt, length_of)
-
-    prompts = prompts_of(settings.data)
+    calls: dict[str, Any] = dict(reward_timeout=settings.reward_timeout, on_reward_error=settings.on_reward_error)
+    scorer = Scorer(functions, environment=name, **calls)
+    scorer.check(prompts[0])
     eval_prompts = None if settings.eval_data is None else prompts_of(settings.eval_data)
     if eval_prompts is not None and eval_prompts.fingerprint == prompts.fingerprint:
         raise ValueError(f"eval_data={settings.eval_data!r} has the same contents as data, and must not be trained on")
     if settings.epochs is not None:
         steps = math.ceil(settings.epochs * len(prompts) / settings.prompts - 1e-9)
         settings = replace(settings, steps=max(1, steps), epochs=None)
-    calls: dict[str, Any] = dict(reward_timeout=settings.reward_timeout, on_reward_error=settings.on_reward_error)
-    scorer = Scorer(functions, environment=name, **calls)
     identity = identity_of(settings, planned.config, planned.tokenizer, prompts.fingerprint)
     identity |= json.loads(
         json.dumps({"grpo": asdict(settings.grpo), "rewards": scorer.names, "max_prompt": settings.max_prompt})
     )
     of_data: dict[str, Any] = dict(prompts=prompts, eval_prompts=eval_prompts, scorer=scorer, environment=environment)
-    return PlannedGrpo(**vars(planned), settings=settings, identity=identity, **of_data)
+    return PlannedGrpo(**vars(planned), settings=settings, limits=limits, identity=identity, **of_data)
 
 
-def limits_of(settings: GrpoSettings) -> EngineLimits:
-    """Returns the limits of the engine that draws a step's answers."""
+def _limits(settings: GrpoSettings) -> EngineLimits:
     sizes, answers = settings.engine, settings.prompts * settings.samples
     sequences = min(answers, MOST_SEQUENCES) if sizes.max_sequences is None else sizes.max_sequences
     pages = min(sequences * -(-settings.max_length // 64) + 1, MOST_PAGES) if sizes.num_pages is None else sizes.num_pages
-    return EngineLimits(
+    limits = EngineLimits(
         max_sequences=sequences,
         max_length=settings.max_length,
         num_pages=pages,
         max_waiting=answers * settings.eval_batches,
         replicas=sizes.replicas,
     )
+    if limits.longest_in_pages < settings.max_length:
+        raise ValueError(
+            f"engine.num_pages={pages} has room for {limits.longest_in_pages} tokens; an answer with its prompt may have "
+            f"{settings.max_length}: give more pages, or a smaller engine.max_length"
+        )
+    return limits

@@ -120,8 +120,7 @@ class Rollouts:
 def _has_bits_of(known: Group, drawn: Group) -> bool:
     """Returns True if a group that is drawn again is that of the journal. If not, the journal's has the rewards."""
     return all(
-        # At another temperature than 1 all log-probabilities are NaN.
-        np.array_equal(getattr(a, name), getattr(b, name), equal_nan=True)
+        np.array_equal(getattr(a, name), getattr(b, name))
         for a, b in zip(known.samples, drawn.samples, strict=True)
         for name in ("tokens", "log_probs")
     )

@@ -138,6 +138,8 @@ class GrpoSettings(RunSettings):
             problems.append(
                 f"grpo.beta={self.grpo.beta!r} needs a reference, the model without adapters: set lora, or leave it at 0"
             )
+        if self.exact and self.weights != "whole":
+            problems.append(f"weights={self.weights!r} has no exact log-probabilities: leave it whole, or set exact=False")
         wrong = [
             f"engine.{name}={value!r} must be an integer of at least 1"
             for name, value in asdict(self.engine).items()

@@ -19,7 +19,7 @@ from moe_jax.train.starting_weights import MODEL, same_weights, values_of
 PRECISION, FP8_DENSE = "precision", "fp8_dense"
 """Names of entries."""
 
-BEFORE_THEY_WERE_NOTED = {"moment_dtype": "float32"}
+BEFORE_THEY_WERE_NOTED = {"moment_dtype": "float32", "optimizer": "adamw"}
 """Entries that older runs lack, with the value that all of them had."""
 
 MAX_KEYS = 5
@@ -59,9 +59,9 @@ def identity_of(settings: RunSettings, config: ModelConfig, tokenizer: Any, data
       data: the fingerprint of the data.
     """
     lora = None if settings.lora is None else json.loads(json.dumps(asdict(settings.lora)))
-    if lora is not None and not lora["dropout"]:
-        # Runs that began before dropout existed have no such entry.
-        del lora["dropout"]
+    if lora is not None:
+        # Runs that began before these settings existed have no such entries.
+        lora = {name: value for name, value in lora.items() if value or name not in ("dropout", "modules_to_save")}
     return {name: getattr(settings, name) for name in settings.RESUME_MUST_MATCH} | {
         LORA: lora,
         WEIGHTS: None if settings.weights == "whole" else settings.weights,

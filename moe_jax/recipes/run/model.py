@@ -10,6 +10,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from moe_jax.adapters.add import LoraSummary, add_lora, planned_lora
+from moe_jax.adapters.settings import LoraSettings
 from moe_jax.checkpoint.companions import tokenizer_files
 from moe_jax.checkpoint.hf_load import check_form, find_config, from_pretrained, read_config
 from moe_jax.checkpoint.tokenizer import load_tokenizer
@@ -86,7 +87,7 @@ def plan_model(settings: RunSettings, model: Decoder | None, tokenizer: Any, *, 
     expert_devices = check_experts(settings, parallelism, config)
     lora = _planned_lora(settings, config, parallelism)
     if settings.shard_optimizer:
-        check_optimizer(parallelism, config)
+        check_optimizer(parallelism, config, settings.lora)
     if parallelism is not None:
         layers_in_pipe(config, parallelism.pipe)
         if (
@@ -170,6 +171,7 @@ def optimizer_of(
         )
     optimizer = make_optimizer(
         schedule,
+        name=settings.optimizer,
         weight_decay=settings.weight_decay,
         max_grad_norm=settings.max_grad_norm,
         moment_dtype=settings.moment_dtype,
@@ -250,7 +252,7 @@ def _planned_lora(settings: RunSettings, config: ModelConfig, parallelism: Paral
     if settings.lora is None:
         return None
     mesh = {} if parallelism is None else dict(parallelism.mesh.shape)
-    if problems := lora_problems(settings.lora, mesh, settings.shard_optimizer, settings.precision):
+    if problems := lora_problems(settings.lora, mesh, settings.precision):
         raise ValueError(f"{type(settings).__name__}: {'; '.join(problems)}")
     return planned_lora(config, settings.lora).summary
 
@@ -270,15 +272,22 @@ def check_experts(settings: RunSettings, parallelism: Parallelism | None, config
     return devices
 
 
-def check_optimizer(parallelism: Parallelism | None, config: ModelConfig) -> None:
-    """Refuses `shard_optimizer` if nothing can be split over `data`."""
+def check_optimizer(parallelism: Parallelism | None, config: ModelConfig, lora: LoraSettings | None = None) -> None:
+    """Refuses `shard_optimizer` if nothing that is trained can be split over `data`."""
     mesh = optimizer_mesh(parallelism)
     if mesh is None:
         raise ValueError(
             "shard_optimizer=True needs several devices along data: a mesh.data of 2 or more. Over the other axes the "
             "optimizer's state is split without it"
         )
-    optimizer_shardings(nnx.eval_shape(lambda: nnx.state(from_config(config, rngs=nnx.Rngs(0)), nnx.Param)), mesh)
+
+    def trained() -> nnx.State:
+        model = from_config(config, rngs=nnx.Rngs(0))
+        if lora is not None:
+            add_lora(model, lora, rngs=nnx.Rngs(0))
+        return nnx.state(model, nnx.Param)
+
+    optimizer_shardings(nnx.eval_shape(trained), mesh)
 
 
 def _check_model(settings: RunSettings, config: ModelConfig, tokenizer: Any, model: Decoder | None) -> None:

@@ -9,7 +9,8 @@ from typing import Any, ClassVar, Literal, get_args
 
 from moe_jax.adapters.settings import LoraSettings
 from moe_jax.models.precision import DenseGroup, PrecisionName, Weights, form_problems
-from moe_jax.parallel.choices import MESH_AXES, Hops, MeshShape
+from moe_jax.models.remat import KEPT_PARTS, layers_and_parts
+from moe_jax.parallel.choices import MESH_AXES, Hops, MeshShape, OptimizerName
 from moe_jax.parallel.expert.settings import ExpertParallel
 
 DTYPES = ("bfloat16", "float32")
@@ -45,7 +46,9 @@ class RunSettings:
       epochs: passes through the data, instead of `steps`; all of it is tokenized once to count the steps.
       min_learning_rate_ratio: the learning rate at the end, as a part of the peak.
       warmup_steps: steps in which the learning rate rises to its peak; None: a tenth of `steps`, at most 100.
-      weight_decay: AdamW's weight decay; norms and biases do not decay.
+      optimizer: "adamw"; "muon" for the layers' matrices with adamw for the rest; or "adafactor", whose state is small
+        (docs/finetuning.md). All three fit the same learning rates.
+      weight_decay: the optimizer's weight decay; norms and biases do not decay.
       max_grad_norm: gradients with a larger norm are scaled down to it.
       checkpoint_every: steps between checkpoints; the last step always has one.
       keep_checkpoints: the number of newest checkpoints to keep.
@@ -54,8 +57,9 @@ class RunSettings:
         float32 in either case: a bfloat16 parameter is the upper half of its master, so passes need no cast. None: float32.
         With lora these are the frozen weights, without gradients and masters, and None is `dtype`.
       remat: recompute layers in the backward pass: less memory, about a third more time. A number of last layers keep their
-        residuals and are not recomputed. "auto": as many as fit into the device's memory, or none if its size is unknown. A run
-        that continues keeps the number of its beginning.
+        residuals and are not recomputed. Parts after the number, as in 12,router,attention,experts, are kept by the other
+        layers (docs/scaling.md). "auto": what fits into the device's memory, or nothing if its size is unknown. A run that
+        continues keeps the choice of its beginning.
       offload: keep the input of each layer, which remat needs, in the host's memory: for long sequences (docs/scaling.md).
       weights: the form of the frozen weights under adapters: "whole", "as stored" for a checkpoint in FP8, or experts in "nf4"
         or "fp8" (docs/adapters.md).
@@ -63,11 +67,11 @@ class RunSettings:
         their activations in 8 bits (docs/fp8.md). "bf16": in `dtype`. A pipe must have the schedule "uniform".
       fp8_dense: with precision "fp8", dense matrices that also multiply in 8 bits: attention (its projections), shared_experts,
         mlp (dense layers). See docs/fp8.md.
-      moment_dtype: the dtype of AdamW's two moments between steps, "float32", or "bfloat16" for half the memory.
+      moment_dtype: the dtype of the optimizer's moments between steps, "float32", or "bfloat16" for half the memory.
       mesh: the numbers of devices over which rows, parameters, experts and sequences are spread (docs/scaling.md). All devices
         are used.
-      shard_optimizer: split AdamW's moments and the masters over mesh.data too (ZeRO, stage 1); parameters stay whole there.
-        Needs a mesh.data of 2 or more. May be changed when a run continues.
+      shard_optimizer: split the optimizer's moments and the masters over mesh.data too (ZeRO, stage 1); parameters stay whole
+        there. Needs a mesh.data of 2 or more. May be changed when a run continues.
       capacity_factor: the room of one exchange between experts' devices, as a multiple of an even routing's tokens. If it
         equals the number of devices along mesh.expert, every routing fits, and no layer waits to learn whether its tokens fit
         (docs/parallel_experts.md).
@@ -99,6 +103,7 @@ class RunSettings:
     learning_rate: float | None = None
     min_learning_rate_ratio: float = 0.1
     warmup_steps: int | None = None
+    optimizer: OptimizerName = "adamw"
     weight_decay: float = 0.1
     max_grad_norm: float = 1.0
     seed: int = 0
@@ -107,7 +112,7 @@ class RunSettings:
     dtype: str = "bfloat16"
     param_dtype: str | None = None
     moment_dtype: str = "float32"
-    remat: int | bool | Literal["auto"] = "auto"
+    remat: int | bool | str = "auto"
     offload: bool = False
     lora: LoraSettings | None = None
     weights: Weights = "whole"
@@ -138,7 +143,10 @@ class RunSettings:
         "weight_decay": "a number of at least 0",
         "min_learning_rate_ratio": "a number from 0 to 1",
     }  # fmt: skip
-    ONE_OF: ClassVar[Mapping[str, tuple[str, ...]]] = dict.fromkeys(("dtype", "param_dtype", "moment_dtype"), DTYPES)
+    ONE_OF: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        **dict.fromkeys(("dtype", "param_dtype", "moment_dtype"), DTYPES),
+        "optimizer": get_args(OptimizerName),
+    }
     MAY_BE_NONE: ClassVar[tuple[str, ...]] = ("epochs", "warmup_steps", "log_every")
     OF_EXPERT_DEVICES: ClassVar[tuple[str, ...]] = ("shadow_experts", "tokens_in_fp8")
     """The settings that need experts on several devices."""
@@ -146,7 +154,7 @@ class RunSettings:
     """{setting that this kind of run refuses: why}."""
     RESUME_MUST_MATCH: ClassVar[tuple[str, ...]] = (
         *("seq_len", "batch_size", "gradient_accumulation", "learning_rate", "min_learning_rate_ratio", "warmup_steps"),
-        *("weight_decay", "max_grad_norm", "seed", "dtype", "param_dtype", "moment_dtype"),
+        *("optimizer", "weight_decay", "max_grad_norm", "seed", "dtype", "param_dtype", "moment_dtype"),
     )
     """Settings that may not change between the start of a run and its resumption."""
 
@@ -186,8 +194,11 @@ class RunSettings:
             for each in fields(self)
             if isinstance(each.default, bool) and not isinstance(value := getattr(self, each.name), bool)
         ]
-        if not isinstance(self.remat, bool) and self.remat != "auto" and not fits(self.remat, "an integer of at least 0"):
-            problems.append(f"remat={self.remat!r} must be True, False, 'auto' or an integer of at least 0")
+        if not isinstance(self.remat, bool) and self.remat != "auto" and layers_and_parts(self.remat) is None:
+            problems.append(
+                f"remat={self.remat!r} must be True, False, 'auto' or an integer of at least 0, with any parts that recomputed "
+                f"layers keep, as in 12,{','.join(KEPT_PARTS)}"
+            )
         elif self.offload and self.remat is False:
             problems.append("offload=True needs remat: without remat a layer keeps far more than its input")
         elif self.offload and self.remat is not True and self.remat != "auto":
@@ -217,12 +228,14 @@ class RunSettings:
             problems.append(f"epochs={self.epochs} and steps={self.steps} exclude each other: give one of them")
         if self.epochs is None and self.warmup_steps is not None and self.warmup_steps > self.steps:
             problems.append(f"warmup_steps={self.warmup_steps} must not exceed steps={self.steps}")
+        if self.optimizer == "adafactor" and self.moment_dtype != "float32":
+            problems.append(f"moment_dtype={self.moment_dtype!r} is not for optimizer='adafactor', whose moments are small")
         watched = [name for name in ("keep_best", "early_stop") if getattr(self, name) and self.eval_data is None]
         problems += [f"{name}={getattr(self, name)!r} needs a held-out loss: give eval_data" for name in watched]
         problems += dense_problems(self.fp8_dense, self.precision)
         problems += log_problems(self.tensorboard, self.log_to)
         problems += self.pipe_problems(self.mesh.pipe)
-        problems += lora_problems(self.lora, asdict(self.mesh), self.shard_optimizer, self.precision)
+        problems += lora_problems(self.lora, asdict(self.mesh), self.precision)
         if self.lora is not None:
             moving = [f"{name}={getattr(self, name)!r}" for name in self.OF_EXPERT_DEVICES if getattr(self, name)]
             problems += [f"{each} is for runs without lora: frozen experts stay as they are" for each in moving]
@@ -356,7 +369,7 @@ def fits(value, want: str) -> bool:
     return int(want.rpartition(" at least ")[2]) <= value < float("inf")
 
 
-def lora_problems(lora: LoraSettings | None, mesh: Mapping[str, int], shard_optimizer: bool, precision: str) -> list[str]:
+def lora_problems(lora: LoraSettings | None, mesh: Mapping[str, int], precision: str) -> list[str]:
     """Returns the settings that contradict training adapters, one clause each; none without adapters.
 
     Args:
@@ -369,8 +382,6 @@ def lora_problems(lora: LoraSettings | None, mesh: Mapping[str, int], shard_opti
         problems.append(f"lora trains on a mesh without pipe: split frozen weights over fsdp or expert; got mesh.pipe={ranks}")
     if precision != "bf16" and (devices := math.prod(mesh.values())) > 1:
         problems.append(f"precision={precision!r} with lora needs one device: take 'bf16', which dequantises; got {devices}")
-    if shard_optimizer:
-        problems.append("shard_optimizer=True is for runs without lora: the optimizer's state of adapters is small")
     return problems
 
 

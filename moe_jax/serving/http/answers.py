@@ -7,18 +7,21 @@ import json
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from moe_jax.serving.handle import REPLACEMENT, ReplicaFailed
-from moe_jax.serving.http.body import ApiError, DisconnectedError, took_too_long
+from moe_jax.generation.tool_calls import AnswerPart, AnswerParts, Call
+from moe_jax.serving.handle import REPLACEMENT, Handle, ReplicaFailed
+from moe_jax.serving.http.body import ApiError, DisconnectedError, delivery, took_too_long
 from moe_jax.serving.http.record import RequestRecord
 from moe_jax.serving.http.service import Choice, Service
-from moe_jax.serving.request import DrawnToken
+
+ShownToken = tuple[int, float | None, dict[int, float] | None]
+"""A token, its log-probability, and the most likely alternatives'. A prompt's first token has only itself."""
 
 
 @dataclass(frozen=True)
@@ -27,29 +30,55 @@ class TextPiece:
 
     index: int
     text: str
-    tokens: list[DrawnToken]
+    tokens: list[ShownToken]
     """The tokens since the previous piece, if the request asks for their log-probabilities."""
     finish_reason: str | None
+    ids: list[int]
+    """The ids of all tokens since the previous piece."""
+    parts: list[AnswerPart] = field(default_factory=list)
+    """The parts of an answer in a chat that the text completes."""
 
 
 class Answer:
     """The answer to a request whose choices already run; no choice outlives it.
 
-    `delivery`: True for a stream, and True if the stream ends with token counts (`body.delivery`).
+    `body`: the request's, already checked.
     """
 
     prefix: str
     """Prefix of the ids of an endpoint's answers."""
+    reasoning_tokens: int | None = None
+    """Number of tokens of thoughts; None if the model has none."""
+    prompt_is_common = False
+    """True: all choices have one prompt, whose fields are next to the list of choices."""
     whole_object: str
     chunk_object: str
 
-    def __init__(self, service: Service, choices: list[Choice], delivery: tuple[bool, bool], record: RequestRecord):
-        self.service, self.choices, self.delivery, self.record = service, choices, delivery, record
+    def __init__(self, service: Service, choices: list[Choice], body: dict[str, Any], record: RequestRecord):
+        self.service, self.choices, self.body, self.record = service, choices, body, record
+        self.is_stream, self.includes_usage, self.returns_ids = delivery(body)
         self.created, self.id = int(time.time()), secrets.token_hex(12)
 
     def choice(self, piece: TextPiece, *, is_first: bool, is_whole: bool) -> dict[str, Any]:
         """Returns the JSON of a piece of a choice in a stream, or of a whole choice."""
         raise NotImplementedError
+
+    def read(self, piece: TextPiece) -> TextPiece:
+        """Returns a piece as the endpoint shows it."""
+        return piece
+
+    def about_prompt(self, index: int) -> dict[str, Any]:
+        """Returns the fields about the prompt of a choice that the request asks for: its ids and log-probabilities."""
+        handle, found = self.choices[index].handle, dict[str, Any]()
+        if self.returns_ids:
+            found["prompt_token_ids"] = handle.prompt
+        if "prompt_logprobs" in self.body:
+            found["prompt_logprobs"] = [scores and self._by_id(scores) for scores in handle.prompt_logprobs]
+        return found
+
+    def _by_id(self, scores: dict[int, float]) -> dict[str, dict[str, Any]]:
+        tokenizer = self.service.tokenizer
+        return {str(token): {"logprob": it, "decoded_token": token_text(tokenizer, token)} for token, it in scores.items()}
 
     async def respond(self, request: Request) -> Response:
         """Returns the answer to the client: a stream, or JSON once all choices have ended.
@@ -58,7 +87,7 @@ class Answer:
             ApiError: A choice failed, or the request timed out.
             DisconnectedError: The client is gone.
         """
-        if self.delivery[0]:
+        if self.is_stream:
             return _EventStream(self._stream, lambda: self.service.release(self.choices))
         pieces: list[list[TextPiece]] = [[] for _ in self.choices]
 
@@ -72,25 +101,29 @@ class Answer:
         choices = []
         for each in pieces:
             text, tokens = "".join(piece.text for piece in each), [new for piece in each for new in piece.tokens]
-            whole = replace(each[-1], text=text, tokens=tokens)
+            ids, parts = [token for piece in each for token in piece.ids], [part for piece in each for part in piece.parts]
+            whole = replace(each[-1], text=text, tokens=tokens, ids=ids, parts=parts)
             choices.append(self.choice(whole, is_first=True, is_whole=True))
             # Each may have thousands of log-probabilities: other requests run in between.
             await asyncio.sleep(0)
-        return JSONResponse(self._frame(self.whole_object, choices) | {"usage": self._usage()})
+        answer = self._frame(self.whole_object, choices) | {"usage": self._usage()}
+        return JSONResponse(answer | (self.about_prompt(0) if self.prompt_is_common else {}))
 
     async def _stream(self, send_data: Callable[[Any], Awaitable[None]]) -> None:
         begun: set[int] = set()
-        _, includes_usage = self.delivery
-        no_usage = {"usage": None} if includes_usage else {}
+        no_usage = {"usage": None} if self.includes_usage else {}
 
         async def send(piece: TextPiece) -> None:
             chunk = self.choice(piece, is_first=piece.index not in begun, is_whole=False)
+            if chunk.get("delta") == {} and not (piece.finish_reason or piece.tokens or self.returns_ids):
+                return
+            about_prompt = self.about_prompt(0) if self.prompt_is_common and not begun else {}
             begun.add(piece.index)
-            await send_data(self._frame(self.chunk_object, [chunk]) | no_usage)
+            await send_data(self._frame(self.chunk_object, [chunk]) | no_usage | about_prompt)
 
         try:
             await self._follow(send)
-            if includes_usage:
+            if self.includes_usage:
                 await send_data(self._frame(self.chunk_object, []) | {"usage": self._usage()})
             await send_data("[DONE]")
         except ApiError as error:
@@ -106,7 +139,7 @@ class Answer:
 
         async def noted(piece: TextPiece) -> None:
             self.record.note_piece()
-            await emit(piece)
+            await emit(self.read(piece))
 
         seconds = self.service.settings.request_seconds
         try:
@@ -124,7 +157,9 @@ class Answer:
     def _usage(self) -> dict[str, Any]:
         prompt, new = self.record.prompt_tokens, self.record.new_tokens
         cached = {"cached_tokens": self.record.cached_tokens}
-        return dict(prompt_tokens=prompt, completion_tokens=new, total_tokens=prompt + new, prompt_tokens_details=cached)
+        usage = dict(prompt_tokens=prompt, completion_tokens=new, total_tokens=prompt + new, prompt_tokens_details=cached)
+        thoughts = {"completion_tokens_details": {"reasoning_tokens": self.reasoning_tokens}}
+        return usage if self.reasoning_tokens is None else usage | thoughts
 
     def _frame(self, kind: str, choices: list) -> dict[str, Any]:
         name = self.service.settings.model_name
@@ -143,26 +178,70 @@ class CompletionAnswer(Answer):
 
     def choice(self, piece: TextPiece, *, is_first: bool, is_whole: bool) -> dict[str, Any]:
         """Returns the JSON of a piece of a choice, or of a whole choice."""
-        text, found = (self._begins[piece.index] if is_first else "") + piece.text, None
-        if piece.tokens:
-            found = completion_logprobs(self.service.tokenizer, piece.tokens, self._offsets[piece.index])
+        text, found, tokens = (self._begins[piece.index] if is_first else "") + piece.text, None, piece.tokens
+        if "echo" in self.body and "logprobs" in self.body:
+            tokens, self._offsets[piece.index] = self._scored_prompt(self.choices[piece.index].handle) + tokens, 0
+        if tokens:
+            found = completion_logprobs(self.service.tokenizer, tokens, self._offsets[piece.index])
             self._offsets[piece.index] += sum(map(len, found["tokens"]))
-        return {"index": piece.index, "text": text, "logprobs": found, "finish_reason": piece.finish_reason}
+        choice: dict[str, Any] = {"index": piece.index, "text": text, "logprobs": found, "finish_reason": piece.finish_reason}
+        choice |= {"token_ids": piece.ids} if self.returns_ids else {}
+        return choice | (self.about_prompt(piece.index) if is_first else {})
+
+    def _scored_prompt(self, handle: Handle) -> list[ShownToken]:
+        """Returns the prompt's tokens as if they were drawn; the first has no log-probability."""
+        shows_tops = self.body["logprobs"] > 0
+        pairs = zip(handle.prompt, handle.prompt_logprobs, strict=True)
+        return [(token, None if scores is None else scores[token], scores if shows_tops else None) for token, scores in pairs]
 
 
 class ChatAnswer(Answer):
-    """An answer of /v1/chat/completions."""
+    """An answer of /v1/chat/completions; `parts` separates thoughts and tool calls from the text of each choice."""
 
     prefix, whole_object, chunk_object = "chatcmpl-", "chat.completion", "chat.completion.chunk"
+    prompt_is_common = True
+
+    def __init__(self, *arguments: Any, parts: list[AnswerParts]):
+        super().__init__(*arguments)
+        self._parts, self._num_calls, self._num_shown = parts, [0] * len(parts), [0] * len(parts)
+        self.reasoning_tokens = 0 if parts[0].splits_thoughts else None
+
+    def read(self, piece: TextPiece) -> TextPiece:
+        """Returns a piece with its parts; counts the tokens of thoughts."""
+        parts, reason = self._parts[piece.index], piece.finish_reason
+        if self.reasoning_tokens is not None and parts.reasoning:
+            self.reasoning_tokens += len(piece.ids)
+        found, most = [], None if self.body.get("parallel_tool_calls", True) else 1
+        for part in parts.add(piece.text, ends=reason is not None):
+            if part.call is None or most is None or self._num_calls[piece.index] < most:
+                found.append(part)
+            self._num_calls[piece.index] += part.call is not None
+        reason = "tool_calls" if reason == "stop" and self._num_calls[piece.index] else reason
+        return replace(piece, parts=found, finish_reason=reason)
 
     def choice(self, piece: TextPiece, *, is_first: bool, is_whole: bool) -> dict[str, Any]:
         """Returns the JSON of a piece of a choice, or of a whole choice."""
         found = chat_logprobs(self.service.tokenizer, piece.tokens) if piece.tokens else None
-        choice = {"index": piece.index, "logprobs": found, "finish_reason": piece.finish_reason}
-        if is_whole:
-            return choice | {"message": {"role": "assistant", "content": piece.text, "refusal": None}}
-        delta = ({"role": "assistant"} if is_first else {}) | ({"content": piece.text} if piece.text or is_first else {})
-        return choice | {"delta": delta}
+        choice: dict[str, Any] = {"index": piece.index, "logprobs": found, "finish_reason": piece.finish_reason}
+        choice |= {"token_ids": piece.ids} if self.returns_ids else {}
+        message: dict[str, Any] = {"role": "assistant"} if is_first else {}
+        thought, text = ("".join(part.text for part in piece.parts if part.kind == kind) for kind in ("reasoning", "content"))
+        calls = [part.call for part in piece.parts if part.call is not None]
+        if text or is_first:
+            message["content"] = None if is_whole and calls and not text else text
+        # vLLM and SGLang name it differently.
+        message |= {"reasoning_content": thought, "reasoning": thought} if thought else {}
+        if calls:
+            first = self._num_shown[piece.index]
+            self._num_shown[piece.index] += len(calls)
+            numbers: list[dict] = [{} if is_whole else {"index": first + i} for i in range(len(calls))]
+            message["tool_calls"] = [number | _call_json(call) for number, call in zip(numbers, calls, strict=True)]
+        return choice | ({"message": message | {"refusal": None}} if is_whole else {"delta": message})
+
+
+def _call_json(call: Call) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)}
+    return {"id": call.id or f"call_{secrets.token_hex(12)}", "type": "function", "function": function}
 
 
 async def _follow(choices: Sequence[Choice], emit: Callable[[TextPiece], Awaitable[None]]) -> None:
@@ -171,19 +250,21 @@ async def _follow(choices: Sequence[Choice], emit: Callable[[TextPiece], Awaitab
     Raises:
         ApiError: A continuation was aborted or ended with an error, or the engine failed.
     """
-    handle, unsent = choices[0].handle, [list[DrawnToken]() for _ in choices]
+    handle, unsent = choices[0].handle, [list[ShownToken]() for _ in choices]
     try:
-        async for event in handle:
-            choice, reason = choices[event.index], event.finish_reason
-            choice.note(event)
-            if event.token is not None and event.logprob is not None:
+        async for each in handle:
+            choice = choices[each.index]
+            event = choice.read(each)
+            reason = event.finish_reason
+            if event.token is not None:
                 unsent[event.index].append((event.token, event.logprob, event.top_logprobs))
             if reason not in (None, "stop", "length"):
                 why = "was aborted" if reason == "abort" else "ended with an error"
                 raise ApiError(503 if reason == "abort" else 500, f"the request {why}")
             if event.text or reason:
-                await emit(TextPiece(choice.index, event.text or "", unsent[event.index], reason))
-                unsent[event.index] = []
+                new, unsent[event.index] = unsent[event.index], []
+                scored = [each for each in new if each[1] is not None]
+                await emit(TextPiece(choice.index, event.text or "", scored, reason, [token for token, *_ in new]))
     except RuntimeError as error:
         if handle.error is None:
             raise
@@ -248,13 +329,16 @@ async def unless_disconnected[T](receive: Receive, work: Coroutine[Any, Any, T])
         await asyncio.gather(working, watching, return_exceptions=True)
 
 
-def completion_logprobs(tokenizer: Any, tokens: Sequence[DrawnToken], offset: int) -> dict[str, Any]:
+def completion_logprobs(tokenizer: Any, tokens: Sequence[ShownToken], offset: int) -> dict[str, Any]:
     """Returns the log-probability lists of a text completion; `offset` is the number of characters before the first token."""
     texts = [token_text(tokenizer, token) for token, *_ in tokens]
     return {
         "tokens": texts,
         "token_logprobs": [logprob for _, logprob, _ in tokens],
-        "top_logprobs": [_by_text(tokenizer, tops | {token: logprob}) if tops else None for token, logprob, tops in tokens],
+        "top_logprobs": [
+            _by_text(tokenizer, tops | {token: logprob}) if tops and logprob is not None else None
+            for token, logprob, tops in tokens
+        ],
         "text_offset": list(itertools.accumulate(map(len, texts[:-1]), initial=offset)),
     }
 
@@ -268,7 +352,7 @@ def _by_text(tokenizer: Any, logprobs: dict[int, float]) -> dict[str, float]:
     return found
 
 
-def chat_logprobs(tokenizer: Any, tokens: Sequence[DrawnToken]) -> dict[str, Any]:
+def chat_logprobs(tokenizer: Any, tokens: Sequence[ShownToken]) -> dict[str, Any]:
     """Returns the log-probability list of an answer in a chat."""
     content = [
         _entry(tokenizer, token, logprob) | {"top_logprobs": [_entry(tokenizer, *each) for each in (tops or {}).items()]}
@@ -297,7 +381,7 @@ def token_bytes(tokenizer: Any, token: int) -> list[int] | None:
     return [table[letter] for letter in piece] if set(piece) <= table.keys() else None
 
 
-def _entry(tokenizer: Any, token: int, logprob: float) -> dict[str, Any]:
+def _entry(tokenizer: Any, token: int, logprob: float | None) -> dict[str, Any]:
     return {"token": token_text(tokenizer, token), "logprob": logprob, "bytes": token_bytes(tokenizer, token)}
 
 

@@ -16,11 +16,15 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from moe_jax import __version__
 from moe_jax.generation.text import completion_tokens
 from moe_jax.serving.http.body import ApiError, DisconnectedError, read_body, refuse_others, take
-from moe_jax.serving.http.completions import answer_chat, answer_completion, conversation_encoder
+from moe_jax.serving.http.completions import CONVERSATION, answer_chat, answer_completion, conversation_encoder
 from moe_jax.serving.http.record import RequestRecord, record_of
 from moe_jax.serving.http.service import Service, logger
+
+PROBES = "/health", "/ping"
+"""Paths that proxies ask for the server's state, without a key. SageMaker asks for the second."""
 
 
 def make_app(service: Service) -> ASGIApp:
@@ -37,7 +41,8 @@ def make_app(service: Service) -> ASGIApp:
         "/tokenize": answer_tokenize,
         "/detokenize": answer_detokenize,
     }
-    gets = {"/v1/models": _answer_models, "/health": _answer_health, "/metrics": _answer_metrics}
+    gets = {"/v1/models": _answer_models, "/metrics": _answer_metrics, "/version": _answer_version}
+    gets |= dict.fromkeys(PROBES, _answer_health)
     routes = [Route(path, partial(answer, service), methods=["POST"]) for path, answer in posts.items()]
     routes += [Route(path, partial(answer, service), methods=["GET"]) for path, answer in gets.items()]
     routes.append(Route("/v1/models/{name:path}", partial(_answer_models, service), methods=["GET"]))
@@ -62,6 +67,10 @@ async def _answer_health(service: Service, request: Request) -> JSONResponse:
     return JSONResponse({"status": "ok"})
 
 
+async def _answer_version(service: Service, request: Request) -> JSONResponse:
+    return JSONResponse({"version": __version__})
+
+
 async def _answer_metrics(service: Service, request: Request) -> Response:
     return Response(generate_latest(service.metrics.registry), headers={"content-type": CONTENT_TYPE_LATEST})
 
@@ -79,7 +88,7 @@ def _model(service: Service) -> dict:
 async def answer_tokenize(service: Service, request: Request) -> JSONResponse:
     """Answers with the tokens of a text as in a completion, or of a conversation as in a chat."""
     body, record = await read_body(request, service.settings.body_seconds), record_of(request)
-    refuse_others(body, {"chat_template_kwargs", "messages", "model", "prompt", "tool_choice", "tools"})
+    refuse_others(body, {"model", "prompt", *CONVERSATION})
     service.check_model(body.get("model"))
     if ("prompt" in body) == ("messages" in body):
         raise ApiError(400, "give either prompt or messages")
@@ -194,7 +203,7 @@ class Guard:
             raise ApiError(503, "the server is stopping")
         self._check_host(headers.get(b"host", b"").decode("latin-1"))
         key = self.service.settings.api_key
-        if key is not None and scope["path"] != "/health":
+        if key is not None and scope["path"] not in PROBES:
             scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
             if scheme.lower() != b"bearer" or not hmac.compare_digest(given.strip(), key.encode()):
                 raise ApiError(401, "the request needs this server's key: Authorization: Bearer KEY", code="invalid_api_key")
@@ -234,5 +243,5 @@ class Guard:
         seconds = time.perf_counter() - record.began
         known = scope["path"] if scope["path"] in self.paths else "other"
         self.service.metrics.observe(record, known, seconds)
-        if known not in ("/health", "/metrics"):
+        if known not in (*PROBES, "/metrics"):
             logger.info("%s", record.line(seconds))

@@ -12,7 +12,7 @@ from moe_jax.serving.conversation import Defaults
 from moe_jax.serving.request import SamplingOptions
 
 HARMLESS = {
-    "metadata", "parallel_tool_calls", "prompt_cache_key", "safety_identifier", "service_tier", "store", "user",
+    "metadata", "prompt_cache_key", "safety_identifier", "service_tier", "store", "user",
 }  # fmt: skip
 """Fields of OpenAI's API that have no effect on answers here."""
 
@@ -28,6 +28,7 @@ NEUTRAL: dict[str, Any] = {
     "logprobs": False,
     "min_tokens": 0,
     "modalities": ["text"],
+    "parallel_tool_calls": True,
     "priority": 0,
     "response_format": {"type": "text"},
     "return_token_ids": False,
@@ -121,8 +122,9 @@ def _refuse_constant(name: str) -> None:
 
 
 SHARED = {
-    "frequency_penalty", "ignore_eos", "logit_bias", "max_tokens", "min_p", "model", "n", "presence_penalty",
-    "repetition_penalty", "seed", "stop", "stop_token_ids", "stream", "stream_options", "temperature", "top_k", "top_p",
+    "frequency_penalty", "ignore_eos", "include_stop_str_in_output", "logit_bias", "max_tokens", "min_p", "model", "n",
+    "presence_penalty", "prompt_logprobs", "repetition_penalty", "return_token_ids", "seed", "skip_special_tokens", "stop",
+    "stop_token_ids", "stream", "stream_options", "temperature", "top_k", "top_p", "truncate_prompt_tokens",
 }  # fmt: skip
 
 MAX_STOPS = 16
@@ -159,15 +161,33 @@ def sampling_options(
         seed=None if (seed := take(body, "seed", int)) is None else seed % 2**32,
         n=take(body, "n", int, 1),
         logprobs=logprobs,
+        prompt_logprobs=take(body, "prompt_logprobs", int),
+        skip_special_tokens=take(body, "skip_special_tokens", bool, True),
+        include_stop=take(body, "include_stop_str_in_output", bool, False),
     )
 
 
-def delivery(body: Mapping[str, Any]) -> tuple[bool, bool]:
-    """Returns whether a body asks for a stream, and whether the stream ends with the numbers of tokens."""
+def delivery(body: Mapping[str, Any]) -> tuple[bool, bool, bool]:
+    """Returns whether a body asks for a stream, for numbers of tokens at the stream's end, and for token ids."""
+    if body.get("stream") is True and "prompt_logprobs" in body:
+        raise ApiError(400, "log-probabilities of a prompt cannot be streamed: leave out stream", param="prompt_logprobs")
     options = asking(take(body, "stream_options", dict, {}))
     if others := sorted(options.keys() - {"include_usage", "include_obfuscation"}):
         raise ApiError(400, f"unknown fields of stream_options: {', '.join(others)[:200]}", param="stream_options")
-    return take(body, "stream", bool, False), bool(take(options, "include_usage", bool, False))
+    includes_usage = bool(take(options, "include_usage", bool, False))
+    return take(body, "stream", bool, False), includes_usage, take(body, "return_token_ids", bool, False)
+
+
+def truncated(body: Mapping[str, Any], prompts: list[list[int]]) -> list[list[int]]:
+    """Returns the last tokens of each prompt, as many as the body asks for.
+
+    Raises:
+        ApiError: The body asks for none.
+    """
+    most = take(body, "truncate_prompt_tokens", int)
+    if most is not None and most < 1:
+        raise ApiError(400, f"truncate_prompt_tokens must be at least 1; got {most}", param="truncate_prompt_tokens")
+    return prompts if most is None else [prompt[-most:] for prompt in prompts]
 
 
 def _stop(value: str | list) -> tuple[str, ...]:

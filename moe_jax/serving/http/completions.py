@@ -1,14 +1,25 @@
 """POST /v1/completions and /v1/chat/completions: continues texts or lists of token ids, and answers conversations."""
 
+import json
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from moe_jax.generation.text import chat_prompts, completion_tokens
+from moe_jax.generation.tool_calls import (
+    END_OF_THOUGHT,
+    FORMATS,
+    THINK,
+    AnswerParts,
+    CallFormat,
+    format_of,
+    schemas_of,
+)
 from moe_jax.serving.http.answers import ChatAnswer, CompletionAnswer
-from moe_jax.serving.http.body import SHARED, ApiError, delivery, read_body, refuse_others, sampling_options, take
+from moe_jax.serving.http.body import SHARED, ApiError, delivery, read_body, refuse_others, sampling_options, take, truncated
 from moe_jax.serving.http.record import record_of
 from moe_jax.serving.http.service import Service
 from moe_jax.serving.request import fitted
@@ -29,25 +40,29 @@ async def answer_completion(service: Service, request: Request) -> Response:
         raise ApiError(400, f"best_of can only be n, {body.get('n', 1)!r:.80}; got {body['best_of']!r:.80}", param="best_of")
     echo, logprobs = take(body, "echo", bool, False), take(body, "logprobs", int)
     if echo and logprobs is not None:
-        raise ApiError(400, "log-probabilities of the prompt are not supported: leave out echo or logprobs", param="echo")
+        if body.setdefault("prompt_logprobs", logprobs) != logprobs:
+            raise ApiError(400, f"with echo, prompt_logprobs can only be logprobs, {logprobs}", param="prompt_logprobs")
     # OpenAI's default is 16 too.
     length = take(body, "max_tokens", int, 16)
-    if length < 1:
-        raise ApiError(400, f"max_tokens must be at least 1; got {length}", param="max_tokens")
+    if length < 0:
+        raise ApiError(400, f"max_tokens must be at least 0; got {length}", param="max_tokens")
     options = sampling_options(body, service.defaults, service.defaults.ends, max_new_tokens=length, logprobs=logprobs)
-    how = delivery(body)
+    delivery(body)
     prompts = _prompts(body.get("prompt"), service.settings.max_choices)
     if isinstance(prompts[0], str):
         for prompt in prompts:
             service.check_length(prompt, "prompt")
         tokens = await service.encode(lambda: completion_tokens(service.tokenizer, prompts), record, "prompt")
-        echoed = prompts
     else:
-        tokens, echoed = prompts, await service.decode(prompts, record, "prompt") if echo else []
+        tokens = prompts
+    kept = truncated(body, tokens)
+    is_shown = isinstance(prompts[0], str) and kept is tokens
+    echoed = prompts if is_shown else await service.decode(kept, record, "prompt") if echo else []
+    tokens = kept
     choices = service.submit(tokens, options, "prompt")
     record.prompt_tokens = sum(map(len, tokens))
     begins = [text for text in echoed for _ in range(options.n)] if echo else [""] * len(choices)
-    return await CompletionAnswer(service, choices, how, record, begins=begins).respond(request)
+    return await CompletionAnswer(service, choices, body, record, begins=begins).respond(request)
 
 
 def _prompts(given: Any, limit: int) -> list:
@@ -69,13 +84,19 @@ def _are_ids(given: Any) -> bool:
     return isinstance(given, list) and all(type(token) is int for token in given)
 
 
+CONVERSATION = {
+    "add_generation_prompt", "chat_template_kwargs", "continue_final_message", "messages", "reasoning_effort", "tool_choice",
+    "tools",
+}  # fmt: skip
+"""Fields that make a chat's prompt."""
+
 CHAT_FIELDS = SHARED | {
-    "chat_template_kwargs", "logprobs", "max_completion_tokens", "messages", "tool_choice", "tools", "top_logprobs",
+    "logprobs", "max_completion_tokens", "parallel_tool_calls", "top_logprobs", *CONVERSATION,
 }  # fmt: skip
 
 
 async def answer_chat(service: Service, request: Request) -> Response:
-    """Answers a request for the next message of a conversation; tool calls are returned as the model's raw text.
+    """Answers a request for the next message of a conversation.
 
     Raises:
         ApiError: The request is wrong, or nothing can be computed for it.
@@ -92,13 +113,67 @@ async def answer_chat(service: Service, request: Request) -> Response:
         raise ApiError(400, f"{field} must be at least 1; got {length}", param=field)
     ends = service.defaults.ends_of_answers
     options = sampling_options(body, service.defaults, ends, max_new_tokens=length, logprobs=logprobs)
-    how = delivery(body)
+    delivery(body)
+    take(body, "parallel_tool_calls", bool)
     encode = conversation_encoder(service.tokenizer, body, lambda text: service.check_length(text, "messages"))
-    (tokens,) = await service.encode(encode, record, "messages")
+    (tokens,) = truncated(body, await service.encode(encode, record, "messages"))
+    begin, calls, shows_special = _reading(service.tokenizer, body, tokens)
+    options = replace(options, skip_special_tokens=options.skip_special_tokens and not shows_special)
+    schemas, forced = schemas_of(body.get("tools", ())), _forced(service.tokenizer, body)
     # Clients of chats send the same max_tokens with each message, while the conversation grows.
     choices = service.submit([tokens], fitted(options, tokens, service.engine.limits), "messages")
     record.prompt_tokens = len(tokens)
-    return await ChatAnswer(service, choices, how, record).respond(request)
+    parts = [AnswerParts(begin, calls, schemas) for _ in choices]
+    for each in parts:
+        each.add(forced)
+    return await ChatAnswer(service, choices, body, record, parts=parts).respond(request)
+
+
+def _reading(tokenizer: Any, body: dict[str, Any], tokens: list[int]) -> tuple[bool | None, CallFormat | None, bool]:
+    """Returns whether the answer begins in a thought (None: the model has none), the format of its calls, and whether special
+    tokens mark either.
+    """
+    tools = body.get("tools") if body.get("tool_choice") != "none" else None
+    template = _template(tokenizer, tools)
+    name = format_of(template) if tools else None
+    continues = "continue_final_message" in body
+    continued = _with_joined_text(body["messages"][-1])["content"] if continues else tokenizer.decode(tokens[-8:])
+    begins = continued.rfind(THINK) > continued.rfind(END_OF_THOUGHT) if END_OF_THOUGHT in template else None
+    markers = {THINK, *([FORMATS[name].begin] if name else [])}
+    special = {added.content for added in tokenizer.added_tokens_decoder.values() if added.special}
+    return begins, FORMATS[name] if name else None, bool(markers & special)
+
+
+def _template(tokenizer: Any, tools: list | None) -> str:
+    """Returns the chat template for these tools; "" if there is none."""
+    return tokenizer.get_chat_template(tools=tools or None) if tokenizer.chat_template else ""
+
+
+def _forced(tokenizer: Any, body: dict[str, Any]) -> str:
+    """Returns the beginning of an answer that must call a tool; "" if it need not.
+
+    Raises:
+        ApiError: The choice has another form, its tool is not among the tools, or the model's format of calls is unknown.
+    """
+    choice, tools = take(body, "tool_choice", (str, dict), "auto"), take(body, "tools", list, [])
+    if choice in ("auto", "none"):
+        return ""
+    named = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
+    wanted = named.get("name") if isinstance(named, dict) else None
+    if choice != "required" and not isinstance(wanted, str):
+        raise ApiError(
+            400,
+            'tool_choice must be auto, none, required or {"type": "function", "function": {"name": ...}}',
+            param="tool_choice",
+        )
+    known = [*schemas_of(tools)]
+    if not known or wanted is not None and wanted not in known:
+        raise ApiError(400, f"tool_choice must name one of the tools {known!r:.200}", param="tool_choice")
+    if (name := format_of(_template(tokenizer, tools))) is None:
+        raise ApiError(400, "tool_choice must be auto or none: the model's format of calls is unknown", param="tool_choice")
+    if wanted is None:
+        return FORMATS[name].begin
+    return FORMATS[name].begin + FORMATS[name].forced.format(name=json.dumps(wanted) if name == "hermes" else wanted)
 
 
 def conversation_encoder(
@@ -112,26 +187,48 @@ def conversation_encoder(
     messages = take(body, "messages", list)
     if not messages or not all(isinstance(message, dict) for message in messages):
         raise ApiError(400, 'messages must be a list of {"role": ..., "content": ...}, not empty', param="messages")
-    choice = take(body, "tool_choice", (str, dict), "auto")
-    if choice not in ("auto", "none"):
-        raise ApiError(400, "tool_choice must be auto or none: a model's calls cannot be forced", param="tool_choice")
-    tools = take(body, "tools", list, []) if choice == "auto" else []
-    if not all(isinstance(tool, dict) for tool in tools):
+    if not all(isinstance(tool, dict) for tool in take(body, "tools", list, [])):
         raise ApiError(400, "tools must be a list of objects", param="tools")
-    values = take(body, "chat_template_kwargs", dict, {})
+    forced = _forced(tokenizer, body) if "tool_choice" in body else ""
+    tools = body.get("tools", []) if body.get("tool_choice") != "none" else []
+    continues = take(body, "continue_final_message", bool, False)
+    if continues == take(body, "add_generation_prompt", bool, True) or continues and forced:
+        wanted = "continue_final_message: true needs add_generation_prompt: false, which it alone may have, and no tool_choice"
+        raise ApiError(400, wanted, param="add_generation_prompt")
+    values = take(body, "chat_template_kwargs", dict, {}) | _effort(tokenizer, take(body, "reasoning_effort", str), tools)
     conversation = [_with_joined_text(message) for message in messages]
 
     def encode() -> list[list[int]]:
         try:
-            tokens = chat_prompts(tokenizer, [conversation], tools or None, values, check)
+            tokens = chat_prompts(tokenizer, [conversation], tools or None, values, check, continues=continues)
         except ValueError as error:
             raise ValueError(str(error).replace("template_options", "chat_template_kwargs")) from error
         template = tokenizer.get_chat_template(tools=tools or None)
         if unread := [name for name in values if name not in template]:
             raise ValueError(f"chat_template_kwargs: the model's chat template never mentions {', '.join(unread):.200}")
+        if forced:
+            # A thought that the template begins would hide the call.
+            ends = END_OF_THOUGHT + "\n\n" if tokenizer.decode(tokens[0][-8:]).rstrip().endswith(THINK) else ""
+            tokens[0] += tokenizer(ends + forced, add_special_tokens=False)["input_ids"]
         return tokens
 
     return encode
+
+
+def _effort(tokenizer: Any, effort: str | None, tools: list) -> dict[str, Any]:
+    """Returns the value for the chat template that a `reasoning_effort` asks for: the effort itself, or thoughts or none.
+
+    Raises:
+        ApiError: The template has neither.
+    """
+    if effort is None:
+        return {}
+    template = _template(tokenizer, tools)
+    if "reasoning_effort" in template:
+        return {"reasoning_effort": effort}
+    if "enable_thinking" not in template:
+        raise ApiError(400, "reasoning_effort: the model's chat template has no such choice", param="reasoning_effort")
+    return {"enable_thinking": effort not in ("none", "minimal")}
 
 
 def _with_joined_text(message: dict[str, Any]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tokenizers.pre_tokenizers import ByteLevel
@@ -74,10 +74,13 @@ CLOSE_SECONDS = 60
 
 
 class Choice:
-    """A continuation of a request: `index` is its number in the answer, `number` its number in the handle."""
+    """A continuation of a request: `index` is its number in the answer, `number` its number in the handle.
 
-    def __init__(self, index: int, handle: Handle, number: int):
-        self.index, self.handle, self.number = index, handle, number
+    `only_scores`: the prompt is scored, and the token that the engine draws is dropped.
+    """
+
+    def __init__(self, index: int, handle: Handle, number: int, only_scores: bool = False):
+        self.index, self.handle, self.number, self.only_scores = index, handle, number, only_scores
         self.num_tokens = 0
         """New tokens up to its end, including the one that ended it."""
         self.finished = False
@@ -88,10 +91,13 @@ class Choice:
         completion = self.handle.completions[0]
         return completion.cached_tokens if completion is not None and self.number == 0 else 0
 
-    def note(self, event: Event) -> None:
-        """Counts an event's token, and notes the end."""
+    def read(self, event: Event) -> Event:
+        """Returns an event as the client sees it; counts its token, and notes the end."""
+        if self.only_scores and event.finish_reason in ("stop", "length"):
+            event = Event(event.index, None, finish_reason="length")
         self.num_tokens += event.token is not None
         self.finished |= event.finish_reason is not None
+        return event
 
 
 class Service:
@@ -172,6 +178,8 @@ class Service:
     def submit(self, prompts: Sequence[list[int]], options: SamplingOptions, field: str) -> list[Choice]:
         """Sends the engine a request for each prompt of a field, and returns the `n` choices of each.
 
+        With `max_new_tokens` 0 the prompts are only scored: the engine draws a token that no client sees.
+
         Raises:
             ApiError: A prompt or the options are wrong, the queue is full, or the engine has failed. Nothing runs then.
         """
@@ -183,11 +191,13 @@ class Service:
             # A full queue's 429 would make the client retry forever.
             raise ApiError(400, f"n times the number of prompts must be at most {most}: no more may run or wait", param=field)
         choices: list[Choice] = []
+        only_scores = options.max_new_tokens == 0
+        options = replace(options, max_new_tokens=1) if only_scores else options
         try:
             for prompt in prompts:
                 handle = self.engine.submit(prompt, options)
                 self.running.add(handle)
-                choices += [Choice(len(choices) + number, handle, number) for number in range(options.n)]
+                choices += [Choice(len(choices) + number, handle, number, only_scores) for number in range(options.n)]
         except Exception as error:
             self.release(choices)
             raise _answer_for(error, field) from error

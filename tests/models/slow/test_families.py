@@ -1,8 +1,10 @@
 """Families that differ by switches compute what transformers' models compute, and come back from files; a row adds a family."""
 
+import re
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
+from itertools import groupby
 
 import jax
 import jax.numpy as jnp
@@ -71,7 +73,11 @@ def test_logits_and_gradients_equal_those_of_transformers(theirs, ours, rng):
     flat = {path: leaf[...] for path, leaf in nnx.to_flat_state(gradients)}
     found, wanted = dict(export(ours.config, flat)), saved_gradients(theirs)
     assert found.keys() == wanted.keys()
-    errors = {name: error(found[name], wanted[name]) for name in wanted}
+    # An expert with few tokens has gradients as small as the rounding errors of the layer's others.
+    errors = {}
+    for kind, names in groupby(sorted(wanted, key=kind_of), key=kind_of):
+        arrays = [(found[name], wanted[name]) for name in names]
+        errors[kind] = error(*map(np.stack, zip(*arrays, strict=True)))
     assert max(errors.values()) < 1e-5, sorted(errors.items(), key=lambda item: -item[1])[:5]
 
 
@@ -195,6 +201,11 @@ def test_a_forgotten_switch_is_seen(theirs, of, switch, value, ours, rng, tmp_pa
         abstract_parameters.cache_clear()
 
 
+def kind_of(name):
+    """A tensor's name without the number of its expert."""
+    return re.sub(r"experts\.\d+\.", "experts.", name)
+
+
 def error(found, wanted):
     """The largest difference, as a part of the largest number."""
-    return np.abs(np.asarray(found) - wanted).max() / max(np.abs(wanted).max(), 1e-6)  # an expert without tokens has zeros
+    return np.abs(np.asarray(found) - wanted).max() / np.abs(wanted).max()

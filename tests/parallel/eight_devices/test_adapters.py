@@ -26,6 +26,10 @@ CASES = {
     "moe": (tiny.model, LoraSettings(rank=4, alpha=6, targets=TARGETS, ranks={"q_proj": 3})),
     "shared outer": (tiny.model, LoraSettings(rank=4, alpha=6, shared_outer=True, use_rslora=True)),
     "dropout": (tiny.dense, LoraSettings(rank=4, alpha=6, targets=("attention", "mlp"), dropout=0.3)),
+    "whole modules": (
+        tiny.model,
+        LoraSettings(rank=4, alpha=6, targets=("attention",), modules_to_save=("embed_tokens", "lm_head", "gate", "norm")),
+    ),
     "deepseek": (tiny.deepseek, LoraSettings(rank=4, alpha=6, targets=(*TARGETS, "mlp"))),
 }
 
@@ -68,6 +72,8 @@ def on_one_device(case, gradient_accumulation):
         ("moe", {"fsdp": 8}, {}),
         ("moe", {"data": 2, "expert": 2, "context": 2}, {}),
         ("shared outer", {"fsdp": 4, "expert": 2}, {}),
+        ("whole modules", {"data": 2, "fsdp": 2, "expert": 2}, {}),
+        ("whole modules", {"data": 2, "fsdp": 2, "context": 2}, {"gradient_accumulation": 2, "shard_optimizer": True}),
         ("dropout", {"data": 2, "fsdp": 2, "context": 2}, {"gradient_accumulation": 2}),
         pytest.param("moe", {"fsdp": 2, "expert": 2, "context": 2}, {"gradient_accumulation": 2}, marks=pytest.mark.thorough),
         pytest.param("moe", {"data": 2, "fsdp": 4}, {"remat": False}, marks=pytest.mark.thorough),
@@ -76,11 +82,13 @@ def on_one_device(case, gradient_accumulation):
     ids=str,
 )
 def test_two_steps(case, sizes, options):
+    options = dict(options)
     expected, expected_metrics = on_one_device(case, options.get("gradient_accumulation", 1))
     model = adapted(case, **sizes)
     kept = [a.addressable_shards[0].data.size / a.size for a in jax.tree.leaves(nnx.state(model, Frozen)) if a.ndim > 2]
     assert sum(ways < 1 for ways in kept) > len(kept) / 2, "frozen matrices are split"
-    check(two_steps(model, Parallelism(make_mesh(**sizes)), **options), (expected, expected_metrics))
+    parallelism = Parallelism(make_mesh(**sizes), shard_optimizer=options.pop("shard_optimizer", False))
+    check(two_steps(model, parallelism, **options), (expected, expected_metrics))
 
 
 def check(found, wanted, tolerance=1e-5):

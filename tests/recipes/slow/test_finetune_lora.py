@@ -10,11 +10,12 @@ import pytest
 from flax import nnx
 
 import moe_jax
-from moe_jax.adapters import LoraSettings, add_lora
+from moe_jax.adapters import LoraSettings, add_lora, load_adapter
 from moe_jax.checkpoint.training import finished_steps
 from moe_jax.layers.quantised import is_quantised
 from moe_jax.parallel.choices import MeshShape
 from moe_jax.recipes import FinetuneSettings, dry_run, finetune
+from moe_jax.recipes.run.folder import export
 from moe_jax.train.metrics import read_records
 from moe_jax.train.model_of_run import model_of_run
 from tests.helpers import tiny
@@ -92,6 +93,23 @@ def test_the_model_of_a_run_has_its_adapters(whole, base, tmp_path):
         model_of_run(settings.output, base=tmp_path / "gone")
 
 
+def test_a_run_trains_whole_modules(base, tmp_path):
+    """Optimizer and head resume bit for bit, and the adapter's folder holds the head."""
+    lora = LoraSettings(rank=4, targets=("attention",), modules_to_save=("lm_head",))
+    changes = dict(lora=lora, steps=2, checkpoint_every=1, optimizer="muon")
+    whole, settings = finetune(settings_of(tmp_path / "whole", base, **changes)), settings_of(tmp_path, base, **changes)
+    assert finetune(settings, stop_after=1).step == 1
+    result = finetune(settings)
+    for a, b in zip(*(jax.tree.leaves(nnx.state(run.model)) for run in (result, whole)), strict=True):
+        assert np.array_equal(a, b)
+    assert not np.array_equal(result.model.lm_head.weight[...], result.model.lm_head.original[...])
+    read = [model_of_run(settings.output, dtype=jnp.float32), moe_jax.from_pretrained(base, dtype=jnp.float32)]
+    export(result.model, settings)
+    load_adapter(read[1], tmp_path / "run" / "adapter")
+    for model in read:
+        np.testing.assert_allclose(logits_of(model, TOKENS), logits_of(result.model, TOKENS), rtol=1e-6, atol=1e-6)
+
+
 def test_another_base_or_other_adapters_are_another_run(whole, base, tmp_path, monkeypatch):
     settings, _ = whole
     monkeypatch.setattr("moe_jax.recipes.run.model.from_pretrained", None)
@@ -116,8 +134,6 @@ def test_refusals_come_before_weights_are_read(base, tmp_path, monkeypatch):
         settings_of(tmp_path, base, lora=LoraSettings(targets=("attention",), dropout=0.1), **options)
     with pytest.raises(ValueError, match="dropout=0.1 is for attention and mlp"):
         finetune(settings_of(tmp_path, base, lora=LoraSettings(dropout=0.1)))
-    with pytest.raises(ValueError, match="shard_optimizer=True is for runs without lora"):
-        settings_of(tmp_path, base, mesh=MeshShape(data=2), shard_optimizer=True)
     with pytest.raises(
         ValueError, match="LoraSettings: targets has 'all-linear', which this model does not have; it has attent"
     ):

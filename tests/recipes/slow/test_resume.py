@@ -139,7 +139,7 @@ def test_more_steps_after_the_end(tmp_path, monkeypatch, steps_that_add):
     assert lengths == [2, 4, 4]
 
 
-def test_a_run_keeps_the_number_of_layers_of_its_beginning(tmp_path, monkeypatch, steps_that_add):
+def test_a_run_keeps_the_layers_and_parts_of_its_beginning(tmp_path, monkeypatch, steps_that_add):
     """The choice of "auto" on another GPU would change the last bits. Runs that noted none recomputed all layers."""
     reused = []
     monkeypatch.setattr(TrainStep, "set_remat", lambda step, remat: reused.append(remat))
@@ -151,18 +151,18 @@ def test_a_run_keeps_the_number_of_layers_of_its_beginning(tmp_path, monkeypatch
         finetune(settings, model=tiny.dense(), tokenizer=tiny.tokenizer())
 
     run(1, remat=1)
-    run(2, remat=3)
+    run(2, remat="3,attention")
     assert reused == []
     position = TrainingCheckpoints.position
     found = position(TrainingCheckpoints(tmp_path / "run" / "checkpoints", keep=3), 2)
-    assert found["remat"] == 3
+    assert found["remat"] == "3,attention"
     run(3)
-    assert reused == [3]
+    assert reused == ["3,attention"]
     monkeypatch.setattr(
         TrainingCheckpoints, "position", lambda *a: {name: x for name, x in position(*a).items() if name != "remat"}
     )
     run(4)
-    assert reused == [3, True]
+    assert reused == ["3,attention", True]
 
 
 def test_a_run_that_began_without_a_bos_token_goes_on_without(tmp_path, monkeypatch):
@@ -251,9 +251,9 @@ def test_a_run_that_did_not_note_its_model_goes_on(tmp_path, caplog):
     assert f"the run in {tmp_path} did not note its starting weights, so nothing tells whether `model` is the" in caplog.text
 
 
-def test_runs_that_noted_no_moment_dtype_had_float32(tmp_path):
-    """Runs on preferences had no `moment_dtype`, and moments in f32."""
+@pytest.mark.parametrize("name, had, other", [("moment_dtype", "float32", "bfloat16"), ("optimizer", "adamw", "muon")])
+def test_entries_that_older_runs_did_not_note(tmp_path, name, had, other):
     saved, now = {"seed": 0, MODEL: "abc"}, {"seed": 0, MODEL: "abc"}
-    assert same_run(saved, now | {"moment_dtype": "float32"}, tmp_path) == now | {"moment_dtype": "float32"}
-    with pytest.raises(ValueError, match="moment_dtype: checkpoint 'float32', now 'bfloat16'"):
-        same_run(saved, now | {"moment_dtype": "bfloat16"}, tmp_path)
+    assert same_run(saved, now | {name: had}, tmp_path) == now | {name: had}
+    with pytest.raises(ValueError, match=f"{name}: checkpoint '{had}', now '{other}'"):
+        same_run(saved, now | {name: other}, tmp_path)

@@ -11,6 +11,8 @@ import pytest
 from flax import nnx
 
 import moe_jax
+from moe_jax import adapters
+from moe_jax.adapters.merge import merged_copy, with_zero_changes
 from moe_jax.kernels.vocabulary import TokenScores
 from moe_jax.reinforcement import audit as audits
 from moe_jax.reinforcement import objective
@@ -23,10 +25,12 @@ from moe_jax.train.batch import put_batch
 from moe_jax.train.gradients import gradients_fn
 from tests.helpers import tiny
 from tests.serving.slow.test_fused import CONFIG as FUSED_CONFIG
+from tests.serving.slow.test_strict_gradients import DENSE as DENSE_CONFIG
 
 CONFIG = replace(FUSED_CONFIG, vocab_size=384)
+DENSE = replace(DENSE_CONFIG, vocab_size=384)
 LIMITS = EngineLimits(max_sequences=1, max_tokens_per_step=8, max_chunks_per_step=1, max_length=8, num_pages=4, max_waiting=4)
-SETTINGS = PolicySettings(samples=2, max_new_tokens=2, exact=True)
+SETTINGS = PolicySettings(samples=2, max_new_tokens=2, exact=True, temperature=0.7)
 PROMPTS = [(7, {"prompt": "ab"})]
 
 
@@ -55,8 +59,8 @@ def test_exact(monkeypatch):
         batch = policy._batch([group], 2)
         replayed = gradients_of(policy, batch)
 
-        def strict_scores(model, batch, **options):
-            found = strict_log_probs(model, batch["tokens"], batch["segment_ids"], max_segments=8)
+        def strict_scores(model, batch, states=None, **options):
+            found = strict_log_probs(model, batch["tokens"], batch["segment_ids"], max_segments=8, **options)
             return TokenScores(jnp.pad(found, ((0, 0), (0, 1))), jnp.zeros(batch["tokens"].shape))
 
         with monkeypatch.context() as patched:
@@ -72,14 +76,14 @@ def test_exact(monkeypatch):
         # Yesterday's weights, and today's.
         with pytest.raises(ValueError, match="group 7 was drawn by weights of another step than 1"):
             policy.update([group])
-        assert audits.audit(model, batch, [group], np.arange(1))[0]["mismatch_tokens"] >= 4
+        assert audits.audit(model, batch, [group], np.arange(1), 0.7)[0]["mismatch_tokens"] >= 4
         metrics = policy.update([drawn(policy, 1)])
         assert (metrics["audited_tokens"], metrics["mismatch_tokens"]) == (4, 0)
 
 
 def check_controls(policy, group, batch, monkeypatch):
     """Each wrong group fails the audit, by its name. Groups without experts, as of a journal, get the strict pass's experts."""
-    found = audits.strict_rows(policy.model, batch, np.arange(1))
+    found = audits.strict_rows(policy.model, batch, np.arange(1), 0.7)
     last = group.samples[-1]
     with monkeypatch.context() as patched:
         patched.setattr(audits, "strict_rows", lambda *_: found)
@@ -88,7 +92,7 @@ def check_controls(policy, group, batch, monkeypatch):
         for wrong, message in (
             (changed(group, log_probs=np.roll(last.log_probs, 1)), "2 of 4 .* group 7, sample 1, token 0 of the answer: -"),
             (changed(group, expert_ids=experts), "1 of 4 .* group 7, sample 1, token 0 of the answer: experts"),
-            (drawn(policy, 0, temperature=0.7), "4 of 4 .* group 7, sample 0, token 0 of the answer: nan"),
+            (drawn(policy, 0, temperature=1.0), "4 of 4 .* group 7, sample 0, token 0 of the answer: -"),
         ):
             with pytest.raises(RuntimeError, match=f"{message}.*set exact=False, or on_mismatch"):
                 policy._audited([wrong], policy._batch([wrong], 2))
@@ -98,3 +102,21 @@ def check_controls(policy, group, batch, monkeypatch):
         segments = batch["segment_ids"]
         is_read = (segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] != 0)
         np.testing.assert_array_equal(filled["expert_ids"][:, :-1][is_read], batch["expert_ids"][:, :-1][is_read])
+
+
+def test_exact_with_adapters():
+    """The engine and the audit have merged copies. A divergence from the reference begins at 0. A stale merge is noticed."""
+    model = moe_jax.from_config(DENSE, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    adapters.add_lora(model, adapters.LoraSettings(rank=2, targets=("attention",)), rngs=nnx.Rngs(1))
+    settings, tokenizer = replace(SETTINGS, beta=0.1, temperature=1.0), tiny.tokenizer()
+    policy = Policy(model, optax.adam(3e-2), settings, tokenizer=tokenizer, limits=LIMITS, seq_len=16)
+    with closing(policy):
+        kls = []
+        for step in range(2):
+            metrics = policy.update([drawn(policy, step)])
+            assert (metrics["audited_tokens"], metrics["mismatch_tokens"]) == (4, 0)
+            kls.append(metrics["kl"])
+        assert kls[0] == 0 < kls[1]
+        policy.engine.update(merged_copy(with_zero_changes(model)))
+        with pytest.raises(RuntimeError, match="of 4 audited tokens differ, the first in group 7"):
+            policy.update([drawn(policy, 2)])

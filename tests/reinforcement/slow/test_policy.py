@@ -41,10 +41,10 @@ def one_step(policy, step):
     return groups, policy.update(groups)
 
 
-@pytest.mark.parametrize("make", [tiny.model, tiny.dense])
-def test_it_learns(make):
+@pytest.mark.parametrize("make, choices", [(tiny.model, {}), (tiny.dense, dict(temperature=0.7, importance="tis"))])
+def test_it_learns(make, choices):
     """Rewards grow, the given model has the new weights, and nothing is compiled after the second step."""
-    with closing(policy_of(model := make())) as policy:
+    with closing(policy_of(model := make(), replace(SETTINGS, **choices))) as policy:
         means, before = [], np.array(model.embed_tokens.weight[...])
         for step in range(16):
             with compilations.counted() as compiled:

@@ -5,11 +5,12 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 import torch
 from flax import nnx
 
-from moe_jax import train
+from moe_jax import adapters, train
 from moe_jax.checkpoint.hf_names import export
 from moe_jax.reinforcement import PolicyLoss, PolicySettings, advantages, sampled_token_scores, token_weights, total_rewards
 from moe_jax.train.gradients import accumulate, gradients_fn
@@ -233,6 +234,21 @@ def test_exact_values_with_the_gradients_of_the_ordinary_pass(rng):
     bounded = jnp.where(batch["advantage"] > 0, 1.28, jnp.e)
     wanted = -(batch["loss_mask"] * batch["advantage"] * bounded).sum()
     np.testing.assert_allclose(later[0], wanted, rtol=1e-5)
+
+
+def test_exact_mode_learns_adapters_by_their_merged_matrices(rng):
+    """Gradients of the factors equal the adapted model's, up to rounding; the matrices have none."""
+    adapters.add_lora(model := tiny.model(), adapters.LoraSettings(rank=2, targets=("attention", "head")), rngs=nnx.Rngs(1))
+    for factor in jax.tree.leaves(nnx.state(model, nnx.LoRAParam), is_leaf=lambda leaf: isinstance(leaf, nnx.Variable)):
+        factor[...] = jax.random.normal(jax.random.key(2), factor.shape) / 4
+    inexact, groups = PolicySettings(), make_groups(rng, vocab=264)
+    batch = packed(groups, inexact, seq_len=40)
+    merged, ordinary = (
+        value_and_gradients(PolicyLoss(each), model, batch)[2] for each in (replace(inexact, exact=True), inexact)
+    )
+    assert optax.tree.norm(ordinary) > 0
+    for a, b in zip(jax.tree.leaves(merged), jax.tree.leaves(ordinary), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5 * max(1, np.abs(b).max()))
 
 
 def test_log_probabilities_are_of_the_sampling_temperature(rng):

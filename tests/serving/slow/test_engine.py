@@ -89,8 +89,11 @@ def test_a_prefix_is_found_and_changes_nothing(model, engine):
     options = SamplingOptions(max_new_tokens=5, ignore_eos=True, return_experts=True)
     ((first,),) = engine.generate([prompt], options)
     ((second,),) = engine.generate([prompt], options)
-    assert (first.cached_tokens, second.cached_tokens) == (0, 128)
-    assert first.tokens == second.tokens == greedy(model, [prompt], 5)[0]
+    engine.drop_prefixes()
+    ((third,),) = engine.generate([prompt], options)
+    assert [each.cached_tokens for each in (first, second, third)] == [0, 128, 0]
+    assert first.weights_version == third.weights_version
+    assert first.tokens == second.tokens == third.tokens == greedy(model, [prompt], 5)[0]
     expected = whole_pass(model, prompt + first.tokens[:-1])[1].transpose(1, 0, 2)
     for found in (first.experts, second.experts):
         np.testing.assert_array_equal(np.sort(found), np.sort(expected))
@@ -504,6 +507,7 @@ def test_an_engine_sleeps_while_its_model_is_trained(model):
             kept = live_bytes() - before - sum(array.nbytes for array in jax.tree.leaves(nnx.state(own)))
             # The results of the last steps stay.
             assert kept < pages / 10
+            engine.drop_prefixes()
             for call in (lambda: engine.submit(prompt), lambda: engine.generate([prompt])):
                 with pytest.raises(RuntimeError, match="the engine sleeps: call engine.update"):
                     call()

@@ -135,7 +135,7 @@ def test_tokens_of_an_engine_in_fp8(monkeypatch):
 
 REFUSED = {
     "this deepseek_v3 has latent attention, no norms of heads": NAMED_CONFIGS["deepseek-v3"],
-    "this minimax_m2 has one norm for all heads, rope on a part of each head, a router": NAMED_CONFIGS["minimax-m2"],
+    "this minimax_m2 has one norm for all heads, rope on a part of each head, another router": NAMED_CONFIGS["minimax-m2"],
     "head_dim must be 128": replace(CONFIG, head_dim=64),
     "the number of experts must be a multiple of 128": replace(CONFIG, num_experts=64),
     "has biases of attention": replace(CONFIG, attention_bias=True),

@@ -16,6 +16,8 @@ import jax
 import numpy as np
 import openai
 import pytest
+import torch
+import transformers
 
 import moe_jax
 from moe_jax.serving.engine import Engine
@@ -106,6 +108,29 @@ def test_sigterm_lets_running_and_waiting_requests_end(folder, model):
     assert process.returncode == 0
     assert f"stopping: {count} running requests have 60 seconds" in log
     assert f"stopped: {count} running requests finished, 0 were aborted" in log
+
+
+def test_scores_are_those_of_transformers(folder, model):
+    """A continuation's log-probability, as lm-eval asks for it, and the same request with ids instead of a text."""
+    engine = Engine(model, limits=LIMITS, tokenizer=tiny.tokenizer(TEMPLATE), lazy=True)
+    text = "The-answer-is-blue,as-it-was."
+    ids = engine.tokenizer(text)["input_ids"]
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="float32")
+    with torch.no_grad():
+        expected = theirs(torch.tensor([ids])).logits[0].log_softmax(-1).numpy()
+    with served.serve(engine) as running:
+        client = running.openai()
+        options = dict(model="tiny", temperature=0, echo=True, logprobs=1, extra_body={"return_token_ids": True})
+        found = [client.completions.create(**options, prompt=prompt, max_tokens=1).choices[0] for prompt in (text, ids)]
+        scored = client.completions.create(**options, prompt=ids, max_tokens=0).choices[0]
+    for choice in (*found, scored):
+        assert choice.prompt_token_ids == ids
+        new = [choice.logprobs.token_logprobs[len(ids)]] if choice is not scored else []
+        assert choice.logprobs.token_logprobs[1:] == pytest.approx(
+            [*expected[range(len(ids) - 1), ids[1:]], *(expected[-1].max() for _ in new)], abs=2e-4
+        )
+        likeliest = [max(tops.values()) for tops in choice.logprobs.top_logprobs[1 : len(ids)]]
+        assert likeliest == pytest.approx(expected[:-1].max(-1), abs=2e-4)
 
 
 class Clients:

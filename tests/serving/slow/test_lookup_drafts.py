@@ -72,8 +72,8 @@ def test_repeated_text_is_accepted(engines):
     assert (stopped.tokens, stopped.finish_reason) == ([8], "stop")
 
 
-def test_random_text_turns_drafts_off(engines):
-    """Nearly all tokens are equally likely, so nothing repeats: after 64 steps the program without drafts runs."""
+def test_random_text_has_no_drafts(engines):
+    """Nearly all tokens are equally likely, so few pairs repeat: the program without drafts runs."""
     device = engines[1]._loop.device
     launched, launch = [], device._launch
     device._launch = lambda shape, *rest: (launched.append(shape.drafts), launch(shape, *rest))[1]
@@ -82,4 +82,4 @@ def test_random_text_turns_drafts_off(engines):
         engines[1].generate([[3, 4]], options)
     finally:
         device._launch = launch
-    assert 30 < launched.count(3) < 70 and launched[-80:] == [0] * 80
+    assert len(launched) > 140 and launched.count(3) < 10

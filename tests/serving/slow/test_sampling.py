@@ -30,11 +30,11 @@ ROWS, VOCAB = 6, 97
 PLAIN = dict(temperature=0.0, top_k=None, top_p=None, min_p=None)
 PENALTIES = dict(repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0, logit_bias={}, logprobs=None)
 
-sample = jax.jit(sample_rows, static_argnums=0)
+sample = jax.jit(sample_rows, static_argnums=0, static_argnames="tempered")
 
 
-def run(*arguments, variant="full", penalties=None):
-    sampled, _ = sample(variant, *arguments, penalties)
+def run(*arguments, variant="full", penalties=None, **options):
+    sampled, _ = sample(variant, *arguments, penalties, **options)
     return sampled
 
 
@@ -143,6 +143,18 @@ def test_log_probabilities_are_the_models(rng):
     order = np.argsort(-expected, axis=-1)[:, :3]
     np.testing.assert_array_equal(found.top_tokens[:, :3], order)
     np.testing.assert_allclose(found.top_logprobs[:, :3], np.take_along_axis(expected, order, 1), rtol=1e-5)
+
+
+@pytest.mark.parametrize("variant", ["plain", "full"])
+def test_tempered_log_probabilities_are_those_of_the_draw(rng, variant):
+    """Also of the most likely tokens. A greedy row keeps the model's."""
+    logits, temperatures = normal(rng, 2, VOCAB), np.array([0.3, 0], np.float32)
+    rows = slots_with([given(temperature=float(each)) for each in temperatures])
+    found = run(logits, jnp.arange(2), jnp.arange(2), rows, variant=variant, tempered=True)
+    expected = np.asarray(jax.nn.log_softmax(logits / jnp.array([[0.3], [1]])))
+    np.testing.assert_allclose(found.logprobs, expected[[0, 1], found.tokens], rtol=1e-5)
+    if variant == "full":
+        np.testing.assert_allclose(found.top_logprobs[:, 0], expected.max(axis=1), rtol=1e-5)
 
 
 def test_padding_rows_change_nothing(rng):
