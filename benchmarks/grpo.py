@@ -216,7 +216,9 @@ class Step(Case):
         """Returns the seconds of the log-probabilities of all answers by the model that is trained."""
         rewards = [total_rewards(group, policy.settings) for group in groups]
         values = advantages(rewards, policy.settings), token_weights(groups, policy.settings)
-        batch = policy_rows(groups, *values, seq_len=self.prompt + self.new, multiple_of=self.rows)
+        batch = policy_rows(groups, *values, seq_len=self.prompt + self.new)
+        num_rows = -(-len(batch["tokens"]) // self.rows) * self.rows
+        batch = policy_rows(groups, *values, seq_len=self.prompt + self.new, num_rows=num_rows)
         graph, weights = nnx.split(policy.model)
 
         def compute() -> list[jax.Array]:

@@ -232,7 +232,8 @@ class ModelConfig:
             f"layers (first: layer {recurrent[0]}, {self.layer_mixers[recurrent[0]].name}) keep a state of the sequence instead"
         )
 
-    @property
+    # `moe-jax plan` reads it 60,000 times.
+    @functools.cached_property
     def stages(self) -> tuple[Stage, ...]:
         """The model's layers grouped into stages, in order."""
         sparse_layers = frozenset(self.moe_layers)

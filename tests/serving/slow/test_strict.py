@@ -152,7 +152,7 @@ REFUSED = {
     "head_dim must be 128": replace(CONFIG, head_dim=64),
     "vocab_size must be a multiple of 128": replace(CONFIG, vocab_size=64),
     "intermediate_size must be a multiple of 128": replace(CONFIG, intermediate_size=64),
-    "attention has biases": replace(CONFIG, attention_bias=True),
+    "biases of attention": replace(CONFIG, attention_bias=True),
 }
 
 
