@@ -140,7 +140,13 @@ class FamilyConfig(ModelConfig):
         for name in cls.fields.keys() - ModelConfig.__dataclass_fields__.keys():
             given.pop(name, None)
         # Files have null for the neutral value of a field that they do not need.
-        nulls: dict[str, Any] = {"head_dim": None, "sliding_window": None, "n_group": 1, "topk_group": 1, "norm_topk_prob": False}
+        nulls: dict[str, Any] = {
+            "head_dim": None,
+            "sliding_window": None,
+            "n_group": 1,
+            "topk_group": 1,
+            "norm_topk_prob": False,
+        }
         nulls["routed_scaling_factor"] = 1.0
         given |= {name: nulls.get(name, 0) if value is None else value for name, value in read.items()}
 

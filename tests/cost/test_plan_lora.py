@@ -96,7 +96,7 @@ def test_a_large_model_fits_where_training_all_of_it_fits(capsys):
 def test_the_command_names_the_run(capsys):
     main("plan qwen3-30b-a3b --devices 1 --batch-size 8 --lora.rank 32 --lora.targets experts attention".split())
     printed = capsys.readouterr().out
-    assert "LoRA trains 184,025,088 parameters beside 30,532,122,624" in printed
+    assert "LoRA trains 184,025,088 parameters next to 30,532,122,624 frozen ones" in printed
     assert "Train it with: moe-jax finetune --lora.rank 32 --lora.targets experts attention --batch-size 8" in printed
     assert "--param-dtype bfloat16" in printed
     with pytest.raises(SystemExit):
