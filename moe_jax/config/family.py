@@ -139,7 +139,7 @@ class FamilyConfig(ModelConfig):
         read = {cls.fields[name]: given.get(name) for name in cls.fields.keys() & given.keys()}
         for name in cls.fields.keys() - ModelConfig.__dataclass_fields__.keys():
             given.pop(name, None)
-        # Files have null for the neutral value of a field that they do not need.
+        # Files may have null in a field that they do not need: it means the neutral value.
         nulls: dict[str, Any] = {
             "head_dim": None,
             "sliding_window": None,

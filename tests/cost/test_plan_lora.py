@@ -101,7 +101,7 @@ def test_the_command_names_the_run(capsys):
     assert "--param-dtype bfloat16" in printed
     with pytest.raises(SystemExit):
         main("plan qwen3-30b-a3b --devices 1 --gpu l40s --lora.rank 32".split())
-    advice = "alone are 60: take more than 2 devices, or --weights nf4.\n"
+    advice = "alone are 60: use more than 2 devices, or --weights nf4.\n"
     assert advice in capsys.readouterr().out
     main(["plan", "qwen3-30b-a3b", "--devices", "1", "--lora.rank", "32", "--weights", "as stored"])
     assert "--lora.rank 32 --weights 'as stored' --batch-size" in capsys.readouterr().out
