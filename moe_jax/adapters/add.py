@@ -1,4 +1,4 @@
-"""Adds adapters to a model and freezes its parameters; counts trained parameters, also from only a config."""
+"""Adds adapters to a model and freezes its parameters; counts trained parameters, also from a config alone."""
 
 import math
 from collections import defaultdict
@@ -59,7 +59,7 @@ def add_lora(model: Decoder, settings: LoraSettings | None = None, *, rngs: nnx.
 
 
 def put_adapter(target: Target, adapter: Adapter, mesh: Mesh | None) -> None:
-    """Gives the target's matrix the adapter, with factors laid out on the mesh."""
+    """Attaches the adapter to the target's matrix, with factors laid out on the mesh."""
     if mesh is not None:
         for name, factor in (("a", adapter.a), ("b", adapter.b)):
             path = *target.path, target.adapter, name
@@ -95,8 +95,8 @@ def _chosen(model: Decoder, settings: LoraSettings) -> list[Target]:
     names = {kind for kind, *_ in targets} | {target.name for target in targets if target.kind in WITH_NAMES}
     if model.config.tie_word_embeddings and (tied := {*(settings.targets or ()), *settings.ranks} & OF_VOCABULARY):
         raise ValueError(
-            f"LoraSettings: {', '.join(sorted(tied))} cannot have an adapter: the model's head is its embedding table, and an "
-            "adapter's file would change one of them alone; leave the name out"
+            f"LoraSettings: {', '.join(sorted(tied))} cannot have an adapter: the model's head and embedding share one matrix, "
+            "and an adapter's file would change only one of them; leave the name out"
         )
     _check_names("targets", settings.targets or (), names)
     _check_names("ranks", settings.ranks, names)
@@ -106,8 +106,8 @@ def _chosen(model: Decoder, settings: LoraSettings) -> list[Target]:
     if settings.dropout and without:
         fitting = [kind for kind in WITH_DROPOUT if kind in names]
         raise ValueError(
-            f"LoraSettings: dropout={settings.dropout} is for attention and mlp, and targets have {' and '.join(without)}, "
-            f"whose changes read the rows of the frozen matrix. Give targets={fitting}"
+            f"LoraSettings: dropout={settings.dropout} is only for attention and mlp, but targets include "
+            f"{' and '.join(without)}, whose adapters read the same rows as the frozen matrix. Give targets={fitting}"
         )
     return chosen
 
@@ -117,12 +117,12 @@ def _chosen_whole(model: Decoder, names: tuple[str, ...], adapted: list[Target])
     fitting = sorted({module.name.rsplit(".", 1)[-1] for module in whole_modules(model)})
     if unknown := [name for name in names if not whole_modules(model, (name,))]:
         raise ValueError(
-            f"LoraSettings: modules_to_save has {', '.join(map(repr, unknown))}, which no module that can be trained whole "
-            f"with adapters ends in; this model has {', '.join(fitting)}"
+            f"LoraSettings: modules_to_save has {', '.join(map(repr, unknown))}, which this model cannot train whole; it can "
+            f"train {', '.join(fitting)}"
         )
     whole = whole_modules(model, names) if names else []
     if twice := {target.name for target in adapted for each in whole if target.module is each.module}:
-        raise ValueError(f"LoraSettings: {', '.join(sorted(twice))} is in targets and modules_to_save: leave it out of one")
+        raise ValueError(f"LoraSettings: {', '.join(sorted(twice))} is in targets and in modules_to_save: choose one")
     return whole
 
 
@@ -182,7 +182,7 @@ class LoraSummary:
         """The report without its verb, for an adapter that is only used."""
         kinds = [f"{name} {kind.parameters:,} ({self._ranks(name)})" for name, kind in self.kinds.items()]
         without = f"; without an adapter: {', '.join(self.without)}" if self.without else ""
-        return f"{self.parameters:,} parameters beside {self.frozen_parameters:,}: {', '.join(kinds)}{without}"
+        return f"{self.parameters:,} parameters next to {self.frozen_parameters:,} frozen ones: {', '.join(kinds)}{without}"
 
     def _ranks(self, name: str) -> str:
         if not self.kinds[name].ranks:

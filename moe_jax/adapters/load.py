@@ -101,14 +101,14 @@ def from_pretrained(
 def load_adapter(model: Decoder, adapter: str | Path, *, b_grouped_by_expert: bool = False) -> LoraSummary:
     """Adds the adapters of a folder, or of a repository on the hub, to the model, and freezes its parameters.
 
-    It reads separate factors of each expert, as `save_adapter`, Megatron-Bridge and PEFT on transformers 4 write them, and the
-    fused experts that `adapters.names` describes. If gate and up have different a's, they are joined exactly, at twice the
+    It reads separate factors for each expert, as `save_adapter`, Megatron-Bridge and PEFT on transformers 4 write them. It also
+    reads the fused layouts in `adapters.names`. If gate and up have different a's, they are joined exactly, at twice the
     rank. Warns if the adapter was trained on other weights, as far as its files show (`adapters.source`). Also warns if its
     config names the experts' projections but none of them was trained.
 
     Args:
-      b_grouped_by_expert: the file is Unsloth's from before September 2026, which it does not record. Its fused b keeps each
-        expert's columns together.
+      b_grouped_by_expert: Unsloth wrote the file before September 2026. Its fused b keeps each expert's columns together, and
+        nothing in the file shows it.
 
     Returns:
       A summary of the adapted matrices, to print.
@@ -150,7 +150,7 @@ Whole = list[tuple[WholeModule, np.ndarray]]
 
 
 def read_stacks(model: Decoder, adapter: str | Path, b_grouped_by_expert: bool = False) -> tuple[list[Stack], Whole]:
-    """Reads the adapters of a folder, and its modules that were trained whole, for this model, which stays as it is.
+    """Reads the adapters in a folder, and the modules that were trained whole. The model is not changed.
 
     Arguments and errors as in `load_adapter`.
     """
@@ -202,7 +202,7 @@ MEANINGS = (
     *("trainable_token_indices", "layer_replication", "alora_invocation_tokens", "arrow_config", "kasa_config"),
     "monteclora_config",
 )
-"""PEFT's settings under which the change is more than b a, or another one."""
+"""PEFT's settings with which the change is not just b a."""
 CHANGED_BASES = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Values of PEFT's `init_lora_weights` that subtract the initial b a from the frozen weights; some have a suffix."""
 
@@ -220,8 +220,8 @@ def _check_config(config: dict[str, Any], folder: Path) -> None:
         found.append("init_lora_weights")
     if found:
         raise ValueError(
-            f"{folder}: {', '.join(f'{name}={config.get(name)!r}' for name in found)} cannot be read; an adapter is plain LoRA "
-            "beside the weights as they were, without biases or whole modules"
+            f"{folder}: {', '.join(f'{name}={config.get(name)!r}' for name in found)} is not supported: an adapter must be "
+            "plain LoRA on unchanged weights, without biases"
         )
     rank, alpha = config.get("r"), config.get("lora_alpha")
     if not isinstance(rank, int) or rank < 1 or not isinstance(alpha, int | float):
@@ -231,7 +231,7 @@ def _check_config(config: dict[str, Any], folder: Path) -> None:
 
 
 def _taken_whole(tensors: dict[str, np.ndarray], model: Decoder, config: dict[str, Any], folder: Path) -> Whole:
-    """Takes the weights of modules_to_save out of `tensors`."""
+    """Removes the weights of modules_to_save from `tensors` and returns them with their modules."""
     names = tuple(config.get("modules_to_save") or ())
     if unknown := [name for name in names if not whole_modules(model, (name,))]:
         raise ValueError(
@@ -242,8 +242,8 @@ def _taken_whole(tensors: dict[str, np.ndarray], model: Decoder, config: dict[st
     for each in whole_modules(model, names) if names else ():
         array, shape = tensors.pop(f"{PREFIX}{each.name}.weight", None), each.module.weight.shape[len(each.layer) :]
         if array is None or array.shape != shape:
-            got = "is not in the file" if array is None else f"has the shape {array.shape}"
-            raise ValueError(f"{folder}: {each.name}.weight of modules_to_save {got}; it must be there, with {shape}")
+            got = "is missing" if array is None else f"has the shape {array.shape}"
+            raise ValueError(f"{folder}: modules_to_save: {each.name}.weight {got}; it must have the shape {shape}")
         found.append((each, np.asarray(array, np.float32)))
     return found
 
@@ -256,8 +256,8 @@ def _without_tables(tensors: dict[str, np.ndarray], model: Decoder, folder: Path
         for name in (f"{PREFIX}{module}.base_layer.weight", f"{PREFIX}{module}.weight"):
             if name in tensors and not _is_copy(tensors[name], table.get_value()):
                 raise ValueError(
-                    f"{folder}: {name} {list(tensors[name].shape)} is no copy of the model's {list(table.shape)}: the "
-                    "vocabulary was resized or trained, or is another model's. An adapter is plain LoRA beside the weights"
+                    f"{folder}: {name} {list(tensors[name].shape)} differs from the model's {list(table.shape)}: the "
+                    "vocabulary was resized or trained, or belongs to another model. An adapter cannot replace it"
                 )
             tensors = {other: array for other, array in tensors.items() if other != name}
     return tensors
@@ -282,13 +282,15 @@ def _factors_of_modules(
     """Returns the factors by module name, after checking that every tensor is used and has the right shape.
 
     Args:
-      of_modules: `ModelConfig.module_names`, other names in the file.
+      of_modules: `ModelConfig.module_names`, the other names that a file may use.
     """
     by_module: dict[str, dict[str, np.ndarray]] = defaultdict(dict)
     for name, array in tensors.items():
         match = re.fullmatch(re.escape(PREFIX) + r"(.+)\.lora_(A|B|embedding_A|embedding_B)(?:\.weight)?", name)
         if match is None:
-            raise ValueError(f"{folder}: {name} is no factor of an adapter, which is {PREFIX}MODULE.lora_A.weight or lora_B")
+            raise ValueError(
+                f"{folder}: {name} is not a factor of an adapter; factors are {PREFIX}MODULE.lora_A.weight, lora_B"
+            )
         factor, array = match[2], np.asarray(array, np.float32)
         if factor.startswith("embedding"):
             # The factors of the transposed table.
@@ -310,7 +312,7 @@ def _factors_of_modules(
                 raise ValueError(f"{folder}: {name} {error}") from error
             factors |= {of: _scaled(parameter_name(name, parts), a, b, config) for of, (a, b) in apart.items()}
         else:
-            tied = "; its head is its embedding table, and an adapter would change one of them alone" if name in TABLES else ""
+            tied = "; its head and embedding share one matrix, but an adapter changes only one" if name in TABLES else ""
             raise ValueError(f"{folder}: this model has no module {name} that an adapter can change{tied}")
     for name, (a, b) in factors.items():
         module = known[name]
@@ -338,14 +340,14 @@ def _check_whole(modules: list[ModulePart], factors: dict[str, Change], config: 
             if 0 < len(missing) < len(alike):
                 raise ValueError(
                     f"{folder}: {missing[0]} has no factors. {len(missing)} of {len(alike)} modules of this kind have none, "
-                    f"and {CONFIG_FILE} does not leave them out: the file is not whole"
+                    f"and {CONFIG_FILE} does not leave them out: the file is incomplete"
                 )
     of_experts = {module.leaf for module in modules if module.expert is not None}
     asked = of_experts if named == "all-linear" else of_experts & set(names)
     adapted = any(module.name in factors for module in modules if module.expert is not None)
     if asked and not adapted and not config.get("target_parameters"):
         _logger.warning(
-            "%s names %s, and has no factors of experts: they were not trained. PEFT on transformers 5 needs target_parameters",
+            "%s names %s, but no expert has factors: they were not trained. PEFT on transformers 5 needs target_parameters",
             folder / CONFIG_FILE,
             ", ".join(sorted(asked)),
         )

@@ -106,7 +106,7 @@ def _remove_adapters(model: Decoder) -> None:
 
 
 def _restore_all(model: Decoder) -> None:
-    """Gives every module that is trained whole its original weight."""
+    """Restores the original weight of every module that is trained whole."""
     for each in whole_modules(model):
         if each.is_trained:
             _restore(each.module)
@@ -195,7 +195,7 @@ DO_NOT = "do not use this checkpoint"
 def changes_of(model: Decoder) -> dict[str, Change | np.ndarray]:
     """Returns the changes b a of all adapted matrices, on the host, under the checkpoint's names of their weights.
 
-    For a weight that is trained whole it is the weight.
+    A weight that is trained whole is returned itself.
     """
     whole = [each for each in whole_modules(model) if each.is_trained]
     return {f"{module.name}.weight": change for module, change in host_changes(model)} | {
@@ -221,7 +221,7 @@ def check_merged(
             raise ArithmeticError(f"{name or base_name}: the merged checkpoint and the base do not have the same tensors")
         change = left.pop(name, None)
         if isinstance(change, np.ndarray) and not np.array_equal(array, change.astype(array.dtype)):
-            raise ArithmeticError(f"{name}: the merged checkpoint has other numbers than were trained; {DO_NOT}")
+            raise ArithmeticError(f"{name}: the merged checkpoint differs from the trained weight; {DO_NOT}")
         if not isinstance(change, Change):
             if change is None and not np.array_equal(array, weight.astype(array.dtype)):
                 raise ArithmeticError(f"{name}: the adapter does not change it, and yet it differs from the base's; {DO_NOT}")

@@ -1,12 +1,11 @@
 """The matrices that an adapter can change: where the model holds each adapter, and how files name its factors.
 
 PEFT's names: `base_model.model.` MODULE `.lora_A.weight` [rank, in] and `.lora_B.weight` [out, rank]. Each expert's three
-projections are separate, as on the hub. The model has one a for an expert's gate and up projections, and their b's are its
-halves. The embedding has `.lora_embedding_A` [rank, vocab] and `.lora_embedding_B` [hidden, rank], factors of the transposed
-table.
+projections are separate, as on the hub. In the model, an expert's gate and up projections share one a, and each has half of one
+b. The embedding has `.lora_embedding_A` [rank, vocab] and `.lora_embedding_B` [hidden, rank], factors of the transposed table.
 
-Other programs write the factors of all experts of a layer as one tensor, which is split by expert. With E experts, rank r, and
-W[e] [out, in] of gate_up [2*inter, hidden] or down [hidden, inter]; names after `mlp.experts`:
+Other programs write the factors of all experts of a layer as one tensor, which is split by expert. There are E experts of
+rank r. W[e] [out, in] is gate_up [2*inter, hidden] or down [hidden, inter]. Names follow `mlp.experts`:
 
 | written by | names | lora_A | lora_B |
 |---|---|---|---|
@@ -147,7 +146,7 @@ class WholeModule(NamedTuple):
     name: str
     """For example "model.layers.3.mlp.gate"."""
     module: Any
-    """Holds the `weight`, stacked over layers; and if it is trained, the `original` that it began as."""
+    """Holds the `weight`, stacked over layers. If it is trained, also its initial value `original`."""
     layer: Index
     """The index of this module's weight in the stack; () outside the layers."""
 
@@ -232,7 +231,7 @@ def _is_transposed(has_old_shapes: bool, is_square: bool, peft_version: str | No
         return has_old_shapes
     if peft_version is None:
         raise ValueError(
-            "has factors of a square matrix, which PEFT 0.18 wrote transposed: adapter_config.json must say peft_version"
+            "has factors of a square matrix, which PEFT 0.18 wrote transposed: adapter_config.json must have peft_version"
         )
     return tuple(int(part) for part in peft_version.split(".")[:2]) < (0, 19)
 
@@ -252,5 +251,5 @@ def _shared_outer(a, b, parts: list[ModulePart], num_experts: int, num_in: int) 
 def _no_layout(a, b, num_experts: int, num_out: int, num_in: int) -> str:
     return (
         f"has factors {a.shape} and {b.shape}; fused experts have ({num_experts}*r, {num_in}) and "
-        f"({num_out}, r*{num_experts}), or of PEFT 0.18 ({num_experts}*r, {num_out}) and ({num_in}, r*{num_experts})"
+        f"({num_out}, r*{num_experts}), or in PEFT 0.18 ({num_experts}*r, {num_out}) and ({num_in}, r*{num_experts})"
     )

@@ -109,7 +109,7 @@ def _config(base: str | None, model: Decoder, modules: list[ModulePart], main: M
 
 
 def _saved_names(model: Decoder) -> list[str]:
-    """Returns names of the modules that are trained whole: the last part if nothing else ends in it, else all of it."""
+    """Returns the names of modules that are trained whole: the last part of a name if no other module ends in it, else all."""
     trained = {each.name for each in whole_modules(model) if each.is_trained}
     others = [name for tensor in hf_tensors(model.config) if (name := tensor.name.removesuffix(".weight")) not in trained]
     leaves = {name: name.rsplit(".", 1)[-1] for name in trained}

@@ -25,7 +25,7 @@ class LoraSettings:
       shared_outer: all experts of a layer share the factors on the side of the hidden states.
       use_rslora: scale = alpha / sqrt(rank) (Kalajdzievski, 2023, https://arxiv.org/abs/2312.03732).
       modules_to_save: modules whose weights are trained as a whole in f32, by the ends of their names on the hub, as in PEFT.
-        Possible are "lm_head" and "embed_tokens" if they are not tied, "gate" for routers, and "norm" for all norms.
+        Possible names are "lm_head" and "embed_tokens" if they are not tied, "gate" for routers, and "norm" for all norms.
       dropout: the probability with which an element of a's input is dropped in training; for attention and mlp.
 
     Raises:

@@ -65,7 +65,7 @@ def load_adapters(model: Decoder, adapters: Mapping[str, str | Path]) -> NamedAd
         raise ValueError("no adapters to load: give {name: folder}")
     files = {name: read_stacks(model, folder) for name, folder in adapters.items()}
     if trained := [name for name, (_, whole) in files.items() if whole]:
-        raise ValueError(f"{', '.join(map(repr, trained))} has modules_to_save, which do not switch: load it alone")
+        raise ValueError(f"{', '.join(map(repr, trained))} has modules_to_save, which cannot be switched: load it alone")
     read = {name: {stack.target: stack for stack in stacks} for name, (stacks, _) in files.items()}
     targets = dict.fromkeys(target for stacks in read.values() for target in stacks)
     ranks = {target: max(_rank(stacks[target]) for stacks in read.values() if target in stacks) for target in targets}

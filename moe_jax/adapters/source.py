@@ -33,7 +33,7 @@ def source_of(model: str | Path, adapter: str | Path | None = None) -> ModelSour
 
     Raises:
       FileNotFoundError: the weights that an adapter's folder names are gone.
-      ValueError: `adapter` is given for a folder that has one, or an adapter's folder names no weights.
+      ValueError: `adapter` is given for a folder that has one, or an adapter's folder does not name its weights.
     """
     folder = Path(model).expanduser()
     found = _adapter_in(folder)
@@ -42,10 +42,10 @@ def source_of(model: str | Path, adapter: str | Path | None = None) -> ModelSour
         weights = str(folder / "model" if is_run else model)
         return ModelSource(weights, None if adapter is None else str(adapter), None if adapter is None else _tokenizer(adapter))
     if adapter is not None:
-        raise ValueError(f"{model} is an adapter itself; give the weights in its place, or leave {adapter} out")
+        raise ValueError(f"{model} is itself an adapter: give its weights instead, or leave out {adapter}")
     base = read_json(found / CONFIG_FILE).get("base_model_name_or_path")
     if base is None:
-        raise ValueError(f"{found / CONFIG_FILE} names no weights: give them as the model, and {found} as the adapter")
+        raise ValueError(f"{found / CONFIG_FILE} does not name its weights: give them as the model, and {found} as the adapter")
     if Path(base).is_absolute() and not Path(base).is_dir():
         raise FileNotFoundError(
             f"the weights of the adapter in {found} are no longer at {base}: give them as the model, and {found} as the adapter"
@@ -100,12 +100,12 @@ def warn_of_another_base(source: str | None, adapter: Path, config: dict[str, An
         if noted != found:
             of = "" if named is None else f" ({named})"
             _logger.warning(
-                "the adapter in %s was trained beside other weights%s than those in %s: its changes do not belong to them",
+                "the adapter in %s was trained on other weights%s than the ones in %s, so its changes do not fit them",
                 adapter, of, source,
             )  # fmt: skip
     elif named and _last_name(named) != _last_name(str(source)):
         _logger.warning(
-            "the adapter in %s names %s as its weights, and is added to those in %s: nothing in its files tells more",
+            "the adapter in %s names the weights %s, but is added to %s: its files do not show whether they are the same",
             adapter, named, source,
         )  # fmt: skip
 

@@ -132,11 +132,11 @@ def check_form(folder_or_hub_id: str | Path, weights: str) -> None:
     folder = find_config(folder_or_hub_id)
     config, problems = load_config(folder), form_problems(weights)
     if weights == "as stored" and not is_stored_quantised(folder):
-        problems.append("weights='as stored' keeps quantised matrices, and this checkpoint has none; take 'nf4', or 'whole'")
+        problems.append("weights='as stored' keeps quantised matrices, and this checkpoint has none; use 'nf4', or 'whole'")
     if weights == "nf4":
         problems += _problems_of_nf4(config)
     if weights == "fp8" and (reason := fp8_refusal(config, jnp.bfloat16)) is not None:
-        problems.append(f"weights='fp8': {reason}; take 'whole' or 'nf4'")
+        problems.append(f"weights='fp8': {reason}; use 'whole' or 'nf4'")
     if problems:
         raise ValueError("; ".join(problems))
 
@@ -144,11 +144,11 @@ def check_form(folder_or_hub_id: str | Path, weights: str) -> None:
 def _problems_of_nf4(config: ModelConfig) -> list[str]:
     """Refuses experts whose rows are not whole NF4 blocks, and a model without experts, where it would have no effect."""
     if config.experts is None or not config.routed_layers:
-        return ["weights='nf4' makes 4 bits of experts, and this model has none; take 'whole'"]
+        return ["weights='nf4' makes 4 bits of experts, and this model has none; use 'whole'"]
     rows = dict(zip(EXPERT_MATRICES, (config.hidden_size, config.experts.moe_intermediate_size), strict=True))
     wrong = [f"experts.{name}: {size} is no multiple of {NF4_BLOCK}" for name, size in rows.items() if size % NF4_BLOCK]
     where = f"weights='nf4' has one scale per {NF4_BLOCK} elements of a row, and rows of this model do not end there"
-    return [f"{where}: {', '.join(wrong)}; take 'whole'"] if wrong else []
+    return [f"{where}: {', '.join(wrong)}; use 'whole'"] if wrong else []
 
 
 def is_stored_quantised(folder: Path) -> bool:
@@ -277,7 +277,7 @@ def _checked_pieces(folder: Path, config: ModelConfig, mtp: bool) -> _CheckedPie
         return untied._replace(warnings=[warning, *untied.warnings])
     warnings = []
     if unread := [name for name in stored if name not in wanted and _is_unread(name, config)]:
-        warnings.append(f"{len(unread)} tensors are not read, and an export has none of them (first: {unread[0]})")
+        warnings.append(f"{len(unread)} tensors are not read, and an export will lack them (first: {unread[0]})")
     names = {place.path: name for name, place in wanted.items() if not place.copy}
     pieces = defaultdict(list)
     for name, place in wanted.items():

@@ -73,8 +73,7 @@ def read_quantisation(folder: Path) -> tuple[Literal["fp8"], BlockSize] | tuple[
             return "gptq", _group_size(folder, given)
         case method:
             raise ValueError(
-                f"{folder}: quant_method {method!r} is not supported, only 'fp8' and 'gptq' are; take the checkpoint in "
-                "bfloat16"
+                f"{folder}: quant_method {method!r} is not supported, only 'fp8' and 'gptq' are; use the checkpoint in bfloat16"
             )
 
 
@@ -99,11 +98,11 @@ def _group_size(folder: Path, given: dict[str, Any]) -> int:
     if wrong := [
         f"{name}={given[name]!r} (only {value!r})" for name, value in wanted.items() if given.get(name, value) != value
     ]:
-        raise ValueError(f"{folder}: GPTQ with {', '.join(wrong)} is not supported; take the checkpoint in bfloat16")
+        raise ValueError(f"{folder}: GPTQ with {', '.join(wrong)} is not supported; use the checkpoint in bfloat16")
     group = given.get("group_size", 128)
     if not isinstance(group, int) or (group != -1 and (group < 8 or group % 8)):
         raise ValueError(
-            f"{folder}: GPTQ's group_size={group!r} must be a multiple of 8, or -1 (one group); take the checkpoint in bfloat16"
+            f"{folder}: GPTQ's group_size={group!r} must be a multiple of 8, or -1 (one group); use the checkpoint in bfloat16"
         )
     # GPTQModel's rules for modules by name. "-:" leaves modules unquantised, which their tensors show.
     of_all = {"bits": 4, "group_size": group, "sym": True, "desc_act": False}
@@ -111,7 +110,7 @@ def _group_size(folder: Path, given: dict[str, Any]) -> int:
         if other := {} if pattern.startswith("-:") else {k: v for k, v in (rule or {}).items() if of_all.get(k, v) != v}:
             raise ValueError(
                 f"{folder}: GPTQ's dynamic gives modules {pattern!r} {other}, and one form for all is read ({of_all}); "
-                "take the checkpoint in bfloat16"
+                "use the checkpoint in bfloat16"
             )
     return group
 
@@ -301,7 +300,7 @@ def unpacked(tensors: dict[str, StoredTensor], group_size: int, problems: list[s
         if num_in % group:
             problems.append(
                 f"{base}: its {num_in} inputs are no multiple of group_size={group}, so that the last group is shorter; "
-                "take the checkpoint in bfloat16"
+                "use the checkpoint in bfloat16"
             )
             continue
         shapes = (words.dtype, scales.shape, zeros.shape), ("I32", (num_in // group, num_out), (num_in // group, num_out // 8))
@@ -310,9 +309,9 @@ def unpacked(tensors: dict[str, StoredTensor], group_size: int, problems: list[s
             continue
         whole = slice(None), slice(None)
         if np.any(zeros.read(whole).view(np.uint32) != STORED_ZERO):
-            problems.append(f"{base}: its codes are not symmetric; take the checkpoint in bfloat16")
+            problems.append(f"{base}: its codes are not symmetric; use the checkpoint in bfloat16")
         if order is not None and np.any(order.read((slice(None),)) != np.arange(num_in) // group):
-            problems.append(f"{base}: its groups are not in order (desc_act); take the checkpoint in bfloat16")
+            problems.append(f"{base}: its groups are not in order (desc_act); use the checkpoint in bfloat16")
         result[f"{base}.weight"] = _matrix(words, scales, group)
     return result
 

@@ -62,7 +62,7 @@ def checked_loading(
     config, precision, weights, dtype = read_config(folder, mtp=mtp), wanted.precision, wanted.weights, wanted.dtype
     if precision != "bf16":
         if (reason := fp8_refusal(config, dtype)) is not None:
-            raise ValueError(f"--precision {precision}: {reason}; take 'bf16'")
+            raise ValueError(f"--precision {precision}: {reason}; use 'bf16'")
         if weights not in (None, "fp8"):
             raise ValueError(f"--precision {precision} multiplies weights in FP8: leave --weights {weights!r} out")
     stays_quantised = adapter is not None and mesh is None and is_stored_quantised(folder)

@@ -150,7 +150,7 @@ def engine_mesh(devices: int, config: ModelConfig, replicas: int) -> "Mesh | Non
 
     count = device_count(devices)
     if replicas > 1 and count > 1:
-        raise ValueError(f"--replicas {replicas}: take --devices 1; got {devices}")
+        raise ValueError(f"--replicas {replicas}: use --devices 1; got {devices}")
     if replicas > jax.local_device_count():
         raise ValueError(f"--replicas must be at most {jax.local_device_count()}, the visible devices; got {replicas}")
     return None if count == 1 else generation_mesh(jax.devices()[:count], config)

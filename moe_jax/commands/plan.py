@@ -57,7 +57,7 @@ class PlanCommand:
       weights: as in `moe-jax finetune`. "as stored" counts FP8 in blocks.
       precision: as in `moe-jax finetune`, for Hopper GPUs. Kernels were measured, steps were not.
       param_dtype: as in `moe-jax finetune`.
-      optimizer: as in `moe-jax finetune`. A step with Muon was never timed.
+      optimizer: as in `moe-jax finetune`. Muon's time is predicted and was never measured.
       moment_dtype: as in `moe-jax finetune`.
       expert_load_imbalance: choices computed by the busiest device, over the mean of all devices.
       context_method: how attention is computed over a split sequence (`moe-jax finetune` uses the ring).
@@ -113,7 +113,7 @@ class PlanCommand:
         if problems := problems + precision_problems(self.precision, "bfloat16", *of_weights, tokens_in_fp8=in_fp8):
             raise ValueError("; ".join(problems))
         if self.optimizer == "adafactor" and self.moment_dtype != "float32":
-            raise ValueError(f"--moment-dtype {self.moment_dtype} is not for --optimizer adafactor, whose moments are small")
+            raise ValueError(f"--moment-dtype {self.moment_dtype} is not supported by --optimizer adafactor")
         if self.limit < 1:
             raise ValueError(f"limit must be at least 1; got {self.limit}")
         if self.sequence_length < 2:

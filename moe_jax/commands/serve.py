@@ -102,7 +102,7 @@ class ServeCommand:
         mesh = engine_mesh(self.devices, config, limits.replicas)
         for_one = {"--drafts": self.drafts, "--adapter": source.adapter is not None}
         if mesh is not None and (wrong := [option for option, is_set in for_one.items() if is_set]):
-            raise ValueError(f"{' and '.join(wrong)}: take --devices 1; got {self.devices}")
+            raise ValueError(f"{' and '.join(wrong)}: use --devices 1; got {self.devices}")
         check_config(config)
         _, load = checked_loading(folder, source.adapter, self.loading, mtp=mtp, mesh=mesh)
         bound = bind(self.host, self.port)

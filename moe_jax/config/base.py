@@ -136,14 +136,14 @@ class ModelConfig:
     module_names: ClassVar[dict[str, str]] = {}
     """{name of a module in checkpoints: its name in transformers}, with a dot at the end, where they differ.
 
-    PEFT's files have either.
+    PEFT's files may use either name.
     """
     hub_rows: ClassVar[tuple[str, ...]] = ()
     """Ends of the checkpoints' names of vectors that are stored as a matrix with one row."""
     unread: ClassVar[tuple[str, ...]] = ()
-    """Parts of the names of tensors in checkpoints that this library has no use for, such as "mtp"."""
+    """Parts of the names of checkpoint tensors that this library does not read, such as "mtp"."""
     optional: ClassVar[tuple[str, ...]] = ()
-    """Ends of the names of tensors that checkpoints may lack, for zeros."""
+    """Ends of the names of tensors that checkpoints may lack; such tensors are zeros."""
 
     def __post_init__(self):
         problems = [f"{n}={v!r} must be a positive integer" for n in self.positive if not is_positive(v := getattr(self, n))]

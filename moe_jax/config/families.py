@@ -135,7 +135,7 @@ class OlmoeConfig(FamilyConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class Ernie45MoeConfig(FamilyConfig):
-    """ERNIE 4.5: softmax scores with a bias of the choice; rotary pairs are neighbors.
+    """ERNIE 4.5: softmax scores with a bias that affects only the choice; rotary pairs are neighbors.
 
     Layers from `moe_layer_start_index` to `moe_layer_end_index` (-1: the last one) have experts, if l + 1 is a multiple of
     `moe_layer_interval`. A token's weights are divided by their sum, or by `moe_norm_min` if that is larger.
@@ -267,4 +267,4 @@ class HunyuanMoeConfig(FamilyConfig):
 FAMILIES: tuple[type[ModelConfig], ...] = (
     Qwen2MoeConfig, MixtralConfig, OlmoeConfig, Ernie45MoeConfig, HunyuanMoeConfig, *SIGMOID_FAMILIES
 )  # fmt: skip
-"""All families that are tables."""
+"""All families that are described by tables."""

@@ -139,8 +139,14 @@ class FamilyConfig(ModelConfig):
         read = {cls.fields[name]: given.get(name) for name in cls.fields.keys() & given.keys()}
         for name in cls.fields.keys() - ModelConfig.__dataclass_fields__.keys():
             given.pop(name, None)
-        # Files have null for the neutral value of a field that they do not need.
-        nulls: dict[str, Any] = {"head_dim": None, "sliding_window": None, "n_group": 1, "topk_group": 1, "norm_topk_prob": False}
+        # Files may have null in a field that they do not need: it means the neutral value.
+        nulls: dict[str, Any] = {
+            "head_dim": None,
+            "sliding_window": None,
+            "n_group": 1,
+            "topk_group": 1,
+            "norm_topk_prob": False,
+        }
         nulls["routed_scaling_factor"] = 1.0
         given |= {name: nulls.get(name, 0) if value is None else value for name, value in read.items()}
 

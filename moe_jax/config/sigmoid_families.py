@@ -1,4 +1,4 @@
-"""Families whose routers have sigmoid scores and biases of the choice, as DeepSeek-V3; tables as in `config.families`."""
+"""Families whose routers have sigmoid scores and choice biases, as in DeepSeek-V3; tables as in `config.families`."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -283,7 +283,7 @@ class Glm4MoeLiteConfig(DeepseekV3Config):
 
 @dataclass(frozen=True, kw_only=True)
 class AXK1Config(Glm4MoeLiteConfig):
-    """A.X-K1: DeepSeek-V3 with a norm after the experts. Its files have no biases of the choice."""
+    """A.X-K1: DeepSeek-V3 with a norm after the experts. Its files have no choice biases."""
 
     vocab_size: int = 163840
     hidden_size: int = 7168
@@ -308,7 +308,7 @@ class AXK1Config(Glm4MoeLiteConfig):
     model_type = "axk1"
     architecture = "AXK1ForCausalLM"
     hub_names = ModelConfig.hub_names | {"mlp.output_norm": "post_mlp_layernorm"}
-    unread = ("post_mlp_layernorm",)  # dense layers have one that nobody uses
+    unread = ("post_mlp_layernorm",)  # dense layers have one that no model reads
     optional = ("e_score_correction_bias",)
 
     @property

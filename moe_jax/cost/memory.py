@@ -226,8 +226,8 @@ def kept_parts(step: PlannedStep, stage: Stage) -> float:
 def bytes_of_parts(step: PlannedStep, stage: Stage) -> dict[KeptPart, float]:
     """Returns the bytes of each part of a layer's residuals that recomputation can leave out (`models.remat`).
 
-    Attention has its output and a float32 sum for each query, and the router the chosen ids. Experts have the rows of h with
-    each expert's padding, their plan, and the rows between the factors of adapters.
+    Attention keeps its output and a float32 sum for each query; the router keeps the chosen ids. Experts keep the rows of h
+    with each expert's padding, their plan, and the rows between the factors of adapters.
     """
     mixer = step.mixer
     sizes: dict[KeptPart, float] = {"attention": step.tokens * mixer.heads * (ELEMENT * mixer.value_dim + 4)}

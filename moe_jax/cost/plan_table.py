@@ -96,7 +96,7 @@ def _remedy(prediction: Prediction) -> str:
     """Returns advice for a step that does not fit. State depends on the model, all other memory on tokens per device."""
     state = sum(prediction.bytes[part] for part in ("parameters", "moments", "gradients"))
     if state < prediction.machine.memory:
-        return f"{prediction.step.tokens} tokens a GPU are too many: take fewer or shorter rows, or more devices."
+        return f"{prediction.step.tokens} tokens a GPU are too many: use fewer or shorter rows, or more devices."
     step, alone = prediction.step, f"Parameters, moments and gradients alone are {state / 2**30:.0f}"
     of_moments = BYTES[step.moment_dtype] * num_moments(step) / sum(elements for *_, elements in step.updated)
     whole: float = (4 + of_moments + BYTES[step.param_dtype]) * num_parameters(step.config)
@@ -106,11 +106,11 @@ def _remedy(prediction: Prediction) -> str:
     devices = math.ceil(whole / prediction.machine.memory)
     if step.mesh.size >= devices:
         uneven = f"for {step.mesh.size} devices do not divide the model's matrices"
-        return f"{alone}, {uneven}: take a power of two, of at least {devices}."
+        return f"{alone}, {uneven}: use a power of two, of at least {devices}."
     smaller = "" if (step.param_dtype, step.moment_dtype) == ("bfloat16", "bfloat16") else ", or bf16 parameters and moments"
     if step.adapters is not None:
         smaller = ", or --weights nf4" if step.adapters.weights == "whole" else ""
-    return f"{alone}: take more than {devices} devices{smaller}."
+    return f"{alone}: use more than {devices} devices{smaller}."
 
 
 def _memory(prediction: Prediction) -> str:

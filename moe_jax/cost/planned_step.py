@@ -363,7 +363,7 @@ def _problems_of_mesh(step: PlannedStep) -> list[str]:
         if step.pipe_schedule != "uniform":
             problems.append(f"precision={step.precision!r} needs pipe_schedule='uniform'; got {step.pipe_schedule!r}")
         reason = fp8_refusal(config, jnp.bfloat16)
-        problems += [f"precision={step.precision!r}: {reason}; take 'bf16'"] if reason is not None else []
+        problems += [f"precision={step.precision!r}: {reason}; use 'bf16'"] if reason is not None else []
     elif step.tokens_in_fp8:
         problems.append("tokens_in_fp8=True needs precision='fp8' or 'fp8_kept'; got 'bf16'")
     if step.adapters is not None and mesh.pipe > 1:
@@ -380,7 +380,7 @@ def _problems_of_mesh(step: PlannedStep) -> list[str]:
         problems.append(f"sequence_length={step.sequence_length} must be a multiple of 2 * mesh.context = {split}")
     experts = config.experts.num_experts if config.experts else 0
     if experts % mesh.expert:
-        problems.append(f"{experts} experts cannot be divided among mesh.expert={mesh.expert} devices; take a divisor")
+        problems.append(f"{experts} experts cannot be divided among mesh.expert={mesh.expert} devices; use a divisor")
     heads = step.mixer.heads, step.mixer.kv_heads
     if step.context_method == "ulysses" and any(number % mesh.context for number in heads):
         problems.append(f"ulysses needs mesh.context={mesh.context} to divide {heads[0]} heads and {heads[1]} key heads")

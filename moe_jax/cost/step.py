@@ -114,7 +114,7 @@ def predict(step: PlannedStep, machine: Machine = H200) -> Prediction:
     if step.hops == "copies" and step.mesh.size > machine.gpus_of_host:
         raise ValueError(
             f"hops='copies' needs all devices in one process, and a host has {machine.gpus_of_host}; the mesh has "
-            f"{step.mesh.size}: take hops='nccl'"
+            f"{step.mesh.size}: use hops='nccl'"
         )
     parts, hidden = (_joined_seconds if step.joins_passes else _seconds_in_turn)(step, machine)
     parts |= {
@@ -130,7 +130,7 @@ def predict(step: PlannedStep, machine: Machine = H200) -> Prediction:
 def with_fastest_kept(step: PlannedStep, memory: float, machine: Machine = H200) -> PlannedStep:
     """Returns the fastest predicted step with remat whose kept layers and kept parts fit into `memory` bytes.
 
-    Nothing is kept if even that does not fit.
+    Nothing is kept if no choice fits.
     """
     found = [with_most_kept(replace(step, remat=True, keep=keep), memory) for keep in choices_of_parts()]
     fitting = [each for each in found if sum(memory_bytes(each).values()) <= memory]
@@ -308,7 +308,7 @@ def _optimizer_seconds(step: PlannedStep, machine: Machine) -> float:
 def _muon_seconds(step: PlannedStep, machine: Machine) -> float:
     """Returns the seconds to orthogonalise matrices, 5 (4 m^2 n + 2 m^3) FLOPs of each, with m <= n, in TF32.
 
-    Devices that share matrices send their momenta, and receive updates.
+    Devices that share matrices exchange momenta, then updates.
     """
     flops = 0.0
     for path, shape, elements in step.updated:

@@ -227,7 +227,7 @@ def chat_prompts(
         if not messages:
             raise ValueError("messages must hold at least one message; got an empty conversation")
         if continues and not (messages[-1]["role"] == "assistant" and messages[-1].get("content")):
-            raise ValueError("to continue the final message, it must be the assistant's and have a text")
+            raise ValueError("to continue the final message, it must be the assistant's and not be empty")
         if messages[-1]["role"] == "assistant" and not continues:
             raise ValueError("the conversation ends with the assistant's message; chat answers a user's, or a tool's")
         # Else a client's request to a server could replace the template or the length.

@@ -131,14 +131,14 @@ def _matched(pattern: str, text: str) -> tuple[str, ...]:
 
 
 def _listed(pattern: str, text: str) -> list[Any]:
-    """Returns all matches of a pattern; the text must have nothing else."""
+    """Returns all matches of a pattern; the text may contain nothing else but space."""
     if re.sub(pattern, "", text, flags=re.S).strip():
         raise ValueError(f"the calls {text!r:.80} are not well-formed")
     return re.findall(pattern, text, re.S)
 
 
 def _typed(pairs: Sequence[tuple[str, str]], schema: Any) -> dict[str, Any]:
-    """Returns arguments that were written as text: the tool's schema knows which of them are strings."""
+    """Returns arguments that were written as text, with values of the types in the tool's schema."""
     properties = (schema or {}).get("properties", {})
     return {name: _value(text, properties.get(name, {"type": "string"})) for name, text in pairs}
 
@@ -166,8 +166,8 @@ THINK, END_OF_THOUGHT = "<think>", "</think>"
 
 
 class AnswerParts:
-    """The parts of an answer. Space before and after a thought, and before a call, is dropped. Only a thought that begins the
-    answer is one: later text may speak of the marker.
+    """The parts of an answer. Space before and after a thought, and before a call, is dropped. A thought
+    counts only at the start of the answer: later text may mention the marker.
 
     Args:
       thinks: None leaves thoughts in the text; True: the answer begins inside a thought; False: it does not.
@@ -192,7 +192,7 @@ class AnswerParts:
             self._turn(marker)
         if self._in_call:
             if ends and self._calls:
-                # Cut off: what is there may read like a call of another tool.
+                # Cut off: the incomplete text could be read as a call of another tool.
                 found.append(AnswerPart("content", self._space + self._calls.begin + self._held))
                 self._held, self._space = "", ""
         else:
@@ -216,7 +216,7 @@ class AnswerParts:
         return min(((start, each) for start, each in places if each != THINK or not self._held[:start].strip()), default=None)
 
     def _num_held(self) -> int:
-        """Returns the length of the longest end of the text with which a marker begins."""
+        """Returns the length of the longest suffix of the text that is a prefix of a marker."""
         longest = min(len(self._held), max(map(len, self._markers()), default=1) - 1)
         return next((n for n in range(longest, 0, -1) if any(m.startswith(self._held[-n:]) for m in self._markers())), 0)
 

@@ -80,7 +80,7 @@ def refuse_explicit_axes(**arrays: jax.typing.ArrayLike) -> None:
         spec = jax.typeof(array).sharding.spec
         if any(axis is not None for axis in spec):
             raise ValueError(
-                f"{name} is split as {spec} over mesh axes of type Explicit, which jax.make_mesh makes by default; take a mesh "
+                f"{name} is split as {spec} over mesh axes of type Explicit, which jax.make_mesh makes by default; use a mesh "
                 "of moe_jax.parallel.make_mesh or one with axis_types=(AxisType.Auto, ...), or call this inside jax.shard_map"
             )
 

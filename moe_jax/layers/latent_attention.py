@@ -134,7 +134,7 @@ def _check_rows_of_heads(kv_b_proj: TicketedMatrix) -> None:
     for array, kind in ((kv_b_proj.change, "an adapter"), (kv_b_proj.in_fp8, "codes in FP8")):
         if jax.tree.leaves(array):
             raise ValueError(
-                f"method 'ulysses' gives a device the rows of its heads in kv_b_proj, which has {kind}: take method 'ring' or "
+                f"method 'ulysses' gives a device the rows of its heads in kv_b_proj, which has {kind}: use method 'ring' or "
                 "'all_gather'"
             )
 

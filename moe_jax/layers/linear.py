@@ -147,7 +147,7 @@ def linear_map(
     """
     if matrix.in_fp8 is not None:
         if matrix.ticket is not None:
-            raise ValueError("weight tickets hold operands in bf16: take precision 'bf16', or a schedule without tickets")
+            raise ValueError("weight tickets hold operands in bf16: use precision 'bf16', or a schedule without tickets")
         y = fp8().fp8_matmul(x, matrix.weight, matrix.in_fp8)
     elif matrix.ticket is not None:
         return _with_ticket(x, matrix.weight, matrix.ticket, out_dtype)

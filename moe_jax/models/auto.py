@@ -20,7 +20,7 @@ MODEL_CLASSES: dict[str, type[Decoder]] = {
     "deepseek_v3": DeepseekV3,
     "kimi_k2": DeepseekV3,
 }
-"""Classes of model types that have their own; all others are a `Decoder` of their config's specs."""
+"""{model type: its own class}. All other types use `Decoder`, which builds the config's specs."""
 
 
 @functools.cache

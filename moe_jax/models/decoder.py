@@ -121,7 +121,7 @@ class Decoder(nnx.Module):
             An id of -1 adds nothing (`layers.router.route`). "balanced" deals tokens to experts in turn, for benchmarks only.
             None: the router's choice, or "balanced" if the model's `execution` sets it.
           remat: recompute each layer in the backward pass and keep only its input; "offload" keeps it in the host's memory.
-            A number: the last layers that keep all their residuals; with parts of the others, as in `train.make_train_step`.
+            A number of last layers that keep all their residuals, with any parts that the others keep, as in `make_train_step`.
             None: as the model's `execution`.
           spread: how the call is spread over devices, inside a `jax.shard_map`. The router's sums are then over this device's
             tokens (`RouterSums.psum`). None: as the model's `execution`.
@@ -319,7 +319,7 @@ class Decoder(nnx.Module):
             raise ValueError(f"dense={dense!r} needs a precision that is named; else give it to Precision(dense=...)")
         chosen = precision if isinstance(precision, Precision | None) else Precision.named(precision, dense)
         if chosen is not None and (reason := fp8_refusal(self.config, self.dtype, chosen.dense)) is not None:
-            raise ValueError(f"{reason}; take precision 'bf16'")
+            raise ValueError(f"{reason}; use precision 'bf16'")
         set_precision(self, chosen)
 
     @property
@@ -392,7 +392,7 @@ def fp8_refusal(config: ModelConfig, dtype: DTypeLike, dense: tuple[DenseGroup, 
         return "FP8 is for experts, and this model has none"
     sizes = config.hidden_size, config.experts.moe_intermediate_size
     if (reason := quantise.refusal(jnp.dtype(dtype), *sizes)) is not None:
-        return f"FP8 does not take this model's experts: {reason}"
+        return f"FP8 does not support this model's experts: {reason}"
     if "shared_experts" in dense and not config.experts.shared_intermediate_size:
         return "FP8 of dense group 'shared_experts' is for shared experts, and this model has none"
     if "mlp" in dense and all(stage.sparse for stage in config.stages):

@@ -31,7 +31,7 @@ class Execution:
     def with_remat(self, remat: Remat | int | str) -> Self:
         """Returns a copy with another `remat`; a number n recomputes all layers but the last n.
 
-        A text adds parts of residuals (`models.remat.KeptPart`) that the recomputed layers keep: "12,router,attention".
+        A string adds parts of residuals (`models.remat.KeptPart`) that the recomputed layers keep: "12,router,attention".
 
         Raises:
           ValueError: a negative number, an unknown part, or a value of another kind.

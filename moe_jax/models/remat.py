@@ -11,7 +11,7 @@ KeptPart = Literal["router", "attention", "experts"]
     attention    the output and its log-sum-exp; the forward kernel does not run again
     experts      h and the plan of its rows; tokens are not sorted again, and the gate-up matmul does not run again
 
-The order is that of time saved per byte (`cost.layer.seconds_of_parts`).
+They are ordered by the time saved per byte (`cost.layer.seconds_of_parts`), the most first.
 """
 
 KEPT_PARTS: tuple[KeptPart, ...] = get_args(KeptPart)
@@ -37,5 +37,5 @@ def remat_option(num_kept: int, keep: tuple[KeptPart, ...]) -> int | str:
 
 
 def choices_of_parts() -> Iterator[tuple[KeptPart, ...]]:
-    """Yields the sets of parts worth trying: none, then one part more each time, the cheapest first."""
+    """Yields the sets of parts worth trying: none, then one more part each time, the cheapest first."""
     return (KEPT_PARTS[:number] for number in range(len(KEPT_PARTS) + 1))

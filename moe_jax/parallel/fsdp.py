@@ -217,7 +217,7 @@ class ShardedParameters:
         for names, p in matrices.items():
             ways = mesh.shape.get("expert", 1)
             if names[-1] == "gate_up_proj" and p.shape[-3] % ways:
-                raise ValueError(f"{p.shape[-3]} experts cannot be divided among expert={ways} devices; take a divisor")
+                raise ValueError(f"{p.shape[-3]} experts cannot be divided among expert={ways} devices; use a divisor")
         gathers = {names: gathered_axes(names, splittable(p), mesh) for names, p in matrices.items()}
 
         def spec(path: tuple, _: Any) -> PartitionSpec:

@@ -34,7 +34,7 @@ def _imitated(places: int) -> str:
     if processes == 1:
         return f"set JAX_NUM_CPU_DEVICES={places} before Python starts"
     if places % processes:
-        return f"take a mesh that {processes} processes can share evenly"
+        return f"use a mesh that {processes} processes can share evenly"
     return f"start moe-jax launch with --processes {processes} --cpu-devices {places // processes}"
 
 

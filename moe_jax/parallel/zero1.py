@@ -35,7 +35,7 @@ def optimizer_shardings(params: PyTree, mesh: Mesh) -> PyTree:
     paths = [(parameter_path(path), p.shape) for path, p in jax.tree.leaves_with_path(params)]
     if all(data_axis(path, shape, mesh) is None for path, shape in paths):
         raise ValueError(
-            f"shard_optimizer=True: data={mesh.shape['data']} divides no axis of any parameter that is left to split; take a "
+            f"shard_optimizer=True: data={mesh.shape['data']} divides no axis of any parameter that is left to split; use a "
             "divisor of the number of layers, or a power of two"
         )
     return _by_path(params, lambda path, p: NamedSharding(mesh, optimizer_spec(path, p.shape, mesh)))

@@ -149,7 +149,7 @@ class PreferenceBatches(Iterator[dict[str, np.ndarray]]):
                 if len(skipped) == len(self.preferences):
                     raise ValueError(
                         f"no prompt leaves room for its answers in max_length={self.max_length} tokens, or both answers are "
-                        "equal so far; take a larger one"
+                        "equal so far; use a larger one"
                     )
             elif not rows.add(example):
                 break

@@ -211,8 +211,6 @@ def open_preferences(path: str | Path, *, of_pairs: bool = True, plain: bool = F
     names = dict(digest_of="preferences", what="preference data", row="preferences")
     rows = indexed_rows(path, COLUMNS, facts_of, **names)
     if of_pairs and not are_pairs:
-        raise ValueError(
-            f"the loss needs {KINDS[True]}, and {rows[0][0].name} has {KINDS[False]}: take loss kto, or other data"
-        )
+        raise ValueError(f"the loss needs {KINDS[True]}, and {rows[0][0].name} has {KINDS[False]}: use loss kto, or other data")
     unpaired = bool(are_pairs) and not of_pairs
     return Preferences(*rows, of_pairs, unpaired, plain)

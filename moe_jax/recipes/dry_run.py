@@ -103,7 +103,7 @@ def _of_rewards(plan: PlannedGrpo) -> str:
 
 
 def _opened(plan: PlannedGrpo, key: int, row: dict[str, Any]) -> tuple[dict[str, Any], list[int]]:
-    """Returns a row with its prompt as the environment completes it, and the prompt's tokens."""
+    """Returns a row whose prompt includes the environment's text, and the prompt's tokens."""
     if plan.environment is None:
         return row, prompt_tokens(plan.tokenizer, row["prompt"])
     made = plan.environment()

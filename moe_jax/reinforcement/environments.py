@@ -81,7 +81,7 @@ def play(
 
 
 def opening(key: int, row: Mapping[str, Any], environments: Sequence[Any], tokenizer: Any) -> tuple[list[Message], list[int]]:
-    """Resets environments with a prompt's row; returns the prompt's messages with their text, and its tokens with the tools.
+    """Resets environments with a prompt's row; returns the messages with the environments' text, and all tokens with the tools.
 
     Raises:
       ValueError: the prompt is a text, or the environments return different texts.

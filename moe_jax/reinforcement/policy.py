@@ -188,7 +188,7 @@ class Policy:
                 "limits allow: every sample must fit in a row"
             )
         if len({device for leaf in jax.tree.leaves(nnx.state(model)) for device in leaf.sharding.device_set}) > 1:
-            raise ValueError("a policy computes on one device; the model lies on several")
+            raise ValueError("a policy computes on one device; the model is on several")
         if settings.beta and not has_adapters(model):
             raise ValueError(
                 f"beta={settings.beta} needs a reference: train adapters (adapters.add_lora), whose reference is the model "
@@ -277,7 +277,7 @@ class Policy:
         graphdef, weights = nnx.split(model)
         found, used = np.zeros(batch["tokens"].shape, np.float32), np.flatnonzero(batch["segment_ids"].any(axis=1))
         if self.settings.exact:
-            # Of the same pass as the policy's values: else the divergence would not begin at 0.
+            # By the same pass as the policy's values: else the divergence would not begin at 0.
             found[used, :-1] = strict_rows(model, batch, used, self.settings.temperature)[0]
             return found
         for first in range(0, len(used), self._rows):

@@ -184,7 +184,7 @@ class Engine:
     def temper_logprobs(self) -> None:
         """Computes log-probabilities of new tokens from logits / temperature from now on, as tokens are drawn.
 
-        At temperature 0, and for tokens of prompts, they are of the logits.
+        At temperature 0, and for prompt tokens, they are computed from the logits themselves.
         """
         self._loop.on_each(lambda loop: setattr(loop.device, "is_tempered", True))
 
@@ -263,7 +263,7 @@ def check_servable(model: Decoder, limits: EngineLimits, *, drafts: int | str, s
         )
     if model.precision and model.precision.dense:
         raise ValueError(
-            f"an engine computes dense matrices in the model's dtype, not in FP8; got dense={model.precision.dense!r}: take "
+            f"an engine computes dense matrices in the model's dtype, not in FP8; got dense={model.precision.dense!r}: use "
             "set_precision('fp8')"
         )
     devices = {device for leaf in jax.tree.leaves(nnx.state(model)) for device in leaf.sharding.device_set}
@@ -302,10 +302,12 @@ def check_config(config: ModelConfig) -> None:
     if (reason := config.mixer_refusal("an engine", has_sinks=False)) is not None:
         raise ValueError(f"{reason}; generate without an engine (moe_jax.generate)")
     if any(len(stage.body) > 1 for stage in config.stages):
-        raise ValueError("an engine needs stages of equal layers; this model repeats a pattern of several kinds")
+        raise ValueError(
+            "an engine needs all layers of a stage to be of one kind; this model repeats a pattern of several kinds"
+        )
     if config.rope_parameters.rope_type == "dynamic":
         raise ValueError(
-            'rope type "dynamic" gives all tokens of a batch the frequencies of the longest sequence; an engine cannot serve it'
+            'with rope type "dynamic" all tokens of a batch get the longest sequence\'s frequencies; an engine cannot serve it'
         )
 
 
@@ -329,10 +331,10 @@ def check_drafting(drafts: int | str, config: ModelConfig, limits: EngineLimits)
 def _check_several(model: Decoder, num_devices: int, *, drafts: int | str, strict: bool) -> None:
     refuse_chunks(nnx.state(model, nnx.Param), "an engine")
     if any(not leaf.is_fully_addressable for leaf in jax.tree.leaves(nnx.state(model))):
-        raise ValueError("an engine computes in one process; the model lies on devices of several")
+        raise ValueError("an engine computes in one process; the model's devices belong to several")
     options = {"drafts": bool(drafts), "strict": strict, "adapters": has_adapters(model)}
     if wrong := [name for name, is_set in options.items() if is_set]:
-        raise ValueError(f"an engine on several devices has no {' and no '.join(wrong)}; the model lies on {num_devices}")
+        raise ValueError(f"an engine on several devices does not support {', '.join(wrong)}; the model is on {num_devices}")
 
 
 def _has_experts_in_fp8(model: Decoder) -> bool:

@@ -71,7 +71,7 @@ def refusal(config: ModelConfig, dtype: Any, tokens: int, *, in_fp8: bool = Fals
     if (reason := unlike_qwen3(config)) is not None:
         return reason
     if in_fp8 and tokens > MOST_PLANNED_TOKENS:
-        return f"it takes at most {MOST_PLANNED_TOKENS} tokens of experts in FP8; got {tokens}"
+        return f"it supports at most {MOST_PLANNED_TOKENS} tokens of experts in FP8; got {tokens}"
     if {heads.key_dim, heads.value_dim, heads.rotary_dim} != {HEAD_DIM}:
         return f"head_dim must be {HEAD_DIM}; got {heads.key_dim}"
     if config.hidden_size % WARPGROUP_THREADS:
@@ -120,7 +120,7 @@ def check_strict(model: Decoder) -> None:
     """
     reason = strict_refusal(model.config, model.dtype)
     if model.precision is not None:
-        reason = "it multiplies in FP8; take precision 'bf16'"
+        reason = "it multiplies in FP8; use precision 'bf16'"
     if reason is None and has_adapters(model):
         reason = "it has adapters; merge them first (adapters.merge_adapter)"
     if reason is None and is_quantised(nnx.state(model)):
@@ -134,7 +134,7 @@ def strict_refusal(config: ModelConfig, dtype: Any) -> str | None:
     if (reason := config.mixer_refusal("strict computation") or refusal(config, dtype, 1)) is not None:
         return reason
     if config.rope_parameters.rope_type == "dynamic":
-        return 'rope type "dynamic" gives all tokens of a batch the frequencies of the longest sequence'
+        return 'with rope type "dynamic" all tokens of a batch get the frequencies of the longest sequence'
     has_mlp = len(config.moe_layers) < config.num_hidden_layers
     sizes = {"vocab_size": config.vocab_size} | ({"intermediate_size": config.intermediate_size} if has_mlp else {})
     for name, size in sizes.items():

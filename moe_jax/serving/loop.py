@@ -172,7 +172,7 @@ class EngineLoop:
         self.is_asleep = False
 
     def drop_prefixes(self) -> None:
-        """Forgets the prompts in pages; the same callers as of `replace_weights`."""
+        """Forgets cached prompts; only callers of `replace_weights` may call this."""
         for queues in self.queues:
             drop_prefixes(queues)
 

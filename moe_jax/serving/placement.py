@@ -51,7 +51,7 @@ class Placement:
         if count == 1:
             return [self]
         if self.mesh is not None:
-            raise ValueError(f"replicas={count} needs a model on one device; the model lies on {len(self.devices)}")
+            raise ValueError(f"replicas={count} needs a model on one device; the model is on {len(self.devices)}")
         all_devices = jax.local_devices(backend=self.devices[0].platform)
         if count > len(all_devices):
             raise ValueError(f"replicas must be at most {len(all_devices)}, the devices of this process; got {count}")

@@ -111,7 +111,7 @@ def piece_scores(
 ) -> Scores:
     """Returns the scores of `targets` after tokens with these hidden states, and of the `num_top` most likely tokens.
 
-    They are of logits / temperature.
+    They are computed from logits / temperature.
     """
     logits = logits_of(hidden, head, strict=strict)
     if temperature != 1:

@@ -1,7 +1,7 @@
 """Replicas of an engine: devices that each have all weights, a thread, and sequences of their own.
 
-Requests wait in one queue. A request is bound to a device once one has a slot and pages for it. Earlier, nobody knows which
-device will be free first. Devices never wait for each other, except between two steps for new weights.
+Requests wait in one queue. A request is bound to a device once that device has a slot and pages for it. Before that, it is
+unknown which device will be free first. Devices wait for each other only to change weights, between two steps.
 """
 
 import contextlib
@@ -75,7 +75,7 @@ class Replicas:
             if unbound:
                 rest = ([each for each in request if each not in aborted] for request in self._waiting)
                 self._waiting = deque(filter(None, rest))
-                # Only a loop can end a sequence. Any will do, with room or without.
+                # Only a loop can end a sequence. Any loop can, even a full one.
                 if not any(_added(loop, [unbound]) for loop in self.loops):
                     self._waiting.appendleft(unbound)
                     self._bind_waiting()

@@ -168,7 +168,7 @@ def sample_rows(
       positions: the positions of the new tokens.
       penalties: penalties and biases of the slots; None: no row has any.
       strict: static; as in `scores_of`.
-      tempered: static; True returns log-probabilities of logits / temperature, False of the logits.
+      tempered: static; True: log-probabilities are computed from logits / temperature; False: from the logits.
     """
     logits = logits.astype(jnp.float32)
     of_row = jax.tree.map(lambda values: values[jnp.maximum(slots, 0)], options)

@@ -308,7 +308,7 @@ def change_weights(queues: EngineQueues) -> None:
 
 
 def drop_prefixes(queues: EngineQueues) -> None:
-    """Frees cached pages. No page that is computed by now is shared later, not even one that a running sequence fills."""
+    """Frees cached pages. No page computed so far is shared later, not even one that a running sequence is filling."""
     queues.root = root_hash((queues.root.hex(),))
     queues.pool.forget_all()
 

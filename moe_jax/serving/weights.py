@@ -65,7 +65,7 @@ def take_apart(
 ) -> tuple[ServedModel, Weights]:
     """Returns the model's parts. Layers' arrays are copies; experts, and arrays around the layers, are the model's own.
 
-    Quantised experts stay so, and all other matrices become whole. Adapters are prepared by `with_ready_adapters`.
+    Quantised experts stay quantised; all other matrices are dequantised. Adapters are prepared by `with_ready_adapters`.
 
     Args:
       drafts: 1 includes the first multi-token prediction module as the last layer.
@@ -166,16 +166,16 @@ def with_ready_adapters(model: Decoder) -> Decoder:
 def unfused_reason(model: Decoder) -> str | None:
     """Returns the reason why steps of this model run its modules on any device; None if there is none."""
     if not is_mosaic_allowed():
-        return f"{ENVIRONMENT_VARIABLE} names another backend than 'mosaic', of which the fused kernels are"
+        return f"{ENVIRONMENT_VARIABLE} selects a backend other than 'mosaic', which the fused kernels need"
     if has_adapters(model):
-        return "an adapter lies beside the weights"
+        return "the model has adapters, which stay separate from its weights"
     if model.precision is None and is_quantised(nnx.state(model)):
-        return "quantised experts are made whole in every step"
+        return "quantised experts are dequantised in every step"
     return unlike_qwen3(model.config)
 
 
 def unlike_qwen3(config: ModelConfig) -> str | None:
-    """Returns why the fused layers cannot run a model: all parts that Qwen3 and Qwen3-MoE lack; None if there are none."""
+    """Returns the reason why fused layers cannot run a model, its parts that Qwen3 and Qwen3-MoE lack; None without any."""
     heads, experts = config.mixer, config.experts
     rule = RouterRule() if experts is None else experts.rule
     parts = {

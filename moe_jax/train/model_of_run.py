@@ -169,7 +169,7 @@ def trained_adapters(checkpoint: RunCheckpoint) -> bool:
 def lora_settings_of(checkpoint: RunCheckpoint) -> LoraSettings:
     """Returns the LoRA settings of the checkpoint's adapters."""
     noted: dict[str, Any] = checkpoint.position["identity"][LORA]
-    # JSON has lists for tuples.
+    # JSON stores tuples as lists.
     lists = {name: tuple(value) for name, value in noted.items() if isinstance(value, list)}
     return LoraSettings(**noted | lists)
 

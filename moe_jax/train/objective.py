@@ -281,7 +281,7 @@ def _check_result(found: Any) -> None:
     if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], dict)):
         raise ValueError(f"loss must return (a scalar, a dict of scalars); got {type(found).__name__}")
     if taken := sorted(found[1].keys() & set(TAKEN_NAMES)):
-        raise ValueError(f"loss returned the metric(s) {', '.join(taken)}, which a step has already; take other names")
+        raise ValueError(f"loss returned the metric(s) {', '.join(taken)}, which a step has already; use other names")
     for name, value in {"its value": found[0], **found[1]}.items():
         if not isinstance(value, jax.Array | np.ndarray | np.number | float | int):
             raise ValueError(f"loss must return scalars; {name} is a {type(value).__name__}")

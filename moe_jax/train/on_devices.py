@@ -145,7 +145,7 @@ def with_fp8_copies(graphdef: nnx.GraphDef, params: nnx.State, fixed: nnx.State,
         is_uniform = parallelism.pipe_schedule == "uniform"
         if not is_uniform and precision_of(nnx.merge(graphdef, params, fixed)) is not None:
             raise ValueError(
-                f"weight tickets of pipe_schedule={parallelism.pipe_schedule!r} hold operands in bf16: take the schedule "
+                f"weight tickets of pipe_schedule={parallelism.pipe_schedule!r} hold operands in bf16: use the schedule "
                 "'uniform', or precision 'bf16'"
             )
         return fixed

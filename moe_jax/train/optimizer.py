@@ -56,7 +56,7 @@ def make_optimizer(
     eps: float = 1e-8,
     moment_dtype: jax.typing.DTypeLike = jnp.float32,
 ) -> optax.GradientTransformation:
-    """Returns an optimizer after clipping the global gradient norm (None: no clipping). Norms and biases do not decay.
+    """Returns an optimizer that first clips the global gradient norm (None: no clipping). Norms and biases do not decay.
 
     Args:
       name: "adamw"; "muon" (`scale_by_muon`), with AdamW for everything but the layers' matrices; "adafactor"
@@ -73,7 +73,7 @@ def make_optimizer(
         raise ValueError(f"name={name!r} must be one of {', '.join(RULES)}")
     moment_dtype = jnp.dtype(moment_dtype)
     if moment_dtype.itemsize < 4 and name == "adafactor":
-        raise ValueError(f"moments in {moment_dtype.name} cannot follow Adafactor, which has few: use float32")
+        raise ValueError(f"moments in {moment_dtype.name} are too coarse for Adafactor, whose b2 approaches 1: use float32")
     if moment_dtype.itemsize < 4 and b2 > 0.99:
         raise ValueError(f"moments in {moment_dtype.name} cannot follow b2={b2}: use float32, or b2 of at most 0.99")
     optimizer = optax.chain(
@@ -218,7 +218,7 @@ def _orthogonalised(path: tuple, momenta: Float[Array, "..."], parallelism: Para
         return _by_layers(momenta, path=path, fused=fused, splits=[], ways=1)
     mesh = parallelism.mesh
     spec = (optimizer_spec if parallelism.splits_optimizer else parameter_spec)(path, momenta.shape, mesh)
-    # A PartitionSpec has one name as a string.
+    # A PartitionSpec may hold a single name as a string.
     splits = [(axis, (names,) if isinstance(names, str) else names) for axis, names in ((1, spec[-2]), (2, spec[-1])) if names]
     ways = math.prod(mesh.shape[name] for _, names in splits for name in names)
     own = partial(_by_layers, path=path, fused=fused, splits=splits, ways=ways)
@@ -235,7 +235,7 @@ def _by_layers(momenta: Float[Array, "..."], *, path: tuple, fused: int, splits:
     parts = momenta.reshape(-1, *momenta.shape[-2:])
     of_layer = momenta.shape[-3] if declaration_of(path, momenta.shape).axes == 3 else 1
     at_once = ways * -(-of_layer // ways)
-    # Every device receives as many matrices; a matrix of zeros stays zeros.
+    # Every device receives the same number of matrices; a matrix of zeros stays zeros.
     padded = jnp.pad(parts, ((0, -len(parts) % at_once), (0, 0), (0, 0)))
 
     def together(layer: Float[Array, "n rows columns"]) -> Float[Array, "n rows columns"]:

@@ -66,7 +66,7 @@ def accumulate_pipelined(
         if execution.remat == "offload":
             raise ValueError(
                 f"remat='offload' needs pipe_schedule='uniform': slots of {name!r} stay in the GPU's memory; "
-                "take that schedule, or remat True or False"
+                "use that schedule, or remat True or False"
             )
         check_branches(parallelism)
     schedule = schedule_of(parallelism, micro_batches)
@@ -288,5 +288,5 @@ def check_branches(parallelism: Parallelism) -> None:
         if is_used:
             raise ValueError(
                 f"pipe_schedule={parallelism.pipe_schedule!r} runs ranks of the pipe in different branches, and {what} would "
-                f"wait for ranks that never send: take {instead}, or pipe_schedule='uniform'"
+                f"wait for ranks that never send: use {instead}, or pipe_schedule='uniform'"
             )

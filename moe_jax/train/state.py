@@ -194,7 +194,7 @@ def _layout_of(path: tuple, shape: tuple[int, ...], layouts: Layouts) -> Shardin
     """Returns the sharding of one of the optimizer's arrays; None if it is not a parameter's moment.
 
     A moment's path ends in its parameter's path, after the optimizer's own names, such as a label of `optax.multi_transform`.
-    Axes over which it is a mean have size 1, and are not split.
+    Axes over which a moment is a mean have size 1, and are not split.
     """
     names = parameter_path(path)
     found = (layouts.get(names[first:]) for first in range(len(names)))

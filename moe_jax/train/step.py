@@ -174,7 +174,7 @@ def check_dropout(model: Decoder, parallelism: Parallelism | None) -> None:
     """
     if parallelism is not None and parallelism.context_parallel is not None and hasattr(model.config, "kv_lora_rank"):
         raise ValueError(
-            "dropout of adapters needs whole sequences, since several devices expand a token's latent (MLA): take a mesh "
+            "dropout of adapters needs whole sequences, since several devices expand a token's latent (MLA): use a mesh "
             "without context, or a dropout of 0"
         )
 

@@ -138,7 +138,7 @@ def test_square_experts():
         for part in parts:
             np.testing.assert_array_equal(found[part.name][0], a[part.expert])
             np.testing.assert_array_equal(found[part.name][1], b[part.expert])
-    with pytest.raises(ValueError, match="must say peft_version"):
+    with pytest.raises(ValueError, match="must have peft_version"):
         factors_apart(*peft_fused(a, b), parts, None, False)
     with pytest.raises(ValueError, match="fused experts have"):
         factors_apart(a[0], b[0], parts, "0.21.2", False)
@@ -188,7 +188,7 @@ BAD = {
     "no module model.layers.7": renamed,
     "has no lora_B": unpaired,
     "they must be": transposed,
-    "lm_head.weight is no factor": foreign,
+    "lm_head.weight is not a factor": foreign,
 }
 
 
@@ -215,7 +215,7 @@ def test_experts_that_were_never_adapted(named, tmp_path, caplog):
     config = json.loads((tmp_path / CONFIG_FILE).read_text())
     (tmp_path / CONFIG_FILE).write_text(json.dumps(config | {"target_modules": named}))
     load_adapter(model, tmp_path)
-    assert "up_proj, and has no factors of experts: they were not trained" in caplog.text
+    assert "up_proj, but no expert has factors: they were not trained" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -209,13 +209,13 @@ def test_by_default_a_device_has_32768_tokens(capsys):
             QWEN,
             1,
             1,
-            "Parameters, moments and gradients alone are 398: take more than 4 devices, or bf16 parameters and moments.",
+            "Parameters, moments and gradients alone are 398: use more than 4 devices, or bf16 parameters and moments.",
         ),
         pytest.param(
             DEEPSEEK,
             64,
             64,
-            "Parameters, moments and gradients alone are 140: take more than 68 devices, or bf16",
+            "Parameters, moments and gradients alone are 140: use more than 68 devices, or bf16",
             marks=pytest.mark.thorough,
         ),
         (
@@ -224,7 +224,7 @@ def test_by_default_a_device_has_32768_tokens(capsys):
             96,
             "Parameters, moments and gradients alone are 278, for 96 devices do not divide the model's matrices",
         ),
-        (QWEN, 4, 1, "262144 tokens a GPU are too many: take fewer or shorter rows, or more devices."),
+        (QWEN, 4, 1, "262144 tokens a GPU are too many: use fewer or shorter rows, or more devices."),
     ],
 )
 def test_if_nothing_fits_the_smallest_is_named_with_a_remedy(config, devices, rows, remedy):

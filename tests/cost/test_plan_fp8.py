@@ -162,7 +162,7 @@ def test_the_command(capsys):
     for options, reason in (
         ("qwen3-30b-a3b --lora.rank 32", "give weights='fp8', which keeps them in FP8; got 'whole'"),
         ("qwen3-30b-a3b --gpu a100", "precision='fp8' has kernels for Hopper GPUs alone; on NVIDIA A100 80 GB take 'bf16'"),
-        ("qwen3-0.6b", "FP8 is for experts, and this model has none; take 'bf16'"),
+        ("qwen3-0.6b", "FP8 is for experts, and this model has none; use 'bf16'"),
     ):
         with pytest.raises(SystemExit):
             main(f"plan {options} --devices 1 --precision fp8".split())

@@ -96,12 +96,12 @@ def test_a_large_model_fits_where_training_all_of_it_fits(capsys):
 def test_the_command_names_the_run(capsys):
     main("plan qwen3-30b-a3b --devices 1 --batch-size 8 --lora.rank 32 --lora.targets experts attention".split())
     printed = capsys.readouterr().out
-    assert "LoRA trains 184,025,088 parameters beside 30,532,122,624" in printed
+    assert "LoRA trains 184,025,088 parameters next to 30,532,122,624 frozen ones" in printed
     assert "Train it with: moe-jax finetune --lora.rank 32 --lora.targets experts attention --batch-size 8" in printed
     assert "--param-dtype bfloat16" in printed
     with pytest.raises(SystemExit):
         main("plan qwen3-30b-a3b --devices 1 --gpu l40s --lora.rank 32".split())
-    advice = "alone are 60: take more than 2 devices, or --weights nf4.\n"
+    advice = "alone are 60: use more than 2 devices, or --weights nf4.\n"
     assert advice in capsys.readouterr().out
     main(["plan", "qwen3-30b-a3b", "--devices", "1", "--lora.rank", "32", "--weights", "as stored"])
     assert "--lora.rank 32 --weights 'as stored' --batch-size" in capsys.readouterr().out

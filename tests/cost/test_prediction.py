@@ -255,7 +255,7 @@ def test_copies_hide_behind_attention_if_it_takes_longer():
 def test_copies_are_refused_where_no_process_has_all_gpus():
     run = PlannedStep(QWEN, MeshShape(fsdp=2, context=8), 2, 4096, hops="copies")
     with pytest.raises(
-        ValueError, match="needs all devices in one process, and a host has 8; the mesh has 16: take hops='nccl'"
+        ValueError, match="needs all devices in one process, and a host has 8; the mesh has 16: use hops='nccl'"
     ):
         predict(run)
     assert predict(run, replace(H200, gpus_of_host=16)).seconds["context"] > 0
@@ -309,7 +309,7 @@ def test_loads_above_the_capacity_cost_further_rounds():
             {"mesh": MeshShape(pipe=2, fsdp=2), "pipe_schedule": "1f1b", "hops": "copies"},
             "pipe_schedule='1f1b' needs hops='nccl' where fsdp, expert or context have several devices",
         ),
-        ({"mesh": MeshShape(pipe=2, fsdp=2), "pipe_schedule": "uniform-w"}, "fsdp of this mesh split them: take 'uniform'"),
+        ({"mesh": MeshShape(pipe=2, fsdp=2), "pipe_schedule": "uniform-w"}, "fsdp of this mesh split them: use 'uniform'"),
         ({"num_kept": -1}, "num_kept=-1 must be an integer of at least 0"),
         ({"num_kept": 2, "remat": "offload"}, "num_kept=2 needs remat=True, and a mesh without pipe"),
         ({"keep": ("router",), "remat": False}, r"keep=\('router',\) needs remat=True, and a mesh without pipe"),

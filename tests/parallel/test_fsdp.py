@@ -19,7 +19,7 @@ from tests.helpers.h200 import needs_compiler, run_script
 def test_experts_that_do_not_divide():
     mesh = AbstractMesh((8,), ("expert",), axis_types=(AxisType.Auto,))
     params = nnx.state(tiny.model(), nnx.Param)
-    with pytest.raises(ValueError, match="4 experts cannot be divided among expert=8 devices; take a divisor"):
+    with pytest.raises(ValueError, match="4 experts cannot be divided among expert=8 devices; use a divisor"):
         ShardedParameters.of(params, mesh, dtype=jnp.float32, token_axes=("expert",))
 
 

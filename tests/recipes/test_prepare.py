@@ -22,7 +22,7 @@ from tests.helpers.tiny import settings
 def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(tmp_path):
     tokenizer = tiny.tokenizer()
     tokenizer.add_tokens([f"<more {i}>" for i in range(6)])
-    with pytest.raises(ValueError, match="the tokenizer has 265 tokens, and the model's vocabulary 264; take the model's own"):
+    with pytest.raises(ValueError, match="the tokenizer has 265 tokens, and the model's vocabulary 264; use the model's own"):
         finetune(settings(tmp_path), model=tiny.model(), tokenizer=tokenizer)
     assert not (tmp_path / "run").exists()
 
@@ -48,7 +48,7 @@ def test_optimizer_on_one_device_along_data(tmp_path):
 
 def test_optimizer_that_data_cannot_split():
     parallelism = Parallelism(AbstractMesh((1, 7, 1, 1, 1), MESH_AXES), shard_optimizer=True)
-    with pytest.raises(ValueError, match="data=7 divides no axis of any parameter that is left to split; take a divisor"):
+    with pytest.raises(ValueError, match="data=7 divides no axis of any parameter that is left to split; use a divisor"):
         check_optimizer(parallelism, tiny.model().config)
 
 
@@ -82,7 +82,7 @@ def test_a_mesh_that_is_not_the_models_is_refused(tmp_path):
 
 def test_experts_that_devices_do_not_divide_are_refused(tmp_path):
     parallelism = Parallelism(AbstractMesh((1, 1, 1, 3, 1), MESH_AXES))
-    with pytest.raises(ValueError, match="4 experts cannot be divided among mesh.expert=3 devices; take a divisor"):
+    with pytest.raises(ValueError, match="4 experts cannot be divided among mesh.expert=3 devices; use a divisor"):
         check_experts(settings(tmp_path), parallelism, tiny.model().config)
 
 

@@ -109,7 +109,7 @@ def test_overlapping_micro_batches_need_several_and_a_mesh(tmp_path):
             dict(pipe_schedule="dualpipe", gradient_accumulation=2),
             "pipe_schedule='dualpipe': micro_batches must be at least 2 ",
         ),
-        (dict(pipe_schedule="uniform-w", mesh=MeshShape(pipe=2, fsdp=2)), "fsdp of this mesh split them: take 'uniform'"),
+        (dict(pipe_schedule="uniform-w", mesh=MeshShape(pipe=2, fsdp=2)), "fsdp of this mesh split them: use 'uniform'"),
         (
             dict(pipe_schedule="1f1b", offload=True),
             "offload=True needs pipe_schedule='uniform': slots of '1f1b' stay in the GPU",

@@ -93,7 +93,7 @@ WRONG = [
         "to continue the final message, it must be the assistant's",
     ),
     (CHAT, {"messages": MESSAGES, "response_format": {"type": "json_object"}}, "response_format can only be"),
-    (CHAT, {"messages": MESSAGES, "reasoning_effort": "low"}, "the model's chat template has no such choice"),
+    (CHAT, {"messages": MESSAGES, "reasoning_effort": "low"}, "the model's chat template has no such option"),
     (CHAT, {"messages": MESSAGES, "top_logprobs": 3}, "top_logprobs needs logprobs: true"),
     (CHAT, {"messages": MESSAGES, "max_tokens": 0}, "max_tokens must be at least 1; got 0"),
     (CHAT, {"messages": MESSAGES, "max_completion_tokens": 0}, "max_completion_tokens must be at least 1; got 0"),
@@ -170,7 +170,7 @@ def test_other_bodies_paths_methods_and_models(server):
     answer = server.post("/v1/nothing", json={})
     assert answer.status_code == 404 and answer.json()["error"]["message"] == "there is no /v1/nothing"
     answer = server.get(COMPLETION)
-    assert answer.status_code == 405 and "does not take GET" in answer.json()["error"]["message"]
+    assert answer.status_code == 405 and "does not support GET" in answer.json()["error"]["message"]
     with pytest.raises(openai.NotFoundError, match="there is no model 'gpt'; this server has 'tiny'") as error:
         server.openai().completions.create(model="gpt", prompt="a")
     assert error.value.code == "model_not_found"
@@ -311,11 +311,11 @@ def test_a_failed_engine_answers_503_and_is_not_healthy(stream):
             pieces = running.openai().completions.create(**options, stream=True)
             next(pieces)
             engine.fail()
-            with pytest.raises(openai.APIError, match="the engine does not run any more"):
+            with pytest.raises(openai.APIError, match="the engine is no longer running"):
                 list(pieces)
         else:
             engine.fail()
-            with pytest.raises(openai.InternalServerError, match="the engine does not run any more") as error:
+            with pytest.raises(openai.InternalServerError, match="the engine is no longer running") as error:
                 running.openai().completions.create(**options)
             assert error.value.status_code == 503
         assert running.get("/health").status_code == 503 and not running.service.running
@@ -365,7 +365,7 @@ def test_a_device_that_fails_makes_the_server_unhealthy(monkeypatch):
         device.may_fail.set()
         whole, streamed = (answer.result(20) for answer in answers)
         assert (whole.status_code, streamed.status_code) == (503, 200)
-        assert "the engine does not run any more" in whole.text and "the engine does not run any more" in streamed.text
+        assert "the engine is no longer running" in whole.text and "the engine is no longer running" in streamed.text
         assert running.get("/health").status_code == running.post(COMPLETION, json={"prompt": "a"}).status_code == 503
         assert not running.service.running
 

@@ -131,7 +131,7 @@ def resolve_attention_backend(backend: str | None, refusal: Callable[[], str | N
         )
     reason = None
     if backend == "mosaic" and (reason := refusal()) is not None:
-        raise ValueError(f"argument backend: backend 'mosaic' does not take this input: {reason}")
+        raise ValueError(f"argument backend: backend 'mosaic' does not support this input: {reason}")
     if backend is None:
         reason = _reason_against_fused() or refusal()
         backend = "mosaic" if reason is None else "xla"

@@ -92,7 +92,7 @@ def resolve_backend(name: str | None, dtype: jnp.dtype, hidden: int, inter: int,
             raise ValueError(f"{source}: unknown backend {name!r}; choose one of {', '.join(map(repr, BACKENDS))}")
         reason = _refusal(name, dtype, hidden, inter, row_alignment)
         if reason is not None:
-            raise ValueError(f"{source}: backend {name!r} does not take this input: {reason}")
+            raise ValueError(f"{source}: backend {name!r} does not support this input: {reason}")
         _announce(name, ())
         return name
     reasons: list[str] = []

@@ -47,7 +47,7 @@ def check_hops(hops: Hops, mesh: Mesh) -> None:
     if hops not in get_args(Hops):
         raise ValueError(f"hops={hops!r} must be one of {', '.join(get_args(Hops))}")
     if hops == "copies" and (obstacle := _obstacle(mesh)):
-        raise ValueError(f"hops='copies' needs all GPUs in one process, but the mesh has {obstacle}: take hops='nccl'")
+        raise ValueError(f"hops='copies' needs all GPUs in one process, but the mesh has {obstacle}: use hops='nccl'")
 
 
 def hop(message: Array, axis_name: str | tuple[str, ...], distance: int) -> Array:

@@ -32,7 +32,7 @@ REFUSED: tuple[tuple[set[str], str], ...] = (
     ({"biases"}, "experts with biases lie on one device; these are split over several"),
     (
         {"ticket", "several calls"},
-        "weight tickets hold the operands of one call of the kernels: take drop, or a capacity_factor of at least the number "
+        "weight tickets hold the operands of one call of the kernels: use drop, or a capacity_factor of at least the number "
         "of devices, with transport 'all_to_all' or 'gather' and shadow_experts=0",
     ),
     (
@@ -40,15 +40,15 @@ REFUSED: tuple[tuple[set[str], str], ...] = (
         "tokens_in_fp8=True sends tokens as experts in FP8 multiply them: give precision=Precision(), or set_precision of "
         "the model; got precision=None",
     ),
-    ({"tokens_in_fp8", "changes"}, "low-rank changes multiply tokens in bf16: take tokens_in_fp8=False"),
+    ({"tokens_in_fp8", "changes"}, "low-rank changes multiply tokens in bf16: use tokens_in_fp8=False"),
     (
         {"shadow_experts", "accumulators"},
-        "shadow_experts move experts' gradients between devices, which accumulators cannot: take one of both",
+        "shadow_experts move experts' gradients between devices, which accumulators cannot: use one of both",
     ),
     *(
         (
             {"shadow_experts", other},
-            "shadow_experts copy weights to all devices, which must not be rounded or frozen: take one of both",
+            "shadow_experts copy weights to all devices, which must not be rounded or frozen: use one of both",
         )
         for other in ("copies", "frozen")
     ),

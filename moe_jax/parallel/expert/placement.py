@@ -27,12 +27,12 @@ def balanced_order(expert_load: Num[np.ndarray, "experts"], devices: int, num_gr
     if not valid.all():
         raise ValueError(f"expert_load must hold numbers of at least 0; got {load[~valid][0]} for one expert")
     if devices < 1 or len(load) % devices:
-        raise ValueError(f"{len(load)} experts cannot be divided among {devices} devices; take a divisor")
+        raise ValueError(f"{len(load)} experts cannot be divided among {devices} devices; use a divisor")
     if num_groups < 1 or len(load) % num_groups:
         raise ValueError(f"{len(load)} experts are not {num_groups} groups of one size")
     if num_groups % devices and devices % num_groups:
         raise ValueError(
-            f"{num_groups} groups of experts cannot be divided among {devices} devices; take a divisor or a multiple"
+            f"{num_groups} groups of experts cannot be divided among {devices} devices; use a divisor or a multiple"
         )
     unchanged = np.arange(len(load), dtype=np.int32)
     groups = unchanged.reshape(num_groups, -1)

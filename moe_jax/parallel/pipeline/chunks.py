@@ -122,7 +122,7 @@ def check_layers(num_layers: int, pipe: PipeShape) -> None:
     """
     if pipe.ranks > 1 and not fills_chunks(num_layers, *pipe):
         raise ValueError(
-            f"{num_layers} layers do not reach the last of {pipe.chunks} chunks on pipe={pipe.ranks} ranks; take fewer chunks"
+            f"{num_layers} layers do not reach the last of {pipe.chunks} chunks on pipe={pipe.ranks} ranks; use fewer chunks"
         )
 
 

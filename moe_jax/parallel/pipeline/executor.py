@@ -298,7 +298,7 @@ def checked_branch(branch: Callable, *arguments) -> Callable:
         if name.startswith(OF_ALL_DEVICES):
             raise ValueError(
                 f"a pass has the transfer {name} over {_text(axes)}, which waits for all devices, and ranks of the pipe are in "
-                "different branches: take a transfer with groups, as all_to_all or all_gather, or uniform ticks"
+                "different branches: use a transfer with groups, as all_to_all or all_gather, or uniform ticks"
             )
         if name.startswith(WITH_GROUPS) and "pipe" in ((axes,) if isinstance(axes, str) else axes):
             raise ValueError(

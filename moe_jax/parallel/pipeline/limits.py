@@ -41,7 +41,7 @@ def split_problem(name: PipeSchedule, axes: Mapping[str, int], expert: ExpertPar
     cure = ", or drop or a larger capacity_factor, for experts that compute in one call" if is_cured else ""
     return (
         f"pipe_schedule={name!r} divides the backward pass, for which each rank must hold whole matrices; "
-        f"{', '.join(split)} of this mesh split them: take {NEEDS_W[name]}{cure}"
+        f"{', '.join(split)} of this mesh split them: use {NEEDS_W[name]}{cure}"
     )
 
 

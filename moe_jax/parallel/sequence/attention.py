@@ -181,13 +181,13 @@ def _check_heads(q: Array, k: Array, weights, axis_name: str) -> None:
     if q.shape[2] % devices or k.shape[2] % devices:
         raise ValueError(
             f"method 'ulysses' splits heads over the {devices} devices of axis {axis_name!r}, which must divide the numbers "
-            f"of heads and of key heads; got {q.shape[2]} and {k.shape[2]}: take method 'ring' or 'all_gather'"
+            f"of heads and of key heads; got {q.shape[2]} and {k.shape[2]}: use method 'ring' or 'all_gather'"
         )
     shapes = [weight.shape for weight in jax.tree.leaves(weights)]
     if weights is not None and not (shapes and all(shape and shape[0] % k.shape[2] == 0 for shape in shapes)):
         raise ValueError(
             "method 'ulysses' expands only the keys and values of a device's own heads: the leading axis of weights must be "
-            f"the {k.shape[2]} key heads, one after the other; got {shapes}: take method 'ring' or 'all_gather'"
+            f"the {k.shape[2]} key heads, one after the other; got {shapes}: use method 'ring' or 'all_gather'"
         )
 
 

@@ -78,7 +78,7 @@ def prepare_run(
         if begun.position.get("places") and plan.parallelism is not None and plan.parallelism.pipelined:
             raise ValueError(
                 f"the experts of the run in {settings.output} have changed places, and in a pipe they cannot move back at the "
-                "end: take a mesh without pipe"
+                "end: use a mesh without pipe"
             )
     return plan, begun
 
@@ -179,7 +179,7 @@ def _check_held_out(held_out: Documents, documents: Documents, settings: Finetun
     if held_out.format != documents.format and documents.format != "mixed":
         raise ValueError(
             f"eval_data={settings.eval_data!r} has the format {held_out.format}, and data={settings.data!r} "
-            f"{documents.format}: their losses could not be compared; take one format"
+            f"{documents.format}: their losses could not be compared; use one format"
         )
     both = _names(documents) & _names(held_out)
     if both or held_out.fingerprint == documents.fingerprint:
@@ -213,7 +213,7 @@ def _check_user_loss(
     if parallelism is not None and parallelism.pipelined:
         raise ValueError(
             f"a pipe needs the built-in loss, and the mesh has pipe={parallelism.pipe.ranks}: `loss` runs all layers itself; "
-            "take a mesh without pipe"
+            "use a mesh without pipe"
         )
     if settings.rebalance_every:
         raise ValueError(f"rebalance_every={settings.rebalance_every} needs the load of experts, which `loss` does not report")

@@ -55,5 +55,5 @@ class PreferSettings(RunSettings):
             return []
         return [
             f"mesh.pipe={ranks} needs a loss of single tokens, as finetune's: a preference loss compares whole answers, and "
-            "ranks of a pipe compute the losses of parts of a sequence; take a mesh without pipe"
+            "ranks of a pipe compute the losses of parts of a sequence; use a mesh without pipe"
         ]

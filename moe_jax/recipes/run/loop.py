@@ -103,7 +103,7 @@ def begin(
         identity = same_run(position["identity"], identity, output)
         if settings.steps < step:
             raise ValueError(
-                f"{output} holds {step} steps of this run: steps={settings.steps} would end before; take {step} or more"
+                f"{output} holds {step} steps of this run: steps={settings.steps} would end before; use {step} or more"
             )
     best = best_of(position, settings, held_out, checkpoints.steps())
     fixed: dict[str, Any] = {"identity": identity}

@@ -266,7 +266,7 @@ def check_experts(settings: RunSettings, parallelism: Parallelism | None, config
     num_experts = config.experts.num_experts if config.experts else 0
     devices = 1 if parallelism is None or exchange is None else parallelism.mesh.shape[exchange.axis_name]
     if num_experts % devices:
-        raise ValueError(f"{num_experts} experts cannot be divided among mesh.expert={devices} devices; take a divisor")
+        raise ValueError(f"{num_experts} experts cannot be divided among mesh.expert={devices} devices; use a divisor")
     if settings.shadow_experts > num_experts:
         raise ValueError(f"shadow_experts={settings.shadow_experts} must be at most the {num_experts} experts of a layer")
     return devices
@@ -308,9 +308,9 @@ def _check_model(settings: RunSettings, config: ModelConfig, tokenizer: Any, mod
     if settings.precision != "bf16":
         dtype = "bfloat16" if model is None else model.dtype
         if (reason := fp8_refusal(config, dtype, settings.fp8_dense)) is not None:
-            raise ValueError(f"precision={settings.precision!r}: {reason}; take precision 'bf16'")
+            raise ValueError(f"precision={settings.precision!r}: {reason}; use precision 'bf16'")
     if len(tokenizer) > config.vocab_size:
         raise ValueError(
-            f"the tokenizer has {len(tokenizer)} tokens, and the model's vocabulary {config.vocab_size}; take the model's "
+            f"the tokenizer has {len(tokenizer)} tokens, and the model's vocabulary {config.vocab_size}; use the model's "
             "own tokenizer"
         )

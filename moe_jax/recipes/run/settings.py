@@ -47,7 +47,7 @@ class RunSettings:
       min_learning_rate_ratio: the learning rate at the end, as a part of the peak.
       warmup_steps: steps in which the learning rate rises to its peak; None: a tenth of `steps`, at most 100.
       optimizer: "adamw"; "muon" for the layers' matrices with adamw for the rest; or "adafactor", whose state is small
-        (docs/finetuning.md). All three fit the same learning rates.
+        (docs/finetuning.md). The same learning rates fit all three.
       weight_decay: the optimizer's weight decay; norms and biases do not decay.
       max_grad_norm: gradients with a larger norm are scaled down to it.
       checkpoint_every: steps between checkpoints; the last step always has one.
@@ -229,7 +229,9 @@ class RunSettings:
         if self.epochs is None and self.warmup_steps is not None and self.warmup_steps > self.steps:
             problems.append(f"warmup_steps={self.warmup_steps} must not exceed steps={self.steps}")
         if self.optimizer == "adafactor" and self.moment_dtype != "float32":
-            problems.append(f"moment_dtype={self.moment_dtype!r} is not for optimizer='adafactor', whose moments are small")
+            problems.append(
+                f"moment_dtype={self.moment_dtype!r} cannot be used with optimizer='adafactor', whose moments are small anyway"
+            )
         watched = [name for name in ("keep_best", "early_stop") if getattr(self, name) and self.eval_data is None]
         problems += [f"{name}={getattr(self, name)!r} needs a held-out loss: give eval_data" for name in watched]
         problems += dense_problems(self.fp8_dense, self.precision)
@@ -381,7 +383,7 @@ def lora_problems(lora: LoraSettings | None, mesh: Mapping[str, int], precision:
     if (ranks := mesh.get("pipe", 1)) > 1:
         problems.append(f"lora trains on a mesh without pipe: split frozen weights over fsdp or expert; got mesh.pipe={ranks}")
     if precision != "bf16" and (devices := math.prod(mesh.values())) > 1:
-        problems.append(f"precision={precision!r} with lora needs one device: take 'bf16', which dequantises; got {devices}")
+        problems.append(f"precision={precision!r} with lora needs one device: use 'bf16', which dequantises; got {devices}")
     return problems
 
 

@@ -50,7 +50,7 @@ class Answer:
     reasoning_tokens: int | None = None
     """Number of tokens of thoughts; None if the model has none."""
     prompt_is_common = False
-    """True: all choices have one prompt, whose fields are next to the list of choices."""
+    """True: all choices share one prompt, and its fields are next to the list of choices."""
     whole_object: str
     chunk_object: str
 
@@ -229,7 +229,7 @@ class ChatAnswer(Answer):
         calls = [part.call for part in piece.parts if part.call is not None]
         if text or is_first:
             message["content"] = None if is_whole and calls and not text else text
-        # vLLM and SGLang name it differently.
+        # Clients of SGLang read the first name, clients of vLLM the second.
         message |= {"reasoning_content": thought, "reasoning": thought} if thought else {}
         if calls:
             first = self._num_shown[piece.index]
@@ -270,7 +270,7 @@ async def _follow(choices: Sequence[Choice], emit: Callable[[TextPiece], Awaitab
             raise
         again = isinstance(handle.error, ReplicaFailed)
         raise ApiError(
-            503, "a device failed: send the request again" if again else "the engine does not run any more"
+            503, "a device failed: send the request again" if again else "the engine is no longer running"
         ) from error
 
 

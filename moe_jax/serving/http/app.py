@@ -24,7 +24,7 @@ from moe_jax.serving.http.record import RequestRecord, record_of
 from moe_jax.serving.http.service import Service, logger
 
 PROBES = "/health", "/ping"
-"""Paths that proxies ask for the server's state, without a key. SageMaker asks for the second."""
+"""Paths that report the server's state and need no key. SageMaker polls the second."""
 
 
 def make_app(service: Service) -> ASGIApp:
@@ -63,7 +63,7 @@ async def _answer_models(service: Service, request: Request) -> JSONResponse:
 async def _answer_health(service: Service, request: Request) -> JSONResponse:
     """Answers 200 while requests are accepted, so that proxies route them here. For a stopping server the guard answers."""
     if service.engine.failed:
-        raise ApiError(503, "the engine does not run any more")
+        raise ApiError(503, "the engine is no longer running")
     return JSONResponse({"status": "ok"})
 
 
@@ -126,7 +126,7 @@ async def _answer_api_error(request: Request, error: Exception) -> JSONResponse:
 async def _answer_http_error(request: Request, error: Exception) -> JSONResponse:
     """Answers for a path or a method that does not exist."""
     assert isinstance(error, HTTPException)
-    named = {404: f"there is no {request.url.path}", 405: f"{request.url.path} does not take {request.method}"}
+    named = {404: f"there is no {request.url.path}", 405: f"{request.url.path} does not support {request.method}"}
     response = ApiError(error.status_code, named.get(error.status_code, error.detail)).response
     response.headers.update(error.headers or {})
     return response
@@ -135,7 +135,7 @@ async def _answer_http_error(request: Request, error: Exception) -> JSONResponse
 async def _answer_defect(request: Request, error: Exception) -> JSONResponse:
     """Answers for a bug in the server; the traceback is logged, not sent to the client."""
     # The server will close the connection: a client that did not know would lose its next request there.
-    return ApiError(500, "the server failed at this request; its log says why", closes=True).response
+    return ApiError(500, "the server failed on this request; its log has the reason", closes=True).response
 
 
 MOST_HELD = 1 << 30
@@ -182,7 +182,7 @@ class Guard:
             record.error = str(error)
             await error.response(scope, receive, send_noted)
         except (DisconnectedError, ClientDisconnect):
-            record.error = f"the client went away, with status {record.status or 'not yet sent'}"
+            record.error = f"the client disconnected; status: {record.status or 'not yet sent'}"
             record.status = CLIENT_IS_GONE
         except BaseException as error:
             record.error = f"{type(error).__name__}: {error}"
@@ -231,7 +231,7 @@ class Guard:
             if record.body_bytes > self.service.settings.max_body_bytes:
                 raise self._too_large()
             if record.body_bytes > SMALL_BODY and self._held - record.body_bytes > MOST_HELD:
-                raise ApiError(503, "the server has no room for the body now: other requests' bodies fill it")
+                raise ApiError(503, "the server has no room for the body now: bodies of other requests fill its memory")
             return message
 
         return receive_limited

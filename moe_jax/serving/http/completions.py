@@ -153,7 +153,7 @@ def _forced(tokenizer: Any, body: dict[str, Any]) -> str:
     """Returns the beginning of an answer that must call a tool; "" if it need not.
 
     Raises:
-        ApiError: The choice has another form, its tool is not among the tools, or the model's format of calls is unknown.
+        ApiError: The choice is malformed, its tool is not among the tools, or the model's format of calls is unknown.
     """
     choice, tools = take(body, "tool_choice", (str, dict), "auto"), take(body, "tools", list, [])
     if choice in ("auto", "none"):
@@ -193,7 +193,7 @@ def conversation_encoder(
     tools = body.get("tools", []) if body.get("tool_choice") != "none" else []
     continues = take(body, "continue_final_message", bool, False)
     if continues == take(body, "add_generation_prompt", bool, True) or continues and forced:
-        wanted = "continue_final_message: true needs add_generation_prompt: false, which it alone may have, and no tool_choice"
+        wanted = "continue_final_message: true needs add_generation_prompt: false, which has no other use, and no tool_choice"
         raise ApiError(400, wanted, param="add_generation_prompt")
     values = take(body, "chat_template_kwargs", dict, {}) | _effort(tokenizer, take(body, "reasoning_effort", str), tools)
     conversation = [_with_joined_text(message) for message in messages]
@@ -216,7 +216,7 @@ def conversation_encoder(
 
 
 def _effort(tokenizer: Any, effort: str | None, tools: list) -> dict[str, Any]:
-    """Returns the value for the chat template that a `reasoning_effort` asks for: the effort itself, or thoughts or none.
+    """Returns the chat template's option for a `reasoning_effort`: the effort itself, or whether the model thinks.
 
     Raises:
         ApiError: The template has neither.
@@ -227,7 +227,7 @@ def _effort(tokenizer: Any, effort: str | None, tools: list) -> dict[str, Any]:
     if "reasoning_effort" in template:
         return {"reasoning_effort": effort}
     if "enable_thinking" not in template:
-        raise ApiError(400, "reasoning_effort: the model's chat template has no such choice", param="reasoning_effort")
+        raise ApiError(400, "reasoning_effort: the model's chat template has no such option", param="reasoning_effort")
     return {"enable_thinking": effort not in ("none", "minimal")}
 
 

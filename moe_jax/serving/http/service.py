@@ -243,7 +243,7 @@ def _answer_for(error: Exception, field: str) -> Exception:
         param = first if first in SHARED | {"logprobs"} else field
         return ApiError(400, message, param=param, code="context_length_exceeded" if "exceed the" in message else None)
     if isinstance(error, RuntimeError):
-        return ApiError(503, "the engine does not run any more")
+        return ApiError(503, "the engine is no longer running")
     return error
 
 

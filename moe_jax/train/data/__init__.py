@@ -131,7 +131,7 @@ class Batches(Iterator[Rows]):
         if missing := [i for i in self._streams if str(i) not in state]:
             raise ValueError(
                 f"the position belongs to other streams: it has no stream of number {', '.join(map(str, missing))}. "
-                "Documents are dealt out by batch_size; take the batch_size that the position was saved with"
+                "Documents are dealt out by batch_size; use the batch_size that the position was saved with"
             )
         if self._of_hub is not None and MARK in state:
             self._of_hub.add_mark(Mark(**state[MARK]))

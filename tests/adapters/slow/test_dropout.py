@@ -106,7 +106,9 @@ def test_none_without_training():
 @pytest.mark.parametrize("targets", [None, ("router", "attention")])
 def test_refused_for_kernels(targets):
     model = small_model("qwen3_moe")
-    with pytest.raises(ValueError, match="dropout=0.1 is for attention and mlp, and targets have (experts|router), whose"):
+    with pytest.raises(
+        ValueError, match="dropout=0.1 is only for attention and mlp, but targets include (experts|router), whose"
+    ):
         add_lora(model, LoraSettings(targets=targets, dropout=0.1), rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match="dropout=1 must be a number from 0 to below 1"):
         LoraSettings(dropout=1)

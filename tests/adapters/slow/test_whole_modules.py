@@ -113,10 +113,14 @@ def test_the_plan_counts_them():
         (
             tiny.model,
             dict(modules_to_save=("q_proj",)),
-            "modules_to_save has 'q_proj', which no module .* has embed_tokens, gate",
+            "modules_to_save has 'q_proj', which this model cannot train whole; it can train embed_tokens, gate",
         ),
-        (tiny.model, dict(targets=("head",), modules_to_save=("lm_head",)), "lm_head is in targets and modules_to_save"),
-        (lambda: small_model("qwen3", tie_word_embeddings=True), dict(modules_to_save=("lm_head",)), "has 'lm_head', which no"),
+        (tiny.model, dict(targets=("head",), modules_to_save=("lm_head",)), "lm_head is in targets and in modules_to_save"),
+        (
+            lambda: small_model("qwen3", tie_word_embeddings=True),
+            dict(modules_to_save=("lm_head",)),
+            "has 'lm_head', which this",
+        ),
     ],
 )
 def test_refused_settings(make, settings, message):
@@ -130,13 +134,13 @@ def test_refused_settings(make, settings, message):
 def test_refused_files(tmp_path):
     model = small_model("qwen3_moe")
     save_adapter(changed(nnx.clone(model), ("lm_head",)), tmp_path / "a")
-    with pytest.raises(ValueError, match="'one' has modules_to_save, which do not switch"):
+    with pytest.raises(ValueError, match="'one' has modules_to_save, which cannot be switched"):
         load_adapters(nnx.clone(model), {"one": tmp_path / "a"})
     file = tmp_path / "a" / "adapter_config.json"
     config = json.loads(file.read_text())
     for names, message in (
         (["q_proj"], "cannot train whole: only norms"),
-        (["lm_head", "gate"], "gate.weight .* is not in the file"),
+        (["lm_head", "gate"], "gate.weight is missing"),
     ):
         file.write_text(json.dumps(config | {"modules_to_save": names}))
         with pytest.raises(ValueError, match=message):

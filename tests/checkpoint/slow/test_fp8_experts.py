@@ -101,7 +101,7 @@ def test_the_engine_refuses(stored, model):
     with pytest.raises(ValueError, match="load the model with weights='fp8'"):
         Engine(whole, limits=LIMITS)
     for strict in (partial(Engine, model, limits=LIMITS, strict=True), partial(strict_log_probs, whole, jnp.ones((1, 4), int))):
-        with pytest.raises(ValueError, match="this model: it multiplies in FP8; take precision 'bf16'"):
+        with pytest.raises(ValueError, match="this model: it multiplies in FP8; use precision 'bf16'"):
             strict()
     model.set_precision(Precision(dense=("attention",)))
     with pytest.raises(ValueError, match="computes dense matrices in the model's dtype"):

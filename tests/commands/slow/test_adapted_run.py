@@ -116,7 +116,7 @@ def test_generating_with_a_runs_folder(run, monkeypatch, capsys):
     assert not all(jax.tree.leaves(same))
     with pytest.raises(SystemExit):
         main(["generate", str(run), "--adapter", str(run / "adapter"), "--prompt", "x"])
-    assert "is an adapter itself" in capsys.readouterr().err
+    assert "is itself an adapter" in capsys.readouterr().err
 
 
 @pytest.mark.thorough

@@ -88,13 +88,13 @@ def test_another_base(folders, tmp_path, caplog):
     other = moe_jax.from_config(tiny.model().config, rngs=nnx.Rngs(1), dtype=jnp.float32)
     moe_jax.save_pretrained(other, tmp_path / "other", tokenizer_from=base)
     for change, own, others in (
-        (lambda: None, None, rf"trained beside other weights \({base}\) than those in {tmp_path}/other"),
+        (lambda: None, None, rf"trained on other weights \({base}\) than the ones in {tmp_path}/other"),
         (
             lambda: _from_elsewhere(adapter, "Qwen/Base"),
             None,
-            rf"names Qwen/Base as its weights, and is added to .*{tmp_path}/other",
+            rf"names the weights Qwen/Base, but is added to .*{tmp_path}/other",
         ),
-        (lambda: _from_elsewhere(adapter, "Qwen/Tiny"), rf"names Qwen/Tiny as its weights, and is added to .*{base}", None),
+        (lambda: _from_elsewhere(adapter, "Qwen/Tiny"), rf"names the weights Qwen/Tiny, but is added to .*{base}", None),
     ):
         change()
         for model, message in ((base, own), (str(tmp_path / "other"), others)):

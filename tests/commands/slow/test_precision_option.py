@@ -64,8 +64,8 @@ def test_refusals(folder, adapter, command, monkeypatch, capsys):
     monkeypatch.setattr("moe_jax.serving.http.server.bind", None)
     name, *options = command.split()
     for model, more, message in (
-        ("narrow", ["--precision", "fp8"], "--precision fp8: FP8 does not take this model's experts: hidden is 16"),
-        ("wide", ["--precision", "fp8", "--dtype", "float32"], "x is float32; it must be bfloat16; take 'bf16'"),
+        ("narrow", ["--precision", "fp8"], "--precision fp8: FP8 does not support this model's experts: hidden is 16"),
+        ("wide", ["--precision", "fp8", "--dtype", "float32"], "x is float32; it must be bfloat16; use 'bf16'"),
         ("wide", ["--precision", "fp8", "--weights", "nf4"], "multiplies weights in FP8: leave --weights 'nf4' out"),
         ("narrow", ["--weights", "nf4"], "rows of this model do not end there"),
         ("wide", ["--weights", "as stored"], "this checkpoint has none"),
@@ -89,4 +89,4 @@ def test_a_dynamic_rope_is_refused_by_engines(folder, tmp_path, monkeypatch, cap
         with pytest.raises(SystemExit):
             main([command, str(tmp_path / "dynamic")])
         said = capsys.readouterr().err
-        assert 'rope type "dynamic" gives all tokens' in said and "loading" not in said
+        assert 'with rope type "dynamic" all tokens' in said and "loading" not in said

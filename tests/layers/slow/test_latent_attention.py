@@ -98,5 +98,5 @@ def test_rows_of_heads(kind):
         matrix.weight, matrix.in_fp8 = Frozen(BlockScaled.fp8(matrix.weight[...], jnp.float32)), True
     tables = RopeTables(*jnp.ones((2, 1, 4, config.qk_rope_head_dim // 2)))
     attend = Attend(jnp.zeros((1, 4), jnp.int32), jnp.int32(0), context=ContextParallel(method="ulysses"))
-    with pytest.raises(ValueError, match=f"the rows of its heads in kv_b_proj, which has {kind}: take method 'ring'"):
+    with pytest.raises(ValueError, match=f"the rows of its heads in kv_b_proj, which has {kind}: use method 'ring'"):
         attention(jnp.ones((1, 4, config.hidden_size)), tables, attend)

@@ -26,11 +26,11 @@ def test_default_hops():
     "hops, of, message",
     [
         ("copies", mesh(expert=4, processes=2), "hops='copies' needs all GPUs in one process, but .* of 2 processes"),
-        ("copies", mesh(expert=4, platform="cpu"), "the mesh has devices of platform cpu: take hops='nccl'"),
+        ("copies", mesh(expert=4, platform="cpu"), "the mesh has devices of platform cpu: use hops='nccl'"),
         (
             "copies",
             mesh(expert=2, fsdp=2),
-            "the axes expert, fsdp in another order than pipe, data, fsdp, expert, context: take",
+            "the axes expert, fsdp in another order than pipe, data, fsdp, expert, context: use",
         ),
         ("peer", mesh(expert=4), "hops='peer' must be one of nccl, copies"),
     ],

@@ -246,15 +246,15 @@ def test_segments_across_devices(layout):
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"method": "ulysses"}, "over the 4 devices of axis 'context', .* got 8 and 2: take method 'ring' or 'all_gather'"),
+        ({"method": "ulysses"}, "over the 4 devices of axis 'context', .* got 8 and 2: use method 'ring' or 'all_gather'"),
         (
             {"method": "ulysses", "kv_heads": 8, "expand": lambda _, k, v: (k, v), "weights": jnp.ones((12, 2))},
-            r"must be the 8 key heads, one after the other; got \[\(12, 2\)\]: take method 'ring'",
+            r"must be the 8 key heads, one after the other; got \[\(12, 2\)\]: use method 'ring'",
         ),
         ({"method": "usp"}, "unknown method 'usp'; choose one of 'ring', 'all_gather', 'ulysses'"),
         ({"layout": "zag"}, "unknown layout 'zag'"),
         ({"hops": "copy"}, "unknown hops 'copy'; choose one of 'nccl', 'copies'"),
-        ({"backend": "mosaic"}, "backend 'mosaic' does not take this input: q, k and v must all be bfloat16"),
+        ({"backend": "mosaic"}, "backend 'mosaic' does not support this input: q, k and v must all be bfloat16"),
         ({"local": 3}, "layout 'zigzag' over 4 devices needs a sequence length that is a multiple of 8; got 12"),
         ({"expand": lambda _, k, v: (k, v[:, :2])}, r"k \(1, 4, 2, 8\), v \(1, 2, 2, 8\)"),
         ({"kv": 3}, "without an expansion, kv must be k and v; got 3 arrays"),

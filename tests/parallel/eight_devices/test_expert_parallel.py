@@ -199,7 +199,7 @@ def test_tickets_of_several_calls_are_refused(several):
         given = ExpertWeights.of(w_gate_up, w_down, gradient=ticket)
         return experts_of_devices(TokenPart(x, weights, ids), given, settings)[0]
 
-    with pytest.raises(ValueError, match="weight tickets hold the operands of one call of the kernels: take drop, or"):
+    with pytest.raises(ValueError, match="weight tickets hold the operands of one call of the kernels: use drop, or"):
         jax.shard_map(layer, mesh=mesh, in_specs=P("expert"), out_specs=P("expert"))(*arrays(), routing("even"))
 
 

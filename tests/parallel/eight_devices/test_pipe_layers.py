@@ -140,7 +140,7 @@ def experts_before(folder, config, mesh):
 @pytest.mark.parametrize(
     "call, message",
     [
-        (wrong_chunks, "3 layers do not reach the last of 3 chunks on pipe=2 ranks; take fewer chunks"),
+        (wrong_chunks, "3 layers do not reach the last of 3 chunks on pipe=2 ranks; use fewer chunks"),
         (
             chunks_without_pipe,
             "pipe_chunks must be at least 1, and 1 where the mesh axis pipe has one device; got 2 with pipe=1",

@@ -127,11 +127,11 @@ def test_other_models_and_meshes(make, sizes):
 
 def test_options_of_one_device_are_refused(model):
     on_two = laid_out(model, fsdp=2)
-    with pytest.raises(ValueError, match="an engine on several devices has no strict; the model lies on 2"):
+    with pytest.raises(ValueError, match="an engine on several devices does not support strict; the model is on 2"):
         Engine(on_two, limits=LIMITS, strict=True)
-    with pytest.raises(ValueError, match="has no drafts"):
+    with pytest.raises(ValueError, match="does not support drafts"):
         Engine(laid_out(tiny.deepseek(mtp=1), fsdp=2), limits=LIMITS, drafts=1)
-    with pytest.raises(ValueError, match="has no adapters; the model lies on 2"):
+    with pytest.raises(ValueError, match="does not support adapters; the model is on 2"):
         Engine(with_adapters(laid_out(tiny.model(), fsdp=2), targets=("attention",)), limits=LIMITS)
     with pytest.raises(ValueError, match="an engine has no pipe yet"):
         Engine(laid_out(model, pipe=2), limits=LIMITS)
@@ -151,4 +151,4 @@ def test_serve_refuses_devices(tmp_path, capsys):
     tiny.tokenizer().save_pretrained(tmp_path / "drafting")
     with pytest.raises(SystemExit):
         main(["serve", str(tmp_path / "drafting"), "--drafts", "--devices", "2"])
-    assert "--drafts: take --devices 1; got 2" in capsys.readouterr().err
+    assert "--drafts: use --devices 1; got 2" in capsys.readouterr().err

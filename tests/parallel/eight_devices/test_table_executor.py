@@ -162,13 +162,13 @@ def step_of(name, micro_batches=4, remat=True, **settings):
         (dict(name="1f1b", transport="pairwise", pipe=2, expert=2), "the transport 'pairwise' would wait for ranks that never"),
         (dict(name="dualpipe", method="ring", pipe=2, context=2), "the method 'ring' would wait for ranks that never send"),
         (dict(name="zb-h1", pipe=2, fsdp=2), "'zb-h1' divides the backward pass, for which each rank must hold whole matrices"),
-        (dict(name="uniform-w", pipe=2, fsdp=2), "fsdp of this mesh split them: take 'uniform'"),
-        (dict(name="zb-v", pipe=2, expert=2, fsdp=2), "fsdp, expert of this mesh split them: take '1f1b', 'interleaved', 'dua"),
+        (dict(name="uniform-w", pipe=2, fsdp=2), "fsdp of this mesh split them: use 'uniform'"),
+        (dict(name="zb-v", pipe=2, expert=2, fsdp=2), "fsdp, expert of this mesh split them: use '1f1b', 'interleaved', 'dua"),
         (
             dict(name="zb-h1", pipe=2, expert=2),
-            "take '1f1b', .*, or drop or a larger capacity_factor, for experts that compute",
+            "use '1f1b', .*, or drop or a larger capacity_factor, for experts that compute",
         ),
-        (dict(name="uniform-w", pipe=2, expert=2, transport="pairwise", **ONE_ROUND), "expert of this mesh split them: take"),
+        (dict(name="uniform-w", pipe=2, expert=2, transport="pairwise", **ONE_ROUND), "expert of this mesh split them: use"),
         (dict(name="dualpipe", pipe=2, micro_batches=2), "micro_batches must be at least 2 \\* ranks = 4 for DualPipe; got 2"),
         (dict(name="dualpipe", pipe=3), "pipe_schedule='dualpipe' needs an even number of ranks, for it starts at both"),
         (

@@ -55,7 +55,7 @@ def test_errors_of_groups_and_loads():
 
 
 def test_errors_of_devices():
-    with pytest.raises(ValueError, match="6 experts cannot be divided among 4 devices; take a divisor"):
+    with pytest.raises(ValueError, match="6 experts cannot be divided among 4 devices; use a divisor"):
         balanced_order(np.ones(6), 4)
-    with pytest.raises(ValueError, match="4 groups of experts cannot be divided among 6 devices; take a divisor or a multiple"):
+    with pytest.raises(ValueError, match="4 groups of experts cannot be divided among 6 devices; use a divisor or a multiple"):
         balanced_order(np.ones(12), 6, num_groups=4)

@@ -150,7 +150,7 @@ def test_forms_of_weights_are_checked_first(base, tmp_path, rehearse):
     """A form that the checkpoint cannot have is refused, by a rehearsal too, before a file is written."""
     start = dry_run if rehearse else finetune
     for weights, message in (
-        ("nf4", r"experts.gate_up_proj: 16 is no multiple of 64, experts.down_proj: 16 is no multiple of 64; take 'whole'"),
+        ("nf4", r"experts.gate_up_proj: 16 is no multiple of 64, experts.down_proj: 16 is no multiple of 64; use 'whole'"),
         ("as stored", "this checkpoint has none"),
     ):
         with pytest.raises(ValueError, match=message):

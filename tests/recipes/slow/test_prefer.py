@@ -79,7 +79,7 @@ def test_adapters(tmp_path, capsys):
     assert resumed.metrics[3]["step"] == 4 and resumed.finished
     for a, b in zip(arrays_of(whole), arrays_of(resumed), strict=True):
         np.testing.assert_array_equal(a, b)
-    with pytest.raises(ValueError, match="holds 6 steps of this run: steps=5 would end before; take 6 or more"):
+    with pytest.raises(ValueError, match="holds 6 steps of this run: steps=5 would end before; use 6 or more"):
         run(settings(tmp_path / "two", steps=5, warmup_steps=1))
     with pytest.raises(ValueError, match="holds another run; .* .*preference.beta: checkpoint 0.3, now 0.2$"):
         run(settings(tmp_path / "two", preference=PreferenceSettings("dpo", beta=0.2)))

@@ -131,7 +131,7 @@ def test_more_steps_after_the_end(tmp_path, monkeypatch, steps_that_add):
         assert finetune(settings, model=tiny.dense(), tokenizer=tiny.tokenizer()).step == steps
 
     run("lengthened", steps=2)
-    with pytest.raises(ValueError, match="lengthened holds 2 steps of this run: steps=1 would end before; take 2 or more"):
+    with pytest.raises(ValueError, match="lengthened holds 2 steps of this run: steps=1 would end before; use 2 or more"):
         run("lengthened", steps=1)
     run("lengthened", steps=4)
     run("whole", steps=4)

@@ -93,7 +93,7 @@ def test_whole_weights(model, caplog):
     with contextlib.ExitStack() as stack:
         stack.enter_context(caplog.at_level(logging.INFO, "moe_jax"))
         engine = stack.enter_context(contextlib.closing(Engine(model, limits=replace(LIMITS, max_sequences=1), lazy=True)))
-        assert "without the fused kernels: an adapter lies beside the weights" in caplog.text
+        assert "without the fused kernels: the model has adapters, which stay separate from its weights" in caplog.text
         check(engine, model)
         other = nnx.clone(model)
         randomise(other)

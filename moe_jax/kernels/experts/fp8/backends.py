@@ -52,7 +52,7 @@ def resolve_fp8_backend(
     if not isinstance(precision, Precision | None):
         raise ValueError(f"precision must be None or a Precision, as Precision(); got {precision!r}")
     if (reason := refusal(dtype, hidden, inter)) is not None:
-        raise ValueError(f"precision: FP8 does not take these experts: {reason}")
+        raise ValueError(f"precision: FP8 does not support these experts: {reason}")
     sums = matmuls = resolve_backend(name, dtype, hidden, inter)
     reason = None if sums == "xla" else implementation(sums).refusal(dtype, hidden, inter)
     if reason is not None:

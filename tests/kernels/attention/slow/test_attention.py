@@ -200,7 +200,7 @@ def test_default_backend(rng, monkeypatch, change, taken):
 
 def test_backend_errors(rng):
     q, k, v, options = fused_inputs(rng)
-    with pytest.raises(ValueError, match="backend 'mosaic' does not take this input: .*same tokens"):
+    with pytest.raises(ValueError, match="backend 'mosaic' does not support this input: .*same tokens"):
         attention(q, k, v, backend="mosaic", **options | {"query_offset": 3})
     with pytest.raises(ValueError, match="q, k and v must all be bfloat16 or all float16; got float32"):
         attention(*(a.astype(jnp.float32) for a in (q, k, v)), backend="mosaic", **options)

@@ -142,7 +142,7 @@ def test_refusal(rng, change, message):
     """An input that the backend does not take is refused with the reason."""
     sizes = {"hidden": 64, "inter": 128} | change
     layer = make_layer(rng, "random", 5, 4, 2, **sizes)
-    with pytest.raises(ValueError, match=f"argument backend: backend 'mosaic' does not take this input: {message}"):
+    with pytest.raises(ValueError, match=f"argument backend: backend 'mosaic' does not support this input: {message}"):
         kernels.experts_mlp(*layer, backend="mosaic")
 
 
