@@ -37,7 +37,7 @@ IGNORED_FIELDS = frozenset(
 FILE_TYPES: dict[str, Any] = dict.fromkeys(("layer_types", "mlp_layer_types"), tuple[str, ...]) | dict(
     alpha=float, partial_rotary_factor=float, rope_theta=float, rotary_dim=int, attn_type_list=tuple[int, ...]
 )
-"""Types of values that config classes convert to fields, so that none of them must check what it converts."""
+"""Types of values that config classes convert to fields. They are checked before, since a conversion of others may crash."""
 
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn")
 
@@ -124,11 +124,9 @@ def _wrong_types(cls: type[ModelConfig], given: dict[str, Any]) -> list[str]:
     values = {name: value for name, value in given.items() if name not in skipped and (value is not None or name in needed)}
     values = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
     problems = wrong_types(values, types, set(cls.positive) - cls.per_layer)
-    for rope in (given.get("rope_scaling"), given.get("rope_parameters")):
-        if isinstance(rope, dict):
-            rope = {name: value for name, value in rope.items() if value is not None}
-            problems += [f"rope field {problem}" for problem in wrong_types(rope, FILE_TYPES)]
-    return problems
+    ropes = [rope for name in ("rope_scaling", "rope_parameters") if isinstance(rope := given.get(name), dict)]
+    used = [{name: value for name, value in rope.items() if value is not None} for rope in ropes]
+    return problems + [f"rope field {problem}" for rope in used for problem in wrong_types(rope, FILE_TYPES)]
 
 
 def _read_rope(cls: type[ModelConfig], given: dict[str, Any], problems: list[str]) -> RopeParameters:
