@@ -1,9 +1,9 @@
 """Base of the configurations of all architectures: frozen dataclasses that check their values."""
 
-import dataclasses
 import functools
 import itertools
 import json
+from collections.abc import Collection
 from dataclasses import dataclass
 from types import UnionType
 from typing import Any, ClassVar, Self, get_args, get_origin, get_type_hints
@@ -33,7 +33,7 @@ class RopeParameters:
 
     def problems(self) -> list[str]:
         """Returns one message per invalid field, such as "factor=0 must be above 0"; empty if all are valid."""
-        problems = [f"rope field {problem}" for problem in wrong_types(self)]
+        problems = [f"rope field {problem}" for problem in wrong_types(vars(self), get_type_hints(type(self)))]
         for name in ("rope_theta", "factor", "original_max_position_embeddings"):
             value = getattr(self, name)
             if not problems and value is not None and value <= 0:
@@ -138,6 +138,8 @@ class ModelConfig:
 
     PEFT's files may use either name.
     """
+    per_layer: ClassVar[frozenset[str]] = frozenset()
+    """Fields of config.json that may be a list with a value for each layer."""
     hub_rows: ClassVar[tuple[str, ...]] = ()
     """Ends of the checkpoints' names of vectors that are stored as a matrix with one row."""
     unread: ClassVar[tuple[str, ...]] = ()
@@ -146,8 +148,7 @@ class ModelConfig:
     """Ends of the names of tensors that checkpoints may lack; such tensors are zeros."""
 
     def __post_init__(self):
-        problems = [f"{n}={v!r} must be a positive integer" for n in self.positive if not is_positive(v := getattr(self, n))]
-        problems += wrong_types(self, but=self.positive)
+        problems = wrong_types(vars(self), get_type_hints(type(self)), self.positive)
         problems += [] if problems else self.rope_parameters.problems()
         problems = problems or self.problems()
         if problems:
@@ -171,9 +172,8 @@ class ModelConfig:
             problems.append(f"hidden_act={self.hidden_act!r} is not supported (only 'silu')")
         if self.attention_dropout:
             problems.append(f"attention_dropout={self.attention_dropout} is not supported (only 0)")
-        if self.rms_norm_eps < 0:
-            problems.append(f"rms_norm_eps={self.rms_norm_eps} must be 0 or more")
-        return problems
+        not_negative = {name: value for name, value in vars(self).items() if name in _NOT_NEGATIVE}
+        return problems + [f"{name}={value} must be 0 or more" for name, value in not_negative.items() if not value >= 0]
 
     @property
     def known_positions(self) -> int:
@@ -275,6 +275,13 @@ class ModelConfig:
         """Converts this class's field names to the Hugging Face hub's, in place."""
 
 
+_NOT_NEGATIVE = frozenset(
+    "rms_norm_eps initializer_range router_aux_loss_coef aux_loss_alpha moe_norm_min "
+    "n_shared_experts first_k_dense_replace num_nextn_predict_layers".split()
+)
+"""Fields that must be 0 or more in each class that has them."""
+
+
 @functools.cache
 def _stages(kinds: tuple[LayerKind, ...]) -> tuple[Stage, ...]:
     """Groups layers of these kinds into stages.
@@ -317,16 +324,20 @@ def is_positive(value: Any) -> bool:
     return _is_of(value, int) and value > 0
 
 
-def wrong_types(fields: Any, but: tuple[str, ...] = ()) -> list[str]:
-    """Returns one message per field whose value does not have its annotated type, such as "hidden_size='8' must be int".
+def wrong_types(values: dict[str, Any], types: dict[str, Any], positive: Collection[str] = ()) -> list[str]:
+    """Returns one message per value that does not have its type, such as "head_dim='8' must be an integer or null".
 
     Args:
-      fields: a dataclass object.
-      but: names of fields that are not checked.
+      types: {name: type}; values of other names are not checked.
+      positive: names whose values must be integers above zero.
     """
-    hints = get_type_hints(type(fields))
-    given = {item.name: getattr(fields, item.name) for item in dataclasses.fields(fields) if item.name not in but}
-    return [f"{name}={value!r} must be {_name(hints[name])}" for name, value in given.items() if not _is_of(value, hints[name])]
+    problems = []
+    for name, value in values.items():
+        if name in positive and not is_positive(value):
+            problems.append(f"{name}={value!r} must be a positive integer")
+        elif name in types and not _is_of(value, types[name]):
+            problems.append(f"{name}={value!r} must be {_name(types[name])}")
+    return problems
 
 
 def _is_of(value: Any, kind: Any) -> bool:

@@ -79,9 +79,6 @@ class DeepseekV3Config(ModelConfig):
             problems.append(f"qk_rope_head_dim={self.qk_rope_head_dim} must be even: rotary embeddings turn pairs")
         if self.q_lora_rank is not None and self.q_lora_rank < 1:
             problems.append(f"q_lora_rank={self.q_lora_rank} must be a positive integer or null")
-        for name in ("n_shared_experts", "first_k_dense_replace", "num_nextn_predict_layers"):
-            if getattr(self, name) < 0:
-                problems.append(f"{name}={getattr(self, name)} must be 0 or more")
         if self.scoring_func not in SCORING_FUNCTIONS:
             problems.append(f"scoring_func={self.scoring_func!r} is not supported (only {_names(SCORING_FUNCTIONS)})")
         if self.topk_method not in TOPK_METHODS:

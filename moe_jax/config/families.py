@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from moe_jax.config.base import ModelConfig, RopeParameters, rename, value_of
-from moe_jax.config.family import NO_BIAS, W123, FamilyConfig, same_names
+from moe_jax.config.family import NO_BIAS, W123, FamilyConfig, same_names, width_of
 from moe_jax.config.sigmoid_families import SIGMOID_FAMILIES
 from moe_jax.config.specs import ExpertsSpec, HeadsSpec, RouterRule
 
@@ -232,6 +232,7 @@ class HunyuanMoeConfig(FamilyConfig):
     }
     ignored = (*FamilyConfig.ignored, *"cla_share_factor eod_token_id moe_drop_tokens moe_random_routing_dropped_token".split())
     attention = dict(norms_after_rope=True)
+    per_layer = frozenset({"moe_topk", "num_experts", "num_shared_expert", "moe_intermediate_size"})
     hub_names = ModelConfig.hub_names | {
         "mlp.router.weight": "mlp.gate.wg.weight",
         "mlp.shared_experts": "mlp.shared_mlp",
@@ -245,19 +246,21 @@ class HunyuanMoeConfig(FamilyConfig):
         for name in ("rope_scaling", "rope_parameters"):
             rope = given.get(name)
             if isinstance(rope, dict) and rope.get("alpha") and "dynamic" in (rope.get("type"), rope.get("rope_type")):
-                sizes = [value_of(cls, given, size) for size in ("head_dim", "hidden_size", "num_attention_heads")]
-                width = sizes[0] or sizes[1] // sizes[2]
-                theta = rope.get("rope_theta") or given.get("rope_theta") or 10000.0
-                given[name], given["rope_theta"] = None, theta * rope["alpha"] ** (width / (width - 2))
+                alpha, width, given[name] = rope["alpha"], width_of(cls, given), None
+                if alpha < 0 or width <= 2:
+                    problems.append(f"rope field alpha={alpha} must be positive, for heads wider than 2; they have {width}")
+                else:
+                    theta = rope.get("rope_theta") or given.get("rope_theta") or 10000.0
+                    given["rope_theta"] = theta * alpha ** (width / (width - 2))
 
     @classmethod
     def read_dialects(cls, given: dict[str, Any], problems: list[str]) -> None:
         """Reads lists with a value for each layer, whose entries must be equal, and other names of fields."""
-        for name in ("moe_topk", "num_experts", "num_shared_expert", "moe_intermediate_size"):
+        for name in sorted(cls.per_layer):
             if isinstance(values := given.get(name), list) and values:
                 given[name] = values[0]
-                if len(set(values)) > 1:
-                    problems.append(f"{name}={values!r} is not supported (only equal entries)")
+                if values.count(values[0]) < len(values) or len(values) < value_of(cls, given, "num_hidden_layers"):
+                    problems.append(f"{name}={values!r} is not supported (only equal entries, one for each layer)")
         rename(given, "moe_intermediate_size", "intermediate_size", problems)
         rename(given, "attention_head_dim", "head_dim", problems)
         given.setdefault("num_key_value_heads", None)

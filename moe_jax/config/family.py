@@ -56,11 +56,11 @@ class FamilyConfig(ModelConfig):
             problems.append(f"a head rotates {self.mixer.rotary_dim} numbers, which must be even: rotary embeddings turn pairs")
         if not 0 < self.partial_rotary_factor <= 1:
             problems.append(f"partial_rotary_factor={self.partial_rotary_factor} must be above 0 and at most 1")
-        if self.sliding_window is not None and self.sliding_window < 1:
-            problems.append(f"sliding_window={self.sliding_window} must be positive")
-        for name in ("first_k_dense_replace", "n_shared_experts", "num_nextn_predict_layers"):
-            if getattr(self, name) < 0:
-                problems.append(f"{name}={getattr(self, name)} must be 0 or more")
+        for name in ("sliding_window", "clip_qkv"):
+            if (value := getattr(self, name, None)) is not None and not value > 0:
+                problems.append(f"{name}={value} must be positive or null")
+        if (dense := self.first_k_dense_replace) > self.num_hidden_layers:
+            problems.append(f"first_k_dense_replace={dense} must be at most num_hidden_layers={self.num_hidden_layers}")
         if self.num_experts % self.n_group or self.topk_group > self.n_group:
             problems.append(
                 f"n_group={self.n_group} must divide num_experts={self.num_experts}, and be at least "
@@ -140,14 +140,8 @@ class FamilyConfig(ModelConfig):
         for name in cls.fields.keys() - ModelConfig.__dataclass_fields__.keys():
             given.pop(name, None)
         # Files may have null in a field that they do not need: it means the neutral value.
-        nulls: dict[str, Any] = {
-            "head_dim": None,
-            "sliding_window": None,
-            "n_group": 1,
-            "topk_group": 1,
-            "norm_topk_prob": False,
-        }
-        nulls["routed_scaling_factor"] = 1.0
+        nulls: dict[str, Any] = {"head_dim": None, "sliding_window": None, "norm_topk_prob": False}
+        nulls |= {"n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0}
         given |= {name: nulls.get(name, 0) if value is None else value for name, value in read.items()}
 
     def write_dialect(self, values: dict[str, Any]) -> None:
@@ -167,6 +161,12 @@ _SWITCHES = {field.name for field in dataclasses.fields(FamilyConfig)} - {
     field.name for field in dataclasses.fields(ModelConfig)
 }
 """The fields that only some families have."""
+
+
+def width_of(cls: type[FamilyConfig], given: dict[str, Any]) -> int:
+    """Returns the width of a head in a config.json; 1 in place of 0, which the config's own checks report."""
+    head, hidden, heads = (value_of(cls, given, name) for name in ("head_dim", "hidden_size", "num_attention_heads"))
+    return head or max(hidden // heads, 1)
 
 
 def read_dense_layers(cls: type[ModelConfig], given: dict[str, Any], problems: list[str]) -> None:

@@ -9,9 +9,9 @@ import dataclasses
 import json
 import logging
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
-from moe_jax.config.base import ModelConfig, RopeParameters
+from moe_jax.config.base import ModelConfig, RopeParameters, wrong_types
 from moe_jax.config.deepseek_v3 import DeepseekV2Config, DeepseekV3Config, KimiK2Config
 from moe_jax.config.families import FAMILIES
 from moe_jax.config.qwen3 import Qwen3Config, Qwen3MoeConfig
@@ -33,6 +33,11 @@ IGNORED_FIELDS = frozenset(
     "num_return_sequences output_scores return_dict_in_generate forced_bos_token_id forced_eos_token_id "
     "remove_invalid_values exponential_decay_length_penalty suppress_tokens begin_suppress_tokens".split()
 )
+
+FILE_TYPES: dict[str, Any] = dict.fromkeys(("layer_types", "mlp_layer_types"), tuple[str, ...]) | dict(
+    alpha=float, partial_rotary_factor=float, rope_theta=float, rotary_dim=int, attn_type_list=tuple[int, ...]
+)
+"""Types of values that config classes convert to fields. They are checked before, since a conversion of others may crash."""
 
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn")
 
@@ -60,17 +65,18 @@ def config_from_dict(values: dict[str, Any]) -> ModelConfig:
 
     Raises:
       ValueError: model_type is unknown, or fields are unknown or have unsupported values; one error lists all problems.
+        Values of wrong types have an error of their own, before the others.
     """
     model_type = values.get("model_type")
-    if model_type not in CONFIG_CLASSES:
+    if (cls := CONFIG_CLASSES.get(str(model_type))) is None:
         raise ValueError(
             f"model_type {model_type!r} is not supported; supported are {', '.join(sorted(CONFIG_CLASSES))}. The experts alone "
             "work in any network: moe_jax.MoE and moe_jax.kernels.experts_mlp (docs/your_own_model.md). To add a family: "
             'CONTRIBUTING.md, "A model"'
         )
-    cls = CONFIG_CLASSES[model_type]
     given = {k: v for k, v in values.items() if k not in IGNORED_FIELDS and k != "model_type"}
-    problems: list[str] = []
+    if problems := _wrong_types(cls, given):
+        raise ValueError(f"config of {model_type} is not understood: " + "; ".join(problems))
     cls.read_rope(given, problems)
     rope = _read_rope(cls, given, problems)
     cls.read_dialects(given, problems)
@@ -106,6 +112,21 @@ def config_to_dict(config: ModelConfig) -> dict[str, Any]:
             del values[name]
     config.write_dialect(values)
     return values
+
+
+def _wrong_types(cls: type[ModelConfig], given: dict[str, Any]) -> list[str]:
+    """Returns one message per value of a wrong type. A null is right where a dialect or a default may replace it."""
+    hints, own = get_type_hints(cls), {field.name: field.name for field in dataclasses.fields(cls)}
+    types = FILE_TYPES | {name: hints[field] for name, field in (own | getattr(cls, "fields", {})).items()}
+    types |= {name: types[name] | tuple[types[name], ...] for name in cls.per_layer & types.keys()}
+    needed = set(ModelConfig.positive) - {"num_key_value_heads"}
+    skipped = {"rope_parameters", *getattr(cls, "ignored", ())}
+    values = {name: value for name, value in given.items() if name not in skipped and (value is not None or name in needed)}
+    values = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+    problems = wrong_types(values, types, set(cls.positive) - cls.per_layer)
+    ropes = [rope for name in ("rope_scaling", "rope_parameters") if isinstance(rope := given.get(name), dict)]
+    used = [{name: value for name, value in rope.items() if value is not None} for rope in ropes]
+    return problems + [f"rope field {problem}" for rope in used for problem in wrong_types(rope, FILE_TYPES)]
 
 
 def _read_rope(cls: type[ModelConfig], given: dict[str, Any], problems: list[str]) -> RopeParameters:

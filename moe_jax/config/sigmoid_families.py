@@ -3,9 +3,9 @@
 from dataclasses import dataclass, replace
 from typing import Any
 
-from moe_jax.config.base import ModelConfig, RopeParameters, rename, value_of
+from moe_jax.config.base import ModelConfig, RopeParameters, rename
 from moe_jax.config.deepseek_v3 import DeepseekV3Config
-from moe_jax.config.family import NO_BIAS, W123, FamilyConfig, dense_layer_types, read_dense_layers, same_names
+from moe_jax.config.family import NO_BIAS, W123, FamilyConfig, dense_layer_types, read_dense_layers, same_names, width_of
 from moe_jax.config.specs import TINY, ExpertsSpec, HeadsSpec, RouterRule
 
 _DEEPSEEK = {"n_routed_experts": "num_experts"} | same_names(
@@ -138,8 +138,7 @@ class MiniMaxM2Config(FamilyConfig):
     def read_dialects(cls, given: dict[str, Any], problems: list[str]) -> None:
         """Reads the number of rotated numbers as a part of a head."""
         if (rotary := given.pop("rotary_dim", None)) is not None:
-            sizes = [value_of(cls, given, name) for name in ("head_dim", "hidden_size", "num_attention_heads")]
-            width = sizes[0] or sizes[1] // sizes[2]
+            width = width_of(cls, given)
             given.setdefault("partial_rotary_factor", rotary / width)
             if given["partial_rotary_factor"] * width != rotary:
                 problems.append(f"rotary_dim={rotary} contradicts partial_rotary_factor={given['partial_rotary_factor']}")

@@ -29,12 +29,12 @@ class Execution:
     spread: OneDevice = ONE_DEVICE
 
     def with_remat(self, remat: Remat | int | str) -> Self:
-        """Returns a copy with another `remat`; a number n recomputes all layers but the last n.
+        """Returns a copy with another `remat`; a number n recomputes all layers but the last n, and none if there are fewer.
 
         A string adds parts of residuals (`models.remat.KeptPart`) that the recomputed layers keep: "12,router,attention".
 
         Raises:
-          ValueError: a negative number, an unknown part, or a value of another kind.
+          ValueError: a negative number, an unknown or repeated part, or a value of another kind.
         """
         # True is an int too, and equal to 1.
         if isinstance(remat, bool) or (isinstance(remat, str) and remat == "offload"):

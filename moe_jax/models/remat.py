@@ -25,8 +25,8 @@ def layers_and_parts(remat: Any) -> tuple[int, tuple[KeptPart, ...]] | None:
     if isinstance(remat, bool) or not isinstance(remat, str | Integral):
         return None
     words = str(remat).split(",")
-    number = words.pop(0) if words[0].isdecimal() else "0"
-    if not set(words) <= set(KEPT_PARTS):
+    number = words.pop(0) if words[0].isascii() and words[0].isdecimal() else "0"
+    if not set(words) <= set(KEPT_PARTS) or len(set(words)) < len(words):
         return None
     return int(number), tuple(part for part in KEPT_PARTS if part in words)
 

@@ -1,11 +1,14 @@
 """Published configs of all families are read, counted and written; what a family does not compute is refused."""
 
+from contextlib import suppress
 from dataclasses import replace
+from itertools import product
 
 import pytest
 
 from moe_jax.config import NAMED_CONFIGS, config_from_dict, config_to_dict
 from moe_jax.config.families import FAMILIES
+from moe_jax.config.hf_json import FILE_TYPES
 from moe_jax.cost.flops import num_parameters
 
 GLM4 = dict(
@@ -201,11 +204,55 @@ def test_what_is_written_is_read_again(name):
         ("hy3", dict(mlp_bias=True), "mlp_bias=true is not supported"),
         ("solar-open-100b", dict(first_k_dense_replace=1), "first_k_dense_replace=1 is not supported"),
         ("a.x-k1", dict(hidden_act="gelu"), "hidden_act='gelu' is not supported"),
+        ("olmoe-1b-7b", dict(clip_qkv=-1.0), "clip_qkv=-1.0 must be positive or null"),
+        ("ernie-4.5-21b-a3b", dict(moe_norm_min=-1.0), "moe_norm_min=-1.0 must be 0 or more"),
+        ("mixtral-8x7b", dict(router_aux_loss_coef=-0.1), "router_aux_loss_coef=-0.1 must be 0 or more"),
+        ("mixtral-8x7b", dict(sliding_window=0), "sliding_window=0 must be positive or null"),
+        ("a.x-k1", dict(n_shared_experts=-1), "n_shared_experts=-1 must be 0 or more"),
+        ("hunyuan-a13b", dict(moe_topk=[8] * 31), "moe_topk=.* is not supported .only equal entries, one for each layer"),
+        ("glm-4.5", dict(first_k_dense_replace=93), "first_k_dense_replace=93 must be at most num_hidden_layers=92"),
+        ("hunyuan-a13b", dict(head_dim=2), "rope field alpha=1000.0 must be positive, for heads wider than 2; they have 2"),
+        (
+            "hunyuan-a13b",
+            dict(rope_scaling=dict(type="dynamic", alpha=-1.0)),
+            "rope field alpha=-1.0 must be positive, for heads wider than 2; they have 128",
+        ),
     ],
 )
 def test_what_a_family_does_not_compute_is_refused(name, fields, message):
     with pytest.raises(ValueError, match=message):
         config_from_dict(PUBLISHED[name] | fields)
+
+
+@pytest.mark.parametrize(
+    "name, fields, message",
+    [
+        ("qwen2-57b-a14b", dict(layer_types=3), r"layer_types=3 must be a list \(in Python a tuple\), each entry a string"),
+        ("minimax-m2", dict(rotary_dim="64"), "rotary_dim='64' must be an integer"),
+        ("minimax-m2", dict(attn_type_list=1), "attn_type_list=1 must be a list .*, each entry an integer"),
+        ("minimax-m2", dict(num_attention_heads=0, head_dim=None), "num_attention_heads=0 must be a positive integer"),
+        ("hunyuan-a13b", dict(rope_scaling=dict(type="dynamic", alpha="1000")), "rope field alpha='1000' must be a number"),
+        ("hunyuan-a13b", dict(moe_topk=[[8]] * 32), "moe_topk=.* must be an integer or a list .*, each entry an integer"),
+        ("glm-4.5", dict(partial_rotary_factor=[0.5]), r"partial_rotary_factor=\(0.5,\) must be a number"),
+        ("glm-4.7-flash", dict(mlp_layer_types=5), "mlp_layer_types=5 must be a list .*, each entry a string"),
+        ("glm-4.5", dict(hidden_size="8", n_group="1"), "n_group='1' must be .*; hidden_size='8' must be a positive"),
+        ("glm-4.5", dict(model_type=["glm4_moe"]), r"model_type \['glm4_moe'\] is not supported"),
+    ],
+)
+def test_a_wrong_type_is_named_with_the_right_one(name, fields, message):
+    with pytest.raises(ValueError, match=message):
+        config_from_dict(PUBLISHED[name] | fields)
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.model_type)
+def test_no_value_of_a_field_ends_in_another_error(family):
+    """Each field in turn has a value of each kind of JSON."""
+    fields = next(fields for fields in PUBLISHED.values() if fields["model_type"] == family.model_type)
+    names = {*fields, *config_to_dict(config_from_dict(fields)), *FILE_TYPES, *family.supported}
+    for name, value in product(sorted(names), (None, True, -1, 0, 1.5, "1", [], [1], ["a"], [[1]], {}, {"a": 1})):
+        for changed in (fields | {name: value}, fields | {"head_dim": None, "rope_scaling": {"type": "dynamic", name: value}}):
+            with suppress(ValueError):
+                config_from_dict(changed)
 
 
 @pytest.mark.parametrize(

@@ -74,7 +74,7 @@ def test_unknown_options_are_named(option, message):
         tiny.dense()(jnp.ones((1, 2), int), **{option: 1})
 
 
-@pytest.mark.parametrize("wrong", [-1, np.int64(-2), 1.5, 2.0, "ofload", "", [1]], ids=repr)
+@pytest.mark.parametrize("wrong", [-1, np.int64(-2), 1.5, 2.0, "ofload", "", [1], "٣", "router,router"], ids=repr)
 def test_what_is_no_remat_is_named(wrong):
     with pytest.raises(ValueError, match=f"remat must be True, False, 'offload' or a number .*; got {re.escape(repr(wrong))}$"):
         tiny.dense()(jnp.ones((1, 2), int), remat=wrong)

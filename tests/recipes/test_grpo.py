@@ -286,6 +286,13 @@ def test_a_mesh_is_refused(tmp_path):
         settings(tmp_path, mesh=MeshShape(data=2), batch_size=2)
 
 
+def test_too_few_devices_are_named_before_weights_are_read(tmp_path):
+    chosen = settings(tmp_path, exact=False, engine=EngineSizes(replicas=99))
+    with pytest.raises(ValueError, match="engine.replicas=99 must be at most 1, the devices of this process"):
+        prepare.plan_grpo(chosen, [letters_a], tiny.dense(), tiny.tokenizer())
+    assert not (tmp_path / "run").exists()
+
+
 def test_rewards_are_checked_before_anything_is_read(tmp_path):
     with pytest.raises(ValueError, match="there is no reward: give settings.reward, such as"):
         run(settings(tmp_path, exact=False), [])

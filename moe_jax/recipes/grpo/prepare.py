@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from moe_jax.models.decoder import Decoder
@@ -127,6 +128,8 @@ def _limits(settings: GrpoSettings) -> EngineLimits:
         max_waiting=answers * settings.eval_batches,
         replicas=sizes.replicas,
     )
+    if sizes.replicas > (most := jax.local_device_count()):
+        raise ValueError(f"engine.replicas={sizes.replicas} must be at most {most}, the devices of this process")
     if limits.longest_in_pages < settings.max_length:
         raise ValueError(
             f"engine.num_pages={pages} has room for {limits.longest_in_pages} tokens; an answer with its prompt may have "

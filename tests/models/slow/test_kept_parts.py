@@ -30,7 +30,9 @@ def test_each_part_alone_and_all(rng, dtype):
 
 
 @pytest.mark.parametrize(
-    "make_model", [tiny.deepseek, tiny.dense, partial(tiny.deepseek, mtp=1)], ids=["deepseek", "dense", "mtp"]
+    "make_model",
+    [pytest.param(tiny.deepseek, marks=pytest.mark.thorough), tiny.dense, partial(tiny.deepseek, mtp=1)],
+    ids=["deepseek", "dense", "mtp"],
 )
 def test_families(rng, make_model):
     assert_equal_bits(make_batch(rng), [1, f"1,{ALL}"], make_model=make_model)

@@ -14,7 +14,7 @@ from tests.helpers.train_steps import make_batch, train
 @pytest.mark.parametrize(
     "sizes, transport, method, micro_batches",
     [
-        ({"fsdp": 2, "expert": 2, "context": 2}, "all_to_all", "ring", 1),
+        pytest.param({"fsdp": 2, "expert": 2, "context": 2}, "all_to_all", "ring", 1, marks=pytest.mark.thorough),
         # Two micro-batches overlap.
         ({"expert": 4, "context": 2}, "pairwise", "ring", 2),
         pytest.param({"data": 2, "fsdp": 2, "context": 2}, None, "all_gather", 1, marks=pytest.mark.thorough),

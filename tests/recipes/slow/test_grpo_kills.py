@@ -39,7 +39,7 @@ def asked_of(output):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("exact", ["exact", "inexact"])
+@pytest.mark.parametrize("exact", [pytest.param("exact", marks=pytest.mark.thorough), "inexact"])
 def test_kill_minus_nine_at_random_moments(tmp_path, rng, exact):
     """Samples, metrics, weights: byte for byte. A reward is asked again only if the kill came before it was in the journal."""
     whole = run_grpo.run(tmp_path / "whole", exact == "exact")
