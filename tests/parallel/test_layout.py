@@ -136,7 +136,7 @@ def test_a_mesh_must_use_every_device():
     [
         (1, "set JAX_NUM_CPU_DEVICES=6 before"),
         (2, "start moe-jax launch with --processes 2 --cpu-devices 3"),
-        (4, "take a mesh that 4 processes can share"),
+        (4, "use a mesh that 4 processes can share"),
     ],
 )
 def test_the_advice_for_cpus_fits_a_job_of_several_processes(processes, advice, monkeypatch):

@@ -110,7 +110,7 @@ def test_bad_lines_are_named(tmp_path):
         open_preferences(file)
     for line, reason in ((2, "not JSON: Expecting"), (3, "has single answers"), (4, '"chosen" must be a text or a list')):
         assert f"{file}:{line}: {reason}" in str(error.value)
-    with pytest.raises(ValueError, match="the loss needs pairs .* take loss kto, or other data"):
+    with pytest.raises(ValueError, match="the loss needs pairs .* use loss kto, or other data"):
         open_preferences(write(tmp_path / "b.jsonl", answer))
     with pytest.raises(ValueError, match="no row with preferences"):
         open_preferences(write(tmp_path / "c.jsonl", ""))

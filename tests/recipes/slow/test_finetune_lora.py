@@ -132,7 +132,7 @@ def test_refusals_come_before_weights_are_read(base, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="overlap_micro_batches=True is for runs without lora"):
         options = dict(mesh=MeshShape(data=2), gradient_accumulation=2, overlap_micro_batches=True)
         settings_of(tmp_path, base, lora=LoraSettings(targets=("attention",), dropout=0.1), **options)
-    with pytest.raises(ValueError, match="dropout=0.1 is for attention and mlp"):
+    with pytest.raises(ValueError, match="dropout=0.1 is only for attention and mlp"):
         finetune(settings_of(tmp_path, base, lora=LoraSettings(dropout=0.1)))
     with pytest.raises(
         ValueError, match="LoraSettings: targets has 'all-linear', which this model does not have; it has attent"

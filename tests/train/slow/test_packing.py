@@ -89,7 +89,7 @@ def test_processes_read_the_rows_of_one_batch(tmp_path):
 def test_a_position_of_other_streams_is_refused(tmp_path):
     documents = open_documents(tiny.write_texts(tmp_path))
     one, two = (batches(documents, tiny.tokenizer(), seq_len=24, batch_size=size) for size in (32, 64))
-    with pytest.raises(ValueError, match="belongs to other streams: it has no stream of number 1. .* take the batch_size that"):
+    with pytest.raises(ValueError, match="belongs to other streams: it has no stream of number 1. .* use the batch_size that"):
         two.set_state(one.get_state())
 
 
