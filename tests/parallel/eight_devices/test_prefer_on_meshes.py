@@ -103,7 +103,7 @@ def test_a_run_on_a_mesh_is_the_run_of_one_device(run, tmp_path, loss, sizes, ma
 def test_a_pipe_and_uneven_rows_are_refused(tmp_path):
     (tmp_path / "pairs.jsonl").write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n')
     paths = dict(model="none", data=str(tmp_path / "pairs.jsonl"), output=str(tmp_path / "run"), batch_size=8)
-    with pytest.raises(ValueError, match="mesh.pipe=2 needs a loss of single tokens.*take a mesh without pipe"):
+    with pytest.raises(ValueError, match="mesh.pipe=2 needs a loss of single tokens.*use a mesh without pipe"):
         PreferSettings(**paths, mesh=MeshShape(pipe=2))
     with pytest.raises(ValueError, match="a micro-batch of 4 rows cannot be divided among data x fsdp x expert = 8 devices"):
         PreferSettings(**paths, gradient_accumulation=2, mesh=MeshShape(data=8))
