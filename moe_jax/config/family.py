@@ -169,28 +169,6 @@ def width_of(cls: type[FamilyConfig], given: dict[str, Any]) -> int:
     return head or max(hidden // heads, 1)
 
 
-def read_dense_layers(cls: type[ModelConfig], given: dict[str, Any], problems: list[str]) -> None:
-    """Replaces `mlp_layer_types` ("dense" or "sparse" for each layer) by `first_k_dense_replace`."""
-    kinds, count = given.pop("mlp_layer_types", None), given.get("first_k_dense_replace")
-    if kinds is None:
-        if count not in (None, 1):
-            problems.append(
-                f"first_k_dense_replace={count} needs mlp_layer_types: without these, transformers has 1 dense layer"
-            )
-        return
-    dense = kinds.index("sparse") if "sparse" in kinds else len(kinds)
-    if list(kinds) != dense_layer_types(dense, len(kinds)):
-        problems.append(f"mlp_layer_types={kinds!r} is not supported (only dense layers, then sparse ones)")
-    elif count not in (None, dense) or len(kinds) != value_of(cls, given, "num_hidden_layers"):
-        problems.append(f"mlp_layer_types={kinds!r} contradicts first_k_dense_replace={count} or num_hidden_layers")
-    given["first_k_dense_replace"] = dense
-
-
-def dense_layer_types(dense: int, layers: int) -> list[str]:
-    """Returns `mlp_layer_types` of a model whose first `dense` layers are dense."""
-    return ["dense" if layer < dense else "sparse" for layer in range(layers)]
-
-
 def same_names(names: str) -> dict[str, str]:
     """Returns `fields` for names in config.json that equal the fields' names."""
     return {name: name for name in names.split()}

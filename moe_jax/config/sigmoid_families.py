@@ -3,9 +3,9 @@
 from dataclasses import dataclass, replace
 from typing import Any
 
-from moe_jax.config.base import ModelConfig, RopeParameters, rename
+from moe_jax.config.base import ModelConfig, RopeParameters, rename, value_of
 from moe_jax.config.deepseek_v3 import DeepseekV3Config
-from moe_jax.config.family import NO_BIAS, W123, FamilyConfig, dense_layer_types, read_dense_layers, same_names, width_of
+from moe_jax.config.family import NO_BIAS, W123, FamilyConfig, same_names, width_of
 from moe_jax.config.specs import TINY, ExpertsSpec, HeadsSpec, RouterRule
 
 _DEEPSEEK = {"n_routed_experts": "num_experts"} | same_names(
@@ -227,13 +227,13 @@ class HYV3Config(FamilyConfig):
         rename(given, "expert_hidden_dim", "moe_intermediate_size", problems)
         if given.pop("mlp_bias", None):
             problems.append("mlp_bias=true is not supported (only false)")
-        read_dense_layers(cls, given, problems)
+        _read_dense_layers(cls, given, problems)
         super().read_dialects(given, problems)
 
     def write_dialect(self, values: dict[str, Any]) -> None:
         """Writes the types of layers, which alone transformers reads."""
         super().write_dialect(values)
-        values["mlp_layer_types"] = dense_layer_types(self.first_k_dense_replace, self.num_hidden_layers)
+        values["mlp_layer_types"] = _dense_layer_types(self.first_k_dense_replace, self.num_hidden_layers)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -272,12 +272,12 @@ class Glm4MoeLiteConfig(DeepseekV3Config):
     @classmethod
     def read_dialects(cls, given: dict[str, Any], problems: list[str]) -> None:
         """Reads the types of layers."""
-        read_dense_layers(cls, given, problems)
+        _read_dense_layers(cls, given, problems)
         super().read_dialects(given, problems)
 
     def write_dialect(self, values: dict[str, Any]) -> None:
         """Writes the types of layers, which alone transformers reads."""
-        values["mlp_layer_types"] = dense_layer_types(self.first_k_dense_replace, self.num_hidden_layers)
+        values["mlp_layer_types"] = _dense_layer_types(self.first_k_dense_replace, self.num_hidden_layers)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -315,6 +315,28 @@ class AXK1Config(Glm4MoeLiteConfig):
         """The experts of each sparse layer; None if no layer is sparse."""
         spec = super().experts
         return spec and replace(spec, output_norm=True)
+
+
+def _read_dense_layers(cls: type[ModelConfig], given: dict[str, Any], problems: list[str]) -> None:
+    """Replaces `mlp_layer_types` ("dense" or "sparse" for each layer) by `first_k_dense_replace`."""
+    kinds, count = given.pop("mlp_layer_types", None), given.get("first_k_dense_replace")
+    if kinds is None:
+        if count not in (None, 1):
+            problems.append(
+                f"first_k_dense_replace={count} needs mlp_layer_types: without these, transformers has 1 dense layer"
+            )
+        return
+    dense = kinds.index("sparse") if "sparse" in kinds else len(kinds)
+    if list(kinds) != _dense_layer_types(dense, len(kinds)):
+        problems.append(f"mlp_layer_types={kinds!r} is not supported (only dense layers, then sparse ones)")
+    elif count not in (None, dense) or len(kinds) != value_of(cls, given, "num_hidden_layers"):
+        problems.append(f"mlp_layer_types={kinds!r} contradicts first_k_dense_replace={count} or num_hidden_layers")
+    given["first_k_dense_replace"] = dense
+
+
+def _dense_layer_types(dense: int, layers: int) -> list[str]:
+    """Returns `mlp_layer_types` of a model whose first `dense` layers are dense."""
+    return ["dense" if layer < dense else "sparse" for layer in range(layers)]
 
 
 SIGMOID_FAMILIES: tuple[type[ModelConfig], ...] = (

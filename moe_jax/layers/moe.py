@@ -260,7 +260,7 @@ class Experts(TicketHolder):
     precision: Precision | None
     """The operands of the matmuls; None: x's dtype."""
     keeps_residuals = False
-    """As in `ExpertWeights`."""
+    """True if an enclosing `jax.checkpoint` keeps the experts' residuals (`ExpertWeights.keeps_residuals`)."""
 
     def __init__(
         self,

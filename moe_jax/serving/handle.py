@@ -106,7 +106,7 @@ class Handle:
         self._waits_for_ends = False
         came = asyncio.Event()
         self._listener = (asyncio.get_running_loop(), came)
-        # What was delivered before has signaled another listener.
+        # Events that were delivered before this line signaled another listener: without it, the loop would wait for the next.
         came.set()
         while self._remaining:
             await came.wait()

@@ -336,7 +336,7 @@ def test_asking_takes_no_memory_for_parameters():
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon", "adafactor"])
 def test_moments_are_those_of_the_optimizer(optimizer):
-    """As many as `make_optimizer` has, without the count of steps."""
+    """The predicted number equals the state of `make_optimizer`, without its count of steps."""
     config = replace(NAMED_CONFIGS["qwen3-30b-a3b"], num_hidden_layers=2)
     params = nnx.eval_shape(lambda: nnx.state(from_config(config, rngs=nnx.Rngs(0)), nnx.Param))
     state = jax.eval_shape(make_optimizer(1e-3, name=optimizer).init, params)

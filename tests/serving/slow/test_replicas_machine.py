@@ -52,7 +52,7 @@ class ReplicasMachine(RuleBasedStateMachine):
         new = data.draw(st.integers(1, min(self.longest - length, 150)), label="new")
         prompt = [(family + i * i) % fake_device.VOCAB_SIZE for i in range(length)]
         self.num_arrivals += 1
-        # Whether there is room depends on the threads, and what is drawn must not.
+        # The queue may be full or not, depending on the threads. The draws of the test must not depend on it.
         with contextlib.suppress(QueueFull):
             self.handles[self.num_arrivals] = submit(self.replicas, prompt, new, n)
 
