@@ -68,12 +68,10 @@ def test_step(trained):
             assert (shape in made or f"2,{shape}" in made) == (trained == "all"), (name, made)
 
 
-KEPT = STEP.replace("Execution(remat=True)", "Execution()")
-
-
 @needs_compiler
 @pytest.mark.thorough
-def test_attention_runs_once_in_layers_that_keep_its_result():
-    """XLA would run it again to write the stack of residuals, since the next layer reads the result too."""
-    program = run_script(KEPT, "all")
+@pytest.mark.parametrize("remat", [False, "0,attention"])
+def test_attention_runs_once_in_layers_that_keep_its_result(remat):
+    """XLA would run it again to write the stack of residuals, since the next operation reads the result too."""
+    program = run_script(STEP.replace("Execution(remat=True)", f"Execution().with_remat({remat!r})"), "all")
     assert len(re.findall(r"custom-call\([^\n]*/flash_attention_forward/", program)) == 1
