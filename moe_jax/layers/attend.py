@@ -43,6 +43,7 @@ class Attend:
       context: how the sequences are split over devices; None if they are not.
       sinks: each head's extra score in the softmax, which belongs to no token; not with `context`. An attention module with
         sinks sets them.
+      is_kept: an enclosing `jax.checkpoint` keeps the result (`models.remat`).
     """
 
     segments: Int[Array, "batch seq"]
@@ -51,6 +52,7 @@ class Attend:
     cache: KVCache | None = None
     context: SequenceSplit | None = None
     sinks: Float[Array, " heads"] | None = None
+    is_kept: bool = False
 
     @property
     def sees_cached_tokens(self) -> bool:
@@ -99,7 +101,7 @@ class Attend:
         if self.context is not None:
             assert self.sinks is None  # refused by `models.forward.layer_inputs`
             out = self.context.attention(q, kept, self.segments, scale=scale, expansion=expansion, window=self.window)
-            return out, None
+            return self._result(out), None
         cache, keys = self.cache, self.segments
         offset: Array | int = 0
         if cache is not None:
@@ -122,9 +124,17 @@ class Attend:
             return_lse=self.sinks is not None,
         )
         if not isinstance(found, PartialAttention):
-            return found, cache
+            return self._result(found), cache
         assert self.sinks is not None
         return with_sinks(*found, self.sinks), cache
+
+    def _result(self, out: Array) -> Array:
+        """Returns `out`, as another array of the traced program if it is kept.
+
+        `jax.checkpoint` keeps it for attention's backward pass. The output's map would keep the same array once more.
+        """
+        finfo = jnp.finfo(out.dtype)
+        return lax.reduce_precision(out, finfo.nexp, finfo.nmant) if self.is_kept else out
 
 
 def with_sinks(

@@ -222,7 +222,8 @@ def stage_layers(stage: nnx.Module, number: int, inputs: LayerInputs, per_layer:
         return carry, jax.tree.map(lambda *of_places: jnp.stack(of_places), *routings)
 
     def one(block: Any, inputs: LayerInputs, per_layer: PerLayer, carry: Carry) -> tuple[Carry, StageRouting | None]:
-        attend = Attend(inputs.segments, per_layer.layer, per_layer.window, carry.cache, spread.context)
+        is_kept = "attention" in execution.keep
+        attend = Attend(inputs.segments, per_layer.layer, per_layer.window, carry.cache, spread.context, is_kept=is_kept)
         inputs = replace(inputs, expert_ids="balanced" if execution.balanced_routing else per_layer.expert_ids)
         out = block(carry.x, inputs, attend, spread)
         return Carry(out.x, out.cache), None if out.routing is None else StageRouting(out.routing.sums, out.routing.experts)

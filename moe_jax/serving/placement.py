@@ -13,6 +13,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from moe_jax.generation.devices import AXES, devices_of, generation_mesh
+from moe_jax.kernels.experts.backends import on_one_device
 from moe_jax.layers.moe import is_expert_matrix
 from moe_jax.layers.spread import ONE_DEVICE, OneDevice
 from moe_jax.models.decoder import Decoder
@@ -91,13 +92,13 @@ def spread_on(mesh: Mesh | None) -> OneDevice:
 
 
 def on_each(mesh: Mesh | None, function: Callable, in_specs: Any = ROWS) -> Callable:
-    """Returns a program that runs `function` on each device, with the device's rows; without a mesh, `function` itself.
+    """Returns a program that runs `function` on each device, with the device's rows; without a mesh, on one.
 
     Args:
       in_specs: the layout of arguments, as in `jax.shard_map`; default: all have rows of each device, like all results.
     """
     if mesh is None:
-        return function
+        return on_one_device(function)
     # Nothing is differentiated, so kernels need not declare the axes over which their results vary.
     return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=ROWS, check_vma=False)
 

@@ -11,7 +11,7 @@ Every backend module offers the same names, which `xla` describes:
 import functools
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -140,9 +140,23 @@ def splitting_refusal() -> str | None:
     """Returns why our kernels are not chosen by default: XLA cannot partition them over devices. None if it need not."""
     mesh = jax.sharding.get_abstract_mesh()
     is_split = not mesh.manual_axes or any(size > 1 for name, size in mesh.shape.items() if name not in mesh.manual_axes)
-    if jax.device_count() > 1 and is_split:
+    if jax.device_count() > 1 and is_split and not _is_on_one_device.value:
         return "the compiler cannot split it over several devices; call it inside shard_map, or name it"
     return None
+
+
+_is_on_one_device = jax.make_user_context(False)
+
+
+def on_one_device[**P, R](function: Callable[P, R]) -> Callable[P, R]:
+    """Returns the function for arrays on one device. Without it a process with several devices would choose no kernel."""
+
+    @functools.wraps(function)
+    def call(*args: P.args, **options: P.kwargs) -> R:
+        with _is_on_one_device(True):
+            return function(*args, **options)
+
+    return call
 
 
 @functools.cache

@@ -70,8 +70,12 @@ def test_step(trained):
 
 @needs_compiler
 @pytest.mark.thorough
-@pytest.mark.parametrize("remat", [False, "0,attention"])
-def test_attention_runs_once_in_layers_that_keep_its_result(remat):
-    """XLA would run it again to write the stack of residuals, since the next operation reads the result too."""
+@pytest.mark.parametrize("remat, stacks", [(False, 3), ("0,attention", 1)])
+def test_attention_runs_once_in_layers_that_keep_its_result(remat, stacks):
+    """XLA would run it again to write the stack of residuals, since the next operation reads the result too.
+
+    All residuals have q before and after its norm, and the result. The part has the result, once.
+    """
     program = run_script(STEP.replace("Execution(remat=True)", f"Execution().with_remat({remat!r})"), "all")
     assert len(re.findall(r"custom-call\([^\n]*/flash_attention_forward/", program)) == 1
+    assert len(re.findall(r"= bf16\[2,2,1024,4,128\][^\n]* dynamic-update-slice\(", program)) == stacks

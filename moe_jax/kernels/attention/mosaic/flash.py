@@ -97,11 +97,8 @@ def _forward_for_backward(q, k, v, segment_ids, window, scale: float) -> tuple[P
     # XLA lets a kernel write its result straight into a loop's stack of residuals. If the result has another reader, XLA runs
     # the kernel twice: once for each. The choice is always the same, but XLA cannot know it, and copies instead.
     out = jnp.where(segment_ids[0, 0] != jnp.iinfo(segment_ids.dtype).min, out, 0)
-    residuals = checkpoint_name(PartialAttention(out, lse), "attention")
-    # The result is the residual, as another array. A recomputed layer would stack the same array once for each of the two.
-    finfo = jnp.finfo(out.dtype)
-    result = residuals._replace(out=jax.lax.reduce_precision(residuals.out, finfo.nexp, finfo.nmant))
-    return result, (q, k, v, segment_ids, window, *residuals)
+    result = checkpoint_name(PartialAttention(out, lse), "attention")
+    return result, (q, k, v, segment_ids, window, *result)
 
 
 def _backward(scale: float, residuals: tuple, gradients: PartialAttention) -> tuple:
