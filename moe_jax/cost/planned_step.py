@@ -398,7 +398,7 @@ def _problems_of_pipe(step: PlannedStep) -> list[str]:
         layers_in_pipe(step.config, PipeShape(ranks, chunks))
     except ValueError as error:
         problems.append(str(error))
-    if problem := schedule_problem(name, axes, chunks, step.gradient_accumulation):
+    if problem := schedule_problem(name, axes, chunks, step.gradient_accumulation, step.expert_parallel):
         problems.append(problem)
     elif name not in UNIFORM:
         if step.remat == "offload":
