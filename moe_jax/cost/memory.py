@@ -142,7 +142,8 @@ def _of_joined_passes(step: PlannedStep) -> _Held:
         kept = (step.slots + 2) * of_chunk
     else:
         kept = step.slots * kept_by_stage(step, number)
-    kept += products * step.layers_of_chunk * ELEMENT * operand_elements(step)
+    if products:
+        kept += products * step.layers_of_chunk * ELEMENT * operand_elements(step)
     # The forward pass of a tick has its own gathered layers, and produces the residuals of a layer.
     workspaces = [layer_workspace(step, number) + 2 * gathered_layer(step, number) + activations(step, stage)]
     for other, own in enumerate(step.stages):
