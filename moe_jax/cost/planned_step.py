@@ -179,7 +179,7 @@ class PlannedStep:
         return _ticks(self.pipe_schedule, self.mesh.pipe, self.pipe_chunks, self.gradient_accumulation, divides)
 
     @functools.cached_property
-    def beside_pipe(self) -> "PlannedStep":
+    def outside_pipe(self) -> "PlannedStep":
         """The step of one micro-batch for layers outside the pipeline, whose rows `pipe` splits as `fsdp` does."""
         mesh = replace(self.mesh, pipe=1, fsdp=self.mesh.pipe * self.mesh.fsdp)
         rows = self.rows // self.gradient_accumulation

@@ -258,10 +258,6 @@ class EngineLoop:
             num_accepted=self._num_accepted,
         )
 
-    def stats_of_devices(self) -> dict[str, Stats]:
-        """Returns nothing: the numbers are sums over devices that compute each step together."""
-        return {}
-
     def _ended(self) -> RuntimeError | None:
         if self._error is not None:
             ended = RuntimeError(why(self._error))
