@@ -25,14 +25,13 @@ from moe_jax.kernels.experts.deferred import add_expert_products
 from moe_jax.kernels.experts.weights import ExpertProducts
 from moe_jax.kernels.shapes import vary_as
 from moe_jax.layers.linear import DeferredWeight, LinearProduct, TicketHolder, WeightTicket
+from moe_jax.layers.loops import Loop, Turn
 from moe_jax.layers.moe import EXPERT_MATRICES, Experts
 from moe_jax.layers.passes import (
     Chunk,
     LayerArrays,
     Layers,
-    Loop,
     SavedLayers,
-    Turn,
     add_layer,
     backward_loop,
     put_layer,

@@ -21,8 +21,9 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
 from moe_jax.kernels.shapes import vary_as
+from moe_jax.layers.loops import Loop, run_loops
 from moe_jax.layers.moe import add_expert_gradients_to, fp8_copies
-from moe_jax.layers.passes import Chunk, Loop, SavedPlace, backward_loop, forward_loop, run_loops
+from moe_jax.layers.passes import Chunk, SavedPlace, backward_loop, forward_loop
 from moe_jax.layers.router_sums import RouterSums
 from moe_jax.layers.tickets import defer_weight_gradients, inputs_backward, weights_backward
 from moe_jax.models.decoder import Decoder

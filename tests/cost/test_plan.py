@@ -159,7 +159,7 @@ def test_a_schedule_of_pipes():
     assert "--pipe-chunks 1 --pipe-schedule zb-h1" in flags(other[MeshShape(pipe=4)].step)
 
 
-def test_a_schedule_that_puts_off_weights_with_experts_on_several_devices():
+def test_put_off_weights_need_experts_in_one_call():
     """Its tickets need experts that compute in one call, as in training."""
     mesh = MeshShape(pipe=2, expert=2)
     listed = {

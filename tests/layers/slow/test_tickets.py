@@ -11,8 +11,9 @@ from flax import nnx
 import moe_jax
 from moe_jax.config import ModelConfig
 from moe_jax.layers.cache import init_cache
+from moe_jax.layers.loops import run_loops
 from moe_jax.layers.moe import Experts
-from moe_jax.layers.passes import LayerArrays, Layers, backward_loop, forward_loop, run_loops
+from moe_jax.layers.passes import LayerArrays, Layers, backward_loop, forward_loop
 from moe_jax.layers.tickets import DeferredWeight, WeightTicket, defer_weight_gradients, inputs_backward, weights_backward
 from moe_jax.models.auto import MODEL_CLASSES
 from moe_jax.models.execution import Execution

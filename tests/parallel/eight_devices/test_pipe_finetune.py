@@ -134,7 +134,7 @@ def test_losses_with_another_schedule(whole, one, tmp_path, schedule, chunks):
 
 
 @pytest.mark.thorough
-def test_weight_gradients_put_off_with_experts_on_several_devices(tmp_path):
+def test_put_off_weights_with_split_experts(tmp_path):
     """Losses equal the schedule's that puts nothing off, where the experts compute in one call."""
     sizes = dict(pipe=2, expert=2)
     options = dict(mesh=MeshShape(**sizes), gradient_accumulation=2, capacity_factor=2.0, steps=3)
