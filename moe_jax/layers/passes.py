@@ -190,18 +190,6 @@ class ForwardRun(NamedTuple):
     saved: SavedLayers
 
 
-class WrittenLayers(NamedTuple):
-    """Stacks that the forward loop has written up to the previous layer.
-
-    They are leaves, because two traces of a pullback have different tree structures with the same leaves.
-    """
-
-    y: list[Array]
-    """The leaves of `ForwardRun.y`."""
-    saved: list[Array]
-    """The leaves of `ForwardRun.saved`."""
-
-
 class ForwardState(NamedTuple):
     """The loop carry of the forward pass before iteration i, which computes layer i."""
 
@@ -209,7 +197,10 @@ class ForwardState(NamedTuple):
     """The input of layer i."""
     gathered: list[Any]
     """The gathered parameters of layer i."""
-    written: WrittenLayers
+    y: list[Array]
+    """The leaves of `ForwardRun.y`, written up to layer i - 1. Leaves: two traces of a pullback differ in structure."""
+    saved: list[Array]
+    """The leaves of `ForwardRun.saved`, written up to layer i - 1."""
 
 
 def forward_loop(layers: Layers, arrays: LayerArrays, x, chunk: Chunk | None = None, place: SavedPlace | None = None) -> Loop:
@@ -245,24 +236,18 @@ def forward_loop(layers: Layers, arrays: LayerArrays, x, chunk: Chunk | None = N
         x, results = layer(i, state.x, state.gathered)
         x, arriving = gather.barrier(x, arriving)
         y, saved = map(jax.tree.leaves, results)
-        written = state.written._replace(
-            y=put_layer(state.written.y, y, i), saved=put_layer(state.written.saved, saved, first_saved + i)
-        )
-        return ForwardState(x, gather.finish_gather(arriving), written)
+        y, saved = put_layer(state.y, y, i), put_layer(state.saved, saved, first_saved + i)
+        return ForwardState(x, gather.finish_gather(arriving), y, saved)
 
     first = gather.gather(take_layer(arrays.parts, _place(chunk, 0)))
     (y, of_y), (saved, of_saved) = map(jax.tree.flatten, jax.eval_shape(layer, 0, x, first)[1])
     stacks = placed(unwritten(last + 1, saved)) if place is None else place.stacks
 
     def finish(state: ForwardState) -> ForwardRun:
-        stacks = state.written.saved
-        return ForwardRun(
-            state.x,
-            jax.tree.unflatten(of_y, state.written.y),
-            jax.tree.unflatten(of_saved, stacks) if place is None else stacks,
-        )
+        saved = jax.tree.unflatten(of_saved, state.saved) if place is None else state.saved
+        return ForwardRun(state.x, jax.tree.unflatten(of_y, state.y), saved)
 
-    start = ForwardState(x, first, WrittenLayers(unwritten(last + 1, y), stacks))
+    start = ForwardState(x, first, unwritten(last + 1, y), stacks)
     return Loop("forward", last + 1, start, step, finish)
 
 

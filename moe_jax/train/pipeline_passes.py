@@ -182,12 +182,12 @@ class RankPasses:
     def inputs_backward(self, at: PassRow, saved, dy: _Moving, totals: Totals):
         """Returns pass b of a chunk: gradients of inputs and vectors, and operands of matrix gradients."""
         loop, finish = self._backward(
-            inputs_backward, lambda stage, run: nnx.merge_state(stage, run.vectors), at, saved, dy, totals
+            inputs_backward, lambda stage, run: nnx.merge_state(stage, run.parameters), at, saved, dy, totals
         )
 
         def finish_inputs(run):
             dx, totals = finish(run)
-            return dx, run.products, totals
+            return dx, run.accumulators, totals
 
         return loop, finish_inputs
 

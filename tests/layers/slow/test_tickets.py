@@ -81,7 +81,7 @@ class Stage(NamedTuple):
         (run,) = run_loops(forward_loop(layers, arrays, Carry(x, None)))
         sums = jax.tree.map(jnp.zeros_like, arrays.parameters)
         (back,) = run_loops(inputs_backward(layers, arrays, run.saved, Carry(dx, None), gradient_of(run.y), sums))
-        return run.x.x, back.dx.x, back.vectors, back.products
+        return run.x.x, back.dx.x, back.parameters, back.accumulators
 
     def w(self, products, sums):
         """Returns the sums with the gradients of all matrices added."""
