@@ -119,8 +119,8 @@ def modules_of(model: Decoder) -> list[ModulePart]:
             # Embedding and head are not stacked.
             layer, expert, rows = (*(tensor.index or (0,)), None, None)[:3]
             assert isinstance(layer, int) and not isinstance(expert, slice)
-            whole = rows if isinstance(rows, slice) else slice(None)
-            modules.append(ModulePart(tensor.name.removesuffix(".weight"), target, layer, expert, whole))
+            all_rows = rows if isinstance(rows, slice) else slice(None)
+            modules.append(ModulePart(tensor.name.removesuffix(".weight"), target, layer, expert, all_rows))
     return modules
 
 
@@ -244,8 +244,8 @@ def _shared_outer(a, b, parts: list[ModulePart], num_experts: int, num_in: int) 
             f"has factors {a.shape} and {b.shape}; shared outer experts have (1 or {num_experts}, r, {num_in}) and "
             f"(1 or {num_experts}, {rows}, r)"
         )
-    whole_a, whole_b = (np.broadcast_to(factor, (num_experts, *factor.shape[1:])) for factor in (a, b))
-    return {part.name: (whole_a[part.expert], whole_b[part.expert]) for part in parts}
+    every_a, every_b = (np.broadcast_to(factor, (num_experts, *factor.shape[1:])) for factor in (a, b))
+    return {part.name: (every_a[part.expert], every_b[part.expert]) for part in parts}
 
 
 def _no_layout(a, b, num_experts: int, num_out: int, num_in: int) -> str:

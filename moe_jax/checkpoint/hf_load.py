@@ -10,7 +10,7 @@ import math
 from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -120,7 +120,7 @@ def read_config(folder_or_hub_id: str | Path, *, mtp: bool = True) -> ModelConfi
       FileNotFoundError, ValueError: as `from_pretrained`.
     """
     folder = find_checkpoint(folder_or_hub_id)
-    return _checked_pieces(folder, load_config(folder), mtp).config
+    return _checked_pieces(folder, load_config(folder), mtp)[0]
 
 
 def check_form(folder_or_hub_id: str | Path, weights: str) -> None:
@@ -219,16 +219,12 @@ def _check_is_finished(folder: Path) -> None:
     )
 
 
-class _CheckedPieces(NamedTuple):
-    config: ModelConfig
-    """The config of the model to load, which may differ from config.json: without MTP modules, or with an untied head."""
-    pieces: dict[tuple, list[Piece]]
-    """The stored parts of each parameter, by path."""
-    warnings: list[str]
+def _checked_pieces(folder: Path, config: ModelConfig, mtp: bool) -> tuple[ModelConfig, dict[tuple, list[Piece]], list[str]]:
+    """Checks the stored tensors against the config; raises CheckpointError with all differences.
 
-
-def _checked_pieces(folder: Path, config: ModelConfig, mtp: bool) -> _CheckedPieces:
-    """Checks the stored tensors against the config; raises CheckpointError with all differences."""
+    Returns the model's config, which may lack MTP modules or have an untied head; the stored pieces of each parameter, by path;
+    and warnings.
+    """
     problems: list[str] = []
     quantisation = read_quantisation(folder)
     stored = open_tensors(folder, problems)
@@ -272,9 +268,9 @@ def _checked_pieces(folder: Path, config: ModelConfig, mtp: bool) -> _CheckedPie
     if problems:
         raise CheckpointError(folder, problems)
     if config.tie_word_embeddings and HEAD in stored and not streaming.same_values(stored[EMBEDDING], stored[HEAD]):
-        untied = _checked_pieces(folder, replace(config, tie_word_embeddings=False), mtp)
+        untied, pieces, warnings = _checked_pieces(folder, replace(config, tie_word_embeddings=False), mtp)
         warning = f"tie_word_embeddings=true, but {HEAD} is no copy of {EMBEDDING}: both are loaded"
-        return untied._replace(warnings=[warning, *untied.warnings])
+        return untied, pieces, [warning, *warnings]
     warnings = []
     if unread := [name for name in stored if name not in wanted and _is_unread(name, config)]:
         warnings.append(f"{len(unread)} tensors are not read, and an export will lack them (first: {unread[0]})")
@@ -285,7 +281,7 @@ def _checked_pieces(folder: Path, config: ModelConfig, mtp: bool) -> _CheckedPie
             pieces[place.path].append(streaming.piece_of(place, stored[name]))
         elif name in stored and not streaming.same_values(stored[name], stored[original := names[place.path]]):
             warnings.append(f"{name} is no copy of {original}, which is taken for both")
-    return _CheckedPieces(config, pieces, warnings)
+    return config, pieces, warnings
 
 
 def _as_named_by_a_causal_model(stored: dict[str, StoredTensor]) -> dict[str, StoredTensor]:

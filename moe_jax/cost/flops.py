@@ -49,8 +49,8 @@ def training_flops_per_token(config: ModelConfig, seq_len: float, *, frozen: boo
     """
     of_modules = _matmul_weights(config, mtp=True)
     scores = config.mixer.flops(len(config.mtp_stages) * seq_len / 2)
-    whole = 3 * (forward_flops_per_token(config, seq_len) + 2 * of_modules + scores)
-    return whole - 2 * (_matmul_weights(config, mtp=False) + of_modules) if frozen else whole
+    trained = 3 * (forward_flops_per_token(config, seq_len) + 2 * of_modules + scores)
+    return trained - 2 * (_matmul_weights(config, mtp=False) + of_modules) if frozen else trained
 
 
 @cache

@@ -85,9 +85,9 @@ def _of_adapters(step: PlannedStep) -> _Held:
     trained = 4 * step.trained
     gradients = trained * (2 if step.accumulates else 1)
     kept = _kept_in_turn(step)
-    made_whole = max(quantised_layer(step, number)[1] for number, _ in enumerate(step.stages))
+    dequantised = max(quantised_layer(step, number)[1] for number, _ in enumerate(step.stages))
     outside = ELEMENT * sum(p.used_size for p in step.parameters if p.gather_axes and not p.by_layer)
-    passes = max(made_whole + backward_bytes(step), kept + outside + loss_workspace(step, step.tokens))
+    passes = max(dequantised + backward_bytes(step), kept + outside + loss_workspace(step, step.tokens))
     return _Held(gradients, kept, gradients + max(passes, trained))
 
 
@@ -119,7 +119,7 @@ def _of_joined_passes(step: PlannedStep) -> _Held:
     config, number, ticks = step.config, step.joined_stage, step.ticks
     stage, ranks = step.stages[number], step.mesh.pipe
     sums = 4 * sum(p.own_size if p.by_layer else p.used_size for p in step.parameters)
-    whole: float = ELEMENT * sum(p.used_size for p in step.parameters if p.gather_axes and not p.by_layer)
+    replicated: float = ELEMENT * sum(p.used_size for p in step.parameters if p.gather_axes and not p.by_layer)
     own_tokens = step.tokens / ranks
     embedded = ELEMENT * step.gradient_accumulation * own_tokens * config.hidden_size
     of_chunk = step.layers_of_chunk * kept_by_layer(step, stage)
@@ -132,7 +132,7 @@ def _of_joined_passes(step: PlannedStep) -> _Held:
         products = ticks.slots["product"]
         # A rank of DualPipe computes two ranks' layers, and holds both sets of parameters and sums.
         in_layers = sum(p.own_size for p in step.parameters if p.by_layer)
-        whole += ELEMENT * (1 + ticks.copies) * in_layers if ticks.copies else 0
+        replicated += ELEMENT * (1 + ticks.copies) * in_layers if ticks.copies else 0
         sums += 4 * in_layers if step.pipe_schedule == "dualpipe" else 0
     elif step.offloads_slots:
         # A whole chunk is copied back from the host's memory at once.
@@ -142,18 +142,19 @@ def _of_joined_passes(step: PlannedStep) -> _Held:
         kept = (step.slots + 2) * of_chunk
     else:
         kept = step.slots * kept_by_stage(step, number)
-    kept += products * step.layers_of_chunk * ELEMENT * operand_elements(step)
+    if products:
+        kept += products * step.layers_of_chunk * ELEMENT * operand_elements(step)
     # The forward pass of a tick has its own gathered layers, and produces the residuals of a layer.
     workspaces = [layer_workspace(step, number) + 2 * gathered_layer(step, number) + activations(step, stage)]
     for other, own in enumerate(step.stages):
         if other != number:
-            beside = step.beside_pipe
-            kept += _in_flight(step, own) * kept_by_stage(beside, other)
-            gathers = gathered_layers(beside, other) if ranks > 1 else 0
-            workspaces.append(layer_workspace(beside, other) - gathers)
+            outside = step.outside_pipe
+            kept += _in_flight(step, own) * kept_by_stage(outside, other)
+            gathers = gathered_layers(outside, other) if ranks > 1 else 0
+            workspaces.append(layer_workspace(outside, other) - gathers)
     waiting = 4 * len(config.mtp_stages) * config.hidden_size * own_tokens
     passes = max(max(workspaces) + context_workspace(step), loss_workspace(step, own_tokens)) + waiting
-    passes += whole + embedded + kept + copies_bytes(step)
+    passes += replicated + embedded + kept + copies_bytes(step)
     return _Held(sums, kept, sums + max(passes, optimizer_workspace(step)))
 
 
@@ -185,8 +186,8 @@ def host_bytes(step: PlannedStep) -> float:
         return (step.slots if step.joins_passes else 1) * layers
     # Passes masked out of a tick have a slot of their own.
     kept = (step.slots + 1) * step.layers_of_chunk * kept_by_layer(step, step.stages[step.joined_stage])
-    beside = [stage for number, stage in enumerate(step.stages) if number != step.joined_stage]
-    return kept + sum(_in_flight(step, own) * own.num_layers * kept_by_layer(step.beside_pipe, own) for own in beside)
+    others = [stage for number, stage in enumerate(step.stages) if number != step.joined_stage]
+    return kept + sum(_in_flight(step, own) * own.num_layers * kept_by_layer(step.outside_pipe, own) for own in others)
 
 
 def _in_flight(step: PlannedStep, stage: Stage) -> int:
@@ -201,9 +202,9 @@ def _kept_in_turn(step: PlannedStep) -> float:
 
 def kept_by_stage(step: PlannedStep, number: int) -> float:
     """Returns the bytes of residuals of a stage's layers in the device's memory. With "offload" these are two inputs."""
-    stage, whole = step.stages[number], step.kept_layers(number)
-    recomputed = 2 if step.remat == "offload" else stage.num_layers - whole
-    return recomputed * kept_by_layer(step, stage) + whole * activations(step, stage)
+    stage, num_kept = step.stages[number], step.kept_layers(number)
+    recomputed = 2 if step.remat == "offload" else stage.num_layers - num_kept
+    return recomputed * kept_by_layer(step, stage) + num_kept * activations(step, stage)
 
 
 def kept_by_layer(step: PlannedStep, stage: Stage) -> float:
@@ -280,10 +281,12 @@ def backward_bytes(step: PlannedStep) -> float:
 
     Layers that keep their residuals run backward first. Their residuals are gone when a layer is recomputed.
     """
-    whole = sum(step.kept_layers(number) * activations(step, stage) for number, stage in enumerate(step.stages) if step.remat)
+    all_kept = sum(
+        step.kept_layers(number) * activations(step, stage) for number, stage in enumerate(step.stages) if step.remat
+    )
     kept, context = _kept_in_turn(step), context_workspace(step)
     return context + max(
-        kept - min(whole, recomputed_bytes(step, number)) + layer_workspace(step, number)
+        kept - min(all_kept, recomputed_bytes(step, number)) + layer_workspace(step, number)
         for number, _ in enumerate(step.stages)
     )
 

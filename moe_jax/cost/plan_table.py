@@ -99,11 +99,11 @@ def _remedy(prediction: Prediction) -> str:
         return f"{prediction.step.tokens} tokens a GPU are too many: use fewer or shorter rows, or more devices."
     step, alone = prediction.step, f"Parameters, moments and gradients alone are {state / 2**30:.0f}"
     of_moments = BYTES[step.moment_dtype] * num_moments(step) / sum(elements for *_, elements in step.updated)
-    whole: float = (4 + of_moments + BYTES[step.param_dtype]) * num_parameters(step.config)
+    needed: float = (4 + of_moments + BYTES[step.param_dtype]) * num_parameters(step.config)
     if step.adapters is not None:
-        whole = sum((p.quantised or BYTES[step.param_dtype]) * p.whole_size(step.mesh) for p in step.parameters)
-        whole += (8 + of_moments) * step.adapters.parameters
-    devices = math.ceil(whole / prediction.machine.memory)
+        needed = sum((p.quantised or BYTES[step.param_dtype]) * p.whole_size(step.mesh) for p in step.parameters)
+        needed += (8 + of_moments) * step.adapters.parameters
+    devices = math.ceil(needed / prediction.machine.memory)
     if step.mesh.size >= devices:
         uneven = f"for {step.mesh.size} devices do not divide the model's matrices"
         return f"{alone}, {uneven}: use a power of two, of at least {devices}."

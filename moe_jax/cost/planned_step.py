@@ -179,7 +179,7 @@ class PlannedStep:
         return _ticks(self.pipe_schedule, self.mesh.pipe, self.pipe_chunks, self.gradient_accumulation, divides)
 
     @functools.cached_property
-    def beside_pipe(self) -> "PlannedStep":
+    def outside_pipe(self) -> "PlannedStep":
         """The step of one micro-batch for layers outside the pipeline, whose rows `pipe` splits as `fsdp` does."""
         mesh = replace(self.mesh, pipe=1, fsdp=self.mesh.pipe * self.mesh.fsdp)
         rows = self.rows // self.gradient_accumulation
@@ -209,8 +209,9 @@ class PlannedStep:
     @property
     def attended(self) -> tuple[float, ...]:
         """Mean number of keys that a token attends to, for each layer and each MTP module."""
-        per_layer = tuple(min(self.keys, window or self.keys) for window in self.config.layer_windows)
-        return per_layer + (self.keys,) * len(self.config.mtp_stages)
+        keys = self.keys
+        per_layer = tuple(min(keys, window or keys) for window in self.config.layer_windows)
+        return per_layer + (keys,) * len(self.config.mtp_stages)
 
     @functools.cached_property
     def experts(self) -> ExpertsSpec:
@@ -284,25 +285,31 @@ class PlannedStep:
         if self.adapters is None:
             whole = dict(shapes(self.config))
             return [(p.path, whole[p.path], p.updated_size) for p in self.parameters]
-        # Without their factors, adapters count as one vector.
-        alone = ("norm",), (self.adapters.parameters,)
-        on, found = abstract_mesh(self.mesh), []
-        for path, shape in self.adapters.factors or (alone,):
-            is_split = self.shard_optimizer and data_axis(path, shape, on) is not None
-            found.append((path, shape, math.prod(part_shape(path, shape, on)) // (self.mesh.data if is_split else 1)))
-        return found
+        return _updated_factors(self.adapters, self.mesh, self.shard_optimizer)
 
     @property
     def trained(self) -> int:
         """Elements of trained arrays that a device stores."""
         if self.adapters is None:
             return sum(p.own_size for p in self.parameters)
-        return sum(elements for *_, elements in replace(self, shard_optimizer=False).updated)
+        return sum(elements for *_, elements in _updated_factors(self.adapters, self.mesh, shard_optimizer=False))
 
     @functools.cached_property
     def parameters_of_stages(self) -> tuple[list[Parameter], ...]:
         """The parameter arrays of each stage's layers."""
         return tuple([p for p in self.parameters if p.path[:2] == ("stages", number)] for number, _ in enumerate(self.stages))
+
+
+@functools.cache
+def _updated_factors(
+    adapters: PlannedAdapters, mesh: MeshShape, shard_optimizer: bool
+) -> list[tuple[tuple, tuple[int, ...], int]]:
+    """Returns `PlannedStep.updated` of adapters, which count as one vector without their factors."""
+    on, found = abstract_mesh(mesh), []
+    for path, shape in adapters.factors or ((("norm",), (adapters.parameters,)),):
+        is_split = shard_optimizer and data_axis(path, shape, on) is not None
+        found.append((path, shape, math.prod(part_shape(path, shape, on)) // (mesh.data if is_split else 1)))
+    return found
 
 
 @functools.cache
@@ -398,7 +405,7 @@ def _problems_of_pipe(step: PlannedStep) -> list[str]:
         layers_in_pipe(step.config, PipeShape(ranks, chunks))
     except ValueError as error:
         problems.append(str(error))
-    if problem := schedule_problem(name, axes, chunks, step.gradient_accumulation):
+    if problem := schedule_problem(name, axes, chunks, step.gradient_accumulation, step.expert_parallel):
         problems.append(problem)
     elif name not in UNIFORM:
         if step.remat == "offload":

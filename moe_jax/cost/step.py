@@ -169,11 +169,13 @@ def stage_seconds(step: PlannedStep, number: int, layers: int, machine: Machine)
 
     One iteration computes a layer and gathers the next. Layers that keep their residuals run in a loop of their own.
     """
-    whole = step.kept_layers(number) if step.remat else 0
-    if whole:
-        found = stage_seconds(replace(step, remat=False, num_kept=0, keep=()), number, whole, machine)
+    num_kept = step.kept_layers(number) if step.remat else 0
+    if num_kept:
+        found = stage_seconds(replace(step, remat=False, num_kept=0, keep=()), number, num_kept, machine)
         return (
-            found.plus(stage_seconds(replace(step, num_kept=0), number, layers - whole, machine)) if layers > whole else found
+            found.plus(stage_seconds(replace(step, num_kept=0), number, layers - num_kept, machine))
+            if layers > num_kept
+            else found
         )
     parts = dict.fromkeys((*COMPUTING, *TRAVEL), Passes(0.0, 0.0, 0.0)) | layer_seconds(step, number, machine)
     if step.stages[number].sparse:
@@ -201,7 +203,7 @@ def _seconds_in_turn(step: PlannedStep, machine: Machine, joined: int | None = N
     hidden = 0.0
     for number, stage in enumerate(step.stages):
         if number != joined:
-            one = stage_seconds(step if joined is None else step.beside_pipe, number, stage.num_layers, machine)
+            one = stage_seconds(step if joined is None else step.outside_pipe, number, stage.num_layers, machine)
             own, of_own = one.times(step.gradient_accumulation)
             parts, hidden = {name: parts[name] + own[name] for name in parts}, hidden + of_own
     return parts, hidden
@@ -220,9 +222,9 @@ def _joined_seconds(step: PlannedStep, machine: Machine) -> tuple[dict[str, floa
     """
     ranks, chunks, micro_batches, ticks = step.mesh.pipe, step.pipe_chunks, step.gradient_accumulation, step.ticks
     number = step.joined_stage
-    parts, hidden_beside = _seconds_in_turn(step, machine, joined=number)
+    parts, hidden_outside = _seconds_in_turn(step, machine, joined=number)
     if ranks > 1:
-        parts["gathers"] = hidden_beside = 0.0
+        parts["gathers"] = hidden_outside = 0.0
     chunk = stage_seconds(step, number, step.layers_of_chunk, machine)
     # W, the gradients of weights, is half of the backward matmuls.
     computing = layer_seconds(step, number, machine)
@@ -248,7 +250,7 @@ def _joined_seconds(step: PlannedStep, machine: Machine) -> tuple[dict[str, floa
         # The first p - 1 ticks with a backward pass postpone W, and the last p - 1 ticks hide it.
         parts["bubble"] -= (ranks - 1) * weights
     parts["hops"] = _hops_seconds(step, passes, machine)
-    return parts, hidden_beside + useful * (chunk.hidden + hidden)
+    return parts, hidden_outside + useful * (chunk.hidden + hidden)
 
 
 def _hidden_exchange(step: PlannedStep, chunk: StageSeconds, machine: Machine) -> float:

@@ -14,7 +14,7 @@ from moe_jax.generation.request import DecodeOptions, checked_request, new_token
 from moe_jax.generation.sampling import folded, sample
 from moe_jax.kernels.shapes import vary_as
 from moe_jax.layers.cache import KVCache, init_cache, join_rows
-from moe_jax.layers.passes import run_together
+from moe_jax.layers.loops import run_together
 from moe_jax.models.decoder import Decoder
 
 

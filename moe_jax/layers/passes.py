@@ -1,4 +1,4 @@
-"""The forward and the backward pass over stacked layers, each a `Loop` that runs alone or joined with another.
+"""The forward and the backward pass over stacked layers, each a `layers.loops.Loop` that runs alone or joined with another.
 
 With n layers, one turn of each loop does the following. A parameter gather and a gradient scatter (`parallel.fsdp.LayerGather`)
 start before the layer computes, and are waited for after it. The layer's kernels hide them.
@@ -22,12 +22,9 @@ backward pass, layers downwards, i = n - 1 - turn:
 In the last turn a layer is gathered whose result nothing reads: the last layer forward, layer 0 backward. In the first backward
 turn zeros are scattered, which the second turn overwrites. Without remat the backward pass of layer i hides the gather too.
 With "offload", the saved input of layer i - 1 is copied from the host's memory in the turn of layer i.
-
-Two loops in one program run in turn. Joined, a turn of both is one loop body, in which XLA overlaps the transfers of each pass
-with the kernels of the other.
 """
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -36,17 +33,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Int
+from jaxtyping import Array
 
 from moe_jax.kernels.shapes import vary_as
+from moe_jax.layers.loops import Loop, Turn
 
 Body = Callable[[Any, Any, Any, Any, Any], tuple[Any, Any]]
 """A layer: (x, y) = body(shared, per_layer, x, parameters, accumulators)."""
 
 Remat = bool | Literal["offload"]
 """True recomputes a layer in the backward pass from its input; "offload" keeps that input in the host's memory."""
-
-Turn = Int[Array, ""] | int
 
 
 @dataclass(frozen=True)
@@ -184,95 +180,6 @@ SavedLayers = Any
 layer's pullback."""
 
 
-class Loop(NamedTuple):
-    """A pass over layers as loop pieces: `step` maps a state to the next, from `start`; `finish` extracts the result."""
-
-    name: str
-    """The scope of its operations in profiles and compiled programs."""
-    turns: int
-    start: Any
-    step: Callable[[Turn, Any], Any]
-    finish: Callable[[Any], Any]
-
-
-def run_loops(*loops: Loop) -> tuple:
-    """Fuses loops with equal numbers of iterations into one loop, and returns their results.
-
-    Raises:
-      ValueError: numbers of turns that differ.
-    """
-    turns = {loop.turns for loop in loops}
-    if len(turns) != 1:
-        raise ValueError(f"joined loops must have equal numbers of turns; got {', '.join(str(loop.turns) for loop in loops)}")
-    (last,) = turns
-
-    def step(carry):
-        turn, states = carry
-        after = []
-        for loop, state in zip(loops, states, strict=True):
-            with jax.named_scope(loop.name):
-                after.append(loop.step(turn, state))
-        return turn + 1, tuple(after)
-
-    start = 0, tuple(loop.start for loop in loops)
-    _, states = lax.while_loop(lambda carry: carry[0] < last, step, start)
-    return tuple(loop.finish(state) for loop, state in zip(loops, states, strict=True))
-
-
-Pass = Generator[Loop, Any, Any]
-"""A pass over several stacks of layers: it yields a loop, is sent the loop's result, and at last returns its own."""
-
-
-def run_pass(steps: Pass):
-    """Runs the loops of a pass one after another; returns the result of the pass."""
-    return _run_on(steps, None)
-
-
-def run_joined(*passes: tuple[Pass, int]) -> tuple:
-    """Runs several passes, fusing one loop of each into a single loop; returns each pass's result.
-
-    Args:
-      passes: pairs (pass, the number of its loops that run alone before the joint loop). Remaining loops run alone after it.
-    """
-    loops = []
-    for steps, before in passes:
-        loop = next(steps)
-        for _ in range(before):
-            loop = steps.send(run_loops(loop)[0])
-        loops.append(loop)
-    results = run_loops(*loops)
-    return tuple(_run_on(steps, result) for (steps, _), result in zip(passes, results, strict=True))
-
-
-def run_together(*passes: Pass) -> tuple:
-    """Runs passes with equal numbers of loops, fusing loops of equal index; returns the passes' results.
-
-    The scope of a loop ends with the number of its pass: forward_1, forward_2.
-    """
-    sent: Sequence[Any] = [None] * len(passes)
-    results = list(sent)
-    while True:
-        loops = []
-        for place, steps in enumerate(passes):
-            try:
-                loop = steps.send(sent[place])
-                loops.append(loop._replace(name=f"{loop.name}_{place + 1}"))
-            except StopIteration as stop:
-                results[place] = stop.value
-        if not loops:
-            return tuple(results)
-        sent = run_loops(*loops)
-
-
-def _run_on(steps: Pass, sent):
-    """Sends a loop's result to a pass and runs its remaining loops; returns the result of the pass."""
-    try:
-        while True:
-            (sent,) = run_loops(steps.send(sent))
-    except StopIteration as stop:
-        return stop.value
-
-
 class ForwardRun(NamedTuple):
     """The result of a forward pass."""
 
@@ -283,18 +190,6 @@ class ForwardRun(NamedTuple):
     saved: SavedLayers
 
 
-class WrittenLayers(NamedTuple):
-    """Stacks that the forward loop has written up to the previous layer.
-
-    They are leaves, because two traces of a pullback have different tree structures with the same leaves.
-    """
-
-    y: list[Array]
-    """The leaves of `ForwardRun.y`."""
-    saved: list[Array]
-    """The leaves of `ForwardRun.saved`."""
-
-
 class ForwardState(NamedTuple):
     """The loop carry of the forward pass before iteration i, which computes layer i."""
 
@@ -302,7 +197,10 @@ class ForwardState(NamedTuple):
     """The input of layer i."""
     gathered: list[Any]
     """The gathered parameters of layer i."""
-    written: WrittenLayers
+    y: list[Array]
+    """The leaves of `ForwardRun.y`, written up to layer i - 1. Leaves: two traces of a pullback differ in structure."""
+    saved: list[Array]
+    """The leaves of `ForwardRun.saved`, written up to layer i - 1."""
 
 
 def forward_loop(layers: Layers, arrays: LayerArrays, x, chunk: Chunk | None = None, place: SavedPlace | None = None) -> Loop:
@@ -338,24 +236,18 @@ def forward_loop(layers: Layers, arrays: LayerArrays, x, chunk: Chunk | None = N
         x, results = layer(i, state.x, state.gathered)
         x, arriving = gather.barrier(x, arriving)
         y, saved = map(jax.tree.leaves, results)
-        written = state.written._replace(
-            y=put_layer(state.written.y, y, i), saved=put_layer(state.written.saved, saved, first_saved + i)
-        )
-        return ForwardState(x, gather.finish_gather(arriving), written)
+        y, saved = put_layer(state.y, y, i), put_layer(state.saved, saved, first_saved + i)
+        return ForwardState(x, gather.finish_gather(arriving), y, saved)
 
     first = gather.gather(take_layer(arrays.parts, _place(chunk, 0)))
     (y, of_y), (saved, of_saved) = map(jax.tree.flatten, jax.eval_shape(layer, 0, x, first)[1])
     stacks = placed(unwritten(last + 1, saved)) if place is None else place.stacks
 
     def finish(state: ForwardState) -> ForwardRun:
-        stacks = state.written.saved
-        return ForwardRun(
-            state.x,
-            jax.tree.unflatten(of_y, state.written.y),
-            jax.tree.unflatten(of_saved, stacks) if place is None else stacks,
-        )
+        saved = jax.tree.unflatten(of_saved, state.saved) if place is None else state.saved
+        return ForwardRun(state.x, jax.tree.unflatten(of_y, state.y), saved)
 
-    start = ForwardState(x, first, WrittenLayers(unwritten(last + 1, y), stacks))
+    start = ForwardState(x, first, unwritten(last + 1, y), stacks)
     return Loop("forward", last + 1, start, step, finish)
 
 

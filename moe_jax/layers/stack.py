@@ -11,18 +11,17 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from moe_jax.layers.loops import Pass, run_pass
 from moe_jax.layers.passes import (
     BackwardRun,
     Chunk,
     ForwardRun,
     LayerArrays,
     Layers,
-    Pass,
     Remat,
     SavedLayers,
     backward_loop,
     forward_loop,
-    run_pass,
     take_layer,
 )
 

@@ -14,7 +14,6 @@ Operands are large: for Qwen3-30B-A3B 82 KiB per token and layer in bf16, 20 tim
 """
 
 from functools import partial
-from typing import Any, NamedTuple
 
 import jax
 from flax import nnx
@@ -22,17 +21,15 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from moe_jax.kernels.experts.deferred import add_expert_products
-from moe_jax.kernels.experts.weights import ExpertProducts
 from moe_jax.kernels.shapes import vary_as
 from moe_jax.layers.linear import DeferredWeight, LinearProduct, TicketHolder, WeightTicket
+from moe_jax.layers.loops import Loop, Turn
 from moe_jax.layers.moe import EXPERT_MATRICES, Experts
 from moe_jax.layers.passes import (
     Chunk,
     LayerArrays,
     Layers,
-    Loop,
     SavedLayers,
-    Turn,
     add_layer,
     backward_loop,
     put_layer,
@@ -40,8 +37,6 @@ from moe_jax.layers.passes import (
     unwritten,
 )
 from moe_jax.layers.spread import ONE_DEVICE, OneDevice
-
-Product = LinearProduct | ExpertProducts
 
 
 def defer_weight_gradients(
@@ -77,21 +72,13 @@ def _take_ticket(module: TicketHolder, x: Float[Array, "*batch hidden"], spread:
     module.ticket = WeightTicket(unwritten(matrix.shape[0], like))
 
 
-class InputsRun(NamedTuple):
-    """The result of `inputs_backward` (B): dx, and the operands of all weight gradients."""
-
-    dx: Any
-    """The gradient of the input of layer 0."""
-    vectors: Any
-    """The gradients of the parameters without a ticket, stacked."""
-    products: nnx.State
-    """The operands of the gradients of all matrices, stacked, as `WeightTicket`s."""
-
-
 def inputs_backward(
     layers: Layers, arrays: LayerArrays, saved: SavedLayers, dx, dy, sums=None, chunk: Chunk | None = None
 ) -> Loop:
     """Runs B, the half of the backward pass that computes gradients of inputs and defers weight gradients.
+
+    Its result's `parameters` are gradients of parameters without a ticket. `accumulators` are the operands of the gradients of
+    all matrices, stacked, as `WeightTicket`s.
 
     Args:
       layers, arrays: `models.forward.stage_layers` of a stage whose matrices have tickets; the tickets are its accumulators.
@@ -102,8 +89,7 @@ def inputs_backward(
     if chunk is not None:
         of_layer = jax.eval_shape(lambda: take_layer(arrays.accumulators, 0))
         arrays = arrays._replace(accumulators=unwritten(chunk.num_layers, of_layer))
-    loop = backward_loop(layers, arrays, saved, dx, dy, sums, chunk)
-    return loop._replace(name="inputs_backward", finish=lambda state: InputsRun(*loop.finish(state)))
+    return backward_loop(layers, arrays, saved, dx, dy, sums, chunk)._replace(name="inputs_backward")
 
 
 def weights_backward(products: nnx.State, sums: nnx.State, chunk: Chunk | None = None) -> Loop:
@@ -113,7 +99,7 @@ def weights_backward(products: nnx.State, sums: nnx.State, chunk: Chunk | None =
     inputs first, as in the undivided backward pass.
 
     Args:
-      products: `InputsRun.products`.
+      products: `accumulators` of the result of `inputs_backward`.
       sums: arrays like the layers' matrices, stacked, in f32 (f64 for f64), in the same layout. Others are unchanged.
       chunk: the layers of the products; None: all.
     """

@@ -1,4 +1,4 @@
-"""Chooses the model class of a config, and describes its parameters without making them."""
+"""Model classes by type: chooses the class of a config, and describes its parameters without making them."""
 
 import functools
 from collections.abc import Mapping
@@ -8,10 +8,27 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from moe_jax.config import ModelConfig
+from moe_jax.config import DeepseekV3Config, ModelConfig, Qwen3Config, Qwen3MoeConfig
 from moe_jax.models.decoder import Decoder
-from moe_jax.models.deepseek_v3 import DeepseekV3
-from moe_jax.models.qwen3 import Qwen3, Qwen3Moe
+
+
+class Qwen3(Decoder):
+    """A Qwen3 language model (https://arxiv.org/abs/2505.09388); arguments and calls as `Decoder`."""
+
+    config: Qwen3Config
+
+
+class Qwen3Moe(Qwen3):
+    """A Qwen3-MoE language model; arguments and calls as `Decoder`. Layers not in `config.moe_layers` are dense."""
+
+    config: Qwen3MoeConfig
+
+
+class DeepseekV3(Decoder):
+    """A DeepSeek-V3 (https://arxiv.org/abs/2412.19437) or V2 language model; arguments and calls as `Decoder`."""
+
+    config: DeepseekV3Config
+
 
 MODEL_CLASSES: dict[str, type[Decoder]] = {
     "qwen3": Qwen3,

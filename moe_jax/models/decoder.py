@@ -17,11 +17,12 @@ from moe_jax.layers.attention import Attention
 from moe_jax.layers.cache import KVCache, cache_rows
 from moe_jax.layers.latent_attention import LatentAttention
 from moe_jax.layers.linear import Embedding, Linear
+from moe_jax.layers.loops import Pass
 from moe_jax.layers.lora import Adapter, beside_head, wider_head
 from moe_jax.layers.mlp import MLP
 from moe_jax.layers.moe import MoE, precision_of, set_precision
 from moe_jax.layers.norm import RMSNorm
-from moe_jax.layers.passes import Pass, Remat, forward_loop
+from moe_jax.layers.passes import Remat, forward_loop
 from moe_jax.layers.router import check_expert_choice, load_balancing_loss
 from moe_jax.layers.segments import has_successor, shift_left
 from moe_jax.models.decoder_layer import DecoderLayer, SparseDecoderLayer
@@ -187,7 +188,7 @@ class Decoder(nnx.Module):
         cache: KVCache | None = None,
         spread: Spread | None = None,
     ) -> Pass:
-        """Returns `hidden_states` as a `layers.passes.Pass`, which can overlap with another batch's pass; same arguments.
+        """Returns `hidden_states` as a `layers.loops.Pass`, which can overlap with another batch's pass; same arguments.
 
             of_one, of_other = run_together(model.forward_pass(*one), model.forward_pass(*other))
 

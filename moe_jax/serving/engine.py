@@ -221,7 +221,7 @@ class Engine:
 
     def stats_of_devices(self) -> dict[str, Stats]:
         """Returns the present state of each of several replicas, by device; empty without replicas."""
-        return self._loop.stats_of_devices()
+        return self._loop.stats_of_devices() if isinstance(self._loop, Replicas) else {}
 
     def close(self, *, drain: bool = True) -> None:
         """Ends the engine: after all requests if `drain`, else aborts them.

@@ -258,10 +258,6 @@ class EngineLoop:
             num_accepted=self._num_accepted,
         )
 
-    def stats_of_devices(self) -> dict[str, Stats]:
-        """Returns nothing: the numbers are sums over devices that compute each step together."""
-        return {}
-
     def _ended(self) -> RuntimeError | None:
         if self._error is not None:
             ended = RuntimeError(why(self._error))
@@ -344,11 +340,11 @@ class EngineLoop:
     def _read(self, launched: Launched) -> None:
         """Waits for the tokens of a step, and delivers them to their requests."""
         samples, drawn, prompts = launched.samples, launched.read(), launched.prompt_scores()
+        drafted = launched.num_drafted()
         self._tell_ended()
         for sequence, scores in prompts:
             if sequence.finish_reason is None:
                 sequence.handle.prompt_logprobs += scores
-        drafted = launched.num_drafted()
         self._count_drafts(launched, drafted, drawn)
         tokens = iter([[token for token, _, _ in each] for each in drawn])
         pages = {sequence: list(sequence.pages) for sequence in samples if sequence.options.return_experts}

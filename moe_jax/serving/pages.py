@@ -102,10 +102,6 @@ class PagePool:
         self._hash_of[page] = content
         return True
 
-    def is_sealed(self, page: int) -> bool:
-        """Returns whether a page is sealed, so that nothing may be written to it."""
-        return self._hash_of[page] is not None
-
     def forget_all(self) -> None:
         """Frees cached pages and unseals owned ones, when new weights invalidate their contents."""
         self._free.extend(self._cached)

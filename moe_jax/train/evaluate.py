@@ -8,7 +8,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
-from moe_jax.layers.passes import run_together
+from moe_jax.layers.loops import run_together
 from moe_jax.models.decoder import Decoder
 from moe_jax.models.output import HiddenStates
 from moe_jax.parallel.parallelism import Parallelism

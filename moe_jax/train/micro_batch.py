@@ -23,16 +23,9 @@ from jaxtyping import Array, Float, Int
 
 from moe_jax.kernels.precision import at_least_f32
 from moe_jax.kernels.shapes import vary_as
+from moe_jax.layers.loops import Pass, run_joined, run_pass
 from moe_jax.layers.moe import accumulated_gradients, add_expert_gradients_to
-from moe_jax.layers.passes import (
-    BackwardRun,
-    ForwardRun,
-    LayerArrays,
-    Pass,
-    SavedLayers,
-    run_joined,
-    run_pass,
-)
+from moe_jax.layers.passes import BackwardRun, ForwardRun, LayerArrays, SavedLayers
 from moe_jax.layers.stack import backward_pass, forward_pass, parts_of
 from moe_jax.models.decoder import Decoder
 from moe_jax.models.execution import Execution

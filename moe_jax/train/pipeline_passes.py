@@ -21,8 +21,9 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
 from moe_jax.kernels.shapes import vary_as
+from moe_jax.layers.loops import Loop, run_loops
 from moe_jax.layers.moe import add_expert_gradients_to, fp8_copies
-from moe_jax.layers.passes import Chunk, Loop, SavedPlace, backward_loop, forward_loop, run_loops
+from moe_jax.layers.passes import Chunk, SavedPlace, backward_loop, forward_loop
 from moe_jax.layers.router_sums import RouterSums
 from moe_jax.layers.tickets import defer_weight_gradients, inputs_backward, weights_backward
 from moe_jax.models.decoder import Decoder
@@ -181,12 +182,12 @@ class RankPasses:
     def inputs_backward(self, at: PassRow, saved, dy: _Moving, totals: Totals):
         """Returns pass b of a chunk: gradients of inputs and vectors, and operands of matrix gradients."""
         loop, finish = self._backward(
-            inputs_backward, lambda stage, run: nnx.merge_state(stage, run.vectors), at, saved, dy, totals
+            inputs_backward, lambda stage, run: nnx.merge_state(stage, run.parameters), at, saved, dy, totals
         )
 
         def finish_inputs(run):
             dx, totals = finish(run)
-            return dx, run.products, totals
+            return dx, run.accumulators, totals
 
         return loop, finish_inputs
 

@@ -28,9 +28,8 @@ from moe_jax.cost.layer import layer_seconds
 from moe_jax.cost.memory import memory_bytes
 from moe_jax.cost.step import predict
 from moe_jax.generation.devices import generation_mesh
-from moe_jax.models.auto import MODEL_CLASSES
+from moe_jax.models.auto import MODEL_CLASSES, Qwen3
 from moe_jax.models.inputs import check_shapes
-from moe_jax.models.qwen3 import Qwen3
 from moe_jax.parallel.choices import MeshShape
 from moe_jax.train.rebalance import num_groups, rebalance
 

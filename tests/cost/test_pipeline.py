@@ -217,9 +217,9 @@ def test_layers_of_another_kind_are_split_by_rows():
     run = of(plain, MeshShape(pipe=2, expert=8), 128, 8, 1)
     sparse_alone = replace(plain, num_hidden_layers=58, first_k_dense_replace=0)
     whole, without = predict(run), predict(replace(run, config=sparse_alone))
-    dense = stage_seconds(run.beside_pipe, 0, 3, H200)
+    dense = stage_seconds(run.outside_pipe, 0, 3, H200)
     of_a_micro_batch = dense.forward["attention"] + dense.backward["attention"]
-    assert run.beside_pipe.tokens == run.tokens // 2
+    assert run.outside_pipe.tokens == run.tokens // 2
     assert whole.seconds["attention"] - without.seconds["attention"] == pytest.approx(8 * of_a_micro_batch)
     assert whole.seconds["gathers"] == pytest.approx(without.seconds["gathers"])
     of_dense = sum(p.used_size for p in run.parameters if p.in_stage and p.path[1] == 0)

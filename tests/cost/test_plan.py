@@ -159,6 +159,21 @@ def test_a_schedule_of_pipes():
     assert "--pipe-chunks 1 --pipe-schedule zb-h1" in flags(other[MeshShape(pipe=4)].step)
 
 
+def test_put_off_weights_need_experts_in_one_call():
+    """Its tickets need experts that compute in one call, as in training."""
+    mesh = MeshShape(pipe=2, expert=2)
+    listed = {
+        factor: {
+            prediction.step.mesh
+            for prediction in plan(
+                QWEN, 4, rows=32, sequence_length=4096, remat=True, pipe_schedule="zb-h1", capacity_factor=factor
+            )
+        }
+        for factor in (1.25, 2.0)
+    }
+    assert listed[2.0] - listed[1.25] == {mesh}
+
+
 def test_experts_before_a_pipe_are_refused():
     """A pipe holds a model's last layers of one kind: only dense layers may come before them."""
     config = replace(QWEN, num_hidden_layers=4, mlp_only_layers=(1,))

@@ -76,7 +76,7 @@ class CheckedServing:
 
     def sealed_and_shared(self):
         pool, owners = self.queues.pool, Counter(page for each in self.queues.running for page in each.pages)
-        return {page for page in range(self.queues.limits.num_pages) if pool.is_sealed(page) or owners[page] > 1}
+        return {page for page in range(self.queues.limits.num_pages) if pool._hash_of[page] is not None or owners[page] > 1}
 
     def check(self):
         queues, limits = self.queues, self.queues.limits

@@ -8,7 +8,7 @@ import numpy as np
 
 from moe_jax.kernels.experts.call import TokenPart, experts
 from moe_jax.kernels.experts.deferred import add_expert_products, expert_products_like
-from moe_jax.kernels.experts.fp8.quantise import InFp8
+from moe_jax.kernels.experts.fp8.quantise import GROUP, InFp8
 from moe_jax.kernels.experts.weights import Accumulators, ExpertWeights, Matrix
 from moe_jax.kernels.low_rank import LowRank
 from tests.helpers import oracle
@@ -198,3 +198,9 @@ def rows_with_a_pair(p):
 def relative_error(actual, expected):
     actual, expected = np.asarray(actual, np.float64), np.asarray(expected, np.float64)
     return np.linalg.norm(actual - expected) / max(np.linalg.norm(expected), 1e-300)
+
+
+def dequantised_matrices(w):
+    """Returns values * scales in f32, [..., n, k]."""
+    scales = jnp.repeat(jnp.repeat(w.scales, GROUP, axis=-2), GROUP, axis=-1)
+    return w.values.astype(jnp.float32) * scales

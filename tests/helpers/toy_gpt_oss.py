@@ -12,7 +12,7 @@ from flax import nnx
 from moe_jax.config import Qwen3MoeConfig
 from moe_jax.kernels import Activation
 from moe_jax.layers.moe import Experts, MoE
-from moe_jax.models.qwen3 import Qwen3Moe
+from moe_jax.models.auto import Qwen3Moe
 
 LIMITED = Activation(alpha=1.702, limit=7.0, offset=1.0)
 

@@ -17,8 +17,7 @@ from jax import lax
 from moe_jax.config import Qwen3MoeConfig
 from moe_jax.layers.linear import Linear
 from moe_jax.layers.matrices import MATRICES, Declaration
-from moe_jax.models.auto import MODEL_CLASSES
-from moe_jax.models.qwen3 import Qwen3Moe
+from moe_jax.models.auto import MODEL_CLASSES, Qwen3Moe
 
 MATRICES["decay_proj"] = Declaration("attention")
 

@@ -111,6 +111,19 @@ def test_overlapping_micro_batches_need_several_and_a_mesh(tmp_path):
         ),
         (dict(pipe_schedule="uniform-w", mesh=MeshShape(pipe=2, fsdp=2)), "fsdp of this mesh split them: use 'uniform'"),
         (
+            dict(pipe_schedule="zb-h1", mesh=MeshShape(pipe=2, expert=2)),
+            "expert of this mesh split them: use '1f1b', .*, or let experts compute in one call .weight tickets hold the "
+            "operands of one call of the kernels: use drop, or a capacity_factor of at least the number of devices, with",
+        ),
+        (
+            dict(pipe_schedule="uniform-w", mesh=MeshShape(pipe=2, expert=2), capacity_factor=2.0, shadow_experts=1),
+            "with transport 'all_to_all' or 'gather' .hops='nccl'. and shadow_experts=0",
+        ),
+        (
+            dict(pipe_schedule="uniform-w", mesh=MeshShape(pipe=2, expert=2), capacity_factor=2.0, hops="copies"),
+            "with transport 'all_to_all' or 'gather' .hops='nccl'. and shadow_experts=0",
+        ),
+        (
             dict(pipe_schedule="1f1b", offload=True),
             "offload=True needs pipe_schedule='uniform': slots of '1f1b' stay in the GPU",
         ),

@@ -23,9 +23,7 @@ def changes_of_file():
         pytest.param("decoder", 70, marks=pytest.mark.xfail(strict=True, reason="half of the way is inside the experts")),
         ("experts_mlp", 10),
         pytest.param("step", 260, marks=pytest.mark.xfail(strict=True, reason="a third of the way is inside the experts")),
-        pytest.param(
-            "engine", 90, marks=pytest.mark.xfail(strict=True, reason="copies of experts and drafts have steps of their own")
-        ),
+        ("engine", 90),
     ],
 )
 def test_a_computation_changes_file_seldom(changes_of_file, road, most):

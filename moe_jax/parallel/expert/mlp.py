@@ -24,17 +24,13 @@ from moe_jax.layers.spread import Exchange
 from moe_jax.parallel.expert.one_round import Choices, ExpertInputs, first_round
 from moe_jax.parallel.expert.rounds import all_rounds
 from moe_jax.parallel.expert.routes import further_rounds, in_first_round, owners, queue
-from moe_jax.parallel.expert.settings import ExpertParallel, plan_exchange
+from moe_jax.parallel.expert.settings import NEEDS_ONE_CALL, ExpertParallel, plan_exchange
 from moe_jax.parallel.expert.shadow import compute_shadows
 from moe_jax.parallel.mesh import axis_size
 
 REFUSED: tuple[tuple[set[str], str], ...] = (
     ({"biases"}, "experts with biases lie on one device; these are split over several"),
-    (
-        {"ticket", "several calls"},
-        "weight tickets hold the operands of one call of the kernels: use drop, or a capacity_factor of at least the number "
-        "of devices, with transport 'all_to_all' or 'gather' and shadow_experts=0",
-    ),
+    ({"ticket", "several calls"}, NEEDS_ONE_CALL),
     (
         {"tokens_in_fp8", "no precision"},
         "tokens_in_fp8=True sends tokens as experts in FP8 multiply them: give precision=Precision(), or set_precision of "

@@ -42,6 +42,13 @@ MAX_ROWS_PER_STEP = 2**18
 Fewer, larger matmuls fill the GPU better. The bound limits memory, and the transfers after the last matmul."""
 
 
+NEEDS_ONE_CALL = (
+    "weight tickets hold the operands of one call of the kernels: use drop, or a capacity_factor of at least the number of "
+    "devices, with transport 'all_to_all' or 'gather' (hops='nccl') and shadow_experts=0"
+)
+"""The reason why the weight gradients of experts in several calls cannot be put off (`ExpertParallel.is_one_call`)."""
+
+
 FLOPS_PER_BYTE = 2210.5263157894738
 """`cost.machine.H200`: FLOP/s of the experts' nine matmuls over the bytes/s of an all-to-all over NVLink."""
 

@@ -5,7 +5,7 @@ from typing import get_args
 
 from moe_jax.layers.matrices import SPLIT
 from moe_jax.parallel.choices import CHOOSES_CHUNKS, PipeSchedule
-from moe_jax.parallel.expert.settings import ExpertParallel
+from moe_jax.parallel.expert.settings import NEEDS_ONE_CALL, ExpertParallel
 from moe_jax.parallel.pipeline.dual_pipe import dualpipe, dualpipe_v
 from moe_jax.parallel.pipeline.schedules import Schedule, one_f_one_b, zb_h1, zb_v
 from moe_jax.parallel.pipeline.ticks import interleaved, uniform, uniform_w
@@ -32,13 +32,12 @@ def ranks_problem(name: str, ranks: int, chunks: int) -> str:
     return ""
 
 
-def split_problem(name: PipeSchedule, axes: Mapping[str, int], expert: ExpertParallel | None = None) -> str:
+def split_problem(name: PipeSchedule, axes: Mapping[str, int], expert: ExpertParallel | None) -> str:
     """Returns why a schedule cannot run on a mesh of these axes because matrices are split; empty if it can."""
     if name not in NEEDS_W or divides_backward(axes, expert):
         return ""
     split = split_axes(axes)
-    is_cured = split == ["expert"] and expert is not None
-    cure = ", or drop or a larger capacity_factor, for experts that compute in one call" if is_cured else ""
+    cure = f", or let experts compute in one call ({NEEDS_ONE_CALL})" if split == ["expert"] else ""
     return (
         f"pipe_schedule={name!r} divides the backward pass, for which each rank must hold whole matrices; "
         f"{', '.join(split)} of this mesh split them: use {NEEDS_W[name]}{cure}"
@@ -52,12 +51,12 @@ def divides_backward(axes: Mapping[str, int], expert: ExpertParallel | None) -> 
 
 
 def schedule_problem(
-    name: PipeSchedule, axes: Mapping[str, int], chunks: int, micro_batches: int, expert: ExpertParallel | None = None
+    name: PipeSchedule, axes: Mapping[str, int], chunks: int, micro_batches: int, expert: ExpertParallel | None
 ) -> str:
     """Returns why a schedule cannot order a step on a mesh of these axes; empty if it can.
 
     Args:
-      expert: how tokens travel to experts; None: unknown, and so experts on several devices may compute in several calls.
+      expert: how tokens travel to experts, if these are on several devices.
     """
     ranks = axes.get("pipe", 1)
     problem = ranks_problem(name, ranks, chunks)

@@ -173,8 +173,9 @@ class FinetuneSettings(RunSettings):
                 f"Take a multiple of {ranks}, at best {4 * ranks} or more"
             )
         name, axes = self.pipe_schedule, {**asdict(self.mesh), "pipe": ranks}
+        expert = self.expert_parallel.over(self.mesh.expert, self.hops or "nccl")
         if self.gradient_accumulation > 1 and (
-            problem := schedule_problem(name, axes, self.pipe_chunks, self.gradient_accumulation)
+            problem := schedule_problem(name, axes, self.pipe_chunks, self.gradient_accumulation, expert)
         ):
             problems.append(problem)
         elif name not in UNIFORM and self.offload:

@@ -20,7 +20,6 @@ from moe_jax.models.decoder import Decoder, fp8_refusal
 from moe_jax.models.layers_in_pipe import layers_in_pipe
 from moe_jax.parallel.choices import MESH_AXES, UNIFORM, MeshShape
 from moe_jax.parallel.collectives.hops import default_hops
-from moe_jax.parallel.expert import ExpertParallel
 from moe_jax.parallel.layout import mesh_of
 from moe_jax.parallel.mesh import make_mesh
 from moe_jax.parallel.parallelism import Parallelism
@@ -32,7 +31,7 @@ from moe_jax.train.compiled_step import TrainStep
 from moe_jax.train.master_weights import initial_low_halves
 from moe_jax.train.objective import LossFunction, Objective
 from moe_jax.train.optimizer import make_optimizer, warmup_cosine
-from moe_jax.train.pipelined import check_branches
+from moe_jax.train.pipelined import check_branches, schedule_of
 from moe_jax.train.state import TrainState, init_state
 from moe_jax.train.step import make_train_step
 
@@ -206,16 +205,18 @@ def _parallelism(settings: RunSettings, model: Decoder | None) -> Parallelism | 
         )
     if mesh is None:
         return None
-    of_experts = {name: getattr(settings, name) for name in ("capacity_factor", "shadow_experts", "tokens_in_fp8")}
     parallelism = Parallelism(
         mesh,
-        ExpertParallel(**of_experts),
+        settings.expert_parallel,
         hops=settings.hops or default_hops(mesh),
         shard_optimizer=settings.shard_optimizer,
         **settings.order_of_passes | {"pipe_chunks": chunks},
     )
     if parallelism.pipe_schedule not in UNIFORM:
         check_branches(parallelism)
+    if parallelism.pipelined:
+        # Again, for the hops and the mesh, which the settings may leave out.
+        schedule_of(parallelism, settings.gradient_accumulation)
     parallelism.check_batch(settings.rows)
     ways = mesh.shape.get("context", 1)
     if ways > 1 and settings.seq_len % (2 * ways):

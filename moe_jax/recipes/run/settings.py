@@ -177,6 +177,13 @@ class RunSettings:
         """The rows of a micro-batch."""
         return self.batch_size // self.gradient_accumulation
 
+    @property
+    def expert_parallel(self) -> ExpertParallel:
+        """The settings of the exchange of tokens with experts on other devices."""
+        return ExpertParallel(
+            capacity_factor=self.capacity_factor, shadow_experts=self.shadow_experts, tokens_in_fp8=self.tokens_in_fp8
+        )
+
     def values_problems(self) -> list[str]:
         """Returns the values that are never valid, one clause each."""
         problems = [

@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from moe_jax.generation.tool_calls import AnswerPart, AnswerParts, Call
 from moe_jax.serving.handle import REPLACEMENT, Handle, ReplicaFailed
-from moe_jax.serving.http.body import ApiError, DisconnectedError, delivery, took_too_long
+from moe_jax.serving.http.body import ApiError, DisconnectedError, took_too_long
 from moe_jax.serving.http.record import RequestRecord
 from moe_jax.serving.http.service import Choice, Service
 
@@ -42,7 +42,7 @@ class TextPiece:
 class Answer:
     """The answer to a request whose choices already run; no choice outlives it.
 
-    `body`: the request's, already checked.
+    `body`: the request's, already checked; `wanted`: its `delivery`.
     """
 
     prefix: str
@@ -54,9 +54,16 @@ class Answer:
     whole_object: str
     chunk_object: str
 
-    def __init__(self, service: Service, choices: list[Choice], body: dict[str, Any], record: RequestRecord):
+    def __init__(
+        self,
+        service: Service,
+        choices: list[Choice],
+        body: dict[str, Any],
+        record: RequestRecord,
+        wanted: tuple[bool, bool, bool],
+    ):
         self.service, self.choices, self.body, self.record = service, choices, body, record
-        self.is_stream, self.includes_usage, self.returns_ids = delivery(body)
+        self.is_stream, self.includes_usage, self.returns_ids = wanted
         self.created, self.id = int(time.time()), secrets.token_hex(12)
 
     def choice(self, piece: TextPiece, *, is_first: bool, is_whole: bool) -> dict[str, Any]:

@@ -47,7 +47,7 @@ async def answer_completion(service: Service, request: Request) -> Response:
     if length < 0:
         raise ApiError(400, f"max_tokens must be at least 0; got {length}", param="max_tokens")
     options = sampling_options(body, service.defaults, service.defaults.ends, max_new_tokens=length, logprobs=logprobs)
-    delivery(body)
+    wanted = delivery(body)
     prompts = _prompts(body.get("prompt"), service.settings.max_choices)
     if isinstance(prompts[0], str):
         for prompt in prompts:
@@ -62,7 +62,7 @@ async def answer_completion(service: Service, request: Request) -> Response:
     choices = service.submit(tokens, options, "prompt")
     record.prompt_tokens = sum(map(len, tokens))
     begins = [text for text in echoed for _ in range(options.n)] if echo else [""] * len(choices)
-    return await CompletionAnswer(service, choices, body, record, begins=begins).respond(request)
+    return await CompletionAnswer(service, choices, body, record, wanted, begins=begins).respond(request)
 
 
 def _prompts(given: Any, limit: int) -> list:
@@ -113,7 +113,7 @@ async def answer_chat(service: Service, request: Request) -> Response:
         raise ApiError(400, f"{field} must be at least 1; got {length}", param=field)
     ends = service.defaults.ends_of_answers
     options = sampling_options(body, service.defaults, ends, max_new_tokens=length, logprobs=logprobs)
-    delivery(body)
+    wanted = delivery(body)
     take(body, "parallel_tool_calls", bool)
     encode = conversation_encoder(service.tokenizer, body, lambda text: service.check_length(text, "messages"))
     (tokens,) = truncated(body, await service.encode(encode, record, "messages"))
@@ -126,7 +126,7 @@ async def answer_chat(service: Service, request: Request) -> Response:
     parts = [AnswerParts(begin, calls, schemas) for _ in choices]
     for each in parts:
         each.add(forced)
-    return await ChatAnswer(service, choices, body, record, parts=parts).respond(request)
+    return await ChatAnswer(service, choices, body, record, wanted, parts=parts).respond(request)
 
 
 def _reading(tokenizer: Any, body: dict[str, Any], tokens: list[int]) -> tuple[bool | None, CallFormat | None, bool]:

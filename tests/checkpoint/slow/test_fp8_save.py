@@ -12,7 +12,6 @@ import moe_jax
 from moe_jax.checkpoint.hf_load import from_pretrained
 from moe_jax.commands.convert import ConvertCommand
 from moe_jax.kernels import quantise_matrices
-from moe_jax.kernels.experts.fp8.quantise import dequantised_matrices
 from moe_jax.layers.quantised import BlockScaled
 from tests.helpers import seeds
 from tests.helpers.checkpoint_helpers import (
@@ -24,6 +23,7 @@ from tests.helpers.checkpoint_helpers import (
     write_checkpoint,
     write_fp8,
 )
+from tests.helpers.expert_layers import dequantised_matrices
 
 SIZES = dict(hidden_size=256, intermediate_size=384, moe_intermediate_size=128, head_dim=64, num_hidden_layers=2)
 

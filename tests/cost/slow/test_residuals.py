@@ -12,7 +12,8 @@ from moe_jax import from_config
 from moe_jax.config import NAMED_CONFIGS
 from moe_jax.cost import PlannedStep
 from moe_jax.cost.memory import kept_by_layer
-from moe_jax.layers.passes import forward_loop, run_loops
+from moe_jax.layers.loops import run_loops
+from moe_jax.layers.passes import forward_loop
 from moe_jax.models.execution import Execution
 from moe_jax.models.forward import stage_layers
 from moe_jax.parallel.choices import MeshShape

@@ -15,7 +15,7 @@ from moe_jax.config import Qwen3Config
 from moe_jax.layers.attend import Attend
 from moe_jax.layers.attention import Attention
 from moe_jax.layers.rope import rope_tables
-from moe_jax.models.qwen3 import Qwen3
+from moe_jax.models.auto import Qwen3
 from moe_jax.parallel.sequence.attention import ContextParallel
 from moe_jax.serving import Engine
 from tests.helpers import seeds

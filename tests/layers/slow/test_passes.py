@@ -7,17 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moe_jax.layers.passes import (
-    WHOLE_LAYER,
-    LayerArrays,
-    Layers,
-    backward_loop,
-    forward_loop,
-    run_joined,
-    run_loops,
-    run_pass,
-    run_together,
-)
+from moe_jax.layers.loops import run_joined, run_loops, run_pass, run_together
+from moe_jax.layers.passes import WHOLE_LAYER, LayerArrays, Layers, backward_loop, forward_loop
 from tests.helpers import seeds
 from tests.helpers.h200 import needs_compiler, run_script, scopes_beside_copies
 
@@ -113,7 +104,8 @@ JOINED = """
 from flax import nnx
 import moe_jax
 from moe_jax.kernels.shapes import vary_as
-from moe_jax.layers.passes import backward_loop, forward_loop, run_loops
+from moe_jax.layers.loops import run_loops
+from moe_jax.layers.passes import backward_loop, forward_loop
 from moe_jax.models.execution import Execution
 from moe_jax.models.forward import Carry, PerLayer, layer_inputs, stage_layers
 from moe_jax.parallel import ExpertParallel

@@ -11,8 +11,9 @@ from flax import nnx
 import moe_jax
 from moe_jax.config import ModelConfig
 from moe_jax.layers.cache import init_cache
+from moe_jax.layers.loops import run_loops
 from moe_jax.layers.moe import Experts
-from moe_jax.layers.passes import LayerArrays, Layers, backward_loop, forward_loop, run_loops
+from moe_jax.layers.passes import LayerArrays, Layers, backward_loop, forward_loop
 from moe_jax.layers.tickets import DeferredWeight, WeightTicket, defer_weight_gradients, inputs_backward, weights_backward
 from moe_jax.models.auto import MODEL_CLASSES
 from moe_jax.models.execution import Execution
@@ -80,7 +81,7 @@ class Stage(NamedTuple):
         (run,) = run_loops(forward_loop(layers, arrays, Carry(x, None)))
         sums = jax.tree.map(jnp.zeros_like, arrays.parameters)
         (back,) = run_loops(inputs_backward(layers, arrays, run.saved, Carry(dx, None), gradient_of(run.y), sums))
-        return run.x.x, back.dx.x, back.vectors, back.products
+        return run.x.x, back.dx.x, back.parameters, back.accumulators
 
     def w(self, products, sums):
         """Returns the sums with the gradients of all matrices added."""

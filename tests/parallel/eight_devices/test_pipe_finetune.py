@@ -8,12 +8,14 @@ import sys
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
 import moe_jax
 from moe_jax.checkpoint.training import TrainingCheckpoints, finished_steps
+from moe_jax.models.random_weights import random_model
 from moe_jax.parallel.choices import MeshShape
 from moe_jax.parallel.pipeline.chunks import from_chunks, to_chunks
 from moe_jax.recipes import finetune
@@ -131,10 +133,22 @@ def test_losses_with_another_schedule(whole, one, tmp_path, schedule, chunks):
     np.testing.assert_allclose(losses(output), losses(one[0]), rtol=1e-6)
 
 
-def test_a_model_on_a_pipe_is_checked_before_anything_is_written(tmp_path):
-    def refused(message, loss=None, model=None, **changes):
+@pytest.mark.thorough
+def test_put_off_weights_with_split_experts(tmp_path):
+    """Losses equal the schedule's that puts nothing off, where the experts compute in one call."""
+    sizes = dict(pipe=2, expert=2)
+    options = dict(mesh=MeshShape(**sizes), gradient_accumulation=2, capacity_factor=2.0, steps=3)
+    for schedule in ("1f1b", "zb-h1"):
+        settings = tiny.settings(tmp_path, output=str(tmp_path / schedule), pipe_schedule=schedule, **options)
+        model = random_model(tiny.model().config, jnp.float32, mesh=mesh_of(**sizes))
+        finetune(settings, model=model, tokenizer=tiny.tokenizer())
+    np.testing.assert_allclose(losses(tmp_path / "zb-h1"), losses(tmp_path / "1f1b"), rtol=1e-6)
+
+
+def test_a_model_on_a_pipe_is_checked_before_anything_is_written(tmp_path, monkeypatch):
+    def refused(message, loss=None, model=None, expert=1, **changes):
         settings = tiny.settings(tmp_path, **{"gradient_accumulation": 2, **changes})
-        mesh = mesh_of(pipe=2)
+        mesh = mesh_of(pipe=2, expert=expert)
         if model is None:
             model = tiny.model()
             nnx.update(model, to_chunks(nnx.state(model), mesh))
@@ -147,3 +161,7 @@ def test_a_model_on_a_pipe_is_checked_before_anything_is_written(tmp_path):
     refused("the mesh has pipe=2, and the model's layers are not split into chunks", model=laid_out(tiny.model(), pipe=2))
     refused("settings.mesh=.*pipe=1.*, but the model is on .*pipe=2", mesh=MeshShape(fsdp=2))
     refused("settings.pipe_chunks=2, but the model is split into 1 chunks a rank", mesh=MeshShape(pipe=2), pipe_chunks=2)
+    # As on GPUs of one process, where the default is copies, and so pairwise exchanges.
+    monkeypatch.setattr("moe_jax.parallel.collectives.hops._obstacle", lambda mesh: "")
+    options = dict(mesh=MeshShape(pipe=2, expert=2), pipe_schedule="uniform-w", capacity_factor=2.0)
+    refused("let experts compute in one call .*hops='nccl'", expert=2, **options)

@@ -166,7 +166,7 @@ def step_of(name, micro_batches=4, remat=True, **settings):
         (dict(name="zb-v", pipe=2, expert=2, fsdp=2), "fsdp, expert of this mesh split them: use '1f1b', 'interleaved', 'dua"),
         (
             dict(name="zb-h1", pipe=2, expert=2),
-            "use '1f1b', .*, or drop or a larger capacity_factor, for experts that compute",
+            "use '1f1b', .*, or let experts compute in one call .weight tickets hold the operands of one call",
         ),
         (dict(name="uniform-w", pipe=2, expert=2, transport="pairwise", **ONE_ROUND), "expert of this mesh split them: use"),
         (dict(name="dualpipe", pipe=2, micro_batches=2), "micro_batches must be at least 2 \\* ranks = 4 for DualPipe; got 2"),

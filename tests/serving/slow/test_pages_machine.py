@@ -86,7 +86,7 @@ class PagesMachine(RuleBasedStateMachine):
         free, cached, owned, _ = self.pool.counts()
         assert (cached, owned) == (len(self.cached), len(self.owned())) and free + cached + owned == NUM_PAGES - 1
         assert self.pool.available == free + cached
-        assert {page for page in range(NUM_PAGES) if self.pool.is_sealed(page)} == self.sealed.keys()
+        assert {page for page in range(NUM_PAGES) if self.pool._hash_of[page] is not None} == self.sealed.keys()
 
 
 def test_any_order():

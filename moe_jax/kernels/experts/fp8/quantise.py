@@ -88,12 +88,6 @@ def dequantised_rows(rows: QuantisedRows) -> Float[Array, "rows k"]:
     return rows.values.astype(jnp.float32) * jnp.repeat(rows.scales.T, GROUP, axis=1)
 
 
-def dequantised_matrices(w: QuantisedMatrices) -> Float[Array, "*stack n k"]:
-    """Returns values * scales in f32, [..., n, k]."""
-    scales = jnp.repeat(jnp.repeat(w.scales, GROUP, axis=-2), GROUP, axis=-1)
-    return w.values.astype(jnp.float32) * scales
-
-
 def refusal(dtype: jnp.dtype, hidden: int, inter: int) -> str | None:
     """Returns why FP8 does not support such experts, with the supported sizes; None if it does."""
     if dtype != jnp.bfloat16:

@@ -9,10 +9,10 @@ import pytest
 
 from moe_jax.kernels import Precision, QuantisedMatrices, quantise_matrices
 from moe_jax.kernels.experts.activation import activated
-from moe_jax.kernels.experts.fp8.quantise import InFp8, dequantised_matrices, dequantised_rows, quantise_rows
+from moe_jax.kernels.experts.fp8.quantise import InFp8, dequantised_rows, quantise_rows
 from moe_jax.kernels.low_rank import LowRank
 from tests.helpers import expert_layers, oracle, seeds
-from tests.helpers.expert_layers import Adapter, Form, compute
+from tests.helpers.expert_layers import Adapter, Form, compute, dequantised_matrices
 from tests.helpers.lowered import lowered_for_h200, num_kernels
 
 TOKENS, EXPERTS, K, HIDDEN, INTER, RANK = 48, 3, 2, 256, 128, 3

@@ -12,7 +12,6 @@ from moe_jax.kernels.experts.fp8.quantise import (
     INVERSE_LARGEST,
     LEAST_MAXIMUM,
     QuantisedRows,
-    dequantised_matrices,
     dequantised_rows,
     quantise_matrices,
     quantise_rows,
@@ -21,7 +20,7 @@ from moe_jax.kernels.experts.fp8.quantise import (
 from moe_jax.kernels.experts.routing import plan
 from moe_jax.kernels.experts.separate_vjps import weight_of_row
 from tests.helpers import expert_layers, seeds
-from tests.helpers.expert_layers import SUM_ERROR_IN_FP8
+from tests.helpers.expert_layers import SUM_ERROR_IN_FP8, dequantised_matrices
 
 EXPERTS, K, HIDDEN, INTER = 4, 2, 256, 128
 
