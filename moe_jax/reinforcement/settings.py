@@ -1,7 +1,8 @@
 """The choice of a policy loss and its numbers."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from math import inf
+from math import inf, prod
 from typing import Any, Literal, get_args
 
 Loss = Literal["dapo", "grpo", "dr_grpo", "gspo", "cispo"]
@@ -110,6 +111,30 @@ class PolicySettings(LossSettings):
     def __post_init__(self):
         if problems := _problems(self):
             raise ValueError("PolicySettings: " + "; ".join(problems))
+
+
+def mesh_problems(mesh: Mapping[str, int], replicas: int | None, exact: bool, adapted: bool) -> list[str]:
+    """Returns the reasons why a policy cannot learn on a mesh, one clause each.
+
+    Args:
+      mesh: the number of devices along each axis.
+      replicas: the number of devices that draw; None: all.
+      adapted: True if adapters are trained.
+    """
+    devices = prod(mesh.values())
+    problems = [
+        f"reinforcement learning splits its mesh over data and fsdp alone: leave out {axis}={size}"
+        for axis, size in mesh.items()
+        if size > 1 and axis not in ("data", "fsdp")
+    ]
+    if devices > 1 and replicas not in (None, devices):
+        problems.append(f"replicas={replicas} must be {devices}, the devices of the mesh: each of them draws")
+    if exact and adapted and mesh.get("fsdp", 1) > 1:
+        problems.append(
+            f"exact=True merges adapters into matrices that each device has whole, and fsdp={mesh['fsdp']} splits them: use "
+            "data, or exact=False"
+        )
+    return problems
 
 
 def _problems(settings: PolicySettings) -> list[str]:
