@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args
 
 Loss = Literal["dapo", "grpo", "dr_grpo", "gspo", "cispo"]
 Kl = Literal["k1", "k2", "k3"]
-AdvantageScale = Literal["group", "none"]
+AdvantageScale = Literal["group", "none", "gdpo"]
 Importance = Literal["none", "tis", "icepop"]
 Level = Literal["token", "sequence"]
 KeptGroups = Literal["all", "with_spread"]
@@ -39,7 +39,8 @@ class LossSettings:
       beta: the coefficient of the KL divergence from a reference. 0: no reference is needed.
       kl: the estimator of the KL divergence.
       kl_bias_correction: multiply the estimator by the ratio, so that its gradient is that of the KL divergence.
-      advantage_scale: "group" divides advantages by the group's standard deviation. None: "none" for dr_grpo, else "group".
+      advantage_scale: "group" divides advantages by the group's standard deviation. "gdpo" divides each function's rewards by
+        it before their sum, and the sums by the batch's (GDPO). None: "none" for dr_grpo, else "group".
       mask_truncated: True: answers cut at max_new_tokens are not learned. They still count in their group's mean and deviation.
       overlong_buffer: the number of tokens before max_new_tokens in which a penalty grows; 0: no penalty.
       overlong_factor: the penalty of an answer of max_new_tokens.
@@ -82,7 +83,7 @@ class LossSettings:
     @property
     def scales_advantages(self) -> bool:
         """True if advantages are divided by their group's standard deviation."""
-        return self.loss != "dr_grpo" if self.advantage_scale is None else self.advantage_scale == "group"
+        return self.loss != "dr_grpo" if self.advantage_scale is None else self.advantage_scale != "none"
 
     @property
     def needs_whole_samples(self) -> bool:

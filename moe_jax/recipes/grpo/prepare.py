@@ -8,8 +8,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
 from moe_jax.models.decoder import Decoder
+from moe_jax.parallel.choices import MeshShape
+from moe_jax.parallel.layout import mesh_of
 from moe_jax.recipes.grpo.settings import GrpoSettings
 from moe_jax.recipes.run.identity import identity_of
 from moe_jax.recipes.run.model import PlannedModel, plan_model
@@ -77,6 +80,9 @@ def plan_grpo(
         environment = function_at(settings.environment)
     if jax.process_count() > 1:
         raise ValueError(f"grpo runs in one process, which computes on all its devices; got {jax.process_count()}")
+    mesh = None if model is None else mesh_of(nnx.state(model))
+    if mesh is not None and settings.mesh.size == 1:
+        settings = replace(settings, mesh=MeshShape(**mesh.shape))
     planned = plan_model(settings, model, tokenizer)
     limits = _limits(settings, planned.devices)
     adapted, drops = () if planned.lora is None else planned.lora.kinds, settings.lora is not None and settings.lora.dropout > 0

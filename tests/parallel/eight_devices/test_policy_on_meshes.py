@@ -1,5 +1,6 @@
 """A policy that learns on a mesh draws the answers of one device, and takes the same steps."""
 
+import json
 from contextlib import closing
 from dataclasses import replace
 
@@ -10,6 +11,9 @@ import pytest
 from flax import nnx
 
 from moe_jax import adapters
+from moe_jax.parallel.choices import MeshShape
+from moe_jax.recipes import GrpoSettings, grpo
+from moe_jax.recipes.grpo.settings import EngineSizes
 from moe_jax.reinforcement.policy import Policy
 from moe_jax.reinforcement.settings import PolicySettings
 from moe_jax.serving import EngineLimits
@@ -88,3 +92,54 @@ def test_answers_and_steps_are_those_of_one_device(one_device, sizes, name):
             np.testing.assert_allclose(ours[metric], theirs[metric], rtol=1e-5, atol=1e-5, err_msg=metric)
     for ours, theirs in zip(jax.tree.leaves(found[2]), jax.tree.leaves(params), strict=True):
         assert np.linalg.norm(ours - theirs) <= 1e-5 * np.linalg.norm(theirs)
+
+
+def test_a_run_continues_after_a_kill(tmp_path):
+    """A judge fails in the third rollout, after the checkpoint of step 2; one device has the same rewards."""
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("a b", "what", "x = 1")))
+
+    def run(name, mesh, fails=False):
+        calls = []
+
+        def small_tokens(completion_ids, **columns):
+            calls.append(None)
+            if fails and len(calls) == 6:
+                raise ConnectionError("the judge is away")
+            return [float(np.mean(np.asarray(tokens) < 128)) for tokens in completion_ids]
+
+        settings = GrpoSettings(
+            model="none", data=str(tmp_path / "prompts.jsonl"), output=str(tmp_path / name), prompts=2, samples=4, steps=4,
+            max_new_tokens=6, seq_len=32, learning_rate=1e-3, warmup_steps=0, dtype="float32", checkpoint_every=2, mesh=mesh,
+        )  # fmt: skip
+        model = laid_out(tiny.model(), fsdp=mesh.fsdp) if mesh.size > 1 else tiny.model()
+        return grpo(settings, rewards=[small_tokens], model=model, tokenizer=tiny.tokenizer())
+
+    one, whole = run("one", MeshShape()), run("whole", MeshShape(fsdp=2))
+    with pytest.raises(RuntimeError, match="the judge is away"):
+        run("killed", MeshShape(fsdp=2), fails=True)
+    resumed = run("killed", MeshShape(fsdp=2))
+    assert len(resumed.metrics) == 4
+    for other in (whole, resumed):
+        for ours, theirs in zip(other.metrics, one.metrics, strict=True):
+            for name in ("reward", "completions/mean_length", "entropy", "grad_norm", "loss"):
+                np.testing.assert_allclose(ours[name], theirs[name], rtol=1e-4, atol=1e-5, err_msg=name)
+        for a, b in zip(*(jax.tree.leaves(nnx.state(each.model, nnx.Param)) for each in (other, one)), strict=True):
+            np.testing.assert_allclose(np.asarray(a), np.asarray(b), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        (dict(mesh=MeshShape(expert=2)), "splits its mesh over data and fsdp alone: leave out expert=2"),
+        (dict(mesh=MeshShape(fsdp=2), engine=EngineSizes(replicas=4)), "replicas=4 must be 2, the devices of the mesh"),
+        (
+            dict(mesh=MeshShape(fsdp=2), exact=True, lora=adapters.LoraSettings(targets=("attention",))),
+            "exact=True merges adapters .* fsdp=2 splits them: use data",
+        ),
+    ],
+)
+def test_refused_meshes(tmp_path, changes, message):
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "a"}\n')
+    with pytest.raises(ValueError, match=message):
+        GrpoSettings(model="none", data=str(tmp_path / "prompts.jsonl"), output=str(tmp_path / "run"), **changes)
+    assert not (tmp_path / "run").exists()
