@@ -225,10 +225,18 @@ def test_dry_run_renders_two_prompts_and_calls_the_rewards(tmp_path, capsys):
     dry_run(chosen, model=tiny.dense(), tokenizer=tiny.tokenizer(), rewards=[letters_a])
     printed = capsys.readouterr().out
     assert printed.count("the answer 'The answer is 42.' has the rewards {'letters_a': 0.05") == 2
-    assert "prompts.jsonl " in printed and "dry run: nothing was trained or written" in printed
+    assert "prompts.jsonl " in printed and "dry run: nothing was trained or written" in printed and "predicted" not in printed
     assert not (tmp_path / "run").exists()
     with pytest.raises(ValueError, match="dry_run=True"):
         run(chosen)
+
+
+def test_dry_run_predicts_time_and_memory(tmp_path, capsys):
+    chosen = settings(tmp_path, dry_run=True, exact=False, dtype="bfloat16", lora=LoraSettings(rank=2), prompts=64)
+    dry_run(chosen, model=tiny.dense(), tokenizer=tiny.tokenizer(), rewards=[letters_a])
+    printed = capsys.readouterr().out
+    assert "--- predicted for H200s, if all answers have 6 tokens\ndata fsdp batch-size pages" in printed
+    assert "GiB of the first rollout: trainer 0.0, whole copy 0.0, engine 3.0, pages 0.0" in printed
 
 
 class Letters:
