@@ -93,7 +93,7 @@ class Engine:
         parts = take_apart(model, drafts=modules, take_over=take_over, mesh=own.mesh, strict=strict)
         options: dict[str, Any] = dict(keep_experts=keep_experts, drafts=source, lazy=lazy)
         devices = [Device(parts, own, limits, **options)]
-        holders = jax.tree.leaves(nnx.state(model))[0].devices()
+        holders = jax.tree.leaves(nnx.state(model))[0].sharding.device_set
         devices += [Device(parts, each, limits, owns_weights=holders.isdisjoint(each.devices), **options) for each in others]
         for device in devices:
             device.warm_up()
