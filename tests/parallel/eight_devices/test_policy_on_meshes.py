@@ -1,6 +1,7 @@
 """A policy that learns on a mesh draws the answers of one device, and takes the same steps."""
 
 import json
+import operator
 from contextlib import closing
 from dataclasses import replace
 
@@ -14,7 +15,8 @@ from moe_jax import adapters
 from moe_jax.parallel.choices import MeshShape
 from moe_jax.recipes import GrpoSettings, grpo
 from moe_jax.recipes.grpo.settings import EngineSizes
-from moe_jax.reinforcement.policy import Policy
+from moe_jax.reinforcement import audit
+from moe_jax.reinforcement.policy import Policy, whole_on_each_device
 from moe_jax.reinforcement.settings import PolicySettings
 from moe_jax.serving import EngineLimits
 from tests.helpers import tiny
@@ -83,7 +85,13 @@ def test_answers_and_steps_are_those_of_one_device(one_device, sizes, name):
     options = dict(lora=adapters.LoraSettings(rank=2), settings=replace(SETTINGS, beta=0.1)) if name == "adapters" else {}
     answers, metrics, params = one_device(name, **options)
     with closing(policy_on(sizes, **options)) as policy:
+        served = jax.tree.leaves(nnx.state(policy.drawing_model()))
+        assert all(array.is_fully_replicated for array in served)
+        if "fsdp" not in sizes:
+            assert all(map(operator.is_, served, jax.tree.leaves(nnx.state(policy.model))))
         found = steps_of(policy)
+        # Copies for a rollout are deleted before the update; the update donated the arrays that it shares with the engine.
+        assert all(array.is_deleted() for array in served) or name == "adapters"
         assert all(stats.num_tokens for stats in policy.engine.stats_of_devices().values())
     assert found[0] == answers
     for ours, theirs in zip(found[1], metrics, strict=True):
@@ -92,6 +100,24 @@ def test_answers_and_steps_are_those_of_one_device(one_device, sizes, name):
             np.testing.assert_allclose(ours[metric], theirs[metric], rtol=1e-5, atol=1e-5, err_msg=metric)
     for ours, theirs in zip(jax.tree.leaves(found[2]), jax.tree.leaves(params), strict=True):
         assert np.linalg.norm(ours - theirs) <= 1e-5 * np.linalg.norm(theirs)
+
+
+def test_each_device_audits_rows_of_its_own(monkeypatch, rng):
+    """Values and experts are those of one device, for a number of rows that the devices do not divide."""
+
+    def ordinary(model, tokens, segment_ids, *, max_segments, temperature):
+        states = model.hidden_states(tokens, segment_ids=segment_ids)
+        return states.hidden.sum(axis=2)[:, :-1] / temperature, states.expert_ids
+
+    monkeypatch.setattr(audit, "strict_pass", ordinary)
+    tokens = rng.integers(0, 200, (5, 16)).astype(np.int32)
+    batch, model = dict(tokens=tokens, segment_ids=np.ones_like(tokens)), tiny.model()
+    found = [
+        audit.strict_rows(each, batch, np.arange(5), 0.7)
+        for each in (model, whole_on_each_device(laid_out(model, data=2, fsdp=2)))
+    ]
+    np.testing.assert_allclose(found[1][0], found[0][0], atol=1e-4)
+    np.testing.assert_array_equal(found[1][1], found[0][1])
 
 
 def test_a_run_continues_after_a_kill(tmp_path):
