@@ -59,7 +59,9 @@ class Placement:
         if own.mesh is not None:
             if count == len(own.devices) and all(leaf.is_fully_replicated for leaf in jax.tree.leaves(nnx.state(model))):
                 return [cls((device,), None) for device in own.devices]
-            raise ValueError(f"replicas={count} needs a model on one device; the model is on {len(own.devices)}")
+            raise ValueError(
+                f"replicas={count} needs a model on one device, or whole on each of {count}; the model is on {len(own.devices)}"
+            )
         all_devices = jax.local_devices(backend=own.devices[0].platform)
         if count > len(all_devices):
             raise ValueError(f"replicas must be at most {len(all_devices)}, the devices of this process; got {count}")

@@ -14,7 +14,6 @@ from flax import nnx
 from moe_jax import adapters
 from moe_jax.parallel.choices import MeshShape
 from moe_jax.recipes import GrpoSettings, grpo
-from moe_jax.recipes.grpo.settings import EngineSizes
 from moe_jax.reinforcement import audit
 from moe_jax.reinforcement.policy import Policy, whole_on_each_device
 from moe_jax.reinforcement.settings import PolicySettings
@@ -151,21 +150,3 @@ def test_a_run_continues_after_a_kill(tmp_path):
                 np.testing.assert_allclose(ours[name], theirs[name], rtol=1e-4, atol=1e-5, err_msg=name)
         for a, b in zip(*(jax.tree.leaves(nnx.state(each.model, nnx.Param)) for each in (other, one)), strict=True):
             np.testing.assert_allclose(np.asarray(a), np.asarray(b), atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    "changes, message",
-    [
-        (dict(mesh=MeshShape(expert=2)), "splits its mesh over data and fsdp alone: leave out expert=2"),
-        (dict(mesh=MeshShape(fsdp=2), engine=EngineSizes(replicas=4)), "replicas=4 must be 2, the devices of the mesh"),
-        (
-            dict(mesh=MeshShape(fsdp=2), exact=True, lora=adapters.LoraSettings(targets=("attention",))),
-            "exact=True merges adapters .* fsdp=2 splits them: use data",
-        ),
-    ],
-)
-def test_refused_meshes(tmp_path, changes, message):
-    (tmp_path / "prompts.jsonl").write_text('{"prompt": "a"}\n')
-    with pytest.raises(ValueError, match=message):
-        GrpoSettings(model="none", data=str(tmp_path / "prompts.jsonl"), output=str(tmp_path / "run"), **changes)
-    assert not (tmp_path / "run").exists()
