@@ -18,8 +18,8 @@ def total_rewards(group: Group, settings: PolicySettings) -> Float[np.ndarray, "
         penalty = -overlong_factor * clip((length - (max_new_tokens - overlong_buffer)) / overlong_buffer, 0, 1)
 
     A NaN leaves its function out. Samples that every function left out, or that failed, have NaN. The penalty is equation 13 of
-    https://arxiv.org/abs/2503.14476. With advantage_scale="gdpo" each function, and the penalty, is first normalized within the
-    group, as `advantages` does with "group": all functions then have the same spread (https://arxiv.org/abs/2601.05242).
+    https://arxiv.org/abs/2503.14476. With advantage_scale="gdpo" (https://arxiv.org/abs/2601.05242) the rewards of each
+    function, and the penalty, are first normalized within the group. All functions then have the same spread.
 
     Raises:
       ValueError: a group without rewards, an infinite reward, or another number of functions than `reward_weights` has.
