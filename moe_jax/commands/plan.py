@@ -129,7 +129,8 @@ class PlanCommand:
         found = machine(self.gpu, memory=self.memory, gpus_of_host=self.hosts_of)
         rows = max(1, self.devices * 32768 // self.sequence_length) if self.rows is None else self.rows
         if self.answers is not None:
-            return self._plan_rollouts(found)
+            self._plan_rollouts(found)
+            return
         predictions = self._predictions(found, rows)
         hosts = f" in hosts of {self.hosts_of}" if self.devices > self.hosts_of else ""
         step = f"{rows} x {self.sequence_length} tokens a step"

@@ -51,7 +51,7 @@ ROLLOUT_COLUMNS = (
 def rollout_table(predictions: Iterable[RolloutPrediction]) -> list[str]:
     """Returns a header, a line for each step of reinforcement learning, and the parts of the first one's rollout."""
     predictions = list(predictions)
-    rows = [ROLLOUT_COLUMNS]
+    rows: list[tuple[str, ...]] = [ROLLOUT_COLUMNS]
     for each in predictions:
         step = each.update.step
         batch_size = step.rows // (step.mesh.size * step.gradient_accumulation)

@@ -112,10 +112,11 @@ def _of_rewards(plan: PlannedGrpo) -> str:
 
 def _prediction(plan: PlannedGrpo, prompt_tokens: int) -> str:
     """Returns the predicted time and memory of a step on H200s, if all answers have their maximum length."""
-    settings, limits, adapters = plan.settings, plan.limits, None
+    settings, limits = plan.settings, plan.limits
     sizes = settings.max_new_tokens, limits.replicas, limits.max_sequences, limits.num_pages
     rollout = PlannedRollout(settings.prompts * settings.samples, settings.samples, prompt_tokens, *sizes)
     number = -(-rows_of(rollout, settings.seq_len) // settings.rows)
+    adapters: PlannedAdapters | None = None
     if settings.lora is not None:
         found, trained = planned_lora(plan.config, settings.lora), settings.lora.targets or ("experts",)
         of_weights = settings.weights, "experts" in trained, found.factors
