@@ -372,8 +372,9 @@ def transformers_logits(folder: Path, tokens: list[int]) -> np.ndarray:
 
 def teach_by_rewards(settings: DemoSettings, output: Path, functions: list[str]) -> list[float]:
     """Trains the exported model by rewards (`recipes.grpo`), and exports it; returns the mean reward of each step."""
-    first_lines = dict.fromkeys(text.split("\n")[0] for text in functions)
-    write_json_lines(output / "prompts.jsonl", [{"prompt": line} for line in first_lines if len(line) < MAX_FIRST_LINE])
+    # Other signatures have several lines.
+    lines = [line for line in dict.fromkeys(text.split("\n")[0] for text in functions) if line.endswith(":")]
+    write_json_lines(output / "prompts.jsonl", [{"prompt": line} for line in lines if len(line) <= MAX_FIRST_LINE])
     run = GrpoSettings(
         model=str(output / "model"),
         data=str(output / "prompts.jsonl"),
