@@ -1,8 +1,10 @@
-"""Times whole steps of reinforcement learning, phase by phase, on one device, with a model of random weights.
+"""Times whole steps of reinforcement learning, phase by phase, on one device or a mesh, with a model of random weights.
 
     python benchmarks/grpo.py                                           # 2 layers of Qwen3-30B-A3B, all parameters
     python benchmarks/grpo.py --layers 4 --prompts 32 --new 1848        # 256 answers of 1,848 tokens to prompts of 200
     python benchmarks/grpo.py --layers 48 --lora-rank 32                # adapters on frozen weights, without exact mode
+    python benchmarks/grpo.py --layers 12 --mesh fsdp=4                 # draws and learns on four devices
+    python benchmarks/grpo.py --replicas 4                              # draws on four devices, and learns on one
     JAX_PLATFORMS=cpu python benchmarks/grpo.py --small
     JAX_PLATFORMS=cpu python benchmarks/grpo.py curve                   # rewards of a tiny model, here and by TRL
 
@@ -10,16 +12,17 @@
 average, at most `--new`. The first two steps may compile. A later step that compiles is a failure, and so is a token whose bits
 differ in exact mode. The audit computes a few rows, and all rows in the first and in the last step. Seconds of the phases:
 
-    sample   draw all answers; `tokens_per_s` counts their tokens, `engine_steps` the engine's steps
+    sample   draw all answers; `tokens_per_s` counts their tokens, `engine_steps` the steps of all devices
     reward   call the reward function
     sleep    free the engine's pages and its copies of weights
     again    compute the log-probabilities of all answers again, as trainers do whose sampler has other bits (without exact)
     audit    compare rows with the strict pass (exact alone)
     pack     advantages and packed rows
     update   the training step
-    wake     give the new weights and pages to the engine, until the device is idle
+    wake     gather the new weights, and give them and pages to the engine, until the devices are idle
 
-`allocated` is the memory in use after `sample`, and after `sleep`. The peak is that of the process until then. A row without a
+`tokens_per_s_gpu` counts the answers' tokens of a whole step, for each device that draws. `allocated` is the memory in use on
+the first device after `sample`, and after `sleep`. The peak is that of the process until then. A row without a
 step has the medians of the steps that compile nothing and audit a few rows. The last row compares the medians: "exact over
 recomputed" is the price of exact mode. Without `--mean`, answers have equal lengths in both modes, and so equal rows.
 """
@@ -27,6 +30,7 @@ recomputed" is the price of exact mode. Without `--mean`, answers have equal len
 import gc
 import json
 import logging
+import math
 import statistics
 import tempfile
 from collections.abc import Callable, Iterator
@@ -52,9 +56,9 @@ from moe_jax.cost.flops import num_parameters
 from moe_jax.kernels import target
 from moe_jax.models.decoder import Decoder
 from moe_jax.models.random_weights import random_model
+from moe_jax.parallel import make_mesh
 from moe_jax.recipes import GrpoSettings, grpo
 from moe_jax.reinforcement.advantages import advantages, token_weights, total_rewards
-from moe_jax.reinforcement.objective import sampled_token_scores
 from moe_jax.reinforcement.policy import Policy
 from moe_jax.reinforcement.rewards import score
 from moe_jax.reinforcement.rows import policy_rows
@@ -82,9 +86,11 @@ class Step(Case):
     prompt: int = 200  # tokens of a prompt
     new: int = 312  # tokens of an answer
     mean: int | None = None  # answers end at random, after this number of tokens on average; default: all have --new
-    rows: int = 4  # packed rows of a micro-batch
-    pages: int | None = None  # pages of keys and values; default: enough for all answers at once
-    sequences: int | None = None  # answers that are drawn at once; default: all
+    rows: int = 4  # packed rows of a micro-batch on each device
+    mesh: tuple[str, ...] = ("fsdp=1",)  # AXIS=N: axes data, fsdp
+    replicas: int | None = None  # devices that draw; default: all devices of the mesh
+    pages: int | None = None  # pages of keys and values on each device; default: enough for its answers at once
+    sequences: int | None = None  # answers that each device draws at once; default: its share of all
     steps: int = 6
     lora_rank: int | None = None  # train adapters of this rank; without exact mode
     moment_dtype: Literal["float32", "bfloat16"] = "float32"
@@ -95,6 +101,16 @@ class Step(Case):
         """Refuses options that do not fit."""
         if self.steps < COMPILING_STEPS + 2:
             raise SystemExit(f"--steps must be at least {COMPILING_STEPS + 2}; got {self.steps}")
+
+    @property
+    def drawing(self) -> int:
+        """The number of devices that draw."""
+        return self.replicas or self.learning
+
+    @property
+    def learning(self) -> int:
+        """The number of devices that learn."""
+        return math.prod(int(axis.split("=")[1]) for axis in self.mesh)
 
     def results(self) -> Iterator[dict[str, Any]]:
         """Yields the rows."""
@@ -108,13 +124,16 @@ class Step(Case):
 
         jax.monitoring.register_event_duration_secs_listener(listen)
         dtype = jnp.float32 if self.small and "exact" not in self.modes else jnp.bfloat16
-        model = random_model(config, dtype)
+        sizes = {name: int(size) for name, size in (axis.split("=") for axis in self.mesh)}
+        mesh = make_mesh(**sizes, devices=jax.devices()[: self.learning]) if self.learning > 1 else None
+        model = random_model(config, dtype, mesh=mesh)
         if self.lora_rank is not None:
             print(add_lora(model, LoraSettings(rank=self.lora_rank), rngs=nnx.Rngs(0)))
         modes = [mode for mode in self.modes if mode != "exact" or self.lora_rank is None]
         print(
             f"{config.num_hidden_layers} layers, {num_parameters(config) / 1e9:.2f} B parameters in {jnp.dtype(dtype).name}, "
-            f"{self.prompts} x {self.samples} answers of {self.new} tokens to prompts of {self.prompt}, modes {modes}\n"
+            f"{self.prompts} x {self.samples} answers of {self.new} tokens to prompts of {self.prompt}, modes {modes}, "
+            f"{self.drawing} devices draw and {self.learning} learn\n"
             f"compute capability {target.compute_capability()}; fused layers refused: {unfused_reason(model)}",
             flush=True,
         )
@@ -146,13 +165,14 @@ class Step(Case):
     def steps_of(self, model: Decoder, mode: str, compiled: list[tuple[str, float]]) -> Iterator[dict[str, Any]]:
         """Yields the row of each step. The model has the last weights then."""
         length, answers = self.prompt + self.new, self.prompts * self.samples
-        sequences = self.sequences or answers
+        sequences = self.sequences or -(-answers // self.drawing)
         limits = EngineLimits(
             max_sequences=sequences,
             max_length=length,
             max_tokens_per_step=max(sequences, 8 if self.small else 8192),
             num_pages=self.pages or 1 + sequences * pages_of(length),
             max_waiting=answers,
+            replicas=self.drawing,
         )
         print(f"{mode}: {limits}", flush=True)
         settings = PolicySettings(samples=self.samples, max_new_tokens=self.new, exact=mode == "exact")
@@ -202,6 +222,7 @@ class Step(Case):
             "total_s": sum(seconds.values()),
             "tokens": tokens,
             "tokens_per_s": tokens / seconds["sample"],
+            "tokens_per_s_gpu": tokens / sum(seconds.values()) / max(self.drawing, self.learning),
             "trained_per_s": trained / seconds["update"],
             "engine_steps": engine_steps,
             "audited_tokens": metrics.get("audited_tokens"),
@@ -217,21 +238,7 @@ class Step(Case):
         rewards = [total_rewards(group, policy.settings) for group in groups]
         values = advantages(rewards, policy.settings), token_weights(groups, policy.settings)
         batch = policy_rows(groups, *values, seq_len=self.prompt + self.new)
-        num_rows = -(-len(batch["tokens"]) // self.rows) * self.rows
-        batch = policy_rows(groups, *values, seq_len=self.prompt + self.new, num_rows=num_rows)
-        graph, weights = nnx.split(policy.model)
-
-        def compute() -> list[jax.Array]:
-            parts = np.split(np.arange(len(batch["tokens"])), len(batch["tokens"]) // self.rows)
-            return [log_probs(graph, weights, {name: array[part] for name, array in batch.items()}) for part in parts]
-
-        return timed(compute)[0]
-
-
-@partial(jax.jit, static_argnums=0)
-def log_probs(graph: nnx.GraphDef, weights: nnx.State, batch: dict[str, jax.Array]) -> jax.Array:
-    """Returns the log-probability of each token of some rows."""
-    return sampled_token_scores(nnx.merge(graph, weights), batch).log_probs
+        return timed(lambda: policy.log_probs(policy.drawing_model(), batch))[0]
 
 
 def share_of_odd_tokens(completion_ids: list[list[int]], **columns: Any) -> list[float]:

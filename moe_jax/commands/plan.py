@@ -11,7 +11,7 @@ import tyro
 from moe_jax.adapters.settings import LoraSettings
 from moe_jax.commands.options import LoraOption, config_of, options_of_lora
 from moe_jax.models.precision import PrecisionName, Weights
-from moe_jax.parallel.choices import OptimizerName, PipeSchedule
+from moe_jax.parallel.choices import MeshShape, OptimizerName, PipeSchedule
 from moe_jax.recipes.run.settings import lora_problems, precision_problems, weights_problems
 
 OF_STEP = (
@@ -37,6 +37,8 @@ class PlanCommand:
     moe-jax plan qwen3-0.6b --devices 1 --gpu rtx4090
 
     moe-jax plan qwen3-30b-a3b --devices 1 --lora.rank 32
+
+    moe-jax plan qwen3-30b-a3b --devices 4 --answers 1024 --new-tokens 1848 --moment-dtype bfloat16 --param-dtype bfloat16
 
     docs/log/cost_model.md compares predictions for H200s with measurements. Rates of other GPUs are scaled from the H200's by
     data sheets; none was measured. Exit status: 0 if a mesh fits, 1 if none does, 2 for bad input.
@@ -66,6 +68,9 @@ class PlanCommand:
       tokens_in_fp8: as in `moe-jax finetune`, on meshes with several devices along expert.
       shard_optimizer: as in `moe-jax finetune`, on meshes with several devices along data.
       pipe_schedule: as in `moe-jax finetune`, on meshes with a pipe.
+      answers: plan steps of `moe-jax grpo` that draw this number of answers, and learn from them in full rows. All layers are
+        recomputed then.
+      prompt_tokens, new_tokens: mean lengths of prompts and answers; with `--answers`.
       limit: maximum number of meshes to list.
       sbatch: a file for a Slurm batch script that trains on the fastest mesh.
     """
@@ -92,6 +97,9 @@ class PlanCommand:
     tokens_in_fp8: bool = False
     shard_optimizer: bool = False
     pipe_schedule: PipeSchedule = "uniform"
+    answers: int | None = None
+    prompt_tokens: int = 200
+    new_tokens: int = 1024
     limit: int = 10
     sbatch: str | None = None
 
@@ -120,6 +128,9 @@ class PlanCommand:
             raise ValueError(f"--seq-len must be at least 2, as in `moe-jax finetune`; got {self.sequence_length}")
         found = machine(self.gpu, memory=self.memory, gpus_of_host=self.hosts_of)
         rows = max(1, self.devices * 32768 // self.sequence_length) if self.rows is None else self.rows
+        if self.answers is not None:
+            self._plan_rollouts(found)
+            return
         predictions = self._predictions(found, rows)
         hosts = f" in hosts of {self.hosts_of}" if self.devices > self.hosts_of else ""
         step = f"{rows} x {self.sequence_length} tokens a step"
@@ -139,6 +150,26 @@ class PlanCommand:
                     if any(prediction.fits for prediction in smaller._predictions(found, rows)):
                         print(f"Adapters (LoRA) fit, with {smaller._options_of_adapters()}.")
                         break
+            raise SystemExit(1)
+
+    def _plan_rollouts(self, machine: "Machine") -> None:
+        """Prints the meshes of `moe-jax grpo`, over data and fsdp, those that fit first."""
+        from moe_jax.cost.plan_table import rollout_table
+        from moe_jax.cost.rollout import PlannedRollout, predict_rollout, rows_of
+
+        assert self.answers is not None
+        if min(self.answers, self.prompt_tokens, self.new_tokens) < 1:
+            raise ValueError("--answers, --prompt-tokens and --new-tokens must be at least 1")
+        rollout = PlannedRollout(self.answers, 8, self.prompt_tokens, self.new_tokens, self.devices)
+        rows = rows_of(rollout, self.sequence_length)
+        meshes = [each for each in replace(self, remat="yes")._predictions(machine, rows) if _is_of_grpo(each.step.mesh)]
+        found = [predict_rollout(rollout, each) for each in meshes]
+        found.sort(key=lambda each: (not each.fits, sum(each.seconds.values())))
+        answers = f"{self.answers} answers of {self.new_tokens} tokens to prompts of {self.prompt_tokens}"
+        step = f"{answers}, in rows of {self.sequence_length}"
+        print(f"{self.config}, {self.devices} x {machine.name}, {step}; predicted, not measured")
+        print("\n".join(rollout_table(found[: self.limit])))
+        if not found[0].fits:
             raise SystemExit(1)
 
     def _predictions(self, machine: "Machine", rows: int) -> "list[Prediction]":
@@ -189,3 +220,7 @@ class PlanCommand:
         loras = [LoraSettings(rank=rank) for rank in (32, 16, 8)] if self.lora is None else [self.lora]
         changes: dict[str, Any] = dict(param_dtype=None, shard_optimizer=False)
         return [replace(self, lora=lora, weights=form, **changes) for form in forms for lora in loras]
+
+
+def _is_of_grpo(mesh: MeshShape) -> bool:
+    return mesh.pipe == mesh.expert == mesh.context == 1

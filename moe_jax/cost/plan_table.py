@@ -1,6 +1,7 @@
 """Table of predictions that `moe-jax plan` prints, with the command or the Slurm script that trains the first of them."""
 
 import math
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 
@@ -8,6 +9,7 @@ from moe_jax.cost import PlannedStep, Prediction
 from moe_jax.cost.flops import num_parameters
 from moe_jax.cost.memory import num_moments
 from moe_jax.cost.parameters import BYTES
+from moe_jax.cost.rollout import RolloutPrediction
 from moe_jax.models.remat import remat_option
 from moe_jax.runtime.files import write_text
 
@@ -37,6 +39,31 @@ def table(predictions: list[Prediction]) -> list[str]:
     lines = (" ".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True)) for cells in rows)
     legend = "tokens/s, TFLOP/s and GiB are per GPU; micro is the number of micro-batches"
     return [f"{legend}; kept layers are not recomputed", *lines]
+
+
+ROLLOUT_COLUMNS = (
+    *("data", "fsdp", "batch-size", "pages", "rollout", "gather", "update", "step", "tokens/s"),
+    *("GiB, rollout", "GiB, update", "fits"),
+)
+"""The titles of the columns of `rollout_table`: options of `moe-jax grpo`, seconds, and figures of one GPU."""
+
+
+def rollout_table(predictions: Iterable[RolloutPrediction]) -> list[str]:
+    """Returns a header, a line for each step of reinforcement learning, and the parts of the first one's rollout."""
+    predictions = list(predictions)
+    rows: list[tuple[str, ...]] = [ROLLOUT_COLUMNS]
+    for each in predictions:
+        step = each.update.step
+        batch_size = step.rows // (step.mesh.size * step.gradient_accumulation)
+        seconds = (*each.seconds.values(), sum(each.seconds.values()))
+        peaks = sum(each.rollout_bytes.values()), each.update.memory_bytes
+        cells = step.mesh.data, step.mesh.fsdp, batch_size, each.rollout.num_pages
+        figures = *(f"{value:.1f} s" for value in seconds), f"{each.tokens_per_second:.0f}", *map(_gib, peaks)
+        rows.append((*map(str, cells), *figures, "yes" if each.fits else "no"))
+    widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
+    lines = [" ".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True)) for cells in rows]
+    parts = ", ".join(f"{name} {_gib(size)}" for name, size in predictions[0].rollout_bytes.items())
+    return [*lines, f"GiB of the first rollout: {parts}"]
 
 
 def never_run(prediction: Prediction) -> list[str]:

@@ -1,7 +1,8 @@
 """`moe-jax demo`: the library's main workflow on this machine, from raw text to a checkpoint that transformers loads.
 
 It trains a tokenizer and a model of about 3 M parameters (by default a Qwen3-MoE) on the functions of Python's standard
-library. Training is interrupted and resumed. The model is exported, compared with transformers, and writes functions.
+library. Training is interrupted and resumed. The model is exported, compared with transformers, and writes functions. Rewards
+then teach it to write valid ones.
 """
 
 import ast
@@ -10,7 +11,7 @@ import json
 import shlex
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +33,8 @@ from moe_jax.models.decoder import Decoder
 from moe_jax.models.layers_in_pipe import layers_in_pipe
 from moe_jax.parallel.choices import MeshShape
 from moe_jax.parallel.pipeline.chunks import PipeShape
-from moe_jax.recipes import FinetuneSettings, finetune
+from moe_jax.recipes import FinetuneSettings, GrpoSettings, finetune, grpo
+from moe_jax.recipes.run.folder import export
 from moe_jax.runtime.environment import program
 from moe_jax.runtime.files import write_text
 from moe_jax.train.plots import plot_run
@@ -60,6 +62,7 @@ class DemoSettings:
       lora: train adapters on frozen initial weights, which stay random: they learn less than full training.
       samples: number of completions.
       new_tokens: maximum number of new tokens; a completion stops where the function ends.
+      reward_steps: steps of reinforcement learning at the end (GRPO); 0: none.
       seed: seed of the initial weights, the order of the data and the sampling.
     """
 
@@ -77,16 +80,18 @@ class DemoSettings:
     prompt: str = "def get_name(self):"
     samples: int = 4
     new_tokens: int = 200
+    reward_steps: int = 20
     seed: int = 0
 
 
 @dataclass(frozen=True)
 class DemoResult:
-    """The losses of all steps, the relative logit difference from transformers, and generated texts."""
+    """The losses of all steps, the relative logit difference from transformers, generated texts, and mean rewards of steps."""
 
     losses: list[float]
     logit_difference: float
     texts: list[str]
+    rewards: list[float]
 
 
 def run_demo(settings: DemoSettings) -> DemoResult:
@@ -180,6 +185,12 @@ def run_demo(settings: DemoSettings) -> DemoResult:
         print("\n".join(f"  | {line}" for text in texts for line in [*text.splitlines(), ""]))
         print(f"  {sum(map(is_python, texts))} of {len(texts)} are valid Python")
 
+    rewards: list[float] = []
+    with stage(8, f"Teach it by rewards, in {settings.reward_steps} steps, to write valid functions of two statements or more"):
+        if settings.reward_steps:
+            rewards = teach_by_rewards(settings, output, functions)
+            print(f"  {rewards[0]:.0%} of the answers of the first step are right, and {rewards[-1]:.0%} of the last step's")
+
     print(f"\nDone in {time.perf_counter() - start:.0f} s. The files:")
     for name, content in CONTENTS.items():
         if (output / name).exists():
@@ -188,7 +199,7 @@ def run_demo(settings: DemoSettings) -> DemoResult:
     print(f"\nThe export computes the logits of {other}, {how}.")
     print("\nTry next: complete a function; teach the model to answer in a chat; and ask it for a function.")
     print("\n".join(f"  {command}" for command in try_next(output)))
-    return DemoResult(losses, difference, texts)
+    return DemoResult(losses, difference, texts, rewards)
 
 
 TEMPERATURE, TOP_P = 0.6, 0.8
@@ -205,9 +216,14 @@ CONTENTS = {
     "initial": "the same before training",
     "tokenizer": "the tokenizer alone",
     "training": "metrics.jsonl, expert_load.jsonl and checkpoints of the run",
+    "rewarded": "the run that learned from rewards: its model, metrics and samples",
     "text.jsonl": "the training text, one function a line",
+    "prompts.jsonl": "the first line of each function, which the run completed",
     "chats.jsonl": "conversations to fine-tune the model on",
 }
+
+MAX_FIRST_LINE = 48
+"""Characters of the longest first line of a function that the model is asked to complete."""
 
 MARKER = ".moe-jax-demo"
 """Empty file that marks a demo's folder: a user's own folder may also have a text.jsonl or a model."""
@@ -221,6 +237,7 @@ def check_options(settings: DemoSettings, output: Path, with_torch: bool) -> Non
         "every_nth_file": (1, ""),
         "samples": (1, ""),
         "new_tokens": (1, ""),
+        "reward_steps": (0, ""),
     }
     problems = [
         f"{name} must be at least {bound}{why}; got {getattr(settings, name)}"
@@ -266,7 +283,7 @@ def empty_output(output: Path) -> None:
 @contextmanager
 def stage(number: int, title: str) -> Iterator[None]:
     """Context manager that prints a title before a section of the demo, and its seconds after it."""
-    print(f"\n[{number}/7] {title}", flush=True)
+    print(f"\n[{number}/8] {title}", flush=True)
     start = time.perf_counter()
     yield
     print(f"  {time.perf_counter() - start:.1f} s", flush=True)
@@ -351,6 +368,60 @@ def transformers_logits(folder: Path, tokens: list[int]) -> np.ndarray:
     finally:
         if shown:
             logging.enable_progress_bar()
+
+
+def teach_by_rewards(settings: DemoSettings, output: Path, functions: list[str]) -> list[float]:
+    """Trains the exported model by rewards (`recipes.grpo`), and exports it; returns the mean reward of each step."""
+    # Other signatures have several lines.
+    lines = [line for line in dict.fromkeys(text.split("\n")[0] for text in functions) if line.endswith(":")]
+    write_json_lines(output / "prompts.jsonl", [{"prompt": line} for line in lines if len(line) <= MAX_FIRST_LINE])
+    run = GrpoSettings(
+        model=str(output / "model"),
+        data=str(output / "prompts.jsonl"),
+        output=str(output / "rewarded"),
+        steps=settings.reward_steps,
+        prompts=8,
+        samples=8,
+        max_new_tokens=48,
+        seq_len=96,
+        batch_size=8,
+        learning_rate=5e-4,
+        warmup_steps=2,
+        checkpoint_every=settings.reward_steps,
+        dtype="bfloat16" if jax.default_backend() == "gpu" else "float32",
+        seed=settings.seed,
+    )
+    result = grpo(run, rewards=[writes_functions])
+    export(result.model, run)
+    return [record["reward"] for record in result.metrics]
+
+
+def writes_functions(
+    prompts: Sequence[str], completions: Sequence[str], finish_reasons: Sequence[str], **columns: Any
+) -> list[float]:
+    """Returns 1 for answers that end and complete a valid function of two different statements or more, else 0.
+
+    Without the second rule a model learns to write `pass`, which is valid too. Neither `pass`, comments nor texts alone count.
+    """
+    texts = map(str.__add__, prompts, completions)
+    ended = (reason == "stop" for reason in finish_reasons)
+    return [float(has_ended and num_statements(text) > 1) for has_ended, text in zip(ended, texts, strict=True)]
+
+
+def num_statements(text: str) -> int:
+    """Returns the number of different statements of a function; 0 for text that is not a single valid function."""
+    try:
+        parsed = ast.parse(text).body
+    except (SyntaxError, ValueError):
+        return 0
+    if len(parsed) != 1 or not isinstance(parsed[0], ast.FunctionDef):
+        return 0
+    return len({ast.dump(each) for each in parsed[0].body if not _is_idle(each)})
+
+
+def _is_idle(statement: ast.stmt) -> bool:
+    is_text = isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
+    return isinstance(statement, ast.Pass) or is_text
 
 
 def is_python(text: str) -> bool:

@@ -17,8 +17,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
-from jax.sharding import AbstractMesh, Mesh, PartitionSpec
-from jaxtyping import Array, Float
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Float, PyTree
 
 from moe_jax.kernels.experts.fp8.quantise import GROUP, InFp8, QuantisedMatrices, quantise_matrices
 from moe_jax.kernels.experts.weights import Matrix
@@ -290,6 +290,39 @@ class ShardedParameters:
         gathers = zip(sorted(params["stages"].items()), self.layers, strict=True)
         stages = {name: gather.layer(stage, gather.gather(stage)) for (name, stage), gather in gathers}
         return nnx.merge_state(params, nnx.State({"stages": stages}))
+
+
+def gathered_everywhere(tree: PyTree) -> PyTree:
+    """Returns a tree of arrays that are whole on each device of their mesh, outside `jax.shard_map`.
+
+    Arrays that are whole already are returned themselves. Stacks of layers are gathered layer by layer: a collective along a
+    later axis needs a copy of its result.
+    """
+    leaves, structure = jax.tree.flatten(tree)
+    split = [i for i, leaf in enumerate(leaves) if not leaf.is_fully_replicated]
+    if split:
+        layouts = tuple(leaves[i].sharding for i in split)
+        for i, whole in zip(split, _gathered_leaves(layouts, [leaves[i] for i in split]), strict=True):
+            leaves[i] = whole
+    return jax.tree.unflatten(structure, leaves)
+
+
+@partial(jax.jit, static_argnums=0)
+def _gathered_leaves(layouts: tuple[NamedSharding, ...], leaves: list[Array]) -> list[Array]:
+    def whole(spec: Sequence[Any], part: Array) -> Array:
+        if part.ndim > 2 and not spec[0]:
+            return lax.map(lambda layer: along_axes(spec[1:], layer), part)
+        return along_axes(spec, part)
+
+    def along_axes(spec: Sequence[Any], part: Array) -> Array:
+        for axis, names in enumerate(spec):
+            part = lax.all_gather(part, names, axis=axis, tiled=True) if names else part
+        return part
+
+    specs = [layout.spec for layout in layouts]
+    gather = lambda parts: [whole(spec, part) for spec, part in zip(specs, parts, strict=True)]  # noqa: E731
+    options: dict[str, Any] = dict(mesh=layouts[0].mesh, in_specs=(specs,), out_specs=PartitionSpec(), check_vma=False)
+    return jax.shard_map(gather, **options)(leaves)
 
 
 def _start_gather(how: Gather, dtype: jnp.dtype, hops: Hops, part: Array):

@@ -6,6 +6,11 @@ from typing import Any
 
 import numpy as np
 
+from moe_jax.adapters.add import planned_lora
+from moe_jax.cost.plan_table import rollout_table
+from moe_jax.cost.planned_step import PlannedAdapters, PlannedStep
+from moe_jax.cost.rollout import PlannedRollout, predict_rollout, rows_of
+from moe_jax.cost.step import predict
 from moe_jax.models.decoder import Decoder
 from moe_jax.preferences.batches import example_tokens
 from moe_jax.recipes.finetuning.announcement import announcement
@@ -36,8 +41,8 @@ def dry_run(
 ) -> None:
     """Prints the announcement of a run, and a part of the first batch with the learned text marked.
 
-    For `grpo` it prints two prompts, and the rewards of a made-up answer. With an environment each prompt has the text that
-    `reset` returned, and the tools. No answer is drawn.
+    For `grpo` it prints two prompts, the rewards of a made-up answer, and in bfloat16 the predicted cost of a step on H200s.
+    With an environment each prompt has the text that `reset` returned, and the tools. No answer is drawn.
 
     Args: as in `finetune`, `prefer` and `grpo`. No weights are read, and no file is written.
 
@@ -89,7 +94,7 @@ def _of_rewards(plan: PlannedGrpo) -> str:
     answer = plan.tokenizer.encode(MADE_UP, add_special_tokens=False)
     arrays: dict[str, Any] = dict(tokens=np.array(answer), log_probs=np.zeros(len(answer)), own=np.ones(len(answer), bool))
     sample = Sample(seed=0, finish_reason="stop", text=MADE_UP, **arrays)
-    parts = [plan.announcement(saved_run(settings.output)[0])]
+    parts, lengths = [plan.announcement(saved_run(settings.output)[0])], []
     with plan.scorer as scorer:
         for key in range(2):
             row = prompt_at(plan.prompts, key, settings.seed)
@@ -99,7 +104,32 @@ def _of_rewards(plan: PlannedGrpo) -> str:
             found = dict(zip(scorer.names, np.asarray(scored.rewards)[0].tolist(), strict=True))
             parts.append(f"--- a prompt of {len(tokens)} tokens; the answer {MADE_UP!r} has the rewards {found}")
             parts[-1] += f"\n{plan.tokenizer.decode(tokens)}"
+            lengths.append(len(tokens))
+    if settings.dtype == "bfloat16":
+        parts.append(_prediction(plan, max(lengths)))
     return "\n\n".join(parts)
+
+
+def _prediction(plan: PlannedGrpo, prompt_tokens: int) -> str:
+    """Returns the predicted time and memory of a step on H200s, if all answers have their maximum length."""
+    settings, limits = plan.settings, plan.limits
+    sizes = settings.max_new_tokens, limits.replicas, limits.max_sequences, limits.num_pages
+    rollout = PlannedRollout(settings.prompts * settings.samples, settings.samples, prompt_tokens, *sizes)
+    number = -(-rows_of(rollout, settings.seq_len) // settings.rows)
+    adapters: PlannedAdapters | None = None
+    if settings.lora is not None:
+        found, trained = planned_lora(plan.config, settings.lora), settings.lora.targets or ("experts",)
+        of_weights = settings.weights, "experts" in trained, found.factors
+        adapters = PlannedAdapters(found.summary.parameters, found.moved_elements, "", *of_weights)
+    names = "param_dtype", "optimizer", "moment_dtype"
+    options: dict[str, Any] = {name: getattr(settings, name) for name in names} | {"adapters": adapters}
+    rows = number * settings.rows, settings.seq_len
+    try:
+        step = PlannedStep(plan.config, settings.mesh, *rows, gradient_accumulation=number, **options)
+        lines = rollout_table([predict_rollout(rollout, predict(step))])
+    except ValueError as error:
+        return f"there is no prediction: {error}"
+    return "\n".join([f"--- predicted for H200s, if all answers have {settings.max_new_tokens} tokens", *lines])
 
 
 def _opened(plan: PlannedGrpo, key: int, row: dict[str, Any]) -> tuple[dict[str, Any], list[int]]:

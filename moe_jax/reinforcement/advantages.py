@@ -18,7 +18,8 @@ def total_rewards(group: Group, settings: PolicySettings) -> Float[np.ndarray, "
         penalty = -overlong_factor * clip((length - (max_new_tokens - overlong_buffer)) / overlong_buffer, 0, 1)
 
     A NaN leaves its function out. Samples that every function left out, or that failed, have NaN. The penalty is equation 13 of
-    https://arxiv.org/abs/2503.14476.
+    https://arxiv.org/abs/2503.14476. With advantage_scale="gdpo" (https://arxiv.org/abs/2601.05242) the rewards of each
+    function, and the penalty, are first normalized within the group. All functions then have the same spread.
 
     Raises:
       ValueError: a group without rewards, an infinite reward, or another number of functions than `reward_weights` has.
@@ -31,13 +32,16 @@ def total_rewards(group: Group, settings: PolicySettings) -> Float[np.ndarray, "
     functions, given = group.rewards.shape[1], settings.reward_weights
     if given is not None and len(given) != functions:
         raise ValueError(f"reward_weights={given!r} must have a weight for each of the {functions} reward functions")
-    rewards = group.rewards.astype(np.float64)
-    total = np.nansum(rewards * (1.0 if given is None else np.asarray(given)), axis=1)
+    rewards, weights = group.rewards.astype(np.float64), np.ones(functions) if given is None else np.asarray(given)
+    left_out = np.isnan(rewards).all(axis=1) | np.array([has_failed(sample) for sample in group.samples], bool)
     if buffer := settings.overlong_buffer:
         excess = np.array([sample.own.sum() for sample in group.samples]) - (settings.max_new_tokens - buffer)
-        total -= settings.overlong_factor * np.clip(excess / buffer, 0, 1)
-    left_out = np.isnan(rewards).all(axis=1) | np.array([has_failed(sample) for sample in group.samples], bool)
-    return np.where(left_out, np.nan, total)
+        penalty = -settings.overlong_factor * np.clip(excess / buffer, 0, 1)
+        rewards, weights = np.column_stack([rewards, penalty]), np.append(weights, 1.0)
+    rewards[left_out] = np.nan
+    if settings.advantage_scale == "gdpo":
+        rewards = np.column_stack([_normalized(of_function, True) for of_function in rewards.T])
+    return np.where(left_out, np.nan, np.nansum(rewards * weights, axis=1))
 
 
 def advantages(
@@ -47,13 +51,18 @@ def advantages(
 
         A_i = (R_i - mean R) / (std R + 1e-4),  std with samples - 1
 
-    Without scale the divisor is 1. A NaN is no part of mean and std, and has the advantage 0. So have groups without spread.
-    Sources: GRPO, https://arxiv.org/abs/2402.03300; without scale, Dr. GRPO, https://arxiv.org/abs/2503.20783.
+    Without scale the divisor is 1. With "gdpo" mean and std are of the whole batch. A NaN is no part of them, and has the
+    advantage 0. So have groups without spread, and with "gdpo" batches without spread. Sources: GRPO,
+    https://arxiv.org/abs/2402.03300; without scale, Dr. GRPO, https://arxiv.org/abs/2503.20783; GDPO,
+    https://arxiv.org/abs/2601.05242.
 
     Args:
       rewards: `total_rewards` of each group.
     """
-    return [_of_group(of_group, settings.scales_advantages) for of_group in rewards]
+    if settings.advantage_scale == "gdpo":
+        ends = np.cumsum([len(of_group) for of_group in rewards])[:-1]
+        return [each.astype(np.float32) for each in np.split(_normalized(np.concatenate(rewards), True), ends)]
+    return [_normalized(of_group, settings.scales_advantages).astype(np.float32) for of_group in rewards]
 
 
 def kept_groups(groups: Sequence[Group], settings: PolicySettings) -> list[Group]:
@@ -108,10 +117,10 @@ def _learned(sample: Sample, settings: PolicySettings) -> np.ndarray:
     return sample.own & (not is_masked)
 
 
-def _of_group(rewards: Float[np.ndarray, " samples"], is_scaled: bool) -> Float[np.ndarray, " samples"]:
+def _normalized(rewards: Float[np.ndarray, " samples"], is_scaled: bool) -> Float[np.ndarray, " samples"]:
     if not has_spread(rewards):
-        return np.zeros(len(rewards), np.float32)
+        return np.zeros(len(rewards))
     centered = rewards - np.nanmean(rewards)
     if is_scaled:
         centered /= np.nanstd(rewards, ddof=1) + EPSILON
-    return np.nan_to_num(centered, nan=0.0).astype(np.float32)
+    return np.nan_to_num(centered, nan=0.0)

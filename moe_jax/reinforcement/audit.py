@@ -1,6 +1,6 @@
 """The audit of exact mode: compares what the engine returned with `strict_log_probs`' pass over whole rows, bit for bit."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -8,14 +8,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Float, Int, Integer
 
 from moe_jax.models.decoder import Decoder
+from moe_jax.parallel.layout import mesh_of
 from moe_jax.reinforcement.samples import Group
+from moe_jax.serving.placement import on_each
 from moe_jax.serving.strict_log_probs import strict_pass
 
 AUDITED_ROWS = 2
-"""Rows that a strict pass computes at once, and rows that the audit of a step computes."""
+"""Rows that a strict pass computes at once on a device, and rows of each device that the audit of a step computes."""
 
 Arrays = dict[str, np.ndarray]
 
@@ -64,31 +67,45 @@ def strict_rows(
 ) -> tuple[Float[np.ndarray, "audited seq-1"], Integer[np.ndarray, "audited seq layers choices"] | None]:
     """Returns the log-probabilities and the experts of some rows by the strict pass; no experts if the model has none."""
     graphdef, weights = nnx.split(model)
-    segments = batch["segment_ids"]
+    mesh, segments = mesh_of(weights), batch["segment_ids"]
     runs = 1 + int((segments[:, 1:] != segments[:, :-1]).sum(axis=1).max())
     # The number of segments is a part of the program: it grows in large steps.
     max_segments = next(2 * 4**i for i in range(segments.shape[1]) if 2 * 4**i >= runs)
-    found = []
-    for first in range(0, len(rows), AUDITED_ROWS):
-        chosen = np.resize(rows[first : first + AUDITED_ROWS], AUDITED_ROWS)
-        sizes = graphdef, max_segments, temperature
-        log_probs, experts = _strict_pass(*sizes, weights, batch["tokens"][chosen], segments[chosen])
-        found.append((np.asarray(log_probs), None if experts is None else np.moveaxis(np.asarray(experts), 0, 2)))
+    found, at_once = [], AUDITED_ROWS * (1 if mesh is None else mesh.size)
+    for first in range(0, len(rows), at_once):
+        chosen = np.resize(rows[first : first + at_once], at_once)
+        sizes = graphdef, max_segments, temperature, mesh
+        log_probs, experts = _strict_pass(*sizes, weights, (batch["tokens"][chosen], segments[chosen]))
+        found.append((np.asarray(log_probs), None if experts is None else np.asarray(experts)))
     values, ids = zip(*found, strict=True)
     return np.concatenate(values)[: len(rows)], None if ids[0] is None else np.concatenate(ids)[: len(rows)]
 
 
-@partial(jax.jit, static_argnums=(0, 1, 2))
+@partial(jax.jit, static_argnums=(0, 1, 2, 3))
 def _strict_pass(
     graphdef: nnx.GraphDef,
     max_segments: int,
     temperature: float,
+    mesh: Mesh | None,
     weights: nnx.State,
-    tokens: Int[jax.Array, "rows seq"],
-    segment_ids: Int[jax.Array, "rows seq"],
-) -> tuple[Float[jax.Array, "rows seq-1"], Int[jax.Array, "layers rows seq choices"] | None]:
+    arrays: tuple[Int[jax.Array, "rows seq"], Int[jax.Array, "rows seq"]],
+) -> tuple[Float[jax.Array, "rows seq-1"], Int[jax.Array, "rows seq layers choices"] | None]:
     options: dict[str, Any] = dict(max_segments=max_segments, temperature=temperature)
-    return strict_pass(nnx.merge(graphdef, weights), jnp.asarray(tokens), jnp.asarray(segment_ids), **options)
+
+    def of_rows(weights: nnx.State, arrays: tuple[jax.Array, jax.Array]):
+        log_probs, experts = strict_pass(nnx.merge(graphdef, weights), *map(jnp.asarray, arrays), **options)
+        return log_probs, None if experts is None else jnp.moveaxis(experts, 0, 2)
+
+    return on_rows(mesh, of_rows)(weights, arrays)
+
+
+def on_rows(mesh: Mesh | None, function: Callable) -> Callable:
+    """Returns a program of weights and arrays [rows, ...], which computes rows of its own on each device of a mesh.
+
+    Each device has all weights and runs the program of one device, so its bits are the same.
+    """
+    rows = PartitionSpec(None if mesh is None else mesh.axis_names)
+    return on_each(mesh, function, (PartitionSpec(), rows), rows)
 
 
 def _name_of(batch: Arrays, groups: Sequence[Group], row: int, place: int) -> str:

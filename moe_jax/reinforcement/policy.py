@@ -4,6 +4,10 @@
     the engine has pages                the engine sleeps: pages and its copies of weights are freed
     requests run                        audit, one training step, which donates the weights; the engine gets the new ones
 
+On a mesh (`data`, `fsdp`) each device draws, and all learn together. Weights that `fsdp` splits are gathered on each device for
+a rollout. The copies are deleted before the step, whose parameters, masters and moments stay split. Weights that are whole on
+each device, such as frozen ones over `data`, are shared by the engine and the step.
+
 In exact mode the engine's log-probabilities have strict bits, so the step needs no second forward pass for their values. It
 computes the ordinary pass with the experts that the engine chose, and every ratio is exactly 1. Adapters are merged with copies
 of their matrices, in the engine and in the step: round(W + scale b a), whose gradients reach the factors. The audit computes
@@ -21,22 +25,29 @@ import jax
 import numpy as np
 import optax
 from flax import nnx
+from jax.sharding import Mesh
+from jaxtyping import Float
 
 from moe_jax.adapters.merge import merged_copy, with_zero_changes, without_adapter
 from moe_jax.adapters.names import targets_of
 from moe_jax.config import ModelConfig
 from moe_jax.layers.lora import has_adapters, has_dropout
 from moe_jax.models.decoder import Decoder
+from moe_jax.parallel.collectives.hops import default_hops
+from moe_jax.parallel.fsdp import gathered_everywhere
+from moe_jax.parallel.layout import mesh_of
+from moe_jax.parallel.parallelism import Parallelism
 from moe_jax.reinforcement.advantages import advantages, kept_groups, token_weights, total_rewards
-from moe_jax.reinforcement.audit import AUDITED_ROWS, audit, strict_rows
+from moe_jax.reinforcement.audit import AUDITED_ROWS, audit, on_rows, strict_rows
 from moe_jax.reinforcement.objective import PolicyLoss, sampled_token_scores
 from moe_jax.reinforcement.prompts import prompt_tokens, seed_of
 from moe_jax.reinforcement.rows import policy_rows
 from moe_jax.reinforcement.samples import Group, Sample
-from moe_jax.reinforcement.settings import PolicySettings
+from moe_jax.reinforcement.settings import PolicySettings, mesh_problems
 from moe_jax.serving.conversation import model_defaults
 from moe_jax.serving.engine import Engine, check_config, check_servable
 from moe_jax.serving.request import Completion, EngineLimits, SamplingOptions
+from moe_jax.serving.weights import in_dtype
 from moe_jax.train.batch import Batch, put_batch
 from moe_jax.train.objective import refuse_further_predictors
 from moe_jax.train.state import TrainState, init_state
@@ -62,13 +73,13 @@ class Policy:
       state: the training state, for checkpoints.
 
     Args:
-      model: a model on one device, with or without adapters.
+      model: a model on one device or on a mesh with the axes data and fsdp, with or without adapters.
       optimizer: an optax optimizer, such as `train.make_optimizer` returns.
       settings: the algorithm. Its `exact` decides whether the engine and the update compute equal bits.
       tokenizer: renders prompts, and decodes answers.
-      limits: the engine's sizes.
+      limits: the engine's sizes on each device. On a mesh `replicas` is its number of devices.
       seq_len: tokens of a packed row of an update; default: the limits' `max_length`.
-      rows: rows of a micro-batch of an update.
+      rows: rows that each device computes at once in an update.
       on_mismatch: "stop" raises if the audit of exact mode finds a token whose bits differ; "warn" logs it.
 
     Raises:
@@ -88,18 +99,24 @@ class Policy:
         on_mismatch: Literal["stop", "warn"] = "stop",
     ):
         limits = EngineLimits() if limits is None else limits
-        self.model, self.settings = model, settings
-        self._seq_len, self._rows = limits.max_length if seq_len is None else seq_len, rows
+        self.model, self.settings, self._mesh = model, settings, mesh_of(nnx.state(model))
+        self._devices = 1 if self._mesh is None else self._mesh.size
+        self._seq_len, self._rows = limits.max_length if seq_len is None else seq_len, rows * self._devices
+        self._parallelism = None if self._mesh is None else Parallelism(self._mesh, hops=default_hops(self._mesh))
+        self._whole: Decoder | None = None
+        """On a mesh, the model that the engine serves, whole on each device; None while the engine sleeps."""
         self._check(limits, on_mismatch)
         self._tokenizer, self._stops = tokenizer, on_mismatch == "stop"
         self._defaults = model_defaults(model.source, model.config, tokenizer)
-        self._make_step = partial(make_train_step, nnx.graphdef(model), optimizer, PolicyLoss(settings))
+        self._make_step = partial(
+            make_train_step, nnx.graphdef(model), optimizer, PolicyLoss(settings), parallelism=self._parallelism
+        )
         self._steps: dict[int, Callable] = {}
         """Training steps by their largest number of micro-batches, each compiled once."""
         self._audits_all = True
-        self.state = init_state(model, optimizer)
+        self.state = init_state(model, optimizer, self._parallelism)
         options: dict[str, Any] = dict(keep_experts=model.config.experts is not None, strict=settings.exact)
-        self.engine = Engine(self._drawing_model(), limits=limits, lazy=True, **options)
+        self.engine = Engine(self.drawing_model(), limits=limits, lazy=True, **options)
         self.engine.temper_logprobs()
 
     def sample(self, rows: Sequence[tuple[int, Mapping[str, Any]]], *, step: int, seed: int, **changes: Any) -> Iterator[Group]:
@@ -157,26 +174,53 @@ class Policy:
         self.engine.sleep()
         try:
             metrics = self._audited(kept, batch) if self.settings.exact else {}
+            self._delete_whole()
             began = perf_counter()
             metrics |= self._learn(batch)
             trained = perf_counter()
         finally:
             # A step that failed after the donation leaves no weights to serve.
             if not any(array.is_deleted() for array in jax.tree.leaves(nnx.state(self.model))):
-                self.engine.update(self._drawing_model())
+                self.engine.update(self.drawing_model())
         times = {"time/update": trained - began, "time/sync": perf_counter() - trained}
         return metrics | times | {"groups_dropped": len(groups) - len(kept), "weights_version": int(self.state.step)}
 
     def restore(self, state: TrainState) -> None:
         """Continues with the state of a checkpoint. The next update audits all its rows."""
         self.engine.sleep()
+        self._delete_whole()
         self._set(state)
-        self.engine.update(self._drawing_model())
+        self.engine.update(self.drawing_model())
         self._audits_all = True
+
+    def drawing_model(self) -> Decoder:
+        """Returns the model that the engine serves: in exact mode adapters are merged, since its kernels have none."""
+        if self._whole is not None:
+            return self._whole
+        model = self.model if self._mesh is None else whole_on_each_device(self.model)
+        model = merged_copy(model) if self.settings.exact and has_adapters(model) else model
+        self._whole = None if self._mesh is None else model
+        return model
+
+    def log_probs(self, model: Decoder, batch: Mapping[str, np.ndarray]) -> Float[np.ndarray, "rows seq"]:
+        """Returns the log-probabilities of a batch's learned tokens by the ordinary forward pass; 0 for other tokens.
+
+        Args:
+          model: whole on each device, such as `drawing_model`.
+        """
+        graphdef, weights = nnx.split(model)
+        found, used = np.zeros(batch["tokens"].shape, np.float32), np.flatnonzero(batch["segment_ids"].any(axis=1))
+        for first in range(0, len(used), self._rows):
+            # The last rows are computed more than once, so that one program has them all.
+            places = np.resize(used[first : first + self._rows], self._rows)
+            rows = {name: array[places] for name, array in batch.items()}
+            found[places] = _log_probs(graphdef, self.settings.temperature, self._mesh, weights, rows)
+        return found
 
     def close(self) -> None:
         """Ends the engine and frees its memory; running requests are aborted. Model and state stay."""
         self.engine.close(drain=False)
+        self._delete_whole()
 
     def _check(self, limits: EngineLimits, on_mismatch: str) -> None:
         settings, model = self.settings, self.model
@@ -187,8 +231,10 @@ class Policy:
                 f"seq_len={self._seq_len} must be at least {limits.longest_request}, the longest prompt with its answer that "
                 "limits allow: every sample must fit in a row"
             )
-        if len({device for leaf in jax.tree.leaves(nnx.state(model)) for device in leaf.sharding.device_set}) > 1:
-            raise ValueError("a policy computes on one device; the model is on several")
+        if problems := mesh_problems(
+            {} if self._mesh is None else self._mesh.shape, limits.replicas, settings.exact, has_adapters(model)
+        ):
+            raise ValueError("; ".join(problems))
         if settings.beta and not has_adapters(model):
             raise ValueError(
                 f"beta={settings.beta} needs a reference: train adapters (adapters.add_lora), whose reference is the model "
@@ -196,11 +242,15 @@ class Policy:
             )
         adapted = {target.kind for target in targets_of(model) if target.found is not None}
         check_architecture(model.config, model.dtype, exact=settings.exact, adapted=adapted, drops=has_dropout(model))
-        check_servable(self._drawing_model(), limits, drafts=0, strict=settings.exact)
+        check_servable(self.drawing_model(), limits, drafts=0, strict=settings.exact)
 
-    def _drawing_model(self) -> Decoder:
-        """Returns the model that the engine serves: in exact mode adapters are merged, since its kernels have none."""
-        return merged_copy(self.model) if self.settings.exact and has_adapters(self.model) else self.model
+    def _delete_whole(self) -> None:
+        """Deletes the copies that were gathered for a rollout: with them an update would have no room."""
+        own = set(map(id, jax.tree.leaves(nnx.state(self.model))))
+        for array in jax.tree.leaves(None if self._whole is None else nnx.state(self._whole)):
+            if id(array) not in own:
+                array.delete()
+        self._whole = None
 
     def _options(self, is_chat: bool, seed: int, **changes: Any) -> SamplingOptions:
         settings, ends = self.settings, self._defaults.ends_of_answers if is_chat else self._defaults.ends
@@ -248,8 +298,8 @@ class Policy:
         used = np.flatnonzero(batch["loss_mask"].any(axis=1)) if batch["loss_mask"].any() else np.arange(1)
         lacks_experts = self.model.config.experts is not None and "expert_ids" not in batch
         if not self._audits_all and not lacks_experts:
-            used = np.random.default_rng(int(self.state.step)).permutation(used)[:AUDITED_ROWS]
-        metrics, mismatch = audit(self._drawing_model(), batch, groups, used, self.settings.temperature)
+            used = np.random.default_rng(int(self.state.step)).permutation(used)[: AUDITED_ROWS * self._devices]
+        metrics, mismatch = audit(self.drawing_model(), batch, groups, used, self.settings.temperature)
         if mismatch is not None and self._stops:
             raise RuntimeError(f'{mismatch}; set exact=False, or on_mismatch="warn" to learn nevertheless')
         if mismatch is not None:
@@ -264,7 +314,7 @@ class Policy:
             batch["reference_log_probs"] = self._reference(batch)
         if number not in self._steps:
             self._steps[number] = self._make_step(gradient_accumulation=number)
-        state, metrics = self._steps[number](self.state, put_batch(batch, self.state.params))
+        state, metrics = self._steps[number](self.state, put_batch(batch, self.state.params, self._parallelism))
         self._set(state)
         return {name: float(value) for name, value in metrics.items() if not value.ndim}
 
@@ -274,16 +324,12 @@ class Policy:
 
     def _reference(self, batch: dict[str, np.ndarray]) -> np.ndarray:
         model = with_zero_changes(self.model) if self.model.precision is not None else without_adapter(self.model)
-        graphdef, weights = nnx.split(model)
+        model = model if self._mesh is None else whole_on_each_device(model)
+        if not self.settings.exact:
+            return self.log_probs(model, batch)
+        # By the same pass as the policy's values: else the divergence would not begin at 0.
         found, used = np.zeros(batch["tokens"].shape, np.float32), np.flatnonzero(batch["segment_ids"].any(axis=1))
-        if self.settings.exact:
-            # By the same pass as the policy's values: else the divergence would not begin at 0.
-            found[used, :-1] = strict_rows(model, batch, used, self.settings.temperature)[0]
-            return found
-        for first in range(0, len(used), self._rows):
-            places = np.resize(used[first : first + self._rows], self._rows)
-            rows = {name: array[places] for name, array in batch.items()}
-            found[places] = _scores(graphdef, self.settings.temperature, weights, rows)
+        found[used, :-1] = strict_rows(model, batch, used, self.settings.temperature)[0]
         return found
 
 
@@ -316,6 +362,15 @@ def check_architecture(
             raise ValueError(f"exact=True: strict bits are not computed for this model: {reason}; or set exact=False")
 
 
-@partial(jax.jit, static_argnums=(0, 1))
-def _scores(graphdef: nnx.GraphDef, temperature: float, weights: nnx.State, batch: Batch) -> jax.Array:
-    return sampled_token_scores(nnx.merge(graphdef, weights), batch, temperature=temperature).log_probs
+def whole_on_each_device(model: Decoder) -> Decoder:
+    """Returns the model in its dtype, whole on each device of its mesh. It shares arrays that already are."""
+    graphdef, state = nnx.split(model)
+    return nnx.merge(graphdef, gathered_everywhere(in_dtype(state, model.dtype)))
+
+
+@partial(jax.jit, static_argnums=(0, 1, 2))
+def _log_probs(graphdef: nnx.GraphDef, temperature: float, mesh: Mesh | None, weights: nnx.State, batch: Batch) -> jax.Array:
+    def of_rows(weights: nnx.State, batch: Batch) -> jax.Array:
+        return sampled_token_scores(nnx.merge(graphdef, weights), batch, temperature=temperature).log_probs
+
+    return on_rows(mesh, of_rows)(weights, batch)

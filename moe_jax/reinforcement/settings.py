@@ -1,12 +1,13 @@
 """The choice of a policy loss and its numbers."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from math import inf
+from math import inf, prod
 from typing import Any, Literal, get_args
 
 Loss = Literal["dapo", "grpo", "dr_grpo", "gspo", "cispo"]
 Kl = Literal["k1", "k2", "k3"]
-AdvantageScale = Literal["group", "none"]
+AdvantageScale = Literal["group", "none", "gdpo"]
 Importance = Literal["none", "tis", "icepop"]
 Level = Literal["token", "sequence"]
 KeptGroups = Literal["all", "with_spread"]
@@ -38,7 +39,8 @@ class LossSettings:
       beta: the coefficient of the KL divergence from a reference. 0: no reference is needed.
       kl: the estimator of the KL divergence.
       kl_bias_correction: multiply the estimator by the ratio, so that its gradient is that of the KL divergence.
-      advantage_scale: "group" divides advantages by the group's standard deviation. None: "none" for dr_grpo, else "group".
+      advantage_scale: "group" divides advantages by the group's standard deviation. "gdpo" divides each function's rewards by
+        it before their sum, and the sums by the batch's (GDPO). None: "none" for dr_grpo, else "group".
       mask_truncated: True: answers cut at max_new_tokens are not learned. They still count in their group's mean and deviation.
       overlong_buffer: the number of tokens before max_new_tokens in which a penalty grows; 0: no penalty.
       overlong_factor: the penalty of an answer of max_new_tokens.
@@ -81,7 +83,7 @@ class LossSettings:
     @property
     def scales_advantages(self) -> bool:
         """True if advantages are divided by their group's standard deviation."""
-        return self.loss != "dr_grpo" if self.advantage_scale is None else self.advantage_scale == "group"
+        return self.loss != "dr_grpo" if self.advantage_scale is None else self.advantage_scale != "none"
 
     @property
     def needs_whole_samples(self) -> bool:
@@ -110,6 +112,30 @@ class PolicySettings(LossSettings):
     def __post_init__(self):
         if problems := _problems(self):
             raise ValueError("PolicySettings: " + "; ".join(problems))
+
+
+def mesh_problems(mesh: Mapping[str, int], replicas: int | None, exact: bool, adapted: bool) -> list[str]:
+    """Returns the reasons why a policy cannot learn on a mesh, one clause each.
+
+    Args:
+      mesh: the number of devices along each axis.
+      replicas: the number of devices that draw; None: all.
+      adapted: True if adapters are trained.
+    """
+    devices = prod(mesh.values())
+    problems = [
+        f"reinforcement learning splits its mesh over data and fsdp alone: leave out {axis}={size}"
+        for axis, size in mesh.items()
+        if size > 1 and axis not in ("data", "fsdp")
+    ]
+    if devices > 1 and replicas not in (None, devices):
+        problems.append(f"replicas={replicas} must be {devices}, the devices of the mesh: each of them draws")
+    if exact and adapted and mesh.get("fsdp", 1) > 1:
+        problems.append(
+            f"exact=True merges adapters into matrices that each device has whole, and fsdp={mesh['fsdp']} splits them: use "
+            "data, or exact=False"
+        )
+    return problems
 
 
 def _problems(settings: PolicySettings) -> list[str]:

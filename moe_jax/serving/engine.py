@@ -47,7 +47,7 @@ class Engine:
       model: any model of this library, with or without an adapter. The engine computes on all devices that hold it, each with
         its own prompts. On one device it reads experts where the model keeps them.
       limits: sizes of each device, which set its memory; default: `EngineLimits()`. With `replicas` above 1, further devices
-        get a copy of the weights. Requests go to the device that is free first.
+        get a copy of the weights, unless the model is whole on each of them. Requests go to the device that is free first.
       tokenizer: a Hugging Face tokenizer, with which events and completions have text, and stop texts end them.
       keep_experts: True makes room for each token's experts, for requests with `return_experts`.
       drafts: "lookup:3" drafts up to three tokens per step: those that followed an earlier occurrence of a sequence's newest
@@ -88,12 +88,13 @@ class Engine:
         self._ends = frozenset([] if ends is None else np.atleast_1d(ends).tolist())
         self._keeps_experts = keep_experts and model.config.experts is not None
         self.lazy = lazy
-        own, *others = Placement.of(model).replicas(limits.replicas)
+        own, *others = Placement.of_replicas(model, limits.replicas)
         modules = int(source.name == "module")
         parts = take_apart(model, drafts=modules, take_over=take_over, mesh=own.mesh, strict=strict)
         options: dict[str, Any] = dict(keep_experts=keep_experts, drafts=source, lazy=lazy)
         devices = [Device(parts, own, limits, **options)]
-        devices += [Device(parts, placement, limits, owns_weights=True, **options) for placement in others]
+        holders = jax.tree.leaves(nnx.state(model))[0].sharding.device_set
+        devices += [Device(parts, each, limits, owns_weights=holders.isdisjoint(each.devices), **options) for each in others]
         for device in devices:
             device.warm_up()
 
@@ -268,8 +269,8 @@ def check_servable(model: Decoder, limits: EngineLimits, *, drafts: int | str, s
         )
     devices = {device for leaf in jax.tree.leaves(nnx.state(model)) for device in leaf.sharding.device_set}
     if limits.replicas > 1:
-        Placement.of(model).replicas(limits.replicas)
-    if len(devices) > 1:
+        Placement.of_replicas(model, limits.replicas)
+    elif len(devices) > 1:
         _check_several(model, len(devices), drafts=drafts, strict=strict)
     source = check_drafting(drafts, model.config, limits)
     if strict:

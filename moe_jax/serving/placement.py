@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from moe_jax.generation.devices import AXES, devices_of, generation_mesh
@@ -43,21 +44,30 @@ class Placement:
         devices = tuple(devices_of(model, "an engine"))
         return cls(devices, generation_mesh(devices, model.config) if len(devices) > 1 else None)
 
-    def replicas(self, count: int) -> list["Placement"]:
-        """Returns this placement, and one on each of `count` - 1 further devices of this process.
+    @classmethod
+    def of_replicas(cls, model: Decoder, count: int) -> list["Placement"]:
+        """Returns a placement for each of `count` replicas.
+
+        A model that is whole on each of `count` devices has a replica there, which reads its device's copy. For a model on one
+        device the other replicas are on further devices of this process.
 
         Raises:
           ValueError: the process has fewer devices, or each replica would be on several.
         """
+        own = cls.of(model)
         if count == 1:
-            return [self]
-        if self.mesh is not None:
-            raise ValueError(f"replicas={count} needs a model on one device; the model is on {len(self.devices)}")
-        all_devices = jax.local_devices(backend=self.devices[0].platform)
+            return [own]
+        if own.mesh is not None:
+            if count == len(own.devices) and all(leaf.is_fully_replicated for leaf in jax.tree.leaves(nnx.state(model))):
+                return [cls((device,), None) for device in own.devices]
+            raise ValueError(
+                f"replicas={count} needs a model on one device, or whole on each of {count}; the model is on {len(own.devices)}"
+            )
+        all_devices = jax.local_devices(backend=own.devices[0].platform)
         if count > len(all_devices):
             raise ValueError(f"replicas must be at most {len(all_devices)}, the devices of this process; got {count}")
-        others = [device for device in all_devices if device != self.devices[0]]
-        return [self, *(Placement((device,), None) for device in others[: count - 1])]
+        others = [device for device in all_devices if device != own.devices[0]]
+        return [own, *(cls((device,), None) for device in others[: count - 1])]
 
     @property
     def rows(self) -> Sharding:
@@ -91,16 +101,17 @@ def spread_on(mesh: Mesh | None) -> OneDevice:
     return Spread(expert=ExpertParallel()) if splits_experts(mesh) else ONE_DEVICE
 
 
-def on_each(mesh: Mesh | None, function: Callable, in_specs: Any = ROWS) -> Callable:
+def on_each(mesh: Mesh | None, function: Callable, in_specs: Any = ROWS, rows: PartitionSpec = ROWS) -> Callable:
     """Returns a program that runs `function` on each device, with the device's rows; without a mesh, on one.
 
     Args:
-      in_specs: the layout of arguments, as in `jax.shard_map`; default: all have rows of each device, like all results.
+      in_specs: the layout of arguments, as in `jax.shard_map`; default: all have rows of each device.
+      rows: the layout of results, on other meshes than an engine's.
     """
     if mesh is None:
         return on_one_device(function)
     # Nothing is differentiated, so kernels need not declare the axes over which their results vary.
-    return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=ROWS, check_vma=False)
+    return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=rows, check_vma=False)
 
 
 def rows_like(of_one: Any, mesh: Mesh | None) -> jax.ShapeDtypeStruct:

@@ -81,14 +81,14 @@ def take_apart(
     graphs, layers, experts = [], [], []
     for stage in list(model.stages)[: len(model.config.stages) + drafts]:
         graph, *states = nnx.split(stage, lambda path, _: is_expert_matrix(path), ...)
-        matrices, others = (_in_dtype(state, model.dtype) for state in states)
+        matrices, others = (in_dtype(state, model.dtype) for state in states)
         others = _dequantised(others)
         graphs.append(graph)
         layers += _cut(others, take_over=take_over)
         experts.append(matrices)
     options: dict[str, Any] = dict(strict=strict, precision=model.precision, mesh=mesh, unfused=unfused)
     served = ServedModel(model.config, model.dtype, frame_graph, tuple(graphs), **options)
-    return served, Weights(_dequantised(_in_dtype(frame, model.dtype)), tuple(layers), tuple(experts))
+    return served, Weights(_dequantised(in_dtype(frame, model.dtype)), tuple(layers), tuple(experts))
 
 
 def first_difference(new: tuple[ServedModel, Weights], own: tuple[ServedModel, Weights]) -> str:
@@ -241,7 +241,7 @@ def _dequantised(state: nnx.State) -> nnx.State:
     return jax.tree.map(whole, state, is_leaf=lambda leaf: isinstance(leaf, Quantised))
 
 
-def _in_dtype(state: nnx.State, dtype: Any) -> nnx.State:
+def in_dtype(state: nnx.State, dtype: Any) -> nnx.State:
     """Returns the state with its parameters as `dtype`. Quantised ones and expert biases keep their dtype."""
     parameters, others = nnx.split_state(state, (nnx.Param, Frozen), ...)
 

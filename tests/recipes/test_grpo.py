@@ -225,10 +225,18 @@ def test_dry_run_renders_two_prompts_and_calls_the_rewards(tmp_path, capsys):
     dry_run(chosen, model=tiny.dense(), tokenizer=tiny.tokenizer(), rewards=[letters_a])
     printed = capsys.readouterr().out
     assert printed.count("the answer 'The answer is 42.' has the rewards {'letters_a': 0.05") == 2
-    assert "prompts.jsonl " in printed and "dry run: nothing was trained or written" in printed
+    assert "prompts.jsonl " in printed and "dry run: nothing was trained or written" in printed and "predicted" not in printed
     assert not (tmp_path / "run").exists()
     with pytest.raises(ValueError, match="dry_run=True"):
         run(chosen)
+
+
+def test_dry_run_predicts_time_and_memory(tmp_path, capsys):
+    chosen = settings(tmp_path, dry_run=True, exact=False, dtype="bfloat16", lora=LoraSettings(rank=2), prompts=64)
+    dry_run(chosen, model=tiny.dense(), tokenizer=tiny.tokenizer(), rewards=[letters_a])
+    printed = capsys.readouterr().out
+    assert "--- predicted for H200s, if all answers have 6 tokens\ndata fsdp batch-size pages" in printed
+    assert "GiB of the first rollout: trainer 0.0, whole copy 0.0, engine 3.0, pages 0.0" in printed
 
 
 class Letters:
@@ -274,16 +282,17 @@ def test_an_environment_plays_the_dialogues_and_gives_rewards(tmp_path, policies
         (dict(on_mismatch="ask"), "on_mismatch='ask' must be one of stop, warn"),
         (dict(grpo=LossSettings(loss="ppo")), "loss='ppo' must be one of"),
         (dict(grpo=LossSettings(beta=0.1)), "grpo.beta=0.1 needs a reference, the model without adapters: set lora"),
+        (dict(mesh=MeshShape(expert=2)), "splits its mesh over data and fsdp alone: leave out expert=2"),
+        (dict(mesh=MeshShape(fsdp=2), engine=EngineSizes(replicas=4)), "replicas=4 must be 2, the devices of the mesh"),
+        (
+            dict(mesh=MeshShape(fsdp=2), lora=LoraSettings(targets=("attention",))),
+            "exact=True merges adapters .* fsdp=2 splits them: use data",
+        ),
     ],
 )  # fmt: skip
 def test_bad_settings_are_refused(tmp_path, changes, message):
     with pytest.raises(ValueError, match=message):
         settings(tmp_path, **changes)
-
-
-def test_a_mesh_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="grpo runs on one device so far; leave out mesh, which has 2"):
-        settings(tmp_path, mesh=MeshShape(data=2), batch_size=2)
 
 
 def test_too_few_devices_are_named_before_weights_are_read(tmp_path):

@@ -39,21 +39,43 @@ def test_trl(scale, samples, rng):
     chosen = PolicySettings(advantage_scale=scale, reward_weights=weights)
     totals = [total_rewards(group, chosen) for group in with_rewards(groups, rewards)]
     found = np.stack(advantages(totals, chosen))
-    trainer = trl.grpo_trainer(None, loss_type="dapo", multi_objective_aggregation="sum_then_normalize", scale_rewards=scale)
-    trainer.reward_weights = torch.tensor(weights)
-    per_function = torch.tensor(rewards, dtype=torch.float32).reshape(-1, 3)
-    given = dict(self=trainer, rewards_per_func=per_function, num_generations=samples, device="cpu")
-    theirs = trl.run_grpo("unscorable_mask = torch", "# Slice to keep only the local part", **given)["advantages"]
+    theirs = advantages_of_trl(rewards, weights, multi_objective_aggregation="sum_then_normalize", scale_rewards=scale)
     spread = np.array([has_spread(of_group) for of_group in totals])
     assert 5 < spread.sum() < 20
-    np.testing.assert_allclose(found[spread], theirs.numpy().reshape(20, -1)[spread], rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(found[spread], theirs[spread], rtol=1e-4, atol=1e-5)
     # Without spread, TRL's mean may differ from the rewards by rounding.
-    np.testing.assert_allclose(theirs.numpy().reshape(20, -1)[~spread], 0, atol=5e-3)
+    np.testing.assert_allclose(theirs[~spread], 0, atol=5e-3)
     assert not found[~spread].any()
 
 
+def advantages_of_trl(rewards, weights, **options):
+    groups, samples, functions = rewards.shape
+    trainer = trl.grpo_trainer(None, loss_type="dapo", **options)
+    trainer.reward_weights, trainer.reward_funcs = torch.tensor(weights), [None] * functions
+    per_function = torch.tensor(rewards, dtype=torch.float32).reshape(-1, functions)
+    given = dict(self=trainer, rewards_per_func=per_function, num_generations=samples, device="cpu")
+    found = trl.run_grpo("unscorable_mask = torch", "# Slice to keep only the local part", **given)["advantages"]
+    return found.numpy().reshape(groups, samples)
+
+
+def test_gdpo(rng):
+    """TRL's values. A function of a large scale does not hide a small one's rewards, and the overlong penalty is a function."""
+    weights, groups = (1.0, 0.3, -2.0), make_groups(rng, 20, 5)
+    rewards = rng.integers(0, 3, (20, 5, 3)) * np.array([1.0, 1000.0, 0.1])
+    rewards[rng.random(rewards.shape) < 0.3] = np.nan
+    rewards[0], rewards[1] = np.nan, 0.7
+    chosen = PolicySettings(advantage_scale="gdpo", reward_weights=weights)
+    found = np.stack(advantages([total_rewards(group, chosen) for group in with_rewards(groups, rewards)], chosen))
+    theirs = advantages_of_trl(rewards, weights, multi_objective_aggregation="normalize_then_sum", scale_rewards="group")
+    np.testing.assert_allclose(found, theirs, atol=5e-3)
+    assert np.abs(found).max() > 1 and not found[0].any()
+    group = Group(**{**vars(groups[0]), "rewards": np.zeros((5, 1))})
+    penalised = PolicySettings(advantage_scale="gdpo", max_new_tokens=8, overlong_buffer=8)
+    assert has_spread(total_rewards(group, penalised)) == (len({sample.own.sum() for sample in group.samples}) > 1)
+
+
 @settings(max_examples=100, deadline=None)
-@given(REWARDS, st.sampled_from(["group", "none"]), st.integers(0, 2**32 - 1))
+@given(REWARDS, st.sampled_from(["group", "none", "gdpo"]), st.integers(0, 2**32 - 1))
 def test_properties(rewards, scale, seed):
     chosen = PolicySettings(advantage_scale=scale)
     (found,) = advantages([rewards], chosen)
@@ -64,7 +86,7 @@ def test_properties(rewards, scale, seed):
     order = np.random.default_rng(seed).permutation(len(rewards))
     np.testing.assert_allclose(advantages([rewards[order]], chosen)[0], found[order], atol=1e-5)
     np.testing.assert_allclose(advantages([rewards + 3], chosen)[0], found, atol=1e-5)
-    factor = 1 if scale == "group" else 2
+    factor = 2 if scale == "none" else 1
     np.testing.assert_allclose(advantages([2 * rewards], chosen)[0], factor * found, atol=2e-3)
     # A sample without a reward changes nothing.
     np.testing.assert_array_equal(advantages([np.append(rewards, np.nan)], chosen)[0][:-1], found)

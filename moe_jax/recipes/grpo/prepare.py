@@ -8,8 +8,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
 from moe_jax.models.decoder import Decoder
+from moe_jax.parallel.choices import MeshShape
+from moe_jax.parallel.layout import mesh_of
 from moe_jax.recipes.grpo.settings import GrpoSettings
 from moe_jax.recipes.run.identity import identity_of
 from moe_jax.recipes.run.model import PlannedModel, plan_model
@@ -75,7 +78,13 @@ def plan_grpo(
     """Checks everything that can be checked without weights, and writes nothing; arguments and errors as in `grpo`."""
     if environment is None and settings.environment is not None:
         environment = function_at(settings.environment)
-    limits, planned = _limits(settings), plan_model(settings, model, tokenizer)
+    if jax.process_count() > 1:
+        raise ValueError(f"grpo runs in one process, which computes on all its devices; got {jax.process_count()}")
+    mesh = None if model is None else mesh_of(nnx.state(model))
+    if mesh is not None and settings.mesh.size == 1:
+        settings = replace(settings, mesh=MeshShape(**mesh.shape))
+    planned = plan_model(settings, model, tokenizer)
+    limits = _limits(settings, planned.devices)
     adapted, drops = () if planned.lora is None else planned.lora.kinds, settings.lora is not None and settings.lora.dropout > 0
     dtype = jnp.dtype(settings.dtype) if model is None else model.dtype
     check_architecture(planned.config, dtype, exact=settings.exact, adapted=adapted, drops=drops)
@@ -117,19 +126,20 @@ def plan_grpo(
     return PlannedGrpo(**vars(planned), settings=settings, limits=limits, identity=identity, **of_data)
 
 
-def _limits(settings: GrpoSettings) -> EngineLimits:
+def _limits(settings: GrpoSettings, devices: int) -> EngineLimits:
     sizes, answers = settings.engine, settings.prompts * settings.samples
-    sequences = min(answers, MOST_SEQUENCES) if sizes.max_sequences is None else sizes.max_sequences
+    replicas = devices if sizes.replicas is None else sizes.replicas
+    sequences = min(-(-answers // replicas), MOST_SEQUENCES) if sizes.max_sequences is None else sizes.max_sequences
     pages = min(sequences * -(-settings.max_length // 64) + 1, MOST_PAGES) if sizes.num_pages is None else sizes.num_pages
     limits = EngineLimits(
         max_sequences=sequences,
         max_length=settings.max_length,
         num_pages=pages,
         max_waiting=answers * settings.eval_batches,
-        replicas=sizes.replicas,
+        replicas=replicas,
     )
-    if sizes.replicas > (most := jax.local_device_count()):
-        raise ValueError(f"engine.replicas={sizes.replicas} must be at most {most}, the devices of this process")
+    if replicas > (most := jax.local_device_count()):
+        raise ValueError(f"engine.replicas={replicas} must be at most {most}, the devices of this process")
     if limits.longest_in_pages < settings.max_length:
         raise ValueError(
             f"engine.num_pages={pages} has room for {limits.longest_in_pages} tokens; an answer with its prompt may have "

@@ -1,6 +1,7 @@
 """The log of a step of reinforcement learning: metrics with TRL's names, and all samples."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ def metrics_of(groups: Sequence[Group], names: Sequence[str], settings: PolicySe
     Args:
       names: the name of each reward function.
     """
-    totals = [total_rewards(group, settings) for group in groups]
+    totals = _sums(groups, settings)
     samples = [sample for group in groups for sample in group.samples]
     lengths = np.array([len(sample.tokens) for sample in samples])
     ended = np.array([sample.finish_reason == "stop" for sample in samples])
@@ -46,7 +47,7 @@ def metrics_of(groups: Sequence[Group], names: Sequence[str], settings: PolicySe
 
 def record_of_samples(step: int, groups: Sequence[Group], names: Sequence[str], settings: PolicySettings) -> dict[str, Any]:
     """Returns the line of samples.jsonl for a step: all answers, with their rewards and advantages."""
-    totals = [total_rewards(group, settings) for group in groups]
+    totals, of_groups = _sums(groups, settings), advantages([total_rewards(group, settings) for group in groups], settings)
     samples = [
         {
             "prompt": group.row["prompt"],
@@ -61,11 +62,16 @@ def record_of_samples(step: int, groups: Sequence[Group], names: Sequence[str], 
             "weights_version": sample.weights_version,
             **{name: values[i] for name, values in group.extras.items()},
         }
-        for group, total, advantage in zip(groups, totals, advantages(totals, settings), strict=True)
+        for group, total, advantage in zip(groups, totals, of_groups, strict=True)
         for i, sample in enumerate(group.samples)
         if group.rewards is not None
     ]
     return {"step": step, "samples": samples}
+
+
+def _sums(groups: Sequence[Group], settings: PolicySettings) -> list[np.ndarray]:
+    """Returns the weighted sums of rewards, which GDPO would normalize."""
+    return [total_rewards(group, replace(settings, advantage_scale=None)) for group in groups]
 
 
 def _mean(values: np.ndarray) -> float:

@@ -4,7 +4,7 @@ from dataclasses import asdict, dataclass
 from typing import ClassVar, Literal, get_args
 
 from moe_jax.recipes.run.settings import RunSettings, file_problems, fits
-from moe_jax.reinforcement.settings import LossSettings, PolicySettings
+from moe_jax.reinforcement.settings import LossSettings, PolicySettings, mesh_problems
 
 OnMismatch = Literal["stop", "warn"]
 
@@ -14,20 +14,21 @@ SHARED = "reward_weights", "exact", "samples", "max_new_tokens"
 
 @dataclass(frozen=True)
 class EngineSizes:
-    """Sizes of the engine that draws the answers.
+    """Sizes of the engine that draws the answers, on each device.
 
     Attributes:
-      max_sequences: number of answers that are drawn at once. None: all of a step, at most 256.
+      max_sequences: number of answers that are drawn at once. None: an equal share of a step's answers, at most 256.
       max_length: maximum number of tokens of a prompt and its answer. None: seq_len.
       num_pages: number of pages of 64 tokens, which running answers share. None: room for `max_sequences` of `max_length`
         tokens, at most 4096 pages.
-      replicas: number of devices that draw. Each has all weights, and sizes as above. The first one also learns.
+      replicas: number of devices that draw, each with all weights. None: all devices of the mesh. Without a mesh the first one
+        also learns.
     """
 
     max_sequences: int | None = None
     max_length: int | None = None
     num_pages: int | None = None
-    replicas: int = 1
+    replicas: int | None = None
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ class GrpoSettings(RunSettings):
       grpo: the loss and its numbers, and the temperature.
       engine: sizes of the engine that draws the answers.
       seq_len: tokens of a packed row of an update. A row has room for a prompt with its answer.
-      batch_size: packed rows that an update computes at once. It does not change what is learned.
+      batch_size: packed rows that each device computes at once in an update. It does not change what is learned.
       learning_rate: the peak, reached after `warmup_steps`, then constant. None: 1e-6, and 1e-5 with lora.
       min_learning_rate_ratio: 1 keeps the rate constant; with less it falls along a cosine.
       seed: decides the order of prompts, all answers, and the initial adapters.
@@ -102,7 +103,8 @@ class GrpoSettings(RunSettings):
         **dict.fromkeys(("remat", "offload"), "updates recompute each layer, and keep its input on the device"),
         **dict.fromkeys(("precision", "fp8_dense"), "experts are drawn from and learned in dtype"),
         **dict.fromkeys(
-            ("shard_optimizer", "capacity_factor", "hops", *RunSettings.OF_EXPERT_DEVICES), "it runs on one device"
+            ("shard_optimizer", "capacity_factor", "hops", *RunSettings.OF_EXPERT_DEVICES),
+            "it learns over mesh.data and mesh.fsdp alone, with the default transfers",
         ),
     }
     ONE_OF = {**RunSettings.ONE_OF, "on_mismatch": get_args(OnMismatch), "on_reward_error": ("stop", "none")}
@@ -111,6 +113,11 @@ class GrpoSettings(RunSettings):
         super().__post_init__()
         # Its own checks cover the settings that are shared with it.
         self.policy  # noqa: B018
+
+    @property
+    def rows(self) -> int:
+        """The rows of a micro-batch, on all devices."""
+        return self.batch_size * self.mesh.size
 
     @property
     def policy(self) -> PolicySettings:
@@ -130,8 +137,7 @@ class GrpoSettings(RunSettings):
     def problems(self) -> list[str]:
         """Adds to the problems of `RunSettings`: files that do not exist, and sizes without room for an answer."""
         problems = super().problems() + file_problems(self.output, self.data, self.eval_data)
-        if self.mesh.size > 1:
-            problems.append(f"grpo runs on one device so far; leave out mesh, which has {self.mesh.size}")
+        problems += mesh_problems(asdict(self.mesh), self.engine.replicas, self.exact, self.lora is not None)
         if type(self.grpo) is not LossSettings:
             problems.append(f"grpo={self.grpo!r} must be a LossSettings; {', '.join(SHARED)} are settings of the run")
         elif self.grpo.beta and self.lora is None:
@@ -157,5 +163,5 @@ class GrpoSettings(RunSettings):
         return problems
 
     def pipe_problems(self, ranks: int) -> list[str]:
-        """Returns none: a mesh of several devices is refused as a whole."""
+        """Returns none: `mesh_problems` refuses a pipe."""
         return []

@@ -30,6 +30,7 @@ from moe_jax.demo.run import (
     empty_output,
     is_python,
     logit_difference,
+    num_statements,
     run_demo,
     small_config,
     transformers_logits,
@@ -52,7 +53,7 @@ from moe_jax.train.data.chat import chat_tokens
 from moe_jax.train.metrics import read_records
 from tests.helpers import shared_steps
 
-SHRUNKEN = dict(steps=10, batch_size=2, seq_len=32, vocab_size=600, every_nth_file=60, samples=2, new_tokens=8)
+SHRUNKEN = dict(steps=10, batch_size=2, seq_len=32, vocab_size=600, every_nth_file=60, samples=2, new_tokens=8, reward_steps=0)
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +86,9 @@ def test_every_step_is_there_once_across_the_interruption(demo):
 
 def test_the_folder_holds_exactly_the_listed_files(demo):
     output, _ = demo
-    assert sorted(p.name for p in output.iterdir()) == sorted([*(CONTENTS.keys() - {"adapter"}), MARKER, "notes.txt"])
+    assert sorted(p.name for p in output.iterdir()) == sorted(
+        [*(CONTENTS.keys() - {"adapter", "rewarded", "prompts.jsonl"}), MARKER, "notes.txt"]
+    )
     for name in ("loss.png", "expert_load.png"):
         assert matplotlib.image.imread(output / name).std() > 0
     assert (output / "notes.txt").read_text() == "the user's own"
@@ -137,7 +140,7 @@ def adapted(tmp_path_factory):
 
 def test_it_prints_each_stage_and_the_text(adapted):
     output, result, printed = adapted
-    assert all(f"[{number}/7]" in printed for number in range(1, 8))
+    assert all(f"[{number}/8]" in printed for number in range(1, 9))
     assert len(result.texts) == 2 and all(text.startswith("def ") for text in result.texts)
     assert f"{sum(map(is_python, result.texts))} of 2 are valid Python" in printed
     assert "expert_load" not in printed.split("The files:")[1].replace("expert_load.jsonl", "")
@@ -158,6 +161,39 @@ def test_an_adapter(adapted):
     }
     assert all(is_changed == ("proj" in name) for name, is_changed in changed.items()) and len(changed) > 8
     assert (output / "adapter" / "adapter_config.json").is_file()
+
+
+def test_it_learns_from_rewards(tmp_path, monkeypatch, untrained):
+    """The last stage trains the export with a reward, on the first lines of functions, and exports."""
+    seen = []
+
+    def grpo(settings, rewards):
+        lines = [record["prompt"] for record in map(json.loads, Path(settings.data).read_text().splitlines())]
+        assert len(lines) > 5 and all(line.startswith("def ") and line.endswith(":") for line in lines)
+        bodies = ["\n    a = 1\n    return a\n", "\n    pass\n", "\n    a = 1\n    return a\n"]
+        seen.append(rewards[0](lines[:3], bodies, ["stop", "stop", "length"]))
+        return SimpleNamespace(model=untrained.model, metrics=[{"reward": 0.25}, {"reward": 0.75}])
+
+    monkeypatch.setattr("moe_jax.demo.run.grpo", grpo)
+    result = run_demo(DemoSettings(output=str(tmp_path / "x"), **DENSE | {"reward_steps": 2}))
+    assert (result.rewards, seen) == ([0.25, 0.75], [[1.0, 0.0, 0.0]])
+    assert (tmp_path / "x" / "rewarded" / "model" / "config.json").is_file()
+
+
+@pytest.mark.parametrize(
+    "body, number",
+    [
+        ("return a", 1),
+        ("pass\n    pass", 0),
+        ("'text'\n    # comment\n    return 3", 1),
+        ("a = 1\n    a = 1", 1),
+        ("a = 1\n    return a", 2),
+        ("return a\nf(1)", 0),
+        ("return (", 0),
+    ],
+)
+def test_statements_that_a_reward_counts(body, number):
+    assert num_statements(f"def f(a):\n    {body}\n") == number
 
 
 @pytest.mark.thorough
@@ -289,6 +325,7 @@ def test_an_earlier_demo_stays_where_options_are_wrong(tmp_path):
                 every_nth_file=0,
                 samples=0,
                 new_tokens=0,
+                reward_steps=-1,
                 vocab_size=258,
                 prompt="",
                 batch_size=0,
@@ -299,6 +336,7 @@ def test_an_earlier_demo_stays_where_options_are_wrong(tmp_path):
         "every_nth_file must be at least 1; got 0",
         "samples must be at least 1; got 0",
         "new_tokens must be at least 1",
+        "reward_steps must be at least 0; got -1",
         "vocab_size must be at least 259: all bytes, and the special tokens; got 258",
         "prompt must not be empty",
         "batch_size=0 must be an integer of at least 1",

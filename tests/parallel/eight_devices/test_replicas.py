@@ -179,7 +179,7 @@ def test_refusals(tmp_path, capsys):
     model = tiny.model()
     with pytest.raises(ValueError, match="replicas must be at most 8, the devices of this process; got 9"):
         Engine(model, limits=replace(LIMITS, replicas=9))
-    with pytest.raises(ValueError, match="replicas=2 needs a model on one device; the model is on 2"):
+    with pytest.raises(ValueError, match="replicas=2 needs a model on one device, or whole on each of 2; the model is on 2"):
         Engine(laid_out(model, fsdp=2), limits=LIMITS)
     (tmp_path / "config.json").write_text(json.dumps(config_to_dict(tiny.dense().config)))
     for options, message in (
