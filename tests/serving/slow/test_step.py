@@ -19,7 +19,13 @@ MAX_PAGES = 3
 MODELS = {
     "moe-sliding-mixed": (
         "qwen3_moe",
-        {"mlp_only_layers": [1], "use_sliding_window": True, "sliding_window": 4, "tie_word_embeddings": True},
+        {
+            "num_hidden_layers": 2,
+            "mlp_only_layers": [1],
+            "use_sliding_window": True,
+            "sliding_window": 4,
+            "tie_word_embeddings": True,
+        },
     ),
     "dense": ("qwen3", {}),
     "deepseek": ("deepseek_v3", {"first_k_dense_replace": 1}),
