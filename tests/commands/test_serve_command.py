@@ -18,7 +18,7 @@ from tests.helpers import served, tiny
 def folder(tmp_path_factory):
     made = tmp_path_factory.mktemp("served")
     tiny.tokenizer().save_pretrained(made / "tokenizer")
-    moe_jax.save_pretrained(tiny.model(), made / "model", tokenizer_from=made / "tokenizer")
+    moe_jax.save_pretrained(tiny.dense(), made / "model", tokenizer_from=made / "tokenizer")
     return made / "model"
 
 

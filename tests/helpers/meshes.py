@@ -15,10 +15,15 @@ def make_mesh(**sizes):
     return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes), devices=devices)
 
 
+def mesh_of(**sizes):
+    """Returns the library's mesh, with all its axes, of the first devices."""
+    return moe_jax.parallel.make_mesh(**sizes, devices=jax.devices()[: int(np.prod(list(sizes.values())))])
+
+
 def laid_out(model, **sizes):
     """Lays the model out on a mesh of the first devices, as `from_pretrained(mesh=)` does."""
     graph, state = nnx.split(model)
-    mesh = moe_jax.parallel.make_mesh(**sizes, devices=jax.devices()[: int(np.prod(list(sizes.values())))])
+    mesh = mesh_of(**sizes)
 
     def put(path, leaf):
         return jax.device_put(leaf, parameter_sharding(parameter_path(path), leaf.shape, mesh))

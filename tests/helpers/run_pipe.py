@@ -3,7 +3,6 @@
 Arguments: data folder, output folder, the step in which the process dies, and "step" or "save".
 """
 
-import math
 import os
 import signal
 import sys
@@ -15,14 +14,10 @@ import jax.numpy as jnp
 
 from moe_jax.checkpoint.training import TrainingCheckpoints
 from moe_jax.models.random_weights import random_model
-from moe_jax.parallel import make_mesh
 from moe_jax.parallel.choices import MeshShape
 from moe_jax.recipes import FinetuneSettings, finetune
 from tests.helpers import tiny
-
-
-def mesh_of(**sizes) -> jax.sharding.Mesh:
-    return make_mesh(**sizes, devices=jax.devices()[: math.prod(sizes.values())])
+from tests.helpers.meshes import mesh_of
 
 
 def run(

@@ -14,7 +14,7 @@ from moe_jax.train.rebalance import move_experts, rebalance
 from tests.helpers import seeds, tiny
 from tests.train.slow.test_step import make_batch
 
-CONFIG = tiny.model().config
+CONFIG = nnx.eval_shape(tiny.model).config
 
 
 def start(dtype="float32"):

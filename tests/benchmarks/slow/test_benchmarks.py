@@ -52,10 +52,14 @@ def results_of(monkeypatch, tmp_path, command):
         ),
         ("experts dense", {"forward_ms", "with_gradients_ms", "errors"}),
         ("few_tokens --tokens 2 --precisions bf16 --layers 1", {"us_a_layer", "floor_us", "error"}),
-        ("grpo", {"sample_s", "again_s", "update_s", "wake_s", "tokens_per_s", "compiled", "steady_steps"}),
+        pytest.param(
+            "grpo",
+            {"sample_s", "again_s", "update_s", "wake_s", "tokens_per_s", "compiled", "steady_steps"},
+            marks=pytest.mark.thorough,
+        ),
         ("moe_layer --here --systems xla", {"fwd_ms", "fwd_bwd_tflops", "kept_mib", "differences"}),
         ("training_step --routings own --layers 1", {"seconds", "tflops_per_gpu", "compile_seconds", "of_ceiling"}),
-        ("whole_model --here --layers 1", {"forward_s", "backward_s"}),
+        pytest.param("whole_model --here --layers 1", {"forward_s", "backward_s"}, marks=pytest.mark.thorough),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

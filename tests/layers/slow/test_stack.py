@@ -86,10 +86,17 @@ def test_carry(remat):
         jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-12), found, jax.grad(expected, (0, 1))(w, start))
 
 
+KEPT = [(False, 0), (True, 0), ("offload", 0), (True, 1), (True, 2), (True, 9), ("offload", 2)]
+
+
 @pytest.mark.parametrize(
-    ("remat", "num_kept"), [(False, 0), (True, 0), ("offload", 0), (True, 1), (True, 2), ("offload", 2), (True, 9)]
+    ("remat", "num_kept", "window"),
+    [
+        *((*kept, False) for kept in KEPT),
+        (*KEPT[-1], True),
+        *(pytest.param(*kept, True, marks=pytest.mark.thorough) for kept in KEPT[:-1]),
+    ],
 )
-@pytest.mark.parametrize("window", [False, True])
 def test_equals_scan(remat, num_kept, window):
     """Values and gradients equal `lax.scan`'s, no matter which layers keep their residuals."""
     own = partial(run, remat=remat, num_kept=num_kept)

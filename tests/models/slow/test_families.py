@@ -29,9 +29,12 @@ UNLIKE = ("mixtral", "minimax_m2", "ernie4_5_moe", "axk1")
 NOT_OF_PEFT = ("qwen2_moe", "hy_v3", "axk1")
 """Families for which PEFT 0.21 does not join the factors of each expert, which we write."""
 ALL = pytest.mark.parametrize("theirs", FAMILIES, indirect=True)
-A_FEW = pytest.mark.parametrize(
-    "theirs", [pytest.param(name, marks=[pytest.mark.thorough] * (name not in UNLIKE)) for name in FAMILIES], indirect=True
-)
+
+
+def only(*names):
+    """Further families are thorough."""
+    params = [pytest.param(name, marks=[pytest.mark.thorough] * (name not in names)) for name in FAMILIES]
+    return pytest.mark.parametrize("theirs", params, indirect=True)
 
 
 @pytest.fixture
@@ -95,7 +98,7 @@ def test_files_equal_those_of_transformers(theirs, ours, rng, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore")  # PEFT names ranks that it found by another name
-@A_FEW
+@only("mixtral", "ernie4_5_moe")
 def test_an_adapter_comes_back_and_peft_reads_it(theirs, ours, rng, tmp_path):
     peft = pytest.importorskip("peft")
     base = nnx.clone(ours)
@@ -114,7 +117,7 @@ def test_an_adapter_comes_back_and_peft_reads_it(theirs, ours, rng, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore")
-@A_FEW
+@only("ernie4_5_moe", "axk1")
 def test_the_files_of_peft_are_read(theirs, ours, rng, tmp_path):
     peft = pytest.importorskip("peft")
     latent = hasattr(theirs.config, "kv_lora_rank")
@@ -132,7 +135,7 @@ def test_the_files_of_peft_are_read(theirs, ours, rng, tmp_path):
     assert error(logits_of(ours, jnp.asarray(tokens)), logits_of_theirs(model, tokens)) < 1e-5
 
 
-@A_FEW
+@only(*UNLIKE)
 def test_cached_tokens_are_those_of_one_pass(theirs, ours, rng):
     prompt = rng.integers(3, 96, size=(1, 9))
     new = np.array(moe_jax.generate(ours, jnp.asarray(prompt), max_new_tokens=4, temperature=0.0))
@@ -140,7 +143,7 @@ def test_cached_tokens_are_those_of_one_pass(theirs, ours, rng):
     np.testing.assert_array_equal(new, logits[:, 8:-1].argmax(axis=-1))
 
 
-@A_FEW
+@only(*UNLIKE)
 def test_an_engine_runs_the_modules(theirs, ours, rng):
     prompts = [rng.integers(3, 96, size=length).tolist() for length in (9, 4)]
     limits = EngineLimits(max_length=32, max_sequences=2, max_tokens_per_step=16)

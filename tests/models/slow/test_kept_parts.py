@@ -23,7 +23,7 @@ def assert_equal_bits(batch, remats, **options):
         jax.tree.map(np.testing.assert_array_equal, found, (state, metrics))
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("dtype", [pytest.param(jnp.float32, marks=pytest.mark.thorough), jnp.bfloat16])
 def test_each_part_alone_and_all(rng, dtype):
     make_model = partial(tiny.model, dtype=dtype, param_dtype=dtype)
     assert_equal_bits(make_batch(rng), [True, *KEPT_PARTS, ALL], make_model=make_model)
@@ -31,7 +31,7 @@ def test_each_part_alone_and_all(rng, dtype):
 
 @pytest.mark.parametrize(
     "make_model",
-    [pytest.param(tiny.deepseek, marks=pytest.mark.thorough), tiny.dense, partial(tiny.deepseek, mtp=1)],
+    [*(pytest.param(make, marks=pytest.mark.thorough) for make in (tiny.deepseek, tiny.dense)), partial(tiny.deepseek, mtp=1)],
     ids=["deepseek", "dense", "mtp"],
 )
 def test_families(rng, make_model):

@@ -69,12 +69,12 @@ def on_one_device(case, gradient_accumulation):
 @pytest.mark.parametrize(
     "case, sizes, options",
     [
-        ("moe", {"fsdp": 8}, {}),
         ("moe", {"data": 2, "expert": 2, "context": 2}, {}),
         ("shared outer", {"fsdp": 4, "expert": 2}, {}),
-        ("whole modules", {"data": 2, "fsdp": 2, "expert": 2}, {}),
         ("whole modules", {"data": 2, "fsdp": 2, "context": 2}, {"gradient_accumulation": 2, "shard_optimizer": True}),
         ("dropout", {"data": 2, "fsdp": 2, "context": 2}, {"gradient_accumulation": 2}),
+        pytest.param("moe", {"fsdp": 8}, {}, marks=pytest.mark.thorough),
+        pytest.param("whole modules", {"data": 2, "fsdp": 2, "expert": 2}, {}, marks=pytest.mark.thorough),
         pytest.param("moe", {"fsdp": 2, "expert": 2, "context": 2}, {"gradient_accumulation": 2}, marks=pytest.mark.thorough),
         pytest.param("moe", {"data": 2, "fsdp": 4}, {"remat": False}, marks=pytest.mark.thorough),
         pytest.param("deepseek", {"fsdp": 2, "expert": 2, "context": 2}, {}, marks=pytest.mark.thorough),

@@ -138,8 +138,7 @@ def test_dynamic_rotary_base():
 
 
 def test_errors():
-    merge, parameters, batch, _ = single(qwen)
-    model = merge(parameters)
+    model, batch = qwen(), make_batch(seeds.rng())
     model.execution = Execution(spread=Spread(context=ContextParallel(), mesh_axes=("data",)))
     with pytest.raises(ValueError, match=r"mesh_axes must name the axis of Spread.context, 'context'; got \('data',\)"):
         loss(model, batch)

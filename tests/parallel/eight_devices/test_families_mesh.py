@@ -11,15 +11,15 @@ from moe_jax.config import config_from_dict
 from moe_jax.parallel import Parallelism
 from tests.helpers import seeds
 from tests.helpers.families import FAMILIES, SIZES
-from tests.helpers.meshes import relative_error
+from tests.helpers.meshes import mesh_of, relative_error
 from tests.helpers.train_steps import make_batch, train
-from tests.parallel.eight_devices.test_pipelined import mesh_of
 
 
 @pytest.mark.parametrize("model_type, sizes", [("qwen2_moe", dict(fsdp=2, expert=2))])
 def test_a_step_is_that_of_one_device(model_type, sizes):
     fields = {name: value for name, value in SIZES.items() if "implementation" not in name} | {"vocab_size": 264}
-    config = config_from_dict(fields | FAMILIES[model_type] | {"model_type": model_type, "initializer_range": 0.1})
+    one_layer = {"num_hidden_layers": 1, "mlp_only_layers": []}
+    config = config_from_dict(fields | FAMILIES[model_type] | one_layer | {"model_type": model_type, "initializer_range": 0.1})
 
     def make_model():
         return moe_jax.from_config(config, dtype=jnp.float32, rngs=nnx.Rngs(0))

@@ -7,10 +7,10 @@ from flax import nnx
 
 from moe_jax.parallel import Parallelism
 from tests.helpers import seeds
-from tests.helpers.meshes import relative_error
+from tests.helpers.meshes import mesh_of, relative_error
 from tests.helpers.toy_hybrid import hybrid
 from tests.helpers.train_steps import make_batch, train
-from tests.parallel.eight_devices.test_pipelined import compare, mesh_of
+from tests.parallel.eight_devices.test_pipelined import compare
 
 
 def pairs():

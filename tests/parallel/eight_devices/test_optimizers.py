@@ -17,7 +17,7 @@ from moe_jax.parallel.pipeline.chunks import LayersInPipe, PipeShape, from_chunk
 from moe_jax.train import apply_gradients, init_state, make_optimizer
 from moe_jax.train.run_checkpoints import PIPE, restored
 from tests.helpers import seeds, tiny
-from tests.helpers.meshes import relative_error
+from tests.helpers.meshes import mesh_of, relative_error
 from tests.helpers.train_steps import make_batch, train
 
 
@@ -59,7 +59,7 @@ def updated(model, name, parallelism=None, pipe=False):
     ids=["every-axis", "zero1", "pipe"],
 )
 def test_updates(name, sizes, options):
-    mesh = make_mesh(**sizes, devices=jax.devices()[: int(np.prod(list(sizes.values())))])
+    mesh = mesh_of(**sizes)
     expected, pipe = updated(tiny.model(), name).params, "pipe" in sizes
     found = updated(tiny.model(), name, Parallelism(mesh, **options), pipe=pipe).params
     found = from_chunks(found, 2) if pipe else found
@@ -69,7 +69,7 @@ def test_updates(name, sizes, options):
 
 @pytest.mark.parametrize("name", ["muon", "adafactor"])
 def test_updates_of_adapters(name):
-    mesh = make_mesh(fsdp=2, expert=2, devices=jax.devices()[:4])
+    mesh = mesh_of(fsdp=2, expert=2)
     expected, found = updated(adapted(), name).params, updated(adapted(), name, Parallelism(mesh)).params
     for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         assert relative_error(ours, theirs) < 2e-5
@@ -87,6 +87,7 @@ def test_layouts_of_the_state():
     assert columns.sharding.spec == P("data", None, None)
 
 
+@pytest.mark.thorough
 def test_two_steps_of_muon():
     batch, options = make_batch(seeds.rng()), {"optimizer": make_optimizer(1e-2, name="muon", eps=1e-3)}
     _, expected = train(batch, **options)
@@ -97,7 +98,7 @@ def test_two_steps_of_muon():
 @pytest.mark.parametrize("name", ["muon", "adafactor"])
 def test_checkpoints_on_another_pipe(tmp_path, name):
     """Every moment keeps its layer."""
-    layers, mesh = LayersInPipe(0, 2), make_mesh(pipe=2, devices=jax.devices()[:2])
+    layers, mesh = LayersInPipe(0, 2), mesh_of(pipe=2)
     piped, plain = updated(tiny.model(), name, Parallelism(mesh), pipe=True), updated(tiny.model(), name)
     checkpoints = TrainingCheckpoints(tmp_path)
     checkpoints.save(2, piped, {PIPE: PipeShape(2)._asdict()})

@@ -22,8 +22,8 @@ from moe_jax.recipes import finetune
 from moe_jax.train import model_of_run
 from moe_jax.train.metrics import read_records
 from tests.helpers import tiny
-from tests.helpers.meshes import laid_out
-from tests.helpers.run_pipe import mesh_of, run
+from tests.helpers.meshes import laid_out, mesh_of
+from tests.helpers.run_pipe import run
 
 ROOT = Path(__file__).parents[3]
 

@@ -11,15 +11,12 @@ from flax import nnx
 import moe_jax
 from moe_jax.checkpoint import streaming
 from moe_jax.models.random_weights import random_model
-from moe_jax.parallel import Parallelism, make_mesh
+from moe_jax.parallel import Parallelism
 from moe_jax.parallel.layout import parameter_path
 from moe_jax.parallel.pipeline.chunks import LayersInPipe, PipeShape, is_dealt_out, restack, split_layers, stacked_as, to_chunks
 from moe_jax.train import init_state, make_optimizer
 from tests.helpers import tiny
-
-
-def mesh_of(**sizes):
-    return make_mesh(**sizes, devices=jax.devices()[: int(np.prod(list(sizes.values())))])
+from tests.helpers.meshes import mesh_of
 
 
 def three_layers():

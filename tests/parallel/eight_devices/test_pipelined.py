@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from moe_jax.layers.router import ExpertBias
 from moe_jax.models.execution import Execution
-from moe_jax.parallel import Parallelism, make_mesh
+from moe_jax.parallel import Parallelism
 from moe_jax.parallel.pipeline.chunks import from_chunks, to_chunks
 from moe_jax.train import (
     LossWeights,
@@ -27,7 +27,7 @@ from moe_jax.train import (
 from moe_jax.train.objective import as_objective
 from moe_jax.train.pipelined import accumulate_pipelined
 from tests.helpers import seeds, tiny
-from tests.helpers.meshes import relative_error
+from tests.helpers.meshes import mesh_of, relative_error
 from tests.helpers.train_steps import make_batch, weighted
 
 ALL_LOSSES = NextToken(LossWeights(aux_loss_coef=0.1, sequence_loss_coef=0.1, z_loss_coef=0.1))
@@ -43,10 +43,6 @@ def tied():
     """A dense model with one table for both ends."""
     config = replace(tiny.dense().config, tie_word_embeddings=True)
     return type(tiny.dense())(config, dtype=jnp.float32, rngs=nnx.Rngs(0))
-
-
-def mesh_of(**sizes):
-    return make_mesh(**sizes, devices=jax.devices()[: int(np.prod(list(sizes.values())))])
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,9 @@ from moe_jax.parallel import Parallelism
 from moe_jax.parallel.pipeline.chunks import to_chunks
 from moe_jax.train import init_state, make_evaluation, make_optimizer, make_train_step, put_batch
 from tests.helpers import seeds, tiny
-from tests.helpers.meshes import relative_error
+from tests.helpers.meshes import mesh_of, relative_error
 from tests.helpers.train_steps import make_batch
-from tests.parallel.eight_devices.test_pipelined import ALL_LOSSES, compare, mesh_of
+from tests.parallel.eight_devices.test_pipelined import ALL_LOSSES, compare
 
 
 def three_dense_layers(mtp=0, layers=5):

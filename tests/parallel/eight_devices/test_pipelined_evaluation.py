@@ -16,9 +16,9 @@ from moe_jax.train.objective import as_objective
 from moe_jax.train.on_devices import on_devices
 from moe_jax.train.pipelined import evaluate_pipelined
 from tests.helpers import seeds, tiny
-from tests.helpers.meshes import relative_error
+from tests.helpers.meshes import mesh_of, relative_error
 from tests.helpers.train_steps import make_batch, weighted
-from tests.parallel.eight_devices.test_pipelined import ALL_LOSSES, mesh_of, with_layers
+from tests.parallel.eight_devices.test_pipelined import ALL_LOSSES, with_layers
 
 
 @pytest.mark.parametrize(

@@ -6,15 +6,11 @@ import optax
 import pytest
 from flax import nnx
 
-import moe_jax
 from moe_jax.parallel import Parallelism
 from moe_jax.preferences import Preference, PreferenceSettings
 from tests.helpers.examples import make_answers, make_pairs, packed_batch
+from tests.helpers.meshes import mesh_of
 from tests.helpers.train_steps import train
-
-
-def mesh_of(**sizes):
-    return moe_jax.parallel.make_mesh(**sizes, devices=jax.devices()[: int(np.prod(list(sizes.values())))])
 
 
 def batch_of(settings, rows=8, seq_len=32):

@@ -42,7 +42,8 @@ def engine(model):
     engine.close()
 
 
-def test_greedy_equals_generate(model, engine, monkeypatch):
+def test_greedy_equals_generate(model, monkeypatch):
+    engine = Engine(laid_out(model, fsdp=2), limits=LIMITS, lazy=True)
     prompts, device, used = prompts_of(3, 70, 64, 130, 1, 12), engine._loop.device, set()
     launch = device.launch
 
@@ -52,6 +53,7 @@ def test_greedy_equals_generate(model, engine, monkeypatch):
 
     monkeypatch.setattr(device, "launch", launch_and_note)
     found = engine.generate(prompts, PLAIN)
+    engine.close()
     assert [one.tokens for (one,) in found] == moe_jax.generate(model, prompts, max_new_tokens=9)
     assert used == {0, 1}
 

@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from moe_jax.layers.router import ExpertBias
 from moe_jax.models.execution import Execution
-from moe_jax.parallel import ExpertParallel, Parallelism, make_mesh
+from moe_jax.parallel import ExpertParallel, Parallelism
 from moe_jax.parallel.pipeline.chunks import from_chunks, to_chunks
 from moe_jax.parallel.sequence.attention import ContextParallel
 from moe_jax.train import (
@@ -28,7 +28,7 @@ from moe_jax.train import (
 from moe_jax.train.objective import as_objective
 from moe_jax.train.pipelined import accumulate_pipelined, check_branches, schedule_of
 from tests.helpers import tiny
-from tests.helpers.meshes import relative_error
+from tests.helpers.meshes import mesh_of, relative_error
 from tests.helpers.train_steps import make_batch, weighted
 
 ALL_LOSSES = NextToken(LossWeights(aux_loss_coef=0.1, sequence_loss_coef=0.1, z_loss_coef=0.1))
@@ -40,7 +40,7 @@ ONE_ROUND = dict(capacity_factor=2)
 
 
 def parallelism_of(name, transport="all_to_all", method="all_gather", capacity_factor=1.25, **sizes):
-    mesh = make_mesh(**sizes, devices=jax.devices()[: int(np.prod(list(sizes.values())))])
+    mesh = mesh_of(**sizes)
     settings = ExpertParallel(transport=transport, capacity_factor=capacity_factor), ContextParallel(method=method)
     return Parallelism(mesh, *settings, pipe_chunks=CHUNKS.get(name, 1), pipe_schedule=name)
 
@@ -186,7 +186,7 @@ def test_refusals(refused, message):
 
 def test_refused_chunks():
     with pytest.raises(ValueError, match="pipe_schedule='zb-v' needs pipe_chunks=2; got 1"):
-        Parallelism(make_mesh(pipe=2, devices=jax.devices()[:2]), pipe_schedule="zb-v")
+        Parallelism(mesh_of(pipe=2), pipe_schedule="zb-v")
 
 
 def test_divided_where_matrices_are_whole():

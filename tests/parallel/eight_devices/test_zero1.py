@@ -20,13 +20,13 @@ from moe_jax.train.master_weights import join
 from moe_jax.train.rebalance import move_experts
 from tests.helpers import seeds, tiny
 from tests.helpers.h200 import needs_compiler, run_script
-from tests.helpers.meshes import laid_out, relative_error
+from tests.helpers.meshes import laid_out, mesh_of, relative_error
 from tests.helpers.train_steps import make_batch, train
 
 
 def both(**sizes):
     """Parallelism on a mesh of some of the devices, without the option and with it."""
-    mesh = make_mesh(**sizes, devices=jax.devices()[: int(np.prod(list(sizes.values())))])
+    mesh = mesh_of(**sizes)
     return Parallelism(mesh), Parallelism(mesh, shard_optimizer=True)
 
 
@@ -219,7 +219,7 @@ def shapes_of(operation, text):
 def test_resumed(tmp_path):
     """A restored state continues bit for bit. On a mesh without the option it continues as well."""
     batch, (_, split) = make_batch(seeds.rng()), both(data=2, fsdp=2)
-    other = Parallelism(make_mesh(fsdp=4, devices=jax.devices()[:4]))
+    other = Parallelism(mesh_of(fsdp=4))
     optimizer, graph = make_optimizer(1e-2, eps=1e-3), nnx.graphdef(tiny.dense())
     one_step = {p: make_train_step(graph, optimizer, parallelism=p) for p in (split, other)}
 

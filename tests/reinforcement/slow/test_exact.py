@@ -24,10 +24,9 @@ from moe_jax.serving.strict_log_probs import strict_log_probs
 from moe_jax.train.batch import put_batch
 from moe_jax.train.gradients import gradients_fn
 from tests.helpers import tiny
-from tests.serving.slow.test_fused import CONFIG as FUSED_CONFIG
+from tests.serving.slow.test_fused import CONFIG, ONE_LAYER
 from tests.serving.slow.test_strict_gradients import DENSE as DENSE_CONFIG
 
-CONFIG = replace(FUSED_CONFIG, vocab_size=384)
 DENSE = replace(DENSE_CONFIG, vocab_size=384)
 LIMITS = EngineLimits(max_sequences=1, max_tokens_per_step=8, max_chunks_per_step=1, max_length=8, num_pages=4, max_waiting=4)
 SETTINGS = PolicySettings(samples=2, max_new_tokens=2, exact=True, temperature=0.7)
@@ -51,8 +50,10 @@ def gradients_of(policy, batch):
     return jax.jit(found)(policy.state.params, policy.state.fixed, put_batch(arrays, policy.state.params)).gradients
 
 
-def test_exact(monkeypatch):
-    model = moe_jax.from_config(CONFIG, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+@pytest.mark.parametrize("config", [ONE_LAYER, pytest.param(CONFIG, marks=pytest.mark.thorough)], ids=["one layer", "two"])
+def test_exact(monkeypatch, config):
+    config = replace(config, vocab_size=384)
+    model = moe_jax.from_config(config, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
     policy = Policy(model, optax.sgd(1.0), SETTINGS, tokenizer=tiny.tokenizer(), limits=LIMITS, seq_len=16)
     with closing(policy):
         group = drawn(policy, 0)

@@ -65,26 +65,6 @@ def test_a_mix_equals_each_request_alone(model, engine, disturbed):
     assert disturbing is None or (disturbing.result() and stats.weights_version > before.weights_version)
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    "model_type, overrides",
-    [
-        ("deepseek_v3", {"num_hidden_layers": 1}),
-        ("qwen3", {"num_hidden_layers": 2, "use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1}),
-    ],
-)
-def test_other_architectures_equal_generate(model_type, overrides):
-    rng = seeds.rng()
-    model = load_ours(reference(model_type, int(rng.integers(2**31)), max_position_embeddings=256, **overrides))
-    assert ("sliding_window" in overrides) == any(model.config.layer_windows)
-    limits = dataclasses.replace(LIMITS, max_sequences=2, max_length=128, max_tokens_per_step=32)
-    engine = Engine(model, limits=limits)
-    prompts = [rng.integers(0, 97, length).tolist() for length in (60, 3, 60)]
-    found = engine.generate(prompts, SamplingOptions(max_new_tokens=12, ignore_eos=True))
-    engine.close()
-    assert [one.tokens for (one,) in found] == [moe_jax.generate(model, prompt, max_new_tokens=12) for prompt in prompts]
-
-
 def known_answers(rng, model, engine):
     """Pairs of (prompt, options) and the tokens of each continuation, computed alone. Half of the prompts begin alike."""
     beginning = rng.integers(0, 97, max(LENGTHS))

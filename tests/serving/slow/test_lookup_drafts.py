@@ -17,7 +17,7 @@ GREEDY, DRAWN = SamplingOptions(), SamplingOptions(temperature=1.0, seed=7)
 @pytest.fixture(scope="module")
 def engines():
     """One without drafts, which computes one sequence at a time, and one with three drafts. Greedy texts soon repeat."""
-    model, sizes = tiny.model(), ((replace(LIMITS, max_sequences=1), 0), (LIMITS, "lookup:3"))
+    model, sizes = tiny.dense(), ((replace(LIMITS, max_sequences=1), 0), (LIMITS, "lookup:3"))
     made = [Engine(model, limits=limits, drafts=drafts, lazy=True) for limits, drafts in sizes]
     yield made
     for engine in made:
