@@ -32,10 +32,14 @@ def ranks_problem(name: str, ranks: int, chunks: int) -> str:
     return ""
 
 
-def split_problem(name: PipeSchedule, axes: Mapping[str, int], expert: ExpertParallel | None = None) -> str:
-    """Returns why a schedule cannot run on a mesh of these axes because matrices are split; empty if it can."""
-    if name not in NEEDS_W or divides_backward(axes, expert):
+def split_problem(
+    name: PipeSchedule, axes: Mapping[str, int], expert: ExpertParallel | None = None, *, frozen: bool = False
+) -> str:
+    """Returns why a schedule cannot run because matrices are frozen, or split on a mesh of these axes; empty if it can."""
+    if name not in NEEDS_W or divides_backward(axes, expert, frozen=frozen):
         return ""
+    if frozen:
+        return f"pipe_schedule={name!r} postpones gradients of weights, and frozen weights have none: use {NEEDS_W[name]}"
     split = split_axes(axes)
     is_cured = split == ["expert"] and expert is not None
     cure = ", or drop or a larger capacity_factor, for experts that compute in one call" if is_cured else ""
@@ -45,25 +49,36 @@ def split_problem(name: PipeSchedule, axes: Mapping[str, int], expert: ExpertPar
     )
 
 
-def divides_backward(axes: Mapping[str, int], expert: ExpertParallel | None) -> bool:
-    """Returns True if b and W can be apart: each device has whole matrices, or whole experts that compute in one call."""
+def divides_backward(axes: Mapping[str, int], expert: ExpertParallel | None, *, frozen: bool = False) -> bool:
+    """Returns True if b and W can be apart: matrices have gradients, and each device has them whole.
+
+    Experts may be split if those of a device compute in one call.
+    """
     split = split_axes(axes)
-    return not split or (split == ["expert"] and expert is not None and expert.is_one_call(axes["expert"]))
+    is_one_call = split == ["expert"] and expert is not None and expert.is_one_call(axes["expert"])
+    return not frozen and (not split or is_one_call)
 
 
 def schedule_problem(
-    name: PipeSchedule, axes: Mapping[str, int], chunks: int, micro_batches: int, expert: ExpertParallel | None = None
+    name: PipeSchedule,
+    axes: Mapping[str, int],
+    chunks: int,
+    micro_batches: int,
+    expert: ExpertParallel | None = None,
+    *,
+    frozen: bool = False,
 ) -> str:
     """Returns why a schedule cannot order a step on a mesh of these axes; empty if it can.
 
     Args:
       expert: how tokens travel to experts; None: unknown, and so experts on several devices may compute in several calls.
+      frozen: adapters are trained on frozen weights.
     """
     ranks = axes.get("pipe", 1)
     problem = ranks_problem(name, ranks, chunks)
     if problem or name == "uniform":
         return problem
-    if problem := split_problem(name, axes, expert):
+    if problem := split_problem(name, axes, expert, frozen=frozen):
         return problem
     try:
         schedule_by_name(name, ranks, chunks, micro_batches)

@@ -30,6 +30,7 @@ CASES = {
         tiny.model,
         LoraSettings(rank=4, alpha=6, targets=("attention",), modules_to_save=("embed_tokens", "lm_head", "gate", "norm")),
     ),
+    "token rows": (tiny.model, LoraSettings(rank=4, alpha=6, targets=("attention",), trainable_token_indices=(9, 264, 3))),
     "deepseek": (tiny.deepseek, LoraSettings(rank=4, alpha=6, targets=(*TARGETS, "mlp"))),
 }
 
@@ -40,8 +41,13 @@ def adapted(case, **sizes):
 
 
 def with_adapters(model, settings):
-    """Adds adapters whose factors are all random: with b at zero, gradients of a would be zero."""
+    """Adds adapters whose factors are all random."""
     add_lora(model, settings, rngs=nnx.Rngs(0))
+    return with_random_factors(model)
+
+
+def with_random_factors(model):
+    """Draws all factors anew: with b at zero, gradients of a would be zero."""
     rng = seeds.rng(__name__)
     draw = lambda a: jax.device_put((rng.normal(size=a.shape) * 0.1).astype(a.dtype), a.sharding)  # noqa: E731
     nnx.update(model, jax.tree.map(draw, nnx.state(model, nnx.LoRAParam)))
@@ -74,6 +80,8 @@ def on_one_device(case, gradient_accumulation):
         ("shared outer", {"fsdp": 4, "expert": 2}, {}),
         ("whole modules", {"data": 2, "fsdp": 2, "expert": 2}, {}),
         ("whole modules", {"data": 2, "fsdp": 2, "context": 2}, {"gradient_accumulation": 2, "shard_optimizer": True}),
+        ("token rows", {"data": 2, "fsdp": 2, "expert": 2}, {}),
+        pytest.param("token rows", {"fsdp": 2, "context": 2, "expert": 2}, {}, marks=pytest.mark.thorough),
         ("dropout", {"data": 2, "fsdp": 2, "context": 2}, {"gradient_accumulation": 2}),
         pytest.param("moe", {"fsdp": 2, "expert": 2, "context": 2}, {"gradient_accumulation": 2}, marks=pytest.mark.thorough),
         pytest.param("moe", {"data": 2, "fsdp": 4}, {"remat": False}, marks=pytest.mark.thorough),
