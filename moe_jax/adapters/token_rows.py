@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
 from moe_jax.layers.lora import TokenRows
@@ -82,6 +83,9 @@ def extend_vocabulary(
         weight = table.weight[...]
         out = parameter_sharding((name.rsplit(".", 1)[-1], "weight"), (size, weight.shape[1]), mesh)
         given = None if rows is None or name not in rows else jnp.asarray(rows[name])
+        if mesh is not None:
+            # The mean has the same bits on every mesh if no device sums a part of the rows.
+            weight = jax.device_put(weight, NamedSharding(mesh, PartitionSpec()))
         extended = jax.jit(partial(_extended, size, old), out_shardings=None if mesh is None else out)(weight, given)
         # A quantised table is dequantised by reading it.
         table.weight = type(table.weight)(extended)

@@ -20,7 +20,7 @@ from moe_jax.models.remat import KeptPart
 from moe_jax.parallel.choices import UNIFORM, Hops, MeshShape, OptimizerName, PipeSchedule
 from moe_jax.parallel.expert.settings import ExchangePlan, ExpertParallel, plan_exchange
 from moe_jax.parallel.layout import data_axis, part_shape
-from moe_jax.parallel.pipeline.chunks import PipeShape, layers_of_chunk
+from moe_jax.parallel.pipeline.chunks import PipeShape, layers_of_chunk, stacked_shape
 from moe_jax.parallel.pipeline.executor import sources
 from moe_jax.parallel.pipeline.limits import divides_backward, ranks_problem, schedule_by_name, schedule_problem, split_axes
 from moe_jax.parallel.pipeline.schedules import Schedule
@@ -89,8 +89,8 @@ class PlannedStep:
       pipe_schedule: as in `parallel.Parallelism`.
       overlap_micro_batches: as in `parallel.Parallelism`; the passes of a pipe always overlap.
       precision: precision of the experts' matmuls, as in `moe-jax finetune --precision`.
-      adapters: train these and freeze the parameters, which then have no gradients, moments or masters. Needs a mesh without a
-        pipe. None: train all parameters.
+      adapters: train these and freeze the parameters, which then have no gradients, moments or masters. None: train all
+        parameters.
 
     Raises:
       ValueError: the mesh does not divide the rows, the experts or the sequence, or a field has an invalid value. One error
@@ -175,7 +175,7 @@ class PlannedStep:
         """The ticks of a table-driven pipeline schedule; None for uniform ticks."""
         if self.pipe_schedule in UNIFORM:
             return None
-        divides = divides_backward(asdict(self.mesh), self.expert_parallel)
+        divides = divides_backward(asdict(self.mesh), self.expert_parallel, frozen=self.adapters is not None)
         return _ticks(self.pipe_schedule, self.mesh.pipe, self.pipe_chunks, self.gradient_accumulation, divides)
 
     @functools.cached_property
@@ -287,7 +287,9 @@ class PlannedStep:
         # Without their factors, adapters count as one vector.
         alone = ("norm",), (self.adapters.parameters,)
         on, found = abstract_mesh(self.mesh), []
-        for path, shape in self.adapters.factors or (alone,):
+        pipe = PipeShape(self.mesh.pipe, self.pipe_chunks)
+        for path, whole_shape in self.adapters.factors or (alone,):
+            shape = stacked_shape(path, whole_shape, dealt_out(self.config), pipe)
             is_split = self.shard_optimizer and data_axis(path, shape, on) is not None
             found.append((path, shape, math.prod(part_shape(path, shape, on)) // (self.mesh.data if is_split else 1)))
         return found
@@ -366,8 +368,8 @@ def _problems_of_mesh(step: PlannedStep) -> list[str]:
         problems += [f"precision={step.precision!r}: {reason}; use 'bf16'"] if reason is not None else []
     elif step.tokens_in_fp8:
         problems.append("tokens_in_fp8=True needs precision='fp8' or 'fp8_kept'; got 'bf16'")
-    if step.adapters is not None and mesh.pipe > 1:
-        problems.append(f"adapters train on a mesh without pipe; got mesh.pipe={mesh.pipe}")
+    if step.adapters is not None and step.adapters.weights != "whole" and mesh.pipe > 1:
+        problems.append(f"weights={step.adapters.weights!r} needs a mesh without pipe; got mesh.pipe={mesh.pipe}")
     ways = mesh.size // mesh.pipe // mesh.context
     rows = step.rows // step.gradient_accumulation
     if step.rows % step.gradient_accumulation:
@@ -398,7 +400,7 @@ def _problems_of_pipe(step: PlannedStep) -> list[str]:
         layers_in_pipe(step.config, PipeShape(ranks, chunks))
     except ValueError as error:
         problems.append(str(error))
-    if problem := schedule_problem(name, axes, chunks, step.gradient_accumulation):
+    if problem := schedule_problem(name, axes, chunks, step.gradient_accumulation, frozen=step.adapters is not None):
         problems.append(problem)
     elif name not in UNIFORM:
         if step.remat == "offload":

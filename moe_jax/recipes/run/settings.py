@@ -394,8 +394,10 @@ def lora_problems(lora: LoraSettings | None, mesh: Mapping[str, int], precision:
     if lora is None:
         return []
     problems = []
-    if (ranks := mesh.get("pipe", 1)) > 1:
-        problems.append(f"lora trains on a mesh without pipe: split frozen weights over fsdp or expert; got mesh.pipe={ranks}")
+    if (ranks := mesh.get("pipe", 1)) > 1 and lora.dropout:
+        problems.append(
+            f"lora.dropout={lora.dropout} needs a mesh without pipe, whose passes draw no masks; got mesh.pipe={ranks}"
+        )
     if precision != "bf16" and (devices := math.prod(mesh.values())) > 1:
         problems.append(f"precision={precision!r} with lora needs one device: use 'bf16', which dequantises; got {devices}")
     return problems

@@ -66,6 +66,7 @@ def test_a_run_with_adapters(base, tmp_path):
         model_of_run(settings.output, dtype=jnp.float32),
     ):
         np.testing.assert_allclose(logits_of(read, tokens), expected, rtol=1e-5, atol=1e-6)
+    main(["generate", settings.output, "--prompt", TOKENS[5], "--max-new-tokens", "1", "--dtype", "float32"])
     main(["convert", settings.output, str(tmp_path / "merged"), "--merge", "--dtype", "float32"])
     merged = moe_jax.from_pretrained(tmp_path / "merged", dtype=jnp.float32)
     np.testing.assert_allclose(logits_of(merged, tokens), expected, rtol=1e-5, atol=1e-6)
