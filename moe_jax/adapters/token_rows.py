@@ -22,7 +22,7 @@ EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
 
 
 def trained_tables(model: Decoder) -> dict[str, Any]:
-    """Returns the tables of which some rows are trained alone."""
+    """Returns the tables with rows that are trained alone."""
     return {name: table for name, table in model.tables.items() if table.token_rows is not None}
 
 

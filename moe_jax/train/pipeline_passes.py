@@ -320,7 +320,7 @@ class RankPasses:
         """Returns the rank's layers for a micro-batch; in place, with the sums of the experts' gradients as accumulators."""
         micro = self.micro
         entered = micro.enter(micro_batch_at(self.stacked, at.micro_batch))
-        # Frozen weights are the rank's already; biases of experts are those of all layers.
+        # Frozen weights are the rank's already; biases of experts have a row for every layer.
         fixed, others = nnx.split_state(
             micro.fixed, lambda path, leaf: path[:2] == ("stages", self.stage) and not isinstance(leaf, Frozen), ...
         )

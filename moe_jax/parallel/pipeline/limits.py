@@ -52,7 +52,7 @@ def split_problem(
 def divides_backward(axes: Mapping[str, int], expert: ExpertParallel | None, *, frozen: bool = False) -> bool:
     """Returns True if b and W can be apart: matrices have gradients, and each device has them whole.
 
-    Experts may be split if those of a device compute in one call.
+    Experts may be split if a device computes its own in one call.
     """
     split = split_axes(axes)
     is_one_call = split == ["expert"] and expert is not None and expert.is_one_call(axes["expert"])

@@ -63,7 +63,7 @@ def layers_in_pipe(model):
     ids=str,
 )
 def test_two_steps(case, sizes, options):
-    # A step donates what it trains, so each run has arrays of its own.
+    # A step donates trained arrays, so each run has its own.
     one, same = (with_random_factors(adapted(case)) for _ in range(2))
     options = dict(options)
     of_pipe = {name: options.pop(name) for name in ("pipe_chunks", "pipe_schedule", "shard_optimizer") if name in options}
@@ -79,7 +79,7 @@ def test_two_steps(case, sizes, options):
 
 @pytest.mark.parametrize("case", ["moe", "rows and whole modules"])
 def test_files_have_equal_bytes(case, tmp_path):
-    """Factors of layers in chunks are drawn as those of one device, padding apart."""
+    """Factors of layers in chunks are drawn as on one device; padding is not saved."""
     for name, model in (("one", adapted(case)), ("pipe", adapted(case, mesh_of(pipe=2, fsdp=2), 2))):
         save_adapter(model, tmp_path / name)
     one, pipe = ({file.name: file.read_bytes() for file in (tmp_path / name).iterdir()} for name in ("one", "pipe"))

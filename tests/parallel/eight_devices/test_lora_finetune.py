@@ -98,7 +98,7 @@ def test_files_have_equal_bytes_from_any_mesh(tmp_path, base):
     assert written[0] == written[1] == written[2] and len(written[0]) > 2
 
 
-def test_a_pipe_and_moving_experts_are_refused_where_they_cannot_be(tmp_path):
+def test_refused_pipes_and_moving_experts(tmp_path):
     def settings(**options):
         return tiny.settings(tmp_path, **{"batch_size": 8, "gradient_accumulation": 2, "lora": LoraSettings()} | options)
 
