@@ -135,7 +135,7 @@ def _chosen_whole(model: Decoder, names: tuple[str, ...], adapted: list[Target])
 def _check_rows(model: Decoder, tokens: tuple[int, ...], adapted: list[Target], whole: list[WholeModule]) -> None:
     """Checks the tokens whose rows are trained alone."""
     check_tokens(tokens, model.config.vocab_size, "LoraSettings: trainable_token_indices")
-    others = [each.module for each in (*adapted, *whole)]
+    others = [each.module for each in adapted] + [each.module for each in whole]
     if tokens and (twice := [name for name, table in model.tables.items() if any(table is other for other in others)]):
         raise ValueError(f"LoraSettings: {', '.join(twice)} has trainable_token_indices and is trained otherwise: choose one")
 

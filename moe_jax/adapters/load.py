@@ -298,10 +298,9 @@ def _taken_rows(tensors: dict[str, np.ndarray], model: Decoder, config: dict[str
         if (rows := tensors.pop(f"{PREFIX}{name}.{ROWS}", None)) is not None:
             values[name] = rows
     if HEAD not in tables and HEAD in tokens.keys() | values.keys():
-        pairs = [(each.get(HEAD, each.get(EMBEDDING)), each.get(EMBEDDING)) for each in (tokens, values)]
-        if not all(np.array_equal(*pair) for pair in pairs):
+        found: tuple[dict[str, Any], ...] = (tokens, values)
+        if not all(np.array_equal(each.pop(HEAD, each.get(EMBEDDING)), each.get(EMBEDDING)) for each in found):
             raise ValueError(f"{where} or their rows differ between {EMBEDDING} and {HEAD}, which are one table in this model")
-        tokens.pop(HEAD, None), values.pop(HEAD, None)
     extended = size + max(map(len, new.values()), default=0)
     for name, ids in tokens.items():
         check_tokens(ids, extended, where)

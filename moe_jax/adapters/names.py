@@ -88,7 +88,7 @@ def targets_of(model: Decoder) -> Iterator[Target]:
             if hasattr(module, weight) and hasattr(module, adapter) and (matrix := declared((*path, weight))) is not None:
                 kind = "mlp" if matrix.role == "shared_experts" else matrix.role
                 if kind in kinds:
-                    layers = model.config.all_stages[path[1]].repeats if path[0] == "stages" else 1
+                    layers = model.config.all_stages[int(str(path[1]))].repeats if path[0] == "stages" else 1
                     yield Target(kind, path, module, weight, adapter, layers)
 
 

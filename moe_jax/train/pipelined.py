@@ -104,8 +104,8 @@ def evaluate_pipelined(
         execution = model.execution.with_remat(True)
         # Layers are stored as uniform ticks need them, so an evaluation sends none to other ranks.
         schedule = uniform(*parallelism.pipe, micro_batches)
-        own = (_layers_of_rank(part, schedule) for part in (params, fixed))
-        micro = passes_of_layers(objective, graph, *own, execution, parallelism.mesh)
+        params, fixed = (_layers_of_rank(part, schedule) for part in (params, fixed))
+        micro = passes_of_layers(objective, graph, params, fixed, execution, parallelism.mesh)
         stacked, scalars = micro_batches_of(batch, micro_batches)
         return _evaluated(_rank_passes(Front(micro, stacked), scalars, parallelism, schedule))
 

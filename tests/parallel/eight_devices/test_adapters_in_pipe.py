@@ -57,7 +57,16 @@ def layers_in_pipe(model):
     [
         ("moe", {"pipe": 2, "expert": 2}, {}),
         ("deepseek", {"pipe": 2, "fsdp": 2}, {"pipe_schedule": "1f1b", "remat": False}),
-        ("rows and whole modules", {"pipe": 2}, {"pipe_schedule": "dualpipe-v", "pipe_chunks": 2}),
+        pytest.param(
+            "rows and whole modules",
+            {"pipe": 2},
+            {"pipe_schedule": "dualpipe-v", "pipe_chunks": 2},
+            marks=pytest.mark.thorough,
+        ),
+        pytest.param(
+            "shared outer", {"pipe": 2, "data": 2}, {"pipe_chunks": 2, "shard_optimizer": True}, marks=pytest.mark.thorough
+        ),
+        pytest.param("dense", {"pipe": 2, "context": 2}, {"remat": "offload"}, marks=pytest.mark.thorough),
         ("head alone", {"pipe": 2}, {}),
     ],
     ids=str,
