@@ -299,7 +299,8 @@ def _taken_rows(tensors: dict[str, np.ndarray], model: Decoder, config: dict[str
             values[name] = rows
     if HEAD not in tables and HEAD in tokens.keys() | values.keys():
         found: tuple[dict[str, Any], ...] = (tokens, values)
-        if not all(np.array_equal(each.pop(HEAD, each.get(EMBEDDING)), each.get(EMBEDDING)) for each in found):
+        pairs = [(np.asarray(each.pop(HEAD, each.get(EMBEDDING))), np.asarray(each.get(EMBEDDING))) for each in found]
+        if not all(np.array_equal(*pair) for pair in pairs):
             raise ValueError(f"{where} or their rows differ between {EMBEDDING} and {HEAD}, which are one table in this model")
     extended = size + max(map(len, new.values()), default=0)
     for name, ids in tokens.items():
