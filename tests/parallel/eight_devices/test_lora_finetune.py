@@ -60,9 +60,10 @@ def test_losses_are_those_of_one_device(tmp_path, base):
 @pytest.mark.long
 def test_a_run_in_a_pipe(tmp_path, base):
     """It has the losses of one device, resumes bit for bit after it died, and resumes on a mesh without a pipe."""
-    paths = dict(model=base, data=str(tiny.write_texts(tmp_path / "texts")), output=str(tmp_path / "one"))
+    moe_jax.save_pretrained(tiny.dense(), tmp_path / "dense", tokenizer_from=base)
+    paths = dict(model=str(tmp_path / "dense"), data=str(tiny.write_texts(tmp_path / "texts")), output=str(tmp_path / "one"))
     options = dict(seq_len=32, batch_size=8, steps=4, learning_rate=2e-2, warmup_steps=0, checkpoint_every=2, dtype="float32")
-    lora = LoraSettings(rank=4, targets=("attention", "experts"), trainable_token_indices=(3, 264))
+    lora = LoraSettings(rank=4, targets=("attention", "mlp"), trainable_token_indices=(3, 264))
     one = FinetuneSettings(**paths, **options, gradient_accumulation=2, lora=lora)
 
     def run(name, sizes, **stop):
@@ -71,7 +72,7 @@ def test_a_run_in_a_pipe(tmp_path, base):
     def losses(result):
         return [record["loss"] for record in result.metrics]
 
-    expected, sizes = losses(finetune(one)), dict(pipe=2, fsdp=2, expert=2)
+    expected, sizes = losses(finetune(one)), dict(pipe=2, fsdp=2, data=2)
     with pytest.raises(InterruptedError):
         run("pipe", sizes, on_step=die_at_step_three)
     for name in ("moved", "again"):
