@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 
 from moe_jax.adapters.names import OUTSIDE, Target, WholeModule, targets_of, whole_modules
 from moe_jax.adapters.settings import DEFAULT_TARGETS, LoraSettings
+from moe_jax.adapters.token_rows import check_tokens, train_rows, trained_tables
 from moe_jax.config import ModelConfig
 from moe_jax.layers.lora import Adapter, Frozen, freeze, has_adapters
 from moe_jax.layers.matrices import check_declared
@@ -20,7 +21,7 @@ from moe_jax.layers.quantised import matrices_of
 from moe_jax.models.auto import from_config
 from moe_jax.models.decoder import Decoder
 from moe_jax.parallel.layout import mesh_of, parameter_sharding
-from moe_jax.parallel.pipeline.chunks import refuse_chunks
+from moe_jax.parallel.pipeline.chunks import split_layers
 
 WITH_NAMES = ("attention", *OUTSIDE)
 """The kinds whose matrices may be targets by their own names."""
@@ -33,21 +34,23 @@ WITH_DROPOUT = ("attention", "mlp")
 def add_lora(model: Decoder, settings: LoraSettings | None = None, *, rngs: nnx.Rngs) -> "LoraSummary":
     """Adds adapters to the model in place, and freezes all of its parameters. The model computes the same as before.
 
-    From then on only the adapters, and the weights of `modules_to_save`, are `nnx.Param`: `train.init_state`, gradients and
-    optimizers see nothing else. Frozen arrays are `layers.lora.Frozen`; only the originals of `modules_to_save` are copied.
-    Everything trained is f32. `layers.matrices` states how a mesh splits it.
+    From then on only the adapters, the weights of `modules_to_save`, and the rows of `trainable_token_indices` are `nnx.Param`:
+    `train.init_state`, gradients and optimizers see nothing else. Frozen arrays are `layers.lora.Frozen`. Only the originals of
+    `modules_to_save` are copied. Everything trained is f32. `layers.matrices` states how a mesh splits it.
 
     Returns:
       A summary of the trained parameters, to print.
 
     Raises:
-      ValueError: the model has adapters already, has multi-token prediction modules, or is split into a pipeline's chunks. Or a
-        matrix is not declared (`layers.matrices`), or a name in `targets` or `ranks` is not a target in this model. Or dropout
-        for experts or routers, or a name in `modules_to_save` that has an adapter too. The model is then unchanged.
+      ValueError: the model has adapters already, or multi-token prediction modules. Or a matrix is not declared
+        (`layers.matrices`), or a name in `targets` or `ranks` is not a target in this model. Or dropout for experts or routers,
+        or a name in `modules_to_save` that has an adapter too. Or a token that is not in the vocabulary, nor next after it, or
+        whose table is trained otherwise. The model is then unchanged.
     """
     settings = settings or LoraSettings()
     chosen = _chosen(model, settings)
     whole = _chosen_whole(model, settings.modules_to_save, chosen)
+    _check_rows(model, settings.trainable_token_indices, chosen, whole)
     active_experts = model.config.experts.num_experts_per_tok if model.config.experts else 1
     mesh = mesh_of(nnx.state(model))
     freeze(model)
@@ -55,6 +58,8 @@ def add_lora(model: Decoder, settings: LoraSettings | None = None, *, rngs: nnx.
         rank = settings.rank_of(target.kind, target.name, active_experts)
         put_adapter(target, _adapter_of(target, rank, settings, rngs), mesh)
     train_whole(whole)
+    if settings.trainable_token_indices:
+        train_rows(model, dict.fromkeys(model.tables, settings.trainable_token_indices))
     return lora_summary(model)
 
 
@@ -62,8 +67,10 @@ def put_adapter(target: Target, adapter: Adapter, mesh: Mesh | None) -> None:
     """Attaches the adapter to the target's matrix, with factors laid out on the mesh."""
     if mesh is not None:
         for name, factor in (("a", adapter.a), ("b", adapter.b)):
-            path = *target.path, target.adapter, name
-            factor.set_value(jax.device_put(factor.get_value(), parameter_sharding(path, factor.shape, mesh)))
+            path, array = (*target.path, target.adapter, name), factor.get_value()
+            if target.pipe.ranks > 1:
+                array = split_layers(array, *target.pipe)
+            factor.set_value(jax.device_put(array, parameter_sharding(path, array.shape, mesh)))
     setattr(target.module, target.adapter, adapter)
 
 
@@ -84,7 +91,6 @@ def check_can_adapt(model: Decoder) -> None:
             "the model has modules that predict further tokens, which no adapter file can hold; load it without them: "
             "from_pretrained(..., mtp=False)"
         )
-    refuse_chunks(nnx.state(model), "add_lora")
 
 
 def _chosen(model: Decoder, settings: LoraSettings) -> list[Target]:
@@ -124,6 +130,14 @@ def _chosen_whole(model: Decoder, names: tuple[str, ...], adapted: list[Target])
     if twice := {target.name for target in adapted for each in whole if target.module is each.module}:
         raise ValueError(f"LoraSettings: {', '.join(sorted(twice))} is in targets and in modules_to_save: choose one")
     return whole
+
+
+def _check_rows(model: Decoder, tokens: tuple[int, ...], adapted: list[Target], whole: list[WholeModule]) -> None:
+    """Checks the tokens whose rows are trained alone."""
+    check_tokens(tokens, model.config.vocab_size, "LoraSettings: trainable_token_indices")
+    others = [each.module for each in adapted] + [each.module for each in whole]
+    if tokens and (twice := [name for name, table in model.tables.items() if any(table is other for other in others)]):
+        raise ValueError(f"LoraSettings: {', '.join(twice)} has trainable_token_indices and is trained otherwise: choose one")
 
 
 def _check_names(setting: str, given: Collection[str], names: Collection[str]) -> None:
@@ -199,13 +213,17 @@ def lora_summary(model: Decoder) -> LoraSummary:
     all_kinds = dict.fromkeys(target.kind for target in targets_of(model) if target.kind not in OUTSIDE or target.found)
     for target in targets_of(model):
         if (adapter := target.found) is not None:
-            parameters[target.kind] += adapter.a.size + adapter.b.size
+            sizes = (jax.eval_shape(target.in_order, factor[...]).size for factor in (adapter.a, adapter.b))
+            parameters[target.kind] += sum(sizes)
             ranks[target.kind].add(adapter.rank)
     kinds = {kind: AdaptedKind(parameters[kind], tuple(sorted(ranks[kind]))) for kind in all_kinds if kind in ranks}
     for each in whole_modules(model):
         if each.is_trained:
-            name, size = each.name.rsplit(".", 1)[-1], math.prod(each.module.weight.shape[len(each.layer) :])
+            name, size = each.name.rsplit(".", 1)[-1], math.prod(each.tensor.shape)
             kinds[name] = AdaptedKind(size + (kinds[name].parameters if name in kinds else 0), ())
+    for name, table in trained_tables(model).items():
+        rows = table.token_rows.rows
+        kinds[f"rows of {name.rsplit('.', 1)[-1]}"] = AdaptedKind(rows.size, ())
     return LoraSummary(
         kinds,
         tuple(kind for kind in all_kinds if kind not in kinds),

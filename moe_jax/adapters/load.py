@@ -31,8 +31,9 @@ from moe_jax.adapters.names import (
     parameter_name,
     whole_modules,
 )
-from moe_jax.adapters.save import WEIGHTS_FILE
+from moe_jax.adapters.save import ROWS, WEIGHTS_FILE
 from moe_jax.adapters.source import BASE_FILE, CONFIG_FILE, source_of, warn_of_another_base
+from moe_jax.adapters.token_rows import EMBEDDING, HEAD, check_tokens, extend_vocabulary, train_rows
 from moe_jax.checkpoint import hf_load
 from moe_jax.checkpoint.companions import read_json
 from moe_jax.checkpoint.hf_files import downloaded
@@ -42,6 +43,7 @@ from moe_jax.models.auto import from_config
 from moe_jax.models.decoder import Decoder
 from moe_jax.models.precision import Weights
 from moe_jax.parallel.layout import mesh_of
+from moe_jax.parallel.pipeline.chunks import refuse_chunks
 
 _logger = logging.getLogger(__name__)
 
@@ -118,16 +120,18 @@ def load_adapter(model: Decoder, adapter: str | Path, *, b_grouped_by_expert: bo
       ValueError: `add_lora` refuses the model; or the file is not plain LoRA. Or a tensor is not a factor of one of this
         model's modules, or has a wrong shape. Or factors of some layers or experts are missing. The model is then unchanged.
     """
-    stacks, whole = read_stacks(model, adapter, b_grouped_by_expert)
-    put_stacks(model, stacks)
-    _put_whole(whole)
+    read = read_adapter(model, adapter, b_grouped_by_expert)
+    put_stacks(model, read.stacks)
+    _put_whole(read.whole)
+    extend_vocabulary(model, read.rows.vocab_size, rows=read.rows.new)
+    train_rows(model, read.rows.tokens, read.rows.values)
     return lora_summary(model)
 
 
 def check_adapter(config: ModelConfig, adapter: str | Path) -> None:
     """Raises `load_adapter`'s errors for a model of this config, without loading it."""
     # Its arrays are only shapes.
-    read_stacks(nnx.eval_shape(lambda: from_config(config, rngs=nnx.Rngs(0))), adapter)
+    read_adapter(nnx.eval_shape(lambda: from_config(config, rngs=nnx.Rngs(0))), adapter)
 
 
 class Stack(NamedTuple):
@@ -149,12 +153,34 @@ Whole = list[tuple[WholeModule, np.ndarray]]
 """Modules that are trained whole, with their weights."""
 
 
-def read_stacks(model: Decoder, adapter: str | Path, b_grouped_by_expert: bool = False) -> tuple[list[Stack], Whole]:
-    """Reads the adapters in a folder, and the modules that were trained whole. The model is not changed.
+class ReadRows(NamedTuple):
+    """The rows of an adapter's file for tables of the vocabulary, by table."""
+
+    vocab_size: int
+    """The number of tokens with them."""
+    tokens: dict[str, list[int]]
+    """The tokens whose rows are trained alone."""
+    values: dict[str, np.ndarray]
+    """These rows."""
+    new: dict[str, np.ndarray]
+    """All rows after the model's vocabulary, if PEFT wrote the whole table."""
+
+
+class ReadAdapter(NamedTuple):
+    """The contents of an adapter's folder."""
+
+    stacks: list[Stack]
+    whole: Whole
+    rows: ReadRows
+
+
+def read_adapter(model: Decoder, adapter: str | Path, b_grouped_by_expert: bool = False) -> ReadAdapter:
+    """Reads the adapters in a folder, and what was trained next to them. The model is not changed.
 
     Arguments and errors as in `load_adapter`.
     """
     check_can_adapt(model)
+    refuse_chunks(nnx.state(model), "load_adapter")
     folder = Path(adapter) if Path(adapter).is_dir() else downloaded(str(adapter), [CONFIG_FILE, WEIGHTS_FILE, BASE_FILE])
     for name in (CONFIG_FILE, WEIGHTS_FILE):
         if not (folder / name).is_file():
@@ -167,7 +193,7 @@ def read_stacks(model: Decoder, adapter: str | Path, b_grouped_by_expert: bool =
     except (SafetensorError, ValueError) as error:
         raise ValueError(f"{folder / WEIGHTS_FILE} cannot be read: {error}") from error
     whole = _taken_whole(tensors, model, config, folder)
-    tensors = _without_tables(tensors, model, folder)
+    rows = _taken_rows(tensors, model, config, folder)
     own_names = model.config.module_names
     factors = _factors_of_modules(tensors, modules, config, folder, b_grouped_by_expert, own_names)
     targets = list(dict.fromkeys(module.target for module in modules))
@@ -176,7 +202,7 @@ def read_stacks(model: Decoder, adapter: str | Path, b_grouped_by_expert: bool =
     stacks = [stack for target in targets if (stack := _stacked(target, modules, factors))]
     dropout = config.get("lora_dropout") or 0.0
     stacks = [stack._replace(dropout=dropout) if stack.target.kind in WITH_DROPOUT else stack for stack in stacks]
-    return _with_whole_experts(stacks, targets), whole
+    return ReadAdapter(_with_whole_experts(stacks, targets), whole, rows)
 
 
 def put_stacks(model: Decoder, stacks: list[Stack]) -> None:
@@ -199,16 +225,12 @@ def _put_whole(whole: Whole) -> None:
 
 MEANINGS = (
     *("bias", "use_dora", "use_qalora", "use_bdlora", "lora_bias", "fan_in_fan_out"),
-    *("trainable_token_indices", "layer_replication", "alora_invocation_tokens", "arrow_config", "kasa_config"),
+    *("layer_replication", "alora_invocation_tokens", "arrow_config", "kasa_config"),
     "monteclora_config",
 )
 """PEFT's settings with which the change is not just b a."""
 CHANGED_BASES = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Values of PEFT's `init_lora_weights` that subtract the initial b a from the frozen weights; some have a suffix."""
-
-
-TABLES = ("model.embed_tokens", "lm_head")
-"""The modules of the vocabulary's tables. Tied tables are one module, which no adapter changes."""
 
 
 def _check_config(config: dict[str, Any], folder: Path) -> None:
@@ -240,7 +262,7 @@ def _taken_whole(tensors: dict[str, np.ndarray], model: Decoder, config: dict[st
         )
     found: Whole = []
     for each in whole_modules(model, names) if names else ():
-        array, shape = tensors.pop(f"{PREFIX}{each.name}.weight", None), each.module.weight.shape[len(each.layer) :]
+        array, shape = tensors.pop(f"{PREFIX}{each.name}.weight", None), each.tensor.shape
         if array is None or array.shape != shape:
             got = "is missing" if array is None else f"has the shape {array.shape}"
             raise ValueError(f"{folder}: modules_to_save: {each.name}.weight {got}; it must have the shape {shape}")
@@ -248,19 +270,49 @@ def _taken_whole(tensors: dict[str, np.ndarray], model: Decoder, config: dict[st
     return found
 
 
-def _without_tables(tensors: dict[str, np.ndarray], model: Decoder, folder: Path) -> dict[str, np.ndarray]:
-    """Drops frozen tables of the vocabulary, which PEFT writes along with their factors; refuses tables that were changed."""
-    embedding = model.embed_tokens.weight
-    head = embedding if model.config.tie_word_embeddings else model.lm_head.weight
-    for module, table in zip(TABLES, (embedding, head), strict=True):
-        for name in (f"{PREFIX}{module}.base_layer.weight", f"{PREFIX}{module}.weight"):
-            if name in tensors and not _is_copy(tensors[name], table.get_value()):
+def _taken_rows(tensors: dict[str, np.ndarray], model: Decoder, config: dict[str, Any], folder: Path) -> ReadRows:
+    """Removes the tables of the vocabulary from `tensors`, and returns the rows that are trained alone.
+
+    PEFT writes frozen tables along with their factors. They must equal the model's; with rows that are trained alone they may
+    be longer.
+    """
+    given, where = config.get("trainable_token_indices") or {}, f"{folder}: trainable_token_indices"
+    names = {EMBEDDING.rsplit(".", 1)[-1]: EMBEDDING, EMBEDDING: EMBEDDING, HEAD: HEAD}
+    chosen = given if isinstance(given, dict) else {EMBEDDING: given}
+    if unknown := [name for name in chosen if name not in names]:
+        raise ValueError(f"{where} has {unknown[0]!r}, which is no table of the vocabulary: {', '.join(names)}")
+    tokens = {names[name]: list(ids) for name, ids in chosen.items()}
+    tables, size = model.tables, model.config.vocab_size
+    values, new = {}, {}
+    for name in (EMBEDDING, HEAD):
+        table = tables.get(name, model.embed_tokens).weight
+        for end in ("base_layer.weight", "weight", "token_adapter.base_layer.weight"):
+            array = tensors.pop(full := f"{PREFIX}{name}.{end}", None)
+            if array is not None and not _is_copy(array[:size] if tokens else array, table.get_value()):
                 raise ValueError(
-                    f"{folder}: {name} {list(tensors[name].shape)} differs from the model's {list(table.shape)}: the "
-                    "vocabulary was resized or trained, or belongs to another model. An adapter cannot replace it"
+                    f"{folder}: {full} {list(array.shape)} differs from the model's {list(table.shape)}: the vocabulary was "
+                    "resized or trained, or belongs to another model. An adapter cannot replace it"
                 )
-            tensors = {other: array for other, array in tensors.items() if other != name}
-    return tensors
+            if array is not None:
+                new[name] = array[size:]
+        if (rows := tensors.pop(f"{PREFIX}{name}.{ROWS}", None)) is not None:
+            values[name] = rows
+    if HEAD not in tables and HEAD in tokens.keys() | values.keys():
+        found: tuple[dict[str, Any], ...] = (tokens, values)
+        pairs = [(np.asarray(each.pop(HEAD, each.get(EMBEDDING))), np.asarray(each.get(EMBEDDING))) for each in found]
+        if not all(np.array_equal(*pair) for pair in pairs):
+            raise ValueError(f"{where} or their rows differ between {EMBEDDING} and {HEAD}, which are one table in this model")
+    extended = size + max(map(len, new.values()), default=0)
+    for name, ids in tokens.items():
+        check_tokens(ids, extended, where)
+        wanted, got = (len(ids), table.shape[1]), values[name].shape if name in values else "no rows"
+        if got != wanted:
+            raise ValueError(f"{where}: {PREFIX}{name}.{ROWS} must have the shape {wanted}; the file has {got}")
+    if values.keys() - tokens.keys():
+        raise ValueError(
+            f"{folder}: {CONFIG_FILE} has no trainable_token_indices for {', '.join(values.keys() - tokens.keys())}"
+        )
+    return ReadRows(max([extended, *(1 + max(ids) for ids in tokens.values() if ids)]), tokens, values, new)
 
 
 def _is_copy(array: np.ndarray, table: Any) -> bool:
@@ -312,7 +364,11 @@ def _factors_of_modules(
                 raise ValueError(f"{folder}: {name} {error}") from error
             factors |= {of: _scaled(parameter_name(name, parts), a, b, config) for of, (a, b) in apart.items()}
         else:
-            tied = "; its head and embedding share one matrix, but an adapter changes only one" if name in TABLES else ""
+            tied = (
+                "; its head and embedding share one matrix, but an adapter changes only one"
+                if name in (EMBEDDING, HEAD)
+                else ""
+            )
             raise ValueError(f"{folder}: this model has no module {name} that an adapter can change{tied}")
     for name, (a, b) in factors.items():
         module = known[name]

@@ -15,12 +15,14 @@ from jaxtyping import Array, Float
 
 from moe_jax.adapters.add import lora_summary
 from moe_jax.adapters.names import Change, host_changes, targets_of, whole_modules
+from moe_jax.adapters.token_rows import extend_vocabulary, trained_tables
 from moe_jax.checkpoint.hf_files import open_tensors
 from moe_jax.checkpoint.hf_names import export, hf_tensors, host_array
 from moe_jax.kernels.low_rank import LowRank
 from moe_jax.layers.lora import Frozen, has_adapters
 from moe_jax.layers.quantised import is_quantised
 from moe_jax.models.decoder import Decoder
+from moe_jax.parallel.pipeline.chunks import refuse_chunks
 
 
 def merge_adapter(model: Decoder) -> None:
@@ -32,10 +34,12 @@ def merge_adapter(model: Decoder) -> None:
     donated. Subtracting the change does not undo the rounding to bf16: keep the weights on disk.
 
     Raises:
-      ValueError: the model has no adapters, or its weights are quantised: most of a change would be rounded away.
+      ValueError: the model has no adapters, or is split into a pipeline's chunks. Or its weights are quantised: most of a
+        change would be rounded away.
     """
     if not has_adapters(model):
         raise ValueError("the model has no adapters to merge")
+    refuse_chunks(nnx.state(model), "merge_adapter")
     if is_quantised(nnx.state(model, Frozen)):
         raise ValueError(
             "the weights are quantised, and would round most of the change away: load them whole, and merge into them"
@@ -49,6 +53,8 @@ def merge_adapter(model: Decoder) -> None:
             dtype = each.module.original.get_value().dtype
             each.module.original = Frozen(each.module.weight.get_value().astype(dtype))
             _restore(each.module)
+    for table in trained_tables(model).values():
+        table.weight = Frozen(table.token_rows.put(table.weight.get_value()))
     _remove_adapters(model)
     for _, module in list(nnx.iter_modules(model)):
         for name, variable in list(vars(module).items()):
@@ -80,6 +86,8 @@ def merged_copy(model: Decoder) -> Decoder:
             weight = getattr(target.module, target.weight)
             # Not `Frozen`, through which no gradient reaches the factors.
             setattr(target.module, target.weight, nnx.Param(_changed(weight.get_value(), adapter.factors)))
+    for table in trained_tables(twin).values():
+        table.weight = nnx.Param(table.token_rows.put(table.weight.get_value()))
     _remove_adapters(twin)
     return twin
 
@@ -106,7 +114,9 @@ def _remove_adapters(model: Decoder) -> None:
 
 
 def _restore_all(model: Decoder) -> None:
-    """Restores the original weight of every module that is trained whole."""
+    """Restores the original weight of every module that is trained whole, or whose rows are trained."""
+    for table in trained_tables(model).values():
+        del table.token_rows
     for each in whole_modules(model):
         if each.is_trained:
             _restore(each.module)
@@ -162,11 +172,12 @@ def write_merged(
     model = load()
     adapt(model)
     print(f"the adapter has {lora_summary(model).counts}", file=sys.stderr)
-    changes, dtype = changes_of(model), model.embed_tokens.weight.dtype
+    changes, dtype, vocab_size = changes_of(model), model.embed_tokens.weight.dtype, model.config.vocab_size
     merge_adapter(model)
     save(model, target, **options)
     del model
     base = load()
+    extend_vocabulary(base, vocab_size)
     written = _of_model(load_orbax(target, dtype=dtype)) if save is save_orbax else _of_files(target, base)
     error = check_merged(written, _of_model(base), changes)
     print(
@@ -195,12 +206,12 @@ DO_NOT = "do not use this checkpoint"
 def changes_of(model: Decoder) -> dict[str, Change | np.ndarray]:
     """Returns the changes b a of all adapted matrices, on the host, under the checkpoint's names of their weights.
 
-    A weight that is trained whole is returned itself.
+    A weight that is trained whole, and a table whose rows are trained, is returned itself.
     """
-    whole = [each for each in whole_modules(model) if each.is_trained]
-    return {f"{module.name}.weight": change for module, change in host_changes(model)} | {
-        f"{each.name}.weight": host_array(each.module.weight.get_value())[each.layer] for each in whole
-    }
+    whole = {f"{each.name}.weight": each.on_host for each in whole_modules(model) if each.is_trained}
+    for name, table in trained_tables(model).items():
+        whole[f"{name}.weight"] = host_array(table.token_rows.put(table.weight.get_value()))
+    return {f"{module.name}.weight": change for module, change in host_changes(model)} | whole
 
 
 def check_merged(

@@ -20,12 +20,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from flax import nnx
-from jaxtyping import Float
+from jaxtyping import Array, Float
 
-from moe_jax.checkpoint.hf_names import Index, hf_tensors, host_array
+from moe_jax.checkpoint.hf_names import HfTensor, Index, hf_tensors, host_array, layer_on_host
 from moe_jax.layers.lora import Adapter
 from moe_jax.layers.matrices import declared
 from moe_jax.models.decoder import Decoder
+from moe_jax.parallel.layout import lies_in_chunks
+from moe_jax.parallel.pipeline.chunks import PipeShape, join_layers
 
 
 class Target(NamedTuple):
@@ -40,6 +42,8 @@ class Target(NamedTuple):
     """The name of the matrix in the module."""
     adapter: str
     """The name of its adapter in the module."""
+    layers: int
+    """The number of matrices in the stack; 1 outside the layers."""
 
     @property
     def name(self) -> str:
@@ -50,7 +54,17 @@ class Target(NamedTuple):
     def shape(self) -> tuple[int, ...]:
         """The shape of the stacked matrices: [layers, (experts,) out, in]; of embedding and head [1, vocab, hidden]."""
         shape = getattr(self.module, self.weight).shape
-        return (1, *shape) if self.kind in OUTSIDE else shape
+        return (self.layers, *shape[3 if self.pipe.ranks > 1 else 0 if self.kind in OUTSIDE else 1 :])
+
+    @property
+    def pipe(self) -> PipeShape:
+        """The ranks and chunks of a pipeline that the matrices are stacked for."""
+        shape = getattr(self.module, self.weight).shape
+        return PipeShape(shape[1], shape[0]) if lies_in_chunks((*self.path, self.weight), shape) else PipeShape()
+
+    def in_order(self, factor: Array) -> Array:
+        """Returns a factor of the adapter with one axis of layers, from a pipeline's chunks."""
+        return join_layers(factor, self.layers) if self.pipe.ranks > 1 else factor
 
     @property
     def found(self) -> Adapter | None:
@@ -74,7 +88,8 @@ def targets_of(model: Decoder) -> Iterator[Target]:
             if hasattr(module, weight) and hasattr(module, adapter) and (matrix := declared((*path, weight))) is not None:
                 kind = "mlp" if matrix.role == "shared_experts" else matrix.role
                 if kind in kinds:
-                    yield Target(kind, path, module, weight, adapter)
+                    layers = model.config.all_stages[int(str(path[1]))].repeats if path[0] == "stages" else 1
+                    yield Target(kind, path, module, weight, adapter, layers)
 
 
 PREFIX = "base_model.model."
@@ -131,7 +146,8 @@ def host_changes(model: Decoder, scale: float = 1.0) -> Iterator[tuple[ModulePar
         if (adapter := module.target.found) is not None:
             key = *module.target.path, module.target.adapter
             if key not in on_host:
-                factors = host_array(adapter.a[...]), host_array(adapter.b[...]) * np.float32(adapter.scale / scale)
+                a, b = (host_array(module.target.in_order(factor[...])) for factor in (adapter.a, adapter.b))
+                factors = a, b * np.float32(adapter.scale / scale)
                 on_host[key] = Change(*factors)
             a, b = (factor[module.layer] for factor in on_host[key])
             if module.expert is not None:
@@ -143,12 +159,24 @@ def host_changes(model: Decoder, scale: float = 1.0) -> Iterator[tuple[ModulePar
 class WholeModule(NamedTuple):
     """A module of a checkpoint whose weight can be trained as a whole: a norm, a router, the embedding or the head."""
 
-    name: str
-    """For example "model.layers.3.mlp.gate"."""
+    tensor: HfTensor
     module: Any
     """Holds the `weight`, stacked over layers. If it is trained, also its initial value `original`."""
-    layer: Index
-    """The index of this module's weight in the stack; () outside the layers."""
+
+    @property
+    def name(self) -> str:
+        """The name on the hub, for example "model.layers.3.mlp.gate"."""
+        return self.tensor.name.removesuffix(".weight")
+
+    @property
+    def layer(self) -> Index:
+        """The index of this module's weight in the stack; () outside the layers."""
+        return self.tensor.index[:1]
+
+    @property
+    def on_host(self) -> np.ndarray:
+        """This module's weight."""
+        return layer_on_host(self.tensor.path, self.module.weight, self.layer)
 
     @property
     def is_trained(self) -> bool:
@@ -164,7 +192,7 @@ def whole_modules(model: Decoder, names: Sequence[str] = ("",)) -> list[WholeMod
         matrix, name = declared(tensor.path), tensor.name.removesuffix(".weight")
         fits = matrix is not None and (matrix.role in roles or str(tensor.path[-2]).endswith("norm"))
         if fits and tensor.path[-1] == "weight" and not tensor.copy and name.endswith(tuple(names)):
-            found.append(WholeModule(name, modules[tensor.path[:-1]], tensor.index[:1]))
+            found.append(WholeModule(tensor, modules[tensor.path[:-1]]))
     return found
 
 

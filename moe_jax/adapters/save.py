@@ -9,6 +9,7 @@ from safetensors.numpy import save_file
 
 from moe_jax.adapters.names import PREFIX, ModulePart, host_changes, modules_of, whole_modules
 from moe_jax.adapters.source import BASE_FILE, CONFIG_FILE, FINGERPRINT, fingerprint_of_base
+from moe_jax.adapters.token_rows import EMBEDDING, trained_tables
 from moe_jax.checkpoint.companions import TOKENIZER_FILES, tokenizer_contents, write_json
 from moe_jax.checkpoint.folders import replaced_folder
 from moe_jax.checkpoint.hf_names import hf_tensors, host_array
@@ -17,6 +18,8 @@ from moe_jax.models.decoder import Decoder
 from moe_jax.runtime.processes import is_first_process
 
 WEIGHTS_FILE = "adapter_model.safetensors"
+ROWS = "token_adapter.trainable_tokens_delta"
+"""PEFT's name of the rows of a table that are trained alone, after the table's name."""
 
 
 def save_adapter(
@@ -63,9 +66,9 @@ def save_adapter(
         tensors[f"{PREFIX}{module.name}.lora_B.weight"] = np.ascontiguousarray(b)
     for each in whole_modules(model):
         if each.is_trained:
-            tensors[f"{PREFIX}{each.name}.weight"] = np.ascontiguousarray(
-                host_array(each.module.weight.get_value())[each.layer]
-            )
+            tensors[f"{PREFIX}{each.name}.weight"] = np.ascontiguousarray(each.on_host)
+    for name, table in trained_tables(model).items():
+        tensors[f"{PREFIX}{name}.{ROWS}"] = host_array(table.token_rows.rows[...])
     noted = base_weights or fingerprint_of_base(model.source)
     replaces = CONFIG_FILE, BASE_FILE, "adapter_model*", *(TOKENIZER_FILES if tokenizer else ())
     with replaced_folder(folder, replaces, marker=CONFIG_FILE) as target:
@@ -99,6 +102,7 @@ def _config(base: str | None, model: Decoder, modules: list[ModulePart], main: M
         "target_modules": sorted({module.leaf for module in modules}),
         "target_parameters": parameters or None,
         "modules_to_save": _saved_names(model) or None,
+        **_tokens(model),
         "use_rslora": False,
         "use_dora": False,
         "lora_dropout": 0.0 if parameters else _adapter(main).dropout,
@@ -106,6 +110,13 @@ def _config(base: str | None, model: Decoder, modules: list[ModulePart], main: M
         "fan_in_fan_out": False,
         "inference_mode": True,
     }
+
+
+def _tokens(model: Decoder) -> dict[str, Any]:
+    """Returns the entry of tokens whose rows are trained alone, if any. In PEFT a list means the embedding."""
+    tokens = {name.rsplit(".", 1)[-1]: list(table.token_rows.tokens) for name, table in trained_tables(model).items()}
+    only = EMBEDDING.rsplit(".", 1)[-1]
+    return {"trainable_token_indices": tokens[only] if tokens.keys() == {only} else tokens} if tokens else {}
 
 
 def _saved_names(model: Decoder) -> list[str]:

@@ -26,6 +26,8 @@ class LoraSettings:
       use_rslora: scale = alpha / sqrt(rank) (Kalajdzievski, 2023, https://arxiv.org/abs/2312.03732).
       modules_to_save: modules whose weights are trained as a whole in f32, by the ends of their names on the hub, as in PEFT.
         Possible names are "lm_head" and "embed_tokens" if they are not tied, "gate" for routers, and "norm" for all norms.
+      trainable_token_indices: tokens whose rows of the embedding, and of a head that is not tied, are trained alone in f32, as
+        in PEFT. Ids after the vocabulary's last extend it; their rows start as the mean of the others.
       dropout: the probability with which an element of a's input is dropped in training; for attention and mlp.
 
     Raises:
@@ -40,6 +42,7 @@ class LoraSettings:
     use_rslora: bool = False
     dropout: float = 0.0
     modules_to_save: tuple[str, ...] = ()
+    trainable_token_indices: tuple[int, ...] = ()
 
     def __post_init__(self):
         for name, rank in {"rank": self.rank, **{f"ranks[{name!r}]": rank for name, rank in self.ranks.items()}}.items():

@@ -6,7 +6,7 @@ from pathlib import Path
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from moe_jax.adapters.load import Stack, put_stacks, read_stacks
+from moe_jax.adapters.load import Stack, put_stacks, read_adapter
 from moe_jax.adapters.names import Target
 from moe_jax.models.decoder import Decoder
 
@@ -63,10 +63,14 @@ def load_adapters(model: Decoder, adapters: Mapping[str, str | Path]) -> NamedAd
     """
     if not adapters:
         raise ValueError("no adapters to load: give {name: folder}")
-    files = {name: read_stacks(model, folder) for name, folder in adapters.items()}
-    if trained := [name for name, (_, whole) in files.items() if whole]:
-        raise ValueError(f"{', '.join(map(repr, trained))} has modules_to_save, which cannot be switched: load it alone")
-    read = {name: {stack.target: stack for stack in stacks} for name, (stacks, _) in files.items()}
+    files = {name: read_adapter(model, folder) for name, folder in adapters.items()}
+    for what, of_file in (
+        ("modules_to_save", lambda file: file.whole),
+        ("trainable_token_indices", lambda file: file.rows.tokens),
+    ):
+        if trained := [name for name, file in files.items() if of_file(file)]:
+            raise ValueError(f"{', '.join(map(repr, trained))} has {what}, which cannot be switched: load it alone")
+    read = {name: {stack.target: stack for stack in file.stacks} for name, file in files.items()}
     targets = dict.fromkeys(target for stacks in read.values() for target in stacks)
     ranks = {target: max(_rank(stacks[target]) for stacks in read.values() if target in stacks) for target in targets}
     padded = {name: [_padded(stacks.get(target), target, ranks[target]) for target in targets] for name, stacks in read.items()}

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from moe_jax.checkpoint.companions import TOKENIZER_FILES, read_json
+from moe_jax.checkpoint.hf_files import downloaded
 from moe_jax.checkpoint.stored import weights_fingerprint
 
 ADAPTER_FOLDER = "adapter"
@@ -51,6 +52,18 @@ def source_of(model: str | Path, adapter: str | Path | None = None) -> ModelSour
             f"the weights of the adapter in {found} are no longer at {base}: give them as the model, and {found} as the adapter"
         )
     return ModelSource(base, str(found), _tokenizer(found))
+
+
+def vocab_size_with(adapter: str | None, vocab_size: int) -> int:
+    """Returns the number of tokens of a model of `vocab_size` tokens with the adapter, whose new tokens may extend it."""
+    if adapter is None:
+        return vocab_size
+    folder = Path(adapter).expanduser()
+    folder = folder if folder.is_dir() else downloaded(adapter, [CONFIG_FILE])
+    config = read_json(folder / CONFIG_FILE) if (folder / CONFIG_FILE).is_file() else {}
+    tokens = config.get("trainable_token_indices") or []
+    of_tables = tokens.values() if isinstance(tokens, dict) else [tokens]
+    return max([vocab_size, *(1 + max(ids) for ids in of_tables if ids)])
 
 
 def _adapter_in(folder: Path) -> Path | None:

@@ -100,7 +100,7 @@ def export(config: ModelConfig, flat_params: Mapping[tuple, Any]) -> Iterator[tu
         if held != (tensor.path, tensor.index[:1]):
             held = (tensor.path, tensor.index[:1])
             del block  # frees the previous layer before the next is fetched
-            block = _to_host(tensor.path, flat_params[tensor.path], tensor.index[:1])
+            block = layer_on_host(tensor.path, flat_params[tensor.path], tensor.index[:1])
         yield tensor.name, block[tensor.index[1:]]
 
 
@@ -152,7 +152,7 @@ def _tensors(config: ModelConfig, prefix: str, path: tuple, row: int, leaf: nnx.
             yield HfTensor(prefix + own, (rows, columns), path, (row, e, *part))
 
 
-def _to_host(path: tuple, leaf: Any, layer: Index) -> np.ndarray:
+def layer_on_host(path: tuple, leaf: Any, layer: Index) -> np.ndarray:
     """Copies one layer, (row,), of a stacked parameter to the host, or with () a whole parameter that is not stacked."""
     array = leaf.get_value() if isinstance(leaf, nnx.Variable) else leaf
     if layer and lies_in_chunks(path, array.shape):

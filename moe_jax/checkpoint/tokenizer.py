@@ -1,10 +1,12 @@
 """Loads the Hugging Face tokenizer from a model's folder or from the hub."""
 
 import base64
+import copy
 import json
 import os
 import re
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -76,6 +78,20 @@ def load_tokenizer(folder_or_hub_id: str | Path):
     if not tokenizer.get_vocab().keys() - tokenizer.all_special_tokens:
         raise ValueError(f"no tokenizer can be read from {where}: it has no tokenizer files")
     return tokenizer
+
+
+def with_tokens(tokenizer: Any, tokens: Sequence[str]) -> Any:
+    """Returns a copy of the tokenizer in which each of these texts is a token of its own.
+
+    Raises:
+      ValueError: the tokenizer has some of the tokens already.
+    """
+    known = tokenizer.get_vocab().keys()
+    if found := [token for token in tokens if token in known]:
+        raise ValueError(f"add_tokens: the tokenizer already has {', '.join(map(repr, found))}; leave them out")
+    extended = copy.deepcopy(tokenizer)
+    extended.add_tokens(list(tokens))
+    return extended
 
 
 def beginning(tokenizer: Any) -> list[int]:

@@ -13,8 +13,8 @@ GROUPS = {
         "checkpoint_every", "keep_checkpoints", "dry_run", "find_learning_rate",
     ),
     "data": (
-        "data_format", "learned_answers", "empty_thinking", "tokenizer", "chat_template", "skip_bad_documents", "eval_data",
-        "eval_every", "eval_batches", "keep_best", "early_stop",
+        "data_format", "learned_answers", "empty_thinking", "tokenizer", "add_tokens", "chat_template", "skip_bad_documents",
+        "eval_data", "eval_every", "eval_batches", "keep_best", "early_stop",
     ),
     "optimizer": (
         "optimizer", "learning_rate", "min_learning_rate_ratio", "warmup_steps", "weight_decay", "max_grad_norm",

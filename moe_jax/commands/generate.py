@@ -1,7 +1,7 @@
 """`moe-jax generate`: continues a prompt, or answers it."""
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import tyro
@@ -58,7 +58,7 @@ class GenerateCommand:
 
     def run(self) -> None:
         """Prints the prompt and its continuation, or the answer."""
-        from moe_jax.adapters.source import source_of
+        from moe_jax.adapters.source import source_of, vocab_size_with
         from moe_jax.checkpoint.hf_load import find_checkpoint, read_config
         from moe_jax.checkpoint.tokenizer import load_tokenizer
         from moe_jax.generation import generate, generate_with_drafts
@@ -74,6 +74,7 @@ class GenerateCommand:
         drafts_from = draft_source(self.drafts or 0)
         mtp = drafts_from.name == "module"
         config = read_config(folder, mtp=mtp)
+        config = replace(config, vocab_size=vocab_size_with(source.adapter, config.vocab_size))
         mesh, tokenizer = self._mesh(count, config), load_tokenizer(source.tokenizer or folder)
         encode = chat_prompts if self.chat else completion_tokens
         (prompt,) = encode(tokenizer, [self.prompt])

@@ -14,8 +14,8 @@ GROUPS = {
         "keep_checkpoints", "dry_run",
     ),
     "rewards": (
-        "reward", "reward_weights", "reward_timeout", "on_reward_error", "environment", "max_turns", "tokenizer", "eval_data",
-        "eval_every", "eval_batches",
+        "reward", "reward_weights", "reward_timeout", "on_reward_error", "environment", "max_turns", "tokenizer", "add_tokens",
+        "eval_data", "eval_every", "eval_batches",
     ),
     "exactness": ("exact", "on_mismatch"),
     "optimizer": (

@@ -165,6 +165,7 @@ def lora_of_options(
     use_rslora: bool = False,
     dropout: float | None = None,
     modules_to_save: tuple[str, ...] | None = None,
+    trainable_token_indices: tuple[int, ...] | None = None,
 ) -> LoraSettings | None:
     """Adapters to train on frozen weights (docs/adapters.md), if any of these options is given.
 
@@ -181,6 +182,8 @@ def lora_of_options(
         mlp. Default: 0.
       modules_to_save: modules to train as a whole, by the ends of their names on the hub: any of lm_head, embed_tokens, gate
         (routers) and norm.
+      trainable_token_indices: ids of tokens whose rows of the embedding and head are trained alone. --add-tokens adds the ids
+        of its tokens.
     """
     given: dict[str, Any] = {
         "rank": rank,
@@ -189,6 +192,7 @@ def lora_of_options(
         "ranks": ranks,
         "dropout": dropout,
         "modules_to_save": modules_to_save,
+        "trainable_token_indices": trainable_token_indices,
     }
     given = {name: value for name, value in given.items() if value is not None}
     given |= {name: True for name, value in (("shared_outer", shared_outer), ("use_rslora", use_rslora)) if value}
@@ -208,6 +212,8 @@ def options_of_lora(settings: LoraSettings) -> str:
         options.append(f"--lora.dropout {settings.dropout:g}")
     if settings.modules_to_save:
         options.append(f"--lora.modules-to-save {' '.join(settings.modules_to_save)}")
+    if settings.trainable_token_indices:
+        options.append(f"--lora.trainable-token-indices {' '.join(map(str, settings.trainable_token_indices))}")
     flags = {"--lora.shared-outer": settings.shared_outer, "--lora.use-rslora": settings.use_rslora}
     return " ".join([*options, *(name for name, is_set in flags.items() if is_set)])
 

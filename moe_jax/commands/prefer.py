@@ -13,7 +13,7 @@ GROUPS = {
         "model", "data", "output", "steps", "epochs", "seq_len", "max_length", "batch_size", "gradient_accumulation", "seed",
         "checkpoint_every", "keep_checkpoints", "dry_run",
     ),
-    "data": ("plain_text", "tokenizer", "eval_data", "eval_every", "eval_batches", "keep_best", "early_stop"),
+    "data": ("plain_text", "tokenizer", "add_tokens", "eval_data", "eval_every", "eval_batches", "keep_best", "early_stop"),
     "optimizer": (
         "optimizer", "learning_rate", "min_learning_rate_ratio", "warmup_steps", "weight_decay", "max_grad_norm",
     ),

@@ -33,7 +33,7 @@ def memory_bytes(step: PlannedStep) -> dict[str, float]:
     own = sum(p.own_size * (p.quantised or of_param) for p in step.parameters)
     if step.adapters is not None:
         parameters = own + 4 * step.trained
-        held = _of_adapters(step)
+        held = _of_joined_passes(step) if step.joins_passes else _of_adapters(step)
     else:
         # With bf16 parameters, the other halves of the masters are laid out like the moments.
         parameters = own + (4 - of_param) * sum(elements for *_, elements in step.updated)
@@ -118,7 +118,8 @@ def _of_joined_passes(step: PlannedStep) -> _Held:
     """
     config, number, ticks = step.config, step.joined_stage, step.ticks
     stage, ranks = step.stages[number], step.mesh.pipe
-    sums = 4 * sum(p.own_size if p.by_layer else p.used_size for p in step.parameters)
+    frozen = step.adapters is not None
+    sums = 4 * (step.trained if frozen else sum(p.own_size if p.by_layer else p.used_size for p in step.parameters))
     replicated: float = ELEMENT * sum(p.used_size for p in step.parameters if p.gather_axes and not p.by_layer)
     own_tokens = step.tokens / ranks
     embedded = ELEMENT * step.gradient_accumulation * own_tokens * config.hidden_size
@@ -133,7 +134,7 @@ def _of_joined_passes(step: PlannedStep) -> _Held:
         # A rank of DualPipe computes two ranks' layers, and holds both sets of parameters and sums.
         in_layers = sum(p.own_size for p in step.parameters if p.by_layer)
         replicated += ELEMENT * (1 + ticks.copies) * in_layers if ticks.copies else 0
-        sums += 4 * in_layers if step.pipe_schedule == "dualpipe" else 0
+        sums += 4 * in_layers if step.pipe_schedule == "dualpipe" and not frozen else 0
     elif step.offloads_slots:
         # A whole chunk is copied back from the host's memory at once.
         kept = of_chunk

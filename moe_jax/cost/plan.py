@@ -46,7 +46,7 @@ def plan(
     """Returns predictions for every mesh that can run the batch, in the order of `rank`, including meshes that do not fit.
 
     Each mesh uses the number of micro-batches (and of chunks in a pipe) that is fastest among those that fit. If none fits, it
-    uses the numbers with the least memory. Left out are pipes with adapters, or with experts or sequences split over hosts.
+    uses the numbers with the least memory. Left out are pipes with quantised frozen weights, or with experts or sequences split over hosts.
 
     Args:
       config: the model.
@@ -71,8 +71,10 @@ def plan(
             f"devices={devices} must be a multiple of {machine.gpus_of_host}, the GPUs of a host, or less than that"
         )
     predictions, refusals = [], []
+    adapters = options.get("adapters")
+    is_quantised = adapters is not None and adapters.weights != "whole"
     for mesh in meshes(devices):
-        if mesh.pipe > 1 and (options.get("adapters") is not None or mesh.expert * mesh.context > machine.gpus_of_host):
+        if mesh.pipe > 1 and (is_quantised or mesh.expert * mesh.context > machine.gpus_of_host):
             continue
         tried: list[Remat | int | str | None] = [remat]
         if remat is None:

@@ -20,7 +20,7 @@ from moe_jax.models.remat import KeptPart
 from moe_jax.parallel.choices import UNIFORM, Hops, MeshShape, OptimizerName, PipeSchedule
 from moe_jax.parallel.expert.settings import ExchangePlan, ExpertParallel, plan_exchange
 from moe_jax.parallel.layout import data_axis, part_shape
-from moe_jax.parallel.pipeline.chunks import PipeShape, layers_of_chunk
+from moe_jax.parallel.pipeline.chunks import PipeShape, layers_of_chunk, stacked_shape
 from moe_jax.parallel.pipeline.executor import sources
 from moe_jax.parallel.pipeline.limits import divides_backward, ranks_problem, schedule_by_name, schedule_problem, split_axes
 from moe_jax.parallel.pipeline.schedules import Schedule
@@ -89,8 +89,8 @@ class PlannedStep:
       pipe_schedule: as in `parallel.Parallelism`.
       overlap_micro_batches: as in `parallel.Parallelism`; the passes of a pipe always overlap.
       precision: precision of the experts' matmuls, as in `moe-jax finetune --precision`.
-      adapters: train these and freeze the parameters, which then have no gradients, moments or masters. Needs a mesh without a
-        pipe. None: train all parameters.
+      adapters: train these and freeze the parameters, which then have no gradients, moments or masters. None: train all
+        parameters.
 
     Raises:
       ValueError: the mesh does not divide the rows, the experts or the sequence, or a field has an invalid value. One error
@@ -175,7 +175,7 @@ class PlannedStep:
         """The ticks of a table-driven pipeline schedule; None for uniform ticks."""
         if self.pipe_schedule in UNIFORM:
             return None
-        divides = divides_backward(asdict(self.mesh), self.expert_parallel)
+        divides = divides_backward(asdict(self.mesh), self.expert_parallel, frozen=self.adapters is not None)
         return _ticks(self.pipe_schedule, self.mesh.pipe, self.pipe_chunks, self.gradient_accumulation, divides)
 
     @functools.cached_property
@@ -285,14 +285,16 @@ class PlannedStep:
         if self.adapters is None:
             whole = dict(shapes(self.config))
             return [(p.path, whole[p.path], p.updated_size) for p in self.parameters]
-        return _updated_factors(self.adapters, self.mesh, self.shard_optimizer)
+        pipe = PipeShape(self.mesh.pipe, self.pipe_chunks)
+        return _updated_factors(self.config, self.adapters, self.mesh, pipe, self.shard_optimizer)
 
     @property
     def trained(self) -> int:
         """Elements of trained arrays that a device stores."""
         if self.adapters is None:
             return sum(p.own_size for p in self.parameters)
-        return sum(elements for *_, elements in _updated_factors(self.adapters, self.mesh, shard_optimizer=False))
+        pipe = PipeShape(self.mesh.pipe, self.pipe_chunks)
+        return sum(size for *_, size in _updated_factors(self.config, self.adapters, self.mesh, pipe, shard_optimizer=False))
 
     @functools.cached_property
     def parameters_of_stages(self) -> tuple[list[Parameter], ...]:
@@ -302,11 +304,12 @@ class PlannedStep:
 
 @functools.cache
 def _updated_factors(
-    adapters: PlannedAdapters, mesh: MeshShape, shard_optimizer: bool
+    config: ModelConfig, adapters: PlannedAdapters, mesh: MeshShape, pipe: PipeShape, shard_optimizer: bool
 ) -> list[tuple[tuple, tuple[int, ...], int]]:
     """Returns `PlannedStep.updated` of adapters, which count as one vector without their factors."""
     on, found = abstract_mesh(mesh), []
-    for path, shape in adapters.factors or ((("norm",), (adapters.parameters,)),):
+    for path, whole_shape in adapters.factors or ((("norm",), (adapters.parameters,)),):
+        shape = stacked_shape(path, whole_shape, dealt_out(config), pipe)
         is_split = shard_optimizer and data_axis(path, shape, on) is not None
         found.append((path, shape, math.prod(part_shape(path, shape, on)) // (mesh.data if is_split else 1)))
     return found
@@ -373,8 +376,8 @@ def _problems_of_mesh(step: PlannedStep) -> list[str]:
         problems += [f"precision={step.precision!r}: {reason}; use 'bf16'"] if reason is not None else []
     elif step.tokens_in_fp8:
         problems.append("tokens_in_fp8=True needs precision='fp8' or 'fp8_kept'; got 'bf16'")
-    if step.adapters is not None and mesh.pipe > 1:
-        problems.append(f"adapters train on a mesh without pipe; got mesh.pipe={mesh.pipe}")
+    if step.adapters is not None and step.adapters.weights != "whole" and mesh.pipe > 1:
+        problems.append(f"weights={step.adapters.weights!r} needs a mesh without pipe; got mesh.pipe={mesh.pipe}")
     ways = mesh.size // mesh.pipe // mesh.context
     rows = step.rows // step.gradient_accumulation
     if step.rows % step.gradient_accumulation:
@@ -405,7 +408,9 @@ def _problems_of_pipe(step: PlannedStep) -> list[str]:
         layers_in_pipe(step.config, PipeShape(ranks, chunks))
     except ValueError as error:
         problems.append(str(error))
-    if problem := schedule_problem(name, axes, chunks, step.gradient_accumulation, step.expert_parallel):
+    if problem := schedule_problem(
+        name, axes, chunks, step.gradient_accumulation, step.expert_parallel, frozen=step.adapters is not None
+    ):
         problems.append(problem)
     elif name not in UNIFORM:
         if step.remat == "offload":

@@ -197,7 +197,8 @@ def once_a_step_seconds(step: PlannedStep, machine: Machine) -> float:
     if step.adapters is not None:
         outside = [p for p in step.parameters if not p.by_layer and p.gather_axes]
         seconds = sum(all_gather_seconds(machine, ELEMENT * p.used_size, p.gather_axes, step.mesh) for p in outside)
-        return step.gradient_accumulation * (seconds + all_reduce_seconds(machine, 4 * step.trained, MESH_AXES, step.mesh))
+        times = 1 if step.joins_passes else step.gradient_accumulation
+        return times * (seconds + all_reduce_seconds(machine, 4 * step.trained, MESH_AXES, step.mesh))
     times = 1 if step.joins_passes else step.gradient_accumulation
     of_gradient = 4 if step.joins_passes else ELEMENT
     seconds = 0.0

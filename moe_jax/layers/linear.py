@@ -13,7 +13,7 @@ from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float, Integer
 
 from moe_jax.kernels.low_rank import Dropout, LowRank, low_rank_map
-from moe_jax.layers.lora import Adapter
+from moe_jax.layers.lora import Adapter, TokenRows
 
 
 def fp8() -> ModuleType:
@@ -85,6 +85,8 @@ class Linear(TicketHolder):
     in_fp8: bool
     """True: W multiplies in FP8 (`kernels.fp8_matmul`), and its adapter in x's dtype."""
     fp8_copies: Fp8Copies | None = None
+    token_rows: TokenRows | None = None
+    """Of a head: `Decoder.head_weight` puts them into W."""
 
     def __init__(
         self,
@@ -194,6 +196,7 @@ class Embedding(nnx.Module):
     """
 
     lora: Adapter | None = None
+    token_rows: TokenRows | None = None
 
     def __init__(
         self, vocab_size: int, hidden_size: int, *, stddev: float = 0.02, param_dtype: DTypeLike = jnp.float32, rngs: nnx.Rngs
@@ -203,6 +206,8 @@ class Embedding(nnx.Module):
     def __call__(self, tokens: Integer[Array, "batch seq"], dtype: DTypeLike) -> Float[Array, "batch seq hidden"]:
         """Returns the tokens' rows as `dtype`."""
         rows = _rows(self.weight[...], tokens).astype(dtype)
+        if self.token_rows is not None:
+            rows = self.token_rows.of(tokens, rows)
         if self.lora is None:
             return rows
         a, b = (factor[0] for factor in self.lora.factors)

@@ -5,8 +5,9 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float, UInt32
+from jaxtyping import Array, Float, Integer, UInt32
 
 from moe_jax.kernels.low_rank import Dropout, LowRank
 
@@ -64,6 +65,30 @@ class Adapter(nnx.Module):
         """The update scale * b a as a full matrix, in f32."""
         a, b = self.factors
         return jnp.matmul(b, a, precision=jax.lax.Precision.HIGHEST)
+
+
+class TokenRows(nnx.Module):
+    """Rows of a vocabulary's table that are trained in place of the table's own rows of these tokens, in f32.
+
+    Args:
+      tokens: the tokens' ids, in the order of the rows.
+    """
+
+    def __init__(self, tokens: tuple[int, ...], rows: Float[Array, "tokens hidden"]):
+        self.tokens = tokens
+        self.rows = nnx.Param(rows.astype(jnp.float32))
+
+    def put(self, table: Float[Array, "vocab hidden"]) -> Float[Array, "vocab hidden"]:
+        """Returns the table with these rows in place, in the table's dtype."""
+        return table.at[jnp.array(self.tokens)].set(self.rows[...].astype(table.dtype))
+
+    def of(self, tokens: Integer[Array, "*batch"], x: Float[Array, "*batch hidden"]) -> Float[Array, "*batch hidden"]:
+        """Returns the embedded tokens x, with the rows of these tokens in place."""
+        order = np.argsort(self.tokens)
+        ids = jnp.array(np.array(self.tokens)[order])
+        place = jnp.searchsorted(ids, tokens).clip(max=len(order) - 1)
+        own = self.rows[...][jnp.array(order)[place]].astype(x.dtype)
+        return jnp.where((ids[place] == tokens)[..., None], own, x)
 
 
 HEAD_PADDING = 64

@@ -44,6 +44,7 @@ MATRICES: dict[str, Declaration] = {
     **dict.fromkeys(_MLP, Declaration("mlp")),
     **{f"shared_experts.{name}": Declaration("shared_experts") for name in _MLP},
     **{f"lora.{name}": Declaration("small", 2, ()) for name in "ab"},
+    "token_rows.rows": Declaration("small", split=()),
     **{f"{of}_lora.{name}": Declaration("small", 3, _EXPERTS.split) for of in ("gate_up", "down") for name in "ab"},
 }
 """Declarations by the last one or two names of a parameter's path, without "weight". Add the matrices of your own modules.

@@ -164,7 +164,7 @@ class Decoder(nnx.Module):
 
         Arguments and errors as in `hidden_states`; `context` is `Spread.context`.
         """
-        refuse_chunks(nnx.state(self.stages, nnx.Param), "a call of the model")
+        refuse_chunks(nnx.state(self.stages), "a call of the model")
         refuse_deleted(nnx.state(self))
         config = self.config
         tokens = token_ids(tokens, config.vocab_size)
@@ -216,10 +216,12 @@ class Decoder(nnx.Module):
           carry: the last layer's.
           routings: one for each stage with experts, in order.
         """
-        hidden = self.norm(carry.x)
-        if (adapter := self._head_adapter) is not None:
-            hidden = beside_head(adapter, hidden)
-        return collect(hidden, routings, inputs, carry.cache)
+        return collect(self.normed(carry.x), routings, inputs, carry.cache)
+
+    def normed(self, x: Float[Array, "batch seq hidden"]) -> Float[Array, "batch seq columns"]:
+        """Applies the final norm to the last layer's output; with an adapter of the head, appends its product with a."""
+        hidden = self.norm(x)
+        return hidden if self._head_adapter is None else beside_head(self._head_adapter, hidden)
 
     def mtp_hidden_states(
         self,
@@ -334,13 +336,20 @@ class Decoder(nnx.Module):
 
         With an adapter of the head both are wider by its padded rank.
         """
-        if self.config.tie_word_embeddings:
-            return self.embed_tokens.weight[...]
-        weight = self.lm_head.weight[...]
-        if self.lm_head.lora is None:
+        table = list(self.tables.values())[-1]
+        weight = table.weight[...]
+        if table.token_rows is not None:
+            return table.token_rows.put(weight.astype(jnp.promote_types(weight.dtype, self.dtype)))
+        if self._head_adapter is None:
             return weight
         # In the dtype of a frozen matrix that is narrower than the model's, b would be rounded, and its gradient.
-        return wider_head(self.lm_head.lora, weight.astype(jnp.promote_types(weight.dtype, self.dtype)))
+        return wider_head(self._head_adapter, weight.astype(jnp.promote_types(weight.dtype, self.dtype)))
+
+    @property
+    def tables(self) -> dict[str, Embedding | Linear]:
+        """The tables of the vocabulary by their names on the hub: the embedding, and a head that is not tied to it."""
+        head = {} if self.config.tie_word_embeddings else {"lm_head": self.lm_head}
+        return {"model.embed_tokens": self.embed_tokens, **head}
 
     @property
     def _head_adapter(self) -> Adapter | None:

@@ -153,6 +153,10 @@ def with_ready_adapters(model: Decoder) -> Decoder:
     twin = nnx.merge(*nnx.split(model))
     if not model.config.tie_word_embeddings and twin.lm_head.lora is not None:
         twin.lm_head.weight = Frozen(wider_head(twin.lm_head.lora, twin.lm_head.weight[...]))
+    for table in twin.tables.values():
+        if table.token_rows is not None:
+            table.weight = Frozen(table.token_rows.put(table.weight[...]))
+            del table.token_rows
     for _, module in nnx.iter_modules(twin):
         if isinstance(module, Adapter):
             a, b = module.factors

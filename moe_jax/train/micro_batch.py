@@ -158,8 +158,10 @@ class MicroBatchPasses:
     def embedding(
         self, tokens: Int[Array, "batch seq"], dx: Float[Array, "batch seq hidden"], gradients: nnx.State
     ) -> nnx.State:
-        """Adds the embedding table's gradient for these tokens to `gradients`, in f32."""
+        """Adds the embedding table's gradient for these tokens to `gradients`, in f32; none if it is frozen."""
         table, others = _split(self.params, lambda path: path[0] == "embed_tokens")
+        if not jax.tree.leaves(table):
+            return gradients
         in_f32 = jax.tree.map(lambda w: w.astype(at_least_f32(w.dtype)), table)
 
         def embed(table: nnx.State):

@@ -28,6 +28,9 @@ from moe_jax.train.rebalance import Places, move_experts
 from moe_jax.train.run_checkpoints import RunCheckpoint, open_run, restored
 from moe_jax.train.starting_weights import MODEL, same_weights, values_of
 
+ONE_RANK = PipeShape()
+"""No pipeline."""
+
 LORA = "lora"
 """Key of a run's identity for its `LoraSettings`, as a JSON object; None if all parameters are trained."""
 
@@ -70,10 +73,9 @@ def model_of_run(
     with open_run(run, step) as checkpoint:
         if not trained_adapters(checkpoint):
             return _plain_model(checkpoint, dtype, param_dtype, mesh, pipe)
-        if pipe.ranks > 1:
-            raise ValueError(f"{run} trained adapters, which pipelines do not support: use a mesh without pipe")
-        model = from_pretrained(checked_base(checkpoint, base), dtype=dtype, param_dtype=param_dtype, mesh=mesh, mtp=False)
-        add_adapters(model, checkpoint)
+        options: dict[str, Any] = dict(dtype=dtype, param_dtype=param_dtype, mesh=mesh, pipe_chunks=pipe_chunks)
+        model = from_pretrained(checked_base(checkpoint, base), **options, mtp=False)
+        add_adapters(model, checkpoint, pipe)
         return model
 
 
@@ -128,8 +130,8 @@ def checked_base(checkpoint: RunCheckpoint, base: str | Path | None = None) -> s
     return base
 
 
-def add_adapters(model: Decoder, checkpoint: RunCheckpoint) -> None:
-    """Adds the checkpoint's adapters to its base model, in place.
+def add_adapters(model: Decoder, checkpoint: RunCheckpoint, pipe: PipeShape = ONE_RANK) -> None:
+    """Adds the checkpoint's adapters to its base model, in place; its layers are stacked for `pipe`.
 
     Raises:
       ValueError: the run recorded values of its base, a model from memory, and this model's values differ.
@@ -139,7 +141,8 @@ def add_adapters(model: Decoder, checkpoint: RunCheckpoint) -> None:
         _check(model.source or "this model", noted, values_of(model))
     add_lora(model, lora_settings_of(checkpoint), rngs=nnx.Rngs(0))
     like = {"params": nnx.state(model, nnx.Param), "expert_bias": nnx.state(model, ExpertBias)}
-    nnx.update(model, *checkpoint.read_parts(like).values())
+    layers = layers_in_pipe(model.config, pipe)
+    nnx.update(model, *restored(checkpoint.read_parts, like, layers, checkpoint.position, pipe).values())
 
 
 def adapters_alone(checkpoint: RunCheckpoint) -> Decoder:
@@ -156,8 +159,9 @@ def adapters_alone(checkpoint: RunCheckpoint) -> Decoder:
     def place(path: tuple, leaf: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=parameter_sharding(path, leaf.shape, None))
 
-    like = jax.tree.map_with_path(place, nnx.state(model, nnx.Param))
-    nnx.update(model, checkpoint.read_parts({"params": like})["params"])
+    like = {"params": jax.tree.map_with_path(place, nnx.state(model, nnx.Param))}
+    layers = layers_in_pipe(config, PipeShape())
+    nnx.update(model, restored(checkpoint.read_parts, like, layers, checkpoint.position, PipeShape())["params"])
     return model
 
 

@@ -22,6 +22,7 @@ from jaxtyping import Array, Float
 
 from moe_jax.kernels.shapes import vary_as
 from moe_jax.layers.loops import Loop, run_loops
+from moe_jax.layers.lora import Frozen
 from moe_jax.layers.moe import add_expert_gradients_to, fp8_copies
 from moe_jax.layers.passes import Chunk, SavedPlace, backward_loop, forward_loop
 from moe_jax.layers.router_sums import RouterSums
@@ -115,7 +116,8 @@ class RankPasses:
         """Returns zero router sums for the rank's layers; None for dense layers."""
         if (routing := self._routing) is None:
             return None
-        held = jax.tree.leaves(self.micro.params["stages"][self.stage])[0].shape[0]
+        matrices = nnx.state(self.micro.model().stages[self.stage], (nnx.Param, Frozen))
+        held = jax.tree.leaves(matrices)[0].shape[0]
         return jax.tree.map(lambda a: self._vary(jnp.zeros((held, *a.shape[1:]), a.dtype)), routing.sums)
 
     def enter(self, i) -> _Moving:
@@ -193,7 +195,7 @@ class RankPasses:
 
     def weights_backward(self, at: PassRow, product, totals: Totals):
         """Returns pass W of a chunk, which adds the gradients of its matrices to the sums."""
-        loop = weights_backward(product, totals.gradients["stages"][self.stage], self._chunk(at))
+        loop = weights_backward(product, self._of_stage(totals.gradients), self._chunk(at))
         return loop, partial(self._with_stage, totals)
 
     def _backward(self, loop_of: Callable, sums_after: Callable, at: PassRow, saved, dy: _Moving, totals: Totals):
@@ -202,7 +204,7 @@ class RankPasses:
         # The executor has already copied offloaded residuals back to the device.
         layers = layers._replace(remat=bool(layers.remat))
         saved = jax.tree.unflatten(self.saved_structure, saved)
-        stage = totals.gradients["stages"][self.stage]
+        stage = self._of_stage(totals.gradients)
         sums = sums_of_loop(stage, arrays)
         loop = loop_of(layers, arrays, saved, Carry(dy.x, None), self._droutings(dy), sums, self._chunk(at))
 
@@ -254,7 +256,7 @@ class RankPasses:
                 num_tokens=jnp.where(is_last, sums.num_tokens, 0), num_sequences=jnp.where(is_last, sums.num_sequences, 0)
             )
             expert_ids = jnp.zeros((0, *part["tokens"].shape, 0), jnp.int32)
-            states = HiddenStates(model.norm(own), self._vary(replace(sums, **counts)), expert_ids, None)
+            states = HiddenStates(model.normed(own), self._vary(replace(sums, **counts)), expert_ids, None)
             return self.micro.objective.of_states(model, states, part | self.scalars)
 
         return value
@@ -319,7 +321,10 @@ class RankPasses:
         """Returns the rank's layers for a micro-batch; in place, with the sums of the experts' gradients as accumulators."""
         micro = self.micro
         entered = micro.enter(micro_batch_at(self.stacked, at.micro_batch))
-        fixed, others = nnx.split_state(micro.fixed, lambda path, _: path[:2] == ("stages", self.stage), ...)
+        # Frozen weights are the rank's already; biases of experts have a row for every layer.
+        fixed, others = nnx.split_state(
+            micro.fixed, lambda path, leaf: path[:2] == ("stages", self.stage) and not isinstance(leaf, Frozen), ...
+        )
         whole = entered.per_layer[self.stage]._replace(exists=jnp.ones(self.num_layers, bool)), fixed
         per_layer, fixed = self._vary(self._of_rank(whole))
         per_layer = per_layer._replace(exists=per_layer.exists & at.exists)
@@ -327,8 +332,12 @@ class RankPasses:
         if self.divided:
             defer_weight_gradients(stage, self._vary(entered.carry.x), micro.execution.spread, self.stage)
         elif micro.in_place:
-            add_expert_gradients_to(stage, gradients["stages"][self.stage], in_stacks=True)
+            add_expert_gradients_to(stage, self._of_stage(gradients), in_stacks=True)
         return stage_layers(stage, self.stage, self._vary(entered.inputs), per_layer, micro.execution)
+
+    def _of_stage(self, gradients: nnx.State) -> nnx.State:
+        """Returns the gradients of the rank's layers; empty if adapters are only outside the layers."""
+        return gradients.get("stages", {}).get(self.stage, nnx.State({}))
 
     def _chunk(self, at: PassRow) -> Chunk:
         return Chunk(at.chunk * self._layers_of_chunk, self._layers_of_chunk)
@@ -391,8 +400,9 @@ def passes_of_layers(
     """Returns the micro-batch passes through this rank's layers only, stacked along one axis."""
     spread = execution.spread
     shadows = spread.expert is not None and spread.expert.shadow_experts > 0
-    # If experts are whole on their device, kernels read their weights inside the stack, and add to their sums there.
-    in_place = not shadows and all(mesh.shape[axis] == 1 for axis in ("fsdp", "context"))
+    # If experts are trained, and whole on their device, kernels read weights inside the stack, and add to their sums there.
+    frozen = bool(jax.tree.leaves(nnx.split_state(fixed, Frozen, ...)[0]))
+    in_place = not frozen and not shadows and all(mesh.shape[axis] == 1 for axis in ("fsdp", "context"))
     return MicroBatchPasses(objective, graphdef, params, fixed, execution, in_place)
 
 

@@ -13,6 +13,7 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float
 
+from moe_jax.layers.lora import Frozen
 from moe_jax.models.decoder import Decoder
 from moe_jax.models.execution import Execution
 from moe_jax.models.forward import Carry, run_stage
@@ -69,11 +70,13 @@ def accumulate_pipelined(
                 "use that schedule, or remat True or False"
             )
         check_branches(parallelism)
-    schedule = schedule_of(parallelism, micro_batches)
-    table = lockstep_table(schedule)
+    schedule_of(parallelism, micro_batches)
 
     def sum_of(params: nnx.State, fixed: nnx.State, execution: Execution, stacked: Batch, scalars: Batch) -> Gradients:
-        own = _layers_of_rank(params, schedule)
+        frozen, _ = nnx.split_state(fixed, Frozen, ...)
+        schedule = schedule_of(parallelism, micro_batches, frozen=bool(jax.tree.leaves(frozen)))
+        table = lockstep_table(schedule)
+        own, fixed = (_layers_of_rank(part, schedule) for part in (params, fixed))
         front = Front(passes_of_layers(objective, graphdef, own, fixed, execution, parallelism.mesh), stacked)
         passes = _rank_passes(front, scalars, parallelism, schedule)
         totals = run_table(passes.of_pipeline(divides="W" in table.kinds), table, passes.zeros())
@@ -101,7 +104,8 @@ def evaluate_pipelined(
         execution = model.execution.with_remat(True)
         # Layers are stored as uniform ticks need them, so an evaluation sends none to other ranks.
         schedule = uniform(*parallelism.pipe, micro_batches)
-        micro = passes_of_layers(objective, graph, _layers_of_rank(params, schedule), fixed, execution, parallelism.mesh)
+        params, fixed = (_layers_of_rank(part, schedule) for part in (params, fixed))
+        micro = passes_of_layers(objective, graph, params, fixed, execution, parallelism.mesh)
         stacked, scalars = micro_batches_of(batch, micro_batches)
         return _evaluated(_rank_passes(Front(micro, stacked), scalars, parallelism, schedule))
 
@@ -215,7 +219,10 @@ def _checked[Result](on_mesh: Callable[..., Result], graphdef: nnx.GraphDef, par
 
 
 def _layers_of_rank(params: nnx.State, schedule: Schedule) -> nnx.State:
-    """Returns the rank's layers, [chunks, 1, layers of a chunk, ...], of its stages in the schedule, along one axis."""
+    """Returns the rank's layers, [chunks, 1, layers of a chunk, ...], of its stages in the schedule, along one axis.
+
+    Other arrays, such as biases of experts, are unchanged.
+    """
 
     def join(key_path: tuple, array: Array) -> Array:
         if not lies_in_chunks(parameter_path(key_path), array.shape):
@@ -242,7 +249,7 @@ def _check_chunks(model: Decoder, ranks: int, chunks: int) -> None:
     Raises:
       ValueError: they are not, or layers with experts precede them.
     """
-    stages = nnx.state(model, nnx.Param)["stages"]
+    stages = nnx.state(model, (nnx.Param, Frozen))["stages"]
     stage = stage_in_pipe(stages)
     wanted = (chunks, ranks, layers_of_chunk(model.config.stages[stage].repeats, ranks, chunks))
     shape = jax.tree.leaves(stages[stage])[0].shape
@@ -253,8 +260,11 @@ def _check_chunks(model: Decoder, ranks: int, chunks: int) -> None:
         )
 
 
-def schedule_of(parallelism: Parallelism, micro_batches: int) -> Schedule:
+def schedule_of(parallelism: Parallelism, micro_batches: int, *, frozen: bool = False) -> Schedule:
     """Returns the schedule of a step. DualPipe and DualPipeV do not separate b and W where `divides_backward` is False.
+
+    Args:
+      frozen: adapters are trained on frozen weights, which have no gradients to postpone.
 
     Raises:
       ValueError: sizes that the schedule refuses, or ZB-H1, ZB-V and `uniform-w` where `divides_backward` is False.
@@ -262,9 +272,9 @@ def schedule_of(parallelism: Parallelism, micro_batches: int) -> Schedule:
     name = parallelism.pipe_schedule
     schedule = schedule_by_name(name, parallelism.mesh.shape["pipe"], parallelism.pipe_chunks, micro_batches)
     axes, expert = parallelism.mesh.shape, parallelism.expert_parallel
-    if problem := split_problem(name, axes, expert):
+    if problem := split_problem(name, axes, expert, frozen=frozen):
         raise ValueError(problem)
-    if divides_backward(axes, expert) or not any(
+    if divides_backward(axes, expert, frozen=frozen) or not any(
         part.kind == "W" for slots in schedule.ranks for slot in slots for part in slot
     ):
         return schedule

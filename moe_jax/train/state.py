@@ -14,7 +14,7 @@ from jaxtyping import Array, Int, PyTree
 from moe_jax.layers.lora import Frozen
 from moe_jax.layers.router import ExpertBias
 from moe_jax.models.decoder import Decoder
-from moe_jax.parallel.layout import mesh_of, parameter_path
+from moe_jax.parallel.layout import parameter_path
 from moe_jax.parallel.parallelism import Parallelism
 from moe_jax.parallel.zero1 import optimizer_mesh, optimizer_shardings, to_parts, to_whole
 from moe_jax.train import master_weights
@@ -77,8 +77,8 @@ def init_state(model: Decoder, optimizer: optax.GradientTransformation, parallel
         array is laid out like its parameter.
 
     Raises:
-      ValueError: parameters that are not all f32 or all bf16, or `shard_optimizer` if `data` can split none of them. Or a model
-        with adapters on a mesh with a pipe.
+      ValueError: parameters that are not all f32 or all bf16, or `shard_optimizer` if `data` can split none of them. Or
+        adapters with `overlap_micro_batches`.
     """
     # Committed to their devices like a restored state, so that both run the same compiled step.
     params, expert_bias, frozen = jax.tree.map(
@@ -93,19 +93,12 @@ def init_state(model: Decoder, optimizer: optax.GradientTransformation, parallel
 
 
 def check_adapters(frozen: nnx.State, parallelism: Parallelism | None) -> None:
-    """Checks that a mesh supports training adapters, which excludes pipelines; passes without adapters.
+    """Checks that adapters can be trained; passes without adapters.
 
     Raises:
-      ValueError: a mesh with several devices along `pipe`, or overlapping micro-batches.
+      ValueError: overlapping micro-batches.
     """
-    if not jax.tree.leaves(frozen):
-        return
-    mesh = mesh_of(frozen) if parallelism is None else parallelism.mesh
-    if mesh is not None and mesh.shape.get("pipe", 1) > 1:
-        raise ValueError(
-            f"adapters train on a mesh without pipe, since a pipeline moves trained layers; got pipe={mesh.shape['pipe']}"
-        )
-    if parallelism is not None and parallelism.overlap_micro_batches:
+    if jax.tree.leaves(frozen) and parallelism is not None and parallelism.overlap_micro_batches:
         raise ValueError("overlap_micro_batches=True is for training without adapters, whose micro-batches run in turn")
 
 

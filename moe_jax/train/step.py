@@ -109,6 +109,7 @@ def make_train_step(
     objective = as_objective(NextToken() if loss is None else loss, gradient_accumulation)
     # If `data` splits the optimizer's state, gradients are summed over `data` once a step, and only in parts.
     split_over = optimizer_mesh(parallelism)
+    pipelined = parallelism is not None and parallelism.pipelined
     overlap = parallelism is not None and overlaps(objective, parallelism, remat, gradient_accumulation)
 
     def train_step(
@@ -126,7 +127,7 @@ def make_train_step(
         counts = {name: _count(batch[array]) for name, array in COUNTED.items() if array in batch}
         label_weight = total_weight(batch["loss_mask"]) if "loss_mask" in batch else jnp.ones(())
         # Gradients of experts split over devices can be summed only after they have travelled. Adapters' gradients are small.
-        compute = in_turn if frozen else in_place if one_device and gradient_accumulation > 1 else gradients
+        compute = in_turn if frozen and not pipelined else in_place if one_device and gradient_accumulation > 1 else gradients
         prepared = objective.prepare(batch, label_weight)
         if has_dropout(model := nnx.merge(graphdef, state.params, own)):
             check_dropout(model, parallelism)
@@ -146,7 +147,8 @@ def make_train_step(
         execution = Execution(balanced_routing=force_balanced_routing).with_remat(remat)
         in_turn = gradients_fn(objective, graphdef, execution, parallelism, stack_over_data=split_over is not None)
         gradients = in_turn = accumulate(in_turn, gradient_accumulation)
-        if parallelism is not None and parallelism.pipelined:
+        if pipelined:
+            assert parallelism is not None
             gradients = accumulate_pipelined(objective, graphdef, execution, parallelism, gradient_accumulation)
         elif overlap:
             gradients = accumulate_overlapping(objective, graphdef, execution, parallelism, gradient_accumulation)
@@ -170,8 +172,10 @@ def check_dropout(model: Decoder, parallelism: Parallelism | None) -> None:
     """Refuses dropout of adapters where a mesh would draw other masks than one device.
 
     Raises:
-      ValueError: sequences are split, and latents are expanded on several devices.
+      ValueError: a pipe; or sequences are split, and latents are expanded on several devices.
     """
+    if parallelism is not None and parallelism.pipelined:
+        raise ValueError("dropout of adapters needs a mesh without pipe, whose passes draw no masks: use a dropout of 0")
     if parallelism is not None and parallelism.context_parallel is not None and hasattr(model.config, "kv_lora_rank"):
         raise ValueError(
             "dropout of adapters needs whole sequences, since several devices expand a token's latent (MLA): use a mesh "

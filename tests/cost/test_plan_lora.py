@@ -63,12 +63,19 @@ def test_time_lacks_the_gradients_of_frozen_weights():
     assert saved == pytest.approx(2 * of_matmuls, rel=1e-3)
 
 
-def test_meshes_have_no_pipe():
+def test_meshes_may_have_a_pipe():
+    """A rank holds its layers' frozen weights and factors, and postpones no gradients of weights."""
     meshes = [found.step.mesh for found in plan(QWEN, 8, rows=64, sequence_length=4096, adapters=ADAPTERS)]
-    assert {MeshShape(data=8), MeshShape(fsdp=8), MeshShape(fsdp=2, expert=4)} < set(meshes)
-    assert all(mesh.pipe == 1 for mesh in meshes)
-    with pytest.raises(ValueError, match="adapters train on a mesh without pipe; got mesh.pipe=2"):
-        replace(STEP, mesh=MeshShape(pipe=2), gradient_accumulation=2)
+    assert {MeshShape(data=8), MeshShape(fsdp=8), MeshShape(fsdp=2, expert=4), MeshShape(pipe=8)} < set(meshes)
+    factors = planned_lora(QWEN, LoraSettings(rank=32)).factors
+    step = replace(STEP, mesh=MeshShape(pipe=2), rows=8, gradient_accumulation=8, adapters=ADAPTERS._replace(factors=factors))
+    assert step.trained == ADAPTERS.parameters // 2
+    found, everything = predict(step), predict(replace(step, adapters=None))
+    assert found.bytes["gradients"] == 4 * step.trained and found.memory_bytes < everything.memory_bytes / 3
+    with pytest.raises(ValueError, match="'zb-h1' postpones gradients of weights, and frozen weights have none"):
+        replace(step, pipe_schedule="zb-h1")
+    with pytest.raises(ValueError, match="weights='nf4' needs a mesh without pipe; got mesh.pipe=2"):
+        replace(step, adapters=ADAPTERS._replace(weights="nf4"))
 
 
 def test_memory_on_a_mesh():

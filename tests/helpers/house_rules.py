@@ -23,6 +23,7 @@ _SAMPLING = "users give each option of sampling by its name, as in transformers"
 _MODULE = "sizes and options of a module's weights, given once by name"
 MANY_PARAMETERS = {
     "moe_jax/adapters/load.py:from_pretrained": "one call loads a model in every form, as in transformers",
+    "moe_jax/commands/options.py:lora_of_options": "one for each option of adapters",
     "moe_jax/generation/generate.py:generate": _SAMPLING,
     "moe_jax/generation/speculative.py:generate_with_drafts": _SAMPLING,
     "moe_jax/generation/text.py:chat": _SAMPLING,

@@ -1,14 +1,17 @@
-"""Models that differ in more than numbers do not take over from each other; the first difference is named."""
+"""The arrays of a served model: differences that no update can have, and tables with an adapter's rows."""
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
 
 import moe_jax
+from moe_jax.adapters import LoraSettings, add_lora
 from moe_jax.kernels import Precision
 from moe_jax.layers.lora import Frozen
 from moe_jax.layers.quantised import BlockScaled
-from moe_jax.serving.weights import ServedModel, Weights, first_difference
+from moe_jax.serving.weights import ServedModel, Weights, first_difference, with_ready_adapters
+from tests.helpers import tiny
 
 SIZES = dict(
     vocab_size=8, hidden_size=4, intermediate_size=4, num_attention_heads=2, num_key_value_heads=2, max_position_embeddings=8
@@ -51,3 +54,14 @@ def test_the_first_difference_is_named(changes, o_proj, of_engine, difference):
     served = ServedModel(CONFIG, "bfloat16", None, ())
     found, wanted = (Weights(nnx.State({}), (nnx.State({"o_proj": each}),), ()) for each in (o_proj, of_engine))
     assert first_difference((served._replace(**changes), found), (served, wanted)) == difference
+
+
+def test_rows_of_tokens_are_in_the_tables():
+    model = tiny.dense()
+    add_lora(model, LoraSettings(rank=2, targets=("q_proj",), trainable_token_indices=(5, 264)), rngs=nnx.Rngs(0))
+    for table in model.tables.values():
+        table.token_rows.rows[...] += 1
+    ready = with_ready_adapters(model)
+    np.testing.assert_array_equal(ready.lm_head.weight[...], model.head_weight)
+    np.testing.assert_array_equal(ready.embed_tokens.weight[...][jnp.array([5, 264])], model.embed_tokens.token_rows.rows[...])
+    assert all(table.token_rows is None for table in ready.tables.values()) and model.lm_head.token_rows is not None

@@ -32,10 +32,12 @@ def ranks_problem(name: str, ranks: int, chunks: int) -> str:
     return ""
 
 
-def split_problem(name: PipeSchedule, axes: Mapping[str, int], expert: ExpertParallel | None) -> str:
-    """Returns why a schedule cannot run on a mesh of these axes because matrices are split; empty if it can."""
-    if name not in NEEDS_W or divides_backward(axes, expert):
+def split_problem(name: PipeSchedule, axes: Mapping[str, int], expert: ExpertParallel | None, *, frozen: bool = False) -> str:
+    """Returns why a schedule cannot run because matrices are frozen, or split on a mesh of these axes; empty if it can."""
+    if name not in NEEDS_W or divides_backward(axes, expert, frozen=frozen):
         return ""
+    if frozen:
+        return f"pipe_schedule={name!r} postpones gradients of weights, and frozen weights have none: use {NEEDS_W[name]}"
     split = split_axes(axes)
     cure = f", or let experts compute in one call ({NEEDS_ONE_CALL})" if split == ["expert"] else ""
     return (
@@ -44,25 +46,36 @@ def split_problem(name: PipeSchedule, axes: Mapping[str, int], expert: ExpertPar
     )
 
 
-def divides_backward(axes: Mapping[str, int], expert: ExpertParallel | None) -> bool:
-    """Returns True if b and W can be apart: each device has whole matrices, or whole experts that compute in one call."""
+def divides_backward(axes: Mapping[str, int], expert: ExpertParallel | None, *, frozen: bool = False) -> bool:
+    """Returns True if b and W can be apart: matrices have gradients, and each device has them whole.
+
+    Experts may be split if a device computes its own in one call.
+    """
     split = split_axes(axes)
-    return not split or (split == ["expert"] and expert is not None and expert.is_one_call(axes["expert"]))
+    is_one_call = split == ["expert"] and expert is not None and expert.is_one_call(axes["expert"])
+    return not frozen and (not split or is_one_call)
 
 
 def schedule_problem(
-    name: PipeSchedule, axes: Mapping[str, int], chunks: int, micro_batches: int, expert: ExpertParallel | None
+    name: PipeSchedule,
+    axes: Mapping[str, int],
+    chunks: int,
+    micro_batches: int,
+    expert: ExpertParallel | None,
+    *,
+    frozen: bool = False,
 ) -> str:
     """Returns why a schedule cannot order a step on a mesh of these axes; empty if it can.
 
     Args:
       expert: how tokens travel to experts, if these are on several devices.
+      frozen: adapters are trained on frozen weights.
     """
     ranks = axes.get("pipe", 1)
     problem = ranks_problem(name, ranks, chunks)
     if problem or name == "uniform":
         return problem
-    if problem := split_problem(name, axes, expert):
+    if problem := split_problem(name, axes, expert, frozen=frozen):
         return problem
     try:
         schedule_by_name(name, ranks, chunks, micro_batches)

@@ -76,9 +76,10 @@ def finetune(
         planned, begun = prepare_run(settings, model, tokenizer, until_end, loss)
         template = None if settings.chat_template is None else planned.tokenizer.chat_template
         lines = announcement(planned, begun.step)
-        announce(settings, planned.settings.steps, begun, lines, command="finetune", chat_template=template)
+        options: dict[str, Any] = dict(command="finetune", tokenizer=planned.tokenizer, chat_template=template)
+        announce(settings, planned.settings.steps, begun, lines, **options)
         task = _Texts(planned, begun, load_training(planned, model, loss))
-        options: dict[str, Any] = dict(stop_after=stop_after, on_step=on_step, samples=bool(settings.sample_prompts))
+        options = dict(stop_after=stop_after, on_step=on_step, samples=bool(settings.sample_prompts))
         return run(task, planned.settings, begun, **options)
 
 

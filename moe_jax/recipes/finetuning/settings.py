@@ -175,13 +175,17 @@ class FinetuneSettings(RunSettings):
         name, axes = self.pipe_schedule, {**asdict(self.mesh), "pipe": ranks}
         expert = self.expert_parallel.over(self.mesh.expert, self.hops or "nccl")
         if self.gradient_accumulation > 1 and (
-            problem := schedule_problem(name, axes, self.pipe_chunks, self.gradient_accumulation, expert)
+            problem := schedule_problem(
+                name, axes, self.pipe_chunks, self.gradient_accumulation, expert, frozen=self.lora is not None
+            )
         ):
             problems.append(problem)
         elif name not in UNIFORM and self.offload:
             problems.append(f"offload=True needs pipe_schedule='uniform': slots of {name!r} stay in the GPU's memory")
         if not isinstance(self.remat, bool) and self.remat != "auto":
             problems.append(f"remat={self.remat} needs a mesh without pipe: give remat=True or remat=False")
+        if self.weights != "whole":
+            problems.append(f"weights={self.weights!r} needs a mesh without pipe, which holds whole matrices: give 'whole'")
         if self.sample_prompts:
             problems.append("sample_prompts need a mesh without pipe: models in a pipe generate no text")
         if self.rebalance_every:

@@ -72,7 +72,8 @@ def grpo(
         identity = with_weights(plan.identity, model, settings.model)
         held_out = None if plan.eval_prompts is None else plan.eval_prompts.fingerprint
         begun = begin(plan.settings, identity, held_out, model, until_end)
-        announce(settings, plan.settings.steps, begun, plan.announcement(begun.step), command="grpo")
+        lines = plan.announcement(begun.step)
+        announce(settings, plan.settings.steps, begun, lines, command="grpo", tokenizer=plan.tokenizer)
         task = _Rewarded(plan, begun, model, identity)
         return run(task, plan.settings, begun, stop_after=stop_after, on_step=on_step, samples=True)
 

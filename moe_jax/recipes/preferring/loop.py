@@ -122,7 +122,8 @@ def prefer(
         identity = with_weights(plan.identity, model, settings.model)
         held_out = None if plan.eval_data is None else plan.eval_data.fingerprint
         begun = begin(plan.settings, identity, held_out, model, until_end)
-        announce(settings, plan.settings.steps, begun, plan.announcement(begun.step), command="prefer")
+        lines = plan.announcement(begun.step)
+        announce(settings, plan.settings.steps, begun, lines, command="prefer", tokenizer=plan.tokenizer)
         task = _Preferences(plan, begun, model, identity)
         result = run(task, plan.settings, begun, stop_after=stop_after, on_step=on_step)
     if (skipped := task.batches.skipped) and is_first_process():

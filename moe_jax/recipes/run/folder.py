@@ -31,6 +31,8 @@ LOCK = ".lock"
 
 CHAT_TEMPLATE = "chat_template.jinja"
 RUN_YAML = "run.yaml"
+TOKENIZER = "tokenizer"
+"""The folder of a run's tokenizer, if the run added tokens to it."""
 
 _logger = logging.getLogger(__name__)
 
@@ -79,9 +81,16 @@ def _locked(handle: int, folder: Path) -> str:
 
 
 def write_settings(
-    settings: RunSettings, *, command: Literal["finetune", "prefer", "grpo"], steps: int, chat_template: str | None = None
+    settings: RunSettings,
+    *,
+    command: Literal["finetune", "prefer", "grpo"],
+    steps: int,
+    tokenizer: Any,
+    chat_template: str | None = None,
 ) -> None:
     """Writes settings.json, run.yaml and the chat template, if any, into the output folder; each is complete or absent.
+
+    With added tokens the tokenizer is written too.
 
     settings.json has all settings, with `epochs` turned into `steps`, the versions of moe_jax and jax, and the date.
     run.yaml has the settings as they were given: the command continues or repeats the run with `--config` and this file.
@@ -90,6 +99,8 @@ def write_settings(
     versions = {"moe_jax": sys.modules["moe_jax"].__version__, "jax": jax.__version__}
     started = datetime.now(UTC).isoformat(timespec="seconds")
     record = asdict(settings) | {"steps": steps, "versions": versions, "started": started}
+    if settings.add_tokens:
+        tokenizer.save_pretrained(output / TOKENIZER)
     write_text(output / "settings.json", json.dumps(record, indent=2, default=str) + "\n")
     write_text(output / RUN_YAML, _as_yaml(settings, command, versions))
     if chat_template is not None:
@@ -118,6 +129,8 @@ def chosen_template(output: Path) -> str | None:
 def noted_tokenizer(output: Path) -> str | None:
     """Reads the folder or hub id of the run's tokenizer; None if settings.json names no tokenizer."""
     record = noted_settings(output)
+    if record.get("add_tokens"):
+        return str(output / TOKENIZER)
     return record.get("tokenizer") or record.get("model")
 
 
@@ -146,12 +159,13 @@ def export(model: Decoder, settings: RunSettings) -> Path:
     """
     folder = _destination(settings.output, settings.lora is not None)
     template = chosen_template(folder.parent) if getattr(settings, "chat_template", None) else None
+    tokenizer = str(folder.parent / TOKENIZER) if settings.add_tokens else settings.tokenizer
     with output_lock(folder.parent):
         if settings.lora is None:
-            save_pretrained(model, folder, tokenizer_from=settings.tokenizer, chat_template=template)
+            save_pretrained(model, folder, tokenizer_from=tokenizer, chat_template=template)
         else:
             base = None if Path(settings.model).expanduser().is_dir() else settings.model
-            save_adapter(model, folder, base=base, tokenizer_from=settings.tokenizer, chat_template=template)
+            save_adapter(model, folder, base=base, tokenizer_from=tokenizer, chat_template=template)
     return folder
 
 

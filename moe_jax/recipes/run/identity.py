@@ -58,10 +58,12 @@ def identity_of(settings: RunSettings, config: ModelConfig, tokenizer: Any, data
     Args:
       data: the fingerprint of the data.
     """
-    lora = None if settings.lora is None else json.loads(json.dumps(asdict(settings.lora)))
+    asked = settings.lora_of(tokenizer)
+    lora = None if asked is None else json.loads(json.dumps(asdict(asked)))
     if lora is not None:
         # Runs that began before these settings existed have no such entries.
-        lora = {name: value for name, value in lora.items() if value or name not in ("dropout", "modules_to_save")}
+        later = "dropout", "modules_to_save", "trainable_token_indices"
+        lora = {name: value for name, value in lora.items() if value or name not in later}
     return {name: getattr(settings, name) for name in settings.RESUME_MUST_MATCH} | {
         LORA: lora,
         WEIGHTS: None if settings.weights == "whole" else settings.weights,

@@ -121,6 +121,7 @@ def announce(
     lines: str,
     *,
     command: Literal["finetune", "prefer", "grpo"],
+    tokenizer: Any,
     chat_template: str | None = None,
 ) -> None:
     """Prints the announcement and writes settings.json; if no step is left, only reports a run that stopped early."""
@@ -128,7 +129,7 @@ def announce(
         return
     if not begun.is_over:
         tqdm.write(lines)
-        write_settings(asked, command=command, steps=steps, chat_template=chat_template)
+        write_settings(asked, command=command, steps=steps, tokenizer=tokenizer, chat_template=chat_template)
     elif begun.step < steps:
         tqdm.write(told_early(begun.step))
 

@@ -1,6 +1,6 @@
 """The model of a run and its devices: checked before weights are read, then read, laid out and prepared for training."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import jax
@@ -11,9 +11,10 @@ from jax.sharding import Mesh
 
 from moe_jax.adapters.add import LoraSummary, add_lora, planned_lora
 from moe_jax.adapters.settings import LoraSettings
+from moe_jax.adapters.token_rows import extend_vocabulary
 from moe_jax.checkpoint.companions import tokenizer_files
 from moe_jax.checkpoint.hf_load import check_form, find_config, from_pretrained, read_config
-from moe_jax.checkpoint.tokenizer import load_tokenizer
+from moe_jax.checkpoint.tokenizer import load_tokenizer, with_tokens
 from moe_jax.config import ModelConfig
 from moe_jax.models.auto import from_config
 from moe_jax.models.decoder import Decoder, fp8_refusal
@@ -41,7 +42,7 @@ class PlannedModel:
     """The model of a run, before its weights are read.
 
     Attributes:
-      tokenizer: the model's own, or the one passed by the caller.
+      tokenizer: the model's own, or the one passed by the caller; extended by the settings' `add_tokens`.
       parallelism: how training is spread over devices; None for one device.
       expert_devices: the number of devices that share the experts.
       lora: the trained adapters; None if all parameters are trained.
@@ -83,10 +84,14 @@ def plan_model(settings: RunSettings, model: Decoder | None, tokenizer: Any, *, 
     tokenizer = load_tokenizer(settings.tokenizer or settings.model) if tokenizer is None else tokenizer
     config = read_config(settings.model, mtp=mtp) if model is None else model.config
     _check_model(settings, config, tokenizer, model)
+    if settings.add_tokens:
+        tokenizer = with_tokens(tokenizer, settings.add_tokens)
+        config = replace(config, vocab_size=max(config.vocab_size, len(tokenizer)))
     expert_devices = check_experts(settings, parallelism, config)
-    lora = _planned_lora(settings, config, parallelism)
+    lora = settings.lora_of(tokenizer)
+    summary = _planned_lora(settings, lora, config, parallelism)
     if settings.shard_optimizer:
-        check_optimizer(parallelism, config, settings.lora)
+        check_optimizer(parallelism, config, lora)
     if parallelism is not None:
         layers_in_pipe(config, parallelism.pipe)
         if (
@@ -94,18 +99,20 @@ def plan_model(settings: RunSettings, model: Decoder | None, tokenizer: Any, *, 
             and (reason := config.mixer_refusal("attention over devices (mesh.context)", has_sinks=False)) is not None
         ):
             raise ValueError(f"{type(settings).__name__}: {reason}")
-    return PlannedModel(tokenizer, config, parallelism, expert_devices, lora)
+    return PlannedModel(tokenizer, config, parallelism, expert_devices, summary)
 
 
 def load_model(settings: RunSettings, planned: PlannedModel, model: Decoder | None, *, mtp: bool = False) -> Decoder:
-    """Reads the run's model, or uses the one that was passed; adds adapters, and sets its precision."""
+    """Reads the run's model, or uses the one that was passed; adds tokens and adapters, and sets its precision."""
     if model is None:
         options: dict[str, Any] = dict(dtype=jnp.dtype(settings.dtype), param_dtype=jnp.dtype(settings.param_dtype))
         if planned.parallelism is not None:
             options |= dict(mesh=planned.parallelism.mesh, pipe_chunks=planned.parallelism.pipe_chunks)
         model = from_pretrained(settings.model, **options, weights=settings.weights, mtp=mtp)
+    new = planned.tokenizer.convert_tokens_to_ids(list(settings.add_tokens))
+    extend_vocabulary(model, planned.config.vocab_size, at_mean=new)
     if settings.lora is not None:
-        add_lora(model, settings.lora, rngs=nnx.Rngs(settings.seed))
+        add_lora(model, settings.lora_of(planned.tokenizer), rngs=nnx.Rngs(settings.seed))
     model.set_precision(settings.precision, settings.fp8_dense)
     return model
 
@@ -244,18 +251,20 @@ def _pipe_chunks(settings: RunSettings, model: Decoder | None, mesh: Mesh | None
     return pipe.chunks
 
 
-def _planned_lora(settings: RunSettings, config: ModelConfig, parallelism: Parallelism | None) -> LoraSummary | None:
+def _planned_lora(
+    settings: RunSettings, lora: LoraSettings | None, config: ModelConfig, parallelism: Parallelism | None
+) -> LoraSummary | None:
     """Returns a summary of the run's adapters; None if all parameters are trained.
 
     Raises:
       ValueError: adapters do not train on the mesh, or the config's model cannot have them.
     """
-    if settings.lora is None:
+    if lora is None:
         return None
     mesh = {} if parallelism is None else dict(parallelism.mesh.shape)
-    if problems := lora_problems(settings.lora, mesh, settings.precision):
+    if problems := lora_problems(lora, mesh, settings.precision):
         raise ValueError(f"{type(settings).__name__}: {'; '.join(problems)}")
-    return planned_lora(config, settings.lora).summary
+    return planned_lora(config, lora).summary
 
 
 def check_experts(settings: RunSettings, parallelism: Parallelism | None, config: ModelConfig) -> int:

@@ -3,7 +3,7 @@
 import importlib.util
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal, get_args
 
@@ -39,6 +39,8 @@ class RunSettings:
         send scalars and settings to their servers; each is a package to install.
       tensorboard: write output/tensorboard too.
       tokenizer: a folder or hub id; None: the model's.
+      add_tokens: texts that become tokens of their own. The tokenizer and the vocabulary's tables are extended; new rows start
+        as the mean of the others. With lora these rows are trained next to the adapters (docs/adapters.md).
       lora: train adapters and freeze the model's weights (docs/adapters.md). The run's folder gets the adapter instead of a
         model. None: train all parameters.
       gradient_accumulation: micro-batches in an optimizer step.
@@ -95,6 +97,7 @@ class RunSettings:
     log_to: tuple[Tracker, ...] = ()
     tensorboard: bool = False
     tokenizer: str | None = None
+    add_tokens: tuple[str, ...] = ()
     seq_len: int = 4096
     batch_size: int = 8
     gradient_accumulation: int = 1
@@ -184,6 +187,13 @@ class RunSettings:
             capacity_factor=self.capacity_factor, shadow_experts=self.shadow_experts, tokens_in_fp8=self.tokens_in_fp8
         )
 
+    def lora_of(self, tokenizer: Any) -> LoraSettings | None:
+        """Returns the adapters' settings with the rows of `add_tokens`, which the tokenizer has already."""
+        if self.lora is None or not self.add_tokens:
+            return self.lora
+        new = (*self.lora.trainable_token_indices, *tokenizer.convert_tokens_to_ids(list(self.add_tokens)))
+        return replace(self.lora, trainable_token_indices=new)
+
     def values_problems(self) -> list[str]:
         """Returns the values that are never valid, one clause each."""
         problems = [
@@ -212,6 +222,10 @@ class RunSettings:
             problems.append(
                 f"offload=True and remat={self.remat} exclude each other: all layers' inputs go to the host's memory"
             )
+        if isinstance(self.add_tokens, str) or not all(isinstance(token, str) and token for token in self.add_tokens):
+            problems.append(f"add_tokens={self.add_tokens!r} must be a tuple of texts that are not empty")
+        elif len(set(self.add_tokens)) < len(self.add_tokens):
+            problems.append(f"add_tokens={self.add_tokens!r} has a token twice")
         if self.hops not in (None, *get_args(Hops)):
             problems.append(f"hops={self.hops!r} must be one of {', '.join(get_args(Hops))}, or None")
         for axis in MESH_AXES:
@@ -387,8 +401,10 @@ def lora_problems(lora: LoraSettings | None, mesh: Mapping[str, int], precision:
     if lora is None:
         return []
     problems = []
-    if (ranks := mesh.get("pipe", 1)) > 1:
-        problems.append(f"lora trains on a mesh without pipe: split frozen weights over fsdp or expert; got mesh.pipe={ranks}")
+    if (ranks := mesh.get("pipe", 1)) > 1 and lora.dropout:
+        problems.append(
+            f"lora.dropout={lora.dropout} needs a mesh without pipe, whose passes draw no masks; got mesh.pipe={ranks}"
+        )
     if precision != "bf16" and (devices := math.prod(mesh.values())) > 1:
         problems.append(f"precision={precision!r} with lora needs one device: use 'bf16', which dequantises; got {devices}")
     return problems

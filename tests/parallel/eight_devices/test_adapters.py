@@ -30,6 +30,7 @@ CASES = {
         tiny.model,
         LoraSettings(rank=4, alpha=6, targets=("attention",), modules_to_save=("embed_tokens", "lm_head", "gate", "norm")),
     ),
+    "token rows": (tiny.model, LoraSettings(rank=4, alpha=6, targets=("attention",), trainable_token_indices=(9, 264, 3))),
     "deepseek": (tiny.deepseek, LoraSettings(rank=4, alpha=6, targets=(*TARGETS, "mlp"))),
 }
 
@@ -40,8 +41,13 @@ def adapted(case, **sizes):
 
 
 def with_adapters(model, settings):
-    """Adds adapters whose factors are all random: with b at zero, gradients of a would be zero."""
+    """Adds adapters whose factors are all random."""
     add_lora(model, settings, rngs=nnx.Rngs(0))
+    return with_random_factors(model)
+
+
+def with_random_factors(model):
+    """Draws all factors anew: with b at zero, gradients of a would be zero."""
     rng = seeds.rng(__name__)
     draw = lambda a: jax.device_put((rng.normal(size=a.shape) * 0.1).astype(a.dtype), a.sharding)  # noqa: E731
     nnx.update(model, jax.tree.map(draw, nnx.state(model, nnx.LoRAParam)))
@@ -72,6 +78,8 @@ def on_one_device(case, gradient_accumulation):
         ("moe", {"data": 2, "expert": 2, "context": 2}, {}),
         ("shared outer", {"fsdp": 4, "expert": 2}, {}),
         ("whole modules", {"data": 2, "fsdp": 2, "context": 2}, {"gradient_accumulation": 2, "shard_optimizer": True}),
+        ("token rows", {"data": 2, "fsdp": 2, "expert": 2}, {}),
+        pytest.param("token rows", {"fsdp": 2, "context": 2, "expert": 2}, {}, marks=pytest.mark.thorough),
         ("dropout", {"data": 2, "fsdp": 2, "context": 2}, {"gradient_accumulation": 2}),
         pytest.param("moe", {"fsdp": 8}, {}, marks=pytest.mark.thorough),
         pytest.param("whole modules", {"data": 2, "fsdp": 2, "expert": 2}, {}, marks=pytest.mark.thorough),
@@ -103,13 +111,12 @@ def check(found, wanted, tolerance=1e-5):
             assert relative_error(ours, theirs) < tolerance, (of_state, jax.tree_util.keystr(path))
 
 
-@pytest.mark.parametrize("weights", ["nf4", pytest.param("fp8", marks=pytest.mark.thorough)])
-def test_quantised_weights(weights, tmp_path):
-    """Experts are loaded in parts, in 4 or 8 bits, and gathered in the bytes that are stored."""
+def test_quantised_weights(tmp_path):
+    """Experts are loaded in parts, in 4 bits, and gathered in the bytes that are stored."""
     moe_jax.save_pretrained(tiny.model_for_fp8(), tmp_path)
     mesh, settings = make_mesh(fsdp=2, expert=2, data=2), LoraSettings(rank=4)
     one, many = (
-        with_adapters(moe_jax.from_pretrained(tmp_path, dtype="float32", mesh=on, weights=weights), settings)
+        with_adapters(moe_jax.from_pretrained(tmp_path, dtype="float32", mesh=on, weights="nf4"), settings)
         for on in (None, mesh)
     )
     codes = many.stages[0].mlp.experts.down_proj.get_value().codes

@@ -14,6 +14,7 @@ from moe_jax.adapters import LoraSettings, add_lora, save_adapter
 from moe_jax.parallel import make_mesh
 from moe_jax.parallel.choices import MeshShape
 from moe_jax.recipes import FinetuneSettings, finetune
+from moe_jax.recipes.run.folder import export
 from moe_jax.train.model_of_run import model_of_run
 from tests.helpers import tiny
 
@@ -56,6 +57,37 @@ def test_losses_are_those_of_one_device(tmp_path, base):
     assert all(np.array_equal(a, b) for a, b in zip(*leaves, strict=True))
 
 
+@pytest.mark.long
+def test_a_run_in_a_pipe(tmp_path, base):
+    """It has the losses of one device, resumes bit for bit after it died, and resumes on a mesh without a pipe."""
+    moe_jax.save_pretrained(tiny.dense(), tmp_path / "dense", tokenizer_from=base)
+    paths = dict(model=str(tmp_path / "dense"), data=str(tiny.write_texts(tmp_path / "texts")), output=str(tmp_path / "one"))
+    options = dict(seq_len=32, batch_size=8, steps=4, learning_rate=2e-2, warmup_steps=0, checkpoint_every=2, dtype="float32")
+    lora = LoraSettings(rank=4, targets=("attention", "mlp"), trainable_token_indices=(3, 264))
+    one = FinetuneSettings(**paths, **options, gradient_accumulation=2, lora=lora)
+
+    def run(name, sizes, **stop):
+        return finetune(replace(one, output=str(tmp_path / name), mesh=MeshShape(**sizes)), **stop)
+
+    def losses(result):
+        return [record["loss"] for record in result.metrics]
+
+    expected, sizes = losses(finetune(one)), dict(pipe=2, fsdp=2, data=2)
+    with pytest.raises(InterruptedError):
+        run("pipe", sizes, on_step=die_at_step_three)
+    for name in ("moved", "again"):
+        shutil.copytree(tmp_path / "pipe", tmp_path / name)
+    pipe, again = run("pipe", sizes), run("again", sizes)
+    np.testing.assert_allclose(losses(pipe), expected, rtol=1e-4)
+    np.testing.assert_allclose(losses(run("moved", dict(fsdp=8))), expected, rtol=1e-4)
+    assert losses(pipe) == losses(again)
+    export(pipe.model, replace(one, output=str(tmp_path / "pipe")))
+    saved = moe_jax.from_pretrained(tmp_path / "pipe", dtype=jnp.float32)
+    read = model_of_run(tmp_path / "pipe", dtype=jnp.float32)
+    tokens = jnp.arange(257, 265)[None]
+    np.testing.assert_allclose(read(tokens).logits, saved(tokens).logits, rtol=1e-5, atol=1e-6)
+
+
 def test_files_have_equal_bytes_from_any_mesh(tmp_path, base):
     written = []
     for sizes in ({}, dict(fsdp=2, expert=4), dict(data=2, fsdp=4)):
@@ -67,14 +99,16 @@ def test_files_have_equal_bytes_from_any_mesh(tmp_path, base):
     assert written[0] == written[1] == written[2] and len(written[0]) > 2
 
 
-def test_a_pipe_and_moving_experts_are_refused(tmp_path, base):
-    model = moe_jax.from_pretrained(base, mesh=make_mesh(pipe=2, fsdp=4))
-    with pytest.raises(ValueError, match="lora trains on a mesh without pipe: .*; got mesh.pipe=2"):
-        finetune(
-            tiny.settings(tmp_path, batch_size=8, gradient_accumulation=2, lora=LoraSettings()),
-            model=model,
-            tokenizer=tiny.tokenizer(),
-        )
+def test_refused_pipes_and_moving_experts(tmp_path):
+    def settings(**options):
+        return tiny.settings(tmp_path, **{"batch_size": 8, "gradient_accumulation": 2, "lora": LoraSettings()} | options)
+
+    pipe = dict(mesh=MeshShape(pipe=2, fsdp=4))
+    with pytest.raises(ValueError, match="lora.dropout=0.1 needs a mesh without pipe, .*; got mesh.pipe=2"):
+        settings(**pipe, lora=LoraSettings(dropout=0.1, targets=("attention",)))
+    with pytest.raises(ValueError, match="weights='nf4' needs a mesh without pipe, which holds whole matrices"):
+        settings(**pipe, weights="nf4")
+    with pytest.raises(ValueError, match="pipe_schedule='zb-h1' postpones gradients of weights, and frozen weights have none"):
+        settings(mesh=MeshShape(pipe=2, data=4), pipe_schedule="zb-h1")
     with pytest.raises(ValueError, match="rebalance_every=2 is for runs without lora: frozen experts stay as they are"):
-        tiny.settings(tmp_path, batch_size=8, lora=LoraSettings(), mesh=MeshShape(expert=2), rebalance_every=2)
-    assert not (tmp_path / "run").exists()
+        settings(mesh=MeshShape(expert=2), rebalance_every=2)

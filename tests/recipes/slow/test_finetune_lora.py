@@ -127,8 +127,8 @@ def test_another_base_or_other_adapters_are_another_run(whole, base, tmp_path, m
 
 def test_refusals_come_before_weights_are_read(base, tmp_path, monkeypatch):
     monkeypatch.setattr("moe_jax.recipes.run.model.from_pretrained", None)
-    with pytest.raises(ValueError, match="lora trains on a mesh without pipe: .*; got mesh.pipe=2"):
-        settings_of(tmp_path, base, mesh=MeshShape(pipe=2), gradient_accumulation=2)
+    with pytest.raises(ValueError, match="weights='nf4' needs a mesh without pipe, which holds whole matrices: give 'whole'"):
+        settings_of(tmp_path, base, mesh=MeshShape(pipe=2), gradient_accumulation=2, weights="nf4")
     with pytest.raises(ValueError, match="overlap_micro_batches=True is for runs without lora"):
         options = dict(mesh=MeshShape(data=2), gradient_accumulation=2, overlap_micro_batches=True)
         settings_of(tmp_path, base, lora=LoraSettings(targets=("attention",), dropout=0.1), **options)
