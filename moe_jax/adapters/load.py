@@ -310,7 +310,7 @@ def _factors_of_modules(
                 apart = factors_apart(pair["A"], pair["B"], parts, config.get("peft_version"), b_grouped_by_expert)
             except ValueError as error:
                 raise ValueError(f"{folder}: {name} {error}") from error
-            factors |= {of: _scaled(parameter_name(name, parts), a, b, config) for of, (a, b) in apart.items()}
+            factors |= {of: _scaled(parameter_name(parts), a, b, config) for of, (a, b) in apart.items()}
         else:
             tied = "; its head and embedding share one matrix, but an adapter changes only one" if name in TABLES else ""
             raise ValueError(f"{folder}: this model has no module {name} that an adapter can change{tied}")

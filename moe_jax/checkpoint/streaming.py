@@ -19,7 +19,7 @@ import ml_dtypes
 import numpy as np
 from jax.sharding import Sharding
 
-from moe_jax.checkpoint.hf_files import StoredTensor
+from moe_jax.checkpoint.hf_files import Slices, StoredTensor
 from moe_jax.checkpoint.hf_names import HfTensor
 from moe_jax.layers.moe import is_expert_matrix
 from moe_jax.layers.quantised import FP8_BLOCK, INT4_VALUES, BlockScaled, FourBits, Quantised, splittable
@@ -49,6 +49,8 @@ class Piece:
 
 def piece_of(tensor: HfTensor, stored: StoredTensor) -> Piece:
     """Locates the stored tensor within its parameter."""
+    if tensor.transposed or tensor.in_turn:
+        tensor, stored = _in_model(tensor, stored)
     sizes, index = list(tensor.shape), [item for item in tensor.index if item is not None]
     bounds: list[tuple[int, int]] = []
     if None in tensor.index:
@@ -66,6 +68,17 @@ def piece_of(tensor: HfTensor, stored: StoredTensor) -> Piece:
 def _without_first_axis(stored: StoredTensor) -> StoredTensor:
     """Returns the only row of a matrix."""
     return replace(stored, shape=stored.shape[1:], read=lambda slices: stored.read((slice(0, 1), *slices))[0])
+
+
+def _in_model(tensor: HfTensor, stored: StoredTensor) -> tuple[HfTensor, StoredTensor]:
+    """Returns both with the parameter's layout: `HfTensor.in_model` of the rows that are read. All of an expert is read."""
+    shape = (tensor.shape[0], *tensor.shape[1:][::-1])
+
+    def read(slices: Slices) -> np.ndarray:
+        experts, rows, *columns = slices
+        return tensor.in_model(stored.read((experts, *columns, slice(None))))[:, rows]
+
+    return replace(tensor, shape=shape, transposed=False, in_turn=False), replace(stored, shape=shape, read=read)
 
 
 def same_values(one: StoredTensor, other: StoredTensor) -> bool:
