@@ -58,7 +58,7 @@ def from_pretrained(
     weights: Weights = "whole",
     progress: bool = True,
 ) -> Decoder:
-    """Loads a checkpoint of any architecture of `moe_jax.models`; one in FP8 or GPTQ is dequantised on the way.
+    """Loads a checkpoint of any architecture of `moe_jax.models`; a quantised one is dequantised on the way.
 
     Args:
       folder_or_hub_id: a folder with config.json and weights, or a hub id such as "Qwen/Qwen3-30B-A3B", which is downloaded.
@@ -75,7 +75,7 @@ def from_pretrained(
       mtp: True loads multi-token prediction modules, if the checkpoint has some (`models.mtp`; 11.6e9 parameters in
         DeepSeek-V3). False leaves more memory for inference; a checkpoint written from the model then lacks them. Adapters do
         not support them: with an adapter they are left out.
-      weights: "as stored" keeps matrices stored in FP8 or GPTQ (`checkpoint.quantised`) as they are. "nf4" quantises the
+      weights: "as stored" keeps matrices stored in FP8 or 4 bits (`checkpoint.quantised`) as they are. "nf4" quantises the
         experts' matrices to 4 bits (`layers.quantised`), "fp8" to FP8. A layer is dequantised when it is computed, except
         experts in FP8 after `model.set_precision("fp8")`. All parameters are frozen (`layers.lora.Frozen`): such a model can
         compute, and train adapters (`adapters.add_lora`). On a mesh quantised matrices are split like others, in whole blocks.
