@@ -50,7 +50,7 @@ def paged_attention(
         from moe_jax.kernels.attention.paged import mosaic
 
         of_queries = partial(mosaic.paged_attention, single_query_rows=single_query_rows, fixed_splits=fixed_splits)
-        return of_queries(q, keys, values, queries, scale=scale, window=window, sinks=sinks)
+        return of_queries(q, (keys, values), queries, scale=scale, window=window, sinks=sinks)
     return xla.paged_attention(q, keys, values, queries, scale=scale, window=window, value_dim=value_dim, sinks=sinks)
 
 

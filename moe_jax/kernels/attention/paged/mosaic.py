@@ -87,8 +87,7 @@ def _head_tiles(heads: int) -> int:
 
 def paged_attention(
     q: Float[Array, "tokens heads key_dim"],
-    keys: Float[Array, "pages kv_heads 64 key_dim"],
-    values: Float[Array, "pages kv_heads 64 value_dim"] | None,
+    pages: tuple[Float[Array, "pages kv_heads 64 key_dim"], Float[Array, "pages kv_heads 64 value_dim"] | None],
     queries: PagedQueries,
     *,
     scale: float,
@@ -97,8 +96,12 @@ def paged_attention(
     single_query_rows: int,
     fixed_splits: bool,
 ) -> Float[Array, "tokens heads value_dim"]:
-    """Computes paged attention on Hopper (contract in `api.paged_attention`); padding yields zeros."""
-    (tokens, heads, key_dim), rows = q.shape, len(queries.num_keys)
+    """Computes paged attention on Hopper (contract in `api.paged_attention`); padding yields zeros.
+
+    Sinks need the logsumexp of a query's scores, which only splits have.
+    """
+    (tokens, heads, key_dim), rows, (keys, values) = q.shape, len(queries.num_keys), pages
+    fixed_splits = fixed_splits or sinks is not None
     # Heads that share keys fill the rows of a block. If more than 64 do, each tile of heads is treated as a key head.
     kv_heads = _head_tiles(heads) if values is None else keys.shape[1]
     group = heads // kv_heads
@@ -107,8 +110,7 @@ def paged_attention(
     attend = partial(attend, fixed_splits=fixed_splits)
     if single_query_rows == rows:
         return attend(grouped, single_query_blocks(queries.num_keys))
-    # Sinks need the logsumexp of a query's scores, which `attend_prompts` does not write.
-    takes_prompts = values is not None and not fixed_splits and sinks is None and takes_group(group)
+    takes_prompts = values is not None and not fixed_splits and takes_group(group)
     # `attend_prompts` splits no keys, so it needs enough tiles to keep the GPU busy.
     if not takes_prompts or most_tiles(rows - single_query_rows, tokens - single_query_rows, kv_heads, group) < _cores():
         blocks = query_blocks(queries, tokens, max(1, WGMMA_ROWS // group))
@@ -151,7 +153,7 @@ def _attend(
         parts, lse = attend_latents(of_blocks, keys, blocks, row_pages, scale=scale, group=group, splits=splits)
     else:
         # Enough blocks keep the GPU busy without splits. Partial results cost memory and time.
-        is_busy = num_blocks * kv_heads >= _cores() and not fixed_splits and sinks is None
+        is_busy = num_blocks * kv_heads >= _cores() and not fixed_splits
         splits = WHOLE if is_busy else most_splits(max_pages, SPLIT_PAGES, window, block_tokens)
         if sinks is not None and splits == WHOLE:
             splits = Splits(2, SPLIT_PAGES)  # only parts come with their logsumexp

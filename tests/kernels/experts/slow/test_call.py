@@ -119,7 +119,7 @@ FORMS = ("accumulators of a stack", "accumulators, chunks", "ticket", "changes o
 )
 def test_biases_in_every_form(rng, form, backend):
     """y, dx, the gradients of choices' weights, and of the biases if they are trained, against plain matrices."""
-    dtype, sizes = (jnp.float64, (HIDDEN, INTER)) if backend == "xla" else (jnp.bfloat16, (128, 64))
+    dtype, sizes = (jnp.float64, (HIDDEN, INTER)) if backend == "xla" else (jnp.bfloat16, (64, 64))
     with jax.enable_x64(backend == "xla"):
         x, *matrices, weights, chosen = make_layer(rng, "random", TOKENS, EXPERTS, K, *sizes, dtype)
         biases = [jnp.asarray(rng.normal(size=w.shape[:2]), dtype) for w in matrices]
