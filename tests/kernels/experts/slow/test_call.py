@@ -115,7 +115,11 @@ FORMS = ("accumulators of a stack", "accumulators, chunks", "ticket", "changes o
 
 @pytest.mark.parametrize(
     "form, backend",
-    [*((form, "xla") for form in FORMS), ("accumulators of a stack", "mosaic"), ("changes", "mosaic")],
+    [
+        *((form, "xla") for form in FORMS),
+        ("accumulators of a stack", "mosaic"),
+        pytest.param("changes", "mosaic", marks=pytest.mark.thorough),
+    ],
 )
 def test_biases_in_every_form(rng, form, backend):
     """y, dx, the gradients of choices' weights, and of the biases if they are trained, against plain matrices."""
