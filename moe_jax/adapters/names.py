@@ -121,7 +121,7 @@ class ModulePart(NamedTuple):
 def modules_of(model: Decoder) -> list[ModulePart]:
     """Returns every module that an adapter of this model can change, in the order of a checkpoint."""
     targets = {(*target.path, target.weight): target for target in targets_of(model)}
-    modules = []
+    modules: list[ModulePart] = []
     for tensor in hf_tensors(model.config):
         target = targets.get(tensor.path)
         if target is not None and tensor.transposed:

@@ -125,7 +125,11 @@ def _check(folder: Path, method: str, given: dict[str, Any], wanted: dict[str, A
         raise ValueError(f"{folder}: {method} with {', '.join(wrong)} is not supported; use the checkpoint in bfloat16")
 
 
-def _wrong(parts: Parts, wanted: dict[str, tuple[tuple[str, ...], tuple[int, ...]]]) -> str | None:
+Wanted = dict[str, tuple[tuple[str, ...], tuple[int, ...]]]
+"""The dtypes and the shape that a tensor may have, by the end of its name."""
+
+
+def _wrong(parts: Parts, wanted: Wanted) -> str | None:
     """Returns a message if tensors have other dtypes or shapes than wanted."""
     given = {end: (parts[end].dtype, parts[end].shape) for end in wanted}
     if all(given[end][0] in dtypes and given[end][1] == shape for end, (dtypes, shape) in wanted.items()):
@@ -191,8 +195,8 @@ def _gptq(parts: Parts, group: int) -> StoredTensor | str:
     group = num_in if group == -1 else group
     if num_in % group:
         return _ragged(num_in, group)
-    wanted = {".scales": (tuple(FLOAT_DTYPES), (num_in // group, num_out))}
-    wanted |= {".qweight": (("I32",), words.shape), ".qzeros": (("I32",), (num_in // group, num_out // 8))}
+    wanted: Wanted = {".qweight": (("I32",), words.shape), ".scales": (tuple(FLOAT_DTYPES), (num_in // group, num_out))}
+    wanted[".qzeros"] = ("I32",), (num_in // group, num_out // 8)
     if (problem := _wrong(parts, wanted)) is not None:
         return problem
     if np.any(zeros.read((slice(None), slice(None))).view(np.uint32) != STORED_ZERO):
@@ -215,8 +219,8 @@ def _awq(parts: Parts, group: int) -> StoredTensor | str:
     group = num_in if group == -1 else group
     if num_in % group:
         return _ragged(num_in, group)
-    wanted = {".scales": (tuple(FLOAT_DTYPES), (num_in // group, num_out))}
-    wanted |= {".qweight": (("I32",), words.shape), ".qzeros": (("I32",), (num_in // group, num_out // 8))}
+    wanted: Wanted = {".qweight": (("I32",), words.shape), ".scales": (tuple(FLOAT_DTYPES), (num_in // group, num_out))}
+    wanted[".qzeros"] = ("I32",), (num_in // group, num_out // 8)
     if (problem := _wrong(parts, wanted)) is not None:
         return problem
 
@@ -241,7 +245,10 @@ def _int4(parts: Parts, group: int) -> StoredTensor | str:
     group = num_in if group == -1 else group
     if num_in % group:
         return _ragged(num_in, group)
-    wanted = {".weight_packed": (("I32",), words.shape), ".weight_scale": (tuple(FLOAT_DTYPES), (num_out, num_in // group))}
+    wanted: Wanted = {
+        ".weight_packed": (("I32",), words.shape),
+        ".weight_scale": (tuple(FLOAT_DTYPES), (num_out, num_in // group)),
+    }
     if (problem := _wrong(parts, wanted)) is not None:
         return problem
 
@@ -253,7 +260,7 @@ def _int4(parts: Parts, group: int) -> StoredTensor | str:
 
 def _mxfp4(parts: Parts, group: int) -> StoredTensor | str:
     blocks, scales = parts["_blocks"], parts["_scales"]
-    wanted = {"_blocks": (("U8",), (*blocks.shape[:3], group // 2)), "_scales": (("U8",), blocks.shape[:3])}
+    wanted: Wanted = {"_blocks": (("U8",), (*blocks.shape[:3], group // 2)), "_scales": (("U8",), blocks.shape[:3])}
     if (problem := _wrong(parts, wanted)) is not None or len(blocks.shape) != 4:
         return problem or f"has blocks {list(blocks.shape)}, expected [experts, out, in/{group}, {group // 2}]"
     experts, num_out, groups = scales.shape
@@ -280,7 +287,7 @@ def _nvfp4(parts: Parts, group: int) -> StoredTensor | str:
     num_out, num_in = codes.shape[0], 2 * codes.shape[1]
     if num_in % group:
         return _ragged(num_in, group)
-    wanted = {name: (("U8",), codes.shape), ".weight_scale": (("F8_E4M3",), (num_out, num_in // group))}
+    wanted: Wanted = {name: (("U8",), codes.shape), ".weight_scale": (("F8_E4M3",), (num_out, num_in // group))}
     if (problem := _wrong(parts, wanted)) is not None:
         return problem
     divided = ".weight_global_scale" in parts

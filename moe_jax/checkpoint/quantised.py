@@ -20,6 +20,7 @@ import json
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -90,9 +91,8 @@ def read_quantisation(folder: Path) -> Quantisation | None:
 def _of_compressed_tensors(folder: Path, given: dict[str, Any]) -> Quantisation:
     """Returns the form of compressed-tensors' weights, which must be one for all modules."""
     groups = given.get("config_groups")
-    groups = list(groups.values()) if isinstance(groups, dict) else []
-    found = [group.get("weights") if isinstance(group, dict) else None for group in groups]
-    schemes = [{key: each.get(key) for key in _SCHEME} for each in found if isinstance(each, dict)]
+    found = [group.get("weights") if isinstance(group, dict) else None for group in groups.values()] if isinstance(groups, dict) else []
+    schemes: list[dict[str, Any]] = [{key: each.get(key) for key in _SCHEME} for each in found if isinstance(each, dict)]
     if not schemes or len(schemes) < len(found) or any(scheme != schemes[0] for scheme in schemes):
         raise ValueError(f"{folder}: compressed-tensors must have weights of one kind for all modules; got {found}")
     for name in ("sparsity_config", "transform_config"):
@@ -177,10 +177,11 @@ def dequantised(
         if scales is None:
             problems.append(f"{scale_name}: missing, but {name} in {quantised.file.name} is in FP8")
             continue
-        own_block = tuple(size or whole for size, whole in zip(block_size, quantised.shape[-2:], strict=True))
+        height, width = (size or whole for size, whole in zip(block_size, quantised.shape[-2:], strict=True))
+        own_block = height, width
         expected = _blocks(quantised.shape, own_block)
         if scales.shape in ((), (1,)) and expected == (1, 1):
-            scales = replace(scales, shape=(1, 1), read=lambda _, whole=scales: whole.read(()).reshape(1, 1))
+            scales = replace(scales, shape=(1, 1), read=partial(_one_scale, scales))
         if scales.shape != expected:
             problems.append(
                 f"{scale_name}: shape {list(scales.shape)} in {scales.file.name}, expected {list(expected)} for "
@@ -192,6 +193,10 @@ def dequantised(
             )
         result[name] = _product(quantised, scales, own_block)
     return result
+
+
+def _one_scale(scale: StoredTensor, _: Slices) -> np.ndarray:
+    return scale.read(()).reshape(1, 1)
 
 
 def _blocks(shape: tuple[int, ...], block_size: BlockSize) -> tuple[int, ...]:
