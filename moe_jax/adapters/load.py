@@ -60,7 +60,7 @@ def from_pretrained(
     weights: Weights = "whole",
     progress: bool = True,
 ) -> Decoder:
-    """Loads a checkpoint of any architecture of `moe_jax.models`; one in FP8 or GPTQ is dequantised on the way.
+    """Loads a checkpoint of any architecture of `moe_jax.models`; a quantised one is dequantised on the way.
 
     Args:
       folder_or_hub_id: a folder with config.json and weights, or a hub id such as "Qwen/Qwen3-30B-A3B", which is downloaded.
@@ -77,7 +77,7 @@ def from_pretrained(
       mtp: True loads multi-token prediction modules, if the checkpoint has some (`models.mtp`; 11.6e9 parameters in
         DeepSeek-V3). False leaves more memory for inference; a checkpoint written from the model then lacks them. Adapters do
         not support them: with an adapter they are left out.
-      weights: "as stored" keeps matrices stored in FP8 or GPTQ (`checkpoint.quantised`) as they are. "nf4" quantises the
+      weights: "as stored" keeps matrices stored in FP8 or 4 bits (`checkpoint.quantised`) as they are. "nf4" quantises the
         experts' matrices to 4 bits (`layers.quantised`), "fp8" to FP8. A layer is dequantised when it is computed, except
         experts in FP8 after `model.set_precision("fp8")`. All parameters are frozen (`layers.lora.Frozen`): such a model can
         compute, and train adapters (`adapters.add_lora`). On a mesh quantised matrices are split like others, in whole blocks.
@@ -362,7 +362,7 @@ def _factors_of_modules(
                 apart = factors_apart(pair["A"], pair["B"], parts, config.get("peft_version"), b_grouped_by_expert)
             except ValueError as error:
                 raise ValueError(f"{folder}: {name} {error}") from error
-            factors |= {of: _scaled(parameter_name(name, parts), a, b, config) for of, (a, b) in apart.items()}
+            factors |= {of: _scaled(parameter_name(parts), a, b, config) for of, (a, b) in apart.items()}
         else:
             tied = (
                 "; its head and embedding share one matrix, but an adapter changes only one"

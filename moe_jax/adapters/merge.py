@@ -14,7 +14,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from moe_jax.adapters.add import lora_summary
-from moe_jax.adapters.names import Change, host_changes, targets_of, whole_modules
+from moe_jax.adapters.names import Change, changes_in_files, parameter_name, targets_of, whole_modules
 from moe_jax.adapters.token_rows import extend_vocabulary, trained_tables
 from moe_jax.checkpoint.hf_files import open_tensors
 from moe_jax.checkpoint.hf_names import export, hf_tensors, host_array
@@ -211,7 +211,14 @@ def changes_of(model: Decoder) -> dict[str, Change | np.ndarray]:
     whole = {f"{each.name}.weight": each.on_host for each in whole_modules(model) if each.is_trained}
     for name, table in trained_tables(model).items():
         whole[f"{name}.weight"] = host_array(table.token_rows.put(table.weight.get_value()))
-    return {f"{module.name}.weight": change for module, change in host_changes(model)} | whole
+    changes: dict[str, Change | np.ndarray] = {}
+    for module, change in changes_in_files(model):
+        if module.is_fused:
+            # The checkpoint's tensor is transposed.
+            changes[parameter_name([module])] = Change(*(factor.swapaxes(1, 2) for factor in reversed(change)))
+        else:
+            changes[f"{module.name}.weight"] = change
+    return changes | whole
 
 
 def check_merged(

@@ -15,6 +15,7 @@ rank r. W[e] [out, in] is gate_up [2*inter, hidden] or down [hidden, inter]. Nam
 | Tinker, SGLang (shared outer) | `.w1`, `.w3`, `.w2` (gate, up, down) | [E or 1, r, in] | [E or 1, out, r] |
 """
 
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -113,6 +114,13 @@ class ModulePart(NamedTuple):
     expert: int | None
     rows: slice
     """The rows of the matrix: a half of it for gate and up projections."""
+    rows_in_file: slice | None = None
+    """The rows of a fused tensor's matrix, if files have the experts' factors only fused: every second one for gate and up."""
+
+    @property
+    def is_fused(self) -> bool:
+        """True if files have the factors of all experts as one tensor."""
+        return self.rows_in_file is not None
 
     @property
     def leaf(self) -> str:
@@ -128,15 +136,31 @@ class ModulePart(NamedTuple):
 def modules_of(model: Decoder) -> list[ModulePart]:
     """Returns every module that an adapter of this model can change, in the order of a checkpoint."""
     targets = {(*target.path, target.weight): target for target in targets_of(model)}
-    modules = []
+    modules: list[ModulePart] = []
     for tensor in hf_tensors(model.config):
-        if (target := targets.get(tensor.path)) is not None and tensor.name.endswith(".weight"):
+        target = targets.get(tensor.path)
+        if target is not None and tensor.transposed:
+            modules += _of_fused(tensor, target)
+        elif target is not None and tensor.name.endswith(".weight"):
             # Embedding and head are not stacked.
             layer, expert, rows = (*(tensor.index or (0,)), None, None)[:3]
             assert isinstance(layer, int) and not isinstance(expert, slice)
             all_rows = rows if isinstance(rows, slice) else slice(None)
             modules.append(ModulePart(tensor.name.removesuffix(".weight"), target, layer, expert, all_rows))
     return modules
+
+
+def _of_fused(tensor: HfTensor, target: Target) -> Iterator[ModulePart]:
+    """Yields the modules that a tensor of all experts holds, under the names that other checkpoints give them."""
+    (layer, *_), (experts, _, num_out), prefix = tensor.index, tensor.shape, tensor.name.rsplit(".", 1)[0]
+    assert isinstance(layer, int)
+    parts = {"down_proj": (slice(None), slice(None))}
+    if tensor.in_turn:
+        halves = slice(0, num_out // 2), slice(num_out // 2, num_out)
+        parts = {"gate_proj": (halves[0], slice(0, None, 2)), "up_proj": (halves[1], slice(1, None, 2))}
+    for expert in range(experts):
+        for name, rows in parts.items():
+            yield ModulePart(f"{prefix}.{expert}.{name}", target, layer, expert, *rows)
 
 
 def host_changes(model: Decoder, scale: float = 1.0) -> Iterator[tuple[ModulePart, Change]]:
@@ -154,6 +178,24 @@ def host_changes(model: Decoder, scale: float = 1.0) -> Iterator[tuple[ModulePar
                 # A factor that all experts share has an expert axis of 1.
                 a, b = (factor[min(module.expert, len(factor) - 1)] for factor in (a, b))
             yield module, Change(a, b[module.rows])
+
+
+def changes_in_files(model: Decoder, scale: float = 1.0) -> Iterator[tuple[ModulePart, Change]]:
+    """Yields `host_changes`, but the modules of a fused tensor as one, the first, with the factors of all experts.
+
+    These are a [experts, rank, in] and b [experts, out, rank], with b's rows in the file's order.
+    """
+    for _, of_matrix in itertools.groupby(host_changes(model, scale), lambda each: (each[0].target, each[0].layer)):
+        parts = list(of_matrix)
+        first, (a, _) = parts[0]
+        if not first.is_fused:
+            yield from parts
+            continue
+        *_, experts, num_out, num_in = first.target.shape
+        whole = Change(np.zeros((experts, len(a), num_in), np.float32), np.zeros((experts, num_out, len(a)), np.float32))
+        for part, change in parts:
+            whole.a[part.expert], whole.b[part.expert, part.rows_in_file] = change
+        yield first, whole
 
 
 class WholeModule(NamedTuple):
@@ -212,7 +254,7 @@ def fused_parts(name: str, modules: list[ModulePart]) -> list[ModulePart]:
     ]
 
 
-def parameter_name(name: str, parts: list[ModulePart]) -> str:
+def parameter_name(parts: list[ModulePart]) -> str:
     """Returns the name of the parameter that a fused module changes, which patterns of ranks and alphas match."""
     return f"{parts[0].name.rsplit('.', 2)[0]}.{parts[0].target.weight}"
 
@@ -248,6 +290,10 @@ def factors_apart(
         of_b = b.reshape(-1, num_experts, rank).transpose(1, 0, 2)
     else:
         of_b = b.reshape(-1, rank, num_experts).transpose(2, 0, 1)
+    if parts[0].is_fused:
+        if (a.shape, b.shape) != now:
+            raise ValueError(_no_layout(a, b, num_experts, num_out, num_in))
+        return {part.name: (of_a[part.expert], of_b[part.expert, part.rows_in_file]) for part in parts}
     if _is_transposed((a.shape, b.shape) == before, now == before, peft_version):
         of_a, of_b = of_b.transpose(0, 2, 1), of_a.transpose(0, 2, 1)
     return {part.name: (of_a[part.expert], of_b[part.expert, part.rows]) for part in parts}

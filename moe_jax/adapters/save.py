@@ -7,7 +7,14 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
-from moe_jax.adapters.names import PREFIX, ModulePart, host_changes, modules_of, whole_modules
+from moe_jax.adapters.names import (
+    PREFIX,
+    ModulePart,
+    changes_in_files,
+    modules_of,
+    parameter_name,
+    whole_modules,
+)
 from moe_jax.adapters.source import BASE_FILE, CONFIG_FILE, FINGERPRINT, fingerprint_of_base
 from moe_jax.adapters.token_rows import EMBEDDING, trained_tables
 from moe_jax.checkpoint.companions import TOKENIZER_FILES, tokenizer_contents, write_json
@@ -31,7 +38,9 @@ def save_adapter(
     tokenizer_from: str | Path | None = None,
     chat_template: str | None = None,
 ) -> None:
-    """Writes the adapters into `folder` in f32 under PEFT's names, each expert separately, with the tokenizer's files.
+    """Writes the adapters into `folder` in f32 under PEFT's names, with the tokenizer's files.
+
+    Each expert is written separately, or all together (as PEFT 0.19 does) if checkpoints of this model do so.
 
     The folder gets adapter_model.safetensors, adapter_config.json and base_weights.json (`adapters.source`). It is replaced as
     a whole at the end. Its config gives the experts' rank, and other ranks by module. The number alpha / rank is the same
@@ -56,14 +65,18 @@ def save_adapter(
     main = next((module for module in modules if module.expert is not None), modules[0])
     scale = _adapter(main).scale
     tensors: dict[str, np.ndarray] = {}
-    for module, (a, b) in host_changes(model, scale):
+    for module, (a, b) in changes_in_files(model, scale):
         if module.target.kind == "embedding":
             # PEFT's factors belong to the transposed table.
             tensors[f"{PREFIX}{module.name}.lora_embedding_A"] = np.ascontiguousarray(b.T)
             tensors[f"{PREFIX}{module.name}.lora_embedding_B"] = np.ascontiguousarray(a.T)
             continue
-        tensors[f"{PREFIX}{module.name}.lora_A.weight"] = np.ascontiguousarray(a)
-        tensors[f"{PREFIX}{module.name}.lora_B.weight"] = np.ascontiguousarray(b)
+        name = module.name
+        if module.is_fused:
+            name = name.rsplit(".", 2)[0] + ("" if module.projection == "down_proj" else ".base_layer")
+            a, b = a.reshape(-1, a.shape[2]), b.transpose(1, 2, 0).reshape(b.shape[1], -1)
+        tensors[f"{PREFIX}{name}.lora_A.weight"] = np.ascontiguousarray(a)
+        tensors[f"{PREFIX}{name}.lora_B.weight"] = np.ascontiguousarray(b)
     for each in whole_modules(model):
         if each.is_trained:
             tensors[f"{PREFIX}{each.name}.weight"] = np.ascontiguousarray(each.on_host)
@@ -89,7 +102,7 @@ def _adapter(module: ModulePart) -> Adapter:
 def _config(base: str | None, model: Decoder, modules: list[ModulePart], main: ModulePart, scale: float) -> dict[str, Any]:
     rank = _adapter(main).rank
     # PEFT treats these as parameters of modules, and refuses dropout with any.
-    parameters = _dense_beside_experts(model, modules)
+    parameters = _dense_beside_experts(model, modules) + sorted({_parameter(module) for module in modules if module.is_fused})
     ranks = {_pattern(module): _adapter(module).rank for module in modules if _adapter(module).rank != rank}
     return {
         "peft_type": "LORA",
@@ -99,7 +112,7 @@ def _config(base: str | None, model: Decoder, modules: list[ModulePart], main: M
         "lora_alpha": scale * rank,
         "rank_pattern": ranks,
         "alpha_pattern": {pattern: scale * own for pattern, own in ranks.items()},
-        "target_modules": sorted({module.leaf for module in modules}),
+        "target_modules": sorted({module.leaf for module in modules if not module.is_fused}),
         "target_parameters": parameters or None,
         "modules_to_save": _saved_names(model) or None,
         **_tokens(model),
@@ -136,12 +149,19 @@ def _dense_beside_experts(model: Decoder, modules: list[ModulePart]) -> list[str
     return sorted({f"{_parent_and_leaf(module)}.weight" for module in modules if has_experts and module.target.kind == "mlp"})
 
 
+def _parameter(module: ModulePart) -> str:
+    """Returns the end of the name of a layer's parameter that holds all experts, such as mlp.experts.down_proj."""
+    return ".".join(parameter_name([module]).rsplit(".", 3)[1:])
+
+
 def _parent_and_leaf(module: ModulePart) -> str:
     return ".".join(module.name.rsplit(".", 2)[1:])
 
 
 def _pattern(module: ModulePart) -> str:
     """Returns the key under which PEFT finds a module's rank: a regular expression for the end of its name."""
+    if module.is_fused:
+        return re.escape(_parameter(module))
     if module.target.kind in ("router", "mlp"):
         # A dense block's projections have the same names as an expert's. PEFT treats routers, and dense blocks of models with
         # experts, as parameters.

@@ -72,6 +72,8 @@ class QuantisedTensor(NamedTuple):
     scales: StoredTensor
     block_size: tuple[int, int]
     """Rows and columns that share a scale."""
+    values: tuple[float, ...] = ()
+    """The values of the 16 codes of 4 bits."""
 
 
 def downloaded(hub_id: str, patterns: Sequence[str]) -> Path:

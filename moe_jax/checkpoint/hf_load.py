@@ -31,7 +31,7 @@ from moe_jax.checkpoint.hf_files import (
     open_tensors,
 )
 from moe_jax.checkpoint.hf_names import fused_tensors, hf_tensors
-from moe_jax.checkpoint.quantised import dequantised, read_quantisation, unpacked
+from moe_jax.checkpoint.quantised import as_floats, read_quantisation
 from moe_jax.checkpoint.streaming import Piece
 from moe_jax.config import ModelConfig, load_config
 from moe_jax.layers.lora import freeze
@@ -64,7 +64,7 @@ def from_pretrained(
     weights: Weights = "whole",
     progress: bool = True,
 ) -> Decoder:
-    """Loads a Hugging Face checkpoint of any supported architecture; FP8 and GPTQ weights are dequantised while loading.
+    """Loads a Hugging Face checkpoint of any supported architecture; quantised weights are dequantised while loading.
 
     Arguments and errors as in `moe_jax.from_pretrained`, which also loads adapters and the output folders of runs.
     """
@@ -132,7 +132,9 @@ def check_form(folder_or_hub_id: str | Path, weights: str) -> None:
     folder = find_config(folder_or_hub_id)
     config, problems = load_config(folder), form_problems(weights)
     if weights == "as stored" and not is_stored_quantised(folder):
-        problems.append("weights='as stored' keeps quantised matrices, and this checkpoint has none; use 'nf4', or 'whole'")
+        problems.append(
+            "weights='as stored' keeps quantised matrices, and this checkpoint has none that can be kept; use 'nf4' or 'whole'"
+        )
     if weights == "nf4":
         problems += _problems_of_nf4(config)
     if weights == "fp8" and (reason := fp8_refusal(config, jnp.bfloat16)) is not None:
@@ -152,8 +154,9 @@ def _problems_of_nf4(config: ModelConfig) -> list[str]:
 
 
 def is_stored_quantised(folder: Path) -> bool:
-    """Returns True if matrices of the checkpoint are stored in FP8 or GPTQ's 4 bits; reads only config.json."""
-    return read_quantisation(folder) is not None
+    """Returns True if matrices of the checkpoint are stored in a form that can be kept; reads only config.json."""
+    found = read_quantisation(folder)
+    return found is not None and found[0] != "awq"  # its codes have zero points
 
 
 def find_checkpoint(folder_or_hub_id: str | Path) -> Path:
@@ -233,11 +236,8 @@ def _checked_pieces(folder: Path, config: ModelConfig, mtp: bool) -> tuple[Model
     stored = _as_named_by_a_causal_model(stored)
     if config.tie_word_embeddings and EMBEDDING not in stored and HEAD in stored:
         stored[EMBEDDING] = stored.pop(HEAD)
-    match quantisation:
-        case "fp8", size:
-            stored = dequantised(stored, size, problems)
-        case "gptq", size:
-            stored = unpacked(stored, size, problems)
+    if quantisation is not None:
+        stored = as_floats(stored, quantisation, problems)
     # Tensors of a module after the last layer, `model.layers.61.*` in DeepSeek-V3's checkpoint.
     behind = tuple(f"model.layers.{stage.first_layer}." for stage in config.mtp_stages)
     further = [name for name in stored if name.startswith(behind)]

@@ -1,7 +1,8 @@
 """Maps Hugging Face tensors to parts of parameters: one table for loading, saving and comparing gradients.
 
 The hub stores each layer and each expert apart, in files that every inference engine reads. The model holds layers stacked
-along a leading axis and experts fused (docs/design.md, "Parameters"). No tensor is transposed: bytes are only copied.
+along a leading axis and experts fused (docs/design.md, "Parameters"). Bytes are only copied, except that
+gpt-oss stores the experts' matrices transposed.
 """
 
 from collections.abc import Iterator, Mapping
@@ -29,7 +30,8 @@ class HfTensor:
     """A tensor of a Hugging Face checkpoint: `name` holds parameters[path][index]; index () is the whole parameter.
 
     The index of a stacked parameter begins with the layer's row. A tensor that is not `trained` has no gradient.
-    A `copy` repeats a tensor of another name: it is written but not read.
+    A `copy` repeats a tensor of another name: it is written but not read. A tensor of all experts may be `transposed`,
+    [experts, in, out], or have gate and up `in_turn` along its outputs (`in_model`, `in_file`).
     """
 
     name: str
@@ -38,6 +40,19 @@ class HfTensor:
     index: Index = ()
     trained: bool = True
     copy: bool = False
+    transposed: bool = False
+    in_turn: bool = False
+
+    def in_model(self, array: np.ndarray) -> np.ndarray:
+        """Returns an array of the file as the parameter holds it: [experts, out, in] with all gates before the ups."""
+        array = array.swapaxes(1, 2) if self.transposed else array
+        return np.concatenate([array[:, ::2], array[:, 1::2]], axis=1) if self.in_turn else array
+
+    def in_file(self, array: np.ndarray) -> np.ndarray:
+        """Inverts `in_model`."""
+        if self.in_turn:
+            array = np.stack(np.split(array, 2, axis=1), axis=2).reshape(array.shape)
+        return array.swapaxes(1, 2) if self.transposed else array
 
 
 _ORDER = (
@@ -73,6 +88,8 @@ def hf_tensors(config: ModelConfig) -> list[HfTensor]:
 
 def fused_tensors(config: ModelConfig) -> list[HfTensor]:
     """Returns the tensors that replace the per-expert tensors in a checkpoint with fused experts."""
+    if config.fused_experts:
+        return []  # `hf_tensors` has them
     return [
         HfTensor(f"model.layers.{layer}.{hub_name(config, 'mlp.experts')}.{path[-1]}", leaf.shape[1:], path, (row,))
         for layer, own in _layers(config)
@@ -101,7 +118,7 @@ def export(config: ModelConfig, flat_params: Mapping[tuple, Any]) -> Iterator[tu
             held = (tensor.path, tensor.index[:1])
             del block  # frees the previous layer before the next is fetched
             block = layer_on_host(tensor.path, flat_params[tensor.path], tensor.index[:1])
-        yield tensor.name, block[tensor.index[1:]]
+        yield tensor.name, tensor.in_file(block[tensor.index[1:]])
 
 
 def _layers(config: ModelConfig) -> Iterator[tuple[int, list[tuple[tuple, int, nnx.Variable]]]]:
@@ -134,6 +151,12 @@ def hub_name(config: ModelConfig, name: str) -> str:
 def _tensors(config: ModelConfig, prefix: str, path: tuple, row: int, leaf: nnx.Variable) -> Iterator[HfTensor]:
     """Yields the tensors of one layer's parameter; gate_up_proj of experts holds gate rows first, then up rows."""
     own = ".".join(map(str, _inside_layer(path))).removeprefix("block.")
+    if config.fused_experts and "experts" in path:
+        (experts, *outputs), in_turn = leaf.shape[1:], path[-1].startswith("gate_up_proj")
+        yield HfTensor(
+            prefix + own, (experts, *outputs[::-1]), path, (row,), transposed=len(outputs) > 1, in_turn=in_turn
+        )  # fmt: skip
+        return
     if declaration_of(path, leaf.shape).role != "experts":
         name, shape = hub_name(config, own), leaf.shape[1:]
         index: Index = (row,)

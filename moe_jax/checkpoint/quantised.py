@@ -1,4 +1,4 @@
-"""Quantised checkpoints, dequantised while they are read or kept as they are: FP8 (also written) and GPTQ's 4 bits.
+"""Quantised checkpoints, dequantised while they are read or kept as they are: FP8 (also written); `four_bits` has the others.
 
 FP8 is section 3.3 of the DeepSeek-V3 report (https://arxiv.org/abs/2412.19437), as Qwen3-*-FP8 and others publish it too: a
 matrix is stored as e4m3. A second tensor `NAME_scale_inv` has one scale for each block of 128 x 128. At the lower and right
@@ -6,25 +6,21 @@ edges blocks are cut off.
 
     weight[..., i, j] = float32(stored[..., i, j]) * float32(scale_inv[..., i // 128, j // 128])
 
+compressed-tensors' FP8 (GLM-4.5-FP8) has `NAME_scale` instead, one for each row of the matrix, for all of it, or for blocks.
+
 The result is rounded once to the dtype of the parameter. For matrices of whole blocks it equals, bit for bit, `transformers`
 with `dequantize=True`, which accepts no others. For matrices with cut-off blocks (the 576 rows of V3's kv_a_proj_with_mqa) it
 equals DeepSeek's own `weight_dequant`.
 
 The same matrices are written in FP8: every projection of attention, of dense layers and of experts. Routers, norms, embedding
 and head keep their dtype.
-
-GPTQ (Qwen3-30B-A3B-GPTQ-Int4) stores a matrix W [out, in] transposed, as AutoGPTQ writes it (Frantar et al., 2022,
-https://arxiv.org/abs/2210.17323):
-
-    NAME.qweight [in/8, out] int32     code k of a column is in bits 4*(k%8) of row k//8
-    NAME.scales [in/group, out]        W[n, k] = (code[k, n] - 8) * scales[k // group, n]; group_size -1: one group for all
-    NAME.qzeros, NAME.g_idx            only symmetric codes are supported: each zero is 8 (stored as 7), and groups are in order
 """
 
 import json
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -34,6 +30,7 @@ import ml_dtypes
 import numpy as np
 from flax import nnx
 
+from moe_jax.checkpoint import four_bits
 from moe_jax.checkpoint.hf_files import FLOAT_DTYPES, QuantisedTensor, Slices, StoredTensor
 from moe_jax.checkpoint.hf_names import HfTensor, Index, export, hf_tensors
 from moe_jax.config import ModelConfig
@@ -52,14 +49,18 @@ _VALUES = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np
 """The value of each byte in e4m3: a look-up is several times faster than a cast."""
 
 
-def read_quantisation(folder: Path) -> tuple[Literal["fp8"], BlockSize] | tuple[Literal["gptq"], int] | None:
+Quantisation = tuple[Literal["fp8", "fp8 of compressed-tensors"], BlockSize] | tuple[str, int]
+"""The form of a checkpoint: FP8 and its block size, or a key of `four_bits.FORMS` and its group size."""
+
+
+def read_quantisation(folder: Path) -> Quantisation | None:
     """Reads the quantization_config of `folder`/config.json; None if the checkpoint is not quantised.
 
     Returns:
-      "fp8" with the block size, or "gptq" with the group size: -1 if a matrix's inputs are one group.
+      The form. Block size 0: one scale for the whole axis. Group size -1: a matrix's inputs are one group.
 
     Raises:
-      ValueError: the quantisation is not e4m3 in blocks, or not symmetric 4 bits with groups in order, equal in all modules.
+      ValueError: the quantisation is in no form that is read, or modules differ.
     """
     given = json.loads((folder / "config.json").read_text()).get("quantization_config")
     if given is None:
@@ -70,11 +71,74 @@ def read_quantisation(folder: Path) -> tuple[Literal["fp8"], BlockSize] | tuple[
         case "fp8":
             return "fp8", _block_size(folder, given)
         case "gptq":
-            return "gptq", _group_size(folder, given)
+            return "gptq", four_bits.gptq_group(folder, given)
+        case "awq":
+            return "awq", four_bits.awq_group(folder, given)
+        case "mxfp4":
+            return "mxfp4", 32
+        case "modelopt" if given.get("quant_algo") == "NVFP4":
+            return "nvfp4 of modelopt", 16
+        case "compressed-tensors":
+            return _of_compressed_tensors(folder, given)
         case method:
+            algorithm = f" with quant_algo {given['quant_algo']!r}" if "quant_algo" in given else ""
             raise ValueError(
-                f"{folder}: quant_method {method!r} is not supported, only 'fp8' and 'gptq' are; use the checkpoint in bfloat16"
+                f"{folder}: quant_method {method!r}{algorithm} is not supported, only fp8, gptq, awq, mxfp4, "
+                "compressed-tensors and modelopt's NVFP4 are; use the checkpoint in bfloat16"
             )
+
+
+def _of_compressed_tensors(folder: Path, given: dict[str, Any]) -> Quantisation:
+    """Returns the form of compressed-tensors' weights, which must be one for all modules."""
+    groups = given.get("config_groups")
+    found = (
+        [group.get("weights") if isinstance(group, dict) else None for group in groups.values()]
+        if isinstance(groups, dict)
+        else []
+    )
+    schemes: list[dict[str, Any]] = [{key: each.get(key) for key in _SCHEME} for each in found if isinstance(each, dict)]
+    if not schemes or len(schemes) < len(found) or any(scheme != schemes[0] for scheme in schemes):
+        raise ValueError(f"{folder}: compressed-tensors must have weights of one kind for all modules; got {found}")
+    for name in ("sparsity_config", "transform_config"):
+        if (value := given.get(name)) and value != {"format": "dense"}:
+            raise ValueError(
+                f"{folder}: compressed-tensors with {name}={value!r} is not supported; use the checkpoint in bfloat16"
+            )
+    scheme = schemes[0]
+    kind, bits, strategy, group, block = (
+        scheme[key] for key in ("type", "num_bits", "strategy", "group_size", "block_structure")
+    )
+    is_even = type(group) is int and group > 0 and group % 8 == 0
+    if scheme["actorder"] in (None, False, "static", "weight") and scheme["symmetric"] is not False:
+        match kind, bits, strategy:
+            case "int", 4, "group" if is_even:
+                return "int4", group
+            case "int", 4, "channel":
+                return "int4", -1
+            case "float", 4, "tensor_group" | "group" if group == 16:
+                return "nvfp4", group
+            case "float", 8, "channel":
+                return _COMPRESSED_FP8, (1, 0)
+            case "float", 8, "tensor":
+                return _COMPRESSED_FP8, (0, 0)
+            case "float", 8, "block" if isinstance(block, list) and [type(size) for size in block] == [int, int]:
+                return _COMPRESSED_FP8, (block[0], block[1])
+    raise ValueError(f"{folder}: compressed-tensors with weights {scheme} is not supported; use the checkpoint in bfloat16")
+
+
+_SCHEME = ("type", "num_bits", "strategy", "group_size", "block_structure", "symmetric", "actorder")
+_COMPRESSED_FP8: Literal["fp8 of compressed-tensors"] = "fp8 of compressed-tensors"
+
+
+def as_floats(tensors: dict[str, StoredTensor], form: Quantisation, problems: list[str]) -> dict[str, StoredTensor]:
+    """Replaces the tensors of each quantised matrix by one lazily dequantised f32 tensor; appends errors to `problems`."""
+    kind, size = form
+    if isinstance(size, int):
+        return four_bits.unpacked(tensors, kind, size, problems)
+    if kind == "fp8":
+        return dequantised(tensors, size, problems)
+    without = {name: tensor for name, tensor in tensors.items() if not name.endswith(four_bits.NOT_OF_WEIGHTS)}
+    return dequantised(without, size, problems, "_scale")
 
 
 def _block_size(folder: Path, given: dict[str, Any]) -> BlockSize:
@@ -93,38 +157,19 @@ def _block_size(folder: Path, given: dict[str, Any]) -> BlockSize:
     return block_size[0], block_size[1]
 
 
-def _group_size(folder: Path, given: dict[str, Any]) -> int:
-    wanted = {"bits": 4, "sym": True, "desc_act": False, "checkpoint_format": "gptq"}
-    if wrong := [
-        f"{name}={given[name]!r} (only {value!r})" for name, value in wanted.items() if given.get(name, value) != value
-    ]:
-        raise ValueError(f"{folder}: GPTQ with {', '.join(wrong)} is not supported; use the checkpoint in bfloat16")
-    group = given.get("group_size", 128)
-    if not isinstance(group, int) or (group != -1 and (group < 8 or group % 8)):
-        raise ValueError(
-            f"{folder}: GPTQ's group_size={group!r} must be a multiple of 8, or -1 (one group); use the checkpoint in bfloat16"
-        )
-    # GPTQModel's rules for modules by name. "-:" leaves modules unquantised, which their tensors show.
-    of_all = {"bits": 4, "group_size": group, "sym": True, "desc_act": False}
-    for pattern, rule in (given.get("dynamic") or {}).items():
-        if other := {} if pattern.startswith("-:") else {k: v for k, v in (rule or {}).items() if of_all.get(k, v) != v}:
-            raise ValueError(
-                f"{folder}: GPTQ's dynamic gives modules {pattern!r} {other}, and one form for all is read ({of_all}); "
-                "use the checkpoint in bfloat16"
-            )
-    return group
-
-
-def dequantised(tensors: dict[str, StoredTensor], block_size: BlockSize, problems: list[str]) -> dict[str, StoredTensor]:
+def dequantised(
+    tensors: dict[str, StoredTensor], block_size: BlockSize, problems: list[str], end_of_scales: str = "_scale_inv"
+) -> dict[str, StoredTensor]:
     """Replaces each e4m3 matrix and its scales by one lazily dequantised f32 tensor; appends errors to `problems`.
 
-    Reading a part of such a tensor reads that part of the matrix, and the scales of the blocks that it touches.
+    Reading a part of such a tensor reads that part of the matrix, and the scales of the blocks that it touches. A block size of
+    0 is the whole axis.
     """
     result = dict(tensors)
     for name, quantised in tensors.items():
         if quantised.dtype != "F8_E4M3":
             continue
-        scale_name = f"{name}_scale_inv"
+        scale_name = f"{name}{end_of_scales}"
         scales = result.pop(scale_name, None)
         # F32 even if the scales are wrong: otherwise the matrix would get a second error about its dtype.
         result[name] = replace(quantised, dtype="F32")
@@ -136,18 +181,26 @@ def dequantised(tensors: dict[str, StoredTensor], block_size: BlockSize, problem
         if scales is None:
             problems.append(f"{scale_name}: missing, but {name} in {quantised.file.name} is in FP8")
             continue
-        expected = _blocks(quantised.shape, block_size)
+        height, width = (size or whole for size, whole in zip(block_size, quantised.shape[-2:], strict=True))
+        own_block = height, width
+        expected = _blocks(quantised.shape, own_block)
+        if scales.shape in ((), (1,)) and expected == (1, 1):
+            scales = replace(scales, shape=(1, 1), read=partial(_one_scale, scales))
         if scales.shape != expected:
             problems.append(
                 f"{scale_name}: shape {list(scales.shape)} in {scales.file.name}, expected {list(expected)} for "
-                f"{list(quantised.shape)} in blocks of {block_size[0]} x {block_size[1]}"
+                f"{list(quantised.shape)} in blocks of {own_block[0]} x {own_block[1]}"
             )
         if scales.dtype not in FLOAT_DTYPES:
             problems.append(
                 f"{scale_name}: dtype {scales.dtype} in {scales.file.name}, expected one of {', '.join(FLOAT_DTYPES)}"
             )
-        result[name] = _product(quantised, scales, block_size)
+        result[name] = _product(quantised, scales, own_block)
     return result
+
+
+def _one_scale(scale: StoredTensor, _: Slices) -> np.ndarray:
+    return scale.read(()).reshape(1, 1)
 
 
 def _blocks(shape: tuple[int, ...], block_size: BlockSize) -> tuple[int, ...]:
@@ -185,7 +238,15 @@ SCALE = "_scale_inv"
 
 
 def fp8_config(config: ModelConfig) -> dict[str, Any]:
-    """Returns the quantization_config of config.json, with the names of the modules that keep their dtype."""
+    """Returns the quantization_config of config.json, with the names of the modules that keep their dtype.
+
+    Raises:
+      ValueError: checkpoints of this model have all experts in one tensor.
+    """
+    if config.fused_experts:
+        raise ValueError(
+            f"fp8=True writes a matrix for each expert, and {config.model_type} has one tensor for all: leave it out"
+        )
     kept = [
         tensor.name.removesuffix(".weight")
         for tensor in hf_tensors(config)
@@ -279,64 +340,3 @@ def _rounded(matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def _round(matrix: jax.Array) -> tuple[jax.Array, jax.Array]:
     rounded = BlockScaled.fp8(matrix, jnp.float32)
     return rounded.codes, rounded.scales
-
-
-STORED_ZERO = 0x77777777
-"""Eight zero points of 8, each stored minus one."""
-
-
-def unpacked(tensors: dict[str, StoredTensor], group_size: int, problems: list[str]) -> dict[str, StoredTensor]:
-    """Replaces the four GPTQ tensors of each matrix by one lazily unpacked f32 tensor NAME.weight."""
-    result = {name: tensor for name, tensor in tensors.items() if not name.endswith((".qzeros", ".g_idx"))}
-    for name in [name for name in tensors if name.endswith(".qweight")]:
-        base = name.removesuffix(".qweight")
-        words, scales = result.pop(name), result.pop(f"{base}.scales", None)
-        zeros, order = tensors.get(f"{base}.qzeros"), tensors.get(f"{base}.g_idx")
-        if scales is None or zeros is None:
-            problems.append(f"{base}: has qweight, and lacks {'scales' if scales is None else 'qzeros'}")
-            continue
-        num_in, num_out = 8 * words.shape[0], words.shape[1]
-        group = num_in if group_size == -1 else group_size
-        if num_in % group:
-            problems.append(
-                f"{base}: its {num_in} inputs are no multiple of group_size={group}, so that the last group is shorter; "
-                "use the checkpoint in bfloat16"
-            )
-            continue
-        shapes = (words.dtype, scales.shape, zeros.shape), ("I32", (num_in // group, num_out), (num_in // group, num_out // 8))
-        if shapes[0] != shapes[1] or scales.dtype not in FLOAT_DTYPES:
-            problems.append(f"{base}: qweight {words.dtype}, scales and qzeros are {shapes[0]}, expected {shapes[1]}")
-            continue
-        whole = slice(None), slice(None)
-        if np.any(zeros.read(whole).view(np.uint32) != STORED_ZERO):
-            problems.append(f"{base}: its codes are not symmetric; use the checkpoint in bfloat16")
-        if order is not None and np.any(order.read((slice(None),)) != np.arange(num_in) // group):
-            problems.append(f"{base}: its groups are not in order (desc_act); use the checkpoint in bfloat16")
-        result[f"{base}.weight"] = _matrix(words, scales, group)
-    return result
-
-
-def _matrix(words: StoredTensor, scales: StoredTensor, group: int) -> StoredTensor:
-    num_in, num_out = 8 * words.shape[0], words.shape[1]
-
-    def codes_of(rows: slice) -> np.ndarray:
-        """Returns the 4-bit codes of these rows, [rows, in]."""
-        read = words.read((slice(None), rows)).view(np.uint32)
-        shifts = 4 * np.arange(8, dtype=np.uint32)
-        return ((read[:, None] >> shifts[:, None]) & 15).astype(np.uint8).reshape(num_in, -1).T
-
-    def read_codes(slices: Slices) -> np.ndarray:
-        codes = codes_of(slices[0])
-        return (codes[:, ::2] << 4 | codes[:, 1::2])[:, slices[1]]
-
-    def read_scales(slices: Slices) -> np.ndarray:
-        return scales.read((slices[1], slices[0])).astype(np.float32).T
-
-    def read(slices: Slices) -> np.ndarray:
-        factors = np.repeat(read_scales((slices[0], slice(None))), group, axis=1)
-        return ((codes_of(slices[0]).astype(np.float32) - 8) * factors)[:, slices[1]]
-
-    of_codes = replace(words, shape=(num_out, num_in // 2), dtype="U8", read=read_codes)
-    of_scales = replace(scales, shape=(num_out, num_in // group), dtype="F32", read=read_scales)
-    quantised = QuantisedTensor(of_codes, of_scales, (1, group))
-    return replace(words, shape=(num_out, num_in), dtype="F32", read=read, quantised=quantised)

@@ -3,7 +3,7 @@
 A stacked parameter [layers, ...] is filled in place: each device's buffer is donated to the write of every layer. So neither
 the host nor the device ever holds a second copy of the parameter.
 
-Matrices may be loaded in fewer bytes: FP8 and GPTQ as stored, or quantised to NF4 or FP8 layer by layer.
+Matrices may be loaded in fewer bytes: FP8 and 4 bits as stored, or quantised to NF4 or FP8 layer by layer.
 """
 
 import logging
@@ -19,10 +19,10 @@ import ml_dtypes
 import numpy as np
 from jax.sharding import Sharding
 
-from moe_jax.checkpoint.hf_files import StoredTensor
+from moe_jax.checkpoint.hf_files import Slices, StoredTensor
 from moe_jax.checkpoint.hf_names import HfTensor
 from moe_jax.layers.moe import is_expert_matrix
-from moe_jax.layers.quantised import FP8_BLOCK, INT4_VALUES, BlockScaled, FourBits, Quantised, splittable
+from moe_jax.layers.quantised import FP8_BLOCK, BlockScaled, FourBits, Quantised, splittable
 from moe_jax.models.precision import Weights
 from moe_jax.parallel.layout import parameter_sharding
 
@@ -49,6 +49,8 @@ class Piece:
 
 def piece_of(tensor: HfTensor, stored: StoredTensor) -> Piece:
     """Locates the stored tensor within its parameter."""
+    if tensor.transposed or tensor.in_turn:
+        tensor, stored = _in_model(tensor, stored)
     sizes, index = list(tensor.shape), [item for item in tensor.index if item is not None]
     bounds: list[tuple[int, int]] = []
     if None in tensor.index:
@@ -66,6 +68,30 @@ def piece_of(tensor: HfTensor, stored: StoredTensor) -> Piece:
 def _without_first_axis(stored: StoredTensor) -> StoredTensor:
     """Returns the only row of a matrix."""
     return replace(stored, shape=stored.shape[1:], read=lambda slices: stored.read((slice(0, 1), *slices))[0])
+
+
+def _in_model(tensor: HfTensor, stored: StoredTensor) -> tuple[HfTensor, StoredTensor]:
+    """Returns both with the parameter's layout: `HfTensor.in_model` of the columns that are read.
+
+    All of an expert's rows are read. Codes and scales are not transposed.
+    """
+    experts, *rest = tensor.shape
+    shape = (experts, *(rest[::-1] if tensor.transposed else rest))
+
+    def read(slices: Slices) -> np.ndarray:
+        experts, rows, *columns = slices
+        of_file = (*columns, slice(None)) if tensor.transposed else (slice(None), *columns)
+        return tensor.in_model(stored.read((experts, *of_file)))[:, rows]
+
+    quantised = stored.quantised
+    if quantised is not None:
+        codes, scales = (
+            _in_model(replace(tensor, shape=each.shape, transposed=False), each)[1]
+            for each in (quantised.codes, quantised.scales)
+        )
+        quantised = quantised._replace(codes=codes, scales=scales)
+    in_place = replace(tensor, shape=shape, transposed=False, in_turn=False)
+    return in_place, replace(stored, shape=shape, read=read, quantised=quantised)
 
 
 def same_values(one: StoredTensor, other: StoredTensor) -> bool:
@@ -240,7 +266,7 @@ def _load_as_stored(path, pieces: list[Piece], shape, dtype, sharding, on_read) 
     form: Callable[..., Quantised] = partial(BlockScaled, dtype=jnp.dtype(dtype), block=block)
     of_codes, code = (1, 1), np.dtype(ml_dtypes.float8_e4m3fn)
     if first.codes.dtype == "U8":
-        form = partial(FourBits, dtype=jnp.dtype(dtype), values=INT4_VALUES, block=block[1])
+        form = partial(FourBits, dtype=jnp.dtype(dtype), values=first.values, block=block[1])
         of_codes, code = (1, 2), np.dtype(np.uint8)
     tensors = (*parts("codes", of_codes), code), (*parts("scales", block), np.dtype(np.float32))
     like = form(*(jax.ShapeDtypeStruct(shape, dtype) for _, shape, dtype in tensors))

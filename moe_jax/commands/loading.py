@@ -27,7 +27,7 @@ class LoadingOptions:
       dtype: the dtype that the model computes in.
       precision: fp8 multiplies the experts in 8 bits, with FP8 weights of the files as they are, or rounded (docs/fp8.md).
         Default: in the dtype.
-      weights: the form of the weights: whole, "as stored" for a checkpoint in FP8 or GPTQ, or experts in nf4 or fp8. These are
+      weights: the form of the weights: whole, "as stored" for files in FP8 or 4 bits, or experts in nf4 or fp8. These are
         made whole in each step, which takes time, except with --precision fp8. An adapter is merged into whole weights, and
         computed separately with other forms (docs/adapters.md). Default: whole; with an adapter as stored.
     """

@@ -138,6 +138,8 @@ class ModelConfig:
 
     PEFT's files may use either name.
     """
+    fused_experts: ClassVar[bool] = False
+    """True if checkpoints have one tensor [experts, in, out] for each matrix of a layer's experts, with gate and up in turn."""
     per_layer: ClassVar[frozenset[str]] = frozenset()
     """Fields of config.json that may be a list with a value for each layer."""
     hub_rows: ClassVar[tuple[str, ...]] = ()

@@ -59,11 +59,11 @@ class Qwen2MoeConfig(FamilyConfig):
     @classmethod
     def read_dialects(cls, given: dict[str, Any], problems: list[str]) -> None:
         """Reads null `mlp_only_layers`, and the types of layers. None may slide."""
+        if set(types := given.pop("layer_types", None) or ()) - {"full_attention"}:
+            problems.append(f"layer_types={types!r} is not supported (only full_attention)")
         super().read_dialects(given, problems)
         if given.get("mlp_only_layers", 0) is None:
             given["mlp_only_layers"] = ()
-        if set(types := given.pop("layer_types", None) or ()) - {"full_attention"}:
-            problems.append(f"layer_types={types!r} is not supported (only full_attention)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -267,7 +267,70 @@ class HunyuanMoeConfig(FamilyConfig):
         super().read_dialects(given, problems)
 
 
+@dataclass(frozen=True, kw_only=True)
+class GptOssConfig(FamilyConfig):
+    """gpt-oss (https://arxiv.org/abs/2508.10925): sinks, windows in every second layer, biases, and a limited activation.
+
+    Without `layer_types` the layers 0, 2, 4 and so on slide.
+    """
+
+    vocab_size: int = 201088
+    hidden_size: int = 2880
+    intermediate_size: int = 2880
+    moe_intermediate_size: int = 2880
+    num_hidden_layers: int = 36
+    num_attention_heads: int = 64
+    num_key_value_heads: int = 8
+    head_dim: int | None = 64
+    max_position_embeddings: int = 131072
+    rms_norm_eps: float = 1e-5
+    rope_parameters: RopeParameters = RopeParameters(
+        150000.0, "yarn", 32.0, original_max_position_embeddings=4096, beta_fast=32.0, beta_slow=1.0, truncate=False
+    )
+    attention_bias: bool = True
+    sliding_window: int | None = 128
+    num_experts: int = 128
+    num_experts_per_tok: int = 4
+    swiglu_alpha: float = 1.702
+    swiglu_limit: float = 7.0
+
+    model_type = "gpt_oss"
+    architecture = "GptOssForCausalLM"
+    fields = {"num_local_experts": "num_experts", "intermediate_size": "moe_intermediate_size"} | same_names(
+        "num_experts_per_tok head_dim sliding_window layer_types"
+    )
+    # Published files have the factor 0.9 of a balancing loss. transformers adds it only on request.
+    ignored = (*FamilyConfig.ignored, "router_aux_loss_coef", "initial_context_length")
+    attention = dict(head_norms=False, sinks=True)
+    rule = RouterRule(linear_bias=True)
+    hub_names = {}
+    fused_experts = True
+
+    @property
+    def experts(self) -> ExpertsSpec | None:
+        """The experts of each sparse layer; None if no layer is sparse."""
+        spec = super().experts
+        return spec and replace(spec, biases=True, activation=(self.swiglu_alpha, self.swiglu_limit, 1.0))
+
+    def _slides(self) -> list[bool]:
+        """Returns for each layer whether it has the sliding window."""
+        if self.layer_types is None:
+            return [layer % 2 == 0 for layer in range(self.num_hidden_layers)]
+        return super()._slides()
+
+    @classmethod
+    def read_dialects(cls, given: dict[str, Any], problems: list[str]) -> None:
+        """Reads OpenAI's name of the number of chosen experts."""
+        rename(given, "experts_per_token", "num_experts_per_tok", problems)
+        super().read_dialects(given, problems)
+
+    def write_dialect(self, values: dict[str, Any]) -> None:
+        """Writes unscaled rotary embeddings by name: without `rope_scaling` they would be YaRN's."""
+        super().write_dialect(values)
+        values["rope_scaling"] = values["rope_scaling"] or {"rope_type": "default"}
+
+
 FAMILIES: tuple[type[ModelConfig], ...] = (
-    Qwen2MoeConfig, MixtralConfig, OlmoeConfig, Ernie45MoeConfig, HunyuanMoeConfig, *SIGMOID_FAMILIES
+    Qwen2MoeConfig, MixtralConfig, OlmoeConfig, Ernie45MoeConfig, HunyuanMoeConfig, GptOssConfig, *SIGMOID_FAMILIES
 )  # fmt: skip
 """All families that are described by tables."""

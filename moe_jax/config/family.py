@@ -30,6 +30,7 @@ class FamilyConfig(ModelConfig):
     topk_group: int = 1
     partial_rotary_factor: float = 1.0
     sliding_window: int | None = None
+    layer_types: tuple[str, ...] | None = None
     num_nextn_predict_layers: int = 0
 
     positive = (*ModelConfig.positive, "moe_intermediate_size", "num_experts", "num_experts_per_tok", "n_group", "topk_group")
@@ -56,9 +57,14 @@ class FamilyConfig(ModelConfig):
             problems.append(f"a head rotates {self.mixer.rotary_dim} numbers, which must be even: rotary embeddings turn pairs")
         if not 0 < self.partial_rotary_factor <= 1:
             problems.append(f"partial_rotary_factor={self.partial_rotary_factor} must be above 0 and at most 1")
-        for name in ("sliding_window", "clip_qkv"):
+        for name in ("sliding_window", "clip_qkv", "swiglu_alpha", "swiglu_limit"):
             if (value := getattr(self, name, None)) is not None and not value > 0:
                 problems.append(f"{name}={value} must be positive or null")
+        kinds = self.layer_types
+        if kinds is not None and set(kinds) - {"full_attention", "sliding_attention"}:
+            problems.append(f"layer_types={kinds!r} is not supported (only full_attention and sliding_attention)")
+        elif kinds is not None and len(kinds) != self.num_hidden_layers:
+            problems.append(f"layer_types has {len(kinds)} entries; num_hidden_layers={self.num_hidden_layers}")
         if (dense := self.first_k_dense_replace) > self.num_hidden_layers:
             problems.append(f"first_k_dense_replace={dense} must be at most num_hidden_layers={self.num_hidden_layers}")
         if self.num_experts % self.n_group or self.topk_group > self.n_group:
@@ -112,7 +118,13 @@ class FamilyConfig(ModelConfig):
     @property
     def layer_windows(self) -> tuple[int | None, ...]:
         """Sliding window of each layer in tokens (a token attends to itself and window - 1 before it); None: no limit."""
-        return (self.sliding_window,) * self.num_hidden_layers
+        return tuple(self.sliding_window if slides else None for slides in self._slides())
+
+    def _slides(self) -> list[bool]:
+        """Returns for each layer whether it has the sliding window: by `layer_types`, or all layers."""
+        if self.layer_types is None:
+            return [True] * self.num_hidden_layers
+        return [kind == "sliding_attention" for kind in self.layer_types]
 
     @property
     def mtp_stages(self) -> tuple[Stage, ...]:
@@ -140,7 +152,7 @@ class FamilyConfig(ModelConfig):
         for name in cls.fields.keys() - ModelConfig.__dataclass_fields__.keys():
             given.pop(name, None)
         # Files may have null in a field that they do not need: it means the neutral value.
-        nulls: dict[str, Any] = {"head_dim": None, "sliding_window": None, "norm_topk_prob": False}
+        nulls: dict[str, Any] = {"head_dim": None, "sliding_window": None, "layer_types": None, "norm_topk_prob": False}
         nulls |= {"n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0}
         given |= {name: nulls.get(name, 0) if value is None else value for name, value in read.items()}
 
@@ -149,7 +161,8 @@ class FamilyConfig(ModelConfig):
         written = {name: getattr(self, field) for name, field in self.fields.items()}
         for name in _SWITCHES | {"attention_bias"} & (self.supported.keys() | set(self.fields.values())):
             del values[name]
-        values |= {name: value for name, value in written.items() if name != "head_dim" or value is not None}
+        written = {name: list(value) if isinstance(value, tuple) else value for name, value in written.items()}
+        values |= {name: value for name, value in written.items() if name not in _OPTIONAL or value is not None}
 
 
 NO_BIAS: dict[str, tuple] = ModelConfig.supported | {"attention_bias": (False, None)}
@@ -157,6 +170,8 @@ NO_BIAS: dict[str, tuple] = ModelConfig.supported | {"attention_bias": (False, N
 W123 = {"mlp.experts": "block_sparse_moe.experts", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 """Mixtral's names of experts, for `hub_names`."""
 
+_OPTIONAL = ("head_dim", "layer_types")
+"""Fields that config.json lacks if they are None."""
 _SWITCHES = {field.name for field in dataclasses.fields(FamilyConfig)} - {
     field.name for field in dataclasses.fields(ModelConfig)
 }

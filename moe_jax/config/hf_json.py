@@ -141,7 +141,8 @@ def _read_rope(cls: type[ModelConfig], given: dict[str, Any], problems: list[str
         if any(isinstance(value, dict) for value in (fields or {}).values()):
             problems.append(f"{name} for each type of layer ({', '.join(fields)}) is not supported (only one for all layers)")
             return RopeParameters()
-    rope: dict[str, Any] = dict(scaling or parameters or {})
+    default = {name: value for name, value in vars(cls.rope_parameters).items() if name != "rope_theta" and value is not None}
+    rope: dict[str, Any] = dict(scaling or parameters or default)
     legacy_type = rope.pop("type", None)
     rope.setdefault("rope_type", legacy_type or "default")
     if rope.get("rope_theta") is None:

@@ -7,7 +7,14 @@ from typing import Any, NamedTuple
 
 from moe_jax.config.base import ModelConfig, RopeParameters
 from moe_jax.config.deepseek_v3 import DeepseekV2Config, DeepseekV3Config, KimiK2Config
-from moe_jax.config.families import Ernie45MoeConfig, HunyuanMoeConfig, MixtralConfig, OlmoeConfig, Qwen2MoeConfig
+from moe_jax.config.families import (
+    Ernie45MoeConfig,
+    GptOssConfig,
+    HunyuanMoeConfig,
+    MixtralConfig,
+    OlmoeConfig,
+    Qwen2MoeConfig,
+)
 from moe_jax.config.qwen3 import Qwen3Config, Qwen3MoeConfig
 from moe_jax.config.sigmoid_families import (
     AXK1Config,
@@ -60,6 +67,8 @@ def _glm(max_position_embeddings: int) -> Glm4MoeConfig:
 _GLM_TOKENS: dict[str, Any] = dict(
     rope_parameters=RopeParameters(rope_theta=1e6), pad_token_id=151329, eos_token_id=(151329, 151336, 151338)
 )
+_IN_TURN = "sliding_attention", "full_attention"
+_HARMONY_TOKENS: dict[str, Any] = dict(pad_token_id=199999, eos_token_id=200002)
 
 NAMED_CONFIGS: dict[str, ModelConfig] = {
     "qwen3-0.6b": _qwen3(1024, 3072, 28, 16, tied=True),
@@ -126,6 +135,8 @@ NAMED_CONFIGS: dict[str, ModelConfig] = {
         num_key_value_heads=8, num_experts_per_tok=8, n_shared_experts=0, moe_layer_start_index=3, moe_layer_end_index=53,
         tie_word_embeddings=False,
     ),
+    "gpt-oss-20b": GptOssConfig(num_hidden_layers=24, num_experts=32, layer_types=_IN_TURN * 12, **_HARMONY_TOKENS),
+    "gpt-oss-120b": GptOssConfig(layer_types=_IN_TURN * 18, **_HARMONY_TOKENS),
     "hunyuan-a13b": HunyuanMoeConfig(
         vocab_size=128167, intermediate_size=3072, moe_intermediate_size=3072, num_key_value_heads=8, head_dim=128,
         num_experts=64, num_experts_per_tok=8, tie_word_embeddings=True, max_position_embeddings=32768,
@@ -150,6 +161,8 @@ HUB_IDS: dict[str, str] = {
     "upstage/Solar-Open-100B": "solar-open-100b",
     "tencent/Hunyuan-A13B-Instruct": "hunyuan-a13b",
     "skt/A.X-K1": "a.x-k1",
+    "openai/gpt-oss-20b": "gpt-oss-20b",
+    "openai/gpt-oss-120b": "gpt-oss-120b",
     "MiniMaxAI/MiniMax-M2.5": "minimax-m2",
     "Qwen/Qwen1.5-MoE-A2.7B": "qwen1.5-moe-a2.7b",
     "Qwen/Qwen2-57B-A14B": "qwen2-57b-a14b",

@@ -64,31 +64,18 @@ class Dots1Config(FamilyConfig):
     norm_topk_prob: bool = False
     sliding_window: int | None = 4096
     max_window_layers: int = 62
-    layer_types: tuple[str, ...] | None = None
 
     model_type = "dots1"
     architecture = "Dots1ForCausalLM"
-    fields = _DEEPSEEK | same_names("sliding_window")
+    fields = _DEEPSEEK | same_names("sliding_window layer_types")
     supported = ModelConfig.supported | _ROUTED_AS_DEEPSEEK | {"moe_layer_freq": (1, None)}
     rule = _SIGMOID
 
-    def problems(self) -> list[str]:
-        """Returns one message per invalid field or combination of fields; empty if the config is valid."""
-        problems, kinds = super().problems(), self.layer_types
-        if kinds is not None and set(kinds) - {"full_attention", "sliding_attention"}:
-            problems.append(f"layer_types={kinds!r} is not supported (only full_attention and sliding_attention)")
-        elif kinds is not None and len(kinds) != self.num_hidden_layers:
-            problems.append(f"layer_types has {len(kinds)} entries; num_hidden_layers={self.num_hidden_layers}")
-        return problems
-
-    @property
-    def layer_windows(self) -> tuple[int | None, ...]:
-        """Sliding window of each layer in tokens (a token attends to itself and window - 1 before it); None: no limit."""
-        layers = range(self.num_hidden_layers)
-        slides = [layer >= self.max_window_layers for layer in layers]
-        if self.layer_types is not None:
-            slides = [kind == "sliding_attention" for kind in self.layer_types]
-        return tuple(self.sliding_window if slides[layer] else None for layer in layers)
+    def _slides(self) -> list[bool]:
+        """Returns for each layer whether it has the sliding window: by `layer_types`, or from `max_window_layers` on."""
+        if self.layer_types is None:
+            return [layer >= self.max_window_layers for layer in range(self.num_hidden_layers)]
+        return super()._slides()
 
 
 @dataclass(frozen=True, kw_only=True)

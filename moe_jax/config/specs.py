@@ -185,6 +185,7 @@ class RouterRule:
       added_to_sum: added to the sum before that division; 0 replaces the sum of a token without any expert by 1.
       least_sum: smallest divisor.
       choice_bias: True if a bias of each expert is added to its score, only for the choice.
+      linear_bias: True if a trained bias of each expert is added to its logit.
     """
 
     scoring_func: str = "softmax"
@@ -196,6 +197,7 @@ class RouterRule:
     added_to_sum: float = 0.0
     least_sum: float = 0.0
     choice_bias: bool = False
+    linear_bias: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,6 +211,8 @@ class ExpertsSpec:
       shared_intermediate_size: total width of the shared experts, which process every token; 0 if there are none.
       shared_gate: True if the shared experts' output is multiplied by the sigmoid of a learned score of each token.
       output_norm: True if an RMSNorm follows the sum of routed and shared experts.
+      biases: True if each matrix of a routed expert has a bias.
+      activation: alpha, limit and offset of the gated activation (`kernels.Activation`).
       rule: how the router chooses experts, and their weights.
       aux_loss_coef: default factor of the load-balancing loss over a whole batch.
       sequence_loss_coef: default factor of the load-balancing loss within each sequence.
@@ -220,6 +224,8 @@ class ExpertsSpec:
     shared_intermediate_size: int = 0
     shared_gate: bool = False
     output_norm: bool = False
+    biases: bool = False
+    activation: tuple[float, float | None, float] = (1.0, None, 0.0)
     rule: RouterRule = RouterRule()
     aux_loss_coef: float = 0.0
     sequence_loss_coef: float = 0.0

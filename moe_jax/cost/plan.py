@@ -46,7 +46,8 @@ def plan(
     """Returns predictions for every mesh that can run the batch, in the order of `rank`, including meshes that do not fit.
 
     Each mesh uses the number of micro-batches (and of chunks in a pipe) that is fastest among those that fit. If none fits, it
-    uses the numbers with the least memory. Left out are pipes with quantised frozen weights, or with experts or sequences split over hosts.
+    uses the numbers with the least memory. Left out are pipes with quantised frozen weights, and pipes with experts or
+    sequences split over hosts.
 
     Args:
       config: the model.

@@ -30,6 +30,8 @@ class CallFormat(NamedTuple):
     """
     forced: str
     """The text after `begin` that makes the model call the tool {name}."""
+    any_tool: str = ""
+    """The text after `begin` that makes the model call a tool of its choice."""
 
 
 UNREADABLE = (ValueError, TypeError, KeyError, AttributeError, RecursionError)
@@ -71,6 +73,12 @@ def _kimi_k2(block: str, schemas: Mapping[str, Any]) -> list[Call]:
     return calls
 
 
+def _harmony(block: str, schemas: Mapping[str, Any]) -> list[Call]:
+    # A preamble may precede the call's own message.
+    (name, arguments) = _matched(r".*\bto=functions\.([\w.-]+)[^{]*<\|message\|>(.*)", block)
+    return [_checked(name, json.loads(arguments))]
+
+
 _DEEPSEEK = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", _deepseek
 FORMATS = {
     "hermes": CallFormat("<tool_call>", "</tool_call>", _hermes, '\n{{"name": {name}, "arguments":'),
@@ -82,6 +90,9 @@ FORMATS = {
         "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", _kimi_k2,
         "<|tool_call_begin|>functions.{name}:0<|tool_call_argument_begin|>",
     ),
+    "harmony": CallFormat(
+        "<|channel|>commentary", "<|call|>", _harmony, " to=functions.{name} <|constrain|>json<|message|>", " to=functions.",
+    ),
 }  # fmt: skip
 _SIGNS = {
     "<|tool_calls_section_begin|>": "kimi_k2",
@@ -90,6 +101,7 @@ _SIGNS = {
     "<function=": "qwen3_coder",
     "<arg_key>": "glm",
     "<tool_call>": "hermes",
+    "<|channel|>analysis<|message|>": "harmony",
 }
 """A text that only the chat template of a format contains, after the formats above it."""
 
@@ -249,3 +261,52 @@ class AnswerParts:
             return [AnswerPart("content", space + self._calls.begin + block + end)]
         self._space = ""
         return [AnswerPart("call", call=call) for call in calls]
+
+
+class HarmonyParts(AnswerParts):
+    """The parts of an answer of gpt-oss, which consists of messages (https://cookbook.openai.com/articles/openai-harmony).
+
+    `<|channel|>NAME<|message|>TEXT<|end|><|start|>assistant` and so on: messages of the channel analysis are thoughts, those to
+    functions are calls, and all others are text.
+
+    Args:
+      in_text: the answer begins inside a message of text, not before the name of a channel.
+    """
+
+    def __init__(self, calls: CallFormat | None, schemas: Mapping[str, Any] | None = None, *, in_text: bool = False):
+        super().__init__(False, calls, schemas)
+        self._header, self._in_header = "", not in_text
+
+    def add(self, text: str, *, ends: bool = False) -> list[AnswerPart]:
+        """Returns the parts that a piece of text completes; `ends`: the answer ends with it."""
+        found: list[AnswerPart] = []
+        self._held += text
+        while (place := self._next_marker()) is not None:
+            start, marker = place
+            before, self._held = self._held[:start], self._held[start + len(marker) :]
+            found += [] if self._in_header else self._message(before)
+            self._turn(before if self._in_header else "")
+        if ends or not (self._in_header or self._in_call):
+            cut = len(self._held) - (0 if ends else self._num_held())
+            found += [] if self._in_header else self._message(self._held[:cut])
+            self._held = self._held[cut:]
+        return found
+
+    def _markers(self) -> list[str]:
+        return ["<|message|>"] if self._in_header else ["<|end|>", "<|call|>", "<|return|>", "<|start|>"]
+
+    def _turn(self, header: str) -> None:
+        """Enters a message after its header, or leaves it."""
+        self._header, self._in_header = header, not self._in_header
+        self.reasoning = not self._in_header and "<|channel|>analysis" in header
+        self._in_call = not self._in_header and self._calls is not None and "to=functions." in header
+
+    def _message(self, text: str) -> list[AnswerPart]:
+        """Returns a piece of a message's text, or a whole call; the header of a call that cannot be read is text too."""
+        if not self._in_call or self._calls is None:
+            return [AnswerPart("reasoning" if self.reasoning else "content", text)] if text else []
+        whole = f"{self._header}<|message|>{text}"
+        try:
+            return [AnswerPart("call", call=call) for call in self._calls.read(whole, self._schemas)]
+        except UNREADABLE:
+            return [AnswerPart("content", whole)]

@@ -72,7 +72,6 @@ class Attention(nnx.Module):
         mixer = self.mixer
         q, k = rotated(self.q_proj, self.q_norm), rotated(self.k_proj, self.k_norm)
         if self.sinks is not None:
-            assert isinstance(attend, Attend)  # the engine refuses sinks (`serving.engine`)
             attend = replace(attend, sinks=self.sinks[...])
         out, cache = attend(q, (k, heads(self.v_proj, mixer.value_dim)), scale=mixer.key_dim**-0.5)
         return self.o_proj.of_heads(out), cache

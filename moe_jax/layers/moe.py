@@ -56,6 +56,7 @@ class MoE(nnx.Module):
         output is added.
       shared_gate: multiply the shared experts' output by the sigmoid of a learned score of each token.
       output_norm: a norm of the sum of all experts.
+      biases: add a bias to the products of each matrix of the routed experts.
       activation: the activation of all experts, including shared ones.
       precision: `kernels.Precision()` multiplies the experts in FP8, and with `dense` the shared experts too; None: in x's
         dtype.
@@ -84,6 +85,7 @@ class MoE(nnx.Module):
         shared_intermediate_size: int = 0,
         shared_gate: bool = False,
         output_norm: RMSNorm | None = None,
+        biases: bool = False,
         activation: Activation = SILU,
         precision: Precision | None = None,
         stddev: float = 0.02,
@@ -98,7 +100,7 @@ class MoE(nnx.Module):
         self.output_norm = output_norm
         options["activation"] = activation
         self.experts = Experts(
-            hidden_size, moe_intermediate_size, num_experts, num_experts_per_tok=num_experts_per_tok, **options
+            hidden_size, moe_intermediate_size, num_experts, num_experts_per_tok=num_experts_per_tok, biases=biases, **options
         )
         self.shared_experts = MLP(hidden_size, shared_intermediate_size, **options) if shared_intermediate_size else None
         set_precision(self, precision)
@@ -249,6 +251,7 @@ class Experts(TicketHolder):
 
     Args:
       num_experts_per_tok: choices of a token, only for the size of tickets (`layers.tickets`); a call accepts any number.
+      biases: add gate_up_proj_bias [E, 2I] and down_proj_bias [E, D] to the products; they start at zero.
     """
 
     matrices = EXPERT_MATRICES
@@ -269,6 +272,7 @@ class Experts(TicketHolder):
         num_experts: int,
         *,
         num_experts_per_tok: int | None = None,
+        biases: bool = False,
         activation: Activation = SILU,
         stddev: float = 0.02,
         stack: tuple[int, ...] = (),
@@ -279,6 +283,8 @@ class Experts(TicketHolder):
         down_shape = (*stack, num_experts, hidden_size, moe_intermediate_size)
         self.gate_up_proj: nnx.Variable = normal_parameter(gate_up_shape, stddev, param_dtype, rngs)
         self.down_proj: nnx.Variable = normal_parameter(down_shape, stddev, param_dtype, rngs)
+        of_both = [nnx.Param(jnp.zeros(shape[:-1], param_dtype)) if biases else None for shape in (gate_up_shape, down_shape)]
+        self.gate_up_proj_bias, self.down_proj_bias = of_both
         self.num_experts_per_tok, self.activation = num_experts_per_tok, activation
         # Each instance has it from the start: a model whose choice was taken back is equal to one without a choice.
         self.precision = None
@@ -313,7 +319,9 @@ class Experts(TicketHolder):
             matrices = [replace(matrix, in_fp8=each) for matrix, each in zip(matrices, copies, strict=True)]
         adapters = self.gate_up_lora, self.down_lora
         changes = [None if lora is None else lora.factors for lora in adapters]
-        gate_up, down = (replace(matrix, change=change) for matrix, change in zip(matrices, changes, strict=True))
+        biases = [None if bias is None else bias[...] for bias in (self.gate_up_proj_bias, self.down_proj_bias)]
+        each = zip(matrices, changes, biases, strict=True)
+        gate_up, down = (replace(matrix, change=change, bias=bias) for matrix, change, bias in each)
         into = self.ticket if self.accumulators is None else self.accumulators
         gradient = None if into is None else into.get_value()
         is_frozen = isinstance(self.gate_up_proj, Frozen) or (self.place is not None and gradient is None)

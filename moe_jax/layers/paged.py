@@ -47,7 +47,7 @@ class PagedAttend:
       single_query_rows: as in `paged_attention`.
       value_dim: the width of values that are the first columns of latents; None if pages hold values.
       window: the sliding window; None if there is none.
-      fixed_splits: as in `paged_attention`.
+      sinks, fixed_splits: as in `paged_attention`. An attention module with sinks sets them.
     """
 
     pages: LayerPages
@@ -56,6 +56,7 @@ class PagedAttend:
     single_query_rows: int = field(metadata={"static": True}, default=0)
     value_dim: int | None = field(metadata={"static": True}, default=None)
     window: Int[Array, ""] | int | None = None
+    sinks: Float[Array, " heads"] | None = None
     fixed_splits: bool = field(metadata={"static": True}, default=False)
 
     def __call__(
@@ -91,6 +92,7 @@ class PagedAttend:
             self.queries,
             scale=scale,
             window=self.window,
+            sinks=self.sinks,
             single_query_rows=self.single_query_rows,
             value_dim=self.value_dim,
             fixed_splits=self.fixed_splits,

@@ -28,7 +28,10 @@ NF4_BLOCK = 64
 """Numbers of a row that share a scale in NF4."""
 
 INT4_VALUES = tuple(float(code - 8) for code in range(16))
-"""The values of GPTQ's symmetric codes."""
+"""The values of symmetric codes, as GPTQ has them."""
+
+FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+"""The values of e2m1 (https://arxiv.org/abs/2310.10537): a sign, two bits of exponent and one of mantissa."""
 
 
 @jax.tree_util.register_dataclass

@@ -53,7 +53,7 @@ class ExpertBias(nnx.Variable):
 class Router(TicketHolder):
     """A linear map to one logit per expert, then `route_by_groups` with `rule` (default: `RouterRule()`).
 
-    `rule.choice_bias` adds an `ExpertBias`, initially zero.
+    `rule.choice_bias` adds an `ExpertBias`, and `rule.linear_bias` a trained bias of the logits; both are initially zero.
     """
 
     lora: Adapter | None = None
@@ -74,6 +74,7 @@ class Router(TicketHolder):
         self.weight: nnx.Variable = normal_parameter((*stack, num_experts, hidden_size), stddev, param_dtype, rngs)
         self.num_experts_per_tok = num_experts_per_tok
         self.rule = RouterRule() if rule is None else rule
+        self.bias = nnx.Param(jnp.zeros((*stack, num_experts), param_dtype)) if self.rule.linear_bias else None
         self.expert_bias = ExpertBias(jnp.zeros((*stack, num_experts), jnp.float32)) if self.rule.choice_bias else None
 
     def __call__(
@@ -94,6 +95,8 @@ class Router(TicketHolder):
         """
         matrix = TicketedMatrix(self.weight[...], self.held_ticket, None if self.lora is None else self.lora.factors)
         logits = linear_map(x, matrix, jnp.promote_types(x.dtype, jnp.float32))
+        if self.bias is not None:
+            logits = logits + self.bias[...].astype(logits.dtype)
         if isinstance(expert_ids, str):
             check_expert_choice(expert_ids)
             expert_ids = balanced_expert_ids(x.shape[0], self.num_experts_per_tok, logits.shape[1])

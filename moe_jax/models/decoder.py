@@ -11,6 +11,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Integer
 
 from moe_jax.config import LatentSpec, LayerKind, Mixer, ModelConfig, Stage
+from moe_jax.kernels.experts.activation import Activation
 from moe_jax.kernels.experts.fp8 import quantise
 from moe_jax.kernels.experts.fp8.precision import DenseGroup, Precision
 from moe_jax.layers.attention import Attention
@@ -388,6 +389,7 @@ class Decoder(nnx.Module):
         sizes = config.hidden_size, spec.moe_intermediate_size, spec.num_experts, spec.num_experts_per_tok
         norm = RMSNorm(sizes[0], eps=config.rms_norm_eps, stack=stack, param_dtype=param_dtype) if spec.output_norm else None
         options |= dict(shared_intermediate_size=spec.shared_intermediate_size, shared_gate=spec.shared_gate)
+        options |= dict(biases=spec.biases, activation=Activation(*spec.activation))
         return MoE(*sizes, rule=spec.rule, output_norm=norm, **options)
 
     def _execution(self, remat: Remat | int | str | None, spread: Spread | None) -> Execution:
@@ -403,6 +405,8 @@ def fp8_refusal(config: ModelConfig, dtype: DTypeLike, dense: tuple[DenseGroup, 
     sizes = config.hidden_size, config.experts.moe_intermediate_size
     if (reason := quantise.refusal(jnp.dtype(dtype), *sizes)) is not None:
         return f"FP8 does not support this model's experts: {reason}"
+    if config.experts.biases:
+        return "FP8 does not support this model's experts: they have biases"
     if "shared_experts" in dense and not config.experts.shared_intermediate_size:
         return "FP8 of dense group 'shared_experts' is for shared experts, and this model has none"
     if "mlp" in dense and all(stage.sparse for stage in config.stages):

@@ -300,7 +300,7 @@ def check_config(config: ModelConfig) -> None:
     Raises:
       ValueError: positions scale with the longest text of a batch, or layers are recurrent or of a repeated pattern.
     """
-    if (reason := config.mixer_refusal("an engine", has_sinks=False)) is not None:
+    if (reason := config.mixer_refusal("an engine")) is not None:
         raise ValueError(f"{reason}; generate without an engine (moe_jax.generate)")
     if any(len(stage.body) > 1 for stage in config.stages):
         raise ValueError(

@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from moe_jax.config import ModelConfig, RouterRule
+from moe_jax.kernels.experts.activation import SILU, Activation
 from moe_jax.kernels.experts.backends import ENVIRONMENT_VARIABLE, is_mosaic_allowed
 from moe_jax.kernels.experts.fp8.precision import Precision
 from moe_jax.layers.lora import Adapter, Frozen, has_adapters, wider_head
@@ -195,6 +196,8 @@ def unlike_qwen3(config: ModelConfig) -> str | None:
         "another router": rule != RouterRule(norm_topk_prob=rule.norm_topk_prob),
         "shared experts": experts is not None and experts.shared_intermediate_size > 0,
         "a norm after the experts": experts is not None and experts.output_norm,
+        "biases of experts": experts is not None and experts.biases,
+        "another activation": experts is not None and Activation(*experts.activation) != SILU,
     }
     found = ", ".join(part for part, has_part in parts.items() if has_part)
     return f"fused layers are written for Qwen3 and Qwen3-MoE; this {config.model_type} has {found}" if found else None

@@ -207,7 +207,9 @@ def test_bad_checkpoints_are_refused_before_anything_is_read(fp8_folder, tmp_pat
 @pytest.mark.parametrize(
     "quantization, message",
     [
-        ({"quant_method": "awq", "bits": 4}, "quant_method 'awq' is not supported, only 'fp8' and 'gptq' are"),
+        ({"quant_method": "bitsandbytes"}, "quant_method 'bitsandbytes' is not supported, only fp8, gptq, awq, mxfp4"),
+        ({"quant_method": "modelopt", "quant_algo": "FP8"}, "'modelopt' with quant_algo 'FP8' is not supported"),
+        ({"quant_method": "awq", "version": "gemv"}, r"AWQ with version='gemv' \(only 'gemm'\) is not supported"),
         ({"quant_method": "gptq", "bits": 8}, r"GPTQ with bits=8 \(only 4\) is not supported"),
         ({"bits": 4}, "quant_method None is not supported"),
         ("fp8", "quantization_config='fp8' must be null or an object of fields"),

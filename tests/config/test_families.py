@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 
-from moe_jax.config import NAMED_CONFIGS, config_from_dict, config_to_dict
+from moe_jax.config import NAMED_CONFIGS, RopeParameters, config_from_dict, config_to_dict
 from moe_jax.config.families import FAMILIES
 from moe_jax.config.hf_json import FILE_TYPES
 from moe_jax.cost.flops import num_parameters
@@ -68,6 +68,16 @@ M2 = dict(
     mtp_transformer_layers=1,
     max_position_embeddings=196608,
 )
+IN_TURN = ["sliding_attention", "full_attention"]
+GPT_OSS = dict(
+    model_type="gpt_oss", attention_bias=True, experts_per_token=4, num_experts_per_tok=4, head_dim=64, hidden_act="silu",
+    hidden_size=2880, initial_context_length=4096, intermediate_size=2880, max_position_embeddings=131072,
+    num_attention_heads=64, num_key_value_heads=8, rms_norm_eps=1e-5, rope_theta=150000, router_aux_loss_coef=0.9,
+    rope_scaling=dict(beta_fast=32.0, beta_slow=1.0, factor=32.0, original_max_position_embeddings=4096, rope_type="yarn",
+                      truncate=False),
+    sliding_window=128, swiglu_limit=7.0, tie_word_embeddings=False, vocab_size=201088,
+    quantization_config=dict(quant_method="mxfp4"),
+)  # fmt: skip
 
 PUBLISHED = {
     "glm-4.5-air": dict(GLM4, hidden_size=4096, intermediate_size=10944, moe_intermediate_size=1408, n_routed_experts=128,
@@ -123,6 +133,8 @@ PUBLISHED = {
                                 num_key_value_heads=8, moe_num_experts=64, moe_k=8, moe_num_shared_experts=0,
                                 moe_layer_start_index=3, moe_layer_end_index=53, moe_layer_interval=1, vocab_size=103424,
                                 tie_word_embeddings=False, rope_theta=500000.0, rms_norm_eps=1e-5),
+    "gpt-oss-20b": dict(GPT_OSS, num_hidden_layers=24, num_local_experts=32, layer_types=IN_TURN * 12),
+    "gpt-oss-120b": dict(GPT_OSS, num_hidden_layers=36, num_local_experts=128, layer_types=IN_TURN * 18),
     "hunyuan-a13b": dict(model_type="hunyuan_v1_moe", hidden_size=4096, intermediate_size=3072, num_hidden_layers=32,
                          num_attention_heads=32, num_key_value_heads=8, head_dim=128, num_experts=64, moe_topk=[8] * 32,
                          vocab_size=128167, tie_word_embeddings=True, rope_theta=10000.0, rms_norm_eps=1e-5,
@@ -148,6 +160,8 @@ COUNTS = {
     "olmoe-1b-7b": 6_919_161_856,
     "ernie-4.5-21b-a3b": 21_825_437_888 - 27 * 64,
     "ernie-4.5-300b-a47b": 299_484_163_264 - 51 * 64,
+    "gpt-oss-20b": 20_914_757_184,
+    "gpt-oss-120b": 116_829_156_672,
     "hunyuan-a13b": 80_393_183_232,
 }
 """Parameters of transformers' models with these configs: without MTP modules and biases of the choice.
@@ -204,6 +218,9 @@ def test_what_is_written_is_read_again(name):
         ("hy3", dict(mlp_bias=True), "mlp_bias=true is not supported"),
         ("solar-open-100b", dict(first_k_dense_replace=1), "first_k_dense_replace=1 is not supported"),
         ("a.x-k1", dict(hidden_act="gelu"), "hidden_act='gelu' is not supported"),
+        ("gpt-oss-20b", dict(experts_per_token=2), "experts_per_token=2 contradicts num_experts_per_tok=4"),
+        ("gpt-oss-20b", dict(swiglu_limit=0.0), "swiglu_limit=0.0 must be positive"),
+        ("gpt-oss-20b", dict(layer_types=["full_attention"]), "layer_types has 1 entries; num_hidden_layers=24"),
         ("olmoe-1b-7b", dict(clip_qkv=-1.0), "clip_qkv=-1.0 must be positive or null"),
         ("ernie-4.5-21b-a3b", dict(moe_norm_min=-1.0), "moe_norm_min=-1.0 must be 0 or more"),
         ("mixtral-8x7b", dict(router_aux_loss_coef=-0.1), "router_aux_loss_coef=-0.1 must be 0 or more"),
@@ -265,6 +282,17 @@ def test_no_value_of_a_field_ends_in_another_error(family):
 def test_null_is_the_neutral_value(name, fields, same):
     read, wanted = (config_from_dict(PUBLISHED[name] | given) for given in (fields, same))
     assert (read.mixer, read.experts) == (wanted.mixer, wanted.experts)
+
+
+def test_defaults_of_gpt_oss_are_those_of_the_published_file():
+    """Without layer_types every second layer slides, and without rope fields positions are scaled by YaRN."""
+    left_out = "layer_types", "rope_scaling", "rope_theta", "attention_bias", "swiglu_limit"
+    config = config_from_dict({name: value for name, value in PUBLISHED["gpt-oss-120b"].items() if name not in left_out})
+    named = NAMED_CONFIGS["gpt-oss-120b"]
+    assert config.layer_windows == named.layer_windows == (128, None) * 18
+    assert config.rope_parameters == named.rope_parameters and config.experts == named.experts
+    plain = replace(named, rope_parameters=RopeParameters(150000.0))
+    assert config_from_dict(config_to_dict(plain)) == plain
 
 
 def test_sparse_layers_from_below_the_first_are_all_layers():

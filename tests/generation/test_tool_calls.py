@@ -2,7 +2,16 @@
 
 import pytest
 
-from moe_jax.generation.tool_calls import FORMATS, THINK, AnswerParts, Call, format_of, schemas_of
+from moe_jax.generation.tool_calls import (
+    FORMATS,
+    THINK,
+    AnswerParts,
+    Call,
+    HarmonyParts,
+    calls_in,
+    format_of,
+    schemas_of,
+)
 from tests.helpers import tiny
 
 TOOLS = [
@@ -47,12 +56,16 @@ ANSWERS = {
         f"<|tool_calls_section_begin|><|tool_call_begin|>functions.find:0<|tool_call_argument_begin|>{JSON}<|tool_call_end|>"
         "<|tool_call_begin|>functions.now:1<|tool_call_argument_begin|>{}<|tool_call_end|><|tool_calls_section_end|>"
     ),
+    "harmony": (
+        f"<|channel|>commentary to=functions.find <|constrain|>json<|message|>{JSON}<|call|>"
+        "<|channel|>commentary to=functions.now <|constrain|>json<|message|>{}<|call|>"
+    ),
 }
 
 
-def parts(pieces, name="hermes", thinks=False):
+def parts(pieces, name="hermes", thinks=False, answer=None):
     """Returns the thought, the text and the calls of an answer."""
-    answer = AnswerParts(thinks, FORMATS[name], schemas_of(TOOLS))
+    answer = AnswerParts(thinks, FORMATS[name], schemas_of(TOOLS)) if answer is None else answer()
     found = [part for i, piece in enumerate(pieces) for part in answer.add(piece, ends=i + 1 == len(pieces))]
     reasoning, content = ("".join(part.text for part in found if part.kind == kind) for kind in ("reasoning", "content"))
     return reasoning, content, [part.call for part in found if part.kind == "call"]
@@ -116,13 +129,52 @@ def test_a_forced_beginning_makes_the_call(name):
     format = FORMATS[name]
     text = format.begin + format.forced.format(name='"now"' if name == "hermes" else "now")
     tails = {"hermes": " {}}\n", "qwen3_coder": "</function>\n", "deepseek_v3": "{}\n```<｜tool▁call▁end｜>"}
-    tails |= {"glm": "", "deepseek_v3.1": "{}<｜tool▁call▁end｜>", "kimi_k2": "{}<|tool_call_end|>"}
+    tails |= {"glm": "", "deepseek_v3.1": "{}<｜tool▁call▁end｜>", "kimi_k2": "{}<|tool_call_end|>", "harmony": "{}"}
     assert [call.name for call in parts([text, tails[name] + format.end], name=name)[2]] == ["now"]
 
 
 @pytest.mark.parametrize(
-    "template, name", [("qwen3", "hermes"), ("glm4moe", "glm"), ("qwen3_6", "qwen3_coder"), ("deepseekv3", "deepseek_v3")]
+    "template, name",
+    [
+        ("qwen3", "hermes"),
+        ("glm4moe", "glm"),
+        ("qwen3_6", "qwen3_coder"),
+        ("deepseekv3", "deepseek_v3"),
+        ("gptoss", "harmony"),
+    ],
 )
 def test_formats_of_templates(template, name):
     assert format_of(tiny.trl_template(template)) == name
     assert format_of("{{ messages }}") is None
+
+
+THOUGHT, ASSISTANT = "<|channel|>analysis<|message|>Shall I?<|end|>", "<|start|>assistant"
+ASKED = "<|channel|>commentary to=functions.find <|constrain|>json<|message|>"
+
+
+@pytest.mark.parametrize(
+    "text, found",
+    [
+        (f"{THOUGHT}{ASSISTANT}<|channel|>final<|message|> It is < 3.", ("Shall I?", " It is < 3.", [])),
+        (f"{THOUGHT}{ASSISTANT}{ASKED}{JSON}<|call|>", ("Shall I?", "", [FIND])),
+        (f"{THOUGHT}{ASSISTANT} to=functions.find<|channel|>commentary json<|message|>{JSON}", ("Shall I?", "", [FIND])),
+        (f"<|channel|>commentary<|message|>I look.<|end|>{ASSISTANT}{ASKED}{JSON}<|call|>", ("", "I look.", [FIND])),
+        (f"{THOUGHT}{ASSISTANT}{ASKED}{JSON[:9]}", ("Shall I?", ASSISTANT + ASKED + JSON[:9], [])),
+        ("<|channel|>analysis<|message|>Cut o", ("Cut o", "", [])),
+        ("<|channel|>ana", ("", "", [])),
+    ],
+)
+def test_messages_of_channels(text, found):
+    assert same_however_cut(text, answer=lambda: HarmonyParts(FORMATS["harmony"], schemas_of(TOOLS))) == found
+
+
+def test_messages_without_tools_and_continued_ones():
+    call = f"{ASKED}{JSON}<|call|>"
+    assert same_however_cut(call, answer=lambda: HarmonyParts(None)) == ("", JSON, [])
+    continued = f"lue.<|end|>{ASSISTANT}{THOUGHT}"
+    assert same_however_cut(continued, answer=lambda: HarmonyParts(None, in_text=True)) == ("Shall I?", "lue.", [])
+
+
+def test_calls_of_a_whole_answer_in_channels():
+    text = f"{THOUGHT}{ASSISTANT}<|channel|>commentary<|message|>I look.<|end|>{ASSISTANT}{ASKED}{JSON}<|call|>"
+    assert calls_in(text, FORMATS["harmony"], schemas_of(TOOLS)) == [FIND]

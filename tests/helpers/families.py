@@ -24,6 +24,10 @@ LATENT = dict(
     v_head_dim=32, intermediate_size=48, mlp_layer_types=["dense", "sparse", "sparse"],
 )  # fmt: skip
 ALPHA = dict(rope_type="dynamic", alpha=1000.0, factor=1.0, rope_theta=10000.0)
+YARN = dict(
+    rope_type="yarn", rope_theta=1000.0, factor=4.0, beta_fast=32.0, beta_slow=1.0, truncate=False,
+    original_max_position_embeddings=64,
+)  # fmt: skip
 
 FAMILIES = {
     "qwen2_moe": dict(
@@ -48,6 +52,10 @@ FAMILIES = {
     "hunyuan_v1_moe": dict(
         WIDE, intermediate_size=32, num_experts=8, moe_topk=3, rope_parameters=ALPHA, tie_word_embeddings=True,
     ),
+    "gpt_oss": dict(
+        WIDE, intermediate_size=48, num_local_experts=8, num_experts_per_tok=3, sliding_window=5, swiglu_limit=0.5,
+        rope_parameters=YARN,
+    ),
     "solar_open": dict(WIDE, **DEEPSEEK),
     "glm4_moe_lite": dict(LATENT, **DEEPSEEK),
     "hy_v3": dict(WIDE, **EXPERTS, intermediate_size=48, num_shared_experts=1, router_scaling_factor=2.826),
@@ -63,7 +71,7 @@ def build(model_type: str, rng: np.random.Generator):
     for name, value in [*model.named_parameters(), *model.named_buffers()]:
         if "inv_freq" in name:
             continue
-        std = 0.5 if name.endswith(("gate.weight", "wg.weight", "gate_weight")) else 0.1
+        std = 0.5 if name.endswith(("gate.weight", "router.weight", "wg.weight", "gate_weight", "sinks")) else 0.1
         value.data = torch.tensor(("norm" in name) + std * rng.normal(size=value.shape), dtype=torch.float32)
     return model
 

@@ -84,6 +84,26 @@ def test_markers_that_are_special_tokens(stream):
         assert "<tool_call>" in message["content"]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_channels_of_gpt_oss(stream):
+    tokenizer = tiny.tokenizer(tiny.CHATML + "{#<|channel|>analysis<|message|><|channel|>commentary{{tools}}#}")
+    tokenizer.add_tokens(["<|channel|>", "<|message|>", "<|start|>"], special_tokens=True)
+    engine = FakeEngine(tokenizer=tokenizer)
+    thought = "<|channel|>analysis<|message|>Where?<|start|>assistant"
+    engine.says = thought + '<|channel|>commentary to=functions.find json<|message|>{"city": "Bern"}'
+    with served.serve(engine) as running:
+        message, reason, _ = asked(running.openai(), stream, tools=TOOLS)
+        assert (message["reasoning"], reason) == ("Where?", "tool_calls")
+        assert message["tool_calls"][0]["function"] == {"name": "find", "arguments": '{"city": "Bern"}'}
+        engine.says = thought + "<|channel|>final<|message|>There."
+        message, reason, usage = asked(running.openai(), stream)
+        assert (message["content"], reason) == ("There.", "stop") and usage.completion_tokens_details.reasoning_tokens > 0
+        engine.says = 'find json<|message|>{"city": "Bern"}'
+        message, *_ = asked(running.openai(), stream, tools=TOOLS, tool_choice="required")
+        assert message["tool_calls"][0]["function"]["name"] == "find"
+    assert tokenizer.decode(engine.handles[-1].prompt).endswith("<|channel|>commentary to=functions.")
+
+
 def test_calls_are_forced_by_the_beginning_of_the_answer(engine, client):
     engine.says = ' {"city": "Bern"}}\n</tool_call>'
     choice = {"type": "function", "function": {"name": "find"}}

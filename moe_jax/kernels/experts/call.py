@@ -33,11 +33,7 @@ class TokenPart(NamedTuple):
 
 REFUSED: tuple[tuple[set[str], str], ...] = (
     ({"biases", "precision"}, "biases need precision=None: experts with biases multiply in x's dtype, not in FP8"),
-    *(
-        ({"biases", other}, "experts with biases have matrices with gradients of their own: leave the biases out")
-        for other in ("changes", "frozen", "accumulators", "ticket", "stack")
-    ),
-    ({"biases", "max_pairs"}, "biases are added to the outputs of all pairs: give max_pairs=None"),
+    ({"bias of down", "max_pairs"}, "biases are added to the outputs of all pairs: give max_pairs=None"),
     ({"one in FP8"}, "w_gate_up and w_down must both be arrays or both be QuantisedMatrices; got one of each"),
     (
         {"in FP8 alone", "no precision"},
@@ -139,10 +135,10 @@ def experts(
     if down.bias is None:
         return ys
     triples = zip(ys, topk_weights, topk_experts, strict=True)
-    return tuple((widened(y) + _sums_of_biases(down.bias, *choices)).astype(y.dtype) for y, *choices in triples)
+    return tuple((widened(y) + sums_of_biases(down.bias, *choices)).astype(y.dtype) for y, *choices in triples)
 
 
-def _sums_of_biases(
+def sums_of_biases(
     bias: Float[Array, "experts hidden"], topk_weights: Float[Array, "tokens k"], topk_experts: Integer[Array, "tokens k"]
 ) -> Float[Array, "tokens hidden"]:
     """Computes sum_k topk_weights[t, k] * bias[e], in at least f32: a matmul with each token's weight of each expert."""
@@ -168,6 +164,7 @@ def combination(
     changes = [matrix.change is not None for matrix in matrices]
     words = {
         "biases": any(matrix.bias is not None for matrix in matrices),
+        "bias of down": weights.down.bias is not None,
         "one in FP8": any(alone) and not all(alone),
         "in FP8 alone": all(alone),
         "precision": precision is not None,

@@ -43,6 +43,7 @@ from moe_jax.kernels.experts.separate_vjps import (
     weight_of_row,
 )
 from moe_jax.kernels.experts.weights import ExpertWeights, Matrix
+from moe_jax.kernels.experts.xla import with_bias
 from moe_jax.kernels.low_rank import LowRank, RowsChange
 
 
@@ -56,10 +57,10 @@ def gate_up_changed(
     of_rows = RowsChange(u, change.b)
     if _adds_in_kernel(options, plan):
         of_rows = _in_dtype(of_rows, rows.dtype)
-        given: Any = dict(source_of_row=source, change=of_rows, activation=options.activation)
+        given: Any = dict(source_of_row=source, change=of_rows, activation=options.activation, bias=w_gate_up.bias)
         h, act = backend.gated_matmul(rows, w_gate_up.values, plan, **given)
     else:
-        h = _matmul(options, rows, w_gate_up, plan, of_rows, source_of_row=source)
+        h = with_bias(_matmul(options, rows, w_gate_up, plan, of_rows, source_of_row=source), w_gate_up.bias, plan)
         act = activated(h, options.activation)
     kept = h if options.fp8 is None else keep_h(h, options.fp8.kept)
     return GateUp(act, kept if for_backward else None, u)

@@ -242,11 +242,10 @@ def _backward_of_parts(options: ExpertsOptions, residuals: ExpertsResiduals, dys
     outcomes = _one_after_the_other([(partial(of_part, *given), (dy,)) for *given, dy in parts])
     dxs = tuple(jnp.concatenate(found.dx_of_shares) for found, _ in outcomes)
     dweights = tuple(found.dweights for found, _ in outcomes)
-    products = [products for _, products in outcomes]
-    if residuals.experts is not None:
-        return dxs, dweights, _ticket(options, residuals, products, dys), None
-    bias = residuals.weights.gate_up.bias
+    products, bias = [products for _, products in outcomes], _trained_bias(residuals.weights)
     of_bias = None if bias is None else _bias_sums(products).astype(bias.dtype)
+    if residuals.experts is not None:
+        return dxs, dweights, _ticket(options, residuals, products, dys), of_bias
     return dxs, dweights, _multiplied(options.backend, products, residuals.weights), of_bias
 
 
@@ -264,8 +263,8 @@ def _ticket(
 def _backward_of_chunks(options: ExpertsOptions, residuals: ExpertsResiduals, dys: Arrays) -> _Gradients:
     """Sums the weights' gradients over the chunks in at least f32."""
     assert options.chunk_tokens is not None
-    of_experts, bias = residuals.weights, residuals.weights.gate_up.bias
-    trained = jax.tree.leaves(of_experts.trained())
+    of_experts, bias = residuals.weights, _trained_bias(residuals.weights)
+    trained = _trained_matrices(of_experts)
     into = _accumulators(of_experts)
     start: Arrays = () if into is None else (into.gate_up, into.down)
     if into is None:
@@ -353,7 +352,7 @@ def _gradients_of_part(
             found = gradients_changed(options, experts, x, weights, hidden, dy, shares)
         else:
             found = _gradients_in_dtype(experts, options, shares, x, weights, hidden, dy)
-    products = found.products if jax.tree.leaves(experts.trained()) else ()
+    products = found.products if _trained_matrices(experts) else ()
     return found._replace(products=()), products
 
 
@@ -396,7 +395,7 @@ def _multiplied(backend: str, products: Sequence[tuple[OuterPart, ...]], weights
     """Returns the gradients of `ExpertWeights.trained`, or the accumulators with them added."""
     into = _accumulators(weights)
     sums = None if into is None else (into.gate_up, into.down)
-    dtypes = tuple(w.dtype for w in (jax.tree.leaves(weights.trained()) if sums is None else sums))
+    dtypes = tuple(w.dtype for w in (_trained_matrices(weights) if sums is None else sums))
     return products_added(backend, products, dtypes, sums)
 
 
@@ -409,6 +408,15 @@ def products_added(
         grouped_outer_of_parts(backend, of_parts, dtype, total)
         for of_parts, dtype, total in zip(list(zip(*products, strict=True)), dtypes, into, strict=True)
     )
+
+
+def _trained_matrices(weights: ExpertWeights) -> list[Array]:
+    """Returns the arrays of `ExpertWeights.trained` without biases."""
+    return jax.tree.leaves(weights.with_each(lambda matrix: replace(matrix, bias=None)).trained())
+
+
+def _trained_bias(weights: ExpertWeights) -> Array | None:
+    return None if weights.frozen else weights.gate_up.bias
 
 
 def _bias_sums(products: Sequence[tuple[OuterPart, ...]]) -> Float[Array, "experts 2*inter"]:

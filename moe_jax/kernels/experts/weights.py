@@ -22,7 +22,8 @@ class Matrix:
     """Precomputed FP8 copies, which multiply instead of the values. None: each pass computes them."""
     change: LowRank | None = None
     """A trained change of the frozen matrix, of one layer. A factor with one expert is shared by all."""
-    bias: Float[Array, "*layers experts out"] | None = None
+    bias: Float[Array, "experts out"] | None = None
+    """The bias of one layer's experts, also if the values are a whole stack. Frozen matrices have frozen biases."""
 
     @classmethod
     def of(cls, w: "Float[Array, '*layers experts out in'] | QuantisedMatrices | Matrix") -> "Matrix":
@@ -142,21 +143,30 @@ class ExpertWeights:
         return replace(self, gate_up=function(self.gate_up), down=function(self.down), **others)
 
     def trained(self) -> "ExpertWeights":
-        """Returns only the differentiated arrays (values, accumulators or LoRA factors); other fields are None."""
-        own = self.own_gradients
-        return self.with_each(lambda matrix: Matrix(matrix.values if own else None, None, matrix.change), layer=None)
+        """Returns only the differentiated arrays (values, accumulators, LoRA factors, biases); other fields are None."""
+        own, frozen = self.own_gradients, self.frozen
+
+        def of_matrix(matrix: Matrix) -> Matrix:
+            return Matrix(matrix.values if own else None, None, matrix.change, None if frozen else matrix.bias)
+
+        return self.with_each(of_matrix, layer=None)
 
     def held(self) -> "ExpertWeights":
         """Returns only the arrays that are not differentiated: the complement of `trained`."""
-        own = self.own_gradients
-        return self.with_each(lambda matrix: replace(matrix, values=None if own else matrix.values, change=None), gradient=None)
+        own, frozen = self.own_gradients, self.frozen
+
+        def of_matrix(matrix: Matrix) -> Matrix:
+            values, bias = None if own else matrix.values, matrix.bias if frozen else None
+            return replace(matrix, values=values, bias=bias, change=None)
+
+        return self.with_each(of_matrix, gradient=None)
 
     def with_trained(self, trained: "ExpertWeights") -> "ExpertWeights":
         """Combines `held` arrays (self) with `trained` ones into complete weights."""
 
         def joined(held: Matrix, own: Matrix) -> Matrix:
-            values = held.values if own.values is None else own.values
-            return replace(held, values=values, change=own.change)
+            values, bias = (a if b is None else b for a, b in ((held.values, own.values), (held.bias, own.bias)))
+            return replace(held, values=values, bias=bias, change=own.change)
 
         matrices = joined(self.gate_up, trained.gate_up), joined(self.down, trained.down)
         return replace(self, gate_up=matrices[0], down=matrices[1], gradient=trained.gradient)

@@ -70,10 +70,15 @@ def gated_matmul(
 
     A `bias` is added to the rows of its expert.
     """
-    h = grouped_matmul(x, w, plan, source_of_row=source_of_row)
-    if bias is not None:
-        h = (widened(h) + bias.at[plan.expert_of_row].get(mode="fill", fill_value=0)).astype(h.dtype)
+    h = with_bias(grouped_matmul(x, w, plan, source_of_row=source_of_row), bias, plan)
     return h if keep_h else None, activated(h, activation)
+
+
+def with_bias(h: Float[Array, "rows out"], bias: Float[Array, "experts out"] | None, plan: Plan) -> Float[Array, "rows out"]:
+    """Adds the bias of each row's expert in at least f32; returns h itself without a bias."""
+    if bias is None:
+        return h
+    return (widened(h) + bias.at[plan.expert_of_row].get(mode="fill", fill_value=0)).astype(h.dtype)
 
 
 def gated_matmul_backward(

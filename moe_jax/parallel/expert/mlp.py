@@ -12,7 +12,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int, Integer
 
 from moe_jax.kernels.experts.activation import SILU, Activation
-from moe_jax.kernels.experts.call import TokenPart, combination, experts, refuse
+from moe_jax.kernels.experts.call import TokenPart, combination, experts, refuse, sums_of_biases
 from moe_jax.kernels.experts.fp8.backends import resolve_fp8_backend
 from moe_jax.kernels.experts.fp8.precision import Precision
 from moe_jax.kernels.experts.fp8.quantise import QuantisedMatrices
@@ -29,7 +29,8 @@ from moe_jax.parallel.expert.shadow import compute_shadows
 from moe_jax.parallel.mesh import axis_size
 
 REFUSED: tuple[tuple[set[str], str], ...] = (
-    ({"biases"}, "experts with biases lie on one device; these are split over several"),
+    ({"biases", "drop"}, "a dropped choice would still add its bias: use drop=None"),
+    ({"biases", "shadow_experts"}, "shadow_experts copy matrices without biases: use shadow_experts=0"),
     ({"ticket", "several calls"}, NEEDS_ONE_CALL),
     (
         {"tokens_in_fp8", "no precision"},
@@ -104,14 +105,15 @@ def experts_of_devices(
     """Computes `expert_parallel_mlp` for weights in any form that `ExpertWeights` supports (FP8, LoRA, accumulators).
 
     Args:
-        weights: the factors of a low-rank change may also cover all E experts; each device then selects its own.
+        weights: the factors of a low-rank change may also cover all E experts; each device then selects its own. Biases must
+            cover all E experts.
 
     Raises:
         ValueError: as `expert_parallel_mlp`. A combination is in `REFUSED`.
         NameError, NotImplementedError: as `expert_parallel_mlp`.
     """
     words = combination([part], weights, precision)
-    words |= {name for name in ("tokens_in_fp8", "shadow_experts") if getattr(parallel, name)}
+    words |= {name for name in ("tokens_in_fp8", "shadow_experts", "drop") if getattr(parallel, name)}
     devices = axis_size(parallel.axis_name)
     if devices > 1 and not parallel.is_one_call(devices):
         words.add("several calls")
@@ -134,6 +136,7 @@ def experts_of_devices(
         (y,) = experts([part], weights, backend=backend, precision=precision, activation=activation)
         return y, Exchange(none, one, none)
 
+    bias_of_down = weights.down.bias
     weights = _of_device(weights, parallel.axis_name)
     ids = int32_ids(topk_experts, num_experts)
     ids = jnp.where((ids >= 0) & (ids < num_experts), ids, -1)
@@ -142,6 +145,9 @@ def experts_of_devices(
     inputs, ids, held = vary_as((inputs, ids, weights.held()), everywhere)
     if parallel.shadow_experts == 0:
         y, exchange = _exchange(parallel, backend, precision, activation, inputs, ids, held)
+        if bias_of_down is not None:
+            # Added where the token is: no bias travels.
+            y = y + sums_of_biases(bias_of_down, topk_weights, ids)
         return y.astype(x.dtype), exchange
     of_shadows, num_shadows, inputs, ids = compute_shadows(parallel, backend, precision, activation, inputs, ids)
     y, exchange = _exchange(parallel, backend, precision, activation, inputs, ids, held)
@@ -149,7 +155,7 @@ def experts_of_devices(
 
 
 def _of_device(weights: ExpertWeights, axis_name: str) -> ExpertWeights:
-    """Returns the weights with only the factors of this device's experts."""
+    """Returns the weights with only the factors and first biases of this device's experts, without biases of down."""
     held = weights.num_experts
 
     def own(factor: Array) -> Array:
@@ -158,7 +164,9 @@ def _of_device(weights: ExpertWeights, axis_name: str) -> ExpertWeights:
         return lax.dynamic_slice_in_dim(factor, lax.axis_index(axis_name) * held, held)
 
     def of_matrix(matrix: Matrix) -> Matrix:
-        return matrix if matrix.change is None else replace(matrix, change=LowRank(*map(own, matrix.change)))
+        bias = None if matrix.bias is None or matrix is weights.down else own(matrix.bias)
+        change = None if matrix.change is None else LowRank(*map(own, matrix.change))
+        return replace(matrix, bias=bias, change=change)
 
     return weights.with_each(of_matrix)
 

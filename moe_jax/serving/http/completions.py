@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request
@@ -14,7 +15,7 @@ from moe_jax.generation.tool_calls import (
     FORMATS,
     THINK,
     AnswerParts,
-    CallFormat,
+    HarmonyParts,
     format_of,
     schemas_of,
 )
@@ -117,31 +118,31 @@ async def answer_chat(service: Service, request: Request) -> Response:
     take(body, "parallel_tool_calls", bool)
     encode = conversation_encoder(service.tokenizer, body, lambda text: service.check_length(text, "messages"))
     (tokens,) = truncated(body, await service.encode(encode, record, "messages"))
-    begin, calls, shows_special = _reading(service.tokenizer, body, tokens)
+    parts_of_choice, shows_special = _reading(service.tokenizer, body, tokens)
     options = replace(options, skip_special_tokens=options.skip_special_tokens and not shows_special)
-    schemas, forced = schemas_of(body.get("tools", ())), _forced(service.tokenizer, body)
+    forced = _forced(service.tokenizer, body)
     # Clients of chats send the same max_tokens with each message, while the conversation grows.
     choices = service.submit([tokens], fitted(options, tokens, service.engine.limits), "messages")
     record.prompt_tokens = len(tokens)
-    parts = [AnswerParts(begin, calls, schemas) for _ in choices]
+    parts = [parts_of_choice() for _ in choices]
     for each in parts:
         each.add(forced)
     return await ChatAnswer(service, choices, body, record, wanted, parts=parts).respond(request)
 
 
-def _reading(tokenizer: Any, body: dict[str, Any], tokens: list[int]) -> tuple[bool | None, CallFormat | None, bool]:
-    """Returns whether the answer begins in a thought (None: the model has none), the format of its calls, and whether special
-    tokens mark either.
-    """
+def _reading(tokenizer: Any, body: dict[str, Any], tokens: list[int]) -> tuple[Callable[[], AnswerParts], bool]:
+    """Returns a function that returns the empty parts of an answer, and whether special tokens mark its thoughts or calls."""
     tools = body.get("tools") if body.get("tool_choice") != "none" else None
-    template = _template(tokenizer, tools)
+    template, schemas = _template(tokenizer, tools), schemas_of(body.get("tools", ()))
     name = format_of(template) if tools else None
     continues = "continue_final_message" in body
+    if format_of(template) == "harmony":
+        return partial(HarmonyParts, FORMATS["harmony"] if tools else None, schemas, in_text=continues), True
     continued = _with_joined_text(body["messages"][-1])["content"] if continues else tokenizer.decode(tokens[-8:])
     begins = continued.rfind(THINK) > continued.rfind(END_OF_THOUGHT) if END_OF_THOUGHT in template else None
     markers = {THINK, *([FORMATS[name].begin] if name else [])}
     special = {added.content for added in tokenizer.added_tokens_decoder.values() if added.special}
-    return begins, FORMATS[name] if name else None, bool(markers & special)
+    return partial(AnswerParts, begins, FORMATS[name] if name else None, schemas), bool(markers & special)
 
 
 def _template(tokenizer: Any, tools: list | None) -> str:
@@ -172,7 +173,7 @@ def _forced(tokenizer: Any, body: dict[str, Any]) -> str:
     if (name := format_of(_template(tokenizer, tools))) is None:
         raise ApiError(400, "tool_choice must be auto or none: the model's format of calls is unknown", param="tool_choice")
     if wanted is None:
-        return FORMATS[name].begin
+        return FORMATS[name].begin + FORMATS[name].any_tool
     return FORMATS[name].begin + FORMATS[name].forced.format(name=json.dumps(wanted) if name == "hermes" else wanted)
 
 

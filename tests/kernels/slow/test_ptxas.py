@@ -55,8 +55,8 @@ def step(x, w_gate_up, w_down, weights, chosen, dy, *biases):
     y, pullback = jax.vjp(f, x, w_gate_up, w_down, weights, *biases)
     return y, pullback(dy)
 
-x, pairs, biases = ((32768, 2048), bf16), (32768, 8), [((128, n), bf16) for n in (2 * 768, 2048)]
-compile(step, x, ((128, 2 * 768, 2048), bf16), ((128, 2048, 768), bf16), (pairs, f32), (pairs, i32), x, *biases)
+x, pairs, biases = ((32768, 2880), bf16), (32768, 4), [((32, n), bf16) for n in (2 * 2880, 2880)]
+compile(step, x, ((32, 2 * 2880, 2880), bf16), ((32, 2880, 2880), bf16), (pairs, f32), (pairs, i32), x, *biases)
 """
 
 FORWARD = """
@@ -358,10 +358,10 @@ def test_experts(tokens):
 
 @pytest.mark.thorough
 def test_clamped_experts_with_biases():
-    """gpt-oss's activation and biases spill nothing but in the backward pass, which keeps what was clamped."""
+    """The experts of gpt-oss-20b spill nothing but in the backward pass, which keeps what was clamped."""
     spilled = spilled_bytes(CLAMPED)
-    # 600 by ptxas of CUDA 13.5, and 612 of 13.0.
-    assert spilled.pop("gated_matmul_backward") <= 612
+    # 96 bytes stored and 96 loaded by ptxas of CUDA 13.5.
+    assert spilled.pop("gated_matmul_backward") <= 256
     assert_no_spills(spilled, EXPERTS_KERNELS - {"gated_matmul_backward"})
 
 

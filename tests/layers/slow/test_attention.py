@@ -17,7 +17,6 @@ from moe_jax.layers.attention import Attention
 from moe_jax.layers.rope import rope_tables
 from moe_jax.models.auto import Qwen3
 from moe_jax.parallel.sequence.attention import ContextParallel
-from moe_jax.serving import Engine
 from tests.helpers import seeds
 
 
@@ -116,7 +115,5 @@ def test_greedy_tokens_with_sinks_are_those_of_whole_sequences(model, rng):
 
 
 def test_work_without_sinks_is_refused(model):
-    with pytest.raises(ValueError, match="an engine has no sinks, and this model's attention has"):
-        Engine(model)
     with pytest.raises(ValueError, match="attention over devices has no sinks"):
         model.enter([[1]], context=ContextParallel())

@@ -24,8 +24,8 @@ from moe_jax.serving.weights import unlike_qwen3
 from tests.helpers.adapted_models import logits_of, with_adapters
 from tests.helpers.families import FAMILIES, build, saved, saved_gradients
 
-UNLIKE = ("mixtral", "minimax_m2", "ernie4_5_moe", "axk1")
-"""Families that differ most in attention: windows, joint norms and partial rotation, neighboring pairs, latents."""
+UNLIKE = ("mixtral", "minimax_m2", "ernie4_5_moe", "axk1", "gpt_oss")
+"""Families that differ most in attention: windows, joint norms and partial rotation, neighboring pairs, latents, sinks."""
 NOT_OF_PEFT = ("qwen2_moe", "hy_v3", "axk1")
 """Families for which PEFT 0.21 does not join the factors of each expert, which we write."""
 ALL = pytest.mark.parametrize("theirs", FAMILIES, indirect=True)
@@ -174,6 +174,11 @@ def test_an_engine_runs_the_modules(theirs, ours, rng):
         ("minimax_m2", "rule", "choice_bias", False),
         ("axk1", "rule", "num_groups", 1),
         ("mixtral", None, "layer_windows", (None,) * 3),
+        ("gpt_oss", None, "layer_windows", (5,) * 3),
+        ("gpt_oss", "mixer", "sinks", False),
+        ("gpt_oss", "rule", "linear_bias", False),
+        ("gpt_oss", "experts", "biases", False),
+        ("gpt_oss", "experts", "activation", (1.702, 7.0, 1.0)),
     ],
     indirect=["theirs"],
 )

@@ -1,4 +1,4 @@
-"""Steps of families on several devices equal one device's; the gate of shared experts is replicated."""
+"""Steps of families on several devices equal one device's; the gate of shared experts and all biases are replicated."""
 
 import jax
 import jax.numpy as jnp
@@ -15,14 +15,18 @@ from tests.helpers.meshes import mesh_of, relative_error
 from tests.helpers.train_steps import make_batch, train
 
 
-@pytest.mark.parametrize("model_type, sizes", [("qwen2_moe", dict(fsdp=2, expert=2))])
+@pytest.mark.parametrize("model_type, sizes", [("qwen2_moe", dict(fsdp=2, expert=2)), ("gpt_oss", dict(fsdp=2, expert=2))])
 def test_a_step_is_that_of_one_device(model_type, sizes):
     fields = {name: value for name, value in SIZES.items() if "implementation" not in name} | {"vocab_size": 264}
     one_layer = {"num_hidden_layers": 1, "mlp_only_layers": []}
     config = config_from_dict(fields | FAMILIES[model_type] | one_layer | {"model_type": model_type, "initializer_range": 0.1})
 
     def make_model():
-        return moe_jax.from_config(config, dtype=jnp.float32, rngs=nnx.Rngs(0))
+        model, rng = moe_jax.from_config(config, dtype=jnp.float32, rngs=nnx.Rngs(0)), np.random.default_rng(0)
+        for path, vector in nnx.to_flat_state(nnx.state(model)):
+            if path[-1].endswith(("bias", "sinks")):
+                vector[...] = 0.1 * rng.normal(size=vector.shape).astype(np.float32)
+        return model
 
     batch = make_batch(seeds.rng())
     options = dict(steps=1, make_model=make_model)

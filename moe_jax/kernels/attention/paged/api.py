@@ -19,6 +19,7 @@ def paged_attention(
     scale: float,
     value_dim: int | None = None,
     window: Int[Array, ""] | int | None = None,
+    sinks: Float[Array, " heads"] | None = None,
     single_query_rows: int = 0,
     fixed_splits: bool = False,
     backend: str | None = None,
@@ -32,6 +33,7 @@ def paged_attention(
     Args:
         values: None if the values are the first `value_dim` columns of the keys, as with DeepSeek's latents.
         value_dim: given if and only if `values` is None.
+        sinks: each head's extra score in the softmax, which belongs to no token; not with latents.
         fixed_splits: "mosaic" sums every 512 keys separately, and merges these sums in order. Without it, it splits only for
             few queries, and a query's bits depend on their number. "xla" always sums the keys in order.
         single_query_rows: the number of rows, the first ones, that have exactly one query each, like decoding rows.
@@ -48,8 +50,8 @@ def paged_attention(
         from moe_jax.kernels.attention.paged import mosaic
 
         of_queries = partial(mosaic.paged_attention, single_query_rows=single_query_rows, fixed_splits=fixed_splits)
-        return of_queries(q, keys, values, queries, scale=scale, window=window)
-    return xla.paged_attention(q, keys, values, queries, scale=scale, window=window, value_dim=value_dim)
+        return of_queries(q, (keys, values), queries, scale=scale, window=window, sinks=sinks)
+    return xla.paged_attention(q, keys, values, queries, scale=scale, window=window, value_dim=value_dim, sinks=sinks)
 
 
 def _refusal(q, keys, values, value_dim: int) -> str | None:

@@ -17,6 +17,7 @@ from jaxtyping import Array, Float, Int
 
 from moe_jax.kernels import target
 from moe_jax.kernels.attention.mosaic.consumer import LOWEST
+from moe_jax.kernels.attention.mosaic.warpgroups import LOG2_E
 from moe_jax.kernels.attention.paged.blocks import (
     WHOLE,
     PagedQueries,
@@ -86,22 +87,27 @@ def _head_tiles(heads: int) -> int:
 
 def paged_attention(
     q: Float[Array, "tokens heads key_dim"],
-    keys: Float[Array, "pages kv_heads 64 key_dim"],
-    values: Float[Array, "pages kv_heads 64 value_dim"] | None,
+    pages: tuple[Float[Array, "pages kv_heads 64 key_dim"], Float[Array, "pages kv_heads 64 value_dim"] | None],
     queries: PagedQueries,
     *,
     scale: float,
     window: Int[Array, ""] | int | None,
+    sinks: Float[Array, " heads"] | None,
     single_query_rows: int,
     fixed_splits: bool,
 ) -> Float[Array, "tokens heads value_dim"]:
-    """Computes paged attention on Hopper (contract in `api.paged_attention`); padding yields zeros."""
-    (tokens, heads, key_dim), rows = q.shape, len(queries.num_keys)
+    """Computes paged attention on Hopper (contract in `api.paged_attention`); padding yields zeros.
+
+    Sinks need the logsumexp of a query's scores, which only splits have.
+    """
+    (tokens, heads, key_dim), rows, (keys, values) = q.shape, len(queries.num_keys), pages
+    fixed_splits = fixed_splits or sinks is not None
     # Heads that share keys fill the rows of a block. If more than 64 do, each tile of heads is treated as a key head.
     kv_heads = _head_tiles(heads) if values is None else keys.shape[1]
     group = heads // kv_heads
     grouped = q.reshape(tokens, kv_heads, group, key_dim)
-    attend = partial(_attend, keys=keys, values=values, queries=queries, scale=scale, window=window, fixed_splits=fixed_splits)
+    attend = partial(_attend, keys=keys, values=values, queries=queries, scale=scale, window=window, sinks=sinks)
+    attend = partial(attend, fixed_splits=fixed_splits)
     if single_query_rows == rows:
         return attend(grouped, single_query_blocks(queries.num_keys))
     takes_prompts = values is not None and not fixed_splits and takes_group(group)
@@ -128,6 +134,7 @@ def _attend(
     queries: PagedQueries,
     scale: float,
     window: Int[Array, ""] | int | None,
+    sinks: Float[Array, " heads"] | None,
     fixed_splits: bool,
 ) -> Float[Array, "places heads value_dim"]:
     """Returns the attention of the queries in `blocks`, in the order of `blocks.tokens`."""
@@ -148,9 +155,16 @@ def _attend(
         # Enough blocks keep the GPU busy without splits. Partial results cost memory and time.
         is_busy = num_blocks * kv_heads >= _cores() and not fixed_splits
         splits = WHOLE if is_busy else most_splits(max_pages, SPLIT_PAGES, window, block_tokens)
+        if sinks is not None and splits == WHOLE:
+            splits = Splits(2, SPLIT_PAGES)  # only parts come with their logsumexp
         parts, lse = attend_blocks(of_blocks, keys, values, blocks, row_pages, scale=scale, group=group, splits=splits)
     if lse is None:
         out = parts[:, 0]
+    elif sinks is not None:
+        of_rows = jnp.tile(sinks.astype(jnp.float32).reshape(kv_heads, group) * LOG2_E, (1, block_tokens))
+        of_rows = jnp.pad(of_rows, ((0, 0), (0, rows - block_tokens * group)))
+        parts, lse = parts[..., :rows, :], lse[..., :rows]
+        out = _merged_in_xla(parts, lse, blocks, row_pages.window, splits, of_rows).astype(q.dtype)
     else:
         out = merge_splits(parts, lse, blocks, row_pages.window, rows=rows, splits=splits, dtype=q.dtype)
     out = out[:, :, : block_tokens * group].reshape(num_blocks, kv_heads, block_tokens, group, -1)
@@ -241,6 +255,7 @@ def _merged_in_xla(
     blocks: QueryBlocks,
     window: Int[Array, "1"] | None,
     splits: Splits,
+    sinks: Float[Array, "kv_heads rows"] | None = None,
 ) -> Float[Array, "blocks kv_heads rows value_dim"]:
     counts = count_splits(blocks.position, blocks.num_pages, window, splits)
     exists = jnp.arange(splits.number) < counts[:, None]
@@ -248,6 +263,8 @@ def _merged_in_xla(
     largest = jnp.maximum(lse.max(axis=1, keepdims=True), LOWEST)
     weights = jnp.exp2(lse - largest)
     total = weights.sum(axis=1)
+    if sinks is not None:
+        total = total + jnp.exp2(sinks - largest[:, 0])
     # Splits without pages were not written.
     summed = (jnp.where(exists[:, :, None, None, None], out, 0) * weights[..., None]).sum(axis=1)
     return summed / jnp.where(total > 0, total, 1)[..., None]

@@ -26,6 +26,7 @@ def paged_attention(
     scale: float,
     window: Int[Array, ""] | int | None,
     value_dim: int,
+    sinks: Float[Array, " heads"] | None = None,
 ) -> Float[Array, "tokens heads value_dim"]:
     """Computes paged attention in XLA (contract in `api.paged_attention`); padding yields zeros."""
     (tokens, heads, key_dim), kv_heads = q.shape, keys.shape[1]
@@ -56,8 +57,11 @@ def paged_attention(
         of_query = q.shape[:3]
         state = jnp.full(of_query, -jnp.inf, dtype), jnp.zeros(of_query, dtype), jnp.zeros((*of_query, value_dim), dtype)
         first_page = jnp.where(position >= 0, first_key, jnp.iinfo(jnp.int32).max).min() // PAGE_SIZE
-        _, row_sum, out = jax.lax.fori_loop(first_page, position.max() // PAGE_SIZE + 1, add_page, state)
-        return out / jnp.where(row_sum > 0, row_sum, 1)[..., None]
+        row_max, row_sum, out = jax.lax.fori_loop(first_page, position.max() // PAGE_SIZE + 1, add_page, state)
+        out = out / jnp.where(row_sum > 0, row_sum, 1)[..., None]
+        if sinks is None:
+            return out
+        return out * jax.nn.sigmoid(row_max + jnp.log(row_sum) - sinks.astype(dtype).reshape(kv_heads, -1))[..., None]
 
     num_blocks = -(-tokens // TOKEN_BLOCK)
     padding = num_blocks * TOKEN_BLOCK - tokens

@@ -53,8 +53,6 @@ def refusal(dtype: jnp.dtype, hidden: int, inter: int) -> str | None:
     for name, size in (("hidden", hidden), ("inter", inter)):
         if size % 64 or not size:
             return f"{name} is {size}; it must be a multiple of 64"
-    if hidden % 128 and inter % 128:
-        return f"hidden is {hidden} and inter is {inter}; one of them must be a multiple of 128"
     if (needed := shared_bytes(hidden, jnp.dtype(dtype).itemsize)) > SHARED_MEMORY:
         return f"hidden is {hidden}; gathering such rows takes {needed} bytes of shared memory; a core has {SHARED_MEMORY}"
     return None

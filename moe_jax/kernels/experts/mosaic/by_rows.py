@@ -94,6 +94,7 @@ def matmul_gated(
     act is computed from the f32 sums before h is rounded. Without `keep_h`, h is None and not written.
     """
     inter, half, dtype = operands.w.shape[1] // 2, tile.warpgroup_columns // 2, operands.a.dtype
+    is_whole = operands.bias is None or len(operands.bias) == len(operands.w)
 
     def store(sums, part, write, references):
         *h_ref, act_ref = references.outputs
@@ -101,8 +102,10 @@ def matmul_gated(
             gate, up = sums[:, c : c + CHUNK], sums[:, half + c : half + c + CHUNK]
             column = part.column_block * half + c
             if operands.bias is not None:
-                gate = gate + load_bias(references.inputs, part.expert, column)
-                up = up + load_bias(references.inputs, part.expert, inter + column)
+                # The bias is one layer's, and the expert's index is that in a stack of layers.
+                expert = part.expert if is_whole else jax.lax.rem(part.expert, jnp.int32(len(operands.bias)))
+                gate = gate + load_bias(references.inputs, expert, column)
+                up = up + load_bias(references.inputs, expert, inter + column)
             if keep_h:
                 write(h_ref[0], column, gate)
                 write(h_ref[0], inter + column, up)

@@ -45,7 +45,7 @@ def candidates(pass_name: Pass, matrix: tuple[int, int]) -> list[TileShape]:
     """Returns the tiles worth measuring, at most 15.
 
     Every shape that fits, with 3 stages and with the most stages that fit up to 8. With ping-pong, the two largest of 128 rows
-    and 64 x 128, with the most stages that fit.
+    and 64 x 128 (the two largest of 64 rows if no other fits), with the most stages that fit.
     """
 
     def filled(tile: TileShape) -> TileShape:
@@ -53,10 +53,11 @@ def candidates(pass_name: Pass, matrix: tuple[int, int]) -> list[TileShape]:
 
     tiles: list[TileShape] = []
     for rows in fitting_rows(pass_name, matrix):
-        for columns in fitting_columns(pass_name, matrix, rows):
+        shared = fitting_columns(pass_name, matrix, rows)
+        for columns in shared:
             tiles += dict.fromkeys((TileShape(rows, columns, 3), filled(TileShape(rows, columns, 3))))
         fitting = fitting_columns(pass_name, matrix, rows, ping_pong=True)
-        widths = fitting[-2:] if rows == 128 else [columns for columns in fitting if columns == 128]
+        widths = fitting[-2:] if rows == 128 or not shared else [columns for columns in fitting if columns == 128]
         tiles += [filled(TileShape(rows, columns, 3, ping_pong=True)) for columns in widths]
     return tiles
 

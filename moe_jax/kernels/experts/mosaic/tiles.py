@@ -94,7 +94,11 @@ def shared_tile(pass_name: Pass, matrix: tuple[int, int], rows_per_expert: float
     """
     if pass_name == "grouped_outer":
         rows = 128 if matrix[0] % 128 == 0 else 64
-        return TileShape(rows, max(fitting_columns(pass_name, matrix, rows)), 4)
+        if fitting := fitting_columns(pass_name, matrix, rows):
+            return TileShape(rows, max(fitting), 4)
+        # Two odd multiples of 64, as gpt-oss's 2880 x 2880: two consumers cannot share a tile.
+        whole = [columns for columns in fitting_columns(pass_name, matrix, rows, ping_pong=True) if matrix[1] % columns == 0]
+        return TileShape(rows, max(whole), 4, ping_pong=True)
     # In the backward pass chunks of h occupy the shared memory of a fourth stage.
     if rows_per_expert <= 64 and 256 in fitting_columns(pass_name, matrix, 64):
         return TileShape(64, 256, 3 if pass_name == "gated_matmul_backward" else 4)

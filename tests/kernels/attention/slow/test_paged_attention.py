@@ -7,6 +7,7 @@ import pytest
 
 from moe_jax.kernels.attention.api import attention
 from moe_jax.kernels.attention.paged import PAGE_SIZE, PagedQueries, mosaic, paged_attention
+from moe_jax.layers.attend import with_sinks
 from tests.helpers import seeds
 from tests.kernels.attention.test_paged_attention import SCALE
 
@@ -38,7 +39,7 @@ def first_single(counts):
     return next((row for row, count in enumerate(counts) if count != 1), len(counts))
 
 
-def by_rows(q, keys, values, queries, window=None):
+def by_rows(q, keys, values, queries, window=None, sinks=None):
     """`attention` of each row's queries to the row's keys, copied out of their pages."""
     out = np.zeros((*q.shape[:2], values.shape[3]), np.float32)
     first = np.asarray(queries.first_query)
@@ -49,7 +50,7 @@ def by_rows(q, keys, values, queries, window=None):
         table = queries.page_table[row, : -(-num_keys // PAGE_SIZE)]
         k, v = (jnp.moveaxis(a[table], 1, 2).reshape(1, -1, a.shape[1], a.shape[3])[:, :num_keys] for a in (keys, values))
         one = jnp.ones((1, end - start), jnp.int32), jnp.ones((1, num_keys), jnp.int32)
-        out[start:end] = attention(
+        found = attention(
             q[None, start:end].astype(jnp.float32),
             k.astype(jnp.float32),
             v.astype(jnp.float32),
@@ -59,7 +60,9 @@ def by_rows(q, keys, values, queries, window=None):
             query_offset=int(num_keys - (end - start)),
             window=window,
             backend="xla",
-        )[0]
+            return_lse=sinks is not None,
+        )
+        out[start:end] = (found if sinks is None else with_sinks(*found, sinks))[0]
     return out
 
 
@@ -78,6 +81,19 @@ def test_equals_attention(rng, counts, num_keys, window):
     out = jax.jit(lambda *a, window: paged_attention(*a, scale=SCALE, window=window))(q, keys, values, queries, window=window)
     np.testing.assert_allclose(out[:-3], by_rows(q, keys, values, queries, window)[:-3], atol=3e-6)
     assert np.isfinite(out).all()
+
+
+def test_sinks(rng, monkeypatch):
+    """Decoding rows and chunks, in XLA and in kernels, whose parts are merged with the sinks."""
+    monkeypatch.setattr(mosaic, "_cores", lambda: 1)
+    arrays = make(rng, [1, 1, 5], [70, 3, 600], 8, 2, 64, 64, padding=2, dtype=jnp.bfloat16)
+    sinks = jnp.asarray(2 * rng.normal(size=8), jnp.bfloat16)
+    options = dict(scale=SCALE, window=530, sinks=sinks, single_query_rows=2)
+    wide = [a.astype(jnp.float32) for a in arrays[:3]]
+    wanted = by_rows(*wide, arrays[3], 530, sinks)[:7]
+    np.testing.assert_allclose(paged_attention(*wide, arrays[3], **options)[:7], wanted, atol=3e-6)
+    out = paged_attention(*arrays, **options, backend="mosaic")[:7]
+    assert np.linalg.norm(np.asarray(out, np.float32) - wanted) < 6e-3 * np.linalg.norm(wanted)
 
 
 def test_shared_pages(rng):

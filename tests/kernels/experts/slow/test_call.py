@@ -15,7 +15,15 @@ from moe_jax.kernels.experts.fp8.quantise import InFp8, RoundedTokens, quantise_
 from moe_jax.kernels.experts.weights import Accumulators, ExpertWeights
 from moe_jax.kernels.low_rank import LowRank
 from tests.helpers import oracle
-from tests.helpers.expert_layers import Adapter, Form, compute, gradients_by_accumulators, gradients_by_tickets, make_layer
+from tests.helpers.expert_layers import (
+    Adapter,
+    Form,
+    compute,
+    gradients_by_accumulators,
+    gradients_by_tickets,
+    make_layer,
+    relative_error,
+)
 
 TOKENS, EXPERTS, K, HIDDEN, INTER = 24, 4, 2, 16, 12
 
@@ -96,6 +104,57 @@ def test_changes_of_a_stack_in_fp8(rng, split):
         np.testing.assert_allclose(one, other, atol=2e-3 * np.abs(other).max())
 
 
+def _biased(weights, biases):
+    """The weights with biases of both matrices."""
+    gate_up, down = (replace(matrix, bias=bias) for matrix, bias in zip((weights.gate_up, weights.down), biases, strict=True))
+    return replace(weights, gate_up=gate_up, down=down)
+
+
+FORMS = ("accumulators of a stack", "accumulators, chunks", "ticket", "changes of a stack")
+
+
+@pytest.mark.parametrize(
+    "form, backend",
+    [
+        *((form, "xla") for form in FORMS),
+        ("accumulators of a stack", "mosaic"),
+        pytest.param("changes", "mosaic", marks=pytest.mark.thorough),
+    ],
+)
+def test_biases_in_every_form(rng, form, backend):
+    """y, dx, the gradients of choices' weights, and of the biases if they are trained, against plain matrices."""
+    dtype, sizes = (jnp.float64, (HIDDEN, INTER)) if backend == "xla" else (jnp.bfloat16, (64, 64))
+    with jax.enable_x64(backend == "xla"):
+        x, *matrices, weights, chosen = make_layer(rng, "random", TOKENS, EXPERTS, K, *sizes, dtype)
+        biases = [jnp.asarray(rng.normal(size=w.shape[:2]), dtype) for w in matrices]
+        adapter = _adapter(rng, *sizes, dtype) if "changes" in form else None
+        chunks, layer = dict(chunk_tokens=10) if "chunks" in form else {}, jnp.int32(1) if "stack" in form else None
+        given = [jnp.stack([jnp.zeros_like(w), w]) for w in matrices] if "stack" in form else matrices
+        gradient = expert_products_like(x, EXPERTS, K, sizes[1]) if form == "ticket" else None
+        if "accumulators" in form:
+            gradient = Accumulators(*(jnp.zeros(w.shape, jnp.promote_types(w.dtype, jnp.float32)) for w in given))
+
+        def ours(x, weights, biases):
+            whole = Form(layer, frozen=adapter is not None, adapter=adapter or (None, None), gradient=gradient).of(*given)
+            return experts([TokenPart(x, weights, chosen)], _biased(whole, biases), backend=backend, **chunks)[0]
+
+        def plain(x, weights, biases):
+            changed = matrices
+            if adapter is not None:
+                changed = [w + jnp.matmul(*reversed(factors)) for w, factors in zip(matrices, adapter, strict=True)]
+            return oracle.experts_mlp(x, *changed, weights, chosen, biases=[bias[None] for bias in biases])
+
+        def with_gradients(f, *arrays):
+            y, pullback = jax.vjp(f, *arrays)
+            dx, dweights, dbiases = pullback(jnp.cos(jnp.arange(y.size)).reshape(y.shape).astype(y.dtype))
+            return [y, dx, dweights, *(dbiases if adapter is None else ())]
+
+        arrays = x, weights.astype(jnp.promote_types(dtype, jnp.float32)), biases
+        found = jax.jit(partial(with_gradients, ours))(*arrays)
+        for one, other in zip(found, jax.jit(partial(with_gradients, plain))(*arrays), strict=True):
+            assert relative_error(one, other) < (1e-9 if backend == "xla" else 2e-2)
+
+
 def test_tickets_in_fp8(rng):
     """The operands are in bf16: multiplied later, they are the gradients that accumulators get, bit for bit."""
     layer = make_layer(rng, "some_nobody", TOKENS, EXPERTS, K, 128, 128)
@@ -122,17 +181,7 @@ def _refused_calls(rng):
     biased = partial(of, biases=(w_gate_up[:, :, 0], w_down[:, :, 0]))
     return [
         ({"biases", "precision"}, [part], biased(), dict(precision=fp8)),
-        (
-            {"biases", "changes"},
-            [part],
-            replace(biased(), gate_up=replace(changes.gate_up, bias=w_gate_up[:, :, 0]), down=changes.down),
-            {},
-        ),
-        ({"biases", "frozen"}, [part], biased(**frozen), {}),
-        ({"biases", "accumulators"}, [part], biased(**sums), {}),
-        ({"biases", "ticket"}, [part], biased(**ticket), {}),
-        ({"biases", "stack"}, [part], biased(**stack), {}),
-        ({"biases", "max_pairs"}, [part], biased(), dict(max_pairs=[8])),
+        ({"bias of down", "max_pairs"}, [part], biased(), dict(max_pairs=[8])),
         ({"one in FP8"}, [part], ExpertWeights(w.gate_up, codes.down), dict(precision=fp8)),
         ({"in FP8 alone", "no precision"}, [part], codes, {}),
         ({"rounded tokens", "no precision"}, [rounded], w, {}),
