@@ -33,11 +33,13 @@ class ServeCommand:
       model: a Hugging Face folder or hub id. Or the output folder of a run: its model, or its adapter, which names the weights.
       host: the address to listen on. Default: only this machine can reach the server. 0.0.0.0: all can.
       port: the port to listen on; 0 chooses a free one.
-      name: the model's name in the API. Default: the hub id, or the folder's name.
+      name: the model's name in the API, or several; answers have the first, unless a request has another. Default: the hub
+        id, or the folder's name.
       api_key: a key that requests must carry. Better set MOE_JAX_API_KEY: other users can see a command's options.
       hosts: names of this server beyond localhost and --host, such as a proxy's. On a local address without a key, requests
         with another name in Host get 403. "*": all names.
       sizes: sizes of the engine.
+      allowed_origins: web pages' origins that may read answers (CORS), such as https://example.org. "*": all.
       max_waiting: number of texts that wait for their turn; requests beyond get status 429.
       max_body_mb: largest size of a request, in megabytes.
       request_seconds: time after which a request is given up.
@@ -52,9 +54,10 @@ class ServeCommand:
     model: tyro.conf.Positional[str]
     host: str = "127.0.0.1"
     port: int = 8000
-    name: str | None = None
+    name: tuple[str, ...] = ()
     api_key: str | None = None
     hosts: tuple[str, ...] = ()
+    allowed_origins: tuple[str, ...] = ()
     sizes: tyro.conf.OmitArgPrefixes[LimitOptions] = LimitOptions()
     max_waiting: int = 1024
     max_body_mb: float = 8
@@ -84,8 +87,12 @@ class ServeCommand:
 
         logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")
         logging.getLogger("moe_jax").setLevel(logging.INFO)
+        own_name = Path(self.model).resolve().name if Path(self.model).is_dir() else self.model
+        name, *others = self.name or (own_name,)
         settings = ServerSettings(
-            self.name or (Path(self.model).resolve().name if Path(self.model).is_dir() else self.model),
+            name,
+            other_names=tuple(others),
+            allowed_origins=self.allowed_origins,
             api_key=self.api_key if self.api_key is not None else os.environ.get(KEY_VARIABLE),
             hosts=(self.host, *self.hosts),
             max_body_bytes=int(self.max_body_mb * 1e6),

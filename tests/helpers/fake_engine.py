@@ -1,10 +1,12 @@
 """An engine without a model: it answers with the prompt's own tokens, a token of each request in a step."""
 
+import functools
 import threading
 import time
 from types import SimpleNamespace
 from typing import Any
 
+from moe_jax.serving.grammar import Grammars
 from moe_jax.serving.handle import Delivery, Handle, wake
 from moe_jax.serving.loop import QueueFull, Stats
 from moe_jax.serving.request import Completion, EngineLimits, SamplingOptions, checked
@@ -41,6 +43,10 @@ class FakeEngine:
     @property
     def capacity(self) -> int:
         return self.limits.max_sequences + self.limits.max_waiting
+
+    @functools.cached_property
+    def grammars(self) -> Grammars:
+        return Grammars(self.tokenizer, VOCAB)
 
     def submit(self, prompt, options=None) -> Handle:
         ids = checked(prompt, options, self.limits, VOCAB)

@@ -15,6 +15,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from moe_jax.generation.tool_calls import AnswerPart, AnswerParts, Call
+from moe_jax.serving.chat import joined
 from moe_jax.serving.handle import REPLACEMENT, Handle, ReplicaFailed
 from moe_jax.serving.http.body import ApiError, DisconnectedError, delivery, took_too_long
 from moe_jax.serving.http.record import RequestRecord
@@ -162,7 +163,7 @@ class Answer:
         return usage if self.reasoning_tokens is None else usage | thoughts
 
     def _frame(self, kind: str, choices: list) -> dict[str, Any]:
-        name = self.service.settings.model_name
+        name = self.body.get("model", self.service.settings.model_name)
         return dict(id=self.prefix + self.id, object=kind, created=self.created, model=name, choices=choices)
 
 
@@ -225,7 +226,7 @@ class ChatAnswer(Answer):
         choice: dict[str, Any] = {"index": piece.index, "logprobs": found, "finish_reason": piece.finish_reason}
         choice |= {"token_ids": piece.ids} if self.returns_ids else {}
         message: dict[str, Any] = {"role": "assistant"} if is_first else {}
-        thought, text = ("".join(part.text for part in piece.parts if part.kind == kind) for kind in ("reasoning", "content"))
+        thought, text = joined(piece.parts, "reasoning"), joined(piece.parts, "content")
         calls = [part.call for part in piece.parts if part.call is not None]
         if text or is_first:
             message["content"] = None if is_whole and calls and not text else text

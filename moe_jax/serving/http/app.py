@@ -11,6 +11,7 @@ from prometheus_client import generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -18,8 +19,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from moe_jax import __version__
 from moe_jax.generation.text import completion_tokens
+from moe_jax.serving.chat import prepare
 from moe_jax.serving.http.body import ApiError, DisconnectedError, read_body, refuse_others, take
-from moe_jax.serving.http.completions import CONVERSATION, answer_chat, answer_completion, conversation_encoder
+from moe_jax.serving.http.completions import CONVERSATION, answer_chat, answer_completion, chat_request
 from moe_jax.serving.http.record import RequestRecord, record_of
 from moe_jax.serving.http.service import Service, logger
 
@@ -50,14 +52,19 @@ def make_app(service: Service) -> ASGIApp:
     app = Starlette(routes=routes, exception_handlers=handlers, lifespan=lifespan)
     # A redirect from /metrics/ would repeat the host that the request claims.
     app.router.redirect_slashes = False
-    return Guard(app, service, [*posts, *gets])
+    guarded = Guard(app, service, [*posts, *gets])
+    origins = service.settings.allowed_origins
+    # Outermost: a browser asks for permission without a key, and must be able to read the guard's refusals.
+    return CORSMiddleware(guarded, origins, ["*"], ["*"], expose_headers=["x-request-id"]) if origins else guarded
 
 
 async def _answer_models(service: Service, request: Request) -> JSONResponse:
     """Answers with the model named in the path, or with a list of all models."""
     name = request.path_params.get("name")
     service.check_model(name)
-    return JSONResponse(_model(service) if name is not None else {"object": "list", "data": [_model(service)]})
+    if name is not None:
+        return JSONResponse(_model(service, name))
+    return JSONResponse({"object": "list", "data": [_model(service, each) for each in service.model_names]})
 
 
 async def _answer_health(service: Service, request: Request) -> JSONResponse:
@@ -75,9 +82,9 @@ async def _answer_metrics(service: Service, request: Request) -> Response:
     return Response(generate_latest(service.metrics.registry), headers={"content-type": CONTENT_TYPE_LATEST})
 
 
-def _model(service: Service) -> dict:
+def _model(service: Service, name: str) -> dict:
     return {
-        "id": service.settings.model_name,
+        "id": name,
         "object": "model",
         "created": service.created,
         "owned_by": "moe_jax",
@@ -93,7 +100,11 @@ async def answer_tokenize(service: Service, request: Request) -> JSONResponse:
     if ("prompt" in body) == ("messages" in body):
         raise ApiError(400, "give either prompt or messages")
     if "messages" in body:
-        encode = conversation_encoder(service.tokenizer, body)
+        wanted = chat_request(body)
+
+        def encode() -> list[list[int]]:
+            return [prepare(service.tokenizer, wanted, lambda: service.engine.grammars).tokens]
+
     else:
         text = take(body, "prompt", str)
 

@@ -29,6 +29,10 @@ class ServerSettings:
     """The name that the model is served under, and limits that keep one client from hurting others."""
 
     model_name: str
+    other_names: tuple[str, ...] = ()
+    """Further names of the same model."""
+    allowed_origins: tuple[str, ...] = ()
+    """Origins of web pages that may read answers (CORS), such as https://example.org; `*`: all."""
     api_key: str | None = None
     """The key that requests must carry, stripped of surrounding space; None: no key."""
     hosts: tuple[str, ...] = ()
@@ -47,7 +51,7 @@ class ServerSettings:
     """Time that running requests have to finish after a signal to stop."""
 
     def __post_init__(self):
-        if not self.model_name:
+        if not all((self.model_name, *self.other_names)):
             raise ValueError("model_name must not be empty")
         if self.api_key is not None:
             # A header's value arrives without surrounding space.
@@ -143,7 +147,7 @@ class Service:
         except TimeoutError as error:
             raise ApiError(503, "the server is stopping") if self.stopping else took_too_long(seconds) from error
         except ValueError as error:
-            raise ApiError(400, str(error), param=field) from error
+            raise ApiError(400, str(error), param=getattr(error, "field", field)) from error
         finally:
             self._waits.discard(wait)
 
@@ -165,12 +169,17 @@ class Service:
             message = f"the text has at least {fewest} tokens, which exceed the {most} of a request"
             raise ApiError(400, message, param=field, code="context_length_exceeded")
 
+    @property
+    def model_names(self) -> list[str]:
+        """The names that requests may have in `model`, the server's own first."""
+        return [self.settings.model_name, *self.settings.other_names]
+
     def check_model(self, name: Any) -> None:
         """Raises ApiError if a request is for another model."""
-        if name is not None and name != self.settings.model_name:
+        if name is not None and name not in self.model_names:
             raise ApiError(
                 404,
-                f"there is no model {name!r:.80}; this server has {self.settings.model_name!r}",
+                f"there is no model {name!r:.80}; this server has {', '.join(map(repr, self.model_names)):.200}",
                 param="model",
                 code="model_not_found",
             )
