@@ -273,8 +273,9 @@ class Engine:
         ids = checked(prompt, options, self.limits, self.config.vocab_size)
         if options.return_experts and not self._keeps_experts:
             raise ValueError("return_experts needs a model with experts and Engine(..., keep_experts=True)")
-        if self.tokenizer is None and (texts := [name for name in ("stop", "bad_words", "grammar") if getattr(options, name)]):
-            raise ValueError(f"{texts[0]} needs Engine(..., tokenizer=...)")
+        for name, needs in (("stop", "stop texts need"), ("bad_words", "bad_words need"), ("grammar", "a grammar needs")):
+            if getattr(options, name) and self.tokenizer is None:
+                raise ValueError(f"{needs} Engine(..., tokenizer=...)")
         warn_of_length(self.config, len(ids), options.max_new_tokens)
         return ids
 

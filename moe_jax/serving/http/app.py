@@ -22,7 +22,9 @@ from moe_jax.generation.text import completion_tokens
 from moe_jax.serving.chat import prepare
 from moe_jax.serving.http.body import ApiError, DisconnectedError, read_body, refuse_others, take
 from moe_jax.serving.http.completions import CONVERSATION, answer_chat, answer_completion, chat_request
+from moe_jax.serving.http.messages import answer_count, answer_message
 from moe_jax.serving.http.record import RequestRecord, record_of
+from moe_jax.serving.http.responses import answer_response
 from moe_jax.serving.http.service import Service, logger
 
 PROBES = "/health", "/ping"
@@ -40,6 +42,9 @@ def make_app(service: Service) -> ASGIApp:
     posts = {
         "/v1/completions": answer_completion,
         "/v1/chat/completions": answer_chat,
+        "/v1/responses": answer_response,
+        "/v1/messages": answer_message,
+        "/v1/messages/count_tokens": answer_count,
         "/tokenize": answer_tokenize,
         "/detokenize": answer_detokenize,
     }
@@ -216,7 +221,9 @@ class Guard:
         key = self.service.settings.api_key
         if key is not None and scope["path"] not in PROBES:
             scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
-            if scheme.lower() != b"bearer" or not hmac.compare_digest(given.strip(), key.encode()):
+            # Clients of /v1/messages send the key in a header of its own.
+            given = given.strip() if scheme.lower() == b"bearer" else headers.get(b"x-api-key", b"")
+            if not hmac.compare_digest(given, key.encode()):
                 raise ApiError(401, "the request needs this server's key: Authorization: Bearer KEY", code="invalid_api_key")
         length = headers.get(b"content-length", b"0")
         if length.isdigit() and int(length) > self.service.settings.max_body_bytes:
