@@ -4,14 +4,17 @@ import logging
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import tyro
 
 from moe_jax.commands.loading import LoadingOptions, checked_loading
 from moe_jax.commands.options import LimitOptions, engine_mesh, search_rarely
 
-KEY_VARIABLE = "MOE_JAX_API_KEY"
+if TYPE_CHECKING:
+    from moe_jax.models.decoder import Decoder
+
+KEY_VARIABLE, ADMIN_VARIABLE = "MOE_JAX_API_KEY", "MOE_JAX_ADMIN_KEY"
 
 
 @dataclass(frozen=True)
@@ -93,6 +96,7 @@ class ServeCommand:
             name,
             other_names=tuple(others),
             allowed_origins=self.allowed_origins,
+            admin_key=os.environ.get(ADMIN_VARIABLE),
             api_key=self.api_key if self.api_key is not None else os.environ.get(KEY_VARIABLE),
             hosts=(self.host, *self.hosts),
             max_body_bytes=int(self.max_body_mb * 1e6),
@@ -116,4 +120,8 @@ class ServeCommand:
         engine_options: dict[str, Any] = dict(drafts=self.drafts or 0, take_over=True, lazy=self.lazy)
         engine = Engine(load(), limits=limits, tokenizer=tokenizer, **engine_options)
         search_rarely()
-        Server(Service(engine, defaults, settings)).run([bound])
+
+        def load_again(path: str) -> "Decoder":
+            return checked_loading(find_checkpoint(path), source.adapter, self.loading, mtp=mtp, mesh=mesh)[1]()
+
+        Server(Service(engine, defaults, settings, load_again)).run([bound])

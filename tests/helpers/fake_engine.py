@@ -34,6 +34,7 @@ class FakeEngine:
         self.repeats = repeats
         self.step_seconds = step_seconds
         self.says: str | None = None
+        self.calls: list[str] = []
         self._active: dict[_Sequence, Handle] = {}
         self._lock = threading.Lock()
         self._num_tokens = 0
@@ -64,6 +65,18 @@ class FakeEngine:
         self.submitted.append(options)
         self.handles.append(handle)
         return handle
+
+    def pause(self) -> None:
+        self.calls.append("pause")
+
+    def resume(self) -> None:
+        self.calls.append("resume")
+
+    def drop_prefixes(self) -> None:
+        self.calls.append("drop_prefixes")
+
+    def update(self, model) -> None:
+        self.calls.append(f"update {model}")
 
     def stats(self) -> Stats:
         running = min(len(self._active), self.limits.max_sequences)

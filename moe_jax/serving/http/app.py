@@ -20,6 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from moe_jax import __version__
 from moe_jax.generation.text import completion_tokens
 from moe_jax.serving.chat import prepare
+from moe_jax.serving.http import admin
 from moe_jax.serving.http.body import ApiError, DisconnectedError, read_body, refuse_others, take
 from moe_jax.serving.http.completions import CONVERSATION, answer_chat, answer_completion, chat_request
 from moe_jax.serving.http.messages import answer_count, answer_message
@@ -48,6 +49,8 @@ def make_app(service: Service) -> ASGIApp:
         "/tokenize": answer_tokenize,
         "/detokenize": answer_detokenize,
     }
+    if service.settings.admin_key is not None:
+        posts |= dict.fromkeys(admin.PATHS, admin.answer_admin)
     gets = {"/v1/models": _answer_models, "/metrics": _answer_metrics, "/version": _answer_version}
     gets |= dict.fromkeys(PROBES, _answer_health)
     routes = [Route(path, partial(answer, service), methods=["POST"]) for path, answer in posts.items()]
@@ -218,13 +221,15 @@ class Guard:
         if self.service.stopping:
             raise ApiError(503, "the server is stopping")
         self._check_host(headers.get(b"host", b"").decode("latin-1"))
-        key = self.service.settings.api_key
+        settings = self.service.settings
+        key = settings.admin_key if scope["path"] in admin.PATHS else settings.api_key
         if key is not None and scope["path"] not in PROBES:
             scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
             # Clients of /v1/messages send the key in a header of its own.
             given = given.strip() if scheme.lower() == b"bearer" else headers.get(b"x-api-key", b"")
             if not hmac.compare_digest(given, key.encode()):
-                raise ApiError(401, "the request needs this server's key: Authorization: Bearer KEY", code="invalid_api_key")
+                whose = "administrator's" if scope["path"] in admin.PATHS else "server's"
+                raise ApiError(401, f"the request needs this {whose} key: Authorization: Bearer KEY", code="invalid_api_key")
         length = headers.get(b"content-length", b"0")
         if length.isdigit() and int(length) > self.service.settings.max_body_bytes:
             raise self._too_large()

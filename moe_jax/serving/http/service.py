@@ -15,6 +15,7 @@ from typing import Any
 from tokenizers.pre_tokenizers import ByteLevel
 
 from moe_jax.checkpoint.tokenizer import beginning
+from moe_jax.models.decoder import Decoder
 from moe_jax.serving.conversation import Defaults
 from moe_jax.serving.engine import Engine
 from moe_jax.serving.handle import Event, Handle
@@ -35,6 +36,8 @@ class ServerSettings:
     """Origins of web pages that may read answers (CORS), such as https://example.org; `*`: all."""
     api_key: str | None = None
     """The key that requests must carry, stripped of surrounding space; None: no key."""
+    admin_key: str | None = None
+    """The key for `admin.PATHS`; None: these paths do not exist."""
     hosts: tuple[str, ...] = ()
     """Names other than localhost that the header Host may have, if there is no key and only this machine can connect. `*`: any
     name.
@@ -53,11 +56,12 @@ class ServerSettings:
     def __post_init__(self):
         if not all((self.model_name, *self.other_names)):
             raise ValueError("model_name must not be empty")
-        if self.api_key is not None:
-            # A header's value arrives without surrounding space.
-            object.__setattr__(self, "api_key", self.api_key.strip())
-            if not (self.api_key and self.api_key.isascii() and self.api_key.isprintable()):
-                raise ValueError("api_key must be printable ASCII, and not empty")
+        for name in ("api_key", "admin_key"):
+            if (key := getattr(self, name)) is not None:
+                # A header's value arrives without surrounding space.
+                object.__setattr__(self, name, key := key.strip())
+                if not (key and key.isascii() and key.isprintable()):
+                    raise ValueError(f"{name} must be printable ASCII, and not empty")
         names = ("max_body_bytes", "max_choices", "max_connections", "body_seconds", "request_seconds")
         wrong = [name for name in names if not getattr(self, name) > 0]
         wrong += [] if self.shutdown_seconds >= 0 else ["shutdown_seconds"]
@@ -105,9 +109,20 @@ class Choice:
 
 
 class Service:
-    """The state of a server, whose engine has a tokenizer."""
+    """The state of a server, whose engine has a tokenizer.
 
-    def __init__(self, engine: Engine, defaults: Defaults, settings: ServerSettings):
+    Args:
+      load: reads a model of the engine's form from a folder; None: the server accepts no new weights.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        defaults: Defaults,
+        settings: ServerSettings,
+        load: Callable[[str], Decoder] | None = None,
+    ):
+        self._load = load
         self.engine = engine
         self.tokenizer: Any = engine.tokenizer
         self.defaults = defaults
@@ -123,6 +138,7 @@ class Service:
         """True once the server is stopping: it accepts no more requests."""
         # Prompts wait for each other in threads; in the event loop all streams would wait for them.
         self._short_texts, self._long_texts = Worker("tokenizing"), Worker("tokenizing long texts")
+        self._administration = Worker("administration")
         # The first call turns off truncation set by a tokenizer's file, which fails while another thread tokenizes.
         beginning(self.tokenizer)
         # The first call reads the vocabulary, which would delay all streams later.
@@ -161,6 +177,20 @@ class Service:
         if outside := [token for tokens in texts for token in tokens if not 0 <= token < size]:
             raise ApiError(400, f"token {outside[0]} is outside the vocabulary of {size}", param=field)
         return await self.encode(lambda: [self.tokenizer.decode(tokens) for tokens in texts], record, field)
+
+    async def administer(self, action: Callable[[], None]) -> None:
+        """Runs an administrator's action outside the event loop, one at a time."""
+        await self._administration.run(action)
+
+    def read_weights(self, folder: str) -> None:
+        """Reads the weights in a folder, and lets the engine compute with them.
+
+        Raises:
+            ValueError, OSError: The folder has no weights of the engine's form.
+        """
+        if self._load is None:
+            raise ValueError("this server cannot read new weights")
+        self.engine.update(self._load(folder))
 
     def check_length(self, text: str, field: str) -> None:
         """Raises ApiError if the text's length alone proves that it has more tokens than a request can have."""
@@ -238,6 +268,7 @@ class Service:
         except TimeoutError:
             logger.warning("a step of the engine does not end: after %g seconds the server stops without it", CLOSE_SECONDS)
         closing.close()
+        self._administration.close()
         if not all([worker.close(1) for worker in (self._short_texts, self._long_texts)]):
             logger.warning("the tokenizer still works on a text that nobody waits for: the server stops without it")
 
