@@ -179,6 +179,11 @@ def test_what_ends_a_text_may_be_part_of_it(client, stream):
     assert text(extra_body=included | {"skip_special_tokens": False}) == "abcdef<|end|>"
 
 
+def test_stop_texts_count_after_the_least_length(client):
+    options = dict(model="tiny", prompt="abcdef", stop=["b", "e"], extra_body={"min_tokens": 3})
+    assert client.completions.create(**options).choices[0].text == "abcd"
+
+
 def test_a_prompts_beginning_may_be_cut_off(server, client):
     extra = {"truncate_prompt_tokens": 2}
     found = client.completions.create(model="tiny", prompt=["abc", "d"], echo=True, extra_body=extra)

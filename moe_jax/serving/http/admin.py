@@ -25,9 +25,12 @@ async def answer_admin(service: Service, request: Request) -> JSONResponse:
         folder = take(body, "weight_dir", str)
         if folder is None:
             raise ApiError(400, "weight_dir must be a folder on the server", param="weight_dir")
-        action = partial(service.read_weights, folder)
+        if service.load is None:
+            raise ApiError(400, "this server cannot read new weights", param="weight_dir")
+        load = partial(service.load, folder)
+        action = lambda: engine.update(load())  # noqa: E731
     try:
-        await service.administer(action)
+        await service.administration.run(action)
     except (ValueError, OSError) as error:
         raise ApiError(400, str(error), param="weight_dir") from error
     except RuntimeError as error:

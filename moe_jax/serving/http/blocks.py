@@ -13,6 +13,8 @@ from moe_jax.generation.tool_calls import AnswerPart
 from moe_jax.serving.http.answers import ChatAnswer, TextPiece
 from moe_jax.serving.http.body import ApiError, refuse_others
 
+Events = list[dict[str, Any]]
+
 
 @dataclass
 class Block:
@@ -26,7 +28,10 @@ class Block:
 
 
 class BlockAnswer(ChatAnswer):
-    """The answer to a request with one choice. Subclasses write blocks, events and the whole in their API's names.
+    """The answer to a request with one choice. Subclasses write it in their API's names.
+
+    `_shown` is the answer with the blocks so far. The others are events: before the first block, at a block's beginning, for
+    its new text, at its end, and after the last block.
 
     Attributes:
       fields: the request as its client wrote it.
@@ -38,28 +43,22 @@ class BlockAnswer(ChatAnswer):
         super().__init__(*arguments, **named)
         self.fields, self.blocks, self.reason = fields, list[Block](), None
 
-    def whole(self) -> dict[str, Any]:
-        """Returns the answer with the blocks so far."""
+    def _shown(self) -> dict[str, Any]:
         raise NotImplementedError
 
-    def first_events(self) -> list[dict[str, Any]]:
-        """Returns the events before the first block."""
+    def _first_events(self) -> Events:
         raise NotImplementedError
 
-    def begun(self, block: Block) -> list[dict[str, Any]]:
-        """Returns the events at the beginning of a block."""
+    def _begun(self, block: Block) -> Events:
         raise NotImplementedError
 
-    def delta(self, block: Block, text: str) -> list[dict[str, Any]]:
-        """Returns the events for new text of a block."""
+    def _delta(self, block: Block, text: str) -> Events:
         raise NotImplementedError
 
-    def ended(self, block: Block) -> list[dict[str, Any]]:
-        """Returns the events at the end of a block."""
+    def _ended(self, block: Block) -> Events:
         raise NotImplementedError
 
-    def last_events(self, error: ApiError | None) -> list[dict[str, Any]]:
-        """Returns the events after the last block."""
+    def _last_events(self, error: ApiError | None) -> Events:
         raise NotImplementedError
 
     async def _whole(self, pieces: list[list[TextPiece]]) -> dict[str, Any]:
@@ -68,10 +67,10 @@ class BlockAnswer(ChatAnswer):
                 for _ in self._added(part):
                     pass
             self.reason = piece.finish_reason
-        return self.whole()
+        return self._shown()
 
     async def _send_all(self, send_data: Callable[[Any], Awaitable[None]]) -> None:
-        async def send(events: list[dict[str, Any]]) -> None:
+        async def send(events: Events) -> None:
             for event in events:
                 await send_data(event)
 
@@ -81,26 +80,26 @@ class BlockAnswer(ChatAnswer):
                     await send(events)
             self.reason = piece.finish_reason
 
-        await send(self.first_events())
+        await send(self._first_events())
         await self._follow(send_piece)
         for block in self.blocks[-1:]:
-            await send(self.ended(block))
-        await send(self.last_events(None))
+            await send(self._ended(block))
+        await send(self._last_events(None))
 
     def _failure(self, error: ApiError) -> list[Any]:
-        return self.last_events(error)
+        return self._last_events(error)
 
-    def _added(self, part: AnswerPart) -> Iterator[list[dict[str, Any]]]:
+    def _added(self, part: AnswerPart) -> Iterator[Events]:
         """Adds a part to the blocks, and yields its events."""
         if part.call is not None or not self.blocks or self.blocks[-1].kind != part.kind:
             for block in self.blocks[-1:]:
-                yield self.ended(block)
+                yield self._ended(block)
             name = part.call.name if part.call else ""
             self.blocks.append(Block(part.kind, len(self.blocks), name=name))
-            yield self.begun(self.blocks[-1])
+            yield self._begun(self.blocks[-1])
         text = part.text if part.call is None else json.dumps(part.call.arguments, ensure_ascii=False)
         self.blocks[-1].text += text
-        yield self.delta(self.blocks[-1], text)
+        yield self._delta(self.blocks[-1], text)
 
 
 def renamed(fields: Mapping[str, Any], names: Mapping[str, str], others: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from moe_jax.serving.chat import prepare
-from moe_jax.serving.http.blocks import Block, BlockAnswer, renamed, text_of
+from moe_jax.serving.http.blocks import Block, BlockAnswer, Events, renamed, text_of
 from moe_jax.serving.http.body import ApiError, read_body, take
 from moe_jax.serving.http.completions import answer_conversation, chat_request
 from moe_jax.serving.http.record import record_of
@@ -107,8 +107,7 @@ DELTAS = {
 class MessageAnswer(BlockAnswer):
     """The answer of /v1/messages."""
 
-    def whole(self) -> dict[str, Any]:
-        """Returns the message so far."""
+    def _shown(self) -> dict[str, Any]:
         return {
             "id": f"msg_{self.id}",
             "type": "message",
@@ -120,29 +119,24 @@ class MessageAnswer(BlockAnswer):
             "usage": self._counts(),
         }
 
-    def first_events(self) -> list[dict[str, Any]]:
-        """Returns the event of the message before its content."""
-        return [{"type": "message_start", "message": self.whole()}]
+    def _first_events(self) -> Events:
+        return [{"type": "message_start", "message": self._shown()}]
 
-    def begun(self, block: Block) -> list[dict[str, Any]]:
-        """Returns the event of a new block."""
+    def _begun(self, block: Block) -> Events:
         empty = Block(block.kind, block.index, "", block.name, block.id)
         return [{"type": "content_block_start", "index": block.index, "content_block": _block(empty)}]
 
-    def delta(self, block: Block, text: str) -> list[dict[str, Any]]:
-        """Returns the event of new text."""
+    def _delta(self, block: Block, text: str) -> Events:
         kind, field = DELTAS[block.kind]
         return [{"type": "content_block_delta", "index": block.index, "delta": {"type": kind, field: text}}]
 
-    def ended(self, block: Block) -> list[dict[str, Any]]:
-        """Returns the event at the end of a block."""
+    def _ended(self, block: Block) -> Events:
         return [{"type": "content_block_stop", "index": block.index}]
 
-    def last_events(self, error: ApiError | None) -> list[dict[str, Any]]:
-        """Returns the events with the reason of the end."""
+    def _last_events(self, error: ApiError | None) -> Events:
         if error is not None:
             return [{"type": "error", **error.body}]
-        whole = self.whole()
+        whole = self._shown()
         delta = {name: whole[name] for name in ("stop_reason", "stop_sequence")}
         return [{"type": "message_delta", "delta": delta, "usage": whole["usage"]}, {"type": "message_stop"}]
 

@@ -7,7 +7,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from moe_jax.serving.http.blocks import Block, BlockAnswer, renamed, text_of
+from moe_jax.serving.http.blocks import Block, BlockAnswer, Events, renamed, text_of
 from moe_jax.serving.http.body import ApiError, read_body, take
 from moe_jax.serving.http.completions import answer_conversation
 from moe_jax.serving.http.service import Service
@@ -108,8 +108,7 @@ class ResponseAnswer(BlockAnswer):
 
     _number = 0
 
-    def whole(self) -> dict[str, Any]:
-        """Returns the response so far."""
+    def _shown(self) -> dict[str, Any]:
         usage, cut = self._usage(), self.reason == "length"
         counts = {"input_tokens": usage["prompt_tokens"], "output_tokens": usage["completion_tokens"]}
         details = {"reasoning_tokens": self.reasoning_tokens or 0}
@@ -128,23 +127,19 @@ class ResponseAnswer(BlockAnswer):
             "usage": counts | {"total_tokens": usage["total_tokens"]} if self.reason else None,
         }
 
-    def first_events(self) -> list[dict[str, Any]]:
-        """Returns the two events with the response before its output."""
-        return [self._event(f"response.{name}", response=self.whole()) for name in ("created", "in_progress")]
+    def _first_events(self) -> Events:
+        return [self._event(f"response.{name}", response=self._shown()) for name in ("created", "in_progress")]
 
-    def begun(self, block: Block) -> list[dict[str, Any]]:
-        """Returns the events of a new item, and of its part."""
+    def _begun(self, block: Block) -> Events:
         return [
             self._event("response.output_item.added", output_index=block.index, item=_item(block, is_begun=True)),
             *self._part(block, "added"),
         ]
 
-    def delta(self, block: Block, text: str) -> list[dict[str, Any]]:
-        """Returns the event of new text."""
+    def _delta(self, block: Block, text: str) -> Events:
         return [self._event(EVENTS[block.kind][0] + ".delta", **self._place(block), delta=text)]
 
-    def ended(self, block: Block) -> list[dict[str, Any]]:
-        """Returns the events of the whole text, part and item."""
+    def _ended(self, block: Block) -> Events:
         name, field = EVENTS[block.kind]
         whole = {field: block.text} | ({"name": block.name} if block.kind == "call" else {})
         return [
@@ -153,9 +148,8 @@ class ResponseAnswer(BlockAnswer):
             self._event("response.output_item.done", output_index=block.index, item=_item(block)),
         ]
 
-    def last_events(self, error: ApiError | None) -> list[dict[str, Any]]:
-        """Returns the event of the whole response."""
-        response = self.whole()
+    def _last_events(self, error: ApiError | None) -> Events:
+        response = self._shown()
         if error is not None:
             response |= {"status": "failed", "error": {"code": "server_error", "message": str(error)}}
         return [self._event(f"response.{response['status']}", response=response)]

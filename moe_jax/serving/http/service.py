@@ -122,7 +122,7 @@ class Service:
         settings: ServerSettings,
         load: Callable[[str], Decoder] | None = None,
     ):
-        self._load = load
+        self.load, self.administration = load, Worker("administration")
         self.engine = engine
         self.tokenizer: Any = engine.tokenizer
         self.defaults = defaults
@@ -138,7 +138,6 @@ class Service:
         """True once the server is stopping: it accepts no more requests."""
         # Prompts wait for each other in threads; in the event loop all streams would wait for them.
         self._short_texts, self._long_texts = Worker("tokenizing"), Worker("tokenizing long texts")
-        self._administration = Worker("administration")
         # The first call turns off truncation set by a tokenizer's file, which fails while another thread tokenizes.
         beginning(self.tokenizer)
         # The first call reads the vocabulary, which would delay all streams later.
@@ -177,20 +176,6 @@ class Service:
         if outside := [token for tokens in texts for token in tokens if not 0 <= token < size]:
             raise ApiError(400, f"token {outside[0]} is outside the vocabulary of {size}", param=field)
         return await self.encode(lambda: [self.tokenizer.decode(tokens) for tokens in texts], record, field)
-
-    async def administer(self, action: Callable[[], None]) -> None:
-        """Runs an administrator's action outside the event loop, one at a time."""
-        await self._administration.run(action)
-
-    def read_weights(self, folder: str) -> None:
-        """Reads the weights in a folder, and lets the engine compute with them.
-
-        Raises:
-            ValueError, OSError: The folder has no weights of the engine's form.
-        """
-        if self._load is None:
-            raise ValueError("this server cannot read new weights")
-        self.engine.update(self._load(folder))
 
     def check_length(self, text: str, field: str) -> None:
         """Raises ApiError if the text's length alone proves that it has more tokens than a request can have."""
@@ -268,7 +253,7 @@ class Service:
         except TimeoutError:
             logger.warning("a step of the engine does not end: after %g seconds the server stops without it", CLOSE_SECONDS)
         closing.close()
-        self._administration.close()
+        self.administration.close()
         if not all([worker.close(1) for worker in (self._short_texts, self._long_texts)]):
             logger.warning("the tokenizer still works on a text that nobody waits for: the server stops without it")
 
