@@ -1,7 +1,8 @@
 """The engine's thread: it plans a step, starts it on the device, and only then reads the tokens of the step before.
 
-So host and device work at the same time. A sequence that ends is found one step late, which costs one row of one step. Only
-this thread changes the engine's state: other threads pass it functions to run between two steps.
+So host and device work at the same time. A sequence that ends is found one step late, which costs one row of one step. Tokens
+of a step with constraints are drawn after the step before was read (`constraints`). Only this thread changes the engine's
+state: other threads pass it functions to run between two steps.
 """
 
 import contextlib

@@ -1,6 +1,7 @@
 """The state that all endpoints share: an engine, a tokenizer, running requests, and the shutdown."""
 
 import asyncio
+import contextlib
 import functools
 import json
 import logging
@@ -142,6 +143,9 @@ class Service:
         beginning(self.tokenizer)
         # The first call reads the vocabulary, which would delay all streams later.
         fewest_tokens(self.tokenizer, "x")
+        # So does the first grammar. A tokenizer without grammars refuses them request by request.
+        with contextlib.suppress(ValueError):
+            engine.grammars  # noqa: B018
         self._waits: set[asyncio.Timeout] = set()
         """Timeouts of requests that wait for their texts' tokens."""
 
