@@ -9,7 +9,7 @@ import importlib.util
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from jaxtyping import UInt32
@@ -129,23 +129,6 @@ def _until(tokenizer: Any, rule: str, end: str) -> tuple[str, str]:
     return rule, f"{rule}[suffix={written}]: /(?s:.*)/"
 
 
-class Matcher(Protocol):
-    """A grammar in the middle of a text."""
-
-    has_ended: bool
-    """True after an end token of the tokenizer, which the sequence may lack among its own."""
-
-    @property
-    def is_complete(self) -> bool:
-        """True where the text may end."""
-
-    def bits(self) -> UInt32[np.ndarray, " words"]:
-        """Returns the tokens that may come next, as `Constraint.bits`. After an error it allows none."""
-
-    def commit(self, token: int) -> None:
-        """Adds the next token."""
-
-
 class Grammars:
     """Compiles grammars for a tokenizer.
 
@@ -164,13 +147,13 @@ class Grammars:
             raise ValueError(f"llguidance does not support the tokenizer: {error}") from error
         self.compiled = functools.lru_cache(KEPT_GRAMMARS)(self._compile)
 
-    def matcher(self, grammar: str) -> Matcher:
+    def matcher(self, grammar: str) -> "Matcher":
         """Returns a matcher at the beginning of a grammar, for a new text.
 
         Raises:
           ValueError: the grammar cannot be compiled; the message names the place.
         """
-        return _Matcher(self.compiled(grammar).deep_copy())
+        return Matcher(self.compiled(grammar).deep_copy())
 
     def _compile(self, grammar: str) -> Any:
         from llguidance import LLMatcher
@@ -200,19 +183,31 @@ def is_installed() -> bool:
     return importlib.util.find_spec("llguidance") is not None
 
 
-class _Matcher:
+class Matcher:
+    """A grammar in the middle of a text.
+
+    Attributes:
+      has_ended: True after an end token of the tokenizer, which the sequence may lack among its own.
+
+    Args:
+      matcher: llguidance's.
+    """
+
     def __init__(self, matcher: Any):
         self._matcher, self.has_ended = matcher, False
 
     @property
     def is_complete(self) -> bool:
+        """True where the text may end."""
         return self._matcher.is_accepting()
 
     def bits(self) -> UInt32[np.ndarray, " words"]:
+        """Returns the tokens that may come next, as `Constraint.bits`; none after an error."""
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)
         return np.zeros_like(bits) if self._matcher.is_error() else bits
 
     def commit(self, token: int) -> None:
+        """Adds the next token."""
         # Where no text may follow, the next token can only end it.
         self.has_ended = self._matcher.is_stopped()
         self._matcher.consume_token(token)

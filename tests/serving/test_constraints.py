@@ -4,13 +4,14 @@ import numpy as np
 import pytest
 
 from moe_jax.serving.constraints import Constraint, bad_word_tokens, num_words, packed_bits
+from moe_jax.serving.grammar import Matcher
 from moe_jax.serving.request import SamplingOptions
 from tests.helpers import tiny
 
 VOCAB, ENDS = 70, {0, 69}
 
 
-class Choice:
+class Choice(Matcher):
     """The grammar of two texts, which begin alike: tokens 5 6 and 5 7."""
 
     def __init__(self):
