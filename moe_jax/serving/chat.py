@@ -120,12 +120,9 @@ def prepare(
     if request.continues and names:
         raise FieldError("tool_choice", "an answer that the client begins has no tool_choice")
     values = dict(request.values) | _effort(request.effort, template)
-    try:
-        (tokens,) = chat_prompts(tokenizer, [request.messages], tools or None, values, check, continues=request.continues)
-    except ValueError as error:
-        raise ValueError(str(error).replace("template_options", "chat_template_kwargs")) from error
+    (tokens,) = chat_prompts(tokenizer, [request.messages], tools or None, values, check, continues=request.continues)
     if unread := [name for name in values if name not in template]:
-        raise ValueError(f"chat_template_kwargs: the model's chat template never mentions {', '.join(unread):.200}")
+        raise ValueError(f"template_options: the model's chat template never mentions {', '.join(unread):.200}")
     end = request.messages[-1]["content"] if request.continues else tokenizer.decode(tokens[-8:])
     thinks = end.rfind(THINK) > end.rfind(END_OF_THOUGHT) if END_OF_THOUGHT in template else None
     if forced:

@@ -41,7 +41,8 @@ class BlockAnswer(ChatAnswer):
 
     def __init__(self, *arguments: Any, fields: Mapping[str, Any], **named: Any):
         super().__init__(*arguments, **named)
-        self.fields, self.blocks, self.reason = fields, list[Block](), None
+        self.fields, self.blocks = fields, list[Block]()
+        self.reason: str | None = None
 
     def _shown(self) -> dict[str, Any]:
         raise NotImplementedError

@@ -163,7 +163,7 @@ class ResponseAnswer(BlockAnswer):
         place |= {} if block.kind == "call" else {"content_index": 0}
         return place | ({"logprobs": []} if block.kind == "content" else {})
 
-    def _part(self, block: Block, end: str) -> list[dict[str, Any]]:
+    def _part(self, block: Block, end: str) -> Events:
         if block.kind == "call":
             return []
         part = _item(block)["content"][0] | ({"text": ""} if end == "added" else {})
@@ -180,5 +180,6 @@ def _item(block: Block, *, is_begun: bool = False) -> dict[str, Any]:
     if block.kind == "reasoning":
         content = [] if is_begun else [{"type": "reasoning_text", "text": block.text}]
         return {"type": "reasoning", "id": f"rs_{block.id}", "summary": [], "content": content, **status}
-    content = [] if is_begun else [{"type": "output_text", "text": block.text, "annotations": [], "logprobs": []}]
+    text: dict[str, Any] = {"type": "output_text", "text": block.text, "annotations": [], "logprobs": []}
+    content = [] if is_begun else [text]
     return {"type": "message", "id": f"msg_{block.id}", "role": "assistant", "content": content, **status}

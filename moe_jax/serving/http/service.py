@@ -166,7 +166,8 @@ class Service:
         except TimeoutError as error:
             raise ApiError(503, "the server is stopping") if self.stopping else took_too_long(seconds) from error
         except ValueError as error:
-            raise ApiError(400, str(error), param=getattr(error, "field", field)) from error
+            message = str(error).replace("template_options", "chat_template_kwargs")
+            raise ApiError(400, message, param=getattr(error, "field", field)) from error
         finally:
             self._waits.discard(wait)
 
