@@ -4,14 +4,17 @@ import logging
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import tyro
 
 from moe_jax.commands.loading import LoadingOptions, checked_loading
 from moe_jax.commands.options import LimitOptions, engine_mesh, search_rarely
 
-KEY_VARIABLE = "MOE_JAX_API_KEY"
+if TYPE_CHECKING:
+    from moe_jax.models.decoder import Decoder
+
+KEY_VARIABLE, ADMIN_VARIABLE = "MOE_JAX_API_KEY", "MOE_JAX_ADMIN_KEY"
 
 
 @dataclass(frozen=True)
@@ -33,11 +36,13 @@ class ServeCommand:
       model: a Hugging Face folder or hub id. Or the output folder of a run: its model, or its adapter, which names the weights.
       host: the address to listen on. Default: only this machine can reach the server. 0.0.0.0: all can.
       port: the port to listen on; 0 chooses a free one.
-      name: the model's name in the API. Default: the hub id, or the folder's name.
+      name: the model's name in the API, or several; answers have the first, unless a request has another. Default: the hub
+        id, or the folder's name.
       api_key: a key that requests must carry. Better set MOE_JAX_API_KEY: other users can see a command's options.
       hosts: names of this server beyond localhost and --host, such as a proxy's. On a local address without a key, requests
         with another name in Host get 403. "*": all names.
       sizes: sizes of the engine.
+      allowed_origins: web pages' origins that may read answers (CORS), such as https://example.org. "*": all.
       max_waiting: number of texts that wait for their turn; requests beyond get status 429.
       max_body_mb: largest size of a request, in megabytes.
       request_seconds: time after which a request is given up.
@@ -52,9 +57,10 @@ class ServeCommand:
     model: tyro.conf.Positional[str]
     host: str = "127.0.0.1"
     port: int = 8000
-    name: str | None = None
+    name: tuple[str, ...] = ()
     api_key: str | None = None
     hosts: tuple[str, ...] = ()
+    allowed_origins: tuple[str, ...] = ()
     sizes: tyro.conf.OmitArgPrefixes[LimitOptions] = LimitOptions()
     max_waiting: int = 1024
     max_body_mb: float = 8
@@ -84,8 +90,13 @@ class ServeCommand:
 
         logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")
         logging.getLogger("moe_jax").setLevel(logging.INFO)
+        own_name = Path(self.model).resolve().name if Path(self.model).is_dir() else self.model
+        name, *others = self.name or (own_name,)
         settings = ServerSettings(
-            self.name or (Path(self.model).resolve().name if Path(self.model).is_dir() else self.model),
+            name,
+            other_names=tuple(others),
+            allowed_origins=self.allowed_origins,
+            admin_key=os.environ.get(ADMIN_VARIABLE),
             api_key=self.api_key if self.api_key is not None else os.environ.get(KEY_VARIABLE),
             hosts=(self.host, *self.hosts),
             max_body_bytes=int(self.max_body_mb * 1e6),
@@ -109,4 +120,8 @@ class ServeCommand:
         engine_options: dict[str, Any] = dict(drafts=self.drafts or 0, take_over=True, lazy=self.lazy)
         engine = Engine(load(), limits=limits, tokenizer=tokenizer, **engine_options)
         search_rarely()
-        Server(Service(engine, defaults, settings)).run([bound])
+
+        def load_again(path: str) -> "Decoder":
+            return checked_loading(find_checkpoint(path), source.adapter, self.loading, mtp=mtp, mesh=mesh)[1]()
+
+        Server(Service(engine, defaults, settings, load_again)).run([bound])

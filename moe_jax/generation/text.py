@@ -280,7 +280,7 @@ def text_options(
     ends = tokenizer.eos_token_id if ends is None else ends
     ends = set() if ends is None else {ends} if isinstance(ends, int) else set(ends)
     if answers:
-        ends |= _ends_of_answers(tokenizer)
+        ends |= ends_of_answers(tokenizer)
     return filled | {"eos_token_id": sorted(ends)}
 
 
@@ -355,7 +355,7 @@ def _tokenizer_beside(source: str | None) -> Any:
         raise ValueError(f"{error}; {advice}") from error
 
 
-def _ends_of_answers(tokenizer: Any) -> set[int]:
+def ends_of_answers(tokenizer: Any) -> set[int]:
     """Returns the special token that the chat template puts after an answer, if any.
 
     A model that was tuned from a base model ends its answers with this token, while its generation_config.json may name only

@@ -30,8 +30,16 @@ class CallFormat(NamedTuple):
     """
     forced: str
     """The text after `begin` that makes the model call the tool {name}."""
+    after: str
+    """The text after the arguments, before `end`."""
+    parameter: tuple[str, str] | None = None
+    """The texts around the value of the parameter {key}; None: arguments are JSON."""
     any_tool: str = ""
     """The text after `begin` that makes the model call a tool of its choice."""
+
+    def before(self, name: str) -> str:
+        """Returns the text between `begin` and the arguments of a call of a tool."""
+        return self.forced.format(name=json.dumps(name) if "{{" in self.forced else name)
 
 
 UNREADABLE = (ValueError, TypeError, KeyError, AttributeError, RecursionError)
@@ -81,17 +89,25 @@ def _harmony(block: str, schemas: Mapping[str, Any]) -> list[Call]:
 
 _DEEPSEEK = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", _deepseek
 FORMATS = {
-    "hermes": CallFormat("<tool_call>", "</tool_call>", _hermes, '\n{{"name": {name}, "arguments":'),
-    "qwen3_coder": CallFormat("<tool_call>", "</tool_call>", _qwen3_coder, "\n<function={name}>\n"),
-    "glm": CallFormat("<tool_call>", "</tool_call>", _glm, "{name}\n"),
-    "deepseek_v3": CallFormat(*_DEEPSEEK, "<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n"),
-    "deepseek_v3.1": CallFormat(*_DEEPSEEK, "<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>"),
+    "hermes": CallFormat("<tool_call>", "</tool_call>", _hermes, '\n{{"name": {name}, "arguments":', "}\n"),
+    "qwen3_coder": CallFormat(
+        "<tool_call>", "</tool_call>", _qwen3_coder, "\n<function={name}>\n", "</function>\n",
+        ("<parameter={key}>\n", "\n</parameter>\n"),
+    ),
+    "glm": CallFormat(
+        "<tool_call>", "</tool_call>", _glm, "{name}\n", "", ("<arg_key>{key}</arg_key>\n<arg_value>", "</arg_value>\n"),
+    ),
+    "deepseek_v3": CallFormat(
+        *_DEEPSEEK, "<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n", "\n```<｜tool▁call▁end｜>",
+    ),
+    "deepseek_v3.1": CallFormat(*_DEEPSEEK, "<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>", "<｜tool▁call▁end｜>"),
     "kimi_k2": CallFormat(
         "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", _kimi_k2,
-        "<|tool_call_begin|>functions.{name}:0<|tool_call_argument_begin|>",
+        "<|tool_call_begin|>functions.{name}:0<|tool_call_argument_begin|>", "<|tool_call_end|>",
     ),
     "harmony": CallFormat(
-        "<|channel|>commentary", "<|call|>", _harmony, " to=functions.{name} <|constrain|>json<|message|>", " to=functions.",
+        "<|channel|>commentary", "<|call|>", _harmony, " to=functions.{name} <|constrain|>json<|message|>", "",
+        any_tool=" to=functions.",
     ),
 }  # fmt: skip
 _SIGNS = {

@@ -6,6 +6,7 @@ from moe_jax.runtime.lazy import export_lazily
 
 if TYPE_CHECKING:
     from moe_jax.serving.engine import Engine
+    from moe_jax.serving.grammar import choice_grammar, json_grammar, regex_grammar
     from moe_jax.serving.handle import Event, Handle, as_completed
     from moe_jax.serving.loop import QueueFull, Stats
     from moe_jax.serving.request import Completion, EngineLimits, SamplingOptions
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Completion", "Engine", "EngineLimits", "Event", "Handle", "QueueFull", "SamplingOptions", "Stats", "as_completed",
-    "strict_log_probs",
+    "choice_grammar", "json_grammar", "regex_grammar", "strict_log_probs",
 ]  # fmt: skip
 
 export_lazily(__name__)

@@ -2,6 +2,7 @@
 
 import functools
 import logging
+from collections.abc import Callable
 from operator import ge
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -21,7 +22,7 @@ from moe_jax.serving.placement import Placement
 from moe_jax.serving.programs import OnDemand, StepProgram, leave_gaps, module_programs, step_programs
 from moe_jax.serving.prompts import PIECE_TOKENS, PromptScores, read_scores, score_piece, score_prompts
 from moe_jax.serving.request import DrawnToken, EngineLimits, SamplingOptions
-from moe_jax.serving.sampling import VARIANTS, Sampled, Variant
+from moe_jax.serving.sampling import VARIANTS, Sampled, SlotOptions, Variant
 from moe_jax.serving.schedule import Sequence, StepPlan
 from moe_jax.serving.step import Drafting, StepBatch, StepOutput, StepShape, empty_rows, filled, initial_state, packed
 from moe_jax.serving.weights import ServedModel, Weights, first_difference, frame_of, head_of, take_apart
@@ -180,7 +181,7 @@ class Device:
         An exception's frames may still reference them, so lists are emptied and the engine's own arrays deleted.
         """
         self._delete_arrays()
-        for array in self.slots.options:
+        for array in jax.tree.leaves(self.slots.options):
             array.delete()
         for held in (self._weights, self._shared, self._gaps, self._programs, self._modules):
             held.clear()
@@ -190,9 +191,11 @@ class Device:
         self.slots.make_penalties()
         for shape in self._programs:
             for variant in VARIANTS:
-                hidden, _ = self._launch(shape, packed([empty_rows(shape)] * len(self.placement.devices)), variant)
+                upload = packed([empty_rows(shape)] * len(self.placement.devices))
+                output = self._compute(shape, upload)
+                self._draw(shape, upload, output, variant, self.slots.options)
             if shape.chunks:
-                score_piece(hidden, self._head, *np.zeros((2, PIECE_TOKENS), np.int32), strict=self.served.strict)
+                score_piece(output.hidden, self._head, *np.zeros((2, PIECE_TOKENS), np.int32), strict=self.served.strict)
         self.slots.start_penalties(0, [0], [0], SamplingOptions())
         self._begin_drafts(0, [0])
         # Most engines never need penalties.
@@ -201,23 +204,40 @@ class Device:
             self.experts_of(0, [])
         _logger.info("ran each program once, %.1f s", perf_counter() - began)
 
-    def launch(self, plans: list[StepPlan]) -> Launched:
-        """Starts a step with a plan for each device, and the copies of its tokens to the host."""
+    def launch(self, plans: list[StepPlan]) -> Callable[[], Launched]:
+        """Starts a step with a plan for each device; the result draws its tokens, and starts to copy them to the host.
+
+        A step without constraints draws at once. The result must be called after the step before was read, and before the next
+        one starts.
+        """
         if begun := [chunk.sequence for plan in plans for chunk in plan.chunks if chunk.samples]:
             self.slots.start(begun)
         for sequence in begun:
             assert sequence.slot is not None
             self._begin_drafts(sequence.slot, sequence.tokens)
-        shape, scores = self._shape_for(plans), None
-        variant = VARIANTS[max((sequence.variant for plan in plans for sequence in plan.samples), default=0)]
-        hidden, new = self._launch(shape, packed([filled(plan, empty_rows(shape)) for plan in plans]), variant)
-        for array in jax.tree.leaves(new):
-            array.copy_to_host_async()
-        if shape.chunks:
-            in_chunks = shape.decodes * (1 + shape.drafts)
-            firsts = [number * (in_chunks + shape.chunk_tokens) + in_chunks for number in range(len(plans))]
-            scores = score_prompts(plans, firsts, hidden, self._head, strict=self.served.strict)
-        return Launched(plans, _rows_of_samples(shape, plans), scores, *new)
+        shape = self._shape_for(plans)
+        samples = [sequence for plan in plans for sequence in plan.samples]
+        variant = VARIANTS[max((sequence.variant for sequence in samples), default=0)]
+        upload = packed([filled(plan, empty_rows(shape)) for plan in plans])
+        output = self._compute(shape, upload)
+        rows = _rows_of_samples(shape, plans)
+
+        def draw() -> Launched:
+            is_free = all(sequence.constraint is None for sequence in samples)
+            options = self.slots.options if is_free else self.slots.constrained(samples)
+            new, scores = self._draw(shape, upload, output, variant, options), None
+            for array in jax.tree.leaves(new):
+                array.copy_to_host_async()
+            if shape.chunks:
+                in_chunks = shape.decodes * (1 + shape.drafts)
+                firsts = [number * (in_chunks + shape.chunk_tokens) + in_chunks for number in range(len(plans))]
+                scores = score_prompts(plans, firsts, output.hidden, self._head, strict=self.served.strict)
+            return Launched(plans, rows, scores, *new)
+
+        if any(sequence.constraint is not None for sequence in samples):
+            return draw
+        launched = draw()
+        return lambda: launched
 
     def experts_of(self, device: int, pages: list[int]) -> UInt[Array, "pages page_size moe_layers k"]:
         """Copies the experts of a sequence's tokens out of its pages, and begins to copy them to the host."""
@@ -261,25 +281,27 @@ class Device:
         # Small weights may occupy the old gaps.
         self._leave_gaps()
 
-    def _launch(self, shape: StepShape, upload: np.ndarray, variant: Variant) -> tuple[Array, tuple]:
-        """Starts a step; returns the hidden states of its tokens, and `first`, `further` and `checked` of `draw_program`."""
+    def _compute(self, shape: StepShape, upload: np.ndarray) -> StepOutput:
+        """Starts the layers of a step."""
         program, over = self._programs[shape]
         self.state, output = program(self._weights, self.state, upload, over)
         if over is not None:
             # All readers of these results must start before the next step of the shape.
             self._programs[shape] = program, output
+        return output
+
+    def _draw(self, shape: StepShape, upload: np.ndarray, output: StepOutput, variant: Variant, options: SlotOptions) -> tuple:
+        """Starts to draw the tokens of a step; returns `first`, `further` and `checked` of `draw_program`."""
         penalties = self.slots.penalties if variant == "full" else None
         draw = draw_program(variant, strict=self.served.strict, tempered=self.is_tempered, mesh=self.served.mesh)
-        last_token, penalties, first, further, checked = draw(
-            _for_drawing(output), self.slots.options, self.state.last_token, penalties
-        )
+        last_token, penalties, first, further, checked = draw(_for_drawing(output), options, self.state.last_token, penalties)
         if self.state.drafting is not None:
             drafting = self._draft(shape, upload, output, (first, further, checked), (variant, penalties))
             self.state = self.state._replace(drafting=drafting)
         self.state = self.state._replace(last_token=last_token)
         if variant == "full":
             self.slots.penalties = penalties
-        return output.hidden, (first, further, checked)
+        return first, further, checked
 
     def _begin_drafts(self, slot: int, tokens: list[int]) -> None:
         """Tells the device the tokens of the sequence that starts drawing in a slot, if drafts are looked up there."""

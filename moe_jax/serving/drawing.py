@@ -13,6 +13,7 @@ from jax.sharding import Mesh, Sharding
 from jaxtyping import Array, Int
 
 from moe_jax.serving import sampling
+from moe_jax.serving.constraints import num_words
 from moe_jax.serving.placement import Placement, on_each
 from moe_jax.serving.request import EngineLimits, SamplingOptions
 from moe_jax.serving.sampling import VARIANTS, Penalties, Sampled, SlotOptions, Variant, variant_of
@@ -102,6 +103,15 @@ class DrawingSlots:
             self._start(sequence)
         self.options = self._copied()
 
+    def constrained(self, sequences: list[Sequence]) -> SlotOptions:
+        """Returns the options of all slots, with the tokens that the constraints of these sequences allow."""
+        allowed = np.full((self._num_slots, num_words(self._vocab_size)), 0xFFFFFFFF, np.uint32)
+        for each in sequences:
+            # A sequence that has ended has no slot, and its row is ignored.
+            if each.constraint is not None and each.constraint.bits is not None and each.slot is not None:
+                allowed[self._slot_of(each)] = each.constraint.bits
+        return self.options._replace(allowed=jax.device_put(allowed, self._sharding))
+
     def make_penalties(self) -> None:
         """Makes the counts of tokens, all zero."""
         self.penalties = _init_penalties(self._sharding)(self._num_slots, self._vocab_size)
@@ -115,9 +125,9 @@ class DrawingSlots:
         self.penalties = _start_slot(self._sharding)(self.penalties, np.int32(slot), row, padded, *sizes)
 
     def _start(self, sequence: Sequence) -> None:
-        assert sequence.slot is not None
-        slot, options = sequence.device * self._limits.max_sequences + sequence.slot, sequence.options
-        for values, value in zip(self._on_host, sampling.slot_row(options, sequence.seed), strict=True):
+        slot, options = self._slot_of(sequence), sequence.options
+        row = sampling.slot_row(options, sequence.seed)
+        for values, value in zip(jax.tree.leaves(self._on_host), jax.tree.leaves(row), strict=True):
             values[slot] = value
         variant = variant_of(options)
         sequence.variant = VARIANTS.index(variant)
@@ -126,6 +136,11 @@ class DrawingSlots:
             self.make_penalties()
         if self.penalties is not None:
             self.start_penalties(slot, sequence.prompt, sequence.tokens, options)
+
+    def _slot_of(self, sequence: Sequence) -> int:
+        """Returns the number of the sequence's slot among the slots of all devices."""
+        assert sequence.slot is not None
+        return sequence.device * self._limits.max_sequences + sequence.slot
 
     def _copied(self) -> SlotOptions:
         # A copy: the array on the device may share the host's memory, which the next sequence changes.

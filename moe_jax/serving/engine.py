@@ -1,8 +1,10 @@
 """The engine: serves many requests at once on one model, each independent of the others; and checks of models."""
 
+import functools
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Many
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -13,13 +15,17 @@ from moe_jax.checkpoint.companions import generation_config
 from moe_jax.config import ModelConfig
 from moe_jax.generation.request import warn_of_length
 from moe_jax.generation.speculative import DraftSource, check_drafts, draft_source
+from moe_jax.generation.text import ends_of_answers
 from moe_jax.layers.lora import has_adapters
 from moe_jax.layers.moe import Experts
 from moe_jax.layers.quantised import FP8_BLOCK, BlockScaled
 from moe_jax.models.decoder import Decoder
 from moe_jax.models.inputs import refuse_deleted
 from moe_jax.parallel.pipeline.chunks import refuse_chunks
+from moe_jax.serving.chat import ChatRequest, Reply, prepare, reply_of
+from moe_jax.serving.constraints import Constraint, bad_word_tokens, is_constrained
 from moe_jax.serving.device import Device
+from moe_jax.serving.grammar import Grammars
 from moe_jax.serving.handle import Handle, as_completed
 from moe_jax.serving.loop import EngineLoop, Stats
 from moe_jax.serving.placement import Placement
@@ -162,6 +168,39 @@ class Engine:
         self._loop.add([sequences], limited=True)
         return handle
 
+    def chat(
+        self,
+        messages: str | Many[Mapping[str, Any]],
+        options: SamplingOptions = GREEDY,
+        *,
+        tools: Many[Mapping[str, Any]] = (),
+        tool_choice: Any = "auto",
+        template_options: Mapping[str, Any] | None = None,
+    ) -> list[Reply]:
+        """Answers a conversation; returns `options.n` answers, each split into thought, text and tool calls.
+
+        An answer also ends at the token that the chat template puts after answers. `options.grammar` is the grammar of its
+        text, after a thought.
+
+        Args:
+          messages: {"role": ..., "content": ...} of each message, or the text of a user's only message.
+          tools: functions that the model may call, as {"type": "function", "function": {"name": ..., "parameters": ...}}.
+          tool_choice: auto, none, required, or {"type": "function", "function": {"name": ...}}.
+          template_options: further values for the chat template.
+
+        Raises:
+          ValueError: the engine has no tokenizer; the conversation, the tools or the options are wrong.
+          QueueFull, RuntimeError: as in `submit`.
+        """
+        if self.tokenizer is None:
+            raise ValueError("chat needs Engine(..., tokenizer=...)")
+        messages = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
+        request = ChatRequest(messages, tools, tool_choice, values=template_options or {}, grammar=options.grammar)
+        prepared = prepare(self.tokenizer, request, lambda: self.grammars)
+        ends = () if options.ignore_eos else tuple(ends_of_answers(self.tokenizer))
+        options = replace(prepared.options(options), stop_token_ids=(*options.stop_token_ids, *ends))
+        return [reply_of(each, prepared.parts()) for each in self.submit(prepared.tokens, options).result()]
+
     def pause(self) -> None:
         """Starts no further step until `resume`. Requests keep their pages, and more may be submitted."""
         self._loop.pause(True)
@@ -235,8 +274,9 @@ class Engine:
         ids = checked(prompt, options, self.limits, self.config.vocab_size)
         if options.return_experts and not self._keeps_experts:
             raise ValueError("return_experts needs a model with experts and Engine(..., keep_experts=True)")
-        if options.stop and self.tokenizer is None:
-            raise ValueError("stop texts need Engine(..., tokenizer=...)")
+        for name, needs in (("stop", "stop texts need"), ("bad_words", "bad_words need"), ("grammar", "a grammar needs")):
+            if getattr(options, name) and self.tokenizer is None:
+                raise ValueError(f"{needs} Engine(..., tokenizer=...)")
         warn_of_length(self.config, len(ids), options.max_new_tokens)
         return ids
 
@@ -245,7 +285,21 @@ class Engine:
         ends = frozenset(options.stop_token_ids) | (frozenset() if options.ignore_eos else self._ends)
         handle = Handle(prompt, options, lambda numbers: self._loop.abort([sequences[i] for i in numbers]), self.tokenizer)
         sequences = [Sequence(prompt, options, seed, ends, index, handle) for index, seed in enumerate(seeds_of(options))]
+        if is_constrained(options):
+            bad_words = bad_word_tokens(self.tokenizer, options.bad_words)
+            for sequence in sequences:
+                matcher = None if options.grammar is None else self.grammars.matcher(options.grammar)
+                sequence.constraint = Constraint(options, ends, self.config.vocab_size, bad_words, matcher)
         return handle, sequences
+
+    @functools.cached_property
+    def grammars(self) -> Grammars:
+        """The compiled grammars of requests. Its first use reads the vocabulary, which takes about a second.
+
+        Raises:
+          ValueError: llguidance is not installed, or does not support the tokenizer.
+        """
+        return Grammars(self.tokenizer, self.config.vocab_size)
 
 
 def check_servable(model: Decoder, limits: EngineLimits, *, drafts: int | str, strict: bool) -> DraftSource:

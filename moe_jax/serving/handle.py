@@ -219,7 +219,7 @@ class ContinuationText:
     def __init__(self, tokenizer: Any, prompt: Sequence[int], options: SamplingOptions):
         search = StopSearch(options.stop, options.include_stop)
         self._stream = TextStream(tokenizer, prompt, search, skips_special=options.skip_special_tokens)
-        self._shows_end = options.include_stop
+        self._shows_end, self._min_tokens = options.include_stop, options.min_tokens
         self._num_prompt = len(prompt)
         self._num_tokens = 0
         self._pieces: list[str] = []
@@ -238,6 +238,7 @@ class ContinuationText:
             event = Event(event.index, None)
         elif event.token is not None:
             self._num_tokens += 1
+            stream.searches = self._num_tokens > self._min_tokens
             text = "" if reason == "stop" and not self._shows_end else stream.add(event.token)
         if reason is not None:
             text += stream.flush()
@@ -281,6 +282,9 @@ class TextStream:
 
     The pieces add up to the tokenizer's decoding of the whole, without its clean-up of spaces. Each token costs the decoding of
     at most `MAX_WINDOW` tokens. Runs of single-byte tokens are decoded once, at their end.
+
+    Attributes:
+      searches: False while stop texts do not count.
     """
 
     def __init__(
@@ -295,6 +299,7 @@ class TextStream:
         self._shown, self._bytes, special = _kinds_of_tokens(tokenizer)
         self._shown = self._shown if skips_special else self._shown | special
         self._stop = stop if isinstance(stop, StopSearch) else StopSearch(stop)
+        self.searches = True
         self._window = self._end_of(prompt_tokens)
         self._given = len(self._stable(self._decoded()))
         """Number of the window's characters that belong to the prompt or were returned."""
@@ -319,7 +324,7 @@ class TextStream:
             held = len(text) - end
             del self._window[:-CONTEXT]
             self._given = len(self._decoded()) - held
-        return self._stop.add(new)
+        return self._stop.add(new) if self.searches else new
 
     def flush(self) -> str:
         """Returns the text that was held back, at the end of the sequence."""

@@ -1,7 +1,8 @@
 """The engine's thread: it plans a step, starts it on the device, and only then reads the tokens of the step before.
 
-So host and device work at the same time. A sequence that ends is found one step late, which costs one row of one step. Only
-this thread changes the engine's state: other threads pass it functions to run between two steps.
+So host and device work at the same time. A sequence that ends is found one step late, which costs one row of one step. Tokens
+of a step with constraints are drawn after the step before was read (`constraints`). Only this thread changes the engine's
+state: other threads pass it functions to run between two steps.
 """
 
 import contextlib
@@ -277,7 +278,8 @@ class EngineLoop:
                     self._read(in_flight)
                 if launched is None and self._ending:
                     self._tell_ended()
-                in_flight = launched
+                # Masks need the tokens of the step before, which are known now.
+                in_flight = None if launched is None else launched()
                 if self._listeners:
                     wake(self._listeners)
                     self._listeners.clear()
@@ -312,8 +314,8 @@ class EngineLoop:
         while not self._commands.empty():
             self._commands.get()()
 
-    def _launch_next(self) -> Launched | None:
-        """Starts the next step. If the weights were deleted, all requests end with that reason, until `update`."""
+    def _launch_next(self) -> Callable[[], Launched] | None:
+        """Starts the next step as `Device.launch` does. If the weights were deleted, all requests end for that reason."""
         if not self.device.weights_are_deleted:
             try:
                 return self._launch_planned()
@@ -326,7 +328,7 @@ class EngineLoop:
         self._end_all(self._queued)
         return None
 
-    def _launch_planned(self) -> Launched | None:
+    def _launch_planned(self) -> Callable[[], Launched] | None:
         plans = [plan_step(queues) for queues in self.queues]
         if all(plan.is_empty for plan in plans):
             return None

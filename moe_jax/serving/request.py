@@ -63,6 +63,14 @@ class SamplingOptions:
     """False: special tokens are part of the text, except one that ends it."""
     include_stop: bool = False
     """True: the stop text, or the token that ends a sequence, is part of the text. Special tokens are still skipped."""
+    min_tokens: int = 0
+    """Number of new tokens before which neither an end token nor a stop text ends a sequence."""
+    bad_words: tuple[str, ...] = ()
+    """Texts that new tokens must not spell, at the beginning of a text or after a space."""
+    allowed_token_ids: tuple[int, ...] | None = None
+    """The only tokens that may be drawn, including those that end a sequence; None: all."""
+    grammar: str | None = None
+    """The grammar of the new text (`serving.grammar`). It allows the sequence's end tokens only where the text is complete."""
 
     def problems(self, vocab_size: int) -> list[str]:
         """Returns a sentence for each option with a wrong type or out of its range."""
@@ -99,6 +107,22 @@ class SamplingOptions:
             "return_experts": (isinstance(self.return_experts, bool), "True or False"),
             "include_stop": (isinstance(self.include_stop, bool), "True or False"),
             "skip_special_tokens": (isinstance(self.skip_special_tokens, bool), "True or False"),
+            "min_tokens": (
+                _is_integer(self.min_tokens, 0) and not self.min_tokens > self.max_new_tokens,
+                "an integer from 0 to max_new_tokens",
+            ),
+            "bad_words": (
+                isinstance(self.bad_words, tuple | list) and all(isinstance(word, str) and word for word in self.bad_words),
+                "a tuple of texts, none of them empty",
+            ),
+            "allowed_token_ids": (
+                self.allowed_token_ids is None
+                or isinstance(self.allowed_token_ids, tuple | list)
+                and bool(self.allowed_token_ids)
+                and all(_is_integer(token, 0, vocab_size - 1) for token in self.allowed_token_ids),
+                f"None or a tuple of token ids below {vocab_size}, not empty",
+            ),
+            "grammar": (self.grammar is None or isinstance(self.grammar, str) and bool(self.grammar), "None or a text"),
         }
         wrong = {name: wanted for name, (fits, wanted) in rules.items() if not fits}
         return [f"{name} must be {wanted}; got {_shortened(getattr(self, name))}" for name, wanted in wrong.items()]

@@ -1,6 +1,6 @@
 """Draws the next token of each running sequence on the device: every row has its own options and does not depend on other rows.
 
-Penalties of tokens that a sequence already contains, and biases of single tokens, are applied first.
+Penalties of tokens that a sequence already contains, and biases of single tokens, are applied first. Then masks exclude tokens.
 """
 
 from typing import Literal, NamedTuple
@@ -45,6 +45,12 @@ def penalised(
     repeated = jnp.where(logits > 0, logits / of_row.repetition[:, None], logits * of_row.repetition[:, None])
     logits = jnp.where(of_row.in_prompt | (of_row.outputs > 0), repeated, logits)
     return logits - of_row.frequency[:, None] * of_row.outputs - of_row.presence[:, None] * (of_row.outputs > 0)
+
+
+def masked(scores: Float[Array, "rows vocab"], allowed: UInt32[Array, "rows words"]) -> Float[Array, "rows vocab"]:
+    """Returns the scores with -inf for tokens whose bit is 0 (`SlotOptions.allowed`)."""
+    bits = allowed[:, :, None] >> jnp.arange(32, dtype=jnp.uint32) & 1
+    return jnp.where(bits.reshape(len(allowed), -1)[:, : scores.shape[1]] > 0, scores, -jnp.inf)
 
 
 def init_penalties(num_slots: int, vocab_size: int) -> Penalties:
@@ -128,6 +134,8 @@ class SlotOptions(NamedTuple):
     """0: no restriction."""
     seed: UInt32[Array, "slots 2"]
     """High and low 32 bits of the sequence's seed."""
+    allowed: UInt32[Array, "slots words"] | None = None
+    """The tokens that may be drawn: bit i of word j is for token 32 j + i. None: all, in all slots."""
 
 
 Scores = tuple[Float[Array, "rows"], Int[Array, "rows choices"], Float[Array, "rows choices"]]
@@ -135,7 +143,7 @@ Scores = tuple[Float[Array, "rows"], Int[Array, "rows choices"], Float[Array, "r
 
 
 class Sampled(NamedTuple):
-    """The new token of each row. Log-probabilities are computed from the model's logits, without penalties."""
+    """The new token of each row. Log-probabilities are computed from the model's logits, without penalties and masks."""
 
     tokens: Int[Array, "rows"]
     logprobs: Float[Array, "rows"]
@@ -173,6 +181,7 @@ def sample_rows(
     logits = logits.astype(jnp.float32)
     of_row = jax.tree.map(lambda values: values[jnp.maximum(slots, 0)], options)
     scores = logits if penalties is None else penalised(logits, slots, penalties)
+    scores = scores if of_row.allowed is None else masked(scores, of_row.allowed)
     tokens = jnp.argmax(scores, axis=-1).astype(jnp.int32)
     if variant != "greedy":
         divisor = jnp.where(of_row.temperature > 0, of_row.temperature, 1)[:, None]

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from moe_jax.kernels.attention.paged import PAGE_SIZE
+from moe_jax.serving.constraints import Constraint
 from moe_jax.serving.pages import PagePool, extend_chain, pages_of, root_hash
 from moe_jax.serving.request import DrawnToken, EngineLimits, FinishReason, SamplingOptions
 
@@ -73,6 +74,8 @@ class Sequence:
     num_paired: int = field(default=0, init=False)
     experts: Any = field(default=None, init=False)
     """Experts of the computed positions, if the request asks for them, once the sequence has ended or was preempted."""
+    constraint: Constraint | None = None
+    """The tokens that may come next; None: all, until the end."""
     variant: int = field(default=0, init=False)
     """Number of the drawing program that serves the options (`drawing.VARIANTS`)."""
     root: bytes = field(default=b"", init=False)
@@ -223,6 +226,8 @@ def read_step(queues: EngineQueues, plan: StepPlan, tokens: list[list[int]], dra
             sequence.tokens.append(token)
             if token in sequence.ends:
                 finish(queues, sequence, "stop")
+            elif (reason := _commit(sequence, token)) is not None:
+                finish(queues, sequence, reason)
             elif len(sequence.tokens) > sequence.end:
                 finish(queues, sequence, "length")
             if sequence.finish_reason is not None:
@@ -235,6 +240,16 @@ def read_step(queues: EngineQueues, plan: StepPlan, tokens: list[list[int]], dra
             # The step that sampled the page's successor has written its last token.
             _seal_full_pages(sequence, queues.pool, queues.root)
     return taken
+
+
+def _commit(sequence: Sequence, token: int) -> FinishReason | None:
+    """Adds a token to the sequence's constraint, if it has one; returns the reason if the sequence ends."""
+    if sequence.constraint is None:
+        return None
+    reason = sequence.constraint.commit(token)
+    if sequence.constraint.is_over:
+        sequence.constraint = None
+    return reason
 
 
 WEIGHED_DRAFTS, LEAST_ACCEPTED, PAUSED_TOKENS = 64, 0.3, 256
@@ -320,7 +335,8 @@ def _plan_decodes(queues: EngineQueues, preempted: list[tuple[Sequence, list[int
         if not sequence.decoding or sequence.num_scheduled >= sequence.end:
             continue
         may_draft = len(sequence.tokens) >= sequence.drafts_from and (sequence.repeats or not queues.weighs_drafts)
-        drafts = queues.drafts if may_draft else 0
+        # The token after a draft would need a mask of its own.
+        drafts = queues.drafts if may_draft and sequence.constraint is None else 0
         if sequence.num_uncertain and not drafts:
             # The device would accept drafts up to the last position that earlier drafts can reach.
             continue

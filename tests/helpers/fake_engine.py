@@ -1,10 +1,12 @@
 """An engine without a model: it answers with the prompt's own tokens, a token of each request in a step."""
 
+import functools
 import threading
 import time
 from types import SimpleNamespace
 from typing import Any
 
+from moe_jax.serving.grammar import Grammars
 from moe_jax.serving.handle import Delivery, Handle, wake
 from moe_jax.serving.loop import QueueFull, Stats
 from moe_jax.serving.request import Completion, EngineLimits, SamplingOptions, checked
@@ -32,6 +34,7 @@ class FakeEngine:
         self.repeats = repeats
         self.step_seconds = step_seconds
         self.says: str | None = None
+        self.calls: list[str] = []
         self._active: dict[_Sequence, Handle] = {}
         self._lock = threading.Lock()
         self._num_tokens = 0
@@ -41,6 +44,10 @@ class FakeEngine:
     @property
     def capacity(self) -> int:
         return self.limits.max_sequences + self.limits.max_waiting
+
+    @functools.cached_property
+    def grammars(self) -> Grammars:
+        return Grammars(self.tokenizer, VOCAB)
 
     def submit(self, prompt, options=None) -> Handle:
         ids = checked(prompt, options, self.limits, VOCAB)
@@ -58,6 +65,18 @@ class FakeEngine:
         self.submitted.append(options)
         self.handles.append(handle)
         return handle
+
+    def pause(self) -> None:
+        self.calls.append("pause")
+
+    def resume(self) -> None:
+        self.calls.append("resume")
+
+    def drop_prefixes(self) -> None:
+        self.calls.append("drop_prefixes")
+
+    def update(self, model) -> None:
+        self.calls.append(f"update {model}")
 
     def stats(self) -> Stats:
         running = min(len(self._active), self.limits.max_sequences)

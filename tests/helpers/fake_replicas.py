@@ -23,7 +23,8 @@ class FakeReplica:
         if self.error is not None:
             raise self.error
         (plan,) = plans
-        return FakeLaunched(plans, [[(token, 0.0, None) for token in tokens] for tokens in self.device.run(plan)])
+        launched = FakeLaunched(plans, [[(token, 0.0, None) for token in tokens] for tokens in self.device.run(plan)])
+        return lambda: launched
 
     def weights_of(self, version):
         return version

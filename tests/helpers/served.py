@@ -64,11 +64,11 @@ class Served:
 
 
 @contextlib.contextmanager
-def serve(engine: FakeEngine | None = None, defaults: Defaults = DEFAULTS, **settings) -> Iterator[Served]:
+def serve(engine: FakeEngine | None = None, defaults: Defaults = DEFAULTS, load=None, **settings) -> Iterator[Served]:
     """Runs a server until the block ends."""
     engine = FakeEngine(tokenizer=tokenizer()) if engine is None else engine
     settings = ServerSettings(**{"model_name": "tiny", "shutdown_seconds": 0, **settings})
-    service = Service(engine, defaults, settings)
+    service = Service(engine, defaults, settings, load)
     bound, server = bind("127.0.0.1", 0), Server(service)
     url = f"http://127.0.0.1:{bound.getsockname()[1]}"
     thread = threading.Thread(target=server.run, args=([bound],))

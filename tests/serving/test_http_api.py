@@ -2,14 +2,15 @@
 
 import json
 
+import httpx
 import pytest
 
 import moe_jax
 from moe_jax.kernels.attention.paged import PAGE_SIZE
+from moe_jax.serving.chat import ChatRequest, prepare
 from moe_jax.serving.conversation import model_defaults
 from moe_jax.serving.http.answers import chat_logprobs, completion_logprobs, token_bytes
 from moe_jax.serving.http.body import NEUTRAL
-from moe_jax.serving.http.completions import conversation_encoder
 from moe_jax.serving.http.record import ENGINE_HELP
 from moe_jax.serving.loop import Stats
 from moe_jax.serving.request import EngineLimits
@@ -99,7 +100,7 @@ def test_fields_that_ask_for_what_happens_anyway_are_accepted(server, path):
     neutral = NEUTRAL | {"stream_options": {"continuous_usage_stats": False}, "reasoning_effort": None, "length_penalty": 1}
     answer = server.post(f"/v1/{path}", json=body | neutral)
     assert answer.status_code == 200, answer.text
-    others = {"spaces_between_special_tokens": False, "min_tokens": 1, "detokenize": 1, "priority": False, "suffix": "x"}
+    others = {"spaces_between_special_tokens": False, "detokenize": 1, "priority": False, "suffix": "x"}
     for name, value in others.items():
         error = server.post(f"/v1/{path}", json=body | {name: value}).json()["error"]
         assert error["param"] == name and error["message"].startswith(f"{name} can only be ")
@@ -134,7 +135,7 @@ def test_developers_and_empty_answers_reach_the_template():
         {"role": "assistant", "content": None, "refusal": None},
         {"role": "user", "content": "hello?"},
     ]
-    (tokens,) = conversation_encoder(tokenizer, {"messages": messages})()
+    tokens = prepare(tokenizer, ChatRequest(messages), None).tokens
     assert tokenizer.decode(tokens) == "system:Answer in French.;user:hi;assistant:;user:hello?;"
 
 
@@ -178,6 +179,11 @@ def test_what_ends_a_text_may_be_part_of_it(client, stream):
     assert text(extra_body=included | {"skip_special_tokens": False}) == "abcdef<|end|>"
 
 
+def test_stop_texts_count_after_the_least_length(client):
+    options = dict(model="tiny", prompt="abcdef", stop=["b", "e"], extra_body={"min_tokens": 3})
+    assert client.completions.create(**options).choices[0].text == "abcd"
+
+
 def test_a_prompts_beginning_may_be_cut_off(server, client):
     extra = {"truncate_prompt_tokens": 2}
     found = client.completions.create(model="tiny", prompt=["abc", "d"], echo=True, extra_body=extra)
@@ -186,13 +192,31 @@ def test_a_prompts_beginning_may_be_cut_off(server, client):
     assert served.tokenizer().decode(server.engine.handles[-1].prompt) == "t\n"
 
 
+def test_several_names_and_web_pages():
+    with served.serve(other_names=("small",), allowed_origins=("https://page.example",)) as running:
+        assert [each.id for each in running.openai().models.list()] == ["tiny", "small"]
+        assert running.openai().models.retrieve("small").id == "small"
+        for name in ("tiny", "small"):
+            assert running.openai().completions.create(model=name, prompt="a").model == name
+        page = {"Origin": "https://page.example", "Access-Control-Request-Method": "POST"}
+        allowed = httpx.options(running.url + "/v1/completions", headers=page | {"Access-Control-Request-Headers": "x"})
+        assert allowed.status_code == 200 and allowed.headers["access-control-allow-origin"] == "https://page.example"
+        refused = httpx.options(running.url + "/v1/completions", headers=page | {"Origin": "https://other.example"})
+        assert "access-control-allow-origin" not in refused.headers
+    # Without the option no page may read answers.
+    with served.serve() as running:
+        assert running.get("/v1/models", headers=page).headers.keys().isdisjoint({"access-control-allow-origin"})
+
+
 def test_options_reach_the_engine(server, client):
     client.completions.create(
         model="tiny", prompt="a", temperature=0.5, top_p=0.75, seed=-1, presence_penalty=0.25, frequency_penalty=-1,
         logit_bias={"7": -100}, user="me",
-        extra_body={"top_k": 5, "min_p": 0.1, "repetition_penalty": 1.5},
+        extra_body={"top_k": 5, "min_p": 0.1, "repetition_penalty": 1.5}
+        | {"min_tokens": 2, "bad_words": ["no"], "allowed_token_ids": [1, 7]},
     )  # fmt: skip
     options = server.engine.submitted[-1]
+    assert (options.min_tokens, options.bad_words, options.allowed_token_ids) == (2, ("no",), (1, 7))
     assert (options.temperature, options.top_p, options.seed) == (0.5, 0.75, 2**32 - 1)
     assert (options.presence_penalty, options.frequency_penalty, options.logit_bias) == (0.25, -1, {7: -100})
     assert (options.top_k, options.min_p, options.repetition_penalty, options.n) == (5, 0.1, 1.5, 1)

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from moe_jax.serving import chat
 from tests.helpers import served, tiny
 from tests.helpers.fake_engine import FakeEngine
 
@@ -104,7 +105,8 @@ def test_channels_of_gpt_oss(stream):
     assert tokenizer.decode(engine.handles[-1].prompt).endswith("<|channel|>commentary to=functions.")
 
 
-def test_calls_are_forced_by_the_beginning_of_the_answer(engine, client):
+def test_calls_are_forced_by_the_beginning_of_the_answer(engine, client, monkeypatch):
+    monkeypatch.setattr(chat, "is_installed", lambda: False)
     engine.says = ' {"city": "Bern"}}\n</tool_call>'
     choice = {"type": "function", "function": {"name": "find"}}
     message, reason, _ = asked(client, tools=TOOLS, tool_choice=choice)

@@ -15,6 +15,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from moe_jax.generation.tool_calls import AnswerPart, AnswerParts, Call
+from moe_jax.serving.chat import joined
 from moe_jax.serving.handle import REPLACEMENT, Handle, ReplicaFailed
 from moe_jax.serving.http.body import ApiError, DisconnectedError, took_too_long
 from moe_jax.serving.http.record import RequestRecord
@@ -65,6 +66,7 @@ class Answer:
         self.service, self.choices, self.body, self.record = service, choices, body, record
         self.is_stream, self.includes_usage, self.returns_ids = wanted
         self.created, self.id = int(time.time()), secrets.token_hex(12)
+        self.model_name: str = body.get("model", service.settings.model_name)
 
     def choice(self, piece: TextPiece, *, is_first: bool, is_whole: bool) -> dict[str, Any]:
         """Returns the JSON of a piece of a choice in a stream, or of a whole choice."""
@@ -105,6 +107,10 @@ class Answer:
             await unless_disconnected(request.receive, self._follow(keep))
         finally:
             self.service.release(self.choices)
+        return JSONResponse(await self._whole(pieces))
+
+    async def _whole(self, pieces: list[list[TextPiece]]) -> dict[str, Any]:
+        """Returns the JSON of the whole answer, from the pieces of each choice."""
         choices = []
         for each in pieces:
             text, tokens = "".join(piece.text for piece in each), [new for piece in each for new in piece.tokens]
@@ -114,9 +120,26 @@ class Answer:
             # Each may have thousands of log-probabilities: other requests run in between.
             await asyncio.sleep(0)
         answer = self._frame(self.whole_object, choices) | {"usage": self._usage()}
-        return JSONResponse(answer | (self.about_prompt(0) if self.prompt_is_common else {}))
+        return answer | (self.about_prompt(0) if self.prompt_is_common else {})
 
     async def _stream(self, send_data: Callable[[Any], Awaitable[None]]) -> None:
+        try:
+            await self._send_all(send_data)
+        except ApiError as error:
+            self.record.error = str(error)
+            try:
+                async with asyncio.timeout(1):
+                    for data in self._failure(error):
+                        await send_data(data)
+            except TimeoutError:
+                raise DisconnectedError from error
+
+    def _failure(self, error: ApiError) -> list[Any]:
+        """Returns the last events of a stream that an error ends."""
+        return [error.body]
+
+    async def _send_all(self, send_data: Callable[[Any], Awaitable[None]]) -> None:
+        """Sends the answer in a stream."""
         begun: set[int] = set()
         no_usage = {"usage": None} if self.includes_usage else {}
 
@@ -128,18 +151,10 @@ class Answer:
             begun.add(piece.index)
             await send_data(self._frame(self.chunk_object, [chunk]) | no_usage | about_prompt)
 
-        try:
-            await self._follow(send)
-            if self.includes_usage:
-                await send_data(self._frame(self.chunk_object, []) | {"usage": self._usage()})
-            await send_data("[DONE]")
-        except ApiError as error:
-            self.record.error = str(error)
-            try:
-                async with asyncio.timeout(1):
-                    await send_data(error.body)
-            except TimeoutError:
-                raise DisconnectedError from error
+        await self._follow(send)
+        if self.includes_usage:
+            await send_data(self._frame(self.chunk_object, []) | {"usage": self._usage()})
+        await send_data("[DONE]")
 
     async def _follow(self, emit: Callable[[TextPiece], Awaitable[None]]) -> None:
         """Emits the pieces of all choices as they arrive."""
@@ -169,7 +184,7 @@ class Answer:
         return usage if self.reasoning_tokens is None else usage | thoughts
 
     def _frame(self, kind: str, choices: list) -> dict[str, Any]:
-        name = self.service.settings.model_name
+        name = self.model_name
         return dict(id=self.prefix + self.id, object=kind, created=self.created, model=name, choices=choices)
 
 
@@ -232,7 +247,7 @@ class ChatAnswer(Answer):
         choice: dict[str, Any] = {"index": piece.index, "logprobs": found, "finish_reason": piece.finish_reason}
         choice |= {"token_ids": piece.ids} if self.returns_ids else {}
         message: dict[str, Any] = {"role": "assistant"} if is_first else {}
-        thought, text = ("".join(part.text for part in piece.parts if part.kind == kind) for kind in ("reasoning", "content"))
+        thought, text = joined(piece.parts, "reasoning"), joined(piece.parts, "content")
         calls = [part.call for part in piece.parts if part.call is not None]
         if text or is_first:
             message["content"] = None if is_whole and calls and not text else text
@@ -300,7 +315,8 @@ class _EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def send_data(data: Any) -> None:
             text = data if isinstance(data, str) else json.dumps(data, ensure_ascii=False, separators=(",", ":"))
-            await send({"type": "http.response.body", "body": f"data: {text}\n\n".encode(), "more_body": True})
+            name = f"event: {data['type']}\n" if "type" in data else ""
+            await send({"type": "http.response.body", "body": f"{name}data: {text}\n\n".encode(), "more_body": True})
 
         async def work() -> None:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})

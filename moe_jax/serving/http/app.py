@@ -11,6 +11,7 @@ from prometheus_client import generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -18,9 +19,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from moe_jax import __version__
 from moe_jax.generation.text import completion_tokens
+from moe_jax.serving.chat import prepare
+from moe_jax.serving.http import admin
 from moe_jax.serving.http.body import ApiError, DisconnectedError, read_body, refuse_others, take
-from moe_jax.serving.http.completions import CONVERSATION, answer_chat, answer_completion, conversation_encoder
+from moe_jax.serving.http.completions import CONVERSATION, answer_chat, answer_completion, chat_request
+from moe_jax.serving.http.messages import answer_count, answer_message
 from moe_jax.serving.http.record import RequestRecord, record_of
+from moe_jax.serving.http.responses import answer_response
 from moe_jax.serving.http.service import Service, logger
 
 PROBES = "/health", "/ping"
@@ -38,9 +43,14 @@ def make_app(service: Service) -> ASGIApp:
     posts = {
         "/v1/completions": answer_completion,
         "/v1/chat/completions": answer_chat,
+        "/v1/responses": answer_response,
+        "/v1/messages": answer_message,
+        "/v1/messages/count_tokens": answer_count,
         "/tokenize": answer_tokenize,
         "/detokenize": answer_detokenize,
     }
+    if service.settings.admin_key is not None:
+        posts |= dict.fromkeys(admin.PATHS, admin.answer_admin)
     gets = {"/v1/models": _answer_models, "/metrics": _answer_metrics, "/version": _answer_version}
     gets |= dict.fromkeys(PROBES, _answer_health)
     routes = [Route(path, partial(answer, service), methods=["POST"]) for path, answer in posts.items()]
@@ -50,14 +60,19 @@ def make_app(service: Service) -> ASGIApp:
     app = Starlette(routes=routes, exception_handlers=handlers, lifespan=lifespan)
     # A redirect from /metrics/ would repeat the host that the request claims.
     app.router.redirect_slashes = False
-    return Guard(app, service, [*posts, *gets])
+    guarded = Guard(app, service, [*posts, *gets])
+    origins = service.settings.allowed_origins
+    # Outermost: a browser asks for permission without a key, and must be able to read the guard's refusals.
+    return CORSMiddleware(guarded, origins, ["*"], ["*"], expose_headers=["x-request-id"]) if origins else guarded
 
 
 async def _answer_models(service: Service, request: Request) -> JSONResponse:
     """Answers with the model named in the path, or with a list of all models."""
     name = request.path_params.get("name")
     service.check_model(name)
-    return JSONResponse(_model(service) if name is not None else {"object": "list", "data": [_model(service)]})
+    if name is not None:
+        return JSONResponse(_model(service, name))
+    return JSONResponse({"object": "list", "data": [_model(service, each) for each in service.model_names]})
 
 
 async def _answer_health(service: Service, request: Request) -> JSONResponse:
@@ -75,9 +90,9 @@ async def _answer_metrics(service: Service, request: Request) -> Response:
     return Response(generate_latest(service.metrics.registry), headers={"content-type": CONTENT_TYPE_LATEST})
 
 
-def _model(service: Service) -> dict:
+def _model(service: Service, name: str) -> dict:
     return {
-        "id": service.settings.model_name,
+        "id": name,
         "object": "model",
         "created": service.created,
         "owned_by": "moe_jax",
@@ -93,7 +108,11 @@ async def answer_tokenize(service: Service, request: Request) -> JSONResponse:
     if ("prompt" in body) == ("messages" in body):
         raise ApiError(400, "give either prompt or messages")
     if "messages" in body:
-        encode = conversation_encoder(service.tokenizer, body)
+        wanted = chat_request(body)
+
+        def encode() -> list[list[int]]:
+            return [prepare(service.tokenizer, wanted, lambda: service.engine.grammars).tokens]
+
     else:
         text = take(body, "prompt", str)
 
@@ -202,11 +221,15 @@ class Guard:
         if self.service.stopping:
             raise ApiError(503, "the server is stopping")
         self._check_host(headers.get(b"host", b"").decode("latin-1"))
-        key = self.service.settings.api_key
+        settings = self.service.settings
+        key = settings.admin_key if scope["path"] in admin.PATHS else settings.api_key
         if key is not None and scope["path"] not in PROBES:
             scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
-            if scheme.lower() != b"bearer" or not hmac.compare_digest(given.strip(), key.encode()):
-                raise ApiError(401, "the request needs this server's key: Authorization: Bearer KEY", code="invalid_api_key")
+            # Clients of /v1/messages send the key in a header of its own.
+            given = given.strip() if scheme.lower() == b"bearer" else headers.get(b"x-api-key", b"")
+            if not hmac.compare_digest(given, key.encode()):
+                whose = "administrator's" if scope["path"] in admin.PATHS else "server's"
+                raise ApiError(401, f"the request needs this {whose} key: Authorization: Bearer KEY", code="invalid_api_key")
         length = headers.get(b"content-length", b"0")
         if length.isdigit() and int(length) > self.service.settings.max_body_bytes:
             raise self._too_large()

@@ -2,13 +2,14 @@
 
 import asyncio
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
 from moe_jax.serving.conversation import Defaults
+from moe_jax.serving.grammar import choice_grammar, free_grammar, json_grammar, regex_grammar
 from moe_jax.serving.request import SamplingOptions
 
 HARMLESS = {
@@ -122,14 +123,19 @@ def _refuse_constant(name: str) -> None:
 
 
 SHARED = {
-    "frequency_penalty", "ignore_eos", "include_stop_str_in_output", "logit_bias", "max_tokens", "min_p", "model", "n",
-    "presence_penalty", "prompt_logprobs", "repetition_penalty", "return_token_ids", "seed", "skip_special_tokens", "stop",
-    "stop_token_ids", "stream", "stream_options", "temperature", "top_k", "top_p", "truncate_prompt_tokens",
+    "allowed_token_ids", "bad_words", "frequency_penalty", "guided_choice", "guided_grammar", "guided_json",
+    "guided_regex", "ignore_eos", "include_stop_str_in_output", "logit_bias", "max_tokens", "min_p", "min_tokens",
+    "model", "n", "presence_penalty", "prompt_logprobs", "repetition_penalty", "response_format", "return_token_ids",
+    "seed", "skip_special_tokens", "stop", "stop_token_ids", "stream", "stream_options", "structured_outputs",
+    "temperature", "top_k", "top_p", "truncate_prompt_tokens",
 }  # fmt: skip
 
 MAX_STOPS = 16
 MAX_STOP_LENGTH = 1000
-"""Largest number and length of stop texts: each new token is compared with their beginnings."""
+"""Largest number and length of stop texts and bad words: each new token is compared with them."""
+
+MAX_ALLOWED = 4096
+"""Largest number of `allowed_token_ids`."""
 
 
 def sampling_options(
@@ -154,8 +160,8 @@ def sampling_options(
         max_new_tokens=max_new_tokens or 0,
         **drawn,
         logit_bias=_logit_bias(take(body, "logit_bias", dict, {})),
-        stop_token_ids=(*(() if ignores_ends else ends), *_token_ids(body)),
-        stop=_stop(take(body, "stop", (str, list), [])),
+        stop_token_ids=(*(() if ignores_ends else ends), *(_token_ids(body, "stop_token_ids", 64) or ())),
+        stop=tuple(_texts(body, "stop")),
         ignore_eos=ignores_ends,
         # Clients send up to 64 bits, and negative ones.
         seed=None if (seed := take(body, "seed", int)) is None else seed % 2**32,
@@ -164,7 +170,56 @@ def sampling_options(
         prompt_logprobs=take(body, "prompt_logprobs", int),
         skip_special_tokens=take(body, "skip_special_tokens", bool, True),
         include_stop=take(body, "include_stop_str_in_output", bool, False),
+        min_tokens=take(body, "min_tokens", int, 0),
+        bad_words=tuple(_texts(body, "bad_words")),
+        allowed_token_ids=_token_ids(body, "allowed_token_ids", MAX_ALLOWED),
     )
+
+
+def wanted_grammar(body: Mapping[str, Any]) -> str | None:
+    """Returns the grammar of the text that a body asks for, in OpenAI's, vLLM's or an older vLLM's fields; None: any text.
+
+    Raises:
+        ApiError: A field is malformed, or there are several.
+    """
+    found: dict[str, tuple[str, Any]] = {}
+    wanted = take(body, "response_format", dict, {"type": "text"})
+    if (kind := wanted.get("type")) == "json_schema":
+        found["response_format"] = "json", take(take(wanted, "json_schema", dict, {}), "schema", (dict, bool))
+    elif kind != "text":
+        found["response_format"] = "json" if kind == "json_object" else str(kind), {"type": "object"}
+    structured = asking(take(body, "structured_outputs", dict, {}))
+    found |= {f"structured_outputs.{name}": (name, value) for name, value in structured.items()}
+    found |= {name: (name.removeprefix("guided_"), body[name]) for name in GUIDED & body.keys()}
+    if not found:
+        return None
+    (field, (kind, value)), *others = found.items()
+    write, kinds = GRAMMARS.get(kind, (None, ()))
+    if write is None or others:
+        known = "response_format must be text, json_object or json_schema; structured_outputs must have one of "
+        raise ApiError(400, f"{known}{', '.join(GRAMMARS)}, and only one field counts; got {', '.join(found)}", param=field)
+    if isinstance(value, str) and kind == "json":
+        try:
+            value = json.loads(value)
+        except ValueError as error:
+            raise ApiError(400, f"{field} is no valid JSON: {error}", param=field) from error
+    is_choice_of_others = kind == "choice" and not (value and all(isinstance(each, str) for each in value))
+    if not isinstance(value, kinds) or is_choice_of_others:
+        wanted_kinds = " or ".join(_JSON_NAMES[each] for each in kinds)
+        raise ApiError(400, f"{field} must be {wanted_kinds}; got {_shown(value)}", param=field)
+    return write(value)
+
+
+GRAMMARS: dict[str, tuple[Callable[[Any], str], tuple[type, ...]]] = {
+    "json": (json_grammar, (dict, bool)),
+    "json_object": (lambda _: json_grammar(), (bool,)),
+    "regex": (regex_grammar, (str,)),
+    "choice": (choice_grammar, (list,)),
+    "grammar": (free_grammar, (str,)),
+}
+"""The function that writes a kind of grammar, and the types of its value."""
+
+GUIDED = {"guided_choice", "guided_grammar", "guided_json", "guided_regex"}
 
 
 def delivery(body: Mapping[str, Any]) -> tuple[bool, bool, bool]:
@@ -190,20 +245,21 @@ def truncated(body: Mapping[str, Any], prompts: list[list[int]]) -> list[list[in
     return prompts if most is None else [prompt[-most:] for prompt in prompts]
 
 
-def _stop(value: str | list) -> tuple[str, ...]:
-    stop = (value,) if isinstance(value, str) else tuple(value)
-    if not all(isinstance(text, str) and 0 < len(text) <= MAX_STOP_LENGTH for text in stop) or len(stop) > MAX_STOPS:
-        raise ApiError(
-            400, f"stop must be at most {MAX_STOPS} texts of 1 to {MAX_STOP_LENGTH} characters; got {value!r:.80}", param="stop"
-        )
-    return stop
+def _texts(body: Mapping[str, Any], name: str) -> list[str]:
+    texts = take(body, name, (str, list), [])
+    texts = [texts] if isinstance(texts, str) else texts
+    if not all(isinstance(text, str) and 0 < len(text) <= MAX_STOP_LENGTH for text in texts) or len(texts) > MAX_STOPS:
+        wanted = f"{name} must be at most {MAX_STOPS} texts of 1 to {MAX_STOP_LENGTH} characters"
+        raise ApiError(400, f"{wanted}; got {body[name]!r:.80}", param=name)
+    return texts
 
 
-def _token_ids(body: Mapping[str, Any]) -> list[int]:
-    ids = take(body, "stop_token_ids", list, [])
-    if not all(isinstance(token, int) and not isinstance(token, bool) for token in ids) or len(ids) > 64:
-        raise ApiError(400, f"stop_token_ids must be at most 64 integers; got {ids!r:.80}", param="stop_token_ids")
-    return ids
+def _token_ids(body: Mapping[str, Any], name: str, most: int) -> tuple[int, ...] | None:
+    """Returns the tokens in a field; None if the body lacks it."""
+    ids = take(body, name, list)
+    if ids is not None and not (all(type(token) is int for token in ids) and len(ids) <= most):
+        raise ApiError(400, f"{name} must be at most {most} integers; got {ids!r:.80}", param=name)
+    return ids and tuple(ids)
 
 
 def _logit_bias(given: dict) -> dict[int, float]:

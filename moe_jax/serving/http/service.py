@@ -1,6 +1,7 @@
 """The state that all endpoints share: an engine, a tokenizer, running requests, and the shutdown."""
 
 import asyncio
+import contextlib
 import functools
 import json
 import logging
@@ -15,6 +16,7 @@ from typing import Any
 from tokenizers.pre_tokenizers import ByteLevel
 
 from moe_jax.checkpoint.tokenizer import beginning
+from moe_jax.models.decoder import Decoder
 from moe_jax.serving.conversation import Defaults
 from moe_jax.serving.engine import Engine
 from moe_jax.serving.handle import Event, Handle
@@ -29,8 +31,14 @@ class ServerSettings:
     """The name that the model is served under, and limits that keep one client from hurting others."""
 
     model_name: str
+    other_names: tuple[str, ...] = ()
+    """Further names of the same model."""
+    allowed_origins: tuple[str, ...] = ()
+    """Origins of web pages that may read answers (CORS), such as https://example.org; `*`: all."""
     api_key: str | None = None
     """The key that requests must carry, stripped of surrounding space; None: no key."""
+    admin_key: str | None = None
+    """The key for `admin.PATHS`; None: these paths do not exist."""
     hosts: tuple[str, ...] = ()
     """Names other than localhost that the header Host may have, if there is no key and only this machine can connect. `*`: any
     name.
@@ -47,13 +55,14 @@ class ServerSettings:
     """Time that running requests have to finish after a signal to stop."""
 
     def __post_init__(self):
-        if not self.model_name:
+        if not all((self.model_name, *self.other_names)):
             raise ValueError("model_name must not be empty")
-        if self.api_key is not None:
-            # A header's value arrives without surrounding space.
-            object.__setattr__(self, "api_key", self.api_key.strip())
-            if not (self.api_key and self.api_key.isascii() and self.api_key.isprintable()):
-                raise ValueError("api_key must be printable ASCII, and not empty")
+        for name in ("api_key", "admin_key"):
+            if (key := getattr(self, name)) is not None:
+                # A header's value arrives without surrounding space.
+                object.__setattr__(self, name, key := key.strip())
+                if not (key and key.isascii() and key.isprintable()):
+                    raise ValueError(f"{name} must be printable ASCII, and not empty")
         names = ("max_body_bytes", "max_choices", "max_connections", "body_seconds", "request_seconds")
         wrong = [name for name in names if not getattr(self, name) > 0]
         wrong += [] if self.shutdown_seconds >= 0 else ["shutdown_seconds"]
@@ -101,9 +110,20 @@ class Choice:
 
 
 class Service:
-    """The state of a server, whose engine has a tokenizer."""
+    """The state of a server, whose engine has a tokenizer.
 
-    def __init__(self, engine: Engine, defaults: Defaults, settings: ServerSettings):
+    Args:
+      load: reads a model of the engine's form from a folder; None: the server accepts no new weights.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        defaults: Defaults,
+        settings: ServerSettings,
+        load: Callable[[str], Decoder] | None = None,
+    ):
+        self.load, self.administration = load, Worker("administration")
         self.engine = engine
         self.tokenizer: Any = engine.tokenizer
         self.defaults = defaults
@@ -123,6 +143,9 @@ class Service:
         beginning(self.tokenizer)
         # The first call reads the vocabulary, which would delay all streams later.
         fewest_tokens(self.tokenizer, "x")
+        # So does the first grammar. A tokenizer without grammars refuses them request by request.
+        with contextlib.suppress(ValueError):
+            engine.grammars  # noqa: B018
         self._waits: set[asyncio.Timeout] = set()
         """Timeouts of requests that wait for their texts' tokens."""
 
@@ -143,7 +166,8 @@ class Service:
         except TimeoutError as error:
             raise ApiError(503, "the server is stopping") if self.stopping else took_too_long(seconds) from error
         except ValueError as error:
-            raise ApiError(400, str(error), param=field) from error
+            message = str(error).replace("template_options", "chat_template_kwargs")
+            raise ApiError(400, message, param=getattr(error, "field", field)) from error
         finally:
             self._waits.discard(wait)
 
@@ -165,12 +189,17 @@ class Service:
             message = f"the text has at least {fewest} tokens, which exceed the {most} of a request"
             raise ApiError(400, message, param=field, code="context_length_exceeded")
 
+    @property
+    def model_names(self) -> list[str]:
+        """The names that requests may have in `model`, the server's own first."""
+        return [self.settings.model_name, *self.settings.other_names]
+
     def check_model(self, name: Any) -> None:
         """Raises ApiError if a request is for another model."""
-        if name is not None and name != self.settings.model_name:
+        if name is not None and name not in self.model_names:
             raise ApiError(
                 404,
-                f"there is no model {name!r:.80}; this server has {self.settings.model_name!r}",
+                f"there is no model {name!r:.80}; this server has {', '.join(map(repr, self.model_names)):.200}",
                 param="model",
                 code="model_not_found",
             )
@@ -229,6 +258,7 @@ class Service:
         except TimeoutError:
             logger.warning("a step of the engine does not end: after %g seconds the server stops without it", CLOSE_SECONDS)
         closing.close()
+        self.administration.close()
         if not all([worker.close(1) for worker in (self._short_texts, self._long_texts)]):
             logger.warning("the tokenizer still works on a text that nobody waits for: the server stops without it")
 

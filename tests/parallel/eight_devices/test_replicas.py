@@ -74,9 +74,10 @@ def test_strict_bits(monkeypatch):
     def launch_alone(device, plans):
         # The interpreter of kernels has one shared memory for all devices.
         with lock:
-            launched = launch(device, plans)
+            draw = launch(device, plans)
+            launched = draw()
             jax.block_until_ready((launched.first, launched.scores and launched.scores[1], device.state))
-        return launched
+        return draw
 
     monkeypatch.setattr(Device, "launch", launch_alone)
     model = moe_jax.from_config(ONE_LAYER, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))

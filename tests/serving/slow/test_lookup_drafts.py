@@ -36,13 +36,14 @@ def counted(engine, prompts, options):
 
 
 def test_tokens_are_those_without_drafts(engines):
-    """Continuations of one prompt, penalties, too few pages, ends in the middle of drafts: no token changes."""
+    """Continuations of one prompt, penalties, constraints, too few pages, ends in the middle of drafts: no token changes."""
     rng = seeds.rng()
     loop = [5, 9, 2, 7]
     several = [
         (20 * loop, replace(GREEDY, max_new_tokens=100)),
         (rng.integers(0, 264, 40).tolist(), replace(GREEDY, max_new_tokens=150)),
         (5 * loop, replace(DRAWN, n=3, max_new_tokens=30, logprobs=1)),
+        (5 * loop, replace(GREEDY, allowed_token_ids=(5, 9, 2), max_new_tokens=40)),
         (5 * loop, replace(GREEDY, frequency_penalty=0.2, logit_bias={5: 3.0}, max_new_tokens=40)),
         *((5 * loop, replace(DRAWN, temperature=0.2, max_new_tokens=number)) for number in (1, 2, 3, 6, 7)),
     ]
@@ -75,11 +76,11 @@ def test_repeated_text_is_accepted(engines):
 def test_random_text_has_no_drafts(engines):
     """Nearly all tokens are equally likely, so few pairs repeat: the program without drafts runs."""
     device = engines[1]._loop.device
-    launched, launch = [], device._launch
-    device._launch = lambda shape, *rest: (launched.append(shape.drafts), launch(shape, *rest))[1]
+    launched, launch = [], device._compute
+    device._compute = lambda shape, *rest: (launched.append(shape.drafts), launch(shape, *rest))[1]
     try:
         options = SamplingOptions(max_new_tokens=150, temperature=50.0, seed=seeds.integer(), ignore_eos=True)
         engines[1].generate([[3, 4]], options)
     finally:
-        device._launch = launch
+        device._compute = launch
     assert len(launched) > 140 and launched.count(3) < 10
