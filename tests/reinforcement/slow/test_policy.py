@@ -41,7 +41,14 @@ def one_step(policy, step):
     return groups, policy.update(groups)
 
 
-@pytest.mark.parametrize("make, choices", [(tiny.model, {}), (tiny.dense, dict(temperature=0.7, importance="tis"))])
+@pytest.mark.parametrize(
+    "make, choices",
+    [
+        # With experts a whole run learns in tests/recipes/slow/test_grpo_policy.py.
+        pytest.param(tiny.model, {}, marks=pytest.mark.thorough),
+        (tiny.dense, dict(temperature=0.7, importance="tis")),
+    ],
+)
 def test_it_learns(make, choices):
     """Rewards grow, the given model has the new weights, and nothing is compiled after the second step."""
     with closing(policy_of(model := make(), replace(SETTINGS, **choices))) as policy:
@@ -64,7 +71,7 @@ def test_the_order_of_completion_changes_nothing():
     found = []
     for order, sequences in ((1, 8), (-1, 3)):
         limits = replace(LIMITS, max_sequences=sequences)
-        with closing(policy_of(tiny.model(), optimizer=optax.sgd(0.1), limits=limits)) as policy:
+        with closing(policy_of(tiny.dense(), optimizer=optax.sgd(0.1), limits=limits)) as policy:
             groups = list(scored(policy.sample(PROMPTS[::order], step=0, seed=5)))
             policy.update(groups)
             found.append((sorted(groups, key=lambda group: group.key), policy.state.params))
