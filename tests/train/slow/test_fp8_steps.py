@@ -8,7 +8,7 @@ from flax import nnx
 
 import moe_jax
 from moe_jax.kernels import Precision
-from moe_jax.kernels.experts.fp8 import dense, passes
+from moe_jax.kernels.experts.fp8 import dense, xla
 from moe_jax.models.execution import Execution
 from moe_jax.train import NextToken, init_state, make_optimizer, make_train_step, put_batch
 from moe_jax.train.gradients import accumulate, accumulate_in_place, gradients_fn
@@ -74,7 +74,7 @@ def test_copies_are_not_made_again(monkeypatch):
     graph, params = nnx.split(model, nnx.Param)
     fixed = with_fp8_copies(graph, params, nnx.State({}), None)
     assert len(jax.tree.leaves(fixed)) == 4 * (2 + 4), "values and scales of experts' matrices and projections in two orders"
-    for module in (passes, dense):
+    for module in (xla, dense):
         monkeypatch.setattr(module, "quantise_matrices", None)
     gradients = gradients_fn(NextToken(), graph, Execution(remat=True))
     found = jax.eval_shape(gradients, params, fixed, NextToken().prepare(batch, jnp.float32(64)))

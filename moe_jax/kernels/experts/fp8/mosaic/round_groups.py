@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, BFloat16, Float, Float8e4m3fn
 
-from moe_jax.kernels.experts.fp8.quantise import GROUP, INVERSE_LARGEST, LEAST_MAXIMUM, QuantisedRows
+from moe_jax.kernels.experts.fp8.quantise import GROUP, QuantisedRows, scales_of
 from moe_jax.kernels.hopper.interpreter import interpret
 from moe_jax.kernels.hopper.launch import call_varying, grid_size, store
 
@@ -34,11 +34,6 @@ def rounded_group(
     """Quantizes rows of 128 elements in registers; returns values and scales."""
     scales = scales_of(jnp.abs(group).max(axis=1))
     return (group * inverse_scales(scales, group.shape)).astype(jnp.float8_e4m3fn), scales
-
-
-def scales_of(largest: Float[Array, "rows"]) -> Float[Array, "rows"]:
-    """Returns the quantization scales of groups with these absolute maxima."""
-    return jnp.maximum(largest, LEAST_MAXIMUM) * INVERSE_LARGEST
 
 
 def inverse_scales(scales: Float[Array, "rows"], shape: tuple[int, ...]) -> Float[Array, "rows columns"]:
