@@ -113,6 +113,11 @@ def fp8_matrices(rng):
     return lambda w: fp8_mosaic.matrices_in_both_orders(w), [normal(rng, 1, 256, 384)]
 
 
+def fp8_kept_rows(rng):
+    """Two pieces for each thread block."""
+    return lambda h: fp8_mosaic.kept_h(h, "fp8"), [normal(rng, 128, 256)]
+
+
 def plan_of_eleven(rng):
     return plan_of_few(jnp.asarray(rng.integers(0, EXPERTS - 1, (11, 2)), jnp.int32), EXPERTS, mosaic.ROW_ALIGNMENT)
 
@@ -228,6 +233,7 @@ CASES = {
     "fp8, gathered rows": (fp8_gathered_rows, {"fp8_gather_rows"}),
     "few tokens": (few_tokens, {"gated_matmul"}),
     "fp8, matrices": (fp8_matrices, {"fp8_round_matrices"}),
+    "fp8, kept rows": (fp8_kept_rows, {"fp8_keep_rows"}),
     "fp8, few tokens": (fp8_few_tokens, {"fp8_round_tokens", "fp8_grouped_matmul"}),
     "fp8, few pairs": (fp8_few_pairs, {"fp8_gated_matmul_of_pairs", "fp8_matmul_of_pairs"}),
     "few pairs": (few_pairs, {"gated_matmul_of_pairs", "matmul_of_pairs"}),

@@ -22,7 +22,7 @@ from jaxtyping import Array, BFloat16, Float
 from moe_jax.kernels.experts import backends
 from moe_jax.kernels.experts.backends import OuterPart
 from moe_jax.kernels.experts.fp8.backends import implementation
-from moe_jax.kernels.experts.fp8.quantise import InFp8, QuantisedRows, dequantised_rows, keep_h, read_h
+from moe_jax.kernels.experts.fp8.quantise import InFp8, QuantisedRows, dequantised_rows, read_h
 from moe_jax.kernels.experts.routing import Plan, rows_of_pairs
 from moe_jax.kernels.experts.separate_vjps import (
     ExpertsOptions,
@@ -58,7 +58,7 @@ def gate_up_in_fp8(
     rows = matmuls.rows_of_rounded(x, plan) if isinstance(x, QuantisedRows) else matmuls.rows_of_tokens(x, plan)
     h, act = matmuls.gated_matmul(rows, w_gate_up.rounded, plan, keep_h=for_backward, activation=options.activation)
     assert options.fp8 is not None
-    return GateUp(act, None if h is None else keep_h(h, options.fp8.kept))
+    return GateUp(act, None if h is None else matmuls.kept_h(h, options.fp8.kept))
 
 
 def down_in_fp8(

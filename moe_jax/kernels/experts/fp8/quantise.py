@@ -165,9 +165,14 @@ def keep_h(h: BFloat16[Array, "rows k"], form: Kept) -> BFloat16[Array, "rows k"
     if form == "bf16":
         return h
     groups = h.astype(jnp.float32).reshape(h.shape[0], h.shape[1] // GROUP, GROUP)
-    scales = jnp.maximum(jnp.abs(groups).max(axis=-1), LEAST_MAXIMUM) * KEPT_INVERSE_LARGEST
+    scales = kept_scales_of(jnp.abs(groups).max(axis=-1))
     values = e3m4_codes(groups * (1 / scales)[..., None])
     return KeptRows(values.reshape(h.shape), scales)
+
+
+def kept_scales_of(largest: Float[Array, "..."]) -> Float[Array, "..."]:
+    """Returns the scales of groups of h with these absolute maxima."""
+    return jnp.maximum(largest, LEAST_MAXIMUM) * KEPT_INVERSE_LARGEST
 
 
 def read_h(kept: Float[Array, "rows k"] | KeptRows) -> Float[Array, "rows k"]:

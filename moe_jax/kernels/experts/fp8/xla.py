@@ -11,11 +11,14 @@ from jaxtyping import Array, BFloat16, Float
 
 from moe_jax.kernels.experts import xla
 from moe_jax.kernels.experts.activation import SILU, Activation
+from moe_jax.kernels.experts.fp8.precision import Kept
 from moe_jax.kernels.experts.fp8.quantise import (
     GROUP,
     InFp8,
+    KeptRows,
     QuantisedMatrices,
     QuantisedRows,
+    keep_h,
     quantise_matrices,
     quantise_rows,
 )
@@ -57,6 +60,11 @@ def gated_matmul(
     sums = _grouped_sums(rows, w, plan)
     gate, up = jnp.split(sums, 2, axis=1)
     return sums.astype(jnp.bfloat16) if keep_h else None, quantise_rows(activation.forward(gate, up))
+
+
+def kept_h(h: BFloat16[Array, "rows 2*inter"], form: Kept) -> BFloat16[Array, "rows 2*inter"] | KeptRows:
+    """Converts h to the form that is kept for the backward pass."""
+    return keep_h(h, form)
 
 
 def grouped_matmul(rows: QuantisedRows, w: QuantisedMatrices, plan: Plan) -> BFloat16[Array, "rows out"]:
