@@ -257,8 +257,8 @@ THOROUGH = {
     "fp8, matrices",
     "attention, parts",
 }
-"""Other schedules, attention that adds to sums, pairs in FP8, which go through the pipeline as those in bf16 do, and matrices,
-whose slots follow each other as those of gathered rows do.
+"""Other schedules, attention that adds to sums, and pairs in FP8, which go through the pipeline as those in bf16 do. Matrices
+reuse their slots in the order of gathered rows.
 
 A ping-pong kernel in bf16 and one in FP8 are always searched.
 """

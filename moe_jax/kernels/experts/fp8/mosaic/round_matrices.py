@@ -1,7 +1,7 @@
 """Quantizes bf16 matrices in blocks of 128 x 128, and writes their values in both orders in one pass.
 
-Cost for B blocks: 32 KiB read and 32 KiB written per block, at the speed of a copy. XLA reads and writes 7/4 of that in three
-passes: one over the matrices for the scales, one for the values, and one that transposes the values.
+Cost for B blocks: 32 KiB read and 32 KiB written per block, at the speed of a copy. XLA needs three passes and 7/4 of the
+bytes: one pass for the scales, one for the values, and one that transposes them.
 
 Kernel `fp8_round_matrices`:
 
@@ -10,7 +10,7 @@ Kernel `fp8_round_matrices`:
     smem      w 2 slots x 2 halves x 128 x 64 bf16 | values 2 x 128 x 64 and transposed 2 x 64 x 128, e4m3 | 2 barriers
                                                                                                        = 96 KiB of 227
     barriers  loaded[slot]  2 arrivals (TMA of both halves of w), waited for before the block is rounded
-    invariant a slot of w is reloaded after all threads have read it in both orders, after a barrier of the warpgroup
+    invariant a slot of w is reloaded after a barrier: all threads have then read it in both orders
               values and transposed are overwritten after the previous block's stores have read them
     time      load     |L0 L1|   L2    L3
               round          |Q0    Q1    Q2
