@@ -102,8 +102,11 @@ def _of_passes_in_turn(step: PlannedStep) -> _Held:
     # Gradients of the model's own loss stay in memory during the passes of the MTP modules.
     waiting = 4 * len(config.mtp_stages) * config.hidden_size * (config.vocab_size + step.tokens)
     copies = copies_bytes(step)
-    backward = max(gradients, waiting) + copies + backward_bytes(step)
-    head = (ELEMENT + 4) * config.vocab_size * config.hidden_size
+    of_head = config.vocab_size * config.hidden_size
+    # On one device the pass that reads the head's gradient also rounds it: until then it is float32.
+    unrounded = (4 - BYTES[step.param_dtype]) * of_head if step.mesh.size == 1 else 0
+    backward = max(gradients, waiting) + unrounded + copies + backward_bytes(step)
+    head = (ELEMENT + 4) * of_head
     loss = kept + copies + waiting + head + loss_workspace(step, step.tokens)
     optimizer = (0 if sums else gradients) + optimizer_workspace(step)
     return _Held(sums + gradients, kept, sums + max(backward, loss, optimizer))
