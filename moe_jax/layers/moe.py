@@ -225,7 +225,7 @@ def fp8_copies(model: nnx.Module, *, on_one_device: bool = False) -> nnx.State:
     Frozen experts and quantised dense matrices need none. With `on_one_device`, or inside `jax.shard_map`, kernels round them;
     XLA cannot split a kernel over devices.
     """
-    matmuls = resolve_fp8_backend(None, jnp.bfloat16, GROUP, GROUP).matmuls if on_one_device else "xla"
+    matmuls = resolve_fp8_backend(None, jnp.dtype(jnp.bfloat16), GROUP, GROUP).matmuls if on_one_device else "xla"
     found = {}
     for path, module in nnx.iter_modules(model):
         if isinstance(module, Experts) and module.precision is not None and not isinstance(module.gate_up_proj, Frozen):
