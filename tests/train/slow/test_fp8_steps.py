@@ -85,7 +85,7 @@ def test_copies_are_not_made_again(monkeypatch):
 
 
 def test_one_gpu_rounds_weights_in_a_kernel():
-    """Weights in bf16: one launch for each of the experts' two matrices. XLA, which splits no kernel, rounds for several GPUs."""
+    """One launch for each of the experts' two matrices in bf16. For several GPUs XLA rounds: it splits no kernel."""
     graph, params = nnx.split(_model(), nnx.Param)
     types = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, jnp.bfloat16), params)
     for one, launches in ((True, 2), (False, 0)):
