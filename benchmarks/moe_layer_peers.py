@@ -64,7 +64,7 @@ def jax_layer(system: str, sizes: ExpertLayer, tokens: int, dtype: str, seed: in
     if precision != "bf16":
         from moe_jax.kernels.experts.fp8.passes import quantise_experts
 
-        rounding = jax.jit(quantise_experts)
+        rounding = jax.jit(functools.partial(quantise_experts, matmuls=system))
         round_weights = functools.partial(rounding, w_gate_up, w_down)
         held = (jax.block_until_ready(round_weights()),)
 

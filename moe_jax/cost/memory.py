@@ -102,8 +102,11 @@ def _of_passes_in_turn(step: PlannedStep) -> _Held:
     # Gradients of the model's own loss stay in memory during the passes of the MTP modules.
     waiting = 4 * len(config.mtp_stages) * config.hidden_size * (config.vocab_size + step.tokens)
     copies = copies_bytes(step)
-    backward = max(gradients, waiting) + copies + backward_bytes(step)
-    head = (ELEMENT + 4) * config.vocab_size * config.hidden_size
+    of_head = config.vocab_size * config.hidden_size
+    # On one device the pass that reads the head's gradient also rounds it: until then it is float32.
+    unrounded = (4 - BYTES[step.param_dtype]) * of_head if step.mesh.size == 1 else 0
+    backward = max(gradients, waiting) + unrounded + copies + backward_bytes(step)
+    head = (ELEMENT + 4) * of_head
     loss = kept + copies + waiting + head + loss_workspace(step, step.tokens)
     optimizer = (0 if sums else gradients) + optimizer_workspace(step)
     return _Held(sums + gradients, kept, sums + max(backward, loss, optimizer))
@@ -268,11 +271,8 @@ def activations(step: PlannedStep, stage: Stage) -> float:
     of_hidden = FP8_ROW_ELEMENT if step.precision == "fp8_kept" else ELEMENT
     hidden = of_hidden * rows * 2 * experts.moe_intermediate_size
     if step.adapters is not None and step.adapters.on_experts:
-        # Both factors of both matrices in float32, and the rows between them, padded to the tile's ranks.
-        inter = experts.moe_intermediate_size
-        hidden += (
-            4 * experts.num_experts * ADAPTER_RANKS * (2 * config.hidden_size + 3 * inter) + 2 * ELEMENT * rows * ADAPTER_RANKS
-        )
+        # The rows between both factors of both matrices, padded to the tile's ranks.
+        hidden += 2 * ELEMENT * rows * ADAPTER_RANKS
     narrow = step.tokens * (step.mixer.heads + 2 * experts.num_experts + 5 * experts.num_experts_per_tok) + 3 * rows
     return hidden + dispatched + ELEMENT * elements + 4 * narrow
 
@@ -307,8 +307,10 @@ def layer_workspace(step: PlannedStep, number: int) -> float:
         inter = step.experts.moe_intermediate_size
         elements: float = step.computed_at_once * (2 * config.hidden_size + 3 * inter)
         elements += 2 * step.received * config.hidden_size if step.exchange else 0
-        # The gradients of experts' adapters read rows of x too.
-        elements += step.computed_at_once * config.hidden_size if step.adapters and step.adapters.on_experts else 0
+        if step.adapters and step.adapters.on_experts:
+            # The gradients of experts' adapters read rows of x too. Factors, in float32, are padded to the tile's ranks.
+            elements += step.computed_at_once * config.hidden_size
+            gathered += 4 * step.experts.num_experts * ADAPTER_RANKS * (2 * config.hidden_size + 3 * inter)
         # dh in FP8, in addition to dh.
         elements += step.computed_at_once * inter * FP8_ROW_ELEMENT if step.precision != "bf16" else 0
         if step.computed_at_once < step.room and step.adapters is None:

@@ -17,10 +17,11 @@ from moe_jax.kernels.experts.activation import SILU, Activation
 from moe_jax.kernels.experts.call import TokenPart
 from moe_jax.kernels.experts.call import experts as compute_experts
 from moe_jax.kernels.experts.deferred import expert_products_like
+from moe_jax.kernels.experts.fp8.backends import resolve_fp8_backend
 from moe_jax.kernels.experts.fp8.dense import dense_copies
 from moe_jax.kernels.experts.fp8.passes import quantise_experts
 from moe_jax.kernels.experts.fp8.precision import Precision
-from moe_jax.kernels.experts.fp8.quantise import InFp8
+from moe_jax.kernels.experts.fp8.quantise import GROUP, InFp8
 from moe_jax.kernels.experts.weights import Accumulators, ExpertProducts, ExpertWeights, Matrix
 from moe_jax.layers.balance import Sequences
 from moe_jax.layers.fp8 import codes_of
@@ -220,18 +221,20 @@ def keep_experts(model: nnx.Module, keeps_residuals: bool) -> None:
             module.keeps_residuals = True
 
 
-def fp8_copies(model: nnx.Module) -> nnx.State:
+def fp8_copies(model: nnx.Module, *, on_one_device: bool = False) -> nnx.State:
     """Returns FP8 copies, also transposed, of all matrices that multiply in FP8.
 
-    Frozen experts and quantised dense matrices need none.
+    Frozen experts and quantised dense matrices need none. With `on_one_device`, or inside `jax.shard_map`, kernels round them;
+    XLA cannot split a kernel over devices.
     """
+    matmuls = resolve_fp8_backend(None, jnp.dtype(jnp.bfloat16), GROUP, GROUP).matmuls if on_one_device else "xla"
     found = {}
     for path, module in nnx.iter_modules(model):
         if isinstance(module, Experts) and module.precision is not None and not isinstance(module.gate_up_proj, Frozen):
-            copies = quantise_experts(module.gate_up_proj[...], module.down_proj[...])
+            copies = quantise_experts(module.gate_up_proj[...], module.down_proj[...], matmuls)
             found[(*path, "fp8_copies")] = Fp8Copies(copies)
         elif isinstance(module, Linear) and module.in_fp8 and not is_quantised(module.weight.get_value()):
-            found[(*path, "fp8_copies")] = Fp8Copies(dense_copies(module.weight[...]))
+            found[(*path, "fp8_copies")] = Fp8Copies(dense_copies(module.weight[...], matmuls))
     return nnx.from_flat_state(found.items())
 
 

@@ -315,6 +315,9 @@ def backward_loop(
         inputs = arrays.inputs(take_layer(arrays.per_layer, here), frozen)
         own = inputs, layers.take_accumulators(state.accumulators, of_kernels)
         if remat:
+            if last == 0:
+                # XLA unrolls a loop of one layer. It would recompute the layer before dx is known, during later layers' passes.
+                of_layer, dx = lax.optimization_barrier((of_layer, dx))
             _, pullback = _pullback(body, (arrays.shared, own[0], of_layer, layer, own[1]))
             # Recomputation hides the parameter gather, the backward pass hides the gradient scatter. dx is in the barrier too:
             # otherwise expert parallelism sends it before the tokens that are needed first. Parameters are not: a barrier

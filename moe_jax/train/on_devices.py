@@ -131,8 +131,15 @@ def merged_model(graphdef: nnx.GraphDef, params: nnx.State, fixed: nnx.State, ex
     return model
 
 
-def with_fp8_copies(graphdef: nnx.GraphDef, params: nnx.State, fixed: nnx.State, parallelism: Parallelism | None) -> nnx.State:
-    """Returns `fixed` with FP8 copies of the experts' weights, for all micro-batches of a step.
+def with_fp8_copies(
+    graphdef: nnx.GraphDef,
+    params: nnx.State,
+    fixed: nnx.State,
+    parallelism: Parallelism | None,
+    *,
+    on_one_device: bool = False,
+) -> nnx.State:
+    """Returns `fixed` with FP8 copies of the experts' weights, for all micro-batches of a step (`layers.moe.fp8_copies`).
 
     If a mesh splits the weights, there are no copies: each layer rounds the weights that it gathered. A pipeline makes a rank's
     copies itself (`pipeline_passes.fp8_copies_of_rank`).
@@ -151,7 +158,7 @@ def with_fp8_copies(graphdef: nnx.GraphDef, params: nnx.State, fixed: nnx.State,
         return fixed
     if any(devices > 1 for axis, devices in mesh.items() if axis != "data"):
         return fixed
-    copies = fp8_copies(merged_model(graphdef, params, fixed))
+    copies = fp8_copies(merged_model(graphdef, params, fixed), on_one_device=on_one_device)
     return nnx.merge_state(fixed, copies) if copies else fixed
 
 

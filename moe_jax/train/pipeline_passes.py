@@ -414,4 +414,4 @@ def fp8_copies_of_rank(micro: MicroBatchPasses, mesh: Mesh) -> nnx.State:
     if any(size > 1 for axis, size in mesh.shape.items() if axis not in ("data", "pipe")):
         return nnx.State({})
     number = micro.num_stages - 1
-    return nnx.State({"stages": {number: fp8_copies(micro.model().stages[number])}})
+    return nnx.State({"stages": {number: fp8_copies(micro.model().stages[number], on_one_device=True)}})

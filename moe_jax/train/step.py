@@ -121,7 +121,7 @@ def make_train_step(
     ) -> tuple[TrainState, Metrics]:
         gradients, in_turn, in_place = functions
         own = replace(state, frozen=frozen).fixed
-        fixed = with_fp8_copies(graphdef, state.params, own, parallelism)
+        fixed = with_fp8_copies(graphdef, state.params, own, parallelism, on_one_device=one_device)
         if parallelism is not None:
             parallelism.check_batch(num_rows(batch) // gradient_accumulation)
         counts = {name: _count(batch[array]) for name, array in COUNTED.items() if array in batch}

@@ -2,12 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Integer
 
+from moe_jax.kernels import target
 from moe_jax.kernels.experts.activation import SILU, Activation
 from moe_jax.kernels.experts.backends import implementation, resolve_backend
 from moe_jax.kernels.experts.changed import of_each_expert, rank_alignment
@@ -96,6 +98,12 @@ def experts(
             length than parts. Also if shares do not divide the tokens, and as `experts_mlp`. Accumulators or factors do not fit
             the matrices, or accumulators are equal on devices that differ in x. A combination is in `REFUSED`.
     """
+    if weights.is_changed and not weights.keeps_residuals and not target.is_interpreted():
+        # The factors of each expert, with padded ranks, are made again in the backward pass: they would be residuals.
+        given: Any = dict(backend=backend, chunk_tokens=chunk_tokens, max_pairs=max_pairs, shares=shares)
+        call = partial(experts, **given, precision=precision, activation=activation)
+        policy = jax.checkpoint_policies.save_only_these_names("experts")
+        return jax.checkpoint(call, policy=policy, prevent_cse=False)(parts, replace(weights, keeps_residuals=True))
     _check_positive("chunk_tokens", chunk_tokens)
     if chunk_tokens is not None and len(parts) == 1 and chunk_tokens >= parts[0].x.shape[0]:
         chunk_tokens = None

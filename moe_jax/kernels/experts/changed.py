@@ -32,7 +32,7 @@ from moe_jax.kernels.experts.activation import activated, gradients_of_rows
 from moe_jax.kernels.experts.backends import OuterPart, implementation
 from moe_jax.kernels.experts.fp8 import backends as fp8_backends
 from moe_jax.kernels.experts.fp8.passes import plan_of_matrices
-from moe_jax.kernels.experts.fp8.quantise import QuantisedRows, keep_h, quantise_rows, read_h
+from moe_jax.kernels.experts.fp8.quantise import QuantisedRows, quantise_rows, read_h
 from moe_jax.kernels.experts.routing import Plan, rows_of_pairs
 from moe_jax.kernels.experts.separate_vjps import (
     ExpertsOptions,
@@ -62,7 +62,7 @@ def gate_up_changed(
     else:
         h = with_bias(_matmul(options, rows, w_gate_up, plan, of_rows, source_of_row=source), w_gate_up.bias, plan)
         act = activated(h, options.activation)
-    kept = h if options.fp8 is None else keep_h(h, options.fp8.kept)
+    kept = h if options.fp8 is None else fp8_backends.implementation(options.fp8.matmuls).kept_h(h, options.fp8.kept)
     return GateUp(act, kept if for_backward else None, u)
 
 

@@ -203,7 +203,7 @@ def _backward(options: ExpertsOptions, residuals: ExpertsResiduals, dys: Arrays)
     keep_whole = jax.lax.optimization_barrier if is_slice else lambda arrays: arrays
     weights = replace(given, gradient=keep_whole(sums))
     if options.fp8 is not None:
-        weights = _in_fp8(weights, in_both_orders=True)
+        weights = _in_fp8(weights, options.fp8.matmuls, in_both_orders=True)
     backward = _backward_of_parts if options.chunk_tokens is None else _backward_of_chunks
     of_xs, dweights, gradients, of_bias = backward(options, residuals._replace(weights=weights), dys)
     no_gradient: Any = None
@@ -378,14 +378,14 @@ def _gradients_in_dtype(
     return PartGradients(dx, dweights, (gate_up, OuterPart(rows, weighted_act, plan, source, None)))
 
 
-def _in_fp8(weights: ExpertWeights, in_both_orders: bool = False) -> ExpertWeights:
+def _in_fp8(weights: ExpertWeights, matmuls: str = "xla", in_both_orders: bool = False) -> ExpertWeights:
     """Returns the weights with FP8 matrices: the given copies, or else the layer's weights, rounded."""
     gate_up, down = weights.gate_up, weights.down
     if gate_up.in_fp8 is not None and down.in_fp8 is not None:
         codes = gate_up.in_fp8, down.in_fp8
     else:
         assert gate_up.values is not None and down.values is not None
-        codes = quantise_experts(of_layer(gate_up.values, weights.layer), of_layer(down.values, weights.layer))
+        codes = quantise_experts(of_layer(gate_up.values, weights.layer), of_layer(down.values, weights.layer), matmuls)
     if in_both_orders:
         codes = codes[0].in_both_orders(), codes[1].in_both_orders()
     return replace(weights, gate_up=replace(gate_up, in_fp8=codes[0]), down=replace(down, in_fp8=codes[1]))

@@ -108,6 +108,16 @@ def fp8_gathered_rows(rng):
     return lambda x: fp8_mosaic.rows_of_tokens(x, rows), [normal(rng, 96, 256)]
 
 
+def fp8_matrices(rng):
+    """Three blocks for each thread block, more than it has slots."""
+    return lambda w: fp8_mosaic.matrices_in_both_orders(w), [normal(rng, 1, 256, 384)]
+
+
+def fp8_kept_rows(rng):
+    """Two pieces for each thread block."""
+    return lambda h: fp8_mosaic.kept_h(h, "fp8"), [normal(rng, 128, 256)]
+
+
 def plan_of_eleven(rng):
     return plan_of_few(jnp.asarray(rng.integers(0, EXPERTS - 1, (11, 2)), jnp.int32), EXPERTS, mosaic.ROW_ALIGNMENT)
 
@@ -222,6 +232,8 @@ CASES = {
     "fp8, backward, ping-pong": (fp8_gradients(Fp8TileShape(64, 256, 2, ping_pong=True)), {"fp8_gated_matmul_backward"}),
     "fp8, gathered rows": (fp8_gathered_rows, {"fp8_gather_rows"}),
     "few tokens": (few_tokens, {"gated_matmul"}),
+    "fp8, matrices": (fp8_matrices, {"fp8_round_matrices"}),
+    "fp8, kept rows": (fp8_kept_rows, {"fp8_keep_rows"}),
     "fp8, few tokens": (fp8_few_tokens, {"fp8_round_tokens", "fp8_grouped_matmul"}),
     "fp8, few pairs": (fp8_few_pairs, {"fp8_gated_matmul_of_pairs", "fp8_matmul_of_pairs"}),
     "few pairs": (few_pairs, {"gated_matmul_of_pairs", "matmul_of_pairs"}),
@@ -242,9 +254,11 @@ THOROUGH = {
     "fp8, backward",
     "fp8, backward, two blocks",
     "fp8, few pairs",
+    "fp8, matrices",
     "attention, parts",
 }
-"""Other schedules, attention that adds to sums, and pairs in FP8, which go through the pipeline as those in bf16 do.
+"""Other schedules, attention that adds to sums, and pairs in FP8, which go through the pipeline as those in bf16 do. Matrices
+reuse their slots in the order of gathered rows.
 
 A ping-pong kernel in bf16 and one in FP8 are always searched.
 """
@@ -273,7 +287,7 @@ def test_all_kernels():
     own_rooms = ("hopper", "triton")
     files = [path for path in package.rglob("*.py") if path.parent.name not in own_rooms]
     launching = [path for path in files if LAUNCH.search(path.read_text())]
-    assert len(launching) == 23
+    assert len(launching) == 24
     for path in launching:
         own = NAME.findall(path.read_text())
         for names in HEADER.findall(path.read_text()):

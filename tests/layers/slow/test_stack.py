@@ -239,6 +239,14 @@ def test_residuals():
     assert not any(leaf.shape == (LAYERS, 5, 1) for leaf in stacked)
 
 
+@pytest.mark.parametrize("num_recomputed", [1, 2])
+def test_recomputation_of_one_layer_waits_for_its_gradient(num_recomputed):
+    """XLA unrolls a loop of one layer, and would recompute it during the passes of later layers. A longer loop waits anyway."""
+    inputs = make_inputs()
+    value = loss(partial(run, remat=True, num_kept=LAYERS - num_recomputed), inputs)
+    assert str(jax.make_jaxpr(jax.grad(value))(*inputs[2:])).count("optimization_barrier") == (num_recomputed == 1)
+
+
 @pytest.mark.parametrize("devices", [1, 2])
 def test_gradients_are_written_once(devices):
     """One device, and each device of a shard_map, allocates; no zeros of a stacked gradient's shape are made."""

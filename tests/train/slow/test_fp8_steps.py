@@ -1,5 +1,7 @@
 """Training with experts in FP8: copies made once a step, recomputation, sums over micro-batches, and what is refused."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,12 +10,13 @@ from flax import nnx
 
 import moe_jax
 from moe_jax.kernels import Precision
-from moe_jax.kernels.experts.fp8 import dense, passes
+from moe_jax.kernels.experts.fp8 import dense, xla
 from moe_jax.models.execution import Execution
 from moe_jax.train import NextToken, init_state, make_optimizer, make_train_step, put_batch
 from moe_jax.train.gradients import accumulate, accumulate_in_place, gradients_fn
 from moe_jax.train.on_devices import with_fp8_copies
 from tests.helpers import seeds, tiny
+from tests.helpers.lowered import launches_on_h200
 
 
 def _model(precision="fp8", dense=()):
@@ -74,11 +77,21 @@ def test_copies_are_not_made_again(monkeypatch):
     graph, params = nnx.split(model, nnx.Param)
     fixed = with_fp8_copies(graph, params, nnx.State({}), None)
     assert len(jax.tree.leaves(fixed)) == 4 * (2 + 4), "values and scales of experts' matrices and projections in two orders"
-    for module in (passes, dense):
+    for module in (xla, dense):
         monkeypatch.setattr(module, "quantise_matrices", None)
     gradients = gradients_fn(NextToken(), graph, Execution(remat=True))
     found = jax.eval_shape(gradients, params, fixed, NextToken().prepare(batch, jnp.float32(64)))
     assert jax.tree.structure(found.gradients) == jax.tree.structure(params)
+
+
+def test_one_gpu_rounds_weights_in_a_kernel():
+    """One launch for each of the experts' two matrices in bf16. For several GPUs XLA rounds: it splits no kernel."""
+    graph, params = nnx.split(_model(), nnx.Param)
+    types = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, jnp.bfloat16), params)
+    for one, launches in ((True, 2), (False, 0)):
+        copies = partial(with_fp8_copies, graph, fixed=nnx.State({}), parallelism=None, on_one_device=one)
+        found = launches_on_h200(copies, types)
+        assert [each.params["name"] for each in found] == ["fp8_round_matrices"] * launches
 
 
 @pytest.mark.thorough

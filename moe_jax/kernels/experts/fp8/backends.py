@@ -1,8 +1,8 @@
 """Chooses the implementation of the FP8 matmuls, and of the sums and outer products that stay in bf16.
 
-Every implementation offers the names that `xla` describes: `rows_of_tokens`, `rows_of_rounded`, `gated_matmul`,
-`grouped_matmul`, `gated_matmul_backward`, `matmul_of_tokens` and `ROW_ALIGNMENT`. Kernels also have `refusal` and `is_native`,
-as in `experts.backends`.
+Every implementation offers the names that `xla` describes: `matrices_in_both_orders`, `rows_of_tokens`, `rows_of_rounded`,
+`gated_matmul`, `kept_h`, `grouped_matmul`, `gated_matmul_backward`, `matmul_of_tokens` and `ROW_ALIGNMENT`. Kernels also have
+`refusal` and `is_native`, as in `experts.backends`.
 """
 
 import functools

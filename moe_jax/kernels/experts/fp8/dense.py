@@ -64,10 +64,9 @@ def fp8_matmul(
     return _matmul((matmuls, w.shape[0], w.dtype), *vary_alike((x, w, copies)))
 
 
-def dense_copies(w: Float[Array, "*stack out in"]) -> DenseCopies:
+def dense_copies(w: Float[Array, "*stack out in"], matmuls: str = "xla") -> DenseCopies:
     """Quantizes matrices and their transposes to FP8, without gradients; sizes are zero-padded to multiples of 128."""
-    rounded = quantise_matrices(_fill(lax.stop_gradient(w)))
-    return DenseCopies(rounded, transposed(rounded))
+    return DenseCopies(*implementation(matmuls).matrices_in_both_orders(_fill(lax.stop_gradient(w))))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -22,7 +22,7 @@ from jaxtyping import Array, BFloat16, Float
 from moe_jax.kernels.experts import backends
 from moe_jax.kernels.experts.backends import OuterPart
 from moe_jax.kernels.experts.fp8.backends import implementation
-from moe_jax.kernels.experts.fp8.quantise import InFp8, QuantisedRows, dequantised_rows, keep_h, quantise_matrices, read_h
+from moe_jax.kernels.experts.fp8.quantise import InFp8, QuantisedRows, dequantised_rows, read_h
 from moe_jax.kernels.experts.routing import Plan, rows_of_pairs
 from moe_jax.kernels.experts.separate_vjps import (
     ExpertsOptions,
@@ -36,11 +36,13 @@ from moe_jax.kernels.experts.weights import ExpertWeights
 
 
 def quantise_experts(
-    w_gate_up: Float[Array, "*layers experts 2*inter hidden"], w_down: Float[Array, "*layers experts hidden inter"]
+    w_gate_up: Float[Array, "*layers experts 2*inter hidden"],
+    w_down: Float[Array, "*layers experts hidden inter"],
+    matmuls: str = "xla",
 ) -> tuple[InFp8, InFp8]:
-    """Quantizes both expert matrices and their transposes to FP8, without gradients."""
-    gate_up, down = (InFp8(quantise_matrices(jax.lax.stop_gradient(w))) for w in (w_gate_up, w_down))
-    return gate_up.in_both_orders(), down.in_both_orders()
+    """Quantizes both expert matrices and their transposes to FP8, without gradients, by an implementation of `backends`."""
+    gate_up, down = (implementation(matmuls).matrices_in_both_orders(jax.lax.stop_gradient(w)) for w in (w_gate_up, w_down))
+    return gate_up, down
 
 
 def gate_up_in_fp8(
@@ -56,7 +58,7 @@ def gate_up_in_fp8(
     rows = matmuls.rows_of_rounded(x, plan) if isinstance(x, QuantisedRows) else matmuls.rows_of_tokens(x, plan)
     h, act = matmuls.gated_matmul(rows, w_gate_up.rounded, plan, keep_h=for_backward, activation=options.activation)
     assert options.fp8 is not None
-    return GateUp(act, None if h is None else keep_h(h, options.fp8.kept))
+    return GateUp(act, None if h is None else matmuls.kept_h(h, options.fp8.kept))
 
 
 def down_in_fp8(

@@ -64,7 +64,7 @@ class InFp8(NamedTuple):
 def quantise_rows(x: Float[Array, "rows k"]) -> QuantisedRows:
     """Quantizes rows to e4m3 with one scale per 128 elements of a row; k is a multiple of 128."""
     groups = x.astype(jnp.float32).reshape(x.shape[0], x.shape[1] // GROUP, GROUP)
-    scales = _scales(jnp.abs(groups).max(axis=-1))
+    scales = scales_of(jnp.abs(groups).max(axis=-1))
     values = (groups * (1 / scales)[..., None]).astype(jnp.float8_e4m3fn)
     return QuantisedRows(values.reshape(x.shape), scales.T)
 
@@ -73,7 +73,7 @@ def quantise_matrices(w: Float[Array, "*stack n k"]) -> QuantisedMatrices:
     """Quantizes matrices to e4m3 with one scale per 128 x 128 block; n and k are multiples of 128."""
     *stack, n, k = w.shape
     blocks = w.astype(jnp.float32).reshape(*stack, n // GROUP, GROUP, k // GROUP, GROUP)
-    scales = _scales(jnp.abs(blocks).max(axis=(-3, -1)))
+    scales = scales_of(jnp.abs(blocks).max(axis=(-3, -1)))
     values = (blocks * (1 / scales)[..., :, None, :, None]).astype(jnp.float8_e4m3fn)
     return QuantisedMatrices(values.reshape(w.shape), scales)
 
@@ -98,7 +98,8 @@ def refusal(dtype: jnp.dtype, hidden: int, inter: int) -> str | None:
     return None
 
 
-def _scales(largest: Float[Array, "..."]) -> Float[Array, "..."]:
+def scales_of(largest: Float[Array, "..."]) -> Float[Array, "..."]:
+    """Returns the quantization scales of groups with these absolute maxima."""
     return jnp.maximum(largest, LEAST_MAXIMUM) * INVERSE_LARGEST
 
 
@@ -158,9 +159,14 @@ def keep_h(h: BFloat16[Array, "rows k"], form: Kept) -> BFloat16[Array, "rows k"
     if form == "bf16":
         return h
     groups = h.astype(jnp.float32).reshape(h.shape[0], h.shape[1] // GROUP, GROUP)
-    scales = jnp.maximum(jnp.abs(groups).max(axis=-1), LEAST_MAXIMUM) * KEPT_INVERSE_LARGEST
+    scales = kept_scales_of(jnp.abs(groups).max(axis=-1))
     values = e3m4_codes(groups * (1 / scales)[..., None])
     return KeptRows(values.reshape(h.shape), scales)
+
+
+def kept_scales_of(largest: Float[Array, "..."]) -> Float[Array, "..."]:
+    """Returns the scales of groups of h with these absolute maxima."""
+    return jnp.maximum(largest, LEAST_MAXIMUM) * KEPT_INVERSE_LARGEST
 
 
 def read_h(kept: Float[Array, "rows k"] | KeptRows) -> Float[Array, "rows k"]:

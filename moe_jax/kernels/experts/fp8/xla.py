@@ -11,12 +11,27 @@ from jaxtyping import Array, BFloat16, Float
 
 from moe_jax.kernels.experts import xla
 from moe_jax.kernels.experts.activation import SILU, Activation
-from moe_jax.kernels.experts.fp8.quantise import GROUP, QuantisedMatrices, QuantisedRows, quantise_rows
+from moe_jax.kernels.experts.fp8.precision import Kept
+from moe_jax.kernels.experts.fp8.quantise import (
+    GROUP,
+    InFp8,
+    KeptRows,
+    QuantisedMatrices,
+    QuantisedRows,
+    keep_h,
+    quantise_matrices,
+    quantise_rows,
+)
 from moe_jax.kernels.experts.routing import Plan, of_own_layer
 from moe_jax.kernels.shapes import vary_as
 
 ROW_ALIGNMENT = 1
 """The row_alignment of plans for this backend; it supports plans of any other alignment too."""
+
+
+def matrices_in_both_orders(w: Float[Array, "*stack n k"]) -> InFp8:
+    """Quantizes matrices, and returns their transposes too; n and k are multiples of 128."""
+    return InFp8(quantise_matrices(w)).in_both_orders()
 
 
 def rows_of_tokens(x: BFloat16[Array, "tokens hidden"], plan: Plan) -> QuantisedRows:
@@ -45,6 +60,11 @@ def gated_matmul(
     sums = _grouped_sums(rows, w, plan)
     gate, up = jnp.split(sums, 2, axis=1)
     return sums.astype(jnp.bfloat16) if keep_h else None, quantise_rows(activation.forward(gate, up))
+
+
+def kept_h(h: BFloat16[Array, "rows 2*inter"], form: Kept) -> BFloat16[Array, "rows 2*inter"] | KeptRows:
+    """Converts h to the form that is kept for the backward pass."""
+    return keep_h(h, form)
 
 
 def grouped_matmul(rows: QuantisedRows, w: QuantisedMatrices, plan: Plan) -> BFloat16[Array, "rows out"]:

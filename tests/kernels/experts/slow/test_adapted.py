@@ -11,7 +11,7 @@ from moe_jax import kernels
 from moe_jax.kernels.low_rank import LowRank
 from tests.helpers import seeds
 from tests.helpers.expert_layers import Adapter, Form, adapted, compute, make_layer, types_of
-from tests.helpers.lowered import launches_on_h200, traced_for_h200
+from tests.helpers.lowered import H200, launches_on_h200, traced_for_h200
 
 TOKENS, EXPERTS, K, HIDDEN, INTER = 24, 4, 2, 16, 12
 
@@ -171,6 +171,17 @@ def test_kernels_of_adapted_experts():
     assert "bf16[8,1024,1024]" in text and "f32[8,1024,1024]" not in text.replace("bf16", "")
     assert "bf16[8,1024,512]" in text and "f32[8,1024,512]" not in text.replace("bf16", "")
     assert len(launches_on_h200(gradient, *arguments)) == 15
+
+    def residuals(x, w_gate_up, w_down, weights, adapter, chosen):
+        return jax.vjp(lambda *a: adapted(a[0], w_gate_up, w_down, a[1], chosen, a[2], backend="mosaic"), x, weights, adapter)[
+            1
+        ]
+
+    with jax.sharding.use_abstract_mesh(H200):
+        kept = {
+            a.shape for a in jax.tree.leaves(jax.eval_shape(residuals, *arguments)) if a.dtype == jnp.float32 and a.ndim == 3
+        }
+    assert kept <= set(factors), "factors with padded ranks are made again in the backward pass"
 
 
 def test_factors_that_do_not_fit_are_named():

@@ -15,12 +15,14 @@ from jaxtyping import Array, BFloat16, Float, Int
 
 from moe_jax.kernels.experts import mosaic
 from moe_jax.kernels.experts.activation import SILU, Activation
-from moe_jax.kernels.experts.fp8 import quantise
+from moe_jax.kernels.experts.fp8 import quantise, xla
 from moe_jax.kernels.experts.fp8.mosaic import by_pairs, by_rows, by_rows_backward
 from moe_jax.kernels.experts.fp8.mosaic.gather import gather_rounded, gather_rows
 from moe_jax.kernels.experts.fp8.mosaic.promoted import Fp8TileShape
-from moe_jax.kernels.experts.fp8.mosaic.round_groups import TOKENS, round_tokens
-from moe_jax.kernels.experts.fp8.quantise import GROUP, QuantisedMatrices, QuantisedRows, joined, quantise_rows
+from moe_jax.kernels.experts.fp8.mosaic.round_groups import GROUPS, TOKENS, keep_rows, round_tokens
+from moe_jax.kernels.experts.fp8.mosaic.round_matrices import round_matrices
+from moe_jax.kernels.experts.fp8.precision import Kept
+from moe_jax.kernels.experts.fp8.quantise import GROUP, InFp8, KeptRows, QuantisedMatrices, QuantisedRows, joined, quantise_rows
 from moe_jax.kernels.experts.mosaic import is_native
 from moe_jax.kernels.experts.mosaic.by_pairs import takes
 from moe_jax.kernels.experts.routing import Plan, int32_ids, is_an_expert, plan_of_one
@@ -34,6 +36,8 @@ __all__ = [
     "gated_matmul_backward",
     "grouped_matmul",
     "is_native",
+    "kept_h",
+    "matrices_in_both_orders",
     "matmul_of_tokens",
     "refusal",
     "rows_of_rounded",
@@ -64,6 +68,11 @@ LONG_SUM = 4096
 def refusal(dtype: jnp.dtype, hidden: int, inter: int) -> str | None:
     """Returns why these kernels do not support such experts, with the supported sizes; None if they do."""
     return quantise.refusal(dtype, hidden, inter) or mosaic.refusal(dtype, hidden, inter)
+
+
+def matrices_in_both_orders(w: Float[Array, "*stack n k"]) -> InFp8:
+    """Quantizes matrices, and returns their transposes too; those in bf16 in one kernel, others in XLA."""
+    return round_matrices(w) if w.dtype == jnp.bfloat16 and w.size else xla.matrices_in_both_orders(w)
 
 
 def rows_of_tokens(x: BFloat16[Array, "tokens hidden"], plan: Plan) -> QuantisedRows:
@@ -129,6 +138,12 @@ def gated_matmul(
 ) -> tuple[BFloat16[Array, "rows 2*inter"] | None, QuantisedRows]:
     """Computes h = w[e] rows[r] and act = activation(gate, up) in one kernel. Padding rows may be left unwritten."""
     return by_rows.matmul_gated(rows, joined(w), plan, _tile(plan), keep_h=keep_h, activation=activation)
+
+
+def kept_h(h: BFloat16[Array, "rows 2*inter"], form: Kept) -> BFloat16[Array, "rows 2*inter"] | KeptRows:
+    """Converts h to the form that is kept for the backward pass, to 8 bits in one kernel."""
+    is_whole = h.size and h.size % (GROUPS * GROUP) == 0
+    return keep_rows(h) if form == "fp8" and is_whole else xla.kept_h(h, form)
 
 
 def gated_matmul_backward(

@@ -47,8 +47,8 @@ from moe_jax.kernels.experts.fp8.mosaic.promoted import (
     place_in_piece,
     run_tiles,
 )
-from moe_jax.kernels.experts.fp8.mosaic.round_groups import inverse_scales, scales_of
-from moe_jax.kernels.experts.fp8.quantise import GROUP, QuantisedMatrices, QuantisedRows
+from moe_jax.kernels.experts.fp8.mosaic.round_groups import inverse_scales
+from moe_jax.kernels.experts.fp8.quantise import GROUP, QuantisedMatrices, QuantisedRows, scales_of
 from moe_jax.kernels.experts.mosaic.by_rows import (
     CHUNK,
     Epilogue,

@@ -37,8 +37,8 @@ from jaxtyping import Array, BFloat16, Float
 from moe_jax.kernels.experts.activation import SILU, Activation
 from moe_jax.kernels.experts.fp8.mosaic.by_rows import F8, launch_rows, rows_shapes
 from moe_jax.kernels.experts.fp8.mosaic.promoted import Fp8TileShape
-from moe_jax.kernels.experts.fp8.mosaic.round_groups import inverse_scales, scales_of
-from moe_jax.kernels.experts.fp8.quantise import GROUP, QuantisedMatrices, QuantisedRows
+from moe_jax.kernels.experts.fp8.mosaic.round_groups import inverse_scales
+from moe_jax.kernels.experts.fp8.quantise import GROUP, QuantisedMatrices, QuantisedRows, scales_of
 from moe_jax.kernels.experts.mosaic.by_rows import CHUNK, Epilogue
 from moe_jax.kernels.experts.routing import Plan
 from moe_jax.kernels.hopper.launch import Named, operand_transforms

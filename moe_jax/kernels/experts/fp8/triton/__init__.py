@@ -18,6 +18,7 @@ from moe_jax.kernels.experts import triton
 from moe_jax.kernels.experts.activation import SILU, Activation
 from moe_jax.kernels.experts.fp8 import quantise, xla
 from moe_jax.kernels.experts.fp8.quantise import GROUP, QuantisedMatrices, QuantisedRows, joined, quantise_rows
+from moe_jax.kernels.experts.fp8.xla import kept_h, matrices_in_both_orders
 from moe_jax.kernels.experts.routing import Plan, plan_of_one
 from moe_jax.kernels.experts.triton import ROW_ALIGNMENT, is_native
 from moe_jax.kernels.experts.triton.launch import Tile, capability, has_large_tiles
@@ -28,6 +29,8 @@ __all__ = [
     "gated_matmul_backward",
     "grouped_matmul",
     "is_native",
+    "kept_h",
+    "matrices_in_both_orders",
     "matmul_of_tokens",
     "refusal",
     "rows_of_rounded",
