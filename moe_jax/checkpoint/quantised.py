@@ -91,7 +91,11 @@ def read_quantisation(folder: Path) -> Quantisation | None:
 def _of_compressed_tensors(folder: Path, given: dict[str, Any]) -> Quantisation:
     """Returns the form of compressed-tensors' weights, which must be one for all modules."""
     groups = given.get("config_groups")
-    found = [group.get("weights") if isinstance(group, dict) else None for group in groups.values()] if isinstance(groups, dict) else []
+    found = (
+        [group.get("weights") if isinstance(group, dict) else None for group in groups.values()]
+        if isinstance(groups, dict)
+        else []
+    )
     schemes: list[dict[str, Any]] = [{key: each.get(key) for key in _SCHEME} for each in found if isinstance(each, dict)]
     if not schemes or len(schemes) < len(found) or any(scheme != schemes[0] for scheme in schemes):
         raise ValueError(f"{folder}: compressed-tensors must have weights of one kind for all modules; got {found}")
