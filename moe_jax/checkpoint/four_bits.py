@@ -18,6 +18,7 @@ A matrix W [out, in] is values[code[n, k]] * scale[n, k // group], rounded once 
 transformers decodes MXFP4 to the same numbers, as matrices [experts, in, out]; so does the tensor NAME here.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -129,8 +130,13 @@ Wanted = dict[str, tuple[tuple[str, ...], tuple[int, ...]]]
 """The dtypes and the shape that a tensor may have, by the end of its name."""
 
 
-def _wrong(parts: Parts, wanted: Wanted) -> str | None:
-    """Returns a message if tensors have other dtypes or shapes than wanted."""
+def _problem(parts: Parts, wanted: Wanted, num_in: int, group: int) -> str | None:
+    """Returns a message if rows do not end with a group, or tensors have other dtypes or shapes than wanted."""
+    if num_in % group:
+        return (
+            f"its {num_in} inputs are no multiple of group_size={group}, so that the last group is shorter; use the checkpoint "
+            "in bfloat16"
+        )
     given = {end: (parts[end].dtype, parts[end].shape) for end in wanted}
     if all(given[end][0] in dtypes and given[end][1] == shape for end, (dtypes, shape) in wanted.items()):
         return None
@@ -140,13 +146,6 @@ def _wrong(parts: Parts, wanted: Wanted) -> str | None:
         for each in (given, expected)
     ]
     return f"has {texts[0]}, expected {texts[1]}"
-
-
-def _ragged(num_in: int, group: int) -> str:
-    return (
-        f"its {num_in} inputs are no multiple of group_size={group}, so that the last group is shorter; use the checkpoint in "
-        "bfloat16"
-    )
 
 
 def _matrix(
@@ -193,11 +192,9 @@ def _gptq(parts: Parts, group: int) -> StoredTensor | str:
     assert words is not None and scales is not None and zeros is not None
     num_in, num_out = 8 * words.shape[0], words.shape[1]
     group = num_in if group == -1 else group
-    if num_in % group:
-        return _ragged(num_in, group)
     wanted: Wanted = {".qweight": (("I32",), words.shape), ".scales": (tuple(FLOAT_DTYPES), (num_in // group, num_out))}
     wanted[".qzeros"] = ("I32",), (num_in // group, num_out // 8)
-    if (problem := _wrong(parts, wanted)) is not None:
+    if (problem := _problem(parts, wanted, num_in, group)) is not None:
         return problem
     if np.any(zeros.read((slice(None), slice(None))).view(np.uint32) != STORED_ZERO):
         return "its codes are not symmetric; use the checkpoint in bfloat16"
@@ -217,11 +214,9 @@ def _awq(parts: Parts, group: int) -> StoredTensor | str:
     words, zeros, scales = parts[".qweight"], parts[".qzeros"], parts[".scales"]
     num_in, num_out = words.shape[0], 8 * words.shape[1]
     group = num_in if group == -1 else group
-    if num_in % group:
-        return _ragged(num_in, group)
     wanted: Wanted = {".qweight": (("I32",), words.shape), ".scales": (tuple(FLOAT_DTYPES), (num_in // group, num_out))}
     wanted[".qzeros"] = ("I32",), (num_in // group, num_out // 8)
-    if (problem := _wrong(parts, wanted)) is not None:
+    if (problem := _problem(parts, wanted, num_in, group)) is not None:
         return problem
 
     def read(slices: Slices) -> np.ndarray:
@@ -243,13 +238,11 @@ def _int4(parts: Parts, group: int) -> StoredTensor | str:
     words, scales = parts[".weight_packed"], parts[".weight_scale"]
     num_out, num_in = words.shape[0], 8 * words.shape[1]
     group = num_in if group == -1 else group
-    if num_in % group:
-        return _ragged(num_in, group)
     wanted: Wanted = {
         ".weight_packed": (("I32",), words.shape),
         ".weight_scale": (tuple(FLOAT_DTYPES), (num_out, num_in // group)),
     }
-    if (problem := _wrong(parts, wanted)) is not None:
+    if (problem := _problem(parts, wanted, num_in, group)) is not None:
         return problem
 
     def codes_of(rows: Slices) -> np.ndarray:
@@ -261,9 +254,10 @@ def _int4(parts: Parts, group: int) -> StoredTensor | str:
 def _mxfp4(parts: Parts, group: int) -> StoredTensor | str:
     blocks, scales = parts["_blocks"], parts["_scales"]
     wanted: Wanted = {"_blocks": (("U8",), (*blocks.shape[:3], group // 2)), "_scales": (("U8",), blocks.shape[:3])}
-    if (problem := _wrong(parts, wanted)) is not None or len(blocks.shape) != 4:
+    num_in = math.prod(blocks.shape[2:3]) * group
+    if (problem := _problem(parts, wanted, num_in, group)) is not None or len(blocks.shape) != 4:
         return problem or f"has blocks {list(blocks.shape)}, expected [experts, out, in/{group}, {group // 2}]"
-    experts, num_out, groups = scales.shape
+    experts, num_out, _ = scales.shape
 
     def codes_of(rows: Slices) -> np.ndarray:
         read = blocks.read((*rows, slice(None), slice(None)))
@@ -272,23 +266,21 @@ def _mxfp4(parts: Parts, group: int) -> StoredTensor | str:
     def scales_of(rows: Slices) -> np.ndarray:
         return np.ldexp(np.float32(1), scales.read((*rows, slice(None))).astype(np.int32) - 127)
 
-    of_rows = _matrix(blocks, (experts, num_out, groups * group), group, FP4_VALUES, codes_of, scales_of)
+    of_rows = _matrix(blocks, (experts, num_out, num_in), group, FP4_VALUES, codes_of, scales_of)
 
     def read(slices: Slices) -> np.ndarray:
         experts, columns, rows = slices
         return of_rows.read((experts, rows, columns)).swapaxes(1, 2)
 
-    return replace(of_rows, shape=(experts, groups * group, num_out), read=read)
+    return replace(of_rows, shape=(experts, num_in, num_out), read=read)
 
 
 def _nvfp4(parts: Parts, group: int) -> StoredTensor | str:
     codes, scales = parts.get(".weight_packed") or parts[".weight"], parts[".weight_scale"]
     name = ".weight_packed" if ".weight_packed" in parts else ".weight"
     num_out, num_in = codes.shape[0], 2 * codes.shape[1]
-    if num_in % group:
-        return _ragged(num_in, group)
     wanted: Wanted = {name: (("U8",), codes.shape), ".weight_scale": (("F8_E4M3",), (num_out, num_in // group))}
-    if (problem := _wrong(parts, wanted)) is not None:
+    if (problem := _problem(parts, wanted, num_in, group)) is not None:
         return problem
     divided = ".weight_global_scale" in parts
     whole = np.float32(np.asarray(parts[".weight_global_scale" if divided else ".weight_scale_2"].read(())).reshape(()))

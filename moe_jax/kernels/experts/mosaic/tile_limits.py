@@ -45,7 +45,7 @@ def candidates(pass_name: Pass, matrix: tuple[int, int]) -> list[TileShape]:
     """Returns the tiles worth measuring, at most 15.
 
     Every shape that fits, with 3 stages and with the most stages that fit up to 8. With ping-pong, the two largest of 128 rows
-    and 64 x 128 (the two largest of 64 rows if no other fits), with the most stages that fit.
+    and 64 x 128, with the most stages that fit. If no other tile of 64 rows fits, the two largest of these.
     """
 
     def filled(tile: TileShape) -> TileShape:
