@@ -148,7 +148,7 @@ def prepare(
         grammars().compiled(grammar)
     markers = {THINK, *([calls.begin] if calls else [])}
     special = {added.content for added in tokenizer.added_tokens_decoder.values() if added.special}
-    reader = partial(AnswerParts, thinks, calls, schemas)
+    reader: Callable[[], AnswerParts] = partial(AnswerParts, thinks, calls, schemas)
     if in_channels:
         reader = partial(HarmonyParts, calls, schemas, in_text=request.continues)
     return Prepared(tokens, grammar, reader, forced, in_channels or bool(markers & special))
