@@ -29,6 +29,7 @@ from moe_jax.kernels.attention.paged.blocks import (
     single_query_blocks,
     window_operand,
 )
+from moe_jax.kernels.attention.paged.fp8 import FP8Pages, Pages, read
 from moe_jax.kernels.attention.paged.heads import attend_blocks
 from moe_jax.kernels.attention.paged.latents import ROTARY_COLUMNS, attend_latents
 from moe_jax.kernels.attention.paged.prompts import attend_prompts, most_tiles, takes_group
@@ -50,11 +51,13 @@ MERGE_LOADS = 4
 """Splits that it loads at a time."""
 
 
-def refusal(q: Array, keys: Array, values: Array | None, value_dim: int) -> str | None:
+def refusal(q: Array, keys: Pages, values: Pages | None, value_dim: int) -> str | None:
     """Returns why the kernel does not support this attention, with the supported sizes; None if it does."""
     if not is_interpreted() and compute_capability() != "9.0":
         return f"it needs a Hopper GPU (compute capability 9.0); this is {compute_capability() or 'no NVIDIA GPU'}"
-    dtypes = [a.dtype for a in (q, keys, values) if a is not None]
+    if isinstance(keys, FP8Pages) and q.dtype != jnp.bfloat16:
+        return f"with pages in FP8 q must be bfloat16; got {q.dtype}"
+    dtypes = [a.dtype for a in (q, keys, values) if a is not None and not isinstance(a, FP8Pages)]
     if q.dtype not in (jnp.bfloat16, jnp.float16) or set(dtypes) != {q.dtype}:
         return f"q and pages must all be bfloat16 or all float16; got {', '.join(map(str, dtypes))}"
     if values is None:
@@ -86,8 +89,8 @@ def _head_tiles(heads: int) -> int:
 
 def paged_attention(
     q: Float[Array, "tokens heads key_dim"],
-    keys: Float[Array, "pages kv_heads 64 key_dim"],
-    values: Float[Array, "pages kv_heads 64 value_dim"] | None,
+    keys: Pages,
+    values: Pages | None,
     queries: PagedQueries,
     *,
     scale: float,
@@ -109,6 +112,8 @@ def paged_attention(
     if not takes_prompts or most_tiles(rows - single_query_rows, tokens - single_query_rows, kv_heads, group) < _cores():
         blocks = query_blocks(queries, tokens, max(1, WGMMA_ROWS // group))
         return attend(grouped, blocks)[blocks.place]
+    if isinstance(keys, FP8Pages):
+        keys, values, queries = _copied(keys, values, queries, single_query_rows)
     out = attend_prompts(grouped, keys, values, queries, scale=scale, window=window, skip=single_query_rows)
     out = out.reshape(tokens, heads, -1)
     if not single_query_rows:
@@ -119,12 +124,24 @@ def paged_attention(
     return out.at[jnp.arange(single_query_rows)].set(decoded, indices_are_sorted=True, unique_indices=True)
 
 
+def _copied(keys: FP8Pages, values: FP8Pages, queries: PagedQueries, skip: int) -> tuple[Array, Array, PagedQueries]:
+    """Returns bf16 copies of the pages of all rows from `skip` on, and the queries with a table of the copies.
+
+    A tile of prompts reads a page once for each 16 queries, so that widening it there would cost more than a copy.
+    """
+    table = queries.page_table
+    places = jnp.arange(table.size, dtype=jnp.int32).reshape(table.shape) - skip * table.shape[1]
+    copied = jnp.clip(table[skip:].reshape(-1), 0, keys.shape[0] - 1)
+    in_bf16 = [read(pages, copied, jnp.bfloat16) for pages in (keys, values)]
+    return *in_bf16, queries._replace(page_table=jnp.maximum(places, 0))
+
+
 def _attend(
     q: Float[Array, "tokens kv_heads group key_dim"],
     blocks: QueryBlocks,
     *,
-    keys: Float[Array, "pages _ 64 key_dim"],
-    values: Float[Array, "pages _ 64 value_dim"] | None,
+    keys: Pages,
+    values: Pages | None,
     queries: PagedQueries,
     scale: float,
     window: Int[Array, ""] | int | None,
