@@ -270,6 +270,7 @@ class Strict(Case):
     prompt: int = 700  # tokens of the longest prompt
     short: int = 16
     long: int = 144
+    kv_dtype: Literal["model", "fp8"] = "model"  # of keys and values in pages
 
     SMALL = dict(layers=1, cases=(1,), chunks=(16,), prompt=20, short=2, long=3)
 
@@ -282,7 +283,7 @@ class Strict(Case):
         model, longest = random_model(config, jnp.bfloat16), self.prompt + self.long
         # Weights are arguments: constants would take minutes to compile.
         graph, weights = nnx.graphdef(model), nnx.state(model)
-        run = jax.jit(lambda weights, *arrays: strict_log_probs(nnx.merge(graph, weights), *arrays))
+        run = jax.jit(lambda weights, *arrays: strict_log_probs(nnx.merge(graph, weights), *arrays, kv_dtype=self.kv_dtype))
         lengths = np.random.default_rng(0).integers(1, self.prompt + 1, max(self.cases))
         prompts = [np.random.default_rng(i).integers(0, config.vocab_size, length).tolist() for i, length in enumerate(lengths)]
         for step_tokens in self.chunks:
@@ -292,6 +293,7 @@ class Strict(Case):
                     max_tokens_per_step=step_tokens,
                     max_length=longest,
                     num_pages=1 + max(self.cases) * pages_of(longest),
+                    kv_dtype=self.kv_dtype,
                 )
                 engine = Engine(model, limits=limits, strict=strict)
                 for count in self.cases:
