@@ -29,7 +29,7 @@ from moe_jax.kernels.attention.paged.blocks import (
     single_query_blocks,
     window_operand,
 )
-from moe_jax.kernels.attention.paged.fp8 import FP8Pages, Pages, read
+from moe_jax.kernels.attention.paged.fp8 import FP8Pages, Pages
 from moe_jax.kernels.attention.paged.heads import attend_blocks
 from moe_jax.kernels.attention.paged.latents import ROTARY_COLUMNS, attend_latents
 from moe_jax.kernels.attention.paged.prompts import attend_prompts, most_tiles, takes_group
@@ -107,13 +107,12 @@ def paged_attention(
     attend = partial(_attend, keys=keys, values=values, queries=queries, scale=scale, window=window, fixed_splits=fixed_splits)
     if single_query_rows == rows:
         return attend(grouped, single_query_blocks(queries.num_keys))
-    takes_prompts = values is not None and not fixed_splits and takes_group(group)
+    # With few registers to spare, the consumers of `attend_prompts` widen no pages in FP8.
+    takes_prompts = not (values is None or isinstance(values, FP8Pages) or fixed_splits) and takes_group(group)
     # `attend_prompts` splits no keys, so it needs enough tiles to keep the GPU busy.
     if not takes_prompts or most_tiles(rows - single_query_rows, tokens - single_query_rows, kv_heads, group) < _cores():
         blocks = query_blocks(queries, tokens, max(1, WGMMA_ROWS // group))
         return attend(grouped, blocks)[blocks.place]
-    if isinstance(keys, FP8Pages):
-        keys, values, queries = _copied(keys, values, queries, single_query_rows)
     out = attend_prompts(grouped, keys, values, queries, scale=scale, window=window, skip=single_query_rows)
     out = out.reshape(tokens, heads, -1)
     if not single_query_rows:
@@ -122,18 +121,6 @@ def paged_attention(
     decoded = attend(grouped, single_query_blocks(queries.num_keys[:single_query_rows]))
     # In place. XLA turns `dynamic_update_slice` into an asynchronous copy on a separate stream.
     return out.at[jnp.arange(single_query_rows)].set(decoded, indices_are_sorted=True, unique_indices=True)
-
-
-def _copied(keys: FP8Pages, values: FP8Pages, queries: PagedQueries, skip: int) -> tuple[Array, Array, PagedQueries]:
-    """Returns bf16 copies of the pages of all rows from `skip` on, and the queries with a table of the copies.
-
-    A tile of prompts reads a page once for each 16 queries, so that widening it there would cost more than a copy.
-    """
-    table = queries.page_table
-    places = jnp.arange(table.size, dtype=jnp.int32).reshape(table.shape) - skip * table.shape[1]
-    copied = jnp.clip(table[skip:].reshape(-1), 0, keys.shape[0] - 1)
-    in_bf16 = [read(pages, copied, jnp.bfloat16) for pages in (keys, values)]
-    return *in_bf16, queries._replace(page_table=jnp.maximum(places, 0))
 
 
 def _attend(
