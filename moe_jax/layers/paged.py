@@ -75,7 +75,7 @@ class PagedAttend:
             latents.
         """
         page, offset = self.places
-        heads = [tokens[0] if tokens.ndim == 4 else tokens[0][:, None] for tokens in kept]
+        heads = (tokens[0] if tokens.ndim == 4 else tokens[0][:, None] for tokens in kept)
         pages = tuple(written(pages, page, offset, tokens) for pages, tokens in zip(self.pages, heads, strict=True))
         return self.read(q[0], pages, scale=scale)[None], pages
 
