@@ -11,7 +11,7 @@ barriers   q; k[slot], v[slot]: 1 copy each; in FP8 2, codes and exponents. One 
            refilled once it was read
 time       a block's copies run while the other block of its core computes
 cost       a page of keys and values crosses memory once for each block of queries, from L2 if others read it too. A page in
-           FP8 has 16.1 KiB instead of 32, and 16384 numbers to widen: v is widened while q k^T runs
+           FP8 has 16.1 KiB instead of 32, and 16384 numbers to widen: v while q k^T runs, the next k while p v runs
 """
 
 from functools import partial
@@ -120,6 +120,8 @@ class _Attention(NamedTuple):
         for step in range(STAGES):
             pl.when(step < steps)(partial(self.load, jnp.int32(step)))
         plgpu.barrier_wait(scratch.q_barrier)
+        if scratch.k_in_fp8 is not None:
+            pl.when(steps > 0)(partial(self.widen_keys, jnp.int32(0)))
 
         o = plgpu.layout_cast(jnp.zeros((WGMMA_ROWS, scratch.v.shape[2]), jnp.float32), plgpu.Layout.WGMMA)
         o, sums = lax.fori_loop(0, steps, self.add_page, (o, no_keys()))
@@ -148,11 +150,12 @@ class _Attention(NamedTuple):
         """Adds a page of keys and values, and starts to load the one that follows in its slot."""
         (o, sums), scratch, slot = state, self.scratch, self.slot(step)
         in_fp8, steps = scratch.k_in_fp8 is not None, self.item.steps
-        plgpu.barrier_wait(scratch.k_barriers.at[slot])
         whole = 0 if in_fp8 else slot
         if in_fp8:
-            _widen(scratch.k_in_fp8, slot, scratch.k)
+            # The step before, or `run`, has widened the keys.
             plgpu.commit_smem()
+        else:
+            plgpu.barrier_wait(scratch.k_barriers.at[slot])
 
         def load_next() -> None:
             pl.when(step + STAGES < steps)(lambda: self.load(step + STAGES))
@@ -164,7 +167,7 @@ class _Attention(NamedTuple):
                 _widen(scratch.v_in_fp8, slot, scratch.v)
             s = s_accumulator[...]
             if in_fp8:
-                # Also holds back the next keys' stores until all warps' products have read these.
+                # Also holds back the stores of the next keys until the products of all warps have read these.
                 plgpu.commit_smem()
                 load_next()
             p, rescale, new_sums = self.scoring.weigh(s, sums, self.item.last_key(step))
@@ -173,6 +176,8 @@ class _Attention(NamedTuple):
                 plgpu.barrier_wait(scratch.v_barriers.at[slot])
             start_accumulator(o_accumulator, rescaled)
             multiply_registers(o_accumulator, p.astype(scratch.q.dtype), scratch.v.at[whole], scratch.staging, 0)
+            if in_fp8:
+                pl.when(step + 1 < steps)(lambda: self.widen_keys(step + 1))
             return read_accumulator(o_accumulator, rescaled), new_sums
 
         s_accumulator = plgpu.ACC((WGMMA_ROWS, PAGE_SIZE), jnp.float32)
@@ -180,6 +185,11 @@ class _Attention(NamedTuple):
         if not in_fp8:
             load_next()
         return added
+
+    def widen_keys(self, step) -> None:
+        scratch, slot = self.scratch, self.slot(step)
+        plgpu.barrier_wait(scratch.k_barriers.at[slot])
+        _widen(scratch.k_in_fp8, slot, scratch.k)
 
 
 def _slots_in_fp8(width: int) -> FP8Pages:
@@ -196,5 +206,5 @@ def _widen(in_fp8: FP8Pages, slot: Any, whole: Any) -> None:
     layout = plgpu.Layout.TILED(tiling, warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)
     codes = plgpu.load(in_fp8.codes.at[slot], layout=layout, optimized=False)
     exponents = plgpu.load(in_fp8.exponents.at[slot], layout=layout.reduce(1), optimized=False)
-    powers = broadcast_columns(power_of_two(exponents.astype(jnp.int32)), codes.shape)
-    store(whole.at[0], (codes.astype(jnp.float32) * powers).astype(whole.dtype), optimized=True)
+    powers = power_of_two(exponents.astype(jnp.int32)).astype(whole.dtype)
+    store(whole.at[0], codes.astype(jnp.float32).astype(whole.dtype) * broadcast_columns(powers, codes.shape), optimized=True)
