@@ -124,7 +124,12 @@ class _Attention(NamedTuple):
             pl.when(steps > 0)(partial(self.widen_keys, jnp.int32(0)))
 
         o = plgpu.layout_cast(jnp.zeros((WGMMA_ROWS, scratch.v.shape[2]), jnp.float32), plgpu.Layout.WGMMA)
-        o, sums = lax.fori_loop(0, steps, self.add_page, (o, no_keys()))
+        state, full = (o, no_keys()), jnp.int32(0)
+        if scratch.k_in_fp8 is not None and self.scoring.window is None:
+            # Widening and the mask compete for the same instruction slots, and most pages are before all queries.
+            full = jnp.clip(lax.div(self.item.last_key(0) + 1, jnp.int32(PAGE_SIZE)), 0, steps)
+            state = lax.fori_loop(0, full, partial(self.add_page, is_full=True), state)
+        o, sums = lax.fori_loop(full, steps, self.add_page, state)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         scratch.out[...] = rescale_o(o, sums.inverse()).astype(scratch.out.dtype)
         plgpu.commit_smem()
@@ -146,8 +151,8 @@ class _Attention(NamedTuple):
             for source, target in [(pages, whole)] if in_fp8 is None else zip(pages, in_fp8, strict=True):
                 plgpu.copy_gmem_to_smem(source.at[page, head], target.at[slot], barriers.at[slot])
 
-    def add_page(self, step, state: tuple[Any, RowSums]) -> tuple[Any, RowSums]:
-        """Adds a page of keys and values, and starts to load the one that follows in its slot."""
+    def add_page(self, step, state: tuple[Any, RowSums], *, is_full: bool = False) -> tuple[Any, RowSums]:
+        """Adds a page of keys and values, all of them seen if `is_full`, and starts to load the next one of its slot."""
         (o, sums), scratch, slot = state, self.scratch, self.slot(step)
         in_fp8, steps = scratch.k_in_fp8 is not None, self.item.steps
         whole = 0 if in_fp8 else slot
@@ -170,7 +175,7 @@ class _Attention(NamedTuple):
                 # Also holds back the stores of the next keys until the products of all warps have read these.
                 plgpu.commit_smem()
                 load_next()
-            p, rescale, new_sums = self.scoring.weigh(s, sums, self.item.last_key(step))
+            p, rescale, new_sums = self.scoring.weigh(s, sums, None if is_full else self.item.last_key(step))
             rescaled = rescale_o(o, rescale)
             if not in_fp8:
                 plgpu.barrier_wait(scratch.v_barriers.at[slot])
