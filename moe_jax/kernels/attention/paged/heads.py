@@ -124,7 +124,7 @@ class _Attention(NamedTuple):
             pl.when(steps > 0)(partial(self.widen_keys, jnp.int32(0)))
 
         o = plgpu.layout_cast(jnp.zeros((WGMMA_ROWS, scratch.v.shape[2]), jnp.float32), plgpu.Layout.WGMMA)
-        state, full = (o, no_keys()), jnp.int32(0)
+        state, full = (o, no_keys()), 0
         if scratch.k_in_fp8 is not None and self.scoring.window is None:
             # Widening and the mask compete for the same instruction slots, and most pages are before all queries.
             full = jnp.clip(lax.div(self.item.last_key(0) + 1, jnp.int32(PAGE_SIZE)), 0, steps)
