@@ -1,6 +1,6 @@
 """Log-probabilities of whole sequences, bit for bit equal to an engine with `strict=True`, and differentiable."""
 
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -87,9 +87,11 @@ def strict_log_probs(
 
     Raises:
       ValueError: a model that `fused.check_strict` refuses or that is spread over devices. Shapes that do not match, or, if the
-        ids are known, more segments than `max_segments`.
+        ids are known, more segments than `max_segments`. Also an unknown `kv_dtype`.
     """
     check_strict(model)
+    if kv_dtype not in get_args(KvDtype):
+        raise ValueError(f'kv_dtype must be "model" or "fp8"; got {kv_dtype!r}')
     if model.execution.spread not in (ONE_DEVICE, Spread()):
         raise ValueError("strict_log_probs computes on one device; on several, use train.log_probs")
     check_shapes(model.config, tokens, None, segment_ids, None, None)

@@ -102,7 +102,7 @@ def test_a_prefix_is_found_and_changes_nothing(model, engine):
 
 
 def test_pages_in_fp8(model, monkeypatch):
-    """Tokens are those of `generate` with keys and values rounded in the same way. A cached prefix changes nothing."""
+    """Tokens equal `generate` with keys and values rounded in the same way. A cached prefix changes nothing."""
     (prompt,), options = prompts_of(seeds.rng(), 70), SamplingOptions(max_new_tokens=6, ignore_eos=True, logprobs=0)
     with closing(Engine(model, limits=replace(LIMITS, kv_dtype="fp8"), lazy=True)) as engine:
         assert {leaf.dtype.name for leaf in jax.tree.leaves(engine._loop.device.state.pages)} == {"float8_e4m3fn", "uint8"}
@@ -358,6 +358,9 @@ def test_other_types_than_models_and_limits_are_refused(model, engine):
         engine.update(None)
     with pytest.raises(ValueError, match="limits must be EngineLimits; got {'max_length': 8}"):
         Engine(model, limits={"max_length": 8})
+    half = moe_jax.from_config(model.config, dtype=jnp.float16, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match='kv_dtype="fp8" needs a model in bfloat16 or float32; got float16'):
+        Engine(half, limits=replace(LIMITS, kv_dtype="fp8"))
 
 
 def test_a_failed_device_ends_everything(model, monkeypatch):
