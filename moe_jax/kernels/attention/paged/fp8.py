@@ -32,7 +32,7 @@ class FP8Pages(NamedTuple):
 
     @property
     def ndim(self) -> int:
-        """4."""
+        """The number of axes of the numbers."""
         return self.codes.ndim
 
 
