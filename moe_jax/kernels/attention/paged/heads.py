@@ -70,11 +70,13 @@ def attend_blocks(
         outputs.append(jax.ShapeDtypeStruct((num_blocks, splits.number, kv_heads, WGMMA_ROWS), jnp.float32))
     out_columns = 128 // jnp.dtype(out_dtype).itemsize
     in_fp8 = isinstance(keys, FP8Pages)
+    # Two blocks fit on a core. With pages in FP8, 64 x 128 results in f32 would leave room for one.
+    out_width = value_dim // 2 if in_fp8 and splits.number > 1 else value_dim
     scratch = Named(
         q=operand(WGMMA_ROWS, key_dim, dtype=dtype),
         k=operand(1 if in_fp8 else STAGES, PAGE_SIZE, key_dim, dtype=dtype),
         v=operand(1 if in_fp8 else STAGES, PAGE_SIZE, value_dim, dtype=dtype),
-        out=plgpu.SMEM((WGMMA_ROWS, value_dim), out_dtype, transforms=operand_transforms(out_dtype, out_columns)),
+        out=plgpu.SMEM((WGMMA_ROWS, out_width), out_dtype, transforms=operand_transforms(out_dtype, out_columns)),
         staging=operand(1, WGMMA_ROWS, PAGE_SIZE, dtype=dtype) if is_interpreted() else None,
         k_in_fp8=_slots_in_fp8(key_dim) if in_fp8 else None,
         v_in_fp8=_slots_in_fp8(value_dim) if in_fp8 else None,
@@ -131,9 +133,15 @@ class _Attention(NamedTuple):
             state = lax.fori_loop(0, full, partial(self.add_page, is_full=True), state)
         o, sums = lax.fori_loop(full, steps, self.add_page, state)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        scratch.out[...] = rescale_o(o, sums.inverse()).astype(scratch.out.dtype)
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(scratch.out.at[pl.ds(0, rows)], out_ref.at[block, split, head])
+        out, target, width = rescale_o(o, sums.inverse()), out_ref.at[block, split, head], scratch.out.shape[1]
+        for start in range(0, out.shape[1], width):
+            if start:
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            part = out if width == out.shape[1] else out[:, start : start + width]
+            scratch.out[...] = part.astype(scratch.out.dtype)
+            plgpu.commit_smem()
+            columns = target if width == out.shape[1] else target.at[:, pl.ds(start, width)]
+            plgpu.copy_smem_to_gmem(scratch.out.at[pl.ds(0, rows)], columns)
         if lse_ref is not None:
             lse_ref[block, split, head] = sums.lse()
 
