@@ -77,7 +77,7 @@ def heads_to_pages(
     """
     (_, tokens, columns), kv_heads = splits.shape, keys.shape[1]
     in_fp8 = isinstance(keys, FP8Pages)
-    dtype = norms.k.dtype if in_fp8 else keys.dtype
+    dtype = norms.k.dtype if isinstance(keys, FP8Pages) else keys.dtype
     all_heads = columns // HEAD_DIM
     heads = all_heads - 2 * kv_heads
 
@@ -181,8 +181,8 @@ def chunk_heads_to_pages(
         buffer = jnp.zeros((-(-num_tokens // page_size), *keys.shape[1:]), projections.dtype)
         in_order = new._replace(page=index // page_size, offset=index % page_size)
         q, *buffers = chunk_heads_to_pages(projections, norms, in_order, buffer, buffer, eps=eps)
-        heads = [rows.swapaxes(1, 2).reshape(-1, rows.shape[1], HEAD_DIM)[:num_tokens] for rows in buffers]
-        return q, *(written(pages, new.page, new.offset, rows) for pages, rows in zip((keys, values), heads, strict=True))
+        by_token = [rows.swapaxes(1, 2).reshape(-1, rows.shape[1], HEAD_DIM)[:num_tokens] for rows in buffers]
+        return q, *(written(pages, new.page, new.offset, rows) for pages, rows in zip((keys, values), by_token, strict=True))
     # TMA copies begin at multiples of 8 rows. Rows after the last token write the same as the last token.
     fill = -num_tokens % 8
     projections, new = jax.tree.map(

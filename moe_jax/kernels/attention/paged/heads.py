@@ -126,7 +126,8 @@ class _Attention(NamedTuple):
             pl.when(steps > 0)(partial(self.widen_keys, jnp.int32(0)))
 
         o = plgpu.layout_cast(jnp.zeros((WGMMA_ROWS, scratch.v.shape[2]), jnp.float32), plgpu.Layout.WGMMA)
-        state, full = (o, no_keys()), 0
+        state = o, no_keys()
+        full: Any = 0
         if scratch.k_in_fp8 is not None and self.scoring.window is None:
             # Widening and the mask compete for the same instruction slots, and most pages are before all queries.
             full = jnp.clip(lax.div(self.item.last_key(0) + 1, jnp.int32(PAGE_SIZE)), 0, steps)
@@ -206,10 +207,11 @@ class _Attention(NamedTuple):
 
 
 def _slots_in_fp8(width: int) -> FP8Pages:
-    return FP8Pages(plgpu.SMEM((STAGES, PAGE_SIZE, width), F8), plgpu.SMEM((STAGES, PAGE_SIZE), jnp.uint8))
+    slots: Any = plgpu.SMEM((STAGES, PAGE_SIZE, width), F8), plgpu.SMEM((STAGES, PAGE_SIZE), jnp.uint8)
+    return FP8Pages(*slots)
 
 
-def _widen(in_fp8: FP8Pages, slot: Any, whole: Any) -> None:
+def _widen(in_fp8: Any, slot: Any, whole: Any) -> None:
     """Writes a page as numbers of `whole`'s dtype; `plgpu.commit_smem` makes them visible to a matmul."""
     width = whole.shape[2]
     lanes = width // 8
@@ -220,4 +222,5 @@ def _widen(in_fp8: FP8Pages, slot: Any, whole: Any) -> None:
     codes = plgpu.load(in_fp8.codes.at[slot], layout=layout, optimized=False)
     exponents = plgpu.load(in_fp8.exponents.at[slot], layout=layout.reduce(1), optimized=False)
     powers = power_of_two(exponents.astype(jnp.int32)).astype(whole.dtype)
-    store(whole.at[0], codes.astype(jnp.float32).astype(whole.dtype) * broadcast_columns(powers, codes.shape), optimized=True)
+    factors = broadcast_columns(powers, (PAGE_SIZE, width))
+    store(whole.at[0], codes.astype(jnp.float32).astype(whole.dtype) * factors, optimized=True)
