@@ -5,6 +5,7 @@
     python benchmarks/attention.py --heads 128 --kv-heads 128 --head-dim 192 --value-dim 128 --shapes 4x4096   # DeepSeek-V3's
     python benchmarks/attention.py paged                           # 32 heads, 4 key heads of 128, as Qwen3-30B-A3B has them
     python benchmarks/attention.py paged --kinds windows           # the same, with sliding windows
+    python benchmarks/attention.py paged --kv-dtype fp8            # keys and values in FP8
     python benchmarks/attention.py paged --kinds latents           # 16, 64 and 128 heads read DeepSeek's latents, and drafts
     python benchmarks/attention.py prefill                         # 4 layers of DeepSeek-V3, bf16: about 30 GiB of weights
     python benchmarks/attention.py prefill --config qwen3-30b-a3b --layers 8 --shapes 8x4096 1x32768
@@ -43,6 +44,7 @@ from jax._src.cudnn import fused_attention_stablehlo
 from moe_jax.config import NAMED_CONFIGS
 from moe_jax.kernels.attention.mosaic.flash import flash_attention
 from moe_jax.kernels.attention.paged import PAGE_SIZE, PagedQueries, paged_attention
+from moe_jax.kernels.attention.paged.fp8 import FP8Pages, quantised, read
 from moe_jax.layers.cache import KVCache, init_cache
 from moe_jax.models.random_weights import random_model
 
@@ -156,6 +158,7 @@ class Paged(Case):
     kv_heads: int = 4
     head_dim: int = 128
     kinds: tuple[Literal["decoding", "prompts", "windows", "latents"], ...] = ("decoding", "prompts")
+    kv_dtype: Literal["model", "fp8"] = "model"  # of the pages, but for latents
 
     SMALL = dict(heads=4, kv_heads=2)
 
@@ -181,7 +184,8 @@ class Paged(Case):
 
     def decode(self, heads: Heads, rows: int, keys: int, *, window: int | None = None, queries: int = 1) -> dict:
         """Returns the row of `queries` queries in each of `rows` rows; the last ones are drafts."""
-        pages = Pages(heads, [queries] * rows, [keys] * rows, window=window, single_query_rows=rows if queries == 1 else 0)
+        in_fp8, single = self.kv_dtype == "fp8" and heads.has_values, rows if queries == 1 else 0
+        pages = Pages(heads, [queries] * rows, [keys] * rows, window=window, single_query_rows=single, in_fp8=in_fp8)
         error = pages.error() if rows * keys <= MOST_CHECKED_KEYS else None
         ms = pages.ms(1 if self.small else 20)
         read = -(-keys // PAGE_SIZE) - (0 if window is None else max(keys - window, 0) // PAGE_SIZE)
@@ -192,7 +196,8 @@ class Paged(Case):
     def prompts(self, heads: Heads, rows: int, chunks: int, tokens: int, before: int) -> dict:
         """Returns the row of some chunks of prompts."""
         num_keys = [before] * rows + [before + tokens] * chunks
-        pages = Pages(heads, [1] * rows + [tokens] * chunks, num_keys, single_query_rows=rows)
+        in_fp8 = self.kv_dtype == "fp8"
+        pages = Pages(heads, [1] * rows + [tokens] * chunks, num_keys, single_query_rows=rows, in_fp8=in_fp8)
         error = pages.error() if sum(num_keys) * tokens <= MOST_CHECKED_PAIRS else None
         flops, ms = chunks * tokens * (before + tokens / 2) * heads.flops_of_pair, pages.ms(1 if self.small else 20)
         row = dict(heads=heads.heads, chunks=chunks, tokens=tokens, keys_before=before, decoding_rows=rows, error=error)
@@ -210,6 +215,7 @@ class Pages:
         *,
         window: int | None = None,
         single_query_rows: int,
+        in_fp8: bool = False,
     ):
         rng = np.random.default_rng(0)
         per_row = [-(-n // PAGE_SIZE) for n in num_keys]
@@ -223,6 +229,8 @@ class Pages:
         of_page = 1 + sum(per_row), heads.kv_heads, PAGE_SIZE
         self.q = normal(0, sum(counts), heads.heads, heads.key_dim)
         self.pages = normal(1, *of_page, heads.key_dim), normal(2, *of_page, heads.value_dim) if heads.has_values else None
+        if in_fp8:
+            self.pages = tuple(FP8Pages(*jax.jit(quantised)(pages)) for pages in self.pages)
         self.bytes_per_page = sum(a[0].nbytes for a in jax.tree.leaves(self.pages))
         first = np.concatenate([[0], np.cumsum(counts)])
         self.queries = PagedQueries(*(jnp.asarray(a, jnp.int32) for a in (first, num_keys, table)))
@@ -249,8 +257,9 @@ class Pages:
     def error(self) -> float:
         """Returns the relative error."""
         found = paged_attention(self.q, *self.pages, self.queries, **self.options).astype(jnp.float32)
-        q, pages = jax.tree.map(lambda a: a.astype(jnp.float32), (self.q, self.pages))
-        expected = paged_attention(q, *pages, self.queries, **self.options | {"backend": "xla"})
+        every = jnp.arange(self.pages[0].shape[0])
+        pages = [None if pages is None else read(pages, every, jnp.float32) for pages in self.pages]
+        expected = paged_attention(self.q.astype(jnp.float32), *pages, self.queries, **self.options | {"backend": "xla"})
         return float(jnp.abs(found - expected).max() / jnp.abs(expected).max())
 
 

@@ -6,6 +6,7 @@
     python benchmarks/engine.py --prefix 8192 64            # also the first token of 64 tokens after 8192 cached ones
     python benchmarks/engine.py --spread --count-experts    # routing as vLLM was timed with, and the experts that a step uses
     python benchmarks/engine.py --precision fp8             # experts in FP8
+    python benchmarks/engine.py --kv-dtype fp8              # keys and values in FP8
     python benchmarks/engine.py --cases 1x512 --spread --edits 16 --drafts lookup:3     # drafts from the text
     python benchmarks/engine.py --cases 16x128 --update     # also new weights for the engine: 61 GB more
     python benchmarks/engine.py --layers 12 --kernels       # also the kernels of a step by the profiler; GPUs alone
@@ -94,6 +95,7 @@ class Steps(Case):
     step_tokens: int = 8192  # tokens of the largest step
     pages: int | None = None  # pages of keys and values; default: enough for the cases
     precision: Literal["bf16", "fp8"] = "bf16"  # of the experts' matmuls
+    kv_dtype: Literal["model", "fp8"] = "model"  # of keys and values in pages
     drafts: str | None = None  # "module", or "lookup:N" from the text; no time for `device`
     edits: int | None = None  # with --spread: prompts have the text to come, except for each EDITS-th token
     update: bool = False  # also time `engine.update` with the weights of another model
@@ -134,6 +136,7 @@ class Steps(Case):
             max_tokens_per_step=self.step_tokens,
             max_length=max(prompt + new for _, prompt, new in loads),
             num_pages=self.pages or 1 + max(min(count, most) * pages_of(prompt + new) for count, prompt, new in loads),
+            kv_dtype=self.kv_dtype,
         )
         seconds, engine = timed(lambda: Engine(model, limits=limits, drafts=self.drafts or 0, keep_experts=self.count_experts))
         print(f"{limits}\nengine ready in {seconds:.0f} s", flush=True)
@@ -267,6 +270,7 @@ class Strict(Case):
     prompt: int = 700  # tokens of the longest prompt
     short: int = 16
     long: int = 144
+    kv_dtype: Literal["model", "fp8"] = "model"  # of keys and values in pages
 
     SMALL = dict(layers=1, cases=(1,), chunks=(16,), prompt=20, short=2, long=3)
 
@@ -279,7 +283,7 @@ class Strict(Case):
         model, longest = random_model(config, jnp.bfloat16), self.prompt + self.long
         # Weights are arguments: constants would take minutes to compile.
         graph, weights = nnx.graphdef(model), nnx.state(model)
-        run = jax.jit(lambda weights, *arrays: strict_log_probs(nnx.merge(graph, weights), *arrays))
+        run = jax.jit(lambda weights, *arrays: strict_log_probs(nnx.merge(graph, weights), *arrays, kv_dtype=self.kv_dtype))
         lengths = np.random.default_rng(0).integers(1, self.prompt + 1, max(self.cases))
         prompts = [np.random.default_rng(i).integers(0, config.vocab_size, length).tolist() for i, length in enumerate(lengths)]
         for step_tokens in self.chunks:
@@ -289,6 +293,7 @@ class Strict(Case):
                     max_tokens_per_step=step_tokens,
                     max_length=longest,
                     num_pages=1 + max(self.cases) * pages_of(longest),
+                    kv_dtype=self.kv_dtype,
                 )
                 engine = Engine(model, limits=limits, strict=strict)
                 for count in self.cases:

@@ -64,7 +64,7 @@ class BenchCommand:
         import jax
 
         from moe_jax.checkpoint.hf_load import find_checkpoint, from_pretrained, read_config
-        from moe_jax.serving.engine import Engine
+        from moe_jax.serving.engine import Engine, check_config
         from moe_jax.serving.measurements import (
             HEADER,
             Load,
@@ -87,6 +87,7 @@ class BenchCommand:
         loads = [Load(clients, self.requests_each, self.prompt_tokens, self.new_tokens) for clients in numbers]
         limits = self.sizes.engine_limits(config, max_waiting=max((1, *numbers)))
         check_loads(loads, limits, config.vocab_size)
+        check_config(config, limits.kv_dtype)
 
         tell_programs()
         began = time.perf_counter()

@@ -35,6 +35,7 @@ class LimitOptions:
       max_tokens_per_step: number of tokens that each device computes at once, prompts and new ones.
       num_pages: number of pages of 64 tokens on each device, which running texts and the cache of prompts share.
       replicas: number of GPUs that each have all weights. They share one queue of requests, and no work.
+      kv_dtype: "fp8" holds keys and values in pages of half the bytes, with a small error (docs/serving.md).
     """
 
     max_sequences: int = 256
@@ -42,6 +43,7 @@ class LimitOptions:
     max_tokens_per_step: int = 8192
     num_pages: int = 4096
     replicas: int = 1
+    kv_dtype: Literal["model", "fp8"] = "model"
 
     def engine_limits(self, config: ModelConfig, max_waiting: int) -> "EngineLimits":
         """Returns the limits of an engine for a model of this config.
@@ -58,6 +60,7 @@ class LimitOptions:
             num_pages=self.num_pages,
             max_waiting=max_waiting,
             replicas=self.replicas,
+            kv_dtype=self.kv_dtype,
         )
         if self.max_length is not None and self.max_length > limits.longest_in_pages:
             raise ValueError(

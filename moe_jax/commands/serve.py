@@ -114,7 +114,7 @@ class ServeCommand:
         for_one = {"--drafts": self.drafts, "--adapter": source.adapter is not None}
         if mesh is not None and (wrong := [option for option, is_set in for_one.items() if is_set]):
             raise ValueError(f"{' and '.join(wrong)}: use --devices 1; got {self.devices}")
-        check_config(config)
+        check_config(config, limits.kv_dtype)
         _, load = checked_loading(folder, source.adapter, self.loading, mtp=mtp, mesh=mesh)
         bound = bind(self.host, self.port)
         engine_options: dict[str, Any] = dict(drafts=self.drafts or 0, take_over=True, lazy=self.lazy)

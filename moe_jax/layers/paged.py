@@ -7,15 +7,15 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from moe_jax.config import ModelConfig
 from moe_jax.kernels.attention.paged import PAGE_SIZE, PagedQueries, paged_attention
+from moe_jax.kernels.attention.paged.fp8 import Pages, empty, written
 from moe_jax.layers.attend import KV, Expansion
 
-LayerPages = tuple[Float[Array, "pages kv_heads page_size _"], ...]
+LayerPages = tuple[Pages, ...]
 """One layer's pages: keys and values, or the latents for both, as one head."""
 
 
@@ -27,12 +27,13 @@ class TokenPlaces(NamedTuple):
     """The token's place inside the page."""
 
 
-def empty_pages(config: ModelConfig, num_pages: int, dtype: DTypeLike) -> list[LayerPages]:
+def empty_pages(config: ModelConfig, num_pages: int, dtype: DTypeLike, *, in_fp8: bool = False) -> list[LayerPages]:
     """Creates the pages of all layers, as zeros: unwritten rows must be finite, because they are multiplied by zeros."""
     # A layer keeps one array of heads for each of keys and values, or one of latents without heads.
     shapes = [shape if len(shape) == 2 else (1, *shape) for shape in config.cache_shapes]
     layers = range(config.num_hidden_layers)
-    return [tuple(jnp.zeros((num_pages, heads, PAGE_SIZE, width), dtype) for heads, width in shapes) for _ in layers]
+    sizes = [(num_pages, heads, PAGE_SIZE, width) for heads, width in shapes]
+    return [tuple(empty(size, dtype, in_fp8=in_fp8) for size in sizes) for _ in layers]
 
 
 @jax.tree_util.register_dataclass
@@ -75,11 +76,9 @@ class PagedAttend:
             latents.
         """
         page, offset = self.places
-        written = []
-        for pages, tokens in zip(self.pages, kept, strict=True):
-            tokens = tokens[0] if tokens.ndim == 4 else tokens[0][:, None]
-            written.append(pages.at[page, :, offset].set(tokens.astype(pages.dtype), mode="drop"))
-        return self.read(q[0], tuple(written), scale=scale)[None], tuple(written)
+        heads = (tokens[0] if tokens.ndim == 4 else tokens[0][:, None] for tokens in kept)
+        pages = tuple(written(pages, page, offset, tokens) for pages, tokens in zip(self.pages, heads, strict=True))
+        return self.read(q[0], pages, scale=scale)[None], pages
 
     def read(
         self, q: Float[Array, "tokens heads key_dim"], written: LayerPages, *, scale: float

@@ -15,6 +15,7 @@ from moe_jax.models.decoder import Decoder
 from moe_jax.parallel.layout import mesh_of
 from moe_jax.reinforcement.samples import Group
 from moe_jax.serving.placement import on_each
+from moe_jax.serving.request import KvDtype
 from moe_jax.serving.strict_log_probs import strict_pass
 
 AUDITED_ROWS = 2
@@ -24,7 +25,12 @@ Arrays = dict[str, np.ndarray]
 
 
 def audit(
-    model: Decoder, batch: Arrays, groups: Sequence[Group], rows: Int[np.ndarray, " audited"], temperature: float
+    model: Decoder,
+    batch: Arrays,
+    groups: Sequence[Group],
+    rows: Int[np.ndarray, " audited"],
+    temperature: float,
+    kv_dtype: KvDtype = "model",
 ) -> tuple[dict[str, float], str | None]:
     """Compares the sampler's log-probabilities and experts with the strict pass, for the tokens of some rows.
 
@@ -34,12 +40,13 @@ def audit(
       batch: rows of `groups`, as `policy_rows` packs them.
       rows: the numbers of the rows.
       temperature: the sampling temperature.
+      kv_dtype: the sampler's (`EngineLimits`).
 
     Returns:
       The metrics `audited_tokens`, `mismatch_tokens` and `mismatch_max`, and a sentence on the first mismatch, None if there is
       none.
     """
-    log_probs, experts = strict_rows(model, batch, rows, temperature)
+    log_probs, experts = strict_rows(model, batch, rows, temperature, kv_dtype)
     learned, sampled = batch["loss_mask"][rows, :-1] != 0, batch["sampled_log_probs"][rows, :-1]
     wrong = learned & (log_probs != sampled)
     largest = float(np.abs(log_probs - sampled, where=learned, out=np.zeros_like(sampled)).max(initial=0))
@@ -63,7 +70,7 @@ def audit(
 
 
 def strict_rows(
-    model: Decoder, batch: Arrays, rows: Int[np.ndarray, " audited"], temperature: float
+    model: Decoder, batch: Arrays, rows: Int[np.ndarray, " audited"], temperature: float, kv_dtype: KvDtype = "model"
 ) -> tuple[Float[np.ndarray, "audited seq-1"], Integer[np.ndarray, "audited seq layers choices"] | None]:
     """Returns the log-probabilities and the experts of some rows by the strict pass; no experts if the model has none."""
     graphdef, weights = nnx.split(model)
@@ -74,23 +81,24 @@ def strict_rows(
     found, at_once = [], AUDITED_ROWS * (1 if mesh is None else mesh.size)
     for first in range(0, len(rows), at_once):
         chosen = np.resize(rows[first : first + at_once], at_once)
-        sizes = graphdef, max_segments, temperature, mesh
+        sizes = graphdef, max_segments, temperature, kv_dtype, mesh
         log_probs, experts = _strict_pass(*sizes, weights, (batch["tokens"][chosen], segments[chosen]))
         found.append((np.asarray(log_probs), None if experts is None else np.asarray(experts)))
     values, ids = zip(*found, strict=True)
     return np.concatenate(values)[: len(rows)], None if ids[0] is None else np.concatenate(ids)[: len(rows)]
 
 
-@partial(jax.jit, static_argnums=(0, 1, 2, 3))
+@partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
 def _strict_pass(
     graphdef: nnx.GraphDef,
     max_segments: int,
     temperature: float,
+    kv_dtype: KvDtype,
     mesh: Mesh | None,
     weights: nnx.State,
     arrays: tuple[Int[jax.Array, "rows seq"], Int[jax.Array, "rows seq"]],
 ) -> tuple[Float[jax.Array, "rows seq-1"], Int[jax.Array, "rows seq layers choices"] | None]:
-    options: dict[str, Any] = dict(max_segments=max_segments, temperature=temperature)
+    options: dict[str, Any] = dict(max_segments=max_segments, temperature=temperature, kv_dtype=kv_dtype)
 
     def of_rows(weights: nnx.State, arrays: tuple[jax.Array, jax.Array]):
         log_probs, experts = strict_pass(nnx.merge(graphdef, weights), *map(jnp.asarray, arrays), **options)

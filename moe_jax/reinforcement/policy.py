@@ -299,7 +299,8 @@ class Policy:
         lacks_experts = self.model.config.experts is not None and "expert_ids" not in batch
         if not self._audits_all and not lacks_experts:
             used = np.random.default_rng(int(self.state.step)).permutation(used)[: AUDITED_ROWS * self._devices]
-        metrics, mismatch = audit(self.drawing_model(), batch, groups, used, self.settings.temperature)
+        of_engine = self.settings.temperature, self.engine.limits.kv_dtype
+        metrics, mismatch = audit(self.drawing_model(), batch, groups, used, *of_engine)
         if mismatch is not None and self._stops:
             raise RuntimeError(f'{mismatch}; set exact=False, or on_mismatch="warn" to learn nevertheless')
         if mismatch is not None:
@@ -329,7 +330,7 @@ class Policy:
             return self.log_probs(model, batch)
         # By the same pass as the policy's values: else the divergence would not begin at 0.
         found, used = np.zeros(batch["tokens"].shape, np.float32), np.flatnonzero(batch["segment_ids"].any(axis=1))
-        found[used, :-1] = strict_rows(model, batch, used, self.settings.temperature)[0]
+        found[used, :-1] = strict_rows(model, batch, used, self.settings.temperature, self.engine.limits.kv_dtype)[0]
         return found
 
 

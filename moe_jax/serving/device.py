@@ -119,7 +119,8 @@ class Device:
         # The last of several drafts may be past the longest sequence: attention reads its place in the table too.
         max_pages = pages_of(limits.max_length + max(drafts.num - 1, 0))
         sizes = (*(len(self.placement.devices) * size for size in (limits.num_pages, limits.max_sequences)), max_pages)
-        make_state = functools.partial(initial_state, self.served, *sizes, keep_experts=keep_experts, drafts=drafts)
+        options: dict[str, Any] = dict(keep_experts=keep_experts, drafts=drafts, in_fp8=limits.kv_dtype == "fp8")
+        make_state = functools.partial(initial_state, self.served, *sizes, **options)
         self._make_state = jax.jit(make_state, out_shardings=self.placement.rows)
         self.state = self._make_state()
         # The module computes every token. Without it a step whose rows have no drafts runs as in an engine without drafts.

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
@@ -30,7 +31,7 @@ from moe_jax.serving.handle import Handle, as_completed
 from moe_jax.serving.loop import EngineLoop, Stats
 from moe_jax.serving.placement import Placement
 from moe_jax.serving.replicas import Replicas
-from moe_jax.serving.request import Completion, EngineLimits, SamplingOptions, check_prompts, checked, seeds_of
+from moe_jax.serving.request import Completion, EngineLimits, KvDtype, SamplingOptions, check_prompts, checked, seeds_of
 from moe_jax.serving.schedule import EngineQueues, Sequence
 from moe_jax.serving.weights import take_apart
 
@@ -311,7 +312,9 @@ def check_servable(model: Decoder, limits: EngineLimits, *, drafts: int | str, s
     check_model(model)
     if not isinstance(limits, EngineLimits):
         raise ValueError(f"limits must be EngineLimits; got {limits!r}")
-    check_config(model.config)
+    check_config(model.config, limits.kv_dtype)
+    if limits.kv_dtype == "fp8" and model.dtype == jnp.float16:
+        raise ValueError('kv_dtype="fp8" needs a model in bfloat16 or float32; got float16')
     if model.precision and not _has_experts_in_fp8(model):
         raise ValueError(
             "an engine with precision 'fp8' would round the experts' weights in every step: load the model with weights='fp8'"
@@ -348,11 +351,12 @@ def check_model(model: Any) -> None:
     refuse_deleted(nnx.state(model))
 
 
-def check_config(config: ModelConfig) -> None:
+def check_config(config: ModelConfig, kv_dtype: KvDtype = "model") -> None:
     """Refuses an architecture that no engine can serve, before weights are read.
 
     Raises:
-      ValueError: positions scale with the longest text of a batch, or layers are recurrent or of a repeated pattern.
+      ValueError: positions scale with the longest text of a batch, or layers are recurrent or of a repeated pattern. Or pages
+        in FP8 would hold latents.
     """
     if (reason := config.mixer_refusal("an engine")) is not None:
         raise ValueError(f"{reason}; generate without an engine (moe_jax.generate)")
@@ -364,6 +368,8 @@ def check_config(config: ModelConfig) -> None:
         raise ValueError(
             'with rope type "dynamic" all tokens of a batch get the longest sequence\'s frequencies; an engine cannot serve it'
         )
+    if kv_dtype == "fp8" and config.mixer.latent_value_dim is not None:
+        raise ValueError('kv_dtype="fp8" needs keys and values; pages of this model hold latents: use kv_dtype="model"')
 
 
 def check_drafting(drafts: int | str, config: ModelConfig, limits: EngineLimits) -> DraftSource:

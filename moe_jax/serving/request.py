@@ -6,13 +6,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from hashlib import blake2b
 from numbers import Integral, Real
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 
 from moe_jax.kernels.attention.paged import PAGE_SIZE
 
 FinishReason = Literal["stop", "length", "abort", "error"]
+
+KvDtype = Literal["model", "fp8"]
+"""How pages hold keys and values: "model" is the model's dtype."""
 
 DrawnToken = tuple[int, float, dict[int, float] | None]
 """A token, its log-probability, and the most likely alternatives', if the request asks for some."""
@@ -133,7 +136,8 @@ class EngineLimits:
     """Sizes that an engine is built for, on each of its devices. They set its memory, and the requests that it refuses.
 
     Raises:
-        ValueError: A limit is not an integer of at least 1, or a step has no room for one token of each sequence.
+        ValueError: A limit is not an integer of at least 1, or a step has no room for one token of each sequence. Also an
+            unknown `kv_dtype`.
     """
 
     max_sequences: int = 256
@@ -150,6 +154,8 @@ class EngineLimits:
     """Largest number of sequences that wait for a slot or for pages, on all devices together."""
     replicas: int = 1
     """Number of devices that have a copy of all weights, and sequences of their own."""
+    kv_dtype: KvDtype = "model"
+    """"fp8" holds keys and values in pages of about half the bytes of bf16 (`kernels.attention.paged.fp8`)."""
 
     @property
     def longest_request(self) -> int:
@@ -162,7 +168,7 @@ class EngineLimits:
         return (self.num_pages - 1) * PAGE_SIZE + 1
 
     def __post_init__(self):
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        values = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "kv_dtype"}
         problems = [
             f"{name} must be an integer, at least 1; got {value!r}"
             for name, value in values.items()
@@ -175,6 +181,8 @@ class EngineLimits:
             )
         if not problems and self.num_pages < 2:
             problems.append("num_pages must be at least 2, because no sequence owns page 0; got 1")
+        if self.kv_dtype not in get_args(KvDtype):
+            problems.append(f'kv_dtype must be "model" or "fp8"; got {self.kv_dtype!r}')
         if problems:
             raise ValueError("; ".join(problems))
 

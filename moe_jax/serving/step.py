@@ -195,13 +195,19 @@ def initial_state(
     *,
     keep_experts: bool = False,
     drafts: DraftSource = NO_DRAFTS,
+    in_fp8: bool = False,
 ) -> DeviceState:
-    """Makes a state without sequences. `max_pages` is the number of pages of the longest sequence."""
+    """Makes a state without sequences. `max_pages` is the number of pages of the longest sequence.
+
+    Args:
+      in_fp8: pages hold keys and values in FP8.
+    """
     config, experts, drafting = served.config, None, None
+    pages = empty_pages(config, num_pages, served.dtype, in_fp8=in_fp8)
     if drafts.num:
         drafting = Drafting(jnp.zeros(num_slots, jnp.int32), jnp.zeros((num_slots, drafts.num), jnp.int32))
         if drafts.name == "module":
-            drafting = drafting._replace(pages=empty_pages(config, num_pages, served.dtype)[0])
+            drafting = drafting._replace(pages=empty_pages(config, num_pages, served.dtype, in_fp8=in_fp8)[0])
         else:
             drafting = drafting._replace(tokens=jnp.zeros((num_slots, max_pages * PAGE_SIZE), jnp.int32))
     if keep_experts and config.experts is not None:
@@ -209,7 +215,7 @@ def initial_state(
         dtype = jnp.uint8 if config.experts.num_experts <= 256 else jnp.uint16
         experts = jnp.zeros((num_pages, PAGE_SIZE, *per_token), dtype)
     return DeviceState(
-        empty_pages(config, num_pages, served.dtype),
+        pages,
         jnp.zeros((num_slots, max_pages), jnp.int32),
         jnp.zeros(num_slots, jnp.int32),
         experts,

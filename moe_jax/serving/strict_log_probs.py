@@ -1,6 +1,6 @@
 """Log-probabilities of whole sequences, bit for bit equal to an engine with `strict=True`, and differentiable."""
 
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ from moe_jax.models.inputs import check_shapes
 from moe_jax.parallel.spread import ONE_DEVICE, Spread
 from moe_jax.serving.fused import check_strict, strict_layers
 from moe_jax.serving.prompts import PIECE_TOKENS, piece_scores
+from moe_jax.serving.request import KvDtype
 from moe_jax.serving.weights import frame_of, head_of, layers_of, take_apart
 
 
@@ -66,6 +67,7 @@ def strict_log_probs(
     *,
     max_segments: int = 2,
     temperature: float = 1.0,
+    kv_dtype: KvDtype = "model",
 ) -> Float[Array, "rows seq-1"]:
     """Returns log p(tokens[:, i + 1]) given the tokens up to i, bit for bit equal to `Engine(model, strict=True)`.
 
@@ -81,12 +83,15 @@ def strict_log_probs(
       max_segments: maximum number of runs of equal ids in a row, including padding. 2 is a sequence and its padding. It sets
         the number of pages. A row with more runs yields NaN under `jax.jit`.
       temperature: divides the logits, as in an engine after `temper_logprobs`.
+      kv_dtype: the engine's (`EngineLimits`). With "fp8" gradients are those without the rounding of keys and values.
 
     Raises:
       ValueError: a model that `fused.check_strict` refuses or that is spread over devices. Shapes that do not match, or, if the
-        ids are known, more segments than `max_segments`.
+        ids are known, more segments than `max_segments`. Also an unknown `kv_dtype`.
     """
     check_strict(model)
+    if kv_dtype not in get_args(KvDtype):
+        raise ValueError(f'kv_dtype must be "model" or "fp8"; got {kv_dtype!r}')
     if model.execution.spread not in (ONE_DEVICE, Spread()):
         raise ValueError("strict_log_probs computes on one device; on several, use train.log_probs")
     check_shapes(model.config, tokens, None, segment_ids, None, None)
@@ -101,7 +106,7 @@ def strict_log_probs(
         )
     graphdef, state = nnx.split(model)
     fixed = nnx.merge(graphdef, jax.tree.map(jax.lax.stop_gradient, state))
-    log_probs, experts = _of_packed(fixed, tokens, segment_ids != 0, packed, temperature)
+    log_probs, experts = _of_packed(fixed, tokens, segment_ids != 0, packed, temperature, kv_dtype)
     found = with_gradients_of(_training_pass(model, tokens, segment_ids, experts, temperature), log_probs)
     return jnp.where(fits[:, None], jnp.where(has_successor(segment_ids, 1)[:, :-1], found, 0), jnp.nan)
 
@@ -113,13 +118,14 @@ def strict_pass(
     *,
     max_segments: int,
     temperature: float = 1.0,
+    kv_dtype: KvDtype = "model",
 ) -> tuple[Float[Array, "rows seq-1"], Int[Array, "moe_layers rows seq k"] | None]:
     """Returns the values of `strict_log_probs`, which has the arguments, and the experts; None if no layer has any.
 
     Under `jax.jit`, values of a row with more than `max_segments` segments are meaningless. So are values of tokens without a
     successor in their document.
     """
-    return _of_packed(model, tokens, segment_ids != 0, in_pages(segment_ids, max_segments), temperature)
+    return _of_packed(model, tokens, segment_ids != 0, in_pages(segment_ids, max_segments), temperature, kv_dtype)
 
 
 @jax.custom_vjp
@@ -146,14 +152,20 @@ def _training_pass(
 
 
 def _of_packed(
-    model: Decoder, tokens: Int[Array, "rows seq"], valid: Bool[Array, "rows seq"], packed: PackedRows, temperature: float
+    model: Decoder,
+    tokens: Int[Array, "rows seq"],
+    valid: Bool[Array, "rows seq"],
+    packed: PackedRows,
+    temperature: float,
+    kv_dtype: KvDtype,
 ) -> tuple[Float[Array, "rows seq-1"], Int[Array, "moe_layers rows seq k"] | None]:
     """Returns the log-probabilities, and the experts, None if no layer has any."""
     served, weights = take_apart(model)
     (rows, seq), config = tokens.shape, served.config
+    empty = empty_pages(config, packed.num_pages, served.dtype, in_fp8=kv_dtype == "fp8")
     attends = [
         PagedAttend(pages, packed.places, packed.queries, window=window)
-        for pages, window in zip(empty_pages(config, packed.num_pages, served.dtype), config.layer_windows, strict=True)
+        for pages, window in zip(empty, config.layer_windows, strict=True)
     ]
     frame = frame_of(served, weights)
     x = frame["embed_tokens"](tokens.reshape(1, -1), served.dtype)

@@ -4,6 +4,7 @@ import pytest
 
 from moe_jax.commands.options import LimitOptions
 from moe_jax.config import NAMED_CONFIGS
+from moe_jax.serving.engine import check_config
 
 QWEN = NAMED_CONFIGS["qwen3-30b-a3b"]
 
@@ -26,3 +27,11 @@ def test_pages_hold_the_length_that_is_asked_for():
         LimitOptions(max_length=194, num_pages=4).engine_limits(QWEN, 1)
     # The default length is that of the model: a request that the pages do not hold is refused.
     assert LimitOptions(num_pages=4).engine_limits(QWEN, 1).max_length == 8192
+
+
+def test_pages_in_fp8_hold_no_latents():
+    """Refused before weights are read."""
+    limits = LimitOptions(kv_dtype="fp8").engine_limits(QWEN, 1)
+    check_config(QWEN, limits.kv_dtype)
+    with pytest.raises(ValueError, match='pages of this model hold latents: use kv_dtype="model"'):
+        check_config(NAMED_CONFIGS["deepseek-v3"], limits.kv_dtype)

@@ -5,6 +5,7 @@ import numpy as np
 
 from moe_jax.kernels.attention.paged import PAGE_SIZE, PagedQueries, paged_attention
 from moe_jax.kernels.attention.paged.blocks import QueryBlocks, Splits
+from moe_jax.kernels.attention.paged.fp8 import FP8Pages, quantised
 from moe_jax.kernels.attention.paged.mosaic import merge_splits
 from moe_jax.kernels.decode.add_norm import ExpertRows, add_experts, add_splits
 from moe_jax.kernels.decode.heads import HeadNorms, NewTokens, chunk_heads_to_pages, heads_to_pages
@@ -35,6 +36,16 @@ def added_experts(rng):
     rows, weights = normal(rng, 2 * TOKENS, HIDDEN), normal(rng, TOKENS, EXPERTS, dtype=jnp.float32)
     outputs = ExpertRows(rows, weights, jnp.asarray(ids), None, None)
     return lambda x, weight: add_experts(x, outputs, weight, eps=1e-6, k=2), [normal(rng, TOKENS, HIDDEN), normal(rng, HIDDEN)]
+
+
+def in_fp8(case):
+    """Returns the case with its last two arguments, the pages of keys and values, in FP8."""
+
+    def with_rounded(rng):
+        f, (first, *pages) = case(rng)
+        return f, (first, *(FP8Pages(*quantised(each)) for each in pages))
+
+    return with_rounded
 
 
 def heads(rng):
@@ -147,6 +158,8 @@ def latents(max_pages):
 CASES = {
     "pages": (pages(2), {"paged_attention"}),
     "pages in splits": (pages(9), {"paged_attention_split"}),
+    "pages in FP8": (in_fp8(pages(4)), {"paged_attention"}),
+    "heads to pages in FP8": (in_fp8(heads), {"heads_to_pages"}),
     "pages of windows": (pages(9, jnp.int32(100)), {"paged_attention_split"}),
     "latents": (latents(4), {"paged_latents"}),
     "latents in splits": (latents(11), {"paged_latents_split", "merge_splits"}),

@@ -131,6 +131,7 @@ def test_continuations_have_seeds_of_their_own():
         ({"max_length": 2.0, "num_pages": None}, "max_length must be.*; num_pages must be an integer, at least 1; got None"),
         ({"max_sequences": 9, "max_tokens_per_step": 8}, "one token for each; got 8 and 9"),
         ({"num_pages": 1}, "num_pages must be at least 2"),
+        ({"kv_dtype": "int8"}, 'kv_dtype must be "model" or "fp8"; got \'int8\''),
     ],
 )
 def test_wrong_limits_are_refused(limits, message):

@@ -26,6 +26,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from moe_jax.kernels.attention.mosaic.warpgroups import COLUMNS, broadcast_columns, broadcast_rows, load_tile
+from moe_jax.kernels.attention.paged.fp8 import F8, FP8Pages, Pages, bits_of_magnitudes, exponent_of, power_of_two, written
 from moe_jax.kernels.decode.rows import BLOCKS_PER_CORE, load_row, normalized, sum_of_splits
 from moe_jax.kernels.hopper.launch import Named, grid_size, launch, operand_transforms, store
 from moe_jax.kernels.hopper.pipeline import WGMMA_ROWS
@@ -64,17 +65,19 @@ def heads_to_pages(
     splits: Float[Array, "splits tokens columns"],
     norms: HeadNorms,
     new: NewTokens,
-    keys: Float[Array, "pages kv_heads page_size 128"],
-    values: Float[Array, "pages kv_heads page_size 128"],
+    keys: Pages,
+    values: Pages,
     *,
     eps: float,
-) -> tuple[Array, Array, Array]:
+) -> tuple[Array, Pages, Pages]:
     """Returns rotated queries [tokens, heads, 128], and the pages with rotated keys and values written, in place.
 
     Args:
       splits: partial sums (`project.project`) of all heads' columns: queries, then keys, then values.
     """
-    (_, tokens, columns), kv_heads, dtype = splits.shape, keys.shape[1], keys.dtype
+    (_, tokens, columns), kv_heads = splits.shape, keys.shape[1]
+    in_fp8 = isinstance(keys, FP8Pages)
+    dtype = norms.k.dtype if isinstance(keys, FP8Pages) else keys.dtype
     all_heads = columns // HEAD_DIM
     heads = all_heads - 2 * kv_heads
 
@@ -95,7 +98,7 @@ def heads_to_pages(
             def store(head, row, other_smem):
                 @pl.when(head >= heads + kv_heads)
                 def _value():
-                    values_ref[place[0], head - heads - kv_heads, place[1]] = row
+                    _write(values_ref, (place[0], head - heads - kv_heads, place[1]), row)
 
                 @pl.when(head < heads + kv_heads)
                 def _rotated():
@@ -113,7 +116,7 @@ def heads_to_pages(
 
                     @pl.when(head >= heads)
                     def _key():
-                        keys_ref[place[0], head - heads, place[1]] = rotated
+                        _write(keys_ref, (place[0], head - heads, place[1]), rotated)
 
             for i, head in enumerate(own):
                 store(head, sums[i].astype(dtype), scratch.at[i])
@@ -122,11 +125,25 @@ def heads_to_pages(
 
     outputs = [jax.ShapeDtypeStruct((tokens, heads, HEAD_DIM), dtype)]
     scratch = [plgpu.SMEM((at_once, 2 * HEAD_DIM), jnp.float32)]
-    kernel = launch("heads_to_pages", body, outputs, scratch, warpgroups=1, in_place=2, blocks_per_core=HEAD_BLOCKS)
+    in_place = 4 if in_fp8 else 2
+    kernel = launch("heads_to_pages", body, outputs, scratch, warpgroups=1, in_place=in_place, blocks_per_core=HEAD_BLOCKS)
     weights = HeadNorms(*(weight.astype(dtype) for weight in norms))
     # XLA would fuse a slice with the kernel that reads it, and then lose the aliasing of keys and values.
     splits, weights, new = lax.optimization_barrier((splits, weights, new))
-    return tuple(kernel(splits, weights, new, keys, values))
+    q, *written = kernel(splits, weights, new, keys, values)
+    return q, *((FP8Pages(*written[:2]), FP8Pages(*written[2:])) if in_fp8 else written)
+
+
+def _write(pages, place: tuple, row: Float[Array, "128"]) -> None:
+    """Writes a token's key or value of a head, in the dtype of the pages."""
+    if not isinstance(pages, FP8Pages):
+        pages[*place] = row
+        return
+    # As `fp8.quantised`, with the exponent as a number of the whole warpgroup.
+    exponent = exponent_of(jnp.max(bits_of_magnitudes(row)))
+    inverse = power_of_two(jnp.broadcast_to(254 - exponent, row.shape))
+    pages.codes[*place] = (row.astype(jnp.float32) * inverse).astype(F8)
+    pages.exponents[*place] = exponent.astype(jnp.uint8)
 
 
 def _heads_at_once(tokens: int, all_heads: int) -> int:
@@ -149,13 +166,23 @@ def chunk_heads_to_pages(
     projections: Float[Array, "tokens columns"],
     norms: HeadNorms,
     new: NewTokens,
-    keys: Float[Array, "pages kv_heads page_size 128"],
-    values: Float[Array, "pages kv_heads page_size 128"],
+    keys: Pages,
+    values: Pages,
     *,
     eps: float,
-) -> tuple[Array, Array, Array]:
-    """Computes `heads_to_pages` for 64 tokens or more, whose projections have the pages' dtype."""
+) -> tuple[Array, Pages, Pages]:
+    """Computes `heads_to_pages` for 64 tokens or more, whose projections have the model's dtype.
+
+    Keys and values for pages in FP8 are written in that dtype first, and then rounded by XLA.
+    """
     num_tokens = len(projections)
+    if isinstance(keys, FP8Pages):
+        page_size, index = keys.shape[2], jnp.arange(num_tokens, dtype=jnp.int32)
+        buffer = jnp.zeros((-(-num_tokens // page_size), *keys.shape[1:]), projections.dtype)
+        in_order = new._replace(page=index // page_size, offset=index % page_size)
+        q, *buffers = chunk_heads_to_pages(projections, norms, in_order, buffer, buffer, eps=eps)
+        by_token = [rows.swapaxes(1, 2).reshape(-1, rows.shape[1], HEAD_DIM)[:num_tokens] for rows in buffers]
+        return q, *(written(pages, new.page, new.offset, rows) for pages, rows in zip((keys, values), by_token, strict=True))
     # TMA copies begin at multiples of 8 rows. Rows after the last token write the same as the last token.
     fill = -num_tokens % 8
     projections, new = jax.tree.map(

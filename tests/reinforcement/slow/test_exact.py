@@ -106,11 +106,15 @@ def check_controls(policy, group, batch, monkeypatch):
 
 
 def test_exact_with_adapters():
-    """The engine and the audit have merged copies. A divergence from the reference begins at 0. A stale merge is noticed."""
+    """The engine and the audit have merged copies. A divergence from the reference begins at 0. A stale merge is noticed.
+
+    All of it holds with keys and values in FP8 too.
+    """
     model = moe_jax.from_config(DENSE, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
     adapters.add_lora(model, adapters.LoraSettings(rank=2, targets=("attention",)), rngs=nnx.Rngs(1))
     settings, tokenizer = replace(SETTINGS, beta=0.1, temperature=1.0), tiny.tokenizer()
-    policy = Policy(model, optax.adam(3e-2), settings, tokenizer=tokenizer, limits=LIMITS, seq_len=16)
+    limits = replace(LIMITS, kv_dtype="fp8")
+    policy = Policy(model, optax.adam(3e-2), settings, tokenizer=tokenizer, limits=limits, seq_len=16)
     with closing(policy):
         kls = []
         for step in range(2):

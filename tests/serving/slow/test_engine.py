@@ -18,6 +18,8 @@ import pytest
 from flax import nnx
 
 import moe_jax
+from moe_jax.kernels.attention.paged.fp8 import power_of_two, quantised
+from moe_jax.layers.attend import Attend
 from moe_jax.serving import device
 from moe_jax.serving.engine import GREEDY, Engine
 from moe_jax.serving.handle import as_completed
@@ -97,6 +99,28 @@ def test_a_prefix_is_found_and_changes_nothing(model, engine):
     expected = whole_pass(model, prompt + first.tokens[:-1])[1].transpose(1, 0, 2)
     for found in (first.experts, second.experts):
         np.testing.assert_array_equal(np.sort(found), np.sort(expected))
+
+
+def test_pages_in_fp8(model, monkeypatch):
+    """Tokens equal `generate` with keys and values rounded in the same way. A cached prefix changes nothing."""
+    (prompt,), options = prompts_of(seeds.rng(), 70), SamplingOptions(max_new_tokens=6, ignore_eos=True, logprobs=0)
+    with closing(Engine(model, limits=replace(LIMITS, kv_dtype="fp8"), lazy=True)) as engine:
+        assert {leaf.dtype.name for leaf in jax.tree.leaves(engine._loop.device.state.pages)} == {"float8_e4m3fn", "uint8"}
+        ((first,),), ((second,),) = (engine.generate([prompt], options) for _ in range(2))
+    assert (first.cached_tokens, second.cached_tokens) == (0, 64)
+    assert first.tokens == second.tokens
+    np.testing.assert_allclose(first.logprobs, second.logprobs, atol=1e-5)
+    attend = Attend.__call__
+
+    def rounded(heads):
+        codes, exponents = quantised(heads)
+        return codes.astype(heads.dtype) * power_of_two(exponents.astype(jnp.int32))[..., None]
+
+    def rounds(self, q, kept, *rest, **scale):
+        return attend(self, q, tuple(map(rounded, kept)), *rest, **scale)
+
+    monkeypatch.setattr(Attend, "__call__", rounds)
+    assert moe_jax.generate(model, prompt, max_new_tokens=6) == first.tokens
 
 
 def test_stop_texts_end_each_continuation_alone(model, engine):
@@ -334,6 +358,9 @@ def test_other_types_than_models_and_limits_are_refused(model, engine):
         engine.update(None)
     with pytest.raises(ValueError, match="limits must be EngineLimits; got {'max_length': 8}"):
         Engine(model, limits={"max_length": 8})
+    half = moe_jax.from_config(model.config, dtype=jnp.float16, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match='kv_dtype="fp8" needs a model in bfloat16 or float32; got float16'):
+        Engine(half, limits=replace(LIMITS, kv_dtype="fp8"))
 
 
 def test_a_failed_device_ends_everything(model, monkeypatch):

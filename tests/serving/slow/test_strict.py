@@ -2,6 +2,7 @@
 
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -67,10 +68,16 @@ def log_probs_of_modules(model, tokens):
     return jnp.take_along_axis(nnx.log_softmax(model(tokens).logits[:, :-1]), tokens[:, 1:, None], axis=2)[..., 0]
 
 
-def small_engine(model, *, sequences):
+def small_engine(model, *, sequences, **sizes):
     """With one sequence it has three programs to compile, with two four."""
     limits = EngineLimits(
-        max_sequences=sequences, max_tokens_per_step=24, max_chunks_per_step=2, max_length=128, num_pages=8, max_waiting=4
+        max_sequences=sequences,
+        max_tokens_per_step=24,
+        max_chunks_per_step=2,
+        max_length=128,
+        num_pages=8,
+        max_waiting=4,
+        **sizes,
     )
     return Engine(model, limits=limits, strict=True, lazy=True)
 
@@ -84,6 +91,20 @@ def test_an_engine_of_one_sequence(one_layer):
     of_prompt = [scores[token] for scores, token in zip(answer.prompt_logprobs[1:], prompt[1:], strict=True)]
     tokens = jnp.asarray([prompt + answer.tokens], jnp.int32)
     np.testing.assert_array_equal(np.float32(of_prompt + answer.logprobs), nnx.jit(strict_log_probs)(one_layer, tokens)[0])
+
+
+@pytest.mark.thorough
+def test_pages_in_fp8(one_layer):
+    """Prompts in chunks, new tokens and a cached prefix have the bits of the whole sequence, which has other pages."""
+    prompt = seeds.rng().integers(0, CONFIG.vocab_size, 70).tolist()
+    options = SamplingOptions(max_new_tokens=2, ignore_eos=True, temperature=1.0, seed=0, logprobs=0)
+    with closing(small_engine(one_layer, sequences=1, kv_dtype="fp8")) as engine:
+        ((answer,),), ((again,),) = (engine.generate([prompt], options) for _ in range(2))
+    assert again.cached_tokens == 64 and again.logprobs == answer.logprobs
+    tokens = jnp.asarray([prompt + answer.tokens], jnp.int32)
+    in_fp8, whole = (nnx.jit(partial(strict_log_probs, kv_dtype=dtype))(one_layer, tokens)[0] for dtype in ("fp8", "model"))
+    np.testing.assert_array_equal(np.float32(answer.logprobs), in_fp8[len(prompt) - 1 :])
+    assert not np.array_equal(in_fp8, whole)
 
 
 # Gradients are compared in test_strict_gradients.py.

@@ -8,12 +8,13 @@ from jaxtyping import Array, Float, Int
 from moe_jax.kernels.attention.api import resolve_attention_backend
 from moe_jax.kernels.attention.paged import PAGE_SIZE, xla
 from moe_jax.kernels.attention.paged.blocks import PagedQueries
+from moe_jax.kernels.attention.paged.fp8 import FP8Pages, Pages
 
 
 def paged_attention(
     q: Float[Array, "tokens heads key_dim"],
-    keys: Float[Array, "pages kv_heads page_size key_dim"],
-    values: Float[Array, "pages kv_heads page_size value_dim"] | None,
+    keys: Pages,
+    values: Pages | None,
     queries: PagedQueries,
     *,
     scale: float,
@@ -31,6 +32,7 @@ def paged_attention(
     page must be finite, even unwritten entries.
 
     Args:
+        keys, values: pages in a float dtype, or both `fp8.FP8Pages`.
         values: None if the values are the first `value_dim` columns of the keys, as with DeepSeek's latents.
         value_dim: given if and only if `values` is None.
         sinks: each head's extra score in the softmax, which belongs to no token; not with latents.
@@ -38,8 +40,8 @@ def paged_attention(
             few queries, and a query's bits depend on their number. "xla" always sums the keys in order.
         single_query_rows: the number of rows, the first ones, that have exactly one query each, like decoding rows.
             `first_query` must agree. All rows may be such rows only if no padding follows. "mosaic" computes such rows faster.
-        backend: "xla" accepts every input; "mosaic", the default if supported, needs a Hopper GPU and 16-bit pages. Keys and
-            values are 64 or 128 wide there. Latents have 128, 256 or 512 columns of values, followed by 64.
+        backend: "xla" accepts every input; "mosaic", the default if supported, needs a Hopper GPU, and pages of 16 bits or in
+            FP8. Keys and values are 64 or 128 wide there. Latents have 128, 256 or 512 columns of values, followed by 64.
 
     Raises:
         ValueError: shapes that do not match, too many `single_query_rows`, a window below 1. Also an unknown backend, or one
@@ -75,6 +77,8 @@ def _check(q, keys, values, queries: PagedQueries, value_dim, window, single_que
             f"either values or value_dim must be given; got values {'None' if values is None else values.shape}, "
             f"value_dim {value_dim}"
         )
+    if isinstance(keys, FP8Pages) != isinstance(values, FP8Pages):
+        raise ValueError(f"pages in FP8 hold keys and values; got values {None if values is None else 'in another dtype'}")
     if values is None:
         if not 1 <= value_dim <= keys.shape[3]:
             raise ValueError(f"value_dim must be from 1 to the width of the keys, {keys.shape[3]}; got {value_dim}")

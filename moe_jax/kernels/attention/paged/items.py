@@ -136,15 +136,18 @@ class Scoring(NamedTuple):
     def weigh(self, s: Any, sums: RowSums, last_key: Any) -> tuple[Any, Any, RowSums]:
         """Online softmax step for one page's scores s. Query 0 sees keys up to `last_key` of the page, each later one more.
 
+        Without `last_key` all queries see all keys of the page.
+
         Returns the weights of the page's keys, the factor of the result so far, and the new sums.
         """
-        row = plgpu.broadcasted_iota(jnp.int32, s.shape, 0, layout=plgpu.Layout.WGMMA)
-        column = plgpu.broadcasted_iota(jnp.int32, s.shape, 1, layout=plgpu.Layout.WGMMA)
-        last_key_of_row = last_key + lax.div(row, jnp.int32(self.group))
-        seen = column <= last_key_of_row
-        if self.window is not None:
-            seen &= column > last_key_of_row - self.window
-        s = jnp.where(seen, s, -jnp.inf)
+        if last_key is not None:
+            row = plgpu.broadcasted_iota(jnp.int32, s.shape, 0, layout=plgpu.Layout.WGMMA)
+            column = plgpu.broadcasted_iota(jnp.int32, s.shape, 1, layout=plgpu.Layout.WGMMA)
+            last_key_of_row = last_key + lax.div(row, jnp.int32(self.group))
+            seen = column <= last_key_of_row
+            if self.window is not None:
+                seen &= column > last_key_of_row - self.window
+            s = jnp.where(seen, s, -jnp.inf)
         row_max = jnp.maximum(sums.row_max, s.max(axis=1) * self.scale_log2)
         p = jnp.exp2(s * self.scale_log2 - broadcast_columns(row_max, s.shape))
         rescale = jnp.exp2(sums.row_max - row_max)

@@ -30,6 +30,7 @@ from moe_jax.kernels.attention.paged.blocks import (
     single_query_blocks,
     window_operand,
 )
+from moe_jax.kernels.attention.paged.fp8 import FP8Pages, Pages
 from moe_jax.kernels.attention.paged.heads import attend_blocks
 from moe_jax.kernels.attention.paged.latents import ROTARY_COLUMNS, attend_latents
 from moe_jax.kernels.attention.paged.prompts import attend_prompts, most_tiles, takes_group
@@ -51,11 +52,13 @@ MERGE_LOADS = 4
 """Splits that it loads at a time."""
 
 
-def refusal(q: Array, keys: Array, values: Array | None, value_dim: int) -> str | None:
+def refusal(q: Array, keys: Pages, values: Pages | None, value_dim: int) -> str | None:
     """Returns why the kernel does not support this attention, with the supported sizes; None if it does."""
     if not is_interpreted() and compute_capability() != "9.0":
         return f"it needs a Hopper GPU (compute capability 9.0); this is {compute_capability() or 'no NVIDIA GPU'}"
-    dtypes = [a.dtype for a in (q, keys, values) if a is not None]
+    if isinstance(keys, FP8Pages) and q.dtype != jnp.bfloat16:
+        return f"with pages in FP8 q must be bfloat16; got {q.dtype}"
+    dtypes = [a.dtype for a in (q, keys, values) if a is not None and not isinstance(a, FP8Pages)]
     if q.dtype not in (jnp.bfloat16, jnp.float16) or set(dtypes) != {q.dtype}:
         return f"q and pages must all be bfloat16 or all float16; got {', '.join(map(str, dtypes))}"
     if values is None:
@@ -87,7 +90,7 @@ def _head_tiles(heads: int) -> int:
 
 def paged_attention(
     q: Float[Array, "tokens heads key_dim"],
-    pages: tuple[Float[Array, "pages kv_heads 64 key_dim"], Float[Array, "pages kv_heads 64 value_dim"] | None],
+    pages: tuple[Pages, Pages | None],
     queries: PagedQueries,
     *,
     scale: float,
@@ -110,7 +113,8 @@ def paged_attention(
     attend = partial(attend, fixed_splits=fixed_splits)
     if single_query_rows == rows:
         return attend(grouped, single_query_blocks(queries.num_keys))
-    takes_prompts = values is not None and not fixed_splits and takes_group(group)
+    # With few registers to spare, the consumers of `attend_prompts` widen no pages in FP8.
+    takes_prompts = not (values is None or isinstance(values, FP8Pages) or fixed_splits) and takes_group(group)
     # `attend_prompts` splits no keys, so it needs enough tiles to keep the GPU busy.
     if not takes_prompts or most_tiles(rows - single_query_rows, tokens - single_query_rows, kv_heads, group) < _cores():
         blocks = query_blocks(queries, tokens, max(1, WGMMA_ROWS // group))
@@ -129,8 +133,8 @@ def _attend(
     q: Float[Array, "tokens kv_heads group key_dim"],
     blocks: QueryBlocks,
     *,
-    keys: Float[Array, "pages _ 64 key_dim"],
-    values: Float[Array, "pages _ 64 value_dim"] | None,
+    keys: Pages,
+    values: Pages | None,
     queries: PagedQueries,
     scale: float,
     window: Int[Array, ""] | int | None,

@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from moe_jax.kernels.attention.paged import PAGE_SIZE
 from moe_jax.kernels.attention.paged.blocks import PagedQueries, places
+from moe_jax.kernels.attention.paged.fp8 import Pages, read
 from moe_jax.kernels.precision import at_least_f32
 
 TOKEN_BLOCK = 32
@@ -19,8 +20,8 @@ TOKEN_BLOCK = 32
 
 def paged_attention(
     q: Float[Array, "tokens heads key_dim"],
-    keys: Float[Array, "pages kv_heads 64 key_dim"],
-    values: Float[Array, "pages kv_heads 64 value_dim"] | None,
+    keys: Pages,
+    values: Pages | None,
     queries: PagedQueries,
     *,
     scale: float,
@@ -41,8 +42,8 @@ def paged_attention(
         def add_page(j, state):
             row_max, row_sum, out = state
             page = table[:, jnp.minimum(j, table.shape[1] - 1)]
-            k = keys[page].astype(dtype)
-            v = k[..., :value_dim] if values is None else values[page].astype(dtype)
+            k = read(keys, page, dtype)
+            v = k[..., :value_dim] if values is None else read(values, page, dtype)
             key = j * PAGE_SIZE + jnp.arange(PAGE_SIZE)
             seen = (key <= position[:, None]) & (key >= first_key[:, None])
             scores = jnp.einsum("thgd,thkd->thgk", q, k, precision="highest") * scale

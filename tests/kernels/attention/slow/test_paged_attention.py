@@ -7,6 +7,7 @@ import pytest
 
 from moe_jax.kernels.attention.api import attention
 from moe_jax.kernels.attention.paged import PAGE_SIZE, PagedQueries, mosaic, paged_attention
+from moe_jax.kernels.attention.paged.fp8 import FP8Pages, quantised, read
 from moe_jax.layers.attend import with_sinks
 from tests.helpers import seeds
 from tests.kernels.attention.test_paged_attention import SCALE
@@ -176,6 +177,34 @@ def test_the_kernel_equals_xla(rng, monkeypatch, counts, num_keys, heads, kv_hea
     tokens = sum(counts)
     error = np.linalg.norm(np.asarray(out, np.float32)[:tokens] - wanted[:tokens], axis=-1)
     assert (error < 6e-3 * np.linalg.norm(wanted[:tokens], axis=-1)).all()
+
+
+@pytest.mark.parametrize(
+    "counts, num_keys, heads, kv_heads, width, cores, window, fixed_splits",
+    [
+        ([1] * 3, [1, 70, 700], 16, 2, 128, 1, None, False),
+        pytest.param([1] * 2, [200, 700], 2, 2, 64, 1000, 100, False, marks=pytest.mark.thorough),
+        ([1, 1, 5, 0, 64], [200, 64, 5, 0, 130], 8, 1, 64, 1, 70, True),
+        pytest.param(*CHUNKS, 8, 1, 128, 8, None, False, marks=pytest.mark.thorough),
+    ],
+    ids=["decoding", "window in splits", "fixed splits", "chunks"],
+)
+def test_the_kernel_of_pages_in_fp8(rng, monkeypatch, counts, num_keys, heads, kv_heads, width, cores, window, fixed_splits):
+    """It has the bits of the kernel for bf16 on the numbers that the pages mean, and about the result in f64."""
+    monkeypatch.setattr(mosaic, "_cores", lambda: cores)
+    monkeypatch.setattr(mosaic, "takes_group", lambda group: False)
+    q, *pages, queries = make(rng, counts, num_keys, heads, kv_heads, width, width, dtype=jnp.bfloat16)
+    in_fp8 = [FP8Pages(*quantised(each)) for each in pages]
+    whole = [read(each, jnp.arange(each.shape[0]), jnp.bfloat16) for each in in_fp8]
+    options = {"scale": SCALE, "window": window, "single_query_rows": first_single(counts)}
+    with_kernel = {**options, "fixed_splits": fixed_splits, "backend": "mosaic"}
+    out = paged_attention(q, *in_fp8, queries, **with_kernel)
+    np.testing.assert_array_equal(out, paged_attention(q, *whole, queries, **with_kernel))
+    with jax.enable_x64(True):
+        exact = [jnp.asarray(np.asarray(each), jnp.float64) for each in (q, *whole)]
+        wanted = np.asarray(paged_attention(*exact, queries, **options, backend="xla"))
+    error = np.linalg.norm(np.asarray(out, np.float64) - wanted, axis=-1)
+    assert (error <= 6e-3 * np.linalg.norm(wanted, axis=-1)).all()
 
 
 @pytest.mark.parametrize(

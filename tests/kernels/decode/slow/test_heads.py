@@ -1,8 +1,11 @@
 """Heads of new tokens are normed and rotated as the modules do it, and go into their pages, which change in no other place."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
+from moe_jax.kernels.attention.paged.fp8 import FP8Pages, quantised
 from moe_jax.kernels.decode.heads import HeadNorms, NewTokens, chunk_heads_to_pages, heads_to_pages
 from moe_jax.layers.norm import rms_norm
 from moe_jax.layers.rope import RopeTables, apply_rope
@@ -46,6 +49,22 @@ def test_heads_to_pages():
     page, offset = jnp.asarray([3, 1, 1, 2, 0], jnp.int32), jnp.asarray([5, 0, 1, 63, 0], jnp.int32)
     found = heads_to_pages(splits, norms, _new_tokens(cos, sin, page, offset), *pages, eps=EPS)
     _check(found, splits.sum(axis=0).astype(jnp.bfloat16), norms, cos, sin, page, offset, *pages)
+
+
+@pytest.mark.parametrize("write", [heads_to_pages, chunk_heads_to_pages])
+def test_pages_in_fp8(write):
+    """They are the pages in the model's dtype, rounded. A head of zeros, and one of large numbers, are among them."""
+    tokens = 6 if write is heads_to_pages else 64
+    splits, norms, cos, sin, pages = _make(seeds.rng(), tokens)
+    splits = splits.at[:, 3, -256:-128].set(0).at[:, 4, -128:].multiply(1e30)
+    index = jnp.arange(tokens, dtype=jnp.int32)
+    new = _new_tokens(cos, sin, 1 + index % 5, index)
+    projections = splits if write is heads_to_pages else splits[0].astype(jnp.bfloat16)
+    q, *wanted = write(projections, norms, new, *pages, eps=EPS)
+    found_q, *found = write(projections, norms, new, *(FP8Pages(*quantised(each)) for each in pages), eps=EPS)
+    np.testing.assert_array_equal(found_q, q)
+    for in_fp8, whole in zip(found, wanted, strict=True):
+        jax.tree.map(np.testing.assert_array_equal, in_fp8, FP8Pages(*quantised(whole)))
 
 
 def test_chunk_heads_to_pages():
