@@ -125,7 +125,7 @@ def decode_seconds(config: ModelConfig, sequences: int, context: float, machine:
       context: tokens of all sequences, whose keys and values are read.
     """
     sizes = {path: math.prod(shape) for path, shape in shapes(config)}
-    experts = sum(size for path, size in sizes.items() if "experts" in path)
+    experts: float = sum(size for path, size in sizes.items() if "experts" in path)
     head = config.vocab_size * config.hidden_size
     others = sum(size for path, size in sizes.items() if path[0] == "stages") - experts + head
     if (spec := config.experts) is not None:

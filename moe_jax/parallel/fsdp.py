@@ -320,7 +320,7 @@ def _gathered_leaves(layouts: tuple[NamedSharding, ...], leaves: list[Array]) ->
         return part
 
     specs = [layout.spec for layout in layouts]
-    gather = lambda parts: [whole(spec, part) for spec, part in zip(specs, parts, strict=True)]  # noqa: E731
+    gather = lambda parts: [whole(tuple(spec), part) for spec, part in zip(specs, parts, strict=True)]  # noqa: E731
     options: dict[str, Any] = dict(mesh=layouts[0].mesh, in_specs=(specs,), out_specs=PartitionSpec(), check_vma=False)
     return jax.shard_map(gather, **options)(leaves)
 
