@@ -12,9 +12,12 @@ from safetensors.numpy import load_file, save_file
 
 import moe_jax
 from moe_jax.adapters import load_adapter, save_adapter
+from moe_jax.adapters.merge import changes_of, check_merged, merge_adapter
 from moe_jax.adapters.names import factors_apart, modules_of, targets_of
 from moe_jax.adapters.save import WEIGHTS_FILE
 from moe_jax.adapters.source import CONFIG_FILE
+from moe_jax.checkpoint.hf_names import export
+from moe_jax.config.families import GptOssConfig
 from moe_jax.layers.lora import has_adapters
 from tests.helpers import seeds
 from tests.helpers.adapted_models import assert_near, logits_of, small_model, with_adapters
@@ -282,3 +285,21 @@ def test_one_matrix_of_experts(tmp_path):
     assert_near(logits_of(found, tokens), logits, "logits", 1e-6)
     nnx.update(found, jax.tree.map(jnp.zeros_like, nnx.state(found, nnx.LoRAParam)))
     assert np.abs(logits_of(found, tokens) - logits).max() > 1e-2
+
+
+def test_the_changes_of_fused_experts_are_those_of_a_merged_checkpoint(tmp_path):
+    """gpt-oss: tensors of all experts, transposed, with gate and up in turn; the adapter's file comes back."""
+    config = GptOssConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=8, moe_intermediate_size=8, num_hidden_layers=1, head_dim=8,
+        num_attention_heads=2, num_key_value_heads=1, num_experts=4, num_experts_per_tok=2, max_position_embeddings=64,
+    )  # fmt: skip
+    base = moe_jax.from_config(config, dtype=jnp.float32, rngs=nnx.Rngs(0))
+    model = with_adapters(nnx.clone(base), targets=("attention", "experts"))
+    save_adapter(model, tmp_path)
+    load_adapter(again := nnx.clone(base), tmp_path)
+    changes = changes_of(model)
+    for found, wanted in zip(changes_of(again).values(), changes.values(), strict=True):
+        np.testing.assert_allclose(found.b @ found.a, wanted.b @ wanted.a, atol=1e-6)
+    of_base = [(name, np.array(array)) for name, array in export(config, dict(nnx.to_flat_state(nnx.state(base))))]
+    merge_adapter(model)  # the base's matrices are donated
+    assert check_merged(export(config, dict(nnx.to_flat_state(nnx.state(model)))), of_base, changes) < 1e-6
