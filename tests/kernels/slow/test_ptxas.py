@@ -280,6 +280,21 @@ for rows, tokens, heads, kv_heads, width, window in (first + others)[: int(sys.a
     compile(step, ((tokens, heads, width), bf16), pages, pages, ((rows + 1,), i32), ((rows,), i32), ((rows, 128), i32))
 """
 
+PAGES_IN_FP8 = """
+from moe_jax.kernels.attention.paged import PagedQueries, paged_attention
+from moe_jax.kernels.attention.paged.fp8 import F8, FP8Pages
+
+# Decoding of many rows, and of few, whose keys are split, and heads of 64 columns.
+for rows, width in ((256, 128), (4, 128), (256, 64))[: int(sys.argv[1])]:
+    def step(q, k, k_exponents, v, v_exponents, *queries):
+        pages = FP8Pages(k, k_exponents), FP8Pages(v, v_exponents)
+        options = dict(scale=0.1, single_query_rows=rows, backend="mosaic")
+        return paged_attention(q, *pages, PagedQueries(*queries), **options)
+
+    pages = ((512, 4, 64, width), F8), ((512, 4, 64), jnp.uint8)
+    compile(step, ((rows, 32, width), bf16), *pages, *pages, ((rows + 1,), i32), ((rows,), i32), ((rows, 128), i32))
+"""
+
 PAGED_LATENTS = """
 from moe_jax.kernels.attention.paged import PagedQueries, paged_attention
 
@@ -433,7 +448,9 @@ def test_attention(count):
     """Attention of Qwen3-30B-A3B, and to pages of keys or of latents, of decoding rows and of chunks, spills nothing."""
     paged = {"paged_attention", "paged_attention_split", "paged_attention_prompts", "merge_splits"}
     paged |= {"paged_latents", "paged_latents_split"}
-    assert_no_spills(spilled_bytes(ATTENTION + PAGED_ATTENTION + PAGED_LATENTS, count), ATTENTION_KERNELS | paged)
+    assert_no_spills(
+        spilled_bytes(ATTENTION + PAGED_ATTENTION + PAGES_IN_FP8 + PAGED_LATENTS, count), ATTENTION_KERNELS | paged
+    )
 
 
 @pytest.mark.thorough
