@@ -43,8 +43,8 @@ SPARE = 0.02
 """Share of a device's memory that "auto" leaves free, for gaps between arrays. Assumed, not measured."""
 
 FILLS_MEMORY = {"xla_gpu_memory_limit_slop_factor": "110"}
-"""XLA recomputes what it can if a program seems to need more than this percentage of the memory, by default 95. Its estimate is
-3 % above what a program then takes. On an H200 a step of adapters with 131 of 133 GiB in use became 28 % slower."""
+"""XLA begins to recompute on its own where it expects a program to need more than this percentage of the memory, by default 95.
+It expects 3 % too much. On an H200 a step of adapters with 131 of 133 GiB in use became 28 % slower."""
 
 GIB = 2**30
 

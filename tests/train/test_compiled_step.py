@@ -73,7 +73,7 @@ def test_a_program_that_needs_too_much_gets_fewer_layers(monkeypatch, state):
 
 
 def test_at_most_four_programs_are_compiled(monkeypatch, state):
-    """Each leaves more room than the last, whatever a layer really needs."""
+    """Each leaves more room than the last, however large a layer is."""
     step, told, options = prepared(monkeypatch, state, lambda remat: FREE + LAYER)
     fewer = [remat_option(NUMBER - number, KEEP) for number in (0, 1, 3)]
     assert options == [*fewer, 0] and step.remat == 0

@@ -25,11 +25,7 @@ PIPES = (
     *({"pipe": 2}, {"pipe": 2, "fsdp": 2, "expert": 2}),
     *({"pipe": 2, axis: 2} for axis in ("data", "fsdp", "expert", "context")),
 )
-QUICK = [
-    ("bf16", {"pipe": 2, "expert": 2}),
-    ("nf4", {"fsdp": 2, "context": 2}),
-    ("fp8", {"data": 2, "expert": 2, "context": 2}),
-]
+QUICK = [("nf4", {"fsdp": 2, "context": 2})]
 TABLE = [(form, sizes) for form in FORMS for sizes in MESHES] + [("bf16", sizes) for sizes in PIPES]
 
 

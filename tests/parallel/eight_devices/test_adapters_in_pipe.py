@@ -56,7 +56,7 @@ def layers_in_pipe(model):
     "case, sizes, options",
     [
         ("moe", {"pipe": 2, "expert": 2}, {}),
-        ("deepseek", {"pipe": 2, "fsdp": 2}, {"pipe_schedule": "1f1b", "remat": False}),
+        pytest.param("deepseek", {"pipe": 2, "fsdp": 2}, {"pipe_schedule": "1f1b", "remat": False}, marks=pytest.mark.thorough),
         pytest.param(
             "rows and whole modules",
             {"pipe": 2},
@@ -86,7 +86,7 @@ def test_two_steps(case, sizes, options):
     check((replace(state, **home), metrics), expected)
 
 
-@pytest.mark.parametrize("case", ["moe", "rows and whole modules"])
+@pytest.mark.parametrize("case", ["moe", pytest.param("rows and whole modules", marks=pytest.mark.thorough)])
 def test_files_have_equal_bytes(case, tmp_path):
     """Factors of layers in chunks are drawn as on one device; padding is not saved."""
     for name, model in (("one", adapted(case)), ("pipe", adapted(case, mesh_of(pipe=2, fsdp=2), 2))):

@@ -58,7 +58,7 @@ def test_losses_are_those_of_one_device(tmp_path, base, moved):
     assert all(np.array_equal(a, b) for a, b in zip(*leaves, strict=True))
 
 
-@pytest.mark.long
+@pytest.mark.thorough
 def test_a_run_in_a_pipe(tmp_path, base):
     """It has the losses of one device, resumes bit for bit after it died, and resumes on a mesh without a pipe."""
     moe_jax.save_pretrained(tiny.dense(), tmp_path / "dense", tokenizer_from=base)

@@ -73,7 +73,7 @@ def one_device():
     "sizes, name",
     [
         (dict(fsdp=2), "full"),
-        (dict(data=2), "adapters"),
+        pytest.param(dict(data=2), "adapters", marks=pytest.mark.thorough),
         pytest.param(dict(data=2, fsdp=2), "full", marks=pytest.mark.thorough),
         pytest.param(dict(fsdp=2), "adapters", marks=pytest.mark.thorough),
     ],
