@@ -287,7 +287,7 @@ def test_one_matrix_of_experts(tmp_path):
     assert np.abs(logits_of(found, tokens) - logits).max() > 1e-2
 
 
-def test_the_changes_of_fused_experts_are_those_of_a_merged_checkpoint(tmp_path):
+def test_changes_of_fused_experts_equal_a_merged_checkpoint(tmp_path):
     """gpt-oss: tensors of all experts, transposed, with gate and up in turn; the adapter's file comes back."""
     config = GptOssConfig(
         vocab_size=32, hidden_size=16, intermediate_size=8, moe_intermediate_size=8, num_hidden_layers=1, head_dim=8,

@@ -145,7 +145,7 @@ def test_an_unknown_remat_is_refused(state):
 
 
 @pytest.mark.parametrize("remat, fills", [(True, False), (False, False), (2, True), ("0,attention", True)])
-def test_xla_does_not_recompute_where_layers_keep_their_residuals(state, remat, fills):
+def test_xla_recomputes_nothing_next_to_kept_layers(state, remat, fills):
     """XLA would, where its own estimate is above 95 % of the memory: a step near the limit became 28 % slower."""
     step = TrainStep(lambda remat: lambda one_device, state, frozen, batch: (state, {}), remat, None, lambda *_: PLANNED)
     step._jit(state).lower(state.without_frozen, state.frozen, {}).compile()  # XLA knows the option
