@@ -111,6 +111,7 @@ def check(found, wanted, tolerance=1e-5):
             assert relative_error(ours, theirs) < tolerance, (of_state, jax.tree_util.keystr(path))
 
 
+@pytest.mark.thorough
 def test_quantised_weights(tmp_path):
     """Experts are loaded in parts, in 4 bits, and gathered in the bytes that are stored."""
     moe_jax.save_pretrained(tiny.model_for_fp8(), tmp_path)

@@ -93,6 +93,7 @@ def test_the_model_of_a_run_has_its_adapters(whole, base, tmp_path):
         model_of_run(settings.output, base=tmp_path / "gone")
 
 
+@pytest.mark.thorough
 def test_a_run_trains_whole_modules(base, tmp_path):
     """Optimizer and head resume bit for bit, and the adapter's folder holds the head."""
     lora = LoraSettings(rank=4, targets=("attention",), modules_to_save=("lm_head",))

@@ -105,6 +105,7 @@ def check_controls(policy, group, batch, monkeypatch):
         np.testing.assert_array_equal(filled["expert_ids"][:, :-1][is_read], batch["expert_ids"][:, :-1][is_read])
 
 
+@pytest.mark.thorough
 def test_exact_with_adapters():
     """The engine and the audit have merged copies. A divergence from the reference begins at 0. A stale merge is noticed.
 

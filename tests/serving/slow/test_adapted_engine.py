@@ -88,6 +88,7 @@ def model():
     return with_adapters(small_model("qwen3_moe", tie_word_embeddings=False), targets=every)
 
 
+@pytest.mark.thorough
 def test_whole_weights(model, caplog):
     """New factors take over with `update`, and another scale, here zero; another rank is refused."""
     with contextlib.ExitStack() as stack:

@@ -82,6 +82,7 @@ def small_engine(model, *, sequences, **sizes):
     return Engine(model, limits=limits, strict=True, lazy=True)
 
 
+@pytest.mark.thorough
 def test_an_engine_of_one_sequence(one_layer):
     """Each token of a prompt in chunks, and each new token, has the bits of the whole sequence."""
     prompt = seeds.rng().integers(0, CONFIG.vocab_size, 30).tolist()
