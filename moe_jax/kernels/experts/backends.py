@@ -151,11 +151,12 @@ _is_on_one_device = jax.make_user_context(False)
 def on_one_device[**P, R](function: Callable[P, R]) -> Callable[P, R]:
     """Returns the function for arrays on one device. Without it a process with several devices would choose no kernel."""
 
-    @functools.wraps(function)
     def call(*args: P.args, **options: P.kwargs) -> R:
         with _is_on_one_device(True):
             return function(*args, **options)
 
+    # JAX names programs after functions. A partial function has no name of its own.
+    call.__name__ = getattr(getattr(function, "func", function), "__name__", "call")
     return call
 
 

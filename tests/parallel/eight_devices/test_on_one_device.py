@@ -1,5 +1,7 @@
 """Programs of one device in a process with eight: kernels are chosen as on a machine with one device."""
 
+from functools import partial
+
 import jax
 
 from moe_jax.kernels.experts.backends import on_one_device, splitting_refusal
@@ -16,6 +18,14 @@ def test_a_program_that_xla_may_split_has_no_kernels():
 def test_a_program_of_one_device_has_kernels():
     assert on_one_device(splitting_refusal)() is None
     assert "cannot split" in splitting_refusal()
+
+
+def test_the_program_has_the_name_of_the_function():
+    assert "module @jit_doubled" in jax.jit(on_one_device(partial(doubled, 1))).lower().as_text()
+
+
+def doubled(x):
+    return 2 * x
 
 
 def test_an_engine_on_one_device_has_kernels():
