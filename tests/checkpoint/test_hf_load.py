@@ -469,11 +469,11 @@ def test_the_hub_gives_torch_files_only_as_a_last_resort(moe_folder, monkeypatch
     assert_holds(from_pretrained("someone/some-model", dtype=jnp.float32), stored)
     assert [weights for _, *weights in asked[2:]] == [[], ["*.safetensors"], ["*.bin"]]
 
-    for refused in (dict(quantization_config={"quant_method": "awq"}), dict(model_type="llama")):
+    for refused in (dict(quantization_config={"quant_method": "hqq"}), dict(model_type="llama")):
         asked.clear()
         edit_config(moe_folder, **refused)
         for load in (from_pretrained, read_config):
-            with pytest.raises(ValueError, match="awq|llama"):
+            with pytest.raises(ValueError, match="hqq|llama"):
                 load("someone/some-model")
         assert asked == [("someone/some-model",)] * 2  # and no weights
 

@@ -40,7 +40,7 @@ def test_written_settings_come_back(tmp_path):
     ):
         settings = tiny.settings(tmp_path, **{"steps": FinetuneSettings.steps} | changes)
         (tmp_path / "run").mkdir(exist_ok=True)
-        write_settings(settings, command="finetune", steps=9)
+        write_settings(settings, command="finetune", steps=9, tokenizer=None)
         assert parsed("--config", tmp_path / "run" / RUN_YAML) == settings
     assert json.loads((tmp_path / "run" / "settings.json").read_text())["steps"] == 9
     assert not [path for path in (tmp_path / "run").iterdir() if path.name.startswith(".")]
@@ -55,7 +55,7 @@ def test_written_settings_of_prefer_come_back(tmp_path):
         dict(preference=PreferenceSettings(beta=0.2), warmup_steps=3, plain_text=True, remat=False),
     ):
         settings = PreferSettings(**options, **changes)
-        write_settings(settings, command="prefer", steps=settings.steps)
+        write_settings(settings, command="prefer", steps=settings.steps, tokenizer=None)
         assert tyro.cli(PreferCommand, args=with_config("prefer", ["--config", str(file)])).settings == settings
     assert f"#   moe-jax prefer --config {file}" in file.read_text()
     given = ["--config", str(file), "--preference.beta", "0.3", "--steps=4"]

@@ -428,7 +428,7 @@ def test_the_options_are_the_fields_of_the_settings(tmp_path):
 def test_run_yaml_repeats_a_run(tmp_path):
     chosen = settings(tmp_path, grpo=LossSettings(clip_high=0.3), reward=("a.py:f",), engine=EngineSizes(num_pages=9))
     (tmp_path / "run").mkdir()
-    write_settings(chosen, command="grpo", steps=chosen.steps)
+    write_settings(chosen, command="grpo", steps=chosen.steps, tokenizer=None)
     file = tmp_path / "run" / "run.yaml"
     assert "moe-jax grpo --config" in file.read_text()
     assert tyro.cli(GrpoCommand, args=with_config("grpo", ["--config", str(file)])).settings == chosen

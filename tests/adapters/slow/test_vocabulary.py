@@ -12,9 +12,10 @@ from safetensors.numpy import load_file, save_file
 
 import moe_jax
 from moe_jax.adapters import LoraSettings, add_lora, load_adapter, merge_adapter, save_adapter, without_adapter
-from moe_jax.adapters.load import TABLES, check_adapter
+from moe_jax.adapters.load import check_adapter
 from moe_jax.adapters.merge import changes_of, check_merged
 from moe_jax.adapters.names import targets_of
+from moe_jax.adapters.token_rows import EMBEDDING, HEAD
 from moe_jax.checkpoint.hf_names import export
 from moe_jax.train import init_state, make_train_step
 from tests.helpers import seeds
@@ -74,7 +75,7 @@ def test_files_of_peft(tmp_path):
     assert_near(logits_of(read, jnp.asarray(tokens)), logits, "logits of PEFT")
 
     file = tmp_path / "adapter_model.safetensors"
-    tensors, names = load_file(file), [f"base_model.model.{module}.base_layer.weight" for module in TABLES]
+    tensors, names = load_file(file), [f"base_model.model.{module}.base_layer.weight" for module in (EMBEDDING, HEAD)]
     check_adapter(model.config, tmp_path)
     for dtype in (ml_dtypes.bfloat16, np.float32):
         # PEFT writes these tables of a model in bf16, and of one in f32 that was read from bf16.
@@ -119,7 +120,9 @@ def test_tied_tables(tmp_path):
     assert {target.kind for target in targets_of(model)} == {"attention", "mlp"}
     save_adapter(with_adapters(nnx.clone(model), targets=("q_proj",)), tmp_path)
     file = tmp_path / "adapter_model.safetensors"
-    tables = dict.fromkeys((f"base_model.model.{name}.weight" for name in TABLES), np.asarray(model.embed_tokens.weight[...]))
+    tables = dict.fromkeys(
+        (f"base_model.model.{name}.weight" for name in (EMBEDDING, HEAD)), np.asarray(model.embed_tokens.weight[...])
+    )
     save_file(load_file(file) | tables, file)
     load_adapter(nnx.clone(model), tmp_path)
     factors = {f"base_model.model.lm_head.lora_{name}.weight": np.ones((1, 1), np.float32) for name in "AB"}

@@ -1,5 +1,7 @@
 """Dense matrices of layers in FP8: the groups they belong to, errors of a block, frozen codes, and models with all groups."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -25,7 +27,7 @@ def _deepseek():
     """A dense layer and one with experts; the sizes of attention are no multiples of 128."""
     config = tiny.deepseek_config(num_hidden_layers=2, first_k_dense_replace=1, n_routed_experts=4, n_group=1, topk_group=1)
     sizes = dict(hidden_size=128, moe_intermediate_size=128, intermediate_size=192, kv_lora_rank=64, q_lora_rank=96)
-    config = type(config)(**{**vars(config), **sizes, "num_nextn_predict_layers": 0})
+    config = replace(config, **sizes, num_nextn_predict_layers=0)
     return moe_jax.from_config(config, rngs=nnx.Rngs(0), dtype=jnp.bfloat16, param_dtype=jnp.float32)
 
 

@@ -1,5 +1,6 @@
 """Training with experts in FP8: copies made once a step, recomputation, sums over micro-batches, and what is refused."""
 
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -125,7 +126,7 @@ def test_modules_that_predict_further_tokens():
     config = tiny.deepseek_config(
         num_hidden_layers=1, first_k_dense_replace=0, n_routed_experts=4, n_group=1, topk_group=1, num_nextn_predict_layers=1
     )
-    config = type(config)(**{**vars(config), "hidden_size": 128, "moe_intermediate_size": 128})
+    config = replace(config, hidden_size=128, moe_intermediate_size=128)
     model = moe_jax.from_config(config, rngs=nnx.Rngs(0), dtype=jnp.bfloat16, param_dtype=jnp.float32)
     model.set_precision("fp8")
     graph, params, fixed = nnx.split(model, nnx.Param, ...)
