@@ -74,9 +74,10 @@ def test_a_crowded_device_gets_no_more():
 def test_a_request_is_bound_once_a_device_has_room():
     """A short request ends first on either device, and the one that waits gets its place."""
     for short in (0, 1):
-        with running(max_sequences=1) as (replicas, _):
+        with running(max_sequences=1, max_length=60_000, num_pages=1000) as (replicas, _):
             replicas.pause(True)
-            add_all(replicas, *([text(number, 20), 1 if number == short else 500] for number in range(2)))
+            # The long one would end during a late start of the other device's thread, if it were not so long.
+            add_all(replicas, *([text(number, 20), 1 if number == short else 50_000] for number in range(2)))
             late = submit(replicas, text(7, 20), 3)
             assert numbers_of(replicas) == [1, 1] and comes_true(lambda: replicas.stats().waiting == 3)
             replicas.pause(False)

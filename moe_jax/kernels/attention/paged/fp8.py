@@ -36,7 +36,7 @@ class FP8Pages(NamedTuple):
         return self.codes.ndim
 
 
-Pages = Float[Array, "pages kv_heads 64 _"] | FP8Pages
+Pages = Float[Array, "pages _ 64 _"] | FP8Pages
 """One layer's pages of keys, or of values, in a model's dtype or in FP8."""
 
 
