@@ -103,7 +103,7 @@ def test_answers_and_steps_are_those_of_one_device(one_device, sizes, name):
 def test_each_device_audits_rows_of_its_own(monkeypatch, rng):
     """Values and experts equal one device's, for a number of rows that the devices do not divide."""
 
-    def ordinary(model, tokens, segment_ids, *, max_segments, temperature):
+    def ordinary(model, tokens, segment_ids, *, max_segments, temperature, kv_dtype):
         states = model.hidden_states(tokens, segment_ids=segment_ids)
         return states.hidden.sum(axis=2)[:, :-1] / temperature, states.expert_ids
 
