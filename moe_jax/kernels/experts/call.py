@@ -98,7 +98,7 @@ def experts(
             length than parts. Also if shares do not divide the tokens, and as `experts_mlp`. Accumulators or factors do not fit
             the matrices, or accumulators are equal on devices that differ in x. A combination is in `REFUSED`.
     """
-    if weights.is_changed and not weights.keeps_residuals and not target.is_interpreted():
+    if weights.down.change is not None and not weights.keeps_residuals and not target.is_interpreted():
         # The factors of each expert, with padded ranks, are made again in the backward pass: they would be residuals.
         given: Any = dict(backend=backend, chunk_tokens=chunk_tokens, max_pairs=max_pairs, shares=shares)
         call = partial(experts, **given, precision=precision, activation=activation)
