@@ -65,6 +65,7 @@ def test_finetune(checkpoint, tmp_path, capsys):
     assert moe_jax.from_pretrained(tmp_path / "out", progress=False).config.num_experts == 4
 
 
+@pytest.mark.thorough
 def test_finetune_30b_with_the_recipe_on_a_small_checkpoint(checkpoint, tmp_path):
     example = load("finetune_30b")
     data = tiny.write_texts(tmp_path / "texts")

@@ -52,6 +52,7 @@ def test_input_of_a_alone():
     np.testing.assert_allclose(dropped[kept], x[kept] / 0.75, rtol=1e-6)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("model_type", ["qwen3", pytest.param("deepseek_v3", marks=pytest.mark.thorough)])
 def test_recomputed_layers_drop_the_same(model_type):
     model, batch = adapted(model_type), make_batch()

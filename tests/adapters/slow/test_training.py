@@ -74,6 +74,7 @@ def test_states_without_adapters_have_no_frozen_entry():
     assert ".params" in names and ".frozen" not in names
 
 
+@pytest.mark.thorough
 def test_kept_residuals_hold_no_frozen_weights():
     """Casts of weights to vary as tokens do would be residuals, a copy of every layer's weights."""
     model, optimizer = with_adapters(tiny.model_for_fp8()), optax.sgd(0.1)

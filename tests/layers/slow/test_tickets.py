@@ -160,6 +160,7 @@ def test_all_architectures_are_walked():
     assert walked == of_package
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("remat", [False, pytest.param(True, marks=pytest.mark.thorough)])
 def test_flops(remat):
     """B and W multiply as much as the undivided backward pass, by XLA's count, and B has no products of W's.

@@ -29,6 +29,7 @@ def test_each_part_alone_and_all(rng, dtype):
     assert_equal_bits(make_batch(rng), [True, *KEPT_PARTS, ALL], make_model=make_model)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "make_model",
     [*(pytest.param(make, marks=pytest.mark.thorough) for make in (tiny.deepseek, tiny.dense)), partial(tiny.deepseek, mtp=1)],
@@ -38,10 +39,12 @@ def test_families(rng, make_model):
     assert_equal_bits(make_batch(rng), [1, f"1,{ALL}"], make_model=make_model)
 
 
+@pytest.mark.thorough
 def test_micro_batches(rng):
     assert_equal_bits(make_batch(rng), [True, ALL], gradient_accumulation=2)
 
 
+@pytest.mark.thorough
 def test_adapters(rng):
     def make_model():
         model = tiny.model()

@@ -43,6 +43,7 @@ def leaves(model):
     return jax.tree.leaves(nnx.state(model, nnx.Param))
 
 
+@pytest.mark.thorough
 def test_a_run_with_adapters(base, tmp_path):
     settings = settings_of(tmp_path, base)
     assert finetune(settings, stop_after=2).step == 2

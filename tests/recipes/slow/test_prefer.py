@@ -85,6 +85,7 @@ def test_adapters(tmp_path, capsys):
         run(settings(tmp_path / "two", preference=PreferenceSettings("dpo", beta=0.2)))
 
 
+@pytest.mark.thorough
 def test_all_parameters(tmp_path):
     """The reference is computed once, stored in the run's folder, and still the first model's when the run continues."""
     part = run(settings(tmp_path, lora=None, learning_rate=3e-3, batch_size=4, gradient_accumulation=2), stop_after=2)

@@ -111,6 +111,7 @@ def test_donated_arrays_are_never_met():
         assert [group.samples[0].text for group in policy.sample(PROMPTS, step=1, seed=0)] == after
 
 
+@pytest.mark.thorough
 def test_adapters_diverge_from_the_model_below():
     adapters.add_lora(model := tiny.model(), adapters.LoraSettings(rank=2), rngs=nnx.Rngs(1))
     with closing(policy_of(model, replace(SETTINGS, beta=0.1))) as policy:

@@ -151,6 +151,7 @@ def test_any_packing_and_any_micro_batches_are_the_same(loss, rng):
         assert_same(value_and_gradients(objective, model, batch, micro_batches), wanted)
 
 
+@pytest.mark.thorough
 def test_one_program_computes_any_number_of_micro_batches(rng):
     """Micro-batches of padding are skipped: bits equal a program's for the others alone."""
     settings, model = SETTINGS["dapo"], tiny.model()
@@ -236,6 +237,7 @@ def test_exact_values_with_the_gradients_of_the_ordinary_pass(rng):
     np.testing.assert_allclose(later[0], wanted, rtol=1e-5)
 
 
+@pytest.mark.thorough
 def test_exact_mode_learns_adapters_by_their_merged_matrices(rng):
     """Gradients of the factors equal the adapted model's, up to rounding; the matrices have none."""
     adapters.add_lora(model := tiny.model(), adapters.LoraSettings(rank=2, targets=("attention", "head")), rngs=nnx.Rngs(1))

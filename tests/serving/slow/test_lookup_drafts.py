@@ -35,6 +35,7 @@ def counted(engine, prompts, options):
     return completions, *(getattr(after, name) - getattr(before, name) for name in names)
 
 
+@pytest.mark.thorough
 def test_tokens_are_those_without_drafts(engines):
     """Continuations of one prompt, penalties, constraints, too few pages, ends in the middle of drafts: no token changes."""
     rng = seeds.rng()

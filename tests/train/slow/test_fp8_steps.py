@@ -62,6 +62,7 @@ def _assert_equal(a, b):
         assert np.mean(np.asarray(x) != np.asarray(y)) < 1e-3, name
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("how", ["in place", pytest.param("added", marks=pytest.mark.thorough)])
 def test_copies_made_once_give_the_same(how):
     """Copies of experts and of attention's projections.

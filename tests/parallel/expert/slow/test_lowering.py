@@ -40,6 +40,7 @@ def test_forward(transport, steps, gathers, permutes, check_vma):
     assert text.count('"stablehlo.collective_permute"') == permutes
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "transport, steps, sizes, check_vma",
     [
