@@ -5,7 +5,7 @@ The result does not depend on where one piece ends. A call that cannot be read s
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -212,10 +212,7 @@ class AnswerParts:
     def add(self, text: str, *, ends: bool = False) -> list[AnswerPart]:
         """Returns the parts that a piece of text completes; `ends`: the answer ends with it."""
         found: list[AnswerPart] = []
-        self._held += text
-        while (place := self._next_marker()) is not None:
-            start, marker = place
-            before, self._held = self._held[:start], self._held[start + len(marker) :]
+        for before, marker in self._cut(text):
             found += self._block(before, marker) if self._in_call else self._text(before)
             self._turn(marker)
         if self._in_call:
@@ -231,6 +228,14 @@ class AnswerParts:
         if ends and self._space and not self.reasoning:
             found.append(AnswerPart("content", self._space))
         return found
+
+    def _cut(self, text: str) -> Iterator[tuple[str, str]]:
+        """Yields the text before each marker, and the marker; `_markers` may differ after each. Holds the rest."""
+        self._held += text
+        while (place := self._next_marker()) is not None:
+            start, marker = place
+            before, self._held = self._held[:start], self._held[start + len(marker) :]
+            yield before, marker
 
     def _markers(self) -> list[str]:
         if self._in_call and self._calls:
@@ -296,10 +301,7 @@ class HarmonyParts(AnswerParts):
     def add(self, text: str, *, ends: bool = False) -> list[AnswerPart]:
         """Returns the parts that a piece of text completes; `ends`: the answer ends with it."""
         found: list[AnswerPart] = []
-        self._held += text
-        while (place := self._next_marker()) is not None:
-            start, marker = place
-            before, self._held = self._held[:start], self._held[start + len(marker) :]
+        for before, _ in self._cut(text):
             found += [] if self._in_header else self._message(before)
             self._turn(before if self._in_header else "")
         if ends or not (self._in_header or self._in_call):

@@ -86,7 +86,7 @@ class Linear(TicketHolder):
     """True: W multiplies in FP8 (`kernels.fp8_matmul`), and its adapter in x's dtype."""
     fp8_copies: Fp8Copies | None = None
     token_rows: TokenRows | None = None
-    """Of a head: `Decoder.head_weight` puts them into W."""
+    """Trained rows of a head, which `Decoder.head_weight` puts into W."""
 
     def __init__(
         self,

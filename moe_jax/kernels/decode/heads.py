@@ -139,7 +139,7 @@ def _write(pages, place: tuple, row: Float[Array, "128"]) -> None:
     if not isinstance(pages, FP8Pages):
         pages[*place] = row
         return
-    # As `fp8.quantised`, with the exponent as a number of the whole warpgroup.
+    # Rounds as `fp8.quantised` does. The exponent is one number of the whole warpgroup.
     exponent = exponent_of(jnp.max(bits_of_magnitudes(row)))
     inverse = power_of_two(jnp.broadcast_to(254 - exponent, row.shape))
     pages.codes[*place] = (row.astype(jnp.float32) * inverse).astype(F8)

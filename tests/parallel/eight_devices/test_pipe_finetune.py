@@ -161,7 +161,7 @@ def test_a_model_on_a_pipe_is_checked_before_anything_is_written(tmp_path, monke
     refused("the mesh has pipe=2, and the model's layers are not split into chunks", model=laid_out(tiny.model(), pipe=2))
     refused("settings.mesh=.*pipe=1.*, but the model is on .*pipe=2", mesh=MeshShape(fsdp=2))
     refused("settings.pipe_chunks=2, but the model is split into 1 chunks a rank", mesh=MeshShape(pipe=2), pipe_chunks=2)
-    # As on GPUs of one process, where the default is copies, and so pairwise exchanges.
+    # GPUs of one process have this default: copies, and so pairwise exchanges.
     monkeypatch.setattr("moe_jax.parallel.collectives.hops._obstacle", lambda mesh: "")
     options = dict(mesh=MeshShape(pipe=2, expert=2), pipe_schedule="uniform-w", capacity_factor=2.0)
     refused("let experts compute in one call .*hops='nccl'", expert=2, **options)
