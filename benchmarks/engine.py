@@ -98,6 +98,7 @@ class Steps(Case):
     kv_dtype: Literal["model", "fp8"] = "model"  # of keys and values in pages
     drafts: str | None = None  # "module", or "lookup:N" from the text; no time for `device`
     edits: int | None = None  # with --spread: prompts have the text to come, except for each EDITS-th token
+    lazy: bool = False  # compile each program when it is first needed; times of --load then hold compilation
     update: bool = False  # also time `engine.update` with the weights of another model
     kernels: bool = False  # also the time of each kernel of a step
 
@@ -138,7 +139,8 @@ class Steps(Case):
             num_pages=self.pages or 1 + max(min(count, most) * pages_of(prompt + new) for count, prompt, new in loads),
             kv_dtype=self.kv_dtype,
         )
-        seconds, engine = timed(lambda: Engine(model, limits=limits, drafts=self.drafts or 0, keep_experts=self.count_experts))
+        options = dict(drafts=self.drafts or 0, keep_experts=self.count_experts, lazy=self.lazy)
+        seconds, engine = timed(partial(Engine, model, limits=limits, **options))
         print(f"{limits}\nengine ready in {seconds:.0f} s", flush=True)
         rng = np.random.default_rng(0)
 
@@ -349,7 +351,7 @@ class Replicated(Case):
         prompts = rng.integers(0, config.vocab_size, (most * max(self.replicas), self.prompt)).tolist()
         first: dict[int, tuple[float, list]] = {}
         for replicas in self.replicas:
-            with_replicas = partial(Engine, model, limits=replace(limits, replicas=replicas), strict=self.strict)
+            with_replicas = partial(Engine, model, limits=replace(limits, replicas=replicas), strict=self.strict, lazy=True)
             seconds, engine = timed(with_replicas)
             print(f"{replicas} replicas ready in {seconds:.0f} s", flush=True)
             for clients in self.clients:

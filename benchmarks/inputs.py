@@ -32,15 +32,15 @@ def config_of(name: str, *, small: bool = False, layers: int | None = None, in_f
     config = NAMED_CONFIGS[name]
     if small:
         hidden, inter = (128, 128) if in_fp8 else (64, 32)
-        sizes = dict(vocab_size=512, hidden_size=hidden, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4)
+        sizes = dict(vocab_size=512, hidden_size=hidden, intermediate_size=128, num_attention_heads=4)
         sizes |= {field: size for field, size in dict(num_key_value_heads=2, head_dim=16).items() if hasattr(config, field)}
         if hasattr(config, "kv_lora_rank"):
             sizes |= LATENT | dict(num_key_value_heads=4)
         if config.experts:
             number = "n_routed_experts" if hasattr(config, "n_routed_experts") else "num_experts"
             sizes |= {number: 16, "moe_intermediate_size": inter, "num_experts_per_tok": 4}
-        config = replace(config, **sizes)
-    return config if layers is None else replace(config, num_hidden_layers=layers)
+        config = replace(config.with_layers(2), **sizes)
+    return config if layers is None else config.with_layers(layers)
 
 
 def random_rows(rows: int, seq: int, vocab_size: int, *, packed: bool = False) -> dict[str, np.ndarray]:

@@ -1,7 +1,7 @@
 """`moe-jax check`: runs one forward and one backward pass of a model."""
 
 import json
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -68,7 +68,7 @@ class CheckCommand:
             report = check.check_checkpoint(self.path, self.prompt, **options)
         elif self.random_config in NAMED_CONFIGS:
             config = NAMED_CONFIGS[self.random_config]
-            config = config if self.layers is None else replace(config, num_hidden_layers=self.layers)
+            config = config if self.layers is None else config.with_layers(self.layers)
             report = check.check_random(config, 100 if self.tokens is None else self.tokens, **options)
         else:
             raise ValueError(f"no config {self.random_config!r}; there are: {', '.join(NAMED_CONFIGS)}")

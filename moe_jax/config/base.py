@@ -4,7 +4,7 @@ import functools
 import itertools
 import json
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import UnionType
 from typing import Any, ClassVar, Self, get_args, get_origin, get_type_hints
 
@@ -255,6 +255,11 @@ class ModelConfig:
     def routed_layers(self) -> tuple[int, ...]:
         """Indices of all layers with a router, including layers of MTP modules."""
         return (*self.moe_layers, *(stage.first_layer for stage in self.mtp_stages if stage.sparse))
+
+    def with_layers(self, number: int) -> Self:
+        """Returns this config with its first layers alone."""
+        kinds = getattr(self, "layer_types", None)
+        return replace(self, num_hidden_layers=number, **({} if kinds is None else {"layer_types": kinds[:number]}))
 
     def without_mtp(self) -> Self:
         """Returns this config without MTP modules."""

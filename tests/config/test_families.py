@@ -179,6 +179,12 @@ def test_published_files_are_read_and_counted(name):
     assert num_parameters(config.without_mtp()) == COUNTS[name]
 
 
+@pytest.mark.parametrize("name", NAMED_CONFIGS)
+def test_the_first_layers_of_a_config_keep_their_kinds(name):
+    config = NAMED_CONFIGS[name]
+    assert config.with_layers(4).layer_mixers == config.layer_mixers[:4]
+
+
 def test_each_family_has_a_published_config():
     assert {fields["model_type"] for fields in PUBLISHED.values()} == {family.model_type for family in FAMILIES}
 

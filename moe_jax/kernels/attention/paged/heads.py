@@ -208,7 +208,8 @@ class _Attention(NamedTuple):
 
 
 def _slots_in_fp8(width: int) -> FP8Pages:
-    slots: Any = plgpu.SMEM((STAGES, PAGE_SIZE, width), F8), plgpu.SMEM((STAGES, PAGE_SIZE), jnp.uint8)
+    # TMA stops the kernel at an address that is no multiple of 128: a page's 64 exponents have twice their room.
+    slots: Any = plgpu.SMEM((STAGES, PAGE_SIZE, width), F8), plgpu.SMEM((STAGES, 2 * PAGE_SIZE), jnp.uint8)
     return FP8Pages(*slots)
 
 
