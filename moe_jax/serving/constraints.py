@@ -9,6 +9,7 @@ from collections.abc import Collection, Sequence
 import numpy as np
 from jaxtyping import UInt32
 
+from moe_jax.serving import grammar
 from moe_jax.serving.grammar import Matcher
 from moe_jax.serving.request import FinishReason, SamplingOptions
 
@@ -23,6 +24,7 @@ class Constraint:
 
     Attributes:
       bits: the tokens that may come next, as in `sampling.SlotOptions.allowed`; None: all.
+      reason: why the sequence ends with its last token: it was an end, or nothing may follow; None: it does not.
 
     Args:
       ends: tokens that end the sequence: forbidden before `min_tokens`, and allowed where the grammar is complete.
@@ -34,6 +36,7 @@ class Constraint:
     """
 
     bits: UInt32[np.ndarray, " words"] | None
+    reason: FinishReason | None = None
 
     def __init__(
         self,
@@ -59,16 +62,6 @@ class Constraint:
         lasts = self._always is not None or self._bad_words or self._matcher is not None
         return not lasts and len(self._new) >= self._min_tokens
 
-    def commit(self, token: int) -> FinishReason | None:
-        """Adds the sequence's next token; returns a reason if the sequence ends with it: an end, or that nothing is allowed."""
-        self._new.append(token)
-        if self._matcher is not None:
-            self._matcher.commit(token)
-            if self._matcher.has_ended:
-                return "stop"
-        self.bits = self._next()
-        return "error" if self._is_stuck else None
-
     @property
     def _is_stuck(self) -> bool:
         return self.bits is not None and not self.bits.any()
@@ -76,8 +69,7 @@ class Constraint:
     def _next(self) -> UInt32[np.ndarray, " words"] | None:
         parts = [] if self._always is None else [self._always]
         if self._matcher is not None:
-            bits = self._matcher.bits()
-            parts.append(bits | self._ends if self._matcher.is_complete else bits)
+            parts.append(self._matcher.bits | self._ends if self._matcher.is_complete else self._matcher.bits)
         is_short = len(self._new) < self._min_tokens
         # A grammar whose text can only end has no more tokens to offer.
         if is_short and not (parts and not (parts[-1] & ~self._ends).any()):
@@ -85,6 +77,21 @@ class Constraint:
         if last := [word[-1] for word in self._bad_words if self._new[len(self._new) - len(word) + 1 :] == word[:-1]]:
             parts.append(~packed_bits(last, self._size))
         return np.bitwise_and.reduce(parts) if parts else None
+
+
+def commit(constraints: Sequence[Constraint], tokens: Sequence[int]) -> None:
+    """Adds the next token to each sequence; sets `reason` where the sequence ends with it."""
+    for constraint, token in zip(constraints, tokens, strict=True):
+        constraint._new.append(token)
+    if with_grammar := [pair for pair in zip(constraints, tokens, strict=True) if pair[0]._matcher is not None]:
+        grammar.commit([constraint._matcher for constraint, _ in with_grammar], [token for _, token in with_grammar])
+    for constraint in constraints:
+        if constraint._matcher is not None and constraint._matcher.has_ended:
+            constraint.reason = "stop"
+            continue
+        constraint.bits = constraint._next()
+        if constraint._is_stuck:
+            constraint.reason = "error"
 
 
 def packed_bits(tokens: Collection[int], vocab_size: int) -> UInt32[np.ndarray, " words"]:

@@ -145,7 +145,7 @@ class Grammars:
             self._of_rust = llguidance.hf.from_tokenizer(tokenizer, n_vocab=vocab_size)
         except Exception as error:  # Rust's errors have no class of their own
             raise ValueError(f"llguidance does not support the tokenizer: {error}") from error
-        self.compiled = functools.lru_cache(KEPT_GRAMMARS)(self._compile)
+        self._vocab_size, self.compiled = vocab_size, functools.lru_cache(KEPT_GRAMMARS)(self._compile)
 
     def matcher(self, grammar: str) -> "Matcher":
         """Returns a matcher at the beginning of a grammar, for a new text.
@@ -153,7 +153,7 @@ class Grammars:
         Raises:
           ValueError: the grammar cannot be compiled; the message names the place.
         """
-        return Matcher(self.compiled(grammar).deep_copy())
+        return Matcher(self.compiled(grammar).deep_copy(), self._vocab_size)
 
     def _compile(self, grammar: str) -> Any:
         from llguidance import LLMatcher
@@ -187,31 +187,55 @@ class Matcher:
     """A grammar in the middle of a text.
 
     Attributes:
+      bits: the tokens that may come next, as `Constraint.bits`; none after an error.
       has_ended: True after an end token of the tokenizer, which the sequence may lack among its own.
 
     Args:
       matcher: llguidance's.
+      vocab_size: the number of tokens that the model draws from.
     """
 
-    def __init__(self, matcher: Any):
-        self._matcher, self.has_ended = matcher, False
+    bits: UInt32[np.ndarray, " words"]
+
+    def __init__(self, matcher: Any, vocab_size: int):
+        self.of_rust, self.has_ended, self._words = matcher, False, -(-vocab_size // 32)
+        _find_bits([self])
 
     @property
     def is_complete(self) -> bool:
         """True where the text may end."""
-        return self._matcher.is_accepting()
+        return self.of_rust.is_accepting()
 
-    def bits(self) -> UInt32[np.ndarray, " words"]:
-        """Returns the tokens that may come next, as `Constraint.bits`; none after an error."""
-        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)
-        return np.zeros_like(bits) if self._matcher.is_error() else bits
 
-    def commit(self, token: int) -> None:
-        """Adds the next token."""
+def commit(matchers: Sequence[Matcher], tokens: Sequence[int]) -> None:
+    """Adds the next token to each text, and finds the tokens after it, on all cores of the host."""
+    from llguidance.numpy import consume_token_par
+
+    for matcher in matchers:
         # Where no text may follow, the next token can only end it.
-        self.has_ended = self._matcher.is_stopped()
-        self._matcher.consume_token(token)
-        self.has_ended |= self._matcher.stop_reason() == "EndOfSentence"
+        matcher.has_ended = matcher.of_rust.is_stopped()
+    consume_token_par(_executor(), [(matcher.of_rust, token) for matcher, token in zip(matchers, tokens, strict=True)])
+    for matcher in matchers:
+        matcher.has_ended |= matcher.of_rust.stop_reason() == "EndOfSentence"
+    _find_bits([matcher for matcher in matchers if not matcher.has_ended])
+
+
+def _find_bits(matchers: Sequence[Matcher]) -> None:
+    from llguidance.numpy import fill_next_token_bitmask_par
+
+    if not matchers:
+        return
+    rows = np.zeros((len(matchers), matchers[0]._words), np.int32)
+    fill_next_token_bitmask_par(_executor(), [(matcher.of_rust, row) for row, matcher in enumerate(matchers)], rows)
+    for matcher, row in zip(matchers, rows.view(np.uint32), strict=True):
+        matcher.bits = np.zeros_like(row) if matcher.of_rust.is_error() else row
+
+
+@functools.cache
+def _executor() -> Any:
+    from llguidance import LLExecutor
+
+    return LLExecutor()
 
 
 _NAMED = "$defs", "definitions"

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from moe_jax.kernels.attention.paged import PAGE_SIZE
-from moe_jax.serving.constraints import Constraint
+from moe_jax.serving.constraints import Constraint, commit
 from moe_jax.serving.pages import PagePool, extend_chain, pages_of, root_hash
 from moe_jax.serving.request import DrawnToken, EngineLimits, FinishReason, SamplingOptions
 
@@ -208,6 +208,7 @@ def read_step(queues: EngineQueues, plan: StepPlan, tokens: list[list[int]], dra
     Args:
       drafted: the number of drafts that the step checked for each of `plan.decodes`; only `weigh_drafts` reads it.
     """
+    _commit(plan.samples, tokens)
     taken = []
     for row, (sequence, new) in enumerate(zip(plan.samples, tokens, strict=True)):
         sequence.in_flight -= 1
@@ -226,8 +227,8 @@ def read_step(queues: EngineQueues, plan: StepPlan, tokens: list[list[int]], dra
             sequence.tokens.append(token)
             if token in sequence.ends:
                 finish(queues, sequence, "stop")
-            elif (reason := _commit(sequence, token)) is not None:
-                finish(queues, sequence, reason)
+            elif sequence.constraint is not None and sequence.constraint.reason is not None:
+                finish(queues, sequence, sequence.constraint.reason)
             elif len(sequence.tokens) > sequence.end:
                 finish(queues, sequence, "length")
             if sequence.finish_reason is not None:
@@ -242,14 +243,17 @@ def read_step(queues: EngineQueues, plan: StepPlan, tokens: list[list[int]], dra
     return taken
 
 
-def _commit(sequence: Sequence, token: int) -> FinishReason | None:
-    """Adds a token to the sequence's constraint, if it has one; returns the reason if the sequence ends."""
-    if sequence.constraint is None:
-        return None
-    reason = sequence.constraint.commit(token)
-    if sequence.constraint.is_over:
-        sequence.constraint = None
-    return reason
+def _commit(sequences: list[Sequence], tokens: list[list[int]]) -> None:
+    """Adds the step's token to the constraint of each sequence that has one: constrained sequences have no drafts."""
+    rows = [
+        (sequence, sequence.constraint, new[0])
+        for sequence, new in zip(sequences, tokens, strict=True)
+        if sequence.constraint is not None and sequence.finish_reason is None and new[0] not in sequence.ends
+    ]
+    commit([constraint for _, constraint, _ in rows], [token for *_, token in rows])
+    for sequence, constraint, _ in rows:
+        if constraint.is_over:
+            sequence.constraint = None
 
 
 WEIGHED_DRAFTS, LEAST_ACCEPTED, PAUSED_TOKENS = 64, 0.3, 256

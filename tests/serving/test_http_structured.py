@@ -24,9 +24,9 @@ def accepts(engine, text):
     """Returns True if the last request's grammar has exactly this text."""
     matcher = engine.grammars.matcher(engine.submitted[-1].grammar)
     for token in engine.tokenizer(text)["input_ids"]:
-        if not matcher.bits()[token // 32] >> token % 32 & 1:
+        if not matcher.bits[token // 32] >> token % 32 & 1:
             return False
-        matcher.commit(token)
+        grammar.commit([matcher], [token])
     return matcher.is_complete
 
 
