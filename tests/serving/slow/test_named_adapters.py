@@ -1,4 +1,4 @@
-"""Adapters by name in one batch: each row's tokens and log-probabilities are those of the model with its adapter alone."""
+"""Adapters by name in one batch: each row has the tokens and log-probabilities of the model with its adapter alone."""
 
 import contextlib
 from dataclasses import replace
