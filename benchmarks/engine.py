@@ -9,6 +9,7 @@
     python benchmarks/engine.py --kv-dtype fp8              # keys and values in FP8
     python benchmarks/engine.py --cases 1x512 --spread --edits 16 --drafts lookup:3     # drafts from the text
     python benchmarks/engine.py --cases 16x128 --update     # also new weights for the engine: 61 GB more
+    python benchmarks/engine.py --adapters 4                # also steps whose rows use four adapters of attention, or none
     python benchmarks/engine.py --layers 12 --kernels       # also the kernels of a step by the profiler; GPUs alone
     python benchmarks/engine.py strict --layers 48 --cases 16 256       # bits of strict=True, and its time
     python benchmarks/engine.py replicas --replicas 1 2                # one GPU, then two with a copy of the weights each
@@ -23,7 +24,8 @@ Nearly all drafts of random weights are wrong, so that this is the cost of a ste
 until the device is idle again, and the token after it a request of one token. With `--spread` the likeliest token after t is
 t + 1. So sequences never agree on a token, and use as many experts as chance has it. `--edits 16` is the case that drafts from
 the text are for: the prompt has the answer, but for each 16th token. To count experts, the engine keeps each
-token's experts, which takes some time of a step.
+token's experts, which takes some time of a step. With `--adapters 4` a further row of each case has the step in which a
+fifth of the sequences uses each adapter, and a fifth none. `times` is its time over the time without adapters.
 
 `strict`: each case is a number of prompts at once, of different lengths. Each engine computes prompts in chunks of another
 size. A row has the number of log-probabilities, of prompts and of drawn tokens, that differ from `strict_log_probs` of the
@@ -53,6 +55,7 @@ from harness import Case, events_of_gpus, main, median_ms, median_s, microsecond
 from inputs import config_of, random_model_in_form
 
 import moe_jax
+from moe_jax.adapters import LoraSettings, add_lora
 from moe_jax.config import NAMED_CONFIGS
 from moe_jax.generation.devices import generation_mesh
 from moe_jax.layers.linear import draw_normal
@@ -68,9 +71,10 @@ from moe_jax.serving.strict_log_probs import strict_log_probs
 ONE_TOKEN = SamplingOptions(max_new_tokens=1, ignore_eos=True)
 
 
-def generate(engine: Engine, prompts: list[list[int]], count: int) -> None:
-    """Continues the prompts by `count` tokens each."""
-    engine.generate(prompts, SamplingOptions(max_new_tokens=count, ignore_eos=True))
+def generate(engine: Engine, prompts: list[list[int]], count: int, adapters: tuple[str | None, ...] = (None,)) -> None:
+    """Continues the prompts by `count` tokens each, with the adapters in turn."""
+    options = [SamplingOptions(max_new_tokens=count, ignore_eos=True, adapter=adapter) for adapter in adapters]
+    engine.generate(prompts, [options[i % len(options)] for i in range(len(prompts))])
 
 
 def step_ms(run, short: int, long: int, warm_up: int = 1) -> float:
@@ -98,6 +102,8 @@ class Steps(Case):
     kv_dtype: Literal["model", "fp8"] = "model"  # of keys and values in pages
     drafts: str | None = None  # "module", or "lookup:N" from the text; no time for `device`
     edits: int | None = None  # with --spread: prompts have the text to come, except for each EDITS-th token
+    adapters: int = 0  # adapters of attention that rows use in turn
+    adapter_rank: int = 32
     lazy: bool = False  # compile each program when it is first needed; times of --load then hold compilation
     update: bool = False  # also time `engine.update` with the weights of another model
     kernels: bool = False  # also the time of each kernel of a step
@@ -138,10 +144,16 @@ class Steps(Case):
             max_length=max(prompt + new for _, prompt, new in loads),
             num_pages=self.pages or 1 + max(min(count, most) * pages_of(prompt + new) for count, prompt, new in loads),
             kv_dtype=self.kv_dtype,
+            max_adapters=self.adapters,
+            max_adapter_rank=self.adapter_rank,
         )
         options = dict(drafts=self.drafts or 0, keep_experts=self.count_experts, lazy=self.lazy)
         seconds, engine = timed(partial(Engine, model, limits=limits, **options))
         print(f"{limits}\nengine ready in {seconds:.0f} s", flush=True)
+        names = [str(number) for number in range(self.adapters)]
+        for name in names:
+            load_s, _ = timed(partial(engine.load_adapter, name, with_new_adapter(model, self.adapter_rank)))
+            print(f"adapter {name} loaded in {load_s:.2f} s", flush=True)
         rng = np.random.default_rng(0)
 
         def random_prompts(sequences: int, tokens: int) -> list[list[int]]:
@@ -159,8 +171,13 @@ class Steps(Case):
             row = dict(sequences=sequences, prompt=prompt, step_ms=step, tokens_per_s=1e3 * sequences / step)
             row |= dict(device_ms=device, prompts_ms=prefill)
             yield row | (experts_in_use(engine, prompts, self.short) if self.count_experts else {})
-            for name, us in sorted(kernels.items(), key=lambda item: -item[1])[:16]:
-                yield dict(sequences=sequences, kernel_us=us, kernel=name)
+            yield from kernel_rows(sequences, kernels)
+            if names:
+                in_turn = partial(generate, engine, prompts, adapters=(*names, None))
+                adapted = step_ms(in_turn, self.short, self.long)
+                device, kernels = (None, {}) if self.drafts else on_device(engine, *where, self.kernels, self.adapters)
+                yield dict(sequences=sequences, adapters=self.adapters, step_ms=adapted, device_ms=device, times=adapted / step)
+                yield from kernel_rows(sequences, kernels)
         if self.load:
             requests, tokens, new = self.load
             prompts, before = random_prompts(requests, tokens), engine.stats()
@@ -197,6 +214,19 @@ class Steps(Case):
             yield dict(update_ms=1e3 * timed(partial(update, model))[0], token_after_it_ms=1e3 * timed(token)[0])
 
 
+def with_new_adapter(model: Decoder, rank: int) -> Decoder:
+    """Returns the model, whose arrays it shares, with an adapter of attention."""
+    adapted = nnx.merge(*nnx.split(model))
+    add_lora(adapted, LoraSettings(rank=rank, targets=("attention",)), rngs=nnx.Rngs(0))
+    return adapted
+
+
+def kernel_rows(sequences: int, kernels: collections.Counter[str]):
+    """Yields a row for each of the longest kernels."""
+    for name, us in sorted(kernels.items(), key=lambda item: -item[1])[:16]:
+        yield dict(sequences=sequences, kernel_us=us, kernel=name)
+
+
 def spread_tokens(model: Decoder) -> None:
     """Draws the embedding from N(0, 1), and makes its rows, moved on by one, the rows of the head."""
     weight = model.embed_tokens.weight
@@ -225,15 +255,20 @@ def experts_in_use(engine: Engine, prompts: list[list[int]], new: int) -> dict:
     return dict(experts_in_use=float(used), next_tokens=float(next_token))
 
 
-def on_device(engine: Engine, sequences: int, position: int, kernels: bool) -> tuple[float, collections.Counter[str]]:
+def on_device(
+    engine: Engine, sequences: int, position: int, kernels: bool, adapters: int = 0
+) -> tuple[float, collections.Counter[str]]:
     """Returns the milliseconds of a decoding step on the device, and the microseconds of its kernels if they are wanted.
 
-    Steps are launched one after the other, without reading tokens.
+    Steps are launched one after the other, without reading tokens. Rows use the adapters in turn, if there are any, or none.
     """
     device = engine._loop.device
     engine.pause()
-    shape = next(shape for shape in device._decode_shapes if shape.decodes >= sequences)
+    wanted = [shape for shape in device._decode_shapes if shape.adapted == bool(adapters)]
+    shape = next(shape for shape in wanted if shape.decodes >= sequences)
     rows = empty_rows(shape)
+    if adapters:
+        rows.adapters[:] = np.arange(len(rows.adapters)) % (adapters + 1) - 1
     rows.decode_slots[:sequences] = np.arange(sequences)
     rows.decode_positions[:] = position
     pages = np.arange(sequences * pages_of(position + 1), dtype=np.int32).reshape(sequences, -1) + 1
@@ -244,7 +279,7 @@ def on_device(engine: Engine, sequences: int, position: int, kernels: bool) -> t
 
     def launch() -> None:
         program, over = device._programs[shape]
-        state, output = program(device._weights, device.state, upload, over)
+        state, output = program([*device._weights, *device._table], device.state, upload, over)
         if over is not None:
             device._programs[shape] = program, output
         last_token, *_ = draw(output, device.slots.options, state.last_token, None)

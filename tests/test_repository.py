@@ -25,7 +25,9 @@ MAY_IMPORT = {
     "adapters": {"runtime", "config", "kernels", "parallel", "layers", "models", "checkpoint"},
     "cost": {"runtime", "config", "kernels", "parallel", "layers", "models"},
     "generation": {"runtime", "config", "kernels", "parallel", "layers", "models", "checkpoint"},
-    "serving": {"runtime", "config", "kernels", "parallel", "layers", "models", "checkpoint", "generation", "__version__"},
+    "serving": {
+        "runtime", "config", "kernels", "parallel", "layers", "models", "checkpoint", "adapters", "generation", "__version__",
+    },
     "train": {"runtime", "config", "kernels", "parallel", "layers", "models", "checkpoint", "adapters", "cost"},
     "preferences": {"runtime", "config", "kernels", "parallel", "layers", "models", "checkpoint", "adapters", "train"},
     "reinforcement": {

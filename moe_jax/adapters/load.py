@@ -128,10 +128,16 @@ def load_adapter(model: Decoder, adapter: str | Path, *, b_grouped_by_expert: bo
     return lora_summary(model)
 
 
-def check_adapter(config: ModelConfig, adapter: str | Path) -> None:
-    """Raises `load_adapter`'s errors for a model of this config, without loading it."""
+def check_adapter(config: ModelConfig, adapter: str | Path, source: str | None = None) -> "ReadAdapter":
+    """Reads an adapter for a model of this config, without loading the model; errors as in `load_adapter`.
+
+    Args:
+      source: the folder of the weights, to warn of an adapter of others.
+    """
     # Its arrays are only shapes.
-    read_adapter(nnx.eval_shape(lambda: from_config(config, rngs=nnx.Rngs(0))), adapter)
+    model = nnx.eval_shape(lambda: from_config(config, rngs=nnx.Rngs(0)))
+    model.source = source
+    return read_adapter(model, adapter)
 
 
 class Stack(NamedTuple):

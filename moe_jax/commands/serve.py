@@ -2,7 +2,7 @@
 
 import logging
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,7 @@ from moe_jax.commands.options import LimitOptions, engine_mesh, search_rarely
 
 if TYPE_CHECKING:
     from moe_jax.models.decoder import Decoder
+    from moe_jax.serving.http.service import ServerSettings
 
 KEY_VARIABLE, ADMIN_VARIABLE = "MOE_JAX_API_KEY", "MOE_JAX_ADMIN_KEY"
 
@@ -51,6 +52,10 @@ class ServeCommand:
       drafts: draft tokens, for fewer steps. lookup:3 drafts up to three tokens from the text itself, for any model. Without a
         value, or with module, the model's multi-token prediction module drafts one. The text is the same up to rounding.
       devices: number of GPUs. They share the experts, and each computes texts of its own.
+      adapters: adapters (LoRA) to serve next to the model, as NAME=FOLDER. Requests with "model": NAME use one; any of them
+        share a step. They may change only attention; --adapter serves any other one, alone.
+      max_adapters: number of adapters that there is room for, also for those loaded later over HTTP. Default: those given.
+      max_adapter_rank: largest rank of these adapters. Each costs as much as one of this rank.
       loading: how the model is loaded.
     """
 
@@ -69,6 +74,9 @@ class ServeCommand:
     lazy: bool = False
     drafts: str | None = None
     devices: int = 1
+    adapters: tuple[str, ...] = ()
+    max_adapters: int | None = None
+    max_adapter_rank: int = 32
     loading: tyro.conf.OmitArgPrefixes[LoadingOptions] = LoadingOptions()
 
     def run(self) -> None:
@@ -83,6 +91,7 @@ class ServeCommand:
         from moe_jax.checkpoint.hf_load import find_checkpoint, read_config
         from moe_jax.checkpoint.tokenizer import load_tokenizer
         from moe_jax.generation.speculative import draft_source
+        from moe_jax.serving.adapters import read_stacks
         from moe_jax.serving.conversation import model_defaults
         from moe_jax.serving.engine import Engine, check_config, check_drafting
         from moe_jax.serving.http.server import Server, bind
@@ -107,21 +116,50 @@ class ServeCommand:
         folder = find_checkpoint(source.weights)
         mtp = draft_source(self.drafts or 0).name == "module"
         config, tokenizer = read_config(folder, mtp=mtp), load_tokenizer(source.tokenizer or folder)
-        limits = self.sizes.engine_limits(config, self.max_waiting)
+        adapters = self._named_adapters(settings)
+        limits = replace(
+            self.sizes.engine_limits(config, self.max_waiting),
+            max_adapters=len(adapters) if self.max_adapters is None else self.max_adapters,
+            max_adapter_rank=self.max_adapter_rank,
+        )
         check_drafting(self.drafts or 0, config, limits)
         defaults = model_defaults(folder, config, tokenizer, draws=True)
         mesh = engine_mesh(self.devices, config, limits.replicas)
-        for_one = {"--drafts": self.drafts, "--adapter": source.adapter is not None}
+        for_one = {"--drafts": self.drafts, "--adapter": source.adapter is not None, "--max-adapters": limits.max_adapters}
         if mesh is not None and (wrong := [option for option, is_set in for_one.items() if is_set]):
             raise ValueError(f"{' and '.join(wrong)}: use --devices 1; got {self.devices}")
         check_config(config, limits.kv_dtype)
-        _, load = checked_loading(folder, source.adapter, self.loading, mtp=mtp, mesh=mesh)
+        form, load = checked_loading(folder, source.adapter, self.loading, mtp=mtp, mesh=mesh)
+        if limits.max_adapters and (mtp or (source.adapter is not None and form != "whole")):
+            raise ValueError("adapters by name need whole weights if the model has an adapter too, and no --drafts module")
+        for adapter in adapters.values():
+            read_stacks(config, adapter, limits.max_adapter_rank)
         bound = bind(self.host, self.port)
         engine_options: dict[str, Any] = dict(drafts=self.drafts or 0, take_over=True, lazy=self.lazy)
         engine = Engine(load(), limits=limits, tokenizer=tokenizer, **engine_options)
+        for name, adapter in adapters.items():
+            engine.load_adapter(name, adapter)
         search_rarely()
 
         def load_again(path: str) -> "Decoder":
             return checked_loading(find_checkpoint(path), source.adapter, self.loading, mtp=mtp, mesh=mesh)[1]()
 
         Server(Service(engine, defaults, settings, load_again)).run([bound])
+
+    def _named_adapters(self, settings: "ServerSettings") -> dict[str, str]:
+        """Returns {name: folder} of --adapters.
+
+        Raises:
+          ValueError: one has another form, or a name is taken; or there are more than --max-adapters.
+        """
+        pairs = [(name, folder) for name, _, folder in (each.partition("=") for each in self.adapters)]
+        taken = {settings.model_name, *settings.other_names}
+        for each, (name, folder) in zip(self.adapters, pairs, strict=True):
+            if not name or not folder:
+                raise ValueError(f"--adapters must be NAME=FOLDER, as in french=runs/french/adapter; got {each!r}")
+            if name in taken:
+                raise ValueError(f"--adapters: there is already a model or an adapter {name!r}; choose another name")
+            taken.add(name)
+        if self.max_adapters is not None and len(pairs) > self.max_adapters:
+            raise ValueError(f"--max-adapters must be at least {len(pairs)}, the number of --adapters; got {self.max_adapters}")
+        return dict(pairs)

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, UInt32
+from jaxtyping import Array, Bool, Float, UInt32
 
 
 class LowRank(NamedTuple):
@@ -14,6 +14,15 @@ class LowRank(NamedTuple):
 
     a: Float[Array, "*experts rank in"]
     b: Float[Array, "*experts out rank"]
+
+
+class LowRankOfRows(NamedTuple):
+    """LoRA factors of several updates of a matrix side by side, where each row of x has one of them or none."""
+
+    a: Float[Array, "ranks in"]
+    b: Float[Array, "out ranks"]
+    kept: Bool[Array, "*batch ranks"]
+    """True for the columns of a row's own update."""
 
 
 class RowsChange(NamedTuple):
@@ -48,9 +57,22 @@ class Dropout(NamedTuple):
 
 
 def low_rank_map(
-    x: Float[Array, "*batch in"], factors: LowRank, out_dtype: DTypeLike | None = None, dropout: Dropout | None = None
+    x: Float[Array, "*batch in"],
+    factors: LowRank | LowRankOfRows,
+    out_dtype: DTypeLike | None = None,
+    dropout: Dropout | None = None,
 ) -> Float[Array, "*batch out"]:
     """Computes the LoRA update x (b a)^T as (x a^T) b^T, in x's dtype; the result has `out_dtype`, by default x's."""
     x = x if dropout is None else dropout(x)
-    inner = jnp.einsum("...i,ri->...r", x, factors.a.astype(x.dtype))
+    inner = own_columns(jnp.einsum("...i,ri->...r", x, factors.a.astype(x.dtype)), factors)
     return jnp.einsum("...r,or->...o", inner, factors.b.astype(x.dtype), preferred_element_type=out_dtype)
+
+
+def own_columns(
+    inner: Float[Array, "*batch_and_heads ranks"], factors: LowRank | LowRankOfRows
+) -> Float[Array, "*batch_and_heads ranks"]:
+    """Returns x a^T with zeros in the columns of updates that are not the row's own."""
+    if isinstance(factors, LowRank):
+        return inner
+    heads = range(factors.kept.ndim - 1, inner.ndim - 1)
+    return jnp.where(jnp.expand_dims(factors.kept, tuple(heads)), inner, 0)

@@ -15,6 +15,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from moe_jax.config import DeepseekV3Config
+from moe_jax.kernels.low_rank import own_columns
 from moe_jax.layers.attend import Attend, Expansion
 from moe_jax.layers.cache import KVCache
 from moe_jax.layers.linear import Linear, TicketedMatrix, linear_map
@@ -109,7 +110,8 @@ class LatentAttention(nnx.Module):
         absorbed = jnp.einsum("bshn,hnr->bshr", q_nope, to_keys)
         if change is not None:
             to_keys, _ = _by_head(self.config, change.b.astype(q.dtype))
-            absorbed += jnp.einsum("bshn,hnk->bshk", q_nope, to_keys) @ change.a.astype(q.dtype)
+            inner = own_columns(jnp.einsum("bshn,hnk->bshk", q_nope, to_keys), change)
+            absorbed += inner @ change.a.astype(q.dtype)
         return jnp.concatenate([absorbed, q_rope], axis=-1)
 
     def values(self, mean: Float[Array, "batch seq heads latent_dim"]) -> Float[Array, "batch seq heads value_dim"]:
@@ -120,7 +122,8 @@ class LatentAttention(nnx.Module):
         values = jnp.einsum("bshr,hvr->bshv", latents, to_values)
         if change is not None:
             _, to_values = _by_head(self.config, change.b.astype(mean.dtype))
-            values += jnp.einsum("bshk,hvk->bshv", latents @ change.a.astype(mean.dtype).T, to_values)
+            inner = own_columns(latents @ change.a.astype(mean.dtype).T, change)
+            values += jnp.einsum("bshk,hvk->bshv", inner, to_values)
         return values
 
     def _rotated(

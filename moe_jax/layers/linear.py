@@ -12,7 +12,7 @@ from flax import nnx
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float, Integer
 
-from moe_jax.kernels.low_rank import Dropout, LowRank, low_rank_map
+from moe_jax.kernels.low_rank import Dropout, LowRank, LowRankOfRows, low_rank_map
 from moe_jax.layers.lora import Adapter, TokenRows
 
 
@@ -45,7 +45,7 @@ class TicketedMatrix(NamedTuple):
 
     weight: Float[Array, "out in"]
     ticket: LinearProduct | None
-    change: LowRank | None = None
+    change: LowRank | LowRankOfRows | None = None
     dropout: Dropout | None = None
     in_fp8: Any = None
     """`kernels.experts.fp8.dense.DenseCopies`; None: W multiplies in x's dtype."""

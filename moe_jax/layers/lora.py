@@ -9,7 +9,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Integer, UInt32
 
-from moe_jax.kernels.low_rank import Dropout, LowRank
+from moe_jax.kernels.low_rank import Dropout, LowRank, LowRankOfRows
 
 
 class Frozen(nnx.Variable):
@@ -65,6 +65,20 @@ class Adapter(nnx.Module):
         """The update scale * b a as a full matrix, in f32."""
         a, b = self.factors
         return jnp.matmul(b, a, precision=jax.lax.Precision.HIGHEST)
+
+
+class AdapterOfRows(nnx.Module):
+    """Has the place of an `Adapter`, where each token of a call has one of several updates or none. It is not trained."""
+
+    dropped = None
+
+    def __init__(self, factors: LowRankOfRows):
+        self.a, self.b, self.kept = map(Frozen, factors)
+
+    @property
+    def factors(self) -> LowRankOfRows:
+        """The updates' factors side by side."""
+        return LowRankOfRows(self.a[...], self.b[...], self.kept[...])
 
 
 class TokenRows(nnx.Module):

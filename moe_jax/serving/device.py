@@ -13,8 +13,10 @@ import numpy as np
 from jax.stages import Compiled
 from jaxtyping import Array, Int, UInt
 
+from moe_jax.adapters.load import Stack
 from moe_jax.generation.speculative import NO_DRAFTS, DraftSource
 from moe_jax.models.decoder import Decoder
+from moe_jax.serving.adapters import empty_factors, factors_of, sites_of, written
 from moe_jax.serving.drafts import begin_lookups, draft_program, look_up
 from moe_jax.serving.drawing import DrawingSlots, draw_program
 from moe_jax.serving.pages import pages_of
@@ -116,6 +118,10 @@ class Device:
         self._weights, self._weights_tree = jax.tree.flatten(weights)
         self._shared = self._shared_of(weights)
         self._head = self._head_of(weights)
+        self._sites = [sites_of(layer) for layer in weights.layers] if limits.max_adapters else []
+        sizes_of_table = limits.max_adapters, limits.max_adapter_rank, self.served.dtype
+        table = placement.place(tuple(empty_factors(sites, *sizes_of_table) for sites in self._sites))
+        self._table, tree = jax.tree.leaves(table), jax.tree.structure(weights._replace(adapters=table))
         # The last of several drafts may be past the longest sequence: attention reads its place in the table too.
         max_pages = pages_of(limits.max_length + max(drafts.num - 1, 0))
         sizes = (*(len(self.placement.devices) * size for size in (limits.num_pages, limits.max_sequences)), max_pages)
@@ -125,16 +131,21 @@ class Device:
         self.state = self._make_state()
         # The module computes every token. Without it a step whose rows have no drafts runs as in an engine without drafts.
         counts = [drafts.num] if modules else sorted({0, drafts.num})
-        self._decode_shapes = [StepShape(n, 0, 0, max_pages, k) for n in _doubling(limits.max_sequences) for k in counts]
+        # A step without an adapter's row costs as much as in an engine without adapters.
+        adapted = [False, True] if limits.max_adapters else [False]
+        self._decode_shapes = [
+            StepShape(n, 0, 0, max_pages, k, has) for n in _doubling(limits.max_sequences) for k in counts for has in adapted
+        ]
         self._chunk_shapes = [
-            StepShape(decodes, tokens, limits.max_chunks_per_step, max_pages, count)
+            StepShape(decodes, tokens, limits.max_chunks_per_step, max_pages, count, has)
             for tokens in _doubling(limits.max_tokens_per_step, SMALLEST_CHUNKS)
             for decodes in (0, limits.max_sequences)
             for count in (counts if decodes else counts[:1])
+            for has in adapted
         ]
         shapes = self._decode_shapes + self._chunk_shapes
         num_programs = (1 + modules) * len(shapes)
-        arrays = self.served, self._weights_tree, self._weights, self.state
+        arrays = self.served, tree, [*self._weights, *self._table], self.state
         self._programs: dict[StepShape, StepProgram]
         self._modules: dict[StepShape, Compiled]
         if lazy:
@@ -184,7 +195,9 @@ class Device:
         self._delete_arrays()
         for array in jax.tree.leaves(self.slots.options):
             array.delete()
-        for held in (self._weights, self._shared, self._gaps, self._programs, self._modules):
+        for array in self._table:
+            array.delete()
+        for held in (self._weights, self._table, self._shared, self._gaps, self._programs, self._modules):
             held.clear()
 
     def _run_all(self) -> None:
@@ -282,10 +295,16 @@ class Device:
         # Small weights may occupy the old gaps.
         self._leave_gaps()
 
+    def write_adapter(self, number: int, stacks: list[Stack]) -> None:
+        """Puts an adapter's factors at a place of the table, for steps from the next one on."""
+        factors = factors_of(stacks, self.served.config, self._sites, self.limits.max_adapter_rank)
+        own = [jnp.asarray(factor, self.served.dtype) for factor in jax.tree.leaves(factors)]
+        self._table = written(self._table, np.int32(number), jax.device_put(own, self.placement.whole))
+
     def _compute(self, shape: StepShape, upload: np.ndarray) -> StepOutput:
         """Starts the layers of a step."""
         program, over = self._programs[shape]
-        self.state, output = program(self._weights, self.state, upload, over)
+        self.state, output = program([*self._weights, *self._table], self.state, upload, over)
         if over is not None:
             # All readers of these results must start before the next step of the shape.
             self._programs[shape] = program, output
@@ -349,9 +368,13 @@ class Device:
         decodes = max(len(plan.decodes) for plan in plans)
         tokens = max(sum(len(chunk.tokens) for chunk in plan.chunks) for plan in plans)
         drafts = max((decode.drafts for plan in plans for decode in plan.decodes), default=0)
-        shapes = self._chunk_shapes if tokens else self._decode_shapes
-        wanted = decodes, tokens, drafts
-        return next(shape for shape in shapes if all(map(ge, (shape.decodes, shape.chunk_tokens, shape.drafts), wanted)))
+        rows = (row for plan in plans for row in (*plan.decodes, *plan.chunks))
+        wanted = decodes, tokens, drafts, any(row.sequence.adapter is not None for row in rows)
+        return next(
+            shape
+            for shape in (self._chunk_shapes if tokens else self._decode_shapes)
+            if all(map(ge, (shape.decodes, shape.chunk_tokens, shape.drafts, shape.adapted), wanted))
+        )
 
 
 def _rows_of_samples(shape: StepShape, plans: list[StepPlan]) -> list[int]:

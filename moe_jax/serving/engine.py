@@ -1,10 +1,13 @@
 """The engine: serves many requests at once on one model, each independent of the others; and checks of models."""
 
+import contextlib
 import functools
+import itertools
 import weakref
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Many
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -23,6 +26,7 @@ from moe_jax.layers.quantised import FP8_BLOCK, BlockScaled
 from moe_jax.models.decoder import Decoder
 from moe_jax.models.inputs import refuse_deleted
 from moe_jax.parallel.pipeline.chunks import refuse_chunks
+from moe_jax.serving.adapters import AdapterTable, NamedAdapter, read_stacks
 from moe_jax.serving.chat import ChatRequest, Reply, prepare, reply_of
 from moe_jax.serving.constraints import Constraint, bad_word_tokens, is_constrained
 from moe_jax.serving.device import Device
@@ -70,8 +74,9 @@ class Engine:
     Raises:
       ValueError: no model, or no `EngineLimits`; positions that scale with the longest text of a batch (rope type "dynamic").
         Also drafts of a module that is missing, or without room for all drafts of each sequence in a step. Also `strict` with
-        drafts, an adapter or quantised weights, or with a model that its kernels do not support. For a model on several devices
-        also drafts, `strict`, adapters and replicas. Also more replicas than devices.
+        drafts, adapters or quantised weights, or with a model that its kernels do not support. For a model on several devices
+        also drafts, `strict`, adapters and replicas. Also more replicas than devices. Also `max_adapters` with a drafting
+        module, or with an adapter of the model's own.
     """
 
     def __init__(
@@ -95,6 +100,7 @@ class Engine:
         self._ends = frozenset([] if ends is None else np.atleast_1d(ends).tolist())
         self._keeps_experts = keep_experts and model.config.experts is not None
         self.lazy = lazy
+        self._adapters, self._source = AdapterTable(limits.max_adapters), model.source
         own, *others = Placement.of_replicas(model, limits.replicas)
         modules = int(source.name == "module")
         parts = take_apart(model, drafts=modules, take_over=take_over, mesh=own.mesh, strict=strict)
@@ -149,7 +155,7 @@ class Engine:
         handles = [handle for handle, _ in requests]
         try:
             # All at once: else the requests of a step, and so rounding, would depend on the speed of this thread.
-            self._loop.add([sequences for _, sequences in requests], limited=False)
+            self._add([sequences for _, sequences in requests], limited=False)
             yield from as_completed(handles)
         except BaseException:
             # No other code has these handles.
@@ -166,7 +172,7 @@ class Engine:
           RuntimeError: the engine failed, sleeps or was closed, or the model's arrays were deleted.
         """
         handle, sequences = self._request(self._checked(prompt, options), options)
-        self._loop.add([sequences], limited=True)
+        self._add([sequences], limited=True)
         return handle
 
     def chat(
@@ -221,6 +227,46 @@ class Engine:
         """
         check_model(model)
         self._loop.update(model)
+
+    def load_adapter(self, name: str, adapter: str | Path | Decoder) -> None:
+        """Loads an adapter (LoRA), which requests with `SamplingOptions(adapter=name)` use from then on.
+
+        Rows of any adapters, and rows without one, share a step; nothing is compiled. No two adapters share a cached page. If
+        the name has an adapter already, requests that use it continue with it, and later ones use the new adapter. The least
+        recently used adapter that no request uses makes room for a new one.
+
+        Args:
+          adapter: a folder, a hub id, or a model with an adapter. It may change only projections of attention.
+
+        Raises:
+          FileNotFoundError, ValueError: as `adapters.load_adapter`. Also an empty name, an adapter that changes more than
+            attention, a rank above `EngineLimits.max_adapter_rank`, or `EngineLimits(max_adapters=0)`.
+          RuntimeError: running requests use all places; or the engine failed or was closed.
+        """
+        if not self.limits.max_adapters:
+            raise ValueError("load_adapter needs an engine with EngineLimits(max_adapters=...) of at least 1; it has 0")
+        if not isinstance(name, str) or not name:
+            raise ValueError(f"name must be a text, not empty; got {name!r}")
+        stacks = read_stacks(self.config, adapter, self.limits.max_adapter_rank, self._source)
+        source = "a model" if isinstance(adapter, Decoder) else str(adapter)
+        with self._adapters.lock:
+            placed = self._adapters.placed(name, source, {each.adapter for each in self._loop.opened})
+            self._loop.on_each(lambda loop: loop.device.write_adapter(placed.number, stacks))
+            self._adapters.name_it(placed)
+
+    def unload_adapter(self, name: str) -> None:
+        """Forgets an adapter. Requests that use it continue; its place is free when they have ended.
+
+        Raises:
+          ValueError: there is no adapter of this name.
+        """
+        with self._adapters.lock:
+            self._adapters.forget(name)
+
+    @property
+    def adapters(self) -> list[NamedAdapter]:
+        """The loaded adapters, by name."""
+        return self._adapters.adapters
 
     def temper_logprobs(self) -> None:
         """Computes log-probabilities of new tokens from logits / temperature from now on, as tokens are drawn.
@@ -278,8 +324,18 @@ class Engine:
         for name, needs in (("stop", "stop texts need"), ("bad_words", "bad_words need"), ("grammar", "a grammar needs")):
             if getattr(options, name) and self.tokenizer is None:
                 raise ValueError(f"{needs} Engine(..., tokenizer=...)")
+        self._adapters.find(options.adapter)
         warn_of_length(self.config, len(ids), options.max_new_tokens)
         return ids
+
+    def _add(self, requests: list[list[Sequence]], *, limited: bool) -> None:
+        """Adds requests to the loop, with the adapters that they name."""
+        named = any(sequence.options.adapter is not None for sequences in requests for sequence in sequences)
+        # Else an adapter could lose its place after a request has found it. Others need not wait while one is loaded.
+        with self._adapters.lock if named else contextlib.nullcontext():
+            for sequence in itertools.chain(*requests):
+                sequence.adapter = self._adapters.use(sequence.options.adapter)
+            self._loop.add(requests, limited=limited)
 
     def _request(self, prompt: list[int], options: SamplingOptions) -> tuple[Handle, list[Sequence]]:
         """Returns the handle of a request, and its sequences, not yet added to the loop."""
@@ -330,6 +386,8 @@ def check_servable(model: Decoder, limits: EngineLimits, *, drafts: int | str, s
     elif len(devices) > 1:
         _check_several(model, len(devices), drafts=drafts, strict=strict)
     source = check_drafting(drafts, model.config, limits)
+    if limits.max_adapters:
+        _check_adapters(model, len(devices), source, limits, strict)
     if strict:
         from moe_jax.serving.fused import check_strict  # imports Pallas Mosaic GPU
 
@@ -337,6 +395,17 @@ def check_servable(model: Decoder, limits: EngineLimits, *, drafts: int | str, s
         if drafts:
             raise ValueError(f"strict=True needs drafts=0; got drafts={drafts!r}")
     return source
+
+
+def _check_adapters(model: Decoder, num_devices: int, source: DraftSource, limits: EngineLimits, strict: bool) -> None:
+    reasons = {
+        "strict=True: strict bits are those of the weights alone; merge the adapter (adapters.merge_adapter)": strict,
+        "drafts of a module, which has no adapter: use drafts='lookup:3'": source.name == "module",
+        "a model that has an adapter of its own: merge it (adapters.merge_adapter)": has_adapters(model),
+        "a model on several devices: use replicas": num_devices > 1 and limits.replicas == 1,
+    }
+    if wrong := [reason for reason, is_met in reasons.items() if is_met]:
+        raise ValueError(f"max_adapters={limits.max_adapters} does not support {'; or '.join(wrong)}")
 
 
 def check_model(model: Any) -> None:

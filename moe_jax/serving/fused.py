@@ -28,7 +28,7 @@ moves data, makes the tables of rope, and subtracts a logarithm from a logit.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -58,6 +58,7 @@ from moe_jax.layers.paged import LayerPages, PagedAttend
 from moe_jax.layers.quantised import is_quantised
 from moe_jax.layers.rope import RopeTables, fixed_frequencies, tables_of
 from moe_jax.models.decoder import Decoder
+from moe_jax.serving.adapters import TOGETHER, RowAdapters
 from moe_jax.serving.weights import ComputedLayers, LayerWeights, ServedModel, layer_module, unlike_qwen3
 
 
@@ -90,6 +91,7 @@ def fused_layers(
     rope: RopeTables,
     attends: list[PagedAttend],
     valid: Bool[Array, "tokens"],
+    adapters: Sequence[RowAdapters | None],
 ) -> ComputedLayers:
     """Runs the layers on any number of tokens of each row.
 
@@ -97,6 +99,7 @@ def fused_layers(
       layers: each layer's stage and weights (`weights.layers_of`).
       attends: each layer's attention, with its pages.
       valid: tokens that count; other tokens' hidden states are meaningless.
+      adapters: each layer's adapters of the tokens; None: no token has one.
     """
     cos, sin = rope.cos[0], rope.sin[0]
     new = NewTokens(jnp.concatenate([cos, cos], -1), jnp.concatenate([-sin, sin], -1), *attends[0].places)
@@ -104,8 +107,9 @@ def fused_layers(
     first_norm = norm_rows(x, norms[0], eps=final_norm.eps) if served.strict else rms_norm(x, norms[0], final_norm.eps)
     state = AddedNorm(x, first_norm)
     written, experts = [], []
-    for (stage, of_layer), attend, next_norm in zip(layers, attends, [*norms[1:], final_norm.weight[...]], strict=True):
-        state, pages, chosen = _layer(served, stage, of_layer, state, new, attend, valid, next_norm)
+    next_norms = [*norms[1:], final_norm.weight[...]]
+    for (stage, of_layer), attend, next_norm, of_rows in zip(layers, attends, next_norms, adapters, strict=True):
+        state, pages, chosen = _layer(served, stage, of_layer, state, new, attend, valid, next_norm, of_rows)
         written.append(pages)
         experts += [] if chosen is None else [chosen]
     return state.normed, written, experts
@@ -155,7 +159,8 @@ def strict_layers(
     """Runs the layers on any number of tokens; other arguments as in `fused_layers`."""
     served = served._replace(strict=True)
     in_splits = [dataclasses.replace(attend, fixed_splits=True) for attend in attends]
-    return fused_layers(served, layers, final_norm, x, _rope(served.config, positions[None]), in_splits, valid)
+    rope, no_adapters = _rope(served.config, positions[None]), [None] * len(layers)
+    return fused_layers(served, layers, final_norm, x, rope, in_splits, valid, no_adapters)
 
 
 def _rope(config: ModelConfig, positions: Int[Array, "1 tokens"]) -> RopeTables:
@@ -176,11 +181,12 @@ def _layer(
     attend: PagedAttend,
     valid: Bool[Array, "tokens"],
     next_norm: Float[Array, "hidden"],
+    adapters: RowAdapters | None,
 ) -> tuple[AddedNorm, LayerPages, Int[Array, "tokens k"] | None]:
     """Returns the residual stream after the layer, its next norm, the layer's pages, and its tokens' experts."""
     layer, in_f32 = layer_module(served, stage, weights), matmul_in_parts if served.strict else project_in_splits
     project = in_f32 if served.strict or len(state.x) <= MOST_PLANNED_TOKENS else _project
-    attended, pages = _attended(layer.self_attn, state.normed, new, attend, project)
+    attended, pages = _attended(layer.self_attn, state.normed, new, attend, project, adapters)
     norm = layer.post_attention_layernorm
     state = add_splits(state.x, attended, norm.weight[...], eps=norm.eps)
     if isinstance(layer.mlp, MoE):
@@ -200,10 +206,19 @@ def _project(x: Float[Array, "tokens in"], *weights: Float[Array, "_ in"]) -> Fl
 
 
 def _attended(
-    attention: Attention, normed: Float[Array, "tokens hidden"], new: NewTokens, attend: PagedAttend, project: Project
+    attention: Attention,
+    normed: Float[Array, "tokens hidden"],
+    new: NewTokens,
+    attend: PagedAttend,
+    project: Project,
+    adapters: RowAdapters | None,
 ) -> tuple[Float[Array, "splits tokens hidden"], LayerPages]:
-    projections = (attention.q_proj, attention.k_proj, attention.v_proj)
-    splits = project(normed, *(projection.weight[...] for projection in projections))
+    def projected(x: Float[Array, "tokens in"], names: tuple[str, ...]) -> Float[Array, "splits tokens out"]:
+        splits = project(x, *(getattr(attention, name).weight[...] for name in names))
+        # Added to one of the partial sums: a further sum would copy them all.
+        return splits if adapters is None else splits.at[0].add(adapters.part(" ".join(names), x, splits.dtype))
+
+    splits = projected(normed, TOGETHER)
     assert attention.q_norm is not None and attention.k_norm is not None  # `refusal`
     norms = HeadNorms(attention.q_norm.weight[...], attention.k_norm.weight[...])
     if splits.dtype == normed.dtype:
@@ -211,7 +226,7 @@ def _attended(
     else:
         q, *pages = heads_to_pages(splits, norms, new, *attend.pages, eps=attention.q_norm.eps)
     out = attend.read(q, tuple(pages), scale=HEAD_DIM**-0.5)
-    return project(out.reshape(len(out), -1), attention.o_proj.weight[...]), tuple(pages)
+    return projected(out.reshape(len(out), -1), ("o_proj",)), tuple(pages)
 
 
 def _experts(

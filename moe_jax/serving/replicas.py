@@ -67,6 +67,13 @@ class Replicas:
             self._waiting.extend(requests)
             self._bind_waiting()
 
+    @property
+    def opened(self) -> list[Sequence]:
+        """The sequences that were added and have not ended."""
+        with self._changed:
+            waiting = [sequence for request in self._waiting for sequence in request]
+            return [*waiting, *(sequence for loop in self._alive for sequence in loop.opened)]
+
     def abort(self, sequences: list[Sequence]) -> None:
         """Ends the given sequences that were added and have not ended yet."""
         aborted = set(sequences)

@@ -74,6 +74,8 @@ class SamplingOptions:
     """The only tokens that may be drawn, including those that end a sequence; None: all."""
     grammar: str | None = None
     """The grammar of the new text (`serving.grammar`). It allows the sequence's end tokens only where the text is complete."""
+    adapter: str | None = None
+    """The name of an adapter that the engine has loaded (`Engine.load_adapter`); None: the model without one."""
 
     def problems(self, vocab_size: int) -> list[str]:
         """Returns a sentence for each option with a wrong type or out of its range."""
@@ -126,6 +128,7 @@ class SamplingOptions:
                 f"None or a tuple of token ids below {vocab_size}, not empty",
             ),
             "grammar": (self.grammar is None or isinstance(self.grammar, str) and bool(self.grammar), "None or a text"),
+            "adapter": (self.adapter is None or isinstance(self.adapter, str) and bool(self.adapter), "None or a name"),
         }
         wrong = {name: wanted for name, (fits, wanted) in rules.items() if not fits}
         return [f"{name} must be {wanted}; got {_shortened(getattr(self, name))}" for name, wanted in wrong.items()]
@@ -156,6 +159,10 @@ class EngineLimits:
     """Number of devices that have a copy of all weights, and sequences of their own."""
     kv_dtype: KvDtype = "model"
     """"fp8" holds keys and values in pages of about half the bytes of bf16 (`kernels.attention.paged.fp8`)."""
+    max_adapters: int = 0
+    """Number of adapters that the device has room for (`Engine.load_adapter`); 0: programs are compiled without adapters."""
+    max_adapter_rank: int = 32
+    """Largest rank of these adapters. Each occupies memory, and costs time, as if it had this rank."""
 
     @property
     def longest_request(self) -> int:
@@ -170,9 +177,9 @@ class EngineLimits:
     def __post_init__(self):
         values = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "kv_dtype"}
         problems = [
-            f"{name} must be an integer, at least 1; got {value!r}"
+            f"{name} must be an integer, at least {least}; got {value!r}"
             for name, value in values.items()
-            if not (isinstance(value, Integral) and not isinstance(value, bool) and value >= 1)
+            if not _is_integer(value, least := int(name != "max_adapters"))
         ]
         if not problems and self.max_tokens_per_step < self.max_sequences:
             problems.append(

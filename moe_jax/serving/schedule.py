@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from moe_jax.kernels.attention.paged import PAGE_SIZE
+from moe_jax.serving.adapters import NamedAdapter
 from moe_jax.serving.constraints import Constraint, commit
 from moe_jax.serving.pages import PagePool, extend_chain, pages_of, root_hash
 from moe_jax.serving.request import DrawnToken, EngineLimits, FinishReason, SamplingOptions
@@ -35,6 +36,7 @@ class Sequence:
     """The request's `Handle`, which receives the tokens."""
     device: int = 0
     """Number of the engine's device that has the slot and the pages."""
+    adapter: NamedAdapter | None = None
 
     tokens: list[int] = field(init=False)
     """Prompt tokens and the new tokens read from the device so far."""
@@ -99,8 +101,13 @@ class Sequence:
         """True if this sequence computes the prompt's log-probabilities, as the first one of a request does."""
         return self.options.prompt_logprobs is not None and self.index == 0
 
+    def own_root(self, root: bytes) -> bytes:
+        """Returns the root of this sequence's hashes under weights with this root: an adapter has a root of its own."""
+        return root if self.adapter is None else root_hash((root.hex(), self.adapter.version))
+
     def page_hashes(self, root: bytes, num_pages: int) -> list[bytes]:
         """Returns the hashes of the first `num_pages` pages, whose tokens are known. Each page is hashed once per root."""
+        root = self.own_root(root)
         if root != self.root:
             self.root = root
             self.hashes.clear()
@@ -420,7 +427,7 @@ def _give_back(queues: EngineQueues, sequence: Sequence) -> None:
 def _seal_full_pages(sequence: Sequence, pool: PagePool, root: bytes) -> None:
     """Seals the pages whose tokens are all known and written, unless they were written under another root than `root`."""
     num_full = min(len(sequence.tokens), sequence.num_scheduled) // PAGE_SIZE
-    if sequence.root != root or num_full <= sequence.num_sealed:
+    if sequence.root != sequence.own_root(root) or num_full <= sequence.num_sealed:
         return
     hashes = sequence.page_hashes(root, num_full)
     for number in range(sequence.num_sealed, num_full):

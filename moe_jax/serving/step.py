@@ -23,6 +23,7 @@ from moe_jax.kernels.attention.paged import PAGE_SIZE, PagedQueries
 from moe_jax.layers.lora import beside_head
 from moe_jax.layers.paged import LayerPages, PagedAttend, TokenPlaces, empty_pages
 from moe_jax.models.forward import LayerInputs, layer_inputs
+from moe_jax.serving.adapters import RowAdapters
 from moe_jax.serving.placement import spread_on
 from moe_jax.serving.schedule import StepPlan
 from moe_jax.serving.weights import (
@@ -50,6 +51,8 @@ class StepShape(NamedTuple):
     """Pages of the longest sequence."""
     drafts: int = 0
     """Drafts of a decoding row: tokens that it computes in addition to its newest one."""
+    adapted: bool = False
+    """True: rows may have adapters."""
 
 
 class StepRows(NamedTuple):
@@ -73,6 +76,8 @@ class StepRows(NamedTuple):
     """The tokens of all chunks, concatenated."""
     chunk_tables: Int[Array, "chunks max_pages"]
     """The pages of each chunk's sequence."""
+    adapters: Int[Array, "rows"] | None = None
+    """The place of each row's adapter in the table, decoding rows first; -1: none. None: no row has an adapter."""
 
     @property
     def sampling_slots(self) -> Int[Array, "rows"]:
@@ -84,23 +89,23 @@ class StepRows(NamedTuple):
 
 def empty_rows(shape: StepShape) -> StepRows:
     """Makes unused rows."""
-    decodes, chunk_tokens, chunks, max_pages, _ = shape
+    decodes, chunk_tokens, chunks, max_pages, _, adapted = shape
     sizes = [(decodes,)] * 3 + [(chunks,)] * 5 + [(chunk_tokens,), (chunks, max_pages)]
     arrays: list[Any] = [np.zeros(size, np.int32) for size in sizes]
-    rows = StepRows(*arrays)
+    rows = StepRows(*arrays, np.full(decodes + chunks, -1, np.int32) if adapted else None)
     rows.decode_slots[:], rows.decode_pages[:], rows.chunk_slots[:] = -1, -1, -1
     return rows
 
 
 def packed(rows: Sequence[StepRows]) -> np.ndarray:
     """Concatenates all arrays of each device's rows into one."""
-    return np.concatenate([np.ravel(array) for of_device in rows for array in of_device])
+    return np.concatenate([np.ravel(array) for of_device in rows for array in of_device if array is not None])
 
 
 def unpacked(upload: Int[Array, "_"], shape: StepShape) -> StepRows:
     """Undoes `packed` for one device."""
     arrays, start = [], 0
-    for like in empty_rows(shape):
+    for like in filter(lambda like: like is not None, empty_rows(shape)):
         size = math.prod(like.shape)
         arrays.append(upload[start : start + size].reshape(like.shape))
         start += size
@@ -113,6 +118,12 @@ def filled(plan: StepPlan, rows: StepRows) -> StepRows:
         n = len(plan.decodes)
         columns = np.array([decode[1:4] for decode in plan.decodes], np.int32).T
         rows.decode_slots[:n], rows.decode_positions[:n], rows.decode_pages[:n] = columns
+    if rows.adapters is not None:
+        first_row = {0: plan.decodes, len(rows.decode_slots): plan.chunks}
+        for first, own in first_row.items():
+            rows.adapters[first : first + len(own)] = [
+                -1 if (it := each.sequence.adapter) is None else it.number for each in own
+            ]
     first = 0
     for i, chunk in enumerate(plan.chunks):
         count, pages = len(chunk.tokens), chunk.sequence.pages
@@ -149,6 +160,8 @@ class StepBatch(NamedTuple):
     queries: PagedQueries
     outputs: Int[Array, "outputs"]
     """Indices of the tokens that `StepOutput.logits` is for."""
+    adapters: Int[Array, "tokens"] | None = None
+    """The place of each token's adapter in the table; -1: none. None: no token has an adapter."""
 
 
 class DeviceState(NamedTuple):
@@ -308,6 +321,7 @@ def batch_of(
         TokenPlaces(page, positions % PAGE_SIZE),
         PagedQueries(first_query, num_keys, tables),
         jnp.concatenate([jnp.arange(num_decoding, dtype=jnp.int32), last_of_chunks]),
+        None if rows.adapters is None else rows.adapters[row],
     )
     return batch, page_table
 
@@ -339,6 +353,9 @@ def _layers(
 ) -> ComputedLayers:
     """Runs all layers and the last norm."""
     layers, norm = layers_of(served, weights), frame_of(served, weights)["norm"]
+    adapters: list[RowAdapters | None] = [None] * len(layers)
+    if batch.adapters is not None:
+        adapters = [RowAdapters(of_layer, batch.adapters) for of_layer in weights.adapters]
     # Imported here: kernels import Pallas Mosaic GPU, a second of CPU time.
     if served.strict:
         from moe_jax.serving.fused import strict_layers
@@ -347,10 +364,10 @@ def _layers(
     if _fuses(served, batch):
         from moe_jax.serving.fused import fused_layers
 
-        return fused_layers(served, layers, norm, x[0], inputs.rope, attends, batch.valid)
+        return fused_layers(served, layers, norm, x[0], inputs.rope, attends, batch.valid, adapters)
     written, expert_ids = [], []
-    for (stage, of_layer), attend in zip(layers, attends, strict=True):
-        x, layer_pages, experts = _layer(served, stage, of_layer, x, inputs, attend)
+    for (stage, of_layer), attend, of_rows in zip(layers, attends, adapters, strict=True):
+        x, layer_pages, experts = _layer(served, stage, of_layer, x, inputs, attend, of_rows)
         written.append(layer_pages)
         expert_ids += [] if experts is None else [experts]
     return norm(x)[0], written, expert_ids
@@ -359,10 +376,19 @@ def _layers(
 # Jitted, so that layers which differ only in their arrays are traced once.
 @partial(jax.jit, static_argnums=(0, 1))
 def _layer(
-    served: ServedModel, stage: int, weights: LayerWeights, x: Array, inputs: LayerInputs, attend: PagedAttend
+    served: ServedModel,
+    stage: int,
+    weights: LayerWeights,
+    x: Array,
+    inputs: LayerInputs,
+    attend: PagedAttend,
+    adapters: RowAdapters | None,
 ) -> tuple[Array, LayerPages, Int[Array, "tokens k"] | None]:
     """Returns the residual stream after the layer, its pages, and its tokens' experts (None for a dense layer)."""
-    out = layer_module(served, stage, weights)(x, inputs, attend, spread_on(served.mesh))
+    layer = layer_module(served, stage, weights)
+    if adapters is not None:
+        adapters.attach(layer.self_attn)
+    out = layer(x, inputs, attend, spread_on(served.mesh))
     return out.x, out.cache, None if out.routing is None else out.routing.experts
 
 

@@ -22,6 +22,7 @@ from moe_jax.layers.moe import Experts, is_expert_matrix
 from moe_jax.layers.paged import LayerPages
 from moe_jax.layers.quantised import Quantised, is_quantised
 from moe_jax.models.decoder import Decoder
+from moe_jax.serving.adapters import LayerFactors
 
 
 class ServedModel(NamedTuple):
@@ -51,6 +52,8 @@ class Weights(NamedTuple):
     """Each layer's arrays, without its experts."""
     experts: tuple[nnx.State, ...]
     """Each stage's experts, stacked; empty for a dense stage."""
+    adapters: tuple[LayerFactors, ...] = ()
+    """Each layer's part of the table of adapters; empty without a table."""
 
 
 LayerWeights = tuple[nnx.State, nnx.State, Int[Array, ""]]

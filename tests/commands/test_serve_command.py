@@ -10,8 +10,10 @@ import openai
 import pytest
 
 import moe_jax
+from moe_jax.adapters import save_adapter
 from moe_jax.cli import main
 from tests.helpers import served, tiny
+from tests.helpers.adapted_models import with_adapters
 
 
 @pytest.fixture(scope="module")
@@ -20,6 +22,13 @@ def folder(tmp_path_factory):
     tiny.tokenizer().save_pretrained(made / "tokenizer")
     moe_jax.save_pretrained(tiny.dense(), made / "model", tokenizer_from=made / "tokenizer")
     return made / "model"
+
+
+@pytest.fixture(scope="module")
+def adapter(folder):
+    model = with_adapters(moe_jax.from_pretrained(folder, dtype="float32"), targets=("attention",))
+    save_adapter(model, folder.parent / "adapter")
+    return folder.parent / "adapter"
 
 
 @pytest.fixture
@@ -31,9 +40,9 @@ def program_log(caplog):
 
 
 @pytest.mark.long
-def test_a_model_is_served_until_a_signal(folder, program_log, monkeypatch):
+def test_a_model_is_served_until_a_signal(folder, adapter, program_log, monkeypatch):
     monkeypatch.setenv("MOE_JAX_API_KEY", "secret")
-    small = "--max-sequences 1 --max-tokens-per-step 16 --max-length 64 --num-pages 4".split()
+    small = f"--max-sequences 1 --max-tokens-per-step 16 --max-length 64 --num-pages 4 --adapters french={adapter}".split()
     found = {}
 
     def ask() -> None:
@@ -46,6 +55,8 @@ def test_a_model_is_served_until_a_signal(folder, program_log, monkeypatch):
                 messages = [{"role": "user", "content": "ab"}]
                 found["answer"] = client.chat.completions.create(messages=messages, **options).choices[0].message.content
                 drawn = client.completions.create(prompt="ab", model="small", max_tokens=8, n=4, seed=1).choices
+                adapted = client.completions.create(prompt="ab", **options | {"model": "french"})
+                found["adapted"] = adapted.choices[0].text
                 found["drawn"] = len({choice.text for choice in drawn})
         finally:
             os.kill(os.getpid(), signal.SIGTERM)
@@ -61,6 +72,7 @@ def test_a_model_is_served_until_a_signal(folder, program_log, monkeypatch):
     assert found == {
         "text": moe_jax.complete(model, "ab", max_new_tokens=8),
         "answer": moe_jax.chat(model, "ab", max_new_tokens=8),
+        "adapted": moe_jax.complete(moe_jax.from_pretrained(folder, adapter=adapter, dtype="float32"), "ab", max_new_tokens=8),
         # OpenAI's temperature of 1, where neither the request nor the model has one.
         "drawn": 4,
     }
@@ -94,6 +106,10 @@ def test_a_model_answers_lines(folder, monkeypatch, capsys):
         ("serve {} --port 0 --request-seconds 0", "request_seconds must be above 0"),
         ("serve {} --host 192.0.2.1", "the server cannot listen on 192.0.2.1:8000"),
         ("serve {} --api-key=", "api_key must be printable ASCII"),
+        ("serve {} --adapters french", "--adapters must be NAME=FOLDER, as in french=runs/french/adapter; got 'french'"),
+        ("serve {} --adapters a=x a=y", "--adapters: there is already a model or an adapter 'a'; choose another name"),
+        ("serve {} --adapters a=x --max-adapters 0", "--max-adapters must be at least 1, the number of --adapters; got 0"),
+        ("serve {} --adapters a={}/../adapter --max-adapter-rank 5", "has rank 6, above max_adapter_rank=5"),
         ("serve {} --max-model-len 3", "serve has no --max-model-len; did you mean --max-length?"),
         ("serve {} --port 0 --drafts", "drafts need a model loaded with its MTP modules"),
         ("chat {} --drafts", "drafts need a model loaded with its MTP modules"),
@@ -103,8 +119,8 @@ def test_a_model_answers_lines(folder, monkeypatch, capsys):
         ("chat {} --max-new-tokens 0", "max_new_tokens must be an integer, at least 1"),
     ],
 )
-def test_wrong_options_are_named_before_weights_are_read(folder, arguments, message, monkeypatch, capsys):
+def test_wrong_options_are_named_before_weights_are_read(folder, adapter, arguments, message, monkeypatch, capsys):
     monkeypatch.setattr("moe_jax.checkpoint.hf_load.from_pretrained", None)
     with pytest.raises(SystemExit):
-        main(arguments.format(folder).split())
+        main(arguments.format(folder, folder).split())
     assert message in capsys.readouterr().err

@@ -35,6 +35,7 @@ class FakeEngine:
         self.step_seconds = step_seconds
         self.says: str | None = None
         self.calls: list[str] = []
+        self.adapters: list[Any] = []
         self._active: dict[_Sequence, Handle] = {}
         self._lock = threading.Lock()
         self._num_tokens = 0
@@ -65,6 +66,16 @@ class FakeEngine:
         self.submitted.append(options)
         self.handles.append(handle)
         return handle
+
+    def load_adapter(self, name, adapter) -> None:
+        if adapter == "missing":
+            raise FileNotFoundError("there is no folder missing")
+        if adapter == "no place":
+            raise RuntimeError("running requests use all adapters")
+        self.adapters = [*(each for each in self.adapters if each.name != name), SimpleNamespace(name=name, source=adapter)]
+
+    def unload_adapter(self, name) -> None:
+        self.adapters = [each for each in self.adapters if each.name != name]
 
     def pause(self) -> None:
         self.calls.append("pause")

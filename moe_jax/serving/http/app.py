@@ -72,7 +72,8 @@ async def _answer_models(service: Service, request: Request) -> JSONResponse:
     service.check_model(name)
     if name is not None:
         return JSONResponse(_model(service, name))
-    return JSONResponse({"object": "list", "data": [_model(service, each) for each in service.model_names]})
+    names = [*service.model_names, *(adapter.name for adapter in service.engine.adapters)]
+    return JSONResponse({"object": "list", "data": [_model(service, each) for each in names]})
 
 
 async def _answer_health(service: Service, request: Request) -> JSONResponse:
@@ -91,7 +92,9 @@ async def _answer_metrics(service: Service, request: Request) -> Response:
 
 
 def _model(service: Service, name: str) -> dict:
-    return {
+    sources = {adapter.name: adapter.source for adapter in service.engine.adapters}
+    of_adapter = {"root": sources[name], "parent": service.settings.model_name} if name in sources else {}
+    return of_adapter | {
         "id": name,
         "object": "model",
         "created": service.created,

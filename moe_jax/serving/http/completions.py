@@ -36,7 +36,7 @@ async def answer_completion(service: Service, request: Request) -> Response:
     """
     body, record = await read_body(request, service.settings.body_seconds), record_of(request)
     refuse_others(body, FIELDS)
-    service.check_model(body.get("model"))
+    adapter = service.check_model(body.get("model"))
     if body.get("best_of", body.get("n", 1)) != body.get("n", 1):
         raise ApiError(400, f"best_of can only be n, {body.get('n', 1)!r:.80}; got {body['best_of']!r:.80}", param="best_of")
     echo, logprobs = take(body, "echo", bool, False), take(body, "logprobs", int)
@@ -48,6 +48,7 @@ async def answer_completion(service: Service, request: Request) -> Response:
     if length < 0:
         raise ApiError(400, f"max_tokens must be at least 0; got {length}", param="max_tokens")
     options = sampling_options(body, service.defaults, service.defaults.ends, max_new_tokens=length, logprobs=logprobs)
+    options = replace(options, adapter=adapter)
     wanted = delivery(body)
     prompts = _prompts(body.get("prompt"), service.settings.max_choices)
     if isinstance(prompts[0], str):
@@ -114,7 +115,7 @@ async def answer_conversation(
     """Answers a body of /v1/chat/completions in the form of `answer`; errors as in `answer_chat`."""
     record = record_of(request)
     refuse_others(body, CHAT_FIELDS)
-    service.check_model(body.get("model"))
+    adapter = service.check_model(body.get("model"))
     logprobs = take(body, "top_logprobs", int, 0) if take(body, "logprobs", bool, False) else None
     if logprobs is None and "top_logprobs" in body:
         raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
@@ -123,7 +124,7 @@ async def answer_conversation(
     if length is not None and length < 1:
         raise ApiError(400, f"{field} must be at least 1; got {length}", param=field)
     ends = service.defaults.ends_of_answers
-    options = sampling_options(body, service.defaults, ends, max_new_tokens=length, logprobs=logprobs)
+    options = replace(sampling_options(body, service.defaults, ends, max_new_tokens=length, logprobs=logprobs), adapter=adapter)
     way = delivery(body)
     wanted = chat_request(body)
     check = lambda text: service.check_length(text, "messages")  # noqa: E731

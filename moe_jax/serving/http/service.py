@@ -194,15 +194,20 @@ class Service:
         """The names that requests may have in `model`, the server's own first."""
         return [self.settings.model_name, *self.settings.other_names]
 
-    def check_model(self, name: Any) -> None:
-        """Raises ApiError if a request is for another model."""
-        if name is not None and name not in self.model_names:
-            raise ApiError(
-                404,
-                f"there is no model {name!r:.80}; this server has {', '.join(map(repr, self.model_names)):.200}",
-                param="model",
-                code="model_not_found",
-            )
+    def check_model(self, name: Any, param: str = "model") -> str | None:
+        """Returns the name of the adapter that a request is for; None: it is for the model itself.
+
+        Raises:
+            ApiError: There is no model and no adapter of this name.
+        """
+        if name is None or name in self.model_names:
+            return None
+        adapters = [adapter.name for adapter in self.engine.adapters]
+        if name not in adapters:
+            known = ", ".join(map(repr, [*self.model_names, *adapters]))
+            message = f"there is no model {name!r:.80}; this server has {known:.200}"
+            raise ApiError(404, message, param=param, code="model_not_found")
+        return name
 
     def submit(self, prompts: Sequence[list[int]], options: SamplingOptions, field: str) -> list[Choice]:
         """Sends the engine a request for each prompt of a field, and returns the `n` choices of each.

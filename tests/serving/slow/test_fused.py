@@ -10,6 +10,8 @@ import pytest
 from flax import nnx
 
 import moe_jax
+from moe_jax.adapters.load import Stack
+from moe_jax.adapters.names import targets_of
 from moe_jax.config import NAMED_CONFIGS, Qwen3MoeConfig
 from moe_jax.kernels.attention.paged import paged_attention
 from moe_jax.kernels.decode import experts
@@ -19,6 +21,7 @@ from moe_jax.layers.moe import EXPERT_MATRICES, Experts
 from moe_jax.layers.quantised import BlockScaled
 from moe_jax.serving import fused
 from moe_jax.serving import step as step_module
+from moe_jax.serving.adapters import factors_of, sites_of
 from moe_jax.serving.engine import Engine
 from moe_jax.serving.fused import refusal
 from moe_jax.serving.request import EngineLimits, SamplingOptions
@@ -60,12 +63,33 @@ def _model(seed, in_fp8, config=CONFIG):
     return made
 
 
-@pytest.mark.parametrize("in_fp8", [False, pytest.param(True, marks=pytest.mark.thorough)])
-def test_equal_modules(monkeypatch, in_fp8):
+def _with_table(model, weights):
+    """Returns the weights with a table of two random adapters, of ranks 2 and 4."""
+    rng, sites = np.random.default_rng(0), [sites_of(layer) for layer in weights.layers]
+    attention = [target for target in targets_of(model) if target.kind == "attention"]
+    adapters = []
+    for rank in (2, 4):
+        likes = [Stack.zeros(target, rank) for target in attention]
+        stacks = [Stack(like.target, *(rng.normal(size=factor.shape) * 0.1 for factor in (like.a, like.b))) for like in likes]
+        adapters.append(factors_of(stacks, model.config, sites, max_rank=4))
+    table = jax.tree.map(lambda *factors: jnp.asarray(np.stack(factors), jnp.bfloat16), *adapters)
+    return weights._replace(adapters=tuple(table))
+
+
+@pytest.mark.parametrize(
+    "in_fp8, adapted",
+    [(False, False), (False, True), pytest.param(True, False, marks=pytest.mark.thorough)],
+    ids=["bf16", "with adapters", "fp8"],
+)
+def test_equal_modules(monkeypatch, in_fp8, adapted):
     """One model for all runs: of many, some have a token to which two experts are equal up to rounding."""
-    served, weights = take_apart(_model(0, in_fp8, ONE_LAYER))
-    shape = StepShape(3, 0, 0, 2)
+    model = _model(0, in_fp8, ONE_LAYER)
+    served, weights = take_apart(model)
+    weights = _with_table(model, weights) if adapted else weights
+    shape = StepShape(3, 0, 0, 2, adapted=adapted)
     rows = empty_rows(shape)
+    if adapted:
+        rows.adapters[:] = 1, -1, -1
     # The last row is padding.
     rows.decode_slots[:2], rows.decode_positions[:2], rows.decode_pages[:2] = (1, 0), (0, 64), (3, 2)
     results = []
@@ -94,9 +118,11 @@ def test_chunks_equal_modules(monkeypatch, most_planned_tokens, dense_layers):
     monkeypatch.setattr(fused, "MOST_PLANNED_TOKENS", most_planned_tokens)
     monkeypatch.setattr(experts, "MOST_PLANNED_TOKENS", most_planned_tokens)
     config = replace(CONFIG, mlp_only_layers=tuple(range(dense_layers)), num_attention_heads=8)
-    served, weights = take_apart(_model(0, in_fp8=False, config=config))
-    shape = StepShape(1, 64, 2, 2)
+    model = _model(0, in_fp8=False, config=config)
+    served, weights = take_apart(model)
+    weights, shape = _with_table(model, weights), StepShape(1, 64, 2, 2, adapted=True)
     rows = empty_rows(shape)
+    rows.adapters[:] = -1, 1, 0
     rows.decode_slots[:], rows.decode_positions[:] = 0, 5
     rows.chunk_slots[:], rows.chunk_starts[:], rows.chunk_counts[:] = (1, 2), (60, 0), (20, 30)
     rows.chunk_tokens[:50], rows.chunk_tables[:] = np.arange(50), [[2, 3], [4, 0]]
