@@ -272,10 +272,11 @@ class Ragged(Case):
 
     configs: tuple[one_of(EXPERT_LAYERS), ...] = ("qwen3-30b-a3b", "mixtral-8x7b")
     tokens: tuple[int, ...] = (8192, 32768)
+    matrices: tuple[one_of(("gate_up", "down")), ...] = ("gate_up", "down")
     systems: tuple[one_of(("moe_jax", "tokamax", "lax")), ...] = ("moe_jax", "tokamax", "lax")
     launches: int = 10
 
-    SMALL = dict(configs=("qwen3-30b-a3b",), tokens=(32,), systems=("moe_jax", "lax"), launches=1)
+    SMALL = dict(configs=("qwen3-30b-a3b",), tokens=(32,), matrices=("down",), systems=("moe_jax", "lax"), launches=1)
 
     def results(self):
         """Yields the rows."""
@@ -283,7 +284,8 @@ class Ragged(Case):
             layer = EXPERT_LAYERS[name]
             hidden, inter = (16, 8) if self.small else (layer.hidden, layer.inter)
             for tokens in self.tokens:
-                for matrix, k, n in (("gate_up", hidden, 2 * inter), ("down", inter, hidden)):
+                for matrix in self.matrices:
+                    k, n = (hidden, 2 * inter) if matrix == "gate_up" else (inter, hidden)
                     row = dict(config=name, matrix=matrix, tokens=tokens)
                     yield from (row | times for times in self.times(tokens * layer.top_k, k, n, layer.experts))
 

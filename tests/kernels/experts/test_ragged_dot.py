@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 from moe_jax.kernels import ragged_dot, ragged_dot_for_tokamax
 from moe_jax.kernels.experts.ragged_dot import OF_LAX
@@ -71,6 +72,14 @@ def test_maps_over_sizes_and_rows(rng):
     ours = jax.vmap(ragged_dot, (0, None, 0))(rows, rhs, sizes)
     theirs = [jax.lax.ragged_dot(of_one, rhs, own) for of_one, own in zip(rows, sizes, strict=True)]
     np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_matrices_of_all_devices_get_the_sum_of_gradients(rng):
+    """The sum is in the program, and shard_map's check of types passes."""
+    lhs, rhs = operands(rng)
+    mesh = jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    split = jax.shard_map(ragged_dot, mesh=mesh, in_specs=(P("x"), P(), P("x")), out_specs=P("x"))
+    assert "psum" in str(jax.make_jaxpr(jax.grad(lambda rhs: split(lhs, rhs, SIZES).sum()))(rhs))
 
 
 @pytest.mark.parametrize(
