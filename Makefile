@@ -21,7 +21,7 @@ INSTALLED := $(VENV)/installed-$(subst $(comma),-,$(EXTRAS))
 PACKAGE_INSTALLED := $(VENV)/installed$(JAX_EXTRA:%=-%)
 $(PACKAGE_INSTALLED): EXTRAS := $(JAX_EXTRA)
 
-.PHONY: help demo fast test test-thorough lint docs cuda-compiler
+.PHONY: help demo fast test test-thorough lint docs dist cuda-compiler
 help:
 	@echo "make demo   train, resume, export and sample a small Qwen3-MoE on this machine: 0.9 GB, and under 5 minutes on 2 cores"
 	@echo "            MODEL=deepseek_v3 or qwen3 (dense) takes another model; DEMO_OPTIONS='--lora.rank 8' trains an adapter; moe-jax demo --help"
@@ -30,6 +30,7 @@ help:
 	@echo "make test-thorough   and further sizes and combinations, some minutes more"
 	@echo "            VERSIONS=oldest takes the oldest versions that pyproject.toml allows; PYTHON=python3.13 takes another Python"
 	@echo "make docs   the site in site/, checked for dead links; open site/index.html"
+	@echo "make dist   the package in dist/, checked in a new environment without the repository; PYTHON=python3.13 takes another Python"
 	@echo "make cuda-compiler   250 MB for machines without a GPU: make test then compiles the Hopper kernels to machine code"
 
 demo: $(or $(wildcard $(INSTALLED)),$(PACKAGE_INSTALLED))
@@ -72,20 +73,37 @@ docs: $(INSTALLED)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 	@echo "site/index.html"
 
+# Sets $$python to the name of a Python that is new enough.
+define FIND_PYTHON
+for python in $(or $(PYTHON),python3.12 python3) none; do \
+  $$python -c 'import sys; raise SystemExit(sys.version_info < (3, 12))' 2>/dev/null && break || true; \
+done; \
+if [ $$python = none ]; then \
+  echo "moe_jax needs Python 3.12 or later as $(or $(PYTHON),python3.12 or python3) on PATH; python3 is $$(python3 --version 2>&1)" >&2; exit 1; \
+fi
+endef
+
 # Without bytecode of 19,000 files, a minute and a half of one core: the first import of each compiles it.
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
 
 $(INSTALLED) $(PACKAGE_INSTALLED): pyproject.toml $(CONSTRAINTS)
-	@for python in $(or $(PYTHON),python3.12 python3) none; do \
-	  $$python -c 'import sys; raise SystemExit(sys.version_info < (3, 12))' 2>/dev/null && break || true; \
-	done; \
-	if [ $$python = none ]; then \
-	  echo "moe_jax needs Python 3.12 or later as $(or $(PYTHON),python3.12 or python3) on PATH; python3 is $$(python3 --version 2>&1)" >&2; exit 1; \
-	fi; \
+	@$(FIND_PYTHON); \
 	echo "Installing moe_jax$(EXTRAS:%=[%]) into $(VENV) with $$($$python --version): several minutes the first time"; \
 	$$python -m venv $(VENV)
 	@$(PIP_INSTALL) --constraint $(if $(JAX_EXTRA),<(grep -vE '^jax(lib)?==' $(CONSTRAINTS)),$(CONSTRAINTS)) --editable '.$(EXTRAS:%=[%])'
 	@touch $@
+
+# The smoke test runs from an empty folder: in this one, Python would import the repository's moe_jax.
+DIST_TOOLS := .venv-dist-tools
+DIST_VENV := $(CURDIR)/.venv-dist
+dist:
+	@$(FIND_PYTHON); rm -rf dist $(DIST_VENV); \
+	$$python -m venv $(DIST_TOOLS); $$python -m venv $(DIST_VENV)
+	$(DIST_TOOLS)/bin/python -m pip install --quiet --disable-pip-version-check build twine
+	$(DIST_TOOLS)/bin/python -m build --outdir dist
+	$(DIST_TOOLS)/bin/python -m twine check --strict dist/*
+	$(DIST_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile dist/*.whl
+	cd $$(mktemp -d) && JAX_PLATFORMS=cpu $(DIST_VENV)/bin/python -P $(CURDIR)/tests/dist_smoke.py
 
 # Beside the environment, where JAX would look for a GPU; tests that compile for an H200 (tests/helpers/h200.py) use it.
 cuda-compiler: $(INSTALLED)

@@ -1,10 +1,13 @@
-"""Times the matrices of one layer without its router: experts with adapters, with gradient sums, and in FP8; dense ones in FP8.
+"""Times the matrices of one layer without its router: experts with adapters, with gradient sums, and in FP8; dense ones in FP8;
+`ragged_dot` compared with other implementations.
 
     python benchmarks/experts.py                       # experts trained, frozen, and frozen with adapters; bf16 and FP8
     python benchmarks/experts.py --tokens 8192 --ranks 4
     python benchmarks/experts.py sums                  # adding a micro-batch's gradients: inside the kernels, or by XLA
     python benchmarks/experts.py sums --tokens 1024 --experts 256 --top-k 8 --hidden 7168 --intermediate 2048
     python benchmarks/experts.py dense                 # attention's projections and shared experts, bf16 and FP8
+    python benchmarks/experts.py ragged                # ragged_dot: ours, tokamax's and JAX's
+    python benchmarks/experts.py ragged --configs qwen3-30b-a3b --tokens 8192 --systems moe_jax
 
 Data is random. A time is the median of 5 groups of calls, one after the other: the GPU is under load.
 
@@ -16,6 +19,10 @@ the compiler reports them. The two ways of adding must agree.
 
 `dense`: a row has the matrices that read one x, or the block of shared experts. *copies* is the time of rounding the matrices
 to FP8, once a training step. Errors are of FP8 compared with bf16: of y, dx and dw.
+
+`ragged`: one product of rows sorted by expert, forward alone and with both gradients, bf16. Every row chooses an expert at
+random. The error is the largest relative difference of y, dlhs and drhs from the first system's. A system that is not
+installed, or for which memory is too small, has a note in place of times.
 """
 
 import math
@@ -28,11 +35,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from harness import Case, main, median_ms, one_of, relative_error
+from harness import Case, main, median_ms, one_of, reason, relative_error
 from inputs import config_of
 
 from moe_jax.config import EXPERT_LAYERS, NAMED_CONFIGS
-from moe_jax.kernels import Precision, experts_mlp, fp8_matmul, quantise_matrices
+from moe_jax.kernels import Precision, experts_mlp, fp8_matmul, quantise_matrices, ragged_dot
 from moe_jax.kernels.experts.backends import BACKENDS
 from moe_jax.kernels.experts.call import TokenPart
 from moe_jax.kernels.experts.call import experts as compute
@@ -259,7 +266,66 @@ class Dense(Case):
             yield row | dict(copies_ms=median_ms(round_all, (matrices,), self.launches), errors=errors)
 
 
-CASES = {"adapted": Adapted, "sums": Sums, "dense": Dense}
+@dataclass(kw_only=True)
+class Ragged(Case):
+    """A row for each system, number of tokens and matrix."""
+
+    configs: tuple[one_of(EXPERT_LAYERS), ...] = ("qwen3-30b-a3b", "mixtral-8x7b")
+    tokens: tuple[int, ...] = (8192, 32768)
+    matrices: tuple[one_of(("gate_up", "down")), ...] = ("gate_up", "down")
+    systems: tuple[one_of(("moe_jax", "tokamax", "lax")), ...] = ("moe_jax", "tokamax", "lax")
+    launches: int = 10
+
+    SMALL = dict(configs=("qwen3-30b-a3b",), tokens=(32,), matrices=("down",), systems=("moe_jax", "lax"), launches=1)
+
+    def results(self):
+        """Yields the rows."""
+        for name in self.configs:
+            layer = EXPERT_LAYERS[name]
+            hidden, inter = (16, 8) if self.small else (layer.hidden, layer.inter)
+            for tokens in self.tokens:
+                for matrix in self.matrices:
+                    k, n = (hidden, 2 * inter) if matrix == "gate_up" else (inter, hidden)
+                    row = dict(config=name, matrix=matrix, tokens=tokens)
+                    yield from (row | times for times in self.times(tokens * layer.top_k, k, n, layer.experts))
+
+    def times(self, m: int, k: int, n: int, g: int):
+        """Yields the times of each system."""
+        chosen = jax.random.randint(jax.random.key(3), (m,), 0, g)
+        sizes = jnp.bincount(chosen, length=g).astype(jnp.int32)
+        lhs, rhs, dy = normal(0, m, k), normal(1, g, k, n, scale=k**-0.5), normal(2, m, n)
+        expected, tera = None, 2e-9 * m * k * n
+        for system in self.systems:
+            try:
+                forward = jax.jit(self.product(system))
+
+                @jax.jit
+                def both(lhs, rhs, sizes, dy, forward=forward):
+                    y, pullback = jax.vjp(lambda lhs, rhs: forward(lhs, rhs, sizes), lhs, rhs)
+                    return y, *pullback(dy)
+
+                found = both(lhs, rhs, sizes, dy)
+                expected = expected or found
+                error = max(float(relative_error(a, b)) for a, b in zip(found, expected, strict=True))
+                del found
+                ms = [median_ms(forward, (lhs, rhs, sizes), self.launches)]
+                ms.append(median_ms(both, (lhs, rhs, sizes, dy), self.launches))
+            except (ImportError, NotImplementedError, RuntimeError, ValueError) as failure:
+                yield dict(system=system, forward_ms=None, both_ms=None, tflops=None, error=None, note=reason(failure))
+            else:
+                tflops = [tera / ms[0], 3 * tera / ms[1]]
+                yield dict(system=system, forward_ms=ms[0], both_ms=ms[1], tflops=tflops, error=error)
+
+    def product(self, system: str) -> Any:
+        """Returns a function of (lhs, rhs, sizes)."""
+        if system == "tokamax":
+            import tokamax
+
+            return partial(tokamax.ragged_dot, implementation="mosaic")
+        return ragged_dot if system == "moe_jax" else jax.lax.ragged_dot
+
+
+CASES = {"adapted": Adapted, "sums": Sums, "dense": Dense, "ragged": Ragged}
 
 if __name__ == "__main__":
     main(__doc__, CASES)

@@ -10,6 +10,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+EXPERT_NAMES = ("x", "hidden", "inter")
+"""The tokens and both sizes of an expert's matrices, as errors name them."""
+
 
 def check_experts_mlp(
     x: Array, w_gate_up: Array, w_down: Array, topk_weights: Array, topk_experts: Array, *, experts: str = "experts"

@@ -22,6 +22,7 @@ from jaxtyping import Array, Float, Int
 
 from moe_jax.kernels.experts.routing import Plan, of_own_layer
 from moe_jax.kernels.precision import at_least_f32
+from moe_jax.kernels.shapes import EXPERT_NAMES
 from moe_jax.kernels.target import compute_capability
 
 BACKENDS = ("mosaic", "triton", "xla")
@@ -75,11 +76,19 @@ ENVIRONMENT_VARIABLE = "MOE_JAX_BACKEND"
 _logger = logging.getLogger(__name__)
 
 
-def resolve_backend(name: str | None, dtype: jnp.dtype, hidden: int, inter: int, row_alignment: int | None = None) -> str:
+def resolve_backend(
+    name: str | None,
+    dtype: jnp.dtype,
+    hidden: int,
+    inter: int,
+    row_alignment: int | None = None,
+    names: tuple[str, str, str] = EXPERT_NAMES,
+) -> str:
     """Returns the backend to use: `name` if given, else the environment variable MOE_JAX_BACKEND, else the first that fits.
 
     A backend fits if it was written for the target, supports experts of `dtype`, `hidden` and `inter`, and the plan has its
-    `row_alignment`. None: the plan is made for it. The choice, and the reasons against earlier backends, are logged once.
+    `row_alignment`. None: the plan is made for it. The choice, and the reasons against earlier backends, are logged once. Both
+    call `dtype`'s array and the two sizes by `names`.
 
     Raises:
         ValueError: the name is not in BACKENDS, or the named backend does not support the input.
@@ -90,7 +99,7 @@ def resolve_backend(name: str | None, dtype: jnp.dtype, hidden: int, inter: int,
     if name is not None:
         if name not in BACKENDS:
             raise ValueError(f"{source}: unknown backend {name!r}; choose one of {', '.join(map(repr, BACKENDS))}")
-        reason = _refusal(name, dtype, hidden, inter, row_alignment)
+        reason = _refusal(name, dtype, hidden, inter, row_alignment, names)
         if reason is not None:
             raise ValueError(f"{source}: backend {name!r} does not support this input: {reason}")
         _announce(name, ())
@@ -99,7 +108,7 @@ def resolve_backend(name: str | None, dtype: jnp.dtype, hidden: int, inter: int,
     # The last backend supports everything.
     *candidates, chosen = BACKENDS
     for candidate in candidates:
-        reason = _reason_against(candidate, dtype) or _refusal(candidate, dtype, hidden, inter, row_alignment)
+        reason = _reason_against(candidate, dtype) or _refusal(candidate, dtype, hidden, inter, row_alignment, names)
         if reason is None:
             chosen = candidate
             break
@@ -118,11 +127,13 @@ def is_named(name: str | None) -> bool:
     return name is not None or ENVIRONMENT_VARIABLE in os.environ
 
 
-def _refusal(name: str, dtype: jnp.dtype, hidden: int, inter: int, row_alignment: int | None) -> str | None:
+def _refusal(
+    name: str, dtype: jnp.dtype, hidden: int, inter: int, row_alignment: int | None, names: tuple[str, str, str]
+) -> str | None:
     needed = implementation(name).ROW_ALIGNMENT
     if row_alignment is not None and row_alignment % needed:
         return f"the plan has row_alignment {row_alignment}; it needs plan(..., row_alignment={needed})"
-    return implementation(name).refusal(dtype, hidden, inter)
+    return implementation(name).refusal(dtype, hidden, inter, names)
 
 
 def _reason_against(name: str, dtype: jnp.dtype) -> str | None:

@@ -115,12 +115,8 @@ def plan(
     offsets = masked_sum(is_earlier, -(-counts // row_alignment) * row_alignment)
     row = _sorted_rows(experts, offsets - begins) if earlier is None else offsets[experts] + earlier
 
-    num_rows = num_pairs
-    if row_alignment > 1:
-        fill = min(num_experts, num_rows) * (row_alignment - 1)
-        # One block more than the worst routing fills, because a tile of two blocks may start at the last block.
-        num_rows = (-(-(num_rows + fill) // row_alignment) + 1) * row_alignment if num_rows else 0
-    elif num_pairs < tokens * k:
+    num_rows = _aligned_rows(num_pairs, num_experts, row_alignment)
+    if row_alignment == 1 and num_pairs < tokens * k:
         num_rows += 1  # A row that no expert computes, shared by the pairs without a row of their own.
     ends = offsets[:-1] + counts
     place = row
@@ -212,6 +208,39 @@ def plan_of_one(tokens: int, row_alignment: int) -> Plan:
     )
 
 
+def plan_of_groups(group_sizes: Integer[Array, " experts"], tokens: int, row_alignment: int) -> Plan:
+    """Builds the plan of tokens that are already in expert order: the next group_sizes[e] tokens chose expert e, and no other.
+
+    Tokens beyond the sum of the sizes chose no expert. Sizes beyond the number of tokens are cut off.
+    """
+    num_experts = len(group_sizes)
+    expert, token = (jnp.arange(size, dtype=jnp.int32) for size in (num_experts + 1, tokens))
+    is_earlier = expert[:, None] > expert[:-1]
+    begins = jnp.minimum(masked_sum(is_earlier, jnp.maximum(group_sizes.astype(jnp.int32), 0)), tokens)
+    counts = jnp.diff(begins)
+    offsets = masked_sum(is_earlier, -(-counts // row_alignment) * row_alignment)
+    ends, shift = offsets[:-1] + counts, offsets - begins
+    num_rows = _aligned_rows(tokens, num_experts, row_alignment)
+    row = jnp.arange(num_rows, dtype=jnp.int32)
+
+    def owner(starts: Int[Array, "experts+1"], places: Int[Array, "_"]) -> Int[Array, "_"]:
+        return masked_sum(starts[1:] <= places[:, None], jnp.ones_like(counts))
+
+    row_of_token = jnp.minimum(token + shift[owner(begins, token)], num_rows - 1)
+    expert_of_row = owner(offsets, row)
+    expert_of_row = jnp.where(row < jnp.pad(ends, (0, 1))[expert_of_row], expert_of_row, num_experts)
+    token_of_row = jnp.where(expert_of_row < num_experts, row - shift[expert_of_row], tokens)
+    return Plan(
+        expert_of_row=expert_of_row,
+        token_of_row=token_of_row,
+        pair_of_row=token_of_row,
+        row_of_pair=row_of_token[:, None],
+        offsets=offsets,
+        ends=ends,
+        row_alignment=row_alignment,
+    )
+
+
 def of_own_layer(weights: Num[Array, "*layers experts n m"], plan: Plan) -> Num[Array, "experts n m"]:
     """Slices the plan's layer from stacked weights; a copy, unless the index is a loop counter."""
     return of_layer(weights, plan.layer)
@@ -238,6 +267,15 @@ def sum_of_choices(
 ) -> Float[Array, "tokens features"]:
     """Computes sum_k weights[t, k] * pairs[t, k] in pairs' dtype, first choice first; default weights are 1."""
     return sum_in_order(pairs if weights is None else widened(weights)[:, :, None] * pairs, axis=1)
+
+
+def _aligned_rows(pairs: int, num_experts: int, row_alignment: int) -> int:
+    """Returns the number of rows that hold any routing of the pairs."""
+    if row_alignment == 1 or not pairs:
+        return pairs
+    fill = min(num_experts, pairs) * (row_alignment - 1)
+    # One block more than the worst routing fills, because a tile of two blocks may start at the last block.
+    return (-(-(pairs + fill) // row_alignment) + 1) * row_alignment
 
 
 def _check(topk_experts: Integer[Array, "tokens k"], **counts: int | None) -> None:

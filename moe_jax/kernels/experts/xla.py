@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Int
 from moe_jax.kernels.experts.activation import SILU, Activation, activated, gradients_of_rows
 from moe_jax.kernels.experts.routing import Plan, of_own_layer, rows_of_pairs, sum_of_choices
 from moe_jax.kernels.precision import widened
-from moe_jax.kernels.shapes import vary_as
+from moe_jax.kernels.shapes import EXPERT_NAMES, vary_as
 
 ROW_ALIGNMENT = 1
 """The row_alignment of plans for this backend; it computes plans of any other alignment too."""
@@ -36,7 +36,7 @@ BLOCKS_PER_TURN = 8
 """Maximum overflow blocks in one turn: each gathers one expert's weights."""
 
 
-def refusal(dtype: jnp.dtype, hidden: int, inter: int) -> str | None:
+def refusal(dtype: jnp.dtype, hidden: int, inter: int, names: tuple[str, str, str] = EXPERT_NAMES) -> str | None:
     """Returns None: this backend computes all experts."""
     return None
 

@@ -51,6 +51,7 @@ def results_of(monkeypatch, tmp_path, command):
             {"step_ms", "device_ms", "first_token_ms", "output_tokens_per_s"},
         ),
         ("experts dense", {"forward_ms", "with_gradients_ms", "errors"}),
+        ("experts ragged", {"forward_ms", "both_ms", "tflops", "error"}),
         ("few_tokens --tokens 2 --precisions bf16 --layers 1", {"us_a_layer", "floor_us", "error"}),
         pytest.param(
             "grpo",

@@ -28,6 +28,7 @@ from moe_jax.kernels.hopper.interpreter import is_interpreted
 from moe_jax.kernels.hopper.mainloop import ROW_ALIGNMENT, TileShape
 from moe_jax.kernels.hopper.pipeline import SHARED_MEMORY
 from moe_jax.kernels.low_rank import RowsChange
+from moe_jax.kernels.shapes import EXPERT_NAMES
 from moe_jax.kernels.target import compute_capability
 
 __all__ = [
@@ -44,17 +45,17 @@ __all__ = [
 ]
 
 
-def refusal(dtype: jnp.dtype, hidden: int, inter: int) -> str | None:
+def refusal(dtype: jnp.dtype, hidden: int, inter: int, names: tuple[str, str, str] = EXPERT_NAMES) -> str | None:
     """Returns why this backend does not support such experts, with the supported sizes; None if it does."""
     if not is_interpreted() and compute_capability() != "9.0":
         return f"it needs a Hopper GPU (compute capability 9.0); this is {compute_capability() or 'no NVIDIA GPU'}"
     if dtype not in (jnp.bfloat16, jnp.float16):
-        return f"x is {jnp.dtype(dtype).name}; it computes in bfloat16 and float16"
-    for name, size in (("hidden", hidden), ("inter", inter)):
+        return f"{names[0]} is {jnp.dtype(dtype).name}; it computes in bfloat16 and float16"
+    for name, size in zip(names[1:], (hidden, inter), strict=True):
         if size % 64 or not size:
             return f"{name} is {size}; it must be a multiple of 64"
     if (needed := shared_bytes(hidden, jnp.dtype(dtype).itemsize)) > SHARED_MEMORY:
-        return f"hidden is {hidden}; gathering such rows takes {needed} bytes of shared memory; a core has {SHARED_MEMORY}"
+        return f"{names[1]} is {hidden}; gathering such rows takes {needed} bytes of shared memory; a core has {SHARED_MEMORY}"
     return None
 
 
@@ -69,12 +70,16 @@ def rows_of_tokens(
     """Returns (array, source_of_row), so that the matmuls below read x in expert order, gathered now or on load.
 
     With `for_gradients`, two matmuls read each row, and need zeros for rows without a pair: rows are gathered once for both. A
-    forward pass without gradients gathers rows on use. If `plan.holds_all_tokens` it reads x itself.
+    forward pass without gradients gathers rows on use. If `plan.holds_all_tokens` it reads x itself. XLA gathers rows that are
+    too wide for the kernel's shared memory.
     """
     if plan.holds_all_tokens:
         # Pallas copies fewer than 8 rows into a swizzled tile, or a multiple of 8.
         return jnp.pad(x, ((0, -x.shape[0] % 8 if x.shape[0] > 8 else 0), (0, 0))), None
-    return (gather_rows(x, plan), None) if for_gradients and plan.num_rows else (x, plan.token_of_row)
+    if not for_gradients or not plan.num_rows:
+        return x, plan.token_of_row
+    fits = shared_bytes(x.shape[1], x.dtype.itemsize) <= SHARED_MEMORY
+    return gather_rows(x, plan) if fits else _take(x, plan.token_of_row), None
 
 
 def experts_of_few_pairs(

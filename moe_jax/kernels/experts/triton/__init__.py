@@ -24,12 +24,13 @@ from moe_jax.kernels.experts.triton.launch import (
     row_tile,
 )
 from moe_jax.kernels.low_rank import RowsChange
+from moe_jax.kernels.shapes import EXPERT_NAMES
 
 ROW_ALIGNMENT = 1
 """A tile loads and stores row by row, so an expert's rows may start anywhere; plans of any alignment are supported."""
 
 
-def refusal(dtype: jnp.dtype, hidden: int, inter: int) -> str | None:
+def refusal(dtype: jnp.dtype, hidden: int, inter: int, names: tuple[str, str, str] = EXPERT_NAMES) -> str | None:
     """Returns why this backend does not support such experts, with the requirements; None if it does."""
     version = capability()
     if version is None:
@@ -39,8 +40,8 @@ def refusal(dtype: jnp.dtype, hidden: int, inter: int) -> str | None:
     if missing_packages() is not None:
         return missing_packages()
     if dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
-        return f"x is {jnp.dtype(dtype).name}; it computes in bfloat16, float16 and float32"
-    for name, size in (("hidden", hidden), ("inter", inter)):
+        return f"{names[0]} is {jnp.dtype(dtype).name}; it computes in bfloat16, float16 and float32"
+    for name, size in zip(names[1:], (hidden, inter), strict=True):
         if size < 1:
             return f"{name} is {size}; it must be at least 1"
     return None
