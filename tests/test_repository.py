@@ -8,6 +8,7 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tests.helpers import house_rules
 
@@ -141,6 +142,19 @@ def test_chat_templates_need_no_extra():
     """transformers renders them with jinja2, and does not install it; torch does, which is optional."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert any(each.startswith("jinja2") for each in project["dependencies"])
+
+
+def test_the_extra_all_holds_every_package_that_users_may_want():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    (everything,) = extras["all"]
+    named = set(everything.removeprefix("moe_jax[").removesuffix("]").split(","))
+    assert named == extras.keys() - {"all", "cuda12", "cuda13", "test", "docs", "dev"}
+
+
+def test_the_workflow_of_public_hosts_runs_what_ci_runs():
+    jobs = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())["jobs"]
+    commands = {name: [step["run"] for step in job["steps"] if "run" in step] for name, job in jobs.items()}
+    assert commands["test"] == [".ci/run"] and commands["package"][0].startswith("make dist")
 
 
 def test_every_file_says_what_it_is_about():
