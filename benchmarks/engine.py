@@ -10,6 +10,7 @@
     python benchmarks/engine.py --cases 1x512 --spread --edits 16 --drafts lookup:3     # drafts from the text
     python benchmarks/engine.py --cases 16x128 --update     # also new weights for the engine: 61 GB more
     python benchmarks/engine.py --adapters 4                # also steps whose rows use four adapters of attention, or none
+    python benchmarks/engine.py --cases 64x128 --grammar    # also steps of sequences that follow a JSON schema
     python benchmarks/engine.py --layers 12 --kernels       # also the kernels of a step by the profiler; GPUs alone
     python benchmarks/engine.py strict --layers 48 --cases 16 256       # bits of strict=True, and its time
     python benchmarks/engine.py replicas --replicas 1 2                # one GPU, then two with a copy of the weights each
@@ -25,7 +26,8 @@ until the device is idle again, and the token after it a request of one token. W
 t + 1. So sequences never agree on a token, and use as many experts as chance has it. `--edits 16` is the case that drafts from
 the text are for: the prompt has the answer, but for each 16th token. To count experts, the engine keeps each
 token's experts, which takes some time of a step. With `--adapters 4` a further row of each case has the step in which a
-fifth of the sequences uses each adapter, and a fifth none. `times` is its time over the time without adapters.
+fifth of the sequences uses each adapter, and a fifth none. `times` is its time over the time without adapters. With `--grammar`
+further rows have the steps in which all or half of the sequences write a long text inside JSON.
 
 `strict`: each case is a number of prompts at once, of different lengths. Each engine computes prompts in chunks of another
 size. A row has the number of log-probabilities, of prompts and of drawn tokens, that differ from `strict_log_probs` of the
@@ -40,7 +42,9 @@ of requests with other tokens or log-probabilities than with the first number of
 """
 
 import collections
+import itertools
 import statistics
+import string
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -53,6 +57,8 @@ import numpy as np
 from flax import nnx
 from harness import Case, events_of_gpus, main, median_ms, median_s, microseconds_of_kernels, one_of, peak_gib, timed
 from inputs import config_of, random_model_in_form
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 import moe_jax
 from moe_jax.adapters import LoraSettings, add_lora
@@ -63,17 +69,21 @@ from moe_jax.models.decoder import Decoder
 from moe_jax.models.random_weights import random_model
 from moe_jax.serving.drawing import draw_program
 from moe_jax.serving.engine import Engine
+from moe_jax.serving.grammar import json_grammar
 from moe_jax.serving.pages import pages_of
 from moe_jax.serving.request import EngineLimits, SamplingOptions
 from moe_jax.serving.step import empty_rows, packed
 from moe_jax.serving.strict_log_probs import strict_log_probs
 
+TEXT = {"type": "object", "properties": {"text": {"type": "string", "minLength": 4000}}, "required": ["text"]}
+TEXT_IN_JSON = dict(grammar=json_grammar(TEXT))
+WORDS = string.ascii_letters + string.digits + '",:{}[].'
 ONE_TOKEN = SamplingOptions(max_new_tokens=1, ignore_eos=True)
 
 
-def generate(engine: Engine, prompts: list[list[int]], count: int, adapters: tuple[str | None, ...] = (None,)) -> None:
-    """Continues the prompts by `count` tokens each, with the adapters in turn."""
-    options = [SamplingOptions(max_new_tokens=count, ignore_eos=True, adapter=adapter) for adapter in adapters]
+def generate(engine: Engine, prompts: list[list[int]], count: int, in_turn: tuple[dict, ...] = ({},)) -> None:
+    """Continues the prompts by `count` tokens each, with further options in turn."""
+    options = [SamplingOptions(max_new_tokens=count, ignore_eos=True, **some) for some in in_turn]
     engine.generate(prompts, [options[i % len(options)] for i in range(len(prompts))])
 
 
@@ -104,6 +114,7 @@ class Steps(Case):
     edits: int | None = None  # with --spread: prompts have the text to come, except for each EDITS-th token
     adapters: int = 0  # adapters of attention that rows use in turn
     adapter_rank: int = 32
+    grammar: bool = False  # also steps whose sequences write JSON by a schema, all or half of them
     lazy: bool = False  # compile each program when it is first needed; times of --load then hold compilation
     update: bool = False  # also time `engine.update` with the weights of another model
     kernels: bool = False  # also the time of each kernel of a step
@@ -148,6 +159,7 @@ class Steps(Case):
             max_adapter_rank=self.adapter_rank,
         )
         options = dict(drafts=self.drafts or 0, keep_experts=self.count_experts, lazy=self.lazy)
+        options |= dict(tokenizer=wide_tokenizer(config.vocab_size)) if self.grammar else {}
         seconds, engine = timed(partial(Engine, model, limits=limits, **options))
         print(f"{limits}\nengine ready in {seconds:.0f} s", flush=True)
         names = [str(number) for number in range(self.adapters)]
@@ -173,11 +185,14 @@ class Steps(Case):
             yield row | (experts_in_use(engine, prompts, self.short) if self.count_experts else {})
             yield from kernel_rows(sequences, kernels)
             if names:
-                in_turn = partial(generate, engine, prompts, adapters=(*names, None))
-                adapted = step_ms(in_turn, self.short, self.long)
+                in_turn = tuple(dict(adapter=name) for name in (*names, None))
+                adapted = step_ms(partial(generate, engine, prompts, in_turn=in_turn), self.short, self.long)
                 device, kernels = (None, {}) if self.drafts else on_device(engine, *where, self.kernels, self.adapters)
                 yield dict(sequences=sequences, adapters=self.adapters, step_ms=adapted, device_ms=device, times=adapted / step)
                 yield from kernel_rows(sequences, kernels)
+            for share, in_turn in ((1.0, (TEXT_IN_JSON,)), (0.5, (TEXT_IN_JSON, {}))) if self.grammar else ():
+                constrained = step_ms(partial(generate, engine, prompts, in_turn=in_turn), self.short, self.long)
+                yield dict(sequences=sequences, with_grammar=share, step_ms=constrained, times=constrained / step)
         if self.load:
             requests, tokens, new = self.load
             prompts, before = random_prompts(requests, tokens), engine.stats()
@@ -225,6 +240,16 @@ def kernel_rows(sequences: int, kernels: collections.Counter[str]):
     """Yields a row for each of the longest kernels."""
     for name, us in sorted(kernels.items(), key=lambda item: -item[1])[:16]:
         yield dict(sequences=sequences, kernel_us=us, kernel=name)
+
+
+def wide_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
+    """Returns a tokenizer of bytes and of short words, as many tokens as a model has."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = itertools.chain(alphabet, *(map("".join, itertools.product(WORDS, repeat=length)) for length in (2, 3)))
+    tokens = itertools.islice(dict.fromkeys(words), vocab_size - 1)
+    tokenizer = Tokenizer(models.BPE({token: number for number, token in enumerate(tokens)}, merges=[]))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>")
 
 
 def spread_tokens(model: Decoder) -> None:

@@ -81,7 +81,7 @@ def test_a_small_case(monkeypatch, tmp_path, command, measured):
         "attention prefill",
         "engine --load 3 4 2 --prefix 4 2 --count-experts --update --kernels",
         "engine --precision fp8 --cases 2x8",
-        "engine --cases 2x8 --adapters 2 --adapter-rank 2",
+        "engine --cases 2x8 --adapters 2 --adapter-rank 2 --grammar",
         "engine strict",
         "engine replicas",
         "engine generate",
