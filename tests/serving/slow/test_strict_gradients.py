@@ -19,6 +19,7 @@ from moe_jax.parallel.spread import Spread
 from moe_jax.serving import fused
 from moe_jax.serving.strict_log_probs import in_pages, strict_log_probs
 from tests.helpers import seeds
+from tests.helpers.compiled_steps import whole
 from tests.serving.slow.test_fused import CONFIG as FUSED_CONFIG
 
 MOE = replace(FUSED_CONFIG, vocab_size=128)
@@ -87,7 +88,7 @@ def test_gradients(config, monkeypatch):
 def test_pages():
     """Each segment's tokens are in order in pages of its own, which its row of queries names."""
     rows, seq = SEGMENT_IDS.shape
-    packed = in_pages(SEGMENT_IDS, 5)
+    packed = whole(in_pages)(SEGMENT_IDS, 5)
     np.testing.assert_array_equal(packed.num_segments, [4, 2])
     owners = {}
     for segment, (begin, end) in enumerate(zip(packed.queries.first_query, packed.queries.first_query[1:], strict=False)):
@@ -105,7 +106,7 @@ def test_pages():
 def test_enough_pages(length):
     """Rows with the most segments find room, segments of one token and of one more than a page too."""
     ids = jnp.asarray(np.repeat(np.arange(3) + 1, length)[None])
-    packed = in_pages(ids, 3)
+    packed = whole(in_pages)(ids, 3)
     found = [(int(page), int(offset)) for page, offset in zip(*packed.places, strict=True)]
     assert len(set(found)) == 3 * length and max(page for page, _ in found) < packed.num_pages
 
