@@ -39,7 +39,11 @@ def model(loaded):
     "model_type, overrides",
     [
         pytest.param("qwen3_moe", {}, marks=pytest.mark.thorough),
-        ("qwen3_moe", {"mlp_only_layers": [1], "use_sliding_window": True, "sliding_window": 4, "tie_word_embeddings": True}),
+        pytest.param(
+            "qwen3_moe",
+            {"mlp_only_layers": [1], "use_sliding_window": True, "sliding_window": 4, "tie_word_embeddings": True},
+            marks=pytest.mark.thorough,
+        ),
         ("qwen3", {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 2}),
         ("deepseek_v3", {"first_k_dense_replace": 1}),
     ],

@@ -186,7 +186,8 @@ def terms_of_weights(layer, dy):
     *arrays, weights, chosen = layer
     with jax.enable_x64(True):
         x, w_gate_up, w_down = (a.astype(jnp.float64) for a in arrays)
-        alone = [oracle.experts_mlp(x, w_gate_up, w_down, jnp.ones((*x.shape[:1], 1)), e[:, None]) for e in chosen.T]
+        of_choice = jax.jit(lambda e: oracle.experts_mlp(x, w_gate_up, w_down, jnp.ones((*x.shape[:1], 1)), e[:, None]))
+        alone = [of_choice(e) for e in np.asarray(chosen).T]
         return np.stack(alone, axis=1) * np.asarray(dy, np.float64)[:, None]
 
 
@@ -200,6 +201,7 @@ def relative_error(actual, expected):
     return np.linalg.norm(actual - expected) / max(np.linalg.norm(expected), 1e-300)
 
 
+@jax.jit
 def dequantised_matrices(w):
     """Returns values * scales in f32, [..., n, k]."""
     scales = jnp.repeat(jnp.repeat(w.scales, GROUP, axis=-2), GROUP, axis=-1)

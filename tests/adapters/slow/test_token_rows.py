@@ -40,7 +40,7 @@ def tokens_with_new_ones():
 @pytest.mark.parametrize("tied", [False, True])
 def test_files_that_peft_reads(tied, tmp_path):
     peft = pytest.importorskip("peft")
-    hf, tokens = reference("qwen3_moe", seeds.integer(), num_hidden_layers=1, tie_word_embeddings=tied), tokens_with_new_ones()
+    hf, tokens = reference("qwen3", seeds.integer(), num_hidden_layers=1, tie_word_embeddings=tied), tokens_with_new_ones()
     base = load_ours(hf)
     model = with_rows(nnx.clone(base))
     logits = logits_of(model, tokens)
@@ -66,7 +66,7 @@ def test_files_that_peft_reads(tied, tmp_path):
 def test_files_that_peft_writes(tied, both, tmp_path):
     """A base on disk whose vocabulary was extended makes PEFT write its tables too."""
     peft = pytest.importorskip("peft")
-    hf, tokens = reference("qwen3_moe", seeds.integer(), num_hidden_layers=1, tie_word_embeddings=tied), tokens_with_new_ones()
+    hf, tokens = reference("qwen3", seeds.integer(), num_hidden_layers=1, tie_word_embeddings=tied), tokens_with_new_ones()
     model = load_ours(hf)
     hf.save_pretrained(tmp_path / "base")
     hf.name_or_path = str(tmp_path / "base")

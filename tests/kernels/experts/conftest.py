@@ -12,7 +12,7 @@ from moe_jax.kernels.experts.triton import launch
 from tests.helpers.triton_without_gpu import interpret_from_now_on, interpreted_call, pretend_hopper
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def interpreter():
     """A process of its own: Triton decides at its import whether kernels are interpreted."""
     context = multiprocessing.get_context("spawn")

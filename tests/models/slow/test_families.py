@@ -24,11 +24,12 @@ from moe_jax.serving.weights import unlike_qwen3
 from tests.helpers.adapted_models import logits_of, with_adapters
 from tests.helpers.families import FAMILIES, build, saved, saved_gradients
 
-UNLIKE = ("mixtral", "minimax_m2", "ernie4_5_moe", "axk1", "gpt_oss")
-"""Families that differ most in attention: windows, joint norms and partial rotation, neighboring pairs, latents, sinks."""
+IN_CACHES, IN_PAGES = ("minimax_m2", "ernie4_5_moe", "axk1"), ("mixtral", "gpt_oss")
+"""Families that differ most in attention: joint norms and partial rotation, neighboring pairs, latents; windows, sinks."""
 NOT_OF_PEFT = ("qwen2_moe", "hy_v3", "axk1")
 """Families for which PEFT 0.21 does not join the factors of each expert, which we write."""
-ALL = pytest.mark.parametrize("theirs", FAMILIES, indirect=True)
+COMBINED = ("dots1", "solar_open", "glm4_moe_lite")
+"""Families whose switches are all other families' too."""
 
 
 def only(*names):
@@ -57,7 +58,7 @@ def logits_of_theirs(model, tokens):
         return model(torch.tensor(tokens)).logits.numpy()
 
 
-@ALL
+@only(*FAMILIES.keys() - COMBINED)
 def test_logits_and_gradients_equal_those_of_transformers(theirs, ours, rng):
     tokens = rng.integers(3, 96, size=(2, 23))
     direction = rng.normal(size=(2, 23, 96)).astype(np.float32)
@@ -84,7 +85,7 @@ def test_logits_and_gradients_equal_those_of_transformers(theirs, ours, rng):
     assert max(errors.values()) < 1e-5, sorted(errors.items(), key=lambda item: -item[1])[:5]
 
 
-@ALL
+@only(*FAMILIES)
 def test_files_equal_those_of_transformers(theirs, ours, rng, tmp_path):
     """Names, bytes, and a config.json with which transformers computes the same."""
     moe_jax.save_pretrained(ours, tmp_path / "ours", progress=False)
@@ -135,7 +136,7 @@ def test_the_files_of_peft_are_read(theirs, ours, rng, tmp_path):
     assert error(logits_of(ours, jnp.asarray(tokens)), logits_of_theirs(model, tokens)) < 1e-5
 
 
-@only(*UNLIKE)
+@only(*IN_CACHES)
 def test_cached_tokens_are_those_of_one_pass(theirs, ours, rng):
     prompt = rng.integers(3, 96, size=(1, 9))
     new = np.array(moe_jax.generate(ours, jnp.asarray(prompt), max_new_tokens=4, temperature=0.0))
@@ -143,7 +144,7 @@ def test_cached_tokens_are_those_of_one_pass(theirs, ours, rng):
     np.testing.assert_array_equal(new, logits[:, 8:-1].argmax(axis=-1))
 
 
-@only(*UNLIKE)
+@only(*IN_PAGES)
 def test_an_engine_runs_the_modules(theirs, ours, rng):
     prompts = [rng.integers(3, 96, size=length).tolist() for length in (9, 4)]
     limits = EngineLimits(max_length=32, max_sequences=2, max_tokens_per_step=16)
@@ -155,6 +156,7 @@ def test_an_engine_runs_the_modules(theirs, ours, rng):
     assert f"this {ours.config.model_type} has" in unlike_qwen3(ours.config)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "theirs, of, switch, value",
     [
@@ -183,7 +185,7 @@ def test_an_engine_runs_the_modules(theirs, ours, rng):
     indirect=["theirs"],
 )
 def test_a_forgotten_switch_is_seen(theirs, of, switch, value, ours, rng, tmp_path, monkeypatch):
-    """With one switch set to another family's value, logits differ or the checkpoint does not fit."""
+    """The tiny models show each switch: set to another family's value, logits differ or the checkpoint does not fit."""
     tokens = rng.integers(3, 96, size=(2, 12))
     changed, name = type(ours.config), "experts" if of == "rule" else of
     if of is None:

@@ -21,17 +21,27 @@ from tests.helpers import seeds, tiny
 from tests.helpers.meshes import laid_out, relative_error
 from tests.helpers.train_steps import make_batch
 
-TARGETS = ("attention", "experts", "router", "embedding", "head")
 CASES = {
-    "moe": (tiny.model, LoraSettings(rank=4, alpha=6, targets=TARGETS, ranks={"q_proj": 3})),
+    "moe": (
+        tiny.model,
+        LoraSettings(
+            rank=4,
+            alpha=6,
+            targets=("attention", "experts", "router"),
+            ranks={"q_proj": 3},
+            trainable_token_indices=(9, 264, 3),
+        ),
+    ),
     "shared outer": (tiny.model, LoraSettings(rank=4, alpha=6, shared_outer=True, use_rslora=True)),
     "dropout": (tiny.dense, LoraSettings(rank=4, alpha=6, targets=("attention", "mlp"), dropout=0.3)),
     "whole modules": (
         tiny.model,
         LoraSettings(rank=4, alpha=6, targets=("attention",), modules_to_save=("embed_tokens", "lm_head", "gate", "norm")),
     ),
-    "token rows": (tiny.model, LoraSettings(rank=4, alpha=6, targets=("attention",), trainable_token_indices=(9, 264, 3))),
-    "deepseek": (tiny.deepseek, LoraSettings(rank=4, alpha=6, targets=(*TARGETS, "mlp"))),
+    "deepseek": (
+        tiny.deepseek,
+        LoraSettings(rank=4, alpha=6, targets=("attention", "experts", "router", "embedding", "head", "mlp")),
+    ),
 }
 
 
@@ -75,15 +85,13 @@ def on_one_device(case, gradient_accumulation):
 @pytest.mark.parametrize(
     "case, sizes, options",
     [
-        ("moe", {"data": 2, "expert": 2, "context": 2}, {}),
+        ("moe", {"data": 2, "fsdp": 2, "expert": 2}, {}),
         pytest.param("shared outer", {"fsdp": 4, "expert": 2}, {}, marks=pytest.mark.thorough),
         ("whole modules", {"data": 2, "fsdp": 2, "context": 2}, {"gradient_accumulation": 2, "shard_optimizer": True}),
-        ("token rows", {"data": 2, "fsdp": 2, "expert": 2}, {}),
-        pytest.param("token rows", {"fsdp": 2, "context": 2, "expert": 2}, {}, marks=pytest.mark.thorough),
         ("dropout", {"data": 2, "fsdp": 2, "context": 2}, {"gradient_accumulation": 2}),
         pytest.param("moe", {"fsdp": 8}, {}, marks=pytest.mark.thorough),
         pytest.param("whole modules", {"data": 2, "fsdp": 2, "expert": 2}, {}, marks=pytest.mark.thorough),
-        pytest.param("moe", {"fsdp": 2, "expert": 2, "context": 2}, {"gradient_accumulation": 2}, marks=pytest.mark.thorough),
+        pytest.param("moe", {"data": 2, "expert": 2, "context": 2}, {"gradient_accumulation": 2}, marks=pytest.mark.thorough),
         pytest.param("moe", {"data": 2, "fsdp": 4}, {"remat": False}, marks=pytest.mark.thorough),
         pytest.param("deepseek", {"fsdp": 2, "expert": 2, "context": 2}, {}, marks=pytest.mark.thorough),
     ],

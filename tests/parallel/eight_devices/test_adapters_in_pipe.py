@@ -55,7 +55,8 @@ def layers_in_pipe(model):
 @pytest.mark.parametrize(
     "case, sizes, options",
     [
-        ("moe", {"pipe": 2, "expert": 2}, {}),
+        ("dense", {"pipe": 2}, {}),
+        pytest.param("moe", {"pipe": 2, "expert": 2}, {}, marks=pytest.mark.thorough),
         pytest.param("deepseek", {"pipe": 2, "fsdp": 2}, {"pipe_schedule": "1f1b", "remat": False}, marks=pytest.mark.thorough),
         pytest.param(
             "rows and whole modules",

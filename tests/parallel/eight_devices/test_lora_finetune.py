@@ -32,10 +32,11 @@ def die_at_step_three(record):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("moved", [{}, pytest.param(dict(data=2, fsdp=4), marks=pytest.mark.thorough)], ids=str)
+@pytest.mark.parametrize("moved", [{}, pytest.param(dict(fsdp=4, context=2), marks=pytest.mark.thorough)], ids=str)
 def test_losses_are_those_of_one_device(tmp_path, base, moved):
-    """A run over fsdp and expert that dies resumes bit for bit, and resumes on one device and on another mesh."""
-    paths = dict(model=base, data=str(tiny.write_texts(tmp_path / "texts")), output=str(tmp_path / "one"))
+    """A run over data and fsdp that dies resumes bit for bit, and resumes on one device and on another mesh."""
+    moe_jax.save_pretrained(tiny.dense(), tmp_path / "dense", tokenizer_from=base)
+    paths = dict(model=str(tmp_path / "dense"), data=str(tiny.write_texts(tmp_path / "texts")), output=str(tmp_path / "one"))
     options = dict(seq_len=32, batch_size=8, steps=4, learning_rate=2e-2, warmup_steps=0, checkpoint_every=2, dtype="float32")
     one = FinetuneSettings(**paths, **options, lora=LoraSettings(rank=4))
 
@@ -46,12 +47,12 @@ def test_losses_are_those_of_one_device(tmp_path, base, moved):
         return [record["loss"] for record in finetune(settings, **stop).metrics]
 
     expected = losses(one)
-    many = losses(on("many", fsdp=2, expert=4))
+    many = losses(on("many", data=2, fsdp=4))
     np.testing.assert_allclose(many, expected, rtol=1e-4)
     with pytest.raises(InterruptedError):
-        losses(on("killed", fsdp=2, expert=4), on_step=die_at_step_three)
+        losses(on("killed", data=2, fsdp=4), on_step=die_at_step_three)
     shutil.copytree(tmp_path / "killed", tmp_path / "moved")
-    assert losses(on("killed", fsdp=2, expert=4)) == many
+    assert losses(on("killed", data=2, fsdp=4)) == many
     np.testing.assert_allclose(losses(on("moved", **moved)), expected, rtol=1e-4)
     read = [model_of_run(tmp_path / "many", dtype=jnp.float32, mesh=mesh) for mesh in (None, make_mesh(fsdp=4, context=2))]
     leaves = (jax.tree.leaves(nnx.state(model, nnx.LoRAParam)) for model in read)

@@ -1,6 +1,7 @@
 """Layers go straight to the ranks of a pipe, come back as the same files, and move between pipes."""
 
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -33,8 +34,8 @@ def assert_same_layout_and_bits(ours, theirs):
 def folder(tmp_path_factory):
     """A checkpoint of three layers in bf16, with zeros of both signs."""
     model = random_model(three_layers(), jnp.bfloat16)
-    for leaf in jax.tree.leaves(nnx.state(model, nnx.Param), is_leaf=lambda x: isinstance(x, nnx.Variable)):
-        leaf[...] = jnp.where(jnp.abs(leaf[...]) < 0.01, -0.0, leaf[...])
+    with_zeros = jax.jit(partial(jax.tree.map, lambda x: jnp.where(jnp.abs(x) < 0.01, -0.0, x)))
+    nnx.update(model, with_zeros(nnx.state(model, nnx.Param)))
     path = tmp_path_factory.mktemp("checkpoint") / "model"
     moe_jax.save_pretrained(model, path, progress=False)
     return path

@@ -21,12 +21,13 @@ from tests.helpers import tiny
 from tests.helpers.meshes import laid_out
 
 SETTINGS = PolicySettings(samples=4, max_new_tokens=6)
+LORA, WITH_REFERENCE = adapters.LoraSettings(rank=2), replace(SETTINGS, beta=0.1)
 PROMPTS = [(key, {"prompt": text}) for key, text in enumerate(["a b c d e", "what was ", "1 2 3 4 5"])]
 
 
-def policy_on(sizes, settings=SETTINGS, lora=None):
+def policy_on(sizes, make_model=tiny.dense, settings=SETTINGS, lora=None):
     devices = int(np.prod(list(sizes.values()), dtype=int))
-    model = tiny.model()
+    model = make_model()
     if lora is not None:
         adapters.add_lora(model, lora, rngs=nnx.Rngs(1))
     limits = EngineLimits(
@@ -73,14 +74,18 @@ def one_device():
     "sizes, name",
     [
         (dict(fsdp=2), "full"),
+        pytest.param(dict(fsdp=2), "experts", marks=pytest.mark.thorough),
         pytest.param(dict(data=2), "adapters", marks=pytest.mark.thorough),
-        pytest.param(dict(data=2, fsdp=2), "full", marks=pytest.mark.thorough),
+        pytest.param(dict(data=2, fsdp=2), "experts", marks=pytest.mark.thorough),
         pytest.param(dict(fsdp=2), "adapters", marks=pytest.mark.thorough),
     ],
     ids=str,
 )
 def test_answers_and_steps_are_those_of_one_device(one_device, sizes, name):
-    options = dict(lora=adapters.LoraSettings(rank=2), settings=replace(SETTINGS, beta=0.1)) if name == "adapters" else {}
+    options = {
+        "experts": dict(make_model=tiny.model),
+        "adapters": dict(make_model=tiny.model, lora=LORA, settings=WITH_REFERENCE),
+    }.get(name, {})
     answers, metrics, params = one_device(name, **options)
     with closing(policy_on(sizes, **options)) as policy:
         served = jax.tree.leaves(nnx.state(policy.drawing_model()))
@@ -118,6 +123,7 @@ def test_each_device_audits_rows_of_its_own(monkeypatch, rng):
     np.testing.assert_array_equal(found[1][1], found[0][1])
 
 
+@pytest.mark.thorough
 def test_a_run_continues_after_a_failure(tmp_path):
     """A judge fails in the second rollout, after a checkpoint: rewards, losses and weights are an unbroken run's."""
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("a b", "what", "x = 1")))

@@ -36,7 +36,7 @@ def test_the_reward_rises_and_an_interrupted_run_has_equal_bits(tmp_path):
         return [float(np.mean(np.asarray(tokens) < 128)) for tokens in completion_ids]
 
     def run(chosen):
-        return grpo(chosen, rewards=[small_tokens], model=tiny.model(), tokenizer=tiny.tokenizer())
+        return grpo(chosen, rewards=[small_tokens], model=tiny.dense(), tokenizer=tiny.tokenizer())
 
     whole = run(settings(tmp_path, "whole"))
     first, *_ = whole.metrics

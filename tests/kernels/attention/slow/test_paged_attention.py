@@ -6,11 +6,15 @@ import numpy as np
 import pytest
 
 from moe_jax.kernels.attention.api import attention
-from moe_jax.kernels.attention.paged import PAGE_SIZE, PagedQueries, mosaic, paged_attention
+from moe_jax.kernels.attention.paged import PAGE_SIZE, PagedQueries, mosaic
+from moe_jax.kernels.attention.paged import paged_attention as paged_attention_of_operations
 from moe_jax.kernels.attention.paged.fp8 import FP8Pages, quantised, read
 from moe_jax.layers.attend import with_sinks
 from tests.helpers import seeds
+from tests.helpers.compiled_steps import whole
 from tests.kernels.attention.test_paged_attention import SCALE
+
+paged_attention = whole(paged_attention_of_operations)
 
 
 def make(rng, counts, num_keys, heads, kv_heads, key_dim, value_dim, *, shared=0, padding=0, dtype=jnp.float32):
@@ -42,28 +46,25 @@ def first_single(counts):
 
 def by_rows(q, keys, values, queries, window=None, sinks=None):
     """`attention` of each row's queries to the row's keys, copied out of their pages."""
+    q, keys, values, first, table = map(np.asarray, (q, keys, values, queries.first_query, queries.page_table))
     out = np.zeros((*q.shape[:2], values.shape[3]), np.float32)
-    first = np.asarray(queries.first_query)
     for row, num_keys in enumerate(np.asarray(queries.num_keys)):
         start, end = first[row], first[row + 1]
         if start == end:
             continue
-        table = queries.page_table[row, : -(-num_keys // PAGE_SIZE)]
-        k, v = (jnp.moveaxis(a[table], 1, 2).reshape(1, -1, a.shape[1], a.shape[3])[:, :num_keys] for a in (keys, values))
-        one = jnp.ones((1, end - start), jnp.int32), jnp.ones((1, num_keys), jnp.int32)
-        found = attention(
-            q[None, start:end].astype(jnp.float32),
-            k.astype(jnp.float32),
-            v.astype(jnp.float32),
+        pages = table[row, : -(-num_keys // PAGE_SIZE)]
+        k, v = (np.moveaxis(a[pages], 1, 2).reshape(1, -1, a.shape[1], a.shape[3])[:, :num_keys] for a in (keys, values))
+        found = whole(attention)(
+            *(a.astype(np.float32) for a in (q[None, start:end], k, v)),
             scale=SCALE,
-            query_segment_ids=one[0],
-            key_segment_ids=one[1],
+            query_segment_ids=np.ones((1, end - start), np.int32),
+            key_segment_ids=np.ones((1, num_keys), np.int32),
             query_offset=int(num_keys - (end - start)),
             window=window,
             backend="xla",
             return_lse=sinks is not None,
         )
-        out[start:end] = (found if sinks is None else with_sinks(*found, sinks))[0]
+        out[start:end] = (found if sinks is None else whole(with_sinks)(*found, sinks))[0]
     return out
 
 
@@ -79,7 +80,7 @@ def by_rows(q, keys, values, queries, window=None, sinks=None):
 )
 def test_equals_attention(rng, counts, num_keys, window):
     q, keys, values, queries = make(rng, counts, num_keys, 4, 2, 16, 8, padding=3)
-    out = jax.jit(lambda *a, window: paged_attention(*a, scale=SCALE, window=window))(q, keys, values, queries, window=window)
+    out = paged_attention(q, keys, values, queries, scale=SCALE, window=window)
     np.testing.assert_allclose(out[:-3], by_rows(q, keys, values, queries, window)[:-3], atol=3e-6)
     assert np.isfinite(out).all()
 

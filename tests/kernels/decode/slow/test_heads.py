@@ -10,6 +10,7 @@ from moe_jax.kernels.decode.heads import HeadNorms, NewTokens, chunk_heads_to_pa
 from moe_jax.layers.norm import rms_norm
 from moe_jax.layers.rope import RopeTables, apply_rope
 from tests.helpers import seeds
+from tests.helpers.compiled_steps import whole
 from tests.helpers.h200 import needs_compiler, run_script
 
 HEADS, KV_HEADS, EPS = 4, 2, 1e-6
@@ -20,8 +21,8 @@ def _check(found, projections, norms, cos, sin, page, offset, keys, values):
     found_q, found_keys, found_values = found
     heads = projections.reshape(1, len(page), -1, 128)
     rope = RopeTables(cos[None], sin[None])
-    q = apply_rope(rms_norm(heads[:, :, :HEADS], norms.q, EPS), rope)[0]
-    k = apply_rope(rms_norm(heads[:, :, HEADS:-KV_HEADS], norms.k, EPS), rope)[0]
+    normed = whole(lambda heads, weight, rope: apply_rope(rms_norm(heads, weight, EPS), rope)[0])
+    q, k = normed(heads[:, :, :HEADS], norms.q, rope), normed(heads[:, :, HEADS:-KV_HEADS], norms.k, rope)
     for got, expected in ((found_q, q), (found_keys, keys.at[page, :, offset].set(k))):
         got, expected = np.asarray(got, np.float32), np.asarray(expected, np.float32)
         np.testing.assert_allclose(got, expected, rtol=2**-7, atol=2**-6)
@@ -47,7 +48,7 @@ def _new_tokens(cos, sin, page, offset):
 def test_heads_to_pages():
     splits, norms, cos, sin, pages = _make(seeds.rng(), 5)
     page, offset = jnp.asarray([3, 1, 1, 2, 0], jnp.int32), jnp.asarray([5, 0, 1, 63, 0], jnp.int32)
-    found = heads_to_pages(splits, norms, _new_tokens(cos, sin, page, offset), *pages, eps=EPS)
+    found = whole(heads_to_pages)(splits, norms, _new_tokens(cos, sin, page, offset), *pages, eps=EPS)
     _check(found, splits.sum(axis=0).astype(jnp.bfloat16), norms, cos, sin, page, offset, *pages)
 
 
@@ -60,11 +61,11 @@ def test_pages_in_fp8(write):
     index = jnp.arange(tokens, dtype=jnp.int32)
     new = _new_tokens(cos, sin, 1 + index % 5, index)
     projections = splits if write is heads_to_pages else splits[0].astype(jnp.bfloat16)
-    q, *wanted = write(projections, norms, new, *pages, eps=EPS)
-    found_q, *found = write(projections, norms, new, *(FP8Pages(*quantised(each)) for each in pages), eps=EPS)
+    q, *wanted = whole(write)(projections, norms, new, *pages, eps=EPS)
+    found_q, *found = whole(write)(projections, norms, new, *(FP8Pages(*quantised(each)) for each in pages), eps=EPS)
     np.testing.assert_array_equal(found_q, q)
-    for in_fp8, whole in zip(found, wanted, strict=True):
-        jax.tree.map(np.testing.assert_array_equal, in_fp8, FP8Pages(*quantised(whole)))
+    for in_fp8, wide in zip(found, wanted, strict=True):
+        jax.tree.map(np.testing.assert_array_equal, in_fp8, FP8Pages(*quantised(wide)))
 
 
 def test_chunk_heads_to_pages():
@@ -73,7 +74,7 @@ def test_chunk_heads_to_pages():
     places = jnp.concatenate([5 * 64 + jnp.arange(7, 57), 2 * 64 + jnp.arange(60, 80)]).astype(jnp.int32)
     page, offset = places // 64, places % 64
     projections = splits[0].astype(jnp.bfloat16)
-    found = chunk_heads_to_pages(projections, norms, _new_tokens(cos, sin, page, offset), *pages, eps=EPS)
+    found = whole(chunk_heads_to_pages)(projections, norms, _new_tokens(cos, sin, page, offset), *pages, eps=EPS)
     _check(found, projections, norms, cos, sin, page, offset, *pages)
 
 

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 from moe_jax.kernels.decode.plan_rows import place_rows, plan_rows
-from moe_jax.kernels.experts.routing import plan, plan_of_few
 from tests.helpers import seeds
+from tests.helpers.compiled_steps import plan, plan_of_few
 
 EXPERTS, K, LAYER = 128, 4, 2
 

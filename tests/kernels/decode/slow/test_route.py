@@ -7,6 +7,7 @@ import pytest
 from moe_jax.kernels.decode.route import route_rows
 from moe_jax.layers.router import route
 from tests.helpers import seeds
+from tests.helpers.compiled_steps import whole
 
 TOKENS, EXPERTS, K = 4, 256, 3
 
@@ -16,8 +17,8 @@ def test_choice(divide_by_sum):
     rng = seeds.rng()
     splits = rng.integers(-4, 4, size=(2, TOKENS, EXPERTS)).astype(np.float32)  # many equal sums
     valid = np.asarray([True, True, False, True])
-    found = route_rows(jnp.asarray(splits), jnp.asarray(valid), k=K, divide_by_sum=divide_by_sum)
-    expected = route(jnp.asarray(splits.sum(axis=0)), K, divide_by_sum)
+    found = whole(route_rows)(jnp.asarray(splits), jnp.asarray(valid), k=K, divide_by_sum=divide_by_sum)
+    expected = whole(route)(jnp.asarray(splits.sum(axis=0)), K, divide_by_sum)
     np.testing.assert_allclose(found.weights[:, :K], expected.weights, rtol=1e-5)
     np.testing.assert_array_equal(found.experts[valid, :K], expected.experts[valid])
     np.testing.assert_array_equal(found.experts[~valid], EXPERTS)

@@ -9,7 +9,7 @@ import pytest
 
 from moe_jax.kernels.experts import mosaic, xla
 from moe_jax.kernels.experts.backends import OuterPart, grouped_outer_of_parts
-from moe_jax.kernels.experts.routing import plan
+from tests.helpers.compiled_steps import plan, whole
 
 
 def even(rng, tokens, experts, k):
@@ -108,11 +108,11 @@ def test_narrow_dtypes_sum_in_f32(rng, dtype):
     p = plan(jnp.zeros((4096, 1), jnp.int32), 2)
     ones = jnp.ones((4096, 3), dtype)
     values = jnp.asarray(rng.uniform(0.5, 1.5, (4096, 2)), dtype)
-    dw = xla.grouped_outer(values, ones, p, jnp.dtype(dtype))
+    dw = whole(xla.grouped_outer)(values, ones, p, jnp.dtype(dtype))
     assert dw.dtype == dtype
     want = np.asarray(values, np.float64).sum(0)[:, None] * np.ones((1, 3))
     np.testing.assert_allclose(np.asarray(dw[0], np.float64), want, rtol=2.0**-8 if dtype == "bfloat16" else 2.0**-11)
-    y = xla.grouped_matmul(values.T, ones.T[None], plan(jnp.zeros((2, 1), jnp.int32), 1))
+    y = whole(xla.grouped_matmul)(values.T, ones.T[None], plan(jnp.zeros((2, 1), jnp.int32), 1))
     np.testing.assert_allclose(np.asarray(y, np.float64), want, rtol=2.0**-8 if dtype == "bfloat16" else 2.0**-11)
 
 
@@ -124,7 +124,7 @@ def test_products_of_parts_are_summed_in_f32_and_rounded_once(backend):
         p = plan(jnp.zeros((1, 1), jnp.int32), 2, mosaic.ROW_ALIGNMENT)
         a = jnp.zeros((p.num_rows, 128), jnp.bfloat16).at[0].set(value)
         parts.append(OuterPart(a, jnp.zeros((p.num_rows, 128), jnp.bfloat16).at[0].set(1), p))
-    dw = grouped_outer_of_parts(backend, parts, jnp.bfloat16)
+    dw = whole(grouped_outer_of_parts)(backend, parts, jnp.bfloat16)
     np.testing.assert_array_equal(np.asarray(dw[0], np.float32), jnp.bfloat16(259.5).astype(np.float32))
     assert not np.asarray(dw[1]).any()
 
@@ -142,7 +142,7 @@ def test_products_of_parts_are_added_to_what_is_there(rng, backend):
             a[row], b[row] = (rng.integers(-4, 5, array.shape[1]) for array in (a, b))
             expected[expert] += np.outer(a[row], b[row])
         parts.append(OuterPart(jnp.asarray(a, jnp.bfloat16), jnp.asarray(b, jnp.bfloat16), p))
-    total = np.asarray(grouped_outer_of_parts(backend, parts, jnp.float32, before))
+    total = np.asarray(whole(grouped_outer_of_parts)(backend, parts, jnp.float32, before))
     np.testing.assert_allclose(total, expected, rtol=0, atol=1e-5)
     np.testing.assert_array_equal(total[3].view(np.int32), expected[3].view(np.int32))
 

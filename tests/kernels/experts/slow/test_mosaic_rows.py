@@ -6,7 +6,7 @@ import pytest
 
 from moe_jax import kernels
 from moe_jax.kernels.experts import mosaic
-from moe_jax.kernels.experts.routing import plan
+from tests.helpers.compiled_steps import plan
 from tests.helpers.expert_layers import (
     ROUTINGS,
     SMALL,

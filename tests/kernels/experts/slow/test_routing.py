@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_jax.kernels.experts import routing
-from moe_jax.kernels.experts.routing import int32_ids, plan, plan_of_few
+from moe_jax.kernels.experts.routing import int32_ids
+from tests.helpers.compiled_steps import plan, plan_of_few
 
 SIZES = st.sampled_from([(0, 4, 2), (1, 1, 1), (7, 9, 5), (40, 3, 2)])
 """Tokens, experts, k: few, since each is compiled."""
@@ -22,7 +23,11 @@ def all_ways(request):
             patch.setattr(routing, "PAIRS_TO_COMPARE", -1)
             patch.setattr(routing, "PAIRS_TO_COUNT", -1 if request.param == "pairs sorted" else 2**16)
             patch.setattr(routing, "PAIRS_OF_A_BLOCK", 4)
+        for each in (plan, plan_of_few):
+            each.clear_cache()
         yield
+    for each in (plan, plan_of_few):
+        each.clear_cache()
 
 
 @settings(max_examples=25, deadline=None)
@@ -76,7 +81,7 @@ def test_aligned_rows_hold_every_pair_once_in_the_same_order(sizes, alignment, s
 @settings(max_examples=20, deadline=None)
 @given(
     tokens=st.sampled_from([1, 30]),
-    max_pairs=st.sampled_from([1, 7, 40, 200]),
+    max_pairs=st.sampled_from([1, 40, 200]),
     alignment=st.sampled_from([1, 64]),
     seed=st.integers(0, 2**32 - 1),
 )

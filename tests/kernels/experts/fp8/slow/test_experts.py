@@ -5,11 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moe_jax.kernels import Precision, experts_mlp, quantise_matrices
+from moe_jax.kernels import Precision, experts_mlp
 from moe_jax.kernels.experts.fp8.passes import quantise_experts
 from moe_jax.kernels.experts.fp8.quantise import InFp8
 from moe_jax.kernels.experts.weights import Accumulators
 from tests.helpers import expert_layers, oracle, seeds
+from tests.helpers.compiled_steps import quantise_matrices
 from tests.helpers.expert_layers import Form, compute
 
 TOKENS, EXPERTS, K, HIDDEN, INTER = 128, 4, 2, 256, 128

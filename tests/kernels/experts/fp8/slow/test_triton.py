@@ -11,14 +11,14 @@ from jax.sharding import AbstractDevice, AbstractMesh
 
 import moe_jax
 from moe_jax.checkpoint.hf_load import from_pretrained
-from moe_jax.kernels import Precision, experts_mlp, quantise_matrices
+from moe_jax.kernels import Precision, experts_mlp
 from moe_jax.kernels.experts.fp8 import backends, xla
 from moe_jax.kernels.experts.fp8 import triton as ours
-from moe_jax.kernels.experts.fp8.quantise import QuantisedMatrices, QuantisedRows, quantise_rows
-from moe_jax.kernels.experts.routing import plan
+from moe_jax.kernels.experts.fp8.quantise import QuantisedMatrices, QuantisedRows
 from moe_jax.kernels.experts.triton import launch
 from tests.helpers import expert_layers, seeds
 from tests.helpers.checkpoint_helpers import write_fp8
+from tests.helpers.compiled_steps import plan, quantise_matrices, quantise_rows, whole
 from tests.helpers.expert_layers import SUM_ERROR_IN_FP8, relative_error, rows_with_a_pair
 from tests.helpers.triton_without_gpu import compiled_without_spills, needs_triton, pretend_hopper, recorded_calls
 
@@ -46,18 +46,18 @@ def test_passes(runs, routing, tokens):
     stacks = [QuantisedMatrices(*(jnp.stack([part * 0, part]) for part in w)) for w in (gate_up, down)]
     p = plan(chosen, EXPERTS)
     in_stack, rows = dataclasses.replace(p, layer=jnp.int32(1)), rows_with_a_pair(p)
-    h, act = xla.gated_matmul(xla.rows_of_tokens(x, p), gate_up, p)
-    our_h, our_act = ours.gated_matmul(ours.rows_of_tokens(x, p), stacks[0], in_stack)
+    h, act = whole(xla.gated_matmul)(whole(xla.rows_of_tokens)(x, p), gate_up, p)
+    our_h, our_act = whole(ours.gated_matmul)(whole(ours.rows_of_tokens)(x, p), stacks[0], in_stack)
     _assert_near(our_h, h, rows)
     # Sums in another order move a scale by their own error, and few values to the other side of a tie.
     np.testing.assert_allclose(
         np.asarray(our_act.scales)[:, rows], np.asarray(act.scales)[:, rows], rtol=1e-4 + SUM_ERROR_IN_FP8
     )
     assert np.mean((np.asarray(our_act.values) != np.asarray(act.values))[rows]) < 1e-3 + 16 * SUM_ERROR_IN_FP8
-    nothing, same_act = ours.gated_matmul(ours.rows_of_tokens(x, p), gate_up, p, keep_h=False)
+    nothing, same_act = whole(ours.gated_matmul)(whole(ours.rows_of_tokens)(x, p), gate_up, p, keep_h=False)
     assert nothing is None
     _assert_same_bits(same_act, our_act, rows)
-    _assert_near(ours.grouped_matmul(act, stacks[1], in_stack), xla.grouped_matmul(act, down, p), rows)
+    _assert_near(whole(ours.grouped_matmul)(act, stacks[1], in_stack), whole(xla.grouped_matmul)(act, down, p), rows)
 
 
 @needs_triton
@@ -73,8 +73,8 @@ def test_rounding(runs):
     scale_of_one = lambda *shape: jnp.ones(shape, jnp.float32)  # noqa: E731
     tokens = QuantisedRows(x.astype(jnp.float8_e4m3fn), scale_of_one(HIDDEN // 128, 40))
     gate_up = QuantisedMatrices(jnp.asarray(w, jnp.float8_e4m3fn), scale_of_one(EXPERTS, 2 * INTER // 128, HIDDEN // 128))
-    _, act = xla.gated_matmul(xla.rows_of_rounded(tokens, p), gate_up, p)
-    _, our_act = ours.gated_matmul(tokens, gate_up, p)
+    _, act = whole(xla.gated_matmul)(whole(xla.rows_of_rounded)(tokens, p), gate_up, p)
+    _, our_act = whole(ours.gated_matmul)(tokens, gate_up, p)
     is_finite = np.asarray(p.token_of_row) != 3
     _assert_same_bits(our_act, act, is_finite)
     assert np.unique(np.asarray(act.scales)[:, is_finite]).size > 30
@@ -90,7 +90,7 @@ def test_promotion(runs):
     a = quantise_rows(jnp.asarray(rng.random((p.num_rows, 1024)) * decades, jnp.float32))
     w = quantise_matrices(jnp.asarray(rng.random((EXPERTS, 256, 1024)), jnp.float32))
     w = w._replace(scales=w.scales * 10.0 ** rng.integers(-3, 4, w.scales.shape))
-    _assert_near(ours.grouped_matmul(a, w, p), xla.grouped_matmul(a, w, p), rows_with_a_pair(p))
+    _assert_near(whole(ours.grouped_matmul)(a, w, p), whole(xla.grouped_matmul)(a, w, p), rows_with_a_pair(p))
 
 
 @needs_triton
@@ -99,7 +99,7 @@ def test_a_dense_matrix(runs):
     rng = seeds.rng()
     x, w = (jnp.asarray(rng.normal(size=(rows, 256)), jnp.bfloat16) for rows in (90, 128))
     rounded = quantise_matrices(w)
-    _assert_near(ours.matmul_of_tokens(x, rounded), xla.matmul_of_tokens(x, rounded), slice(None))
+    _assert_near(whole(ours.matmul_of_tokens)(x, rounded), whole(xla.matmul_of_tokens)(x, rounded), slice(None))
 
 
 @needs_triton
@@ -143,8 +143,8 @@ def test_a_stored_model(runs, monkeypatch, caplog, tmp_path):
 def test_no_rows(runs):
     p = plan(jnp.zeros((0, K), jnp.int32), EXPERTS)
     gate_up, down = (quantise_matrices(jnp.ones((EXPERTS, *shape))) for shape in ((2 * INTER, HIDDEN), (HIDDEN, INTER)))
-    h, act = ours.gated_matmul(ours.rows_of_tokens(jnp.zeros((0, HIDDEN), jnp.bfloat16), p), gate_up, p)
-    assert h.shape == (0, 2 * INTER) and ours.grouped_matmul(act, down, p).shape == (0, HIDDEN)
+    h, act = whole(ours.gated_matmul)(whole(ours.rows_of_tokens)(jnp.zeros((0, HIDDEN), jnp.bfloat16), p), gate_up, p)
+    assert h.shape == (0, 2 * INTER) and whole(ours.grouped_matmul)(act, down, p).shape == (0, HIDDEN)
 
 
 @pytest.mark.parametrize("capability, works", [("8.0", False), ("8.6", False), ("8.9", True), ("10.0", True)])

@@ -8,18 +8,9 @@ import numpy as np
 import pytest
 
 from moe_jax.kernels.experts.fp8 import xla
-from moe_jax.kernels.experts.fp8.quantise import (
-    INVERSE_LARGEST,
-    LEAST_MAXIMUM,
-    QuantisedRows,
-    dequantised_rows,
-    quantise_matrices,
-    quantise_rows,
-    transposed,
-)
-from moe_jax.kernels.experts.routing import plan
-from moe_jax.kernels.experts.separate_vjps import weight_of_row
+from moe_jax.kernels.experts.fp8.quantise import INVERSE_LARGEST, LEAST_MAXIMUM, QuantisedRows, transposed
 from tests.helpers import expert_layers, seeds
+from tests.helpers.compiled_steps import dequantised_rows, plan, quantise_matrices, quantise_rows, weight_of_row, whole
 from tests.helpers.expert_layers import SUM_ERROR_IN_FP8, dequantised_matrices
 
 EXPERTS, K, HIDDEN, INTER = 4, 2, 256, 128
@@ -90,7 +81,7 @@ def _assert_near(found, sums):
 def test_rows_without_a_pair_are_zeros():
     x = jnp.ones((3, HIDDEN), jnp.bfloat16)
     p = plan(jnp.array([[0], [2], [7]]), EXPERTS, 8)
-    rows = xla.rows_of_tokens(x, p)
+    rows = whole(xla.rows_of_tokens)(x, p)
     is_pair = np.asarray(p.pair_of_row) < 3
     assert is_pair.sum() == 3 and np.all(np.asarray(rows.values, np.float32)[is_pair] == 448)
     assert np.all(np.asarray(rows.values, np.float32)[~is_pair] == 0)
@@ -103,6 +94,7 @@ def test_a_row_does_not_depend_on_others():
     x, w, _, _, chosen = expert_layers.make_layer(rng, "random", 48, EXPERTS, 1, HIDDEN, INTER)
     chosen = chosen.at[1].set(chosen[0])
 
+    @jax.jit
     def first_row(x, chosen):
         p = plan(chosen, EXPERTS, 8)
         h, act = xla.gated_matmul(xla.rows_of_tokens(x, p), quantise_matrices(w), p)
@@ -120,7 +112,7 @@ def test_extremes():
     x = jnp.ones((5, HIDDEN), jnp.float32)
     x = x.at[0].set(0).at[1, 3].set(jnp.inf).at[2, 200].set(jnp.nan).at[3].set(1e-28)
     w = quantise_matrices(jnp.ones((1, 128, HIDDEN)))
-    y = xla.grouped_matmul(quantise_rows(x), w, plan(jnp.zeros((5, 1), jnp.int32), 1))
+    y = whole(xla.grouped_matmul)(quantise_rows(x), w, plan(jnp.zeros((5, 1), jnp.int32), 1))
     y = np.asarray(y, np.float32)[:, 0]
     assert y[0] == 0 and np.isnan(y[1]) and np.isnan(y[2])
     np.testing.assert_allclose(y[3:], [HIDDEN * 1e-28, HIDDEN], rtol=2**-8)
@@ -132,8 +124,8 @@ def test_a_layer_of_a_stack():
     rows = quantise_rows(jnp.asarray(rng.normal(size=(8, HIDDEN)), jnp.float32))
     p = plan(jnp.asarray(rng.integers(0, EXPERTS, (8, 1))), EXPERTS)
     layer = jnp.int32(1)
-    in_stack = xla.grouped_matmul(rows, w, dataclasses.replace(p, layer=layer))
-    alone = xla.grouped_matmul(rows, jax.tree.map(lambda a: a[1], w), p)
+    in_stack = whole(xla.grouped_matmul)(rows, w, dataclasses.replace(p, layer=layer))
+    alone = whole(xla.grouped_matmul)(rows, jax.tree.map(lambda a: a[1], w), p)
     np.testing.assert_array_equal(np.asarray(in_stack, np.float32), np.asarray(alone, np.float32))
 
 
