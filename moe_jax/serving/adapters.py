@@ -141,7 +141,7 @@ def read_stacks(config: ModelConfig, adapter: str | Path | Decoder, max_rank: in
         if adapter.config != config:
             raise ValueError("the adapter's model must have the same config as the engine's; it has another one")
         stacks = [
-            Stack(target, *(host_array(target.in_order(factor[...])) for factor in (found.a, found.scale * found.b[...])))
+            Stack(target, host_array(target.in_order(found.factors.a)), host_array(target.in_order(found.factors.b)))
             for target in targets_of(adapter)
             if (found := target.found) is not None
         ]
@@ -205,10 +205,8 @@ def empty_factors(sites: list[Site], room: int, max_rank: int, dtype: DTypeLike)
 
 def factors_of(stacks: Sequence[Stack], config: ModelConfig, sites: list[list[Site]], max_rank: int) -> list[LayerFactors]:
     """Returns an adapter's factors for each layer as the table has them, without the table's first axis, on the host."""
-    found = [
-        {key: SiteFactors(*(np.zeros(like.shape[1:], np.float32) for like in each)) for key, each in of_layer.items()}
-        for of_layer in (jax.eval_shape(partial(empty_factors, of_layer, 1, max_rank, jnp.float32)) for of_layer in sites)
-    ]
+    likes = jax.eval_shape(lambda: [empty_factors(of_layer, 1, max_rank, jnp.float32) for of_layer in sites])
+    found: list[LayerFactors] = jax.tree.map(lambda like: np.zeros(like.shape[1:], np.float32), likes)
     for stack in stacks:
         first = config.stages[int(str(stack.target.path[1]))].first_layer
         for number, (a, b) in enumerate(zip(stack.a, stack.b, strict=True), first):
