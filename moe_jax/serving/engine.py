@@ -332,11 +332,11 @@ class Engine:
 
     def _add(self, requests: list[list[Sequence]], *, limited: bool) -> None:
         """Adds requests to the loop, with the adapters that they name."""
-        adapted = [each for each in itertools.chain(*requests) if each.options.adapter is not None]
+        adapted = [(each, name) for each in itertools.chain(*requests) if (name := each.options.adapter) is not None]
         # Else an adapter could lose its place after a request has found it. Others need not wait while one is loaded.
         with self._adapters.lock if adapted else contextlib.nullcontext():
-            for sequence in adapted:
-                sequence.adapter = self._adapters.find(sequence.options.adapter)
+            for sequence, name in adapted:
+                sequence.adapter = self._adapters.find(name)
             self._loop.add(requests, limited=limited)
 
     def _request(self, prompt: list[int], options: SamplingOptions) -> tuple[Handle, list[Sequence]]:
