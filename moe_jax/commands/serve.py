@@ -152,14 +152,14 @@ class ServeCommand:
         Raises:
           ValueError: one has another form, or a name is taken; or there are more than --max-adapters.
         """
-        pairs = [(name, folder) for name, _, folder in (each.partition("=") for each in self.adapters)]
-        taken = {settings.model_name, *settings.other_names}
-        for each, (name, folder) in zip(self.adapters, pairs, strict=True):
+        found: dict[str, str] = {}
+        for each in self.adapters:
+            name, _, folder = each.partition("=")
             if not name or not folder:
                 raise ValueError(f"--adapters must be NAME=FOLDER, as in french=runs/french/adapter; got {each!r}")
-            if name in taken:
+            if name in (settings.model_name, *settings.other_names, *found):
                 raise ValueError(f"--adapters: there is already a model or an adapter {name!r}; choose another name")
-            taken.add(name)
-        if self.max_adapters is not None and len(pairs) > self.max_adapters:
-            raise ValueError(f"--max-adapters must be at least {len(pairs)}, the number of --adapters; got {self.max_adapters}")
-        return dict(pairs)
+            found[name] = folder
+        if self.max_adapters is not None and len(found) > self.max_adapters:
+            raise ValueError(f"--max-adapters must be at least {len(found)}, the number of --adapters; got {self.max_adapters}")
+        return found

@@ -6,10 +6,10 @@ own, and multiplies by the second factors. So rows of any adapters, and rows wit
 (https://arxiv.org/abs/2310.18547) and S-LoRA (https://arxiv.org/abs/2311.03285) serve adapters in one batch too.
 """
 
+import contextlib
 import itertools
 import threading
-from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -49,57 +49,50 @@ class AdapterTable:
     An adapter that was unloaded, or whose name has another one now, keeps its place until no request uses it.
 
     Attributes:
-      lock: held while adapters change, and while requests that name one are added.
+      lock: held while a method is called, until requests that name an adapter are added.
     """
 
     def __init__(self, room: int):
-        self._places: list[NamedAdapter | None] = [None] * room
-        self._named: OrderedDict[str, NamedAdapter] = OrderedDict()
-        """The least recently used first."""
-        self._versions = itertools.count(1)
         self.lock = threading.Lock()
+        self._places: list[NamedAdapter | None] = [None] * room
+        self._named: dict[str, NamedAdapter] = {}
+        """The least recently used first. Each change makes a new dict: `adapters` needs no lock."""
+        self._versions = itertools.count(1)
 
     @property
     def adapters(self) -> list[NamedAdapter]:
         """The adapters that requests may name, by name."""
         return sorted(self._named.values())
 
-    def find(self, name: str | None) -> NamedAdapter | None:
-        """Returns the adapter of this name; None without a name.
+    def find(self, name: str) -> NamedAdapter:
+        """Returns the adapter of this name for a request.
 
         Raises:
           ValueError: there is no such adapter.
         """
-        if name is not None and name not in self._named:
-            if not self._places:
-                raise ValueError(
-                    f"adapter {name!r} needs an engine with EngineLimits(max_adapters=...) of at least 1; it has 0"
-                )
+        if not self._places:
+            raise ValueError(f"adapter {name!r} needs an engine with EngineLimits(max_adapters=...) of at least 1; it has 0")
+        if (found := self._named.get(name)) is None:
             loaded = ", ".join(repr(each.name) for each in self.adapters) or "none"
             raise ValueError(f"adapter {name!r} is not loaded; loaded are: {loaded}")
-        return None if name is None else self._named[name]
-
-    def use(self, name: str | None) -> NamedAdapter | None:
-        """Does the same as `find`, for a request: the adapter is now the most recently used one."""
-        found = self.find(name)
-        if found is not None:
-            self._named.move_to_end(found.name)
+        self.forget(name)
+        self._named = {**self._named, name: found}
         return found
 
-    def placed(self, name: str, source: str, in_use: set[NamedAdapter | None]) -> NamedAdapter:
-        """Returns an adapter for a place that no request uses, and removes the one that was there; `name_it` adds it.
+    @contextlib.contextmanager
+    def placed(self, name: str, source: str, in_use: set[NamedAdapter | None]) -> Iterator[NamedAdapter]:
+        """Yields a new adapter with a place that no request uses. Requests may name it when the block has ended.
 
         It prefers a place without a name, then that of the adapter with this name, then the least recently used one.
 
         Raises:
           RuntimeError: requests use all places.
         """
+        order = list(self._named.values())
 
         def worth(number: int) -> int:
             old = self._places[number]
-            if old is None or self._named.get(old.name) != old:
-                return 0
-            return 1 if old.name == name else 2 + list(self._named).index(old.name)
+            return -2 if old not in order else -1 if old.name == name else order.index(old)
 
         free = [number for number, old in enumerate(self._places) if old is None or old not in in_use]
         if not free:
@@ -108,20 +101,17 @@ class AdapterTable:
                 "EngineLimits(max_adapters=...); try again when some have ended, or raise the limit"
             )
         number = min(free, key=worth)
-        old, self._places[number] = self._places[number], None
-        if old is not None and self._named.get(old.name) == old:
-            del self._named[old.name]
-        return NamedAdapter(name, number, next(self._versions), source)
-
-    def name_it(self, adapter: NamedAdapter) -> None:
-        """Lets requests name an adapter whose factors are on the devices."""
-        self._places[adapter.number] = self._named[adapter.name] = adapter
-        self._named.move_to_end(adapter.name)
+        if (old := self._places[number]) is not None and old in order:
+            self.forget(old.name)
+        self._places[number] = None
+        yield (adapter := NamedAdapter(name, number, next(self._versions), source))
+        self._places[number] = adapter
+        self.forget(name)
+        self._named = {**self._named, name: adapter}
 
     def forget(self, name: str) -> None:
-        """Removes a name; errors as in `find`."""
-        self.find(name)
-        del self._named[name]
+        """Removes a name, if it is there."""
+        self._named = {other: adapter for other, adapter in self._named.items() if other != name}
 
 
 def read_stacks(config: ModelConfig, adapter: str | Path | Decoder, max_rank: int, source: str | None = None) -> list[Stack]:
@@ -141,7 +131,7 @@ def read_stacks(config: ModelConfig, adapter: str | Path | Decoder, max_rank: in
         if adapter.config != config:
             raise ValueError("the adapter's model must have the same config as the engine's; it has another one")
         stacks = [
-            Stack(target, *(host_array(target.in_order(factor[...])) for factor in (found.a, found.scale * found.b[...])))
+            Stack(target, host_array(target.in_order(found.factors.a)), host_array(target.in_order(found.factors.b)))
             for target in targets_of(adapter)
             if (found := target.found) is not None
         ]
@@ -205,10 +195,8 @@ def empty_factors(sites: list[Site], room: int, max_rank: int, dtype: DTypeLike)
 
 def factors_of(stacks: Sequence[Stack], config: ModelConfig, sites: list[list[Site]], max_rank: int) -> list[LayerFactors]:
     """Returns an adapter's factors for each layer as the table has them, without the table's first axis, on the host."""
-    found = [
-        {key: SiteFactors(*(np.zeros(like.shape[1:], np.float32) for like in each)) for key, each in of_layer.items()}
-        for of_layer in (jax.eval_shape(partial(empty_factors, of_layer, 1, max_rank, jnp.float32)) for of_layer in sites)
-    ]
+    likes = jax.eval_shape(lambda: [empty_factors(of_layer, 1, max_rank, jnp.float32) for of_layer in sites])
+    found: list[LayerFactors] = jax.tree.map(lambda like: np.zeros(like.shape[1:], np.float32), likes)
     for stack in stacks:
         first = config.stages[int(str(stack.target.path[1]))].first_layer
         for number, (a, b) in enumerate(zip(stack.a, stack.b, strict=True), first):

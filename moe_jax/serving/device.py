@@ -368,8 +368,8 @@ class Device:
         decodes = max(len(plan.decodes) for plan in plans)
         tokens = max(sum(len(chunk.tokens) for chunk in plan.chunks) for plan in plans)
         drafts = max((decode.drafts for plan in plans for decode in plan.decodes), default=0)
-        rows = (row for plan in plans for row in (*plan.decodes, *plan.chunks))
-        wanted = decodes, tokens, drafts, any(row.sequence.adapter is not None for row in rows)
+        sequences = [row.sequence for plan in plans for rows in (plan.decodes, plan.chunks) for row in rows]
+        wanted = decodes, tokens, drafts, any(sequence.adapter is not None for sequence in sequences)
         return next(
             shape
             for shape in (self._chunk_shapes if tokens else self._decode_shapes)

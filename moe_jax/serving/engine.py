@@ -250,9 +250,9 @@ class Engine:
         stacks = read_stacks(self.config, adapter, self.limits.max_adapter_rank, self._source)
         source = "a model" if isinstance(adapter, Decoder) else str(adapter)
         with self._adapters.lock:
-            placed = self._adapters.placed(name, source, {each.adapter for each in self._loop.opened})
-            self._loop.on_each(lambda loop: loop.device.write_adapter(placed.number, stacks))
-            self._adapters.name_it(placed)
+            in_use = {sequence.adapter for sequence in self._loop.opened}
+            with self._adapters.placed(name, source, in_use) as placed:
+                self._loop.on_each(lambda loop: loop.device.write_adapter(placed.number, stacks))
 
     def unload_adapter(self, name: str) -> None:
         """Forgets an adapter. Requests that use it continue; its place is free when they have ended.
@@ -261,7 +261,7 @@ class Engine:
           ValueError: there is no adapter of this name.
         """
         with self._adapters.lock:
-            self._adapters.forget(name)
+            self._adapters.forget(self._adapters.find(name).name)
 
     @property
     def adapters(self) -> list[NamedAdapter]:
@@ -324,17 +324,19 @@ class Engine:
         for name, needs in (("stop", "stop texts need"), ("bad_words", "bad_words need"), ("grammar", "a grammar needs")):
             if getattr(options, name) and self.tokenizer is None:
                 raise ValueError(f"{needs} Engine(..., tokenizer=...)")
-        self._adapters.find(options.adapter)
+        if options.adapter is not None:
+            with self._adapters.lock:
+                self._adapters.find(options.adapter)
         warn_of_length(self.config, len(ids), options.max_new_tokens)
         return ids
 
     def _add(self, requests: list[list[Sequence]], *, limited: bool) -> None:
         """Adds requests to the loop, with the adapters that they name."""
-        named = any(sequence.options.adapter is not None for sequences in requests for sequence in sequences)
+        adapted = [(each, name) for each in itertools.chain(*requests) if (name := each.options.adapter) is not None]
         # Else an adapter could lose its place after a request has found it. Others need not wait while one is loaded.
-        with self._adapters.lock if named else contextlib.nullcontext():
-            for sequence in itertools.chain(*requests):
-                sequence.adapter = self._adapters.use(sequence.options.adapter)
+        with self._adapters.lock if adapted else contextlib.nullcontext():
+            for sequence, name in adapted:
+                sequence.adapter = self._adapters.find(name)
             self._loop.add(requests, limited=limited)
 
     def _request(self, prompt: list[int], options: SamplingOptions) -> tuple[Handle, list[Sequence]]:

@@ -92,7 +92,8 @@ def empty_rows(shape: StepShape) -> StepRows:
     decodes, chunk_tokens, chunks, max_pages, _, adapted = shape
     sizes = [(decodes,)] * 3 + [(chunks,)] * 5 + [(chunk_tokens,), (chunks, max_pages)]
     arrays: list[Any] = [np.zeros(size, np.int32) for size in sizes]
-    rows = StepRows(*arrays, np.full(decodes + chunks, -1, np.int32) if adapted else None)
+    arrays.append(np.full(decodes + chunks, -1, np.int32) if adapted else None)
+    rows = StepRows(*arrays)
     rows.decode_slots[:], rows.decode_pages[:], rows.chunk_slots[:] = -1, -1, -1
     return rows
 
@@ -105,7 +106,9 @@ def packed(rows: Sequence[StepRows]) -> np.ndarray:
 def unpacked(upload: Int[Array, "_"], shape: StepShape) -> StepRows:
     """Undoes `packed` for one device."""
     arrays, start = [], 0
-    for like in filter(lambda like: like is not None, empty_rows(shape)):
+    for like in empty_rows(shape):
+        if like is None:
+            continue
         size = math.prod(like.shape)
         arrays.append(upload[start : start + size].reshape(like.shape))
         start += size
@@ -119,11 +122,10 @@ def filled(plan: StepPlan, rows: StepRows) -> StepRows:
         columns = np.array([decode[1:4] for decode in plan.decodes], np.int32).T
         rows.decode_slots[:n], rows.decode_positions[:n], rows.decode_pages[:n] = columns
     if rows.adapters is not None:
-        first_row = {0: plan.decodes, len(rows.decode_slots): plan.chunks}
-        for first, own in first_row.items():
-            rows.adapters[first : first + len(own)] = [
-                -1 if (it := each.sequence.adapter) is None else it.number for each in own
-            ]
+        of_row = dict(enumerate(each.sequence for each in plan.decodes))
+        of_row |= dict(enumerate((each.sequence for each in plan.chunks), len(rows.decode_slots)))
+        for row, sequence in of_row.items():
+            rows.adapters[row] = -1 if sequence.adapter is None else sequence.adapter.number
     first = 0
     for i, chunk in enumerate(plan.chunks):
         count, pages = len(chunk.tokens), chunk.sequence.pages

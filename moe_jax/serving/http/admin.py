@@ -61,9 +61,9 @@ def _change_of_adapters(service: Service, body: dict[str, Any], path: str) -> Ca
         if service.check_model(name, "lora_name") is None:
             raise ApiError(400, f"{name!r:.80} is the model itself, not an adapter", param="lora_name")
         return lambda: service.engine.unload_adapter(name)
-    replaces, loaded = take(body, "load_inplace", bool, False), [adapter.name for adapter in service.engine.adapters]
-    if name in service.model_names or (name in loaded and not replaces):
-        remedy = "choose another name" if name in service.model_names else "load_inplace: true replaces it"
+    loaded = [] if take(body, "load_inplace", bool, False) else [adapter.name for adapter in service.engine.adapters]
+    if name in (*service.model_names, *loaded):
+        remedy = "load_inplace: true replaces it" if name in loaded else "choose another name"
         raise ApiError(400, f"there is already a model {name!r:.80}: {remedy}", param="lora_name")
     folder = _text(body, "lora_path", "a folder on the server, or a hub id")
     return lambda: service.engine.load_adapter(name, folder)

@@ -102,6 +102,21 @@ def test_drafts_adapters_and_forms_of_weights(form):
     check_tokens(*both(model, replace(DRAWN, prompt_logprobs=None), drafts=drafts))
 
 
+@pytest.mark.thorough
+def test_adapters_by_name():
+    """Each device has the table, and drafts from the text check drafts with the row's adapter."""
+    base = tiny.dense()
+    adapted = with_adapters(nnx.clone(base), targets=("attention",))
+    prompts = prompts_of(base, 3, 20, 9, 12)
+    expected = [moe_jax.generate(model, prompts, max_new_tokens=7) for model in (base, adapted)]
+    limits = replace(LIMITS, max_sequences=1, replicas=2, max_adapters=1, max_adapter_rank=6)
+    with closing(Engine(base, limits=limits, drafts="lookup:2", lazy=True)) as engine:
+        engine.load_adapter("french", adapted)
+        options = [SamplingOptions(max_new_tokens=7, ignore_eos=True, adapter=name) for name in (None, "french")]
+        found = engine.generate(prompts * 2, [each for each in options for _ in prompts])
+        assert [one.tokens for (one,) in found] == expected[0] + expected[1]
+
+
 def test_new_weights_and_sleep():
     """Each device gets them, keeps them when a training step donates the model's, and frees all its own in a sleep."""
     model, before = tiny.dense(), live_bytes()
