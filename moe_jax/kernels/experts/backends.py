@@ -2,7 +2,7 @@
 
 Every backend module offers the same names, which `xla` describes:
 
-- `grouped_matmul` and `grouped_outer`;
+- `grouped_matmul`, `grouped_outer` and `grouped_outer_of_parts`;
 - their fusions with the gated activation, `gated_matmul` and `gated_matmul_backward`;
 - `rows_of_tokens` before these, and `token_sums` after them;
 - `refusal`, `is_native` and `ROW_ALIGNMENT`.
@@ -11,17 +11,13 @@ Every backend module offers the same names, which `xla` describes:
 import functools
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from importlib import import_module
 from types import ModuleType
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
 
-from moe_jax.kernels.experts.routing import Plan, of_own_layer
-from moe_jax.kernels.precision import at_least_f32
 from moe_jax.kernels.shapes import EXPERT_NAMES
 from moe_jax.kernels.target import compute_capability
 
@@ -34,41 +30,6 @@ In f32 `xla` is before `triton`: on an H200 2.4 times as fast with exact product
 def implementation(backend: str) -> ModuleType:
     """Imports and returns a backend's module, on first use: Pallas Mosaic GPU takes a second to import."""
     return import_module(f"moe_jax.kernels.experts.{backend}")
-
-
-class OuterPart(NamedTuple):
-    """Operands of a `grouped_outer` for one group of tokens."""
-
-    a: Float[Array, "a_sources n"]
-    b: Float[Array, "b_sources m"]
-    plan: Plan
-    a_source_of_row: Int[Array, "rows"] | None = None
-    b_source_of_row: Int[Array, "rows"] | None = None
-
-
-def grouped_outer_of_parts(
-    backend: str,
-    parts: Sequence[OuterPart],
-    dtype: jnp.dtype,
-    accumulate_into: Float[Array, "*layers experts n m"] | None = None,
-) -> Float[Array, "*layers experts n m"]:
-    """Sums `grouped_outer` over groups of tokens with the same experts, in at least f32, rounded to `dtype` once.
-
-    The sum is added to `accumulate_into`, which has `dtype`, as in `grouped_outer`: in the same memory, unless something else
-    reads `accumulate_into` later. If the plans are of a layer of a stack, `accumulate_into` is the stack.
-    """
-    if backend == "mosaic":
-        return implementation(backend).grouped_outer_of_parts(parts, dtype, accumulate_into)
-    layer = parts[0].plan.layer
-    sum_dtype = dtype if len(parts) == 1 else at_least_f32(dtype)
-    total: Any = None if accumulate_into is None else of_own_layer(accumulate_into, parts[0].plan)
-    for part in parts:
-        sources = {"a_source_of_row": part.a_source_of_row, "b_source_of_row": part.b_source_of_row}
-        total = implementation(backend).grouped_outer(part.a, part.b, part.plan, sum_dtype, **sources, accumulate_into=total)
-    total = total.astype(dtype)
-    if accumulate_into is None or layer is None:
-        return total
-    return jax.lax.dynamic_update_index_in_dim(accumulate_into, total, layer, 0, allow_negative_indices=False)
 
 
 ENVIRONMENT_VARIABLE = "MOE_JAX_BACKEND"

@@ -119,6 +119,7 @@ def experts(
     of_tokens = parts[0].x.dtype, sizes["hidden"], sizes["inter"]
     fp8 = None if precision is None else resolve_fp8_backend(backend, *of_tokens, precision)
     backend = resolve_backend(backend, *of_tokens) if fp8 is None else fp8.sums
+    row_alignment = implementation(backend).ROW_ALIGNMENT if fp8 is None else fp8.row_alignment
     matrices = _matrices(weights, sizes, backend) if found & {"changes", "in FP8 alone"} else (weights.gate_up, weights.down)
     gate_up, down, whole_parts = vary_alike((*matrices, tuple(parts)))
     if isinstance(weights.gradient, Accumulators):
@@ -130,8 +131,8 @@ def experts(
     is_frozen = weights.frozen or "in FP8 alone" in found
     varying = replace(weights, gate_up=gate_up, down=replace(down, bias=None), frozen=is_frozen)
     operands = ExpertsOperands(xs, varying, known, topk_experts)
-    row_alignment = implementation(backend).ROW_ALIGNMENT if fp8 is None else fp8.row_alignment
-    options = ExpertsOptions(backend, tuple(max_pairs), tuple(shares), chunk_tokens, fp8, activation, row_alignment)
+    how = tuple(max_pairs), tuple(shares), chunk_tokens, fp8, activation, row_alignment
+    options = ExpertsOptions(backend, sizes["experts"], *how)
     if isinstance(weights.gradient, ExpertProducts):
         for name, wanted in (("row_alignment", row_alignment), ("max_pairs", max_pairs[0])):
             if (got := getattr(weights.gradient, name)) != wanted:

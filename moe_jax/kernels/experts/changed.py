@@ -29,7 +29,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from moe_jax.kernels.experts.activation import activated, gradients_of_rows
-from moe_jax.kernels.experts.backends import OuterPart, implementation
+from moe_jax.kernels.experts.backends import implementation
 from moe_jax.kernels.experts.fp8 import backends as fp8_backends
 from moe_jax.kernels.experts.fp8.passes import plan_of_matrices
 from moe_jax.kernels.experts.fp8.quantise import QuantisedRows, quantise_rows, read_h
@@ -39,11 +39,10 @@ from moe_jax.kernels.experts.separate_vjps import (
     GateUp,
     Hidden,
     PartGradients,
-    token_sums_of_shares,
     weight_of_row,
 )
 from moe_jax.kernels.experts.weights import ExpertWeights, Matrix
-from moe_jax.kernels.experts.xla import with_bias
+from moe_jax.kernels.experts.xla import OuterPart, with_bias
 from moe_jax.kernels.low_rank import LowRank, RowsChange
 
 
@@ -78,7 +77,7 @@ def down_changed(
     change = _change(w_down)
     v = implementation(options.backend).grouped_matmul(act, change.a, _of_one_layer(plan))
     rows = _matmul(options, act, w_down, plan, RowsChange(v, change.b))
-    return token_sums_of_shares(rows, plan, weights, options.backend, shares), v
+    return implementation(options.backend).token_sums(rows, plan, weights, shares), v
 
 
 def gradients_changed(
@@ -110,7 +109,7 @@ def gradients_changed(
     dx_rows = _matmul(options, dh, experts.gate_up, plan, RowsChange(t1, gate_up.a), transpose=True)
     of_gate_up = outer(t1, x_rows, b_source_of_row=of_x), outer(dh, u)
     return PartGradients(
-        token_sums_of_shares(dx_rows, plan, None, options.backend, shares),
+        backend.token_sums(dx_rows, plan, None, shares),
         rows_of_pairs(dweight_of_row, plan).astype(weights.dtype),
         (*of_gate_up, *of_down),
     )

@@ -16,7 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Integer
 
 from moe_jax.kernels import target
-from moe_jax.kernels.experts.backends import OuterPart, grouped_outer_of_parts, implementation
+from moe_jax.kernels.experts.backends import implementation
 from moe_jax.kernels.experts.changed import down_changed, gate_up_changed, gradients_changed
 from moe_jax.kernels.experts.fp8 import backends as fp8_backends
 from moe_jax.kernels.experts.fp8.passes import down_in_fp8, gate_up_in_fp8, gradients_in_fp8, quantise_experts
@@ -25,7 +25,6 @@ from moe_jax.kernels.experts.routing import (
     Plan,
     int32_ids,
     is_an_expert,
-    of_layer,
     plan,
     plan_of_few,
     rows_of_pairs,
@@ -37,12 +36,10 @@ from moe_jax.kernels.experts.separate_vjps import (
     GateUp,
     Hidden,
     PartGradients,
-    down_of_shares,
-    dx_of_shares,
-    gate_up_gradients,
     weight_of_row,
 )
 from moe_jax.kernels.experts.weights import Accumulators, ExpertProducts, ExpertWeights, Matrix
+from moe_jax.kernels.experts.xla import OuterPart, of_layer
 from moe_jax.kernels.low_rank import LowRank
 from moe_jax.kernels.precision import at_least_f32, sum_in_order, widened
 from moe_jax.kernels.shapes import vary_as
@@ -108,7 +105,7 @@ def _rows_of_few_pairs(operands: ExpertsOperands, options: ExpertsOptions) -> Fl
     """Returns the outputs of all pairs, if kernels compute them by pairs."""
     (x,), weights, (experts,) = operands.xs, operands.weights, operands.experts
     backend = options.backend if options.fp8 is None else options.fp8.matmuls
-    if backend != "mosaic" or isinstance(x, RoundedTokens) or weights.is_changed:
+    if backend != "mosaic" or isinstance(x, RoundedTokens) or weights.down.change is not None:
         return None
     gate_up, down, act = weights.gate_up, weights.down, options.activation
     if gate_up.bias is not None:
@@ -184,7 +181,7 @@ def _forward_of_chunks(
     chunks: Any = (
         split_tokens(x, options.chunk_tokens, 0),
         split_tokens(weights, options.chunk_tokens, 0),
-        split_tokens(wide_ids(experts), options.chunk_tokens, operands.weights.num_experts),
+        split_tokens(wide_ids(experts), options.chunk_tokens, options.num_experts),
     )
     y, hidden = jax.lax.map(of_chunk, chunks)
     residuals = ExpertsResiduals(operands.xs, operands.weights, operands.topk_weights, hidden)
@@ -229,7 +226,7 @@ def _gradients_at(weights: ExpertWeights, gradients: Any) -> ExpertWeights:
         after = replace(weights.gradient, gate_up=gradients[0], down=gradients[1])
         return replace(weights, gate_up=nothing, down=nothing, layer=None, gradient=after)
     matrices = [nothing, nothing]
-    if weights.is_changed:
+    if weights.down.change is not None:
         matrices = [Matrix(None, change=LowRank(*factors)) for factors in (gradients[:2], gradients[2:])]
     elif gradients:
         matrices = [Matrix(gradient) for gradient in gradients]
@@ -254,7 +251,7 @@ def _ticket(
 ) -> ExpertProducts:
     """Returns the operands of the gradients, which are multiplied later. Only for a single part."""
     assert residuals.experts is not None
-    ((gate_up, down),), (ids,), num_experts = products, residuals.experts, residuals.weights.num_experts
+    ((gate_up, down),), (ids,), num_experts = products, residuals.experts, options.num_experts
     known = jnp.where(is_an_expert(ids, num_experts), int32_ids(ids, num_experts), -1).astype(jnp.float32)
     how = options.row_alignment, options.max_pairs[0]
     return ExpertProducts(gate_up.a, residuals.xs[0], dys[0], down.b, known, *how)
@@ -297,22 +294,22 @@ def _gate_up_of_part(
     experts: Integer[Array, "tokens k"],
 ) -> _Outcome:
     """Returns a `GateUp`, and (plan, x)."""
-    backend, alignment, w = implementation(options.backend), options.row_alignment, operands.weights.gate_up
+    num_experts, alignment, w = options.num_experts, options.row_alignment, operands.weights.gate_up
     # With an alignment of 1 this holds only for a single token.
     are_few = _has_room_for_all(max_pairs, experts) and experts.shape[0] <= alignment and experts.size
-    num_experts, is_changed = operands.weights.num_experts, operands.weights.is_changed
-    if are_few and not for_backward and not is_changed:
+    if are_few and not for_backward and w.change is None:
         planned = plan_of_few(experts, num_experts, alignment)
     else:
         planned = plan(experts, num_experts, alignment, max_pairs)
     planned = replace(planned, layer=operands.weights.layer)
-    if is_changed:
+    if w.change is not None:
         assert not isinstance(x, QuantisedRows)
         made = gate_up_changed(options, x, w, planned, for_backward=for_backward)
     elif options.fp8 is not None:
         assert w.in_fp8 is not None
         made = gate_up_in_fp8(x, w.in_fp8, planned, options, for_backward=for_backward)
     else:
+        backend = implementation(options.backend)
         rows, source = backend.rows_of_tokens(x, planned, for_gradients=for_backward)
         given: Any = dict(source_of_row=source, keep_h=for_backward, activation=options.activation, bias=w.bias)
         h, act = backend.gated_matmul(rows, w.values, planned, **given)
@@ -331,7 +328,8 @@ def _down_of_part(
         assert w.in_fp8 is not None
         return down_in_fp8(act, w.in_fp8, weights, plan, options, shares), None
     assert w.values is not None
-    return down_of_shares(act, w.values, weights, plan, options.backend, shares), None
+    backend = implementation(options.backend)
+    return backend.token_sums(backend.grouped_matmul(act, w.values, plan), plan, weights, shares), None
 
 
 def _gradients_of_part(
@@ -344,11 +342,11 @@ def _gradients_of_part(
     dy: Float[Array, "tokens hidden"],
 ) -> _Outcome:
     """Returns the `PartGradients` of one part, which later parts wait for, and their products, which they do not."""
-    if options.fp8 is not None and not experts.is_changed:
+    if options.fp8 is not None and experts.down.change is None:
         found = gradients_in_fp8(options, experts, x, weights, hidden, dy, shares)
     else:
         assert not isinstance(x, QuantisedRows)
-        if experts.is_changed:
+        if experts.down.change is not None:
             found = gradients_changed(options, experts, x, weights, hidden, dy, shares)
         else:
             found = _gradients_in_dtype(experts, options, shares, x, weights, hidden, dy)
@@ -365,17 +363,19 @@ def _gradients_in_dtype(
     hidden: Hidden,
     dy: Float[Array, "tokens hidden"],
 ) -> PartGradients:
-    plan, (w_gate_up, w_down), backend = hidden.plan, (experts.gate_up.values, experts.down.values), options.backend
+    plan, w_gate_up, w_down = hidden.plan, experts.gate_up.values, experts.down.values
+    backend = implementation(options.backend)
     assert w_gate_up is not None and w_down is not None
-    rows, source = implementation(backend).rows_of_tokens(dy, plan)
-    dh, weighted_act, dweight_of_row = implementation(backend).gated_matmul_backward(
+    rows, source = backend.rows_of_tokens(dy, plan)
+    dh, weighted_act, dweight_of_row = backend.gated_matmul_backward(
         rows, w_down, hidden.h, weight_of_row(weights, plan), plan, source_of_row=source, activation=options.activation
     )
     dweights = rows_of_pairs(dweight_of_row, plan).astype(weights.dtype)
-    if experts.frozen:
-        return PartGradients(dx_of_shares(dh, w_gate_up, plan, backend, shares), dweights, ())
-    dx, gate_up = gate_up_gradients(dh, x, w_gate_up, plan, backend, shares)
-    return PartGradients(dx, dweights, (gate_up, OuterPart(rows, weighted_act, plan, source, None)))
+    dx_rows, products = backend.grouped_matmul(dh, w_gate_up, plan, transpose=True), ()
+    if not experts.frozen:
+        x_rows, of_x = backend.rows_of_tokens(x, plan)
+        products = OuterPart(dh, x_rows, plan, None, of_x), OuterPart(rows, weighted_act, plan, source, None)
+    return PartGradients(backend.token_sums(dx_rows, plan, None, shares), dweights, products)
 
 
 def _in_fp8(weights: ExpertWeights, matmuls: str = "xla", in_both_orders: bool = False) -> ExpertWeights:
@@ -405,14 +405,14 @@ def products_added(
     """Returns the weight gradients: outer products summed over groups of tokens, plus existing sums if given."""
     into = (None,) * len(dtypes) if sums is None else sums
     return tuple(
-        grouped_outer_of_parts(backend, of_parts, dtype, total)
+        implementation(backend).grouped_outer_of_parts(of_parts, dtype, total)
         for of_parts, dtype, total in zip(list(zip(*products, strict=True)), dtypes, into, strict=True)
     )
 
 
 def _trained_matrices(weights: ExpertWeights) -> list[Array]:
-    """Returns the arrays of `ExpertWeights.trained` without biases."""
-    return jax.tree.leaves(weights.with_each(lambda matrix: replace(matrix, bias=None)).trained())
+    """Returns the matrices that have gradients, or the factors of the changes of frozen ones."""
+    return jax.tree.leaves([w.change if weights.frozen else w.values for w in (weights.gate_up, weights.down)])
 
 
 def _trained_bias(weights: ExpertWeights) -> Array | None:

@@ -19,8 +19,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Integer
 
-from moe_jax.kernels.experts.backends import OuterPart, grouped_outer_of_parts, implementation, resolve_backend
+from moe_jax.kernels.experts.backends import implementation, resolve_backend
 from moe_jax.kernels.experts.routing import Plan, plan_of_groups, rows_of_pairs
+from moe_jax.kernels.experts.xla import OuterPart
 from moe_jax.kernels.shapes import check_shape, refuse_explicit_axes, vary_alike
 
 
@@ -138,7 +139,7 @@ def _backward(backend: str, precision: str | None, residuals: tuple, dy: Array) 
     lhs, rhs, plan = residuals
     (a, of_a), (b, of_b) = (_operand(x, plan, backend) for x in (lhs, dy))
     with _products_in(precision):
-        drhs = grouped_outer_of_parts(backend, [OuterPart(a, b, plan, of_a, of_b)], rhs.dtype)
+        drhs = implementation(backend).grouped_outer_of_parts([OuterPart(a, b, plan, of_a, of_b)], rhs.dtype)
         return _product((b, of_b), rhs, plan, backend, transpose=False), drhs, None
 
 

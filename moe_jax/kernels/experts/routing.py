@@ -241,18 +241,6 @@ def plan_of_groups(group_sizes: Integer[Array, " experts"], tokens: int, row_ali
     )
 
 
-def of_own_layer(weights: Num[Array, "*layers experts n m"], plan: Plan) -> Num[Array, "experts n m"]:
-    """Slices the plan's layer from stacked weights; a copy, unless the index is a loop counter."""
-    return of_layer(weights, plan.layer)
-
-
-def of_layer(weights: Num[Array, "*layers experts n m"], layer: Int[Array, ""] | None) -> Num[Array, "experts n m"]:
-    """Slices one layer from stacked weights; returns the weights unchanged if `layer` is None."""
-    if layer is None:
-        return weights
-    return jax.lax.dynamic_index_in_dim(weights, layer, keepdims=False, allow_negative_indices=False)
-
-
 def rows_of_pairs(rows: Num[Array, "rows ..."], plan: Plan, tokens: slice = slice(None)) -> Num[Array, "tokens k ..."]:
     """Gathers the expert row of each (token, choice), [tokens, k, ...]; zero where no expert computes the choice."""
     row_of_pair = plan.row_of_pair[tokens]

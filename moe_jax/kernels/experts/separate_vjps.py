@@ -8,10 +8,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from moe_jax.kernels.experts.activation import SILU, Activation
-from moe_jax.kernels.experts.backends import OuterPart, grouped_outer_of_parts, implementation
+from moe_jax.kernels.experts.backends import implementation
 from moe_jax.kernels.experts.fp8.backends import Fp8Options
 from moe_jax.kernels.experts.fp8.quantise import KeptRows, QuantisedRows
 from moe_jax.kernels.experts.routing import Plan, rows_of_pairs
+from moe_jax.kernels.experts.xla import OuterPart
 from moe_jax.kernels.precision import widened
 
 
@@ -32,6 +33,7 @@ class ExpertsOptions(NamedTuple):
 
     backend: str
     """The backend of the sums, and without `fp8` of the matrices."""
+    num_experts: int
     max_pairs: tuple[int | None, ...]
     shares: tuple[int | None, ...] = (None,)
     chunk_tokens: int | None = None
@@ -72,34 +74,6 @@ class PartGradients(NamedTuple):
     """Operands whose grouped outer products are the gradients of w_gate_up and w_down, or of the factors of their changes."""
 
 
-def gate_up_gradients(
-    dh: Array, x: Array, w_gate_up: Array, plan: Plan, backend: str, shares: int | None = None
-) -> tuple[list[Array], OuterPart]:
-    """Returns dx, one array per share (equal range) of the tokens, and the operands of dw_gate_up."""
-    dx_rows = implementation(backend).grouped_matmul(dh, w_gate_up, plan, transpose=True)
-    rows, source = implementation(backend).rows_of_tokens(x, plan)
-    return token_sums_of_shares(dx_rows, plan, None, backend, shares), OuterPart(dh, rows, plan, None, source)
-
-
-def dx_of_shares(dh: Array, w_gate_up: Array, plan: Plan, backend: str, shares: int | None = None) -> list[Array]:
-    """Computes dx without dw_gate_up, for frozen weights; one array per share (equal range) of the tokens."""
-    dx_rows = implementation(backend).grouped_matmul(dh, w_gate_up, plan, transpose=True)
-    return token_sums_of_shares(dx_rows, plan, None, backend, shares)
-
-
-def down_of_shares(
-    act: Array, w_down: Array, weights: Array, plan: Plan, backend: str, shares: int | None = None
-) -> list[Array]:
-    """Computes y, one array per share (equal range) of the tokens."""
-    return token_sums_of_shares(implementation(backend).grouped_matmul(act, w_down, plan), plan, weights, backend, shares)
-
-
-def token_sums_of_shares(rows: Array, plan: Plan, weights: Array | None, backend: str, shares: int | None) -> list[Array]:
-    """Sums each token's choices; returns one array per share (equal range) of the tokens."""
-    sums = implementation(backend).token_sums
-    return [sums(rows, plan, weights, share=i, shares=shares) for i in range(shares or 1)]
-
-
 def weight_of_row(weights: Float[Array, "tokens k"], plan: Plan) -> Float[Array, "rows"]:
     """Returns each row's top-k weight; zero for a row without a pair."""
     return weights.reshape(-1).at[plan.pair_of_row].get(mode="fill", fill_value=0)
@@ -116,12 +90,15 @@ def _gate_up_forward(x: Array, w_gate_up: Array, plan: Plan, backend: str) -> tu
 
 def _gate_up_backward(backend: str, residuals: tuple, dh: Array) -> tuple[Array, Array, None]:
     x, w_gate_up, plan = residuals
-    (dx,), product = gate_up_gradients(dh, x, w_gate_up, plan, backend)
-    return dx, grouped_outer_of_parts(backend, [product], w_gate_up.dtype), None
+    dx_rows = implementation(backend).grouped_matmul(dh, w_gate_up, plan, transpose=True)
+    rows, source = implementation(backend).rows_of_tokens(x, plan)
+    (dx,) = implementation(backend).token_sums(dx_rows, plan)
+    product = OuterPart(dh, rows, plan, None, source)
+    return dx, implementation(backend).grouped_outer_of_parts([product], w_gate_up.dtype), None
 
 
 def _down(act: Array, w_down: Array, weights: Array, plan: Plan, backend: str) -> Array:
-    return down_of_shares(act, w_down, weights, plan, backend)[0]
+    return implementation(backend).token_sums(implementation(backend).grouped_matmul(act, w_down, plan), plan, weights)[0]
 
 
 def _down_forward(act: Array, w_down: Array, weights: Array, plan: Plan, backend: str) -> tuple[Array, tuple]:
@@ -135,7 +112,8 @@ def _down_backward(backend: str, residuals: tuple, dy: Array) -> tuple[Array, Ar
     wide_act, of_row = widened(act), widened(weight_of_row(weights, plan))[:, None]
     dweights = rows_of_pairs(jnp.sum(g * wide_act, axis=1), plan).astype(weights.dtype)
     product = OuterPart(rows, (of_row * wide_act).astype(act.dtype), plan, source)
-    return (of_row * g).astype(act.dtype), grouped_outer_of_parts(backend, [product], w_down.dtype), dweights, None
+    dw_down = implementation(backend).grouped_outer_of_parts([product], w_down.dtype)
+    return (of_row * g).astype(act.dtype), dw_down, dweights, None
 
 
 _differentiable_gate_up = jax.custom_vjp(_gate_up, nondiff_argnums=(3,))

@@ -129,11 +129,6 @@ class ExpertWeights:
         return self.down.shape[-3]
 
     @property
-    def is_changed(self) -> bool:
-        """True if the matrices have LoRA updates."""
-        return self.down.change is not None
-
-    @property
     def own_gradients(self) -> bool:
         """True if `values` receive gradients, rather than accumulators, tickets or LoRA factors."""
         return not self.frozen and self.gradient is None and self.down.values is not None

@@ -10,16 +10,16 @@ proportional to R under any routing, even if one expert gets every row.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Num
 
 from moe_jax.kernels.experts.activation import SILU, Activation, activated, gradients_of_rows
-from moe_jax.kernels.experts.routing import Plan, of_own_layer, rows_of_pairs, sum_of_choices
-from moe_jax.kernels.precision import widened
+from moe_jax.kernels.experts.routing import Plan, rows_of_pairs, sum_of_choices
+from moe_jax.kernels.precision import at_least_f32, widened
 from moe_jax.kernels.shapes import EXPERT_NAMES, vary_as
 
 ROW_ALIGNMENT = 1
@@ -116,9 +116,9 @@ def grouped_matmul(
     w is [experts, out, in], with `transpose` [experts, in, out]; it is cast to x's dtype for use. `source_of_row` is the
     identity if None. Sums in f32 (f64 for f64), the result in x's dtype. Rows without an expert are 0.
     """
-    w = of_own_layer(w, plan)
+    w, num_rows = of_layer(w, plan.layer), len(plan.token_of_row)
     out = w.shape[2] if transpose else w.shape[1]
-    if plan.num_rows == 0:
+    if num_rows == 0:
         return jnp.zeros((0, out), x.dtype)
     contract = ((2,), (1,)) if transpose else ((2,), (2,))
 
@@ -128,7 +128,17 @@ def grouped_matmul(
 
     matrix_bytes = math.prod(w.shape[1:]) * x.dtype.itemsize
     workspace = Workspace(matrix_bytes, 0 if w.dtype == x.dtype else matrix_bytes, x.shape[1] * x.dtype.itemsize)
-    return multiply_by_experts(taker(x, source_of_row, plan.num_rows), w, multiply, plan, workspace)
+    return multiply_by_experts(taker(x, source_of_row, num_rows), w, multiply, plan, workspace)
+
+
+def of_layer(weights: Num[Array, "*layers experts n m"], layer: Int[Array, ""] | None) -> Num[Array, "experts n m"]:
+    """Slices one layer from stacked weights; returns the weights unchanged if `layer` is None.
+
+    The slice is a copy, unless the index is a loop counter.
+    """
+    if layer is None:
+        return weights
+    return jax.lax.dynamic_index_in_dim(weights, layer, keepdims=False, allow_negative_indices=False)
 
 
 class Workspace(NamedTuple):
@@ -202,19 +212,19 @@ def token_sums(
     rows: Float[Array, "rows features"],
     plan: Plan,
     weights: Float[Array, "tokens k"] | None = None,
-    *,
-    share: int = 0,
     shares: int | None = None,
-) -> Float[Array, "share features"]:
+) -> list[Float[Array, "share features"]]:
     """Computes y[t] = sum_k weights[t, k] * rows[row(t, k)] over the choices that an expert computes; default weights are 1.
 
     Sums in f32 (f64 for f64), the result in rows' dtype. With `shares`, equal numbers of tokens come from `shares` devices, and
-    most of their choices are computed elsewhere. Only the tokens of device number `share` are then summed.
+    most of their choices are computed elsewhere. The result has one array for each share of the tokens.
     """
-    tokens = plan.row_of_pair.shape[0] // (shares or 1)
-    own = slice(share * tokens, (share + 1) * tokens)
-    summands = rows_of_pairs(widened(rows), plan, own)
-    return sum_of_choices(summands, None if weights is None else weights[own]).astype(rows.dtype)
+    tokens, sums = plan.row_of_pair.shape[0] // (shares or 1), []
+    for share in range(shares or 1):
+        own = slice(share * tokens, (share + 1) * tokens)
+        summands = rows_of_pairs(widened(rows), plan, own)
+        sums.append(sum_of_choices(summands, None if weights is None else weights[own]).astype(rows.dtype))
+    return sums
 
 
 def grouped_outer(
@@ -235,7 +245,7 @@ def grouped_outer(
     the dtype of the sums and of `accumulate_into`. The result takes the same memory, unless something else reads
     `accumulate_into` later. For an expert without rows the result is exactly accumulate_into[e].
     """
-    num_experts, num_rows = plan.num_experts, plan.num_rows
+    num_experts, num_rows = len(plan.ends), len(plan.token_of_row)
     n, m = a.shape[1], b.shape[1]
     if num_rows == 0:
         return jnp.zeros((num_experts, n, m), dtype) if accumulate_into is None else accumulate_into
@@ -271,6 +281,42 @@ def grouped_outer(
     if group == num_experts:
         return accumulated(accumulate_into, *per_expert)
     return jax.lax.fori_loop(0, num_experts // group, add_group, accumulate_into)
+
+
+class OuterPart(NamedTuple):
+    """Operands of a `grouped_outer` for one group of tokens."""
+
+    a: Float[Array, "a_sources n"]
+    b: Float[Array, "b_sources m"]
+    plan: Plan
+    a_source_of_row: Int[Array, "rows"] | None = None
+    b_source_of_row: Int[Array, "rows"] | None = None
+
+
+def grouped_outer_of_parts(
+    parts: Sequence[OuterPart],
+    dtype: jnp.dtype,
+    accumulate_into: Float[Array, "*layers experts n m"] | None = None,
+    outer: Callable[..., Array] = grouped_outer,
+) -> Float[Array, "*layers experts n m"]:
+    """Sums `grouped_outer` over groups of tokens with the same experts, in at least f32, rounded to `dtype` once.
+
+    The sum is added to `accumulate_into`, which has `dtype`, as in `grouped_outer`: in the same memory, unless something else
+    reads `accumulate_into` later. If the plans are of a layer of a stack, `accumulate_into` is the stack.
+
+    Args:
+        outer: a backend's `grouped_outer`.
+    """
+    layer = parts[0].plan.layer
+    sum_dtype = dtype if len(parts) == 1 else at_least_f32(dtype)
+    total: Any = None if accumulate_into is None else of_layer(accumulate_into, layer)
+    for part in parts:
+        sources = {"a_source_of_row": part.a_source_of_row, "b_source_of_row": part.b_source_of_row}
+        total = outer(part.a, part.b, part.plan, sum_dtype, **sources, accumulate_into=total)
+    total = total.astype(dtype)
+    if accumulate_into is None or layer is None:
+        return total
+    return jax.lax.dynamic_update_index_in_dim(accumulate_into, total, layer, 0, allow_negative_indices=False)
 
 
 def _batched_dot(a: Array, b: Array, contract: tuple[tuple[int, ...], tuple[int, ...]]) -> Array:

@@ -187,7 +187,7 @@ from moe_jax.kernels.experts import mosaic
 from moe_jax.kernels.experts.routing import plan
 
 def step(rows, chosen, weights=None):
-    return mosaic.token_sums(rows, plan(chosen, 32, mosaic.ROW_ALIGNMENT), weights, share=1, shares=3)
+    return mosaic.token_sums(rows, plan(chosen, 32, mosaic.ROW_ALIGNMENT), weights, shares=3)[1]
 
 for hidden, k, weighted in ((2048, 8, True), (4096, 2, False))[: int(sys.argv[1])]:
     pairs = 3 * 256, k

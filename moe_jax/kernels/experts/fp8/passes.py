@@ -20,7 +20,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, BFloat16, Float
 
 from moe_jax.kernels.experts import backends
-from moe_jax.kernels.experts.backends import OuterPart
 from moe_jax.kernels.experts.fp8.backends import implementation
 from moe_jax.kernels.experts.fp8.quantise import InFp8, QuantisedRows, dequantised_rows, read_h
 from moe_jax.kernels.experts.routing import Plan, rows_of_pairs
@@ -29,10 +28,10 @@ from moe_jax.kernels.experts.separate_vjps import (
     GateUp,
     Hidden,
     PartGradients,
-    token_sums_of_shares,
     weight_of_row,
 )
 from moe_jax.kernels.experts.weights import ExpertWeights
+from moe_jax.kernels.experts.xla import OuterPart
 
 
 def quantise_experts(
@@ -71,7 +70,7 @@ def down_in_fp8(
 ) -> list[Array]:
     """Computes the down step in FP8; returns y, one array per share of the tokens."""
     rows = _matmuls(options).grouped_matmul(act, w_down.rounded, plan_of_matrices(plan, w_down))
-    return token_sums_of_shares(rows, plan, weights, options.backend, shares)
+    return backends.implementation(options.backend).token_sums(rows, plan, weights, shares)
 
 
 def gradients_in_fp8(
@@ -96,7 +95,7 @@ def gradients_in_fp8(
     x = dequantised_rows(x).astype(jnp.bfloat16) if isinstance(x, QuantisedRows) else x
     (dy_rows, of_dy), (x_rows, of_x) = sums.rows_of_tokens(dy, plan), sums.rows_of_tokens(x, plan)
     return PartGradients(
-        token_sums_of_shares(dx_rows, plan, None, options.backend, shares),
+        sums.token_sums(dx_rows, plan, None, shares),
         rows_of_pairs(dweight_of_row, plan).astype(weights.dtype),
         (OuterPart(dh_bf16, x_rows, plan, None, of_x), OuterPart(dy_rows, weighted_act, plan, of_dy, None)),
     )

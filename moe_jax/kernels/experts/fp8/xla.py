@@ -22,7 +22,7 @@ from moe_jax.kernels.experts.fp8.quantise import (
     quantise_matrices,
     quantise_rows,
 )
-from moe_jax.kernels.experts.routing import Plan, of_own_layer
+from moe_jax.kernels.experts.routing import Plan
 from moe_jax.kernels.shapes import vary_as
 
 ROW_ALIGNMENT = 1
@@ -109,7 +109,7 @@ def gated_matmul_backward(
 
 
 def _grouped_sums(rows: QuantisedRows, w: QuantisedMatrices, plan: Plan) -> Float[Array, "rows out"]:
-    w = QuantisedMatrices(of_own_layer(w.values, plan), of_own_layer(w.scales, plan))
+    w = QuantisedMatrices(*(xla.of_layer(part, plan.layer) for part in (w.values, w.scales)))
     (num_rows, k), out = rows.values.shape, w.values.shape[1]
     if num_rows == 0:
         return jnp.zeros((0, out), jnp.float32)

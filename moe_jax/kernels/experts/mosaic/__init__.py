@@ -23,7 +23,7 @@ from moe_jax.kernels.experts.mosaic.gather import gather_rows, shared_bytes
 from moe_jax.kernels.experts.mosaic.tile_limits import Pass, most_stages
 from moe_jax.kernels.experts.mosaic.tiles import choose_tile, shared_tile
 from moe_jax.kernels.experts.mosaic.token_sums import columns_at_a_time, sum_rows
-from moe_jax.kernels.experts.routing import Plan, int32_ids, is_an_expert, of_own_layer
+from moe_jax.kernels.experts.routing import Plan, int32_ids, is_an_expert
 from moe_jax.kernels.hopper.interpreter import is_interpreted
 from moe_jax.kernels.hopper.mainloop import ROW_ALIGNMENT, TileShape
 from moe_jax.kernels.hopper.pipeline import SHARED_MEMORY
@@ -176,11 +176,9 @@ def token_sums(
     rows: Float[Array, "rows features"],
     plan: Plan,
     weights: Float[Array, "tokens k"] | None = None,
-    *,
-    share: int = 0,
     shares: int | None = None,
-) -> Float[Array, "share features"]:
-    """Computes y[t] = sum_k weights[t, k] * rows[row(t, k)], in a kernel or in XLA.
+) -> list[Float[Array, "share features"]]:
+    """Computes y[t] = sum_k weights[t, k] * rows[row(t, k)] of each share of the tokens, in a kernel or in XLA.
 
     A kernel computes it if `shares` is given, features are a multiple of 512 and there are at most 8 choices. If all rows are
     on this device XLA is as fast: both run at the memory's speed.
@@ -188,8 +186,8 @@ def token_sums(
     tokens, k = plan.row_of_pair.shape
     columns = columns_at_a_time(rows.shape[1], k)
     if shares is None or columns is None or tokens < shares:
-        return xla.token_sums(rows, plan, weights, share=share, shares=shares)
-    return sum_rows(rows, plan, weights, columns=columns, share=share, shares=shares)
+        return xla.token_sums(rows, plan, weights, shares)
+    return [sum_rows(rows, plan, weights, columns=columns, share=share, shares=shares) for share in range(shares)]
 
 
 def grouped_outer(
@@ -214,7 +212,7 @@ def grouped_outer_of_parts(
     dtype: jnp.dtype,
     accumulate_into: Float[Array, "*layers experts n m"] | None = None,
 ) -> Float[Array, "*layers experts n m"]:
-    """Computes `grouped_outer` summed over several `backends.OuterPart`s in one kernel, in f32, rounded once."""
+    """Computes `grouped_outer` summed over several `xla.OuterPart`s in one kernel, in f32, rounded once."""
     a, b, plan, _, _ = parts[0]
     matrix, num_experts = (a.shape[1], b.shape[1]), plan.num_experts
     with_rows = [OuterOperands(_take(a, of_a), _take(b, of_b), plan) for a, b, plan, of_a, of_b in parts if plan.num_rows]
@@ -241,7 +239,7 @@ def _weights_to_read(
     """
     if plan.layer is None or w.dtype != dtype:
         # `expert_of_block` indexes experts in the stack.
-        return of_own_layer(w, plan).astype(dtype), dataclasses.replace(plan, layer=None, expert_of_block=None)
+        return xla.of_layer(w, plan.layer).astype(dtype), dataclasses.replace(plan, layer=None, expert_of_block=None)
     return w.reshape(-1, *w.shape[2:]), plan
 
 

@@ -8,6 +8,7 @@ sum in one order for every tile: the bits of a row do not depend on the other ro
 """
 
 import importlib
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -15,7 +16,7 @@ from jaxtyping import Array, Float, Int
 
 from moe_jax.kernels.experts import xla
 from moe_jax.kernels.experts.activation import SILU, Activation
-from moe_jax.kernels.experts.routing import Plan, of_own_layer
+from moe_jax.kernels.experts.routing import Plan
 from moe_jax.kernels.experts.triton.launch import (
     capability,
     expert_tile,
@@ -73,7 +74,7 @@ def grouped_matmul(
     Like `xla.grouped_matmul`, but rows without a pair are left unwritten. Weights of another dtype are cast to x's first.
     `change` is added to the weights, as further steps of the same sum; its factor has x's dtype.
     """
-    w = of_own_layer(w, plan)
+    w = xla.of_layer(w, plan.layer)
     out = w.shape[2] if transpose else w.shape[1]
     kernels = _kernels("by_rows")
     operands = kernels.TileOperands(x, w.astype(x.dtype), source_of_row, change)
@@ -92,7 +93,7 @@ def gated_matmul(
     bias: Float[Array, "experts 2*inter"] | None = None,
 ) -> tuple[Float[Array, "rows 2*inter"] | None, Float[Array, "rows inter"]]:
     """Computes h = [gate | up] and act = activation(gate, up) in one kernel. Rows without a pair are left unwritten."""
-    w = of_own_layer(w, plan)
+    w = xla.of_layer(w, plan.layer)
     tile = row_tile(_rows_per_expert(plan), w.shape[1], x.dtype)
     kernels = _kernels("by_rows")
     operands = kernels.TileOperands(x, w.astype(x.dtype), source_of_row, change, bias)
@@ -111,7 +112,7 @@ def gated_matmul_backward(
     activation: Activation = SILU,
 ) -> tuple[Float[Array, "rows 2*inter"], Float[Array, "rows inter"], Float[Array, "rows"]]:
     """Computes dh, weighted act and dv from dy in one kernel. Rows without a pair are left unwritten. `change` is w_down's."""
-    w_down = of_own_layer(w_down, plan)
+    w_down = xla.of_layer(w_down, plan.layer)
     kernels = _kernels("by_rows")
     operands = kernels.TileOperands(dy, w_down.astype(dy.dtype), source_of_row, change)
     return kernels.matmul_gated_backward(operands, h, weight_of_row, plan, gated_backward_tile(dy.dtype), activation)
@@ -140,6 +141,15 @@ def grouped_outer(
     sources = {"a_source_of_row": a_source_of_row, "b_source_of_row": b_source_of_row}
     tile = expert_tile(b.shape[1], a.dtype, gathers=any(source is not None for source in sources.values()))
     return _kernels("by_experts").outer(a, b, plan, tile, dtype, **sources, accumulate_into=accumulate_into)
+
+
+def grouped_outer_of_parts(
+    parts: Sequence[xla.OuterPart],
+    dtype: jnp.dtype,
+    accumulate_into: Float[Array, "*layers experts n m"] | None = None,
+) -> Float[Array, "*layers experts n m"]:
+    """Computes `grouped_outer` summed over groups of tokens, as `xla.grouped_outer_of_parts`."""
+    return xla.grouped_outer_of_parts(parts, dtype, accumulate_into, grouped_outer)
 
 
 def _kernels(module: str) -> Any:

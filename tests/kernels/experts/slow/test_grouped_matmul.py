@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from moe_jax.kernels.experts import mosaic, xla
-from moe_jax.kernels.experts.backends import OuterPart, grouped_outer_of_parts
+from moe_jax.kernels.experts.backends import implementation
 from tests.helpers.compiled_steps import plan, whole
 
 
@@ -123,8 +123,8 @@ def test_products_of_parts_are_summed_in_f32_and_rounded_once(backend):
     for value in [256] + 7 * [0.5]:
         p = plan(jnp.zeros((1, 1), jnp.int32), 2, mosaic.ROW_ALIGNMENT)
         a = jnp.zeros((p.num_rows, 128), jnp.bfloat16).at[0].set(value)
-        parts.append(OuterPart(a, jnp.zeros((p.num_rows, 128), jnp.bfloat16).at[0].set(1), p))
-    dw = whole(grouped_outer_of_parts)(backend, parts, jnp.bfloat16)
+        parts.append(xla.OuterPart(a, jnp.zeros((p.num_rows, 128), jnp.bfloat16).at[0].set(1), p))
+    dw = whole(implementation(backend).grouped_outer_of_parts)(parts, jnp.bfloat16)
     np.testing.assert_array_equal(np.asarray(dw[0], np.float32), jnp.bfloat16(259.5).astype(np.float32))
     assert not np.asarray(dw[1]).any()
 
@@ -141,8 +141,8 @@ def test_products_of_parts_are_added_to_what_is_there(rng, backend):
         for row, expert in zip(np.asarray(p.row_of_pair[:, 0]), experts, strict=True):
             a[row], b[row] = (rng.integers(-4, 5, array.shape[1]) for array in (a, b))
             expected[expert] += np.outer(a[row], b[row])
-        parts.append(OuterPart(jnp.asarray(a, jnp.bfloat16), jnp.asarray(b, jnp.bfloat16), p))
-    total = np.asarray(whole(grouped_outer_of_parts)(backend, parts, jnp.float32, before))
+        parts.append(xla.OuterPart(jnp.asarray(a, jnp.bfloat16), jnp.asarray(b, jnp.bfloat16), p))
+    total = np.asarray(whole(implementation(backend).grouped_outer_of_parts)(parts, jnp.float32, before))
     np.testing.assert_allclose(total, expected, rtol=0, atol=1e-5)
     np.testing.assert_array_equal(total[3].view(np.int32), expected[3].view(np.int32))
 

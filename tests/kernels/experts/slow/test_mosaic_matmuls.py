@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_jax.kernels.experts import mosaic, xla
-from moe_jax.kernels.experts.backends import OuterPart, grouped_outer_of_parts
 from moe_jax.kernels.experts.routing import plan
 from tests.helpers.expert_layers import ROUTINGS, choose, relative_error
 
@@ -59,9 +58,9 @@ def test_outer_of_parts(rng, routing):
         rows = plan(jnp.asarray(choose(rng, routing, 50, 4, 2), jnp.int32), 4, mosaic.ROW_ALIGNMENT)
         has_pair = np.asarray(rows.pair_of_row)[:, None] < rows.row_of_pair.size
         a, b = (jnp.asarray(has_pair * rng.normal(size=(rows.num_rows, width)), jnp.bfloat16) for width in (128, 64))
-        parts.append(OuterPart(a, b, rows))
-    ours = grouped_outer_of_parts("mosaic", parts, jnp.float32)
-    assert relative_error(ours, grouped_outer_of_parts("xla", parts, jnp.float32)) < 1e-5
+        parts.append(xla.OuterPart(a, b, rows))
+    ours = mosaic.grouped_outer_of_parts(parts, jnp.float32)
+    assert relative_error(ours, xla.grouped_outer_of_parts(parts, jnp.float32)) < 1e-5
 
 
 @pytest.mark.parametrize(

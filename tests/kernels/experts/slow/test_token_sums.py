@@ -44,8 +44,7 @@ def test_sums(rng, tokens, shares, k, features, dtype, weighted):
     """Rows that nobody computed, here NaN, do not reach the sums."""
     assert columns_at_a_time(features, k)
     values, rows, weights = make_rows(rng, tokens * shares, k, features, dtype)
-    sums = implementation("mosaic").token_sums
-    ours = [sums(values, rows, weights if weighted else None, share=i, shares=shares) for i in range(shares)]
+    ours = implementation("mosaic").token_sums(values, rows, weights if weighted else None, shares)
     assert {(a.shape, a.dtype.name) for a in ours} == {((tokens, features), dtype)}
     expected, step = exact(values, rows, weights if weighted else jnp.ones_like(weights)), float(jnp.finfo(dtype).eps)
     np.testing.assert_allclose(np.concatenate(ours).astype(np.float64), expected, rtol=step, atol=step)
@@ -56,10 +55,9 @@ def test_sums(rng, tokens, shares, k, features, dtype, weighted):
 def test_other_sizes(rng, backend, tokens, k, features):
     """Sizes that the kernel does not take are summed too."""
     values, rows, weights = make_rows(rng, tokens, k, features, "float32")
-    for share in range(2):
-        sums = implementation(backend).token_sums(values, rows, weights, share=share, shares=2)
-        expected = exact(values, rows, weights)[share * tokens // 2 : (share + 1) * tokens // 2]
-        np.testing.assert_allclose(sums, expected, rtol=1e-5, atol=1e-5)
+    expected = np.split(exact(values, rows, weights), 2)
+    for sums, of_share in zip(implementation(backend).token_sums(values, rows, weights, 2), expected, strict=True):
+        np.testing.assert_allclose(sums, of_share, rtol=1e-5, atol=1e-5)
 
 
 def test_columns_at_a_time():
