@@ -10,10 +10,9 @@ if TYPE_CHECKING:
     from moe_jax.layers.balance import Sequences, move_bias
     from moe_jax.layers.cache import KVCache
     from moe_jax.layers.latent_attention import LatentAttention
-    from moe_jax.layers.linear import Embedding, Linear
+    from moe_jax.layers.linear import Embedding, Linear, RMSNorm
     from moe_jax.layers.mlp import MLP
     from moe_jax.layers.moe import Experts, MoE
-    from moe_jax.layers.norm import RMSNorm
     from moe_jax.layers.router import (
         ExpertBias,
         Router,

@@ -101,7 +101,7 @@ class Attend:
         if self.context is not None:
             assert self.sinks is None  # refused by `models.forward.layer_inputs`
             out = self.context.attention(q, kept, self.segments, scale=scale, expansion=expansion, window=self.window)
-            return self._result(out), None
+            return (_apart(out) if self.is_kept else out), None
         cache, keys = self.cache, self.segments
         offset: Array | int = 0
         if cache is not None:
@@ -124,17 +124,9 @@ class Attend:
             return_lse=self.sinks is not None,
         )
         if not isinstance(found, PartialAttention):
-            return self._result(found), cache
+            return (_apart(found) if self.is_kept else found), cache
         assert self.sinks is not None
         return with_sinks(*found, self.sinks), cache
-
-    def _result(self, out: Array) -> Array:
-        """Returns `out`, as another array of the traced program if it is kept.
-
-        `jax.checkpoint` keeps it for attention's backward pass. The output's map would keep the same array once more.
-        """
-        finfo = jnp.finfo(out.dtype)
-        return lax.reduce_precision(out, finfo.nexp, finfo.nmant) if self.is_kept else out
 
 
 def with_sinks(
@@ -153,3 +145,12 @@ def keys_and_values(expand: Expand | None, weights, kv: KV) -> tuple[Array, Arra
     """Returns (k, v) = expand(weights, *kv); without `expand`, `kv` are already keys and values."""
     k, v = kv if expand is None else expand(weights, *kv)
     return k, v
+
+
+def _apart(out: Array) -> Array:
+    """Returns a kept result as another array of the traced program.
+
+    `jax.checkpoint` keeps it for attention's backward pass. The output's map would keep the same array once more.
+    """
+    finfo = jnp.finfo(out.dtype)
+    return lax.reduce_precision(out, finfo.nexp, finfo.nmant)

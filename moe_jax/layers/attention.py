@@ -10,8 +10,7 @@ from jaxtyping import Array, Float
 from moe_jax.config import ModelConfig
 from moe_jax.layers.attend import Attend
 from moe_jax.layers.cache import KVCache
-from moe_jax.layers.linear import Linear
-from moe_jax.layers.norm import RMSNorm
+from moe_jax.layers.linear import Linear, RMSNorm
 from moe_jax.layers.paged import LayerPages, PagedAttend
 from moe_jax.layers.rope import RopeTables, apply_rope
 
@@ -55,23 +54,20 @@ class Attention(nnx.Module):
         self, x: Float[Array, "batch seq hidden"], rope: RopeTables, attend: Attend | PagedAttend
     ) -> tuple[Float[Array, "batch seq hidden"], KVCache | LayerPages | None]:
         """Returns the output, and the cache or pages with these tokens in it (None without either)."""
-
-        def heads(projection: Linear, width: int, norm: RMSNorm | None = None) -> Array:
+        mixer, heads = self.mixer, []
+        for projection, norm in ((self.q_proj, self.q_norm), (self.k_proj, self.k_norm), (self.v_proj, None)):
             y = projection(x)
             if norm is not None and mixer.joint_norms:
                 y, norm = norm(y), None
             y = y if mixer.clip is None else jnp.clip(y, -mixer.clip, mixer.clip)
-            y = y.reshape(*y.shape[:-1], -1, width)
-            return y if norm is None else norm(y)
-
-        def rotated(projection: Linear, norm: RMSNorm | None) -> Array:
-            y = heads(projection, mixer.key_dim, None if mixer.norms_after_rope else norm)
-            y = apply_rope(y, rope, interleaved=mixer.interleaved)
-            return norm(y) if norm is not None and mixer.norms_after_rope else y
-
-        mixer = self.mixer
-        q, k = rotated(self.q_proj, self.q_norm), rotated(self.k_proj, self.k_norm)
+            is_value = projection is self.v_proj
+            y = y.reshape(*y.shape[:-1], -1, mixer.value_dim if is_value else mixer.key_dim)
+            if norm is not None and not mixer.norms_after_rope:
+                y, norm = norm(y), None
+            y = y if is_value else apply_rope(y, rope, interleaved=mixer.interleaved)
+            heads.append(y if norm is None else norm(y))
+        q, k, v = heads
         if self.sinks is not None:
             attend = replace(attend, sinks=self.sinks[...])
-        out, cache = attend(q, (k, heads(self.v_proj, mixer.value_dim)), scale=mixer.key_dim**-0.5)
+        out, cache = attend(q, (k, v), scale=mixer.key_dim**-0.5)
         return self.o_proj.of_heads(out), cache

@@ -12,8 +12,7 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from moe_jax.config import Mixer, ModelConfig
-from moe_jax.config.specs import Shapes
+from moe_jax.config import ModelConfig
 from moe_jax.kernels.shapes import vary_as
 
 
@@ -96,7 +95,8 @@ def init_cache(config: ModelConfig, batch: int, max_length: int, dtype: DTypeLik
     """
     kept: list[Array] = []
     states: list[Array] = []
-    for (of_token, of_sequence), layers in Counter(map(_kept, config.layer_mixers)).items():
+    counts = Counter((mixer.of_token, mixer.of_sequence) for mixer in config.layer_mixers)
+    for (of_token, of_sequence), layers in counts.items():
         kept += [jnp.zeros((layers, batch, max_length, *shape), dtype) for shape in of_token]
         states += [jnp.zeros((layers, batch, *shape), jnp.float32) for shape in of_sequence]
     return KVCache(tuple(kept), jnp.zeros((batch, max_length), jnp.int32), None, tuple(states))
@@ -104,7 +104,7 @@ def init_cache(config: ModelConfig, batch: int, max_length: int, dtype: DTypeLik
 
 def cache_rows(config: ModelConfig) -> list[int]:
     """Returns each layer's index in the stacked arrays of the cache."""
-    kept = [_kept(mixer) for mixer in config.layer_mixers]
+    kept = [(mixer.of_token, mixer.of_sequence) for mixer in config.layer_mixers]
     return [kept[:layer].count(own) for layer, own in enumerate(kept)]
 
 
@@ -114,7 +114,3 @@ def join_rows(first: KVCache, second: KVCache) -> KVCache:
         lambda *pair: jnp.concatenate(pair, axis=1), (first.kept, first.states), (second.kept, second.states)
     )
     return KVCache(kept, jnp.concatenate([first.segment_ids, second.segment_ids]), first.written, states)
-
-
-def _kept(mixer: Mixer) -> tuple[Shapes, Shapes]:
-    return mixer.of_token, mixer.of_sequence

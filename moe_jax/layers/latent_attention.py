@@ -18,8 +18,7 @@ from moe_jax.config import DeepseekV3Config
 from moe_jax.kernels.low_rank import own_columns
 from moe_jax.layers.attend import Attend, Expansion
 from moe_jax.layers.cache import KVCache
-from moe_jax.layers.linear import Linear, TicketedMatrix, linear_map
-from moe_jax.layers.norm import RMSNorm
+from moe_jax.layers.linear import Linear, RMSNorm, TicketedMatrix, linear_map
 from moe_jax.layers.paged import LayerPages, PagedAttend
 from moe_jax.layers.rope import RopeTables, apply_rope, mscale_of_scores
 

@@ -1,4 +1,4 @@
-"""Linear maps and token embeddings with PyTorch's weight layouts: a checkpoint's bytes are the parameters' bytes."""
+"""Linear maps, token embeddings and norms with PyTorch's weight layouts: a checkpoint's bytes are the parameters' bytes."""
 
 import math
 from functools import partial
@@ -111,11 +111,6 @@ class Linear(TicketHolder):
         y = linear_map(x, self.matrix)
         return y + self.bias[...].astype(x.dtype) if self.use_bias else y
 
-    def to_heads(self, x: Float[Array, "*batch in"], head_dim: int) -> Float[Array, "*batch heads head_dim"]:
-        """Applies the map and reshapes the result to [..., heads, head_dim]."""
-        y = self(x)
-        return y.reshape(*y.shape[:-1], -1, head_dim)
-
     def of_heads(self, x: Float[Array, "*batch heads head_dim"]) -> Float[Array, "*batch out"]:
         """Applies the map to [..., heads, head_dim] as if flattened. The backward pass reads x itself, not a reshaped copy."""
 
@@ -217,6 +212,30 @@ class Embedding(nnx.Module):
 def _rows(table: Float[Array, "vocab _"], tokens: Integer[Array, "batch seq"]) -> Float[Array, "batch seq _"]:
     # `jnp.take` would count negative ids, such as a label's -100, from the table's end.
     return table.at[tokens].get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
+
+
+class RMSNorm(nnx.Module):
+    """y = w * x / sqrt(mean(x^2) + eps) over the last axis (Zhang and Sennrich, 2019, https://arxiv.org/abs/1910.07467).
+
+    The mean and the division are in f32, the result in x's dtype.
+    """
+
+    def __init__(self, size: int, *, eps: float, stack: tuple[int, ...] = (), param_dtype: DTypeLike = jnp.float32):
+        self.weight = nnx.Param(jnp.ones((*stack, size), param_dtype))
+        self.eps = eps
+
+    def __call__(self, x: Float[Array, "*batch size"]) -> Float[Array, "*batch size"]:
+        """Normalises the last axis of x."""
+        return rms_norm(x, self.weight[...], self.eps)
+
+
+# x is the only residual: the f32 arrays between x and y are cheaper to recompute than to write and read.
+@partial(jax.checkpoint, static_argnums=2, prevent_cse=False)
+def rms_norm(x: Float[Array, "*batch size"], weight: Float[Array, "size"], eps: float) -> Float[Array, "*batch size"]:
+    """Computes w * x / sqrt(mean(x^2) + eps) over the last axis, as `RMSNorm`."""
+    x32 = x.astype(jnp.float32) if x.dtype != jnp.float64 else x
+    normed = x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)
+    return weight.astype(x.dtype) * normed.astype(x.dtype)
 
 
 def normal_parameter(shape: tuple[int, ...], stddev: float, dtype: DTypeLike, rngs: nnx.Rngs) -> nnx.Param:

@@ -25,11 +25,10 @@ from moe_jax.kernels.experts.fp8.quantise import GROUP, InFp8
 from moe_jax.kernels.experts.weights import Accumulators, ExpertProducts, ExpertWeights, Matrix
 from moe_jax.layers.balance import Sequences
 from moe_jax.layers.fp8 import codes_of
-from moe_jax.layers.linear import DeferredWeight, Fp8Copies, Linear, TicketHolder, normal_parameter
+from moe_jax.layers.linear import DeferredWeight, Fp8Copies, Linear, RMSNorm, TicketHolder, normal_parameter
 from moe_jax.layers.lora import Adapter, Frozen
 from moe_jax.layers.matrices import check_declared, declared
 from moe_jax.layers.mlp import MLP
-from moe_jax.layers.norm import RMSNorm
 from moe_jax.layers.quantised import Quantised, is_quantised, of_stack
 from moe_jax.layers.router import Router, Routing
 from moe_jax.layers.spread import ONE_DEVICE, OneDevice
@@ -214,9 +213,9 @@ def precision_of(model: nnx.Module) -> Precision | None:
     return next((module.precision for _, module in nnx.iter_modules(model) if isinstance(module, Experts)), None)
 
 
-def keep_experts(model: nnx.Module, keeps_residuals: bool) -> None:
+def keep_experts(model: nnx.Module) -> None:
     """Sets `ExpertWeights.keeps_residuals` of all experts of a model."""
-    for _, module in nnx.iter_modules(model) if keeps_residuals else ():
+    for _, module in nnx.iter_modules(model):
         if isinstance(module, Experts):
             module.keeps_residuals = True
 
@@ -227,14 +226,22 @@ def fp8_copies(model: nnx.Module, *, on_one_device: bool = False) -> nnx.State:
     Frozen experts and quantised dense matrices need none. With `on_one_device`, or inside `jax.shard_map`, kernels round them;
     XLA cannot split a kernel over devices.
     """
-    matmuls = resolve_fp8_backend(None, jnp.dtype(jnp.bfloat16), GROUP, GROUP).matmuls if on_one_device else "xla"
-    found = {}
-    for path, module in nnx.iter_modules(model):
-        if isinstance(module, Experts) and module.precision is not None and not isinstance(module.gate_up_proj, Frozen):
-            copies = quantise_experts(module.gate_up_proj[...], module.down_proj[...], matmuls)
-            found[(*path, "fp8_copies")] = Fp8Copies(copies)
-        elif isinstance(module, Linear) and module.in_fp8 and not is_quantised(module.weight.get_value()):
-            found[(*path, "fp8_copies")] = Fp8Copies(dense_copies(module.weight[...], matmuls))
+    multiplying = [
+        (path, module)
+        for path, module in nnx.iter_modules(model)
+        if (isinstance(module, Experts) and module.precision is not None and not isinstance(module.gate_up_proj, Frozen))
+        or (isinstance(module, Linear) and module.in_fp8 and not is_quantised(module.weight.get_value()))
+    ]
+    matmuls, found = "xla", {}
+    if multiplying and on_one_device:
+        # Imports the kernels' modules, which a model without FP8 does not need.
+        matmuls = resolve_fp8_backend(None, jnp.dtype(jnp.bfloat16), GROUP, GROUP).matmuls
+    for path, module in multiplying:
+        if isinstance(module, Experts):
+            copies: Any = quantise_experts(module.gate_up_proj[...], module.down_proj[...], matmuls)
+        else:
+            copies = dense_copies(module.weight[...], matmuls)
+        found[(*path, "fp8_copies")] = Fp8Copies(copies)
     return nnx.from_flat_state(found.items())
 
 

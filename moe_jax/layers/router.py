@@ -218,7 +218,7 @@ def load_balancing_loss(routing: Routing | RouterSums, *, mesh_axes: str | tuple
     layers, experts = sums.expert_load.shape
     if layers == 0:
         return jnp.zeros((), jnp.float32)
-    rows = _at_least_one(sums.num_tokens) * layers
+    rows = jnp.maximum(sums.num_tokens, 1) * layers
     fraction = sums.expert_load.sum(axis=0).astype(sums.probability_sum.dtype) / rows
     return experts * jnp.sum(fraction * (sums.probability_sum.sum(axis=0) / rows))
 
@@ -233,7 +233,7 @@ def load_balancing_loss_per_layer(
     Arguments as in `load_balancing_loss`.
     """
     sums = _layers(routing, mesh_axes)
-    num_tokens = _at_least_one(sums.num_tokens)
+    num_tokens = jnp.maximum(sums.num_tokens, 1)
     fraction = sums.expert_load.astype(sums.probability_sum.dtype) / num_tokens
     return sums.expert_load.shape[1] * jnp.sum(fraction * sums.probability_sum / num_tokens, axis=-1)
 
@@ -244,7 +244,7 @@ def router_z_loss(routing: Routing | RouterSums, *, mesh_axes: str | tuple[str, 
     Arguments as in `load_balancing_loss`.
     """
     sums = _layers(routing, mesh_axes)
-    return sums.z_loss_sum.sum() / (_at_least_one(sums.num_tokens) * max(len(sums.z_loss_sum), 1))
+    return sums.z_loss_sum.sum() / (jnp.maximum(sums.num_tokens, 1) * max(len(sums.z_loss_sum), 1))
 
 
 def sequence_balance_loss(routing: Routing | RouterSums, *, mesh_axes: str | tuple[str, ...] = ()) -> Float[Array, ""]:
@@ -254,7 +254,7 @@ def sequence_balance_loss(routing: Routing | RouterSums, *, mesh_axes: str | tup
     layers. The loss is 0 unless the model was called with `sequence_balance`. Arguments as in `load_balancing_loss`.
     """
     sums = _layers(routing, mesh_axes)
-    return sums.sequence_balance_sum.sum() / _at_least_one(sums.num_sequences)
+    return sums.sequence_balance_sum.sum() / jnp.maximum(sums.num_sequences, 1)
 
 
 def _layers(routing: Routing | RouterSums, mesh_axes: str | tuple[str, ...]) -> RouterSums:
@@ -264,7 +264,3 @@ def _layers(routing: Routing | RouterSums, mesh_axes: str | tuple[str, ...]) -> 
         sums = RouterSums.stack([sums])
     sums = vary_alike(sums)
     return sums.psum(mesh_axes) if mesh_axes else sums
-
-
-def _at_least_one(count: Float[Array, ""]) -> Float[Array, ""]:
-    return jnp.maximum(count, 1)

@@ -1,5 +1,6 @@
 """The frame of every architecture here: embedding, stages of decoder layers, norm and vocabulary projection."""
 
+import difflib
 import inspect
 from dataclasses import replace
 from typing import Any, Literal
@@ -17,30 +18,30 @@ from moe_jax.kernels.experts.fp8.precision import DenseGroup, Precision
 from moe_jax.layers.attention import Attention
 from moe_jax.layers.cache import KVCache, cache_rows
 from moe_jax.layers.latent_attention import LatentAttention
-from moe_jax.layers.linear import Embedding, Linear
+from moe_jax.layers.linear import Embedding, Linear, RMSNorm
 from moe_jax.layers.loops import Pass
 from moe_jax.layers.lora import Adapter, beside_head, wider_head
 from moe_jax.layers.mlp import MLP
 from moe_jax.layers.moe import MoE, precision_of, set_precision
-from moe_jax.layers.norm import RMSNorm
 from moe_jax.layers.passes import Remat, forward_loop
 from moe_jax.layers.router import check_expert_choice, load_balancing_loss
 from moe_jax.layers.segments import has_successor, shift_left
-from moe_jax.models.decoder_layer import DecoderLayer, SparseDecoderLayer
 from moe_jax.models.execution import Execution
 from moe_jax.models.forward import (
     Carry,
+    DecoderLayer,
     Entered,
     LayerInputs,
     LayerPattern,
     PerLayer,
+    SparseDecoderLayer,
     StageRouting,
     collect,
     layer_inputs,
     run_stage,
     stage_layers,
 )
-from moe_jax.models.inputs import check_options, check_shapes, float_dtype, integers, refuse_deleted, token_ids
+from moe_jax.models.inputs import check_shapes, float_dtype, integers, refuse_deleted, token_ids
 from moe_jax.models.mtp import PredictorState, TokenPredictor
 from moe_jax.models.output import HiddenStates, ModelOutput
 from moe_jax.parallel.pipeline.chunks import refuse_chunks
@@ -90,7 +91,8 @@ class Decoder(nnx.Module):
           TypeError: an option that `hidden_states` does not have.
           ValueError: as `hidden_states`.
         """
-        check_options(options, OPTIONS)
+        for name in options:
+            _check_option(name)
         states = self.hidden_states(tokens, positions, segment_ids, **options)
         logits = jnp.einsum("bsd,vd->bsv", states.hidden, self.head_weight.astype(self.dtype))
         return ModelOutput(logits, load_balancing_loss(states.router), states.router, states.expert_ids, states.cache)
@@ -221,8 +223,8 @@ class Decoder(nnx.Module):
 
     def normed(self, x: Float[Array, "batch seq hidden"]) -> Float[Array, "batch seq columns"]:
         """Applies the final norm to the last layer's output; with an adapter of the head, appends its product with a."""
-        hidden = self.norm(x)
-        return hidden if self._head_adapter is None else beside_head(self._head_adapter, hidden)
+        adapter, hidden = self._head_adapter, self.norm(x)
+        return hidden if adapter is None else beside_head(adapter, hidden)
 
     def mtp_hidden_states(
         self,
@@ -420,6 +422,15 @@ OPTIONS = tuple(
     if parameter.kind is inspect.Parameter.KEYWORD_ONLY
 )
 """Names of a call's options: all keyword-only parameters of `hidden_states`."""
+
+
+def _check_option(name: str) -> None:
+    if name == "attention_mask":
+        raise TypeError("a model takes no attention_mask: pass it as segment_ids, in which 0 is padding as in the mask")
+    if name not in OPTIONS:
+        near = difflib.get_close_matches(name, OPTIONS, 1)
+        advice = f"did you mean {near[0]}?" if near else f"there are {', '.join(OPTIONS)}"
+        raise TypeError(f"a model takes no option {name!r}; {advice}")
 
 
 def _per_layer(config: ModelConfig, expert_ids: Integer[Array, "moe_layers batch seq k"] | None) -> list[PerLayer]:

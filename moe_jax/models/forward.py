@@ -1,12 +1,14 @@
-"""One pass through a model's layers: the inputs that all layers read, the state between layers, and the loop over a stage."""
+"""One pass through a model's layers: the inputs that all read, the state between layers, a layer, and the loop over a stage."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Integer
 
 from moe_jax.config import ModelConfig
@@ -14,10 +16,10 @@ from moe_jax.layers.attend import Attend
 from moe_jax.layers.balance import Sequences
 from moe_jax.layers.cache import KVCache
 from moe_jax.layers.fp8 import Fp8Copies
-from moe_jax.layers.linear import DeferredWeight, WeightTicket
+from moe_jax.layers.linear import DeferredWeight, RMSNorm, WeightTicket
 from moe_jax.layers.lora import DropoutKey, Frozen
 from moe_jax.layers.moe import GradientAccumulator, PlaceInStack, StackedWeight, keep_experts
-from moe_jax.layers.paged import LayerPages
+from moe_jax.layers.paged import LayerPages, PagedAttend
 from moe_jax.layers.passes import WHOLE_LAYER, LayerArrays, Layers
 from moe_jax.layers.rope import RopeTables, rope_tables
 from moe_jax.layers.router import ExpertBias, Routing
@@ -27,6 +29,7 @@ from moe_jax.layers.stack import run_layers
 from moe_jax.models.execution import Execution
 from moe_jax.models.output import HiddenStates
 from moe_jax.parallel.sequence.attention import ContextParallel
+from moe_jax.parallel.spread import Spread
 
 
 @jax.tree_util.register_dataclass
@@ -137,7 +140,7 @@ def layer_inputs(
     if positions is None:
         positions = segment_positions(segment_ids) if context is None else context.positions(segments)
     return LayerInputs(
-        rope_tables(positions, config.rope_parameters, config.rotary_dim, config.max_position_embeddings),
+        rope_tables(positions, config.rope_parameters, config.mixer.rotary_dim, config.max_position_embeddings),
         segments,
         valid,
         Sequences.of(jnp.where(valid, segment_ids, 0), context) if sequence_balance else None,
@@ -153,6 +156,50 @@ class StageRouting(NamedTuple):
     def in_order(self, arrays: Any) -> Any:
         """Merges the axes of repeats and places in arrays stacked like these, into one axis of layers."""
         return jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), arrays) if self.experts.ndim == 4 else arrays
+
+
+class DecoderLayer(nnx.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x)), with a dense mlp."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        mlp: nnx.Module,
+        attention: nnx.Module,
+        *,
+        stack: tuple[int, ...] = (),
+        param_dtype: DTypeLike = jnp.float32,
+    ):
+        norm = partial(RMSNorm, config.hidden_size, eps=config.rms_norm_eps, stack=stack, param_dtype=param_dtype)
+        self.input_layernorm = norm()
+        self.self_attn = attention
+        self.post_attention_layernorm = norm()
+        self.mlp = mlp
+
+    def __call__(
+        self, x: Float[Array, "batch seq hidden"], inputs: LayerInputs, attend: Attend | PagedAttend, spread: Spread
+    ) -> LayerOutput:
+        """Applies the layer to the residual stream; `attend` is this layer's attention."""
+        attended, cache = self.self_attn(self.input_layernorm(x), inputs.rope, attend)
+        x = x + attended
+        out, routing = self.feed_forward(self.post_attention_layernorm(x), inputs, spread)
+        return LayerOutput(x + out, cache, routing)
+
+    def feed_forward(
+        self, x: Float[Array, "batch seq hidden"], inputs: LayerInputs, spread: Spread
+    ) -> tuple[Float[Array, "batch seq hidden"], Routing | None]:
+        """Returns mlp(x) for normalized x; the caller adds it to the residual stream."""
+        return self.mlp(x), None
+
+
+class SparseDecoderLayer(DecoderLayer):
+    """A decoder layer whose feed-forward block is a mixture of experts (`layers.moe.MoE`)."""
+
+    def feed_forward(
+        self, x: Float[Array, "batch seq hidden"], inputs: LayerInputs, spread: Spread
+    ) -> tuple[Float[Array, "batch seq hidden"], Routing]:
+        """Returns moe(x) for normalized x, with the tokens of all sequences routed together."""
+        return self.mlp(x, inputs.counted, expert_ids=inputs.expert_ids, spread=spread)
 
 
 class LayerPattern(nnx.Module):
@@ -186,7 +233,7 @@ def stage_layers(stage: nnx.Module, number: int, inputs: LayerInputs, per_layer:
     """Returns the loop body of a stage's layers and the arrays that the loop reads; the carry is a `Carry`.
 
     Args:
-      stage: the stacked layers, with `decoder_layer.DecoderLayer`'s call signature, or a `LayerPattern` of them.
+      stage: the stacked layers, with `DecoderLayer`'s call signature, or a `LayerPattern` of them.
       number: the stage's index in `Decoder.stages`, and so in `Spread.layer_gathers`.
     """
     spread = execution.spread
@@ -209,7 +256,8 @@ def stage_layers(stage: nnx.Module, number: int, inputs: LayerInputs, per_layer:
     def layer(shared: tuple[LayerInputs, nnx.State], own: tuple, carry: Carry, parameters, accumulators):
         (inputs, stacks), (*of_frozen, per_layer, others) = shared, own
         block = nnx.merge(graph, parameters, accumulators, stacks, others, *of_frozen)
-        keep_experts(block, "experts" in execution.keep)
+        if "experts" in execution.keep:
+            keep_experts(block)
         if per_layer.exists is not None:
             inputs = inputs.counted_where(per_layer.exists)
         if not isinstance(block, LayerPattern):

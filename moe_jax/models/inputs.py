@@ -1,7 +1,6 @@
 """Checks a model's arguments, so that a mistake is reported before anything is computed."""
 
 import difflib
-from collections.abc import Collection
 from typing import Any
 
 import jax
@@ -105,21 +104,6 @@ def check_shapes(config, tokens, positions, segment_ids, cache, expert_ids) -> N
         wanted = (len(config.moe_layers), *tokens.shape, config.experts.num_experts_per_tok if config.experts else 0)
         if expert_ids.shape != wanted:
             raise ValueError(f"expert_ids must be [moe_layers, batch, seq, k] = {wanted}; got {expert_ids.shape}")
-
-
-def check_options(given: Collection[str], known: Collection[str]) -> None:
-    """Checks the names of keyword options against the known ones.
-
-    Raises:
-      TypeError: a name is unknown. The message suggests the nearest known option, or lists all.
-    """
-    for name in given:
-        if name == "attention_mask":
-            raise TypeError("a model takes no attention_mask: pass it as segment_ids, in which 0 is padding as in the mask")
-        if name not in known:
-            near = difflib.get_close_matches(name, known, 1)
-            advice = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
-            raise TypeError(f"a model takes no option {name!r}; {advice}")
 
 
 def float_dtype(dtype: Any, name: str = "dtype") -> jnp.dtype:

@@ -17,8 +17,7 @@ from jaxtyping import Array, Float
 
 from moe_jax.config import ModelConfig
 from moe_jax.layers.attend import Attend
-from moe_jax.layers.linear import Linear
-from moe_jax.layers.norm import RMSNorm
+from moe_jax.layers.linear import Linear, RMSNorm
 from moe_jax.models.forward import LayerInputs, LayerOutput
 from moe_jax.parallel.spread import Spread
 
@@ -36,7 +35,7 @@ class TokenPredictor(nnx.Module):
     """Module k: h_k[i] = norm(block(eh_proj [enorm(embedding of token i + k); hnorm(h_{k-1}[i])])), at the position of i.
 
     Args:
-      block: a decoder layer with `decoder_layer.DecoderLayer`'s call signature.
+      block: a decoder layer with `forward.DecoderLayer`'s call signature.
     """
 
     def __init__(

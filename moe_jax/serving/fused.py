@@ -50,10 +50,10 @@ from moe_jax.kernels.strict.matmul import matmul, matmul_in_parts
 from moe_jax.kernels.strict.rows import gated_silu, norm_rows
 from moe_jax.layers.attention import Attention
 from moe_jax.layers.fp8 import codes_of
+from moe_jax.layers.linear import RMSNorm, rms_norm
 from moe_jax.layers.lora import has_adapters
 from moe_jax.layers.mlp import MLP
 from moe_jax.layers.moe import MoE
-from moe_jax.layers.norm import RMSNorm, rms_norm
 from moe_jax.layers.paged import LayerPages, PagedAttend
 from moe_jax.layers.quantised import is_quantised
 from moe_jax.layers.rope import RopeTables, fixed_frequencies, tables_of

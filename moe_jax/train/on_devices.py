@@ -125,7 +125,8 @@ def merged_model(graphdef: nnx.GraphDef, params: nnx.State, fixed: nnx.State, ex
     """
     copies, fixed = nnx.split_state(fixed, Fp8Copies, ...)
     model = nnx.merge(graphdef, params, fixed)
-    hold_fp8_copies(model, copies)
+    if copies:
+        hold_fp8_copies(model, copies)
     if execution is not None:
         model.execution = execution
     return model

@@ -42,6 +42,6 @@ def sum_of_splits(splits_ref: Any, token: Any, columns: Any) -> Float[Array, "co
 def normalized(
     row: Float[Array, "columns"], weight: Float[Array, "columns"], eps: float, dtype: Any
 ) -> Float[Array, "columns"]:
-    """Returns weight * row / sqrt(mean(row^2) + eps) of an f32 row, rounded like `layers.norm.RMSNorm`."""
+    """Returns weight * row / sqrt(mean(row^2) + eps) of an f32 row, rounded like `layers.linear.RMSNorm`."""
     scale = lax.rsqrt(jnp.sum(row * row) / row.shape[0] + eps)
     return weight * (row * scale).astype(dtype)

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from moe_jax.kernels.decode.add_norm import ExpertRows, add_experts, add_splits
-from moe_jax.layers.norm import rms_norm
+from moe_jax.layers.linear import rms_norm
 from tests.helpers import seeds
 from tests.helpers.serving_races import normal
 

@@ -7,7 +7,7 @@ import pytest
 
 from moe_jax.kernels.strict import rows as strict_rows
 from moe_jax.kernels.strict.rows import gated_silu, log_sum_exp, norm_rows
-from moe_jax.layers.norm import rms_norm
+from moe_jax.layers.linear import rms_norm
 from tests.helpers import seeds
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from moe_jax.kernels.attention.paged.fp8 import FP8Pages, quantised
 from moe_jax.kernels.decode.heads import HeadNorms, NewTokens, chunk_heads_to_pages, heads_to_pages
-from moe_jax.layers.norm import rms_norm
+from moe_jax.layers.linear import rms_norm
 from moe_jax.layers.rope import RopeTables, apply_rope
 from tests.helpers import seeds
 from tests.helpers.compiled_steps import whole
