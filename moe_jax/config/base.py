@@ -57,7 +57,7 @@ class LayerKind:
 
 @dataclass(frozen=True)
 class Stage:
-    """Consecutive layers that repeat a pattern of kinds (the body); `layers.stack` runs one body per iteration.
+    """Consecutive layers that repeat a pattern of kinds (the body); `layers.passes` runs one body per iteration.
 
     Layer first_layer + repeat * len(body) + place is of kind body[place]. Each place's parameters are stacked over the repeats.
     The kinds of a body are all sparse or all dense.

@@ -1,4 +1,8 @@
-"""The forward and the backward pass over stacked layers, each a `layers.loops.Loop` that runs alone or joined with another.
+"""Runs equal layers, stacked along a leading axis, in turn: like `lax.scan`, but its gradient writes no memory twice.
+
+`lax.scan` fills every stacked array with zeros before its loop writes into it. For the gradients of Qwen3-30B-A3B's experts
+that is 58 GB, more than a third of a backward pass over few tokens. Here those arrays are only allocated, each layer's part is
+written once, and a layer's weights are reread from the stack. Each pass is a `layers.loops.Loop`, alone or joined with another.
 
 With n layers, one turn of each loop does the following. A parameter gather and a gradient scatter (`parallel.fsdp.LayerGather`)
 start before the layer computes, and are waited for after it. The layer's kernels hide them.
@@ -36,7 +40,7 @@ from jax import lax
 from jaxtyping import Array
 
 from moe_jax.kernels.shapes import vary_as
-from moe_jax.layers.loops import Loop, Turn
+from moe_jax.layers.loops import Loop, Pass, Turn, run_pass
 
 Body = Callable[[Any, Any, Any, Any, Any], tuple[Any, Any]]
 """A layer: (x, y) = body(shared, per_layer, x, parameters, accumulators)."""
@@ -132,7 +136,7 @@ class Layers(NamedTuple):
 
 
 class LayerArrays(NamedTuple):
-    """The arrays that the forward and backward pass read, as in `stack.run_layers`."""
+    """The arrays that the forward and backward pass read, as in `run_layers`."""
 
     shared: Any
     per_layer: Any
@@ -188,6 +192,92 @@ class ForwardRun(NamedTuple):
     y: Any
     """The other outputs of all layers, stacked."""
     saved: SavedLayers
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def run_layers(layers: Layers, arrays: LayerArrays, x):
+    """Scans over stacked layers: x, y[l] = body(shared, per_layer[l], x, parameters[l], accumulators[l]).
+
+    Returns the last x, and y stacked. Differentiable in x and parameters; each gradient has its argument's dtype. The residuals
+    are the arrays that `body` needs for each layer. With `remat` they are x and `keep`, except in the last `num_kept` layers.
+    Memory is the same as with `lax.scan`.
+
+    With a `gather` that moves, inside `jax.shard_map`, `parameters` are a device's parts. While a layer computes, the
+    parameters of the next layer are gathered. In the backward pass, the previous layer's gradients also travel to the devices
+    that keep the parts. With peer-to-peer copies (`parallel.collectives.hops`) the layer hides both.
+
+    Args:
+      layers: the body, which closes over no array; the gather of parameters; and the recomputed layers.
+      arrays: `shared`, `per_layer` and `frozen` are not differentiated. `body` returns each accumulator's "gradient": the array
+        plus the added gradients (`kernels.experts.weights.Accumulators`). It overwrites the array.
+      x: floats that are passed from layer to layer.
+    """
+    body, gather, last = layers.body, layers.gather, arrays.num_layers - 1
+
+    def step(state, arguments):
+        x, gathered = state
+        i, own, parts, own_accumulators = arguments
+        arriving = gather.start_gather(take_layer(arrays.parts, jnp.minimum(i + 1, last)))
+        of_layer, of_frozen = gather.layer(parts, gathered)
+        x, y = body(arrays.shared, arrays.inputs(own, of_frozen), x, of_layer, own_accumulators)
+        x, arriving = gather.barrier(x, arriving)
+        return (x, gather.finish_gather(arriving)), y
+
+    first = gather.gather(take_layer(arrays.parts, 0))
+    scanned = jnp.arange(last + 1), arrays.per_layer, arrays.parts, arrays.accumulators
+    (x, _), y = lax.scan(step, (x, first), scanned)
+    return x, y
+
+
+def _forward(layers: Layers, arrays: LayerArrays, x):
+    run = run_pass(forward_pass(layers, arrays, x))
+    return (run.x, run.y), (arrays, run.saved)
+
+
+def _backward(layers: Layers, residuals: tuple[LayerArrays, SavedLayers], gradients):
+    run = run_pass(backward_pass(layers, *residuals, *gradients))
+    return LayerArrays(None, None, run.parameters, run.accumulators), run.dx
+
+
+run_layers.defvjp(_forward, _backward)
+
+
+def forward_pass(layers: Layers, arrays: LayerArrays, x) -> Pass:
+    """Runs all layers forward: one loop over recomputed layers, one over layers that keep their residuals.
+
+    The result is a `ForwardRun` whose `saved` holds what each loop saved.
+    """
+    outputs, saved = [], []
+    for remat, chunk in parts_of(layers.remat, layers.num_kept, arrays.num_layers):
+        run: ForwardRun = yield forward_loop(layers.of_loop(remat), arrays, x, chunk)
+        x = run.x
+        outputs.append(run.y)
+        saved.append(run.saved)
+    y = outputs[0] if len(outputs) == 1 else jax.tree.map(lambda *of_parts: jnp.concatenate(of_parts), *outputs)
+    return ForwardRun(x, y, saved)
+
+
+def backward_pass(layers: Layers, arrays: LayerArrays, saved: list[SavedLayers], dx, dy, sums=None) -> Pass:
+    """Runs all layers backward from the residuals that `forward_pass` saved; returns a `BackwardRun`."""
+    adds, written = sums is not None, None
+    parts = parts_of(layers.remat, layers.num_kept, arrays.num_layers)
+    for (remat, chunk), of_part in reversed(list(zip(parts, saved, strict=True))):
+        part = layers.of_loop(remat)
+        own = dy if chunk is None else jax.tree.map(lambda a, c=chunk: a[c.first : c.first + c.num_layers], dy)
+        run: BackwardRun = yield backward_loop(part, arrays, of_part, dx, own, sums, chunk, written)
+        dx, arrays = run.dx, arrays._replace(accumulators=run.accumulators)
+        sums, written = (run.parameters, None) if adds else (None, run.parameters)
+    return run
+
+
+def parts_of(remat: Remat, num_kept: int, num_layers: int) -> list[tuple[Remat, Chunk | None]]:
+    """Returns the loops of a forward pass: each one's `remat` and its range of layers, None for all layers."""
+    if not remat or not num_kept:
+        return [(remat, None)]
+    first = num_layers - num_kept
+    if first <= 0:
+        return [(False, None)]
+    return [(remat, Chunk(0, first)), (False, Chunk(first, num_kept, first))]
 
 
 class ForwardState(NamedTuple):

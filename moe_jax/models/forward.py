@@ -20,12 +20,11 @@ from moe_jax.layers.linear import DeferredWeight, RMSNorm, WeightTicket
 from moe_jax.layers.lora import DropoutKey, Frozen
 from moe_jax.layers.moe import GradientAccumulator, PlaceInStack, StackedWeight, keep_experts
 from moe_jax.layers.paged import LayerPages, PagedAttend
-from moe_jax.layers.passes import WHOLE_LAYER, LayerArrays, Layers
+from moe_jax.layers.passes import WHOLE_LAYER, LayerArrays, Layers, run_layers
 from moe_jax.layers.rope import RopeTables, rope_tables
 from moe_jax.layers.router import ExpertBias, Routing
 from moe_jax.layers.router_sums import RouterSums
 from moe_jax.layers.segments import runs, segment_positions
-from moe_jax.layers.stack import run_layers
 from moe_jax.models.execution import Execution
 from moe_jax.models.output import HiddenStates
 from moe_jax.parallel.sequence.attention import ContextParallel

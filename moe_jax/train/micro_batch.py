@@ -25,8 +25,7 @@ from moe_jax.kernels.precision import at_least_f32
 from moe_jax.kernels.shapes import vary_as
 from moe_jax.layers.loops import Pass, run_joined, run_pass
 from moe_jax.layers.moe import accumulated_gradients, add_expert_gradients_to
-from moe_jax.layers.passes import BackwardRun, ForwardRun, LayerArrays, SavedLayers
-from moe_jax.layers.stack import backward_pass, forward_pass, parts_of
+from moe_jax.layers.passes import BackwardRun, ForwardRun, LayerArrays, SavedLayers, backward_pass, forward_pass, parts_of
 from moe_jax.models.decoder import Decoder
 from moe_jax.models.execution import Execution
 from moe_jax.models.forward import Carry, Entered, StageLayers, StageRouting, stage_layers

@@ -43,7 +43,7 @@ from moe_jax.kernels import Precision
 from moe_jax.kernels.experts.call import TokenPart, experts
 from moe_jax.kernels.experts.weights import ExpertWeights
 from moe_jax.layers.passes import LayerArrays, Layers
-from moe_jax.layers.stack import run_layers
+from moe_jax.layers.passes import run_layers
 from moe_jax.parallel.fsdp import LayerGather
 from moe_jax.parallel.collectives.hops import COPIES, MANY_AT_ONCE
 

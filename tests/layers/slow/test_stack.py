@@ -11,8 +11,7 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
-from moe_jax.layers.passes import LayerArrays, Layers
-from moe_jax.layers.stack import run_layers
+from moe_jax.layers.passes import LayerArrays, Layers, run_layers
 from moe_jax.parallel.fsdp import LayerGather
 from tests.helpers import seeds
 from tests.helpers.h200 import kernels_beside_copies, needs_compiler, run_script
@@ -266,7 +265,7 @@ def test_gradients_are_written_once(devices):
 
 GATHERED = """
 from moe_jax.layers.passes import LayerArrays, Layers
-from moe_jax.layers.stack import run_layers
+from moe_jax.layers.passes import run_layers
 from moe_jax.parallel.fsdp import LayerGather
 from moe_jax.parallel.collectives.hops import COPIES, MANY_AT_ONCE
 

@@ -13,8 +13,7 @@ from moe_jax.kernels import Precision
 from moe_jax.kernels.experts.call import TokenPart
 from moe_jax.kernels.experts.call import experts as compute
 from moe_jax.kernels.experts.weights import ExpertWeights
-from moe_jax.layers.passes import LayerArrays, Layers
-from moe_jax.layers.stack import run_layers
+from moe_jax.layers.passes import LayerArrays, Layers, run_layers
 from moe_jax.parallel import ExpertParallel, Parallelism, fsdp
 from moe_jax.parallel.expert import expert_parallel_mlp
 from moe_jax.parallel.fsdp import ShardedParameters

@@ -40,7 +40,7 @@ on_four(layer, "expert", PartitionSpec("expert"), tokens, *matrices, ((32768, 8)
 
 TRAINED_EXPERTS = """
 from moe_jax.layers.passes import LayerArrays, Layers
-from moe_jax.layers.stack import run_layers
+from moe_jax.layers.passes import run_layers
 from moe_jax.parallel.fsdp import LayerGather
 
 settings = ExpertParallel(transport="pairwise", capacity_factor=4, group_size=1)
