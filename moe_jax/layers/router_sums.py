@@ -76,8 +76,8 @@ class RouterSums:
             num_shadows=jnp.zeros((), jnp.int32),
             entropy_sum=jnp.where(counted, jax.scipy.special.entr(jax.lax.stop_gradient(probabilities)), 0).sum(),
             sequence_balance_sum=balance if sequences is None else sequence_balance(probabilities, experts.shape[1], sequences),
-            num_tokens=vary_as(_num_tokens(valid), logits),
             num_sequences=_num_sequences(sequences),
+            num_tokens=vary_as(_num_tokens(valid), logits),
         )
 
     @classmethod
