@@ -371,7 +371,8 @@ def _gradients_in_dtype(
         rows, w_down, hidden.h, weight_of_row(weights, plan), plan, source_of_row=source, activation=options.activation
     )
     dweights = rows_of_pairs(dweight_of_row, plan).astype(weights.dtype)
-    dx_rows, products = backend.grouped_matmul(dh, w_gate_up, plan, transpose=True), ()
+    dx_rows = backend.grouped_matmul(dh, w_gate_up, plan, transpose=True)
+    products: tuple[OuterPart, ...] = ()
     if not experts.frozen:
         x_rows, of_x = backend.rows_of_tokens(x, plan)
         products = OuterPart(dh, x_rows, plan, None, of_x), OuterPart(rows, weighted_act, plan, source, None)
