@@ -40,7 +40,7 @@ from inputs import config_of
 
 from moe_jax.config import EXPERT_LAYERS, NAMED_CONFIGS
 from moe_jax.kernels import Precision, experts_mlp, fp8_matmul, quantise_matrices, ragged_dot
-from moe_jax.kernels.experts.backends import BACKENDS
+from moe_jax.kernels.backends import BACKENDS
 from moe_jax.kernels.experts.call import TokenPart
 from moe_jax.kernels.experts.call import experts as compute
 from moe_jax.kernels.experts.fp8.dense import dense_copies

@@ -24,7 +24,7 @@ from moe_layer_peers import random_in_jax
 
 from moe_jax.config import EXPERT_LAYERS
 from moe_jax.kernels import Precision, QuantisedMatrices, experts_mlp, quantise_matrices
-from moe_jax.kernels.experts.backends import BACKENDS
+from moe_jax.kernels.backends import BACKENDS
 
 TOLERANCE = 2e-2
 """Largest accepted difference of a layer's y from f32, relative in the Frobenius norm."""

@@ -53,7 +53,7 @@ from moe_jax.adapters import LoraSettings, add_lora
 from moe_jax.checkpoint.hf_save import save_pretrained
 from moe_jax.config import NAMED_CONFIGS, ModelConfig
 from moe_jax.cost.flops import num_parameters
-from moe_jax.kernels import target
+from moe_jax.kernels import backends
 from moe_jax.models.decoder import Decoder
 from moe_jax.models.random_weights import random_model
 from moe_jax.parallel import make_mesh
@@ -134,7 +134,7 @@ class Step(Case):
             f"{config.num_hidden_layers} layers, {num_parameters(config) / 1e9:.2f} B parameters in {jnp.dtype(dtype).name}, "
             f"{self.prompts} x {self.samples} answers of {self.new} tokens to prompts of {self.prompt}, modes {modes}, "
             f"{self.drawing} devices draw and {self.learning} learn\n"
-            f"compute capability {target.compute_capability()}; fused layers refused: {unfused_reason(model)}",
+            f"compute capability {backends.compute_capability()}; fused layers refused: {unfused_reason(model)}",
             flush=True,
         )
         found = {}

@@ -37,8 +37,8 @@ from harness import Case, in_a_process, main, one_of, reason
 from moe_layer_peers import IN_TORCH, PEERS, Layer, build, passes_in_jax, random_in_jax
 
 from moe_jax.config import EXPERT_LAYERS, ExpertLayer
+from moe_jax.kernels.backends import BACKENDS
 from moe_jax.kernels.experts import mosaic
-from moe_jax.kernels.experts.backends import BACKENDS
 from moe_jax.kernels.experts.mosaic.tiles import ENVIRONMENT_VARIABLE, choose_tile, rule, shared_tile
 
 CEILING = "dense matmul"

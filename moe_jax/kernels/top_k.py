@@ -17,8 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from moe_jax.kernels.experts.backends import is_mosaic_allowed, splitting_refusal
-from moe_jax.kernels.target import compute_capability
+from moe_jax.kernels.backends import compute_capability, is_mosaic_allowed, splitting_refusal
 
 FEWEST_ROWS = 1024
 """Minimum rows for the kernel: XLA sorts few rows in a few microseconds."""

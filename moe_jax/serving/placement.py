@@ -14,7 +14,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from moe_jax.generation.devices import AXES, devices_of, generation_mesh
-from moe_jax.kernels.experts.backends import on_one_device
+from moe_jax.kernels.backends import on_one_device
 from moe_jax.layers.moe import is_expert_matrix
 from moe_jax.layers.spread import ONE_DEVICE, OneDevice
 from moe_jax.models.decoder import Decoder

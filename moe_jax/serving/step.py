@@ -18,7 +18,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, UInt
 
 from moe_jax.generation.speculative import NO_DRAFTS, DraftSource
-from moe_jax.kernels import target
+from moe_jax.kernels import backends
 from moe_jax.kernels.attention.paged import PAGE_SIZE, PagedQueries
 from moe_jax.layers.lora import beside_head
 from moe_jax.layers.paged import LayerPages, PagedAttend, TokenPlaces, empty_pages
@@ -396,7 +396,7 @@ def _layer(
 
 def _fuses(served: ServedModel, batch: StepBatch) -> bool:
     """Returns True if `fused` supports the model and runs on one GPU with its kernels."""
-    if served.unfused is not None or served.mesh is not None or target.compute_capability() != "9.0":
+    if served.unfused is not None or served.mesh is not None or backends.compute_capability() != "9.0":
         return False
     from moe_jax.serving.fused import refusal
 

@@ -14,8 +14,8 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from moe_jax.config import ModelConfig, RouterRule
+from moe_jax.kernels.backends import ENVIRONMENT_VARIABLE, is_mosaic_allowed
 from moe_jax.kernels.experts.activation import SILU, Activation
-from moe_jax.kernels.experts.backends import ENVIRONMENT_VARIABLE, is_mosaic_allowed
 from moe_jax.kernels.experts.fp8.precision import Precision
 from moe_jax.layers.lora import Adapter, Frozen, has_adapters, wider_head
 from moe_jax.layers.moe import Experts, is_expert_matrix

@@ -22,7 +22,7 @@ from moe_jax.cost import PlannedStep
 from moe_jax.cost.memory import activations, kept_parts, memory_bytes
 from moe_jax.cost.planned_step import PlannedAdapters
 from moe_jax.cost.step import with_fastest_kept
-from moe_jax.kernels.experts.backends import on_one_device
+from moe_jax.kernels.backends import on_one_device
 from moe_jax.layers.moe import precision_of
 from moe_jax.layers.passes import Remat
 from moe_jax.models.execution import Execution

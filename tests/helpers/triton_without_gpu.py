@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moe_jax.kernels import target
+from moe_jax.kernels import backends
 from moe_jax.kernels.experts import triton as ours
 from moe_jax.kernels.experts.triton import launch
 
@@ -22,7 +22,7 @@ needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, re
 
 
 def pretend_hopper(monkeypatch, capability="9.0"):
-    monkeypatch.setattr(target, "compute_capability", lambda: capability)
+    monkeypatch.setattr(backends, "compute_capability", lambda: capability)
     for module in (ours, launch):
         monkeypatch.setattr(module, "missing_packages", lambda: None)
 

@@ -69,7 +69,7 @@ import sys
 import jax, jax.numpy as jnp
 import moe_jax.serving.engine, moe_jax.serving.http.server, moe_jax.adapters.source
 from moe_jax.kernels.attention.api import attention
-from moe_jax.kernels.experts.backends import resolve_backend
+from moe_jax.kernels.backends import resolve_backend
 from moe_jax.kernels.top_k import top_k_indices
 a, ids = jax.ShapeDtypeStruct((1, 4, 2, 64), jnp.bfloat16), jax.ShapeDtypeStruct((1, 4), jnp.int32)
 jax.eval_shape(lambda a, ids: attention(a, a, a, scale=1.0, query_segment_ids=ids, key_segment_ids=ids), a, ids)

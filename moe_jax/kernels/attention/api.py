@@ -16,8 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, Integer
 
 from moe_jax.kernels.attention.online_softmax import PartialAttention
-from moe_jax.kernels.experts.backends import ENVIRONMENT_VARIABLE, splitting_refusal
-from moe_jax.kernels.target import is_interpreted
+from moe_jax.kernels.backends import ENVIRONMENT_VARIABLE, is_interpreted, splitting_refusal
 
 _logger = logging.getLogger(__name__)
 

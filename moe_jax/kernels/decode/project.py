@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from moe_jax.kernels import target
+from moe_jax.kernels import backends
 from moe_jax.kernels.hopper.mainloop import TileShape
 from moe_jax.kernels.hopper.pipeline import WGMMA_ROWS
 from moe_jax.kernels.split_matmul import refusal, split_matmul, stages_of
@@ -47,7 +47,7 @@ def project(x: Float[Array, "tokens in"], *weights: Float[Array, "_ in"]) -> Flo
     Operands and sizes that the kernel does not support go to `matmul_in_splits`.
     """
     heights = tuple(len(w) for w in weights)
-    is_taken = target.compute_capability() == "9.0" and refusal(x, weights) is None
+    is_taken = backends.compute_capability() == "9.0" and refusal(x, weights) is None
     is_taken = is_taken and not any(height % max(WIDTHS) for height in heights[:-1])
     parts = parts_of(len(x), heights, x.shape[1]) if is_taken else None
     if parts is None:
@@ -70,7 +70,7 @@ def parts_of(tokens: int, heights: tuple[int, ...], summands: int) -> Parts | No
     most_splits = max(summands // (SUMMANDS_PER_ROW * rows), 1)
     # If rows have several tiles, narrow ones would read all of x and w too often.
     widths = WIDTHS if tokens <= rows else WIDTHS[:1]
-    cores, columns = target.num_cores(), sum(heights)
+    cores, columns = backends.num_cores(), sum(heights)
     has_one_matrix, has_row_tiles = len(heights) == 1, tokens > rows
     # No part at all leaves more tiles than cores to XLA.
     fewest_splits = 1 if not has_one_matrix and has_row_tiles and tokens <= MOST_TOKENS else 0

@@ -23,9 +23,9 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Integer
 
+from moe_jax.kernels.backends import resolve_backend
 from moe_jax.kernels.experts import separate_vjps
 from moe_jax.kernels.experts.activation import SILU, Activation
-from moe_jax.kernels.experts.backends import resolve_backend
 from moe_jax.kernels.experts.call import TokenPart, experts
 from moe_jax.kernels.experts.fp8.precision import Precision
 from moe_jax.kernels.experts.fp8.quantise import QuantisedMatrices

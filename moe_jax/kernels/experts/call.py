@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Integer
 
-from moe_jax.kernels import target
+from moe_jax.kernels import backends
+from moe_jax.kernels.backends import implementation, resolve_backend
 from moe_jax.kernels.experts.activation import SILU, Activation
-from moe_jax.kernels.experts.backends import implementation, resolve_backend
 from moe_jax.kernels.experts.changed import of_each_expert, rank_alignment
 from moe_jax.kernels.experts.fp8.backends import resolve_fp8_backend
 from moe_jax.kernels.experts.fp8.precision import Precision
@@ -98,7 +98,7 @@ def experts(
             length than parts. Also if shares do not divide the tokens, and as `experts_mlp`. Accumulators or factors do not fit
             the matrices, or accumulators are equal on devices that differ in x. A combination is in `REFUSED`.
     """
-    if weights.down.change is not None and not weights.keeps_residuals and not target.is_interpreted():
+    if weights.down.change is not None and not weights.keeps_residuals and not backends.is_interpreted():
         # The factors of each expert, with padded ranks, are made again in the backward pass: they would be residuals.
         given: Any = dict(backend=backend, chunk_tokens=chunk_tokens, max_pairs=max_pairs, shares=shares)
         call = partial(experts, **given, precision=precision, activation=activation)

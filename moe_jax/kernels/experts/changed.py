@@ -28,8 +28,8 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from moe_jax.kernels.backends import implementation
 from moe_jax.kernels.experts.activation import activated, gradients_of_rows
-from moe_jax.kernels.experts.backends import implementation
 from moe_jax.kernels.experts.fp8 import backends as fp8_backends
 from moe_jax.kernels.experts.fp8.passes import plan_of_matrices
 from moe_jax.kernels.experts.fp8.quantise import QuantisedRows, quantise_rows, read_h

@@ -15,7 +15,7 @@ The backward pass has all four arrays, as the gradient of `ExpertWeights.gradien
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from moe_jax.kernels.experts.backends import implementation, resolve_backend
+from moe_jax.kernels.backends import implementation, resolve_backend
 from moe_jax.kernels.experts.fp8.backends import resolve_fp8_backend
 from moe_jax.kernels.experts.fp8.precision import Precision
 from moe_jax.kernels.experts.fused_vjp import products_added

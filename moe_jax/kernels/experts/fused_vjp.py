@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Integer
 
-from moe_jax.kernels import target
-from moe_jax.kernels.experts.backends import implementation
+from moe_jax.kernels import backends
+from moe_jax.kernels.backends import implementation
 from moe_jax.kernels.experts.changed import down_changed, gate_up_changed, gradients_changed
 from moe_jax.kernels.experts.fp8 import backends as fp8_backends
 from moe_jax.kernels.experts.fp8.passes import down_in_fp8, gate_up_in_fp8, gradients_in_fp8, quantise_experts
@@ -85,7 +85,7 @@ def experts_of_parts(operands: ExpertsOperands, options: ExpertsOptions) -> Arra
     Under a `jax.checkpoint` that saves no residuals, the first forward pass computes only y (`optimize_remat`). It hides names
     from a policy that saves some. The GPU interpreter cannot use it, because its callbacks are effects.
     """
-    is_interpreted = options.backend == "mosaic" and target.is_interpreted()
+    is_interpreted = options.backend == "mosaic" and backends.is_interpreted()
     saves_all = is_interpreted or operands.weights.keeps_residuals
     return (_saving if saves_all else _compiled)(operands, options)
 

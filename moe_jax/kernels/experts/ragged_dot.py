@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Integer
 
-from moe_jax.kernels.experts.backends import implementation, resolve_backend
+from moe_jax.kernels.backends import implementation, resolve_backend
 from moe_jax.kernels.experts.routing import Plan, plan_of_groups, rows_of_pairs
 from moe_jax.kernels.experts.xla import OuterPart
 from moe_jax.kernels.shapes import check_shape, refuse_explicit_axes, vary_alike

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from moe_jax.kernels.backends import implementation
 from moe_jax.kernels.experts.activation import SILU, Activation
-from moe_jax.kernels.experts.backends import implementation
 from moe_jax.kernels.experts.fp8.backends import Fp8Options
 from moe_jax.kernels.experts.fp8.quantise import KeptRows, QuantisedRows
 from moe_jax.kernels.experts.routing import Plan, rows_of_pairs

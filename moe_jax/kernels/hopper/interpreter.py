@@ -15,7 +15,7 @@ from typing import Any
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
-from moe_jax.kernels.target import is_interpreted
+from moe_jax.kernels.backends import is_interpreted
 
 INTERPRETED_BLOCKS = 2
 """Thread blocks of a kernel. The interpreter runs them in turn; with two, neither has all tiles."""

@@ -13,7 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
-from moe_jax.kernels import target
+from moe_jax.kernels import backends
 from moe_jax.kernels.hopper.interpreter import INTERPRETED_BLOCKS, interpret, is_interpreted
 from moe_jax.kernels.shapes import vary_as, varying_axes
 
@@ -137,7 +137,7 @@ def call_varying(run: Callable) -> Callable:
 
 def grid_size(blocks_per_core: int = BLOCKS_PER_CORE) -> int:
     """Returns the number of thread blocks of a persistent kernel."""
-    return INTERPRETED_BLOCKS if is_interpreted() else blocks_per_core * target.num_cores()
+    return INTERPRETED_BLOCKS if is_interpreted() else blocks_per_core * backends.num_cores()
 
 
 def store(reference, value, *, optimized: bool = False) -> None:

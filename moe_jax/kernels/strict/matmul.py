@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from moe_jax.kernels import target
+from moe_jax.kernels import backends
 from moe_jax.kernels.hopper.interpreter import is_interpreted
 from moe_jax.kernels.hopper.mainloop import TileShape
 from moe_jax.kernels.hopper.pipeline import WGMMA_ROWS
@@ -99,7 +99,7 @@ def tile_of(rows: int, heights: tuple[int, ...], parts: int, *, apart: bool) -> 
         return TileShape(height, fitting[0], 2)
 
     def loaded(tile: TileShape) -> int:
-        return -(-_count(rows, heights, parts if apart else 1, tile) // target.num_cores()) * (tile.rows + tile.columns)
+        return -(-_count(rows, heights, parts if apart else 1, tile) // backends.num_cores()) * (tile.rows + tile.columns)
 
     return min((TileShape(height, width, stages_of(height, width)) for width in fitting), key=loaded)
 

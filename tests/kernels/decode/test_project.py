@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moe_jax.kernels import target
+from moe_jax.kernels import backends
 from moe_jax.kernels.decode import project as project_module
 from moe_jax.kernels.decode.project import parts_of, project
 from tests.helpers import seeds
@@ -19,8 +19,8 @@ DENSE_QKV, DENSE_DOWN = ((8192, 1024, 1024), 5120), ((5120,), 25600)
 @pytest.fixture
 def hopper(monkeypatch):
     """Sizes are for a Hopper GPU; the interpreter still runs the kernel."""
-    monkeypatch.setattr(target, "compute_capability", lambda: "9.0")
-    monkeypatch.setattr(target, "num_cores", lambda: 132)
+    monkeypatch.setattr(backends, "compute_capability", lambda: "9.0")
+    monkeypatch.setattr(backends, "num_cores", lambda: 132)
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_left_to_xla(hopper, tokens, heights, summands):
 @pytest.mark.parametrize(("tokens", "heights", "is_taken"), [(3, (128, 80), True), (3, (80, 128), False), (1, (128,), False)])
 def test_sum_of_parts(hopper, monkeypatch, tokens, heights, is_taken):
     """No tile reads two matrices: only the last may end within one."""
-    monkeypatch.setattr(target, "num_cores", lambda: 8)
+    monkeypatch.setattr(backends, "num_cores", lambda: 8)
     calls = []
     kernel = project_module.split_matmul
     monkeypatch.setattr(project_module, "split_matmul", lambda *a: calls.append(a) or kernel(*a))

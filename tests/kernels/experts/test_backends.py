@@ -5,10 +5,9 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
-from moe_jax.kernels import target
-from moe_jax.kernels.experts import backends as backend
+from moe_jax.kernels import backends as backend
+from moe_jax.kernels.backends import implementation
 from moe_jax.kernels.experts import mosaic, triton, xla
-from moe_jax.kernels.experts.backends import implementation
 from moe_jax.kernels.hopper import interpreter
 
 LAYER = (jnp.bfloat16, 128, 64)
@@ -91,7 +90,7 @@ def test_shard_map_takes_the_kernels_if_all_else_is_whole(monkeypatch, size, tak
 def test_kernels_are_interpreted_if_a_cpu_is_the_default(monkeypatch, chosen):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     with jax.default_device(chosen):
-        assert interpreter.is_interpreted() and target.compute_capability() is None
+        assert interpreter.is_interpreted() and backend.compute_capability() is None
 
 
 def test_a_named_backend_is_taken_or_refused(monkeypatch):

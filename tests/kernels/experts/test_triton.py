@@ -11,8 +11,7 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 
 from moe_jax import kernels
-from moe_jax.kernels import target
-from moe_jax.kernels.experts import backends as backend
+from moe_jax.kernels import backends as backend
 from moe_jax.kernels.experts import triton as ours
 from moe_jax.kernels.experts.triton import launch
 from tests.helpers.expert_gradients import accumulating
@@ -86,7 +85,7 @@ def test_unsupported_devices_and_dtypes_are_refused_by_reason(monkeypatch, capab
 
 
 def test_missing_packages_are_refused_with_a_pip_command(monkeypatch):
-    monkeypatch.setattr(target, "compute_capability", lambda: "8.9")
+    monkeypatch.setattr(backend, "compute_capability", lambda: "8.9")
     monkeypatch.setitem(sys.modules, "triton", None)
     launch.missing_packages.cache_clear()
     try:
@@ -97,7 +96,7 @@ def test_missing_packages_are_refused_with_a_pip_command(monkeypatch):
 
 
 def test_jax_triton_without_jaxs_cuda_plugin_is_refused(monkeypatch):
-    monkeypatch.setattr(target, "compute_capability", lambda: "8.9")
+    monkeypatch.setattr(backend, "compute_capability", lambda: "8.9")
     for name in ("triton", "jax_triton", "jaxlib.gpu_triton"):
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
     launch.missing_packages.cache_clear()

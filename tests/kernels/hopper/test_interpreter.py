@@ -10,9 +10,9 @@ from jax import lax
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from jax.experimental import pallas as pl
 
+from moe_jax.kernels.backends import compute_capability
 from moe_jax.kernels.hopper.interpreter import interpret, is_interpreted, operand_staging
 from moe_jax.kernels.hopper.launch import _warn_of_slow_jax, grid_size, launch
-from moe_jax.kernels.target import compute_capability
 from tests.helpers import races
 from tests.helpers.lowered import H200
 

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moe_jax.kernels import target
+from moe_jax.kernels import backends
 from moe_jax.kernels.hopper.interpreter import is_interpreted
 from moe_jax.kernels.hopper.mainloop import TileShape
 from moe_jax.kernels.split_matmul import split_matmul
@@ -69,7 +69,7 @@ def test_number_of_parts(n, k, parts):
 )
 def test_tiles(monkeypatch, rows, sizes, height, columns, apart):
     """Each part of each tile of few rows has one of an H200's cores."""
-    monkeypatch.setattr(target, "num_cores", lambda: 132)
+    monkeypatch.setattr(backends, "num_cores", lambda: 132)
     monkeypatch.setattr(strict_matmul, "is_interpreted", lambda: False)
     heights, parts = sizes[:1], parts_of(*sizes)
     assert is_apart(rows, heights, parts) == apart

@@ -4,7 +4,7 @@ from functools import partial
 
 import jax
 
-from moe_jax.kernels.experts.backends import on_one_device, splitting_refusal
+from moe_jax.kernels.backends import on_one_device, splitting_refusal
 from moe_jax.serving.placement import on_each
 from moe_jax.train import init_state, make_optimizer
 from moe_jax.train.compiled_step import TrainStep

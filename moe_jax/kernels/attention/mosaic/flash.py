@@ -26,9 +26,9 @@ from moe_jax.kernels.attention.mosaic.backward_queries import backward_queries
 from moe_jax.kernels.attention.mosaic.forward import forward
 from moe_jax.kernels.attention.mosaic.masks import TokenInterval, first_keys, last_queries, queries_of_keys
 from moe_jax.kernels.attention.online_softmax import BackwardInputs, PartialAttention
+from moe_jax.kernels.backends import compute_capability
 from moe_jax.kernels.hopper.interpreter import is_interpreted
 from moe_jax.kernels.shapes import check_shape, vary_alike
-from moe_jax.kernels.target import compute_capability
 
 
 def flash_attention(

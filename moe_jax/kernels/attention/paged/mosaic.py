@@ -15,7 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from moe_jax.kernels import target
+from moe_jax.kernels import backends
 from moe_jax.kernels.attention.mosaic.consumer import LOWEST
 from moe_jax.kernels.attention.mosaic.warpgroups import LOG2_E
 from moe_jax.kernels.attention.paged.blocks import (
@@ -34,10 +34,10 @@ from moe_jax.kernels.attention.paged.fp8 import FP8Pages, Pages
 from moe_jax.kernels.attention.paged.heads import attend_blocks
 from moe_jax.kernels.attention.paged.latents import ROTARY_COLUMNS, attend_latents
 from moe_jax.kernels.attention.paged.prompts import attend_prompts, most_tiles, takes_group
+from moe_jax.kernels.backends import compute_capability
 from moe_jax.kernels.hopper.interpreter import is_interpreted
 from moe_jax.kernels.hopper.launch import WARPGROUP_THREADS, launch
 from moe_jax.kernels.hopper.pipeline import WGMMA_ROWS
-from moe_jax.kernels.target import compute_capability
 
 SPLIT_PAGES = 8
 """Pages of a split: 512 keys."""
@@ -187,7 +187,7 @@ def _pages_of_latents(blocks: int, max_pages: int) -> int:
 
 
 def _cores() -> int:
-    return 1 if is_interpreted() else target.num_cores()
+    return 1 if is_interpreted() else backends.num_cores()
 
 
 @partial(jax.jit, static_argnames=("rows", "splits", "dtype"))

@@ -2,7 +2,7 @@
 
 Every implementation offers the names that `xla` describes: `matrices_in_both_orders`, `rows_of_tokens`, `rows_of_rounded`,
 `gated_matmul`, `kept_h`, `grouped_matmul`, `gated_matmul_backward`, `matmul_of_tokens` and `ROW_ALIGNMENT`. Kernels also have
-`refusal` and `is_native`, as in `experts.backends`.
+`refusal` and `is_native`, as in `kernels.backends`.
 """
 
 import functools
@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
-from moe_jax.kernels.experts import backends
-from moe_jax.kernels.experts.backends import is_named, resolve_backend
+from moe_jax.kernels import backends
+from moe_jax.kernels.backends import is_named, resolve_backend
 from moe_jax.kernels.experts.fp8.precision import Kept, Precision
 from moe_jax.kernels.experts.fp8.quantise import refusal
 
@@ -26,7 +26,7 @@ class Fp8Options(NamedTuple):
     """Static options of one FP8 call: backend names, and the precision in which h is kept."""
 
     sums: str
-    """The backend of `experts.backends` that gathers, combines and computes the weights' gradients."""
+    """The backend of `kernels.backends` that gathers, combines and computes the weights' gradients."""
     matmuls: str
     """The implementation of the FP8 matmuls."""
     kept: Kept = "bf16"

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, BFloat16, Float
 
-from moe_jax.kernels.experts import backends
+from moe_jax.kernels import backends
 from moe_jax.kernels.experts.fp8.backends import implementation
 from moe_jax.kernels.experts.fp8.quantise import InFp8, QuantisedRows, dequantised_rows, read_h
 from moe_jax.kernels.experts.routing import Plan, rows_of_pairs

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from moe_jax.kernels.backends import compute_capability
 from moe_jax.kernels.experts import xla
 from moe_jax.kernels.experts.activation import SILU, Activation
 from moe_jax.kernels.experts.mosaic import by_pairs
@@ -29,7 +30,6 @@ from moe_jax.kernels.hopper.mainloop import ROW_ALIGNMENT, TileShape
 from moe_jax.kernels.hopper.pipeline import SHARED_MEMORY
 from moe_jax.kernels.low_rank import RowsChange
 from moe_jax.kernels.shapes import EXPERT_NAMES
-from moe_jax.kernels.target import compute_capability
 
 __all__ = [
     "ROW_ALIGNMENT",

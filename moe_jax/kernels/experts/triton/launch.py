@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from moe_jax.kernels import target
+from moe_jax.kernels import backends
 from moe_jax.kernels.shapes import vary_as
 
 
@@ -100,7 +100,7 @@ def triton_call() -> Callable:
 
 def capability() -> tuple[int, int] | None:
     """Returns the GPU's compute capability, (9, 0) for Hopper; None if the target is not an NVIDIA GPU."""
-    version = re.fullmatch(r"(\d+)\.(\d+)", target.compute_capability() or "")
+    version = re.fullmatch(r"(\d+)\.(\d+)", backends.compute_capability() or "")
     return (int(version[1]), int(version[2])) if version else None
 
 

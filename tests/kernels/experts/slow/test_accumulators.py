@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from moe_jax.kernels.experts.backends import implementation
+from moe_jax.kernels.backends import implementation
 from tests.helpers import seeds
 from tests.helpers.expert_gradients import accumulating, make_inputs
 from tests.helpers.expert_layers import gradients_by_accumulators, gradients_by_tickets, gradients_in_a_stack, make_layer

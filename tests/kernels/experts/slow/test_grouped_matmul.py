@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from moe_jax.kernels.backends import implementation
 from moe_jax.kernels.experts import mosaic, xla
-from moe_jax.kernels.experts.backends import implementation
 from tests.helpers.compiled_steps import plan, whole
 
 

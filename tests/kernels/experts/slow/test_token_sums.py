@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moe_jax.kernels.experts.backends import implementation
+from moe_jax.kernels.backends import implementation
 from moe_jax.kernels.experts.mosaic.token_sums import columns_at_a_time
 from moe_jax.kernels.experts.routing import plan
 

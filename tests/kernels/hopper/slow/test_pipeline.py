@@ -13,10 +13,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from moe_jax.kernels.backends import compute_capability
 from moe_jax.kernels.hopper.interpreter import is_interpreted
 from moe_jax.kernels.hopper.launch import launch
 from moe_jax.kernels.hopper.pipeline import ATTENTION_REGISTERS, CONSUMERS, Pipeline, run_roles
-from moe_jax.kernels.target import compute_capability
 from tests.helpers import races
 
 STAGES = 2

@@ -1,6 +1,7 @@
-"""Matmuls of rows sorted by expert with each expert's own weights: one module per backend, and the choice among them.
+"""The device that kernels are compiled for, and the choice among the backends of the experts.
 
-Every backend module offers the same names, which `xla` describes:
+The device is an absent GPU if the abstract mesh names one, else a device of this process. A backend multiplies rows sorted by
+expert with each expert's own weights. Every backend module offers the same names, which `experts.xla` describes:
 
 - `grouped_matmul`, `grouped_outer` and `grouped_outer_of_parts`;
 - their fusions with the gated activation, `gated_matmul` and `gated_matmul_backward`;
@@ -19,7 +20,6 @@ import jax
 import jax.numpy as jnp
 
 from moe_jax.kernels.shapes import EXPERT_NAMES
-from moe_jax.kernels.target import compute_capability
 
 BACKENDS = ("mosaic", "triton", "xla")
 """Every backend, the fastest first: `mosaic` runs on Hopper GPUs, `triton` on NVIDIA GPUs from Ampere on, `xla` everywhere.
@@ -136,3 +136,40 @@ def on_one_device[**P, R](function: Callable[P, R]) -> Callable[P, R]:
 def _announce(name: str, reasons: tuple[str, ...]) -> None:
     """Logs each choice once a process."""
     _logger.info("MoE experts run on backend %r%s", name, "".join(f"; {reason}" for reason in reasons))
+
+
+def platform() -> str:
+    """Returns "gpu" or "cpu", among others."""
+    target = _abstract_device()
+    return (target if target is not None else _default_device()).platform
+
+
+def is_interpreted() -> bool:
+    """Returns True if kernels run in JAX's GPU interpreter, because the target is a CPU."""
+    return platform() == "cpu"
+
+
+def compute_capability() -> str | None:
+    """Returns "9.0" for Hopper; None if the target is not an NVIDIA GPU."""
+    target = _abstract_device()
+    if target is not None:
+        return "9.0" if "H100" in target.device_kind or "H200" in target.device_kind else None
+    return getattr(_default_device(), "compute_capability", None)
+
+
+def num_cores() -> int:
+    """Returns the number of streaming multiprocessors (SMs) of the target GPU."""
+    target = _abstract_device()
+    return target.num_cores if target is not None else _default_device().core_count
+
+
+def _abstract_device():
+    return jax.sharding.get_abstract_mesh().abstract_device
+
+
+def _default_device() -> jax.Device:
+    """The device that `jax.default_device` names, else the first of this process."""
+    chosen = jax.config.jax_default_device
+    if chosen is None or isinstance(chosen, str):
+        return jax.local_devices(backend=chosen)[0]
+    return chosen
