@@ -257,7 +257,8 @@ def _commit(sequences: list[Sequence], tokens: list[list[int]]) -> None:
         for sequence, new in zip(sequences, tokens, strict=True)
         if sequence.constraint is not None and sequence.finish_reason is None and new[0] not in sequence.ends
     ]
-    commit([constraint for _, constraint, _ in rows], [token for *_, token in rows])
+    if rows:
+        commit([constraint for _, constraint, _ in rows], [token for *_, token in rows])
     for sequence, constraint, _ in rows:
         if constraint.is_over:
             sequence.constraint = None
