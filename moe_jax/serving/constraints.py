@@ -81,10 +81,13 @@ class Constraint:
 
 def commit(constraints: Sequence[Constraint], tokens: Sequence[int]) -> None:
     """Adds the next token to each sequence; sets `reason` where the sequence ends with it."""
+    texts: list[tuple[Matcher, int]] = []
     for constraint, token in zip(constraints, tokens, strict=True):
         constraint._new.append(token)
-    if with_grammar := [pair for pair in zip(constraints, tokens, strict=True) if pair[0]._matcher is not None]:
-        grammar.commit([constraint._matcher for constraint, _ in with_grammar], [token for _, token in with_grammar])
+        if constraint._matcher is not None:
+            texts.append((constraint._matcher, token))
+    if texts:
+        grammar.commit(texts)
     for constraint in constraints:
         if constraint._matcher is not None and constraint._matcher.has_ended:
             constraint.reason = "stop"

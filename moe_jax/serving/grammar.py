@@ -207,17 +207,17 @@ class Matcher:
         return self.of_rust.is_accepting()
 
 
-def commit(matchers: Sequence[Matcher], tokens: Sequence[int]) -> None:
-    """Adds the next token to each text, and finds the tokens after it, on all cores of the host."""
+def commit(texts: Sequence[tuple[Matcher, int]]) -> None:
+    """Adds its next token to each text, and finds the tokens after it, on all cores of the host."""
     from llguidance.numpy import consume_token_par
 
-    for matcher in matchers:
+    for matcher, _ in texts:
         # Where no text may follow, the next token can only end it.
         matcher.has_ended = matcher.of_rust.is_stopped()
-    consume_token_par(_executor(), [(matcher.of_rust, token) for matcher, token in zip(matchers, tokens, strict=True)])
-    for matcher in matchers:
+    consume_token_par(_executor(), [(matcher.of_rust, token) for matcher, token in texts])
+    for matcher, _ in texts:
         matcher.has_ended |= matcher.of_rust.stop_reason() == "EndOfSentence"
-    _find_bits([matcher for matcher in matchers if not matcher.has_ended])
+    _find_bits([matcher for matcher, _ in texts if not matcher.has_ended])
 
 
 def _find_bits(matchers: Sequence[Matcher]) -> None:

@@ -29,8 +29,8 @@ class Choice(Matcher):
 
 @pytest.fixture(autouse=True)
 def choices_commit(monkeypatch):
-    def commit_choices(matchers, tokens):
-        for matcher, token in zip(matchers, tokens, strict=True):
+    def commit_choices(texts):
+        for matcher, token in texts:
             matcher.text += (token,)
 
     monkeypatch.setattr(grammar, "commit", commit_choices)

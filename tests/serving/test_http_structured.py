@@ -26,7 +26,7 @@ def accepts(engine, text):
     for token in engine.tokenizer(text)["input_ids"]:
         if not matcher.bits[token // 32] >> token % 32 & 1:
             return False
-        grammar.commit([matcher], [token])
+        grammar.commit([(matcher, token)])
     return matcher.is_complete
 
 
