@@ -5,6 +5,7 @@ The result does not depend on where one piece ends. A call that cannot be read s
 
 import json
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -47,7 +48,7 @@ UNREADABLE = (ValueError, TypeError, KeyError, AttributeError, RecursionError)
 
 
 def _hermes(block: str, schemas: Mapping[str, Any]) -> list[Call]:
-    call = json.loads(block)
+    call = _read_json(block)
     return [_checked(call["name"], call.get("arguments") or {})]
 
 
@@ -68,7 +69,7 @@ def _deepseek(block: str, schemas: Mapping[str, Any]) -> list[Call]:
         name, _, rest = text.partition("<｜tool▁sep｜>")
         if "```json" in rest:  # V3 writes "function" first, and V3.1 the name.
             name, rest = _matched(r"([^\n]+)\n```json\n(.*)\n```\s*", rest)
-        calls.append(_checked(name.strip(), json.loads(rest)))
+        calls.append(_checked(name.strip(), _read_json(rest)))
     return calls
 
 
@@ -77,14 +78,14 @@ def _kimi_k2(block: str, schemas: Mapping[str, Any]) -> list[Call]:
     for text in _listed(r"<\|tool_call_begin\|>(.*?)<\|tool_call_end\|>", block):
         written, arguments = _matched(r"\s*(\S+)\s*<\|tool_call_argument_begin\|>(.*)", text)
         (name,) = _matched(r"(?:functions\.)?(.+?)(?::\d+)?", written)
-        calls.append(_checked(name, json.loads(arguments), written))
+        calls.append(_checked(name, _read_json(arguments), written))
     return calls
 
 
 def _harmony(block: str, schemas: Mapping[str, Any]) -> list[Call]:
     # A preamble may precede the call's own message.
     (name, arguments) = _matched(r".*\bto=functions\.([\w.-]+)[^{]*<\|message\|>(.*)", block)
-    return [_checked(name, json.loads(arguments))]
+    return [_checked(name, _read_json(arguments))]
 
 
 _DEEPSEEK = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", _deepseek
@@ -146,10 +147,30 @@ def calls_in(text: str, calls: CallFormat, schemas: Mapping[str, Any]) -> list[C
 
 
 def _checked(name: Any, arguments: Any, id: str | None = None) -> Call:
-    arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+    arguments = _read_json(arguments) if isinstance(arguments, str) else arguments
     if not isinstance(name, str) or not isinstance(arguments, dict):
         raise TypeError(f"a call has a name and an object of arguments; got {name!r:.40} and {arguments!r:.40}")
     return Call(name, arguments, id)
+
+
+def _read_json(text: str) -> Any:
+    """Returns the value of a JSON text, with numbers and strings that JSON can hold again.
+
+    Raises:
+      ValueError: the text is not JSON.
+    """
+    found = json.loads(text, parse_float=_finite, parse_constant=_refuse_constant)
+    # An answer with half of a surrogate pair could not be encoded.
+    return json.loads(json.dumps(found, ensure_ascii=False).encode(errors="replace")) if "\\u" in text else found
+
+
+def _finite(text: str) -> float:
+    """Returns the nearest finite number: 1e999 is JSON, but Python would write it as Infinity, which is not."""
+    return min(max(float(text), -sys.float_info.max), sys.float_info.max)
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON number")
 
 
 def _matched(pattern: str, text: str) -> tuple[str, ...]:
@@ -176,7 +197,7 @@ def _value(text: str, schema: Any) -> Any:
     if kinds == "string" or isinstance(kinds, list) and "string" in kinds and text != "null":
         return text
     try:
-        return json.loads(text)
+        return _read_json(text)
     except ValueError:
         return text
 

@@ -1,5 +1,7 @@
 """An answer's thought, text and calls are the same in one piece and cut at every character, and nothing is lost."""
 
+import sys
+
 import pytest
 
 from moe_jax.generation.tool_calls import (
@@ -96,6 +98,16 @@ def test_a_broken_call_stays_text(name):
             assert same_however_cut(text, name=name) == ("", text, [])
     half = ANSWERS[name][: len(format.begin) + 20]
     assert same_however_cut(half, name=name) == ("", half, [])
+
+
+def test_arguments_can_be_written_as_json_again():
+    written = '{"a": 1e999, "b": [-1e999], "c": "\\ud83d", "d": "\\ud83d\\ude00", "e": 0.5}'
+    (call,) = FORMATS["hermes"].read(f'{{"name": "f", "arguments": {written}}}', {})
+    most = sys.float_info.max
+    assert call.arguments == {"a": most, "b": [-most], "c": "?", "d": "😀", "e": 0.5}
+    for constant in "NaN", "Infinity", "-Infinity":
+        text = f'<tool_call>{{"name": "f", "arguments": {{"a": {constant}}}}}</tool_call>'
+        assert same_however_cut(text, name="hermes") == ("", text, [])
 
 
 def test_calls_within_a_thought_are_thoughts():

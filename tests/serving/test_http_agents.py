@@ -48,7 +48,14 @@ RESPONSE_TOOLS = [{"type": "function", "name": "find", "parameters": PARAMETERS,
 
 def test_a_response_has_items(server):
     found = server.openai().responses.create(
-        model="tiny", instructions="Be short.", input="hi", tools=RESPONSE_TOOLS, max_output_tokens=200, store=False
+        model="tiny",
+        instructions="Be short.",
+        input="hi",
+        tools=RESPONSE_TOOLS,
+        max_output_tokens=200,
+        store=False,
+        prompt_cache_retention="24h",
+        extra_body={"stream_options": {"include_obfuscation": False}},
     )
     thought, message, call = found.output
     assert thought.content[0].text == "Where?" and message.content[0].text == found.output_text == "Let me see."
@@ -133,6 +140,15 @@ def test_blocks_become_messages(server):
     assert "<|im_start|>tool\n|sunny|" in prompt(server) and server.engine.submitted[-1].stop == ("x",)
 
 
+def test_a_message_may_have_a_form_and_an_effort(server):
+    pytest.importorskip("llguidance")
+    form = {"type": "json_schema", "schema": {"enum": ["Where", "Here"]}}
+    body = ASKED | {"tools": [], "cache_control": {"type": "ephemeral"}, "output_config": {"format": form, "effort": "low"}}
+    assert server.post("/v1/messages", json=body).status_code == 200
+    assert server.engine.submitted[-1].grammar is not None
+    assert server.post("/v1/messages", json=ASKED).status_code == 200 and server.engine.submitted[-1].grammar is None
+
+
 @pytest.mark.parametrize(
     "path, body, message",
     [
@@ -144,6 +160,7 @@ def test_blocks_become_messages(server):
         ("responses", {"input": "a", "messages": []}, "unknown fields: messages"),
         ("messages", {"messages": []}, "max_tokens must be an integer"),
         ("messages", ASKED | {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "blocks of a message can be"),
+        ("messages", ASKED | {"output_config": {"form": {}}}, "unknown fields of output_config: form"),
         ("messages", ASKED | {"tool_choice": {"type": "all"}}, "tool_choice must be auto, none, required"),
     ],
 )

@@ -2,6 +2,8 @@
 
 import json
 
+import openai
+import pydantic
 import pytest
 
 from moe_jax.serving import chat, grammar
@@ -71,6 +73,25 @@ def test_a_forced_call_follows_its_schema_after_the_thought(server, stream):
     assert accepts(server.engine, two) and not accepts(server.engine, "Hm.</think>" + call.replace('"Bern"', "7"))
     asked(server.openai(), stream, tools=TOOLS, tool_choice="required", parallel_tool_calls=False)
     assert accepts(server.engine, server.engine.says) and not accepts(server.engine, two)
+
+
+class Place(pydantic.BaseModel):
+    """A class that OpenAI's client reads from an answer or from a call."""
+
+    city: str
+
+
+def test_openais_client_reads_classes(server):
+    chats, options = server.openai().chat.completions, dict(model="tiny", messages=MESSAGES)
+    server.engine.says = 'Hm.</think>{"city": "Bern"}'
+    found = [chats.parse(response_format=Place, **options)]
+    with chats.stream(response_format=Place, **options) as stream:
+        assert "content.delta" in [event.type for event in stream]
+        found.append(stream.get_final_completion())
+    assert [each.choices[0].message.parsed for each in found] == [Place(city="Bern")] * 2
+    server.engine.says = 'Hm.</think><tool_call>\n{"name": "Place", "arguments": {"city": "Bern"}}\n</tool_call>'
+    parsed = chats.parse(tools=[openai.pydantic_function_tool(Place)], tool_choice="required", **options)
+    assert parsed.choices[0].message.tool_calls[0].function.parsed_arguments == Place(city="Bern")
 
 
 def test_wrong_schemas_name_their_place(server):

@@ -13,7 +13,8 @@ from moe_jax.serving.grammar import choice_grammar, free_grammar, json_grammar, 
 from moe_jax.serving.request import SamplingOptions
 
 HARMLESS = {
-    "metadata", "prompt_cache_key", "safety_identifier", "service_tier", "store", "user",
+    "metadata", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "safety_identifier", "service_tier",
+    "store", "user",
 }  # fmt: skip
 """Fields of OpenAI's API that have no effect on answers here."""
 

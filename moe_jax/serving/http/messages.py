@@ -9,7 +9,7 @@ from starlette.responses import JSONResponse, Response
 
 from moe_jax.serving.chat import prepare
 from moe_jax.serving.http.blocks import Block, BlockAnswer, Events, renamed, text_of
-from moe_jax.serving.http.body import ApiError, read_body, take
+from moe_jax.serving.http.body import ApiError, asking, read_body, take
 from moe_jax.serving.http.completions import answer_conversation, chat_request
 from moe_jax.serving.http.record import record_of
 from moe_jax.serving.http.service import Service
@@ -17,7 +17,8 @@ from moe_jax.serving.http.service import Service
 NAMES = {name: name for name in ("max_tokens", "model", "stream", "temperature", "top_k", "top_p")} | {"stop_sequences": "stop"}
 """Fields that a chat's body has too, and their names there."""
 
-OTHERS = {"messages", "system", "thinking", "tool_choice", "tools"}
+OTHERS = {"cache_control", "messages", "output_config", "system", "thinking", "tool_choice", "tools"}
+"""Fields of another form; `cache_control` has no effect, because all prompts are cached."""
 
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 """A chat's `tool_choice` for each type that names no tool."""
@@ -57,7 +58,14 @@ def _body(fields: dict[str, Any]) -> dict[str, Any]:
     named = {"type": "function", "function": {"name": choice.get("name")}}
     body["tool_choice"] = named if choice.get("type") == "tool" else CHOICES.get(str(choice.get("type")), "unknown")
     body["parallel_tool_calls"] = not take(choice, "disable_parallel_tool_use", bool, False)
-    if (thinking := take(fields, "thinking", dict, {}).get("type")) in ("enabled", "disabled"):
+    output = asking(take(fields, "output_config", dict, {}))
+    if others := sorted(output.keys() - {"effort", "format"}):
+        raise ApiError(400, f"unknown fields of output_config: {', '.join(others)[:200]}", param="output_config")
+    if (form := take(output, "format", dict)) is not None:
+        body["response_format"] = form | ({"json_schema": form} if form.get("type") == "json_schema" else {})
+    if (effort := take(output, "effort", str)) is not None:
+        body["reasoning_effort"] = effort
+    if (thinking := take(fields, "thinking", dict, {}).get("type")) == "disabled" or thinking == "enabled" and effort is None:
         body["reasoning_effort"] = "high" if thinking == "enabled" else "none"
     return body
 

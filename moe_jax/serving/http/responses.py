@@ -22,7 +22,7 @@ OTHERS = {"input", "instructions", "reasoning", "text", "tool_choice", "tools"}
 ABSENT = {"background": False, "conversation": None, "previous_response_id": None, "prompt": None, "store": False}
 """Fields that would need state on the server, at their only value."""
 
-UNREAD = {"include", "truncation", "prompt_cache_retention", "max_tool_calls"}
+UNREAD = {"include", "truncation", "stream_options", "max_tool_calls"}
 """Fields that have no effect on answers here."""
 
 
