@@ -17,8 +17,7 @@ KEPT = Path(__file__).parents[2] / ".cache" / "jax"
 MAX_BYTES = 3 << 30
 """Above this size all is deleted: programs of older sources are never read again."""
 
-ROOM = "MOE_JAX_TEST_PROGRAMS"
-"""Environment variable with the folder of this run."""
+ROOM = "MOE_JAX_TEST_PROGRAMS"  # Environment variable with the folder of this run.
 
 
 def prepare(config) -> None:
@@ -39,8 +38,7 @@ def prepare(config) -> None:
 
 def use() -> None:
     """Makes this process, and the processes that it starts, read and write the folder."""
-    folder = str(Path(os.environ[ROOM]) / "programs")
-    LRUCache.put = put
+    LRUCache.put, folder = put, os.path.join(os.environ[ROOM], "programs")
     os.environ |= {"JAX_COMPILATION_CACHE_DIR": folder, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
     jax.config.update("jax_compilation_cache_dir", folder)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
@@ -48,8 +46,6 @@ def use() -> None:
 
 def put(self, key: str, value: bytes) -> None:
     """Another process finds the whole file or none."""
-    path = self.path / f"{key}-cache"
-    if not path.exists():
-        part = path.with_name(f"{key}.{os.getpid()}.{threading.get_ident()}")
-        part.write_bytes(value)
-        part.replace(path)
+    part = self.path / f"{key}.{os.getpid()}.{threading.get_ident()}"
+    part.write_bytes(value)
+    part.replace(self.path / f"{key}-cache")
