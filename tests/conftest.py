@@ -52,9 +52,9 @@ def pytest_configure(config):
     if os.environ.get("JAX_PLATFORMS") == "cpu" and "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         workers = getattr(config.option, "numprocesses", None) or 0
         if not worker:
-            compilation_cache.prepare(config, workers or 1)
+            compilation_cache.prepare(config)
         if worker or not workers:
-            compilation_cache.use(worker or "gw0")
+            compilation_cache.use()
 
 
 @pytest.hookimpl(tryfirst=True)

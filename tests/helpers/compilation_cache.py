@@ -1,27 +1,27 @@
-"""Compiled programs of tests are kept from run to run, in one folder per worker process.
+"""Compiled programs of tests are kept from run to run, in one folder for all worker processes: none compiles another's again.
 
-JAX does not guard a file that one process writes from another that reads it, so each worker has a folder of its own. A test
-may be another worker's in the next run: before the workers start, each folder gets links to what the others hold.
+JAX does not guard a file that one process writes from another that reads it, so here a file gets its name when it is whole.
 """
 
 import fcntl
 import os
 import shutil
 import tempfile
+import threading
 from pathlib import Path
 
 import jax
+from jax._src.lru_cache import LRUCache
 
 KEPT = Path(__file__).parents[2] / ".cache" / "jax"
 MAX_BYTES = 3 << 30
 """Above this size all is deleted: programs of older sources are never read again."""
 
-ROOM = "MOE_JAX_TEST_PROGRAMS"
-"""Environment variable with the folder that holds the workers' folders of this run."""
+ROOM = "MOE_JAX_TEST_PROGRAMS"  # Environment variable with the folder of this run.
 
 
-def prepare(config, workers: int) -> None:
-    """Makes one folder for each of the workers; a second run at the same time gets temporary folders."""
+def prepare(config) -> None:
+    """Chooses the folder; a second run at the same time gets a temporary one."""
     KEPT.mkdir(parents=True, exist_ok=True)
     lock = (KEPT / "lock").open("w")
     config.add_cleanup(lock.close)
@@ -32,21 +32,20 @@ def prepare(config, workers: int) -> None:
         room = Path(tempfile.mkdtemp(prefix="moe_jax-compiled-"))
         config.add_cleanup(lambda: shutil.rmtree(room, ignore_errors=True))
     os.environ[ROOM] = str(room)
-    programs = {path.name: path for path in room.glob("gw*/*")}
-    if sum(path.stat().st_size for path in programs.values()) > MAX_BYTES:
-        for folder in room.glob("gw*"):
-            shutil.rmtree(folder)
-        programs = {}
-    for worker in range(workers):
-        folder = room / f"gw{worker}"
-        folder.mkdir(exist_ok=True)
-        for name in programs.keys() - set(os.listdir(folder)):
-            os.link(programs[name], folder / name)
+    if sum(path.stat().st_size for path in room.glob("programs/*")) > MAX_BYTES:
+        shutil.rmtree(room / "programs")
 
 
-def use(worker: str) -> None:
-    """Makes this process, and the processes that it starts, read and write a worker's folder."""
-    folder = str(Path(os.environ[ROOM]) / worker)
+def use() -> None:
+    """Makes this process, and the processes that it starts, read and write the folder."""
+    LRUCache.put, folder = put, os.path.join(os.environ[ROOM], "programs")
     os.environ |= {"JAX_COMPILATION_CACHE_DIR": folder, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
     jax.config.update("jax_compilation_cache_dir", folder)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+
+
+def put(self, key: str, value: bytes) -> None:
+    """Another process finds the whole file or none."""
+    part = self.path / f"{key}.{os.getpid()}.{threading.get_ident()}"
+    part.write_bytes(value)
+    part.replace(self.path / f"{key}-cache")

@@ -49,8 +49,8 @@ MODELS = {"moe": tiny.model, "dense": tiny.dense, "deepseek": lambda **options: 
     "name, remat, micro_batches, in_place",
     [
         pytest.param("moe", True, 2, True, marks=pytest.mark.thorough),
-        ("dense", "offload", 3, False),
-        ("moe", 1, 2, True),
+        ("dense", 1, 3, False),
+        ("moe", "offload", 2, True),
         pytest.param("deepseek", 3, 3, False, marks=pytest.mark.thorough),
         pytest.param("deepseek", False, 2, True, marks=pytest.mark.thorough),
         pytest.param("moe", False, 2, False, marks=pytest.mark.thorough),

@@ -28,7 +28,7 @@ IN_CACHES, IN_PAGES = ("minimax_m2", "ernie4_5_moe", "axk1"), ("mixtral", "gpt_o
 """Families that differ most in attention: joint norms and partial rotation, neighboring pairs, latents; windows, sinks."""
 NOT_OF_PEFT = ("qwen2_moe", "hy_v3", "axk1")
 """Families for which PEFT 0.21 does not join the factors of each expert, which we write."""
-COMBINED = ("dots1", "solar_open", "glm4_moe_lite")
+COMBINED = ("dots1", "solar_open", "glm4_moe_lite", "mixtral", "minimax_m2", "hy_v3")
 """Families whose switches are all other families' too."""
 
 

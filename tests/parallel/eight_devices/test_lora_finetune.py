@@ -16,7 +16,7 @@ from moe_jax.parallel.choices import MeshShape
 from moe_jax.recipes import FinetuneSettings, finetune
 from moe_jax.recipes.run.folder import export
 from moe_jax.train.model_of_run import model_of_run
-from tests.helpers import tiny
+from tests.helpers import shared_steps, tiny
 
 
 @pytest.fixture
@@ -33,8 +33,9 @@ def die_at_step_three(record):
 
 @pytest.mark.long
 @pytest.mark.parametrize("moved", [{}, pytest.param(dict(fsdp=4, context=2), marks=pytest.mark.thorough)], ids=str)
-def test_losses_are_those_of_one_device(tmp_path, base, moved):
+def test_losses_are_those_of_one_device(tmp_path, base, moved, monkeypatch):
     """A run over data and fsdp that dies resumes bit for bit, and resumes on one device and on another mesh."""
+    shared_steps.share(monkeypatch)
     moe_jax.save_pretrained(tiny.dense(), tmp_path / "dense", tokenizer_from=base)
     paths = dict(model=str(tmp_path / "dense"), data=str(tiny.write_texts(tmp_path / "texts")), output=str(tmp_path / "one"))
     options = dict(seq_len=32, batch_size=8, steps=4, learning_rate=2e-2, warmup_steps=0, checkpoint_every=2, dtype="float32")

@@ -48,7 +48,7 @@ def tied():
 @pytest.mark.parametrize(
     "make_model, layers, sizes, chunks, micro_batches, remat",
     [
-        (tiny.model, 7, dict(pipe=2, expert=2), 2, 4, True),
+        (tiny.model, 7, dict(pipe=2, expert=2), 2, 2, True),
         pytest.param(tiny.model, 3, dict(pipe=2), 2, 4, True, marks=pytest.mark.thorough),
         pytest.param(tiny.dense, 3, dict(pipe=3), 1, 4, False, marks=pytest.mark.thorough),
         pytest.param(tied, 3, dict(pipe=2, fsdp=2), 1, 4, False, marks=pytest.mark.thorough),
