@@ -52,11 +52,11 @@ class Settings:
 
 
 class Place(pydantic.BaseModel):
-    """A place. Even random letters of this form end soon."""
+    """A place. Even random letters of this form end soon. Anthropic's client drops limits of numbers, so there are none."""
 
     model_config = pydantic.ConfigDict(extra="forbid")
     city: Literal["Paris", "Zürich", "New York"]
-    floors: int = pydantic.Field(ge=1, le=99)
+    floors: Literal[1, 2, 30]
     is_open: bool
 
 
