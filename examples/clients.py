@@ -75,16 +75,15 @@ def openai_client(settings):
 
 def openai_text(settings):
     """chat, stream with usage, completion with n=2"""
-    client, options = openai_client(settings), dict(model=settings.model, max_tokens=settings.max_tokens)
-    whole = client.chat.completions.create(messages=MESSAGES, temperature=0, **options)
-    stream = client.chat.completions.create(
-        messages=MESSAGES, temperature=0, stream=True, stream_options={"include_usage": True}, **options
-    )
-    pieces = list(stream)
-    text = "".join(piece.choices[0].delta.content or "" for piece in pieces if piece.choices)
-    assert text == whole.choices[0].message.content
-    assert pieces[-1].usage.completion_tokens == whole.usage.completion_tokens
-    assert len(client.completions.create(prompt="The Louvre is", n=2, **options).choices) == 2
+    options = dict(model=settings.model, max_tokens=settings.max_tokens)
+    streamed = dict(temperature=0, stream=True, stream_options={"include_usage": True})
+    with openai_client(settings) as client:
+        whole = client.chat.completions.create(messages=MESSAGES, temperature=0, **options)
+        pieces = list(client.chat.completions.create(messages=MESSAGES, **streamed, **options))
+        text = "".join(piece.choices[0].delta.content or "" for piece in pieces if piece.choices)
+        assert text == whole.choices[0].message.content
+        assert pieces[-1].usage.completion_tokens == whole.usage.completion_tokens
+        assert len(client.completions.create(prompt="The Louvre is", n=2, **options).choices) == 2
 
 
 def openai_parse(settings):

@@ -12,7 +12,7 @@ from flax import nnx
 import moe_jax
 from moe_jax.adapters import load_adapter
 from moe_jax.layers.lora import has_adapters
-from tests.helpers import tiny
+from tests.helpers import served, tiny
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -44,6 +44,7 @@ def saved(model, folder):
 def test_every_example_has_a_test():
     stems = {path.stem for path in EXAMPLES.glob("*.py")}
     assert stems == {
+        "clients",
         "convert",
         "distillation",
         "dpo",
@@ -159,3 +160,9 @@ def test_convert(checkpoint, tmp_path, capsys):
     example.main(example.Settings(source=str(checkpoint), target=str(tmp_path / "out"), dtype="float32"))
     assert "stages.0.mlp.experts.gate_up_proj (2, 4, 32, 16) float32" in capsys.readouterr().out
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == (checkpoint / "model.safetensors").read_bytes()
+
+
+def test_clients_pass_against_a_server():
+    example = load("clients")
+    with served.serve() as server:
+        example.openai_text(example.Settings(url=server.url, model="tiny", max_tokens=4))
