@@ -26,7 +26,7 @@ from moe_jax.adapters.names import targets_of, whole_modules
 from moe_jax.adapters.token_rows import trained_tables
 from moe_jax.checkpoint.hf_names import host_array
 from moe_jax.config import ModelConfig
-from moe_jax.kernels.low_rank import LowRankOfRows
+from moe_jax.kernels.low_rank import LowRankOfRows, low_rank_map
 from moe_jax.layers.lora import AdapterOfRows
 from moe_jax.models.decoder import Decoder
 
@@ -225,8 +225,8 @@ class RowAdapters(NamedTuple):
     def part(self, site: str, x: Float[Array, "tokens in"], dtype: DTypeLike) -> Float[Array, "tokens out"]:
         """Returns the changes of a site's outputs; exactly 0 for a token without an adapter."""
         a, b = self.factors[site]
-        inner = jnp.where(self._kept(a.shape[1]), x @ a.reshape(-1, a.shape[-1]).T, 0)
-        return jnp.matmul(inner, b.reshape(-1, b.shape[-1]), preferred_element_type=dtype)
+        of_rows = LowRankOfRows(a.reshape(-1, a.shape[-1]), b.reshape(-1, b.shape[-1]).T, self._kept(a.shape[1]))
+        return low_rank_map(x, of_rows, dtype)
 
     def attach(self, attention: Any) -> None:
         """Makes the projections of an attention module add their tokens' changes."""

@@ -368,8 +368,9 @@ class Device:
         decodes = max(len(plan.decodes) for plan in plans)
         tokens = max(sum(len(chunk.tokens) for chunk in plan.chunks) for plan in plans)
         drafts = max((decode.drafts for plan in plans for decode in plan.decodes), default=0)
-        sequences = [row.sequence for plan in plans for rows in (plan.decodes, plan.chunks) for row in rows]
-        wanted = decodes, tokens, drafts, any(sequence.adapter is not None for sequence in sequences)
+        rows = (row for plan in plans for of_kind in (plan.decodes, plan.chunks) for row in of_kind)
+        adapted = self.limits.max_adapters > 0 and any(row.sequence.adapter is not None for row in rows)
+        wanted = decodes, tokens, drafts, adapted
         return next(
             shape
             for shape in (self._chunk_shapes if tokens else self._decode_shapes)

@@ -189,16 +189,14 @@ class Matcher:
     Attributes:
       bits: the tokens that may come next, as `Constraint.bits`; none after an error.
       has_ended: True after an end token of the tokenizer, which the sequence may lack among its own.
-
-    Args:
-      matcher: llguidance's.
+      of_rust: llguidance's matcher.
       vocab_size: the number of tokens that the model draws from.
     """
 
     bits: UInt32[np.ndarray, " words"]
 
     def __init__(self, matcher: Any, vocab_size: int):
-        self.of_rust, self.has_ended, self._words = matcher, False, -(-vocab_size // 32)
+        self.of_rust, self.has_ended, self.vocab_size = matcher, False, vocab_size
         _find_bits([self])
 
     @property
@@ -221,11 +219,11 @@ def commit(texts: Sequence[tuple[Matcher, int]]) -> None:
 
 
 def _find_bits(matchers: Sequence[Matcher]) -> None:
-    from llguidance.numpy import fill_next_token_bitmask_par
+    from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask_par
 
     if not matchers:
         return
-    rows = np.zeros((len(matchers), matchers[0]._words), np.int32)
+    rows = allocate_token_bitmask(len(matchers), matchers[0].vocab_size)
     fill_next_token_bitmask_par(_executor(), [(matcher.of_rust, row) for row, matcher in enumerate(matchers)], rows)
     for matcher, row in zip(matchers, rows.view(np.uint32), strict=True):
         matcher.bits = np.zeros_like(row) if matcher.of_rust.is_error() else row
