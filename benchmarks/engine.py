@@ -398,6 +398,7 @@ class Replicated(Case):
     long: int = 144
     step_tokens: int = 2048  # tokens of the largest step
     strict: bool = False
+    lazy: bool = True  # compile each program when it is first needed, one after the other
 
     SMALL = dict(layers=2, replicas=(1,), clients=(2,), prompt=8, short=2, long=6, step_tokens=32)
 
@@ -411,7 +412,7 @@ class Replicated(Case):
         prompts = rng.integers(0, config.vocab_size, (most * max(self.replicas), self.prompt)).tolist()
         first: dict[int, tuple[float, list]] = {}
         for replicas in self.replicas:
-            with_replicas = partial(Engine, model, limits=replace(limits, replicas=replicas), strict=self.strict, lazy=True)
+            with_replicas = partial(Engine, model, limits=replace(limits, replicas=replicas), strict=self.strict, lazy=self.lazy)
             seconds, engine = timed(with_replicas)
             print(f"{replicas} replicas ready in {seconds:.0f} s", flush=True)
             for clients in self.clients:
