@@ -62,7 +62,7 @@ class EngineLoop:
       queues: one for each device.
       is_paused: True while no step may start.
       is_asleep: True while the device has neither weights nor pages.
-      name: the device's name, for errors, if the engine has other devices that continue after them.
+      name: the names of its devices, for errors, if the engine has several.
 
     Args:
       refill: called between two steps, and after an error has ended the thread; it may add sequences.
@@ -98,11 +98,12 @@ class EngineLoop:
         limits = self.queues[0].limits
         return limits.max_waiting + limits.max_sequences * len(self.queues)
 
-    def add(self, requests: list[list[Sequence]], *, limited: bool) -> None:
+    def add(self, requests: list[list[Sequence]], *, limited: bool, placed: bool = False) -> None:
         """Lets the new sequences of each request wait.
 
         Args:
           limited: True refuses sequences beyond the limits.
+          placed: True leaves each sequence on its `device`, else on the one with the fewest sequences.
 
         Raises:
           QueueFull: too many sequences run or wait.
@@ -117,7 +118,7 @@ class EngineLoop:
             if limited and len(sequences) > room:
                 raise QueueFull(f"{len(self._open)} sequences run or wait; the engine has room for {room} more")
             # Also under the lock: once `close` holds it, the thread may end and ignore later commands.
-            self._commands.put(lambda: self._let_wait(requests))
+            self._commands.put(lambda: self._let_wait(requests, placed=placed))
             # Last: an interrupted call must not leave sequences open that no queue holds.
             self._open.update(sequences)
 
@@ -408,11 +409,11 @@ class EngineLoop:
         with self._lock:
             self._open.discard(sequence)
 
-    def _let_wait(self, requests: list[list[Sequence]]) -> None:
-        """Queues a request's sequences on the device with the fewest sequences, where they share the prompt's pages."""
+    def _let_wait(self, requests: list[list[Sequence]], *, placed: bool) -> None:
+        """Queues a request's sequences together on a device, where they share the prompt's pages."""
         for sequences in requests:
             sizes = [len(queues.running) + len(queues.waiting) for queues in self.queues]
-            device = sizes.index(min(sizes))
+            device = sequences[0].device if placed else sizes.index(min(sizes))
             for sequence in sequences:
                 sequence.device = device
             self.queues[device].waiting.extend(sequences)
