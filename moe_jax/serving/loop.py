@@ -9,6 +9,7 @@ import contextlib
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from itertools import islice
@@ -24,6 +25,9 @@ from moe_jax.serving.schedule import EngineQueues, Sequence, change_weights, dro
 from moe_jax.serving.weights import Weights
 
 _logger = logging.getLogger(__name__)
+
+LONGEST_STEP = 120.0
+"""Seconds after which a group's step counts as failed: a device waits forever for one that does not start the step."""
 
 
 class QueueFull(Exception):
@@ -79,7 +83,7 @@ class EngineLoop:
         self.device = device
         self.name, self._refill = name, refill
         self.queues = queues
-        self.is_paused = self.is_asleep = False
+        self.is_paused = self.is_asleep = self._is_stuck = False
         self._num_steps = self._num_tokens = self._num_drafted = self._num_accepted = 0
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._open: set[Sequence] = set()
@@ -89,8 +93,11 @@ class EngineLoop:
         self._is_closing = False
         self._error: BaseException | None = None
         self._listeners: set[Listener] = set()
+        self._reading_since: float | None = None
         self._thread = threading.Thread(target=self._run, name="moe_jax engine", daemon=True)
         self._thread.start()
+        if len(queues) > 1:
+            threading.Thread(target=self._watch, name="moe_jax watch", daemon=True).start()
 
     @property
     def capacity(self) -> int:
@@ -205,7 +212,8 @@ class EngineLoop:
         """Ends the thread: after all sequences if `drain`, else aborts them. The device has then freed its memory."""
         with self._lock:
             self.begin_to_close(drain=drain)
-        self._thread.join()
+        while self._thread.is_alive() and not self._is_stuck:
+            self._thread.join(1)
 
     def begin_to_close(self, *, drain: bool) -> None:
         """Tells the thread to end, without the lock: the garbage collector calls this, and may interrupt the lock's holder."""
@@ -277,6 +285,8 @@ class EngineLoop:
                 launched = None if self.is_paused else self._launch_next()
                 if in_flight is not None:
                     self._read(in_flight)
+                if self._is_stuck:
+                    return
                 if launched is None and self._ending:
                     self._tell_ended()
                 # Masks need the tokens of the step before, which are known now.
@@ -285,11 +295,24 @@ class EngineLoop:
                     wake(self._listeners)
                     self._listeners.clear()
         except BaseException as error:  # after any error, no caller may wait forever
-            _logger.exception("the engine failed" if self.name is None else f"the engine's device {self.name} failed")
-            self._fail(error if self.name is None else ReplicaFailed(self.name, error))
-            self._refill()
+            self._end_by(error)
         finally:
             self.device.release()
+
+    def _watch(self) -> None:
+        """Ends all requests if the devices of a group do not end a step. The thread that waits for them may stay forever."""
+        while self._thread.is_alive() and not self._is_stuck:
+            self._thread.join(LONGEST_STEP / 10)
+            began = self._reading_since
+            self._is_stuck = began is not None and time.monotonic() - began > LONGEST_STEP
+        if self._is_stuck:
+            self._end_by(TimeoutError(f"a step did not end within {LONGEST_STEP:.0f} seconds"))
+
+    def _end_by(self, error: BaseException) -> None:
+        failure = error if self.name is None else ReplicaFailed(self.name, error)
+        _logger.error("%s", why(failure), exc_info=error)
+        self._fail(failure)
+        self._refill()
 
     @property
     def _has_sequences(self) -> bool:
@@ -342,8 +365,11 @@ class EngineLoop:
 
     def _read(self, launched: Launched) -> None:
         """Waits for the tokens of a step, and delivers them to their requests."""
+        self._reading_since = time.monotonic()
         samples, drawn, prompts = launched.samples, launched.read(), launched.prompt_scores()
-        drafted = launched.num_drafted()
+        drafted, self._reading_since = launched.num_drafted(), None
+        if self._is_stuck:
+            return
         self._tell_ended()
         for sequence, scores in prompts:
             if sequence.finish_reason is None:

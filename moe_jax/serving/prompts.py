@@ -64,8 +64,8 @@ def score_prompts(
     targets = [token for _, tokens in spans for token in tokens]
     padded = np.zeros((2, math.ceil(len(places) / PIECE_TOKENS) * PIECE_TOKENS), np.int32)
     padded[:, : len(places)] = places, targets
-    options = dict(strict=strict, mesh=mesh)
-    pieces = [score_piece(hidden, head, *piece, **options) for piece in padded.reshape(2, -1, PIECE_TOKENS).swapaxes(0, 1)]
+    cut = padded.reshape(2, -1, PIECE_TOKENS).swapaxes(0, 1)
+    pieces = [score_piece(hidden, head, *piece, strict=strict, mesh=mesh) for piece in cut]
     for array in jax.tree.leaves(pieces):
         array.copy_to_host_async()
     return spans, pieces

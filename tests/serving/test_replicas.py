@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import pytest
 
 from moe_jax.kernels.attention.paged import PAGE_SIZE
+from moe_jax.serving import loop
 from moe_jax.serving.loop import QueueFull
 from moe_jax.serving.request import EngineLimits
 from tests.helpers.fake_device import expected_tokens
@@ -127,6 +128,19 @@ def test_groups_of_two_devices():
         failures = [handle for handle in handles if fails(handle, "one of the engine's devices fake:2, fake:3 failed: ")]
         assert 0 < len(failures) <= 4
         assert submit(replicas, text(0)).result()[0].tokens == expected_tokens(text(0), 5)
+
+
+def test_a_group_whose_step_never_ends(monkeypatch):
+    """Its requests end with an error, the other group continues, and closing does not wait for it."""
+    monkeypatch.setattr(loop, "LONGEST_STEP", 1.0)
+    with running(size=2) as (replicas, groups):
+        groups[1].hangs = threading.Event()
+        handles = add_all(replicas, *([text(number)] for number in range(8)))
+        message = "one of the engine's devices fake:2, fake:3 failed: TimeoutError: a step did not end within 1 seconds"
+        assert 0 < sum(fails(handle, message) for handle in handles) <= 4
+        assert submit(replicas, text(0)).result()[0].tokens == expected_tokens(text(0), 5)
+    groups[1].hangs.set()
+    assert comes_true(lambda: not any(each._thread.is_alive() for each in replicas.loops))
 
 
 def fails(handle, message):
