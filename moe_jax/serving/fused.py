@@ -185,7 +185,7 @@ def _layer(
     state: AddedNorm,
     new: NewTokens,
     attend: PagedAttend,
-    valid: Bool[Array, "tokens"],
+    valid: Bool[Array, " all_tokens"],
     next_norm: Float[Array, "hidden"],
     adapters: RowAdapters | None,
 ) -> tuple[AddedNorm, LayerPages, Int[Array, "tokens k"] | None]:

@@ -42,17 +42,19 @@ def expert_rows(
         return ExpertRows(rows, choice.weights, choice.experts, None, None)
     many = len(x) > MOST_PLANNED_TOKENS
     source_of_row: Array | None
-    places: tuple[Array | None, ...]
+    place: Array | None
     if many:
         planned = dataclasses.replace(plan(chosen, num_held, ROW_ALIGNMENT), layer=layer)
-        source_of_row, places = planned.token_of_row, (None, None, planned.row_of_pair)
+        source_of_row, place = planned.token_of_row, None
     else:
-        planned, source_of_row, places = _planned(choice, layer, k, num_held)
+        planned, source_of_row, place = _planned(choice, layer, k, num_held)
     if planned.holds_all_tokens:
         x, _ = mosaic.rows_of_tokens(x, planned, for_gradients=False)
     _, act = mosaic.gated_matmul(x, w_gate_up, planned, source_of_row=source_of_row, keep_h=False)
     rows = mosaic.grouped_matmul(act, w_down, planned)
-    return ExpertRows(rows, choice.weights, choice.experts, *places)
+    if many:
+        return ExpertRows(rows, choice.weights, choice.experts, None, None, planned.row_of_pair)
+    return ExpertRows(rows, choice.weights, choice.experts, planned.offsets, place)
 
 
 def expert_rows_in_fp8(
@@ -72,13 +74,13 @@ def expert_rows_in_fp8(
     pairs = fp8_mosaic.experts_of_few_pairs(x, gate_up, down, choice.experts[:, :k], layer)
     if pairs is not None:
         return ExpertRows(pairs, choice.weights, choice.experts, None, None)
-    planned, source_of_row, places = _planned(choice, layer, k, choice.experts.shape[1])
+    planned, source_of_row, place = _planned(choice, layer, k, choice.experts.shape[1])
     rows = round_tokens(x)
     if source_of_row is not None:
         rows = _rows_of_sources(rows, source_of_row)
     _, act = fp8_mosaic.gated_matmul(rows, gate_up, planned, keep_h=False)
     outputs = fp8_mosaic.grouped_matmul(act, down, planned)
-    return ExpertRows(outputs, choice.weights, choice.experts, *places)
+    return ExpertRows(outputs, choice.weights, choice.experts, planned.offsets, place)
 
 
 def _rows_of_sources(tokens: QuantisedRows, source_of_row: Int[Array, "rows"]) -> QuantisedRows:
@@ -90,10 +92,8 @@ def _rows_of_sources(tokens: QuantisedRows, source_of_row: Int[Array, "rows"]) -
     return QuantisedRows(gathered.reshape(len(source_of_row), values.shape[1]), scales.at[:, source_of_row].get(mode="clip"))
 
 
-def _planned(
-    choice: TokenChoices, layer: Int[Array, ""], k: int, num_held: int
-) -> tuple[Plan, Array | None, tuple[Array, Array | None]]:
-    """Returns a plan by kernels, source_of_row, and `ExpertRows.offsets` and `place`.
+def _planned(choice: TokenChoices, layer: Int[Array, ""], k: int, num_held: int) -> tuple[Plan, Array | None, Array | None]:
+    """Returns a plan by kernels, source_of_row, and `place_rows`; None if token t's row is row t of its expert's block.
 
     Of the plan, only the fields that matmuls read are set; the others are zeros of the right shape.
     """
@@ -109,15 +109,15 @@ def _planned(
         pair_of_row=no_row,
         # As many as the held experts' share of the choices: tiles are chosen by the expected rows of an expert.
         row_of_pair=jnp.zeros((tokens, -(-k * num_held // num_experts)), jnp.int32),
-        offsets=found.offsets[: num_held + 1],
+        offsets=found.offsets,
         ends=no_row[:num_held],
         row_alignment=ROW_ALIGNMENT,
         holds_all_tokens=holds_all_tokens,
         expert_of_block=found.expert_of_block,
-        chosen_rows=found.chosen_rows[:num_held],
+        chosen_rows=found.chosen_rows,
         layer=layer,
     )
     if holds_all_tokens:
-        return planned, None, (found.offsets, None)
+        return planned, None, None
     place, source_of_row = place_rows(choice.is_chosen, choice.experts, found, k=k, num_blocks=blocks)
-    return planned, source_of_row, (found.offsets, place)
+    return planned, source_of_row, place
