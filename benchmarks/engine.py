@@ -14,6 +14,7 @@
     python benchmarks/engine.py --layers 12 --kernels       # also the kernels of a step by the profiler; GPUs alone
     python benchmarks/engine.py strict --layers 48 --cases 16 256       # bits of strict=True, and its time
     python benchmarks/engine.py replicas --replicas 1 2                # one GPU, then two with a copy of the weights each
+    python benchmarks/engine.py replicas --replicas 1 --devices-per-replica 1 2     # one GPU, then two that split the experts
     python benchmarks/engine.py generate --devices 2        # moe_jax.generate; two GPUs share the experts and the prompts
     JAX_PLATFORMS=cpu python benchmarks/engine.py first --layers 48     # first call of generate, and of an engine
 
@@ -33,10 +34,11 @@ further rows have the steps in which all or half of the sequences write a long t
 size. A row has the number of log-probabilities, of prompts and of drawn tokens, that differ from `strict_log_probs` of the
 sequence. 0 is right.
 
-`replicas`: each device has the same number of clients, whose requests start together. Columns: `of_first` is the throughput
-over the throughput of the first number of replicas, with as many clients each. `least` is the fewest new tokens of a device
-over the mean. `idle` is the share of time in which a device runs no kernel, by the profiler; GPUs alone. `differ` is the number
-of requests with other tokens or log-probabilities than with the first number of replicas; with `--strict` 0 is right.
+`replicas`: each replica has the same number of clients, whose requests start together. It is on one device, or on several that
+split the experts. Columns: `of_first` is the throughput over the throughput of the first row with as many clients each. `least`
+is the fewest new tokens of a replica over the mean. `idle` is the share of time in which a device runs no kernel, by the
+profiler; GPUs alone. `differ` is the number of requests with other tokens or log-probabilities than in the first row; with
+`--strict` 0 is right.
 
 `first`: the model has Qwen3-MoE's layers at a small width, so that a CPU can run it. Compile times are close to wide models'.
 """
@@ -255,7 +257,8 @@ def wide_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
 def spread_tokens(model: Decoder) -> None:
     """Draws the embedding from N(0, 1), and makes its rows, moved on by one, the rows of the head."""
     weight = model.embed_tokens.weight
-    embedding = jax.jit(lambda: draw_normal(jax.random.key(1), weight.shape, 1.0, weight.dtype))()
+    draw = jax.jit(lambda: draw_normal(jax.random.key(1), weight.shape, 1.0, weight.dtype), out_shardings=weight[...].sharding)
+    embedding = draw()
     weight.set_value(embedding)
     model.lm_head.weight.set_value(jnp.roll(embedding, 1, axis=0))
 
@@ -387,46 +390,58 @@ class Strict(Case):
 
 @dataclass(kw_only=True)
 class Replicated(Case):
-    """A row for each number of replicas, and of clients for each of them."""
+    """A row for each number of devices of a replica, of replicas, and of clients for each replica."""
 
     config: one_of(NAMED_CONFIGS) = "qwen3-30b-a3b"
     layers: int | None = 4
     replicas: tuple[int, ...] = (1, 2)
-    clients: tuple[int, ...] = (64, 256)  # for each device
+    devices_per_replica: tuple[int, ...] = (1,)
+    clients: tuple[int, ...] = (64, 256)  # for each replica
     prompt: int = 128
     short: int = 16
     long: int = 144
     step_tokens: int = 2048  # tokens of the largest step
     strict: bool = False
     lazy: bool = True  # compile each program when it is first needed, one after the other
+    spread: bool = False  # weights with which the likeliest token after t is t + 1
 
     SMALL = dict(layers=2, replicas=(1,), clients=(2,), prompt=8, short=2, long=6, step_tokens=32)
 
     def results(self):
         """Yields the rows."""
         config = config_of(self.config, small=self.small, layers=self.layers).without_mtp()
-        model = random_model(config, jnp.dtype(jnp.float32 if self.small else jnp.bfloat16))
-        rng, most, length = np.random.default_rng(0), max(self.clients), self.prompt + self.long
-        sizes = dict(max_sequences=most, max_tokens_per_step=self.step_tokens, max_length=length)
-        limits = EngineLimits(**sizes, num_pages=1 + most * pages_of(length))
+        rng, most = np.random.default_rng(0), max(self.clients)
         prompts = rng.integers(0, config.vocab_size, (most * max(self.replicas), self.prompt)).tolist()
         first: dict[int, tuple[float, list]] = {}
-        for replicas in self.replicas:
-            with_replicas = partial(Engine, model, limits=replace(limits, replicas=replicas), strict=self.strict, lazy=self.lazy)
-            seconds, engine = timed(with_replicas)
-            print(f"{replicas} replicas ready in {seconds:.0f} s", flush=True)
-            for clients in self.clients:
-                run, before = partial(generate, engine, prompts[: clients * replicas]), tokens_of_devices(engine)
-                step = step_ms(run, self.short, self.long)
-                new = tokens_of_devices(engine) - before
-                per_second, drawn = 1e3 * clients * replicas / step, self.drawn(engine, prompts[:clients])
-                at_first, expected = first.setdefault(clients, (per_second / replicas, drawn))
-                differ = sum(one != other for one, other in zip(drawn, expected, strict=True))
-                row = dict(replicas=replicas, clients=clients, step_ms=step, tokens_per_s=per_second)
-                row |= dict(of_first=per_second / at_first, least=float(new.min() / new.mean()), differ=differ)
-                row["idle"] = idle_shares(partial(run, self.short))
-                yield row | ({"failure": "bits differ"} if self.strict and differ else {})
-            engine.close()
+        for devices in self.devices_per_replica:
+            mesh = generation_mesh(jax.devices()[:devices], config) if devices > 1 else None
+            model = random_model(config, jnp.dtype(jnp.float32 if self.small else jnp.bfloat16), mesh=mesh)
+            if self.spread:
+                spread_tokens(model)
+            for replicas in self.replicas:
+                yield from self.rows_of(model, devices, replicas, prompts, first)
+            # Else both models would be in memory while the next one is made.
+            del model
+
+    def rows_of(self, model: Decoder, devices: int, replicas: int, prompts: list, first: dict[int, tuple[float, list]]):
+        """Yields the rows of an engine; `first` has tokens per second and a replica, and answers, of the first engine."""
+        most, length = -(-max(self.clients) // devices), self.prompt + self.long
+        sizes = dict(max_sequences=most, max_tokens_per_step=self.step_tokens, max_length=length)
+        limits = EngineLimits(**sizes, num_pages=1 + most * pages_of(length), replicas=replicas)
+        seconds, engine = timed(partial(Engine, model, limits=limits, strict=self.strict, lazy=self.lazy))
+        print(f"{replicas} replicas of {devices} devices ready in {seconds:.0f} s", flush=True)
+        for clients in self.clients:
+            run, before = partial(generate, engine, prompts[: clients * replicas]), tokens_of_devices(engine)
+            step = step_ms(run, self.short, self.long)
+            new = tokens_of_devices(engine) - before
+            per_second, drawn = 1e3 * clients * replicas / step, self.drawn(engine, prompts[:clients])
+            at_first, expected = first.setdefault(clients, (per_second / replicas, drawn))
+            differ = sum(one != other for one, other in zip(drawn, expected, strict=True))
+            row = dict(devices=devices, replicas=replicas, clients=clients, step_ms=step, tokens_per_s=per_second)
+            row |= dict(of_first=per_second / at_first, least=float(new.min() / new.mean()), differ=differ)
+            row["idle"] = idle_shares(partial(run, self.short))
+            yield row | ({"failure": "bits differ"} if self.strict and differ else {})
+        engine.close()
 
     def drawn(self, engine: Engine, prompts: list[list[int]]) -> list:
         """Returns the tokens and log-probabilities of each prompt's answer."""

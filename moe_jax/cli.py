@@ -158,11 +158,12 @@ def _command_class(name: str) -> Any:
 
 
 def _num_devices(name: str, command: Any) -> int:
-    """Returns the devices that a command computes on: the size of its mesh, or --devices; 1 if it has neither."""
+    """Returns the devices that a command computes on: the size of its mesh, or --devices of each replica; else 1."""
     if hasattr(command, "mesh"):
         return command.mesh.size
     takes_devices = BY_NAME[name].several_devices or BY_NAME[name].several_processes
-    return (command.devices or 1) if takes_devices else 1
+    replicas = command.sizes.replicas if hasattr(command, "sizes") else 1
+    return replicas * (command.devices or 1) if takes_devices else 1
 
 
 def _no_command(name: str) -> str:

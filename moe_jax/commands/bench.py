@@ -38,7 +38,7 @@ class BenchCommand:
       prompt_tokens: number of tokens of each prompt.
       new_tokens: number of tokens of each answer, at least 2.
       sizes: sizes of the engine.
-      devices: number of GPUs. They share the experts, and each computes texts of its own.
+      devices: number of GPUs of each replica. They split the experts, and each computes texts of its own.
       lazy: compile only the programs that the requests need. Each row's requests are then sent twice, and only the second pass
         is measured.
       seed: seed of the prompts, and of random weights.
@@ -53,7 +53,7 @@ class BenchCommand:
     prompt_tokens: int = 512
     new_tokens: int = 128
     sizes: tyro.conf.OmitArgPrefixes[LimitOptions] = LimitOptions()
-    devices: int = 1
+    devices: Annotated[int, tyro.conf.arg(aliases=["--devices-per-replica"])] = 1
     lazy: bool = False
     seed: int = 0
     plot: Annotated[str | None, tyro.conf.arg(metavar="FILE.png")] = None

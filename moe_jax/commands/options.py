@@ -34,7 +34,7 @@ class LimitOptions:
       max_length: largest number of tokens of a text with its prompt. Default: 8192, or fewer if the model has fewer.
       max_tokens_per_step: number of tokens that each device computes at once, prompts and new ones.
       num_pages: number of pages of 64 tokens on each device, which running texts and the cache of prompts share.
-      replicas: number of GPUs that each have all weights. They share one queue of requests, and no work.
+      replicas: number of copies of all weights, each on --devices GPUs. They share one queue of requests, and no work.
       kv_dtype: "fp8" holds keys and values in pages of half the bytes, with a small error (docs/serving.md).
     """
 
@@ -142,7 +142,7 @@ def device_count(devices: int | None) -> int:
 
 
 def engine_mesh(devices: int, config: ModelConfig, replicas: int) -> "Mesh | None":
-    """Returns the mesh of an engine on the first `devices` devices; None for one, or for replicas on one each.
+    """Returns the mesh of an engine's first replica, on the first `devices` devices; None for one.
 
     Raises:
       ValueError: as `device_count`; or there are too few devices for the replicas.
@@ -152,10 +152,9 @@ def engine_mesh(devices: int, config: ModelConfig, replicas: int) -> "Mesh | Non
     from moe_jax.generation import generation_mesh
 
     count = device_count(devices)
-    if replicas > 1 and count > 1:
-        raise ValueError(f"--replicas {replicas}: use --devices 1; got {devices}")
-    if replicas > jax.local_device_count():
-        raise ValueError(f"--replicas must be at most {jax.local_device_count()}, the visible devices; got {replicas}")
+    if replicas * count > (visible := jax.local_device_count()):
+        each = "" if count == 1 else f", for {count} each"
+        raise ValueError(f"--replicas must be at most {visible // count}, the visible devices{each}; got {replicas}")
     return None if count == 1 else generation_mesh(jax.devices()[:count], config)
 
 

@@ -4,7 +4,7 @@ import logging
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
@@ -51,7 +51,7 @@ class ServeCommand:
       lazy: compile a program when a request first needs it, while all others wait, instead of all programs at the start.
       drafts: draft tokens, for fewer steps. lookup:3 drafts up to three tokens from the text itself, for any model. Without a
         value, or with module, the model's multi-token prediction module drafts one. The text is the same up to rounding.
-      devices: number of GPUs. They share the experts, and each computes texts of its own.
+      devices: number of GPUs of each replica. They split the experts, and each computes texts of its own.
       adapters: adapters (LoRA) to serve next to the model, as NAME=FOLDER. Requests with "model": NAME use one; any of them
         share a step. They may change only attention; --adapter serves any other one, alone.
       max_adapters: number of adapters that there is room for, also for those loaded later over HTTP. Default: those given.
@@ -73,7 +73,7 @@ class ServeCommand:
     shutdown_seconds: float = 30
     lazy: bool = False
     drafts: str | None = None
-    devices: int = 1
+    devices: Annotated[int, tyro.conf.arg(aliases=["--devices-per-replica"])] = 1
     adapters: tuple[str, ...] = ()
     max_adapters: int | None = None
     max_adapter_rank: int = 32

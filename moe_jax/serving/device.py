@@ -108,8 +108,9 @@ class Device:
         self.placement = placement
         self._owns_weights = owns_weights
         self._drafts, self.is_tempered = drafts, False
+        self._scoring: dict[str, Any] = dict(strict=parts[0].strict, mesh=placement.mesh)
         modules = self._num_modules = int(drafts.name == "module")
-        self.served, weights = parts
+        self.served, weights = parts[0]._replace(mesh=placement.mesh), parts[1]
         if self.served.unfused is not None and not owns_weights:
             _logger.info("steps run the model's modules, without the fused kernels: %s", self.served.unfused)
         # JAX recompiles if an argument was not committed to a device before and is now: all are committed from the start.
@@ -209,7 +210,7 @@ class Device:
                 output = self._compute(shape, upload)
                 self._draw(shape, upload, output, variant, self.slots.options)
             if shape.chunks:
-                score_piece(output.hidden, self._head, *np.zeros((2, PIECE_TOKENS), np.int32), strict=self.served.strict)
+                score_piece(output.hidden, self._head, *np.zeros((2, PIECE_TOKENS), np.int32), **self._scoring)
         self.slots.start_penalties(0, [0], [0], SamplingOptions())
         self._begin_drafts(0, [0])
         # Most engines never need penalties.
@@ -245,7 +246,7 @@ class Device:
             if shape.chunks:
                 in_chunks = shape.decodes * (1 + shape.drafts)
                 firsts = [number * (in_chunks + shape.chunk_tokens) + in_chunks for number in range(len(plans))]
-                scores = score_prompts(plans, firsts, output.hidden, self._head, strict=self.served.strict)
+                scores = score_prompts(plans, firsts, output.hidden, self._head, **self._scoring)
             return Launched(plans, rows, scores, *new)
 
         if any(sequence.constraint is not None for sequence in samples):

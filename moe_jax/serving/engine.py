@@ -58,7 +58,8 @@ class Engine:
       model: any model of this library, with or without an adapter. The engine computes on all devices that hold it, each with
         its own prompts. On one device it reads experts where the model keeps them.
       limits: sizes of each device, which set its memory; default: `EngineLimits()`. With `replicas` above 1, further devices
-        get a copy of the weights, unless the model is whole on each of them. Requests go to the device that is free first.
+        get a copy of the weights, unless the model is whole on each of them: as many devices a copy as hold the model. Requests
+        go to the device that is free first.
       tokenizer: a Hugging Face tokenizer, with which events and completions have text, and stop texts end them.
       keep_experts: True makes room for each token's experts, for requests with `return_experts`.
       drafts: "lookup:3" drafts up to three tokens per step: those that followed an earlier occurrence of a sequence's newest
@@ -75,8 +76,8 @@ class Engine:
       ValueError: no model, or no `EngineLimits`; positions that scale with the longest text of a batch (rope type "dynamic").
         Also drafts of a module that is missing, or without room for all drafts of each sequence in a step. Also `strict` with
         drafts, adapters or quantised weights, or with a model that its kernels do not support. For a model on several devices
-        also drafts, `strict`, adapters and replicas. Also more replicas than devices. Also `max_adapters` with a drafting
-        module, or with an adapter of the model's own.
+        also drafts and adapters. Also more replicas than devices allow. Also `max_adapters` with a drafting module, or with an
+        adapter of the model's own.
     """
 
     def __init__(
@@ -111,14 +112,14 @@ class Engine:
         for device in devices:
             device.warm_up()
 
-        def queues() -> EngineQueues:
-            return EngineQueues(limits, source.num, source.name == "lookup")
+        def queues() -> list[EngineQueues]:
+            return [EngineQueues(limits, source.num, source.name == "lookup") for _ in own.devices]
 
         self._loop: EngineLoop | Replicas
         if others:
             self._loop = Replicas([(device, queues()) for device in devices], limits)
         else:
-            self._loop = EngineLoop(devices[0], [queues() for _ in own.devices])
+            self._loop = EngineLoop(devices[0], queues(), name=None if own.mesh is None else own.name)
         # The thread would keep an unreachable engine's memory, for example after a notebook's variable is reassigned.
         weakref.finalize(self, self._loop.begin_to_close, drain=False).atexit = False
 
@@ -382,11 +383,9 @@ def check_servable(model: Decoder, limits: EngineLimits, *, drafts: int | str, s
             f"an engine computes dense matrices in the model's dtype, not in FP8; got dense={model.precision.dense!r}: use "
             "set_precision('fp8')"
         )
-    devices = {device for leaf in jax.tree.leaves(nnx.state(model)) for device in leaf.sharding.device_set}
-    if limits.replicas > 1:
-        Placement.of_replicas(model, limits.replicas)
-    elif len(devices) > 1:
-        _check_several(model, len(devices), drafts=drafts, strict=strict)
+    devices = Placement.of_replicas(model, limits.replicas)[0].devices
+    if len(devices) > 1:
+        _check_several(model, len(devices), drafts=drafts)
     source = check_drafting(drafts, model.config, limits)
     if limits.max_adapters:
         _check_adapters(model, len(devices), source, limits, strict)
@@ -404,7 +403,7 @@ def _check_adapters(model: Decoder, num_devices: int, source: DraftSource, limit
         "strict=True: strict bits are those of the weights alone; merge the adapter (adapters.merge_adapter)": strict,
         "drafts of a module, which has no adapter: use drafts='lookup:3'": source.name == "module",
         "a model that has an adapter of its own: merge it (adapters.merge_adapter)": has_adapters(model),
-        "a model on several devices: use replicas": num_devices > 1 and limits.replicas == 1,
+        "a model on several devices: use replicas on one device each": num_devices > 1,
     }
     if wrong := [reason for reason, is_met in reasons.items() if is_met]:
         raise ValueError(f"max_adapters={limits.max_adapters} does not support {'; or '.join(wrong)}")
@@ -460,11 +459,11 @@ def check_drafting(drafts: int | str, config: ModelConfig, limits: EngineLimits)
     return source
 
 
-def _check_several(model: Decoder, num_devices: int, *, drafts: int | str, strict: bool) -> None:
+def _check_several(model: Decoder, num_devices: int, *, drafts: int | str) -> None:
     refuse_chunks(nnx.state(model, nnx.Param), "an engine")
     if any(not leaf.is_fully_addressable for leaf in jax.tree.leaves(nnx.state(model))):
         raise ValueError("an engine computes in one process; the model's devices belong to several")
-    options = {"drafts": bool(drafts), "strict": strict, "adapters": has_adapters(model)}
+    options = {"drafts": bool(drafts), "adapters": has_adapters(model)}
     if wrong := [name for name, is_set in options.items() if is_set]:
         raise ValueError(f"an engine on several devices does not support {', '.join(wrong)}; the model is on {num_devices}")
 

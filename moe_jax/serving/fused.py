@@ -58,7 +58,9 @@ from moe_jax.layers.paged import LayerPages, PagedAttend
 from moe_jax.layers.quantised import is_quantised
 from moe_jax.layers.rope import RopeTables, fixed_frequencies, tables_of
 from moe_jax.models.decoder import Decoder
+from moe_jax.serving import group
 from moe_jax.serving.adapters import TOGETHER, RowAdapters
+from moe_jax.serving.placement import splits_experts
 from moe_jax.serving.weights import ComputedLayers, LayerWeights, ServedModel, layer_module, unlike_qwen3
 
 
@@ -100,12 +102,16 @@ def fused_layers(
       attends: each layer's attention, with its pages.
       valid: tokens that count; other tokens' hidden states are meaningless.
       adapters: each layer's adapters of the tokens; None: no token has one.
+
+    If the devices of `served.mesh` split the experts, each calls this inside `jax.shard_map`, with its own tokens (`group`).
     """
     cos, sin = rope.cos[0], rope.sin[0]
     new = NewTokens(jnp.concatenate([cos, cos], -1), jnp.concatenate([-sin, sin], -1), *attends[0].places)
     norms = [layer["input_layernorm"]["weight"][...] for _, (layer, _, _) in layers]
     first_norm = norm_rows(x, norms[0], eps=final_norm.eps) if served.strict else rms_norm(x, norms[0], final_norm.eps)
     state = AddedNorm(x, first_norm)
+    if splits_experts(served.mesh):
+        valid = group.gathered(valid)
     written, experts = [], []
     next_norms = [*norms[1:], final_norm.weight[...]]
     for (stage, of_layer), attend, next_norm, of_rows in zip(layers, attends, next_norms, adapters, strict=True):
@@ -179,7 +185,7 @@ def _layer(
     state: AddedNorm,
     new: NewTokens,
     attend: PagedAttend,
-    valid: Bool[Array, "tokens"],
+    valid: Bool[Array, " all_tokens"],
     next_norm: Float[Array, "hidden"],
     adapters: RowAdapters | None,
 ) -> tuple[AddedNorm, LayerPages, Int[Array, "tokens k"] | None]:
@@ -191,7 +197,7 @@ def _layer(
     state = add_splits(state.x, attended, norm.weight[...], eps=norm.eps)
     if isinstance(layer.mlp, MoE):
         k = layer.mlp.router.num_experts_per_tok
-        choice, outputs = _experts(layer.mlp, state.normed, valid, in_f32)
+        choice, outputs = _experts(layer.mlp, state.normed, valid, in_f32, is_split=splits_experts(served.mesh))
         return add_experts(state.x, outputs, next_norm, eps=norm.eps, k=k), pages, choice.experts[:, :k]
     act = _strict_act(layer.mlp, state.normed) if served.strict else layer.mlp.act(state.normed)
     return add_splits(state.x, project(act, layer.mlp.down_proj.weight[...]), next_norm, eps=norm.eps), pages, None
@@ -230,15 +236,21 @@ def _attended(
 
 
 def _experts(
-    moe: MoE, normed: Float[Array, "tokens hidden"], valid: Bool[Array, "tokens"], project: Project
+    moe: MoE, normed: Float[Array, "tokens hidden"], valid: Bool[Array, " all_tokens"], project: Project, *, is_split: bool
 ) -> tuple[TokenChoices, ExpertRows]:
     k, experts = moe.router.num_experts_per_tok, moe.experts
+    if is_split:
+        normed = group.gathered(normed)
     logits = project(normed, moe.router.weight[...])
     choice = route_rows(logits, valid, k=k, divide_by_sum=moe.router.rule.norm_topk_prob)
     assert experts.place is not None  # `layer_module` reads experts in their stacks
     place = experts.place[...]
     if experts.precision is None:
-        return choice, expert_rows(normed, experts.gate_up_proj[...], experts.down_proj[...], choice, place, k=k)
+        weights, num_held = (experts.gate_up_proj[...], experts.down_proj[...]), experts.down_proj.shape[1]
+        if not is_split:
+            return choice, expert_rows(normed, *weights, choice, place, k=k)
+        outputs = expert_rows(normed, *weights, group.held_first(choice, num_held), place, k=k)
+        return group.returned(outputs, choice, num_held, k)
     gate_up, down = codes_of(experts.gate_up_proj.get_value()), codes_of(experts.down_proj.get_value())
     assert gate_up is not None and down is not None  # the engine accepts no other experts with a precision
     return choice, expert_rows_in_fp8(normed, gate_up, down, choice, place, k=k)

@@ -42,10 +42,11 @@ class WeightsDeleted(RuntimeError):
 
 
 class ReplicaFailed(RuntimeError):
-    """A device of several has failed, and ended its requests. The others continue."""
+    """A device of several has failed, and ended the requests of its group. Other groups continue."""
 
-    def __init__(self, device: str, error: BaseException):
-        super().__init__(f"the engine's device {device} failed: {type(error).__name__}: {error}")
+    def __init__(self, devices: str, error: BaseException):
+        what = "one of the engine's devices" if "," in devices else "the engine's device"
+        super().__init__(f"{what} {devices} failed: {type(error).__name__}: {error}")
 
 
 Listener = SimpleQueue[None] | tuple[asyncio.AbstractEventLoop, asyncio.Event]

@@ -9,6 +9,7 @@ import contextlib
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from itertools import islice
@@ -24,6 +25,9 @@ from moe_jax.serving.schedule import EngineQueues, Sequence, change_weights, dro
 from moe_jax.serving.weights import Weights
 
 _logger = logging.getLogger(__name__)
+
+LONGEST_STEP = 120.0
+"""Seconds after which a group's step counts as failed: a device waits forever for one that does not start the step."""
 
 
 class QueueFull(Exception):
@@ -62,7 +66,7 @@ class EngineLoop:
       queues: one for each device.
       is_paused: True while no step may start.
       is_asleep: True while the device has neither weights nor pages.
-      name: the device's name, for errors, if the engine has other devices that continue after them.
+      name: the names of its devices, for errors, if the engine has several.
 
     Args:
       refill: called between two steps, and after an error has ended the thread; it may add sequences.
@@ -79,7 +83,7 @@ class EngineLoop:
         self.device = device
         self.name, self._refill = name, refill
         self.queues = queues
-        self.is_paused = self.is_asleep = False
+        self.is_paused = self.is_asleep = self._is_stuck = False
         self._num_steps = self._num_tokens = self._num_drafted = self._num_accepted = 0
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._open: set[Sequence] = set()
@@ -89,8 +93,11 @@ class EngineLoop:
         self._is_closing = False
         self._error: BaseException | None = None
         self._listeners: set[Listener] = set()
+        self._reading_since: float | None = None
         self._thread = threading.Thread(target=self._run, name="moe_jax engine", daemon=True)
         self._thread.start()
+        if len(queues) > 1:
+            threading.Thread(target=self._watch, name="moe_jax watch", daemon=True).start()
 
     @property
     def capacity(self) -> int:
@@ -98,11 +105,12 @@ class EngineLoop:
         limits = self.queues[0].limits
         return limits.max_waiting + limits.max_sequences * len(self.queues)
 
-    def add(self, requests: list[list[Sequence]], *, limited: bool) -> None:
+    def add(self, requests: list[list[Sequence]], *, limited: bool, placed: bool = False) -> None:
         """Lets the new sequences of each request wait.
 
         Args:
           limited: True refuses sequences beyond the limits.
+          placed: True leaves each sequence on its `device`, else on the one with the fewest sequences.
 
         Raises:
           QueueFull: too many sequences run or wait.
@@ -117,7 +125,7 @@ class EngineLoop:
             if limited and len(sequences) > room:
                 raise QueueFull(f"{len(self._open)} sequences run or wait; the engine has room for {room} more")
             # Also under the lock: once `close` holds it, the thread may end and ignore later commands.
-            self._commands.put(lambda: self._let_wait(requests))
+            self._commands.put(lambda: self._let_wait(requests, placed=placed))
             # Last: an interrupted call must not leave sequences open that no queue holds.
             self._open.update(sequences)
 
@@ -204,7 +212,8 @@ class EngineLoop:
         """Ends the thread: after all sequences if `drain`, else aborts them. The device has then freed its memory."""
         with self._lock:
             self.begin_to_close(drain=drain)
-        self._thread.join()
+        while self._thread.is_alive() and not self._is_stuck:
+            self._thread.join(1)
 
     def begin_to_close(self, *, drain: bool) -> None:
         """Tells the thread to end, without the lock: the garbage collector calls this, and may interrupt the lock's holder."""
@@ -276,6 +285,8 @@ class EngineLoop:
                 launched = None if self.is_paused else self._launch_next()
                 if in_flight is not None:
                     self._read(in_flight)
+                if self._is_stuck:
+                    return
                 if launched is None and self._ending:
                     self._tell_ended()
                 # Masks need the tokens of the step before, which are known now.
@@ -284,11 +295,24 @@ class EngineLoop:
                     wake(self._listeners)
                     self._listeners.clear()
         except BaseException as error:  # after any error, no caller may wait forever
-            _logger.exception("the engine failed" if self.name is None else f"the engine's device {self.name} failed")
-            self._fail(error if self.name is None else ReplicaFailed(self.name, error))
-            self._refill()
+            self._end_by(error)
         finally:
             self.device.release()
+
+    def _watch(self) -> None:
+        """Ends all requests if the devices of a group do not end a step. The thread that waits for them may stay forever."""
+        while self._thread.is_alive() and not self._is_stuck:
+            self._thread.join(LONGEST_STEP / 10)
+            began = self._reading_since
+            self._is_stuck = began is not None and time.monotonic() - began > LONGEST_STEP
+        if self._is_stuck:
+            self._end_by(TimeoutError(f"a step did not end within {LONGEST_STEP:.0f} seconds"))
+
+    def _end_by(self, error: BaseException) -> None:
+        failure = error if self.name is None else ReplicaFailed(self.name, error)
+        _logger.error("%s", why(failure), exc_info=error)
+        self._fail(failure)
+        self._refill()
 
     @property
     def _has_sequences(self) -> bool:
@@ -341,8 +365,11 @@ class EngineLoop:
 
     def _read(self, launched: Launched) -> None:
         """Waits for the tokens of a step, and delivers them to their requests."""
+        self._reading_since = time.monotonic()
         samples, drawn, prompts = launched.samples, launched.read(), launched.prompt_scores()
-        drafted = launched.num_drafted()
+        drafted, self._reading_since = launched.num_drafted(), None
+        if self._is_stuck:
+            return
         self._tell_ended()
         for sequence, scores in prompts:
             if sequence.finish_reason is None:
@@ -408,11 +435,11 @@ class EngineLoop:
         with self._lock:
             self._open.discard(sequence)
 
-    def _let_wait(self, requests: list[list[Sequence]]) -> None:
-        """Queues a request's sequences on the device with the fewest sequences, where they share the prompt's pages."""
+    def _let_wait(self, requests: list[list[Sequence]], *, placed: bool) -> None:
+        """Queues a request's sequences together on a device, where they share the prompt's pages."""
         for sequences in requests:
             sizes = [len(queues.running) + len(queues.waiting) for queues in self.queues]
-            device = sizes.index(min(sizes))
+            device = sequences[0].device if placed else sizes.index(min(sizes))
             for sequence in sequences:
                 sequence.device = device
             self.queues[device].waiting.extend(sequences)

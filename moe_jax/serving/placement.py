@@ -48,26 +48,33 @@ class Placement:
     def of_replicas(cls, model: Decoder, count: int) -> list["Placement"]:
         """Returns a placement for each of `count` replicas.
 
-        A model that is whole on each of `count` devices has a replica there, which reads its device's copy. For a model on one
-        device the other replicas are on further devices of this process.
+        A model that is whole on each of `count` devices has a replica there, which reads its device's copy. Otherwise the first
+        replica is on the model's devices, and each other one on as many further devices of this process.
 
         Raises:
-          ValueError: the process has fewer devices, or each replica would be on several.
+          ValueError: the process has fewer devices.
         """
         own = cls.of(model)
         if count == 1:
             return [own]
-        if own.mesh is not None:
-            if count == len(own.devices) and all(leaf.is_fully_replicated for leaf in jax.tree.leaves(nnx.state(model))):
-                return [cls((device,), None) for device in own.devices]
-            raise ValueError(
-                f"replicas={count} needs a model on one device, or whole on each of {count}; the model is on {len(own.devices)}"
-            )
+        size = len(own.devices)
+        if count == size and all(leaf.is_fully_replicated for leaf in jax.tree.leaves(nnx.state(model))):
+            return [cls((device,), None) for device in own.devices]
         all_devices = jax.local_devices(backend=own.devices[0].platform)
-        if count > len(all_devices):
-            raise ValueError(f"replicas must be at most {len(all_devices)}, the devices of this process; got {count}")
-        others = [device for device in all_devices if device != own.devices[0]]
-        return [own, *(cls((device,), None) for device in others[: count - 1])]
+        if count * size > len(all_devices):
+            each = "" if size == 1 else f" for replicas of {size} devices"
+            raise ValueError(
+                f"replicas must be at most {len(all_devices) // size}{each}: this process has {len(all_devices)} devices; "
+                f"got {count}"
+            )
+        others = [device for device in all_devices if device not in own.devices]
+        groups = (tuple(others[i * size : (i + 1) * size]) for i in range(count - 1))
+        return [own, *(cls(group, generation_mesh(group, model.config) if size > 1 else None) for group in groups)]
+
+    @property
+    def name(self) -> str:
+        """The names of the devices, for errors."""
+        return ", ".join(map(str, self.devices))
 
     @property
     def rows(self) -> Sharding:

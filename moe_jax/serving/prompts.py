@@ -4,14 +4,18 @@ A separate program reads the hidden states of a step in pieces of fixed size, si
 gigabytes. A piece may hold tokens of several prompts.
 """
 
+import functools
 import math
+from collections.abc import Callable
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
+from moe_jax.serving.placement import on_each
 from moe_jax.serving.request import MAX_LOGPROBS
 from moe_jax.serving.sampling import Scores, scores_of
 from moe_jax.serving.schedule import Sequence, StepPlan
@@ -32,6 +36,7 @@ def score_prompts(
     head: Float[Array, "vocab hidden"],
     *,
     strict: bool = False,
+    mesh: Mesh | None = None,
 ) -> PromptScores:
     """Starts to score the prompt tokens that follow the tokens of a step's chunks, if requests ask for it.
 
@@ -41,6 +46,7 @@ def score_prompts(
       plans: one for each device.
       firsts: the index in `hidden` of the first token of each plan's first chunk.
       strict: as in `scores_of`.
+      mesh: of the engine's devices, if there are several.
     """
     spans: list[tuple[Sequence, list[int]]] = []
     places: list[int] = []
@@ -58,7 +64,8 @@ def score_prompts(
     targets = [token for _, tokens in spans for token in tokens]
     padded = np.zeros((2, math.ceil(len(places) / PIECE_TOKENS) * PIECE_TOKENS), np.int32)
     padded[:, : len(places)] = places, targets
-    pieces = [score_piece(hidden, head, *piece, strict=strict) for piece in padded.reshape(2, -1, PIECE_TOKENS).swapaxes(0, 1)]
+    cut = padded.reshape(2, -1, PIECE_TOKENS).swapaxes(0, 1)
+    pieces = [score_piece(hidden, head, *piece, strict=strict, mesh=mesh) for piece in cut]
     for array in jax.tree.leaves(pieces):
         array.copy_to_host_async()
     return spans, pieces
@@ -88,15 +95,28 @@ def score_piece(
     targets: Int[Array, "rows"],
     *,
     strict: bool = False,
+    mesh: Mesh | None = None,
 ) -> Scores:
     """Returns the scores of `targets` as successors of the tokens at `places`."""
-    return piece_scores(_taken(hidden, places), head, targets, min(MAX_LOGPROBS, len(head)), strict=strict)
+    num_top = min(MAX_LOGPROBS, len(head))
+    if mesh is None:
+        return piece_scores(_taken(hidden, places), head, targets, num_top, strict=strict)
+    taken, scores = _programs_on(mesh, num_top, strict)
+    return scores(taken(hidden, places), head, targets)
 
 
 # Separate from the scores, which are then compiled only once: step shapes differ in their number of tokens.
 @jax.jit
 def _taken(hidden: Float[Array, "tokens hidden"], places: Int[Array, "rows"]) -> Float[Array, "rows hidden"]:
     return hidden[places]
+
+
+@functools.cache
+def _programs_on(mesh: Mesh, num_top: int, strict: bool) -> tuple[Callable, Callable]:
+    """Returns `_taken` and `piece_scores` for several devices, which all compute the same: XLA cannot split the kernels."""
+    whole = PartitionSpec()
+    scores = on_each(mesh, partial(piece_scores, num_top=num_top, strict=strict), whole, whole)
+    return jax.jit(_taken, out_shardings=NamedSharding(mesh, whole)), jax.jit(scores)
 
 
 @partial(jax.jit, static_argnames=("num_top", "strict", "temperature"))

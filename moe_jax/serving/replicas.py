@@ -1,4 +1,6 @@
-"""Replicas of an engine: devices that each have all weights, a thread, and sequences of their own.
+"""Replicas of an engine: each has all weights, a thread, and sequences of its own, on one device or on a group of them.
+
+The devices of a group split the experts, run their steps together, and fail together.
 
 Requests wait in one queue. A request is bound to a device once that device has a slot and pages for it. Before that, it is
 unknown which device will be free first. Devices wait for each other only to change weights, between two steps.
@@ -27,16 +29,16 @@ CROWDED, MOST_UNEVEN = 64, 1.5
 
 
 class Replicas:
-    """Has the methods of `EngineLoop`, and a loop for each of several devices.
+    """Has the methods of `EngineLoop`, and a loop for each of several devices, or for each group of devices.
 
-    A device that fails ends its own requests, with an error that names it. The others continue.
+    A device that fails ends the requests of its group, with an error that names it. The others continue.
 
     Args:
-      devices: each with its queues.
+      devices: each with its queues, one for each device of a group.
       limits: sizes of each device.
     """
 
-    def __init__(self, devices: list[tuple[Device, EngineQueues]], limits: EngineLimits):
+    def __init__(self, devices: list[tuple[Device, list[EngineQueues]]], limits: EngineLimits):
         self._limits = limits
         self._waiting: deque[list[Sequence]] = deque()
         """Sequences of requests that are not bound to a device, oldest first."""
@@ -46,13 +48,12 @@ class Replicas:
         self._is_closing = False
         self.loops: list[EngineLoop] = []
         for device, queues in devices:
-            name = str(device.placement.devices[0])
-            self.loops.append(EngineLoop(device, [queues], name=name, refill=self._bind_waiting))
+            self.loops.append(EngineLoop(device, queues, name=device.placement.name, refill=self._bind_waiting))
 
     @property
     def capacity(self) -> int:
         """The number of sequences that may run or wait at one time, on all devices."""
-        return self._limits.max_waiting + self._limits.max_sequences * len(self.loops)
+        return self._limits.max_waiting + sum(map(self._num_slots, self.loops))
 
     def add(self, requests: list[list[Sequence]], *, limited: bool) -> None:
         """Lets the new sequences of each request wait; arguments and errors as in `EngineLoop.add`."""
@@ -216,7 +217,8 @@ class Replicas:
             wake({each.handle.fail(error) for request in self._waiting for each in request})
             self._waiting.clear()
             return True
-        loads = [ReplicaLoad(loop) for loop in usable if loop.num_open < self._limits.max_sequences]
+        with_slots = [loop for loop in usable if loop.num_open < self._num_slots(loop)]
+        loads = [ReplicaLoad(loop, number) for loop in with_slots for number in range(len(loop.queues))]
         while self._waiting and (load := cheapest(loads, self._waiting[0])) is not None:
             request, room = self._waiting.popleft(), self._limits.max_sequences - load.num_sequences
             load.bind(request[:room])
@@ -227,13 +229,20 @@ class Replicas:
         self._waiting.extendleft(request for bound in refused for request in reversed(bound))
         return not refused
 
+    def _num_slots(self, loop: EngineLoop) -> int:
+        return self._limits.max_sequences * len(loop.queues)
+
 
 class ReplicaLoad:
-    """The work of a device, with the requests that are being bound to it."""
+    """The work of a device, with the requests that are being bound to it.
 
-    def __init__(self, loop: EngineLoop):
-        (queues,), opened = loop.queues, loop.opened
-        self.loop = loop
+    Args:
+      number: of the device in its group.
+    """
+
+    def __init__(self, loop: EngineLoop, number: int):
+        queues, opened = loop.queues[number], [each for each in loop.opened if each.device == number]
+        self.loop, self._number = loop, number
         self.bound: list[list[Sequence]] = []
         self.num_sequences = len(opened)
         self._limits, self._pool, self._root = queues.limits, queues.pool, queues.root
@@ -257,6 +266,8 @@ class ReplicaLoad:
     def bind(self, request: list[Sequence]) -> None:
         """Adds the sequences of a request, which share the prompt's full pages."""
         length, found = len(request[0].tokens), self._num_found(request[0])
+        for sequence in request:
+            sequence.device = self._number
         self.bound.append(request)
         self.num_sequences += len(request)
         self._prompt_tokens += length - PAGE_SIZE * found
@@ -279,7 +290,7 @@ def cheapest(loads: list[ReplicaLoad], request: list[Sequence]) -> ReplicaLoad |
 def _added(loop: EngineLoop, requests: list[list[Sequence]]) -> bool:
     """Adds sequences to a loop; False if it has failed since it was chosen."""
     try:
-        loop.add(requests, limited=False)
+        loop.add(requests, limited=False, placed=True)
     except RuntimeError:
         return False
     return True

@@ -156,7 +156,7 @@ class EngineLimits:
     max_waiting: int = 1024
     """Largest number of sequences that wait for a slot or for pages, on all devices together."""
     replicas: int = 1
-    """Number of devices that have a copy of all weights, and sequences of their own."""
+    """Number of copies of all weights, each with sequences of its own, on as many devices each as hold the model."""
     kv_dtype: KvDtype = "model"
     """"fp8" holds keys and values in pages of about half the bytes of bf16 (`kernels.attention.paged.fp8`)."""
     max_adapters: int = 0

@@ -24,7 +24,7 @@ from moe_jax.layers.lora import beside_head
 from moe_jax.layers.paged import LayerPages, PagedAttend, TokenPlaces, empty_pages
 from moe_jax.models.forward import LayerInputs, layer_inputs
 from moe_jax.serving.adapters import RowAdapters
-from moe_jax.serving.placement import spread_on
+from moe_jax.serving.placement import splits_experts, spread_on
 from moe_jax.serving.schedule import StepPlan
 from moe_jax.serving.weights import (
     ComputedLayers,
@@ -395,9 +395,12 @@ def _layer(
 
 
 def _fuses(served: ServedModel, batch: StepBatch) -> bool:
-    """Returns True if `fused` supports the model and runs on one GPU with its kernels."""
-    if served.unfused is not None or served.mesh is not None or backends.compute_capability() != "9.0":
+    """Returns True if `fused` supports the model and its kernels run on this GPU."""
+    if served.unfused is not None or backends.compute_capability() != "9.0":
         return False
-    from moe_jax.serving.fused import refusal
+    from moe_jax.serving.fused import MOST_PLANNED_TOKENS, refusal
 
+    if splits_experts(served.mesh) and (served.precision is not None or len(batch.tokens) > MOST_PLANNED_TOKENS):
+        # The modules exchange fewer bytes for many tokens, and experts in FP8 have no fused exchange.
+        return False
     return refusal(served.config, served.dtype, len(batch.tokens), in_fp8=served.precision is not None) is None

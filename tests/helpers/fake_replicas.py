@@ -1,5 +1,6 @@
 """Replicas whose devices compute nothing but what pages hold (`fake_device`), and requests to them."""
 
+import threading
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
@@ -11,19 +12,19 @@ from tests.helpers.fake_device import FakeDevice
 
 
 class FakeReplica:
-    """A device as a loop sees it. `error`: the next step raises it. `deleted`: the model's arrays were deleted."""
+    """A device, or a group, as a loop sees it. `error`: the next step raises it. `hangs`: its steps wait for this event."""
 
-    def __init__(self, limits, number):
-        self.device = FakeDevice(limits)
-        self.placement = SimpleNamespace(devices=(f"fake:{number}",))
-        self.error = self.error_of_update = None
+    def __init__(self, limits, number, size=1):
+        self.devices = [FakeDevice(limits) for _ in range(size)]
+        self.placement = SimpleNamespace(name=", ".join(f"fake:{number * size + i}" for i in range(size)))
+        self.error = self.error_of_update = self.hangs = None
         self.weights_are_deleted = self.state_is_deleted = self.asleep = False
 
     def launch(self, plans):
         if self.error is not None:
             raise self.error
-        (plan,) = plans
-        launched = FakeLaunched(plans, [[(token, 0.0, None) for token in tokens] for tokens in self.device.run(plan)])
+        drawn = [tokens for device, plan in zip(self.devices, plans, strict=True) for tokens in device.run(plan)]
+        launched = FakeLaunched(plans, [[(token, 0.0, None) for token in tokens] for tokens in drawn], self.hangs)
         return lambda: launched
 
     def weights_of(self, version):
@@ -32,7 +33,9 @@ class FakeReplica:
     def replace_weights(self, version):
         if self.error_of_update is not None:
             raise self.error_of_update
-        self.device.version, self.asleep, self.weights_are_deleted = version, False, False
+        self.asleep = self.weights_are_deleted = False
+        for device in self.devices:
+            device.version = version
 
     def sleep(self):
         self.asleep = True
@@ -47,12 +50,15 @@ class FakeLaunched:
 
     plans: list
     drawn: list
+    hangs: threading.Event | None = None
     samples: list = field(init=False)
 
     def __post_init__(self):
-        self.samples = self.plans[0].samples
+        self.samples = [sequence for plan in self.plans for sequence in plan.samples]
 
     def read(self):
+        if self.hangs is not None:
+            self.hangs.wait()
         return self.drawn
 
     def num_drafted(self):
@@ -62,10 +68,10 @@ class FakeLaunched:
         return []
 
 
-def replicas_of(limits):
-    """Returns running replicas, and their devices."""
-    devices = [FakeReplica(limits, number) for number in range(limits.replicas)]
-    return Replicas([(device, EngineQueues(limits)) for device in devices], limits), devices
+def replicas_of(limits, size=1):
+    """Returns running replicas of `size` devices each, and these groups."""
+    groups = [FakeReplica(limits, number, size) for number in range(limits.replicas)]
+    return Replicas([(group, [EngineQueues(limits) for _ in range(size)]) for group in groups], limits), groups
 
 
 def request_of(replicas, prompt, new=5, n=1):

@@ -1,5 +1,6 @@
 """Where requests go, and what remains when a device fails, sleeps, or gets new weights; on devices that compute nothing."""
 
+import collections
 import threading
 import time
 from contextlib import contextmanager
@@ -7,6 +8,7 @@ from contextlib import contextmanager
 import pytest
 
 from moe_jax.kernels.attention.paged import PAGE_SIZE
+from moe_jax.serving import loop
 from moe_jax.serving.loop import QueueFull
 from moe_jax.serving.request import EngineLimits
 from tests.helpers.fake_device import expected_tokens
@@ -17,8 +19,8 @@ SIZES = dict(max_sequences=4, max_tokens_per_step=300, max_length=600, num_pages
 
 
 @contextmanager
-def running(count=2, **sizes):
-    replicas, devices = replicas_of(EngineLimits(**SIZES | sizes, replicas=count))
+def running(count=2, size=1, **sizes):
+    replicas, devices = replicas_of(EngineLimits(**SIZES | sizes, replicas=count), size)
     try:
         yield replicas, devices
     finally:
@@ -109,6 +111,48 @@ def test_continuations_stay_together_if_there_is_room():
             assert all(one.tokens == expected_tokens(text(family), 5) for one in each.result())
 
 
+def test_groups_of_two_devices():
+    """Each device of a group has its share and its own cache; if one fails, so do the requests of both, with their names."""
+    with running(size=2) as (replicas, groups):
+        assert replicas.capacity == 20 + 4 * 4
+        replicas.pause(True)
+        first = add_all(replicas, *([text(number)] for number in range(8)))
+        shares = [collections.Counter(each.device for each in loop.opened) for loop in replicas.loops]
+        assert shares == [{0: 2, 1: 2}] * 2
+        replicas.pause(False)
+        assert [handle.result()[0].tokens for handle in first] == [expected_tokens(text(number), 5) for number in range(8)]
+        again = [submit(replicas, text(number)).result()[0] for number in reversed(range(8))]
+        assert [one.cached_tokens for one in again] == [2 * PAGE_SIZE] * 8
+        groups[1].error = ValueError("a defect")
+        handles = add_all(replicas, *([text(number)] for number in range(8)))
+        failures = [handle for handle in handles if fails(handle, "one of the engine's devices fake:2, fake:3 failed: ")]
+        assert 0 < len(failures) <= 4
+        assert submit(replicas, text(0)).result()[0].tokens == expected_tokens(text(0), 5)
+
+
+def test_a_group_whose_step_never_ends(monkeypatch):
+    """Its requests end with an error, the other group continues, and closing does not wait for it."""
+    monkeypatch.setattr(loop, "LONGEST_STEP", 1.0)
+    with running(size=2) as (replicas, groups):
+        groups[1].hangs = threading.Event()
+        handles = add_all(replicas, *([text(number)] for number in range(8)))
+        message = "one of the engine's devices fake:2, fake:3 failed: TimeoutError: a step did not end within 1 seconds"
+        assert 0 < sum(fails(handle, message) for handle in handles) <= 4
+        assert submit(replicas, text(0)).result()[0].tokens == expected_tokens(text(0), 5)
+    groups[1].hangs.set()
+    assert comes_true(lambda: not any(each._thread.is_alive() for each in replicas.loops))
+
+
+def fails(handle, message):
+    """Returns True if a request ends with an error, which must have this message."""
+    try:
+        handle.result()
+    except RuntimeError as error:
+        assert str(error).startswith(message)
+        return True
+    return False
+
+
 def test_a_full_queue_refuses():
     with running(max_sequences=1, max_waiting=2) as (replicas, _):
         assert replicas.capacity == 4
@@ -169,7 +213,7 @@ def test_new_weights_come_to_all_devices_between_steps():
                 assert handle.result()[0].tokens == expected_tokens(text(number), 5, version)
                 assert handle.result()[0].weights_version == version
             before.abort()
-        assert [device.device.version for device in devices] == [19, 19]
+        assert [device.devices[0].version for device in devices] == [19, 19]
         assert replicas.stats().weights_version == 19
 
 

@@ -57,9 +57,14 @@ class RowsOfExperts(NamedTuple):
     """`Plan.chosen_rows`."""
 
 
-@partial(jax.jit, static_argnames=("num_blocks", "holds_all_tokens"))
+@partial(jax.jit, static_argnames=("num_held", "num_blocks", "holds_all_tokens"))
 def plan_rows(
-    is_chosen: Int[Array, "tokens experts"], layer: Int[Array, ""], *, num_blocks: int, holds_all_tokens: bool
+    is_chosen: Int[Array, "tokens experts"],
+    layer: Int[Array, ""],
+    *,
+    num_blocks: int,
+    holds_all_tokens: bool,
+    num_held: int | None = None,
 ) -> RowsOfExperts:
     """Builds the routing plan for one layer of stacked experts, from the mask of chosen experts.
 
@@ -67,8 +72,10 @@ def plan_rows(
       is_chosen: 1 if the token chose the expert, else 0.
       num_blocks: a bound on the number of blocks.
       holds_all_tokens: an expert that was chosen has one block, in which token t's row is row t.
+      num_held: the stack has only the first experts of each layer, and no token chose another. None: it has all.
     """
     tokens, num_experts = is_chosen.shape
+    num_held = num_experts if num_held is None else num_held
     of_part, whole = _tokens_of_part(tokens), pl.ds(0, num_experts)
     of_threads = -(-num_blocks // (THREAD_BLOCKS * WARPGROUP_THREADS)) * WARPGROUP_THREADS
 
@@ -113,7 +120,7 @@ def plan_rows(
                 before_part_ref[part, whole] = before
 
         def plan():
-            of_layer = layer_ref[0] * num_experts
+            of_layer = layer_ref[0] * num_held
             counts = reduce(add, counts_of_parts())
             blocks = lax.shift_right_logical(counts + ROW_ALIGNMENT - 1, BLOCK_BITS)
             own = jnp.minimum(counts, 1) if holds_all_tokens else blocks
@@ -136,7 +143,7 @@ def plan_rows(
                 return counters
 
             counters = lax.fori_loop(0, num_experts // LOADS_AT_ONCE, add_experts, (_zeros(of_threads),) * COUNTERS)
-            expert = jnp.minimum(reduce(jnp.add, counters), num_experts - 1)
+            expert = jnp.minimum(reduce(jnp.add, counters), num_held - 1)
             expert_of_block_ref[pl.ds(first, of_threads)] = of_layer + expert
 
         @pl.when(thread_block < THREAD_BLOCKS)

@@ -49,7 +49,8 @@ class Plan:
     """The inverse of pair_of_row: sums over a token's choices gather through it, so nothing is scattered or atomic. A pair
     that no expert computes has a row from offsets[-1] on, which several such pairs may share."""
     offsets: Int[Array, "experts+1"]
-    """Expert e owns rows offsets[e] <= row < offsets[e + 1], including the padding of its last block."""
+    """Expert e owns rows offsets[e] <= row < offsets[e + 1], including the padding of its last block. A plan by kernels may
+    have further offsets, which no matmul reads."""
     ends: Int[Array, "experts"]
     """Rows ends[e] <= row < offsets[e + 1] are the padding of expert e's last block."""
     row_alignment: int = field(metadata={"static": True}, default=1)
@@ -77,7 +78,7 @@ class Plan:
     @property
     def num_experts(self) -> int:
         """The number of experts of the layer, including those without rows."""
-        return self.offsets.shape[0] - 1
+        return self.ends.shape[0]
 
     def in_stack(self, experts: Int[Array, "..."]) -> Int[Array, "..."]:
         """Converts experts' indices within the layer to indices into stacked weights [layers * experts, ...]."""

@@ -143,6 +143,24 @@ def test_new_weights_and_sleep():
     assert live_bytes() <= before
 
 
+def test_groups(monkeypatch):
+    """Two replicas of two devices, which split the experts. If one fails, its requests name its devices."""
+    model = tiny.model()
+    prompts = prompts_of(model, 3, 20, 9, 12)
+    other = nnx.clone(model)
+    other.lm_head.weight[...] = other.lm_head.weight[...][::-1]
+    with closing(Engine(laid_out(model, expert=2), limits=replace(LIMITS, max_sequences=1), lazy=True)) as engine:
+        assert greedy(engine, prompts) == moe_jax.generate(model, prompts, max_new_tokens=7)
+        engine.update(laid_out(other, fsdp=2))
+        assert greedy(engine, prompts) == moe_jax.generate(other, prompts, max_new_tokens=7)
+        device, names = engine._loop.loops[1].device, ", ".join(map(str, jax.devices()[2:4]))
+        assert [*engine.stats_of_devices()][1] == device.placement.name == names
+        assert device.served.mesh.devices.ravel().tolist() == jax.devices()[2:4]
+        monkeypatch.setattr(device, "launch", lambda plans: 1 / 0)
+        with pytest.raises(RuntimeError, match=f"one of the engine's devices {names} failed: ZeroDivisionError"):
+            engine.generate(prompts)
+
+
 def greedy(engine, prompts):
     completions = engine.generate(prompts, SamplingOptions(max_new_tokens=7, ignore_eos=True))
     assert all(stats.num_tokens for stats in engine.stats_of_devices().values())
@@ -195,14 +213,16 @@ def test_an_engine_that_nobody_holds_ends():
 
 def test_refusals(tmp_path, capsys):
     model = tiny.model()
-    with pytest.raises(ValueError, match="replicas must be at most 8, the devices of this process; got 9"):
+    with pytest.raises(ValueError, match="replicas must be at most 8: this process has 8 devices; got 9"):
         Engine(model, limits=replace(LIMITS, replicas=9))
-    with pytest.raises(ValueError, match="replicas=2 needs a model on one device, or whole on each of 2; the model is on 2"):
-        Engine(laid_out(model, fsdp=2), limits=LIMITS)
+    with pytest.raises(ValueError, match="replicas must be at most 2 for replicas of 3 devices: this process has 8 devices"):
+        Engine(laid_out(model, fsdp=3), limits=replace(LIMITS, replicas=4))
+    with pytest.raises(ValueError, match="an engine on several devices does not support drafts; the model is on 2"):
+        Engine(laid_out(model, fsdp=2), limits=LIMITS, drafts="lookup:2")
     (tmp_path / "config.json").write_text(json.dumps(config_to_dict(tiny.dense().config)))
     for options, message in (
         ("--replicas 9", "--replicas must be at most 8, the visible devices; got 9"),
-        ("--replicas 2 --devices 2", "--replicas 2: use --devices 1; got 2"),
+        ("--replicas 3 --devices-per-replica 4", "--replicas must be at most 2, the visible devices, for 4 each; got 3"),
     ):
         with pytest.raises(SystemExit):
             main(["bench", "--random-weights", str(tmp_path), *options.split()])

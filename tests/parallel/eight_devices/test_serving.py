@@ -2,10 +2,13 @@
 
 import dataclasses
 import json
+from contextlib import closing
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import moe_jax
 from moe_jax.cli import main
@@ -14,6 +17,7 @@ from moe_jax.serving import Engine, EngineLimits, SamplingOptions
 from tests.helpers import tiny
 from tests.helpers.adapted_models import with_adapters
 from tests.helpers.meshes import laid_out
+from tests.serving.slow.test_strict import ONE_LAYER
 
 LIMITS = EngineLimits(
     max_sequences=2, max_tokens_per_step=64, max_chunks_per_step=2, max_length=256, num_pages=6, max_waiting=20
@@ -23,7 +27,7 @@ PLAIN = SamplingOptions(max_new_tokens=9, ignore_eos=True)
 
 def prompts_of(*lengths):
     rng = np.random.default_rng(0)
-    return [rng.integers(3, 259, length).tolist() for length in lengths]
+    return [rng.integers(3, 128, length).tolist() for length in lengths]
 
 
 @pytest.fixture(scope="module")
@@ -109,6 +113,21 @@ def test_new_weights(model, engine):
 
 
 @pytest.mark.thorough
+@pytest.mark.parametrize("devices", [2, 4])
+def test_strict_bits(interpreted_on_several, devices):
+    """Each device has half or a quarter of the experts, and prompts and new tokens have the bits of one device."""
+    model = moe_jax.from_config(ONE_LAYER, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    sizes = dict(max_sequences=1, max_tokens_per_step=8, max_chunks_per_step=2, max_length=128, num_pages=8, max_waiting=40)
+    drawn = dict(temperature=1.0, seed=3, logprobs=0, prompt_logprobs=0)
+    prompts, found = prompts_of(5, 11, 3), []
+    for of_one in (model, laid_out(model, expert=devices)):
+        with closing(Engine(of_one, limits=EngineLimits(**sizes), strict=True, lazy=True)) as engine:
+            answers = engine.generate(prompts, dataclasses.replace(PLAIN, max_new_tokens=3, **drawn))
+            found.append([(one.tokens, one.logprobs, one.prompt_logprobs) for (one,) in answers])
+    assert found[0] == found[1]
+
+
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "make, sizes",
     [
@@ -129,9 +148,9 @@ def test_other_models_and_meshes(make, sizes):
 
 def test_options_of_one_device_are_refused(model):
     on_two = laid_out(model, fsdp=2)
-    with pytest.raises(ValueError, match="an engine on several devices does not support strict; the model is on 2"):
-        Engine(on_two, limits=LIMITS, strict=True)
-    with pytest.raises(ValueError, match="does not support drafts"):
+    with pytest.raises(ValueError, match="max_adapters=1 does not support a model on several devices: use replicas on one"):
+        Engine(on_two, limits=dataclasses.replace(LIMITS, max_adapters=1))
+    with pytest.raises(ValueError, match="an engine on several devices does not support drafts; the model is on 2"):
         Engine(laid_out(tiny.deepseek(mtp=1), fsdp=2), limits=LIMITS, drafts=1)
     with pytest.raises(ValueError, match="does not support adapters; the model is on 2"):
         Engine(with_adapters(laid_out(tiny.model(), fsdp=2), targets=("attention",)), limits=LIMITS)

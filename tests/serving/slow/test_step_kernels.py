@@ -98,6 +98,7 @@ def test_strict_kernels(rows, chunk_tokens, most):
 
 
 SEVERAL = """
+import re
 from dataclasses import replace
 from flax import nnx
 import moe_jax
@@ -131,12 +132,18 @@ with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         program = jax.jit(on_each(mesh, lambda *arrays: step(served[0], shape, *arrays), specs), donate_argnums=1)
         program = program.lower(weights, state, upload).compile()
         print("kernels:", program.as_text().count("mosaic_gpu"), "temporary:", program.memory_analysis().temp_size_in_bytes)
+        print("collectives:", re.findall(r"= .*? (all-[a-z-]+?|collective-[a-z-]+?)(?:-start)?\\(", program.as_text()))
 """
 
 
 @pytest.mark.thorough
 def test_kernels_of_four_devices():
-    """Attention reads pages by a kernel, and experts multiply by theirs; neither pages nor weights are copied."""
-    found = re.findall(r"kernels: (\d+) temporary: (\d+)", run_script(SEVERAL))
+    """Attention reads pages by a kernel, and experts multiply by theirs; neither pages nor weights are copied.
+
+    A fused layer gathers rows, with the tokens that count, and returns others.
+    """
+    report = run_script(SEVERAL)
+    found = re.findall(r"kernels: (\d+) temporary: (\d+)", report)
     assert len(found) == 2
+    assert re.findall(r"collectives: (.*)", report)[0] == "['all-gather', 'all-to-all', 'all-to-all-done']"
     assert all(int(kernels) >= 4 and int(temporary) < 300e6 for kernels, temporary in found)

@@ -92,7 +92,7 @@ def row_tiles(plan: Plan, height: int, column_tiles: int, group: int) -> RowTile
 
 
 def _cut(plan: Plan, height: int, column_tiles: int, group: int) -> RowTiles:
-    first_row, end_row = plan.offsets[:-1], plan.offsets[1:]
+    first_row, end_row = plan.offsets[: plan.num_experts], plan.offsets[1 : plan.num_experts + 1]
     num_tiles = -(-(end_row - first_row) // height)
     expert = jnp.arange(plan.num_experts, dtype=jnp.int32)
     if height == ROW_ALIGNMENT:
