@@ -18,7 +18,7 @@ import transformers
 
 from moe_jax.config import NAMED_CONFIGS
 from moe_jax.config.families import FAMILIES
-from moe_jax.serving.weights import unlike_qwen3
+from moe_jax.serving.weights import lacking_parts
 
 ROOT = Path(__file__).parents[2]
 PAGE, TESTS = ROOT / "docs" / "models.md", ROOT / "tests" / "models" / "slow" / "test_families.py"
@@ -55,7 +55,7 @@ def table(passed: dict[str, dict[str, bool]]) -> str:
         of_family = passed.get(family.model_type, {})
         cells = ["yes" if all(of_family.get(test) for test in tests) else "no" for tests in COLUMNS.values()]
         cells[-1] = "by modules" if cells[-1] == "yes" else "no"
-        lacks = unlike_qwen3(next(iter(named.values()))).split(" has ", 1)[1]
+        lacks = lacking_parts(next(iter(named.values()))).split(" has ", 1)[1]
         rows.append(f"| {family.model_type} | {', '.join(named)} | {' | '.join(cells)} | {lacks} |")
     versions = f"transformers {transformers.__version__}, torch {torch.__version__}, jax {jax.__version__}"
     return "\n".join([*rows, "", f"Made {datetime.datetime.now(datetime.UTC):%Y-%m-%d} with {versions}, on a CPU.", ""])

@@ -41,10 +41,10 @@ def expert_rows(
     source_of_row: Array | None
     place: Array | None
     if many:
-        by_xla = dataclasses.replace(plan(chosen, choice.experts.shape[1], ROW_ALIGNMENT), layer=layer)
+        by_xla = dataclasses.replace(plan(chosen, w_down.shape[1], ROW_ALIGNMENT), layer=layer)
         planned, source_of_row, place = by_xla, by_xla.token_of_row, None
     else:
-        planned, source_of_row, place = _planned(choice, layer, k)
+        planned, source_of_row, place = _planned(choice, layer, k, w_down.shape[1])
     if planned.holds_all_tokens:
         x, _ = mosaic.rows_of_tokens(x, planned, for_gradients=False)
     _, act = mosaic.gated_matmul(x, w_gate_up, planned, source_of_row=source_of_row, keep_h=False)
@@ -71,7 +71,7 @@ def expert_rows_in_fp8(
     pairs = fp8_mosaic.experts_of_few_pairs(x, gate_up, down, choice.experts[:, :k], layer)
     if pairs is not None:
         return ExpertRows(pairs, choice.weights, choice.experts, None, None)
-    planned, source_of_row, place = _planned(choice, layer, k)
+    planned, source_of_row, place = _planned(choice, layer, k, down.values.shape[1])
     rows = round_tokens(x)
     if source_of_row is not None:
         rows = _rows_of_sources(rows, source_of_row)
@@ -89,23 +89,24 @@ def _rows_of_sources(tokens: QuantisedRows, source_of_row: Int[Array, "rows"]) -
     return QuantisedRows(gathered.reshape(len(source_of_row), values.shape[1]), scales.at[:, source_of_row].get(mode="clip"))
 
 
-def _planned(choice: TokenChoices, layer: Int[Array, ""], k: int) -> tuple[Plan, Array | None, Array | None]:
+def _planned(choice: TokenChoices, layer: Int[Array, ""], k: int, num_experts: int) -> tuple[Plan, Array | None, Array | None]:
     """Returns a plan by kernels, source_of_row, and `place_rows`; None if token t's row is row t of its expert's block.
 
     Of the plan, only the fields that matmuls read are set; the others are zeros of the right shape.
     """
-    tokens, num_experts = choice.experts.shape
+    tokens = len(choice.experts)
     holds_all_tokens = tokens <= ROW_ALIGNMENT
     # One extra block, because a tile of two blocks may begin at the last block.
     blocks = min(num_experts, tokens * k) + (0 if holds_all_tokens else tokens * k // ROW_ALIGNMENT) + 1
-    found = plan_rows(choice.is_chosen, layer, num_blocks=blocks, holds_all_tokens=holds_all_tokens)
+    options = dict(of_layer=num_experts, num_blocks=blocks, holds_all_tokens=holds_all_tokens)
+    found = plan_rows(choice.is_chosen, layer, **options)
     no_row = jnp.zeros(blocks * ROW_ALIGNMENT, jnp.int32)
     planned = Plan(
         expert_of_row=no_row,
         token_of_row=no_row,
         pair_of_row=no_row,
         row_of_pair=jnp.zeros((tokens, k), jnp.int32),
-        offsets=found.offsets,
+        offsets=found.offsets[: num_experts + 1],
         ends=no_row[:num_experts],
         row_alignment=ROW_ALIGNMENT,
         holds_all_tokens=holds_all_tokens,

@@ -57,14 +57,15 @@ class RowsOfExperts(NamedTuple):
     """`Plan.chosen_rows`."""
 
 
-@partial(jax.jit, static_argnames=("num_blocks", "holds_all_tokens"))
+@partial(jax.jit, static_argnames=("of_layer", "num_blocks", "holds_all_tokens"))
 def plan_rows(
-    is_chosen: Int[Array, "tokens experts"], layer: Int[Array, ""], *, num_blocks: int, holds_all_tokens: bool
+    is_chosen: Int[Array, "tokens experts"], layer: Int[Array, ""], *, of_layer: int, num_blocks: int, holds_all_tokens: bool
 ) -> RowsOfExperts:
     """Builds the routing plan for one layer of stacked experts, from the mask of chosen experts.
 
     Args:
-      is_chosen: 1 if the token chose the expert, else 0.
+      is_chosen: 1 if the token chose the expert, else 0; also for columns after the last expert.
+      of_layer: the number of experts of a layer in the stack.
       num_blocks: a bound on the number of blocks.
       holds_all_tokens: an expert that was chosen has one block, in which token t's row is row t.
     """
@@ -113,7 +114,7 @@ def plan_rows(
                 before_part_ref[part, whole] = before
 
         def plan():
-            of_layer = layer_ref[0] * num_experts
+            first_of_layer = layer_ref[0] * of_layer
             counts = reduce(add, counts_of_parts())
             blocks = lax.shift_right_logical(counts + ROW_ALIGNMENT - 1, BLOCK_BITS)
             own = jnp.minimum(counts, 1) if holds_all_tokens else blocks
@@ -136,8 +137,8 @@ def plan_rows(
                 return counters
 
             counters = lax.fori_loop(0, num_experts // LOADS_AT_ONCE, add_experts, (_zeros(of_threads),) * COUNTERS)
-            expert = jnp.minimum(reduce(jnp.add, counters), num_experts - 1)
-            expert_of_block_ref[pl.ds(first, of_threads)] = of_layer + expert
+            expert = jnp.minimum(reduce(jnp.add, counters), of_layer - 1)
+            expert_of_block_ref[pl.ds(first, of_threads)] = first_of_layer + expert
 
         @pl.when(thread_block < THREAD_BLOCKS)
         def _count_and_plan():

@@ -29,7 +29,7 @@ def check_blocks(found, expected):
 @pytest.mark.parametrize("tokens", [1, 33, pytest.param(24, marks=pytest.mark.thorough)])
 def test_one_block_an_expert(tokens):
     ids, is_chosen = choices(seeds.rng(), tokens)
-    found = plan_rows(is_chosen, jnp.int32(LAYER), num_blocks=EXPERTS + 1, holds_all_tokens=True)
+    found = plan_rows(is_chosen, jnp.int32(LAYER), of_layer=EXPERTS, num_blocks=EXPERTS + 1, holds_all_tokens=True)
     check_blocks(found, plan_of_few(ids, EXPERTS, 64))
 
 
@@ -39,7 +39,7 @@ def test_blocks_of_sorted_rows(tokens):
     ids, is_chosen = choices(seeds.rng(), tokens)
     expected = plan(ids, EXPERTS, 64)
     num_blocks = expected.num_rows // 64
-    found = plan_rows(is_chosen, jnp.int32(LAYER), num_blocks=num_blocks, holds_all_tokens=False)
+    found = plan_rows(is_chosen, jnp.int32(LAYER), of_layer=EXPERTS, num_blocks=num_blocks, holds_all_tokens=False)
     check_blocks(found, expected)
     assert int((expected.offsets[1:] - expected.offsets[:-1]).max()) > 64
     experts = jnp.pad(ids, ((0, 0), (0, EXPERTS - K)))
