@@ -21,13 +21,15 @@ dtype. chunk_heads_to_pages then replaces heads_to_pages, and XLA places the row
 With strict bits a token's bits depend only on the tokens of its own sequence. Decoding rows, chunks of prompts and whole
 sequences run the same functions, for any number of tokens. Every sum has a fixed order, and rounding happens at fixed places.
 So matmuls (`kernels.strict.matmul`), norms, heads, gates, the router's choice and the sum over experts are kernels. XLA only
-moves data, makes the tables of rope, and subtracts a logarithm from a logit.
+moves data, makes the tables of rope, and subtracts a logarithm from a logit. If all heads have one norm, it also adds the
+partial sums of q, k and v, in order.
 
 | strict bits: rounded to the model's dtype | kept in f32 |
 |---|---|
 | q, k and v; a head's norm; its rotation; attention | the matmuls' sums, until their reader has added or normed them |
 | the matmul after attention, x + attention; each norm | the router's logits, probabilities and weights |
-| the gate's product; each expert's output; their sum, x + the sum | logits of the vocabulary |
+| the gate's product; each routed expert's output | the output of shared experts, and the sigmoid of their gate |
+| the sum over experts, x + the sum | logits of the vocabulary |
 """
 
 import dataclasses
@@ -77,8 +79,6 @@ def refusal(config: ModelConfig, dtype: Any, tokens: int, *, in_fp8: bool = Fals
         return reason
     if in_fp8 and tokens > MOST_PLANNED_TOKENS:
         return f"it supports at most {MOST_PLANNED_TOKENS} tokens of experts in FP8; got {tokens}"
-    if in_fp8 and heads.interleaved:
-        return "with experts in FP8, longer steps would run the modules, which keep rotary pairs of neighbors in another order"
     if {heads.key_dim, heads.value_dim} != {HEAD_DIM}:
         return f"head_dim must be {HEAD_DIM}; got {heads.key_dim}"
     if config.hidden_size % WARPGROUP_THREADS:

@@ -179,6 +179,8 @@ def unfused_reason(model: Decoder) -> str | None:
         return "the model has adapters, which stay separate from its weights"
     if model.precision is None and is_quantised(nnx.state(model)):
         return "quantised experts are dequantised in every step"
+    if model.precision is not None and model.config.mixer.interleaved:
+        return "the modules, which compute long steps with experts in FP8, keep rotary pairs of neighbors in another order"
     return lacking_parts(model.config)
 
 

@@ -200,7 +200,8 @@ def chunk_heads_to_pages(
 ) -> tuple[Array, Pages, Pages]:
     """Computes `heads_to_pages` for 64 tokens or more, whose projections have the model's dtype and include the bias.
 
-    `distance` is a multiple of PIECE. Keys and values for pages in FP8 are written in that dtype first, and then rounded by XLA.
+    `distance` is a multiple of PIECE. Keys and values for pages in FP8 are written in the model's dtype first, and then rounded
+    by XLA.
     """
     num_tokens = len(projections)
     if isinstance(keys, FP8Pages):

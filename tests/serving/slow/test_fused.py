@@ -191,20 +191,27 @@ def test_chunks_equal_modules(monkeypatch, most_planned_tokens, dense_layers):
 
 
 @pytest.mark.thorough
-def test_tokens_of_an_engine_in_fp8(monkeypatch):
-    """Greedy tokens equal the model's modules'. One model for all runs, because two logits may be nearly equal."""
+@pytest.mark.parametrize(
+    "in_fp8, config", [(True, CONFIG), *((False, FAMILIES[name]) for name in OFTEN)], ids=["Qwen3-MoE in fp8", *OFTEN]
+)
+def test_tokens_of_an_engine(monkeypatch, in_fp8, config):
+    """Greedy tokens equal the modules', also after an update. Always the same models: two logits may be nearly equal."""
+    options = SamplingOptions(max_new_tokens=3, ignore_eos=True, logprobs=0)
     prompts = [[7, 3, 50], [11, 60, 2, 30, 5]]
     limits = EngineLimits(max_sequences=2, max_tokens_per_step=32, max_chunks_per_step=2, max_length=64, num_pages=4)
-    tokens = []
+    runs = []
     for fuses in (False, True):
         monkeypatch.setattr(
             step_module, "_fuses", lambda _, batch, fuses=fuses: fuses and len(batch.outputs) == len(batch.tokens)
         )
-        engine = Engine(_model(0, in_fp8=True), limits=limits)
-        found = engine.generate(prompts, SamplingOptions(max_new_tokens=3, ignore_eos=True))
+        engine = Engine(_model(0, in_fp8, config), limits=limits, lazy=True)
+        found = engine.generate(prompts, options)
+        engine.update(_model(1, in_fp8, config))
+        runs.append([completion for (completion,) in found + engine.generate(prompts, options)])
         engine.close()
-        tokens.append([completion.tokens for (completion,) in found])
-    assert tokens[0] == tokens[1]
+    for of_modules, of_fused in zip(*runs, strict=True):
+        assert of_modules.tokens == of_fused.tokens
+        np.testing.assert_allclose(of_fused.logprobs, of_modules.logprobs, atol=0.05)
 
 
 REFUSED = {
