@@ -112,15 +112,17 @@ def test_equal_modules(monkeypatch, in_fp8, adapted):
     check_step(monkeypatch, _model(0, in_fp8, ONE_LAYER), adapted)
 
 
-OFTEN = "glm4_moe", "qwen2_moe"
-
-
 @pytest.mark.parametrize(
-    "family", [pytest.param(name, marks=() if name in OFTEN else pytest.mark.thorough) for name in FAMILIES]
+    "family, in_fp8",
+    [
+        ("glm4_moe", False),
+        pytest.param("glm4_moe", True, marks=pytest.mark.thorough),
+        *(pytest.param(name, False, marks=pytest.mark.thorough) for name in FAMILIES if name != "glm4_moe"),
+    ],
 )
-def test_families_equal_modules(monkeypatch, family):
-    """With adapters in the table, whose part is added to biased queries and keys before norms and rope."""
-    check_step(monkeypatch, _model(0, False, FAMILIES[family]), adapted=True)
+def test_families_equal_modules(monkeypatch, family, in_fp8):
+    """With adapters in the table, whose part is added to queries and keys before biases, norms and rope."""
+    check_step(monkeypatch, _model(0, in_fp8, FAMILIES[family]), adapted=not in_fp8)
 
 
 def check_step(monkeypatch, model, adapted):
@@ -157,15 +159,19 @@ def by_neighbors(keys):
 
 
 @pytest.mark.parametrize(
-    "most_planned_tokens, dense_layers",
-    [(64, 2), *(pytest.param(most, 1, marks=pytest.mark.thorough) for most in (64, 256))],
-    ids=["many tokens", "many tokens, with experts", "few tokens, with experts"],
+    "most_planned_tokens, config",
+    [
+        (64, replace(CONFIG, mlp_only_layers=(0, 1))),
+        *(pytest.param(most, CONFIG, marks=pytest.mark.thorough) for most in (64, 256)),
+        pytest.param(64, replace(FAMILIES["glm4_moe"], num_hidden_layers=2), marks=pytest.mark.thorough),
+    ],
+    ids=["many tokens", "many tokens, with experts", "few tokens, with experts", "many tokens of glm4_moe"],
 )
-def test_chunks_equal_modules(monkeypatch, most_planned_tokens, dense_layers):
+def test_chunks_equal_modules(monkeypatch, most_planned_tokens, config):
     """A decoding row next to two chunks and padding, which attention computes by kernels of their own."""
     monkeypatch.setattr(fused, "MOST_PLANNED_TOKENS", most_planned_tokens)
     monkeypatch.setattr(experts, "MOST_PLANNED_TOKENS", most_planned_tokens)
-    config = replace(CONFIG, mlp_only_layers=tuple(range(dense_layers)), num_attention_heads=8)
+    config = replace(config, num_attention_heads=8)
     model = _model(0, in_fp8=False, config=config)
     served, weights = take_apart(model)
     weights, shape = _with_table(model, weights), StepShape(1, 64, 2, 2, adapted=True)
@@ -192,7 +198,9 @@ def test_chunks_equal_modules(monkeypatch, most_planned_tokens, dense_layers):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    "in_fp8, config", [(True, CONFIG), *((False, FAMILIES[name]) for name in OFTEN)], ids=["Qwen3-MoE in fp8", *OFTEN]
+    "in_fp8, config",
+    [(True, CONFIG), (False, FAMILIES["glm4_moe"]), (False, FAMILIES["qwen2_moe"])],
+    ids=["Qwen3-MoE in fp8", "glm4_moe", "qwen2_moe"],
 )
 def test_tokens_of_an_engine(monkeypatch, in_fp8, config):
     """Greedy tokens equal the modules', also after an update. Always the same models: two logits may be nearly equal."""

@@ -63,7 +63,7 @@ def test_heads_to_pages():
     _check(found, splits.sum(axis=0).astype(jnp.bfloat16), norms, cos, sin, page, offset, *pages)
 
 
-@pytest.mark.parametrize("rotated, interleaved", [(64, False), (128, True)])
+@pytest.mark.parametrize("rotated, interleaved", [(128, True), pytest.param(64, False, marks=pytest.mark.thorough)])
 def test_families(rotated, interleaved):
     """Biases, heads without norms, and rope on the first numbers of a head or on neighbors."""
     rng = seeds.rng()
