@@ -66,8 +66,8 @@ class Engine:
         tokens. It needs no module, and pauses for a sequence whose drafts are wrong. 1 drafts a token with the model's
         multi-token prediction module. A step then costs more and yields a token and the accepted drafts (`serving.drafts`).
         Tokens are the same up to rounding.
-      strict: True makes a token's bits depend only on its own sequence, equal to `strict_log_probs`. For Qwen3 and Qwen3-MoE
-        without drafts.
+      strict: True makes a token's bits depend only on its own sequence, equal to `strict_log_probs`. For models
+        that fused layers compute, without drafts.
       take_over: True deletes the model's layers once the engine has its own copies. Dense weights then need memory once instead
         of twice; the model is unusable afterwards.
       lazy: True compiles a program when a request first needs it, while all others wait. Unneeded programs are never compiled.

@@ -30,13 +30,18 @@ def gathered(of_device: Shaped[Array, "tokens ..."]) -> Shaped[Array, "tokens_of
     return lax.all_gather(of_device, AXIS, tiled=True)
 
 
+def size() -> int:
+    """Returns the number of devices."""
+    return lax.axis_size(AXIS)
+
+
 def held_first(choice: TokenChoices, num_held: int) -> TokenChoices:
     """Renumbers the experts, so that this device's are the first `num_held`. Of the others, `is_chosen` has none."""
-    num_experts = choice.experts.shape[1]
-    first, number = num_held * lax.axis_index(AXIS), jnp.arange(num_experts)
-    # A token without experts keeps the id past the last one.
-    experts = jnp.where(choice.experts < num_experts, (choice.experts - first) % num_experts, num_experts)
-    is_chosen = jnp.where(number < num_held, choice.is_chosen[:, (number + first) % num_experts], 0)
+    num_columns, first = choice.experts.shape[1], num_held * lax.axis_index(AXIS)
+    # A token without experts keeps the id past the last column.
+    experts = jnp.where(choice.experts < num_columns, (choice.experts - first) % (num_held * size()), num_columns)
+    number = jnp.arange(num_columns)
+    is_chosen = jnp.where(number < num_held, choice.is_chosen[:, (number + first) % num_columns], 0)
     return TokenChoices(choice.weights, experts, is_chosen)
 
 
@@ -47,7 +52,7 @@ def returned(outputs: ExpertRows, choice: TokenChoices, num_held: int, k: int) -
       outputs: the rows that this device computed, for the tokens of all devices, of `held_first` choices.
       choice: the choices of the tokens of all devices.
     """
-    devices = lax.axis_size(AXIS)
+    devices = size()
     tokens = len(choice.experts) // devices
     sent = _in_order(outputs, k).reshape(devices, tokens * k, -1)
     rows = lax.all_to_all(sent, AXIS, 0, 0).reshape(devices * tokens * k, -1)

@@ -179,31 +179,29 @@ def unfused_reason(model: Decoder) -> str | None:
         return "the model has adapters, which stay separate from its weights"
     if model.precision is None and is_quantised(nnx.state(model)):
         return "quantised experts are dequantised in every step"
-    return unlike_qwen3(model.config)
+    if model.precision is not None and model.config.mixer.interleaved:
+        return "the modules, which compute long steps with experts in FP8, keep rotary pairs of neighbors in another order"
+    return lacking_parts(model.config)
 
 
-def unlike_qwen3(config: ModelConfig) -> str | None:
-    """Returns the reason why fused layers cannot run a model, its parts that Qwen3 and Qwen3-MoE lack; None without any."""
+def lacking_parts(config: ModelConfig) -> str | None:
+    """Returns the reason why fused layers cannot run a model, its parts that they lack; None if there are none."""
     heads, experts = config.mixer, config.experts
     rule = RouterRule() if experts is None else experts.rule
     parts = {
         "latent attention": heads.latent_value_dim is not None,
-        "no norms of heads": not heads.head_norms,
-        "one norm for all heads": heads.joint_norms,
         "norms after rope": heads.norms_after_rope,
-        "rotary pairs of neighbors": heads.interleaved,
-        "rope on a part of each head": heads.rotary_dim < heads.key_dim,
-        "biases of attention": heads.biases,
+        "a bias after attention": heads.biases and heads.output_bias,
         "attention sinks": heads.sinks,
         "clipped queries": heads.clip is not None,
-        "another router": rule != RouterRule(norm_topk_prob=rule.norm_topk_prob),
-        "shared experts": experts is not None and experts.shared_intermediate_size > 0,
+        "groups of experts": rule.groups_per_token < rule.num_groups,
+        "biases of the router's logits": rule.linear_bias,
         "a norm after the experts": experts is not None and experts.output_norm,
         "biases of experts": experts is not None and experts.biases,
         "another activation": experts is not None and Activation(*experts.activation) != SILU,
     }
     found = ", ".join(part for part, has_part in parts.items() if has_part)
-    return f"fused layers are written for Qwen3 and Qwen3-MoE; this {config.model_type} has {found}" if found else None
+    return f"the fused layers lack parts of this {config.model_type}: {found}" if found else None
 
 
 def _described(served: ServedModel, weights: Weights) -> dict[str, Any]:

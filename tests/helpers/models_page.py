@@ -18,7 +18,7 @@ import transformers
 
 from moe_jax.config import NAMED_CONFIGS
 from moe_jax.config.families import FAMILIES
-from moe_jax.serving.weights import unlike_qwen3
+from moe_jax.serving.weights import lacking_parts
 
 ROOT = Path(__file__).parents[2]
 PAGE, TESTS = ROOT / "docs" / "models.md", ROOT / "tests" / "models" / "slow" / "test_families.py"
@@ -54,8 +54,8 @@ def table(passed: dict[str, dict[str, bool]]) -> str:
         named = {name: config for name, config in NAMED_CONFIGS.items() if config.model_type == family.model_type}
         of_family = passed.get(family.model_type, {})
         cells = ["yes" if all(of_family.get(test) for test in tests) else "no" for tests in COLUMNS.values()]
-        cells[-1] = "by modules" if cells[-1] == "yes" else "no"
-        lacks = unlike_qwen3(next(iter(named.values()))).split(" has ", 1)[1]
+        lacks = (lacking_parts(next(iter(named.values()))) or "").partition(": ")[2]
+        cells[-1] = "no" if cells[-1] == "no" else "by modules" if lacks else "fused"
         rows.append(f"| {family.model_type} | {', '.join(named)} | {' | '.join(cells)} | {lacks} |")
     versions = f"transformers {transformers.__version__}, torch {torch.__version__}, jax {jax.__version__}"
     return "\n".join([*rows, "", f"Made {datetime.datetime.now(datetime.UTC):%Y-%m-%d} with {versions}, on a CPU.", ""])

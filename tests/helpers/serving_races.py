@@ -1,8 +1,11 @@
 """Kernels of decoding steps, routing and strict bits, as cases for the race detector: case(rng) -> (function, arguments)."""
 
+from functools import partial
+
 import jax.numpy as jnp
 import numpy as np
 
+from moe_jax.config import RouterRule
 from moe_jax.kernels.attention.paged import PAGE_SIZE, PagedQueries, paged_attention
 from moe_jax.kernels.attention.paged.blocks import QueryBlocks, Splits
 from moe_jax.kernels.attention.paged.fp8 import FP8Pages, quantised
@@ -48,21 +51,22 @@ def in_fp8(case):
     return with_rounded
 
 
-def heads(rng):
+def heads(rng, distance=64):
     """Two tokens of one page and one of another."""
     new = NewTokens(*(normal(rng, 3, 128, dtype=jnp.float32) for _ in range(2)), jnp.asarray([1, 0, 1]), jnp.asarray([3, 0, 4]))
     arrays = normal(rng, 1, 3, 512, dtype=jnp.float32), normal(rng, 2, 1, 64, 128), normal(rng, 2, 1, 64, 128)
     norms = HeadNorms(normal(rng, 128), normal(rng, 128))
-    return lambda splits, keys, values: heads_to_pages(splits, norms, new, keys, values, eps=1e-6), arrays
+    options = dict(dtype=jnp.bfloat16, eps=1e-6, distance=distance)
+    return lambda splits, keys, values: heads_to_pages(splits, norms, new, keys, values, **options), arrays
 
 
-def heads_of_chunk(rng):
+def heads_of_chunk(rng, distance=64):
     """64 tokens of two pages, two heads of queries and two of keys."""
     places = jnp.arange(30, 94, dtype=jnp.int32)
     new = NewTokens(*(normal(rng, 64, 128, dtype=jnp.float32) for _ in range(2)), places // 64, places % 64)
     arrays = normal(rng, 64, 6 * 128), normal(rng, 2, 2, 64, 128), normal(rng, 2, 2, 64, 128)
     norms = HeadNorms(normal(rng, 128), normal(rng, 128))
-    return lambda *arrays: chunk_heads_to_pages(arrays[0], norms, new, *arrays[1:], eps=1e-6), arrays
+    return lambda *arrays: chunk_heads_to_pages(arrays[0], norms, new, *arrays[1:], eps=1e-6, distance=distance), arrays
 
 
 def chunks(rng):
@@ -76,7 +80,7 @@ def chunks(rng):
 def routes(rng):
     valid = jnp.arange(TOKENS) < 4
     splits = normal(rng, 2, TOKENS, EXPERTS, dtype=jnp.float32)
-    return lambda splits: route_rows(splits, valid, k=2, divide_by_sum=True), [splits]
+    return lambda splits: route_rows(splits, valid, k=2, rule=RouterRule()), [splits]
 
 
 def choices(rng):
@@ -91,7 +95,7 @@ def plans(rng):
     np.put_along_axis(is_chosen, experts[:, :1], 1, axis=1)
 
     def f(is_chosen, experts):
-        found = plan_rows(is_chosen, jnp.int32(0), num_blocks=6, holds_all_tokens=False)
+        found = plan_rows(is_chosen, jnp.int32(0), num_held=EXPERTS, num_blocks=6, holds_all_tokens=False)
         return found, place_rows(is_chosen, experts, found, k=1, num_blocks=6)
 
     return f, [jnp.asarray(is_chosen), jnp.asarray(experts)]
@@ -167,6 +171,8 @@ CASES = {
     "added experts": (added_experts, {"add_experts_norm"}),
     "heads": (heads, {"heads_to_pages"}),
     "heads of a chunk": (heads_of_chunk, {"chunk_heads_to_pages"}),
+    "heads rotated in part": (partial(heads, distance=32), {"heads_to_pages"}),
+    "heads of a chunk rotated in part": (partial(heads_of_chunk, distance=32), {"chunk_heads_to_pages"}),
     "chunks": (chunks, {"paged_attention_prompts"}),
     "routes": (routes, {"route_rows"}),
     "choices": (choices, {"top_k"}),

@@ -60,17 +60,42 @@ def add_splits(
     return _add_norm("add_splits_norm", x, (splits,), weight, eps, addend)
 
 
+class SharedRows(NamedTuple):
+    """The output of the experts that all tokens share, times sigmoid(normed . gate) if they have a gate."""
+
+    splits: Float[Array, "splits tokens hidden"]
+    """A matmul's partial sums."""
+    normed: Float[Array, "tokens hidden"] | None = None
+    gate: Float[Array, "hidden"] | None = None
+
+
 @partial(jax.jit, static_argnames=("eps", "k"))
 def add_experts(
-    x: Float[Array, "tokens hidden"], outputs: ExpertRows, weight: Float[Array, "hidden"], *, eps: float, k: int
+    x: Float[Array, "tokens hidden"],
+    outputs: ExpertRows,
+    weight: Float[Array, "hidden"],
+    shared: SharedRows | None = None,
+    *,
+    eps: float,
+    k: int,
 ) -> AddedNorm:
     """Returns x' = x + each token's weighted sum of expert outputs (f32, first choice first), and the RMSNorm of x'.
 
-    A token has k experts or none. If it has none, the first of its ids is the number of experts, and it adds nothing.
+    The output of shared experts is the sum's last term. A token has k experts or none. If it has none, the first of its ids is
+    the number of columns of ids, and only shared experts add to it.
     """
-    hidden, num_experts = x.shape[1], outputs.weights.shape[1]
+    hidden, num_columns = x.shape[1], outputs.weights.shape[1]
 
-    def addend(inputs: ExpertRows, token):
+    def of_shared(shared: SharedRows, token):
+        total = sum_of_splits(shared.splits, token, pl.ds(0, hidden)).astype(jnp.float32)
+        if shared.gate is None:
+            return total
+        normed, gate = (load_row(row).astype(jnp.float32) for row in (shared.normed.at[token, pl.ds(0, hidden)], shared.gate))
+        return total / (1 + jnp.exp(-jnp.sum(normed * gate)))
+
+    def addend(all_inputs: tuple[ExpertRows, SharedRows | None], token):
+        inputs, shared = all_inputs
+
         def row_of(i):
             if inputs.row_of_pair is not None:
                 return inputs.row_of_pair[token, i]
@@ -88,9 +113,10 @@ def add_experts(
 
         # A token without experts has no rows.
         nothing = plgpu.layout_cast(jnp.zeros(hidden, jnp.float32), row_layout(hidden))
-        return lax.cond(inputs.experts[token, 0] < num_experts, of_choices, lambda: nothing)
+        routed = lax.cond(inputs.experts[token, 0] < num_columns, of_choices, lambda: nothing)
+        return routed if shared is None else routed + of_shared(shared, token)
 
-    return _add_norm("add_experts_norm", x, outputs, weight, eps, addend)
+    return _add_norm("add_experts_norm", x, (outputs, shared), weight, eps, addend)
 
 
 def _add_norm(name: str, x: Array, inputs: Any, weight: Array, eps: float, addend: Any) -> AddedNorm:

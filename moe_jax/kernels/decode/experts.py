@@ -28,13 +28,15 @@ def expert_rows(
     layer: Int[Array, ""],
     *,
     k: int,
+    parts: int = 1,
 ) -> ExpertRows:
     """Computes each chosen expert's output per (token, choice), for one layer of stacked weights.
 
     Bits equal `kernels.experts_mlp` with backend "mosaic", before the sum.
 
-    The weights may hold only a layer's first experts. Then `choice.is_chosen` must have no others, and the rows of choices of
-    others are arbitrary.
+    Args:
+      parts: the weights hold the first of this number of equal parts of a layer's experts. `choice.is_chosen` must have no others,
+        and the rows of choices of others are arbitrary.
     """
     chosen, num_held = choice.experts[:, :k], w_down.shape[1]
     rows = mosaic.experts_of_few_pairs(x, w_gate_up, w_down, chosen, layer)
@@ -44,10 +46,10 @@ def expert_rows(
     source_of_row: Array | None
     place: Array | None
     if many:
-        planned = dataclasses.replace(plan(chosen, num_held, ROW_ALIGNMENT), layer=layer)
-        source_of_row, place = planned.token_of_row, None
+        by_xla = dataclasses.replace(plan(chosen, num_held, ROW_ALIGNMENT), layer=layer)
+        planned, source_of_row, place = by_xla, by_xla.token_of_row, None
     else:
-        planned, source_of_row, place = _planned(choice, layer, k, num_held)
+        planned, source_of_row, place = _planned(choice, layer, k, num_held, parts)
     if planned.holds_all_tokens:
         x, _ = mosaic.rows_of_tokens(x, planned, for_gradients=False)
     _, act = mosaic.gated_matmul(x, w_gate_up, planned, source_of_row=source_of_row, keep_h=False)
@@ -74,7 +76,7 @@ def expert_rows_in_fp8(
     pairs = fp8_mosaic.experts_of_few_pairs(x, gate_up, down, choice.experts[:, :k], layer)
     if pairs is not None:
         return ExpertRows(pairs, choice.weights, choice.experts, None, None)
-    planned, source_of_row, place = _planned(choice, layer, k, choice.experts.shape[1])
+    planned, source_of_row, place = _planned(choice, layer, k, down.values.shape[1])
     rows = round_tokens(x)
     if source_of_row is not None:
         rows = _rows_of_sources(rows, source_of_row)
@@ -92,23 +94,26 @@ def _rows_of_sources(tokens: QuantisedRows, source_of_row: Int[Array, "rows"]) -
     return QuantisedRows(gathered.reshape(len(source_of_row), values.shape[1]), scales.at[:, source_of_row].get(mode="clip"))
 
 
-def _planned(choice: TokenChoices, layer: Int[Array, ""], k: int, num_held: int) -> tuple[Plan, Array | None, Array | None]:
+def _planned(
+    choice: TokenChoices, layer: Int[Array, ""], k: int, num_held: int, parts: int = 1
+) -> tuple[Plan, Array | None, Array | None]:
     """Returns a plan by kernels, source_of_row, and `place_rows`; None if token t's row is row t of its expert's block.
 
     Of the plan, only the fields that matmuls read are set; the others are zeros of the right shape.
     """
-    tokens, num_experts = choice.experts.shape
+    tokens = len(choice.experts)
     holds_all_tokens = tokens <= ROW_ALIGNMENT
     # One extra block, because a tile of two blocks may begin at the last block.
     blocks = min(num_held, tokens * k) + (0 if holds_all_tokens else tokens * k // ROW_ALIGNMENT) + 1
-    found = plan_rows(choice.is_chosen, layer, num_held=num_held, num_blocks=blocks, holds_all_tokens=holds_all_tokens)
+    options = dict(num_held=num_held, num_blocks=blocks, holds_all_tokens=holds_all_tokens)
+    found = plan_rows(choice.is_chosen, layer, **options)
     no_row = jnp.zeros(blocks * ROW_ALIGNMENT, jnp.int32)
     planned = Plan(
         expert_of_row=no_row,
         token_of_row=no_row,
         pair_of_row=no_row,
         # As many as the held experts' share of the choices: tiles are chosen by the expected rows of an expert.
-        row_of_pair=jnp.zeros((tokens, -(-k * num_held // num_experts)), jnp.int32),
+        row_of_pair=jnp.zeros((tokens, -(-k // parts)), jnp.int32),
         offsets=found.offsets,
         ends=no_row[:num_held],
         row_alignment=ROW_ALIGNMENT,

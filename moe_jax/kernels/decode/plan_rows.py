@@ -59,23 +59,17 @@ class RowsOfExperts(NamedTuple):
 
 @partial(jax.jit, static_argnames=("num_held", "num_blocks", "holds_all_tokens"))
 def plan_rows(
-    is_chosen: Int[Array, "tokens experts"],
-    layer: Int[Array, ""],
-    *,
-    num_blocks: int,
-    holds_all_tokens: bool,
-    num_held: int | None = None,
+    is_chosen: Int[Array, "tokens experts"], layer: Int[Array, ""], *, num_held: int, num_blocks: int, holds_all_tokens: bool
 ) -> RowsOfExperts:
     """Builds the routing plan for one layer of stacked experts, from the mask of chosen experts.
 
     Args:
-      is_chosen: 1 if the token chose the expert, else 0.
+      is_chosen: 1 if the token chose the expert, else 0. There may be columns after the last expert.
+      num_held: the number of experts of a layer in the stack, which are the first; no token chose another.
       num_blocks: a bound on the number of blocks.
       holds_all_tokens: an expert that was chosen has one block, in which token t's row is row t.
-      num_held: the stack has only the first experts of each layer, and no token chose another. None: it has all.
     """
     tokens, num_experts = is_chosen.shape
-    num_held = num_experts if num_held is None else num_held
     of_part, whole = _tokens_of_part(tokens), pl.ds(0, num_experts)
     of_threads = -(-num_blocks // (THREAD_BLOCKS * WARPGROUP_THREADS)) * WARPGROUP_THREADS
 

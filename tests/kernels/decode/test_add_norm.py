@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moe_jax.kernels.decode.add_norm import ExpertRows, add_experts, add_splits
+from moe_jax.kernels.decode.add_norm import ExpertRows, SharedRows, add_experts, add_splits
 from moe_jax.layers.linear import rms_norm
 from tests.helpers import seeds
 from tests.helpers.serving_races import normal
@@ -56,3 +56,16 @@ def test_sum_over_choices(layout):
     terms = rows.astype(np.float32)[of_pairs] * np.asarray(weights)[:, :K, None]
     terms[-1] = 0
     check(found, x, jnp.asarray(terms[:, 0] + terms[:, 1]).astype(x.dtype), weight)
+
+
+def test_shared_experts():
+    """Their partial sums, times the sigmoid of a token's score, are the last term of the sum."""
+    rng = seeds.rng()
+    x, weight, gate = normal(rng, TOKENS, HIDDEN), normal(rng, HIDDEN), normal(rng, HIDDEN)
+    rows, splits = normal(rng, TOKENS * K, HIDDEN), normal(rng, 2, TOKENS, HIDDEN, dtype=jnp.float32)
+    weights, ids = normal(rng, TOKENS, EXPERTS, dtype=jnp.float32), jnp.zeros((TOKENS, EXPERTS), jnp.int32)
+    found = add_experts(x, ExpertRows(rows, weights, ids, None, None), weight, SharedRows(splits, x, gate), eps=EPS, k=K)
+    scores = jnp.einsum("th,h->t", x, gate, preferred_element_type=jnp.float32)
+    terms = np.asarray(rows, np.float32).reshape(TOKENS, K, HIDDEN) * np.asarray(weights)[:, :K, None]
+    terms = np.append(terms, (splits[:1] + splits[1:]).swapaxes(0, 1) / (1 + np.exp(-scores[:, None, None])), axis=1)
+    np.testing.assert_allclose(np.asarray(found.x, np.float32), x + terms.sum(axis=1), rtol=2**-7, atol=2**-6)

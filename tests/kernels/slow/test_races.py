@@ -253,6 +253,8 @@ THOROUGH = {
     "fp8, two steps a slot",
     "fp8, backward",
     "fp8, backward, two blocks",
+    "heads rotated in part",
+    "heads of a chunk rotated in part",
     "fp8, few pairs",
     "fp8, matrices",
     "attention, parts",

@@ -20,7 +20,6 @@ from moe_jax.adapters.names import OUTSIDE, targets_of
 from moe_jax.checkpoint.hf_names import export
 from moe_jax.models.auto import abstract_parameters
 from moe_jax.serving import Engine, EngineLimits, SamplingOptions
-from moe_jax.serving.weights import unlike_qwen3
 from tests.helpers.adapted_models import logits_of, with_adapters
 from tests.helpers.families import FAMILIES, build, saved, saved_gradients
 
@@ -153,7 +152,6 @@ def test_an_engine_runs_the_modules(theirs, ours, rng):
     for prompt, (completion,) in zip(prompts, completions, strict=True):
         logits = logits_of_theirs(theirs, np.array([prompt + completion.tokens]))
         np.testing.assert_array_equal(completion.tokens, logits[0, len(prompt) - 1 : -1].argmax(axis=-1))
-    assert f"this {ours.config.model_type} has" in unlike_qwen3(ours.config)
 
 
 @pytest.mark.thorough

@@ -14,7 +14,6 @@ pytestmark = needs_compiler
 
 SCRIPT = """
 import re
-from dataclasses import replace
 from flax import nnx
 import moe_jax
 from moe_jax.config import NAMED_CONFIGS
@@ -28,7 +27,7 @@ from moe_jax.serving.weights import take_apart
 MAX_PAGES, OUTSIDE = 640, ("parameter", "get-tuple-element", "bitcast", "tuple", "constant")
 
 def compiled(layers, rows, chunk_tokens):
-    config, served = replace(NAMED_CONFIGS["qwen3-30b-a3b"], num_hidden_layers=layers), []
+    config, served = NAMED_CONFIGS[name].without_mtp().with_layers(layers), []
 
     def weights():
         model = moe_jax.from_config(config, dtype=bf16, rngs=nnx.Rngs(0))
@@ -56,7 +55,8 @@ def kernels(program):
     names = re.findall(r"^ +(?:ROOT )?%[\\w.-]+ = .*? ([\\w-]+)\\(", entry, re.M)
     return len([name for name in names if name not in OUTSIDE])
 
-rows, chunk_tokens, in_fp8, strict = *map(int, sys.argv[1:3]), *(option == "True" for option in sys.argv[3:])
+name, rows, chunk_tokens, *options = sys.argv[1:]
+rows, chunk_tokens, in_fp8, strict = int(rows), int(chunk_tokens), *(option == "True" for option in options)
 one, two = compiled(1, rows, chunk_tokens), compiled(2, rows, chunk_tokens)
 # Attention's partial results of strict steps may fill more.
 assert strict or two.memory_analysis().temp_size_in_bytes < 300e6, two.memory_analysis()
@@ -72,8 +72,17 @@ THOROUGH = [(64, True), (1, False), (64, False), (256, False), (1, True), (16, T
 @pytest.mark.parametrize("rows, in_fp8", [*CASES, *(pytest.param(*case, marks=pytest.mark.thorough) for case in THOROUGH)])
 def test_kernels_of_a_layer(rows, in_fp8):
     """With experts in FP8 there is one more, which rounds the tokens, and two that gather more than 64 tokens."""
-    report = run_script(SCRIPT, rows, 0, in_fp8, False)
+    report = run_script(SCRIPT, "qwen3-30b-a3b", rows, 0, in_fp8, False)
     most = 12 if not in_fp8 else 13 if rows <= 64 else 15
+    assert int(re.findall(r"kernels a layer: (\d+)", report)[0]) <= most
+    assert set(re.findall(r"(\d+) bytes spill stores", report)) == {"0"}
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name, rows, chunk_tokens, most", [("glm-4.5-air", 16, 0, 18), ("mixtral-8x7b", 16, 0, 16)])
+def test_kernels_of_families(name, rows, chunk_tokens, most):
+    """Attention adds two for groups of 4 or 12 heads, biases add one, a shared expert three, and 8 experts two."""
+    report = run_script(SCRIPT, name, rows, chunk_tokens, False, False)
     assert int(re.findall(r"kernels a layer: (\d+)", report)[0]) <= most
     assert set(re.findall(r"(\d+) bytes spill stores", report)) == {"0"}
 
@@ -82,7 +91,7 @@ def test_kernels_of_a_layer(rows, in_fp8):
 @pytest.mark.parametrize("rows, most", [(0, 23), (8, 26), (256, 25)])
 def test_kernels_of_chunks(rows, most):
     """Attention of decoding rows next to chunks takes two more, and a merge if keys of few rows are split."""
-    report = run_script(SCRIPT, rows, 1024, False, False)
+    report = run_script(SCRIPT, "qwen3-30b-a3b", rows, 1024, False, False)
     assert int(re.findall(r"kernels a layer: (\d+)", report)[0]) <= most
     assert set(re.findall(r"(\d+) bytes spill stores", report)) == {"0"}
 
@@ -91,7 +100,7 @@ def test_kernels_of_chunks(rows, most):
 @pytest.mark.parametrize(("rows", "chunk_tokens", "most"), [(1, 0, 12), (64, 0, 12), (256, 0, 13), (16, 1024, 26)])
 def test_strict_kernels(rows, chunk_tokens, most):
     """XLA multiplies and sums nothing in a strict step."""
-    report = run_script(SCRIPT, rows, chunk_tokens, False, True)
+    report = run_script(SCRIPT, "qwen3-30b-a3b", rows, chunk_tokens, False, True)
     assert int(re.findall(r"kernels a layer: (\d+)", report)[0]) <= most
     assert re.findall(r"sums by XLA: (.*)", report) == ["[]"]
     assert set(re.findall(r"(\d+) bytes spill stores", report)) == {"0"}

@@ -18,7 +18,9 @@ from moe_jax.serving.request import EngineLimits, SamplingOptions
 from moe_jax.serving.strict_log_probs import strict_log_probs
 from tests.helpers import seeds
 from tests.serving.slow.test_fused import CONFIG as FUSED_CONFIG
+from tests.serving.slow.test_fused import FAMILIES
 from tests.serving.slow.test_fused import ONE_LAYER as FUSED_LAYER
+from tests.serving.slow.test_fused import _model as random_model
 
 CONFIG = replace(FUSED_CONFIG, vocab_size=128, num_attention_heads=4)
 ONE_LAYER = replace(FUSED_LAYER, vocab_size=128, num_attention_heads=4)
@@ -85,13 +87,29 @@ def small_engine(model, *, sequences, **sizes):
 @pytest.mark.thorough
 def test_an_engine_of_one_sequence(one_layer):
     """Each token of a prompt in chunks, and each new token, has the bits of the whole sequence."""
+    check_one_sequence(one_layer)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("family", ["glm4_moe", "qwen2_moe", "minimax_m2", "ernie4_5_moe"])
+def test_families(family):
+    """A shared expert with and without a gate, biases, one norm for all heads, part of a head's rope, rope of neighbors."""
+    model = random_model(0, False, replace(FAMILIES[family], vocab_size=128, num_experts=32))
+    check_one_sequence(model)
+
+
+def check_one_sequence(model):
+    """Compares an engine's log-probabilities of a prompt and an answer with those of the whole sequence."""
     prompt = seeds.rng().integers(0, CONFIG.vocab_size, 30).tolist()
     options = SamplingOptions(max_new_tokens=2, ignore_eos=True, temperature=1.0, seed=0, logprobs=0, prompt_logprobs=0)
-    with closing(small_engine(one_layer, sequences=1)) as engine:
+    with closing(small_engine(model, sequences=1)) as engine:
         ((answer,),) = engine.generate([prompt], options)
     of_prompt = [scores[token] for scores, token in zip(answer.prompt_logprobs[1:], prompt[1:], strict=True)]
     tokens = jnp.asarray([prompt + answer.tokens], jnp.int32)
-    np.testing.assert_array_equal(np.float32(of_prompt + answer.logprobs), nnx.jit(strict_log_probs)(one_layer, tokens)[0])
+    found = np.float32(of_prompt + answer.logprobs)
+    np.testing.assert_array_equal(found, nnx.jit(strict_log_probs)(model, tokens)[0])
+    # Some tokens may choose another expert.
+    assert np.median(np.abs(found - log_probs_of_modules(model, tokens)[0])) < 0.03
 
 
 @pytest.mark.thorough
@@ -174,7 +192,11 @@ REFUSED = {
     "head_dim must be 128": replace(CONFIG, head_dim=64),
     "vocab_size must be a multiple of 128": replace(CONFIG, vocab_size=64),
     "intermediate_size must be a multiple of 128": replace(CONFIG, intermediate_size=64),
-    "biases of attention": replace(CONFIG, attention_bias=True),
+    "a bias after attention": replace(CONFIG, attention_bias=True),
+    "the number of experts must be a multiple of 16; got 20": replace(FAMILIES["glm4_moe"], vocab_size=128),
+    "the width of all shared experts must be a multiple of 128": replace(
+        FAMILIES["qwen2_moe"], vocab_size=128, shared_expert_intermediate_size=192
+    ),
 }
 
 

@@ -5,10 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from moe_jax.config import HeadsSpec
 from moe_jax.kernels.attention.paged.fp8 import FP8Pages, quantised
 from moe_jax.kernels.decode.heads import HeadNorms, NewTokens, chunk_heads_to_pages, heads_to_pages
 from moe_jax.layers.linear import rms_norm
 from moe_jax.layers.rope import RopeTables, apply_rope
+from moe_jax.serving.fused import tables_of_heads
 from tests.helpers import seeds
 from tests.helpers.compiled_steps import whole
 from tests.helpers.h200 import needs_compiler, run_script
@@ -16,13 +18,21 @@ from tests.helpers.h200 import needs_compiler, run_script
 HEADS, KV_HEADS, EPS = 4, 2, 1e-6
 
 
-def _check(found, projections, norms, cos, sin, page, offset, keys, values):
+def _check(found, projections, norms, cos, sin, page, offset, keys, values, interleaved=False):
     """Compares with the modules. Places that no token takes are as before."""
     found_q, found_keys, found_values = found
     heads = projections.reshape(1, len(page), -1, 128)
     rope = RopeTables(cos[None], sin[None])
-    normed = whole(lambda heads, weight, rope: apply_rope(rms_norm(heads, weight, EPS), rope)[0])
-    q, k = normed(heads[:, :, :HEADS], norms.q, rope), normed(heads[:, :, HEADS:-KV_HEADS], norms.k, rope)
+
+    @whole
+    def rotated(heads, weight, rope):
+        normed = heads if weight is None else rms_norm(heads, weight, EPS)
+        rotated = apply_rope(normed, rope, interleaved=interleaved)[0]
+        # The module's result has all first numbers of pairs, then all second ones.
+        return rotated.reshape(*rotated.shape[:2], 2, -1).swapaxes(2, 3).reshape(rotated.shape) if interleaved else rotated
+
+    q_norm, k_norm = norms or (None, None)
+    q, k = rotated(heads[:, :, :HEADS], q_norm, rope), rotated(heads[:, :, HEADS:-KV_HEADS], k_norm, rope)
     for got, expected in ((found_q, q), (found_keys, keys.at[page, :, offset].set(k))):
         got, expected = np.asarray(got, np.float32), np.asarray(expected, np.float32)
         np.testing.assert_allclose(got, expected, rtol=2**-7, atol=2**-6)
@@ -41,15 +51,31 @@ def _make(rng, tokens):
     return projections, HeadNorms(normal(128), normal(128)), jnp.cos(angles), jnp.sin(angles), pages
 
 
-def _new_tokens(cos, sin, page, offset):
-    return NewTokens(jnp.concatenate([cos, cos], -1), jnp.concatenate([-sin, sin], -1), page, offset)
+def _new_tokens(cos, sin, page, offset, interleaved=False):
+    heads = HeadsSpec(heads=1, kv_heads=1, key_dim=128, value_dim=128, rotary_dim=2 * cos.shape[1], interleaved=interleaved)
+    return NewTokens(*tables_of_heads(RopeTables(cos[None], sin[None]), heads), page, offset)
 
 
 def test_heads_to_pages():
     splits, norms, cos, sin, pages = _make(seeds.rng(), 5)
     page, offset = jnp.asarray([3, 1, 1, 2, 0], jnp.int32), jnp.asarray([5, 0, 1, 63, 0], jnp.int32)
-    found = whole(heads_to_pages)(splits, norms, _new_tokens(cos, sin, page, offset), *pages, eps=EPS)
+    found = whole(heads_to_pages)(splits, norms, _new_tokens(cos, sin, page, offset), *pages, dtype=jnp.bfloat16, eps=EPS)
     _check(found, splits.sum(axis=0).astype(jnp.bfloat16), norms, cos, sin, page, offset, *pages)
+
+
+@pytest.mark.parametrize("rotated, interleaved", [(128, True), pytest.param(64, False, marks=pytest.mark.thorough)])
+def test_families(rotated, interleaved):
+    """Biases, heads without norms, and rope on the first numbers of a head or on neighbors."""
+    rng = seeds.rng()
+    splits, _, cos, sin, pages = _make(rng, 5)
+    cos, sin = cos[:, : rotated // 2], sin[:, : rotated // 2]
+    bias = jnp.asarray(rng.normal(size=splits.shape[2]), jnp.bfloat16)
+    page, offset = jnp.asarray([3, 1, 1, 2, 0], jnp.int32), jnp.asarray([5, 0, 1, 63, 0], jnp.int32)
+    new, distance = _new_tokens(cos, sin, page, offset, interleaved), 1 if interleaved else rotated // 2
+    options = dict(bias=bias, dtype=jnp.bfloat16, eps=EPS, distance=distance)
+    found = whole(heads_to_pages)(splits, None, new, *pages, **options)
+    projections = (splits.sum(axis=0) + bias).astype(jnp.bfloat16)
+    _check(found, projections, None, cos, sin, page, offset, *pages, interleaved)
 
 
 @pytest.mark.parametrize("write", [heads_to_pages, chunk_heads_to_pages])
@@ -61,20 +87,24 @@ def test_pages_in_fp8(write):
     index = jnp.arange(tokens, dtype=jnp.int32)
     new = _new_tokens(cos, sin, 1 + index % 5, index)
     projections = splits if write is heads_to_pages else splits[0].astype(jnp.bfloat16)
-    q, *wanted = whole(write)(projections, norms, new, *pages, eps=EPS)
-    found_q, *found = whole(write)(projections, norms, new, *(FP8Pages(*quantised(each)) for each in pages), eps=EPS)
+    options = dict(eps=EPS) | (dict(dtype=jnp.bfloat16) if write is heads_to_pages else {})
+    q, *wanted = whole(write)(projections, norms, new, *pages, **options)
+    found_q, *found = whole(write)(projections, norms, new, *(FP8Pages(*quantised(each)) for each in pages), **options)
     np.testing.assert_array_equal(found_q, q)
     for in_fp8, wide in zip(found, wanted, strict=True):
         jax.tree.map(np.testing.assert_array_equal, in_fp8, FP8Pages(*quantised(wide)))
 
 
-def test_chunk_heads_to_pages():
+@pytest.mark.parametrize("rotated, normed", [(128, True), (64, False)])
+def test_chunk_heads_to_pages(rotated, normed):
     """The tokens of two chunks, which begin inside their pages; all but 6 tokens of the second block are in the first too."""
     splits, norms, cos, sin, pages = _make(seeds.rng(), 70)
+    norms, cos, sin = norms if normed else None, cos[:, : rotated // 2], sin[:, : rotated // 2]
     places = jnp.concatenate([5 * 64 + jnp.arange(7, 57), 2 * 64 + jnp.arange(60, 80)]).astype(jnp.int32)
     page, offset = places // 64, places % 64
     projections = splits[0].astype(jnp.bfloat16)
-    found = whole(chunk_heads_to_pages)(projections, norms, _new_tokens(cos, sin, page, offset), *pages, eps=EPS)
+    new = _new_tokens(cos, sin, page, offset)
+    found = whole(chunk_heads_to_pages)(projections, norms, new, *pages, eps=EPS, distance=rotated // 2)
     _check(found, projections, norms, cos, sin, page, offset, *pages)
 
 
@@ -85,7 +115,8 @@ from moe_jax.kernels.decode.heads import HeadNorms, NewTokens, heads_to_pages
 def written(splits, norms, page):
     empty = jnp.zeros((5, 1, 64, 128), bf16)
     angles = jnp.zeros((300, 128), f32)
-    return heads_to_pages(splits[:, :300], HeadNorms(*norms), NewTokens(angles, angles, page, page), empty, empty, eps=1e-6)
+    new = NewTokens(angles, angles, page, page)
+    return heads_to_pages(splits[:, :300], HeadNorms(*norms), new, empty, empty, dtype=bf16, eps=1e-6)
 
 text = compile(written, ((1, 304, 512), f32), ((2, 128), bf16), ((300,), i32)).as_text()
 computations = re.split(r"\\n(?=%|ENTRY)", text)
