@@ -421,7 +421,8 @@ class Replicated(Case):
             for replicas in self.replicas:
                 yield from self.rows_of(model, devices, replicas, prompts, first)
             # Else both models would be in memory while the next one is made.
-            del model
+            for array in jax.tree.leaves(nnx.state(model)):
+                array.delete()
 
     def rows_of(self, model: Decoder, devices: int, replicas: int, prompts: list, first: dict[int, tuple[float, list]]):
         """Yields the rows of an engine; `first` has tokens per second and a replica, and answers, of the first engine."""

@@ -128,6 +128,7 @@ def test_check_prints_the_report_and_writes_it(checkpoint, tmp_path, capsys):
         ("plan qwen3-0.6b --devices 8", True),
         ("serve model", True),
         ("serve model --devices 2", False),
+        ("serve model --replicas 2", False),
     ],
 )
 def test_gpus_that_a_command_does_not_take_are_hidden_from_it(command, sees_one_gpu, monkeypatch):

@@ -18,6 +18,8 @@ XLA's kernels.
 With chunks of prompts and more than MOST_PLANNED_TOKENS tokens, all matmuls except the router's write whole sums in the model's
 dtype. chunk_heads_to_pages then replaces heads_to_pages, and XLA places the rows of experts.
 
+If devices split the experts, `group` gathers the tokens' rows before the router's matmul, and returns rows before add_experts.
+
 With strict bits a token's bits depend only on the tokens of its own sequence. Decoding rows, chunks of prompts and whole
 sequences run the same functions, for any number of tokens. Every sum has a fixed order, and rounding happens at fixed places.
 So matmuls (`kernels.strict.matmul`), norms, heads, gates, the router's choice and the sum over experts are kernels. XLA only
