@@ -35,8 +35,8 @@ def expert_rows(
     Bits equal `kernels.experts_mlp` with backend "mosaic", before the sum.
 
     Args:
-      parts: the weights hold the first of this number of equal parts of a layer's experts. `choice.is_chosen` must have no others,
-        and the rows of choices of others are arbitrary.
+      parts: the weights hold the first of this number of equal parts of a layer's experts. `choice.is_chosen` must have no
+        others, and the rows of choices of others are arbitrary.
     """
     chosen, num_held = choice.experts[:, :k], w_down.shape[1]
     rows = mosaic.experts_of_few_pairs(x, w_gate_up, w_down, chosen, layer)
