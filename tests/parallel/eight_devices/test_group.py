@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from moe_jax.config import RouterRule
 from moe_jax.kernels.decode import experts
 from moe_jax.kernels.decode.add_norm import ExpertRows, add_experts
 from moe_jax.kernels.decode.experts import expert_rows
@@ -72,7 +73,7 @@ def test_bits_of_one_device(rng, monkeypatch, interpreted_on_several, devices, t
         for shape in ((tokens, HIDDEN), (LAYERS, EXPERTS, 2 * INTER, HIDDEN), (LAYERS, EXPERTS, HIDDEN, INTER), (HIDDEN,))
     )
     logits, valid = jnp.asarray(rng.normal(size=(1, tokens, EXPERTS)), jnp.float32), jnp.arange(tokens) != 1
-    choose = partial(route_rows, k=K, divide_by_sum=True)
+    choose = partial(route_rows, k=K, rule=RouterRule(norm_topk_prob=True))
     layer = jnp.int32(1)
 
     @jax.jit
@@ -82,7 +83,7 @@ def test_bits_of_one_device(rng, monkeypatch, interpreted_on_several, devices, t
 
     def on_device(x, gate_up, down):
         choice, held = choose(logits, valid), down.shape[1]
-        outputs = expert_rows(group.gathered(x), gate_up, down, group.held_first(choice, held), layer, k=K)
+        outputs = expert_rows(group.gathered(x), gate_up, down, group.held_first(choice, held), layer, k=K, parts=devices)
         return add_experts(x, group.returned(outputs, choice, held, K)[1], norm, eps=1e-6, k=K)
 
     specs = P("expert"), P(None, "expert"), P(None, "expert")
