@@ -53,6 +53,7 @@ COMMANDS = {
         "convert": Command("ConvertCommand", "convert a checkpoint between Hugging Face's layout and Orbax"),
     },
     "Look": {
+        "watch": Command("WatchCommand", "follow a training run in the browser", uses_jax=False),
         "plot": Command("PlotCommand", "draw a training run: its loss, and the load of its experts"),
         "schedule": Command("ScheduleCommand", "draw a pipeline schedule, and count its bubble; needs no GPU", uses_jax=False),
         "check": Command("CheckCommand", "time one forward and one backward pass of a model", several_processes=True),

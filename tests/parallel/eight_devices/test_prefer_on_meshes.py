@@ -57,7 +57,7 @@ def run(tmp_path):
 
 def untimed(records):
     return [
-        {name: value for name, value in record.items() if name not in ("tokens_per_second", "model_tflops")}
+        {name: value for name, value in record.items() if name not in ("tokens_per_second", "model_tflops", "step_time")}
         for record in records
     ]
 
