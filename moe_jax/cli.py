@@ -50,6 +50,8 @@ COMMANDS = {
         "bench": Command(
             "BenchCommand", "measure how fast a model is served: tokens a second, TTFT, TPOT", several_devices=True
         ),
+        "card": Command("CardCommand", "write the model card of a run, for the Hugging Face hub"),
+        "push": Command("PushCommand", "upload a run's model or adapter to the Hugging Face hub, with its card"),
         "convert": Command("ConvertCommand", "convert a checkpoint between Hugging Face's layout and Orbax"),
     },
     "Look": {
