@@ -8,7 +8,7 @@ import tyro
 
 @dataclass(frozen=True)
 class CardCommand:
-    """Write README.md for the Hugging Face hub beside a run's exported model or adapter.
+    """Write README.md for the Hugging Face hub next to a run's exported model or adapter.
 
     moe-jax card runs/mine --license apache-2.0
 

@@ -1,4 +1,4 @@
-"""A run's card says what the run wrote, and an upload sends a whole export with its card, or nothing."""
+"""A run's card has what the run wrote, and an upload sends a whole export with its card, or nothing."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""The model card of a run: a README.md in the hub's format beside the exported model or adapter, of what the run wrote."""
+"""Writes the model card of a run: README.md in the hub's format, next to the exported model or adapter."""
 
 import json
 from collections.abc import Iterable
@@ -18,7 +18,7 @@ from moe_jax.train.metrics import read_records
 
 CARD = "README.md"
 ANY_REPOSITORY = "user/name"
-"""Stands for the repository's name in a card that was written without one."""
+"""Replaces the repository's name in a card that was written without one."""
 
 SHOWN = (
     *("steps", "seq_len", "batch_size", "gradient_accumulation", "learning_rate", "warmup_steps", "optimizer", "weight_decay"),
@@ -32,7 +32,7 @@ ADAPTED_IN_VLLM = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj
 """Modules whose adapters vLLM reads. It reads neither parameters, nor modules that are trained whole, nor rows of tokens."""
 RANKS_OF_VLLM = 8, 16, 32, 64, 128, 256
 NOT_JOINED_BY_PEFT = "qwen2_moe", "hy_v3", "axk1"
-"""Types of models of which PEFT does not read each expert's factors (docs/models.md)."""
+"""Types of models for which PEFT does not read each expert's factors (docs/models.md)."""
 
 
 def exported(run: str | Path) -> Path:
@@ -132,7 +132,7 @@ def _told(source: Any) -> str:
 
 
 def _flat(settings: dict[str, Any], names: Iterable[str], prefix: str = "") -> dict[str, Any]:
-    """Returns the settings of these names that have a value, those of a group as group.name."""
+    """Returns the settings of these names that have a value. Settings of a group are named group.name."""
     found: dict[str, Any] = {}
     for name in names:
         value = settings.get(name)
