@@ -27,7 +27,7 @@ SHOWN = (
 """Settings in a card, as far as a run has them. Others, such as names of files, stay in the run's folder."""
 
 IN_VLLM = "qwen3", "qwen3_moe", "qwen2_moe", "mixtral", "olmoe", "glm4_moe", "deepseek_v2", "deepseek_v3"
-"""Types of models whose checkpoints vLLM has classes for."""
+"""Types of models whose checkpoints vLLM reads; it does not read adapters of DeepSeek's."""
 ADAPTED_IN_VLLM = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
 """Modules whose adapters vLLM reads. It reads neither parameters, nor modules that are trained whole, nor rows of tokens."""
 RANKS_OF_VLLM = 8, 16, 32, 64, 128, 256
@@ -145,9 +145,8 @@ def _flat(settings: dict[str, Any], names: Iterable[str], prefix: str = "") -> d
 
 def _table(values: dict[str, Any]) -> str:
     cells = {name: value if isinstance(value, str) else json.dumps(value) for name, value in values.items()}
-    return "\n".join(
-        ["| | |", "|---|---|", *(f"| {name} | {text.replace('|', chr(92) + '|')} |" for name, text in cells.items())]
-    )
+    rows = (f"| {name} | {text.replace('|', '&#124;')} |" for name, text in cells.items())
+    return "\n".join(["| | |", "|---|---|", *rows])
 
 
 def _of_model(folder: Path, repository: str, base: str, settings: dict[str, Any]) -> list[str]:
@@ -175,8 +174,8 @@ def _of_adapter(folder: Path, repository: str, base: str, settings: dict[str, An
             f'model = PeftModel.from_pretrained(model, "{repository}")',
         )
     others = any(config.get(name) for name in ("target_parameters", "modules_to_save", "trainable_token_indices"))
-    rank = max([config["r"], *config["rank_pattern"].values()])
-    if kind in IN_VLLM and modules <= ADAPTED_IN_VLLM and not others and rank <= RANKS_OF_VLLM[-1]:
+    rank, is_read = max([config["r"], *config["rank_pattern"].values()]), kind in IN_VLLM and not kind.startswith("deepseek")
+    if is_read and modules <= ADAPTED_IN_VLLM and not others and rank <= RANKS_OF_VLLM[-1]:
         room = next(each for each in RANKS_OF_VLLM if each >= rank)
         options = f"--enable-lora --max-lora-rank {room} --lora-modules tuned={repository}"
         lines += _code("vLLM", f"vllm serve {named} {options}", "bash")
@@ -189,6 +188,9 @@ def _code(title: str, code: str, language: str = "python") -> list[str]:
 
 def _file_of_base(base: str, name: str) -> Path | None:
     """Returns a file of the base's folder, or of a hub id in the hub's cache; None if it is not there."""
-    folder = Path(base).expanduser()
-    found = folder / name if folder.exists() else try_to_load_from_cache(base, name)
+    folder, found = Path(base).expanduser(), None
+    if folder.exists():
+        found = folder / name
+    elif HUB_ID.fullmatch(base):
+        found = try_to_load_from_cache(base, name)
     return Path(found) if isinstance(found, str | Path) and Path(found).is_file() else None

@@ -12,16 +12,15 @@ from moe_jax.checkpoint.companions import read_json
 from moe_jax.recipes.run.card import CARD, exported, write_card
 
 
-def push(run: str | Path, repository: str, *, private: bool = False, token: str | None = None) -> str:
+def push(run: str | Path, repository: str, *, private: bool = False) -> str:
     """Uploads the folder of a run's exported model or adapter, and returns the address of the commit.
 
     The repository is made if it does not exist. A card is written first if there is none. Files of the repository with the
-    same names are replaced, and all others stay.
+    same names are replaced, and all others stay. The token is HF_TOKEN, or the one of `hf auth login`.
 
     Args:
       repository: its name on the hub, user/name.
       private: make the repository private; an existing one stays as it is.
-      token: a token of the hub. Default: HF_TOKEN, or the one of `hf auth login`.
 
     Raises:
       FileNotFoundError, ValueError: as in `exported` and `check_export`. Nothing is sent then.
@@ -31,7 +30,7 @@ def push(run: str | Path, repository: str, *, private: bool = False, token: str 
     check_export(folder)
     if not (folder / CARD).exists():
         write_card(run, repository=repository)
-    api = HfApi(token=token)
+    api = HfApi()
     options: dict[str, Any] = dict(folder_path=folder, commit_message=f"Upload {folder.name} by moe_jax")
     try:
         name = api.create_repo(repository, private=private or None, exist_ok=True).repo_id
