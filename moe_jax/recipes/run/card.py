@@ -188,9 +188,7 @@ def _code(title: str, code: str, language: str = "python") -> list[str]:
 
 def _file_of_base(base: str, name: str) -> Path | None:
     """Returns a file of the base's folder, or of a hub id in the hub's cache; None if it is not there."""
-    folder, found = Path(base).expanduser(), None
-    if folder.exists():
-        found = folder / name
-    elif HUB_ID.fullmatch(base):
-        found = try_to_load_from_cache(base, name)
-    return Path(found) if isinstance(found, str | Path) and Path(found).is_file() else None
+    file = Path(base).expanduser() / name
+    if not file.parent.exists() and HUB_ID.fullmatch(base) and isinstance(found := try_to_load_from_cache(base, name), str):
+        file = Path(found)
+    return file if file.is_file() else None
