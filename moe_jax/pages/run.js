@@ -173,7 +173,7 @@ const samples = new Slider("samples", "samples", "No samples are recorded: finet
   byId("texts").replaceChildren(...record.samples.slice(0, MOST_SAMPLES).map(sample => {
     const {prompt, text: answer, ...others} = sample;
     const facts = Object.entries(others).filter(([, value]) => value !== null)
-      .map(([name, value]) => `${name} ${typeof value === "number" ? short(value) : text(value)}`);
+      .map(([name, value]) => `${name} ${typeof value === "number" && !Number.isInteger(value) ? short(value) : text(value)}`);
     return element("div", {class: "card"}, element("div", {class: "text soft"}, text(prompt)),
       element("div", {class: "text"}, answer), element("div", {class: "soft"}, facts.join(" · ")));
   }));
