@@ -51,7 +51,8 @@ function describe() {
   const times = records.slice(-20).map(each => each.step_time).filter(Boolean).sort((a, b) => a - b);
   const seconds = times[times.length >> 1], left = steps - last.step;
   const silent = run.idle > Math.max(60, 10 * (seconds ?? 60)) && left > 0;
-  state(left <= 0 ? "all steps are done" : `last step ${duration(run.idle)} ago${silent ? ": does it still run?" : ""}`, silent);
+  const ago = `last step ${duration(run.idle)} ago${silent ? ": does it still run?" : ""}`;
+  state(left <= 0 ? "all steps are done" : ago, silent);
   byId("progress").value = steps ? last.step / steps : 0;
   const time = left <= 0 ? "0 s" : seconds && steps && !silent ? duration(seconds * left) : "unknown";
   const figures = {step: steps ? `${last.step} of ${steps}` : last.step, loss: short(last.loss), reward: last.reward,

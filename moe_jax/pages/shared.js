@@ -20,7 +20,8 @@ function drawn(name, attributes, ...children) {
 function short(value) {
   const size = Math.abs(value);
   if (size && (size < 1e-3 || size >= 1e12)) return value.toExponential(2).replace(/\.?0+e/, "e").replace("e+", "e");
-  const [unit, divisor] = [["T", 1e12], ["G", 1e9], ["M", 1e6], ["k", 1e3]].find(each => size >= 1e4 && size >= each[1]) ?? ["", 1];
+  const units = size < 1e4 ? [] : [["T", 1e12], ["G", 1e9], ["M", 1e6], ["k", 1e3]];
+  const [unit, divisor] = units.find(each => size >= each[1]) ?? ["", 1];
   return `${Number((value / divisor).toPrecision(4))}${unit}`;
 }
 
