@@ -108,6 +108,7 @@ def test_margin_rises():
     assert found[-1]["reward_margin"] > found[0]["reward_margin"] + 0.1 and found[-1]["reward_accuracy"] == 1
 
 
+@pytest.mark.thorough
 def test_each_token_of_the_pairs_counts_in_the_load_of_experts():
     """Padding, and the pass of the reference, do not."""
     model, batch, objective = with_adapters(small_model("qwen3_moe")), packed_batch(make_pairs(4)), Preference(DPO)
