@@ -50,9 +50,12 @@ COMMANDS = {
         "bench": Command(
             "BenchCommand", "measure how fast a model is served: tokens a second, TTFT, TPOT", several_devices=True
         ),
+        "card": Command("CardCommand", "write the model card of a run, for the Hugging Face hub"),
+        "push": Command("PushCommand", "upload a run's model or adapter to the Hugging Face hub, with its card"),
         "convert": Command("ConvertCommand", "convert a checkpoint between Hugging Face's layout and Orbax"),
     },
     "Look": {
+        "watch": Command("WatchCommand", "follow a training run in the browser", uses_jax=False),
         "plot": Command("PlotCommand", "draw a training run: its loss, and the load of its experts"),
         "schedule": Command("ScheduleCommand", "draw a pipeline schedule, and count its bubble; needs no GPU", uses_jax=False),
         "check": Command("CheckCommand", "time one forward and one backward pass of a model", several_processes=True),

@@ -26,7 +26,8 @@ def check_files() -> None:
     """Checks that the installed package is the one imported, with every needed file and extra, and no other files."""
     assert Path(moe_jax.__file__).is_relative_to(sys.prefix), f"imported {moe_jax.__file__}, not the installed package"
     names = [str(file) for file in files("moe_jax") or ()]
-    needed = ("moe_jax/py.typed", "moe_jax/kernels/experts/mosaic/tiles.json", "licenses/LICENSE")
+    pages = (f"moe_jax/pages/{name}" for name in ("shared.css", "shared.js", "run.html", "run.js", "chat.html", "chat.js"))
+    needed = ("moe_jax/py.typed", "moe_jax/kernels/experts/mosaic/tiles.json", "licenses/LICENSE", *pages)
     missing = [each for each in needed if not any(name.endswith(each) for name in names)]
     assert not missing, f"the package lacks {missing}"
     others = {name.split("/")[0] for name in names} - {"moe_jax", f"moe_jax-{moe_jax.__version__}.dist-info", ".."}

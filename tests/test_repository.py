@@ -16,6 +16,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "moe_jax"
 MAY_IMPORT = {
     "runtime": set(),
+    "pages": set(),
     "config": {"runtime"},
     "kernels": {"runtime"},
     "layers": {"runtime", "config", "kernels"},
@@ -27,7 +28,8 @@ MAY_IMPORT = {
     "cost": {"runtime", "config", "kernels", "parallel", "layers", "models"},
     "generation": {"runtime", "config", "kernels", "parallel", "layers", "models", "checkpoint"},
     "serving": {
-        "runtime", "config", "kernels", "parallel", "layers", "models", "checkpoint", "adapters", "generation", "__version__",
+        "runtime", "config", "kernels", "parallel", "layers", "models", "checkpoint", "adapters", "generation", "pages",
+        "__version__",
     },
     "train": {"runtime", "config", "kernels", "parallel", "layers", "models", "checkpoint", "adapters", "cost"},
     "preferences": {"runtime", "config", "kernels", "parallel", "layers", "models", "checkpoint", "adapters", "train"},
@@ -43,7 +45,7 @@ MAY_IMPORT = {
     "demo": {"runtime", "config", "parallel", "models", "checkpoint", "adapters", "generation", "train", "recipes"},
     "commands": {
         "runtime", "config", "kernels", "parallel", "models", "checkpoint", "adapters", "cost", "generation", "serving",
-        "train", "preferences", "reinforcement", "check", "recipes", "demo",
+        "train", "preferences", "reinforcement", "check", "recipes", "demo", "pages",
     },
     "cli": {"runtime", "commands", "__version__"},
 }  # fmt: skip

@@ -37,6 +37,7 @@ class ServeCommand:
       model: a Hugging Face folder or hub id. Or the output folder of a run: its model, or its adapter, which names the weights.
       host: the address to listen on. Default: only this machine can reach the server. 0.0.0.0: all can.
       port: the port to listen on; 0 chooses a free one.
+      page: serve a page at / to chat with the model in a browser, with the engine's load. It asks for the key, if there is one.
       name: the model's name in the API, or several; answers have the first, unless a request has another. Default: the hub
         id, or the folder's name.
       api_key: a key that requests must carry. Better set MOE_JAX_API_KEY: other users can see a command's options.
@@ -62,6 +63,7 @@ class ServeCommand:
     model: tyro.conf.Positional[str]
     host: str = "127.0.0.1"
     port: int = 8000
+    page: bool = False
     name: tuple[str, ...] = ()
     api_key: str | None = None
     hosts: tuple[str, ...] = ()
@@ -103,6 +105,7 @@ class ServeCommand:
         name, *others = self.name or (own_name,)
         settings = ServerSettings(
             name,
+            page=self.page,
             other_names=tuple(others),
             allowed_origins=self.allowed_origins,
             admin_key=os.environ.get(ADMIN_VARIABLE),

@@ -72,6 +72,7 @@ class Preference(Objective):
     - log_prob_chosen, log_prob_rejected: means over answers; ORPO's and SimPO's answers have means over tokens.
     - kl: of pairs with a reference, the mean over the answers' tokens of log p - log p_ref; of KTO its baseline.
     - chosen_cross_entropy: a term of ORPO's loss.
+    - expert_load, int32 [layers, experts], of models with experts: tokens of the model's pass; the reference's do not count.
 
     Raises:
       ValueError: at the first step, a model without adapters and a batch without "reference_log_probs"; or a batch without
@@ -118,6 +119,8 @@ class Preference(Objective):
             parts = parts_of_answers(self.settings, found.log_probs, reference[..., 0], kl, batch)
         parts = sum_of_rows(spread, parts)
         value = parts["loss"]
+        if model.config.routed_layers:
+            parts["expert_load"] = spread.sum(states.router.expert_load)
         if coefficient:
             parts["aux_loss"] = load_balancing_loss(spread.sum(states.router)) / self.micro_batches
             value = value + coefficient * parts["aux_loss"]

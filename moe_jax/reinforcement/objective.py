@@ -22,6 +22,9 @@ from moe_jax.train.objective import Objective, refuse_further_predictors
 
 Parts = dict[str, Array]
 
+LOAD = "expert_load"
+"""The only metric with an array, which is a sum; other arrays of a micro-batch's parts become maxima."""
+
 
 @dataclass(frozen=True)
 class PolicyLoss(Objective):
@@ -43,6 +46,7 @@ class PolicyLoss(Objective):
 
     - loss: the policy loss with the divergence; aux_loss: the router's balance loss, if it has a coefficient.
     - entropy; kl, if beta is not 0.
+    - expert_load, int32 [layers, experts], of models with experts: the tokens of each expert.
     - clip_ratio/low_mean, high_mean, region_mean: tokens without a gradient.
     - clip_ratio/low_min, high_max: of the samples' means, on meshes without `context`.
     - cispo_clip_ratio: tokens above `cispo_cap` with a positive advantage.
@@ -86,6 +90,8 @@ class PolicyLoss(Objective):
             largest = {name: value for name, value in largest.items() if not name.startswith("clip_ratio")}
         parts = spread.sum(parts)
         value = parts["loss"]
+        if model.config.routed_layers:
+            parts[LOAD] = spread.sum(states.router.expert_load)
         if settings.balance_coef:
             parts["aux_loss"] = load_balancing_loss(spread.sum(states.router)) / batch[USED]
             value = value + settings.balance_coef * parts["aux_loss"]
@@ -98,7 +104,7 @@ class PolicyLoss(Objective):
     def metrics(self, value: Float[Array, ""], aux: Parts, label_weight: Float[Array, ""]) -> dict[str, Array]:
         """Returns the metrics listed in the class."""
         is_used = aux["is_used"] > 0
-        found = {name: aux[name] for name in aux if not aux[name].ndim}
+        found = {name: aux[name] for name in aux if not aux[name].ndim or name == LOAD}
         for name in aux.keys() - found.keys() - {"is_used"}:
             largest = jnp.nan_to_num(jnp.where(is_used, aux[name], -jnp.inf).max(), neginf=0)
             found[name] = -largest if name.endswith(("/min", "_min")) else largest

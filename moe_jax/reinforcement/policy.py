@@ -155,7 +155,7 @@ class Policy:
         ((completion,),) = self.engine.generate([prompt], options)
         return self._sample_of(completion, options, version)
 
-    def update(self, groups: Iterable[Group]) -> dict[str, float]:
+    def update(self, groups: Iterable[Group]) -> dict[str, Any]:
         """Takes one training step on scored groups, in any order; the engine then has the new weights.
 
         Returns:
@@ -308,8 +308,8 @@ class Policy:
         self._audits_all = False
         return metrics | {"time/audit": perf_counter() - began}
 
-    def _learn(self, batch: dict[str, np.ndarray]) -> dict[str, float]:
-        """Takes the training step; returns its scalar metrics."""
+    def _learn(self, batch: dict[str, np.ndarray]) -> dict[str, Any]:
+        """Takes the training step; returns its metrics, scalars as floats."""
         number = len(batch["tokens"]) // self._rows
         if self.settings.beta:
             batch["reference_log_probs"] = self._reference(batch)
@@ -317,7 +317,7 @@ class Policy:
             self._steps[number] = self._make_step(gradient_accumulation=number)
         state, metrics = self._steps[number](self.state, put_batch(batch, self.state.params, self._parallelism))
         self._set(state)
-        return {name: float(value) for name, value in metrics.items() if not value.ndim}
+        return {name: np.asarray(value) if value.ndim else float(value) for name, value in metrics.items()}
 
     def _set(self, state: TrainState) -> None:
         self.state = state

@@ -80,10 +80,13 @@ def record_of_step(
     losses = "loss", "aux_loss", "sequence_loss", "z_loss", "grad_norm", "learning_rate"
     record = {"step": step} | {name: float(metrics[name]) for name in losses if name in metrics}
     record |= {"tokens_per_second": tokens_per_second, "model_tflops": tokens_per_second * flops_per_token / 1e12}
+    record["step_time"] = seconds
     if "expert_load" in metrics:
-        record |= {**mean_loads(metrics["expert_load"]), "num_dropped": int(metrics["num_dropped"])}
+        record |= mean_loads(metrics["expert_load"])
+        record |= {"num_dropped": int(metrics["num_dropped"])} if "num_dropped" in metrics else {}
         if config.routed_layers:
-            record |= {name: float(metrics[name].mean()) for name in ("router_entropy", "num_rounds", "num_shadows")}
+            means = "router_entropy", "num_rounds", "num_shadows"
+            record |= {name: float(metrics[name].mean()) for name in means if name in metrics}
         if "expert_bias_range" in metrics:
             smallest, largest = metrics["expert_bias_range"].T
             record["max_expert_bias_range"] = float((largest - smallest).max())

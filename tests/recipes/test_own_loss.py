@@ -137,7 +137,7 @@ def test_finetune_with_own_loss(tmp_path):
     result = finetune(settings, **options, loss=cross_entropy, on_step=records.append, stop_after=3)
     assert records == result.metrics and [record["step"] for record in records] == [1, 2, 3]
     assert set(records[0]) == {
-        *("step", "loss", "mean_log_prob", "grad_norm", "learning_rate", "tokens_per_second", "model_tflops")
+        *("step", "loss", "mean_log_prob", "grad_norm", "learning_rate", "tokens_per_second", "model_tflops", "step_time")
     }
     assert records[2]["loss"] < records[0]["loss"]
     np.testing.assert_allclose(records[0]["mean_log_prob"], -records[0]["loss"], rtol=1e-5)

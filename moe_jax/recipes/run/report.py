@@ -57,7 +57,7 @@ def write_report(run: str | Path, *, model_step: int | None = None, devices: str
     title = escape(f"{kind} {settings.get('model', 'a model')}")
     parts = [
         f"<h1>{title}</h1>",
-        _table(_summary(records, model_step)),
+        _table(summary(records, model_step)),
         images,
         _samples(run / SAMPLES),
         "<h2>Settings</h2>",
@@ -71,8 +71,13 @@ def write_report(run: str | Path, *, model_step: int | None = None, devices: str
     return run / REPORT
 
 
-def _summary(records: list[dict[str, Any]], model_step: int | None) -> dict[str, Any]:
-    """Returns the numbers at the top."""
+def summary(records: list[dict[str, Any]], model_step: int | None) -> dict[str, Any]:
+    """Returns a run's results by their names, for the top of its report.
+
+    Args:
+      records: the lines of metrics.jsonl.
+      model_step: as in `write_report`.
+    """
     last = records[-1]
     summary = {"steps": last["step"], "loss of the last step": f"{last['loss']:.4f}"}
     measured = [record for record in records if "eval_loss" in record]

@@ -19,6 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from moe_jax import __version__
 from moe_jax.generation.text import completion_tokens
+from moe_jax.pages.document import document
 from moe_jax.serving.chat import prepare
 from moe_jax.serving.http import admin
 from moe_jax.serving.http.body import ApiError, DisconnectedError, read_body, refuse_others, take
@@ -30,6 +31,9 @@ from moe_jax.serving.http.service import Service, logger
 
 PROBES = "/health", "/ping"
 """Paths that report the server's state and need no key. SageMaker polls the second."""
+
+PAGE = "/"
+"""The path of the page, which needs no key either: a browser cannot send one. The page asks for it."""
 
 
 def make_app(service: Service) -> ASGIApp:
@@ -52,7 +56,7 @@ def make_app(service: Service) -> ASGIApp:
     if service.settings.admin_key is not None:
         posts |= dict.fromkeys(admin.PATHS, admin.answer_admin)
     gets = {"/v1/models": _answer_models, "/metrics": _answer_metrics, "/version": _answer_version}
-    gets |= dict.fromkeys(PROBES, _answer_health)
+    gets |= dict.fromkeys(PROBES, _answer_health) | ({PAGE: _answer_page} if service.settings.page else {})
     routes = [Route(path, partial(answer, service), methods=["POST"]) for path, answer in posts.items()]
     routes += [Route(path, partial(answer, service), methods=["GET"]) for path, answer in gets.items()]
     routes.append(Route("/v1/models/{name:path}", partial(_answer_models, service), methods=["GET"]))
@@ -81,6 +85,11 @@ async def _answer_health(service: Service, request: Request) -> JSONResponse:
     if service.engine.failed:
         raise ApiError(503, "the engine is no longer running")
     return JSONResponse({"status": "ok"})
+
+
+async def _answer_page(service: Service, request: Request) -> Response:
+    page = document("chat")
+    return Response(page.html, headers=page.headers)
 
 
 async def _answer_version(service: Service, request: Request) -> JSONResponse:
@@ -226,7 +235,7 @@ class Guard:
         self._check_host(headers.get(b"host", b"").decode("latin-1"))
         settings = self.service.settings
         key = settings.admin_key if scope["path"] in admin.PATHS else settings.api_key
-        if key is not None and scope["path"] not in PROBES:
+        if key is not None and scope["path"] not in (*PROBES, PAGE):
             scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
             # Clients of /v1/messages send the key in a header of its own.
             given = given.strip() if scheme.lower() == b"bearer" else headers.get(b"x-api-key", b"")

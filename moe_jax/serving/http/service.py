@@ -37,6 +37,8 @@ class ServerSettings:
     """Origins of web pages that may read answers (CORS), such as https://example.org; `*`: all."""
     api_key: str | None = None
     """The key that requests must carry, stripped of surrounding space; None: no key."""
+    page: bool = False
+    """True: `/` is a page to chat with the model, which also shows the engine's numbers."""
     admin_key: str | None = None
     """The key for `admin.PATHS`; None: these paths do not exist."""
     hosts: tuple[str, ...] = ()

@@ -29,7 +29,7 @@ ROOT = Path(__file__).parents[3]
 
 
 def comparable(output: Path) -> list[dict]:
-    timed = ("tokens_per_second", "model_tflops")
+    timed = ("tokens_per_second", "model_tflops", "step_time")
     records = [{k: v for k, v in r.items() if k not in timed} for r in read_records(output / "metrics.jsonl")]
     return records + [r for path in output.glob("expert_load.jsonl") for r in read_records(path)]
 

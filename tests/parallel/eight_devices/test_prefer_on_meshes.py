@@ -57,7 +57,7 @@ def run(tmp_path):
 
 def untimed(records):
     return [
-        {name: value for name, value in record.items() if name not in ("tokens_per_second", "model_tflops")}
+        {name: value for name, value in record.items() if name not in ("tokens_per_second", "model_tflops", "step_time")}
         for record in records
     ]
 
@@ -90,6 +90,8 @@ def test_a_run_on_a_mesh_is_the_run_of_one_device(run, tmp_path, loss, sizes, ma
     if loss != "orpo" and make_model is not adapted:
         tables = (np.load(tmp_path / name / "reference_data.npy") for name in ("many", "one"))
         np.testing.assert_allclose(*tables, rtol=1e-5)
+    loads = ([each["expert_load"] for each in read_records(tmp_path / name / "expert_load.jsonl")] for name in ("many", "one"))
+    np.testing.assert_allclose(*loads, atol=2)
     assert many.model_step == one.model_step and many.finished
     with pytest.raises(InterruptedError):
         run("killed", sizes, loss, make_model, on_step=die_at_step_three)

@@ -108,6 +108,16 @@ def test_margin_rises():
     assert found[-1]["reward_margin"] > found[0]["reward_margin"] + 0.1 and found[-1]["reward_accuracy"] == 1
 
 
+@pytest.mark.thorough
+def test_each_token_of_the_pairs_counts_in_the_load_of_experts():
+    """Padding, and the pass of the reference, do not."""
+    model, batch, objective = with_adapters(small_model("qwen3_moe")), packed_batch(make_pairs(4)), Preference(DPO)
+    load = nnx.jit(lambda model, batch: objective(model, objective.prepare(batch, 1.0))[1]["expert_load"])(model, batch)
+    experts, tokens = model.config.experts, (np.asarray(batch["segment_ids"]) != 0).sum()
+    assert load.shape == (len(model.config.routed_layers), experts.num_experts)
+    assert (load.sum(axis=1) == tokens * experts.num_experts_per_tok).all() and 0 < tokens < batch["segment_ids"].size
+
+
 def test_refusals(adapted):
     plain, pairs, answers = small_model("qwen3"), packed_batch(make_pairs(2)), packed_batch(make_answers((1, 0)))
     with pytest.raises(ValueError, match=r"compares with a reference model: train adapters .*, or put\s+batch\["):

@@ -21,8 +21,8 @@ def test_the_loss_falls_and_every_step_is_logged(tmp_path):
     assert result.metrics[-1]["loss"] < 0.6 * result.metrics[0]["loss"]
     assert set(result.metrics[0]) == {
         "step", "loss", "aux_loss", "sequence_loss", "z_loss", "grad_norm", "learning_rate", "tokens_per_second",
-        "model_tflops", "max_mean_expert_load", "min_mean_expert_load", "num_dropped", "router_entropy", "num_rounds",
-        "num_shadows", "max_expert_bias_range",
+        "model_tflops", "step_time", "max_mean_expert_load", "min_mean_expert_load", "num_dropped", "router_entropy",
+        "num_rounds", "num_shadows", "max_expert_bias_range",
     }  # fmt: skip
     loads = read_records(tmp_path / "run" / "expert_load.jsonl")
     assert [record["step"] for record in loads] == list(range(1, 31))

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("one_step_for_all")
 LORA = LoraSettings(rank=4, alpha=8, targets=("attention",))
 DPO_METRICS = {
     *("step", "loss", "reward_chosen", "reward_rejected", "reward_margin", "reward_accuracy", "log_prob_chosen", "kl"),
-    *("log_prob_rejected", "grad_norm", "learning_rate", "tokens_per_second", "model_tflops", "num_examples"),
+    *("log_prob_rejected", "grad_norm", "learning_rate", "tokens_per_second", "model_tflops", "step_time", "num_examples"),
 }
 
 

@@ -39,7 +39,7 @@ def start(*arguments: Path | str) -> subprocess.Popen:
 
 
 def comparable(output: Path) -> list[dict]:
-    timed = ("tokens_per_second", "model_tflops")
+    timed = ("tokens_per_second", "model_tflops", "step_time")
     records = [{k: v for k, v in r.items() if k not in timed} for r in read_records(output / "metrics.jsonl")]
     return [*records, *(load for path in output.glob("expert_load.jsonl") for load in read_records(path))]
 

@@ -145,7 +145,9 @@ def test_any_packing_and_any_micro_batches_are_the_same(loss, rng):
     model, groups = tiny.model(), make_groups(rng, tools=True)
     others = others_of(rng, groups)
     objective = PolicyLoss(settings)
-    wanted = value_and_gradients(objective, model, packed(groups, settings, seq_len=160, **others))
+    wanted = value_and_gradients(objective, model, whole := packed(groups, settings, seq_len=160, **others))
+    # A token uses two experts in each layer, and padding none.
+    assert (wanted[1]["expert_load"].sum(axis=1) == 2 * (whole["segment_ids"] != 0).sum()).all()
     for seq_len, micro_batches in ((80, 1), (40, 2), (16, 3)):
         batch = packed(groups, settings, seq_len=seq_len, multiple_of=micro_batches, **others)
         assert_same(value_and_gradients(objective, model, batch, micro_batches), wanted)
