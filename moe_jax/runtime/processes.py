@@ -74,7 +74,8 @@ def initialize_processes(
         if arguments["local_device_ids"] is not None:
             _use_gpus_alone(arguments["local_device_ids"])
         return
-    _connect(arguments, _integer(os.environ, CONNECT_SECONDS) or 300)
+    seconds = _integer(os.environ, CONNECT_SECONDS)
+    _connect(arguments, 300 if seconds is None else seconds)
     sys.excepthook = _leave_after_exception
     neighbors.watch(distributed.global_state.client, jax.process_index())
 
