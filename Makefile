@@ -21,7 +21,7 @@ INSTALLED := $(VENV)/installed-$(subst $(comma),-,$(EXTRAS))
 PACKAGE_INSTALLED := $(VENV)/installed$(JAX_EXTRA:%=-%)
 $(PACKAGE_INSTALLED): EXTRAS := $(JAX_EXTRA)
 
-.PHONY: help demo fast test test-thorough lint docs dist cuda-compiler
+.PHONY: help demo fast test test-thorough lint docs docs-version dist cluster-test cuda-compiler
 help:
 	@echo "make demo   train, resume, export and sample a small Qwen3-MoE on this machine: 0.9 GB, and under 5 minutes on 2 cores"
 	@echo "            MODEL=deepseek_v3 or qwen3 (dense) takes another model; DEMO_OPTIONS='--lora.rank 8' trains an adapter; moe-jax demo --help"
@@ -30,7 +30,9 @@ help:
 	@echo "make test-thorough   and further sizes and combinations, some minutes more"
 	@echo "            VERSIONS=oldest takes the oldest versions that pyproject.toml allows; PYTHON=python3.13 takes another Python"
 	@echo "make docs   the site in site/, checked for dead links; open site/index.html"
+	@echo "make docs-version   the site of this version, beside earlier versions in the branch gh-pages"
 	@echo "make dist   the package in dist/, checked in a new environment without the repository; PYTHON=python3.13 takes another Python"
+	@echo "make cluster-test   runs on hosts that are apart and under Slurm, 15 minutes; needs root and Debian, and changes the network"
 	@echo "make cuda-compiler   250 MB for machines without a GPU: make test then compiles the Hopper kernels to machine code"
 
 demo: $(or $(wildcard $(INSTALLED)),$(PACKAGE_INSTALLED))
@@ -73,6 +75,12 @@ docs: $(INSTALLED)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 	@echo "site/index.html"
 
+# MIKE_OPTIONS=--push publishes the branch.
+docs-version: docs
+	$(PIP_INSTALL) mike
+	$(BIN)/mike deploy --update-aliases $(MIKE_OPTIONS) "$$($(BIN)/python -c 'import moe_jax; print(moe_jax.__version__)')" latest
+	$(BIN)/mike set-default $(MIKE_OPTIONS) latest
+
 # Sets $$python to the name of a Python that is new enough.
 define FIND_PYTHON
 for python in $(or $(PYTHON),python3.12 python3) none; do \
@@ -104,6 +112,15 @@ dist:
 	$(DIST_TOOLS)/bin/python -m twine check --strict dist/*
 	$(DIST_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile dist/*.whl
 	cd $$(mktemp -d) && JAX_PLATFORMS=cpu $(DIST_VENV)/bin/python -P $(CURDIR)/tests/dist_smoke.py
+
+# Packages that check the files for Kubernetes and SkyPilot depend on other versions than ours.
+CLUSTER_VENV := .venv-cluster
+cluster-test: $(INSTALLED)
+	apt-get install -y --no-install-recommends iproute2 faketime slurm-wlm munge
+	MOE_JAX_CLUSTER_TEST=1 $(PYTEST) -v -s --timeout 1800 tests/cluster
+	@$(FIND_PYTHON); $$python -m venv $(CLUSTER_VENV)
+	$(CLUSTER_VENV)/bin/python -m pip install --quiet pytest pyyaml kubernetes-validate kubeflow-trainer-api skypilot
+	$(CLUSTER_VENV)/bin/python -m pytest -q -c /dev/null --rootdir . --noconftest tests/cluster/test_files_of_clusters.py
 
 # Beside the environment, where JAX would look for a GPU; tests that compile for an H200 (tests/helpers/h200.py) use it.
 cuda-compiler: $(INSTALLED)

@@ -53,6 +53,7 @@ class LaunchCommand:
       hosts: number of hosts of the job; the same command is started on each.
       host: number of this host, from 0.
       coordinator: with several hosts, "host:port" of host 0, with a free port. Default: a free port of this host.
+      connect_seconds: seconds that the processes of all hosts wait for each other at the start.
       grace_seconds: seconds after a process has failed before the others are killed.
       save_seconds: seconds after a signal to the launcher before all are killed; enough to save a checkpoint.
     """
@@ -63,6 +64,7 @@ class LaunchCommand:
     hosts: int = 1
     host: int = 0
     coordinator: str | None = None
+    connect_seconds: int = 300
     grace_seconds: float = 30.0
     save_seconds: float = 600.0
 
@@ -102,13 +104,24 @@ def launch(settings: LaunchCommand) -> int:
             if returned and not status:
                 status = 128 - returned if returned < 0 else returned
                 reason = f"was ended by {signal.Signals(-returned).name}" if returned < 0 else f"failed with status {returned}"
-                print(f"moe-jax launch: process {rank} {reason}", file=sys.stderr, flush=True)
+                print(f"moe-jax launch: process {rank} {reason}{_first_host(settings)}", file=sys.stderr, flush=True)
                 job.end(signal.SIGTERM, settings.grace_seconds)
     finally:
         job.kill()
         for number, handler in handlers.items():
             signal.signal(number, handler)
     return status
+
+
+def _first_host(settings: LaunchCommand) -> str:
+    """Returns a remark if the first host is gone: JAX then aborts all other processes at once, and does not give the reason."""
+    if settings.host == 0 or settings.coordinator is None:
+        return ""
+    # JAX is imported here, and the launcher needs it only now.
+    from moe_jax.runtime.processes import no_answer
+
+    reason = no_answer(settings.coordinator, 5.0)
+    return f"; process 0 at {settings.coordinator} does not answer: {reason}" if reason else ""
 
 
 def process_environments(settings: LaunchCommand, environment: Mapping[str, str]) -> list[dict[str, str]]:
@@ -124,6 +137,7 @@ def process_environments(settings: LaunchCommand, environment: Mapping[str, str]
         raise ValueError("launch: " + "; ".join(problems))
     common = {"PYTHONUNBUFFERED": "1", **environment}
     xla.set_defaults(common)
+    common[xla.CONNECT_SECONDS] = str(settings.connect_seconds)
     common[xla.NUM_PROCESSES] = str(settings.hosts * count)
     if settings.coordinator is None:
         common[xla.COORDINATOR] = _free_address()
@@ -238,6 +252,8 @@ def _problems(settings: LaunchCommand, count: int, gpus: int) -> list[str]:
         problems.append(f"host={settings.host} must be from 0 to hosts - 1, and hosts={settings.hosts} at least 1")
     if settings.hosts > 1 and settings.coordinator is None:
         problems.append("several hosts need coordinator, the host:port of host 0")
+    if settings.connect_seconds < 1:
+        problems.append(f"connect_seconds={settings.connect_seconds} must be at least 1")
     for name in ("grace_seconds", "save_seconds"):
         if getattr(settings, name) < 0:
             problems.append(f"{name}={getattr(settings, name)} must not be negative")

@@ -142,7 +142,7 @@ class PlanCommand:
             if best is None:
                 raise ValueError(f"--sbatch {self.sbatch}: nothing fits, so there is no run to write a script for")
             write_batch_script(Path(self.sbatch), best.step, self.hosts_of)
-            print(f"wrote {self.sbatch}; set its model, data and output, then: sbatch {self.sbatch}")
+            print(f"wrote {self.sbatch}; start it with: sbatch {self.sbatch} --model ... --data ... --output ...")
         if best is None:
             for smaller in self._smaller():
                 # Adapters may have no mesh for these rows, which is an error.

@@ -1,6 +1,8 @@
 """Table of predictions that `moe-jax plan` prints, with the command or the Slurm script that trains the first of them."""
 
 import math
+import shlex
+import sysconfig
 from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
@@ -180,28 +182,25 @@ SCRIPT = """\
 #!/bin/bash
 #SBATCH --job-name=finetune
 #SBATCH --nodes={nodes}
-#SBATCH --ntasks-per-node={gpus}
+#SBATCH --ntasks-per-node={tasks}
 #SBATCH --gres=gpu:{gpus}
-#SBATCH --cpus-per-task=8
+#SBATCH --cpus-per-task={cpus}
 #SBATCH --time=24:00:00
 #SBATCH --signal=TERM@300
 #SBATCH --requeue
 #SBATCH --open-mode=append
 #SBATCH --output=%x-%j.log
 
+# sbatch FILE --model FOLDER --data FILE --output FOLDER, with more options of `moe-jax finetune` if needed.
+# All nodes must see these paths, and the environment that wrote this script:
 set -euo pipefail
-# Fill in these paths. All hosts must see the same files under them.
-MODEL=/shared/models/my-model      # a folder with config.json and weights
-DATA=/shared/data/chats.jsonl
-OUTPUT=/shared/runs/mine
-source /shared/moe_jax/.venv/bin/activate
-
-# Every process would ask the hub otherwise; download once beforehand: hf download NAME --local-dir "$MODEL"
-export HF_HOME=/shared/huggingface HF_HUB_OFFLINE=1
+export PATH={programs}:$PATH
+# Every process would ask the hub otherwise; download once beforehand: hf download NAME --local-dir FOLDER
+export HF_HUB_OFFLINE=1
 
 status=0
-srun --kill-on-bad-exit=1 moe-jax finetune --model "$MODEL" --data "$DATA" --output "$OUTPUT" \\
-  {flags} || status=$?
+srun --kill-on-bad-exit=1 moe-jax finetune \\
+  {flags} "$@" || status=$?
 # 143: Slurm has sent SIGTERM before the end of the time, and the run has saved. The next job continues from there.
 if [ "$status" -eq 143 ]; then scontrol requeue "$SLURM_JOB_ID"; fi
 exit "$status"
@@ -219,4 +218,8 @@ def write_batch_script(path: Path, step: PlannedStep, gpus_of_host: int) -> None
     if step.mesh.context > 1 and step.context_method != "ring":
         raise ValueError(f"--sbatch: moe-jax finetune splits sequences by the ring alone; this run takes {step.context_method}")
     gpus = min(gpus_of_host, step.mesh.size)
-    write_text(path, SCRIPT.format(nodes=math.ceil(step.mesh.size / gpus), gpus=gpus, flags=flags(step)))
+    nodes, programs = math.ceil(step.mesh.size / gpus), shlex.quote(sysconfig.get_path("scripts"))
+    # GPU to GPU copies need one process for all GPUs.
+    tasks = 1 if step.hops == "copies" else gpus
+    numbers = dict(nodes=nodes, tasks=tasks, gpus=gpus, cpus=8 * gpus // tasks)
+    write_text(path, SCRIPT.format(**numbers, programs=programs, flags=flags(step)))

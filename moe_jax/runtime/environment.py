@@ -24,7 +24,8 @@ COORDINATOR = "MOE_JAX_COORDINATOR"
 NUM_PROCESSES = "MOE_JAX_NUM_PROCESSES"
 PROCESS_ID = "MOE_JAX_PROCESS_ID"
 LOCAL_DEVICE_IDS = "MOE_JAX_LOCAL_DEVICE_IDS"
-"""Variables that identify this process within its job (`runtime.processes`)."""
+CONNECT_SECONDS = "MOE_JAX_CONNECT_SECONDS"
+"""Variables that identify this process within its job, and how long it waits for the others (`runtime.processes`)."""
 
 DEFAULTS = {
     # JAX's default is 75 % of a GPU: too little for a 30 B model and its gradients on one GPU, or its training on four.

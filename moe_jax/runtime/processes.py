@@ -7,7 +7,10 @@ own variables, which JAX reads (https://docs.jax.dev/en/latest/multi_process.htm
 import hashlib
 import importlib.util
 import os
+import signal
+import socket
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Mapping, Sequence
@@ -16,10 +19,14 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax._src import xla_bridge
+from jax._src import distributed, xla_bridge
 from jax.experimental import multihost_utils
 
-from moe_jax.runtime.environment import COORDINATOR, LOCAL_DEVICE_IDS, NUM_PROCESSES, PROCESS_ID
+from moe_jax.runtime import neighbors
+from moe_jax.runtime.environment import CONNECT_SECONDS, COORDINATOR, LOCAL_DEVICE_IDS, NUM_PROCESSES, PROCESS_ID
+
+HEARTBEAT_SECONDS = 60
+"""A host that falls silent ends the job in half a minute to a minute. JAX's default is 100."""
 
 VISIBLE_DEVICES = "jax_cuda_visible_devices", "jax_rocm_visible_devices"
 """Options of JAX that list the visible GPUs by number, or are "all"."""
@@ -41,7 +48,9 @@ def initialize_processes(
     Open MPI, or an indexed Job of Kubernetes.
 
     From then on a process that ends by an exception exits at once. At a normal exit JAX would wait for the other processes,
-    while they wait for this one.
+    while they wait for this one. A host that falls silent is named in the logs of the others (`runtime.neighbors`).
+
+    The processes wait for each other for MOE_JAX_CONNECT_SECONDS, 300 by default.
 
     Args:
       coordinator: "host:port" on which process 0 listens.
@@ -65,11 +74,10 @@ def initialize_processes(
         if arguments["local_device_ids"] is not None:
             _use_gpus_alone(arguments["local_device_ids"])
         return
-    try:
-        jax.distributed.initialize(**arguments)
-    except RuntimeError as error:
-        raise RuntimeError(f"initialize_processes: {error}") from error
+    seconds = _integer(os.environ, CONNECT_SECONDS)
+    _connect(arguments, 300 if seconds is None else seconds)
     sys.excepthook = _leave_after_exception
+    neighbors.watch(distributed.global_state.client, jax.process_index())
 
 
 def use_one_gpu() -> None:
@@ -250,9 +258,59 @@ def leave(status: int) -> None:
     """Exits with `status`. In a job of several processes it exits at once, without JAX's wait for the others."""
     if not jax.distributed.is_initialized():
         raise SystemExit(status)
+    if status not in (0, 128 + signal.SIGTERM):
+        neighbors.report_end(status)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
+
+
+def _connect(arguments: dict[str, Any], seconds: int) -> None:
+    """Connects this process. Without the errors here JAX would abort with a stack trace that names no host.
+
+    Raises:
+      RuntimeError: process 0 cannot listen, or nobody answers there; or JAX's backends already run.
+    """
+    address, is_first = arguments.get("coordinator_address"), arguments.get("process_id") == 0
+    if address is not None and not is_first:
+        _wait_for_answer(address, seconds)
+    # If the other program has only the port of IPv4, JAX would listen on IPv6, and no host would find it.
+    if address is not None and is_first and not no_answer(address, 1.0):
+        raise RuntimeError(f"initialize_processes: process 0 cannot listen at {address}: another program does")
+    advice = "does each host run the command, with its own number of the same number of hosts?"
+    text = f"initialize_processes: not all processes have connected in {seconds} s; {advice}"
+    late = threading.Timer(seconds, print, args=(text,), kwargs={"file": sys.stderr, "flush": True})
+    late.daemon = True
+    late.start()
+    try:
+        # JAX aborts a little after the line above.
+        jax.distributed.initialize(**arguments, initialization_timeout=seconds + 2, heartbeat_timeout_seconds=HEARTBEAT_SECONDS)
+    except RuntimeError as error:
+        raise RuntimeError(f"initialize_processes: {error}") from error
+    finally:
+        late.cancel()
+
+
+def _wait_for_answer(address: str, seconds: float) -> None:
+    """Waits until process 0 listens: its host may start later than this one."""
+    deadline = time.monotonic() + seconds
+    while reason := no_answer(address, max(1.0, deadline - time.monotonic())):
+        if time.monotonic() > deadline:
+            raise RuntimeError(
+                f"initialize_processes: {socket.gethostname()} has had no answer from process 0 at {address} for "
+                f"{seconds} s ({reason}): does the first host run, and is this port open?"
+            )
+        time.sleep(1.0)
+
+
+def no_answer(address: str, seconds: float) -> str:
+    """Returns the reason why nobody listens at "host:port", or "" if somebody does."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=seconds).close()
+    except OSError as error:
+        return str(error)
+    return ""
 
 
 def _use_gpus_alone(local_device_ids: Sequence[int]) -> None:
@@ -271,6 +329,9 @@ def _use_gpus_alone(local_device_ids: Sequence[int]) -> None:
 
 def _leave_after_exception(kind, error, trace) -> None:
     traceback.print_exception(kind, error, trace)
+    # Most errors of XLA here are connections that another process's end has broken.
+    if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" not in str(error):
+        neighbors.wait_for_a_name()
     leave(130 if kind is KeyboardInterrupt else 1)
 
 

@@ -182,6 +182,7 @@ def test_settings_that_make_no_sense_are_refused():
         ({"processes": 1, "cpu_devices": 0}, {}, "cpu_devices=0 must be at least 1"),
         ({"hosts": 2}, gpus, "several hosts need coordinator, the host:port of host 0"),
         ({"hosts": 2, "host": 2, "coordinator": "a:1"}, gpus, "host=2 must be from 0 to hosts - 1"),
+        ({"connect_seconds": 0}, gpus, "connect_seconds=0 must be at least 1"),
         ({"grace_seconds": -1}, gpus, "grace_seconds=-1 must not be negative"),
         ({"save_seconds": -1}, gpus, "save_seconds=-1 must not be negative"),
     ):

@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import socket
 from pathlib import Path
 
 import jax
@@ -26,6 +27,17 @@ POD = {"KUBERNETES_SERVICE_HOST": "10.0.0.1"}
 def test_a_single_process_starts_nothing():
     assert arguments_by_hand({}) is None and arguments_of_cluster({}) is None
     initialize_processes(num_processes=1)
+    assert not jax.distributed.is_initialized()
+
+
+def test_a_port_in_use_and_one_without_an_answer_are_named(monkeypatch):
+    monkeypatch.setenv("MOE_JAX_CONNECT_SECONDS", "0")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(RuntimeError, match=f"process 0 cannot listen at {address}: another program does"):
+            initialize_processes(address, 2, 0)
+    with pytest.raises(RuntimeError, match=f"no answer from process 0 at {address} for 0 s .*refused"):
+        initialize_processes(address, 2, 1)
     assert not jax.distributed.is_initialized()
 
 

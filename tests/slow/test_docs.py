@@ -28,7 +28,8 @@ def checkpoints(tmp_path_factory):
     folder = tmp_path_factory.mktemp("checkpoints")
     tiny.tokenizer().save_pretrained(folder / "tokenizer")
     found = {}
-    for hub_id, model in {"Qwen/Qwen3-0.6B": tiny.dense(), "Qwen/Qwen3-30B-A3B": tiny.model()}.items():
+    mixtures = dict.fromkeys(("Qwen/Qwen3-30B-A3B", "allenai/OLMoE-1B-7B-0924-Instruct"), tiny.model())
+    for hub_id, model in {"Qwen/Qwen3-0.6B": tiny.dense(), **mixtures}.items():
         found[hub_id] = folder / hub_id.split("/")[1]
         moe_jax.save_pretrained(model, found[hub_id], tokenizer_from=folder / "tokenizer")
     return found

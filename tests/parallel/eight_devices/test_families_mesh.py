@@ -14,12 +14,17 @@ from tests.helpers.families import FAMILIES, SIZES
 from tests.helpers.meshes import mesh_of, relative_error
 from tests.helpers.train_steps import make_batch, train
 
+FEWER_LAYERS = {"qwen2_moe": {"num_hidden_layers": 1, "mlp_only_layers": []}, "gpt_oss": {"num_hidden_layers": 2}}
+"""Families whose parameters have places on a mesh that no others have. The others are thorough."""
 
-@pytest.mark.parametrize("model_type, sizes", [("qwen2_moe", dict(fsdp=2, expert=2)), ("gpt_oss", dict(fsdp=2, expert=2))])
-def test_a_step_is_that_of_one_device(model_type, sizes):
+
+@pytest.mark.parametrize(
+    "model_type", [pytest.param(name, marks=[pytest.mark.thorough] * (name not in FEWER_LAYERS)) for name in FAMILIES]
+)
+def test_a_step_is_that_of_one_device(model_type):
     fields = {name: value for name, value in SIZES.items() if "implementation" not in name} | {"vocab_size": 264}
-    fewer = {"num_hidden_layers": 1, "mlp_only_layers": []} if model_type == "qwen2_moe" else {"num_hidden_layers": 2}
-    config = config_from_dict(fields | FAMILIES[model_type] | fewer | {"model_type": model_type, "initializer_range": 0.1})
+    fields |= FAMILIES[model_type] | FEWER_LAYERS.get(model_type, {})
+    config = config_from_dict(fields | {"model_type": model_type, "initializer_range": 0.1})
 
     def make_model():
         model, rng = moe_jax.from_config(config, dtype=jnp.float32, rngs=nnx.Rngs(0)), np.random.default_rng(0)
@@ -30,7 +35,10 @@ def test_a_step_is_that_of_one_device(model_type, sizes):
 
     batch = make_batch(seeds.rng())
     options = dict(steps=1, make_model=make_model)
-    (one, (expected,)), (state, (metrics,)) = train(batch, **options), train(batch, Parallelism(mesh_of(**sizes)), **options)
+    (one, (expected,)), (state, (metrics,)) = (
+        train(batch, **options),
+        train(batch, Parallelism(mesh_of(fsdp=2, expert=2)), **options),
+    )
     for name in ("total_loss", "grad_norm", "expert_load"):
         np.testing.assert_allclose(metrics[name], expected[name], rtol=2e-5, err_msg=name)
     for (path, found), wanted in zip(jax.tree.leaves_with_path(state.params), jax.tree.leaves(one.params), strict=True):
