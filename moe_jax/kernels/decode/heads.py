@@ -47,8 +47,8 @@ MOST_HEADS_AT_ONCE = 8
 class NewTokens(NamedTuple):
     """Rotary tables and page positions of a step's tokens, the same for all layers.
 
-    cos and sin are laid out so that y = x * cos + (the other number of each rotary pair) * sin: for the first number of a pair
-    sin is negative. Columns that are not rotated have cos 1 and sin 0.
+    cos and sin are laid out so that y = x * cos + (the other number of each rotary pair) * sin. For the first number of a
+    pair sin is negative. Columns that are not rotated have cos 1 and sin 0.
     """
 
     cos: Float[Array, "tokens 128"]
