@@ -246,7 +246,7 @@ def _attended(
 
     splits, heads = projected(normed, TOGETHER), attention.mixer
     bias = jnp.concatenate([getattr(attention, name).bias[...] for name in TOGETHER]) if heads.biases else None
-    norms = None
+    norms = HeadNorms()
     if heads.joint_norms:
         splits, bias = _jointly_normed(served, attention, splits, bias), None
     elif attention.q_norm is not None and attention.k_norm is not None:
@@ -257,7 +257,7 @@ def _attended(
         projections = splits[0] if bias is None else splits[0] + bias.astype(splits.dtype)
         q, *pages = chunk_heads_to_pages(projections, norms, new, *attend.pages, **options)
     else:
-        q, *pages = heads_to_pages(splits, norms, new, *attend.pages, bias=bias, dtype=normed.dtype, **options)
+        q, *pages = heads_to_pages(splits, norms._replace(bias=bias), new, *attend.pages, dtype=normed.dtype, **options)
     out = attend.read(q, tuple(pages), scale=HEAD_DIM**-0.5)
     return projected(out.reshape(len(out), -1), ("o_proj",)), tuple(pages)
 

@@ -47,8 +47,8 @@ MOST_HEADS_AT_ONCE = 8
 class NewTokens(NamedTuple):
     """Rotary tables and page positions of a step's tokens, the same for all layers.
 
-    cos and sin are laid out so that y = x * cos + (the other number of each rotary pair) * sin: for the first number of a pair
-    sin is negative. Columns that are not rotated have cos 1 and sin 0.
+    cos and sin are laid out so that y = x * cos + (the other number of each rotary pair) * sin. For the first number of a
+    pair sin is negative. Columns that are not rotated have cos 1 and sin 0.
     """
 
     cos: Float[Array, "tokens 128"]
@@ -59,21 +59,21 @@ class NewTokens(NamedTuple):
 
 
 class HeadNorms(NamedTuple):
-    """RMSNorm weights of query heads and of key heads."""
+    """RMSNorm weights of query heads and of key heads, and a bias of all columns; None where there are none."""
 
-    q: Float[Array, "128"]
-    k: Float[Array, "128"]
+    q: Float[Array, "128"] | None = None
+    k: Float[Array, "128"] | None = None
+    bias: Float[Array, "columns"] | None = None
 
 
 @partial(jax.jit, static_argnames=("dtype", "eps", "distance"))
 def heads_to_pages(
     splits: Float[Array, "splits tokens columns"],
-    norms: HeadNorms | None,
+    norms: HeadNorms,
     new: NewTokens,
     keys: Pages,
     values: Pages,
     *,
-    bias: Float[Array, "columns"] | None = None,
     dtype: DTypeLike,
     eps: float,
     distance: int = HALF,
@@ -82,8 +82,6 @@ def heads_to_pages(
 
     Args:
       splits: partial sums (`project.project`) of all heads' columns: queries, then keys, then values.
-      norms: None: heads have no norms.
-      bias: added to the sums.
       dtype: the model's.
       distance: columns between the numbers of a rotary pair.
     """
@@ -94,7 +92,7 @@ def heads_to_pages(
 
     at_once = _heads_at_once(tokens, all_heads)
 
-    def body(splits_ref, bias_ref, norms: HeadNorms | None, new: NewTokens, keys_ref, values_ref, q_ref, scratch):
+    def body(splits_ref, norms: HeadNorms, new: NewTokens, keys_ref, values_ref, q_ref, scratch):
         @plgpu.nd_loop((tokens, all_heads // at_once), collective_axes="block")
         def _heads(info):
             token, first = info.index[0], info.index[1] * at_once
@@ -102,12 +100,12 @@ def heads_to_pages(
             # All loads at once, even those that values do not need: else each would wait for earlier work.
             own = [first + i for i in range(at_once)]
             sums = [sum_of_splits(splits_ref, token, pl.ds(head * HEAD_DIM, HEAD_DIM)) for head in own]
-            if bias_ref is not None:
-                biases = [load_row(bias_ref.at[pl.ds(head * HEAD_DIM, HEAD_DIM)]) for head in own]
+            if norms.bias is not None:
+                biases = [load_row(norms.bias.at[pl.ds(head * HEAD_DIM, HEAD_DIM)]) for head in own]
                 sums = [row + bias.astype(row.dtype) for row, bias in zip(sums, biases, strict=True)]
             place = new.page[token], new.offset[token]
             cos, sin = load_row(new.cos.at[token, whole]), load_row(new.sin.at[token, whole])
-            if norms is not None:
+            if norms.q is not None:
                 q_weight, k_weight = load_row(norms.q.at[whole]), load_row(norms.k.at[whole])
 
             def store(head, row, other_smem):
@@ -117,7 +115,7 @@ def heads_to_pages(
 
                 @pl.when(head < heads + kv_heads)
                 def _rotated():
-                    if norms is None:
+                    if norms.q is None:
                         normed = row.astype(jnp.float32)
                     else:
                         weight = lax.cond(head < heads, lambda: q_weight, lambda: k_weight)
@@ -145,10 +143,10 @@ def heads_to_pages(
     scratch = [plgpu.SMEM((at_once, 2 * HEAD_DIM), jnp.float32)]
     in_place = 4 if in_fp8 else 2
     kernel = launch("heads_to_pages", body, outputs, scratch, warpgroups=1, in_place=in_place, blocks_per_core=HEAD_BLOCKS)
-    weights = norms and HeadNorms(*(weight.astype(dtype) for weight in norms))
+    weights = jax.tree.map(lambda weight: weight.astype(dtype), norms)
     # XLA would fuse a slice with the kernel that reads it, and then lose the aliasing of keys and values.
-    splits, bias, weights, new = lax.optimization_barrier((splits, bias, weights, new))
-    q, *written = kernel(splits, bias, weights, new, keys, values)
+    splits, weights, new = lax.optimization_barrier((splits, weights, new))
+    q, *written = kernel(splits, weights, new, keys, values)
     return q, *((FP8Pages(*written[:2]), FP8Pages(*written[2:])) if in_fp8 else written)
 
 
@@ -190,7 +188,7 @@ ROWS_AT_ONCE = 8
 @partial(jax.jit, static_argnames=("eps", "distance"))
 def chunk_heads_to_pages(
     projections: Float[Array, "tokens columns"],
-    norms: HeadNorms | None,
+    norms: HeadNorms,
     new: NewTokens,
     keys: Pages,
     values: Pages,
@@ -220,7 +218,7 @@ def chunk_heads_to_pages(
     heads = columns // HEAD_DIM - 2 * kv_heads
     items = -(-tokens // WGMMA_ROWS), heads + 2 * kv_heads
 
-    def body(projections_ref, norms: HeadNorms | None, new: NewTokens, keys_ref, values_ref, q_ref, scratch: Named):
+    def body(projections_ref, norms: HeadNorms, new: NewTokens, keys_ref, values_ref, q_ref, scratch: Named):
         @plgpu.nd_loop(items, collective_axes="block")
         def _item(info):
             # The last block begins early enough to be whole. Tokens of two blocks are written twice, with the same values.
@@ -232,7 +230,7 @@ def chunk_heads_to_pages(
                 """Loads the head. Writes it normed and rotated, in pieces of both halves because registers are few."""
                 plgpu.copy_gmem_to_smem(projections_ref.at[rows, of_head], scratch.head, scratch.loaded)
                 plgpu.barrier_wait(scratch.loaded)
-                scale = None if norms is None else _scale(scratch.head, eps)
+                scale = None if weight_ref is None else _scale(scratch.head, eps)
                 # The rows of keys are read one by one, so they have no swizzle, and their store has bank conflicts.
                 swizzled = target is scratch.head
                 for start in range(0, distance, PIECE):
@@ -257,13 +255,13 @@ def chunk_heads_to_pages(
 
             @pl.when(head < heads)
             def _query():
-                rotate(scratch.head, norms and norms.q)
+                rotate(scratch.head, norms.q)
                 plgpu.copy_smem_to_gmem(scratch.head, q_ref.at[rows, head])
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
             @pl.when((head >= heads) & (head < heads + kv_heads))
             def _key():
-                rotate(scratch.rows, norms and norms.k)
+                rotate(scratch.rows, norms.k)
                 write_rows(lambda row: load_row(scratch.rows.at[row]), keys_ref, head - heads)
                 # The next key overwrites rows that slower threads may still read.
                 plgpu.commit_smem()
@@ -282,7 +280,7 @@ def chunk_heads_to_pages(
         loaded=plgpu.Barrier(),
     )
     kernel = launch("chunk_heads_to_pages", body, outputs, [scratch], warpgroups=1, in_place=2, blocks_per_core=CHUNK_BLOCKS)
-    weights = norms and HeadNorms(*(weight.astype(dtype) for weight in norms))
+    weights = jax.tree.map(lambda weight: weight.astype(dtype), norms)
     # The barrier keeps XLA from fusing a slice with the kernel, as in `heads_to_pages`.
     projections, weights, new = lax.optimization_barrier((projections, weights, new))
     q, keys, values = kernel(projections, weights, new, keys, values)

@@ -113,16 +113,11 @@ def test_equal_modules(monkeypatch, in_fp8, adapted):
 
 
 @pytest.mark.parametrize(
-    "family, in_fp8",
-    [
-        ("glm4_moe", False),
-        pytest.param("glm4_moe", True, marks=pytest.mark.thorough),
-        *(pytest.param(name, False, marks=pytest.mark.thorough) for name in FAMILIES if name != "glm4_moe"),
-    ],
+    "family", [name if name == "glm4_moe" else pytest.param(name, marks=pytest.mark.thorough) for name in FAMILIES]
 )
-def test_families_equal_modules(monkeypatch, family, in_fp8):
+def test_families_equal_modules(monkeypatch, family):
     """With adapters in the table, whose part is added to queries and keys before biases, norms and rope."""
-    check_step(monkeypatch, _model(0, in_fp8, FAMILIES[family]), adapted=not in_fp8)
+    check_step(monkeypatch, _model(0, False, FAMILIES[family]), adapted=True)
 
 
 def check_step(monkeypatch, model, adapted):
@@ -163,7 +158,7 @@ def by_neighbors(keys):
     [
         (64, replace(CONFIG, mlp_only_layers=(0, 1))),
         *(pytest.param(most, CONFIG, marks=pytest.mark.thorough) for most in (64, 256)),
-        pytest.param(64, replace(FAMILIES["glm4_moe"], num_hidden_layers=2), marks=pytest.mark.thorough),
+        pytest.param(64, FAMILIES["glm4_moe"], marks=pytest.mark.thorough),
     ],
     ids=["many tokens", "many tokens, with experts", "few tokens, with experts", "many tokens of glm4_moe"],
 )
@@ -187,11 +182,11 @@ def test_chunks_equal_modules(monkeypatch, most_planned_tokens, config):
         monkeypatch.setattr(paged, "paged_attention", attention)
         state = initial_state(served, num_pages=5, num_slots=3, max_pages=2)
         keys = jnp.asarray(np.random.default_rng(0).normal(size=state.pages[0][0].shape), jnp.bfloat16)
-        state = state._replace(pages=[(keys, keys)] * 2, page_table=state.page_table.at[0, 0].set(1))
+        state = state._replace(pages=[(keys, keys)] * config.num_hidden_layers, page_table=state.page_table.at[0, 0].set(1))
         state, output = jax.jit(partial(step, served, shape))(weights, state, packed([rows]))
         results.append((output.logits, [pages[1:] for of_layer in state.pages for pages in of_layer]))
     (logits, pages), (fused_logits, fused_pages) = results
-    np.testing.assert_allclose(fused_logits, logits, rtol=0.03, atol=0.03)
+    np.testing.assert_allclose(fused_logits, logits, rtol=0.03, atol=0.03 * max(1, np.abs(logits).max()))
     for a, b in zip(pages, fused_pages, strict=True):
         np.testing.assert_allclose(np.asarray(a, np.float32), np.asarray(b, np.float32), rtol=0.02, atol=0.03)
 

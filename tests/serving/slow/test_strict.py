@@ -99,7 +99,7 @@ def test_families(family):
 
 
 def check_one_sequence(model):
-    """Compares an engine's log-probabilities of a prompt and an answer with those of the whole sequence."""
+    """An engine's log-probabilities of a prompt and an answer have the bits of the whole sequence."""
     prompt = seeds.rng().integers(0, CONFIG.vocab_size, 30).tolist()
     options = SamplingOptions(max_new_tokens=2, ignore_eos=True, temperature=1.0, seed=0, logprobs=0, prompt_logprobs=0)
     with closing(small_engine(model, sequences=1)) as engine:

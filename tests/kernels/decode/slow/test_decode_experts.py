@@ -13,16 +13,17 @@ from moe_jax.kernels.decode.experts import expert_rows, expert_rows_in_fp8
 from moe_jax.kernels.decode.route import TokenChoices
 from tests.helpers import seeds
 
-EXPERTS, K, HIDDEN, INTER, LAYER = 128, 2, 128, 64, 1
+EXPERTS, COLUMNS, K, HIDDEN, INTER, LAYER = 60, 128, 2, 128, 64, 1
+"""Routing has columns after the last expert."""
 
 
 def _choice(rng, tokens):
-    ids = np.zeros((tokens, EXPERTS), np.int32)
+    ids = np.zeros((tokens, COLUMNS), np.int32)
     # Few experts, because the interpreter takes its time for each.
     ids[:, :K] = np.stack([7 * rng.permutation(4)[:K] for _ in range(tokens)])
-    is_chosen = np.zeros((tokens, EXPERTS), np.int32)
+    is_chosen = np.zeros((tokens, COLUMNS), np.int32)
     np.put_along_axis(is_chosen, ids[:, :K], 1, axis=1)
-    weights = jnp.asarray(rng.random(size=(tokens, EXPERTS)), jnp.float32)
+    weights = jnp.asarray(rng.random(size=(tokens, COLUMNS)), jnp.float32)
     return TokenChoices(weights, jnp.asarray(ids), jnp.asarray(is_chosen))
 
 

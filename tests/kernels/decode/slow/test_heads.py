@@ -31,7 +31,7 @@ def _check(found, projections, norms, cos, sin, page, offset, keys, values, inte
         # The module's result has all first numbers of pairs, then all second ones.
         return rotated.reshape(*rotated.shape[:2], 2, -1).swapaxes(2, 3).reshape(rotated.shape) if interleaved else rotated
 
-    q_norm, k_norm = norms or (None, None)
+    q_norm, k_norm, _ = norms
     q, k = rotated(heads[:, :, :HEADS], q_norm, rope), rotated(heads[:, :, HEADS:-KV_HEADS], k_norm, rope)
     for got, expected in ((found_q, q), (found_keys, keys.at[page, :, offset].set(k))):
         got, expected = np.asarray(got, np.float32), np.asarray(expected, np.float32)
@@ -72,10 +72,10 @@ def test_families(rotated, interleaved):
     bias = jnp.asarray(rng.normal(size=splits.shape[2]), jnp.bfloat16)
     page, offset = jnp.asarray([3, 1, 1, 2, 0], jnp.int32), jnp.asarray([5, 0, 1, 63, 0], jnp.int32)
     new, distance = _new_tokens(cos, sin, page, offset, interleaved), 1 if interleaved else rotated // 2
-    options = dict(bias=bias, dtype=jnp.bfloat16, eps=EPS, distance=distance)
-    found = whole(heads_to_pages)(splits, None, new, *pages, **options)
+    options = dict(dtype=jnp.bfloat16, eps=EPS, distance=distance)
+    found = whole(heads_to_pages)(splits, HeadNorms(bias=bias), new, *pages, **options)
     projections = (splits.sum(axis=0) + bias).astype(jnp.bfloat16)
-    _check(found, projections, None, cos, sin, page, offset, *pages, interleaved)
+    _check(found, projections, HeadNorms(), cos, sin, page, offset, *pages, interleaved)
 
 
 @pytest.mark.parametrize("write", [heads_to_pages, chunk_heads_to_pages])
@@ -99,7 +99,7 @@ def test_pages_in_fp8(write):
 def test_chunk_heads_to_pages(rotated, normed):
     """The tokens of two chunks, which begin inside their pages; all but 6 tokens of the second block are in the first too."""
     splits, norms, cos, sin, pages = _make(seeds.rng(), 70)
-    norms, cos, sin = norms if normed else None, cos[:, : rotated // 2], sin[:, : rotated // 2]
+    norms, cos, sin = norms if normed else HeadNorms(), cos[:, : rotated // 2], sin[:, : rotated // 2]
     places = jnp.concatenate([5 * 64 + jnp.arange(7, 57), 2 * 64 + jnp.arange(60, 80)]).astype(jnp.int32)
     page, offset = places // 64, places % 64
     projections = splits[0].astype(jnp.bfloat16)
