@@ -112,7 +112,7 @@ def fused_layers(
     If the devices of `served.mesh` split the experts, each calls this inside `jax.shard_map`, with its own tokens (`group`).
     """
     new = NewTokens(*tables_of_heads(rope, served.config.mixer), *attends[0].places)
-    norms = [layer["input_layernorm"]["weight"][...] for _, (layer, _, _) in layers]
+    norms: list[Any] = [layer["input_layernorm"]["weight"][...] for _, (layer, _, _) in layers]
     state = AddedNorm(x, _normed(served, x, norms[0]))
     if splits_experts(served.mesh):
         valid = group.gathered(valid)

@@ -88,7 +88,7 @@ def add_experts(
 
     def of_shared(shared: SharedRows, token):
         total = sum_of_splits(shared.splits, token, pl.ds(0, hidden)).astype(jnp.float32)
-        if shared.gate is None:
+        if shared.gate is None or shared.normed is None:
             return total
         normed, gate = (load_row(row).astype(jnp.float32) for row in (shared.normed.at[token, pl.ds(0, hidden)], shared.gate))
         return total / (1 + jnp.exp(-jnp.sum(normed * gate)))
