@@ -1,15 +1,25 @@
 """`moe-jax watch` serves the page until Ctrl-C, and refuses other folders with one line."""
 
+import contextlib
 import signal
 import subprocess
 import sys
+from functools import partial
 
 import httpx
 
 
+@contextlib.contextmanager
 def watch(folder):
     program = [sys.executable, "-m", "moe_jax.cli", "watch", str(folder), "--port", "0"]
-    return subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    # A shell lets its background jobs ignore Ctrl-C, and a job of tests would hand that on.
+    restore = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    with subprocess.Popen(program, **pipes, preexec_fn=restore) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 def test_the_page_is_served_until_ctrl_c(tmp_path):
