@@ -4,7 +4,6 @@ import contextlib
 import signal
 import subprocess
 import sys
-from functools import partial
 
 import httpx
 
@@ -13,9 +12,10 @@ import httpx
 def watch(folder):
     program = [sys.executable, "-m", "moe_jax.cli", "watch", str(folder), "--port", "0"]
     # A shell lets its background jobs ignore Ctrl-C, and a job of tests would hand that on.
-    restore = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
-    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    with subprocess.Popen(program, **pipes, preexec_fn=restore) as process:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    process = subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    signal.signal(signal.SIGINT, before)
+    with process:
         try:
             yield process
         finally:

@@ -194,8 +194,11 @@ def test_samples_without_weight_change_nothing(rng):
     weights[0][0][:] = 0
     absent = packed(groups, settings, seq_len=160, weights=weights, **others)
     assert not (absent["sample"] == 0).any()
-    wanted = value_and_gradients(PolicyLoss(settings), model, absent)
-    assert_same(value_and_gradients(PolicyLoss(settings), model, batch), wanted)
+    found, wanted = (value_and_gradients(PolicyLoss(settings), model, each) for each in (batch, absent))
+    # Experts compute tokens without weight too.
+    loads = [metrics.pop("expert_load").sum() for _, metrics, _ in (found, wanted)]
+    assert loads[0] > loads[1]
+    assert_same(found, wanted)
 
 
 def test_experts_are_replayed(rng):
