@@ -30,7 +30,7 @@ _ended = threading.Event()
 
 @dataclass
 class _Watch:
-    """What this process knows of the others.
+    """One process's view of the others.
 
     Attributes:
       client: JAX's client of the key-value store.

@@ -108,7 +108,6 @@ class Device:
         self.placement = placement
         self._owns_weights = owns_weights
         self._drafts, self.is_tempered = drafts, False
-        self._scoring: dict[str, Any] = dict(strict=parts[0].strict, mesh=placement.mesh)
         modules = self._num_modules = int(drafts.name == "module")
         self.served, weights = parts[0]._replace(mesh=placement.mesh), parts[1]
         if self.served.unfused is not None and not owns_weights:
@@ -210,7 +209,8 @@ class Device:
                 output = self._compute(shape, upload)
                 self._draw(shape, upload, output, variant, self.slots.options)
             if shape.chunks:
-                score_piece(output.hidden, self._head, *np.zeros((2, PIECE_TOKENS), np.int32), **self._scoring)
+                nothing = np.zeros((2, PIECE_TOKENS), np.int32)
+                score_piece(output.hidden, self._head, *nothing, strict=self.served.strict, mesh=self.served.mesh)
         self.slots.start_penalties(0, [0], [0], SamplingOptions())
         self._begin_drafts(0, [0])
         # Most engines never need penalties.
@@ -246,7 +246,8 @@ class Device:
             if shape.chunks:
                 in_chunks = shape.decodes * (1 + shape.drafts)
                 firsts = [number * (in_chunks + shape.chunk_tokens) + in_chunks for number in range(len(plans))]
-                scores = score_prompts(plans, firsts, output.hidden, self._head, **self._scoring)
+                served = self.served
+                scores = score_prompts(plans, firsts, output.hidden, self._head, strict=served.strict, mesh=served.mesh)
             return Launched(plans, rows, scores, *new)
 
         if any(sequence.constraint is not None for sequence in samples):

@@ -4,10 +4,9 @@ A separate program reads the hidden states of a step in pieces of fixed size, si
 gigabytes. A piece may hold tokens of several prompts.
 """
 
-import functools
 import math
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -111,7 +110,7 @@ def _taken(hidden: Float[Array, "tokens hidden"], places: Int[Array, "rows"]) ->
     return hidden[places]
 
 
-@functools.cache
+@cache
 def _programs_on(mesh: Mesh, num_top: int, strict: bool) -> tuple[Callable, Callable]:
     """Returns `_taken` and `piece_scores` for several devices, which all compute the same: XLA cannot split the kernels."""
     whole = PartitionSpec()

@@ -112,7 +112,7 @@ def _planned(
         expert_of_row=no_row,
         token_of_row=no_row,
         pair_of_row=no_row,
-        # As many as the held experts' share of the choices: tiles are chosen by the expected rows of an expert.
+        # Tiles are chosen by the expected rows of an expert: each token has the held experts' share of its choices.
         row_of_pair=jnp.zeros((tokens, -(-k // parts)), jnp.int32),
         offsets=found.offsets,
         ends=no_row[:num_held],

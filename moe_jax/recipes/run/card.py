@@ -10,7 +10,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from moe_jax.adapters.source import ADAPTER_FOLDER, CONFIG_FILE
 from moe_jax.checkpoint.companions import read_json
-from moe_jax.recipes.run.folder import noted_settings
+from moe_jax.recipes.run.folder import config_of_export, noted_settings
 from moe_jax.recipes.run.report import summary
 from moe_jax.runtime.files import write_text
 from moe_jax.train.data.sources import HUB_ID, sources
@@ -46,13 +46,13 @@ def exported(run: str | Path) -> Path:
     settings, records = noted_settings(run), read_records(run / "metrics.jsonl")
     if not settings or not records:
         raise FileNotFoundError(f"{run} has no settings.json or no step in metrics.jsonl: give the --output of a finished run")
-    folder, name = (run / ADAPTER_FOLDER, CONFIG_FILE) if settings.get("lora") else (run / "model", "config.json")
+    config = config_of_export(run, adapter=bool(settings.get("lora")))
     done, steps = records[-1]["step"], settings.get("steps", 0)
     if done < steps and not settings.get("early_stop"):
         raise ValueError(f"{run} is at step {done} of {steps}: run its command again to its end first")
-    if not (folder / name).is_file():
-        raise FileNotFoundError(f"{folder} has no {name}: the run exports it at its end; run its command again")
-    return folder
+    if not config.is_file():
+        raise FileNotFoundError(f"{config.parent} has no {config.name}: the run exports it at its end; run its command again")
+    return config.parent
 
 
 def write_card(run: str | Path, *, repository: str | None = None, license: str | None = None, force: bool = False) -> Path:

@@ -157,7 +157,7 @@ def export(model: Decoder, settings: RunSettings) -> Path:
     Raises:
       BlockingIOError: another run is using the output folder.
     """
-    folder = _destination(settings.output, settings.lora is not None)
+    folder = config_of_export(settings.output, adapter=settings.lora is not None).parent
     template = chosen_template(folder.parent) if getattr(settings, "chat_template", None) else None
     tokenizer = str(folder.parent / TOKENIZER) if settings.add_tokens else settings.tokenizer
     with output_lock(folder.parent):
@@ -171,9 +171,10 @@ def export(model: Decoder, settings: RunSettings) -> Path:
 
 def check_destination(output: str, *, adapter: bool) -> None:
     """Raises `export`'s errors about its folder, so that a run fails before hours of work."""
-    check_replaceable(_destination(output, adapter), CONFIG_FILE if adapter else "config.json")
+    config = config_of_export(output, adapter=adapter)
+    check_replaceable(config.parent, config.name)
 
 
-def _destination(output: str, adapter: bool) -> Path:
-    """Returns the folder in the run's output that gets the trained model, or its adapter."""
-    return Path(output).expanduser() / (ADAPTER_FOLDER if adapter else "model")
+def config_of_export(output: str | Path, *, adapter: bool) -> Path:
+    """Returns the path of the config file in the folder that gets the trained model, or its adapter."""
+    return Path(output).expanduser() / (f"{ADAPTER_FOLDER}/{CONFIG_FILE}" if adapter else "model/config.json")

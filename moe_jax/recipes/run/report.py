@@ -79,22 +79,22 @@ def summary(records: list[dict[str, Any]], model_step: int | None) -> dict[str, 
       model_step: as in `write_report`.
     """
     last = records[-1]
-    summary = {"steps": last["step"], "loss of the last step": f"{last['loss']:.4f}"}
+    found = {"steps": last["step"], "loss of the last step": f"{last['loss']:.4f}"}
     measured = [record for record in records if "eval_loss" in record]
     if measured:
         best = min(measured, key=lambda record: record["eval_loss"])
-        summary["held-out loss at the end"] = f"{measured[-1]['eval_loss']:.4f}"
-        summary["smallest held-out loss"] = f"{best['eval_loss']:.4f}, step {best['step']}"
-    summary |= {
+        found["held-out loss at the end"] = f"{measured[-1]['eval_loss']:.4f}"
+        found["smallest held-out loss"] = f"{best['eval_loss']:.4f}, step {best['step']}"
+    found |= {
         f"{name.replace('_', ' ')} at the end": f"{last[name]:.4f}"
         for name in ("reward_margin", "reward_accuracy", "reward", "eval_reward", "completions/mean_length")
         if name in last
     }
     if model_step is not None:
-        summary["exported weights"] = f"step {model_step}"
+        found["exported weights"] = f"step {model_step}"
     # The median, because a process's first step compiles.
-    summary["tokens a second, median"] = f"{statistics.median(record['tokens_per_second'] for record in records):,.0f}"
-    return summary
+    found["tokens a second, median"] = f"{statistics.median(record['tokens_per_second'] for record in records):,.0f}"
+    return found
 
 
 def _throughput(records: list[dict[str, Any]], path: Path) -> Path:

@@ -28,7 +28,7 @@ def check_blocks(found, expected, num_experts=EXPERTS):
 
 @pytest.mark.parametrize("tokens, num_experts", [(1, 128), (33, 60), pytest.param(24, 128, marks=pytest.mark.thorough)])
 def test_one_block_an_expert(tokens, num_experts):
-    """Of 60 experts the columns after the last are empty, and the next layer's begin at 60."""
+    """Columns after the last of 60 experts are empty, and the next layer's experts begin at 60."""
     ids, is_chosen = choices(seeds.rng(), tokens, num_experts)
     found = plan_rows(is_chosen, jnp.int32(LAYER), num_held=num_experts, num_blocks=EXPERTS + 1, holds_all_tokens=True)
     check_blocks(found, plan_of_few(ids, num_experts, 64), num_experts)
