@@ -12,6 +12,10 @@ from pathlib import Path
 # eight CPU devices each device holds a thread too.
 os.environ.setdefault("NPROC", "16")
 
+# The interpreter multiplies tiles with NumPy, whose OpenBLAS reads this when it is first imported. Its kernels for AVX2 sum a
+# tile's last rows in another order: there, the bits of strict kernels would depend on a row's place.
+os.environ.setdefault("OPENBLAS_CORETYPE", "Nehalem")
+
 from tests.helpers import cpu_flags, garbage, seeds
 
 # Worker processes find the flags in their environment.
