@@ -38,8 +38,8 @@ WINDOWS = st.none() | st.integers(1, 300) | NEAR_EDGES | st.just(2**31 - 1)
 
 @pytest.mark.parametrize(
     "length, block_q, block_kv",
-    [(768, 128, 128), (768, 64, 128), (768, 128, 64), (192, 64, 64), (128, 128, 128)],
-    ids=["equal blocks", "smaller blocks of queries", "smaller blocks of keys", "few small blocks", "one block"],
+    [(768, 64, 128), (768, 128, 64), (128, 128, 128)],
+    ids=["smaller blocks of queries", "smaller blocks of keys", "one block"],
 )
 @settings(max_examples=15, deadline=None)
 @given(ends=st.sets(st.integers(1, 767) | NEAR_EDGES, max_size=7), window=WINDOWS)
@@ -84,11 +84,8 @@ def test_tile_scheduler(longest, bytes_per_kv_head):
     [
         (2, 4096, 128, 128, 192, 128),
         pytest.param(1, 4096, 16, 2, 256, 256, marks=pytest.mark.thorough),
-        pytest.param(8, 4096, 32, 8, 128, 128, marks=pytest.mark.thorough),
         pytest.param(1, 32768, 32, 4, 128, 128, marks=pytest.mark.thorough),
         pytest.param(3, 1000, 6, 3, 64, 64, marks=pytest.mark.thorough),
-        pytest.param(1, 4096, 16, 2, 192, 192, marks=pytest.mark.thorough),
-        pytest.param(1, 4096, 16, 2, 64, 256, marks=pytest.mark.thorough),
     ],
 )
 def test_lowers_for_an_h200(batch, seq, heads, kv_heads, head_dim, value_dim):
@@ -122,11 +119,5 @@ def test_refusals(change, message):
     given = {"q": (1, 8, 2, 64), "k": (1, 8, 1, 64), "v": (1, 8, 1, 64), "ids": (1, 8), "dtype": jnp.bfloat16, **change}
     q, k, v = (jnp.zeros(given[name], given["dtype"]) for name in "qkv")
     with pytest.raises(ValueError, match=message):
-        flash_attention(
-            q,
-            k,
-            v,
-            scale=given.get("scale", 1.0),
-            segment_ids=jnp.zeros(given["ids"], jnp.int32),
-            window=given.get("window"),
-        )
+        ids = jnp.zeros(given["ids"], jnp.int32)
+        flash_attention(q, k, v, scale=given.get("scale", 1.0), segment_ids=ids, window=given.get("window"))

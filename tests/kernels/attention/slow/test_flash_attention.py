@@ -1,5 +1,7 @@
 """Fused attention equals its definition in f64, gradients too, in the interpreter."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +9,6 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
-from moe_jax.kernels.attention.api import attention
 from moe_jax.kernels.attention.mosaic.flash import flash_attention
 from tests.helpers.expert_layers import relative_error
 from tests.kernels.attention.test_flash_attention import H200, visible, with_gradients
@@ -36,10 +37,9 @@ def make(rng, batch, seq, heads, kv_heads, head_dim, value_dim, dtype=jnp.bfloat
 @pytest.mark.parametrize(
     "batch, seq, heads, kv_heads, head_dim, value_dim, segments, window, dtype",
     [
-        (1, 256, 1, 1, 128, 128, 1, None, "bfloat16"),
-        (1, 300, 4, 2, 64, 64, 4, None, "float16"),
+        (1, 200, 2, 1, 64, 64, 4, None, "float16"),
         pytest.param(2, 200, 2, 2, 64, 128, 3, 50, "bfloat16", marks=pytest.mark.thorough),
-        pytest.param(1, 384, 2, 1, 64, 64, 2, 100, "bfloat16", marks=pytest.mark.thorough),
+        pytest.param(1, 256, 1, 1, 128, 128, 1, None, "bfloat16", marks=pytest.mark.thorough),
         pytest.param(1, 130, 2, 1, 192, 128, 2, None, "bfloat16", marks=pytest.mark.thorough),
         pytest.param(1, 256, 1, 1, 256, 256, 2, 1, "bfloat16", marks=pytest.mark.thorough),
         pytest.param(1, 1, 2, 1, 64, 64, 1, None, "bfloat16", marks=pytest.mark.thorough),
@@ -57,28 +57,6 @@ def test_equals_the_definition(rng, batch, seq, heads, kv_heads, head_dim, value
         assert found.shape == wanted.shape, name
         assert found.dtype == (jnp.float32 if name == "lse" else dtype), name
         assert relative_error(found, wanted) < (1e-5 if name == "lse" else 5e-3), name
-
-
-def test_equals_xla(rng):
-    q, k, v, _, _ = make(rng, 1, 256, 2, 1, 64, 64)
-    ids = packed(rng, 1, 256, 3)
-    # The window may be unknown while compiling, as in a scan over layers that differ in it.
-    fused, _ = jax.jit(lambda window: flash_attention(q, k, v, scale=0.2, segment_ids=ids, window=window))(70)
-    plain = attention(q, k, v, scale=0.2, query_segment_ids=ids, key_segment_ids=ids, window=70)
-    assert relative_error(fused, plain) < 6e-3
-
-
-def test_same_bits_twice(rng):
-    # The shapes of the test above, so that the kernel is traced once.
-    arrays = make(rng, 1, 256, 1, 1, 128, 128)
-    ids, scale = packed(rng, 1, 256, 3), 128**-0.5
-
-    def f(*arrays):
-        return flash_attention(*arrays, scale=scale, segment_ids=ids)
-
-    runs = [with_gradients(f, *arrays) for _ in range(2)]
-    for first, second in zip(*runs, strict=True):
-        np.testing.assert_array_equal(first, second)
 
 
 def test_large_scores(rng):
@@ -103,5 +81,5 @@ def test_replicated_keys():
 
     q, kv = (jax.ShapeDtypeStruct((batch, 256, 2, 128), jnp.bfloat16) for batch in (4, 2))
     with jax.sharding.use_abstract_mesh(mesh):
-        gradient = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).trace(q, kv, kv, jax.ShapeDtypeStruct((4, 256), jnp.int32))
-        assert gradient.lower(lowering_platforms=("cuda",)).as_text().count("all_reduce") == 2
+        gradient = jax.make_jaxpr(jax.grad(loss, argnums=(0, 1, 2)))(q, kv, kv, jax.ShapeDtypeStruct((4, 256), jnp.int32))
+    assert len(re.findall(r"\bpsum\w*\[", str(gradient))) == 2

@@ -3,13 +3,13 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_jax.kernels.attention.online_softmax import PartialAttention, merge, softmax_sum
 
 BATCH, QUERIES, HEADS, WIDTH = 1, 3, 2, 4
+CUTS = 2, 7
 
 
 def part(scores, v):
@@ -36,33 +36,33 @@ def merged(scores, v, cuts, order):
 
 
 @settings(max_examples=8, deadline=None)
-@given(seed=st.integers(0, 2**31), cuts=st.tuples(st.integers(1, 4), st.integers(5, 8)), order=st.permutations(range(3)))
-def test_parts_in_any_order(seed, cuts, order):
+@given(seed=st.integers(0, 2**31), order=st.permutations(range(3)))
+def test_parts_in_any_order(seed, order):
     """They merge to the softmax over all keys."""
     scores, v = make(seed, 9)
-    out, lse = merged(scores, v, cuts, order)
-    wanted_lse = jax.nn.logsumexp(scores, axis=-1)
-    weights = jnp.where(jnp.isneginf(scores), 0, jnp.exp(scores - jnp.maximum(wanted_lse, -1e30)[..., None]))
-    np.testing.assert_allclose(lse, wanted_lse, rtol=1e-5, atol=1e-5)
-    np.testing.assert_allclose(out, jnp.einsum("bhqk,bke->bqhe", weights, v), atol=1e-5)
-    assert bool((out[:, 0] == 0).all()) and bool(jnp.isneginf(lse[:, :, 0]).all())
+    out, lse = map(np.asarray, merged(scores, v, CUTS, order))
+    weights = np.exp(np.asarray(scores, np.float64))
+    sums = weights.sum(axis=-1)
+    np.testing.assert_allclose(np.exp(lse.astype(np.float64)), sums, rtol=1e-4)
+    wanted = np.einsum("bhqk,bke->bqhe", weights / np.where(sums, sums, 1)[..., None], v)
+    np.testing.assert_allclose(out, wanted, atol=1e-5)
+    assert (out[:, 0] == 0).all() and np.isneginf(lse[:, :, 0]).all()
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.thorough) for seed in (1, 2))])
-def test_gradients(seed):
+def test_gradients():
     """Gradients through parts are finite and equal the gradients through all keys at once."""
-    scores, v = make(seed, 9)
-    direction = np.random.default_rng(seed + 100).normal(size=(BATCH, QUERIES, HEADS, WIDTH))
+    scores, v = make(0, 9)
+    direction = np.random.default_rng(100).normal(size=(BATCH, QUERIES, HEADS, WIDTH))
 
     def value(parts, scores, v):
         out, lse = parts(scores, v)
         return (out * direction).sum() + jnp.where(jnp.isneginf(lse), 0, lse).sum()
 
     def in_parts(scores, v):
-        return merged(scores, v, (2, 7), (2, 0, 1))
+        return merged(scores, v, CUTS, (2, 0, 1))
 
-    of_parts = jax.grad(value, argnums=(1, 2))(in_parts, scores, v)
-    of_whole = jax.grad(value, argnums=(1, 2))(part, scores, v)
+    gradient = jax.jit(jax.grad(value, argnums=(1, 2)), static_argnums=0)
+    of_parts, of_whole = (gradient(f, scores, v) for f in (in_parts, part))
     for actual, wanted in zip(of_parts, of_whole, strict=True):
         assert bool(jnp.isfinite(actual).all())
         np.testing.assert_allclose(actual, wanted, atol=2e-5)
@@ -73,7 +73,7 @@ def test_two_empty_parts():
     empty = PartialAttention(jnp.zeros((BATCH, QUERIES, HEADS, WIDTH)), jnp.full((BATCH, HEADS, QUERIES), -jnp.inf))
     out, lse = merge(empty, empty)
     assert bool((out == 0).all()) and bool(jnp.isneginf(lse).all())
-    gradients = jax.grad(lambda a, b: merge(a, b).out.sum(), argnums=(0, 1))(empty, empty)
+    gradients = jax.jit(jax.grad(lambda a, b: merge(a, b).out.sum(), argnums=(0, 1)))(empty, empty)
     assert all(bool(jnp.isfinite(g).all()) for g in jax.tree.leaves(gradients))
 
 

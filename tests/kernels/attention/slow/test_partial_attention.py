@@ -4,16 +4,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AbstractDevice, AbstractMesh
 
 from moe_jax.kernels.attention import partial as partial_attention
 from moe_jax.kernels.attention.mosaic import masks
 from moe_jax.kernels.attention.online_softmax import BackwardInputs, PartialAttention, merge
 from tests.helpers.expert_layers import relative_error
-from tests.helpers.lowered import num_kernels
 
 SCALE, BATCH = 0.2, 1
-H200 = AbstractMesh((1,), ("x",), abstract_device=AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu"))
 
 
 def make(rng, queries, keys, heads, kv_heads, head_dim, value_dim, dtype):
@@ -48,11 +45,9 @@ CASES = {
 @pytest.mark.parametrize(
     "name, adds, out_dtype",
     [
-        pytest.param("several chunks", False, None, marks=pytest.mark.thorough),
         pytest.param("several chunks", True, None, marks=pytest.mark.thorough),
-        pytest.param("kernels", True, None, marks=pytest.mark.thorough),
-        ("kernels", True, jnp.bfloat16),
-        ("kernels, dk and dv apart", False, None),
+        pytest.param("kernels", False, None, marks=pytest.mark.thorough),
+        ("kernels, dk and dv apart", True, jnp.bfloat16),
     ],
 )
 def test_equals_the_definition(rng, monkeypatch, name, adds, out_dtype):
@@ -112,9 +107,9 @@ def test_equals_the_definition(rng, monkeypatch, name, adds, out_dtype):
     np.testing.assert_allclose(np.where(empty, 0, lse), np.where(empty, 0, wanted_lse), atol=1e-4)
 
 
-@pytest.mark.parametrize("block_q, block_kv", [(64, 128), (128, 64)])
-def test_block_steps(rng, block_q, block_kv):
+def test_block_steps(rng):
     """The steps cover the blocks in sight, and steps without a mask have every pair visible."""
+    block_q, block_kv = 64, 128
     *_, (first, last) = make(rng, 512, 640, 1, 1, 1, 1, "float32")
     index = np.arange(640)
     visible = (np.asarray(first)[..., None] <= index) & (index <= np.asarray(last)[..., None])
@@ -135,21 +130,3 @@ def test_block_steps(rng, block_q, block_kv):
             # The union of a block's intervals may have holes where intervals are empty; an empty block takes one step.
             assert set(np.flatnonzero(row_some)) <= set(blocks)
             assert row_every[blocks[steps.masked : steps.full]].all()
-
-
-@pytest.mark.thorough
-def test_lowers_for_an_h200():
-    def step(q, k, v, dout, lse, delta, *bounds):
-        options = {"scale": SCALE, "backend": "mosaic"}
-        sums = partial_attention.forward(q, k, v, bounds, **options)
-        out, lse = partial_attention.forward(q, k, v, bounds, previous=sums, **options)
-        operands = BackwardInputs(q, k, v, dout, lse, delta), bounds
-        dq = partial_attention.gradient_of_queries(*operands, previous=q.astype(jnp.float32), **options)
-        of_keys = k.astype(jnp.float32), v.astype(jnp.float32)
-        return out, dq, partial_attention.gradients_of_keys(*operands, previous=of_keys, **options)
-
-    q, kv = (jax.ShapeDtypeStruct((1, 8192, heads, 128), jnp.bfloat16) for heads in (32, 8))
-    row, bound = jax.ShapeDtypeStruct((1, 32, 8192), jnp.float32), jax.ShapeDtypeStruct((1, 8192), jnp.int32)
-    with jax.sharding.use_abstract_mesh(H200):
-        lowered = jax.jit(step).trace(q, kv, kv, q, row, row, bound, bound).lower(lowering_platforms=("cuda",))
-    assert num_kernels(lowered.as_text()) == 4
