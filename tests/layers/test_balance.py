@@ -102,6 +102,7 @@ def test_sequence_against_batch():
     halves = np.repeat([[9.0, 9, 0, 0], [0, 0, 9, 9]], 6, axis=0)
     by_sequence = Sequences.of(jnp.asarray([[1] * 6, [1] * 6]))
     as_one = Sequences.of(jnp.ones((1, 12), jnp.int32))
-    apart, together = (sequence_balance(jax.nn.softmax(jnp.asarray(halves)), 2, s) for s in (by_sequence, as_one))
+    balance = jax.jit(lambda scores, sequences: sequence_balance(jax.nn.softmax(scores), 2, sequences))
+    apart, together = (balance(halves, sequences) for sequences in (by_sequence, as_one))
     np.testing.assert_allclose(apart / 2, 2, rtol=1e-3)
     np.testing.assert_allclose(together, 1, rtol=1e-6)
