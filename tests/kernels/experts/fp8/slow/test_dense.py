@@ -1,5 +1,7 @@
 """A dense matrix in FP8: errors against f32, equality of kernel and reference, sizes that are filled up, and copies."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,8 +9,9 @@ import pytest
 
 from moe_jax.kernels import fp8_matmul, quantise_matrices
 from moe_jax.kernels.experts.fp8.dense import DenseCopies, dense_copies
-from moe_jax.kernels.experts.routing import plan, plan_of_one
+from moe_jax.kernels.experts.routing import plan_of_one
 from tests.helpers import seeds
+from tests.helpers.compiled_steps import plan
 from tests.helpers.expert_layers import SUM_ERROR_IN_FP8
 
 NAMES = "y", "dx", "dw"
@@ -24,9 +27,10 @@ def _operands(batch, columns, summands):
     return jnp.asarray(x, jnp.bfloat16), w, jnp.asarray(dy, jnp.bfloat16)
 
 
+@partial(jax.jit, static_argnames="backend")
 def _passes(x, w, dy, **options):
     y, pullback = jax.vjp(lambda x, w: fp8_matmul(x, w, **options), x, w)
-    return jax.block_until_ready((y, *pullback(dy)))
+    return y, *pullback(dy)
 
 
 def _assert_near(found, expected):
@@ -40,11 +44,10 @@ def _assert_equal(found, expected):
         np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32), err_msg=name)
 
 
-@pytest.mark.parametrize("batch, columns, summands", [((2, 128), 512, 1024), ((200,), 576, 384), ((96,), 192, 320)])
-def test_errors(batch, columns, summands):
-    """Each result is within 0.08 of f32 in norm, and points where it points, also with sizes that are no multiples of 128."""
-    x, w, dy = _operands(batch, columns, summands)
-    found = jax.jit(_passes)(x, w, dy)
+def test_errors():
+    """Each result is within 0.08 of f32 in norm, and points where it points. The sizes are no multiples of 128."""
+    x, w, dy = _operands((2, 100), 576, 320)
+    found = _passes(x, w, dy)
     wide_x, wide_dy = (np.asarray(a, np.float64).reshape(-1, a.shape[-1]) for a in (x, dy))
     wide_w = np.asarray(w, np.float64)
     exact = wide_x @ wide_w.T, wide_dy @ wide_w, wide_dy.T @ wide_x
@@ -60,7 +63,6 @@ def test_errors(batch, columns, summands):
     "tokens, columns, summands",
     [
         (40, 128, 128),
-        pytest.param(130, 192, 256, marks=pytest.mark.thorough),
         pytest.param(200, 576, 384, marks=pytest.mark.thorough),
     ],
 )
@@ -96,8 +98,9 @@ def test_no_tokens():
 
 def test_plan_of_one():
     """It is the plan of choices of zero, except for rows after the last tile."""
-    for tokens in (1, 64, 130):
-        ours, theirs = plan_of_one(tokens, 64), plan(jnp.zeros((tokens, 1), jnp.int32), 1, 64)
+    for tokens in (64, 130):
+        ours = jax.jit(plan_of_one, static_argnums=(0, 1))(tokens, 64)
+        theirs = plan(jnp.zeros((tokens, 1), jnp.int32), 1, 64)
         assert ours.num_rows % 128 == 0 and tokens <= ours.num_rows <= theirs.num_rows
         for name, a in vars(theirs).items():
             b = getattr(ours, name)

@@ -31,6 +31,7 @@ def _gradients(f):
 
 
 _in_fp8 = _gradients(lambda *layer: experts_mlp(*layer, precision=FP8))
+_exactly = _gradients(oracle.experts_mlp)
 _keeping_fp8 = _gradients(lambda *layer: experts_mlp(*layer, precision=Precision(kept="fp8")))
 
 
@@ -41,7 +42,7 @@ def _assert_equal(results, expected):
 
 def _assert_near(results, layer, dy, bound):
     x, *others, chosen = layer
-    exact = expert_layers.with_gradients(oracle.experts_mlp, (x.astype(jnp.float32), *others, chosen), dy.astype(jnp.float32))
+    exact = _exactly((x.astype(jnp.float32), *others, chosen), dy.astype(jnp.float32))
     for name, found, wanted in zip(expert_layers.ARRAYS, results, exact, strict=True):
         found, wanted = np.asarray(found, np.float64), np.asarray(wanted, np.float64)
         own, alike = bound, 0.997
@@ -53,27 +54,23 @@ def _assert_near(results, layer, dy, bound):
         assert np.linalg.norm(found - wanted) <= own * norm, name
         assert np.vdot(found, wanted) >= alike * norm * np.linalg.norm(found), name
         if name in ("y", "x"):
-            of_tokens = np.linalg.norm(found - wanted, axis=1) / np.linalg.norm(wanted, axis=1)
-            assert of_tokens.max() <= 0.12, name
+            assert (np.linalg.norm(found - wanted, axis=1) <= 0.12 * np.linalg.norm(wanted, axis=1)).all(), name
 
 
-@pytest.mark.parametrize(
-    "routing, tokens, experts",
-    [("random", 128, 4), *(pytest.param("random", 512, experts, marks=pytest.mark.thorough) for experts in (4, 32))],
-)
-def test_errors_do_not_grow(routing, tokens, experts):
-    """The bounds are the same for all numbers of tokens and experts."""
-    layer, dy = _layer(routing, tokens, experts)
+@pytest.mark.thorough
+def test_errors_do_not_grow():
+    """The bounds are the same for other numbers of tokens and experts."""
+    layer, dy = _layer("random", 512, 32)
     _assert_near(_in_fp8(layer, dy), layer, dy, bound=0.07)
 
 
-def test_errors_with_h_in_fp8():
+def test_errors_with_h_in_bf16_and_in_fp8():
     layer, dy = _layer()
-    results = _keeping_fp8(layer, dy)
+    results, kept_in_fp8 = _in_fp8(layer, dy), _keeping_fp8(layer, dy)
     _assert_near(results, layer, dy, bound=0.07)
-    y, dx, *_ = _in_fp8(layer, dy)
-    _assert_equal(results[0], y)
-    assert np.any(np.asarray(results[1]) != np.asarray(dx)), "h was kept in bf16"
+    _assert_near(kept_in_fp8, layer, dy, bound=0.07)
+    _assert_equal(results[0], kept_in_fp8[0])
+    assert np.any(np.asarray(results[1]) != np.asarray(kept_in_fp8[1])), "h was kept in bf16"
 
 
 @pytest.mark.parametrize("routing", ["one_takes_all", "half_empty", "some_nobody"])
@@ -83,17 +80,9 @@ def test_hard_routings(routing):
     if routing == "some_nobody":
         nobody = np.all((np.asarray(layer[-1]) < 0) | (np.asarray(layer[-1]) >= EXPERTS), axis=1)
         assert nobody.any() and not np.any(np.asarray(results[0], np.float32)[nobody])
-        keep = ~nobody
-        layer, dy = (layer[0][keep], layer[1], layer[2], layer[3][keep], layer[4][keep]), dy[keep]
-        results = [a[keep] if a.shape[0] == len(keep) else a for a in results]
     if routing == "one_takes_all":
         assert not np.any(np.asarray(results[2])[:-1]), "experts without tokens have gradients of zero"
     _assert_near(results, layer, dy, bound=0.08)
-
-
-def test_two_runs_are_equal():
-    layer, dy = _layer()
-    _assert_equal(_in_fp8(layer, dy), _in_fp8(layer, dy))
 
 
 def test_a_token_does_not_depend_on_others():
@@ -124,35 +113,6 @@ def test_given_copies_are_those_made_inside():
 
 
 @pytest.mark.thorough
-def test_frozen_weights():
-    """If weights get no gradient, the other gradients are the same."""
-    (x, w_gate_up, w_down, weights, chosen), dy = _layer()
-    y, dx, _, _, d_weights = _in_fp8((x, w_gate_up, w_down, weights, chosen), dy)
-
-    def frozen(x, weights, chosen):
-        return compute(x, w_gate_up, w_down, weights, chosen, Form(frozen=True), precision=FP8)
-
-    _assert_equal(_gradients(frozen)((x, weights, chosen), dy), (y, dx, d_weights))
-
-
-@pytest.mark.thorough
-def test_gradients_add_to_sums():
-    layer, dy = _layer()
-    x, w_gate_up, w_down, weights, chosen = layer
-    sums = jnp.full(w_gate_up.shape, 2.0), jnp.full(w_down.shape, 3.0)
-
-    def value(sums, x):
-        y = compute(x, w_gate_up, w_down, weights, chosen, Form(gradient=Accumulators(*sums)), precision=FP8)
-        return jnp.vdot(y.astype(jnp.float32), dy.astype(jnp.float32))
-
-    (gate_up, down), dx = jax.jit(jax.grad(value, (0, 1)))(sums, x)
-    _, dx_alone, dw_gate_up, dw_down, _ = _in_fp8(layer, dy)
-    _assert_equal(dx, dx_alone)
-    np.testing.assert_allclose(gate_up - 2, dw_gate_up, atol=1e-5)
-    np.testing.assert_allclose(down - 3, dw_down, atol=1e-5)
-
-
-@pytest.mark.thorough
 def test_sums_of_a_layer_of_a_stack():
     layer, dy = _layer()
     x, w_gate_up, w_down, weights, chosen = layer
@@ -177,17 +137,6 @@ def test_a_stack_in_fp8():
     in_stack = jax.jit(lambda layer: compute(x, None, None, weights, chosen, Form(layer, copies=stack), precision=FP8))
     of_layer = jax.jit(lambda *layer: experts_mlp(*layer, precision=FP8))
     _assert_equal(in_stack(jnp.int32(1)), of_layer(x, w_gate_up, w_down, weights, chosen))
-
-
-@pytest.mark.thorough
-def test_chunks():
-    """Chunks of 48 of the 128 tokens give the same y and dx, and weight gradients summed in another order."""
-    layer, dy = _layer()
-    in_chunks = _gradients(lambda *layer: experts_mlp(*layer, precision=FP8, chunk_tokens=48))(layer, dy)
-    y, dx, dw_gate_up, dw_down, dweights = _in_fp8(layer, dy)
-    _assert_equal((in_chunks[0], in_chunks[1]), (y, dx))
-    for found, wanted in zip(in_chunks[2:], (dw_gate_up, dw_down, dweights), strict=True):
-        np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-4)
 
 
 def test_no_tokens():
@@ -217,7 +166,7 @@ def test_refusals():
         wrong = quantised[0]._replace(scales=quantised[0].scales[..., :1])
         experts_mlp(x, wrong, quantised[1], weights, chosen, precision=FP8)
     with pytest.raises(ValueError, match="matrices in FP8 get no gradient"):
-        jax.grad(lambda w: experts_mlp(x, w, quantised[1], weights, chosen, precision=FP8).sum())(quantised[0])
+        jax.eval_shape(jax.grad(lambda w: experts_mlp(x, w, quantised[1], weights, chosen, precision=FP8).sum()), quantised[0])
     with pytest.raises(ValueError, match="kept='f16' must be one of 'bf16', 'fp8'"):
         Precision(kept="f16")
     with pytest.raises(ValueError, match="precision 'int8' must be one of 'bf16', 'fp8', 'fp8_kept'"):

@@ -1,6 +1,5 @@
 """The FP8 kernels for Hopper against the reference in XLA, in JAX's GPU interpreter where there is no GPU."""
 
-import dataclasses
 from types import SimpleNamespace
 
 import jax
@@ -77,22 +76,16 @@ def test_matrices_in_both_orders():
 def test_kept_h():
     """Codes and scales agree bit for bit, also for zeros, tiny and infinite numbers; other numbers of rows are left to XLA."""
     h = seeds.rng().normal(size=(128, 384)).astype(np.float32)
-    h[2] = 0
-    h[3, 5] = np.inf
-    h[4] *= 1e-30
-    h[5] *= 1e-38
+    h[2], h[3, 5], h[4], h[5] = 0, np.inf, 1e-30 * h[4], 1e-38 * h[5]
     for rows in (128, 70):
         kept = [jax.jit(m.kept_h, static_argnums=1)(jnp.asarray(h[:rows], jnp.bfloat16), "fp8") for m in (mosaic, xla)]
         for a, b in zip(*kept, strict=True):
             np.testing.assert_array_equal(np.asarray(a).view(np.uint8), np.asarray(b).view(np.uint8))
 
 
-FURTHER = [pytest.param(routing, marks=pytest.mark.thorough) for routing in ("random", "one_takes_all")]
-
-
-@pytest.mark.parametrize("routing", ["some_nobody", *FURTHER])
+@pytest.mark.parametrize("routing", ["some_nobody", pytest.param("one_takes_all", marks=pytest.mark.thorough)])
 def test_passes(routing):
-    """Every kernel gives what the reference gives for the same operands. One expert has no token, or all."""
+    """Every kernel gives what the reference gives for the same operands."""
     rng = seeds.rng()
     x, gate_up, down, v, p = _layer(routing, rng)
     rows = rows_with_a_pair(p)
@@ -109,30 +102,17 @@ def test_passes(routing):
         _assert_near(found, expected, rows)
 
 
-@pytest.mark.parametrize("hidden", [384, *(pytest.param(each, marks=pytest.mark.thorough) for each in (128, 1024))])
-def test_rows_of_tokens(hidden):
+def test_rows_of_tokens():
     """Values and scales agree bit for bit, also for zeros, tiny and infinite numbers; filling rows are zeros.
 
     So do tokens that were rounded before.
     """
     rng = seeds.rng()
     chosen = jnp.asarray(rng.integers(-1, EXPERTS - 1, (37, K)), jnp.int32)
-    p = plan(chosen, EXPERTS, mosaic.ROW_ALIGNMENT)
-    x = jnp.asarray(rng.normal(size=(37, hidden)), jnp.bfloat16)
-    x = (
-        x.at[2]
-        .set(0)
-        .at[3, 5]
-        .set(jnp.inf)
-        .at[4, 100]
-        .set(jnp.nan)
-        .at[5]
-        .multiply(1e-30)
-        .at[6]
-        .multiply(1e-38)
-        .at[7, 3]
-        .set(1e4)
-    )
+    p, x = plan(chosen, EXPERTS, mosaic.ROW_ALIGNMENT), rng.normal(size=(37, HIDDEN))
+    x[2], x[3, 5], x[4, 100], x[7, 3] = 0, np.inf, np.nan, 1e4
+    x[5], x[6] = 1e-30 * x[5], 1e-38 * x[6]
+    x = jnp.asarray(x, jnp.bfloat16)
     theirs, rounded = reference.rows_of_tokens(x, p), quantise_rows(x)
     computed = slice(0, int(p.offsets[-1]))
     for ours in (kernels.rows_of_tokens(x, p), kernels.rows_of_rounded(rounded, p)):
@@ -147,10 +127,10 @@ def test_rows_of_tokens(hidden):
 def test_promotion():
     """Sums of positive numbers are f32 sums over groups of 128, and scales of six decades enter where they belong."""
     rng = seeds.rng()
-    p = plan(jnp.asarray(rng.integers(0, 2, (64, 1)), jnp.int32), EXPERTS, mosaic.ROW_ALIGNMENT)
-    decades = 10.0 ** rng.integers(-3, 4, (p.num_rows, 8)).repeat(128, axis=1)
-    a = quantise_rows(jnp.asarray(rng.random((p.num_rows, 1024)) * decades, jnp.float32))
-    w = quantise_matrices(jnp.asarray(rng.random((EXPERTS, 256, 1024)), jnp.float32))
+    *_, p = _layer("random", rng)
+    decades = 10.0 ** rng.integers(-3, 4, (p.num_rows, INTER // 128)).repeat(128, axis=1)
+    a = quantise_rows(jnp.asarray(rng.random((p.num_rows, INTER)) * decades, jnp.float32))
+    w = quantise_matrices(jnp.asarray(rng.random((EXPERTS, HIDDEN, INTER)), jnp.float32))
     w = w._replace(scales=w.scales * 10.0 ** rng.integers(-3, 4, w.scales.shape))
     _assert_near(kernels.grouped_matmul(a, w, p), reference.grouped_matmul(a, w, p), rows_with_a_pair(p))
 
@@ -159,10 +139,9 @@ def test_promotion():
     "other",
     [
         pytest.param(Fp8TileShape(128, 128, 3), marks=pytest.mark.thorough),
-        pytest.param(Fp8TileShape(64, 256, 3, ping_pong=True), marks=pytest.mark.thorough),
         Fp8TileShape(64, 128, 2, ping_pong=True, steps_of_slot=2),
     ],
-    ids=["one block", "ping-pong", "two steps a slot"],
+    ids=["one block", "two steps a slot"],
 )
 def test_bits_of_a_row(other):
     """A token's results do not depend on the other tokens, on their experts, or on the tile."""
@@ -181,14 +160,9 @@ def test_bits_of_a_row(other):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(
-    "other",
-    [Fp8TileShape(128, 256, 2), Fp8TileShape(64, 256, 2, ping_pong=True)],
-    ids=["two blocks", "ping-pong"],
-)
-def test_bits_of_gradients(other):
+def test_bits_of_gradients():
     """Gradients do not depend on the tile."""
-    rng = seeds.rng()
+    rng, other = seeds.rng(), Fp8TileShape(64, 256, 2, ping_pong=True)
     x, gate_up, down, v, p = _layer("random", rng)
     h = jnp.asarray(rng.normal(size=(p.num_rows, 2 * INTER)), jnp.bfloat16)
     dy, rows = reference.rows_of_tokens(x, p), np.arange(p.num_rows) < int(p.offsets[-1])
@@ -216,26 +190,11 @@ def test_numbers_that_are_none():
     assert (np.asarray(act.scales)[:, token == 7] == LEAST_MAXIMUM * INVERSE_LARGEST).all()
 
 
-@pytest.mark.parametrize("tokens", [pytest.param(5, marks=pytest.mark.thorough), 21])
-def test_few_tokens(tokens):
-    """A plan that holds all tokens lets each chosen expert read the tokens where they are, and store a part of the rows."""
-    rng = seeds.rng()
-    x, w_gate_up, w_down, _, chosen = expert_layers.make_layer(rng, "random", tokens, EXPERTS, K, 128, 128)
-    gate_up, down = quantise_matrices(w_gate_up), quantise_matrices(w_down)
-    few, many = plan_of_few(chosen, EXPERTS, mosaic.ROW_ALIGNMENT), plan(chosen, EXPERTS, mosaic.ROW_ALIGNMENT)
-
-    def y(p, module):
-        act = module.gated_matmul(module.rows_of_tokens(x, p), gate_up, p, keep_h=False)[1]
-        return np.asarray(module.grouped_matmul(act, down, p)[p.row_of_pair], np.float32)
-
-    _assert_near(y(few, kernels), y(many, reference), slice(None))
-    found, rounded = kernels.rows_of_tokens(x, few), kernels.rows_of_rounded(quantise_rows(x), few)
-    np.testing.assert_array_equal(rounded.values.view(jnp.uint8), found.values.view(jnp.uint8))
-    np.testing.assert_array_equal(rounded.scales[:, :tokens], found.scales[:, :tokens])
-
-
 def test_few_pairs():
-    """Kernels by pairs give the bits of the kernels by rows, out of a stack of layers; a pair of nobody gives zeros."""
+    """Kernels by pairs give the bits of the kernels by rows, out of a stack of layers; a pair of nobody gives zeros.
+
+    A plan that holds all tokens lets each chosen expert read the tokens where they are, and store a part of the rows.
+    """
     rng = seeds.rng()
     x = jnp.asarray(rng.normal(size=(2, 384)), jnp.bfloat16)
     stacks = [quantise_matrices(jnp.asarray(rng.normal(size=(2, 8, *s)), jnp.float32)) for s in ((512, 384), (384, 256))]
@@ -243,31 +202,26 @@ def test_few_pairs():
     found = _wait(mosaic.experts_of_few_pairs)(x, *stacks, chosen, jnp.int32(1))
     gate_up, down = (type(w)(w.values[1], w.scales[1]) for w in stacks)
     p = plan_of_few(chosen, 8, mosaic.ROW_ALIGNMENT)
-    act = kernels.gated_matmul(kernels.rows_of_tokens(x, p), gate_up, p, keep_h=False)[1]
-    expected = kernels.grouped_matmul(act, down, p)[p.row_of_pair.reshape(-1)]
+    rows, rounded = kernels.rows_of_tokens(x, p), kernels.rows_of_rounded(quantise_rows(x), p)
+    np.testing.assert_array_equal(rounded.values.view(jnp.uint8), rows.values.view(jnp.uint8))
+    np.testing.assert_array_equal(rounded.scales[:, :2], rows.scales[:, :2])
+    expected = kernels.grouped_matmul(kernels.gated_matmul(rows, gate_up, p, keep_h=False)[1], down, p)
+    expected = expected[p.row_of_pair.reshape(-1)]
+    many = plan(chosen, 8, mosaic.ROW_ALIGNMENT)
+    act = reference.gated_matmul(reference.rows_of_tokens(x, many), gate_up, many, keep_h=False)[1]
+    # Of these few rows a single number on the other side of a tie is more than elsewhere.
+    _assert_near(expected, reference.grouped_matmul(act, down, many)[many.row_of_pair.reshape(-1)], slice(3), error=1e-2)
     np.testing.assert_array_equal(np.asarray(found, np.float32)[:3], np.asarray(expected, np.float32)[:3])
     assert np.abs(np.asarray(found, np.float32)[:3]).max() > 1 and not np.asarray(found, np.float32)[3].any()
-
-
-@pytest.mark.thorough
-def test_a_layer_of_a_stack():
-    """The experts of one layer are read inside the stack of all layers."""
-    rng = seeds.rng()
-    w = quantise_matrices(jnp.asarray(rng.normal(size=(2, EXPERTS, 128, 256)), jnp.float32))
-    p = plan(jnp.asarray(rng.integers(0, EXPERTS, (40, 1)), jnp.int32), EXPERTS, mosaic.ROW_ALIGNMENT)
-    a = quantise_rows(jnp.asarray(rng.normal(size=(p.num_rows, 256)), jnp.bfloat16))
-    in_stack = dataclasses.replace(p, layer=jnp.int32(1))
-    alone = type(w)(w.values[1], w.scales[1])
-    ours = kernels.grouped_matmul(a, w, in_stack)
-    np.testing.assert_array_equal(ours[rows_with_a_pair(p)], kernels.grouped_matmul(a, alone, p)[rows_with_a_pair(p)])
 
 
 def test_no_rows():
     x, gate_up, down, _, _ = _layer("random", seeds.rng())
     p = plan(jnp.zeros((0, K), jnp.int32), EXPERTS, mosaic.ROW_ALIGNMENT)
-    rows = kernels.rows_of_tokens(x[:0], p)
-    h, act = kernels.gated_matmul(rows, gate_up, p)
-    assert kernels.rows_of_rounded(rows, p).values.shape == (0, HIDDEN)
+    rows = jax.eval_shape(mosaic.rows_of_tokens, x[:0], p)
+    h, act = jax.eval_shape(mosaic.gated_matmul, rows, gate_up, p)
+    assert jax.eval_shape(mosaic.rows_of_rounded, rows, p).values.shape == (0, HIDDEN)
     assert isinstance(act, QuantisedRows) and h.shape == (0, 2 * INTER)
-    assert kernels.grouped_matmul(act, down, p).shape == (0, HIDDEN)
-    assert kernels.gated_matmul_backward(rows, transposed(down), h, jnp.zeros(0), p)[0].values.shape == (0, 2 * INTER)
+    assert jax.eval_shape(mosaic.grouped_matmul, act, down, p).shape == (0, HIDDEN)
+    backward = jax.eval_shape(mosaic.gated_matmul_backward, rows, transposed(down), h, jnp.zeros(0), p)
+    assert backward[0].values.shape == (0, 2 * INTER)

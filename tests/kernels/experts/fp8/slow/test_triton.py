@@ -37,7 +37,7 @@ def _assert_same_bits(found, wanted, rows):
 
 @needs_triton
 @pytest.mark.parametrize(
-    "routing, tokens", [("some_nobody", 40), pytest.param("one_takes_all", 250, marks=pytest.mark.thorough)]
+    "routing, tokens", [("some_nobody", 20), pytest.param("one_takes_all", 250, marks=pytest.mark.thorough)]
 )
 def test_passes(runs, routing, tokens):
     """Kernels give what the reference gives for the same operands, read inside a stack of layers. Both kinds of tiles run."""
@@ -186,8 +186,7 @@ QWEN3_30B = {"experts": 128, "k": 8, "hidden": 2048, "inter": 768}
     "tokens, capability",
     [
         (32768, "8.9"),
-        pytest.param(32768, "9.0", marks=pytest.mark.thorough),
-        *(pytest.param(1, each, marks=pytest.mark.thorough) for each in ("8.9", "9.0", "10.0")),
+        *(pytest.param(1, each, marks=pytest.mark.thorough) for each in ("9.0", "10.0")),
     ],
 )
 def test_compiled_kernels(monkeypatch, tmp_path, tokens, capability):
