@@ -12,62 +12,22 @@ from moe_jax.config.hf_json import FILE_TYPES
 from moe_jax.cost.flops import num_parameters
 
 GLM4 = dict(
-    model_type="glm4_moe",
-    head_dim=128,
-    hidden_act="silu",
-    num_attention_heads=96,
-    num_key_value_heads=8,
-    n_group=1,
-    topk_group=1,
-    n_shared_experts=1,
-    num_experts_per_tok=8,
-    norm_topk_prob=True,
-    attention_bias=True,
-    partial_rotary_factor=0.5,
-    rms_norm_eps=1e-5,
-    rope_theta=1000000,
-    rope_scaling=None,
-    vocab_size=151552,
-    num_nextn_predict_layers=1,
-    tie_word_embeddings=False,
-    eos_token_id=[151329, 151336, 151338],
-    pad_token_id=151329,
-)
+    model_type="glm4_moe", head_dim=128, hidden_act="silu", num_attention_heads=96, num_key_value_heads=8, n_group=1,
+    topk_group=1, n_shared_experts=1, num_experts_per_tok=8, norm_topk_prob=True, attention_bias=True,
+    partial_rotary_factor=0.5, rms_norm_eps=1e-5, rope_theta=1000000, rope_scaling=None, vocab_size=151552,
+    num_nextn_predict_layers=1, tie_word_embeddings=False, eos_token_id=[151329, 151336, 151338], pad_token_id=151329,
+)  # fmt: skip
 GLM4_FULL = dict(
-    GLM4,
-    hidden_size=5120,
-    intermediate_size=12288,
-    moe_intermediate_size=1536,
-    n_routed_experts=160,
-    num_hidden_layers=92,
-    first_k_dense_replace=3,
-    routed_scaling_factor=2.5,
-    use_qk_norm=True,
-)
+    GLM4, hidden_size=5120, intermediate_size=12288, moe_intermediate_size=1536, n_routed_experts=160, num_hidden_layers=92,
+    first_k_dense_replace=3, routed_scaling_factor=2.5, use_qk_norm=True,
+)  # fmt: skip
 M2 = dict(
-    model_type="minimax_m2",
-    hidden_size=3072,
-    intermediate_size=1536,
-    num_hidden_layers=62,
-    num_attention_heads=48,
-    num_key_value_heads=8,
-    head_dim=128,
-    num_local_experts=256,
-    num_experts_per_tok=8,
-    rotary_dim=64,
-    rope_theta=5000000,
-    rms_norm_eps=1e-6,
-    vocab_size=200064,
-    use_qk_norm=True,
-    qk_norm_type="per_layer",
-    use_routing_bias=True,
-    scoring_func="sigmoid",
-    shared_intermediate_size=0,
-    use_mtp=True,
-    num_mtp_modules=3,
-    mtp_transformer_layers=1,
+    model_type="minimax_m2", hidden_size=3072, intermediate_size=1536, num_hidden_layers=62, num_attention_heads=48,
+    num_key_value_heads=8, head_dim=128, num_local_experts=256, num_experts_per_tok=8, rotary_dim=64, rope_theta=5000000,
+    rms_norm_eps=1e-6, vocab_size=200064, use_qk_norm=True, qk_norm_type="per_layer", use_routing_bias=True,
+    scoring_func="sigmoid", shared_intermediate_size=0, use_mtp=True, num_mtp_modules=3, mtp_transformer_layers=1,
     max_position_embeddings=196608,
-)
+)  # fmt: skip
 IN_TURN = ["sliding_attention", "full_attention"]
 GPT_OSS = dict(
     model_type="gpt_oss", attention_bias=True, experts_per_token=4, num_experts_per_tok=4, head_dim=64, hidden_act="silu",
@@ -144,26 +104,13 @@ PUBLISHED = {
 """Fields of published files that change a result."""
 
 COUNTS = {
-    "glm-4.5-air": 106_852_245_504,
-    "glm-4.5": 352_797_814_784,
-    "glm-4.6": 352_797_814_784,
-    "glm-4.7-flash": 29_943_390_976,
-    "dots.llm1": 142_774_373_888,
-    "solar-open-100b": 102_651_793_408,
-    "hy3": 295_033_528_320,
-    "a.x-k1": 518_983_052_288,
-    "minimax-m2": 228_689_748_992,
-    "qwen1.5-moe-a2.7b": 14_315_784_192,
-    "qwen2-57b-a14b": 57_408_658_944,
-    "mixtral-8x7b": 46_702_792_704,
-    "mixtral-8x22b": 140_620_634_112,
-    "olmoe-1b-7b": 6_919_161_856,
-    "ernie-4.5-21b-a3b": 21_825_437_888 - 27 * 64,
-    "ernie-4.5-300b-a47b": 299_484_163_264 - 51 * 64,
-    "gpt-oss-20b": 20_914_757_184,
-    "gpt-oss-120b": 116_829_156_672,
-    "hunyuan-a13b": 80_393_183_232,
-}
+    "glm-4.5-air": 106_852_245_504, "glm-4.5": 352_797_814_784, "glm-4.6": 352_797_814_784, "glm-4.7-flash": 29_943_390_976,
+    "dots.llm1": 142_774_373_888, "solar-open-100b": 102_651_793_408, "hy3": 295_033_528_320, "a.x-k1": 518_983_052_288,
+    "minimax-m2": 228_689_748_992, "qwen1.5-moe-a2.7b": 14_315_784_192, "qwen2-57b-a14b": 57_408_658_944,
+    "mixtral-8x7b": 46_702_792_704, "mixtral-8x22b": 140_620_634_112, "olmoe-1b-7b": 6_919_161_856,
+    "ernie-4.5-21b-a3b": 21_825_437_888 - 27 * 64, "ernie-4.5-300b-a47b": 299_484_163_264 - 51 * 64,
+    "gpt-oss-20b": 20_914_757_184, "gpt-oss-120b": 116_829_156_672, "hunyuan-a13b": 80_393_183_232,
+}  # fmt: skip
 """Parameters of transformers' models with these configs: without MTP modules and biases of the choice.
 
 transformers counts the biases of ERNIE's choice, which it does not train, as parameters.

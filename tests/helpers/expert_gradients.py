@@ -21,6 +21,8 @@ def make_inputs(rng, tokens, experts, k, hidden, inter, routing="random", dtype=
         chosen = np.array([rng.permutation(experts)[:k] for _ in range(tokens)], int).reshape(tokens, k)
     elif routing == "one_takes_all":
         chosen = np.full((tokens, k), experts - 1)
+    elif routing == "some_nobody":
+        chosen = rng.integers(-1, experts + 1, (tokens, k))
     else:  # the upper half of the experts is empty
         chosen = rng.integers(0, max(experts // 2, 1), (tokens, k))
     return x, w_gate_up, w_down, weights, jnp.asarray(chosen, jnp.int32)

@@ -27,7 +27,7 @@ def test_the_result_has_the_dtype_of_lax(rng, lhs_dtype, rhs_dtype, preferred):
     lhs, rhs = lhs.astype(lhs_dtype), rhs.astype(rhs_dtype)
 
     def with_gradients(dot):
-        return jax.value_and_grad(lambda lhs, rhs: dot(lhs, rhs, SIZES, None, preferred).sum(), (0, 1))(lhs, rhs)
+        return jax.jit(jax.value_and_grad(lambda lhs, rhs: dot(lhs, rhs, SIZES, None, preferred).sum(), (0, 1)))(lhs, rhs)
 
     ours, theirs = with_gradients(ragged_dot), with_gradients(jax.lax.ragged_dot)
     for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
@@ -35,7 +35,7 @@ def test_the_result_has_the_dtype_of_lax(rng, lhs_dtype, rhs_dtype, preferred):
         np.testing.assert_allclose(a.astype(float), b.astype(float), rtol=2**-6, atol=2**-6)
 
 
-@pytest.mark.parametrize("precision", ["highest", jax.lax.Precision.HIGHEST, (jax.lax.Precision.HIGHEST,) * 2])
+@pytest.mark.parametrize("precision", ["highest", (jax.lax.Precision.HIGHEST,) * 2])
 def test_precision_is_that_of_all_three_products(rng, precision):
     def step(lhs, rhs):
         y, pullback = jax.vjp(lambda *a: ragged_dot(*a, SIZES, precision), lhs, rhs)
@@ -47,15 +47,21 @@ def test_precision_is_that_of_all_three_products(rng, precision):
 
 def test_rows_of_no_group_are_neither_read_nor_written(rng):
     lhs, rhs = operands(rng)
-    y, pullback = jax.vjp(lambda *a: ragged_dot(*a, SIZES), lhs.at[5].set(jnp.nan), rhs.at[1].set(jnp.inf))
-    dlhs, drhs = pullback(jnp.ones_like(y).at[5].set(jnp.nan))
+
+    @jax.jit
+    def with_gradients(lhs, rhs):
+        y, pullback = jax.vjp(lambda *a: ragged_dot(*a, SIZES), lhs, rhs)
+        return y, *pullback(jnp.ones_like(y).at[5].set(jnp.nan))
+
+    y, dlhs, drhs = with_gradients(lhs.at[5].set(jnp.nan), rhs.at[1].set(jnp.inf))
     assert not any(np.asarray(a).any() for a in (y[5], dlhs[5], drhs[1]))
     assert all(np.isfinite(a).all() for a in (y, dlhs, drhs))
 
 
 def test_sizes_beyond_the_rows_are_cut_off(rng):
     lhs, rhs = operands(rng)
-    ours, whole = (ragged_dot(lhs, rhs, jnp.array(sizes)) for sizes in ([4, -1, 100], [4, 0, 2]))
+    dot = jax.jit(ragged_dot)
+    ours, whole = (dot(lhs, rhs, jnp.array(sizes)) for sizes in ([4, -1, 100], [4, 0, 2]))
     np.testing.assert_array_equal(ours, whole)
 
 
@@ -69,7 +75,7 @@ def test_maps_over_sizes_and_rows(rng):
     lhs, rhs = operands(rng)
     sizes = jnp.stack([SIZES, jnp.array([1, 4, 1])])
     rows = jnp.stack([lhs, 2 * lhs])
-    ours = jax.vmap(ragged_dot, (0, None, 0))(rows, rhs, sizes)
+    ours = jax.jit(jax.vmap(ragged_dot, (0, None, 0)))(rows, rhs, sizes)
     theirs = [jax.lax.ragged_dot(of_one, rhs, own) for of_one, own in zip(rows, sizes, strict=True)]
     np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
 

@@ -49,16 +49,13 @@ def entry(columns, rows_per_expert, pass_name="grouped_matmul", matrix=MATRIX):
     [
         ("gated_matmul", (1536, 2048), 64, TileShape(64, 256, 4)),
         ("gated_matmul", (1536, 2048), 65, TileShape(128, 256, 3)),
-        ("gated_matmul", (128, 2048), 1, TileShape(128, 128, 3)),
         ("grouped_matmul", (2048, 768), 2048, TileShape(128, 192, 4, ping_pong=True)),
         ("grouped_matmul", (2048, 2112), 2048, TileShape(128, 256, 3)),
-        ("grouped_matmul", (1024, 768), 2048, TileShape(128, 256, 3)),
         ("grouped_matmul", (192, 768), 1 / 16, TileShape(128, 192, 4, ping_pong=True)),
         ("grouped_matmul_transposed", (1536, 2048), 2048, TileShape(128, 192, 4, ping_pong=True)),
         ("grouped_matmul_transposed", (4096, 2048), 2048, TileShape(128, 256, 3)),
         ("grouped_matmul_transposed", (256, 64), 1, TileShape(128, 64, 8)),
         ("gated_matmul_backward", (2048, 768), 1, TileShape(64, 256, 3)),
-        ("gated_matmul_backward", (2048, 768), 100, TileShape(128, 256, 3)),
         ("grouped_outer", (2048, 768), 1, TileShape(128, 192, 4, ping_pong=True)),
         ("grouped_outer", (2048, 768), 8192, TileShape(128, 256, 4)),
         ("grouped_outer", (192, 384), 100, TileShape(64, 128, 4)),
@@ -82,8 +79,7 @@ def test_rule_fits_every_layer(hidden, inter, rows_per_expert):
 
 def test_packaged_table():
     """It is a table, and each entry names the device it was measured on."""
-    packaged = tiles.Path(tiles.__file__).with_name("tiles.json")
-    assert all(found.measured for found in read_table(packaged))
+    assert all(found.measured for found in read_table(tiles.Path(tiles.__file__).with_name("tiles.json")))
 
 
 def test_order_of_tables(monkeypatch, tmp_path):
@@ -132,13 +128,10 @@ def test_keys_of_passes(monkeypatch):
     "change, message",
     [
         ({"pass": "matmul"}, "pass is 'matmul'; it must be one of gated_matmul, grouped_matmul, "),
-        ({"matrix": [2048]}, "matrix is [2048]; it must be [rows, columns], two multiples of 64"),
         ({"matrix": [2048, 100]}, "matrix is [2048, 100]; it must be [rows, columns], two multiples of 64"),
         ({"rows_per_expert": 0}, "rows_per_expert is 0; it must be a number above 0"),
         ({"rows_per_expert": 10**400}, ": int too large"),
-        ({"rows_per_expert": "64"}, "rows_per_expert is '64'; it must be a number above 0"),
         ({"tile": [64, 256, 4]}, 'tile is [64, 256, 4]; it must be {"rows": 128, "columns": 256, "stages": 3}'),
-        ({"tile": GOOD["tile"] | {"stages": 3.5}}, "or other whole numbers"),
         ({"tile": GOOD["tile"] | {"by_turns": 1}}, 'or other whole numbers, and may have "by_turns": true'),
         ({"tile": GOOD["tile"] | {"columns": 192}}, "columns is 192; with 64 rows it must be 128 or 256"),
         ({"tile": GOOD["tile"] | {"stages": 5}}, "stages is 5; with tiles of 64 x 256 it must be 2 to 4, what 232448 bytes"),
@@ -161,9 +154,7 @@ def test_no_table(monkeypatch, tmp_path):
     path = tmp_path / "mine.json"
     for content, message in (
         (b"{", "is not JSON: "),
-        (b"\xff", "is not JSON: "),
         (b"[" * 100_000, "is not JSON: "),
-        (b"[]", 'must hold {"tiles": [...]}'),
         (b'{"tiles": 3}', 'must hold {"tiles"'),
     ):
         path.write_bytes(content)

@@ -1,5 +1,6 @@
 """The Triton kernels: in Triton's interpreter where there is no GPU, compiled where there is one."""
 
+import functools
 import re
 import subprocess
 import sys
@@ -31,8 +32,11 @@ def step_with_totals(totals, *arrays):
     return jax.vjp(lambda t: accumulating(*arrays, t, backend="triton"), totals)[1](dy)
 
 
-def step(x, w_gate_up, w_down, weights, chosen, dy):
-    y, pullback = jax.vjp(lambda *a: kernels.experts_mlp(*a, chosen, backend="triton"), x, w_gate_up, w_down, weights)
+def step(x, w_gate_up, w_down, weights, chosen, dy, biases=None, **options):
+    def layer(*arrays, biases):
+        return kernels.experts_mlp(*arrays, chosen, backend="triton", biases=biases, **options)
+
+    y, pullback = jax.vjp(functools.partial(layer, biases=biases), x, w_gate_up, w_down, weights)
     return y, pullback(dy)
 
 

@@ -1,6 +1,7 @@
 """The chunked loss equals log_softmax over all logits, with its gradients, and never holds those logits."""
 
 import re
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -26,21 +27,18 @@ def make_inputs(dtype=jnp.float64, vocab=53):
     return hidden, weight, jnp.asarray(rng.integers(0, vocab, 17)), jnp.asarray(rng.random(17) < 0.6)
 
 
-@pytest.mark.parametrize("chunk", [1, 5, 10, 17, 1000])
-def test_equals_the_plain_loss(chunk):
-    """Value and gradients, in f64."""
-    with jax.enable_x64(True):
-        hidden, weight, labels, mask = make_inputs()
+@partial(jax.jit, static_argnums=0)
+def with_gradients(f, hidden, weight, *others):
+    """Returns the loss, the divisor, and the gradients of hidden and weight."""
+    (loss, divisor), gradients = jax.value_and_grad(f, argnums=(0, 1), has_aux=True)(hidden, weight, *others)
+    return loss, divisor, *gradients
 
-        def chunked(hidden, weight):
-            return 2.5 * cross_entropy(hidden, weight, labels, mask, chunk_tokens=chunk)[0]
 
-        value, gradients = jax.value_and_grad(chunked, argnums=(0, 1))(hidden, weight)
-        np.testing.assert_allclose(value, 2.5 * plain(hidden, weight, labels, mask), rtol=1e-12)
-        expected = jax.grad(lambda h, w: 2.5 * plain(h, w, labels, mask), argnums=(0, 1))(hidden, weight)
-        for actual, wanted in zip(gradients, expected, strict=True):
-            np.testing.assert_allclose(actual, wanted, rtol=1e-10, atol=1e-12)
-        assert float(cross_entropy(hidden, weight, labels, mask)[1]) == int(mask.sum())
+def plain_sums(hidden, weight, labels, mask):
+    return plain(hidden, weight, labels, mask), mask.astype(hidden.dtype).sum()
+
+
+in_chunks = partial(cross_entropy, chunk_tokens=5)
 
 
 def make_weights(mask):
@@ -48,24 +46,19 @@ def make_weights(mask):
     return jnp.asarray(mask * seeds.rng().uniform(0.1, 3, mask.shape), jnp.float32)
 
 
-def test_weights_of_tokens():
-    """Losses and gradients are multiplied by them; the second value is their sum."""
+in_one_chunk = partial(cross_entropy, chunk_tokens=17)
+
+
+@pytest.mark.parametrize("f, weighted", [(in_chunks, False), (in_chunks, True), (in_one_chunk, True)])
+def test_equals_the_plain_loss(f, weighted):
+    """Value and gradients, in f64, also with weights of tokens; the second value is the sum of the weights or of the mask."""
     with jax.enable_x64(True):
         hidden, weight, labels, mask = make_inputs()
-        weights = make_weights(mask)
-
-        def chunked(hidden, weight):
-            total, divisor = cross_entropy(hidden, weight, labels, weights, chunk_tokens=5)
-            return total / divisor
-
-        value, gradients = jax.value_and_grad(chunked, argnums=(0, 1))(hidden, weight)
-
-        def expected(hidden, weight):
-            return plain(hidden, weight, labels, weights) / np.asarray(weights, np.float64).sum()
-
-        wanted = jax.value_and_grad(expected, argnums=(0, 1))(hidden, weight)
-        for actual, exact in zip((value, *gradients), (wanted[0], *wanted[1]), strict=True):
-            np.testing.assert_allclose(actual, exact, rtol=1e-10, atol=1e-12)
+        arrays = hidden, weight, labels, make_weights(mask) if weighted else mask
+        found, expected = (with_gradients(each, *arrays) for each in (f, plain_sums))
+        np.testing.assert_allclose(found[:2], expected[:2], rtol=1e-12)
+        for actual, wanted in zip(found[2:], expected[2:], strict=True):
+            np.testing.assert_allclose(actual, wanted, rtol=1e-10, atol=1e-12)
 
 
 def test_weights_0_and_1_are_a_mask():
@@ -74,19 +67,19 @@ def test_weights_0_and_1_are_a_mask():
     labels = jnp.where(mask, labels, -100)
 
     def of(mask):
-        return jax.value_and_grad(lambda h, w: cross_entropy(h, w, labels, mask, chunk_tokens=5), (0, 1), True)(hidden, weight)
+        return with_gradients(in_chunks, hidden, weight, labels, mask)
 
     jax.tree.map(np.testing.assert_array_equal, of(mask.astype(jnp.float32)), of(mask))
     doubled = jax.tree.map(lambda x: 2 * x, of(mask))
     jax.tree.map(np.testing.assert_array_equal, of(2 * mask.astype(jnp.float32)), doubled)
 
 
-@pytest.mark.parametrize("factor", [SMALLEST_WEIGHT, LARGEST_WEIGHT])
-def test_a_factor_on_all_weights(factor):
+def test_a_factor_on_all_weights():
     """It changes nothing in the mean, up to the factors that a message's weight may have, and many labels."""
     hidden, weight, labels, mask = (jnp.tile(x, (256, 1) if x.ndim == 2 else 256) for x in make_inputs(jnp.bfloat16))
     weight = weight[:53]
 
+    @jax.jit
     def of(weights):
         def mean(hidden, weight):
             total, divisor = cross_entropy(hidden, weight, labels, weights)
@@ -95,14 +88,14 @@ def test_a_factor_on_all_weights(factor):
         return jax.value_and_grad(mean, (0, 1))(hidden, weight)
 
     weights = make_weights(mask)
-    jax.tree.map(np.testing.assert_array_equal, of(factor * weights), of(weights))
+    for factor in (SMALLEST_WEIGHT, LARGEST_WEIGHT):
+        jax.tree.map(np.testing.assert_array_equal, of(factor * weights), of(weights))
 
 
-@pytest.mark.parametrize("weighted", [False, True])
-def test_replicated_head(weighted):
+def test_replicated_head():
     """Inside `shard_map` the head's gradient is summed over the devices, and nothing else but the loss is."""
     hidden, weight, labels, mask = make_inputs(jnp.float32)
-    mask = make_weights(mask) if weighted else mask
+    mask = make_weights(mask)
     mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))
 
     def of_shard(hidden, weight, labels, mask):
@@ -110,27 +103,21 @@ def test_replicated_head(weighted):
 
     sharded = jax.shard_map(of_shard, mesh=mesh, in_specs=(P("data"), P(), P("data"), P("data")), out_specs=P())
     gradient = jax.jit(jax.grad(sharded, argnums=(0, 1)))
-    expected = jax.grad(plain, argnums=(0, 1))(hidden, weight, labels, mask)
+    expected = jax.jit(jax.grad(plain, argnums=(0, 1)))(hidden, weight, labels, mask)
     for actual, wanted in zip(gradient(hidden, weight, labels, mask), expected, strict=True):
         np.testing.assert_allclose(actual, wanted, rtol=1e-4, atol=1e-5 * np.abs(wanted).max())
     text = str(gradient.trace(hidden, weight, labels, mask).jaxpr)
     assert len(re.findall(r"\bpsum\w*\[", text)) == 2, "the loss and the head's gradient"
 
 
-def test_labels_outside_the_mask():
-    """They do not change the loss."""
+def test_labels_outside_the_vocabulary():
+    """One makes the loss NaN, unless its token is masked out: then it changes nothing."""
     hidden, weight, labels, mask = make_inputs(jnp.float32)
-    wild = jnp.where(mask, labels, -100)
-    assert cross_entropy(hidden, weight, wild, mask)[0] == cross_entropy(hidden, weight, labels, mask)[0]
-
-
-@pytest.mark.parametrize("label", [-1, 53])
-def test_label_outside_the_vocabulary(label):
-    """It makes the loss NaN, unless its token is masked out."""
-    hidden, weight, labels, mask = make_inputs(jnp.float32)
-    at = jnp.argmax(mask)
-    assert jnp.isnan(cross_entropy(hidden, weight, labels.at[at].set(label), mask)[0])
-    assert jnp.isfinite(cross_entropy(hidden, weight, labels.at[at].set(label), mask.at[at].set(False))[0])
+    at, loss = int(jnp.argmax(mask)), jax.jit(lambda labels, mask: cross_entropy(hidden, weight, labels, mask)[0])
+    without = mask.at[at].set(False)
+    for label in (-1, 53, -100):
+        wild = labels.at[at].set(label)
+        assert jnp.isnan(loss(wild, mask)) and loss(wild, without) == loss(labels, without)
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
@@ -144,10 +131,10 @@ def test_16_bit_operands(dtype):
         return lambda h, w: loss_sum(h, w, labels, mask) / 1e4
 
     chunked = mean(lambda *a: cross_entropy(*a, chunk_tokens=5)[0])
-    loss, (d_hidden, d_weight) = jax.value_and_grad(chunked, argnums=(0, 1))(hidden, weight)
+    loss, (d_hidden, d_weight) = jax.jit(jax.value_and_grad(chunked, argnums=(0, 1)))(hidden, weight)
     assert d_hidden.dtype == dtype and loss.dtype == d_weight.dtype == jnp.float32
     with jax.enable_x64(True):
-        exact = jax.value_and_grad(mean(plain), argnums=(0, 1))(hidden.astype(jnp.float64), weight.astype(jnp.float64))
+        exact = jax.jit(jax.value_and_grad(mean(plain), argnums=(0, 1)))(hidden.astype("float64"), weight.astype("float64"))
         exact_loss, exact_gradients = jax.tree.map(np.asarray, exact)
     np.testing.assert_allclose(loss, exact_loss, rtol=1e-5)
     rounding = float(jnp.finfo(dtype).eps)
@@ -168,7 +155,7 @@ def test_micro_batches_under_remat():
         return jax.tree.map(jnp.add, total, (value, gradient)), None
 
     value, gradient = jax.jit(lambda: jax.lax.scan(add, (jnp.zeros(()), jnp.zeros_like(weight)), batches)[0])()
-    expected = jax.value_and_grad(lambda w: 2 * plain(jnp.tanh(hidden), w, labels, mask))(weight)
+    expected = jax.jit(jax.value_and_grad(lambda w: 2 * plain(jnp.tanh(hidden), w, labels, mask)))(weight)
     np.testing.assert_allclose(value, expected[0], rtol=1e-5)
     np.testing.assert_allclose(gradient, expected[1], rtol=1e-4, atol=1e-5)
 
@@ -176,9 +163,7 @@ def test_micro_batches_under_remat():
 def test_no_tokens():
     """The loss is 0 and the gradients are 0."""
     _, weight, labels, mask = make_inputs(jnp.float32)
-    value, gradients = jax.value_and_grad(lambda h, w: cross_entropy(h, w, labels[:0], mask[:0])[0], argnums=(0, 1))(
-        jnp.zeros((0, 8)), weight
-    )
+    value, _, *gradients = with_gradients(in_chunks, jnp.zeros((0, 8)), weight, labels[:0], mask[:0])
     assert value == 0 and gradients[0].shape == (0, 8) and not gradients[1].any()
 
 
@@ -208,6 +193,6 @@ def test_frozen_head():
     """Its gradient is not computed, and the other gradient is the same."""
     hidden, weight, labels, mask = make_inputs(jnp.float32)
     of_both, of_hidden = (jax.grad(lambda h, w: cross_entropy(h, w, labels, mask)[0], asked) for asked in ((0, 1), (0,)))
-    np.testing.assert_array_equal(of_hidden(hidden, weight)[0], of_both(hidden, weight)[0])
+    np.testing.assert_array_equal(*(jax.jit(f)(hidden, weight)[0] for f in (of_hidden, of_both)))
     products = [str(jax.make_jaxpr(f)(hidden, weight)).count("dot_general") for f in (of_both, of_hidden)]
     assert products == [3, 2]

@@ -1,12 +1,15 @@
 """The chunked entropies equal the entropies of all logits in f64, with their gradients; log-probabilities too."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 from moe_jax.kernels import token_log_probs, token_log_probs_and_entropies
 from tests.helpers import seeds
+
+in_chunks = partial(token_log_probs_and_entropies, chunk_tokens=5)
 
 
 def plain(hidden, weight, labels):
@@ -21,42 +24,34 @@ def make_inputs(dtype=jnp.float64, tokens=17, vocab=53):
     return hidden, weight, jnp.asarray(rng.integers(0, vocab, tokens)), jnp.asarray(rng.normal(size=(2, tokens)), dtype)
 
 
-@pytest.mark.parametrize("chunk", [5, 1000])
-def test_equal_all_logits(chunk):
-    """Values and gradients, in f64."""
+@partial(jax.jit, static_argnums=0)
+def with_gradients(f, hidden, weight, labels, cotangents):
+    """Returns the values of both kinds, and the gradients of hidden and weight."""
+    values, pullback = jax.vjp(lambda h, w: tuple(f(h, w, labels)), hidden, weight)
+    return *values, *pullback(tuple(cotangents))
+
+
+def test_equal_all_logits():
+    """Values and gradients, in f64. Very sure and nearly uniform distributions keep their digits in f32."""
     with jax.enable_x64(True):
-        hidden, weight, labels, cotangents = make_inputs()
-        found, pullback = jax.vjp(lambda h, w: token_log_probs_and_entropies(h, w, labels, chunk_tokens=chunk), hidden, weight)
-        wanted, plain_pullback = jax.vjp(lambda h, w: plain(h, w, labels), hidden, weight)
-        for actual, expected in zip(found, wanted, strict=True):
-            np.testing.assert_allclose(actual, expected, rtol=1e-12, atol=1e-13)
-        gradients = pullback(type(found)(*cotangents))
-        for actual, expected in zip(gradients, plain_pullback(tuple(cotangents)), strict=True):
-            np.testing.assert_allclose(actual, expected, rtol=1e-10, atol=1e-12)
-
-
-def test_f32_near_f64():
-    """Very sure and nearly uniform distributions keep their digits in f32."""
-    with jax.enable_x64(True):
-        hidden, weight, labels, cotangents = make_inputs()
-        hidden *= jnp.geomspace(1e-3, 3, len(hidden))[:, None]
-
-        def of(dtype, function):
-            cast = [array.astype(dtype) for array in (hidden, weight)]
-            values, pullback = jax.vjp(lambda h, w: tuple(function(h, w, labels)), *cast)
-            return [*values, *pullback(tuple(cotangents.astype(dtype)))]
-
-        for actual, expected in zip(of(jnp.float32, token_log_probs_and_entropies), of(jnp.float64, plain), strict=True):
+        hidden, *others = make_inputs()
+        found, expected = (with_gradients(f, hidden, *others) for f in (in_chunks, plain))
+        for actual, exact, rtol in zip(found, expected, (1e-12, 1e-12, 1e-10, 1e-10), strict=True):
+            np.testing.assert_allclose(actual, exact, rtol=rtol, atol=1e-13 if rtol == 1e-12 else 1e-12)
+        inputs = hidden * jnp.geomspace(1e-3, 3, len(hidden))[:, None], *others
+        narrow = [a.astype(jnp.float32) if a.dtype == jnp.float64 else a for a in inputs]
+        expected = with_gradients(plain, *inputs)
+        for actual, exact in zip(with_gradients(token_log_probs_and_entropies, *narrow), expected, strict=True):
             assert actual.dtype == jnp.float32
-            np.testing.assert_allclose(actual, expected, rtol=2e-5, atol=1e-5)
+            np.testing.assert_allclose(actual, exact, rtol=2e-5, atol=1e-5)
 
 
 def test_log_probs_alone_are_the_same():
     """Where no entropy is used, gradients equal `token_log_probs`'s, and a frozen head gets none."""
     hidden, weight, labels, cotangents = make_inputs(jnp.float32)
 
-    def gradient(function, asked=(0, 1)):
-        return jax.grad(lambda h, w: (cotangents[0] * function(h, w)).sum(), asked)(hidden, weight)
+    def gradient(function):
+        return jax.jit(jax.grad(lambda h, w: (cotangents[0] * function(h, w)).sum(), (0, 1)))(hidden, weight)
 
     found = gradient(lambda h, w: token_log_probs_and_entropies(h, w, labels, chunk_tokens=5).log_probs)
     for actual, expected in zip(found, gradient(lambda h, w: token_log_probs(h, w, labels, chunk_tokens=5)), strict=True):

@@ -13,39 +13,28 @@ from tests.helpers.expert_gradients import accumulating
 from tests.helpers.expert_layers import types_of
 from tests.helpers.lowered import launches_on_h200, lowered_for_h200, num_kernels
 
-LAYERS = (128, 8, 2048, 768), (128, 8, 4096, 1536), (256, 8, 7168, 2048), (8, 2, 4096, 14336), (64, 6, 2048, 1408)
+LAYERS = (128, 8, 2048, 768), (8, 2, 4096, 14336), (64, 6, 2048, 1408)
 
 
 @pytest.mark.parametrize(
     "tokens, experts, k, hidden, inter",
     [
         (65536, 256, 8, 7168, 2048),
-        *(pytest.param(100, *layer, marks=pytest.mark.thorough) for layer in ((3, 1, 64, 384), (4, 2, 384, 128))),
-        *(pytest.param(tokens, *layer, marks=pytest.mark.thorough) for tokens in (1, 100) for layer in LAYERS),
-        *(pytest.param(65536, *layer, marks=pytest.mark.thorough) for layer in LAYERS if layer[2] != 7168),
+        pytest.param(300, 3, 1, 64, 384, marks=pytest.mark.thorough),
+        *(pytest.param(tokens, *layer, marks=pytest.mark.thorough) for tokens in (1, 100, 65536) for layer in LAYERS),
     ],
 )
 def test_real_layers_lower_for_an_h200(tokens, experts, k, hidden, inter):
+    """With jax_enable_x64 too, and with the smallest width."""
+
     def step(x, w_gate_up, w_down, weights, chosen, dy):
         y, pullback = jax.vjp(lambda *a: kernels.experts_mlp(*a, chosen, backend="mosaic"), x, w_gate_up, w_down, weights)
         return y, pullback(dy)
 
     types = types_of(tokens, experts, k, hidden, inter)
-    lowered = lowered_for_h200(step, *types, types[0])
-    assert num_kernels(lowered) == 9, "two gathers and four matmuls backward, one and two forward"
-
-
-def test_lowers_for_an_h200_with_x64():
-    """Covers jax_enable_x64 too, and the smallest width."""
-
-    def step(x, w_gate_up, w_down, weights, chosen):
-        def loss(*arrays):
-            return kernels.experts_mlp(*arrays, chosen, backend="mosaic").astype(jnp.float32).sum()
-
-        return jax.grad(loss, argnums=(0, 1, 2, 3))(x, w_gate_up, w_down, weights)
-
     with jax.enable_x64(True):
-        assert num_kernels(lowered_for_h200(step, *types_of(300, 3, 1, 64, 384))) > 5
+        lowered = lowered_for_h200(step, *types, types[0])
+    assert num_kernels(lowered) == 9, "two gathers and four matmuls backward, one and two forward"
 
 
 def test_h_is_written_for_gradients():
@@ -68,8 +57,7 @@ def test_h_is_written_for_gradients():
     assert kernels_that_write_h_and_act(gradients(jax.checkpoint(layer))) == [2, 3]
 
 
-@pytest.mark.parametrize("check_vma", [pytest.param(False, marks=pytest.mark.thorough), True])
-def test_accumulators_in_place_on_h200(check_vma):
+def test_accumulators_in_place_on_h200():
     """Two devices have accumulators of their own. Neither is copied, since the kernels' results take their memory."""
     device = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
     mesh = AbstractMesh((2,), ("data",), axis_types=(AxisType.Auto,), abstract_device=device)
@@ -88,7 +76,7 @@ def test_accumulators_in_place_on_h200(check_vma):
     others = [((tokens, hidden), bf16), *((shape, bf16) for shape in both), ((tokens, k), f32), ((tokens, k), jnp.int32)]
     specs = P("data"), P("data"), P(), P(), P("data"), P("data")
     with jax.sharding.use_abstract_mesh(mesh):
-        on_mesh = jax.shard_map(totals_after, mesh=mesh, in_specs=specs, out_specs=P("data"), check_vma=check_vma)
+        on_mesh = jax.shard_map(totals_after, mesh=mesh, in_specs=specs, out_specs=P("data"))
         traced = jax.jit(on_mesh, donate_argnums=0).trace(totals, *(jax.ShapeDtypeStruct(*other) for other in others))
         lowered = traced.lower(lowering_platforms=("cuda",)).as_text()
     for shape in both:
@@ -100,8 +88,7 @@ def test_accumulators_in_place_on_h200(check_vma):
     assert lowered.count("tf.aliasing_output") + lowered.count("jax.buffer_donor") == 2
 
 
-@pytest.mark.parametrize("check_vma", [pytest.param(False, marks=pytest.mark.thorough), True])
-def test_replicated_weights_on_h200(check_vma):
+def test_replicated_weights_on_h200():
     """The gradient of a replicated weight is summed over devices."""
     device = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
     mesh = AbstractMesh((2,), ("data",), axis_types=(AxisType.Auto,), abstract_device=device)
@@ -109,14 +96,13 @@ def test_replicated_weights_on_h200(check_vma):
     shapes = [(256, 128), (4, 256, 128), (4, 128, 128), (256, 2)]
     arrays = [jax.ShapeDtypeStruct(s, d) for s, d in zip(shapes, [jnp.bfloat16] * 3 + [jnp.float32], strict=True)]
 
-    def lower():
+    def trace():
         layer = jax.shard_map(
             lambda *a: kernels.experts_mlp(*a, backend="mosaic"),
-            mesh=mesh, in_specs=specs, out_specs=P("data"), check_vma=check_vma,
+            mesh=mesh, in_specs=specs, out_specs=P("data"),
         )  # fmt: skip
-        gradient = jax.jit(jax.grad(lambda *a: layer(*a).astype(jnp.float32).sum(), argnums=(1, 2)))
-        chosen = jax.ShapeDtypeStruct((256, 2), jnp.int32)
-        return gradient.trace(*arrays, chosen).lower(lowering_platforms=("cuda",)).as_text()
+        gradient = jax.grad(lambda *a: layer(*a).astype(jnp.float32).sum(), argnums=(1, 2))
+        return str(jax.make_jaxpr(gradient)(*arrays, jax.ShapeDtypeStruct((256, 2), jnp.int32)))
 
     with jax.sharding.use_abstract_mesh(mesh):
-        assert lower().count("all_reduce") == 2
+        assert len(re.findall(r"\bpsum\w*\[", trace())) == 2

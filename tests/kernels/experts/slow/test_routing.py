@@ -11,11 +11,11 @@ from moe_jax.kernels.experts import routing
 from moe_jax.kernels.experts.routing import int32_ids
 from tests.helpers.compiled_steps import plan, plan_of_few
 
-SIZES = st.sampled_from([(0, 4, 2), (1, 1, 1), (7, 9, 5), (40, 3, 2)])
+SIZES = st.sampled_from([(1, 1, 1), (7, 9, 5), (40, 3, 2)])
 """Tokens, experts, k: few, since each is compiled."""
 
 
-@pytest.fixture(params=["pairs compared", "pairs counted", "pairs sorted"], autouse=True, scope="module")
+@pytest.fixture(params=["pairs compared", "pairs counted", "pairs sorted"], scope="module")
 def all_ways(request):
     """Few pairs are compared with each other, more are counted in blocks, many are sorted; here few take each way."""
     with pytest.MonkeyPatch.context() as patch:
@@ -30,13 +30,15 @@ def all_ways(request):
         each.clear_cache()
 
 
+@pytest.mark.usefixtures("all_ways")
 @settings(max_examples=25, deadline=None)
 @given(sizes=SIZES, seed=st.integers(0, 2**32 - 1))
-def test_plan_is_the_stable_sort(sizes, seed):
+def test_plan_is_the_stable_sort_and_aligned_rows_keep_its_order(sizes, seed):
     """Ids range from -1 to E. Both ends are out of range, and their pairs come last."""
     tokens, num_experts, k = sizes
     experts = np.random.default_rng(seed).integers(-1, num_experts + 1, (tokens, k))
     result = jax.tree.map(np.asarray, plan(jnp.asarray(experts), num_experts))
+    check_aligned(experts, result, jax.tree.map(np.asarray, plan(jnp.asarray(experts), num_experts, 64)), 64)
 
     key = np.where((experts < 0) | (experts >= num_experts), num_experts, experts).reshape(-1)
     order = np.argsort(key, kind="stable")
@@ -50,18 +52,16 @@ def test_plan_is_the_stable_sort(sizes, seed):
     assert (result.num_rows, result.num_experts) == (tokens * k, num_experts)
 
 
-@settings(max_examples=25, deadline=None)
-@given(
-    sizes=SIZES,
-    alignment=st.sampled_from([1, 4, 64]),
-    seed=st.integers(0, 2**32 - 1),
-)
-def test_aligned_rows_hold_every_pair_once_in_the_same_order(sizes, alignment, seed):
-    tokens, num_experts, k = sizes
-    experts = np.random.default_rng(seed).integers(-1, num_experts + 1, (tokens, k))
-    dense = jax.tree.map(np.asarray, plan(jnp.asarray(experts), num_experts))
-    result = jax.tree.map(np.asarray, plan(jnp.asarray(experts), num_experts, alignment))
+def test_plan_of_no_tokens():
+    experts = np.zeros((0, 2), np.int32)
+    dense, aligned = (jax.tree.map(np.asarray, plan(jnp.asarray(experts), 4, alignment)) for alignment in (1, 64))
+    assert dense.num_rows == 0 and not dense.offsets.any()
+    check_aligned(experts, dense, aligned, 64)
 
+
+def check_aligned(experts, dense, result, alignment):
+    """Every pair has one row, in the order of the dense plan."""
+    (tokens, k), num_experts = experts.shape, dense.num_experts
     has_pair = result.pair_of_row < tokens * k
     np.testing.assert_array_equal(result.pair_of_row[has_pair], dense.pair_of_row)
     np.testing.assert_array_equal(result.expert_of_row[has_pair], dense.expert_of_row)
@@ -79,15 +79,10 @@ def test_aligned_rows_hold_every_pair_once_in_the_same_order(sizes, alignment, s
 
 
 @settings(max_examples=20, deadline=None)
-@given(
-    tokens=st.sampled_from([1, 30]),
-    max_pairs=st.sampled_from([1, 40, 200]),
-    alignment=st.sampled_from([1, 64]),
-    seed=st.integers(0, 2**32 - 1),
-)
-def test_pairs_beyond_max_pairs_count_as_out_of_range(tokens, max_pairs, alignment, seed):
+@given(max_pairs=st.sampled_from([1, 40, 200]), seed=st.integers(0, 2**32 - 1))
+def test_pairs_beyond_max_pairs_count_as_out_of_range(max_pairs, seed):
     """The plan equals a plan of the first max_pairs pairs in expert order, with rows for no other pairs."""
-    k, num_experts = 3, 5
+    tokens, k, num_experts, alignment = 30, 3, 5, 64
     experts = np.random.default_rng(seed).integers(-1, num_experts + 1, (tokens, k))
     whole = jax.tree.map(np.asarray, plan(jnp.asarray(experts), num_experts))
     kept = experts.copy().reshape(-1)
@@ -107,15 +102,12 @@ def test_pairs_beyond_max_pairs_count_as_out_of_range(tokens, max_pairs, alignme
     assert most <= result.num_rows <= most + 1 + (min(num_experts, most) + 2) * (alignment - 1)
 
 
-@settings(max_examples=25, deadline=None)
-@given(
-    sizes=st.sampled_from([(1, 1, 1), (1, 6, 3), (7, 9, 5), (64, 3, 2)]),
-    alignment=st.sampled_from([64, 128]),
-    seed=st.integers(0, 2**32 - 1),
-)
-def test_plan_of_few_gives_each_token_a_row_in_every_block(sizes, alignment, seed):
-    """A block has `alignment` rows and belongs to one chosen expert."""
-    tokens, num_experts, k = sizes
+@pytest.mark.usefixtures("all_ways")
+@settings(max_examples=15, deadline=None)
+@given(sizes=st.sampled_from([(1, 6, 3), (64, 3, 2)]), seed=st.integers(0, 2**32 - 1))
+def test_plan_of_few_gives_each_token_a_row_in_every_block(sizes, seed):
+    """A block has 64 rows and belongs to one chosen expert."""
+    (tokens, num_experts, k), alignment = sizes, 64
     experts = np.random.default_rng(seed).integers(-1, num_experts + 1, (tokens, k))
     result = jax.tree.map(np.asarray, plan_of_few(jnp.asarray(experts), num_experts, alignment))
 
@@ -156,13 +148,10 @@ def test_plan_refuses():
         plan(jnp.zeros((3, 2), jnp.int32), 4, max_pairs=0)
 
 
-@pytest.mark.parametrize("tokens, k", [(0, 2), (65, 2), (5, 0)])
-def test_plan_of_few_refuses_tokens_that_do_not_fit_a_block(tokens, k):
-    with pytest.raises(ValueError, match=f"1 to row_alignment = 64 tokens with choices; got {tokens} tokens with {k}"):
-        plan_of_few(jnp.zeros((tokens, k), jnp.int32), 4, 64)
-
-
-def test_plan_of_few_refuses_no_experts():
+def test_plan_of_few_refuses():
+    for tokens, k in ((0, 2), (65, 2), (5, 0)):
+        with pytest.raises(ValueError, match=f"1 to row_alignment = 64 tokens with choices; got {tokens} tokens with {k}"):
+            plan_of_few(jnp.zeros((tokens, k), jnp.int32), 4, 64)
     with pytest.raises(ValueError, match="num_experts must be at least 1; got 0"):
         plan_of_few(jnp.zeros((3, 2), jnp.int32), 0, 64)
 
@@ -173,7 +162,7 @@ def test_plan_of_few_refuses_no_experts():
     [
         ("uint8", 256),
         ("int8", 128),
-        *(pytest.param(*case, marks=pytest.mark.thorough) for case in (("int8", 127), ("int16", 300), ("uint32", 300))),
+        *(pytest.param(*case, marks=pytest.mark.thorough) for case in (("int16", 300), ("uint32", 300))),
     ],
 )
 def test_narrow_ids_are_those_of_32_bits(rng, make, dtype, num_experts):
