@@ -171,7 +171,6 @@ CASES = {
     "added experts": (added_experts, {"add_experts_norm"}),
     "heads": (heads, {"heads_to_pages"}),
     "heads of a chunk": (heads_of_chunk, {"chunk_heads_to_pages"}),
-    "heads rotated in part": (partial(heads, distance=32), {"heads_to_pages"}),
     "heads of a chunk rotated in part": (partial(heads_of_chunk, distance=32), {"chunk_heads_to_pages"}),
     "chunks": (chunks, {"paged_attention_prompts"}),
     "routes": (routes, {"route_rows"}),

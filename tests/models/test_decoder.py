@@ -15,26 +15,30 @@ from moe_jax.models.execution import Execution
 from tests.helpers import tiny
 
 
-def test_repeated_segment_id():
+@pytest.fixture(scope="module")
+def model():
+    return tiny.dense()
+
+
+def test_repeated_segment_id(model):
     """A segment id that comes again is another document."""
-    model, tokens = tiny.dense(), jnp.arange(6)[None]
-    again, other = (model(tokens, segment_ids=jnp.array([ids])).logits for ids in ([1, 1, 2, 2, 1, 1], [1, 1, 2, 2, 3, 3]))
+    logits = jax.jit(lambda ids: model(jnp.arange(6)[None], segment_ids=ids).logits)
+    again, other = (logits(jnp.array([ids])) for ids in ([1, 1, 2, 2, 1, 1], [1, 1, 2, 2, 3, 3]))
     np.testing.assert_array_equal(again, other)
 
 
-def test_tokens_in_a_cache():
+def test_tokens_in_a_cache(model):
     """Tokens of any integer dtype go into a cache while there is room."""
-    model, positions = tiny.dense(), jnp.arange(3)[None]
-    cache = init_cache(model.config, 1, 4, jnp.float32)
+    positions, cache = jnp.arange(3)[None], init_cache(model.config, 1, 4, jnp.float32)
     tokens = jnp.array([[5, 6, 7]], jnp.uint16)
-    output = model(tokens, positions, cache=cache)
-    np.testing.assert_allclose(output.logits, model(tokens).logits, rtol=1e-5, atol=1e-6)
+    run = jax.jit(lambda tokens, cache: model(tokens, positions, cache=cache))
+    output = run(tokens, cache)
+    np.testing.assert_allclose(output.logits, run(tokens, None).logits, rtol=1e-5, atol=1e-6)
     with pytest.raises(ValueError, match="room for 4 tokens and holds 3; got 2 more"):
         model(tokens[:, :2], positions[:, :2] + 3, cache=output.cache)
 
 
-def test_lists_are_tokens():
-    model = tiny.dense()
+def test_lists_are_tokens(model):
     expected = model(jnp.array([[5, 6, 7]]), segment_ids=jnp.array([[0, 1, 1]])).logits
     np.testing.assert_array_equal(model([[5, 6, 7]], segment_ids=[[0, 1, 1]]).logits, expected)
 
@@ -50,14 +54,13 @@ def test_lists_are_tokens():
         ([1, 2], r"tokens must be \[batch, seq\]; got shape \(2,\)"),
     ],
 )
-def test_tokens_that_are_none_are_named(tokens, message):
+def test_tokens_that_are_none_are_named(model, tokens, message):
     with pytest.raises(ValueError, match=message):
-        tiny.dense()(tokens)
+        model(tokens)
 
 
-def test_unknown_ids_under_jit():
+def test_unknown_ids_under_jit(model):
     """Ids outside the vocabulary give NaN where values are not known."""
-    model = tiny.dense()
     assert jnp.isnan(jax.jit(lambda tokens: model(tokens).logits)(jnp.array([[3, 264]]))[0, 1]).all()
 
 
@@ -69,15 +72,15 @@ def test_unknown_ids_under_jit():
         ("labels", "takes no option 'labels'; there are cache, expert_ids, remat"),
     ],
 )
-def test_unknown_options_are_named(option, message):
+def test_unknown_options_are_named(model, option, message):
     with pytest.raises(TypeError, match=message):
-        tiny.dense()(jnp.ones((1, 2), int), **{option: 1})
+        model(jnp.ones((1, 2), int), **{option: 1})
 
 
 @pytest.mark.parametrize("wrong", [-1, np.int64(-2), 1.5, 2.0, "ofload", "", [1], "٣", "router,router"], ids=repr)
-def test_what_is_no_remat_is_named(wrong):
+def test_what_is_no_remat_is_named(model, wrong):
     with pytest.raises(ValueError, match=f"remat must be True, False, 'offload' or a number .*; got {re.escape(repr(wrong))}$"):
-        tiny.dense()(jnp.ones((1, 2), int), remat=wrong)
+        model(jnp.ones((1, 2), int), remat=wrong)
 
 
 def test_numbers_of_numpy_are_remat():
@@ -102,9 +105,9 @@ def test_dtypes_are_named(wrong, meant):
 
 
 @pytest.mark.parametrize("shape", [(1, 0), (0, 3)])
-def test_no_tokens_are_refused(shape):
+def test_no_tokens_are_refused(model, shape):
     with pytest.raises(ValueError, match="tokens must hold at least one token"):
-        tiny.dense()(jnp.ones(shape, int))
+        model(jnp.ones(shape, int))
 
 
 @pytest.mark.parametrize(

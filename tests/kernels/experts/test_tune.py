@@ -46,7 +46,7 @@ def test_tune():
         assert timing.rows_per_expert == timing.tokens / 2
 
 
-@pytest.mark.parametrize("gain, wins", [(1.0, False), (1.049, False), (1.051, True), (2.0, True)])
+@pytest.mark.parametrize("gain, wins", [(1.049, False), (1.051, True)])
 def test_best_tile(gain, wins):
     """A tile replaces the rule's tile if it is faster by more than 5 %."""
     ruled, other, slow = rule("grouped_matmul", (256, 192), 500), TileShape(64, 128, 3), TileShape(64, 256, 3)

@@ -199,7 +199,6 @@ ATTENTION = {"flash_attention_forward", "flash_attention_backward_queries", "fla
 CASES = {
     "gated_matmul": (a_pass("gated_matmul", TileShape(64, 256, 2)), {"gated_matmul"}),
     "gated_matmul, ping-pong": (a_pass("gated_matmul", TileShape(128, 128, 3, ping_pong=True)), {"gated_matmul"}),
-    "grouped_matmul": (a_pass("grouped_matmul", TileShape(64, 128, 2)), {"grouped_matmul"}),
     "grouped_matmul, ping-pong": (a_pass("grouped_matmul", TileShape(128, 192, 3, ping_pong=True)), {"grouped_matmul"}),
     "transposed": (a_pass("grouped_matmul_transposed", TileShape(64, 128, 2)), {"grouped_matmul_transposed"}),
     "transposed, ping-pong": (
@@ -214,12 +213,7 @@ CASES = {
     "outer, accumulating": (accumulating_outer, {"grouped_outer"}),
     "outer, ping-pong": (a_pass("grouped_outer", TileShape(128, 192, 3, ping_pong=True)), {"grouped_outer"}),
     "gathered rows": (gathered_rows, {"gather_rows_kernel"}),
-    "fp8": (fp8_pass(lambda a, w, p: fp8_rows.matmul(a, w, p, Fp8TileShape(128, 256, 2))), {"fp8_grouped_matmul"}),
     "fp8, ping-pong": (
-        fp8_pass(lambda a, w, p: fp8_rows.matmul(a, w, p, Fp8TileShape(64, 256, 2, ping_pong=True))),
-        {"fp8_grouped_matmul"},
-    ),
-    "fp8, two steps a slot": (
         fp8_pass(lambda *a: fp8_rows.matmul(*a, Fp8TileShape(64, 256, 2, ping_pong=True, steps_of_slot=2)), summands=768),
         {"fp8_grouped_matmul"},
     ),
@@ -227,8 +221,7 @@ CASES = {
         fp8_pass(lambda a, w, p: fp8_rows.matmul_gated(a, w, p, Fp8TileShape(128, 256, 2), keep_h=True)),
         {"fp8_gated_matmul"},
     ),
-    "fp8, backward": (fp8_gradients(Fp8TileShape(128, 128, 2)), {"fp8_gated_matmul_backward"}),
-    "fp8, backward, two blocks": (fp8_gradients(Fp8TileShape(128, 256, 2)), {"fp8_gated_matmul_backward"}),
+    "fp8, backward": (fp8_gradients(Fp8TileShape(128, 256, 2)), {"fp8_gated_matmul_backward"}),
     "fp8, backward, ping-pong": (fp8_gradients(Fp8TileShape(64, 256, 2, ping_pong=True)), {"fp8_gated_matmul_backward"}),
     "fp8, gathered rows": (fp8_gathered_rows, {"fp8_gather_rows"}),
     "few tokens": (few_tokens, {"gated_matmul"}),
@@ -245,20 +238,10 @@ CASES = {
 
 
 THOROUGH = {
-    "grouped_matmul, ping-pong",
-    "transposed, ping-pong",
-    "backward, ping-pong",
-    "outer, ping-pong",
-    "fp8, ping-pong",
-    "fp8, two steps a slot",
-    "fp8, backward",
-    "fp8, backward, two blocks",
-    "heads rotated in part",
-    "heads of a chunk rotated in part",
-    "fp8, few pairs",
-    "fp8, matrices",
-    "attention, parts",
-}
+    "grouped_matmul, ping-pong", "transposed, ping-pong", "backward, ping-pong", "outer, ping-pong", "few tokens",
+    "fp8, ping-pong", "fp8, backward", "fp8, matrices", "fp8, few pairs", "attention, parts", "pages", "pages of windows",
+    "merged splits", "heads of a chunk rotated in part",
+}  # fmt: skip
 """Other schedules, attention that adds to sums, and pairs in FP8, which go through the pipeline as those in bf16 do. Matrices
 reuse their slots in the order of gathered rows.
 

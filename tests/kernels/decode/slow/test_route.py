@@ -14,7 +14,6 @@ TOKENS, K = 4, 3
 
 RULES = {
     "Qwen3-MoE's": (RouterRule(), 256),
-    "the weights of a softmax": (RouterRule(norm_topk_prob=False), 256),
     "GLM's": (RouterRule("sigmoid", routed_scaling_factor=2.5, added_to_sum=1e-20, choice_bias=True), 160),
     "ERNIE's": (RouterRule(least_sum=0.9, choice_bias=True), 4),
 }

@@ -19,8 +19,8 @@ from moe_jax.kernels.experts.routing import plan
 from moe_jax.kernels.experts.separate_vjps import weight_of_row
 from tests.helpers import expert_layers, oracle
 from tests.helpers.expert_layers import make_layer, relative_error
-from tests.helpers.triton_without_gpu import compiled_without_spills, needs_triton, pretend_hopper, recorded_calls
-from tests.kernels.experts.test_activation import CLAMPED, biased_layer, clamped
+from tests.helpers.triton_without_gpu import needs_triton
+from tests.kernels.experts.test_activation import biased_layer, clamped
 
 NARROW = Activation(alpha=1.702, limit=0.5, offset=1.0)
 """Its limit is within the range of small test layers."""
@@ -80,53 +80,20 @@ def near_definition(rng, arrays, chosen, error, **options):
     return all(own < 1.5 * other + 0.03 for own, other in zip(errors, others, strict=True))
 
 
-@pytest.mark.parametrize("chunk_tokens", [None, 10])
-def test_clamped_experts_with_biases(rng, chunk_tokens):
+def test_clamped_experts_with_biases(rng):
     with jax.enable_x64(True):
         arrays, chosen = biased_layer(rng, 37, 5, 2, 24, 16, jnp.float64)
-        assert near_definition(rng, arrays, chosen, 1e-12, backend="xla", chunk_tokens=chunk_tokens)
+        assert near_definition(rng, arrays, chosen, 1e-12, backend="xla", chunk_tokens=10)
 
 
+@pytest.mark.thorough
 def test_clamped_experts_with_biases_in_hopper_kernels(rng):
     assert near_definition(rng, *biased_layer(rng, *expert_layers.SMALL, jnp.bfloat16), None, backend="mosaic")
 
 
 @needs_triton
-@pytest.mark.parametrize(
-    "sizes, dtype, error",
-    [((75, 2, 1, 72, 100), "float32", 1e-5), pytest.param(expert_layers.SMALL, "bfloat16", None, marks=pytest.mark.thorough)],
-)
-def test_clamped_experts_with_biases_in_triton(rng, runs, sizes, dtype, error):
-    assert near_definition(rng, *biased_layer(rng, *sizes, dtype), error, backend="triton")
-
-
-@needs_triton
-@pytest.mark.thorough
-def test_clamped_triton_kernels_spill_nothing(monkeypatch, tmp_path, request):
-    if importlib.metadata.version("triton") < "3.7":
-        request.applymarker(pytest.mark.xfail(strict=True, reason="Triton 3.6 spills 72 bytes of the first product"))
-    pretend_hopper(monkeypatch, "9.0")
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
-    calls = recorded_calls(monkeypatch)
-    *arrays, chosen = expert_layers.types_of(32768, 128, 8, 2048, 768)
-    biases = [jax.ShapeDtypeStruct((128, size), jnp.bfloat16) for size in (1536, 2048)]
-
-    def step(arrays, chosen, biases):
-        y, pullback = jax.vjp(
-            lambda x, a, b, w, *biases: kernels.experts_mlp(
-                x, a, b, w, chosen, backend="triton", activation=CLAMPED, biases=biases
-            ),
-            *arrays,
-            *biases,
-        )
-        return pullback(y)
-
-    jax.clear_caches()
-    jax.eval_shape(step, arrays, chosen, biases)
-    jax.clear_caches()
-    assert any(call.options.get("biased") for call in calls)
-    for call in calls:
-        compiled_without_spills(call, "9.0", tmp_path)
+def test_clamped_experts_with_biases_in_triton(rng, runs):
+    assert near_definition(rng, *biased_layer(rng, 40, 2, 1, 72, 100, "float32"), 1e-5, backend="triton")
 
 
 def test_few_pairs_and_many_are_alike_in_hopper_kernels(rng):
@@ -162,42 +129,6 @@ def test_clamped_experts_in_fp8(rng, request, backend):
     assert np.abs(expected[0]).max() > NARROW.limit
     for actual, wanted in zip(found, expected, strict=True):
         assert relative_error(actual, wanted) < 2e-2
-
-
-@pytest.mark.thorough
-def test_experts_of_gpt_oss(rng):
-    """Values and every gradient in f32 equal transformers', whose columns alternate between gate and up."""
-    torch = pytest.importorskip("torch")
-    gpt_oss = pytest.importorskip("transformers.models.gpt_oss.modeling_gpt_oss")
-    tokens, experts, k, hidden, inter = 19, 4, 2, 24, 16
-    config = gpt_oss.GptOssConfig(num_local_experts=experts, hidden_size=hidden, intermediate_size=inter)
-    theirs = gpt_oss.GptOssExperts(config)
-    for parameter in theirs.parameters():
-        parameter.data = torch.tensor(rng.normal(size=parameter.shape), dtype=torch.float32)
-    x, dy = (torch.tensor(rng.normal(size=(tokens, hidden)), dtype=torch.float32) for _ in range(2))
-    weights = torch.tensor(rng.random((tokens, k)), dtype=torch.float32)
-    chosen = torch.tensor(expert_layers.choose(rng, "random", tokens, experts, k))
-    x.requires_grad_(), weights.requires_grad_()
-    y = theirs(x, chosen, weights)
-    y.backward(dy)
-
-    def of_gate_up(a):
-        a = np.asarray(a)
-        a = np.concatenate([a[..., ::2], a[..., 1::2]], axis=-1)
-        return a.swapaxes(1, 2) if a.ndim == 3 else a
-
-    def all_of(of):
-        biases = of_gate_up(of(theirs.gate_up_proj_bias)), np.asarray(of(theirs.down_proj_bias))
-        matrices = of_gate_up(of(theirs.gate_up_proj)), np.asarray(of(theirs.down_proj)).swapaxes(1, 2)
-        return [np.asarray(of(x)), *matrices, np.asarray(of(weights)), *biases]
-
-    def ours(x, a, b, w, chosen, biases):
-        return kernels.experts_mlp(x, a, b, w, chosen, backend="xla", activation=CLAMPED, biases=tuple(biases))
-
-    arrays = [jnp.asarray(a) for a in all_of(lambda a: a.detach())]
-    found = gradients_of(ours, arrays, jnp.asarray(chosen.numpy(), jnp.int32), jnp.asarray(dy.numpy()))
-    for actual, wanted in zip(found, [y.detach().numpy(), *all_of(lambda a: a.grad)], strict=True):
-        assert relative_error(actual, wanted) < 1e-5
 
 
 @pytest.mark.thorough

@@ -15,9 +15,9 @@ from tests.helpers import oracle, seeds
 from tests.helpers.expert_gradients import assert_near, compare, compiled, make_inputs
 
 
-@pytest.mark.parametrize("tokens, experts, k", [(1, 1, 1), (13, 9, 4), pytest.param(40, 3, 2, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("tokens, experts, k", [(13, 9, 4), pytest.param(1, 1, 1, marks=pytest.mark.thorough)])
 @settings(max_examples=8, deadline=None)
-@given(routing=st.sampled_from(["random", "one_takes_all", "half_empty"]), seed=st.integers(0, 2**31))
+@given(routing=st.sampled_from(["random", "one_takes_all", "half_empty", "some_nobody"]), seed=st.integers(0, 2**31))
 def test_equals_the_oracle_in_f64_with_every_gradient(tokens, experts, k, routing, seed):
     with jax.enable_x64(True):
         rng = np.random.default_rng(seed)
@@ -26,32 +26,16 @@ def test_equals_the_oracle_in_f64_with_every_gradient(tokens, experts, k, routin
         assert_near(compiled(kernels.experts_mlp, *others), compiled(oracle.experts_mlp, *others), 1e-12)
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("tokens, experts, k", [(300, 64, 8), (257, 16, 16)])
-@pytest.mark.parametrize("routing", ["random", "one_takes_all"])
-def test_equals_the_oracle_at_more_tokens(tokens, experts, k, routing):
+def test_bf16_stays_near_the_same_data_in_f64():
     with jax.enable_x64(True):
-        inputs = make_inputs(seeds.rng(), tokens, experts, k, 16, 8, routing)
-        compare(kernels.experts_mlp, oracle.experts_mlp, inputs, 1e-12)
-
-
-@pytest.mark.parametrize(
-    "dtype, tolerance",
-    [
-        (jnp.bfloat16, 3e-2),
-        *(pytest.param(*each, marks=pytest.mark.thorough) for each in ((jnp.float32, 1e-6), (jnp.float16, 4e-3))),
-    ],
-)
-def test_low_precision_stays_near_the_same_data_in_f64(dtype, tolerance):
-    with jax.enable_x64(True):
-        inputs = make_inputs(seeds.rng(), 64, 8, 2, 32, 16, dtype=dtype)
-        exact = [a.astype(jnp.float64) if a.dtype == dtype else a for a in inputs]
+        inputs = make_inputs(seeds.rng(), 64, 8, 2, 32, 16, dtype=jnp.bfloat16)
+        exact = [a.astype(jnp.float64) if a.dtype == jnp.bfloat16 else a for a in inputs]
         for actual, expected in zip(
             [forward(*inputs), *gradients(inputs)], [oracle.experts_mlp(*exact), *gradients(exact)], strict=True
         ):
-            assert actual.dtype == dtype
+            assert actual.dtype == jnp.bfloat16
             error = np.linalg.norm(np.asarray(actual, np.float64) - expected) / np.linalg.norm(expected)
-            assert error < tolerance
+            assert error < 3e-2
 
 
 forward = jax.jit(kernels.experts_mlp)
@@ -61,14 +45,6 @@ forward = jax.jit(kernels.experts_mlp)
 def gradients(inputs):
     *arrays, chosen = inputs
     return jax.grad(lambda *a: kernels.experts_mlp(*a, chosen).astype(jnp.float32).sum(), argnums=(0, 1, 2, 3))(*arrays)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("chunk", [7, *(pytest.param(chunk, marks=pytest.mark.thorough) for chunk in (1, 64))])
-def test_chunks_of_tokens_give_the_same_sums(chunk):
-    with jax.enable_x64(True):
-        inputs = make_inputs(seeds.rng(), 50, 6, 2, 8, 4)
-        compare(lambda *a: kernels.experts_mlp(*a, chunk_tokens=chunk), kernels.experts_mlp, inputs, 1e-13)
 
 
 def test_chunks_add_bf16_weight_gradients_in_f32():
@@ -90,14 +66,16 @@ def test_chunks_add_bf16_weight_gradients_in_f32():
 def test_weights_of_another_dtype_get_gradients_of_that_dtype():
     x, w_gate_up, w_down, weights, chosen = make_inputs(seeds.rng(), 9, 4, 2, 8, 4, dtype=jnp.float32)
     inputs = (x.astype(jnp.bfloat16), w_gate_up, w_down, weights, chosen)
-    assert forward(*inputs).dtype == jnp.bfloat16
-    assert [g.dtype for g in gradients(inputs)] == [jnp.bfloat16, jnp.float32, jnp.float32, jnp.float32]
+    assert jax.eval_shape(forward, *inputs).dtype == jnp.bfloat16
+    assert [g.dtype for g in jax.eval_shape(gradients, inputs)] == [jnp.bfloat16, jnp.float32, jnp.float32, jnp.float32]
 
 
 def test_experts_without_tokens_get_exactly_zero():
+    """And two runs give the same bits."""
     inputs = make_inputs(seeds.rng(), 12, 8, 2, 8, 4, "half_empty", jnp.float32)
-    _, d_gate_up, d_down, _ = gradients(inputs)
-    assert not d_gate_up[4:].any() and not d_down[4:].any() and d_gate_up[:4].any()
+    first, second = gradients(inputs), gradients(inputs)
+    assert not first[1][4:].any() and not first[2][4:].any() and first[1][:4].any()
+    jax.tree.map(np.testing.assert_array_equal, first, second)
 
 
 def test_no_tokens_give_no_rows_and_zero_gradients():
@@ -114,12 +92,6 @@ def test_tokens_without_choices_get_nothing(tokens, backend):
     np.testing.assert_array_equal(y, np.zeros((tokens, 128)))
 
 
-def test_two_runs_give_the_same_bits():
-    inputs = make_inputs(seeds.rng(), 200, 8, 3, 16, 8, dtype=jnp.float32)
-    for first, second in zip(gradients(inputs), gradients(inputs), strict=True):
-        np.testing.assert_array_equal(first, second)
-
-
 def test_gate_up_and_down_compose_to_the_whole():
     """Each half has its own gradients."""
 
@@ -131,33 +103,19 @@ def test_gate_up_and_down_compose_to_the_whole():
         compare(halves, oracle.experts_mlp, make_inputs(seeds.rng(), 33, 5, 2, 8, 4), 1e-12)
 
 
-def test_ids_out_of_range_add_nothing():
-    with jax.enable_x64(True):
-        *arrays, chosen = make_inputs(seeds.rng(), 20, 5, 3, 8, 4)
-        chosen = chosen.at[3:9, 1].set(5).at[7:, 2].set(-1)
-        compare(kernels.experts_mlp, oracle.experts_mlp, (*arrays, chosen), 1e-12)
-        # The compiler knows the routing.
-        compare(lambda *a: kernels.experts_mlp(*a[:-1], chosen), oracle.experts_mlp, (*arrays, chosen), 1e-12)
-        d_weights = gradients((*arrays, chosen))[3]
-        assert not d_weights[(chosen < 0) | (chosen > 4)].any()
+def test_weights_of_ids_out_of_range_may_be_nan_or_inf():
+    *arrays, weights, chosen = make_inputs(seeds.rng(), 12, 8, 2, 8, 4, dtype=jnp.float32)
+    chosen = chosen.at[2, 0].set(-1).at[4, 1].set(8)
+    expected = [forward(*arrays, weights, chosen), *gradients((*arrays, weights, chosen))]
+    assert not expected[4][(chosen < 0) | (chosen == 8)].any()
+    for weight in (np.nan, np.inf):
+        wild = jnp.where((chosen < 0) | (chosen == 8), weight, weights)
+        found = [forward(*arrays, wild, chosen), *gradients((*arrays, wild, chosen))]
+        jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
-@pytest.mark.parametrize("weight", [np.nan, pytest.param(np.inf, marks=pytest.mark.thorough)])
-def test_weights_of_ids_out_of_range_may_be_nan_or_inf(weight):
-    *arrays, weights, chosen = make_inputs(seeds.rng(), 6, 4, 2, 8, 4, dtype=jnp.float32)
-    chosen = chosen.at[2, 0].set(-1).at[4, 1].set(4)
-    wild = jnp.where((chosen < 0) | (chosen == 4), weight, weights)
-    for actual, expected in zip(
-        [forward(*arrays, wild, chosen), *gradients((*arrays, wild, chosen))],
-        [forward(*arrays, weights, chosen), *gradients((*arrays, weights, chosen))],
-        strict=True,
-    ):
-        np.testing.assert_array_equal(actual, expected)
-
-
-@pytest.mark.parametrize("chunk_tokens", [None, 4])
-def test_ids_of_8_bits_may_be_of_256_experts(chunk_tokens):
+def test_ids_of_8_bits_may_be_of_256_experts():
     x, w_gate_up, w_down, weights, chosen = make_inputs(seeds.rng(), 6, 256, 2, 8, 4, dtype=jnp.float32)
-    layer = jax.jit(partial(kernels.experts_mlp, chunk_tokens=chunk_tokens, backend="xla"))
+    layer = jax.jit(partial(kernels.experts_mlp, chunk_tokens=4, backend="xla"))
     run = partial(layer, x, w_gate_up, w_down, weights)
     np.testing.assert_array_equal(run(topk_experts=chosen.astype(jnp.uint8)), run(topk_experts=chosen))

@@ -37,7 +37,7 @@ def some_nobody(rng, tokens, experts, k):
 
 
 PATTERNS = [even, one_takes_all, some_idle, skewed, nobody, some_nobody]
-SHAPES = [(50, 6, 3), (1, 128, 8), (3, 16, 4), (200, 4, 1), (64, 5, 5), (90, 1, 1)]
+SHAPES = [(50, 6, 3), (1, 128, 8), (200, 4, 1), (90, 1, 1)]
 
 
 @functools.partial(jax.jit, static_argnames="workspace_bytes")
@@ -59,10 +59,8 @@ CASES = [
 
 
 def is_sibling(shape, pattern, how):
-    """Every pattern is tried at the first shape, and one pattern at shapes of other kinds."""
-    return shape != SHAPES[0] and (
-        how == "constant routing" or pattern is not some_nobody or shape in ((3, 16, 4), (200, 4, 1))
-    )
+    """Every pattern is tried at the first shape, and one pattern at another."""
+    return shape != SHAPES[0] and (how != "small workspace" or pattern is not some_nobody or shape != (200, 4, 1))
 
 
 @pytest.mark.parametrize(
@@ -102,18 +100,18 @@ def test_all_three_against_a_loop(rng, monkeypatch, shape, pattern, how):
         assert not np.any(np.asarray(got)[np.all(want == 0, axis=tuple(range(1, want.ndim)))]), "rows and experts of nobody"
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.thorough)])
-def test_narrow_dtypes_sum_in_f32(rng, dtype):
-    """4096 addends near 1: a bf16 sum would stop at 256, an f16 one drift; the exact sum rounds once."""
+def test_narrow_dtypes_sum_in_f32(rng):
+    """4096 addends near 1: a bf16 sum would stop at 256; the exact sum rounds once."""
+    dtype = "bfloat16"
     p = plan(jnp.zeros((4096, 1), jnp.int32), 2)
     ones = jnp.ones((4096, 3), dtype)
     values = jnp.asarray(rng.uniform(0.5, 1.5, (4096, 2)), dtype)
     dw = whole(xla.grouped_outer)(values, ones, p, jnp.dtype(dtype))
     assert dw.dtype == dtype
     want = np.asarray(values, np.float64).sum(0)[:, None] * np.ones((1, 3))
-    np.testing.assert_allclose(np.asarray(dw[0], np.float64), want, rtol=2.0**-8 if dtype == "bfloat16" else 2.0**-11)
+    np.testing.assert_allclose(np.asarray(dw[0], np.float64), want, rtol=2.0**-8)
     y = whole(xla.grouped_matmul)(values.T, ones.T[None], plan(jnp.zeros((2, 1), jnp.int32), 1))
-    np.testing.assert_allclose(np.asarray(y, np.float64), want, rtol=2.0**-8 if dtype == "bfloat16" else 2.0**-11)
+    np.testing.assert_allclose(np.asarray(y, np.float64), want, rtol=2.0**-8)
 
 
 @pytest.mark.parametrize("backend", ["xla", "mosaic"])

@@ -16,12 +16,11 @@ from tests.helpers.expert_layers import ROUTINGS, choose, relative_error
 
 @pytest.mark.parametrize(
     "tokens, experts, k",
-    [(0, 3, 2), *(pytest.param(*sizes, marks=pytest.mark.thorough) for sizes in ((90, 2, 1), (40, 7, 3)))],
-    ids=["no tokens", "several blocks an expert", "a block an expert"],
+    [(0, 3, 2), pytest.param(90, 2, 1, marks=pytest.mark.thorough)],
+    ids=["no tokens", "several blocks an expert"],
 )
 @settings(max_examples=3, deadline=None)
 @given(routing=st.sampled_from(ROUTINGS), seed=st.integers(0, 2**31))
-@pytest.mark.long
 def test_three_matmuls(tokens, experts, k, routing, seed):
     """On the same plan they equal the xla backend's, and rows of nobody give zeros."""
     rng = np.random.default_rng(seed)
@@ -46,40 +45,3 @@ def all_three(backend, rows, owned, x, dh, w):
         jnp.where(owned[:, None], backend.grouped_matmul(dh_rows, w, rows, source_of_row=dh_source, transpose=True), 0),
         backend.grouped_outer(dh_rows, x_rows, rows, jnp.float32, a_source_of_row=dh_source, b_source_of_row=source),
     )
-
-
-@pytest.mark.parametrize(
-    "routing", ["some_nobody", *(pytest.param(each, marks=pytest.mark.thorough) for each in ROUTINGS if each != "some_nobody")]
-)
-def test_outer_of_parts(rng, routing):
-    """The products of parts equal the product of all their rows."""
-    parts = []
-    for _ in range(3):
-        rows = plan(jnp.asarray(choose(rng, routing, 50, 4, 2), jnp.int32), 4, mosaic.ROW_ALIGNMENT)
-        has_pair = np.asarray(rows.pair_of_row)[:, None] < rows.row_of_pair.size
-        a, b = (jnp.asarray(has_pair * rng.normal(size=(rows.num_rows, width)), jnp.bfloat16) for width in (128, 64))
-        parts.append(xla.OuterPart(a, b, rows))
-    ours = mosaic.grouped_outer_of_parts(parts, jnp.float32)
-    assert relative_error(ours, xla.grouped_outer_of_parts(parts, jnp.float32)) < 1e-5
-
-
-@pytest.mark.parametrize(
-    "routing, tokens, experts, k, m, n",
-    [
-        ("one_takes_all", 130, 2, 1, 128, 128),
-        pytest.param("random", 70, 3, 2, 64, 256, marks=pytest.mark.thorough),
-        pytest.param("half_empty", 3, 4, 1, 256, 64, marks=pytest.mark.thorough),
-    ],
-)
-def test_outer_accumulates(rng, routing, tokens, experts, k, m, n):
-    """A sum by experts is added to the accumulator; experts without rows keep every bit."""
-    rows = plan(jnp.asarray(choose(rng, routing, tokens, experts, k), jnp.int32), experts, mosaic.ROW_ALIGNMENT)
-    a, b = (jnp.asarray(rng.normal(size=(tokens, width)), jnp.bfloat16) for width in (m, n))
-    before = rng.normal(size=(experts, m, n)).astype(np.float32)
-    before[:, 0, 0] = -0.0  # Which adding 0 would turn into 0.
-    sources = {"a_source_of_row": rows.token_of_row, "b_source_of_row": rows.token_of_row}
-    alone = mosaic.grouped_outer(a, b, rows, jnp.float32, **sources)
-    total = np.asarray(mosaic.grouped_outer(a, b, rows, jnp.float32, **sources, accumulate_into=jnp.asarray(before)))
-    has_rows = np.diff(rows.offsets) > 0
-    np.testing.assert_array_equal(total[has_rows], before[has_rows] + np.asarray(alone)[has_rows])
-    np.testing.assert_array_equal(total[~has_rows].view(np.int32), before[~has_rows].view(np.int32))

@@ -44,8 +44,8 @@ def assert_same(ours, theirs, tolerance):
 
 @pytest.mark.parametrize(
     "m, k, n, g, dtype",
-    [(37, 6, 5, 4, "float32"), (24, 3, 4, 30, "float32"), (64, 8, 3, 1, "float64")],
-    ids=["few groups", "more groups than most have rows", "one group, f64"],
+    [(37, 6, 5, 4, "float64"), (24, 3, 4, 30, "float32")],
+    ids=["few groups, f64", "more groups than most have rows"],
 )
 def test_equals_lax_for_random_sizes(rng, m, k, n, g, dtype):
     with jax.enable_x64(dtype == "float64"):

@@ -30,19 +30,16 @@ def results(pass_name, tiles, matrix, chosen, experts, draw):
 @pytest.mark.parametrize(
     "pass_name, tiles",
     [
-        ("gated_matmul", [TileShape(128, 256, 3), TileShape(64, 256, 2), TileShape(128, 128, 5, ping_pong=True)]),
-        ("grouped_matmul", [TileShape(128, 256, 4), TileShape(64, 128, 3), TileShape(128, 192, 4, ping_pong=True)]),
-        pytest.param(
-            "grouped_matmul_transposed",
-            [TileShape(128, 256, 3), TileShape(64, 256, 4), TileShape(64, 192, 2, ping_pong=True)],
-            marks=pytest.mark.thorough,
+        ("gated_matmul", [TileShape(64, 256, 2), TileShape(128, 128, 5, ping_pong=True)]),
+        ("grouped_outer", [TileShape(64, 128, 2), TileShape(128, 192, 3, ping_pong=True)]),
+        *(
+            pytest.param(name, [TileShape(128, 256, 3), TileShape(64, 256, 3), other], marks=pytest.mark.thorough)
+            for name, other in (
+                ("grouped_matmul", TileShape(128, 192, 4, ping_pong=True)),
+                ("grouped_matmul_transposed", TileShape(64, 192, 2, ping_pong=True)),
+                ("gated_matmul_backward", TileShape(128, 128, 4, ping_pong=True)),
+            )
         ),
-        pytest.param(
-            "gated_matmul_backward",
-            [TileShape(128, 256, 3), TileShape(64, 256, 2), TileShape(128, 128, 4, ping_pong=True)],
-            marks=pytest.mark.thorough,
-        ),
-        ("grouped_outer", [TileShape(128, 256, 4), TileShape(64, 128, 2), TileShape(128, 192, 3, ping_pong=True)]),
     ],
 )
 def test_bits_of_tiles(rng, pass_name, tiles):

@@ -31,13 +31,7 @@ def exact(values, rows, weights):
     "tokens, shares, k, features, dtype, weighted",
     [
         (19, 1, 8, 1024, "bfloat16", True),
-        pytest.param(6, 3, 2, 512, "float16", True, marks=pytest.mark.thorough),
-        pytest.param(7, 2, 1, 1536, "bfloat16", False, marks=pytest.mark.thorough),
-        pytest.param(19, 1, 8, 1024, "bfloat16", False, marks=pytest.mark.thorough),
-        pytest.param(6, 3, 2, 512, "float16", False, marks=pytest.mark.thorough),
-        pytest.param(1, 1, 5, 512, "bfloat16", True, marks=pytest.mark.thorough),
-        pytest.param(1, 1, 5, 512, "bfloat16", False, marks=pytest.mark.thorough),
-        pytest.param(7, 2, 1, 1536, "bfloat16", True, marks=pytest.mark.thorough),
+        pytest.param(7, 2, 1, 1536, "float16", False, marks=pytest.mark.thorough),
     ],
 )
 def test_sums(rng, tokens, shares, k, features, dtype, weighted):
