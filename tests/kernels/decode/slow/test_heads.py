@@ -57,10 +57,26 @@ def _new_tokens(cos, sin, page, offset, interleaved=False):
 
 
 def test_heads_to_pages():
+    """A head of zeros, and one of large numbers, are among them."""
     splits, norms, cos, sin, pages = _make(seeds.rng(), 5)
+    splits = splits.at[:, 3, -256:-128].set(0).at[:, 4, -128:].multiply(1e30)
     page, offset = jnp.asarray([3, 1, 1, 2, 0], jnp.int32), jnp.asarray([5, 0, 1, 63, 0], jnp.int32)
-    found = whole(heads_to_pages)(splits, norms, _new_tokens(cos, sin, page, offset), *pages, dtype=jnp.bfloat16, eps=EPS)
+    arguments = splits, norms, _new_tokens(cos, sin, page, offset)
+    found = whole(heads_to_pages)(*arguments, *pages, dtype=jnp.bfloat16, eps=EPS)
     _check(found, splits.sum(axis=0).astype(jnp.bfloat16), norms, cos, sin, page, offset, *pages)
+    in_fp8 = whole(heads_to_pages)(*arguments, *map(_rounded, pages), dtype=jnp.bfloat16, eps=EPS)
+    _check_rounded(in_fp8, found)
+
+
+def _rounded(pages):
+    return FP8Pages(*quantised(pages))
+
+
+def _check_rounded(in_fp8, found):
+    """Pages in FP8 are the pages in the model's dtype, rounded."""
+    np.testing.assert_array_equal(in_fp8[0], found[0])
+    for one, wide in zip(in_fp8[1:], found[1:], strict=True):
+        jax.tree.map(np.testing.assert_array_equal, one, _rounded(wide))
 
 
 @pytest.mark.parametrize("rotated, interleaved", [(128, True), pytest.param(64, False, marks=pytest.mark.thorough)])
@@ -78,24 +94,7 @@ def test_families(rotated, interleaved):
     _check(found, projections, HeadNorms(), cos, sin, page, offset, *pages, interleaved)
 
 
-@pytest.mark.parametrize("write", [heads_to_pages, chunk_heads_to_pages])
-def test_pages_in_fp8(write):
-    """They are the pages in the model's dtype, rounded. A head of zeros, and one of large numbers, are among them."""
-    tokens = 6 if write is heads_to_pages else 64
-    splits, norms, cos, sin, pages = _make(seeds.rng(), tokens)
-    splits = splits.at[:, 3, -256:-128].set(0).at[:, 4, -128:].multiply(1e30)
-    index = jnp.arange(tokens, dtype=jnp.int32)
-    new = _new_tokens(cos, sin, 1 + index % 5, index)
-    projections = splits if write is heads_to_pages else splits[0].astype(jnp.bfloat16)
-    options = dict(eps=EPS) | (dict(dtype=jnp.bfloat16) if write is heads_to_pages else {})
-    q, *wanted = whole(write)(projections, norms, new, *pages, **options)
-    found_q, *found = whole(write)(projections, norms, new, *(FP8Pages(*quantised(each)) for each in pages), **options)
-    np.testing.assert_array_equal(found_q, q)
-    for in_fp8, wide in zip(found, wanted, strict=True):
-        jax.tree.map(np.testing.assert_array_equal, in_fp8, FP8Pages(*quantised(wide)))
-
-
-@pytest.mark.parametrize("rotated, normed", [(128, True), (64, False)])
+@pytest.mark.parametrize("rotated, normed", [(64, True), pytest.param(128, False, marks=pytest.mark.thorough)])
 def test_chunk_heads_to_pages(rotated, normed):
     """The tokens of two chunks, which begin inside their pages; all but 6 tokens of the second block are in the first too."""
     splits, norms, cos, sin, pages = _make(seeds.rng(), 70)
@@ -104,8 +103,11 @@ def test_chunk_heads_to_pages(rotated, normed):
     page, offset = places // 64, places % 64
     projections = splits[0].astype(jnp.bfloat16)
     new = _new_tokens(cos, sin, page, offset)
-    found = whole(chunk_heads_to_pages)(projections, norms, new, *pages, eps=EPS, distance=rotated // 2)
+    options = dict(eps=EPS, distance=rotated // 2)
+    found = whole(chunk_heads_to_pages)(projections, norms, new, *pages, **options)
     _check(found, projections, norms, cos, sin, page, offset, *pages)
+    if normed:
+        _check_rounded(whole(chunk_heads_to_pages)(projections, norms, new, *map(_rounded, pages), **options), found)
 
 
 SLICED = """
