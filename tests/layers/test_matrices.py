@@ -5,7 +5,6 @@ import pytest
 from flax import nnx
 from jax.sharding import AbstractMesh, PartitionSpec
 
-import moe_jax
 from moe_jax.adapters import LoraSettings, add_lora
 from moe_jax.checkpoint.hf_names import hf_tensors
 from moe_jax.config import NAMED_CONFIGS
@@ -34,10 +33,12 @@ class Recurrent(nnx.Module):
 
 @pytest.fixture
 def model():
-    config = tiny.model_for_fp8().config
-    model = moe_jax.from_config(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
-    model.stages[0].linear_attn = Recurrent(config.num_hidden_layers, config.hidden_size, nnx.Rngs(1))
-    return model
+    def build():
+        model = tiny.model_for_fp8(param_dtype=jnp.bfloat16)
+        model.stages[0].linear_attn = Recurrent(2, 128, nnx.Rngs(1))
+        return model
+
+    return nnx.eval_shape(build)
 
 
 @pytest.fixture

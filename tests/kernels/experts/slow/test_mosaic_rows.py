@@ -8,7 +8,6 @@ from moe_jax import kernels
 from moe_jax.kernels.experts import mosaic
 from tests.helpers.compiled_steps import plan
 from tests.helpers.expert_layers import (
-    ROUTINGS,
     SMALL,
     choose,
     compute,
@@ -18,15 +17,14 @@ from tests.helpers.expert_layers import (
     types_of,
     with_gradients,
 )
-from tests.helpers.lowered import lowered_for_h200, num_kernels
+from tests.helpers.lowered import launches_on_h200
 
 
-@pytest.mark.parametrize("routing", ["random", pytest.param("one_takes_all", marks=pytest.mark.thorough)])
-def test_gather_where_used(rng, routing):
+def test_gather_where_used(rng):
     """A forward pass alone gathers them in its first matmul. Tokens that choose nobody reach no row."""
     # Enough tokens that each of a GPU's blocks has several tiles.
     tokens, hidden, inter = (20000, 1024, 384) if mosaic.is_native() else (150, 192, 128)
-    x, w_gate_up, _, _, chosen = make_layer(rng, routing, tokens, 5, 2, hidden, inter)
+    x, w_gate_up, _, _, chosen = make_layer(rng, "random", tokens, 5, 2, hidden, inter)
     x, chosen = x.at[-1].set(jnp.nan), chosen.at[-1].set(-1)
     rows = plan(chosen, 5, mosaic.ROW_ALIGNMENT)
     gathered, _ = mosaic.rows_of_tokens(x, rows)
@@ -41,37 +39,28 @@ def test_gather_where_used(rng, routing):
     assert np.isfinite(np.asarray(h[:computed], np.float32)).all()
 
 
-@pytest.mark.parametrize(
-    "routing",
-    [pytest.param(each, marks=() if each == "half_empty" else pytest.mark.thorough) for each in ROUTINGS],
-)
-def test_few_tokens_are_not_gathered(rng, routing):
+def test_few_tokens_are_not_gathered(rng):
     """Up to 64 tokens are read where they are, in a forward pass alone. The first token chooses one expert three times.
 
     A CPU rounds some sums by a row's position in a tile.
     """
-    x, w_gate_up, w_down, weights, chosen = make_layer(rng, routing, 70, 5, 3, 128, 64)
+    x, w_gate_up, w_down, weights, chosen = make_layer(rng, "half_empty", 70, 5, 3, 128, 64)
     weights, chosen = few_bits(weights), chosen.at[0].set(chosen[0, 0])
 
     def run(count):
         return kernels.experts_mlp(x[:count], w_gate_up, w_down, weights[:count], chosen[:count], backend="mosaic")
 
     gathered = run(70)
-    for tokens in (9, 64):
+    for tokens in (9, 64) if mosaic.is_native() else (9,):
+        found = run(tokens)
         if mosaic.is_native():
-            np.testing.assert_array_equal(run(tokens), gathered[:tokens])
-        assert relative_error(run(tokens), gathered[:tokens]) < 3e-3
+            np.testing.assert_array_equal(found, gathered[:tokens])
+        assert relative_error(found, gathered[:tokens]) < 3e-3
 
 
 @pytest.mark.parametrize(
     "tokens, max_pairs, blocks",
-    [
-        (64, None, 4),
-        (65, None, 6),
-        (64, 127, 6),
-        pytest.param(1, None, 2, marks=pytest.mark.thorough),
-        pytest.param(64, 128, 4, marks=pytest.mark.thorough),
-    ],
+    [(1, None, 2), (64, None, 4), (65, None, 6), (64, 127, 6), (64, 128, 4)],
 )
 def test_rows_of_up_to_64_tokens(tokens, max_pairs, blocks):
     """Unless there is no room for all that they choose. A forward pass gathers rows in its first matmul and is two kernels."""
@@ -79,10 +68,10 @@ def test_rows_of_up_to_64_tokens(tokens, max_pairs, blocks):
     def layer(x, w_gate_up, w_down, weights, chosen):
         return in_room(max_pairs, x, w_gate_up, w_down, weights, chosen)
 
-    lowered = lowered_for_h200(layer, *types_of(tokens, 4, 2, 256, 320))
-    assert num_kernels(lowered) == 2
+    launches = launches_on_h200(layer, *types_of(tokens, 4, 2, 256, 320))
+    assert len(launches) == 2
     # One more block is kept free.
-    assert f"-> tensor<{(blocks + 1) * 64}x320xbf16>" in lowered
+    assert ((blocks + 1) * 64, 320) in [result.aval.shape for result in launches[0].outvars]
 
 
 @pytest.mark.thorough
