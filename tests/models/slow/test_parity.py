@@ -17,99 +17,50 @@ from tests.helpers.hf_reference import by_parameter, hub_gradients, load_ours, r
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 5e6}
 YARN_MSCALE = {**YARN, "mscale": 1.2, "mscale_all_dim": 0.8}
 VARIANTS = {
-    "moe": ("qwen3_moe", {}),
+    "moe_tied_bias_sliding_window_rope_linear": ("qwen3_moe", dict(
+        tie_word_embeddings=True, attention_bias=True, use_sliding_window=True, sliding_window=5,
+        rope_parameters={"rope_type": "linear", "factor": 3.0, "rope_theta": 1e7},
+    )),
+    "dense": ("qwen3", {}),
+    "deepseek_dense_layer_yarn_mscale_whole_queries_two_shared": ("deepseek_v3", dict(
+        first_k_dense_replace=1, rope_parameters=YARN_MSCALE, q_lora_rank=None, n_shared_experts=2,
+    )),
+    "deepseek_v2_groups": ("deepseek_v2", dict(topk_method="group_limited_greedy", q_lora_rank=None)),
+}  # fmt: skip
+THOROUGH = {
     # Layer 3 of 0 to 3 has experts.
-    "moe_sparse_step_mlp_only_layers": ("qwen3_moe", {"decoder_sparse_step": 2, "mlp_only_layers": [0, 1]}),
-    "moe_tied_bias_sliding_window_rope_linear": (
-        "qwen3_moe",
-        {
-            "tie_word_embeddings": True,
-            "attention_bias": True,
-            "use_sliding_window": True,
-            "sliding_window": 5,
-            "rope_parameters": {"rope_type": "linear", "factor": 3.0, "rope_theta": 1e7},
-        },
-    ),
-    "moe_norm_topk_prob_rope_yarn": ("qwen3_moe", {"rope_parameters": YARN, "norm_topk_prob": True}),
-    "moe_top1": ("qwen3_moe", {"num_experts_per_tok": 1}),
+    "moe_sparse_step_mlp_only_layers": ("qwen3_moe", dict(decoder_sparse_step=2, mlp_only_layers=[0, 1])),
+    "moe_norm_topk_prob_rope_yarn": ("qwen3_moe", dict(rope_parameters=YARN, norm_topk_prob=True)),
     # No choice can flip here, and with spread logits the router's gradient would be a difference of nearly equal terms, for
     # which transformers itself has at most 5 digits in f32.
-    "moe_all_experts": ("qwen3_moe", {"num_experts": 4, "num_experts_per_tok": 4, "router_std": 0.1}),
-    "dense": ("qwen3", {}),
-    "dense_sliding_upper_layers": ("qwen3", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 2}),
-    "dense_rope_dynamic": (
-        "qwen3",
-        {"max_position_embeddings": 16, "rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
-    ),
-    "dense_tied_bias_yarn_options": (
-        "qwen3",
-        {
-            "tie_word_embeddings": True,
-            "attention_bias": True,
-            "rope_parameters": {**YARN, "attention_factor": 1.3, "beta_fast": 16.0, "beta_slow": 2.0, "truncate": False},
-        },
-    ),
-    "dense_multi_head": ("qwen3", {"num_key_value_heads": 4, "head_dim": 8, "rms_norm_eps": 1e-3}),
-    "deepseek_three_dense_layers_yarn": (
-        "deepseek_v3",
-        {
-            "first_k_dense_replace": 3,
-            "num_hidden_layers": 4,
-            "n_group": 2,
-            "topk_group": 1,
-            "tie_word_embeddings": True,
-            "rope_parameters": YARN,
-        },
-    ),
-    "deepseek_all_layers_dense": ("deepseek_v3", {"first_k_dense_replace": 2, "rms_norm_eps": 1e-3}),
-    "deepseek_one_dense_layer_eight_groups": (
-        "deepseek_v3",
-        {"first_k_dense_replace": 1, "n_group": 8, "topk_group": 3, "routed_scaling_factor": 1.0},
-    ),
-    "deepseek_one_group_unnormed_halves_no_shared_bias": (
-        "deepseek_v3",
-        {
-            "n_group": 1,
-            "topk_group": 1,
-            "num_experts_per_tok": 5,
-            "norm_topk_prob": False,
-            "rope_interleave": False,
-            "n_shared_experts": 0,
-            "attention_bias": True,
-        },
-    ),
-    "deepseek_dense_layer_yarn_mscale_whole_queries_two_shared": (
-        "deepseek_v3",
-        {"first_k_dense_replace": 1, "rope_parameters": YARN_MSCALE, "q_lora_rank": None, "n_shared_experts": 2},
-    ),
-    "deepseek_v2": ("deepseek_v2", {"rope_parameters": YARN_MSCALE, "routed_scaling_factor": 1.7}),
-    "deepseek_v2_groups": ("deepseek_v2", {"topk_method": "group_limited_greedy", "q_lora_rank": None}),
-}
-THOROUGH = {
-    "moe",
-    "deepseek_three_dense_layers_yarn",
-    "moe_sparse_step_mlp_only_layers",
-    "moe_norm_topk_prob_rope_yarn",
-    "moe_top1",
-    "moe_all_experts",
-    "dense_sliding_upper_layers",
-    "dense_rope_dynamic",
-    "dense_tied_bias_yarn_options",
-    "dense_multi_head",
-    "deepseek_all_layers_dense",
-    "deepseek_one_dense_layer_eight_groups",
-    "deepseek_one_group_unnormed_halves_no_shared_bias",
-    "deepseek_v2",
-}
+    "moe_all_experts": ("qwen3_moe", dict(num_experts=4, num_experts_per_tok=4, router_std=0.1)),
+    "dense_sliding_upper_layers": ("qwen3", dict(use_sliding_window=True, sliding_window=4, max_window_layers=2)),
+    "dense_rope_dynamic": ("qwen3", dict(
+        max_position_embeddings=16, rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4},
+    )),
+    "dense_tied_bias_yarn_options_multi_head": ("qwen3", dict(
+        tie_word_embeddings=True, attention_bias=True, num_key_value_heads=4, head_dim=8, rms_norm_eps=1e-3,
+        rope_parameters={**YARN, "attention_factor": 1.3, "beta_fast": 16.0, "beta_slow": 2.0, "truncate": False},
+    )),
+    "deepseek_three_dense_layers_yarn": ("deepseek_v3", dict(
+        first_k_dense_replace=3, num_hidden_layers=4, n_group=2, topk_group=1, tie_word_embeddings=True, rope_parameters=YARN,
+    )),
+    "deepseek_one_dense_layer_eight_groups": ("deepseek_v3", dict(
+        first_k_dense_replace=1, n_group=8, topk_group=3, routed_scaling_factor=1.0,
+    )),
+    "deepseek_one_group_unnormed_halves_no_shared_bias": ("deepseek_v3", dict(
+        n_group=1, topk_group=1, num_experts_per_tok=5, norm_topk_prob=False, rope_interleave=False, n_shared_experts=0,
+        attention_bias=True,
+    )),
+    "deepseek_v2": ("deepseek_v2", dict(rope_parameters=YARN_MSCALE, routed_scaling_factor=1.7)),
+}  # fmt: skip
 
 
 @pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")  # transformers' block of no shared experts
-@pytest.mark.parametrize(
-    "variant", [pytest.param(name, marks=[pytest.mark.thorough] * (name in THOROUGH)) for name in VARIANTS]
-)
+@pytest.mark.parametrize("variant", [*VARIANTS, *(pytest.param(name, marks=pytest.mark.thorough) for name in THOROUGH)])
 def test_transformers(variant):
     """Logits, loss and every gradient equal transformers'."""
-    model_type, overrides = VARIANTS[variant]
+    model_type, overrides = (VARIANTS | THOROUGH)[variant]
     rng = seeds.rng()
     theirs = reference(model_type, int(rng.integers(2**31)), **overrides)
     ours = load_ours(theirs)
@@ -151,17 +102,23 @@ def test_transformers(variant):
         assert_close(np.concatenate(actual), np.concatenate(expected), what=parameter)
 
 
-def test_padding():
-    """Padding changes neither the real tokens nor the balancing loss."""
+@pytest.fixture(scope="module")
+def qwen3_moe():
+    """transformers' model, and ours with its forward pass as one program."""
     theirs = reference("qwen3_moe", 3)
     ours = load_ours(theirs)
-    rng = seeds.rng()
-    tokens = rng.integers(0, 97, (2, 12))
+    return theirs, ours, compiled(ours)
+
+
+def test_padding(qwen3_moe):
+    """Padding changes neither the real tokens nor the balancing loss."""
+    theirs, _, ours = qwen3_moe
+    tokens = seeds.rng().integers(0, 97, (2, 12))
     mask = np.ones_like(tokens)
     mask[0, 7:] = 0
     with torch.no_grad():
         expected = theirs(torch.tensor(tokens), attention_mask=torch.tensor(mask), output_router_logits=True)
-    out = compiled(ours)(jnp.asarray(tokens), segment_ids=jnp.asarray(mask))
+    out = ours(jnp.asarray(tokens), segment_ids=jnp.asarray(mask))
     assert_close(out.logits[mask == 1], expected.logits.numpy()[mask == 1])
     np.testing.assert_allclose(out.aux_loss, expected.aux_loss, rtol=1e-5)
     assert int(out.router.num_tokens) == mask.sum()
@@ -171,44 +128,37 @@ def test_padding():
     "model_type, overrides",
     [
         pytest.param("qwen3_moe", {}, marks=pytest.mark.thorough),
+        pytest.param("deepseek_v3", {}, marks=pytest.mark.thorough),
         ("qwen3", {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1}),
-        ("deepseek_v3", {}),
     ],
 )
 def test_packed_documents(model_type, overrides):
     """Packed documents equal each document alone."""
-    ours = load_ours(reference(model_type, 4, **overrides))
-    rng = seeds.rng()
-    lengths = (5, 9, 5)
+    run = compiled(load_ours(reference(model_type, 4, **overrides)))
+    rng, lengths, seq = seeds.rng(), (5, 9, 5), 21
     documents = [rng.integers(0, 97, length) for length in lengths]
-    packed = np.concatenate([*documents, np.zeros(2, int)])[None]
-    segments = np.repeat([1, 2, 3, 0], [*lengths, 2])[None]
-    run = compiled(ours)
-    logits = run(packed, segment_ids=segments).logits[0]
-    start = 0
-    for document in documents:
-        alone = run(document[None]).logits[0]
-        assert_close(logits[start : start + len(document)], alone)
-        start += len(document)
+    packed = np.concatenate([*documents, np.zeros(2, int)])
+    logits = run(packed[None], segment_ids=np.repeat([1, 2, 3, 0], [*lengths, 2])[None]).logits[0]
+    for document, end in zip(documents, np.cumsum(lengths), strict=True):
+        alone = np.pad(document, (0, seq - len(document)))
+        expected = run(alone[None], segment_ids=(np.arange(seq) < len(document)).astype(int)[None]).logits[0]
+        assert_close(logits[end - len(document) : end], expected[: len(document)])
 
 
-def test_replay():
+def test_replay(qwen3_moe):
     """Replayed routing reproduces the run and follows live logits."""
-    model = load_ours(reference("qwen3_moe", 5))
-    ours = compiled(model)
-    tokens = jax.random.randint(jax.random.key(seeds.integer()), (2, 9), 0, 97)
-    free = ours(tokens)
-    replayed = compiled(model, remat=True)(tokens, expert_ids=free.expert_ids)
+    _, _, ours = qwen3_moe
+    tokens, ones = jnp.asarray(seeds.rng().integers(0, 97, (2, 12))), jnp.ones((2, 12), int)
+    free = ours(tokens, segment_ids=ones)
+    replayed, shifted = (ours(tokens, expert_ids=(free.expert_ids + by) % 8) for by in (0, 1))
     np.testing.assert_array_equal(replayed.expert_ids, free.expert_ids)
     assert_close(replayed.logits, free.logits)
-    shifted = ours(tokens, expert_ids=(free.expert_ids + 1) % 8)
     assert float(jnp.abs(shifted.logits - free.logits).max()) > 1e-3
 
 
-def test_balanced_routing():
+def test_balanced_routing(qwen3_moe):
     """It loads every expert alike."""
-    ours = load_ours(reference("qwen3_moe", 6))
-    out = compiled(ours, expert_ids="balanced")(jnp.zeros((2, 16), jnp.int32))
+    out = compiled(qwen3_moe[1], expert_ids="balanced")(jnp.zeros((2, 16), jnp.int32))
     assert (out.expert_load == 2 * 16 * 3 // 8).all()
 
 
@@ -221,10 +171,9 @@ def test_balanced_routing():
         (dict(tokens=(2, 4), expert_ids=(4, 2, 4, 2)), "expert_ids must be"),
     ],
 )
-def test_shapes_that_do_not_fit_are_named(arguments, message):
-    ours = load_ours(reference("qwen3_moe", 8))
+def test_shapes_that_do_not_fit_are_named(qwen3_moe, arguments, message):
     with pytest.raises(ValueError, match=message):
-        ours(**{name: jnp.zeros(shape, jnp.int32) for name, shape in arguments.items()})
+        qwen3_moe[1](**{name: jnp.zeros(shape, jnp.int32) for name, shape in arguments.items()})
 
 
 def compiled(model, **constants):
