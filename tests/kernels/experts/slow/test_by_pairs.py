@@ -20,13 +20,12 @@ def layer_of(x, w_gate_up, w_down, weights, chosen):
 @pytest.mark.parametrize(
     "routing, tokens, experts, k, hidden, inter, dtype",
     [
-        pytest.param("random", 1, 8, 3, 256, 128, "bfloat16", marks=pytest.mark.thorough),
-        ("one_takes_all", 2, 8, 2, 128, 256, "float16"),
         ("some_nobody", 3, 32, 4, 128, 128, "bfloat16"),
+        pytest.param("one_takes_all", 2, 8, 2, 128, 256, "float16", marks=pytest.mark.thorough),
     ],
 )
 def test_values(rng, routing, tokens, experts, k, hidden, inter, dtype):
-    """Errors against f64 are as small as the xla backend's."""
+    """Errors against f64 are as small as the xla backend's. Ids of a narrow dtype give the same result."""
     layer = make_layer(rng, routing, tokens, experts, k, hidden, inter, dtype)
     assert by_pairs.takes(layer[4], *layer[2].shape)
     with jax.enable_x64(True):
@@ -34,30 +33,10 @@ def test_values(rng, routing, tokens, experts, k, hidden, inter, dtype):
     y, other = layer_of(*layer), kernels.experts_mlp(*layer, backend="xla")
     assert (y.shape, y.dtype) == (other.shape, other.dtype)
     assert relative_error(y, exact) <= 1.5 * relative_error(other, exact) + 1e-6
+    np.testing.assert_array_equal(layer_of(*layer[:4], layer[4].astype(jnp.int8)), y)
 
 
-def test_ids_of_8_bits(rng):
-    """Ids of a narrow dtype give the same result."""
-    *arrays, chosen = make_layer(rng, "random", 1, 8, 2, 128, 128)
-    chosen = chosen.at[0, 0].set(-1)
-    np.testing.assert_array_equal(layer_of(*arrays, chosen.astype(jnp.int8)), layer_of(*arrays, chosen))
-
-
-@pytest.mark.thorough
-def test_a_layer_of_a_stack(rng):
-    """A layer's experts read inside a stack give the bits of the layer alone; an id of no expert is no other layer's expert."""
-    x, w_gate_up, w_down, _, chosen = make_layer(rng, "random", 2, 8, 2, 128, 128)
-    stacks = (jnp.stack([-w, w, 2 * w]) for w in (w_gate_up, w_down))
-    chosen = chosen.at[0, 0].set(8)
-    alone = mosaic.experts_of_few_pairs(x, w_gate_up, w_down, chosen)
-    found = mosaic.experts_of_few_pairs(x, *stacks, chosen, jnp.int32(1))
-    np.testing.assert_array_equal(found, alone)
-    assert not np.asarray(found[0]).any() and np.asarray(found[1:]).any()
-
-
-def is_by_pairs(*sizes, lowers=False):
-    if lowers:
-        assert num_kernels(lowered_for_h200(layer_of, *types_of(*sizes))) == 2
+def is_by_pairs(*sizes):
     names = [launch.params["name"] for launch in launches_on_h200(layer_of, *types_of(*sizes))]
     assert len(names) == 2
     return names == ["gated_matmul_of_pairs", "matmul_of_pairs"]
@@ -68,13 +47,13 @@ def is_by_pairs(*sizes, lowers=False):
     [
         (1, 128, 8, 2048, 768),
         pytest.param(4, 256, 8, 7168, 2048, marks=pytest.mark.thorough),
-        pytest.param(2, 8, 2, 4096, 14336, marks=pytest.mark.thorough),
-        (1, 1, 1, 128, 32768),
+        pytest.param(1, 1, 1, 128, 32768, marks=pytest.mark.thorough),
     ],
 )
 def test_by_pairs(tokens, experts, k, hidden, inter):
     """Few pairs are computed by pairs."""
-    assert is_by_pairs(tokens, experts, k, hidden, inter, lowers=True)
+    assert num_kernels(lowered_for_h200(layer_of, *types_of(tokens, experts, k, hidden, inter))) == 2
+    assert is_by_pairs(tokens, experts, k, hidden, inter)
 
 
 @pytest.mark.parametrize(
