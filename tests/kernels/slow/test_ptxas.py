@@ -343,138 +343,63 @@ compile(lambda x, w: norm_rows(x, w, eps=1e-6), ((256, 2048), bf16), ((2048,), b
 """
 
 EXPERTS_KERNELS = {
-    "gather_rows_kernel",
-    "gated_matmul",
-    "grouped_matmul",
-    "gated_matmul_backward",
-    "grouped_matmul_transposed",
+    "gather_rows_kernel", "gated_matmul", "grouped_matmul", "gated_matmul_backward", "grouped_matmul_transposed",
     "grouped_outer",
+}  # fmt: skip
+FP8_KERNELS = {"fp8_gather_rows", "fp8_round_tokens", "fp8_gated_matmul", "fp8_grouped_matmul", "fp8_gated_matmul_backward"}
+PAIRS_KERNELS = {"gated_matmul_of_pairs", "matmul_of_pairs", "fp8_gated_matmul_of_pairs", "fp8_matmul_of_pairs"}
+ATTENTION_KERNELS = {
+    "flash_attention_forward", "flash_attention_backward_queries", "flash_attention_backward_keys", "paged_attention",
+    "paged_attention_split", "paged_attention_prompts", "merge_splits", "paged_latents", "paged_latents_split",
+}  # fmt: skip
+ROWS_KERNELS = {"top_k", "sum_rows", "strict_parts", "strict_merge", "strict_gated_silu", "strict_norm"}
+ALL_ATTENTION = ATTENTION + PAGED_ATTENTION + PAGES_IN_FP8 + PAGED_LATENTS
+
+CASES = {
+    # The experts of Qwen3-30B-A3B, and a forward pass alone, which gathers the rows.
+    "experts": (EXPERTS + FORWARD, 32768, EXPERTS_KERNELS),
+    "fp8": (FP8, 1, FP8_KERNELS),
+    # To sequences, and to pages of keys or of latents, of decoding rows and of chunks.
+    "attention": (ALL_ATTENTION, 3, ATTENTION_KERNELS),
+    # Strict bits, a router's choice, a token's sum.
+    "rows": (STRICT_ROWS + TOP_K + SUMS, 1, ROWS_KERNELS),
 }
-FP8_KERNELS = {
-    "fp8_gather_rows",
-    "gather_rows_kernel",
-    "fp8_keep_rows",
-    "fp8_round_matrices",
-    "fp8_round_tokens",
-    "fp8_gated_matmul",
-    "fp8_grouped_matmul",
-    "fp8_gated_matmul_backward",
+"""{name: (script, argument, kernels)}. A number below 99 takes the first sizes of each list of a script."""
+THOROUGH = {
+    "experts, few tokens": (EXPERTS + FORWARD, 64, EXPERTS_KERNELS),
+    # The backward pass keeps what was clamped: 96 bytes stored and 96 loaded by ptxas of CUDA 13.5.
+    "clamped experts with biases": (CLAMPED, 0, EXPERTS_KERNELS, {"gated_matmul_backward": 256}),
+    "experts with changes": (ADAPTED, 32768, EXPERTS_KERNELS),
+    "one token": (ONE_TOKEN + FP8_ONE_TOKEN, 99, PAIRS_KERNELS),
+    "tiles that gather": (GATHERING, 0, {"gated_matmul"}, {"gated_matmul": 12}),
+    "fp8, all sizes": (FP8, 99, FP8_KERNELS | {"gather_rows_kernel", "fp8_keep_rows", "fp8_round_matrices"}),
+    # Their kernels visit their tiles in another order.
+    "fp8, large matrices": (FP8_LARGE, 0, FP8_KERNELS - {"fp8_round_tokens"}),
+    # Matrices that read one x round it once.
+    "fp8, dense": (FP8_DENSE, 0, {"fp8_gather_rows", "fp8_grouped_matmul"}),
+    # XLA copies no layer's totals out of the stack and none back: the kernel reads and writes them there.
+    "accumulators of stacked layers": (TOTALS, 0, {"grouped_outer"}),
+    # XLA fuses a kernel with slices of its operands and results, also if it changes one array and writes another.
+    "accumulators of a scan": (SCANNED_TOTALS, 0, EXPERTS_KERNELS),
+    "ping-pong": (BY_TURNS, 0, EXPERTS_KERNELS - {"gather_rows_kernel"}),
+    "attention, all sizes": (ALL_ATTENTION, 99, ATTENTION_KERNELS),
+    # The matmul of a decoding step's projections, and of strict bits from one row to thousands.
+    "projections": (PROJECTIONS + STRICT_MATMUL, 99, {"project_tokens", "strict_matmul"}),
+    "rows, all sizes": (STRICT_ROWS + TOP_K + SUMS, 99, ROWS_KERNELS),
 }
-OF_THOROUGH = {"gather_rows_kernel", "fp8_keep_rows", "fp8_round_matrices"}
-ATTENTION_KERNELS = {"flash_attention_forward", "flash_attention_backward_queries", "flash_attention_backward_keys"}
 
 
-def first_sizes(count):
-    """Runs a test with the first sizes of each list of its scripts, and, if it is thorough, with all."""
-    everything = pytest.param(99, marks=pytest.mark.thorough, id="all")
-    return pytest.mark.parametrize("count", [pytest.param(count, id="first"), everything])
+@pytest.mark.parametrize("name", [*CASES, *(pytest.param(name, marks=pytest.mark.thorough) for name in THOROUGH)])
+def test_spills(name):
+    """The compiled kernels are the expected ones, and none spills more than is allowed."""
+    script, argument, kernels, *more = (CASES | THOROUGH)[name]
+    spilled, allowed = spilled_bytes(script, argument), SPILLS | dict(*more)
+    assert spilled.keys() == kernels
+    assert {name: count for name, count in spilled.items() if count > allowed.get(name, 0)} == {}
 
 
-@pytest.mark.parametrize("tokens", [32768, pytest.param(64, marks=pytest.mark.thorough)])
-def test_experts(tokens):
-    """The experts of Qwen3-30B-A3B spill no more than SPILLS allows, nor does a forward pass alone, which gathers the rows."""
-    assert_no_spills(spilled_bytes(EXPERTS + FORWARD, tokens), EXPERTS_KERNELS)
-
-
-@pytest.mark.thorough
-def test_clamped_experts_with_biases():
-    """The experts of gpt-oss-20b spill nothing but in the backward pass, which keeps what was clamped."""
-    spilled = spilled_bytes(CLAMPED)
-    # 96 bytes stored and 96 loaded by ptxas of CUDA 13.5.
-    assert spilled.pop("gated_matmul_backward") <= 256
-    assert_no_spills(spilled, EXPERTS_KERNELS - {"gated_matmul_backward"})
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("tokens", [32768, 64])
-def test_adapted_experts(tokens):
-    """Nor do frozen experts with changes of rank 4."""
-    assert_no_spills(spilled_bytes(ADAPTED, tokens), EXPERTS_KERNELS)
-
-
-@pytest.mark.thorough
-@first_sizes(1)
-def test_one_token(count):
-    """The experts of one token spill nothing, in bf16 and in FP8."""
-    kernels = {"gated_matmul_of_pairs", "matmul_of_pairs"}
-    assert_no_spills(spilled_bytes(ONE_TOKEN + FP8_ONE_TOKEN, count), kernels | {f"fp8_{name}" for name in kernels})
-
-
-@pytest.mark.thorough
-def test_gathering_tiles():
-    """With other tiles a kernel that gathers its rows spills at most 12 bytes."""
-    (spilled,) = spilled_bytes(GATHERING).values()
-    assert spilled <= 12
-
-
-@first_sizes(1)
-def test_fp8(count):
-    """The experts of Qwen3-30B-A3B in FP8, of many tokens and of few, spill no more than SPILLS allows."""
-    assert_no_spills(spilled_bytes(FP8, count), FP8_KERNELS if count > 1 else FP8_KERNELS - OF_THOROUGH)
-
-
-@pytest.mark.thorough
-def test_fp8_of_large_matrices():
-    """Nor do larger experts, whose kernels visit their tiles in another order."""
-    assert_no_spills(spilled_bytes(FP8_LARGE), FP8_KERNELS - {"fp8_round_tokens", *OF_THOROUGH})
-
-
-@pytest.mark.thorough
-def test_fp8_dense():
-    """Dense matrices in FP8 spill nothing, and matrices that read one x round it once."""
-    assert_no_spills(spilled_bytes(FP8_DENSE), {"fp8_gather_rows", "fp8_grouped_matmul"})
-
-
-@pytest.mark.thorough
-def test_accumulators_of_stacked_layers():
-    """XLA copies no layer's totals out of the stack and none back: the kernel reads and writes them there."""
-    assert_no_spills(spilled_bytes(TOTALS), {"grouped_outer"})
-
-
-@pytest.mark.thorough
-def test_accumulators_of_a_scan():
-    """XLA fuses a kernel with slices of its operands and results, also if it changes one array and writes another."""
-    assert_no_spills(spilled_bytes(SCANNED_TOTALS), EXPERTS_KERNELS)
-
-
-@pytest.mark.thorough
-def test_ping_pong():
-    """Ping-pong tiles spill no more than SPILLS allows."""
-    assert_no_spills(spilled_bytes(BY_TURNS), EXPERTS_KERNELS - {"gather_rows_kernel"})
-
-
-@first_sizes(3)
-def test_attention(count):
-    """Attention of Qwen3-30B-A3B, and to pages of keys or of latents, of decoding rows and of chunks, spills nothing."""
-    paged = {"paged_attention", "paged_attention_split", "paged_attention_prompts", "merge_splits"}
-    paged |= {"paged_latents", "paged_latents_split"}
-    assert_no_spills(
-        spilled_bytes(ATTENTION + PAGED_ATTENTION + PAGES_IN_FP8 + PAGED_LATENTS, count), ATTENTION_KERNELS | paged
-    )
-
-
-@pytest.mark.thorough
-@first_sizes(2)
-def test_projections(count):
-    """The matmul of a decoding step's projections, and of strict bits from one row to thousands, spills nothing."""
-    assert_no_spills(spilled_bytes(PROJECTIONS + STRICT_MATMUL, count), {"project_tokens", "strict_matmul"})
-
-
-@first_sizes(1)
-def test_rows(count):
-    """Kernels on rows spill nothing: strict bits, a router's choice. A token's sum of rows may, as SPILLS allows."""
-    on_rows = {"strict_parts", "strict_merge", "strict_gated_silu", "strict_norm"}
-    assert_no_spills(spilled_bytes(STRICT_ROWS + TOP_K + SUMS, count), {"top_k", "sum_rows"} | on_rows)
-
-
-def spilled_bytes(script, *arguments):
+def spilled_bytes(script, argument):
     """Returns {kernel: bytes that a thread spills} for the programs that the script compiles."""
-    kernels = re.findall(
-        r"Compiling entry function '(\w+)_mosaic_gpu_kernel'.*\n.*\n.* (\d+) bytes spill stores", run_script(script, *arguments)
-    )
+    remark = r"Compiling entry function '(\w+)_mosaic_gpu_kernel'.*\n.*\n.* (\d+) bytes spill stores"
+    kernels = re.findall(remark, run_script(script, argument))
     return {name: max(int(count) for other, count in kernels if other == name) for name, _ in kernels}
-
-
-def assert_no_spills(spilled, expected_kernels):
-    assert spilled.keys() == expected_kernels
-    assert {name: count for name, count in spilled.items() if count > SPILLS.get(name, 0)} == {}
