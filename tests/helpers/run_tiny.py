@@ -1,6 +1,6 @@
 """The training run of test_resume, also as a process of its own, to be killed: `python -m tests.helpers.run_tiny data output`.
 
-Its steps have no passes. In a process of its own each takes a tenth of a second.
+Its steps have no passes. In a process of its own each takes a third of a second.
 """
 
 import sys
@@ -23,7 +23,7 @@ def run(data: Path, output: Path) -> None:
 
 
 def slow_step(state, batch):
-    time.sleep(0.1)
+    time.sleep(0.3)
     return steps_without_passes.add(state, batch)
 
 

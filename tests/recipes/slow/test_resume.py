@@ -41,7 +41,7 @@ def test_kill_minus_nine_and_resume_gives_the_same_losses(tmp_path, steps_that_a
     command = [sys.executable, "-m", "tests.helpers.run_tiny", str(data), str(output)]
     process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     deadline = time.monotonic() + 240
-    while len(read_records(output / "metrics.jsonl")) < 7:
+    while not finished_steps(output / "checkpoints") or len(read_records(output / "metrics.jsonl")) < 7:
         assert process.poll() is None, process.stderr.read().decode()[-3000:]
         assert time.monotonic() < deadline
         time.sleep(0.02)
