@@ -47,13 +47,13 @@ def test_every_example_has_a_test():
     assert stems == set(tested.split())
 
 
-def test_finetune(dense_checkpoint, tmp_path, capsys):
+def test_finetune(checkpoint, tmp_path, capsys):
     example = load("finetune")
     data = tiny.write_texts(tmp_path / "texts")
-    paths = dict(model=str(dense_checkpoint), data=str(data), output=str(tmp_path / "out"))
-    example.main(example.Settings(**paths, steps=3, batch_size=2, seq_len=16))
+    settings = dict(model=str(checkpoint), data=str(data), output=str(tmp_path / "out"), steps=3, batch_size=2, seq_len=16)
+    example.main(example.Settings(**settings))
     assert "step 3: loss" in capsys.readouterr().out
-    assert moe_jax.from_pretrained(tmp_path / "out", progress=False).config.num_hidden_layers == 2
+    assert moe_jax.from_pretrained(tmp_path / "out", progress=False).config.num_experts == 4
 
 
 @pytest.mark.thorough
