@@ -25,19 +25,8 @@ from tests.helpers import prose, tiny
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 CONTRIBUTING = ROOT / "CONTRIBUTING.md"
-PAGES = [ROOT / "README.md"] + [
-    DOCS / f"{name}.md"
-    for name in (
-        "getting_started",
-        "data",
-        "preferences",
-        "reinforcement",
-        "your_own_loss",
-        "your_own_model",
-        "many_gpus",
-        "troubleshooting",
-    )
-]
+TASK_PAGES = "getting_started data preferences reinforcement your_own_loss your_own_model many_gpus troubleshooting"
+PAGES = [ROOT / "README.md", *(DOCS / f"{name}.md" for name in TASK_PAGES.split())]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 VARIABLE = re.compile(r"\$(\w+)")
 GIB = 2**30

@@ -130,14 +130,14 @@ def test_kinds_of_variables_are_few():
     assert len(kinds) <= MAX_VARIABLES, sorted(kinds)
 
 
-def test_torch_is_never_imported_at_module_level():
+def test_optional_packages_are_never_imported_at_module_level():
     wrong = [
         f"{path.relative_to(ROOT)}:{line}"
         for path in SOURCES
         for line, name in imported_names(path, everywhere=False)
-        if name.split(".")[0] == "torch"
+        if name.split(".")[0] in ("torch", "datasets")
     ]
-    assert not wrong, f"torch is optional: import it inside the function that needs it, not at {wrong}"
+    assert not wrong, f"torch and datasets are optional: import them inside the function that needs them, not at {wrong}"
 
 
 def test_chat_templates_need_no_extra():

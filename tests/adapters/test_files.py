@@ -1,6 +1,8 @@
 """Adapter folders: `load_adapter` and PEFT read what `save_adapter` writes, we read PEFT's, and bad files change nothing."""
 
 import json
+import shutil
+from copy import deepcopy
 
 import jax
 import jax.numpy as jnp
@@ -25,23 +27,31 @@ from tests.helpers.hf_reference import load_ours, reference
 
 CASES = {
     "dense": ("qwen3", {}, {"use_rslora": True, "ranks": {"q_proj": 5}}),
-    "some dense": ("qwen3_moe", {"mlp_only_layers": [1]}, {"use_rslora": True, "ranks": {"q_proj": 5}}),
-    "shared": ("qwen3_moe", {}, {"shared_outer": True, "targets": ("experts", "router")}),
+    "shared": ("qwen3_moe", {"mlp_only_layers": [1]}, {"shared_outer": True, "targets": ("experts", "mlp", "router")}),
     "deepseek": ("deepseek_v3", {"first_k_dense_replace": 1}, {"ranks": {"experts": 3}}),
 }
 
 
-@pytest.fixture(
-    params=["dense", "deepseek", *(pytest.param(name, marks=pytest.mark.thorough) for name in ("some dense", "shared"))]
-)
-def adapted(request, tmp_path):
+@pytest.fixture(scope="module", params=["dense", "deepseek", pytest.param("shared", marks=pytest.mark.thorough)])
+def adapted(request, tmp_path_factory):
     """(transformers' model, tokens, our logits with adapters, their folder)."""
     model_type, overrides, settings = CASES[request.param]
-    hf = reference(model_type, seeds.integer(), num_hidden_layers=2, **overrides)
-    model = with_adapters(load_ours(hf), **settings)
-    tokens = seeds.rng().integers(0, 97, (2, 9))
-    save_adapter(model, tmp_path / "adapter")
-    return hf, tokens, logits_of(model, jnp.asarray(tokens)), tmp_path / "adapter"
+    rng = seeds.rng(request.param)
+    hf = reference(model_type, int(rng.integers(2**31)), num_hidden_layers=2, **overrides)
+    model, folder = with_adapters(load_ours(hf), **settings), tmp_path_factory.mktemp("adapted") / "adapter"
+    tokens = rng.integers(0, 97, (2, 9))
+    save_adapter(model, folder)
+    return hf, tokens, logits_of(model, jnp.asarray(tokens)), folder
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """{type: (a model without adapters, the folder of adapters for all of its matrices)}."""
+    found = {}
+    for model_type in ("qwen3", "qwen3_moe"):
+        found[model_type] = small_model(model_type), tmp_path_factory.mktemp(model_type)
+        save_adapter(with_adapters(nnx.clone(found[model_type][0])), found[model_type][1])
+    return found
 
 
 def test_read_back(adapted):
@@ -70,7 +80,7 @@ def test_one_alpha_over_rank(adapted):
 def test_peft_loads_it(adapted):
     peft = pytest.importorskip("peft")
     hf, tokens, logits, folder = adapted
-    model = peft.PeftModel.from_pretrained(hf, str(folder)).eval()
+    model = peft.PeftModel.from_pretrained(deepcopy(hf), str(folder)).eval()
     with torch.no_grad():
         assert_near(model(torch.tensor(tokens)).logits.numpy(), logits, "logits")
 
@@ -96,39 +106,37 @@ def shared_outer(a, b):
 FUSED = {"peft 0.21": peft_fused, "peft 0.18": peft_018, "unsloth": unsloth, "shared outer": shared_outer}
 
 
-@pytest.mark.parametrize("layout", FUSED)
-def test_fused_experts(layout, tmp_path):
+@pytest.mark.parametrize("is_shared, layouts", [(False, list(FUSED)[:3]), (True, ["shared outer"])], ids=["own", "shared"])
+def test_fused_experts(is_shared, layouts, tmp_path):
     """Every layout gives the change that the experts' own factors give."""
     model = small_model("qwen3_moe")
-    is_shared = layout == "shared outer"
     save_adapter(with_adapters(nnx.clone(model), targets=("experts",), shared_outer=is_shared), tmp_path / "apart")
-    apart, found = nnx.clone(model), nnx.clone(model)
-    load_adapter(apart, tmp_path / "apart")
-    tensors, fused = load_file(tmp_path / "apart" / WEIGHTS_FILE), {}
-    for layer in range(model.config.num_hidden_layers):
-        prefix = f"base_model.model.model.layers.{layer}.mlp.experts"
+    load_adapter(apart := nnx.clone(model), tmp_path / "apart")
+    tensors = load_file(tmp_path / "apart" / WEIGHTS_FILE)
 
-        def of(name, factor, prefix=prefix):
-            return np.stack(
-                [tensors[f"{prefix}.{e}.{name}.lora_{factor}.weight"] for e in range(model.config.experts.num_experts)]
-            )
+    def of(prefix, name, factor):
+        return np.stack([tensors[f"{prefix}.{e}.{name}.lora_{factor}.weight"] for e in range(model.config.num_experts)])
 
-        gate, up, down = ((of(name, "A"), of(name, "B")) for name in ("gate_proj", "up_proj", "down_proj"))
-        named = {".w1": gate, ".w3": up, ".w2": down}
-        if not is_shared:
-            named = {".base_layer": (gate[0], np.concatenate([gate[1], up[1]], axis=1)), "": down}
-        for name, factors in named.items():
-            for factor, array in zip("AB", FUSED[layout](*factors), strict=True):
-                fused[f"{prefix}{name}.lora_{factor}" + (".weight" if not is_shared else "")] = np.ascontiguousarray(array)
-    folder = tmp_path / "fused"
-    folder.mkdir()
-    save_file(fused, folder / WEIGHTS_FILE)
-    (folder / CONFIG_FILE).write_text((tmp_path / "apart" / CONFIG_FILE).read_text())
-    load_adapter(found, folder, b_grouped_by_expert=layout == "unsloth")
-    of_both = zip(*(jax.tree.leaves(nnx.state(model, nnx.LoRAParam)) for model in (found, apart)), strict=True)
-    for one, other in of_both:
-        assert np.any(one)
-        np.testing.assert_array_equal(one, other)
+    for layout in layouts:
+        fused, folder = {}, tmp_path / layout
+        for layer in range(model.config.num_hidden_layers):
+            prefix = f"base_model.model.model.layers.{layer}.mlp.experts"
+            names = ("gate_proj", "up_proj", "down_proj")
+            gate, up, down = ((of(prefix, name, "A"), of(prefix, name, "B")) for name in names)
+            named = {".w1": gate, ".w3": up, ".w2": down}
+            if not is_shared:
+                named = {".base_layer": (gate[0], np.concatenate([gate[1], up[1]], axis=1)), "": down}
+            for name, factors in named.items():
+                for factor, array in zip("AB", FUSED[layout](*factors), strict=True):
+                    fused[f"{prefix}{name}.lora_{factor}" + (".weight" if not is_shared else "")] = np.ascontiguousarray(array)
+        folder.mkdir()
+        save_file(fused, folder / WEIGHTS_FILE)
+        shutil.copy(tmp_path / "apart" / CONFIG_FILE, folder)
+        load_adapter(found := nnx.clone(model), folder, b_grouped_by_expert=layout == "unsloth")
+        of_both = (jax.tree.leaves(nnx.state(each, nnx.LoRAParam)) for each in (found, apart))
+        for one, other in zip(*of_both, strict=True):
+            assert np.any(one)
+            np.testing.assert_array_equal(one, other)
 
 
 def test_square_experts():
@@ -196,61 +204,59 @@ BAD = {
 
 
 @pytest.mark.parametrize("message", BAD)
-def test_bad_files(message, tmp_path):
-    model = small_model("qwen3_moe" if "experts" in message else "qwen3")
-    save_adapter(with_adapters(nnx.clone(model)), tmp_path / "a")
-    config, tensors = json.loads((tmp_path / "a" / CONFIG_FILE).read_text()), load_file(tmp_path / "a" / WEIGHTS_FILE)
+def test_bad_files(message, saved, tmp_path):
+    model, folder = saved["qwen3_moe" if "experts" in message else "qwen3"]
+    config, tensors = json.loads((folder / CONFIG_FILE).read_text()), load_file(folder / WEIGHTS_FILE)
     BAD[message](config, tensors)
-    (tmp_path / "a" / CONFIG_FILE).write_text(json.dumps(config))
-    save_file(tensors, tmp_path / "a" / WEIGHTS_FILE)
+    (tmp_path / CONFIG_FILE).write_text(json.dumps(config))
+    save_file(tensors, tmp_path / WEIGHTS_FILE)
     with pytest.raises(ValueError, match=message):
-        load_adapter(model, tmp_path / "a")
+        load_adapter(model, tmp_path)
     assert not has_adapters(model) and nnx.state(model, nnx.Param)
 
 
-@pytest.mark.parametrize("named", ["all-linear", ["q_proj", "up_proj"]])
-def test_experts_that_were_never_adapted(named, tmp_path, caplog):
+def test_experts_that_were_never_adapted(saved, tmp_path, caplog):
     """PEFT on transformers 5 takes the names of the experts' projections, and adapts none of them."""
-    model = small_model("qwen3_moe")
+    model, _ = saved["qwen3_moe"]
     save_adapter(with_adapters(nnx.clone(model), targets=("attention",)), tmp_path)
     load_adapter(nnx.clone(model), tmp_path)
     assert not caplog.records
     config = json.loads((tmp_path / CONFIG_FILE).read_text())
-    (tmp_path / CONFIG_FILE).write_text(json.dumps(config | {"target_modules": named}))
-    load_adapter(model, tmp_path)
-    assert "up_proj, but no expert has factors: they were not trained" in caplog.text
+    for named in ("all-linear", ["q_proj", "up_proj"]):
+        (tmp_path / CONFIG_FILE).write_text(json.dumps(config | {"target_modules": named}))
+        load_adapter(nnx.clone(model), tmp_path)
+        assert "up_proj, but no expert has factors: they were not trained" in caplog.text
+        caplog.clear()
 
 
-@pytest.mark.parametrize(
-    "fields, layers",
-    [
+def test_files_that_name_no_modules_or_some(saved, tmp_path):
+    model, _ = saved["qwen3"]
+    save_adapter(with_adapters(nnx.clone(model), targets=("q_proj",)), tmp_path)
+    config, tensors = json.loads((tmp_path / CONFIG_FILE).read_text()), load_file(tmp_path / WEIGHTS_FILE)
+    # SkyRL names no modules.
+    of_skyrl = {"target_modules": None, "rank_pattern": None, "alpha_pattern": None, "init_lora_weights": True}
+    for fields, layers in (
         ({"layers_to_transform": [0]}, [0]),
         ({"layers_to_transform": 0}, [0]),
         ({"target_modules": ["layers.0.self_attn.q_proj"]}, [0]),
-        # SkyRL names no modules.
-        ({"target_modules": None, "rank_pattern": None, "alpha_pattern": None, "init_lora_weights": True}, [0, 1]),
-    ],
-)
-def test_files_that_name_no_modules_or_some(fields, layers, tmp_path):
-    model = small_model("qwen3")
-    save_adapter(with_adapters(nnx.clone(model), targets=("q_proj",)), tmp_path)
-    config, tensors = json.loads((tmp_path / CONFIG_FILE).read_text()), load_file(tmp_path / WEIGHTS_FILE)
-    kept = {name: array for name, array in tensors.items() if any(f"layers.{layer}." in name for layer in layers)}
-    (tmp_path / CONFIG_FILE).write_text(json.dumps(config | fields))
-    save_file(kept, tmp_path / WEIGHTS_FILE)
-    load_adapter(model, tmp_path)
-    (a,) = (target.found.a[...] for target in targets_of(model) if target.found is not None)
-    assert [layer for layer in range(2) if np.any(a[layer])] == layers
+        (of_skyrl, [0, 1]),
+    ):
+        kept = {name: array for name, array in tensors.items() if any(f"layers.{layer}." in name for layer in layers)}
+        (tmp_path / CONFIG_FILE).write_text(json.dumps(config | fields))
+        save_file(kept, tmp_path / WEIGHTS_FILE)
+        load_adapter(found := nnx.clone(model), tmp_path)
+        (a,) = (target.found.a[...] for target in targets_of(found) if target.found is not None)
+        assert [layer for layer in range(2) if np.any(a[layer])] == layers
 
 
 @pytest.mark.parametrize("name", [CONFIG_FILE, WEIGHTS_FILE])
-@pytest.mark.parametrize("end", [0, 60, -10])
-def test_cut_files(name, end, tmp_path):
-    model = small_model("qwen3")
-    save_adapter(with_adapters(nnx.clone(model), targets=("q_proj",)), tmp_path)
-    (tmp_path / name).write_bytes((tmp_path / name).read_bytes()[:end])
-    with pytest.raises(ValueError, match=f"{tmp_path / name} (must hold a JSON object|cannot be read)"):
-        load_adapter(model, tmp_path)
+def test_cut_files(name, saved, tmp_path):
+    model, folder = saved["qwen3"]
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    for end in (0, 60, -10):
+        (tmp_path / name).write_bytes((folder / name).read_bytes()[:end])
+        with pytest.raises(ValueError, match=f"{tmp_path / name} (must hold a JSON object|cannot be read)"):
+            load_adapter(model, tmp_path)
 
 
 def test_missing_files(tmp_path):

@@ -46,10 +46,12 @@ def assert_holds(model, stored: dict[str, torch.Tensor]):
         np.testing.assert_array_equal(array, expected.numpy(), err_msg=name)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
-    "options",
-    [dict(moe=False, tie_word_embeddings=True), dict(mlp_only_layers=[1], attention_bias=True)],
+    "options, dtype",
+    [
+        (dict(moe=False, tie_word_embeddings=True), "float32"),
+        (dict(mlp_only_layers=[1], attention_bias=True), "bfloat16"),
+    ],
     ids=["dense", "moe"],
 )
 def test_sharded_checkpoint_loads_bit_for_bit(tmp_path, options, dtype):
@@ -86,8 +88,7 @@ def test_fused_experts(moe_folder, layers):
     assert_holds(from_pretrained(moe_folder, dtype=jnp.float32), stored)
 
 
-@pytest.mark.parametrize("sharded", [False, True])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype, sharded", [("float32", False), ("bfloat16", True)])
 def test_torch_files(moe_folder, dtype, sharded):
     stored = {name: tensor.to(getattr(torch, dtype)) for name, tensor in read_weights(moe_folder).items()}
     rewrite_weights(moe_folder, stored)

@@ -27,15 +27,11 @@ VARIANTS = {
 
 @pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS.keys())
 def test_names_and_shapes_equal_those_of_transformers(tmp_path, options):
-    write_checkpoint(tmp_path, **options)
-    stored = {name: tuple(tensor.shape) for name, tensor in read_weights(tmp_path).items()}
-    assert {tensor.name: tensor.shape for tensor in hf_tensors(load_config(tmp_path))} == stored
-
-
-@pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS.keys())
-def test_every_element_of_every_parameter_has_one_name(tmp_path, options):
+    """Every element of every parameter has one name."""
     write_checkpoint(tmp_path, **options)
     config = load_config(tmp_path)
+    stored = {name: tuple(tensor.shape) for name, tensor in read_weights(tmp_path).items()}
+    assert {tensor.name: tensor.shape for tensor in hf_tensors(config)} == stored
     abstract = nnx.eval_shape(lambda: from_config(config, rngs=nnx.Rngs(0)))
     count = {path: np.zeros(leaf.shape, int) for path, leaf in nnx.to_flat_state(nnx.state(abstract))}
     for tensor in hf_tensors(config):
@@ -44,21 +40,13 @@ def test_every_element_of_every_parameter_has_one_name(tmp_path, options):
     assert all((seen == 1).all() for seen in count.values())
 
 
-def test_export_gives_the_tensors_of_the_checkpoint(moe_folder):
+def test_export_takes_numpy_trees_such_as_gradients(moe_folder):
+    """The tensors of a model are compared in test_hf_load.py."""
     model = from_pretrained(moe_folder, dtype=jnp.float32)
-    stored = read_weights(moe_folder)
-    flat = dict(nnx.to_flat_state(nnx.state(model, nnx.Param)))
-    exported = {name: np.array(array) for name, array in export(model.config, flat)}
+    stored, doubled = read_weights(moe_folder), {path: 2 * array for path, array in parameters(model).items()}
+    exported = dict(export(model.config, doubled))
     assert exported.keys() == stored.keys()
     for name, array in exported.items():
-        np.testing.assert_array_equal(array, stored[name].numpy(), err_msg=name)
-
-
-def test_export_takes_numpy_trees_such_as_gradients(moe_folder):
-    model = from_pretrained(moe_folder, dtype=jnp.float32)
-    doubled = {path: 2 * array for path, array in parameters(model).items()}
-    stored = read_weights(moe_folder)
-    for name, array in export(model.config, doubled):
         np.testing.assert_array_equal(array, 2 * stored[name].numpy(), err_msg=name)
 
 

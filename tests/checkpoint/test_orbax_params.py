@@ -21,15 +21,7 @@ def random_model(dtype, moe=True):
     return from_config(config, dtype=dtype, rngs=nnx.Rngs(seeds.integer()))
 
 
-@pytest.mark.parametrize(
-    "dtype, moe",
-    [
-        ("float32", False),
-        ("bfloat16", True),
-        pytest.param("float32", True, marks=pytest.mark.thorough),
-        pytest.param("bfloat16", False, marks=pytest.mark.thorough),
-    ],
-)
+@pytest.mark.parametrize("dtype, moe", [("float32", False), ("bfloat16", True)])
 def test_round_trip_keeps_every_bit(tmp_path, dtype, moe):
     model = random_model(dtype, moe)
     save_orbax(model, tmp_path / "out")

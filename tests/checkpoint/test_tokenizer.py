@@ -52,23 +52,8 @@ def test_files_that_are_json_but_of_no_tokenizer_are_one_error(tmp_path, name, c
 
 
 TOKENS = [
-    "ab",
-    "abc",
-    " x",
-    b"\xe4\xb8",
-    "中",
-    "'s",
-    "12",
-    "34",
-    "123",
-    "  ",
-    "\n\n",
-    "Aa",
-    "aA",
-    b"\xe6\x96",
-    "文",
-    "中文",
-    "文a",
+    *("ab", "abc", " x", b"\xe4\xb8", "中", "'s", "12", "34", "123", "  ", "\n\n"),
+    *("Aa", "aA", b"\xe6\x96", "文", "中文", "文a"),
 ]
 FIRST = 256 + len(TOKENS)
 

@@ -15,10 +15,10 @@ from moe_jax.models.auto import from_config
 @pytest.mark.parametrize(
     "config",
     [
-        *NAMED_CONFIGS.values(),
+        *{type(config): config for config in NAMED_CONFIGS.values()}.values(),
         Qwen3MoeConfig(num_hidden_layers=5, mlp_only_layers=(1,), attention_bias=True, tie_word_embeddings=True),
         Qwen3Config(attention_bias=True),
-        DeepseekV3Config(q_lora_rank=None, attention_bias=True, n_shared_experts=0, moe_layer_freq=2),
+        DeepseekV3Config(num_hidden_layers=4, q_lora_rank=None, attention_bias=True, n_shared_experts=0, moe_layer_freq=2),
         DeepseekV3Config(num_hidden_layers=2, num_nextn_predict_layers=2, tie_word_embeddings=True),
     ],
 )

@@ -1,12 +1,11 @@
 """Predictions of pipes and of micro-batches that overlap: seconds by the formulas of ticks, bytes by slots."""
 
-from dataclasses import asdict, replace
-from pathlib import Path
+from dataclasses import replace
 
 import pytest
 
 from moe_jax.config import NAMED_CONFIGS, Qwen3MoeConfig
-from moe_jax.cost import PlannedStep, Prediction, predict
+from moe_jax.cost import PlannedStep, predict
 from moe_jax.cost.flops import num_parameters
 from moe_jax.cost.layer import vocabulary_seconds
 from moe_jax.cost.machine import H200, SHEETS, ring_hop_seconds, scaled
@@ -18,26 +17,6 @@ LARGE = NAMED_CONFIGS["qwen3-235b-a22b"]
 DEEPSEEK = NAMED_CONFIGS["deepseek-v3"]
 LAYERS = ("experts", "projections", "attention", "elementwise", "kept", "overhead", "exchange", "context", "gathers")
 ONE_HOST = {"hops": "copies", "capacity_factor": 8.0, "moment_dtype": "bfloat16"}
-
-
-TABLE = [
-    # label, config, mesh, micro-batches, chunks, remat
-    ("Qwen3-30B-A3B", QWEN, MeshShape(fsdp=2, expert=2), 1, 1, True),
-    ("Qwen3-30B-A3B", QWEN, MeshShape(pipe=4), 8, 6, True),
-    ("Qwen3-30B-A3B", QWEN, MeshShape(pipe=4), 16, 6, False),
-    ("Qwen3-30B-A3B", QWEN, MeshShape(fsdp=4, expert=2), 2, 1, False),
-    ("Qwen3-30B-A3B", QWEN, MeshShape(pipe=8), 16, 6, False),
-    ("Qwen3-30B-A3B", QWEN, MeshShape(pipe=4, expert=2), 16, 6, False),
-    ("Qwen3-30B-A3B", QWEN, MeshShape(data=4, fsdp=8, expert=2), 1, 1, True),
-    ("Qwen3-30B-A3B", QWEN, MeshShape(pipe=4, data=8, expert=2), 16, 3, False),
-    ("Qwen3-30B-A3B", QWEN, MeshShape(pipe=16, data=4), 64, 3, False),
-    ("Qwen3-235B-A22B", LARGE, MeshShape(fsdp=16, expert=4), 1, 1, True),
-    ("Qwen3-235B-A22B", LARGE, MeshShape(pipe=8, expert=8), 32, 4, True),
-    ("Qwen3-235B-A22B", LARGE, MeshShape(data=8, fsdp=16, expert=4), 1, 1, True),
-    ("Qwen3-235B-A22B", LARGE, MeshShape(pipe=16, data=8, expert=4), 64, 3, True),
-    ("DeepSeek-V3", DEEPSEEK, MeshShape(data=2, fsdp=32, expert=8), 1, 1, True),
-    ("DeepSeek-V3", DEEPSEEK, MeshShape(pipe=2, data=2, fsdp=16, expert=8), 4, 3, True),
-]
 
 
 def of(config, mesh, rows, micro_batches, chunks, **options) -> PlannedStep:
@@ -246,28 +225,3 @@ def test_the_last_stage_is_the_pipe():
     assert step.stages[step.joined_stage].num_layers == 4 and step.layers_of_chunk == 2
     assert all(seconds >= 0 for seconds in predict(step).seconds.values())
     assert all(size >= 0 for size in predict(step).bytes.values())
-
-
-@pytest.mark.parametrize("label, config, mesh, micro_batches, chunks, remat", TABLE)
-def test_the_page_has_the_predictions(label, config, mesh, micro_batches, chunks, remat):
-    """docs/log/cost_model.md, section "Pipelines"."""
-    options = ONE_HOST if mesh.size <= 8 else {}
-    found = predict(of(config, mesh, 8 * mesh.size, micro_batches, chunks, remat=remat, **options))
-    assert row_of_page(label, found) in (Path(__file__).parents[2] / "docs" / "log" / "cost_model.md").read_text()
-
-
-def row_of_page(label: str, found: Prediction) -> str:
-    step, seconds = found.step, found.step_seconds
-    axes = " ".join(f"{name}={size}" for name, size in asdict(step.mesh).items() if size > 1)
-    shares = [f"{found.seconds[part] / seconds:.0%}".replace("%", " %") for part in ("bubble", "hops")]
-    cells = (
-        f"{label}, {step.mesh.size}",
-        f"`{axes}`",
-        step.pipe_chunks if step.mesh.pipe > 1 else "",
-        step.gradient_accumulation,
-    )
-    rest = "yes" if step.remat else "no", f"{seconds:.2f} s", f"{found.flops_per_second / 1e12:.0f}"
-    memory = f"{found.memory_bytes / 2**30:.0f}"
-    return (
-        "| " + " | ".join(str(cell) for cell in (*cells, *rest, memory, *(shares if step.mesh.pipe > 1 else ("", "")))) + " |"
-    )

@@ -40,20 +40,17 @@ def test_meshes_are_all_shapes_once(devices):
     assert len(shapes) == expected
 
 
-def test_every_part_of_a_step_is_of_one_kind():
-    prediction = plan(QWEN, 8, rows=8, sequence_length=4096)[0]
-    parts = [part for parts in KINDS.values() for part in parts]
-    assert sorted(parts) == sorted(prediction.seconds)
-
-
 def test_the_fastest_stands_first_and_all_that_run_are_there():
+    """A plan with "offload" appears only if the same step with remat alone does not fit."""
     predictions = plan(QWEN, 8, rows=32, sequence_length=4096)
     seconds = [rank(prediction) for prediction in predictions]
     assert seconds == sorted(seconds)
     assert {prediction.step.mesh for prediction in predictions} == set(meshes(8))
     assert {prediction.step.remat for prediction in predictions} == {True, False, "offload"}
     assert {prediction.step.rows * 4096 / 8 for prediction in predictions} == {32 * 4096 / 8}
-    assert {prediction.step.remat for prediction in plan(QWEN, 8, rows=32, sequence_length=4096, remat=True)} == {True}
+    assert all(not predict(replace(p.step, remat=True)).fits for p in predictions if p.step.remat == "offload")
+    parts = [part for parts in KINDS.values() for part in parts]
+    assert sorted(parts) == sorted(predictions[0].seconds)
 
 
 def test_each_mesh_keeps_the_residuals_of_as_many_layers_as_fit():
@@ -80,10 +77,6 @@ def test_kept_layers_lie_between_none_and_all():
 
 
 def test_layer_inputs_go_to_the_host_only_if_nothing_else_fits(capsys):
-    """A plan with "offload" appears only if the same step with remat alone does not fit."""
-    for prediction in plan(QWEN, 8, rows=32, sequence_length=4096):
-        with_remat = predict(replace(prediction.step, remat=True))
-        assert prediction.step.remat != "offload" or not with_remat.fits
     command = "plan qwen3-30b-a3b --devices 4 --rows 1 --seq-len 1048576 --param-dtype bfloat16 --moment-dtype bfloat16".split()
     main(command)
     printed = capsys.readouterr().out
@@ -150,29 +143,15 @@ def test_pipes_of_up_to_four_gpus_of_a_host_ran(capsys):
 
 
 def test_a_schedule_of_pipes():
-    """Meshes that the schedule refuses are left out, and others do not change."""
-    plain, other = (
+    """Meshes that the schedule refuses are left out, and others do not change. Weight tickets need experts in one call."""
+    plain, narrow, wide = (
         {prediction.step.mesh: prediction for prediction in plan(QWEN, 4, rows=32, sequence_length=4096, remat=True, **options)}
-        for options in ({}, {"pipe_schedule": "zb-h1"})
+        for options in ({}, {"pipe_schedule": "zb-h1"}, {"pipe_schedule": "zb-h1", "capacity_factor": 2.0})
     )
-    assert MeshShape(pipe=2, expert=2) in plain.keys() - other.keys() and MeshShape(pipe=4) in other
-    assert all(prediction == plain[mesh] for mesh, prediction in other.items() if mesh.pipe == 1)
-    assert "--pipe-chunks 1 --pipe-schedule zb-h1" in flags(other[MeshShape(pipe=4)].step)
-
-
-def test_put_off_weights_need_experts_in_one_call():
-    """Its tickets need experts that compute in one call, as in training."""
-    mesh = MeshShape(pipe=2, expert=2)
-    listed = {
-        factor: {
-            prediction.step.mesh
-            for prediction in plan(
-                QWEN, 4, rows=32, sequence_length=4096, remat=True, pipe_schedule="zb-h1", capacity_factor=factor
-            )
-        }
-        for factor in (1.25, 2.0)
-    }
-    assert listed[2.0] - listed[1.25] == {mesh}
+    split = MeshShape(pipe=2, expert=2)
+    assert split in plain and split not in narrow and wide.keys() - narrow.keys() == {split}
+    assert all(prediction == plain[mesh] for mesh, prediction in narrow.items() if mesh.pipe == 1)
+    assert "--pipe-chunks 1 --pipe-schedule zb-h1" in flags(narrow[MeshShape(pipe=4)].step)
 
 
 def test_experts_before_a_pipe_are_refused():
@@ -187,13 +166,6 @@ def test_a_long_sequence_is_split():
     assert {prediction.step.mesh.context for prediction in predictions} == {8}
 
 
-@pytest.mark.thorough
-def test_thousands_of_gpus():
-    predictions = plan(NAMED_CONFIGS["qwen3-235b-a22b"], 2048, rows=2048, sequence_length=4096)
-    assert any(prediction.fits for prediction in predictions)
-    assert max(prediction.step.mesh.expert for prediction in predictions) == 128
-
-
 def test_the_program_prints_the_table_and_how_to_train_so(capsys):
     main("plan qwen3-30b-a3b --devices 4 --rows 32 --param-dtype bfloat16 --moment-dtype bfloat16 --limit 3".split())
     printed = capsys.readouterr().out
@@ -206,40 +178,17 @@ def test_the_program_prints_the_table_and_how_to_train_so(capsys):
 
 def test_long_numbers_widen_their_columns(capsys):
     with pytest.raises(SystemExit):
-        main("plan qwen3-30b-a3b --devices 8 --seq-len 1000000000".split())
+        main("plan qwen3-30b-a3b --devices 8 --seq-len 1000000000 --remat yes".split())
     head, row = (line for line in capsys.readouterr().out.splitlines() if line.endswith((" -", "never run")))
     # "3.1 s" has a space, and so has the title "never run".
     assert len(row.split()) == len(head.split()) and len(row) == len(head)
 
 
-def test_by_default_a_device_has_32768_tokens(capsys):
-    for length, rows in ((4096, 64), (2**20, 1)):
-        main(f"plan qwen3-30b-a3b --devices 8 --sequence-length {length} --remat yes --limit 1".split())
-        assert f"{rows} x {length} tokens a step" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize(
     "config, devices, rows, remedy",
     [
-        (
-            QWEN,
-            1,
-            1,
-            "Parameters, moments and gradients alone are 398: use more than 4 devices, or bf16 parameters and moments.",
-        ),
-        pytest.param(
-            DEEPSEEK,
-            64,
-            64,
-            "Parameters, moments and gradients alone are 140: use more than 68 devices, or bf16",
-            marks=pytest.mark.thorough,
-        ),
-        (
-            DEEPSEEK,
-            96,
-            96,
-            "Parameters, moments and gradients alone are 278, for 96 devices do not divide the model's matrices",
-        ),
+        (QWEN, 1, 1, "Parameters, moments and gradients alone are 398: use more than 4 devices, or bf16 parameters and "),
+        (DEEPSEEK, 96, 96, "Parameters, moments and gradients alone are 278, for 96 devices do not divide the model's matr"),
         (QWEN, 4, 1, "262144 tokens a GPU are too many: use fewer or shorter rows, or more devices."),
     ],
 )
@@ -250,7 +199,7 @@ def test_if_nothing_fits_the_smallest_is_named_with_a_remedy(config, devices, ro
     assert f" GiB, more than the 132 of an NVIDIA H200. {remedy}" in printed
 
 
-@pytest.mark.parametrize("devices", [256, *(pytest.param(n, marks=pytest.mark.thorough) for n in (512, 2048))])
+@pytest.mark.parametrize("devices", [256, pytest.param(2048, marks=pytest.mark.thorough)])
 def test_deepseek_v3_trains_on_whole_clusters(devices):
     """Each of 683e9 parameters takes 14 bytes. With few devices along `expert`, tokens do not cross the network."""
     fitting = [p for p in plan(DEEPSEEK, devices, rows=8 * devices, sequence_length=4096, remat=True) if p.fits]
@@ -285,17 +234,14 @@ def test_attention_outside_finetune_gets_no_command(method):
     assert how_to_train(replace(run, mesh=MeshShape(expert=4), rows=4)).startswith("moe-jax finetune --mesh.expert 4 ")
 
 
-def test_an_exchange_by_copies_is_printed_with_its_capacity():
-    run = PlannedStep(NAMED_CONFIGS["qwen3-30b-a3b"], MeshShape(expert=4), 32, 4096, hops="copies", capacity_factor=4.0)
-    assert "--capacity-factor 4 --hops copies" in flags(run)
-    assert "--hops copies" in flags(replace(run, mesh=MeshShape(fsdp=4)))
-    assert "--hops" not in flags(replace(run, mesh=MeshShape()))
-
-
-def test_an_optimizer_in_parts_is_printed_where_data_splits_it():
-    run = PlannedStep(QWEN, MeshShape(data=2), 2, 4096, shard_optimizer=True)
-    assert flags(run).endswith(" --shard-optimizer")
-    assert "--shard-optimizer" not in flags(replace(run, mesh=MeshShape(fsdp=2)))
+def test_options_are_printed_where_they_have_an_effect():
+    copies = PlannedStep(QWEN, MeshShape(expert=4), 32, 4096, hops="copies", capacity_factor=4.0)
+    assert "--capacity-factor 4 --hops copies" in flags(copies)
+    assert "--hops copies" in flags(replace(copies, mesh=MeshShape(fsdp=4)))
+    assert "--hops" not in flags(replace(copies, mesh=MeshShape()))
+    in_parts = PlannedStep(QWEN, MeshShape(data=2), 2, 4096, shard_optimizer=True)
+    assert flags(in_parts).endswith(" --shard-optimizer")
+    assert "--shard-optimizer" not in flags(replace(in_parts, mesh=MeshShape(fsdp=2)))
 
 
 def test_the_program_plans_an_optimizer_in_parts(capsys):
@@ -319,10 +265,7 @@ def test_the_program_plans_an_optimizer_in_parts(capsys):
         ("qwen3-30b-a3b --devices 4 --seq-len 1", "--seq-len must be at least 2, as in `moe-jax finetune`; got 1"),
         ("qwen3-30b-a3b --devices 4 --gpu h2", "no GPU 'h2'; choose one of h200, b200, h100"),
         ("qwen3-30b-a3b --devices 4 --memory 0", "memory=0.0 must be a number of GiB above 0"),
-        (
-            "qwen3-0.6b --devices 1 --memory 24",
-            "--memory 24 alone tells nothing of a GPU's speed: name one with --gpu. In GiB: h",
-        ),
+        ("qwen3-0.6b --devices 1 --memory 24", "--memory 24 alone tells nothing of a GPU's speed: name one with --gpu. In"),
         ("qwen3-30b-a3b --devices 4 --limit 0", "limit must be at least 1; got 0"),
     ],
 )
@@ -333,9 +276,7 @@ def test_bad_input_is_one_line_and_status_two(capsys, arguments, message):
     assert status.value.code == 2 and message in error and error.count("\n") == 1
 
 
-def test_every_flag_is_one_that_finetune_knows(tmp_path):
-    from moe_jax.recipes.finetuning.settings import FinetuneSettings
-
+def test_every_flag_is_one_that_finetune_knows():
     text = flags(plan(QWEN, 8, rows=8, sequence_length=4096, remat=False)[0].step)
     names = [word.removeprefix("--").removeprefix("no-") for word in text.split() if word.startswith("--")]
     known = {name.replace("_", "-") for name in FinetuneSettings.__dataclass_fields__}
@@ -359,10 +300,15 @@ def test_other_gpus_have_their_own_rates_and_memory(capsys):
     assert seconds[3] < seconds[0] < seconds[1] < seconds[2] < 4 * seconds[0]
 
 
-def test_hosts_are_named_where_there_are_several(capsys):
-    for devices, hosts in ((1, ""), (8, ""), (16, " in hosts of 8")):
-        main(f"plan qwen3-0.6b --devices {devices} --remat yes --limit 1".split())
-        assert f"{devices} x NVIDIA H200{hosts}, " in capsys.readouterr().out
+def test_by_default_a_device_has_32768_tokens(capsys):
+    """Hosts are named where there are several."""
+    for devices, length, named in (
+        (1, 4096, ", 8 x 4096"),
+        (8, 2**20, ", 1 x 1048576"),
+        (16, 4096, " in hosts of 8, 128 x 4096"),
+    ):
+        main(f"plan qwen3-0.6b --devices {devices} --seq-len {length} --remat yes --limit 1".split())
+        assert f"{devices} x NVIDIA H200{named}" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("gpu", GPUS)

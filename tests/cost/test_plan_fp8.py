@@ -143,7 +143,7 @@ def test_the_command_plans_tokens_in_fp8(monkeypatch, capsys):
         return found
 
     monkeypatch.setattr("moe_jax.cost.plan.plan", note)
-    main("plan qwen3-30b-a3b --devices 8 --precision fp8 --tokens-in-fp8".split())
+    main("plan qwen3-30b-a3b --devices 8 --precision fp8 --tokens-in-fp8 --remat yes".split())
     assert found and all(prediction.step.tokens_in_fp8 for prediction in found)
     with pytest.raises(SystemExit):
         main("plan qwen3-30b-a3b --devices 8 --tokens-in-fp8".split())
@@ -151,7 +151,7 @@ def test_the_command_plans_tokens_in_fp8(monkeypatch, capsys):
 
 
 def test_the_command(capsys):
-    main("plan qwen3-30b-a3b --devices 8 --precision fp8".split())
+    main("plan qwen3-30b-a3b --devices 8 --precision fp8 --remat yes".split())
     printed = capsys.readouterr().out
     rows = [line for line in printed.splitlines() if line.lstrip()[:1].isdigit()]
     assert rows and all(line.endswith("FP8") for line in rows)

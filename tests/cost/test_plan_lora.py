@@ -94,8 +94,8 @@ def test_memory_on_a_mesh():
         assert found.seconds["once a step"] < everything.seconds["once a step"]
 
 
-def test_a_large_model_fits_where_training_all_of_it_fits(capsys):
-    main("plan qwen3-235b-a22b --devices 64 --gpu h100 --lora.rank 32 --remat yes --limit 1".split())
+def test_a_large_model_fits_on_two_hosts(capsys):
+    main("plan qwen3-235b-a22b --devices 16 --gpu h100 --lora.rank 32 --remat yes --limit 1".split())
     printed = capsys.readouterr().out
     assert "Train it with: moe-jax finetune --lora.rank 32 --mesh." in printed
 

@@ -1,5 +1,4 @@
-"""Run by test_meshes.py in one process or several: loads onto a mesh, writes the model back, prints what was read and, by
-several processes, generated.
+"""Run by test_meshes.py in several processes: loads onto a mesh, writes the model back, prints what was read and generated.
 
 Arguments: checkpoint folder, output folder, mesh axes as JSON, coordinator address, number of processes, this process.
 """
@@ -14,12 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from tests.helpers.checkpoint_helpers import parameters, same_bits
-
 warnings.simplefilter("error")
 folder, output, axes, coordinator, processes, process = sys.argv[1:]
-if int(processes) > 1:
-    jax.distributed.initialize(coordinator, int(processes), int(process))
+jax.distributed.initialize(coordinator, int(processes), int(process))
 
 from moe_jax.checkpoint import hf_load, streaming  # noqa: E402  (jax.distributed must come before anything that asks for devices)
 from moe_jax.checkpoint.hf_save import save_pretrained  # noqa: E402
@@ -49,7 +45,5 @@ again = load_orbax(Path(output) / "orbax", dtype=jnp.float32, mesh=mesh)
 for (_, a), (_, b) in zip(nnx.to_flat_state(nnx.state(model)), nnx.to_flat_state(nnx.state(again)), strict=True):
     for x, y in zip(a.get_value().addressable_shards, b.get_value().addressable_shards, strict=True):
         np.testing.assert_array_equal(x.data, y.data)
-if int(processes) == 1:
-    assert same_bits(parameters(model), parameters(hf_load.from_pretrained(folder, dtype=jnp.float32)))
-generated = generate(model, [[1, 2, 3], [4]], max_new_tokens=5) if int(processes) > 1 else None
+generated = generate(model, [[1, 2, 3], [4]], max_new_tokens=5)
 print(json.dumps({"read": read[0], "held": held, "generated": generated}))

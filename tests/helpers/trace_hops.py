@@ -11,6 +11,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
+from sys import monitoring
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +25,7 @@ from moe_jax.serving import Engine, EngineLimits, SamplingOptions
 
 PACKAGE = str(Path(__file__).parents[2] / "moe_jax")
 SIZES = dict(vocab_size=128, hidden_size=64, intermediate_size=96, moe_intermediate_size=64, num_hidden_layers=2)
+EVENTS = monitoring.events.PY_START, monitoring.events.PY_RESUME
 HEADS = dict(num_attention_heads=4, num_key_value_heads=2, head_dim=16, num_experts=8, num_experts_per_tok=2)
 
 
@@ -31,16 +33,20 @@ def changes(run: Callable) -> int:
     """Returns the number of changes of file while `run` runs, in all threads."""
     files: dict[int, list[str]] = defaultdict(list)
 
-    def note(frame, event, _):
-        code = frame.f_code
-        if event == "call" and code.co_filename.startswith(PACKAGE) and not code.co_name.startswith("<"):
-            files[threading.get_ident()].append(code.co_filename)
+    def note(code, _):
+        if not code.co_filename.startswith(PACKAGE) or code.co_name.startswith("<"):
+            return monitoring.DISABLE  # Python asks about this code no more.
+        files[threading.get_ident()].append(code.co_filename)
 
-    threading.setprofile_all_threads(note)
+    monitoring.use_tool_id(monitoring.PROFILER_ID, "changes of file")
+    for event in EVENTS:
+        monitoring.register_callback(monitoring.PROFILER_ID, event, note)
+    monitoring.set_events(monitoring.PROFILER_ID, sum(EVENTS))
     try:
         run()
     finally:
-        threading.setprofile_all_threads(None)
+        monitoring.set_events(monitoring.PROFILER_ID, 0)
+        monitoring.free_tool_id(monitoring.PROFILER_ID)
     return sum(a != b for each in files.values() for a, b in zip(each, each[1:], strict=False))
 
 
@@ -61,9 +67,8 @@ def main():
     optimizer = optax.adamw(1e-3)
     begun, step = train.init_state(model, optimizer), train.make_train_step(graph, optimizer)
     batch = dict(tokens=tokens, labels=tokens, loss_mask=tokens + 1, segment_ids=tokens + 1, positions=tokens + jnp.arange(32))
-    found["step"] = changes(lambda: step.lower(begun, batch) if hasattr(step, "lower") else step(begun, batch))
-    # Another model: the training step has donated the arrays of the first.
-    engine = Engine(tiny_model(), limits=EngineLimits(max_sequences=1, max_length=64, num_pages=4), lazy=True)
+    found["step"] = changes(lambda: step._jit(begun).trace(begun.without_frozen, begun.frozen, batch))
+    engine = Engine(model, limits=EngineLimits(max_sequences=1, max_length=64, num_pages=4), lazy=True)
     serve = lambda: engine.generate([[1, 2, 3, 4]], SamplingOptions(max_new_tokens=4))  # noqa: E731
     serve()
     found["engine"] = changes(serve)

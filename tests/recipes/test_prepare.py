@@ -19,31 +19,44 @@ from tests.helpers import tiny
 from tests.helpers.tiny import settings
 
 
-def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(tmp_path):
+@pytest.mark.parametrize(
+    "changes, model, message",
+    [
+        (dict(shadow_experts=1), {}, "shadow_experts=1 needs experts on several devices: a mesh.expert of 2 or more"),
+        (dict(rebalance_every=1), {}, "rebalance_every=1 needs experts on several devices: a mesh.expert of 2 or more"),
+        (dict(shard_optimizer=True), {}, "shard_optimizer=True needs several devices along data: a mesh.data of 2 or more"),
+        (dict(mesh=MeshShape(fsdp=2)), {}, "settings.mesh=.*fsdp=2.*, but the model is on .*fsdp=1.*; load it there"),
+        ({}, dict(param_dtype=jnp.float16), "must be all float32 or all bfloat16 to be trained; there are float16"),
+    ],
+)
+def test_a_model_or_device_that_does_not_fit_is_refused(tmp_path, changes, model, message):
+    with pytest.raises(ValueError, match=message):
+        finetune(settings(tmp_path, **changes), model=tiny.model(**model), tokenizer=tiny.tokenizer())
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_tokenizer_that_does_not_fit_is_refused(tmp_path):
+    """One has more tokens than the model, and the files of another cannot be passed on."""
     tokenizer = tiny.tokenizer()
     tokenizer.add_tokens([f"<more {i}>" for i in range(6)])
     with pytest.raises(ValueError, match="the tokenizer has 265 tokens, and the model's vocabulary 264; use the model's own"):
         finetune(settings(tmp_path), model=tiny.model(), tokenizer=tokenizer)
+    (tmp_path / "tokenizer").mkdir()
+    (tmp_path / "tokenizer" / "vocab.txt").write_text("[UNK]\nwords\n")
+    with pytest.raises(FileNotFoundError, match="tokenizer.* has no tokenizer; it must hold one of tokenizer.json, "):
+        finetune(settings(tmp_path, tokenizer=str(tmp_path / "tokenizer")), model=tiny.model())
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("name", ["shadow_experts", "rebalance_every"])
-def test_what_needs_experts_on_several_devices_is_refused_on_one(tmp_path, name):
-    with pytest.raises(ValueError, match=f"{name}=1 needs experts on several devices: a mesh.expert of 2 or more"):
-        finetune(settings(tmp_path, **{name: 1}), model=tiny.model(), tokenizer=tiny.tokenizer())
-    assert not (tmp_path / "run").exists()
-
-
-def test_tokens_in_fp8_on_one_device(tmp_path):
+def test_experts_that_do_not_fit_the_devices_are_refused(tmp_path):
     options = dict(precision="fp8", dtype="bfloat16", tokens_in_fp8=True)
     with pytest.raises(ValueError, match="tokens_in_fp8=True needs experts on several devices: a mesh.expert of 2 or more"):
         check_experts(settings(tmp_path, **options), None, tiny.model_for_fp8().config)
-
-
-def test_optimizer_on_one_device_along_data(tmp_path):
-    with pytest.raises(ValueError, match="shard_optimizer=True needs several devices along data: a mesh.data of 2 or more"):
-        finetune(settings(tmp_path, shard_optimizer=True), model=tiny.model(), tokenizer=tiny.tokenizer())
-    assert not (tmp_path / "run").exists()
+    parallelism = Parallelism(AbstractMesh((1, 1, 1, 3, 1), MESH_AXES))
+    with pytest.raises(ValueError, match="4 experts cannot be divided among mesh.expert=3 devices; use a divisor"):
+        check_experts(settings(tmp_path), parallelism, tiny.model().config)
+    with pytest.raises(ValueError, match="rebalance_every=1 needs a model with experts"):
+        _check_rebalancing(1, tiny.dense().config, 2)
 
 
 def test_optimizer_that_data_cannot_split():
@@ -60,42 +73,10 @@ def test_a_place_that_the_trained_model_cannot_take_is_refused(tmp_path, place):
         finetune(settings(tmp_path), model=tiny.model(), tokenizer=tiny.tokenizer())
 
 
-def test_a_tokenizer_whose_files_cannot_be_passed_on_is_refused(tmp_path):
-    (tmp_path / "tokenizer").mkdir()
-    (tmp_path / "tokenizer" / "vocab.txt").write_text("[UNK]\nwords\n")
-    with pytest.raises(FileNotFoundError, match="tokenizer.* has no tokenizer; it must hold one of tokenizer.json, "):
-        finetune(settings(tmp_path, tokenizer=str(tmp_path / "tokenizer")), model=tiny.model())
-    assert not (tmp_path / "run").exists()
-
-
-def test_parameters_that_cannot_be_trained_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="parameters must be all float32 or all bfloat16 to be trained; there are float16"):
-        finetune(settings(tmp_path), model=tiny.model(param_dtype=jnp.float16), tokenizer=tiny.tokenizer())
-    assert not (tmp_path / "run").exists()
-
-
-def test_a_mesh_that_is_not_the_models_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="settings.mesh=.*fsdp=2.*, but the model is on .*fsdp=1.*; load it there"):
-        finetune(settings(tmp_path, mesh=MeshShape(fsdp=2)), model=tiny.model(), tokenizer=tiny.tokenizer())
-    assert not (tmp_path / "run").exists()
-
-
-def test_experts_that_devices_do_not_divide_are_refused(tmp_path):
-    parallelism = Parallelism(AbstractMesh((1, 1, 1, 3, 1), MESH_AXES))
-    with pytest.raises(ValueError, match="4 experts cannot be divided among mesh.expert=3 devices; use a divisor"):
-        check_experts(settings(tmp_path), parallelism, tiny.model().config)
-
-
-def test_experts_that_a_model_lacks_cannot_change_places():
-    with pytest.raises(ValueError, match="rebalance_every=1 needs a model with experts"):
-        _check_rebalancing(1, tiny.dense().config, 2)
-
-
 def test_held_out_text_of_another_format_is_refused(tmp_path):
     (tmp_path / "held.jsonl").write_text(json.dumps({"text": "words"}))
-    with pytest.raises(
-        ValueError, match="eval_data='.*held.jsonl' has the format text, and data='.*texts' folder: their losses"
-    ):
+    message = "eval_data='.*held.jsonl' has the format text, and data='.*texts' folder: their losses"
+    with pytest.raises(ValueError, match=message):
         finetune(settings(tmp_path, eval_data=str(tmp_path / "held.jsonl")), model=tiny.model(), tokenizer=tiny.tokenizer())
     assert not (tmp_path / "run").exists()
 

@@ -19,7 +19,13 @@ from tests.test_docs import DOCS, PAGES, ROOT, fences
 
 
 def snippets() -> list:
-    return [pytest.param(code, id=f"{page.stem}-{i}") for page in PAGES for i, code in enumerate(fences(page, "python"))]
+    """All snippets but those with which another begins."""
+    found = {code: f"{page.stem}-{i}" for page in PAGES for i, code in enumerate(fences(page, "python"))}
+    return [
+        pytest.param(code, id=name)
+        for code, name in found.items()
+        if not any(other != code and other.startswith(code) for other in found)
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -48,20 +54,8 @@ def test_python_snippets_run_as_pasted(code, checkpoints, tmp_path, monkeypatch)
 
 
 MODULES = [
-    "",
-    ".generation",
-    ".models",
-    ".layers",
-    ".kernels",
-    ".train",
-    ".preferences",
-    ".reinforcement",
-    ".recipes",
-    ".parallel",
-    ".parallel.pipeline",
-    ".checkpoint",
-    ".config",
-    ".cost",
+    *("", ".generation", ".models", ".layers", ".kernels", ".train", ".preferences", ".reinforcement", ".recipes"),
+    *(".parallel", ".parallel.pipeline", ".checkpoint", ".config", ".cost"),
 ]
 
 
@@ -90,14 +84,15 @@ def test_the_site_has_pages_and_the_files_they_link_to(site):
 
 
 def test_dead_links_fail_the_build(tmp_path):
-    root = tmp_path / "copy"
-    shutil.copytree(DOCS, root / "docs")
-    for name in ("mkdocs.yml", "README.md", "CONTRIBUTING.md", "CHANGELOG.md"):
-        shutil.copy(ROOT / name, root)
-    for name in ("moe_jax", "examples", "tests", "benchmarks"):
-        (root / name).symlink_to(ROOT / name)
-    (root / "docs" / "api.md").write_text("# API\n\n[1](scaling.md#nothing) [2](../examples/nothing.py) [3](nothing.md)\n")
-    done = build(root, tmp_path / "site")
+    """Builds one page with the settings and hooks of our site."""
+    (tmp_path / "docs").mkdir()
+    shutil.copy(DOCS / "hooks.py", tmp_path / "docs")
+    pages = "README.md", "CONTRIBUTING.md", "CHANGELOG.md"
+    for name in pages:
+        (tmp_path / name).write_text("# Title\n")
+    (tmp_path / "mkdocs.yml").write_text(f"INHERIT: {ROOT}/mkdocs.yml\nnav: [index.md, page.md, {', '.join(pages[1:])}]\n")
+    (tmp_path / "docs" / "page.md").write_text("[1](index.md#nothing) [2](../examples/nothing.py) [3](nothing.md)\n")
+    done = build(tmp_path, tmp_path / "site")
     assert done.returncode != 0 and done.stderr.count("WARNING") == 3
 
 

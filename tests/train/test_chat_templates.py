@@ -10,7 +10,7 @@ from moe_jax.cli import main
 from moe_jax.train import load_tokenizer
 from moe_jax.train.data.chat import chat_tokens
 from moe_jax.train.data.chat_templates import CHATML, TEMPLATES, with_chat_template
-from tests.helpers import tiny
+from tests.helpers import steps_without_passes, tiny
 
 CHAT = [
     {"role": "assistant", "content": "hello"},
@@ -73,7 +73,8 @@ def test_a_given_template_replaces_the_saved_tokenizers(tmp_path):
     assert "chat_template" not in json.loads((tmp_path / "new" / "tokenizer_config.json").read_text())
 
 
-def test_a_run_and_its_conversion_have_the_template(tmp_path):
+def test_a_run_and_its_conversion_have_the_template(tmp_path, monkeypatch):
+    steps_without_passes.put_in_place(monkeypatch, steps_without_passes.learn_nothing)
     moe_jax.save_pretrained(tiny.dense(), tmp_path / "base")
     tiny.tokenizer(None).save_pretrained(tmp_path / "base")
     (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": CHAT}) + "\n")

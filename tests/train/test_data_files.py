@@ -16,13 +16,7 @@ def test_links_to_folders_are_followed_and_loops_are_named(tmp_path, caplog):
     data, elsewhere = tmp_path / "data", tmp_path / "elsewhere"
     for folder in (data / "b", elsewhere / "deep", elsewhere / ".hidden"):
         folder.mkdir(parents=True)
-    for file in (
-        data / "a.txt",
-        data / "z.txt",
-        data / "b" / "c.txt",
-        elsewhere / "deep" / "d.txt",
-        elsewhere / ".hidden" / "x",
-    ):
+    for file in (data / "a.txt", data / "z.txt", data / "b/c.txt", elsewhere / "deep/d.txt", elsewhere / ".hidden/x"):
         file.write_text(file.name)
     (data / "m").symlink_to(elsewhere)
     (data / "y.txt").symlink_to(elsewhere / "deep" / "d.txt")

@@ -42,15 +42,7 @@ def test_a_step_that_stands_there_twice_counts_as_written_last(file):
 
 def test_scalars_of_an_objective_of_ones_own_are_recorded():
     """Next-token prediction metrics are next to them; arrays, and names that every step uses, are left out."""
-    metrics = {
-        "loss": 2.0,
-        "num_tokens": 8,
-        "kl": 0.5,
-        "total_loss": 3.0,
-        "mtp_loss": 0.0,
-        "num_dropped": 0,
-        "by_layer": [1, 2],
-    }
+    metrics = dict(loss=2.0, num_tokens=8, kl=0.5, total_loss=3.0, mtp_loss=0.0, num_dropped=0, by_layer=[1, 2])
     metrics |= {"expert_load": [[4, 4]], "router_entropy": [0.5], "num_rounds": [1], "num_shadows": [0]}
     record = record_of_step(3, {name: np.asarray(value) for name, value in metrics.items()}, Qwen3MoeConfig(), 2.0, 10.0)
     assert (record["step"], record["loss"], record["kl"], record["tokens_per_second"]) == (3, 2, 0.5, 4)

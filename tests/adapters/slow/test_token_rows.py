@@ -62,7 +62,7 @@ def test_files_that_peft_reads(tied, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("tied, both", [(False, True), (False, False), (True, True)])
+@pytest.mark.parametrize("tied, both", [(False, True), pytest.param(False, False, marks=pytest.mark.thorough), (True, True)])
 def test_files_that_peft_writes(tied, both, tmp_path):
     """A base on disk whose vocabulary was extended makes PEFT write its tables too."""
     peft = pytest.importorskip("peft")

@@ -30,11 +30,10 @@ def tensors_of(model):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("model_type", ["qwen3", pytest.param("qwen3_moe", marks=pytest.mark.thorough)])
-def test_files(model_type, tmp_path):
+def test_files(tmp_path):
     """PEFT computes the same logits, and so does what is read back and merged; generation reads the wider head."""
     peft = pytest.importorskip("peft")
-    hf, tokens = reference(model_type, seeds.integer(), num_hidden_layers=2), seeds.rng().integers(0, 97, (2, 9))
+    hf, tokens = reference("qwen3", seeds.integer(), num_hidden_layers=2), seeds.rng().integers(0, 97, (2, 9))
     of, base = (lambda model: logits_of(model, jnp.asarray(tokens))), load_ours(hf)
     model = with_adapters(nnx.clone(base), targets=("attention", *TARGETS), ranks={"head": 3})
     logits = of(model)
@@ -45,10 +44,11 @@ def test_files(model_type, tmp_path):
     changes = changes_of(read)
     assert changes.keys() >= {"model.embed_tokens.weight", "lm_head.weight"}
     new = moe_jax.generate(read, tokens[0].tolist(), max_new_tokens=4)
+    largest = logits_of(read, jnp.asarray([[*tokens[0], *new]]))[0, len(tokens[0]) - 1 : -1].argmax(axis=-1)
+    np.testing.assert_array_equal(new, largest)
     merge_adapter(read)
     assert_near(of(read), logits, "merged")
     check_merged(tensors_of(read), tensors_of(base), changes)
-    assert moe_jax.generate(read, tokens[0].tolist(), max_new_tokens=4) == new
     assert np.abs(of(without_adapter(model)) - of(base)).max() == 0
     theirs = peft.PeftModel.from_pretrained(hf, str(tmp_path / "a")).eval()
     with torch.no_grad():

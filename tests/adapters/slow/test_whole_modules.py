@@ -41,7 +41,7 @@ def changed(model, names=WHOLE):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("names", [WHOLE, ("model.norm", "lm_head")], ids=["all", "some"])
+@pytest.mark.parametrize("names", [WHOLE, pytest.param(("model.norm", "lm_head"), marks=pytest.mark.thorough)])
 def test_files_that_peft_reads(names, tmp_path):
     peft = pytest.importorskip("peft")
     hf, tokens = reference("qwen3_moe", seeds.integer(), num_hidden_layers=2), seeds.rng().integers(0, 97, (2, 9))

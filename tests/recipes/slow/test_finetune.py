@@ -40,21 +40,18 @@ def test_the_loss_falls_and_every_step_is_logged(tmp_path):
 
 
 def test_held_out_text_is_measured_and_not_trained_on(tmp_path, one_step_for_all):
-    options = dict(steps=5, eval_data=held_out_text(tmp_path), eval_every=2, eval_batches=3, batch_size=2)
+    options = dict(steps=5, eval_data=held_out_text(tmp_path), eval_every=2, eval_batches=3)
     result = finetune(settings(tmp_path, **options), model=tiny.dense(), tokenizer=tiny.tokenizer())
     found = {record["step"]: record["eval_loss"] for record in result.metrics if "eval_loss" in record}
     assert sorted(found) == [2, 4, 5] and found[5] < found[2]
-    stream = batches(open_documents(options["eval_data"]), tiny.tokenizer(), seq_len=32, batch_size=2)
+    stream = batches(open_documents(options["eval_data"]), tiny.tokenizer(), seq_len=32, batch_size=4)
     graph, state = nnx.split(result.model)
     losses = jax.jit(lambda state, batch: loss(nnx.merge(graph, state), batch)[1])
     parts = [losses(state, next(stream)) for _ in range(3)]
     expected = sum(p.cross_entropy for p in parts) / sum(p.num_labels for p in parts)
     np.testing.assert_allclose(found[5], expected, rtol=1e-5)
-    alone = finetune(
-        settings(tmp_path, steps=5, batch_size=2, output=str(tmp_path / "alone")),
-        model=tiny.dense(),
-        tokenizer=tiny.tokenizer(),
-    )
+    alone = settings(tmp_path, steps=5, output=str(tmp_path / "alone"))
+    alone = finetune(alone, model=tiny.dense(), tokenizer=tiny.tokenizer())
     assert [record["loss"] for record in alone.metrics] == [record["loss"] for record in result.metrics]
 
 
@@ -66,10 +63,3 @@ def test_further_tokens_are_learned_and_logged_or_refused(tmp_path):
     losses = [record["mtp_loss"] for record in result.metrics]
     assert losses[-1] < 0.9 * losses[0] and result.model.config.num_nextn_predict_layers == 1
     assert len(read_records(tmp_path / "run" / "expert_load.jsonl")[0]["expert_load"]) == 1
-
-
-def test_bf16_compute_keeps_f32_weights(tmp_path):
-    model = tiny.dense(dtype=jnp.bfloat16, param_dtype=jnp.float32)
-    result = finetune(settings(tmp_path, dtype="bfloat16", steps=3), model=model, tokenizer=tiny.tokenizer())
-    assert result.model.head_weight.dtype == jnp.float32
-    assert result.model(jnp.zeros((1, 4), jnp.int32)).logits.dtype == jnp.bfloat16

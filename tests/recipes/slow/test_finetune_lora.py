@@ -62,12 +62,8 @@ def test_adapters_alone_are_trained_and_saved(whole, base):
     assert kept.keys() == weights.keys() and len(kept) > 10
     # Biases of experts among them: an adapter's file could not hold them.
     assert all(np.array_equal(kept[path], weights[path]) for path in weights)
-    names = next(tmp for tmp in (settings_folder(settings) / "checkpoints" / "4" / "state").glob("_METADATA")).read_text()
+    names = (Path(settings.output) / "checkpoints" / "4" / "state" / "_METADATA").read_text()
     assert "gate_up_lora" in names and "embed_tokens" not in names and "gate_up_proj" not in names
-
-
-def settings_folder(settings) -> Path:
-    return Path(settings.output)
 
 
 def test_an_interrupted_run_goes_on_with_the_same_bits(whole, base, tmp_path):
@@ -115,7 +111,7 @@ def test_another_base_or_other_adapters_are_another_run(whole, base, tmp_path, m
     settings, _ = whole
     monkeypatch.setattr("moe_jax.recipes.run.model.from_pretrained", None)
     moe_jax.save_pretrained(other_model(), tmp_path / "other", tokenizer_from=base)
-    records = read_records(settings_folder(settings) / "metrics.jsonl")
+    records = read_records(Path(settings.output) / "metrics.jsonl")
     for changes, message in (
         (dict(model=str(tmp_path / "other")), "holds another run.*model: its weights are not those that the run began with"),
         (dict(lora=replace(LORA, rank=8)), "holds another run.*Different: lora.rank: checkpoint 4, now 8$"),
@@ -123,7 +119,7 @@ def test_another_base_or_other_adapters_are_another_run(whole, base, tmp_path, m
     ):
         with pytest.raises(ValueError, match=message):
             finetune(replace(settings, steps=6, **changes))
-    assert read_records(settings_folder(settings) / "metrics.jsonl") == records
+    assert read_records(Path(settings.output) / "metrics.jsonl") == records
 
 
 def test_refusals_come_before_weights_are_read(base, tmp_path, monkeypatch):

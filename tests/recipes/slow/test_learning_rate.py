@@ -6,18 +6,19 @@ import numpy as np
 import pytest
 
 from moe_jax.recipes import find_learning_rate, finetune
-from moe_jax.recipes.finetuning import learning_rate
-from tests.helpers import tiny
+from tests.helpers import steps_without_passes, tiny
 
 
 def files_below(folder):
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and "learning_rate" not in path.parts}
 
 
-def test_sweep(tmp_path, capsys):
+def test_sweep(tmp_path, capsys, monkeypatch):
     """A run's folder gets losses and a picture; the run in it, of another rate, is as it was."""
     settings = tiny.settings(tmp_path, steps=1, warmup_steps=0)
-    finetune(settings, model=tiny.dense(), tokenizer=tiny.tokenizer())
+    with monkeypatch.context() as patch:
+        steps_without_passes.put_in_place(patch, steps_without_passes.add)
+        finetune(settings, model=tiny.dense(), tokenizer=tiny.tokenizer())
     before = files_below(tmp_path / "run")
     asked = tiny.settings(tmp_path, steps=7, learning_rate=3e-4, find_learning_rate=True)
     found = find_learning_rate(asked, model=tiny.dense(), tokenizer=tiny.tokenizer(), steps=30)
@@ -36,8 +37,9 @@ def test_sweep(tmp_path, capsys):
 
 
 def test_a_sweep_ends_where_the_loss_diverges(tmp_path, monkeypatch):
-    """Rates far beyond the usual: the loss leaves its smallest value, and later rates are not tried."""
-    monkeypatch.setattr(learning_rate, "HIGHEST", 1e7)
+    """The loss leaves its smallest value, and later rates are not tried."""
+    losses = iter([*np.linspace(3, 1, 15), *np.linspace(1, 9, 25)])
+    steps_without_passes.put_in_place(monkeypatch, lambda state, _: (state, steps_without_passes.numbers_of(next(losses))))
     found = find_learning_rate(tiny.settings(tmp_path), model=tiny.dense(), tokenizer=tiny.tokenizer(), steps=40)
     assert len(found.rates) < 40 and found.smoothed[-1] > 1.5 * min(found.smoothed)
     assert found.suggested < found.rates[-1] / 10

@@ -29,54 +29,28 @@ from tests.helpers import run_tiny, tiny
 ROOT = Path(__file__).parents[3]
 
 
-def start(*arguments: Path | str) -> subprocess.Popen:
-    return subprocess.Popen(
-        [sys.executable, "-m", "tests.helpers.run_tiny", *map(str, arguments)],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-    )
-
-
 def comparable(output: Path) -> list[dict]:
     timed = ("tokens_per_second", "model_tflops", "step_time")
-    records = [{k: v for k, v in r.items() if k not in timed} for r in read_records(output / "metrics.jsonl")]
-    return [*records, *(load for path in output.glob("expert_load.jsonl") for load in read_records(path))]
+    return [{k: v for k, v in r.items() if k not in timed} for r in read_records(output / "metrics.jsonl")]
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(
-    "trained, kills",
-    [
-        (("dense",), (7,)),
-        pytest.param(("biased_model",), (7,), marks=pytest.mark.thorough),
-        pytest.param(("biased_model",), (7, 13), marks=pytest.mark.thorough),
-        pytest.param(("biased_model", "4"), (7,), marks=pytest.mark.thorough),
-    ],
-    ids=["dense", "all", "twice", "adapters"],
-)
-def test_kill_minus_nine_and_resume_gives_the_same_losses(tmp_path, one_step_for_all, trained, kills):
-    """A process is killed. What ends its run, and the run to compare with, may be this process: bits are the same."""
-    data = tiny.write_texts(tmp_path / "texts")
-    run_tiny.run(data, tmp_path / "whole", *trained)
-    expected = comparable(tmp_path / "whole")
-    # Each step of a model with experts has their loads.
-    assert len(expected) == (24 if trained == ("dense",) else 48)
-
-    output = tmp_path / "killed"
-    for least_steps in kills:
-        process = start(data, output, *trained)
-        deadline = time.monotonic() + 240
-        while len(read_records(output / "metrics.jsonl")) < least_steps:
-            assert process.poll() is None, process.stderr.read().decode()[-3000:]
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
-        process.send_signal(signal.SIGKILL)
-        process.communicate()
-    run_tiny.run(data, output, *trained)
-    assert comparable(output) == expected
-    kept = sorted(int(p.name) for p in (output / "checkpoints").iterdir() if p.name.isdigit())
-    assert kept == [20, 24]
+def test_kill_minus_nine_and_resume_gives_the_same_losses(tmp_path, steps_that_add, without_torch):
+    data, output = tiny.write_texts(tmp_path / "texts"), tmp_path / "killed"
+    run_tiny.run(data, tmp_path / "whole")
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ['PYTHONPATH']}", "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-m", "tests.helpers.run_tiny", str(data), str(output)]
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    deadline = time.monotonic() + 240
+    while not finished_steps(output / "checkpoints") or len(read_records(output / "metrics.jsonl")) < 7:
+        assert process.poll() is None, process.stderr.read().decode()[-3000:]
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL
+    run_tiny.run(data, output)
+    assert comparable(output) == comparable(tmp_path / "whole") and len(comparable(output)) == 24
+    assert finished_steps(output / "checkpoints") == [20, 24]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

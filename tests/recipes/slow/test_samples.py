@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from moe_jax.adapters import LoraSettings
 from moe_jax.generation.text import complete
 from moe_jax.recipes import finetune
 from moe_jax.recipes.finetuning.samples import Sampler
@@ -20,17 +19,14 @@ def train(asked, stop_after=None):
     return finetune(asked, model=tiny.dense(), tokenizer=tiny.tokenizer(), stop_after=stop_after)
 
 
-@pytest.mark.parametrize(
-    "lora", [None, pytest.param(LoraSettings(rank=2), marks=pytest.mark.thorough)], ids=["all", "adapters"]
-)
-def test_samples_leave_the_bits(tmp_path, capsys, one_step_for_all, lora):
+def test_samples_leave_the_bits(tmp_path, capsys, one_step_for_all):
     runs = {}
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("the same\n\ntext 1\n")
     sampled = dict(sample_prompts=(str(prompts), "words"), sample_every=2, sample_tokens=4)
     for name, options in (("plain", {}), ("sampled", sampled)):
         (tmp_path / name).mkdir()
-        asked = tiny.settings(tmp_path / name, steps=5, checkpoint_every=2, lora=lora, **options)
+        asked = tiny.settings(tmp_path / name, steps=5, checkpoint_every=2, **options)
         if options:
             train(asked, 3)
             with (tmp_path / name / "run" / SAMPLES).open("a") as log:  # as a run that was killed after its checkpoint

@@ -2,14 +2,15 @@
 
 import importlib.util
 import sys
+from dataclasses import replace
 from types import ModuleType
 
 import pytest
 
-from moe_jax.preferences import PreferenceSettings
-from moe_jax.recipes import PreferSettings, finetune, prefer
+from moe_jax.recipes import finetune
 from moe_jax.train.metrics import read_records
 from tests.helpers import tiny
+from tests.recipes.slow import test_prefer
 
 
 @pytest.fixture
@@ -51,18 +52,16 @@ def test_trackers_get_every_step_once_named(tmp_path, calls, steps_that_learn_no
 
 
 def test_runs_on_preferences(tmp_path, calls):
-    pairs = tmp_path / "pairs.jsonl"
-    pairs.write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n' * 3)
-    options = dict(model="none", data=str(pairs), output=str(tmp_path / "run"), seq_len=64, batch_size=1, dtype="float32")
-    chosen = PreferSettings(**options, steps=1, preference=PreferenceSettings("orpo"), log_to=("wandb", "tensorboard"))
+    """The step is one of test_prefer."""
+    chosen = test_prefer.settings(tmp_path, log_to=("wandb", "tensorboard"))
     for _ in range(2):  # The second time no step is left, and nothing is sent.
-        prefer(chosen, model=tiny.dense(), tokenizer=tiny.tokenizer())
+        test_prefer.run(chosen, stop_after=1)
     (start, logged, _) = calls
     assert [function for _, function, *_ in calls] == ["init", "log", "finish"]
-    assert start[3]["config"]["preference"]["loss"] == "orpo" and "reward_margin" in logged[2][0]
+    assert start[3]["config"]["preference"]["loss"] == "dpo" and "reward_margin" in logged[2][0]
     assert (tmp_path / "run" / "tensorboard").is_dir()
     with pytest.raises(ValueError, match="PreferSettings: log_to='wndb' must be one of"):
-        PreferSettings(**options, log_to=("wndb",))
+        replace(chosen, log_to=("wndb",))
 
 
 def test_missing_packages_are_named(tmp_path, monkeypatch):

@@ -9,11 +9,10 @@ from moe_jax import from_pretrained
 from moe_jax.checkpoint.training import TrainingCheckpoints
 from moe_jax.cli import main
 from moe_jax.config import config_to_dict
-from moe_jax.recipes import FinetuneSettings, finetune
-from moe_jax.train import model_of_run
+from moe_jax.train import init_state, make_optimizer, model_of_run
 from moe_jax.train.master_weights import split
 from moe_jax.train.step import TrainState
-from tests.helpers import shared_steps, tiny
+from tests.helpers import tiny
 
 
 def assert_same(ours, theirs, dtype):
@@ -37,17 +36,15 @@ def test_of_bf16_parameters_it_has_the_f32_masters(tmp_path):
     assert_same(model_of_run(tmp_path), model, jnp.bfloat16)
 
 
-def test_it_is_the_model_of_the_step_with_its_biases(tmp_path, monkeypatch):
-    shared_steps.share(monkeypatch)
-    data, run = tiny.write_texts(tmp_path / "texts"), tmp_path / "run"
-    options = dict(model="none", data=str(data), output=str(run), seq_len=16, batch_size=2, steps=9, dtype="float32")
-    settings = FinetuneSettings(**options, checkpoint_every=2, learning_rate=1e-2)
-
-    def stopped(step):
-        model = tiny.biased_model()
-        return finetune(settings, model=model, tokenizer=tiny.tokenizer(), stop_after=step).model
-
-    second, third = stopped(2), stopped(3)
+def test_it_is_the_model_of_the_step_with_its_biases(tmp_path):
+    run, checkpoints = tmp_path / "run", TrainingCheckpoints(tmp_path / "run" / "checkpoints")
+    second, third = tiny.biased_model(), tiny.biased_model()
+    for step, model in ((2, second), (3, third)):
+        for array in (model.norm.weight, model.stages[0].mlp.router.expert_bias):
+            array[...] = jnp.full(array.shape, float(step))
+        identity = {"config": config_to_dict(model.config), "param_dtype": "float32"}
+        checkpoints.save(step, init_state(model, make_optimizer(1e-2)), {"identity": identity})
+    checkpoints.close()
     assert_same(model_of_run(run, dtype=jnp.float32), third, jnp.float32)
     assert_same(model_of_run(run, dtype=jnp.float32, param_dtype=jnp.bfloat16), third, jnp.bfloat16)
     assert_same(model_of_run(run, step=2, dtype=jnp.float32), second, jnp.float32)
@@ -59,5 +56,5 @@ def test_it_is_the_model_of_the_step_with_its_biases(tmp_path, monkeypatch):
     assert (target / "tokenizer.json").is_file()
     with pytest.raises(FileNotFoundError, match=r"no checkpoint of step 5; its checkpoints are 2, 3"):
         model_of_run(run, step=5)
-    with pytest.raises(FileNotFoundError, match="no checkpoints in .*texts: give the output folder of a training run"):
-        model_of_run(data)
+    with pytest.raises(FileNotFoundError, match="no checkpoints in .*hf: give the output folder of a training run"):
+        model_of_run(target)
