@@ -46,7 +46,7 @@ def test_steps_are_near_those_of_one_device(dense, sizes, overlap):
 
 
 def step_of(make_model, parallelism):
-    """The metrics of a step. `make_model`: with layers in chunks where there is a pipe."""
+    """Returns the metrics of a step of `make_model`'s model, whose layers are in chunks where there is a pipe."""
 
     def laid_out():
         model = make_model()
