@@ -27,7 +27,7 @@ LIMITS = EngineLimits(
     max_sequences=2, max_tokens_per_step=24, max_chunks_per_step=2, max_length=128, num_pages=8, max_waiting=40, replicas=2
 )
 ONE_AT_A_TIME = replace(LIMITS, max_sequences=1, max_chunks_per_step=1)
-"""The fewest programs, each of which is compiled for each device."""
+"""Limits with the fewest programs: each is compiled for each device."""
 DRAWN = SamplingOptions(max_new_tokens=7, temperature=1.0, seed=3, ignore_eos=True, logprobs=0, prompt_logprobs=0)
 
 
