@@ -12,7 +12,6 @@ from moe_jax.adapters.names import OUTSIDE, targets_of
 from tests.helpers import seeds
 from tests.helpers.hf_reference import load_ours, reference
 
-ALL = ("attention", "mlp", "experts", "router")
 DEEPSEEK = dict(num_hidden_layers=2, first_k_dense_replace=1)
 
 

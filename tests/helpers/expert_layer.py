@@ -65,11 +65,20 @@ def reference(*arguments):
     return oracle.experts_mlp(*arguments), None
 
 
+with_reference = jax.jit(functools.partial(value_and_gradients, reference))
+
+
+def results_of(chosen):
+    """Returns the result and the gradients of one device for these ids."""
+    return with_reference(arrays(), direction(), chosen)[0]
+
+
 @functools.cache
 def on_one_device(name):
-    return jax.jit(functools.partial(value_and_gradients, reference))(arrays(), direction(), routing(name))[0]
+    return results_of(routing(name))
 
 
+@functools.cache
 def on_a_mesh(settings, mesh, **options):
     """Returns the jitted layer over `mesh` with its gradients: (arrays, direction, ids) -> (results, Exchange of [devices])."""
     return jax.jit(functools.partial(value_and_gradients, sharded(settings, mesh, **options)))

@@ -1,7 +1,4 @@
-"""Layouts that are refused, parts that cut blocks of FP8, and gathers of FP8 on H200s.
-
-`eight_devices/test_fsdp.py` and `test_fsdp_fp8.py` compute.
-"""
+"""Layouts that are refused, parts that cut blocks of FP8, and gathers of FP8 on H200s. `test_fsdp_fp8.py` computes."""
 
 import re
 from collections import Counter

@@ -31,6 +31,7 @@ LAYER = ("stages", 0)
         ((*LAYER, "mlp", "router", "weight"), (3, 8, 32), (None, None, None)),
         ((*LAYER, "mlp", "router", "expert_bias"), (3, 8), (None, None)),
         ((*LAYER, "mlp", "shared_experts", "down_proj", "weight"), (3, 32, 48), (None, ("fsdp", "expert"), None)),
+        ((*LAYER, "mlp", "shared_expert_gate", "weight"), (3, 1, 32), (None, None, None)),
         (("embed_tokens", "weight"), (97, 32), (None, ("fsdp", "expert"))),
         (("embed_tokens", "weight"), (97, 33), (None, None)),
         (("lm_head", "weight"), (96, 32), (("fsdp", "expert"), None)),

@@ -51,51 +51,34 @@ def make_batch(rng):
     return {name: jnp.asarray(a, jnp.int32) for name, a in batch.items()}
 
 
-@functools.cache
-def single(make_model):
-    """Returns (model of parameters, parameters, batch, loss and gradients) of one device."""
-    graph, parameters, biases = nnx.split(make_model(), nnx.Param, ExpertBias)
-    batch = make_batch(seeds.rng(__name__))
-    if make_model is deepseek:
-        batch["loss_mask"] = batch["loss_mask"] * jnp.linspace(0.1, 3, SEQ, dtype=jnp.float32)
-
-    def merge(parameters):
-        return nnx.merge(graph, parameters, biases)
-
-    def run(parameters, batch):
-        return loss(merge(parameters), batch, WEIGHTS)
-
-    return merge, parameters, batch, jax.jit(jax.value_and_grad(run, has_aux=True))(parameters, batch)
-
-
+# In CI, `test_parallelism.test_two_steps` splits sequences of such a model.
+@pytest.mark.thorough
 @pytest.mark.parametrize(
-    "make_model, data, context, layout, method, remat, inside",
-    [
-        pytest.param(qwen, 1, 2, "zigzag", "ring", True, False, marks=pytest.mark.thorough),
-        pytest.param(qwen, 2, 4, "zigzag", "ring", False, True, marks=pytest.mark.thorough),
-        pytest.param(qwen, 1, 2, "striped", "all_gather", False, False, marks=pytest.mark.thorough),
-        (deepseek, 1, 2, "zigzag", "ring", True, False),
-        pytest.param(deepseek, 1, 2, "striped", "ulysses", False, False, marks=pytest.mark.thorough),
-    ],
+    "make_model, data, context, layout, method, inside",
+    [(qwen, 2, 4, "zigzag", "ring", True), (deepseek, 1, 2, "striped", "ulysses", False)],
 )
-def test_loss_and_gradients(make_model, data, context, layout, method, remat, inside):
-    """With `inside` the gradient is taken inside `shard_map`, otherwise outside. DeepSeek's labels have weights."""
-    merge, parameters, batch, ((total, parts), gradients) = single(make_model)
-    spread = Spread(context=ContextParallel(layout=layout, method=method), mesh_axes=("data", "context"))
+def test_loss_and_gradients(make_model, data, context, layout, method, inside):
+    """With `inside` the gradient is taken inside `shard_map`, otherwise outside. Labels have weights."""
+    graph, parameters, biases = nnx.split(make_model(), nnx.Param, ExpertBias)
+    batch = make_batch(seeds.rng())
+    batch["loss_mask"] = batch["loss_mask"] * jnp.linspace(0.1, 3, SEQ, dtype=jnp.float32)
 
-    def local(parameters, batch):
-        model = merge(parameters)
-        model.execution = Execution(remat=remat, spread=spread)
+    def of_device(parameters, batch, **execution):
+        model = nnx.merge(graph, parameters, biases)
+        model.execution = Execution(**execution)
         return loss(model, batch, WEIGHTS)
 
     def with_gradients(f):
         return jax.value_and_grad(f, has_aux=True)
 
+    spread = Spread(context=ContextParallel(layout=layout, method=method), mesh_axes=("data", "context"))
+    local = functools.partial(of_device, spread=spread)
     mesh = make_mesh(data=data, context=context, devices=jax.devices()[: data * context])
     specs = {"mesh": mesh, "in_specs": (P(), P("data", "context")), "out_specs": P()}
     run = jax.shard_map(with_gradients(local), **specs) if inside else with_gradients(jax.shard_map(local, **specs))
     split = {name: shard_sequence(a, context, layout) for name, a in batch.items()}
     (found, found_parts), found_gradients = jax.jit(run)(parameters, split)
+    (total, parts), gradients = jax.jit(with_gradients(of_device))(parameters, batch)
     np.testing.assert_allclose(found, total, rtol=1e-6)
     for actual, expected in zip(jax.tree.leaves(found_parts), jax.tree.leaves(parts), strict=True):
         np.testing.assert_allclose(actual, expected, rtol=1e-5)
@@ -106,20 +89,7 @@ def test_loss_and_gradients(make_model, data, context, layout, method, remat, in
 
 @pytest.mark.thorough
 def test_default_positions():
-    merge, parameters, batch, _ = single(qwen)
-
-    def logits(context_parallel=None):
-        return lambda tokens, ids: merge(parameters)(tokens, segment_ids=ids, spread=Spread(context=context_parallel)).logits
-
-    expected = jax.jit(logits())(batch["tokens"], batch["segment_ids"])
-    mesh = make_mesh(context=2, devices=jax.devices()[:2])
-    split = [shard_sequence(batch[name], 2) for name in ("tokens", "segment_ids")]
-    on_mesh = jax.shard_map(logits(ContextParallel()), mesh=mesh, in_specs=P(None, "context"), out_specs=P(None, "context"))
-    np.testing.assert_allclose(jax.jit(on_mesh)(*split), shard_sequence(expected, 2), atol=1e-5)
-
-
-@pytest.mark.thorough
-def test_dynamic_rotary_base():
+    """Also where the rotary base depends on the longest document, and a device's rows are shorter."""
     rope = RopeParameters(rope_type="dynamic", factor=2.0)
     config = replace(tiny.dense().config, num_hidden_layers=1, max_position_embeddings=8, rope_parameters=rope)
     graph, parameters = nnx.split(moe_jax.from_config(config, rngs=nnx.Rngs(0)))
@@ -132,7 +102,7 @@ def test_dynamic_rotary_base():
     expected = jax.jit(logits())(batch["tokens"], batch["segment_ids"])
     mesh = make_mesh(data=2, context=2, devices=jax.devices()[:4])
     split = [shard_sequence(batch[name], 2) for name in ("tokens", "segment_ids")]
-    spec = P("data", "context")  # the rows' documents are of other lengths
+    spec = P("data", "context")
     on_mesh = jax.shard_map(logits(ContextParallel()), mesh=mesh, in_specs=spec, out_specs=spec)
     assert relative_error(jax.jit(on_mesh)(*split), shard_sequence(expected, 2)) < 1e-5
 

@@ -23,7 +23,6 @@ from moe_jax.parallel.expert.settings import first_capacity, further_capacity
 from moe_jax.parallel.spread import Spread
 from tests.helpers import oracle, seeds
 from tests.helpers.expert_layer import (
-    ARGUMENTS,
     EXPERTS,
     HIDDEN,
     TOKENS,
@@ -33,11 +32,11 @@ from tests.helpers.expert_layer import (
     direction,
     on_a_mesh,
     on_one_device,
-    reference,
+    results_of,
     routing,
     sharded,
 )
-from tests.helpers.meshes import make_mesh, relative_error, value_and_gradients
+from tests.helpers.meshes import make_mesh, relative_error
 
 
 @pytest.mark.parametrize("transport", ["all_to_all", "pairwise"])
@@ -117,10 +116,9 @@ def test_a_block_with_adapters(rng):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("transport", ["pairwise", "gather"])
-def test_accumulators(transport):
+def test_accumulators():
     """Sums of gradients grow by the weights' gradients, in the first and in further rounds, inside a stack of two layers."""
-    mesh, settings = make_mesh(expert=4), ExpertParallel(transport=transport)
+    mesh, settings = make_mesh(expert=4), ExpertParallel(transport="pairwise")
     x, w_gate_up, w_down, weights = arrays()
     stacks = [jnp.stack([jnp.full_like(w, jnp.nan), w]) for w in (w_gate_up, w_down)]
 
@@ -150,15 +148,13 @@ def test_accumulators(transport):
 ONE_CALL = dict(
     gather=ExpertParallel(transport="gather", capacity_factor=4),
     all_to_all=ExpertParallel(transport="all_to_all", capacity_factor=4),
-    drop=ExpertParallel(transport="all_to_all", capacity_factor=0.5, drop="position"),
+    drop=ExpertParallel(transport="all_to_all", capacity_factor=0.5, drop="probability"),
     drop_of_gather=ExpertParallel(transport="gather", capacity_factor=0.5, drop="probability"),
 )
 """Settings with which one call computes everything that four devices' experts compute."""
 
 
-@pytest.mark.parametrize(
-    "name", ["drop", *(pytest.param(how, marks=pytest.mark.thorough) for how in ONE_CALL if how != "drop")]
-)
+@pytest.mark.parametrize("name", [pytest.param(how, marks=[pytest.mark.thorough] * (how != "drop")) for how in ONE_CALL])
 def test_tickets(name):
     """Operands that are multiplied later give the gradients of the weights, and all others are the same bits."""
     mesh, settings, inter = make_mesh(expert=4), ONE_CALL[name], arrays()[2].shape[2]
@@ -203,25 +199,12 @@ def test_tickets_of_several_calls_are_refused(several):
         jax.eval_shape(jax.shard_map(layer, mesh=mesh, in_specs=P("expert"), out_specs=P("expert")), *arrays(), routing("even"))
 
 
-@pytest.mark.thorough
-def test_bf16_stays_near_f32():
-    run = on_a_mesh(ExpertParallel(transport="pairwise"), make_mesh(expert=4))
-    low = arrays(jnp.bfloat16)
-    for name in ("even", "one expert takes all"):
-        exact = [a.astype(jnp.float32) for a in low]
-        expected, _ = value_and_gradients(reference, exact, direction(), routing(name))
-        results, _ = run(low, direction(), routing(name))
-        assert [a.dtype for a in results] == [jnp.bfloat16] * 4 + [jnp.float32]
-        for argument, actual, wanted in zip(("y", *ARGUMENTS), results, expected, strict=True):
-            assert relative_error(actual, wanted) < 2e-2, (name, argument)
-
-
 @pytest.mark.parametrize(
     "drop, transport",
     [
-        pytest.param("position", "all_to_all", marks=pytest.mark.thorough),
-        ("probability", "pairwise"),
-        pytest.param("probability", "gather", marks=pytest.mark.thorough),
+        ("probability", "all_to_all"),
+        pytest.param("position", "pairwise", marks=pytest.mark.thorough),
+        pytest.param("position", "gather", marks=pytest.mark.thorough),
     ],
 )
 def test_drop(drop, transport):
@@ -232,8 +215,7 @@ def test_drop(drop, transport):
         results, exchange = run(arrays(), direction(), routing(name))
         np.testing.assert_array_equal(exchange.num_dropped, dropped)
         assert sum(dropped) > 0 and (exchange.num_rounds == 1).all()
-        expected, _ = value_and_gradients(reference, arrays(), direction(), jnp.asarray(ids))
-        assert_equal(results, expected)
+        assert_equal(results, results_of(jnp.asarray(ids)))
 
 
 def ids_after_drop(chosen, weights, devices, factor, drop):
@@ -279,27 +261,7 @@ def test_rounds_of_each_group(check_vma):
     expected = [[1 + -(-(queue - 64) // 64)] * 2 for queue in longest]
     np.testing.assert_array_equal(np.asarray(exchange.num_rounds).reshape(2, 2), expected)
     assert expected[0] != expected[1]
-    assert_equal(results, value_and_gradients(reference, arrays(), direction(), chosen)[0])
-
-
-@pytest.mark.thorough
-def test_runs_under_scan_and_remat():
-    settings, weights = ExpertParallel(transport="all_to_all", capacity_factor=0.01), arrays()[1:]
-
-    def two_layers(layer, x, *arguments):
-        body = jax.checkpoint(lambda x, _: (x + layer(x, *arguments), None))
-        return jax.lax.scan(body, x, None, length=2)[0], None
-
-    def local(x, *arguments):
-        return two_layers(lambda *a: expert_parallel_mlp(*a, settings)[0], x, *arguments)[0]
-
-    on_mesh = jax.shard_map(local, mesh=make_mesh(expert=2), in_specs=(P("expert"),) * 5, out_specs=P("expert"))
-    x, chosen = arrays()[0] / 4, routing("few experts take most")
-    ours, expected = (
-        jax.jit(functools.partial(value_and_gradients, f))((x, *weights), direction(), chosen)[0]
-        for f in (lambda *a: (on_mesh(*a), None), functools.partial(two_layers, oracle.experts_mlp))
-    )
-    assert_equal(ours, expected)
+    assert_equal(results, results_of(chosen))
 
 
 @pytest.mark.thorough

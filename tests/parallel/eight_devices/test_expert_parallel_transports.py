@@ -25,7 +25,6 @@ from tests.helpers.meshes import make_mesh
         # `test_expert_parallel.test_accumulators` compares this one too.
         pytest.param(4, "pairwise", marks=pytest.mark.thorough),
         *(pytest.param(8, transport, marks=pytest.mark.thorough) for transport in TRANSPORTS),
-        *(pytest.param(2, transport, marks=pytest.mark.thorough) for transport in TRANSPORTS),
     ],
 )
 def test_equals_one_device(devices, transport):
@@ -34,9 +33,7 @@ def test_equals_one_device(devices, transport):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(
-    "transport", ["all_to_all", *(pytest.param(name, marks=pytest.mark.thorough) for name in ("gather", "pairwise"))]
-)
+@pytest.mark.parametrize("transport", ["all_to_all", "gather", "pairwise"])
 def test_large_buffers_need_no_further_rounds(transport):
     """A capacity_factor of n holds the worst routing, and devices need not agree on a number of rounds."""
 

@@ -1,6 +1,5 @@
 """Experts in FP8 on a mesh: steps compared with one device, and the meshes that are refused."""
 
-import math
 from dataclasses import replace
 
 import jax
@@ -13,18 +12,15 @@ from jax.sharding import PartitionSpec as P
 import moe_jax
 from moe_jax.kernels import Precision, experts_mlp
 from moe_jax.kernels.experts import fused_vjp
-from moe_jax.parallel import ExpertParallel, Parallelism, make_mesh
+from moe_jax.parallel import ExpertParallel, Parallelism
 from moe_jax.parallel.choices import MeshShape
 from moe_jax.parallel.expert import expert_parallel_mlp
 from moe_jax.parallel.pipeline.chunks import to_chunks
 from moe_jax.recipes.run.model import _parallelism
 from moe_jax.train import init_state, make_evaluation, make_optimizer, put_batch
-from tests.helpers import expert_layers, meshes, seeds, tiny
+from tests.helpers import expert_layers, seeds, tiny
+from tests.helpers.meshes import make_mesh, mesh_of, relative_error
 from tests.helpers.train_steps import make_batch, train
-
-
-def _mesh(**sizes):
-    return make_mesh(**sizes, devices=jax.devices()[: math.prod(sizes.values())])
 
 
 def _model(dense=()):
@@ -35,35 +31,35 @@ def _model(dense=()):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    "sizes",
+    "dense, sizes, overlap",
     [
-        {"fsdp": 2},
-        {"expert": 2},
-        {"data": 2},
-        {"data": 2, "fsdp": 2, "context": 2},
+        ((), {"data": 2, "expert": 2}, True),
+        (("attention",), {"fsdp": 2}, False),
+        (("attention",), {"data": 2, "fsdp": 2, "context": 2}, False),
     ],
     ids=str,
 )
-def test_steps_are_near_those_of_one_device(sizes):
+def test_steps_are_near_those_of_one_device(dense, sizes, overlap):
     """Weights travel in bf16 before they are rounded again: numbers differ by a rounding of FP8 now and then."""
-    batch = make_batch(seeds.rng())
-    options = dict(steps=1, make_model=_model, gradient_accumulation=2)
-    _, (expected,) = train(batch, **options)
-    _, (metrics,) = train(batch, Parallelism(_mesh(**sizes)), **options)
-    np.testing.assert_allclose(metrics["loss"], expected["loss"], rtol=1e-2)
-    np.testing.assert_allclose(metrics["grad_norm"], expected["grad_norm"], rtol=0.05)
+    parallelism = Parallelism(mesh_of(**sizes), overlap_micro_batches=overlap)
+    near(*(step_of(lambda: _model(dense), on) for on in (parallelism, None)))
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("sizes", [{"fsdp": 2}, {"data": 2, "fsdp": 2, "context": 2}], ids=str)
-def test_dense_groups(sizes):
-    """Attention's projections are gathered in bf16, and rounded after the gather."""
-    batch = make_batch(seeds.rng())
-    options = dict(steps=1, make_model=lambda: _model(("attention",)), gradient_accumulation=2)
-    _, (expected,) = train(batch, **options)
-    _, (metrics,) = train(batch, Parallelism(_mesh(**sizes)), **options)
-    np.testing.assert_allclose(metrics["loss"], expected["loss"], rtol=1e-2)
-    np.testing.assert_allclose(metrics["grad_norm"], expected["grad_norm"], rtol=0.05)
+def step_of(make_model, parallelism):
+    """Returns the metrics of a step of `make_model`'s model, whose layers are in chunks where there is a pipe."""
+
+    def laid_out():
+        model = make_model()
+        if parallelism is not None and parallelism.pipelined:
+            nnx.update(model, to_chunks(nnx.state(model), parallelism.mesh, parallelism.pipe_chunks))
+        return model
+
+    return train(make_batch(seeds.rng(__name__)), parallelism, steps=1, make_model=laid_out, gradient_accumulation=2)[1][0]
+
+
+def near(found, expected, names=(("loss", 1e-2), ("grad_norm", 0.05))):
+    for name, rtol in names:
+        np.testing.assert_allclose(found[name], expected[name], rtol=rtol, err_msg=name)
 
 
 @pytest.mark.thorough
@@ -73,7 +69,7 @@ def test_experts_over_devices():
     x, w_gate_up, w_down, weights, chosen = expert_layers.make_layer(rng, "random", 64, 4, 2, 128, 128)
     dy = jnp.asarray(rng.normal(size=x.shape), x.dtype)
     arrays = x, w_gate_up, w_down, weights
-    mesh, spread, whole = meshes.make_mesh(expert=2), P("expert"), Precision(kept="fp8")
+    mesh, spread, whole = make_mesh(expert=2), P("expert"), Precision(kept="fp8")
 
     def on_one(*arrays):
         return experts_mlp(*arrays, chosen, precision=whole)
@@ -88,7 +84,7 @@ def test_experts_over_devices():
 
     found, expected = (jax.jit(lambda dy, f=f: _with_gradients(f, arrays, dy))(dy) for f in (on_two, on_one))
     for a, b in zip(found, expected, strict=True):
-        assert meshes.relative_error(a, b) < 0.01
+        assert relative_error(a, b) < 0.01
 
 
 @pytest.mark.thorough
@@ -96,7 +92,7 @@ def test_a_step_with_tokens_in_fp8():
     """The loss is that of tokens in bf16 bit for bit, with layers that are recomputed and passes that overlap."""
     batch, options = make_batch(seeds.rng()), dict(steps=1, make_model=_model, gradient_accumulation=2, remat=True)
     found, expected = (
-        train(batch, Parallelism(_mesh(expert=2), ExpertParallel(tokens_in_fp8=in_fp8)), **options)[1][0]
+        train(batch, Parallelism(mesh_of(expert=2), ExpertParallel(tokens_in_fp8=in_fp8)), **options)[1][0]
         for in_fp8 in (True, False)
     )
     assert found["loss"] == expected["loss"] and found["grad_norm"] != expected["grad_norm"]
@@ -114,97 +110,55 @@ def _with_gradients(f, arrays, dy):
     return y, *pullback(dy)
 
 
-@pytest.mark.thorough
-def test_overlapping_micro_batches():
-    batch = make_batch(seeds.rng())
-    options = dict(steps=1, make_model=_model, gradient_accumulation=2)
-    found = [
-        train(batch, Parallelism(_mesh(expert=2), overlap_micro_batches=overlap), **options)[1][0] for overlap in (False, True)
-    ]
-    np.testing.assert_allclose(found[0]["loss"], found[1]["loss"], rtol=1e-2)
-    np.testing.assert_allclose(found[0]["grad_norm"], found[1]["grad_norm"], rtol=0.05)
-
-
 def _three_layers():
     model = moe_jax.from_config(replace(_model().config, num_hidden_layers=3), rngs=nnx.Rngs(0), dtype=jnp.bfloat16)
     model.set_precision("fp8")
     return model
 
 
-def _in_pipe(parallelism):
-    model = _three_layers()
-    nnx.update(model, to_chunks(nnx.state(model), parallelism.mesh, parallelism.pipe_chunks))
-    return model
-
-
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     "sizes, rounds_in_passes",
-    [
-        ({"pipe": 2}, False),
-        ({"pipe": 2, "fsdp": 2}, False),
-        ({"pipe": 2, "expert": 2}, True),
-    ],
+    [({"pipe": 2, "fsdp": 2}, False), ({"pipe": 2, "expert": 2}, True)],
     ids=str,
 )
 def test_pipes(sizes, rounds_in_passes, monkeypatch):
     """A rank makes the copies of its layers once where no axis but `data` splits them, and gathers them in FP8 over `fsdp`."""
-    batch, parallelism = make_batch(seeds.rng()), Parallelism(_mesh(**sizes), pipe_chunks=2)
-    options = dict(steps=1, gradient_accumulation=2)
-    _, (expected,) = train(batch, make_model=_three_layers, **options)
+    expected = step_of(_three_layers, None)
     made, quantise_experts = [], fused_vjp.quantise_experts
     monkeypatch.setattr(fused_vjp, "quantise_experts", lambda *weights: made.append(weights) or quantise_experts(*weights))
-    _, (metrics,) = train(batch, parallelism, make_model=lambda: _in_pipe(parallelism), **options)
+    near(step_of(_three_layers, Parallelism(mesh_of(**sizes), pipe_chunks=2)), expected)
     assert bool(made) == rounds_in_passes
-    np.testing.assert_allclose(metrics["loss"], expected["loss"], rtol=1e-2)
-    np.testing.assert_allclose(metrics["grad_norm"], expected["grad_norm"], rtol=0.05)
 
 
 def test_pipes_with_tickets_are_refused():
-    parallelism = Parallelism(_mesh(pipe=2), pipe_schedule="uniform-w")
     with pytest.raises(ValueError, match="tickets of pipe_schedule='uniform-w' hold operands in bf16"):
-        options = dict(steps=1, make_model=lambda: _in_pipe(parallelism), gradient_accumulation=2)
-        train(make_batch(seeds.rng()), parallelism, **options)
+        step_of(_three_layers, Parallelism(mesh_of(pipe=2), pipe_schedule="uniform-w"))
 
 
 @pytest.mark.thorough
-def test_dense_groups_in_a_pipe():
-    """All groups: the dense layer is before the pipe, and shared experts inside."""
+def test_further_tokens_and_dense_groups_in_a_pipe():
+    """The module's experts are split over the ranks, the dense layer is before the pipe, and shared experts inside."""
     sizes = dict(num_hidden_layers=3, first_k_dense_replace=1, n_routed_experts=4, n_group=1, topk_group=1)
-    config = replace(tiny.deepseek_config(**sizes), hidden_size=128, moe_intermediate_size=128, num_nextn_predict_layers=0)
-    batch, found = make_batch(seeds.rng()), []
-    for on in (None, Parallelism(_mesh(pipe=2))):
+    config = replace(tiny.deepseek_config(**sizes, num_nextn_predict_layers=1), hidden_size=128, moe_intermediate_size=128)
+
+    def make_model():
         model = moe_jax.from_config(config, rngs=nnx.Rngs(0), dtype=jnp.bfloat16)
         model.set_precision("fp8", ("attention", "shared_experts", "mlp"))
-        if on is not None:
-            nnx.update(model, to_chunks(nnx.state(model), on.mesh))
-        found.append(train(batch, on, steps=1, make_model=lambda model=model: model, gradient_accumulation=2)[1][0])
-    for name, rtol in (("loss", 1e-2), ("grad_norm", 0.05)):
-        np.testing.assert_allclose(found[1][name], found[0][name], rtol=rtol)
+        return model
+
+    found, expected = (step_of(make_model, on) for on in (Parallelism(mesh_of(pipe=2)), None))
+    near(found, expected, (("loss", 1e-2), ("mtp_loss", 1e-2), ("grad_norm", 0.05)))
 
 
 @pytest.mark.thorough
 def test_evaluation_in_a_pipe():
     batch, found = make_batch(seeds.rng()), []
-    for parallelism in (None, Parallelism(_mesh(pipe=2))):
-        model = _three_layers() if parallelism is None else _in_pipe(parallelism)
+    for parallelism in (None, Parallelism(mesh_of(pipe=2))):
+        model = _three_layers()
+        if parallelism is not None:
+            nnx.update(model, to_chunks(nnx.state(model), parallelism.mesh))
         state = init_state(model, make_optimizer(1e-3), parallelism)
         evaluate = make_evaluation(nnx.graphdef(model), parallelism=parallelism)
         found.append(evaluate(state, [put_batch(batch, state.params, parallelism)]))
     np.testing.assert_allclose(*found, rtol=1e-2)
-
-
-@pytest.mark.thorough
-def test_further_tokens_in_a_pipe():
-    """The module's experts are split over the ranks: passes round what they gathered."""
-    sizes = dict(num_hidden_layers=3, first_k_dense_replace=1, n_routed_experts=4, n_group=1, topk_group=1)
-    config = replace(tiny.deepseek_config(**sizes, num_nextn_predict_layers=1), hidden_size=128, moe_intermediate_size=128)
-    parallelism, batch, found = Parallelism(_mesh(pipe=2)), make_batch(seeds.rng()), []
-    for on in (None, parallelism):
-        model = moe_jax.from_config(config, rngs=nnx.Rngs(0), dtype=jnp.bfloat16)
-        model.set_precision("fp8")
-        if on is not None:
-            nnx.update(model, to_chunks(nnx.state(model), on.mesh))
-        found.append(train(batch, on, steps=1, make_model=lambda model=model: model, gradient_accumulation=2)[1][0])
-    for name, rtol in (("loss", 1e-2), ("mtp_loss", 1e-2), ("grad_norm", 0.05)):
-        np.testing.assert_allclose(found[1][name], found[0][name], rtol=rtol)

@@ -14,11 +14,10 @@ from moe_jax.kernels.experts.call import TokenPart
 from moe_jax.kernels.experts.call import experts as compute
 from moe_jax.kernels.experts.weights import ExpertWeights
 from moe_jax.layers.passes import LayerArrays, Layers, run_layers
-from moe_jax.parallel import ExpertParallel, Parallelism, fsdp
+from moe_jax.parallel import ExpertParallel
 from moe_jax.parallel.expert import expert_parallel_mlp
 from moe_jax.parallel.fsdp import ShardedParameters
-from tests.helpers import meshes, seeds, tiny
-from tests.helpers.train_steps import make_batch, train
+from tests.helpers import meshes, seeds
 
 HIDDEN, INTER, EXPERTS, TOKENS = 256, 128, 4, 64
 
@@ -89,19 +88,3 @@ def test_bits_are_those_of_rounding_behind_a_gather(sizes, hops, remat):
         travelling = [set(re.findall(r"= (\w+)\[[24],\d{3},\d{3}\]\S* all-gather", text)) for text in programs]
         # XLA on CPUs widens bf16 to f32.
         assert travelling == [{"u8"}, {"f32"}]
-
-
-@pytest.mark.thorough
-def test_a_step_has_the_bits_of_gathers_in_bf16(monkeypatch):
-    def model():
-        made = tiny.model_for_fp8()
-        made.set_precision("fp8")
-        return made
-
-    batch, parallelism, found = make_batch(seeds.rng()), Parallelism(meshes.make_mesh(fsdp=4)), []
-    for can_travel in (fsdp.can_travel_in_fp8, lambda *_: False):
-        monkeypatch.setattr(fsdp, "can_travel_in_fp8", can_travel)
-        state, metrics = train(batch, parallelism, steps=1, make_model=model, gradient_accumulation=2)
-        found.append((state.params, metrics))
-    for a, b in zip(*map(jax.tree.leaves, found), strict=True):
-        np.testing.assert_array_equal(a, b)

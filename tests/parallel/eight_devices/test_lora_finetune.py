@@ -15,6 +15,7 @@ from moe_jax.parallel import make_mesh
 from moe_jax.parallel.choices import MeshShape
 from moe_jax.recipes import FinetuneSettings, finetune
 from moe_jax.recipes.run.folder import export
+from moe_jax.train.metrics import read_records
 from moe_jax.train.model_of_run import model_of_run
 from tests.helpers import shared_steps, tiny
 
@@ -26,35 +27,38 @@ def base(tmp_path):
     return str(tmp_path / "base")
 
 
+def settings_of(folder, base, **changes):
+    """A run of four steps of a dense model, on texts."""
+    moe_jax.save_pretrained(tiny.dense(), folder / "dense", tokenizer_from=base)
+    paths = dict(model=str(folder / "dense"), data=str(tiny.write_texts(folder / "texts")), output=str(folder / "one"))
+    options = dict(seq_len=32, batch_size=8, steps=4, learning_rate=2e-2, warmup_steps=0, checkpoint_every=2, dtype="float32")
+    return FinetuneSettings(**paths, **options, **changes)
+
+
+def losses(result):
+    return [record["loss"] for record in result.metrics]
+
+
 def die_at_step_three(record):
     if record["step"] == 3:
         raise InterruptedError
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("moved", [{}, pytest.param(dict(fsdp=4, context=2), marks=pytest.mark.thorough)], ids=str)
-def test_losses_are_those_of_one_device(tmp_path, base, moved, monkeypatch):
-    """A run over data and fsdp that dies resumes bit for bit, and resumes on one device and on another mesh."""
+def test_losses_are_those_of_one_device(tmp_path, base, monkeypatch):
+    """A run with dropout, its optimizer in parts, dies. It resumes on its mesh, with equal bits, and on one device."""
     shared_steps.share(monkeypatch)
-    moe_jax.save_pretrained(tiny.dense(), tmp_path / "dense", tokenizer_from=base)
-    paths = dict(model=str(tmp_path / "dense"), data=str(tiny.write_texts(tmp_path / "texts")), output=str(tmp_path / "one"))
-    options = dict(seq_len=32, batch_size=8, steps=4, learning_rate=2e-2, warmup_steps=0, checkpoint_every=2, dtype="float32")
-    one = FinetuneSettings(**paths, **options, lora=LoraSettings(rank=4))
-
-    def on(name, **sizes):
-        return replace(one, output=str(tmp_path / name), mesh=MeshShape(**sizes))
-
-    def losses(settings, **stop):
-        return [record["loss"] for record in finetune(settings, **stop).metrics]
-
-    expected = losses(one)
-    many = losses(on("many", data=2, fsdp=4))
-    np.testing.assert_allclose(many, expected, rtol=1e-4)
+    one = settings_of(tmp_path, base, lora=LoraSettings(rank=4, dropout=0.3))
+    many = replace(one, output=str(tmp_path / "many"), mesh=MeshShape(data=2, fsdp=2, context=2), shard_optimizer=True)
+    expected = losses(finetune(one))
     with pytest.raises(InterruptedError):
-        losses(on("killed", data=2, fsdp=4), on_step=die_at_step_three)
-    shutil.copytree(tmp_path / "killed", tmp_path / "moved")
-    assert losses(on("killed", data=2, fsdp=4)) == many
-    np.testing.assert_allclose(losses(on("moved", **moved)), expected, rtol=1e-4)
+        finetune(many, on_step=die_at_step_three)
+    died = [record["loss"] for record in read_records(tmp_path / "many" / "metrics.jsonl")]
+    shutil.copytree(tmp_path / "many", tmp_path / "moved")
+    found = losses(finetune(many))
+    assert found[:3] == died
+    for of_run in (found, losses(finetune(replace(one, output=str(tmp_path / "moved"))))):
+        np.testing.assert_allclose(of_run, expected, rtol=1e-4)
     read = [model_of_run(tmp_path / "many", dtype=jnp.float32, mesh=mesh) for mesh in (None, make_mesh(fsdp=4, context=2))]
     leaves = (jax.tree.leaves(nnx.state(model, nnx.LoRAParam)) for model in read)
     assert all(np.array_equal(a, b) for a, b in zip(*leaves, strict=True))
@@ -63,17 +67,11 @@ def test_losses_are_those_of_one_device(tmp_path, base, moved, monkeypatch):
 @pytest.mark.thorough
 def test_a_run_in_a_pipe(tmp_path, base):
     """It has the losses of one device, resumes bit for bit after it died, and resumes on a mesh without a pipe."""
-    moe_jax.save_pretrained(tiny.dense(), tmp_path / "dense", tokenizer_from=base)
-    paths = dict(model=str(tmp_path / "dense"), data=str(tiny.write_texts(tmp_path / "texts")), output=str(tmp_path / "one"))
-    options = dict(seq_len=32, batch_size=8, steps=4, learning_rate=2e-2, warmup_steps=0, checkpoint_every=2, dtype="float32")
     lora = LoraSettings(rank=4, targets=("attention", "mlp"), trainable_token_indices=(3, 264))
-    one = FinetuneSettings(**paths, **options, gradient_accumulation=2, lora=lora)
+    one = settings_of(tmp_path, base, gradient_accumulation=2, lora=lora)
 
     def run(name, sizes, **stop):
         return finetune(replace(one, output=str(tmp_path / name), mesh=MeshShape(**sizes)), **stop)
-
-    def losses(result):
-        return [record["loss"] for record in result.metrics]
 
     expected, sizes = losses(finetune(one)), dict(pipe=2, fsdp=2, data=2)
     with pytest.raises(InterruptedError):
@@ -93,13 +91,13 @@ def test_a_run_in_a_pipe(tmp_path, base):
 
 def test_files_have_equal_bytes_from_any_mesh(tmp_path, base):
     written = []
-    for sizes in ({}, dict(fsdp=2, expert=4), dict(data=2, fsdp=4)):
+    for sizes in ({}, dict(data=2, fsdp=2, expert=2)):
         model = moe_jax.from_pretrained(base, dtype=jnp.float32, mesh=make_mesh(**sizes) if sizes else None)
         add_lora(model, LoraSettings(rank=4, targets=("attention", "experts", "head")), rngs=nnx.Rngs(3))
         folder = tmp_path / "-".join(["adapter", *sizes])
         save_adapter(model, folder)
         written.append({file.name: file.read_bytes() for file in folder.iterdir()})
-    assert written[0] == written[1] == written[2] and len(written[0]) > 2
+    assert written[0] == written[1] and len(written[0]) > 2
 
 
 def test_refused_pipes_and_moving_experts(tmp_path):

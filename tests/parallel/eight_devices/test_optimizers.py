@@ -1,6 +1,6 @@
 """Muon and Adafactor on meshes: from equal gradients, updates equal one device's. Their state is split as parameters are."""
 
-from functools import partial
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -34,11 +34,12 @@ def placed(tree, mesh):
     return tree if mesh is None else jax.tree.map_with_path(place, tree)
 
 
-def updated(model, name, parallelism=None, pipe=False):
-    """The parameters and the state after two updates."""
-    rng, optimizer = seeds.rng(name), make_optimizer(1e-2, name=name)
+@cache
+def updated(make_model, name, parallelism=None):
+    """The state after two updates from random gradients; with a pipe the layers are in chunks."""
+    model, rng, optimizer = make_model(), seeds.rng(name), make_optimizer(1e-2, name=name)
     mesh = None if parallelism is None else parallelism.mesh
-    lay_out = partial(to_chunks, mesh=mesh) if pipe else partial(placed, mesh=mesh)
+    lay_out = partial(to_chunks if parallelism is not None and parallelism.pipelined else placed, mesh=mesh)
     params = nnx.state(model, nnx.Param)
     gradients = [jax.tree.map(lambda p: jnp.asarray(rng.normal(size=p.shape), jnp.float32), params) for _ in range(2)]
     nnx.update(model, lay_out(nnx.state(model)))
@@ -49,33 +50,31 @@ def updated(model, name, parallelism=None, pipe=False):
     return state
 
 
+MUON_IN_A_PIPE = Parallelism(mesh_of(pipe=2, fsdp=2, expert=2))
+
+
 @pytest.mark.parametrize(
-    "name, sizes, options",
+    "name, make_model, parallelism",
     [
-        ("muon", {"fsdp": 2, "expert": 2, "context": 2}, {}),
-        ("adafactor", {"data": 2, "fsdp": 4}, {"shard_optimizer": True}),
-        pytest.param("muon", {"data": 2, "fsdp": 4}, {"shard_optimizer": True}, marks=pytest.mark.thorough),
-        pytest.param("adafactor", {"fsdp": 2, "expert": 2, "context": 2}, {}, marks=pytest.mark.thorough),
-        pytest.param("muon", {"pipe": 2, "fsdp": 2}, {}, marks=pytest.mark.thorough),
-        pytest.param("adafactor", {"pipe": 2, "fsdp": 2}, {}, marks=pytest.mark.thorough),
+        ("muon", tiny.model, MUON_IN_A_PIPE),
+        ("adafactor", tiny.model, Parallelism(mesh_of(data=2, fsdp=4), shard_optimizer=True)),
+        *(
+            pytest.param(*case, marks=pytest.mark.thorough)
+            for case in (
+                ("muon", tiny.model, Parallelism(mesh_of(data=2, fsdp=4), shard_optimizer=True)),
+                ("muon", adapted, Parallelism(mesh_of(fsdp=2, expert=2, context=2))),
+                ("adafactor", adapted, Parallelism(mesh_of(fsdp=2, expert=2, context=2))),
+                ("adafactor", tiny.model, Parallelism(mesh_of(pipe=2, fsdp=2))),
+            )
+        ),
     ],
-    ids=str,
+    ids=["muon in a pipe", "adafactor in parts", "muon in parts", "muon adapters", "adafactor adapters", "adafactor in a pipe"],
 )
-def test_updates(name, sizes, options):
-    mesh = mesh_of(**sizes)
-    expected, pipe = updated(tiny.model(), name).params, "pipe" in sizes
-    found = updated(tiny.model(), name, Parallelism(mesh, **options), pipe=pipe).params
-    found = from_chunks(found, 2) if pipe else found
+def test_updates(name, make_model, parallelism):
+    expected, found = updated(make_model, name).params, updated(make_model, name, parallelism).params
+    found = from_chunks(found, 2) if parallelism.pipelined else found
     for (path, ours), theirs in zip(jax.tree.leaves_with_path(found), jax.tree.leaves(expected), strict=True):
         assert relative_error(ours, theirs) < 2e-5, jax.tree_util.keystr(path)
-
-
-@pytest.mark.parametrize("name", ["muon", pytest.param("adafactor", marks=pytest.mark.thorough)])
-def test_updates_of_adapters(name):
-    mesh = mesh_of(fsdp=2, expert=2)
-    expected, found = updated(adapted(), name).params, updated(adapted(), name, Parallelism(mesh)).params
-    for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        assert relative_error(ours, theirs) < 2e-5
 
 
 def test_layouts_of_the_state():
@@ -98,11 +97,9 @@ def test_two_steps_of_muon():
     np.testing.assert_allclose([m["loss"] for m in metrics], [m["loss"] for m in expected], rtol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["muon", pytest.param("adafactor", marks=pytest.mark.thorough)])
-def test_checkpoints_on_another_pipe(tmp_path, name):
+def test_checkpoints_on_another_pipe(tmp_path):
     """Every moment keeps its layer."""
-    layers, mesh = LayersInPipe(0, 2), mesh_of(pipe=2)
-    piped, plain = updated(tiny.model(), name, Parallelism(mesh), pipe=True), updated(tiny.model(), name)
+    layers, (piped, plain) = LayersInPipe(0, 2), (updated(tiny.model, "muon", on) for on in (MUON_IN_A_PIPE, None))
     checkpoints = TrainingCheckpoints(tmp_path)
     checkpoints.save(2, piped, {PIPE: PipeShape(2)._asdict()})
     read = restored(partial(checkpoints.restore, 2), plain, layers, checkpoints.position(2), PipeShape())

@@ -1,4 +1,4 @@
-"""A pipeline: value, aux and every gradient of a step equal one device's, and so do two steps of AdamW."""
+"""A pipeline: value, aux and every gradient of a step equal one device's, and so do evaluations and two steps of AdamW."""
 
 from dataclasses import replace
 from unittest import mock
@@ -25,7 +25,7 @@ from moe_jax.train import (
     put_batch,
 )
 from moe_jax.train.objective import as_objective
-from moe_jax.train.pipelined import accumulate_pipelined
+from moe_jax.train.pipelined import accumulate_pipelined, evaluate_pipelined
 from tests.helpers import seeds, tiny
 from tests.helpers.meshes import mesh_of, relative_error
 from tests.helpers.train_steps import make_batch, weighted
@@ -45,28 +45,29 @@ def tied():
     return type(tiny.dense())(config, dtype=jnp.float32, rngs=nnx.Rngs(0))
 
 
+def test_gradients_and_evaluation():
+    """A dense layer is before the pipe, experts are in padded chunks, and 2 ranks do not divide 3 micro-batches."""
+    compare(tiny.deepseek(layers=4), 3, uniform(2, pipe=2, expert=2), 3, "offload", rows=6, evaluates=True)
+
+
+# In CI `test_adapters_in_pipe` recomputes layers in place of offloading them.
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "make_model, layers, sizes, chunks, micro_batches, remat",
     [
         (tiny.model, 7, dict(pipe=2, expert=2), 2, 2, True),
-        pytest.param(tiny.model, 3, dict(pipe=2), 2, 4, True, marks=pytest.mark.thorough),
-        pytest.param(tiny.dense, 3, dict(pipe=3), 1, 4, False, marks=pytest.mark.thorough),
-        pytest.param(tied, 3, dict(pipe=2, fsdp=2), 1, 4, False, marks=pytest.mark.thorough),
+        (tied, 3, dict(pipe=3), 1, 4, False),
         (tiny.dense, 3, dict(pipe=2), 2, 4, "offload"),
-        pytest.param(tiny.model, 7, dict(pipe=2, expert=2), 2, 4, "offload", marks=pytest.mark.thorough),
-        pytest.param(tiny.model, 3, dict(pipe=2, data=2), 2, 2, False, marks=pytest.mark.thorough),
-        pytest.param(tiny.biased_model, 4, dict(pipe=4, fsdp=2), 1, 2, True, marks=pytest.mark.thorough),
-        pytest.param(tiny.model, 8, dict(pipe=2, data=2, context=2), 4, 1, True, marks=pytest.mark.thorough),
-        pytest.param(tiny.model, 4, dict(pipe=2, fsdp=2, expert=2), 2, 2, True, marks=pytest.mark.thorough),
-        pytest.param(tiny.dense, 8, dict(pipe=8), 1, 8, True, marks=pytest.mark.thorough),
+        (tiny.model, 3, dict(pipe=2, data=2), 2, 2, False),
+        (tiny.biased_model, 4, dict(pipe=4, fsdp=2), 1, 2, True),
+        (tiny.model, 8, dict(pipe=2, data=2, context=2), 4, 1, True),
+        (tiny.model, 4, dict(pipe=2, fsdp=2, expert=2), 2, 2, True),
+        (tiny.dense, 8, dict(pipe=8), 1, 8, True),
     ],
     ids=[
         "experts-padded-chunks",
-        "whole-experts-padded-chunks",
-        "dense-kept-three-ranks",
-        "tied-fsdp-kept",
+        "tied-kept-three-ranks",
         "dense-offload",
-        "experts-offload",
         "whole-experts-kept-data",
         "fsdp-few-micro-batches",
         "context",
@@ -76,45 +77,58 @@ def tied():
 )
 def test_gradients(make_model, layers, sizes, chunks, micro_batches, remat):
     """Loss, its parts, the statistics of every layer, and all gradients."""
-    compare(with_layers(make_model, layers), layers, sizes, chunks, micro_batches, remat)
+    compare(with_layers(make_model, layers), layers, uniform(chunks, **sizes), micro_batches, remat)
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     "make_model, layers, sizes, chunks, remat",
     [
-        (tiny.dense, 2, dict(pipe=2), 1, True),
         (tiny.model, 3, dict(pipe=2, data=2), 2, False),
         (tiny.model, 7, dict(pipe=4), 2, True),
         (tiny.dense, 3, dict(pipe=3), 1, "offload"),
     ],
-    ids=["dense", "experts-kept", "experts-four-ranks", "offload"],
+    ids=["experts-kept", "experts-four-ranks", "offload"],
 )
 def test_weights_put_off(make_model, layers, sizes, chunks, remat):
     """Labels have weights here, too."""
-    compare(with_layers(make_model, layers), layers, sizes, chunks, 4, remat, schedule="uniform-w", prepare=weighted)
+    compare(with_layers(make_model, layers), layers, uniform(chunks, "uniform-w", **sizes), 4, remat, prepare=weighted)
 
 
-def compare(model, layers, sizes, chunks, micro_batches, remat, rows=8, schedule="uniform", prepare=dict):
-    """Compares a step's value, aux and gradients with one device's; `layers` is the number of those in the pipe."""
-    graph, params, fixed = nnx.split(model, nnx.Param, ExpertBias)
-    # Transfers as GPUs with copies do them; a CPU would refuse the setting, and runs them all the same.
+def uniform(chunks=1, schedule="uniform", **sizes):
+    """Parallelism with a pipe of uniform ticks, whose transfers are as on GPUs with copies where experts are split."""
+    # A CPU would refuse the setting, and runs them all the same.
     with mock.patch("moe_jax.parallel.collectives.hops._obstacle", return_value=""):
         hops = "copies" if "expert" in sizes else "nccl"
-        parallelism = Parallelism(mesh_of(**sizes), pipe_chunks=chunks, pipe_schedule=schedule, hops=hops)
+        return Parallelism(mesh_of(**sizes), pipe_chunks=chunks, pipe_schedule=schedule, hops=hops)
+
+
+def compare(model, layers, parallelism, micro_batches, remat, rows=8, prepare=dict, evaluates=False):
+    """Compares a step's value, aux and gradients with one device's, and an evaluation's value and aux.
+
+    `layers` is the number of those in the pipe.
+    """
+    graph, params, fixed = nnx.split(model, nnx.Param, ExpertBias)
     objective, execution = as_objective(ALL_LOSSES, micro_batches), Execution(remat=remat)
     batch = {name: x[:rows] for name, x in prepare(make_batch(seeds.rng())).items()}
     num_labels = jnp.float32(batch["loss_mask"].sum())
 
     plain = jax.jit(accumulate(gradients_fn(objective, graph, execution), micro_batches))
     expected = plain(params, fixed, objective.prepare(batch, num_labels))
-    laid_out = to_chunks(params, parallelism.mesh, chunks)
+    laid_out = to_chunks(params, parallelism.mesh, parallelism.pipe_chunks)
     pipelined = jax.jit(accumulate_pipelined(objective, graph, execution, parallelism, micro_batches))
-    arrays, everywhere = put_batch(batch, laid_out, parallelism), NamedSharding(parallelism.mesh, PartitionSpec())
+    fixed = jax.device_put(fixed, NamedSharding(parallelism.mesh, PartitionSpec()))
+    arguments = laid_out, fixed, objective.prepare(put_batch(batch, laid_out, parallelism), num_labels)
     with mock.patch.object(jax.lax, "empty", without_values):
-        found = pipelined(laid_out, jax.device_put(fixed, everywhere), objective.prepare(arrays, num_labels))
-
+        found = pipelined(*arguments)
     found = found._replace(gradients=from_chunks(found.gradients, layers))
+    assert_close(found, expected)
+    if evaluates:
+        evaluate = jax.jit(evaluate_pipelined(objective, graph, parallelism, micro_batches))
+        assert_close(evaluate(*arguments), (expected.value, expected.aux))
+
+
+def assert_close(found, expected):
     for (path, x), y in zip(jax.tree.leaves_with_path(found), jax.tree.leaves(expected), strict=True):
         assert relative_error(x, y) <= 1e-5, jax.tree_util.keystr(path)
 
@@ -131,7 +145,7 @@ def trained(make_model, batch, parallelism=None):
     if parallelism is not None:
         nnx.update(model, to_chunks(nnx.state(model), parallelism.mesh, parallelism.pipe_chunks))
     state = init_state(model, optimizer, parallelism)
-    step = make_train_step(graph, optimizer, ALL_LOSSES, parallelism=parallelism, gradient_accumulation=2)
+    step = make_train_step(graph, optimizer, ALL_LOSSES, parallelism=parallelism, gradient_accumulation=4)
     metrics = []
     for _ in range(2):
         state, of_step = step(state, put_batch(batch, state.params, parallelism))
@@ -142,38 +156,30 @@ def trained(make_model, batch, parallelism=None):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    "make_model, shard_optimizer",
+    "make_model, options",
     [
-        (tiny.dense, True),
-        (tiny.biased_model, True),
-        (tiny.biased_model, False),
+        (tiny.dense, dict(shard_optimizer=True)),
+        (tiny.biased_model, {}),
+        (tiny.biased_model, dict(pipe_schedule="dualpipe-v", pipe_chunks=2, shard_optimizer=True)),
     ],
 )
-def test_two_steps(make_model, shard_optimizer):
+def test_two_steps(make_model, options):
     """Parameters, moved biases and metrics; padded layers and clipped gradients included."""
     batch = make_batch(seeds.rng())
-    parallelism = Parallelism(mesh_of(pipe=2, data=2), pipe_chunks=1, shard_optimizer=shard_optimizer)
+    parallelism = Parallelism(mesh_of(pipe=2, data=2), **{"pipe_chunks": 1} | options)
     for ours, theirs in zip(trained(make_model, batch, parallelism), trained(make_model, batch), strict=True):
         for (path, x), y in zip(jax.tree.leaves_with_path(ours), jax.tree.leaves(theirs), strict=True):
             assert relative_error(x, y) <= 2e-5, jax.tree_util.keystr(path)
 
 
-@pytest.mark.parametrize(
-    "model, stage",
-    [
-        pytest.param(lambda: with_layers(tiny.model, 5), 0, marks=pytest.mark.thorough),
-        (lambda: tiny.deepseek(mtp=1, layers=6), 1),
-    ],
-    ids=["moe", "deepseek"],
-)
-def test_chunks_and_back(model, stage):
+def test_chunks_and_back():
     """Five layers with experts are in chunks; a dense first layer and an MTP module are not."""
-    params = nnx.state(model(), nnx.Param)
+    params = nnx.state(tiny.deepseek(mtp=1, layers=6), nnx.Param)
     there = to_chunks(params, mesh_of(pipe=2, fsdp=2), 2)
     for number, layers in there["stages"].items():
         norm = layers["block"]["input_layernorm"]["weight"] if "block" in layers else layers["input_layernorm"]["weight"]
-        assert norm.shape == ((2, 2, 2, 16) if number == stage else (1, 16))
-        assert ("pipe" in str(norm.sharding.spec)) == (number == stage)
+        assert norm.shape == ((2, 2, 2, 16) if number == 1 else (1, 16))
+        assert ("pipe" in str(norm.sharding.spec)) == (number == 1)
     back = from_chunks(there, 5, mesh_of(fsdp=2))
     for (path, x), y in zip(jax.tree.leaves_with_path(back), jax.tree.leaves(params), strict=True):
         np.testing.assert_array_equal(x, y, err_msg=jax.tree_util.keystr(path))

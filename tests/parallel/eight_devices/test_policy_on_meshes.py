@@ -20,24 +20,19 @@ from moe_jax.serving import EngineLimits
 from tests.helpers import tiny
 from tests.helpers.meshes import laid_out
 
-SETTINGS = PolicySettings(samples=4, max_new_tokens=6)
+SETTINGS = PolicySettings(samples=4, max_new_tokens=6, loss="gspo", importance="tis", importance_level="sequence")
 LORA, WITH_REFERENCE = adapters.LoraSettings(rank=2), replace(SETTINGS, beta=0.1)
 PROMPTS = [(key, {"prompt": text}) for key, text in enumerate(["a b c d e", "what was ", "1 2 3 4 5"])]
 
 
-def policy_on(sizes, make_model=tiny.dense, settings=SETTINGS, lora=None):
+def policy_on(sizes, make_model=tiny.dense, settings=SETTINGS, lora=None, replicas=None):
     devices = int(np.prod(list(sizes.values()), dtype=int))
     model = make_model()
     if lora is not None:
         adapters.add_lora(model, lora, rngs=nnx.Rngs(1))
-    limits = EngineLimits(
-        max_sequences=12 // devices,
-        max_tokens_per_step=32,
-        max_chunks_per_step=4,
-        max_length=32,
-        num_pages=16,
-        replicas=devices,
-    )
+    # One sequence at a time needs the fewest programs.
+    sizes_of_engine = dict(max_sequences=1, max_tokens_per_step=32, max_chunks_per_step=1, max_length=32, num_pages=16)
+    limits = EngineLimits(**sizes_of_engine, replicas=replicas or devices)
     model = laid_out(model, **sizes) if sizes else model
     return Policy(model, optax.sgd(0.1), settings, tokenizer=tiny.tokenizer(), limits=limits, rows=4 // devices)
 
@@ -56,37 +51,23 @@ def steps_of(policy, number=2):
     return answers, metrics, jax.tree.map(np.array, policy.state.params)
 
 
-@pytest.fixture(scope="module")
-def one_device():
-    """Returns the steps on one device, with and without adapters."""
-    found = {}
-
-    def steps(name, **options):
-        if name not in found:
-            with closing(policy_on({}, **options)) as policy:
-                found[name] = steps_of(policy)
-        return found[name]
-
-    return steps
-
-
 @pytest.mark.parametrize(
     "sizes, name",
     [
         (dict(fsdp=2), "full"),
-        pytest.param(dict(fsdp=2), "experts", marks=pytest.mark.thorough),
         pytest.param(dict(data=2), "adapters", marks=pytest.mark.thorough),
         pytest.param(dict(data=2, fsdp=2), "experts", marks=pytest.mark.thorough),
         pytest.param(dict(fsdp=2), "adapters", marks=pytest.mark.thorough),
     ],
     ids=str,
 )
-def test_answers_and_steps_are_those_of_one_device(one_device, sizes, name):
+def test_answers_and_steps_are_those_of_one_device(sizes, name):
     options = {
         "experts": dict(make_model=tiny.model),
         "adapters": dict(make_model=tiny.model, lora=LORA, settings=WITH_REFERENCE),
     }.get(name, {})
-    answers, metrics, params = one_device(name, **options)
+    with closing(policy_on({}, **options)) as policy:
+        answers, metrics, params = steps_of(policy)
     with closing(policy_on(sizes, **options)) as policy:
         served = jax.tree.leaves(nnx.state(policy.drawing_model()))
         assert all(array.is_fully_replicated for array in served)
@@ -103,6 +84,16 @@ def test_answers_and_steps_are_those_of_one_device(one_device, sizes, name):
             np.testing.assert_allclose(ours[metric], theirs[metric], rtol=1e-5, atol=1e-5, err_msg=metric)
     for ours, theirs in zip(jax.tree.leaves(found[2]), jax.tree.leaves(params), strict=True):
         assert np.linalg.norm(ours - theirs) <= 1e-5 * np.linalg.norm(theirs)
+
+
+@pytest.mark.thorough
+def test_a_policy_on_one_device_draws_on_two():
+    answers = []
+    for replicas in (1, 2):
+        with closing(policy_on({}, make_model=tiny.model, replicas=replicas)) as policy:
+            answers.append(steps_of(policy)[0])
+            assert all(stats.num_tokens for stats in policy.engine.stats_of_devices().values())
+    assert answers[0] == answers[1]
 
 
 def test_each_device_audits_rows_of_its_own(monkeypatch, rng):

@@ -2,10 +2,8 @@
 
 import json
 
-import jax
 import numpy as np
 import pytest
-from flax import nnx
 
 from moe_jax.adapters import LoraSettings
 from moe_jax.checkpoint.training import finished_steps
@@ -72,34 +70,32 @@ def die_at_step_three(record):
     "loss, sizes, make_model",
     [
         ("dpo", dict(fsdp=2), tiny.dense),
-        pytest.param("dpo", dict(fsdp=2, expert=2), tiny.model, marks=pytest.mark.thorough),
-        pytest.param("kto", dict(data=2, context=2), tiny.model, marks=pytest.mark.thorough),
         pytest.param("orpo", dict(expert=2, context=2), tiny.model, marks=pytest.mark.thorough),
         pytest.param("dpo", dict(fsdp=2, data=2), adapted, marks=pytest.mark.thorough),
     ],
-    ids=["dense", "dpo", "kto", "orpo", "adapters"],
+    ids=["dpo", "orpo", "adapters"],
 )
 def test_a_run_on_a_mesh_is_the_run_of_one_device(run, tmp_path, loss, sizes, make_model):
-    """Records and reference equal one device's; a run that dies between two checkpoints ends with the same bits."""
-    one, many = run("one", {}, loss, make_model), run("many", sizes, loss, make_model)
+    """Records and reference equal one device's, although the run died and resumed; the repeated step has equal bits."""
+    one = run("one", {}, loss, make_model)
+    with pytest.raises(InterruptedError):
+        run("many", sizes, loss, make_model, on_step=die_at_step_three)
+    died = read_records(tmp_path / "many" / "metrics.jsonl")
+    assert len(died) == 3 and finished_steps(tmp_path / "many" / "checkpoints")
+    many = run("many", sizes, loss, make_model)
+    assert untimed(many.metrics[:3]) == untimed(died)
     for ours, theirs in zip(untimed(many.metrics), untimed(one.metrics), strict=True):
         assert ours.keys() == theirs.keys()
         for name in ours.keys() - (NOISE if ours["step"] == 1 else set()):
             np.testing.assert_allclose(ours[name], theirs[name], rtol=2e-4, atol=1e-5, err_msg=name)
-    assert (tmp_path / "many" / "reference_data.npy").exists() == (loss != "orpo" and make_model is not adapted)
-    if loss != "orpo" and make_model is not adapted:
+    has_reference = loss != "orpo" and make_model is not adapted
+    assert (tmp_path / "many" / "reference_data.npy").exists() == has_reference
+    if has_reference:
         tables = (np.load(tmp_path / name / "reference_data.npy") for name in ("many", "one"))
         np.testing.assert_allclose(*tables, rtol=1e-5)
     loads = ([each["expert_load"] for each in read_records(tmp_path / name / "expert_load.jsonl")] for name in ("many", "one"))
     np.testing.assert_allclose(*loads, atol=2)
     assert many.model_step == one.model_step and many.finished
-    with pytest.raises(InterruptedError):
-        run("killed", sizes, loss, make_model, on_step=die_at_step_three)
-    assert finished_steps(tmp_path / "killed" / "checkpoints") and len(read_records(tmp_path / "killed" / "metrics.jsonl")) == 3
-    resumed = run("killed", sizes, loss, make_model)
-    assert untimed(resumed.metrics) == untimed(many.metrics)
-    trained = (jax.tree.leaves(nnx.state(result.model, nnx.Param)) for result in (resumed, many))
-    assert all(np.array_equal(x, y) for x, y in zip(*trained, strict=True))
 
 
 def test_a_pipe_and_uneven_rows_are_refused(tmp_path):

@@ -26,33 +26,18 @@ def two_steps(settings, batch, parallelism=None):
     return train(batch, parallelism, loss=Preference(settings), optimizer=optax.sgd(0.1), gradient_accumulation=2)
 
 
-@pytest.fixture(scope="module")
-def one_device():
-    """Returns the steps of a loss on one device, which all meshes are compared with."""
-    found = {}
-
-    def steps_of(settings):
-        if settings not in found:
-            batch = batch_of(settings)
-            found[settings] = batch, *two_steps(settings, batch)
-        return found[settings]
-
-    return steps_of
-
-
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "loss, sizes",
-    [
-        pytest.param(loss, sizes, marks=pytest.mark.thorough)
-        for loss in ("dpo", "kto", "orpo")
-        for sizes in (dict(fsdp=2, expert=2), dict(data=2), dict(context=2), dict(expert=2, context=2))
-    ],
+    [("dpo", dict(fsdp=2, expert=2)), ("kto", dict(data=2, context=2)), ("orpo", dict(expert=2, context=2))],
     ids=str,
 )
-def test_steps_are_those_of_one_device(one_device, loss, sizes):
+def test_steps_are_those_of_one_device(loss, sizes):
     settings = PreferenceSettings(loss, beta=0.3, aux_loss_coef=0.1)
-    batch, expected, of_one = one_device(settings)
-    state, metrics = two_steps(settings, batch, Parallelism(mesh_of(**sizes)))
+    batch = batch_of(settings)
+    (expected, of_one), (state, metrics) = (
+        two_steps(settings, batch, parallelism) for parallelism in (None, Parallelism(mesh_of(**sizes)))
+    )
     for found, wanted in zip(metrics, of_one, strict=True):
         assert found.keys() == wanted.keys()
         for name, value in found.items():

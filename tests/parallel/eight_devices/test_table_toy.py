@@ -15,6 +15,8 @@ from tests.helpers.toy_pipeline import assert_counts_once
     [
         ("1f1b", 4, 1, 6),
         ("interleaved", 3, 2, 5),
+        ("uniform", 2, 2, 3),
+        ("uniform-w", 4, 1, 3),
         ("zb-h1", 3, 1, 2),
         ("zb-v", 4, 2, 7),
         ("dualpipe", 4, 1, 10),

@@ -26,43 +26,6 @@ def test_listing_of_six_ranks():
     assert schedule.stages == ((0, 5), (1, 4), (2, 3), (3, 2), (4, 1), (5, 0))
 
 
-NOTES = {
-    # rank: (F, pairs F F, pairs B F, F), (F of its chunk left, F of the other), B without F, (b, pairs b W, W)
-    0: ((5, 0, 2, 1), (1, 3), 3, (0, 3, 0)),
-    1: ((3, 1, 1, 1), (2, 3), 3, (1, 2, 1)),
-    2: ((1, 2, 0, 1), (3, 3), 3, (2, 1, 2)),
-}
-"""The notes' counts for 6 ranks and 6 micro-batches in each direction; the last B is counted with those without F."""
-
-
-@pytest.mark.parametrize("rank", range(6))
-def test_counts_of_the_notes(rank):
-    """The notes' listing of 6 ranks, phase by phase."""
-    warm_up, forwards_left, alone, cool_down = NOTES[min(rank, 5 - rank)]
-    own = int(rank >= 3)
-    slots = dualpipe(6, 12).ranks[rank]
-    kinds = as_in_the_notes(slots)
-    first, pairs, backward_forward, last = warm_up
-    assert kinds[: first + 2 * pairs] == ["F"] * (first + 2 * pairs)
-    steady = kinds.index("F&B")
-    assert kinds[first + 2 * pairs : steady] == ["F", "B"] * backward_forward + ["F"] * last
-    overlapped = [kind for kind in kinds if kind == "F&B"]
-    assert len(overlapped) == sum(forwards_left)
-    by_chunk = [part.chunk for slot in merged(slots) for part in slot if part.kind == "F" and len(slot) == 2]
-    assert (by_chunk.count(own), by_chunk.count(1 - own)) == forwards_left
-    assert kinds[steady:].count("B") == alone
-    b, pairs_b_w, w = cool_down
-    tail = kinds[len(kinds) - (b + 2 * pairs_b_w + w) :]
-    assert tail == ["b"] * b + ["b", "W"] * pairs_b_w + ["W"] * w
-
-
-@pytest.mark.parametrize("micro_batches, outer, inner", [(8, 3, 4), (12, 7, 8)])
-def test_counts_of_four_ranks(micro_batches, outer, inner):
-    """4 and 6 micro-batches a direction: 3 and 7 overlapped pairs on the outer ranks, 4 and 8 on the inner ones."""
-    pairs = [as_in_the_notes(slots).count("F&B") for slots in dualpipe(4, micro_batches).ranks]
-    assert pairs == [outer, inner, inner, outer]
-
-
 @pytest.mark.parametrize("ranks", [2, 4, 6, 8, 12, 16])
 @pytest.mark.parametrize("more", [0, 2, 11])
 def test_the_order_is_the_notes_rule(ranks, more):
@@ -122,28 +85,6 @@ def merged(slots) -> list:
     return found
 
 
-def as_in_the_notes(slots) -> list[str]:
-    return ["&".join(part.kind for part in slot) for slot in merged(slots)]
-
-
-PHASES = {
-    # ranks: the eight phases of ranks 0, 1, ... up to the middle, with as many micro-batches a direction as ranks.
-    4: [(2, 1, 1, 1, 1, 1, 1, 1), (0, 2, 0, 2, 0, 2, 0, 2)],
-    6: [(4, 1, 2, 1, 2, 1, 2, 1), (2, 2, 1, 2, 1, 2, 1, 2), (0, 3, 0, 3, 0, 3, 0, 3)],
-    8: [(6, 1, 3, 1, 3, 1, 3, 1), (4, 2, 2, 2, 2, 2, 2, 2), (2, 3, 1, 3, 1, 3, 1, 3), (0, 4, 0, 4, 0, 4, 0, 4)],
-    16: [
-        (14, 1, 7, 1, 7, 1, 7, 1),
-        (12, 2, 6, 2, 6, 2, 6, 2),
-        (10, 3, 5, 3, 5, 3, 5, 3),
-        (8, 4, 4, 4, 4, 4, 4, 4),
-        (6, 5, 3, 5, 3, 5, 3, 5),
-        (4, 6, 2, 6, 2, 6, 2, 6),
-        (2, 7, 1, 7, 1, 7, 1, 7),
-        (0, 8, 0, 8, 0, 8, 0, 8),
-    ],
-}
-
-
 @pytest.mark.parametrize("ranks", range(4, 17, 2))
 def test_phases_are_deepseeks(ranks):
     """The counts of the eight phases in DeepSeek's code; each further micro-batch lengthens the fourth."""
@@ -153,8 +94,6 @@ def test_phases_are_deepseeks(ranks):
         phases = dualpipe_phases(ranks, 2 * ranks, rank)
         to_middle, near = half - distance - 1, distance + 1
         assert phases == (2 * to_middle, near, to_middle, near, to_middle, near, to_middle, near)
-        if ranks in PHASES:
-            assert phases == PHASES[ranks][distance]
         assert dualpipe_phases(ranks, 2 * ranks + 6, rank) == phases._replace(overlapped=phases.overlapped + 3)
         weights_alone = [slot for slot in dualpipe(ranks, 2 * ranks).ranks[rank] if slot[0].kind == "W"]
         assert len(weights_alone) == phases.other_b_w_forward + phases.weights_then_own_b + phases.weights
