@@ -1,4 +1,4 @@
-"""Hashes of pages, and their number; tests/serving/slow/test_pages_machine.py has what becomes of pages."""
+"""Pages are free, cached or owned; full ones are found again by their content, and are forgotten in order."""
 
 import pytest
 
@@ -14,6 +14,19 @@ def chain(tokens, root=ROOT):
     return hashes
 
 
+def sealed(pool, tokens):
+    pages = pool.take(len(tokens) // PAGE_SIZE)
+    assert all(pool.seal(page, each) for page, each in zip(pages, chain(tokens), strict=True))
+    return pages
+
+
+def test_page_zero_is_never_taken():
+    pool = PagePool(5)
+    assert sorted(pool.take(4)) == [1, 2, 3, 4] and pool.counts()[:3] == (0, 0, 4)
+    with pytest.raises(ValueError, match="1 pages were asked for and 0 are available"):
+        pool.take(1)
+
+
 def test_a_hash_depends_on_all_tokens_before():
     tokens = list(range(200))
     hashes = chain(tokens)
@@ -26,13 +39,58 @@ def test_a_hash_depends_on_all_tokens_before():
     assert step_by_step == hashes
 
 
+def test_sealed_pages_are_found_and_shared():
+    pool, tokens = PagePool(10), list(range(200))
+    pages = sealed(pool, tokens[:192])
+    assert pool.find(chain(tokens)) == pages and pool.find(chain(tokens[:128] + [0] * 64)) == pages[:2]
+    pool.share(pages[:2])
+    pool.release(pages)
+    assert pool.counts()[:3] == (6, 1, 2) and pool.num_cached_among(pages) == 1
+    pool.share(pages)
+    pool.release(pages[:2])
+    pool.release(pages)
+    assert pool.counts()[:3] == (6, 3, 0) and pool.available == 9
+
+
+def test_unsealed_pages_become_free():
+    pool = PagePool(4)
+    pool.release(pool.take(2))
+    assert pool.counts()[:3] == (3, 0, 0)
+
+
+def test_the_second_page_of_a_content_stays_unsealed():
+    pool, tokens = PagePool(10), list(range(64))
+    (first,) = sealed(pool, tokens)
+    (second,) = pool.take(1)
+    assert not pool.seal(second, chain(tokens)[0]) and pool._hash_of[second] is None and pool._hash_of[first] is not None
+    pool.release([second])
+    assert pool.find(chain(tokens)) == [first] and pool.counts()[:3] == (8, 0, 1)
+
+
+def test_free_pages_go_first_then_those_released_longest_ago():
+    pool = PagePool(6)
+    old, young = list(range(128)), list(range(1, 129))
+    for tokens in (old, young):
+        pool.release(sealed(pool, tokens))
+    pool.take(1)
+    assert len(pool.find(chain(old))) == 2
+    # The end of the older one goes first, then its beginning.
+    pool.take(1)
+    assert len(pool.find(chain(old))) == 1 and pool.counts()[3] == 1
+    pool.take(1)
+    assert pool.find(chain(old)) == [] and len(pool.find(chain(young))) == 2
+
+
+def test_forgotten_pages_are_never_found():
+    pool, tokens = PagePool(6), list(range(128))
+    pages = sealed(pool, tokens)
+    pool.release(pages[1:])
+    pool.forget_all()
+    assert pool.find(chain(tokens)) == [] and pool.counts()[:3] == (4, 0, 1)
+    assert pool.seal(pages[0], chain(tokens)[0]) and pool.find(chain(tokens)) == pages[:1]
+    pool.release(pages[:1])
+    assert pool.counts()[:3] == (4, 1, 0)
+
+
 def test_number_of_pages():
     assert [pages_of(count) for count in (0, 1, 64, 65)] == [0, 1, 1, 2]
-
-
-def test_too_few_pages_are_an_error():
-    """Page 0 is never taken."""
-    pool = PagePool(5)
-    assert sorted(pool.take(4)) == [1, 2, 3, 4]
-    with pytest.raises(ValueError, match="1 pages were asked for and 0 are available"):
-        pool.take(1)

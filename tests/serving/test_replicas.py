@@ -166,6 +166,26 @@ def test_a_full_queue_refuses():
         submit(replicas, [1, 2, 3])
 
 
+def test_a_failed_device_ends_its_requests_alone():
+    with running() as (replicas, devices):
+        replicas.pause(True)
+        handles = add_all(replicas, *([text(number, 20)] for number in range(12)))
+        bound = [{sequence.handle for sequence in loop.opened} for loop in replicas.loops]
+        devices[1].error = ValueError("a defect")
+        replicas.pause(False)
+        for number, handle in enumerate(handles):
+            if handle in bound[1]:
+                with pytest.raises(RuntimeError, match="the engine's device fake:1 failed: ValueError: a defect"):
+                    handle.result()
+            else:
+                assert handle.result()[0].tokens == expected_tokens(text(number, 20), 5)
+        assert len(bound[1]) == 4 and not replicas.failed
+        assert submit(replicas, text(3)).result()[0].tokens == expected_tokens(text(3), 5)
+        stats = replicas.stats_of_devices()
+        assert stats["fake:1"].free_pages == stats["fake:1"].running == 0
+        assert replicas.stats().owned_pages == replicas.stats().running == 0
+
+
 def test_requests_end_once_all_devices_have_failed():
     with running(max_sequences=1) as (replicas, devices):
         replicas.pause(True)

@@ -2,6 +2,7 @@
 
 import pytest
 
+from moe_jax.kernels.attention.paged import PAGE_SIZE
 from moe_jax.serving.request import SamplingOptions
 from moe_jax.serving.schedule import (
     PAUSED_TOKENS,
@@ -102,6 +103,17 @@ def test_a_prompt_waits_for_pages_in_its_middle():
     assert_right(old, young)
 
 
+def test_who_waits_longest_comes_first():
+    """A prompt for which there are not yet pages is not overtaken by a shorter one."""
+    queues = make_queues(num_pages=7)
+    device = fake_device.FakeDevice(queues.limits)
+    first, long, short = add(queues, 120, new=60), add(queues, 300), add(queues, 5)
+    plans = serve(queues, device)
+    order = [chunk.sequence for plan in plans for chunk in plan.chunks if chunk.samples]
+    assert order == [first, long, short]
+    assert_right(first, long, short)
+
+
 def test_abort_gives_everything_back():
     queues = make_queues(max_sequences=1)
     running, waiting = add(queues, 100), add(queues, 100)
@@ -133,6 +145,22 @@ def test_a_step_that_gives_too_few_tokens_is_refused():
     add(queues, 10)
     with pytest.raises(ValueError):
         read_step(queues, plan_step(queues), [])
+
+
+def test_a_draft_at_the_end_seals_no_page():
+    """The last token of a full page is drawn and never computed, also where a draft ends the sequence a step early."""
+    queues = make_queues(drafts=1)
+    device = fake_device.FakeDevice(queues.limits, drafts=1)
+    for first in range(20):
+        sequence = add(queues, 3, new=PAGE_SIZE - 3, first=first)
+        serve(queues, device)
+        assert_right(sequence)
+        queues.waiting.append(Sequence([*sequence.tokens, first], SamplingOptions(max_new_tokens=3)))
+        following = queues.waiting[-1]
+        serve(queues, device)
+        assert_right(following)
+        assert following.cached_tokens == 0
+    assert device.num_right > 20
 
 
 def test_drafts_of_a_sequence_pause_after_too_many_wrong_ones():
