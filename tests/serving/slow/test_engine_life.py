@@ -235,7 +235,7 @@ def test_an_engine_is_closed_while_it_sleeps(model):
     assert live_bytes() == before
 
 
-def test_a_lazy_engine_compiles_what_requests_need_until_it_is_closed(model, caplog):
+def test_a_lazy_engine_compiles_what_requests_need(model, caplog):
     caplog.set_level("INFO", "moe_jax")
     engine = Engine(model, limits=LIMITS, keep_experts=True, lazy=True)
     assert "each of 4 programs is compiled when a request first needs it" in caplog.text
