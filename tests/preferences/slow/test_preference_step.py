@@ -49,9 +49,14 @@ def assert_same(one, other, tolerance=1e-5):
 
 
 @pytest.fixture(scope="module")
-def batch():
+def pairs():
+    return make_pairs()
+
+
+@pytest.fixture(scope="module")
+def batch(pairs):
     """Five pairs; the rows have different numbers of them. Tests with this batch share a program."""
-    made = packed_batch(make_pairs(), rows=2, max_examples=3)
+    made = packed_batch(pairs, rows=2, max_examples=3)
     counts = (made["example"] >= 0).sum(axis=1)
     assert counts[0] != counts[1]
     return made
@@ -89,9 +94,9 @@ def test_divergence_of_tokens(adapted, batch):
     np.testing.assert_allclose(found["kl"], expected, rtol=1e-4)
 
 
-def test_packing(adapted, batch):
+def test_packing(adapted, pairs, batch):
     """Pairs in rows of their own give what packed pairs give."""
-    alone = packed_batch(make_pairs(), rows=5, max_examples=1)
+    alone = packed_batch(pairs, rows=5, max_examples=1)
     assert_same(one_step(adapted, alone, DPO), one_step(adapted, batch, DPO))
 
 
