@@ -461,7 +461,7 @@ def completion_of(sequence: Sequence) -> Completion:
         logprobs=None if options.logprobs is None else [logprob for _, logprob, _ in drawn],
         top_logprobs=[tops or {} for *_, tops in drawn] if options.logprobs else None,
         prompt_logprobs=None if options.prompt_logprobs is None else sequence.handle.prompt_logprobs,
-        experts=None if sequence.experts is None else np.concatenate(sequence.experts)[: len(sequence.tokens) - 1],
+        experts=None if sequence.experts is None else np.concatenate(np.asarray(sequence.experts))[: len(sequence.tokens) - 1],
         weights_version=sequence.weights_version,
         cached_tokens=sequence.cached_tokens,
         seed=sequence.seed,

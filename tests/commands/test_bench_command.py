@@ -13,7 +13,7 @@ SMALLEST = "--max-sequences 1 --max-tokens-per-step 16 --max-length 64 --num-pag
 
 @pytest.fixture
 def folder(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(config_to_dict(tiny.model().config)))
+    (tmp_path / "config.json").write_text(json.dumps(config_to_dict(tiny.dense().config)))
     return tmp_path
 
 

@@ -6,6 +6,9 @@ import subprocess
 import sys
 
 import httpx
+import pytest
+
+from moe_jax.cli import main
 
 
 @contextlib.contextmanager
@@ -32,8 +35,8 @@ def test_the_page_is_served_until_ctrl_c(tmp_path):
         assert process.wait(20) == 0 and process.stderr.read() == ""
 
 
-def test_a_folder_without_a_run_is_refused(tmp_path):
-    with watch(tmp_path) as process:
-        assert process.wait(20) == 2
-        (line,) = process.stderr.read().splitlines()
-        assert line.startswith(f"moe-jax: {tmp_path} is not the output folder of a run")
+def test_a_folder_without_a_run_is_refused(tmp_path, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["watch", str(tmp_path), "--port", "0"])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"moe-jax: {tmp_path} is not the output folder of a run")

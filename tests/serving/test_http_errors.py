@@ -33,18 +33,14 @@ WRONG = [
     (COMPLETION, {"prompt": [[]]}, "the prompt is empty"),
     (COMPLETION, {"prompt": ""}, "prompt 0 is empty"),
     (COMPLETION, {"prompt": [9999]}, "the prompt has token 9999, outside the vocabulary of 264"),
-    (COMPLETION, {"prompt": [-1]}, "outside the vocabulary"),
     (COMPLETION, {"prompt": [10**30]}, "the prompt must be a flat list of token ids"),
     (COMPLETION, {"prompt": [10**30], "echo": True}, "token 1000000000000000000000000000000 is outside the vocabulary of 264"),
     (COMPLETION, {"prompt": [[1], [-1]], "echo": True}, "token -1 is outside the vocabulary of 264"),
     (COMPLETION, {"prompt": [True, 1]}, "prompt must be a text"),
     (COMPLETION, {"prompt": "a", "temperature": "hot"}, 'temperature must be an integer or a number; got "hot"'),
     (COMPLETION, {"prompt": "a", "temperature": True}, "temperature must be an integer or a number; got true"),
-    (COMPLETION, {"prompt": "a", "temperature": -1}, "temperature must be a finite number, 0 or more"),
     (COMPLETION, {"prompt": "a", "temperature": 10**400}, "temperature must be a number of at most 64 bits"),
-    (COMPLETION, {"prompt": "a", "top_p": 0}, r"top_p must be None or a number in \(0, 1\]"),
     (COMPLETION, {"prompt": "a", "top_k": 1.5}, "top_k must be an integer"),
-    (COMPLETION, {"prompt": "a", "n": 0}, "n must be an integer, at least 1"),
     (COMPLETION, {"prompt": "a", "n": 10**6}, "n times the number of prompts must be at most 8"),
     (COMPLETION, {"prompt": ["a"] * 5, "n": 2}, "n times the number of prompts must be at most 8"),
     (COMPLETION, {"prompt": ["a"] * 9}, "prompt has 9 texts"),
@@ -57,10 +53,8 @@ WRONG = [
     (COMPLETION, {"prompt": "a", "logit_bias": {"x": 1}}, "logit_bias must have token ids as its names"),
     (COMPLETION, {"prompt": "a", "logit_bias": {"9999": 1}}, "logit_bias must be a mapping"),
     (COMPLETION, {"prompt": "a", "logit_bias": {"1": "2"}}, "1 must be an integer or a number"),
-    (COMPLETION, {"prompt": "a", "logprobs": 21}, "logprobs must be None or an integer in"),
     (COMPLETION, {"prompt": "a", "logprobs": 1, "echo": True, "stream": True}, "of a prompt cannot be streamed"),
     (COMPLETION, {"prompt": "a", "logprobs": 1, "echo": True, "prompt_logprobs": 2}, "prompt_logprobs can only be logprobs, 1"),
-    (COMPLETION, {"prompt": "a", "prompt_logprobs": -1}, "prompt_logprobs must be None or an integer in"),
     (COMPLETION, {"prompt": "a", "return_token_ids": 1}, "return_token_ids must be true or false; got 1"),
     (CHAT, {"messages": MESSAGES, "prompt_logprobs": 1, "stream": True}, "of a prompt cannot be streamed"),
     (COMPLETION, {"prompt": "a", "stream": 1}, "stream must be true or false"),
@@ -97,8 +91,6 @@ WRONG = [
     (COMPLETION, {"prompt": "a", "structured_outputs": {"choice": [1]}}, "structured_outputs.choice must be a list"),
     (COMPLETION, {"prompt": "a", "structured_outputs": {"regex": "a", "json": {}}}, "only one field counts"),
     (COMPLETION, {"prompt": "a", "guided_json": "{"}, "guided_json is no valid JSON"),
-    (COMPLETION, {"prompt": "a", "allowed_token_ids": []}, "allowed_token_ids must be None or a tuple of token ids"),
-    (COMPLETION, {"prompt": "a", "min_tokens": 17}, "min_tokens must be an integer from 0 to max_tokens; got 17"),
     (COMPLETION, {"prompt": "a", "bad_words": [""]}, "bad_words must be at most 16 texts"),
     (CHAT, {"messages": MESSAGES, "reasoning_effort": "low"}, "the model's chat template has no such option"),
     (CHAT, {"messages": MESSAGES, "top_logprobs": 3}, "top_logprobs needs logprobs: true"),
@@ -185,12 +177,6 @@ def test_other_bodies_paths_methods_and_models(server):
         server.openai().models.retrieve("some/other")
     # A request without a name is for the only model.
     assert server.post(COMPLETION, json={"prompt": "a"}).status_code == 200
-
-
-def test_prompts_too_long_have_their_code(server):
-    with pytest.raises(openai.BadRequestError) as error:
-        server.openai().completions.create(model="tiny", prompt="a" * 600)
-    assert error.value.code == "context_length_exceeded"
 
 
 def test_bodies_too_large_are_refused_while_they_come(server):

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import re
+import shutil
 from pathlib import Path
 
 import jax
@@ -24,15 +25,16 @@ from tests.helpers.adapted_models import logits_of, with_adapters
 TOKENS = jnp.arange(12).reshape(2, 6)
 
 
-@pytest.fixture
-def folders(tmp_path):
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
     """(base, adapter, logits of the model with the adapter)."""
-    tiny.tokenizer().save_pretrained(tmp_path / "tokenizer")
-    moe_jax.save_pretrained(tiny.model(), tmp_path / "base", tokenizer_from=tmp_path / "tokenizer")
-    model = with_adapters(moe_jax.from_pretrained(tmp_path / "base", dtype=jnp.float32))
-    save_adapter(model, tmp_path / "adapter")
+    made = tmp_path_factory.mktemp("models")
+    tiny.tokenizer().save_pretrained(made / "tokenizer")
+    moe_jax.save_pretrained(tiny.model(), made / "base", tokenizer_from=made / "tokenizer")
+    model = with_adapters(moe_jax.from_pretrained(made / "base", dtype=jnp.float32))
+    save_adapter(model, made / "adapter")
     merge_adapter(model)
-    return str(tmp_path / "base"), str(tmp_path / "adapter"), np.asarray(logits_of(model, TOKENS))
+    return str(made / "base"), str(made / "adapter"), np.asarray(logits_of(model, TOKENS))
 
 
 def test_convert(folders, tmp_path, capsys):
@@ -85,6 +87,7 @@ def test_a_run_of_all_parameters(folders, tmp_path, monkeypatch):
 def test_another_base(folders, tmp_path, caplog):
     """An adapter that is added to other weights logs a warning, with the fingerprint in its file or by names alone."""
     base, adapter, _ = folders
+    adapter = shutil.copytree(adapter, tmp_path / "adapter")
     other = moe_jax.from_config(tiny.model().config, rngs=nnx.Rngs(1), dtype=jnp.float32)
     moe_jax.save_pretrained(other, tmp_path / "other", tokenizer_from=base)
     for change, own, others in (

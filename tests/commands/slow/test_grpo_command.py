@@ -6,11 +6,13 @@ import pytest
 
 import moe_jax
 from moe_jax.cli import main
+from moe_jax.recipes.grpo import loop
 from moe_jax.train.metrics import read_records
 from tests.helpers import tiny
+from tests.helpers.fake_policy import FakePolicy
 
 
-def test_the_command_trains_and_exports(tmp_path, capsys):
+def test_the_command_trains_and_exports(tmp_path, monkeypatch, capsys):
     tiny.tokenizer().save_pretrained(tmp_path / "tokenizer")
     moe_jax.save_pretrained(tiny.dense(), tmp_path / "model", tokenizer_from=tmp_path / "tokenizer")
     (tmp_path / "data.jsonl").write_text("".join(json.dumps({"prompt": f"{i}:"}) + "\n" for i in range(4)))
@@ -23,7 +25,8 @@ def test_the_command_trains_and_exports(tmp_path, capsys):
     assert "has the rewards {'long': 17.0}" in capsys.readouterr().out
     broken = tmp_path / "broken.py"
     broken.write_text("def long(completions, **columns):\n    raise KeyError('no judge')\n")
-    with pytest.raises(SystemExit, match="2"):
+    with monkeypatch.context() as patched, pytest.raises(SystemExit, match="2"):
+        patched.setattr(loop, "Policy", FakePolicy)
         main([word.replace("rewards.py", "broken.py") for word in words])
     error = capsys.readouterr().err
     assert "no judge" in error and "the same command continues the run" in error and "Traceback" not in error

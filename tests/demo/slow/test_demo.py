@@ -111,11 +111,22 @@ def test_transformers_shows_no_progress_bar(demo, capsys):
     assert printed.out + printed.err == "" and logging.is_progress_bar_enabled()
 
 
-def test_without_torch_the_trained_model_is_compared(tmp_path, monkeypatch, capsys, untrained):
-    """Equal weights have equal logits, and others do not."""
-    find_spec = importlib.util.find_spec
+def test_without_torch_and_with_rewards(tmp_path, monkeypatch, capsys, untrained):
+    """The trained model is compared: equal weights have equal logits. Then it learns on the first lines of functions."""
+    find_spec, seen = importlib.util.find_spec, []
+
+    def grpo(settings, rewards):
+        lines = [record["prompt"] for record in map(json.loads, Path(settings.data).read_text().splitlines())]
+        assert len(lines) > 5 and all(line.startswith("def ") and line.endswith(":") for line in lines)
+        bodies = ["\n    a = 1\n    return a\n", "\n    pass\n", "\n    a = 1\n    return a\n"]
+        seen.append(rewards[0](lines[:3], bodies, ["stop", "stop", "length"]))
+        return SimpleNamespace(model=untrained.model, metrics=[{"reward": 0.25}, {"reward": 0.75}])
+
     monkeypatch.setattr("importlib.util.find_spec", lambda name, *more: None if name == "torch" else find_spec(name, *more))
-    result = run_demo(DemoSettings(output=str(tmp_path / "x"), **DENSE))
+    monkeypatch.setattr("moe_jax.demo.run.grpo", grpo)
+    result = run_demo(DemoSettings(output=str(tmp_path / "x"), **DENSE | {"reward_steps": 2}))
+    assert (result.rewards, seen) == ([0.25, 0.75], [[1.0, 0.0, 0.0]])
+    assert (tmp_path / "x" / "rewarded" / "model" / "config.json").is_file()
     printed = capsys.readouterr().out
     assert result.logit_difference == 0 and "The export computes the logits of the trained model, bit for bit." in printed
     assert f"not compared with transformers, which needs torch: {program('pip')} install torch" in printed
@@ -161,23 +172,6 @@ def test_an_adapter(adapted):
     }
     assert all(is_changed == ("proj" in name) for name, is_changed in changed.items()) and len(changed) > 8
     assert (output / "adapter" / "adapter_config.json").is_file()
-
-
-def test_it_learns_from_rewards(tmp_path, monkeypatch, untrained):
-    """The last stage trains the export with a reward, on the first lines of functions, and exports."""
-    seen = []
-
-    def grpo(settings, rewards):
-        lines = [record["prompt"] for record in map(json.loads, Path(settings.data).read_text().splitlines())]
-        assert len(lines) > 5 and all(line.startswith("def ") and line.endswith(":") for line in lines)
-        bodies = ["\n    a = 1\n    return a\n", "\n    pass\n", "\n    a = 1\n    return a\n"]
-        seen.append(rewards[0](lines[:3], bodies, ["stop", "stop", "length"]))
-        return SimpleNamespace(model=untrained.model, metrics=[{"reward": 0.25}, {"reward": 0.75}])
-
-    monkeypatch.setattr("moe_jax.demo.run.grpo", grpo)
-    result = run_demo(DemoSettings(output=str(tmp_path / "x"), **DENSE | {"reward_steps": 2}))
-    assert (result.rewards, seen) == ([0.25, 0.75], [[1.0, 0.0, 0.0]])
-    assert (tmp_path / "x" / "rewarded" / "model" / "config.json").is_file()
 
 
 @pytest.mark.parametrize(

@@ -81,6 +81,7 @@ def compare(loss, models, settings, **packing):
     for name, theirs in METRICS.items():
         if name in metrics and theirs in their_metrics:
             np.testing.assert_allclose(metrics[name], their_metrics[theirs], rtol=1e-4, atol=1e-5, err_msg=name)
+    assert ("kl" in metrics) == settings.needs_reference
     # TRL logs no load of experts, and no divergence of pairs.
     ours_alone = {"loss", "expert_load"} | ({"kl"} if settings.of_pairs else set())
     assert {METRICS[name] for name in metrics if name not in ours_alone} <= {*their_metrics}

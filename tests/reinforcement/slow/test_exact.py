@@ -16,13 +16,11 @@ from moe_jax.adapters.merge import merged_copy, with_zero_changes
 from moe_jax.kernels.vocabulary import TokenScores
 from moe_jax.reinforcement import audit as audits
 from moe_jax.reinforcement import objective
-from moe_jax.reinforcement.objective import PolicyLoss
 from moe_jax.reinforcement.policy import Policy
 from moe_jax.reinforcement.settings import PolicySettings
 from moe_jax.serving.request import EngineLimits
 from moe_jax.serving.strict_log_probs import strict_log_probs
 from moe_jax.train.batch import put_batch
-from moe_jax.train.gradients import gradients_fn
 from tests.helpers import tiny
 from tests.serving.slow.test_fused import CONFIG, ONE_LAYER
 from tests.serving.slow.test_strict_gradients import DENSE as DENSE_CONFIG
@@ -43,43 +41,43 @@ def changed(group, **fields):
     return replace(group, samples=(*group.samples[:-1], replace(group.samples[-1], **fields)))
 
 
-def gradients_of(policy, batch):
-    arrays = {name: batch[name] for name in batch if name != "sample"}
-    loss = lambda model, batch: PolicyLoss(SETTINGS)(model, PolicyLoss(SETTINGS).prepare(batch, None))  # noqa: E731
-    found = gradients_fn(loss, nnx.graphdef(policy.model))
-    return jax.jit(found)(policy.state.params, policy.state.fixed, put_batch(arrays, policy.state.params)).gradients
-
-
 @pytest.mark.parametrize("config", [ONE_LAYER, pytest.param(CONFIG, marks=pytest.mark.thorough)], ids=["one layer", "two"])
 def test_exact(monkeypatch, config):
-    config = replace(config, vocab_size=384)
-    model = moe_jax.from_config(config, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
-    policy = Policy(model, optax.sgd(1.0), SETTINGS, tokenizer=tiny.tokenizer(), limits=LIMITS, seq_len=16)
-    with closing(policy):
+    model = moe_jax.from_config(
+        replace(config, vocab_size=384, num_experts=16), dtype=jnp.bfloat16, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0)
+    )
+    # The trace keeps a step's gradients.
+    optimizer = optax.chain(optax.trace(0.0), optax.sgd(1.0))
+    with closing(Policy(model, optimizer, SETTINGS, tokenizer=tiny.tokenizer(), limits=LIMITS, seq_len=16, rows=2)) as policy:
         group = drawn(policy, 0)
         batch = policy._batch([group], 2)
-        replayed = gradients_of(policy, batch)
-
-        def strict_scores(model, batch, states=None, **options):
-            found = strict_log_probs(model, batch["tokens"], batch["segment_ids"], max_segments=8, **options)
-            return TokenScores(jnp.pad(found, ((0, 0), (0, 1))), jnp.zeros(batch["tokens"].shape))
-
-        with monkeypatch.context() as patched:
-            patched.setattr(objective, "sampled_token_scores", strict_scores)
-            strict = gradients_of(policy, batch)
-        for (path, one), other in zip(jax.tree.leaves_with_path(replayed), jax.tree.leaves(strict), strict=True):
-            np.testing.assert_array_equal(one, other, err_msg=str(path))
-        assert optax.tree.norm(replayed) > 0
-
+        strict = strict_step(policy, batch, monkeypatch)
         check_controls(policy, group, batch, monkeypatch)
         metrics = policy.update([group])
         assert (metrics["audited_tokens"], metrics["mismatch_tokens"], metrics["mismatch_max"]) == (4, 0, 0)
+        replayed, wanted = (optax.tree.get(state.opt_state, "trace") for state in (policy.state, strict))
+        for (path, one), other in zip(jax.tree.leaves_with_path(replayed), jax.tree.leaves(wanted), strict=True):
+            np.testing.assert_array_equal(one, other, err_msg=str(path))
+        assert optax.tree.norm(replayed) > 0
         # Yesterday's weights, and today's.
         with pytest.raises(ValueError, match="group 7 was drawn by weights of another step than 1"):
             policy.update([group])
         assert audits.audit(model, batch, [group], np.arange(1), 0.7)[0]["mismatch_tokens"] >= 4
         metrics = policy.update([drawn(policy, 1)])
         assert (metrics["audited_tokens"], metrics["mismatch_tokens"]) == (4, 0)
+
+
+def strict_step(policy, batch, monkeypatch):
+    """Returns the state after a step by the loss of `strict_log_probs`, which leaves the policy as it is."""
+
+    def strict_scores(model, batch, states=None, **options):
+        found = strict_log_probs(model, batch["tokens"], batch["segment_ids"], max_segments=8, **options)
+        return TokenScores(jnp.pad(found, ((0, 0), (0, 1))), jnp.zeros(batch["tokens"].shape))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(objective, "sampled_token_scores", strict_scores)
+        step = policy._make_step(gradient_accumulation=1)
+        return step(jax.tree.map(jnp.copy, policy.state), put_batch(batch, policy.state.params))[0]
 
 
 def check_controls(policy, group, batch, monkeypatch):
@@ -89,7 +87,7 @@ def check_controls(policy, group, batch, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(audits, "strict_rows", lambda *_: found)
         experts = np.array(last.expert_ids)
-        experts[1, -1, 0] = (experts[1, -1, 0] + 1) % 128
+        experts[1, -1, 0] = (experts[1, -1, 0] + 1) % 16
         for wrong, message in (
             (changed(group, log_probs=np.roll(last.log_probs, 1)), "2 of 4 .* group 7, sample 1, token 0 of the answer: -"),
             (changed(group, expert_ids=experts), "1 of 4 .* group 7, sample 1, token 0 of the answer: experts"),

@@ -118,11 +118,13 @@ def _int4(w):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("quantise", [NF4, INT4, BlockScaled.fp8])
-def test_quantised_weights(quantise):
-    """Experts are made whole in each step; two layers, so that each finds its own codes."""
+@pytest.mark.parametrize(
+    "quantise, targets", [(NF4, {}), (INT4, {}), (BlockScaled.fp8, {}), (NF4, {"targets": ("attention",)})]
+)
+def test_quantised_weights(quantise, targets):
+    """Experts are made whole in each step; two layers, so that each finds its own codes. Some experts have no adapter."""
     base = tiny.model_for_fp8(dtype=jnp.float32)
-    model = add_random_adapters(with_matrices_in(base, lambda w: quantise(w, jnp.float32)))
+    model = add_random_adapters(with_matrices_in(base, lambda w: quantise(w, jnp.float32)), **targets)
     with contextlib.closing(Engine(model, limits=LIMITS)) as engine:
         check(engine, model)
         (module,) = [module for _, module in nnx.iter_modules(model) if isinstance(module, Experts)]
@@ -162,14 +164,6 @@ def test_hopper_kernels(form):
 def test_latent_attention():
     model = with_adapters(small_model("deepseek_v3"))
     with contextlib.closing(Engine(model, limits=LIMITS)) as engine:
-        check(engine, model)
-
-
-@pytest.mark.thorough
-def test_attention_alone_beside_quantised_experts():
-    """Experts without an adapter of their own are frozen, in a stack."""
-    model = with_matrices_in(tiny.model_for_fp8(dtype=jnp.float32), lambda w: NF4(w, jnp.float32))
-    with contextlib.closing(Engine(add_random_adapters(model, targets=("attention",)), limits=LIMITS)) as engine:
         check(engine, model)
 
 

@@ -30,7 +30,7 @@ def model():
 @pytest.fixture(scope="module")
 def engines(model):
     """One without drafts, which computes one sequence at a time, and one with drafts."""
-    sizes = (replace(LIMITS, max_sequences=1), 0), (LIMITS, 1)
+    sizes = (replace(LIMITS, max_sequences=1, max_chunks_per_step=1), 0), (LIMITS, 1)
     made = [Engine(model, limits=limits, drafts=drafts, keep_experts=True, lazy=True) for limits, drafts in sizes]
     yield made
     for engine in made:
@@ -39,9 +39,10 @@ def engines(model):
         engine.close()
 
 
+# Without the variant "plain": tests/serving/slow/test_drawing.py has its draws with drafts.
 OPTIONS = [
     SamplingOptions(),
-    SamplingOptions(temperature=1.0, seed=1, n=2, logprobs=1),
+    SamplingOptions(temperature=1.0, top_p=0.99, seed=1, n=2, logprobs=1),
     SamplingOptions(temperature=0.8, top_p=0.9, top_k=4, seed=2, logprobs=2),
     SamplingOptions(presence_penalty=0.3, frequency_penalty=0.1, repetition_penalty=1.2, temperature=0.5, seed=3),
     SamplingOptions(stop_token_ids=(2,), return_experts=True),
@@ -115,7 +116,7 @@ def test_the_modules_pages_are_those_of_a_whole_pass(model, engines):
 def test_nearly_uniform_draws_are_drafted_right(engines):
     """Model and module draw with the same keys: equal distributions give equal tokens, where chance would give one in six."""
     before = engines[1].stats()
-    engines[1].generate([[3, 4]], SamplingOptions(max_new_tokens=80, ignore_eos=True, temperature=1000.0))
+    engines[1].generate([[3, 4]], SamplingOptions(max_new_tokens=80, ignore_eos=True, temperature=1000.0, top_p=1.0))
     after = engines[1].stats()
     assert after.num_accepted - before.num_accepted > 0.8 * (after.num_drafted - before.num_drafted) > 20
 

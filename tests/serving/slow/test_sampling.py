@@ -31,6 +31,7 @@ PLAIN = dict(temperature=0.0, top_k=None, top_p=None, min_p=None)
 PENALTIES = dict(repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0, logit_bias={}, logprobs=None)
 
 sample = jax.jit(sample_rows, static_argnums=0, static_argnames="tempered")
+restricted, changed, start, count = map(jax.jit, (_restricted, penalised, start_slot, count_tokens))
 
 
 def run(*arguments, variant="full", penalties=None, **options):
@@ -71,7 +72,7 @@ def test_rows_are_cut_as_generate_cuts_a_batch(rng, ties):
     logits = jnp.round(logits) if ties else logits
     temperatures = rng.uniform(0.3, 2, len(RESTRICTIONS)).tolist()
     options = slots_with([given(temperature=t, **each) for t, each in zip(temperatures, RESTRICTIONS, strict=True)])
-    scores = _restricted(logits / options.temperature[:, None], options)
+    scores = restricted(logits / options.temperature[:, None], options)
     for row, (temperature, each) in enumerate(zip(temperatures, RESTRICTIONS, strict=True)):
         expected = generation.distribution(logits[row], temperature=temperature, **each)
         np.testing.assert_allclose(jax.nn.softmax(scores[row]), expected, rtol=2e-5, atol=1e-9)
@@ -90,7 +91,7 @@ def test_min_p_cuts_tokens_far_less_likely_than_the_best():
     logits = jnp.log(jnp.array([[0.3, 0.4, 0.09, 0.2, 0.01]]))
     for min_p, kept in [(0.0, 5), (0.1, 4), (0.4, 3), (0.6, 2), (0.9, 1)]:
         options = slots_with([given(temperature=1.0, min_p=min_p)])
-        assert jnp.isfinite(_restricted(logits, options)).sum() == kept
+        assert jnp.isfinite(restricted(logits, options)).sum() == kept
 
 
 def test_a_row_draws_as_generate_with_the_same_key(rng):
@@ -162,7 +163,7 @@ def test_padding_rows_change_nothing(rng):
     found = run(logits, slots, jnp.zeros(3, jnp.int32), init_slots(2))
     assert found.tokens.tolist() == [0, jnp.argmax(logits[1]), 0]
     assert with_last_tokens(jnp.array([7, 8]), slots, found.tokens).tolist() == [7, found.tokens[1]]
-    counted = count_tokens(init_penalties(2, VOCAB), slots, found.tokens).outputs
+    counted = count(init_penalties(2, VOCAB), slots, found.tokens).outputs
     assert counted.sum() == counted[1, found.tokens[1]] == 1
 
 
@@ -194,27 +195,27 @@ def test_cuts_and_repetition_are_those_of_transformers(rng):
         scores = step(ids, scores)
     options = given(temperature=0.8, top_k=30, top_p=0.9, min_p=0.05, repetition_penalty=1.4)
     # Half of the tokens as a prompt, half as output: transformers makes no difference.
-    penalties = start_slot(init_penalties(1, VOCAB), 0, penalty_row(options), jnp.asarray(prompt), 6, 12)
-    ours = penalised(logits, jnp.array([0]), penalties) / 0.8
-    np.testing.assert_allclose(_restricted(ours, slots_with([options])), scores, rtol=1e-5)
+    penalties = start(init_penalties(1, VOCAB), 0, penalty_row(options), jnp.asarray(prompt), 6, 12)
+    ours = changed(logits, jnp.array([0]), penalties) / 0.8
+    np.testing.assert_allclose(restricted(ours, slots_with([options])), scores, rtol=1e-5)
 
 
 def test_presence_frequency_and_bias(rng):
     logits = normal(rng, 3, VOCAB)
     options = given(presence_penalty=0.5, frequency_penalty=0.25, logit_bias={9: 4.0, 3: -100.0})
     tokens = jnp.array([1, 2, 2, 5, 5, 7, 96, 96])
-    penalties = start_slot(init_penalties(3, VOCAB), 2, penalty_row(options), tokens, 3, 6)
-    penalties = count_tokens(penalties, jnp.array([2, -1]), jnp.array([7, 8]))
+    penalties = start(init_penalties(3, VOCAB), 2, penalty_row(options), tokens, 3, 6)
+    penalties = count(penalties, jnp.array([2, -1]), jnp.array([7, 8]))
     expected = np.array(logits)
     expected[1, [9, 3]] += [4, -100]
     expected[1, [5, 7]] -= 0.5 + 2 * 0.25
-    np.testing.assert_allclose(penalised(logits, jnp.array([0, 2, -1]), penalties), expected, rtol=1e-5)
+    np.testing.assert_allclose(changed(logits, jnp.array([0, 2, -1]), penalties), expected, rtol=1e-5)
     assert (variant_of(options), variant_of(given())) == ("full", "greedy")
 
 
 def test_a_slot_forgets_the_sequence_before(rng):
     logits, first = normal(rng, 1, VOCAB), penalty_row(given(repetition_penalty=2.0, logit_bias={3: 1.0}))
-    used = start_slot(init_penalties(1, VOCAB), 0, first, jnp.arange(8), 4, 8)
-    fresh = start_slot(used, 0, penalty_row(given()), jnp.arange(8), 4, 8)
-    np.testing.assert_array_equal(penalised(logits, jnp.array([0]), fresh), logits)
-    assert not np.array_equal(penalised(logits, jnp.array([0]), used), logits)
+    used = start(init_penalties(1, VOCAB), 0, first, jnp.arange(8), 4, 8)
+    fresh = start(used, 0, penalty_row(given()), jnp.arange(8), 4, 8)
+    np.testing.assert_array_equal(changed(logits, jnp.array([0]), fresh), logits)
+    assert not np.array_equal(changed(logits, jnp.array([0]), used), logits)

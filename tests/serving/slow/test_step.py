@@ -91,20 +91,6 @@ def test_a_model_that_is_taken_over_leaves_no_second_copy():
     assert experts and all(leaf.is_deleted() == (id(leaf) not in experts) for leaf in stacks)
 
 
-def test_a_new_page_enters_the_table():
-    rng = seeds.rng()
-    model = load_ours(reference("qwen3", int(rng.integers(2**31)), num_hidden_layers=1))
-    served, weights = take_apart(model)
-    state = initial_state(served, num_pages=4, num_slots=2, max_pages=MAX_PAGES)
-    decode = program(served, StepShape(1, 0, 0, MAX_PAGES))
-    rows = empty_rows(StepShape(1, 0, 0, MAX_PAGES))
-    rows.decode_slots[0], rows.decode_positions[0], rows.decode_pages[0] = 1, PAGE_SIZE, 3
-    state, _ = decode(weights, state, packed([rows]))
-    assert state.page_table.tolist() == [[0, 0, 0], [0, 3, 0]]
-    keys = np.asarray(state.pages[0][0])
-    assert keys[3, :, 0].any() and not keys[3, :, 1:].any() and not keys[[0, 1, 2]].any()
-
-
 def test_rows_survive_the_upload():
     rng = seeds.rng()
     shape = StepShape(3, 5, 2, MAX_PAGES)

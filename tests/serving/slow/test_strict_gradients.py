@@ -103,9 +103,9 @@ def test_pages():
     assert packed.queries.first_query[-1] == rows * seq
 
 
-@pytest.mark.parametrize("length", [1, 63, 64, 65])
+@pytest.mark.parametrize("length", [1, 65])
 def test_enough_pages(length):
-    """Rows with the most segments find room, segments of one token and of one more than a page too."""
+    """Rows with the most segments find room: segments of one token, and of one more than a page."""
     ids = jnp.asarray(np.repeat(np.arange(3) + 1, length)[None])
     packed = whole(in_pages)(ids, 3)
     found = [(int(page), int(offset)) for page, offset in zip(*packed.places, strict=True)]
