@@ -123,7 +123,7 @@ def test_new_weights_and_sleep():
 def test_groups(monkeypatch):
     """Two replicas of two devices, which split the experts. If one fails, its requests name its devices."""
     model, options = tiny.model(), replace(DRAWN, n=2, return_experts=True)
-    prompts = prompts_of(model, 3, 70, 9, 12)
+    prompts = prompts_of(model, 3, 50, 9, 12)
     with closing(Engine(model, limits=replace(ONE_AT_A_TIME, replicas=1), keep_experts=True, lazy=True)) as engine:
         expected = sum(engine.generate(prompts, options), [])
     other = nnx.clone(model)
