@@ -37,11 +37,11 @@ def pairs():
     return hybrid(num_hidden_layers=4, full_attention_interval=2)
 
 
-def step_equals_one_devices(make_model):
+def step_equals_one_devices(make_model, **sizes):
     """Compares a step on four devices with one device's; returns its state, whose momentum is the gradients."""
     batch, options = make_batch(seeds.rng()), dict(steps=1, make_model=make_model, optimizer=optax.sgd(0.1, momentum=0.5))
     one, (expected,) = train(batch, **options)
-    state, (metrics,) = train(batch, Parallelism(mesh_of(fsdp=2, expert=2)), **options)
+    state, (metrics,) = train(batch, Parallelism(mesh_of(**sizes)), **options)
     for name in ("total_loss", "grad_norm", "expert_load"):
         np.testing.assert_allclose(metrics[name], expected[name], rtol=2e-5, err_msg=name)
     for (path, found), wanted in zip(jax.tree.leaves_with_path(state.opt_state), jax.tree.leaves(one.opt_state), strict=True):
@@ -54,12 +54,12 @@ def step_equals_one_devices(make_model):
 )
 def test_families(model_type):
     """gpt-oss has biases where no other family has them, and sinks."""
-    step_equals_one_devices(lambda: family(model_type))
+    step_equals_one_devices(lambda: family(model_type), fsdp=2, expert=2)
 
 
 def test_a_pattern_of_layers():
     """Parameters of its stage are split like others."""
-    state = step_equals_one_devices(pairs)
+    state = step_equals_one_devices(pairs, fsdp=4)
     for path, matrix in nnx.to_flat_state(state.params["stages"]):
         if path[-2].endswith("_proj"):
             assert matrix[...].addressable_shards[0].data.size * 4 == matrix[...].size, path
