@@ -46,7 +46,7 @@ def results_of(monkeypatch, tmp_path, command):
     ("command", "measured"),
     [
         ("attention paged --kinds decoding", {"us", "tb_per_s", "error"}),
-        ("engine steps --cases 2x8", {"step_ms", "device_ms"}),
+        pytest.param("engine steps --cases 2x8", {"step_ms", "device_ms"}, marks=pytest.mark.thorough),
         ("experts ragged", {"forward_ms", "both_ms", "tflops", "error"}),
         ("few_tokens --tokens 2 --precisions bf16 --layers 1", {"us_a_layer", "floor_us", "error"}),
         pytest.param(
@@ -55,7 +55,11 @@ def results_of(monkeypatch, tmp_path, command):
             marks=pytest.mark.thorough,
         ),
         ("moe_layer --here --systems xla", {"fwd_ms", "fwd_bwd_tflops", "kept_mib", "differences"}),
-        ("training_step --routings own --layers 1", {"seconds", "tflops_per_gpu", "compile_seconds", "of_ceiling"}),
+        pytest.param(
+            "training_step --routings own --layers 1",
+            {"seconds", "tflops_per_gpu", "compile_seconds", "of_ceiling"},
+            marks=pytest.mark.thorough,
+        ),
         pytest.param("whole_model --here --layers 1", {"forward_s", "backward_s"}, marks=pytest.mark.thorough),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

@@ -39,7 +39,7 @@ def make(rng, batch, seq, heads, kv_heads, head_dim, value_dim, dtype=jnp.bfloat
     [
         (1, 200, 2, 1, 64, 64, 4, None, "float16"),
         pytest.param(2, 200, 2, 2, 64, 128, 3, 50, "bfloat16", marks=pytest.mark.thorough),
-        pytest.param(1, 256, 1, 1, 128, 128, 1, None, "bfloat16", marks=pytest.mark.thorough),
+        (1, 256, 1, 1, 128, 128, 1, None, "bfloat16"),
         pytest.param(1, 130, 2, 1, 192, 128, 2, None, "bfloat16", marks=pytest.mark.thorough),
         pytest.param(1, 256, 1, 1, 256, 256, 2, 1, "bfloat16", marks=pytest.mark.thorough),
         pytest.param(1, 1, 2, 1, 64, 64, 1, None, "bfloat16", marks=pytest.mark.thorough),
