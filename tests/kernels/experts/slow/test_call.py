@@ -229,5 +229,5 @@ def test_factors_that_do_not_fit_are_named(rng):
     layer = make_layer(rng, "random", TOKENS, EXPERTS, K, HIDDEN, INTER, jnp.float32)
     adapter = _adapter(rng, HIDDEN, INTER, jnp.float32)
     wrong = adapter._replace(down=adapter.down._replace(a=adapter.down.b))
-    with pytest.raises(ValueError, match=r"down.change.a must have shape \[experts, rank, inter\]"):
+    with pytest.raises(ValueError, match=r"down.change.a must have shape \[1, rank, inter\]"):
         adapted(*layer, wrong)
