@@ -39,7 +39,7 @@ jax.config.update("jax_log_compiles", True)
 # Runs that compute the same share a step.
 loop = sys.modules["moe_jax.recipes.run.model"]
 loop.make_train_step = shared_steps.shared(loop.make_train_step)
-# As even as so few experts are, they would often stay where they are.
+# Balanced places of so few experts would often be the places that they have.
 sys.modules["moe_jax.train.rebalance"].balanced_order = lambda load, *_: np.argsort(-load, kind="stable")
 
 tiny.tokenizer().save_pretrained(folder + "/tokenizer")
@@ -73,6 +73,12 @@ np.testing.assert_allclose(many[:2], one[:2], rtol=1e-4)
 # The load-balancing loss of several layers alone looks at numbers.
 np.testing.assert_allclose(many, one, rtol=1e-3)
 assert_same_experts(models["many"], models["one"], 3e-2)
+
+# Without moves the losses are equal in more digits.
+run("plain", mesh, stop_after=3)
+shutil.copytree(folder + "/plain", folder + "/plain moved")
+for place in (("plain", mesh), ("plain moved", None)):
+    np.testing.assert_allclose(run(*place), one, rtol=1e-4)
 
 # Stopped between two moves; the loads that decide about the second began before.
 run("parts", mesh, rebalance_every=2, stop_after=3)

@@ -219,7 +219,9 @@ def test_experts_are_replayed_at_the_temperature_of_the_samples(model, rng):
     scores = nnx.jit(sampled_token_scores, static_argnames="temperature")
     replayed = scores(model, batch, temperature=0.7).log_probs
     np.testing.assert_allclose(replayed, by_hand(model, batch, 0.7)[0], atol=1e-5)
-    np.testing.assert_allclose(nnx.jit(train.log_probs)(model, batch), by_hand(model, batch, 1.0)[0], atol=1e-5)
+    of_training = nnx.jit(train.log_probs)(model, batch)
+    np.testing.assert_allclose(of_training, by_hand(model, batch, 1.0)[0], atol=1e-5)
+    np.testing.assert_allclose(of_training, scores(model, batch, temperature=1.0).log_probs, atol=1e-6)
     free = {name: batch[name] for name in batch if name != "expert_ids"}
     known, own = by_hand(model, free, 0.7)
     assert np.abs(known - replayed).max() > 1e-3
@@ -227,6 +229,7 @@ def test_experts_are_replayed_at_the_temperature_of_the_samples(model, rng):
     found, wanted = (value_and_gradients(PolicyLoss(FOR_SEQUENCES), model, each) for each in (free | {"expert_ids": own}, free))
     assert_same(found, wanted)
     assert 0 <= wanted[1]["kl"] < 1e-6
+    assert wanted[1]["sampling/sampling_logp_difference/max"] < 1e-5
 
 
 @pytest.mark.thorough
