@@ -112,7 +112,7 @@ def test_a_prompt_begins_with_one_bos_token(tmp_path, monkeypatch):
 
 def test_check_prints_the_report_and_writes_it(checkpoint, tmp_path, capsys):
     moe_jax.save_pretrained(tiny.dense(), tmp_path / "model", tokenizer_from=checkpoint)
-    # As many tokens as in tests/check, whose programs it runs.
+    # The prompt has the length of those in tests/check: both run the same compiled programs.
     options = ["--prompt", "ab", "--dtype", "float32", "--repeats", "1", "--json", str(tmp_path / "report.json")]
     main(["check", str(tmp_path / "model"), *options])
     printed, report = capsys.readouterr().out, json.loads((tmp_path / "report.json").read_text())

@@ -1,4 +1,4 @@
-"""What an engine refuses before anything runs: requests, prompts, options, models and limits of other types."""
+"""An engine refuses requests, prompts, options, models and limits that do not fit, before anything runs."""
 
 import re
 from contextlib import closing
@@ -22,7 +22,7 @@ def engine():
 
 
 def test_bad_requests(engine):
-    """As tests/serving/test_request.py checks them, and stop texts without a tokenizer."""
+    """Options are checked as in tests/serving/test_request.py; stop texts need a tokenizer."""
     for options, message in (
         ({"top_p": 2.0, "n": 0}, "top_p must be .*; n must be"),
         ({"stop": ("x",)}, "texts need .*tokenizer"),

@@ -1,4 +1,4 @@
-"""What becomes of an engine: its weights are updated, donated or asleep, a device fails, and it leaves no memory at its end."""
+"""The life of an engine: its weights are updated, donated or asleep, a device fails, and it leaves no memory at its end."""
 
 import gc
 import threading

@@ -35,7 +35,7 @@ def counted(engine, options):
 
 @pytest.mark.thorough
 def test_tokens_are_those_without_drafts(engine):
-    """As an engine without drafts computes them, one sequence at a time.
+    """An engine without drafts computes the same tokens, one sequence at a time.
 
     Continuations of one prompt, penalties, constraints, too few pages, ends in the middle of drafts: no token changes.
     """
